@@ -1,0 +1,58 @@
+"""The engine protocol: what a thing must do to run regions of a graph.
+
+Engines see regions, never the whole graph; never each other; never the environment. Third parties add one through the
+entry-point group `torch_hybrid_backend.engines` (the entry point loads to a callable `engine(config) -> Engine`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+import torch.fx
+
+from torch_hybrid_backend.core.program import Program
+from torch_hybrid_backend.core.region import Region
+from torch_hybrid_backend.core.verdict import Verdict
+
+
+@runtime_checkable
+class CompiledRegion(Protocol):
+    """A region made ready to run by one engine.
+
+    `program` is not None where the region can be run by the C++ executor without Python; calling the compiled region does the
+    same work from Python (slower; used for the first call, for checks and as the oracle of tests).
+    `flops` counts the floating-point operations of one call (for explain and placement).
+    """
+
+    program: Program | None
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """One way of running regions.
+
+    `name`: lower case, stable, used in settings and reports.
+    `keep_ops`: ATen operators the engine wants undecomposed.
+    """
+
+    name: str
+    keep_ops: frozenset[torch._ops.OpOverload]
+
+    def available(self) -> Verdict:
+        """Whether the engine can run in this installation; a refusal says what to install."""
+        ...
+
+    def supports(self, node: torch.fx.Node) -> Verdict:
+        """Whether the engine takes one ATen node, judged by its target, arguments and `meta["val"]`."""
+        ...
+
+    def compile(self, regions: Sequence[Region], deadline_s: float) -> list[CompiledRegion | Exception]:
+        """Compile regions together (so that kernels are built in parallel and equal ones once).
+
+        Returns, region by region, the compiled region or the exception that stopped it; never raises for a region.
+        """
+        ...

@@ -1,0 +1,109 @@
+"""Plan: every decision about one graph, frozen, comparable, printable and JSON-serialisable.
+
+The report reads plans and recomputes nothing. Costs are microseconds per call; flops are floating-point operations per call
+(a multiply-add counts two).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.core.verdict import Reason, Refused
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Engine `engine` did not take a node or a region, and why."""
+
+    engine: str
+    code: Reason
+    why: str
+
+    @staticmethod
+    def of(engine: str, refused: Refused) -> Refusal:
+        return Refusal(engine, refused.code, refused.why)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one call of a region costs on one engine. `kind` is "measured", "cached" (measured earlier) or "estimated"."""
+
+    engine: str
+    microseconds: float
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDecision:
+    """Where one operator of the graph runs."""
+
+    name: str
+    operator: str  # "aten.relu.default"
+    engine: str
+    region: str  # "" where the node runs in eager outside any region
+    source: str  # the user's line: "model.py:12 in forward"
+    flops: int
+    refusals: tuple[Refusal, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RegionDecision:
+    """Where one region runs: the candidates' costs, and the refusals of those that lost or failed."""
+
+    name: str
+    engine: str
+    key: str
+    node_names: tuple[str, ...]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    costs: tuple[Cost, ...]
+    refusals: tuple[Refusal, ...]
+    max_error: float | None  # against eager on the first call; None where it was not verified
+    flops: int
+    kernels: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All decisions for one graph. `kind` is "inference", "forward" or "backward"."""
+
+    graph: str
+    kind: str
+    nodes: tuple[NodeDecision, ...]
+    regions: tuple[RegionDecision, ...]
+
+    def to_json(self) -> str:
+        """Stable JSON (sorted keys, two spaces)."""
+        return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """The inverse of `to_json`."""
+        raw: dict[str, Any] = json.loads(text)
+
+        def spec(d: dict[str, Any]) -> TensorSpec:
+            return TensorSpec(tuple(d["shape"]), d["dtype"], tuple(d["strides"]), d["device"])
+
+        def refusals(items: list[dict[str, Any]]) -> tuple[Refusal, ...]:
+            return tuple(Refusal(r["engine"], Reason(r["code"]), r["why"]) for r in items)
+
+        nodes = tuple(NodeDecision(**{**n, "refusals": refusals(n["refusals"])}) for n in raw["nodes"])
+        regions = tuple(
+            RegionDecision(
+                **{
+                    **r,
+                    "node_names": tuple(r["node_names"]),
+                    "inputs": tuple(map(spec, r["inputs"])),
+                    "outputs": tuple(map(spec, r["outputs"])),
+                    "costs": tuple(Cost(**c) for c in r["costs"]),
+                    "refusals": refusals(r["refusals"]),
+                }
+            )
+            for r in raw["regions"]
+        )
+        return Plan(raw["graph"], raw["kind"], nodes, regions)

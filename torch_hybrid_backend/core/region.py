@@ -1,0 +1,37 @@
+"""Region: a convex piece of the graph that one engine may run as one unit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch.fx
+
+from torch_hybrid_backend.core.tensor_spec import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class RegionInput:
+    """One tensor that enters a region. Constants (parameters, folded values) change rarely: engines may pack them."""
+
+    name: str
+    spec: TensorSpec
+    is_constant: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A functional ATen graph with static meaning: same inputs, same outputs, no mutation.
+
+    `graph_module` takes `inputs` in order and returns a tuple of `outputs`; every node carries `meta["val"]`.
+    `node_names` are the names of the covered nodes in the partitioned graph; `source` is the user's line that
+    the first of them came from ("model.py:12 in forward"), or "".
+    `key` is the canonical form's SHA-256: it changes with any operator, wire, constant, dtype, shape or stride.
+    """
+
+    name: str
+    graph_module: torch.fx.GraphModule = field(compare=False, repr=False)
+    inputs: tuple[RegionInput, ...]
+    outputs: tuple[TensorSpec, ...]
+    node_names: tuple[str, ...]
+    key: str
+    source: str = ""

@@ -1,0 +1,49 @@
+"""Verdicts: whether an engine takes a node or region, as a value with a stable code and a sentence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Reason(StrEnum):
+    """Stable codes. They are printed by explain(), kept in caches and matched by tests: never rename one."""
+
+    UNKNOWN_OPERATOR = "unknown_operator"  # the engine has no lowering for the operator
+    DTYPE = "dtype"  # the operator is known, not for these dtypes
+    SYMBOLIC_SHAPE = "symbolic_shape"  # a size is only known at run time
+    DEVICE = "device"  # a tensor lives on a device the engine does not serve
+    LAYOUT = "layout"  # sparse, quantised, complex or otherwise not a plain strided tensor
+    ARGUMENT = "argument"  # an argument value the lowering does not cover
+    NOT_A_TENSOR = "not_a_tensor"  # the node yields no tensor (SymInt arithmetic, None, ...)
+    DISABLED = "disabled"  # the engine is switched off by HYBRID_ENGINES / HYBRID_DISABLE_ENGINES
+    MISSING_DEPENDENCY = "missing_dependency"  # the engine cannot run in this installation
+    TOO_SMALL = "too_small"  # fewer nodes than HYBRID_MIN_REGION_NODES
+    NOT_PROFITABLE = "not_profitable"  # eager was faster, by measurement or by estimate
+    COMPILE_FAILED = "compile_failed"  # the engine raised or its compiler failed
+    COMPILER_CRASHED = "compiler_crashed"  # the kernel compiler's process died
+    DEADLINE = "deadline"  # compilation exceeded HYBRID_COMPILE_DEADLINE_S
+    ACCURACY = "accuracy"  # the region's outputs differ from eager's
+    RUNTIME_ERROR = "runtime_error"  # the compiled region raised while running
+
+
+@dataclass(frozen=True, slots=True)
+class Supported:
+    """The engine takes it."""
+
+    def __bool__(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The engine does not take it: `why` is a full sentence for the user, without a trailing period."""
+
+    code: Reason
+    why: str
+
+    def __bool__(self) -> bool:
+        return False
+
+
+Verdict = Supported | Refused

@@ -1,0 +1,39 @@
+"""Errors: one base class, few children. A message says what was wrong, what is legal and what to do."""
+
+from __future__ import annotations
+
+
+class HybridError(RuntimeError):
+    """Base of every error this package raises on purpose."""
+
+
+class ConfigError(HybridError, ValueError):
+    """A setting or option is unknown or has an illegal value."""
+
+
+class CompileError(HybridError):
+    """An engine could not compile a region."""
+
+
+class CompilerCrashError(CompileError):
+    """The kernel compiler's process died (LLVM can crash on a bad kernel)."""
+
+
+class DeadlineError(CompileError):
+    """Compilation exceeded its deadline."""
+
+
+class CacheError(HybridError):
+    """The on-disk cache cannot be used: not writable, not private, or not ours."""
+
+
+class PassError(HybridError):
+    """A graph pass broke an invariant; the message names the pass and those before it."""
+
+
+class ScheduleError(CompileError):
+    """A schedule was asked for a shape or layout it does not serve."""
+
+
+class RegionError(HybridError):
+    """Under HYBRID_STRICT=1: a region failed where it would otherwise have fallen back to eager."""
