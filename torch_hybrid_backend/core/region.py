@@ -11,10 +11,11 @@ from torch_hybrid_backend.core.tensor_spec import TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class RegionInput:
-    """One tensor that enters a region. Constants (parameters, folded values) change rarely: engines may pack them."""
+    """One value that enters a region; `spec` is None where it is no tensor (a size). Constants (parameters, folded
+    values) change rarely: engines may pack them."""
 
     name: str
-    spec: TensorSpec
+    spec: TensorSpec | None
     is_constant: bool = False
 
 
@@ -31,7 +32,31 @@ class Region:
     name: str
     graph_module: torch.fx.GraphModule = field(compare=False, repr=False)
     inputs: tuple[RegionInput, ...]
-    outputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec | None, ...]
     node_names: tuple[str, ...]
     key: str
     source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A region in its place in the whole graph: the graph values it reads and writes, by node name."""
+
+    region: Region
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    engine_hint: str  # the engine that claimed it first; "eager" where none did
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionedGraph:
+    """A whole graph as segments in execution order; they cover every operator exactly once.
+
+    `inputs` are the graph's placeholders in order; `constants` those of them that hold parameters, buffers or folded values.
+    `outputs` are node names, or literal values (None, numbers) the graph returns as they are.
+    """
+
+    inputs: tuple[str, ...]
+    constants: frozenset[str]
+    segments: tuple[Segment, ...]
+    outputs: tuple[object, ...]  # str: the name of a value; anything else: returned as it is
