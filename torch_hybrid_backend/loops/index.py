@@ -1,0 +1,267 @@
+"""Index: integer arithmetic on loop variables, simplified as it is built.
+
+An index is a sum `c0 + c1*atom1 + c2*atom2 + ...` with integer coefficients. An atom is a loop variable, a floor division or a
+remainder of another index by a positive number, or a scalar read from a tensor (embedding, gather). Every index knows the
+inclusive range of its values, which is what lets `(a*8 + b) // 8` become `a` when `0 <= b < 8`.
+
+    >>> i, j = var("i", 4), var("j", 8)
+    >>> (i * 8 + j) // 8 == i, (i * 8 + j) % 8 == j
+    (True, True)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch_hybrid_backend.loops.ir import Expr
+
+
+@dataclass(frozen=True, slots=True)
+class LoopVar:
+    """A loop variable with values 0 .. extent-1."""
+
+    name: str
+    extent: int
+
+    @property
+    def range(self) -> tuple[int, int]:
+        return 0, max(self.extent - 1, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class FloorDiv:
+    """`numerator // divisor`, rounded towards minus infinity."""
+
+    numerator: Index
+    divisor: int
+
+    @property
+    def range(self) -> tuple[int, int]:
+        return self.numerator.low // self.divisor, self.numerator.high // self.divisor
+
+
+@dataclass(frozen=True, slots=True)
+class Mod:
+    """`numerator % divisor`, with the sign of the divisor."""
+
+    numerator: Index
+    divisor: int
+
+    @property
+    def range(self) -> tuple[int, int]:
+        return 0, self.divisor - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """An integer scalar of the loops language used as an index; its values lie in `low .. high`."""
+
+    expr: Expr
+    low: int
+    high: int
+
+    @property
+    def range(self) -> tuple[int, int]:
+        return self.low, self.high
+
+
+Atom = LoopVar | FloorDiv | Mod | Scalar
+
+
+class Index:
+    """An immutable sum of atoms; `low` and `high` bound its values, both included."""
+
+    __slots__ = ("_hash", "const", "high", "low", "terms")
+
+    def __init__(self, terms: tuple[tuple[Atom, int], ...], const: int) -> None:
+        self.terms = terms
+        self.const = const
+        low = high = const
+        for atom, coefficient in terms:
+            first, last = atom.range
+            low += coefficient * (first if coefficient > 0 else last)
+            high += coefficient * (last if coefficient > 0 else first)
+        self.low, self.high = low, high
+        self._hash = hash((frozenset(terms), const))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, int):
+            return self.is_const and self.const == other
+        if not isinstance(other, Index) or self._hash != other._hash:
+            return False
+        return self.const == other.const and frozenset(self.terms) == frozenset(other.terms)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def is_const(self) -> bool:
+        return not self.terms
+
+    def __add__(self, other: Index | int) -> Index:
+        other = as_index(other)
+        if not other.terms:
+            return self if other.const == 0 else Index(self.terms, self.const + other.const)
+        total = dict(self.terms)
+        for atom, coefficient in other.terms:
+            total[atom] = total.get(atom, 0) + coefficient
+        return _merge_split(Index(tuple((a, c) for a, c in total.items() if c), self.const + other.const))
+
+    __radd__ = __add__
+
+    def __neg__(self) -> Index:
+        return self * -1
+
+    def __sub__(self, other: Index | int) -> Index:
+        return self + as_index(other) * -1
+
+    def __rsub__(self, other: int) -> Index:
+        return as_index(other) + self * -1
+
+    def __mul__(self, factor: int) -> Index:
+        if factor == 0:
+            return as_index(0)
+        if factor == 1:
+            return self
+        return Index(tuple((a, c * factor) for a, c in self.terms), self.const * factor)
+
+    __rmul__ = __mul__
+
+    def __floordiv__(self, divisor: int) -> Index:
+        if divisor <= 0:
+            raise ValueError(f"an index is divided by positive numbers only, got {divisor}")
+        quotient, rest = self._split(divisor)
+        if rest.low // divisor == rest.high // divisor:
+            return quotient + rest.low // divisor
+        if len(rest.terms) == 1 and rest.const == 0:
+            atom, coefficient = rest.terms[0]
+            if isinstance(atom, FloorDiv) and coefficient == 1:
+                return quotient + atom.numerator // (atom.divisor * divisor)
+        return quotient + Index(((FloorDiv(rest, divisor), 1),), 0)
+
+    def __mod__(self, divisor: int) -> Index:
+        if divisor <= 0:
+            raise ValueError(f"an index is divided by positive numbers only, got {divisor}")
+        _, rest = self._split(divisor)
+        low, high = rest.low // divisor, rest.high // divisor
+        if low == high:
+            return rest - low * divisor
+        if len(rest.terms) == 1 and rest.const == 0:
+            atom, coefficient = rest.terms[0]
+            if isinstance(atom, Mod) and coefficient == 1 and atom.divisor % divisor == 0:
+                return atom.numerator % divisor
+        return Index(((Mod(rest, divisor), 1),), 0)
+
+    def _split(self, divisor: int) -> tuple[Index, Index]:
+        """`self == quotient * divisor + rest`, with every term whose coefficient divides moved to the quotient."""
+        divisible = tuple((a, c // divisor) for a, c in self.terms if c % divisor == 0)
+        rest = tuple((a, c) for a, c in self.terms if c % divisor)
+        return Index(divisible, self.const // divisor), Index(rest, self.const % divisor)
+
+    def substitute(self, values: dict[LoopVar, Index]) -> Index:
+        """The index with loop variables replaced, simplified again. Scalars are kept: see `ir.substitute`."""
+        result = as_index(self.const)
+        for atom, coefficient in self.terms:
+            match atom:
+                case LoopVar():
+                    part = values.get(atom) or Index(((atom, 1),), 0)
+                case FloorDiv(numerator, divisor):
+                    part = numerator.substitute(values) // divisor
+                case Mod(numerator, divisor):
+                    part = numerator.substitute(values) % divisor
+                case _:
+                    part = Index(((atom, 1),), 0)
+            result = result + part * coefficient
+        return result
+
+    def __repr__(self) -> str:
+        def show(atom: Atom) -> str:
+            match atom:
+                case LoopVar(name, _):
+                    return name
+                case FloorDiv(numerator, divisor):
+                    return f"({numerator!r} // {divisor})"
+                case Mod(numerator, divisor):
+                    return f"({numerator!r} % {divisor})"
+            return f"[{atom.expr!r}]"
+
+        parts = [show(a) if c == 1 else f"{show(a)}*{c}" for a, c in self.terms]
+        if self.const or not parts:
+            parts.append(str(self.const))
+        return " + ".join(parts)
+
+
+def _merge_split(index: Index) -> Index:
+    """`x//d*d + x%d` is x: undo a split that turned out not to be needed."""
+    for atom, coefficient in index.terms:
+        if not isinstance(atom, Mod):
+            continue
+        # `x // d` may itself have been simplified to a sum: compare by value, not by atom.
+        whole = (atom.numerator // atom.divisor) * (atom.divisor * coefficient)
+        if not whole.terms:
+            continue
+        terms = dict(index.terms)
+        if all(terms.get(a) == c for a, c in whole.terms):
+            for a, _ in whole.terms:
+                del terms[a]
+            del terms[atom]
+            rest = Index(tuple(terms.items()), index.const - whole.const)
+            return rest + atom.numerator * coefficient
+    return index
+
+
+def as_index(value: Index | int) -> Index:
+    """A number as an index."""
+    return value if isinstance(value, Index) else Index((), int(value))
+
+
+def var(name: str, extent: int) -> Index:
+    """A fresh loop variable as an index; a loop of one iteration is the constant 0."""
+    return as_index(0) if extent == 1 else Index(((LoopVar(name, extent), 1),), 0)
+
+
+def linear(index: tuple[Index, ...], strides: tuple[int, ...]) -> Index:
+    """The offset of `index` in a tensor with `strides` (elements)."""
+    total = as_index(0)
+    for position, stride in zip(index, strides, strict=True):
+        total = total + position * stride
+    return total
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Row-major strides, in elements."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def reshape_index(index: tuple[Index, ...], source: tuple[int, ...], target: tuple[int, ...]) -> tuple[Index, ...]:
+    """Where the element at `index` of a row-major tensor of shape `target` lies in shape `source` (same element count).
+
+    Works group by group (runs of dimensions with equal products), so that only dimensions which really split or merge divide.
+    """
+    result: list[Index] = []
+    s = t = 0
+    while s < len(source) or t < len(target):
+        s_end, t_end = s, t
+        left = right = 1
+        if s < len(source):
+            left, s_end = source[s], s + 1
+        if t < len(target):
+            right, t_end = target[t], t + 1
+        while left != right:
+            if left < right and s_end < len(source):
+                left, s_end = left * source[s_end], s_end + 1
+            elif t_end < len(target):
+                right, t_end = right * target[t_end], t_end + 1
+            else:
+                left, s_end = left * source[s_end], s_end + 1
+        offset = linear(index[t:t_end], contiguous_strides(target[t:t_end]))
+        for size, stride in zip(source[s:s_end], contiguous_strides(source[s:s_end]), strict=True):
+            result.append(offset // stride % size if size > 1 else as_index(0))
+        s, t = s_end, t_end
+    return tuple(result)

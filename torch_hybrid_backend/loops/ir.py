@@ -1,0 +1,334 @@
+"""The scalar language: expressions, lazily described tensors (values) and the loop operations that fill buffers.
+
+    Expr   = Const(value) | Load(buffer, index) | FromIndex(index) | Call(op, args)
+    Value  = Buffer                       a tensor that exists in memory
+           | Map(shape, dtype, fn)        fn(index) -> Expr, computed where it is read (inlined) or realised by a MapOp
+    LoopOp = MapOp | ReduceOp | MatMulOp | ConvOp | AttentionOp      each fills one buffer
+
+Scalars are computed in the *compute dtype* of a tensor's dtype: float32 for bfloat16 and float16, the dtype itself otherwise. Loads widen,
+stores narrow; only an explicit cast rounds in between (`Call("round", ...)`), so results are at least as exact as eager's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from torch_hybrid_backend.loops.index import Index, LoopVar, Scalar, as_index, var
+
+INDEX_DTYPE = "int64"
+
+
+def compute_dtype(dtype: str) -> str:
+    """The dtype scalars of a tensor's dtype are computed in."""
+    return "float32" if dtype in ("bfloat16", "float16") else dtype
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Expr:
+    """A scalar. Expressions are shared, not copied: compare by identity, print with `canonical`."""
+
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Const(Expr):
+    """A literal, including infinities and NaN."""
+
+    value: bool | int | float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Load(Expr):
+    """One element of a buffer, widened to its compute dtype; `index` is logical, whatever the buffer's layout."""
+
+    buffer: Buffer
+    index: tuple[Index, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FromIndex(Expr):
+    """An index as an int64 scalar."""
+
+    index: Index
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call(Expr):
+    """A scalar operation of `loops.ops.OPS` applied to scalars."""
+
+    op: str
+    args: tuple[Expr, ...]
+
+
+# index -> scalar
+ScalarFn = Callable[[tuple[Index, ...]], Expr]
+# index of a buffer's element -> index of the one element of a value computed from it
+InverseFn = Callable[[tuple[Index, ...]], tuple[Index, ...]]
+
+
+@dataclass(slots=True, eq=False)
+class Value:
+    """A tensor described by shape and dtype. `at` gives the scalar at a logical index."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    def at(self, index: tuple[Index, ...]) -> Expr:
+        raise TypeError(f"{type(self).__name__} has no elements of its own; realise it first")
+
+    @property
+    def inverse(self) -> Mapping[Buffer, InverseFn]:
+        """Buffers each of whose elements this value reads for exactly one element of its own, and which one.
+
+        That is what makes a value the possible epilogue of the operation that fills the buffer.
+        """
+        return {}
+
+
+_buffer_numbers = itertools.count()
+
+
+@dataclass(slots=True, eq=False)
+class Buffer(Value):
+    """A tensor in memory. `constant` where it holds parameters or folded values; `name` is for people."""
+
+    name: str = ""
+    constant: bool = False
+    number: int = field(default_factory=lambda: next(_buffer_numbers))
+
+    def at(self, index: tuple[Index, ...]) -> Expr:
+        return Load(compute_dtype(self.dtype), self, index)
+
+    @property
+    def inverse(self) -> Mapping[Buffer, InverseFn]:
+        return {self: lambda index: index}
+
+
+@dataclass(slots=True, eq=False)
+class Map(Value):
+    """A value computed element by element. `fn` returns scalars of the compute dtype of `dtype`."""
+
+    fn: ScalarFn
+    inverses: Mapping[Buffer, InverseFn] = field(default_factory=dict)
+    # True where the value only renames indices of one other value (a view): never worth memory of its own.
+    is_view: bool = False
+
+    def at(self, index: tuple[Index, ...]) -> Expr:
+        return self.fn(index)
+
+    @property
+    def inverse(self) -> Mapping[Buffer, InverseFn]:
+        return self.inverses
+
+
+@dataclass(slots=True, eq=False)
+class LoopOp:
+    """Something that fills the buffer `out`."""
+
+    out: Buffer
+
+    def reads(self) -> list[Buffer]:
+        """The buffers read, in first-use order."""
+        raise TypeError(f"{type(self).__name__} does not say what it reads")
+
+
+@dataclass(slots=True, eq=False)
+class MapOp(LoopOp):
+    """out[i] = value[i], rounded to the buffer's dtype."""
+
+    value: Value
+
+    def reads(self) -> list[Buffer]:
+        return buffers_of(self.value)
+
+
+@dataclass(slots=True, eq=False)
+class ReduceOp(LoopOp):
+    """out[kept] = combine over the axes `axes` of domain `domain` of body(full index).
+
+    `out.shape` is `domain` without `axes`. `combiner`: "sum", "prod", "max", "min" (both NaN-propagating), "any", "all",
+    "argmax", "argmin" (position in the row-major order of the reduced axes, the first of equals, NaN first; int64).
+    Accumulates in the body's dtype (float64 stays float64; bfloat16 and float16 in float32).
+    """
+
+    domain: tuple[int, ...]
+    axes: tuple[int, ...]
+    combiner: str
+    body: ScalarFn
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        return tuple(d for d in range(len(self.domain)) if d not in self.axes)
+
+    def reads(self) -> list[Buffer]:
+        return buffers_of(Map(self.domain, self.out.dtype, self.body))
+
+
+@dataclass(slots=True, eq=False)
+class MatMulOp(LoopOp):
+    """out[b, m, n] = sum over k of a[b, m, k] * b[b, k, n]. `a` is (B, M, K), `b` is (B, K, N) or (1, K, N)."""
+
+    a: Value
+    b: Value
+
+    def reads(self) -> list[Buffer]:
+        return _unique(buffers_of(self.a) + buffers_of(self.b))
+
+
+@dataclass(slots=True, eq=False)
+class ConvOp(LoopOp):
+    """A 1-D or 2-D cross-correlation with zero padding, no bias (the epilogue adds it).
+
+    x is (N, C, *spatial), w is (O, C/groups, *kernel), out is (N, O, *out_spatial); the tuples have one entry per spatial dimension.
+    """
+
+    x: Value
+    w: Value
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    def reads(self) -> list[Buffer]:
+        return _unique(buffers_of(self.x) + buffers_of(self.w))
+
+
+@dataclass(slots=True, eq=False)
+class AttentionOp(LoopOp):
+    """out = softmax(q @ k^T * scale + mask) @ v per batch and head, causal where asked.
+
+    q is (B, H, S, D), k (B, H, T, D), v (B, H, T, E), mask None or (B, H, S, T) additive float; out (B, H, S, E).
+    Causal: position s sees t <= s.
+    """
+
+    q: Value
+    k: Value
+    v: Value
+    mask: Value | None
+    scale: float
+    causal: bool
+
+    def reads(self) -> list[Buffer]:
+        values = [self.q, self.k, self.v] + ([self.mask] if self.mask is not None else [])
+        return _unique([b for value in values for b in buffers_of(value)])
+
+
+def _unique(buffers: list[Buffer]) -> list[Buffer]:
+    return list({id(b): b for b in buffers}.values())
+
+
+def domain_vars(shape: tuple[int, ...], prefix: str = "i") -> tuple[Index, ...]:
+    """One loop variable per dimension."""
+    return tuple(var(f"{prefix}{d}", size) for d, size in enumerate(shape))
+
+
+def buffers_of(value: Value) -> list[Buffer]:
+    """The buffers a value reads, in first-use order."""
+    if isinstance(value, Buffer):
+        return [value]
+    return buffers_of_expr(value.at(domain_vars(value.shape)))
+
+
+def loads_of(expr: Expr) -> list[Load]:
+    """Every distinct load of an expression, those inside indices included."""
+    found: dict[int, Load] = {}
+    seen: set[int] = set()
+    stack: list[Expr] = [expr]
+    while stack:
+        e = stack.pop()
+        if id(e) in seen:
+            continue
+        seen.add(id(e))
+        match e:
+            case Load():
+                found[id(e)] = e
+                for index in e.index:
+                    stack.extend(_scalars(index))
+            case FromIndex():
+                stack.extend(_scalars(e.index))
+            case Call():
+                stack.extend(reversed(e.args))
+    return list(found.values())
+
+
+def _scalars(index: Index) -> list[Expr]:
+    found: list[Expr] = []
+    for atom, _ in index.terms:
+        if isinstance(atom, Scalar):
+            found.append(atom.expr)
+        elif not isinstance(atom, LoopVar):
+            found.extend(_scalars(atom.numerator))
+    return found
+
+
+def buffers_of_expr(expr: Expr) -> list[Buffer]:
+    """The buffers an expression loads from."""
+    return _unique([load.buffer for load in loads_of(expr)])
+
+
+def count_calls(expr: Expr) -> int:
+    """Distinct scalar operations in an expression, casts not counted."""
+    seen: set[int] = set()
+    stack: list[Expr] = [expr]
+    calls = 0
+    while stack:
+        e = stack.pop()
+        if id(e) in seen:
+            continue
+        seen.add(id(e))
+        if isinstance(e, Call):
+            calls += e.op not in ("cast", "round")
+            stack.extend(e.args)
+    return calls
+
+
+def canonical(expr: Expr, buffer_names: Mapping[int, str]) -> str:
+    """A text that is equal for two expressions that compute the same thing from the same-named buffers."""
+    lines: list[str] = []
+    names: dict[int, str] = {}
+
+    def show(e: Expr) -> str:
+        if id(e) in names:
+            return names[id(e)]
+        match e:
+            case Const():
+                text = f"{e.value!r}:{e.dtype}"
+            case Load():
+                text = f"{buffer_names[id(e.buffer)]}[{', '.join(show_index(i) for i in e.index)}]"
+            case FromIndex():
+                text = f"index({show_index(e.index)})"
+            case Call():
+                text = f"{e.op}({', '.join(show(a) for a in e.args)}):{e.dtype}"
+            case _:
+                raise TypeError(f"not an expression of the loops language: {e!r}")
+        lines.append(text)
+        names[id(e)] = f"%{len(lines) - 1}"
+        return names[id(e)]
+
+    def show_index(index: Index) -> str:
+        parts = []
+        for atom, coefficient in index.terms:
+            match atom:
+                case LoopVar():
+                    text = atom.name
+                case Scalar():
+                    text = f"<{show(atom.expr)}>"
+                case _:
+                    mark = "//" if type(atom).__name__ == "FloorDiv" else "%"
+                    text = f"({show_index(atom.numerator)}{mark}{atom.divisor})"
+            parts.append(f"{coefficient}*{text}")
+        return "+".join([*sorted(parts), str(index.const)])
+
+    result = show(expr)
+    return ";".join([*lines, result])
+
+
+def scalar_index(expr: Expr, low: int, high: int) -> Index:
+    """A scalar read from a tensor as an index with values in `low .. high`."""
+    if isinstance(expr, Const):
+        return as_index(int(expr.value))
+    if isinstance(expr, FromIndex):
+        return expr.index
+    return Index(((Scalar(expr, low, high), 1),), 0)

@@ -1,0 +1,265 @@
+"""Lowering: ATen nodes -> values and loop operations.
+
+A lowering is a function `(ctx, *args, **kwargs) -> Value | tuple[Value, ...]` registered for ATen overloads with `@lowers(...)`. It gets
+the node's arguments with tensors replaced by `Value`s; `ctx.out` (or `ctx.outs`) is the result's spec as fake tensors know it, so that
+type promotion and shape rules are PyTorch's own. It describes results lazily (`Map`) or asks `ctx.realize(op)` for memory where an
+operation needs it (reductions, matmuls, convolutions). To refuse, it raises `Refuse(code, why)`: that, tried on placeholder
+buffers, is also how capability is decided, so support and code can never disagree.
+
+    @lowers(aten.neg.default)
+    def neg(ctx: Context, x: Value) -> Value:
+        return ctx.pointwise(lambda a: call("neg", a), x)
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+from torch.utils._pytree import tree_map
+
+from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
+from torch_hybrid_backend.loops.index import Index, as_index
+from torch_hybrid_backend.loops.ir import (
+    Buffer,
+    Expr,
+    InverseFn,
+    LoopOp,
+    Map,
+    MapOp,
+    ReduceOp,
+    ScalarFn,
+    Value,
+    compute_dtype,
+)
+from torch_hybrid_backend.loops.ops import cast, const
+
+DTYPES = frozenset(
+    "float32 float64 bfloat16 float16 int64 int32 int16 int8 uint8 bool".split()
+)  # what tensors of the loops language may hold
+
+
+class Refuse(Exception):
+    """Raised inside a lowering: the operator is not taken with these arguments."""
+
+    def __init__(self, code: Reason, why: str) -> None:
+        super().__init__(why)
+        self.refused = Refused(code, why)
+
+
+Lowering = Callable[..., Any]
+_TABLE: dict[torch._ops.OpOverload, Lowering] = {}
+# Imported on first use: the table is these modules' contents and nothing else.
+_MODULES = ("pointwise", "reductions", "views", "indexing", "matmul", "convolution", "pooling", "attention", "creation")
+
+
+def lowers(*targets: torch._ops.OpOverload) -> Callable[[Lowering], Lowering]:
+    """Register a lowering for ATen overloads; a second registration of one overload is an error."""
+
+    def register(fn: Lowering) -> Lowering:
+        for target in targets:
+            if target in _TABLE:
+                raise ValueError(f"{target} has two lowerings: {_TABLE[target].__name__} and {fn.__name__}")
+            _TABLE[target] = fn
+        return fn
+
+    return register
+
+
+@functools.cache
+def table() -> Mapping[torch._ops.OpOverload, Lowering]:
+    """Every lowering, by ATen overload."""
+    for module in _MODULES:
+        importlib.import_module(f"torch_hybrid_backend.loops.lowerings.{module}")
+    return _TABLE
+
+
+class Context:
+    """What a lowering may use: the node's result specs, and a place for operations that need memory."""
+
+    def __init__(self, emit: Callable[[LoopOp], None]) -> None:
+        self._emit = emit
+        self.node: torch.fx.Node | None = None
+        self.outs: tuple[TensorSpec, ...] = ()
+
+    @property
+    def out(self) -> TensorSpec:
+        """The spec of the node's (first) result."""
+        return self.outs[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the node's (first) result."""
+        return tuple(int(size) for size in self.out.shape)
+
+    def realize(self, op: LoopOp) -> Buffer:
+        """Emit an operation; its buffer can be read by everything that follows."""
+        self._emit(op)
+        return op.out
+
+    def materialize(self, value: Value) -> Buffer:
+        """The value in memory: itself if it is a buffer already."""
+        if isinstance(value, Buffer):
+            return value
+        return self.realize(MapOp(Buffer(value.shape, value.dtype), value))
+
+    def reduce(
+        self, combiner: str, value: Value, axes: Sequence[int], body: ScalarFn | None = None, dtype: str | None = None
+    ) -> Buffer:
+        """Reduce `value` (or `body` over its shape) over `axes`; the result drops them and has `dtype` (value's by default)."""
+        kept = tuple(n for d, n in enumerate(value.shape) if d not in axes)
+        out = Buffer(kept, dtype or value.dtype)
+        return self.realize(ReduceOp(out, value.shape, tuple(sorted(axes)), combiner, body or value.at))
+
+    def pointwise(
+        self,
+        fn: Callable[..., Expr],
+        *inputs: Value | float,
+        dtype: str | None = None,
+        compute: str | None = None,
+        shape: tuple[int, ...] | None = None,
+    ) -> Map:
+        """fn applied element by element with broadcasting.
+
+        Tensor and number inputs reach `fn` as scalars of dtype `compute` (default: the compute dtype of the result); what it
+        returns is cast to the compute dtype of `dtype` (default: the node's result dtype).
+        """
+        dtype = dtype or self.out.dtype
+        shape = self.shape if shape is None else shape
+        operand_dtype = compute or compute_dtype(dtype)
+        values = [broadcast(v, shape) if isinstance(v, Value) else v for v in inputs]
+
+        def at(index: tuple[Index, ...]) -> Expr:
+            scalars = [
+                cast(v.at(index), operand_dtype) if isinstance(v, Value) else const(v, operand_dtype) for v in values
+            ]
+            return cast(fn(*scalars), compute_dtype(dtype))
+
+        return Map(shape, dtype, at, merge_inverses([v for v in values if isinstance(v, Value)]))
+
+
+def merge_inverses(values: Sequence[Value]) -> dict[Buffer, InverseFn]:
+    """The inverses of a value computed element by element from `values` of its own shape."""
+    merged: dict[Buffer, InverseFn] = {}
+    for value in values:
+        merged.update(value.inverse)
+    return merged
+
+
+def broadcast(value: Value, shape: tuple[int, ...]) -> Value:
+    """The value expanded to `shape` by PyTorch's broadcasting rules."""
+    if value.shape == shape:
+        return value
+    lead = len(shape) - len(value.shape)
+    # A dimension is pinned to 0 only where it is stretched: where both are 1 the index is 0 anyway.
+    stretched = [size == 1 for size in value.shape]
+
+    def at(index: tuple[Index, ...]) -> Expr:
+        return value.at(tuple(as_index(0) if s else i for s, i in zip(stretched, index[lead:], strict=True)))
+
+    return Map(shape, value.dtype, at, {}, is_view=True)
+
+
+def reindex(
+    value: Value,
+    shape: tuple[int, ...],
+    forward: Callable[[tuple[Index, ...]], tuple[Index, ...]],
+    inverse: InverseFn | None = None,
+) -> Value:
+    """A view: element `index` of the result is element `forward(index)` of `value`.
+
+    `inverse` maps the other way where the view is a bijection: it keeps the value usable as an epilogue.
+    """
+    inverses: dict[Buffer, InverseFn] = {}
+    if inverse is not None:
+        for buffer, before in value.inverse.items():
+            inverses[buffer] = lambda index, before=before: inverse(before(index))  # type: ignore[misc]
+    return Map(shape, value.dtype, lambda index: value.at(forward(index)), inverses, is_view=True)
+
+
+def _specs(value: object) -> tuple[TensorSpec, ...]:
+    if isinstance(value, torch.Tensor):
+        return (TensorSpec.of(value),)
+    if isinstance(value, (tuple, list)):
+        return tuple(spec for item in value for spec in _specs(item))
+    return ()
+
+
+def check_tensor(tensor: torch.Tensor) -> Refused | None:
+    """Why the loops language cannot hold a (fake) tensor, or None where it can."""
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        return Refused(Reason.LAYOUT, f"a tensor has layout {tensor.layout}, only plain strided tensors are taken")
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        return Refused(Reason.DTYPE, f"dtype {dtype} is not taken")
+    spec = TensorSpec.of(tensor)
+    if not spec.is_static:
+        return Refused(Reason.SYMBOLIC_SHAPE, f"the shape {spec.shape} is only known at run time")
+    if spec.numel == 0:
+        return Refused(Reason.ARGUMENT, "a tensor has no elements")
+    return None
+
+
+def lower_node(ctx: Context, node: torch.fx.Node, values: Mapping[torch.fx.Node, Any]) -> Any:
+    """The value(s) of one call_function node; raises Refuse where it is not taken."""
+    if node.target is operator.getitem:
+        return values[node.args[0]][node.args[1]]  # type: ignore[index]
+    lowering = table().get(node.target)  # type: ignore[arg-type]
+    if lowering is None:
+        raise Refuse(Reason.UNKNOWN_OPERATOR, f"there is no lowering for {node.target}")
+    meta = node.meta.get("val")
+    outputs = meta if isinstance(meta, (tuple, list)) else (meta,)
+    for tensor in outputs:
+        if tensor is None:
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            raise Refuse(Reason.NOT_A_TENSOR, f"{node.target} yields a {type(tensor).__name__}, not a tensor")
+        if refused := check_tensor(tensor):
+            raise Refuse(refused.code, refused.why)
+    ctx.node, ctx.outs = node, _specs(meta)
+
+    def argument(item: Any) -> Any:
+        if isinstance(item, torch.fx.Node):
+            return values[item]
+        return item
+
+    args = [tree_map(argument, item, is_leaf=lambda i: isinstance(i, torch.fx.Node)) for item in node.args]
+    kwargs = {k: tree_map(argument, v, is_leaf=lambda i: isinstance(i, torch.fx.Node)) for k, v in node.kwargs.items()}
+    return lowering(ctx, *args, **kwargs)
+
+
+def supports(node: torch.fx.Node) -> Verdict:
+    """Whether a node has a lowering for its arguments, found by lowering it on placeholder buffers."""
+    if node.op != "call_function":
+        return Refused(Reason.UNKNOWN_OPERATOR, f"a node of kind {node.op} is not an operator")
+    if node.target is operator.getitem:
+        producer = node.args[0]
+        return supports(producer) if isinstance(producer, torch.fx.Node) else Supported()
+    if node.target not in table():
+        return Refused(Reason.UNKNOWN_OPERATOR, f"there is no lowering for {node.target}")
+    placeholders: dict[torch.fx.Node, Any] = {}
+    for source in node.all_input_nodes:
+        meta = source.meta.get("val")
+        if isinstance(meta, torch.Tensor):
+            if refused := check_tensor(meta):
+                return refused
+            spec = TensorSpec.of(meta)
+            placeholders[source] = Buffer(tuple(int(n) for n in spec.shape), spec.dtype)
+        elif isinstance(meta, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return Refused(Reason.SYMBOLIC_SHAPE, f"{source.name} is a size that is only known at run time")
+        else:
+            return Refused(Reason.NOT_A_TENSOR, f"{source.name} is a {type(meta).__name__}, not a tensor")
+    devices = {t.device.type for s in node.all_input_nodes if isinstance(t := s.meta.get("val"), torch.Tensor)}
+    if devices - {"cpu"}:
+        return Refused(Reason.DEVICE, f"a tensor lives on {sorted(devices - {'cpu'})[0]}")
+    try:
+        lower_node(Context(lambda op: None), node, placeholders)
+    except Refuse as refuse:
+        return refuse.refused
+    return Supported()
