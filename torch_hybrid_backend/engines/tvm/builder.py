@@ -1,0 +1,146 @@
+"""Builder: TIR statements emitted directly as loops.
+
+Schedules call `loop` with a function of the loop's index; indices are `loops.Index`, so address arithmetic is simplified before TVM
+sees it. Loops of one iteration vanish.
+
+    b = Builder()
+    body = b.loop(8, lambda i: b.loop(16, lambda l: b.store(out, i * 16 + l, value), "vectorized"), "parallel")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tvm
+from tvm import tirx
+
+from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, Scalar, as_index
+
+_KINDS = {
+    "serial": tirx.ForKind.SERIAL,
+    "parallel": tirx.ForKind.PARALLEL,
+    "vectorized": tirx.ForKind.VECTORIZED,
+    "unrolled": tirx.ForKind.UNROLLED,
+}
+
+Stmt = Any  # tirx.Stmt; TVM's classes carry no types
+TirExpr = Any  # tirx.Expr
+TirBuffer = Any  # a tirx buffer variable
+
+
+class Builder:
+    """Makes statements of one kernel. Owns its loop variables: an index made by another builder cannot be printed."""
+
+    def __init__(self) -> None:
+        self._vars: dict[LoopVar, TirExpr] = {}
+        self._count = 0
+        # Set by the printer: how a scalar of the loops language inside an index is printed.
+        self.print_scalar: Callable[[Scalar], TirExpr] | None = None
+
+    def fresh(self, stem: str) -> str:
+        """A name no other object of this kernel has."""
+        self._count += 1
+        return f"{stem}{self._count}"
+
+    def loop(self, extent: int, body: Callable[[Index], Stmt], kind: str = "serial", name: str = "i") -> Stmt:
+        """`for i in range(extent): body(i)`; kind is serial, parallel, vectorized or unrolled."""
+        if extent == 1:
+            return body(as_index(0))
+        variable = LoopVar(self.fresh(name), extent)
+        tir_var = tirx.Var(variable.name, "int32")
+        self._vars[variable] = tir_var
+        return tirx.For(tir_var, 0, extent, _KINDS[kind], body(Index(((variable, 1),), 0)))
+
+    def nest(
+        self, extents: Sequence[int], body: Callable[[tuple[Index, ...]], Stmt], kind: str = "serial", name: str = "i"
+    ) -> Stmt:
+        """Nested loops, outermost first."""
+
+        def at(done: tuple[Index, ...]) -> Stmt:
+            if len(done) == len(extents):
+                return body(done)
+            return self.loop(extents[len(done)], lambda i: at((*done, i)), kind, name)
+
+        return at(())
+
+    def fused(
+        self, extents: Sequence[int], body: Callable[[tuple[Index, ...]], Stmt], kind: str = "parallel", name: str = "p"
+    ) -> Stmt:
+        """One loop over the row-major product of `extents`; `body` gets the coordinates."""
+        total = 1
+        for extent in extents:
+            total *= extent
+
+        def at(flat: Index) -> Stmt:
+            coordinates: list[Index] = []
+            step = total
+            for extent in extents:
+                step //= extent
+                coordinates.append(flat // step % extent if extent > 1 else as_index(0))
+            return body(tuple(coordinates))
+
+        return self.loop(total, at, kind, name)
+
+    def seq(self, *statements: Stmt | None) -> Stmt:
+        """Statements one after the other; None is skipped."""
+        present = [s for s in statements if s is not None]
+        return present[0] if len(present) == 1 else tirx.SeqStmt(present)
+
+    def local(self, size: int, dtype: str, name: str = "local") -> TirBuffer:
+        """A buffer private to the innermost enclosing loop body (declare it there with `alloc`)."""
+        return tirx.decl_buffer((size,), dtype, self.fresh(name), scope="local")
+
+    def alloc(self, buffer: TirBuffer) -> Stmt:
+        return tirx.stmt.AllocBuffer(buffer)
+
+    def index(self, index: Index | int) -> TirExpr:
+        """An index as a TIR int32 expression."""
+        index = as_index(index)
+        total: TirExpr = None
+        for atom, coefficient in index.terms:
+            part = self._atom(atom)
+            if coefficient != 1:
+                part = part * tirx.IntImm("int32", coefficient)
+            total = part if total is None else total + part
+        if total is None:
+            return tirx.IntImm("int32", index.const)
+        return total + tirx.IntImm("int32", index.const) if index.const else total
+
+    def _atom(self, atom: object) -> TirExpr:
+        match atom:
+            case LoopVar():
+                return self._vars[atom]
+            case FloorDiv(numerator, divisor):
+                # Truncating division is cheaper and equal where nothing is negative.
+                divide = tvm.tirx.truncdiv if numerator.low >= 0 else tvm.tirx.floordiv
+                return divide(self.index(numerator), tirx.IntImm("int32", divisor))
+            case Mod(numerator, divisor):
+                remainder = tvm.tirx.truncmod if numerator.low >= 0 else tvm.tirx.floormod
+                return remainder(self.index(numerator), tirx.IntImm("int32", divisor))
+            case Scalar():
+                if self.print_scalar is None:
+                    raise TypeError("this kernel has no printer for scalars used as indices")
+                return self.print_scalar(atom)
+        raise TypeError(f"not an index atom: {atom!r}")
+
+    def load(self, buffer: TirBuffer, offset: Index | int) -> TirExpr:
+        return tirx.BufferLoad(buffer, [self.index(offset)])
+
+    def store(self, buffer: TirBuffer, offset: Index | int, value: TirExpr) -> Stmt:
+        return tirx.BufferStore(buffer, value, [self.index(offset)])
+
+    def when(self, condition: TirExpr, then: Stmt, otherwise: Stmt | None = None) -> Stmt:
+        return tirx.IfThenElse(condition, then, otherwise)
+
+
+def argument(span: int, dtype: str, name: str) -> TirBuffer:
+    """A kernel argument: a 1-D array of `span` elements, aligned to its element only (views may start anywhere)."""
+    itemsize = max(1, tvm.DataType(dtype).bits // 8)
+    return tirx.decl_buffer((span,), dtype, name, data_alignment=itemsize)
+
+
+def prim_func(name: str, arguments: Sequence[TirBuffer], body: Stmt) -> Any:
+    """A kernel as a TIR function; its arguments never alias."""
+    function = tirx.PrimFunc(list(arguments), body)
+    return function.with_attr({"global_symbol": name, "tirx.noalias": True, "s_tir": True})

@@ -1,0 +1,156 @@
+"""Kernels: fusion groups as plain data, ready for a printer.
+
+A kernel is one anchor (nothing, a reduction, a matmul, a convolution, attention) with what is fused around it. Everything is spelled
+out over the kernel's own loop variables, so a kernel can be pickled to a compiler process and has a canonical text for caches.
+
+`Ref`s stand for buffers: their position in `Kernel.buffers` is the position of the kernel's argument. Loads in expressions refer to
+`Buffer` objects; `KernelBuffers.position` maps them. A buffer marked `local` lives inside the kernel only (an accumulator, a row scalar).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch_hybrid_backend.loops.index import Index, LoopVar
+from torch_hybrid_backend.loops.ir import Buffer, Expr
+from torch_hybrid_backend.loops.layout import Layout
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Argument:
+    """A buffer the kernel reads or writes, and how it lies in memory."""
+
+    buffer: Buffer
+    layout: Layout
+
+    @property
+    def span(self) -> int:
+        return self.layout.span(self.buffer.shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Store:
+    """buffer[index] = value, narrowed to the buffer's dtype; `index` and `value` are over the kernel's loop variables."""
+
+    buffer: Buffer
+    index: tuple[Index, ...]
+    value: Expr
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kernel:
+    """Common to all: arguments in call order (reads first, then the `writes` written ones), and the loop variables of the domain."""
+
+    reads: tuple[Argument, ...]
+    writes: tuple[Argument, ...]
+    domain: tuple[LoopVar, ...]  # one per dimension of the domain; extent 1 dimensions included
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MapKernel(Kernel):
+    """For every point of the domain: the stores."""
+
+    stores: tuple[Store, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stage:
+    """One step of a row kernel.
+
+    "map": local[point] = value (over the full domain: a row buffer); "scalar": local[kept] = value (once per row);
+    "reduce": local[kept] = combine over the reduced axes of value; "store": `store` for every point of the domain;
+    "store_scalar": `store` once per row.
+    Later stages load what earlier ones wrote as `Load(local, index)` with `index` the domain's variables (map) or its kept variables.
+    """
+
+    kind: str
+    local: Buffer | None
+    value: Expr
+    combiner: str = ""
+    store: Store | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowKernel(Kernel):
+    """For every row (point of the kept axes): the stages in order, each over the row's elements (points of `axes`).
+
+    Softmax, normalisations, sums: several reductions over the same axes of one domain, in one pass over memory per row.
+    """
+
+    axes: tuple[int, ...]
+    stages: tuple[Stage, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MatMulKernel(Kernel):
+    """Domain (b, m, n): accumulator[b, m, n] = sum over `k` of a * packed_b, then the stores read `accumulator`.
+
+    `a` is over (b, m, k). `b` is packed ahead as (B or 1, ceil(N / tile_n), K, tile_n) in the argument `packed`, zero-padded.
+    """
+
+    k: LoopVar
+    a: Expr
+    packed: Buffer
+    tile_n: int
+    batched_b: bool
+    accumulator: Buffer
+    stores: tuple[Store, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ConvKernel(Kernel):
+    """Domain (n, o, *out_spatial): the accumulator, then the stores.
+
+    `x` is over (n, c, *in_spatial) given by `x_vars`, in range only: the schedule handles padding. The weight argument `packed` is packed ahead
+    (see `ConvShape.packed_shape` in the engine), zero-padded.
+    """
+
+    x_vars: tuple[LoopVar, ...]
+    x: Expr
+    packed: Buffer
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    kernel: tuple[int, ...]
+    block: int  # output channels per block (vector lanes times vectors)
+    accumulator: Buffer
+    stores: tuple[Store, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionKernel(Kernel):
+    """Domain (b, h, s, e): softmax(q k^T * scale + mask) v, then the stores read `accumulator`."""
+
+    q: Expr
+    q_vars: tuple[LoopVar, ...]  # (b, h, s, d)
+    k: Expr
+    k_vars: tuple[LoopVar, ...]  # (b, h, t, d)
+    v: Expr
+    v_vars: tuple[LoopVar, ...]  # (b, h, t, e)
+    mask: Expr | None
+    mask_vars: tuple[LoopVar, ...]  # (b, h, s, t)
+    scale: float
+    causal: bool
+    accumulator: Buffer
+    stores: tuple[Store, ...] = field(default=())
+
+
+def kernel_exprs(kernel: Kernel) -> list[tuple[str, Expr]]:
+    """Every expression of a kernel with a label, in a fixed order (for canonical text)."""
+    found: list[tuple[str, Expr]] = []
+    match kernel:
+        case MapKernel():
+            pass
+        case RowKernel():
+            for i, stage in enumerate(kernel.stages):
+                found.append((f"stage{i}:{stage.kind}:{stage.combiner}", stage.value))
+        case MatMulKernel():
+            found.append(("a", kernel.a))
+        case ConvKernel():
+            found.append(("x", kernel.x))
+        case AttentionKernel():
+            found += [("q", kernel.q), ("k", kernel.k), ("v", kernel.v)]
+            if kernel.mask is not None:
+                found.append(("mask", kernel.mask))
+    return found
