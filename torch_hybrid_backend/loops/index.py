@@ -11,6 +11,7 @@ inclusive range of its values, which is what lets `(a*8 + b) // 8` become `a` wh
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -135,6 +136,9 @@ class Index:
         quotient, rest = self._split(divisor)
         if rest.low // divisor == rest.high // divisor:
             return quotient + rest.low // divisor
+        coarse, _, grain = rest._coarsen(divisor)
+        if grain > 1:
+            return quotient + coarse // (divisor // grain)
         if len(rest.terms) == 1 and rest.const == 0:
             atom, coefficient = rest.terms[0]
             if isinstance(atom, FloorDiv) and coefficient == 1:
@@ -148,6 +152,9 @@ class Index:
         low, high = rest.low // divisor, rest.high // divisor
         if low == high:
             return rest - low * divisor
+        coarse, fine, grain = rest._coarsen(divisor)
+        if grain > 1:
+            return coarse % (divisor // grain) * grain + fine
         if len(rest.terms) == 1 and rest.const == 0:
             atom, coefficient = rest.terms[0]
             if isinstance(atom, Mod) and coefficient == 1 and atom.divisor % divisor == 0:
@@ -159,6 +166,20 @@ class Index:
         divisible = tuple((a, c // divisor) for a, c in self.terms if c % divisor == 0)
         rest = tuple((a, c) for a, c in self.terms if c % divisor)
         return Index(divisible, self.const // divisor), Index(rest, self.const % divisor)
+
+    def _coarsen(self, divisor: int) -> tuple[Index, Index, int]:
+        """`self == coarse * grain + fine` with `0 <= fine < grain`, for the largest such grain that divides `divisor`.
+
+        Then `self // divisor == coarse // (divisor // grain)`: vector lanes drop out of divisions. (self, 0, 1) where there is none.
+        """
+        grains = sorted({math.gcd(c, divisor) for _, c in self.terms}, reverse=True)
+        for grain in grains:
+            if grain == 1:
+                break
+            coarse, fine = self._split(grain)
+            if fine.low >= 0 and fine.high < grain:
+                return coarse, fine, grain
+        return self, as_index(0), 1
 
     def substitute(self, values: dict[LoopVar, Index]) -> Index:
         """The index with loop variables replaced, simplified again. Scalars are kept: see `ir.substitute`."""

@@ -108,19 +108,40 @@ class Buffer(Value):
 
 @dataclass(slots=True, eq=False)
 class Map(Value):
-    """A value computed element by element. `fn` returns scalars of the compute dtype of `dtype`."""
+    """A value computed element by element. `fn` returns scalars of the compute dtype of `dtype`.
+
+    `parents` are the values each of whose elements is read for exactly one element of this one, with the map from their indices
+    to this one's. `base` is set where the value only renames indices of one other value (a view): a view is never worth memory of
+    its own. Once `realized` is set, everything that reads this value, views of it included, reads that buffer.
+    """
 
     fn: ScalarFn
-    inverses: Mapping[Buffer, InverseFn] = field(default_factory=dict)
-    # True where the value only renames indices of one other value (a view): never worth memory of its own.
-    is_view: bool = False
+    parents: tuple[tuple[Value, InverseFn], ...] = ()
+    base: Value | None = None
+    realized: Buffer | None = None
+    _last: tuple[tuple[Index, ...], Expr] | None = None
 
     def at(self, index: tuple[Index, ...]) -> Expr:
-        return self.fn(index)
+        if self.realized is not None:
+            return self.realized.at(index)
+        # `x * x` reads x twice: without this memo an expression would grow exponentially along a chain of such operators.
+        if self._last is None or self._last[0] != index:
+            self._last = (index, self.fn(index))
+        return self._last[1]
 
     @property
     def inverse(self) -> Mapping[Buffer, InverseFn]:
-        return self.inverses
+        if self.realized is not None:
+            return self.realized.inverse
+        found: dict[Buffer, InverseFn] = {}
+        for parent, to_own in self.parents:
+            for buffer, to_parent in parent.inverse.items():
+                found[buffer] = _compose(to_own, to_parent)
+        return found
+
+
+def _compose(outer: InverseFn, inner: InverseFn) -> InverseFn:
+    return lambda index: outer(inner(index))
 
 
 @dataclass(slots=True, eq=False)

@@ -141,15 +141,11 @@ class Context:
             ]
             return cast(fn(*scalars), compute_dtype(dtype))
 
-        return Map(shape, dtype, at, merge_inverses([v for v in values if isinstance(v, Value)]))
+        return Map(shape, dtype, at, tuple((v, _identity) for v in values if isinstance(v, Value)))
 
 
-def merge_inverses(values: Sequence[Value]) -> dict[Buffer, InverseFn]:
-    """The inverses of a value computed element by element from `values` of its own shape."""
-    merged: dict[Buffer, InverseFn] = {}
-    for value in values:
-        merged.update(value.inverse)
-    return merged
+def _identity(index: tuple[Index, ...]) -> tuple[Index, ...]:
+    return index
 
 
 def broadcast(value: Value, shape: tuple[int, ...]) -> Value:
@@ -163,7 +159,7 @@ def broadcast(value: Value, shape: tuple[int, ...]) -> Value:
     def at(index: tuple[Index, ...]) -> Expr:
         return value.at(tuple(as_index(0) if s else i for s, i in zip(stretched, index[lead:], strict=True)))
 
-    return Map(shape, value.dtype, at, {}, is_view=True)
+    return Map(shape, value.dtype, at, base=value)
 
 
 def reindex(
@@ -176,11 +172,8 @@ def reindex(
 
     `inverse` maps the other way where the view is a bijection: it keeps the value usable as an epilogue.
     """
-    inverses: dict[Buffer, InverseFn] = {}
-    if inverse is not None:
-        for buffer, before in value.inverse.items():
-            inverses[buffer] = lambda index, before=before: inverse(before(index))  # type: ignore[misc]
-    return Map(shape, value.dtype, lambda index: value.at(forward(index)), inverses, is_view=True)
+    parents = () if inverse is None else ((value, inverse),)
+    return Map(shape, value.dtype, lambda index: value.at(forward(index)), parents, base=value)
 
 
 def _specs(value: object) -> tuple[TensorSpec, ...]:
