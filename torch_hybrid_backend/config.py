@@ -1,0 +1,292 @@
+"""Settings: typed, frozen, read once.
+
+Each field of `Config` is one setting. It can be given three ways; the first that is present wins:
+
+1. `torch.compile(model, backend="hybrid", options={"verify": "off"})`
+2. the environment: `HYBRID_VERIFY=off`
+3. `torch.compile(model, backend="hybrid", mode="max-autotune")`, which presets a few fields (`MODES`)
+4. the field's default
+
+`backend.py` reads the environment once (`Config.from_env`) and passes the result down; nothing else in the package reads it.
+`python -m torch_hybrid_backend.config README.md` rewrites the settings table of a file between its two markers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch_hybrid_backend.errors import ConfigError
+
+PREFIX = "HYBRID_"
+TABLE_START, TABLE_END = "<!-- settings:start -->", "<!-- settings:end -->"
+_BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+def _choice(*legal: str) -> Callable[[object], object]:
+    def parse(raw: object) -> object:
+        value = raw.strip().lower() if isinstance(raw, str) else raw
+        if value not in legal:
+            raise ValueError("one of " + ", ".join(repr(name) for name in legal))
+        return value
+
+    return parse
+
+
+def _boolean(raw: object) -> object:
+    if isinstance(raw, bool):
+        return raw
+    value = _BOOLEANS.get(str(raw).strip().lower()) if isinstance(raw, str | int) else None
+    if value is None:
+        raise ValueError("1, true, yes, on or 0, false, no, off")
+    return value
+
+
+def _whole(minimum: int) -> Callable[[object], object]:
+    def parse(raw: object) -> object:
+        meaning = f"a whole number, at least {minimum}"
+        if isinstance(raw, bool) or not isinstance(raw, str | int):
+            raise ValueError(meaning)
+        try:
+            value = int(raw)
+        except ValueError:
+            raise ValueError(meaning) from None
+        if value < minimum:
+            raise ValueError(meaning)
+        return value
+
+    return parse
+
+
+def _seconds(raw: object) -> object:
+    meaning = "a number of seconds greater than 0"
+    if isinstance(raw, bool) or not isinstance(raw, str | int | float):
+        raise ValueError(meaning)
+    try:
+        value = float(raw)
+    except ValueError:
+        raise ValueError(meaning) from None
+    if not 0 < value < float("inf"):
+        raise ValueError(meaning)
+    return value
+
+
+def _names(raw: object) -> object:
+    if isinstance(raw, str):
+        return tuple(part.strip().lower() for part in raw.split(",") if part.strip())
+    if isinstance(raw, Sequence) and all(isinstance(part, str) for part in raw):
+        return tuple(part.strip().lower() for part in raw)
+    raise ValueError("engine names separated by commas, or a sequence of them")
+
+
+def _directory(raw: object) -> object:
+    if not isinstance(raw, str | os.PathLike) or not str(raw).strip():
+        raise ValueError("the path of a directory")
+    return Path(raw).expanduser()
+
+
+def _default_cache_dir() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification: a relative path there is invalid and to be ignored.
+    root = Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache"
+    return root / "torch_hybrid_backend"
+
+
+def _setting(parse: Callable[[object], object], values: str, meaning: str, shown_default: str = "") -> dict[str, object]:
+    return {"parse": parse, "values": values, "meaning": meaning, "shown_default": shown_default}
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """All settings. The metadata of the fields drives parsing, errors and the README's table."""
+
+    engines: tuple[str, ...] = dataclasses.field(
+        default=(),
+        metadata=_setting(
+            _names,
+            "names, comma separated",
+            "engines that may be used; their order breaks ties. Empty: every engine that can run here",
+        ),
+    )
+    disable_engines: tuple[str, ...] = dataclasses.field(
+        default=(),
+        metadata=_setting(_names, "names, comma separated", "engines that may not be used"),
+    )
+    placement: str = dataclasses.field(
+        default="measure",
+        metadata=_setting(
+            _choice("estimate", "measure"),
+            "estimate, measure",
+            "how a region's engine is chosen: by a roofline estimate, or by timing on the first call",
+        ),
+    )
+    measure_budget_s: float = dataclasses.field(
+        default=0.3,
+        metadata=_setting(_seconds, "seconds", "time spent on timing one region under `placement=measure`"),
+    )
+    min_region_nodes: int = dataclasses.field(
+        default=1,
+        metadata=_setting(_whole(1), "at least 1", "regions with fewer computing operators than this stay in eager"),
+    )
+    verify: str = dataclasses.field(
+        default="first",
+        metadata=_setting(
+            _choice("first", "always", "off"),
+            "first, always, off",
+            "compare each region's outputs with eager's: on its first call, on every call (slow), or never",
+        ),
+    )
+    strict: bool = dataclasses.field(
+        default=False,
+        metadata=_setting(_boolean, "0, 1", "raise where a region would otherwise fall back to eager with a warning"),
+    )
+    cache: bool = dataclasses.field(
+        default=True,
+        metadata=_setting(_boolean, "0, 1", "keep compiled kernels and timings on disk for later processes"),
+    )
+    cache_dir: Path = dataclasses.field(
+        default_factory=_default_cache_dir,
+        metadata=_setting(
+            _directory, "a path", "where they are kept; private to the user", "$XDG_CACHE_HOME/torch_hybrid_backend, else ~/.cache/torch_hybrid_backend"
+        ),
+    )
+    compile_threads: int = dataclasses.field(
+        default_factory=lambda: os.cpu_count() or 1,
+        metadata=_setting(_whole(1), "at least 1", "processes that compile kernels in parallel", "number of CPUs"),
+    )
+    compile_deadline_s: float = dataclasses.field(
+        default=300.0,
+        metadata=_setting(_seconds, "seconds", "time one graph's kernels may take to compile; what is late runs in eager"),
+    )
+    log: str = dataclasses.field(
+        default="",
+        metadata=_setting(
+            _choice("", "debug", "info", "warning", "error"),
+            "debug, info, warning, error",
+            "level of the package's log; empty leaves it to Python's logging",
+        ),
+    )
+    explicit: frozenset[str] = dataclasses.field(default=frozenset(), repr=False, compare=False)
+    """Names of the fields that the environment or options set: a mode does not override those."""
+
+    @staticmethod
+    def from_env(environ: Mapping[str, str]) -> Config:
+        """The settings that `environ` (usually `os.environ`) gives; an empty variable counts as absent.
+
+        Raises ConfigError for an unknown `HYBRID_*` variable or an illegal value.
+        """
+        by_variable = {PREFIX + field.name.upper(): field for field in setting_fields()}
+        unknown = sorted(name for name in environ if name.startswith(PREFIX) and name not in by_variable)
+        if unknown:
+            raise ConfigError(
+                f"unknown environment variable {unknown[0]}. The variables of the hybrid backend are: "
+                f"{', '.join(sorted(by_variable))}. Unset it, or correct its name"
+            )
+        given = {by_variable[name].name: environ[name] for name in by_variable if environ.get(name, "").strip()}
+        return Config()._updated(given, shown=lambda field: PREFIX + field.upper())
+
+    def with_options(self, options: Mapping[str, object] | None, mode: str | None) -> Config:
+        """These settings with what `torch.compile(..., options=, mode=)` hands to a backend applied.
+
+        Options override everything; a mode sets only fields that nothing set explicitly. torch leaves out
+        `mode` when it is "default" and `options` when empty. Raises ConfigError for unknown names and illegal values.
+        """
+        config = self
+        if mode is not None:
+            if mode not in MODES:
+                raise ConfigError(f"unknown mode {mode!r}. The modes are: {', '.join(map(repr, MODES))}")
+            preset = {name: value for name, value in MODES[mode].items() if name not in self.explicit}
+            config = dataclasses.replace(config, **preset)  # type: ignore[arg-type]
+        return config._updated(dict(options or {}), shown=lambda field: f'options["{field}"]')
+
+    def select(self, known: Sequence[str]) -> tuple[str, ...]:
+        """Names of the engines to use, of those `known`, in order of preference; eager, which cannot be switched off, is last.
+
+        Raises ConfigError where `engines` or `disable_engines` name an engine that does not exist.
+        """
+        for setting, names in (("engines", self.engines), ("disable_engines", self.disable_engines)):
+            for name in names:
+                if name not in known:
+                    raise ConfigError(
+                        f"{PREFIX}{setting.upper()} (or options[{setting!r}]) names the unknown engine {name!r}. "
+                        f"The engines are: {', '.join(sorted(known))}"
+                    )
+        chosen = [name for name in (self.engines or known) if name not in self.disable_engines and name != "eager"]
+        return (*dict.fromkeys(chosen), "eager")
+
+    def _updated(self, given: Mapping[str, object], shown: Callable[[str], str]) -> Config:
+        fields = {field.name: field for field in setting_fields()}
+        parsed: dict[str, object] = {}
+        for name, raw in given.items():
+            if name not in fields:
+                raise ConfigError(f"unknown option {name!r}. The options of the hybrid backend are: {', '.join(fields)}")
+            try:
+                parsed[name] = fields[name].metadata["parse"](raw)
+            except ValueError as error:
+                raise ConfigError(f"{shown(name)} is {raw!r}; legal is {error}") from None
+        return dataclasses.replace(self, **parsed, explicit=self.explicit | parsed.keys())  # type: ignore[arg-type]
+
+
+# What `mode=` presets. "reduce-overhead" presets nothing: plans run without Python between steps in every mode.
+MODES: Mapping[str, Mapping[str, object]] = {
+    "default": {},
+    "reduce-overhead": {},
+    "max-autotune": {"placement": "measure", "measure_budget_s": 2.0},
+    "max-autotune-no-cudagraphs": {"placement": "measure", "measure_budget_s": 2.0},
+}
+
+
+def setting_fields() -> tuple[dataclasses.Field[object], ...]:
+    """The fields of Config that users set, in the order of the README's table."""
+    return tuple(field for field in dataclasses.fields(Config) if "parse" in field.metadata)
+
+
+def apply_log_level(config: Config) -> None:
+    """Set the package logger to `config.log`, and give it a handler where the program has none that would show it."""
+    if not config.log:
+        return
+    logger = logging.getLogger("torch_hybrid_backend")
+    logger.setLevel(config.log.upper())
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        logger.addHandler(handler)
+
+
+def settings_table() -> str:
+    """The settings as a Markdown table, for the README."""
+    lines = ["| option | environment | values | default | meaning |", "|---|---|---|---|---|"]
+    for field in setting_fields():
+        default = field.metadata["shown_default"]
+        if not default:
+            value = field.default
+            default = {True: "1", False: "0"}[value] if isinstance(value, bool) else ",".join(value) if isinstance(value, tuple) else str(value)
+        cells = (f"`{field.name}`", f"`{PREFIX}{field.name.upper()}`", field.metadata["values"], default, field.metadata["meaning"])
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def with_current_table(text: str) -> str:
+    """`text` with the settings table between its two markers replaced. Raises ConfigError where a marker is missing."""
+    before, start, rest = text.partition(TABLE_START)
+    _, end, after = rest.partition(TABLE_END)
+    if not (start and end):
+        raise ConfigError(f"the file has no {TABLE_START} ... {TABLE_END} markers to put the settings table between")
+    return f"{before}{TABLE_START}\n{settings_table()}\n{TABLE_END}{after}"
+
+
+def _main(arguments: Sequence[str]) -> None:
+    if not arguments:
+        sys.stdout.write(settings_table() + "\n")
+    for name in arguments:
+        path = Path(name)
+        path.write_text(with_current_table(path.read_text()))
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1:])
