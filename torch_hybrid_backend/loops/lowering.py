@@ -93,6 +93,11 @@ class Context:
         """The spec of the node's (first) result."""
         return self.outs[0]
 
+    def wants(self, position: int) -> bool:
+        """Whether the graph reads the node's result at `position`; where it does not, None may stand for it."""
+        users = self.node.users if self.node is not None else {}
+        return any(u.target is not operator.getitem or (u.args[1] == position and u.users) for u in users)
+
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the node's (first) result."""
@@ -208,9 +213,11 @@ def lower_node(ctx: Context, node: torch.fx.Node, values: Mapping[torch.fx.Node,
         raise Refuse(Reason.UNKNOWN_OPERATOR, f"there is no lowering for {node.target}")
     meta = node.meta.get("val")
     outputs = meta if isinstance(meta, (tuple, list)) else (meta,)
-    for tensor in outputs:
+    for position, tensor in enumerate(outputs):
         if tensor is None:
             continue
+        if position and isinstance(tensor, torch.Tensor) and tensor.numel() == 0:
+            continue  # a second result that this case leaves empty: batch norm's statistics in eval
         if not isinstance(tensor, torch.Tensor):
             raise Refuse(Reason.NOT_A_TENSOR, f"{node.target} yields a {type(tensor).__name__}, not a tensor")
         if refused := check_tensor(tensor):
@@ -233,6 +240,8 @@ def supports(node: torch.fx.Node) -> Verdict:
         return Refused(Reason.UNKNOWN_OPERATOR, f"a node of kind {node.op} is not an operator")
     if node.target is operator.getitem:
         producer = node.args[0]
+        if isinstance(meta := node.meta.get("val"), torch.Tensor) and (refused := check_tensor(meta)):
+            return refused
         return supports(producer) if isinstance(producer, torch.fx.Node) else Supported()
     if node.target not in table():
         return Refused(Reason.UNKNOWN_OPERATOR, f"there is no lowering for {node.target}")
