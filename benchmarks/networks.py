@@ -1,0 +1,132 @@
+"""Models written here in plain PyTorch: what transformers has no plain counterpart for, and two small ones to train."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class LstmLayer(nn.Module):
+    """`torch.nn.LSTM` of one layer, batch first, written with its linear layers.
+
+    Dynamo does not trace `torch.nn.LSTM` (unless `torch._dynamo.config.allow_rnn`): no backend would see the model.
+    x: (batch, length, inputs) float32.  Returns: the hidden states, (batch, length, width).
+    """
+
+    def __init__(self, inputs: int, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.from_input = nn.Linear(inputs, 4 * width)
+        self.from_hidden = nn.Linear(width, 4 * width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        projected = self.from_input(x)
+        hidden = cell = x.new_zeros(x.shape[0], self.width)
+        states: list[torch.Tensor] = []
+        for step in projected.unbind(dim=1):
+            enter, forget, update, leave = (step + self.from_hidden(hidden)).chunk(4, dim=1)
+            cell = torch.sigmoid(forget) * cell + torch.sigmoid(enter) * torch.tanh(update)
+            hidden = torch.sigmoid(leave) * torch.tanh(cell)
+            states.append(hidden)
+        return torch.stack(states, dim=1)
+
+
+class LstmClassifier(nn.Module):
+    """Embedding, two LSTM layers, a linear head on the last step.
+
+    tokens: (batch, length) int64.  Returns: (batch, classes) float32.
+    """
+
+    def __init__(self, vocabulary: int, width: int, classes: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.layers = nn.Sequential(LstmLayer(width, width), LstmLayer(width, width))
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        states = self.layers(self.embedding(tokens))
+        logits: torch.Tensor = self.head(states[:, -1])
+        return logits
+
+
+class DoubleConvolution(nn.Sequential):
+    """Twice: 3x3 convolution, batch norm, ReLU. (batch, channels_in, h, w) -> (batch, channels_out, h, w)."""
+
+    def __init__(self, channels_in: int, channels_out: int) -> None:
+        super().__init__(
+            nn.Conv2d(channels_in, channels_out, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels_out),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(channels_out, channels_out, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels_out),
+            nn.ReLU(inplace=True),
+        )
+
+
+class UNet(nn.Module):
+    """Encoder and decoder with skip connections (Ronneberger et al. 2015; padded, with batch norm).
+
+    x: (batch, 3, h, w) float32, h and w multiples of 2**levels.  Returns: (batch, classes, h, w).
+    """
+
+    def __init__(self, width: int, levels: int, classes: int) -> None:
+        super().__init__()
+        widths = [width * 2**level for level in range(levels + 1)]
+        self.down = nn.ModuleList(DoubleConvolution(i, o) for i, o in zip([3, *widths[:-2]], widths[:-1], strict=True))
+        self.bottom = DoubleConvolution(widths[-2], widths[-1])
+        self.rise = nn.ModuleList(nn.ConvTranspose2d(2 * w, w, 2, stride=2) for w in reversed(widths[:-1]))
+        self.up = nn.ModuleList(DoubleConvolution(2 * w, w) for w in reversed(widths[:-1]))
+        self.head = nn.Conv2d(width, classes, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skips: list[torch.Tensor] = []
+        for block in self.down:
+            x = block(x)
+            skips.append(x)
+            x = F.max_pool2d(x, 2)
+        x = self.bottom(x)
+        for rise, block, skip in zip(self.rise, self.up, reversed(skips), strict=True):
+            x = block(torch.cat([skip, rise(x)], dim=1))
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+class SmallCnn(nn.Module):
+    """A classifier small enough to train in tests: two stages with batch norm, a residual connection, average pooling.
+
+    x: (batch, 3, h, w) float32.  Returns: (batch, 10).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
+        self.body = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16))
+        self.head = nn.Linear(16, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.max_pool2d(self.stem(x), 2)
+        x = torch.relu(x + self.body(x))
+        logits: torch.Tensor = self.head(x.mean(dim=(2, 3)))
+        return logits
+
+
+class SmallTransformer(nn.Module):
+    """A classifier small enough to train in tests: embedding, one pre-norm encoder layer without dropout, mean pooling.
+
+    tokens: (batch, length) int64, length <= 32.  Returns: (batch, 10).
+    """
+
+    def __init__(self, vocabulary: int = 100, width: int = 32) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.position = nn.Parameter(torch.randn(32, width) * 0.02)
+        self.layer = nn.TransformerEncoderLayer(
+            width, nhead=4, dim_feedforward=64, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + self.position[: tokens.shape[1]]
+        logits: torch.Tensor = self.head(self.layer(x).mean(dim=1))
+        return logits
