@@ -1,0 +1,125 @@
+"""Dynamo's graph -> functional ATen graphs, through AOTAutograd.
+
+Enters: what Dynamo hands a backend, `(graph module, example inputs)`: modules inlined, mutations and aliases as the
+user wrote them, sizes possibly symbolic. Leaves: for each of inference, or forward and backward, one call of
+`compile_graph` with a `CapturedGraph`: functional (no mutation, no aliasing input), decomposed by
+`decompositions.decomposition_table`.
+
+AOTAutograd's run-time wrapper around the compiled graphs restores what functionalisation took away: it copies mutated
+inputs back (`keep_inference_input_mutations` is off, so that no `copy_` is in the graph), rebuilds outputs that are
+views of inputs from the input itself, and re-applies autograd. Hence:
+
+- Outputs must have the strides of their `meta["val"]`; the wrapper's `as_strided` and the backward graph's
+  placeholders rely on them, saved activations included.
+- Two outputs that share storage in `meta["val"]` may share it when run, but two that do not must not.
+- Tangents (`tangents_k` of the backward graph) are coerced at run time to the traced memory format, not to the traced
+  strides: the stride of a dimension of size 1 may differ from `meta["val"]`, and a tangent may be an expanded tensor
+  made contiguous. Guard on strides only where the size is above 1.
+- Tensors that Dynamo lifted into the graph (`torch.tensor([1., 2.])` in the user's code) stay `get_attr` nodes
+  (`_tensor_constant0`); they are given `meta["val"]` here. They never change.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.fx
+from torch._guards import TracingContext, detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from torch_hybrid_backend.capture.decompositions import decomposition_table, whole_upsampling
+from torch_hybrid_backend.core.captured import CapturedGraph, GraphKind
+
+log = logging.getLogger(__name__)
+
+CompiledGraph = Callable[[list[Any]], "list[Any] | tuple[Any, ...]"]
+CompileGraph = Callable[[CapturedGraph], CompiledGraph]
+
+
+def capture(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    compile_graph: CompileGraph,
+    keep_ops: Iterable[torch._ops.OpOverload],
+) -> Callable[..., Any]:
+    """Compile Dynamo's graph through `compile_graph`; returns the callable that Dynamo installs.
+
+    `compile_graph` is called once for an inference graph; for training once for the forward graph now and once for the
+    backward graph, now or in the first backward call. The callable it returns takes one list of inputs, which it may
+    clear to free them early (torch's "boxed" convention), and returns the outputs in order.
+
+    `keep_ops`: ATen operators that are never decomposed.
+
+    Whatever `compile_graph` raises reaches Dynamo unchanged.
+    """
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    forward_static: set[str] = set()  # filled by the forward graph's compilation, read by the backward graph's
+
+    def compile_as(kind: GraphKind, graph_module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> CompiledGraph:
+        placeholders = [node.name for node in graph_module.graph.find_nodes(op="placeholder")]
+        if kind == "backward":
+            # The partitioner gives a parameter saved for backward the name it has in the forward graph.
+            static = forward_static.intersection(placeholders)
+        else:
+            static = _static_inputs(placeholders)
+            forward_static.update(static)
+        complete_metadata(graph_module)
+        compiled = compile_graph(CapturedGraph(graph_module, kind, frozenset(static)))
+
+        def boxed(inputs: list[Any]) -> list[Any] | tuple[Any, ...]:
+            return compiled(inputs)
+
+        boxed._boxed_call = True  # type: ignore[attr-defined]  # tells AOTAutograd not to unpack the list
+        return boxed
+
+    backend = aot_autograd(
+        fw_compiler=partial(compile_as, "forward"),
+        bw_compiler=partial(compile_as, "backward"),
+        inference_compiler=partial(compile_as, "inference"),
+        decompositions=decomposition_table(frozenset(keep_ops)),
+        partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
+        keep_inference_input_mutations=False,
+    )
+    # Donated buffers would make `backward(retain_graph=True)` an error, which eager allows.
+    with torch._functorch.config.patch(donated_buffer=False), whole_upsampling():
+        captured: Callable[..., Any] = backend(gm, list(example_inputs))
+    return captured
+
+
+def _static_inputs(placeholders: Sequence[str]) -> set[str]:
+    """Names of the placeholders that AOTAutograd knows as parameters or buffers, less those that the graph mutates.
+
+    Dynamo marks parameters, buffers and `mark_static_address` tensors; AOTAutograd carries the marks as positions. A
+    buffer that is mutated (BatchNorm's statistics in training, a KV cache) keeps its address but changes in every
+    call, so treating it as a constant would mean repacking it every time.
+    """
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    if metadata is None:
+        return set()
+    mutated = {index for index, info in enumerate(metadata.input_info) if info.mutates_data}
+    return {
+        placeholders[index]
+        for index in metadata.static_input_indices
+        if index < len(placeholders) and index not in mutated
+    }
+
+
+def complete_metadata(graph_module: torch.fx.GraphModule) -> None:
+    """Give `meta["val"]` to get_attr tensors that have none, so that consumers see one rule for all values."""
+    values = [node.meta["val"] for node in graph_module.graph.nodes if "val" in node.meta]
+    fake_mode = detect_fake_mode(values) or FakeTensorMode()
+    for node in graph_module.graph.find_nodes(op="get_attr"):
+        if "val" in node.meta:
+            continue
+        owner: Any = graph_module
+        for part in str(node.target).split("."):
+            owner = getattr(owner, part)
+        if isinstance(owner, torch.Tensor):
+            node.meta["val"] = fake_mode.from_tensor(owner.detach(), static_shapes=True)

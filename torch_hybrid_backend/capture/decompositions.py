@@ -1,0 +1,240 @@
+"""Which ATen operators are taken apart at capture, and which stay whole.
+
+The aim: engines see few primitives, and each of those has one obvious loop nest or one good library kernel. The table
+starts from torch's own core ATen decompositions, loses what stays whole (`KEPT`, random operators, the engines'
+`keep_ops`) and gains what core ATen keeps but a loop language need not know (`EXTRA`) and the few formulas of ours at
+the end of this file.
+
+Composite operators (`aten.linear`, `aten.matmul`, `aten.dropout`, ...) are taken apart by the dispatcher before a
+decomposition table is ever asked; keeping one of those is not possible here. A few others (upsampling) are taken apart
+by Python kernels that torch registers for tracing: `whole_upsampling` switches those off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+from torch._decomp import core_aten_decompositions, get_decompositions
+
+Operator = torch._ops.OperatorBase
+Table = Mapping[Operator, Callable[..., object]]
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+UPSAMPLING: tuple[torch._ops.OpOverloadPacket, ...] = (
+    aten.upsample_nearest1d,
+    aten.upsample_nearest2d,
+    aten.upsample_nearest3d,
+    aten._upsample_nearest_exact1d,
+    aten._upsample_nearest_exact2d,
+    aten._upsample_nearest_exact3d,
+    aten.upsample_linear1d,
+    aten.upsample_bilinear2d,
+    aten.upsample_trilinear3d,
+    aten.upsample_bicubic2d,
+)
+
+# Kept whole although core ATen would take them apart. (Operators that core ATen keeps anyway, such as convolution,
+# addmm, gelu or max_pool2d_with_indices, need no mention.)
+KEPT: tuple[torch._ops.OpOverloadPacket, ...] = (
+    # Pointwise activations: the scalar language lowers each in one expression, with one rounding for half types, and
+    # eager has a vectorised kernel for each: whole is better for both.
+    aten.silu,
+    aten.hardswish,
+    aten.hardsigmoid,
+    aten.softplus,
+    aten.mish,
+    # Contractions: engines have schedules and libraries for them; torch's formula for baddbmm doubles the memory
+    # traffic.
+    aten.baddbmm,
+    aten._scaled_dot_product_flash_attention_for_cpu,
+    # Window and sampling operators: a single kernel in eager and one loop nest in an engine; in torch's formulas they
+    # become dozens of index tensors (bicubic: 80 operators) that no fusion brings back.
+    *UPSAMPLING,
+    aten.reflection_pad1d,
+    aten.reflection_pad2d,
+    aten.reflection_pad3d,
+    aten.replication_pad1d,
+    aten.replication_pad2d,
+    aten.replication_pad3d,
+    aten.im2col,
+    aten.col2im,
+    # Scatters: eager's kernels need no atomic additions; torch's formulas end in index_put(accumulate=True), which is
+    # slower.
+    aten.embedding_dense_backward,
+    aten.slice_scatter,
+    aten.select_scatter,
+    # Evaluated batch norm: passes/fold_batch_norm needs to see it whole; what it cannot fold it turns into one
+    # multiply-add.
+    aten._native_batch_norm_legit_no_training,
+)
+
+# Taken apart although core ATen keeps them.
+EXTRA: tuple[torch._ops.OpOverloadPacket, ...] = (
+    # Normalisations: to reductions and pointwise primitives, so that they fuse with what surrounds them. Variance stays
+    # `var_mean`, whose two passes (or Welford's update) an engine chooses itself: E[x^2] - E[x]^2 would cancel.
+    aten._softmax,
+    aten._log_softmax,
+    aten.native_layer_norm,
+    aten.native_batch_norm,
+    aten._native_batch_norm_legit,
+    aten._native_batch_norm_legit_functional,
+    aten._batch_norm_with_update,
+    aten._batch_norm_with_update_functional,
+    aten._batch_norm_no_update,
+    aten.batch_norm_backward,
+    # Plain sums, products and powers in disguise.
+    aten.addmv,
+    aten.dist,
+    aten.linalg_vector_norm,
+    aten.nll_loss2d_backward,
+    aten.tril_indices,
+    aten.triu_indices,
+    aten.unbind_copy,
+    aten.permute_copy,
+    # Functionalisation's leftovers.
+    aten.bitwise_and_,
+    aten.bitwise_or_,
+    aten.clamp_min_,
+)
+
+
+def decomposition_table(keep_ops: frozenset[torch._ops.OpOverload]) -> dict[Operator, Callable[..., object]]:
+    """The table for AOTAutograd. Operators in `keep_ops` are in no case taken apart.
+
+    Random operators stay whole, so that a compiled model draws the numbers that eager draws from the same generator
+    state wherever eager's operator is the same one.
+    """
+    return {operator: formula for operator, formula in _full_table().items() if operator not in keep_ops}
+
+
+@functools.cache
+def _full_table() -> Table:
+    table: dict[Operator, Callable[..., object]] = {**core_aten_decompositions(), **get_decompositions(list(EXTRA))}
+    table.update(_own_formulas())
+    kept = {overload for packet in KEPT for overload in _overloads(packet)}
+    return MappingProxyType({op: formula for op, formula in table.items() if op not in kept and not is_random(op)})
+
+
+def is_random(operator: object) -> bool:
+    """Whether the operator draws from a random generator."""
+    return isinstance(operator, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in operator.tags
+
+
+def _overloads(packet: torch._ops.OpOverloadPacket) -> list[torch._ops.OpOverload]:
+    return [getattr(packet, name) for name in packet.overloads()]  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def whole_upsampling() -> Iterator[None]:
+    """Trace upsampling as one operator.
+
+    torch registers Python kernels (autograd and composite) that take these operators apart while tracing, whatever the
+    decomposition table says (torch/_decomp/decompositions.py). Removing them for the time of the trace leaves C++'s.
+    They matter to Python-dispatched calls only, and Dynamo compiles under one lock, so no eager call elsewhere sees
+    the difference.
+    """
+    keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
+    operators = [overload for packet in UPSAMPLING for overload in _overloads(packet)]
+    removed = [(op, key, op.py_kernels.pop(key)) for op in operators for key in keys if key in op.py_kernels]
+    for operator in operators:
+        operator._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for operator, key, kernel in removed:
+            operator.py_kernels[key] = kernel
+        for operator in operators:
+            operator._dispatch_cache.clear()
+
+
+def _convert_element_type(a: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """torch's reference formulas cast with a prims operator; engines know `aten._to_copy` alone."""
+    cast: torch.Tensor = aten._to_copy.default(a, dtype=dtype)
+    return cast
+
+
+def _split_with_sizes(x: torch.Tensor, split_sizes: Sequence[int], dim: int = 0) -> list[torch.Tensor]:
+    """Several outputs become one slice each, so that each can be fused or left alone on its own."""
+    pieces: list[torch.Tensor] = []
+    start: int = 0
+    for size in split_sizes:
+        pieces.append(aten.slice.Tensor(x, dim, start, start + size))
+        start = start + size
+    return pieces
+
+
+def _roll(x: torch.Tensor, shifts: int | Sequence[int], dims: int | Sequence[int] = ()) -> torch.Tensor:
+    """Rolls by slices and one concatenation a dimension; torch's formula makes index tensors and gathers."""
+    shifts = (shifts,) if isinstance(shifts, int | torch.SymInt) else tuple(shifts)
+    dims = (dims,) if isinstance(dims, int) else tuple(dims)
+    if not dims:
+        flat: torch.Tensor = _roll(x.reshape(-1), shifts, (0,)).reshape(x.shape)
+        return flat
+    for shift, dim in zip(shifts, dims, strict=True):
+        size = x.shape[dim]
+        start = (size - shift) % size if size else 0
+        if isinstance(start, int) and start == 0:
+            continue
+        x = torch.cat((aten.slice.Tensor(x, dim, start, size), aten.slice.Tensor(x, dim, 0, start)), dim)
+    return x.clone() if x.numel() == 0 or all(isinstance(s, int) and s == 0 for s in shifts) else x
+
+
+def _t(x: torch.Tensor) -> torch.Tensor:
+    """One operator for all reorderings of dimensions."""
+    transposed: torch.Tensor = aten.permute.default(x, [1, 0]) if x.dim() == 2 else aten.alias.default(x)
+    return transposed
+
+
+def _native_group_norm(  # noqa: PLR0917  (the operator's own signature)
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    batch: int,
+    channels: int,
+    pixels: int,
+    groups: int,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Group norm in two-pass form, computed in float32 for half types; returns (output, mean, 1/deviation), the latter
+    two of shape (batch, groups). torch's formula goes through `as_strided`, which no engine can see through."""
+    compute = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+    grouped = x.to(compute).reshape(batch, groups, channels // groups, pixels)
+    variance, mean = torch.var_mean(grouped, dim=(2, 3), correction=0, keepdim=True)
+    rstd = torch.rsqrt(variance + eps)
+    out = ((grouped - mean) * rstd).reshape(x.shape)
+    broadcast = [1, channels] + [1] * (x.dim() - 2)
+    if weight is not None:
+        out = out * weight.reshape(broadcast)
+    if bias is not None:
+        out = out + bias.reshape(broadcast)
+    # Eager keeps channels-last inputs channels-last.
+    out = out.to(x.dtype).contiguous(memory_format=torch._prims_common.suggest_memory_format(x))
+    return out, mean.reshape(batch, groups).to(x.dtype), rstd.reshape(batch, groups).to(x.dtype)
+
+
+def _addition(operator: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def with_scalar(x: torch.Tensor, other: float, alpha: float = 1) -> torch.Tensor:
+        return operator(x, other * alpha if alpha != 1 else other)
+
+    return with_scalar
+
+
+def _own_formulas() -> Table:
+    return {
+        prims.convert_element_type.default: _convert_element_type,
+        aten.split_with_sizes.default: _split_with_sizes,
+        aten.roll.default: _roll,
+        aten.t.default: _t,
+        aten.native_group_norm.default: _native_group_norm,
+        # Scalar overloads: one spelling of each arithmetic operator.
+        aten.add.Scalar: _addition(aten.add.Tensor),
+        aten.sub.Scalar: _addition(aten.sub.Tensor),
+        aten.mul.Scalar: aten.mul.Tensor,
+        aten.div.Scalar: aten.div.Tensor,
+    }
