@@ -1,0 +1,293 @@
+"""Fusion: loop operations -> groups, each of which becomes one kernel.
+
+A group has a domain (its loop variables) and members: operations re-expressed over those variables. What may join is decided by one
+test, so that it cannot go wrong by construction: the joining operation's expression is written over the group's variables, and every
+element it reads of a member's result must be exactly the element the group holds at that point.
+
+Kinds: "map" (elementwise), "row" (reductions over the same axes of one domain and what is computed per row from them: softmax,
+normalisations), "matmul", "conv", "attention" (an anchor and its epilogue).
+
+Order: a group runs where its last member stood. It is closed to further members as soon as an operation outside reads one of its
+results, so nothing ever moves past its own readers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch_hybrid_backend.loops.graph import LoopGraph
+from torch_hybrid_backend.loops.index import Index, LoopVar, as_index, reshape_index
+from torch_hybrid_backend.loops.ir import (
+    AttentionOp,
+    Buffer,
+    Call,
+    ConvOp,
+    Expr,
+    Load,
+    LoopOp,
+    MapOp,
+    MatMulOp,
+    ReduceOp,
+    compute_dtype,
+    loads_of,
+)
+
+MAX_MEMBERS = 16
+MAX_READS = 12
+# Fewer rows than this leave cores idle when a whole row belongs to one task; small tensors are not worth a second kernel.
+MIN_ROWS, SMALL_NUMEL = 8, 16_384
+
+_ANCHORS = {MatMulOp: "matmul", ConvOp: "conv", AttentionOp: "attention"}
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One operation inside a group. `index`: the element of `op.out` at the domain point; `expr`: its value, over the domain.
+
+    `role`: "full" (one value per point), "scalar" (one per row), "reduce".
+    """
+
+    op: LoopOp
+    index: tuple[Index, ...]
+    expr: Expr
+    role: str
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """Operations that become one kernel."""
+
+    kind: str
+    shape: tuple[int, ...]
+    variables: tuple[LoopVar, ...]
+    axes: tuple[int, ...] = ()
+    members: list[Member] = field(default_factory=list)
+    position: int = 0
+    closed: bool = False
+    accumulator: Buffer | None = None
+
+    @property
+    def point(self) -> tuple[Index, ...]:
+        """The domain's variables as an index."""
+        return tuple(as_index(0) if v.extent == 1 else Index(((v, 1),), 0) for v in self.variables)
+
+    @property
+    def kept_point(self) -> tuple[Index, ...]:
+        return tuple(i for d, i in enumerate(self.point) if d not in self.axes)
+
+    @property
+    def kept_shape(self) -> tuple[int, ...]:
+        return tuple(n for d, n in enumerate(self.shape) if d not in self.axes)
+
+    def member_of(self, buffer: Buffer) -> Member | None:
+        """The member that fills a buffer."""
+        return next((m for m in self.members if m.op.out is buffer), None)
+
+    def reads(self) -> list[Buffer]:
+        """Buffers read from outside."""
+        own = {id(m.op.out) for m in self.members}
+        found: dict[int, Buffer] = {}
+        for member in self.members:
+            for buffer in member.op.reads():
+                if id(buffer) not in own:
+                    found[id(buffer)] = buffer
+        return list(found.values())
+
+
+def fuse(graph: LoopGraph) -> list[Group]:
+    """Groups in execution order; together they perform every operation of the graph exactly once."""
+    groups: list[Group] = []
+    producer: dict[int, Group] = {}
+    readers: dict[int, list[Group]] = {}
+    for position, op in enumerate(graph.ops):
+        reads = op.reads()
+        group = _join(op, reads, producer, readers)
+        if group is None:
+            group = _new_group(op)
+            groups.append(group)
+        elif isinstance(group, tuple):  # a map group was rebuilt as a row group
+            old, group = group
+            groups[groups.index(old)] = group
+            for member in group.members:
+                producer[id(member.op.out)] = group
+            for known in readers.values():
+                known[:] = [group if g is old else g for g in known]
+        group.position = position
+        producer[id(op.out)] = group
+        for buffer in reads:
+            if (source := producer.get(id(buffer))) is not None and source is not group:
+                source.closed = True
+            readers.setdefault(id(buffer), []).append(group)
+    return sorted(groups, key=lambda g: g.position)
+
+
+def _new_group(op: LoopOp) -> Group:
+    shape = op.domain if isinstance(op, ReduceOp) else op.out.shape
+    variables = tuple(LoopVar(f"i{d}", n) for d, n in enumerate(shape))
+    match op:
+        case ReduceOp():
+            group = Group("row", shape, variables, op.axes)
+            group.members.append(Member(op, group.kept_point, op.body(group.point), "reduce"))
+        case MapOp():
+            group = Group("map", shape, variables)
+            group.members.append(Member(op, group.point, op.value.at(group.point), "full"))
+        case _:
+            group = Group(_ANCHORS[type(op)], shape, variables)
+            group.accumulator = Buffer(shape, compute_dtype(op.out.dtype), "accumulator")
+            group.members.append(Member(op, group.point, group.accumulator.at(group.point), "full"))
+    return group
+
+
+def _join(
+    op: LoopOp, reads: Sequence[Buffer], producer: dict[int, Group], readers: dict[int, list[Group]]
+) -> Group | tuple[Group, Group] | None:
+    """The group that took `op`, (old, new) where a group had to be rebuilt, or None."""
+    if not isinstance(op, (MapOp, ReduceOp)):
+        return None
+    vertical = {id(g): g for b in reads if (g := producer.get(id(b))) is not None}
+    candidates = sorted(vertical.values(), key=lambda g: -g.position)
+    # Siblings: groups that read the same tensor over the same domain.
+    for buffer in reads:
+        for group in readers.get(id(buffer), ()):
+            if id(group) not in vertical and group.kind in ("map", "row") and group not in candidates:
+                candidates.append(group)
+    for group in candidates:
+        if group.closed or len(group.members) >= MAX_MEMBERS or _outside_reads(group, reads) > MAX_READS:
+            continue
+        if isinstance(op, ReduceOp):
+            if (joined := _join_reduce(group, op)) is not None:
+                return joined
+        elif (member := _express(group, op)) is not None:
+            group.members.append(member)
+            return group
+    return None
+
+
+def _outside_reads(group: Group, reads: Sequence[Buffer]) -> int:
+    own = {id(m.op.out) for m in group.members}
+    return len({id(b) for b in group.reads()} | {id(b) for b in reads} - own)
+
+
+def _join_reduce(group: Group, op: ReduceOp) -> Group | tuple[Group, Group] | None:
+    if group.kind == "row" and group.shape == op.domain and group.axes == op.axes:
+        expr = op.body(group.point)
+        if _consistent(group, expr):
+            group.members.append(Member(op, group.kept_point, expr, "reduce"))
+            return group
+        return None
+    if group.kind != "map" or math.prod(group.shape) != math.prod(op.domain):
+        return None
+    # The elementwise group becomes the prologue of a row group over the reduction's domain.
+    rebuilt = Group("row", op.domain, tuple(LoopVar(f"i{d}", n) for d, n in enumerate(op.domain)), op.axes)
+    if not _worth_rows(rebuilt):
+        return None
+    for member in group.members:
+        assert isinstance(member.op, MapOp)
+        moved = _express(rebuilt, member.op)
+        if moved is None or moved.role != "full":
+            return None
+        rebuilt.members.append(moved)
+    expr = op.body(rebuilt.point)
+    if not _consistent(rebuilt, expr):
+        return None
+    rebuilt.members.append(Member(op, rebuilt.kept_point, expr, "reduce"))
+    return group, rebuilt
+
+
+def _worth_rows(group: Group) -> bool:
+    return math.prod(group.kept_shape) >= MIN_ROWS or math.prod(group.shape) <= SMALL_NUMEL
+
+
+def _express(group: Group, op: MapOp) -> Member | None:
+    """`op` over the group's variables, or None where it does not fit."""
+    numel = math.prod(op.out.shape)
+    full, rows = math.prod(group.shape), math.prod(group.kept_shape)
+    if numel not in (full, rows) or (group.kind != "row" and numel != full):
+        return None
+    role = "full" if numel == full else "scalar"
+    if role == "full" and group.kind == "row" and not _worth_rows(group):
+        return None
+    for index in _own_indices(group, op, role):
+        expr = op.value.at(index)
+        if _consistent(group, expr):
+            return Member(op, index, expr, role)
+    return None
+
+
+def _own_indices(group: Group, op: MapOp, role: str) -> list[tuple[Index, ...]]:
+    """Ways of running through `op`'s elements along with the group's domain, each a bijection."""
+    point, shape = (group.point, group.shape) if role == "full" else (group.kept_point, group.kept_shape)
+    found: list[tuple[Index, ...]] = []
+    inverse = op.value.inverse
+    for member in group.members:
+        if member.op.out in inverse and (member.role == "full") == (role == "full"):
+            found.append(inverse[member.op.out](member.index))
+    found.append(point if op.out.shape == shape else reshape_index(point, op.out.shape, shape))
+    return found
+
+
+def _consistent(group: Group, expr: Expr) -> bool:
+    """Whether every element of a member that `expr` reads is the one the group holds at the current point.
+
+    A member's result used inside an index (an embedding's row number) does not qualify: indices are read from memory.
+    """
+    direct = {id(load) for load in _direct_loads(expr)}
+    for load in loads_of(expr):
+        member = group.member_of(load.buffer)
+        if member is not None and (load.index != member.index or id(load) not in direct):
+            return False
+    return True
+
+
+def replace_loads(expr: Expr, replacement: Callable[[Load], Expr | None]) -> Expr:
+    """The expression with some loads replaced; shared parts stay shared. Loads inside indices are kept."""
+    done: dict[int, Expr] = {}
+
+    def visit(e: Expr) -> Expr:
+        if id(e) in done:
+            return done[id(e)]
+        result: Expr = e
+        if isinstance(e, Load):
+            result = replacement(e) or e
+        elif isinstance(e, Call):
+            args = tuple(visit(a) for a in e.args)
+            if any(a is not b for a, b in zip(args, e.args, strict=True)):
+                result = Call(e.dtype, e.op, args)
+        done[id(e)] = result
+        return result
+
+    return visit(expr)
+
+
+def inlined(group: Group) -> dict[int, Expr]:
+    """For map and anchor groups: each member's value with the other members' values substituted, by buffer identity."""
+    values: dict[int, Expr] = {}
+    for member in group.members:
+        values[id(member.op.out)] = replace_loads(member.expr, lambda load: values.get(id(load.buffer)))
+    return values
+
+
+def _direct_loads(expr: Expr) -> list[Load]:
+    found: list[Load] = []
+    seen: set[int] = set()
+    stack = [expr]
+    while stack:
+        e = stack.pop()
+        if id(e) in seen:
+            continue
+        seen.add(id(e))
+        if isinstance(e, Load):
+            found.append(e)
+        elif isinstance(e, Call):
+            stack.extend(e.args)
+    return found
+
+
+def needed_outside(groups: Sequence[Group], outputs: Sequence[Buffer]) -> set[int]:
+    """Identities of the buffers that must exist in memory: read by another group, or outputs of the region."""
+    needed = {id(b) for b in outputs}
+    for group in groups:
+        needed.update(id(b) for b in group.reads())
+    return needed

@@ -1,0 +1,219 @@
+"""Lowering a region: FX graph of ATen operators -> LoopGraph, a list of loop operations over buffers.
+
+What stays lazy (a `Map` inlined into whatever reads it) and what gets memory is decided here, node by node:
+- a view never gets memory; its base does where an anchor (matmul, convolution, attention) reads it;
+- a computed value gets memory when several operators read it, when it would be recomputed for every element of a larger tensor
+  (broadcast, pooling window), or when its expression has grown long;
+- everything else is inlined.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+
+from torch_hybrid_backend.core.region import Region
+from torch_hybrid_backend.loops.index import LoopVar, contiguous_strides, linear
+from torch_hybrid_backend.loops.ir import (
+    AttentionOp,
+    Buffer,
+    ConvOp,
+    Load,
+    LoopOp,
+    Map,
+    MapOp,
+    MatMulOp,
+    Value,
+    count_calls,
+    domain_vars,
+    loads_of,
+)
+from torch_hybrid_backend.loops.lowering import Context, lower_node
+
+aten = torch.ops.aten
+
+# Operators whose results are views or copies of one input: their readers count as readers of that input.
+_VIEWS = frozenset(
+    (
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.permute.default,
+        aten.transpose.int,
+        aten.t.default,
+        aten.unsqueeze.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.expand.default,
+        aten.clone.default,
+        aten.alias.default,
+        aten.detach.default,
+        aten.select.int,
+        aten.slice.Tensor,
+        operator.getitem,
+    )
+)
+# Operators that read each element several times.
+_WINDOWS = frozenset(
+    (
+        aten.max_pool2d_with_indices.default,
+        aten.avg_pool2d.default,
+        aten.avg_pool1d.default,
+        aten._adaptive_avg_pool2d.default,
+        aten.upsample_bilinear2d.default,
+        aten.upsample_bilinear2d.vec,
+    )
+)
+MAX_INLINE_CALLS = 160  # scalar operations; longer expressions cost more to print and compile than a pass over memory
+MAX_INLINE_LOADS = 12
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoopGraph:
+    """Operations in execution order. `inputs` are the region's inputs, position by position; `outputs` its outputs."""
+
+    inputs: tuple[Buffer, ...]
+    outputs: tuple[Buffer, ...]
+    ops: tuple[LoopOp, ...]
+
+
+def lower_region(region: Region) -> LoopGraph:
+    """Lower a region whose every node has a lowering; raises lowering.Refuse where one has not."""
+    return _Lowerer(region).run()
+
+
+class _Lowerer:
+    def __init__(self, region: Region) -> None:
+        self._region = region
+        self._ops: list[LoopOp] = []
+        self._ctx = Context(self._emit)
+
+    def run(self) -> LoopGraph:
+        values: dict[torch.fx.Node, Any] = {}
+        inputs: list[Buffer] = []
+        outputs: tuple[Any, ...] = ()
+        for node in self._region.graph_module.graph.nodes:
+            if node.op == "placeholder":
+                region_input = self._region.inputs[len(inputs)]
+                spec = region_input.spec
+                assert spec is not None  # engines are given tensors only
+                shape = tuple(int(n) for n in spec.shape)
+                values[node] = Buffer(shape, spec.dtype, region_input.name, constant=region_input.is_constant)
+                inputs.append(values[node])
+            elif node.op == "output":
+                outputs = tuple(node.args[0])
+            else:
+                values[node] = lower_node(self._ctx, node, values)
+                for value in values[node] if isinstance(values[node], tuple) else (values[node],):
+                    self._place(node, value)
+        known = {id(b) for b in inputs}
+        results = [self._output(values[node], known) for node in outputs]
+        return LoopGraph(tuple(inputs), tuple(results), _without_dead(self._ops, results))
+
+    def _output(self, value: Value, inputs: set[int]) -> Buffer:
+        """The value in memory of its own: an output never shares storage with an input."""
+        if isinstance(value, Map) and value.base is None:
+            return self._realize(value)
+        if isinstance(value, Buffer) and id(value) not in inputs:
+            return value
+        return self._ctx.realize(MapOp(Buffer(value.shape, value.dtype), value))
+
+    def _emit(self, op: LoopOp) -> None:
+        match op:
+            case MatMulOp():
+                op.a = self._rows(self._operand(op.a))
+                op.b = self._operand(op.b)
+            case ConvOp():
+                op.x = self._ctx.materialize(self._operand(op.x))
+                op.w = self._operand(op.w)
+            case AttentionOp():
+                op.q, op.k, op.v = self._operand(op.q), self._operand(op.k), self._operand(op.v)
+        self._ops.append(op)
+
+    def _realize(self, value: Map) -> Buffer:
+        if value.realized is None:
+            buffer = Buffer(value.shape, value.dtype)
+            # The operation keeps the definition; from now on readers of `value` read the buffer.
+            definition = Map(value.shape, value.dtype, value.fn, value.parents)
+            self._ops.append(MapOp(buffer, definition))
+            value.realized = buffer
+        return value.realized
+
+    def _operand(self, value: Value) -> Value:
+        """An anchor's operand: a buffer or a view of one."""
+        root = value
+        while isinstance(root, Map) and root.realized is None and root.base is not None:
+            root = root.base
+        if isinstance(root, Map) and root.realized is None:
+            self._realize(root)
+        return value
+
+    def _rows(self, value: Value) -> Value:
+        """The left operand of a matmul, copied unless its rows are contiguous in k."""
+        if isinstance(value, Buffer):
+            return value
+        index = domain_vars(value.shape, "m")
+        expr = value.at(index)
+        if isinstance(expr, Load):
+            k = index[-1].terms[0][0] if index[-1].terms else None
+            offset = linear(expr.index, contiguous_strides(expr.buffer.shape))
+            own = [(atom, c) for atom, c in offset.terms if atom == k or not isinstance(atom, LoopVar)]
+            if k is None or own == [(k, 1)]:
+                return value
+        return self._ctx.realize(MapOp(Buffer(value.shape, value.dtype), value))
+
+    def _place(self, node: torch.fx.Node, value: Value | None) -> None:
+        """Give a computed value memory where recomputing it would cost more."""
+        if not isinstance(value, Map) or value.base is not None or value.realized is not None:
+            return
+        expr = value.at(domain_vars(value.shape))
+        calls = count_calls(expr)
+        if calls > MAX_INLINE_CALLS or len(loads_of(expr)) > MAX_INLINE_LOADS:
+            self._realize(value)
+            return
+        if calls == 0:
+            return
+        readers = _readers(node)
+        if len(readers) > 1 or any(self._repeats(reader, value) for reader in readers):
+            self._realize(value)
+
+    def _repeats(self, reader: torch.fx.Node, value: Value) -> bool:
+        if reader.target in _WINDOWS:
+            return True
+        meta = reader.meta.get("val")
+        return isinstance(meta, torch.Tensor) and meta.numel() > 2 * math.prod(value.shape)
+
+
+def _readers(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """The operators that read a node's result, seen through views; a view that enlarges its input is a reader itself."""
+    found: list[torch.fx.Node] = []
+    stack = list(node.users)
+    while stack:
+        user = stack.pop()
+        meta, own = user.meta.get("val"), node.meta.get("val")
+        grows = (
+            isinstance(meta, torch.Tensor) and isinstance(own, torch.Tensor) and meta.numel() > 2 * max(1, own.numel())
+        )
+        if user.target in _VIEWS and not grows:
+            stack.extend(user.users)
+        else:
+            found.append(user)
+    return found
+
+
+def _without_dead(ops: Sequence[LoopOp], outputs: Sequence[Buffer]) -> tuple[LoopOp, ...]:
+    """Drop operations nobody reads (a pooling's unused indices, a log-sum-exp)."""
+    needed = {id(b) for b in outputs}
+    kept: list[LoopOp] = []
+    for op in reversed(ops):
+        if id(op.out) in needed:
+            kept.append(op)
+            needed.update(id(b) for b in op.reads())
+    return tuple(reversed(kept))
