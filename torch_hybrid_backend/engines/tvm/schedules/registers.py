@@ -1,0 +1,182 @@
+"""Register tiles: the accumulators of an outer-product microkernel, and how they are written out.
+
+A tile has `rows` x `vectors` vector accumulators of `lanes` elements, all in registers: every access is at a constant position, so that
+LLVM turns the local array into registers. `accumulate` adds `scalar[row] * vector[v]` to each; matmul, convolution and attention differ only
+in what rows and vectors mean.
+
+    tile = RegisterTile(builder, rows=14, vectors=2, lanes=16, dtype="float32")
+    b.seq(tile.declare(), tile.clear(), b.loop(K, lambda k: tile.accumulate(a_of(k), b_of(k))), tile.write(...))
+
+Source: Goto & van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tvm
+from tvm import tirx
+
+from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirExpr
+from torch_hybrid_backend.loops.index import Index, as_index
+
+# lane index -> the scalar of that lane
+LaneFn = Callable[[Index], TirExpr]
+
+
+def register_count(target: Any) -> int:
+    """Vector registers of the instruction set: 32 with AVX-512, 16 with AVX2."""
+    return 32 if target.lanes >= 16 else 16
+
+
+def max_rows(vectors: int, registers: int) -> int:
+    """The tallest tile that leaves registers for one row of vectors and one broadcast scalar, at most 14.
+
+    Beyond 14 rows nothing is gained: 1/rows of the loads are the vectors' own.
+    """
+    return max(1, min(14, (registers - 1 - vectors) // vectors))
+
+
+def lanes_of(target: Any, dtype: str) -> int:
+    """Elements of a compute dtype in one vector register."""
+    width = max(4, tvm.DataType(dtype).bits // 8)
+    return max(1, int(target.lanes) * 4 // width)
+
+
+def balanced(total: int, most: int) -> tuple[int, int, int]:
+    """Splits `total` into the fewest parts of at most `most`, as equal as can be.
+
+    Returns (parts, size, large): the first `large` parts have `size` elements, the others `size - 1`.
+    Example: balanced(197, 14) is (15, 14, 2).
+    """
+    return balanced_parts(total, -(-total // most))
+
+
+def balanced_parts(total: int, parts: int) -> tuple[int, int, int]:
+    """Splits `total` into `parts` parts, as `balanced` does."""
+    size = -(-total // parts)
+    return parts, size, total - parts * (size - 1)
+
+
+def lane_chunks(count: int, lanes: int) -> list[tuple[int, int]]:
+    """(start, width) of vectors of at most `lanes` that cover 0 .. count-1; every width is a power of two or `lanes`."""
+    chunks, start, width = [], 0, lanes
+    while start < count:
+        while width > count - start:
+            width = 1 << ((width - 1).bit_length() - 1)
+        chunks.append((start, width))
+        start += width
+    return chunks
+
+
+def zero(dtype: str) -> TirExpr:
+    return tirx.const(0, dtype)
+
+
+class RegisterTile:
+    """`rows` x `vectors` accumulators of `lanes` elements of `dtype`; `ways` independent copies hide the latency of short tiles.
+
+    With fewer accumulators than latency x width of the multiply-add units (8 on current x86 cores) one addition waits for the last:
+    `accumulate(..., way=w)` adds to copy w, and `merge` sums the copies.
+    """
+
+    def __init__(self, builder: Builder, rows: int, vectors: int, lanes: int, dtype: str, ways: int = 1) -> None:
+        self.builder = builder
+        self.rows, self.vectors, self.lanes, self.dtype, self.ways = rows, vectors, lanes, dtype, ways
+        self.size = rows * vectors * lanes
+        self.buffer = builder.local(self.size * ways, dtype, "acc")
+
+    def declare(self) -> Stmt:
+        return self.builder.alloc(self.buffer)
+
+    def _offset(self, row: int, vector: int, way: int = 0) -> int:
+        return way * self.size + (row * self.vectors + vector) * self.lanes
+
+    def _lanes(self, body: Callable[[Index], Stmt]) -> Stmt:
+        return self.builder.loop(self.lanes, body, "vectorized", "l")
+
+    def at(self, row: int, vector: int, lane: Index) -> TirExpr:
+        return self.builder.load(self.buffer, lane + self._offset(row, vector))
+
+    def set(self, row: int, vector: int, lane: Index, value: TirExpr) -> Stmt:
+        return self.builder.store(self.buffer, lane + self._offset(row, vector), value)
+
+    def _each(self, body: Callable[[int, int, Index], Stmt], ways: int = 1) -> Stmt:
+        return self._lanes(
+            lambda lane: self.builder.seq(
+                *[
+                    body(row, vector, lane + way * self.size)
+                    for way in range(ways)
+                    for row in range(self.rows)
+                    for vector in range(self.vectors)
+                ]
+            )
+        )
+
+    def clear(self) -> Stmt:
+        return self._each(lambda row, vector, lane: self.set(row, vector, lane, zero(self.dtype)), self.ways)
+
+    def fill(self, value: Callable[[int, int, Index], TirExpr]) -> Stmt:
+        """acc[row, vector, lane] = value(row, vector, lane)."""
+        return self._each(lambda row, vector, lane: self.set(row, vector, lane, value(row, vector, lane)))
+
+    def accumulate(
+        self,
+        scalars: Sequence[LaneFn | None],
+        vectors: Sequence[LaneFn],
+        way: int = 0,
+    ) -> Stmt | None:
+        """acc[row, v] += scalars[row] * vectors[v], lane by lane; a row whose scalar is None is left alone."""
+        if all(scalar is None for scalar in scalars):
+            return None
+
+        def body(lane: Index) -> Stmt:
+            steps = []
+            values = [vector(lane) for vector in vectors]
+            for row, scalar in enumerate(scalars):
+                if scalar is None:
+                    continue
+                left = scalar(lane)
+                for v, value in enumerate(values):
+                    position = lane + self._offset(row, v, way)
+                    total = self.builder.load(self.buffer, position) + left * value
+                    steps.append(self.builder.store(self.buffer, position, total))
+            return self.builder.seq(*steps)
+
+        return self._lanes(body)
+
+    def merge(self) -> Stmt | None:
+        """Sums the copies into the first."""
+        if self.ways == 1:
+            return None
+
+        def value(row: int, vector: int, lane: Index) -> TirExpr:
+            parts = [
+                self.builder.load(self.buffer, lane + self._offset(row, vector, way)) for way in range(self.ways)
+            ]
+            while len(parts) > 1:  # pairwise: half the latency, and half the rounding error
+                parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
+            return parts[0]
+
+        return self.fill(value)
+
+    def spill(self, buffer: Any, offset: Index | int = 0, row_stride: int = 0, vector_stride: int = 0) -> Stmt:
+        """buffer[offset + row * row_stride + vector * vector_stride + lane] = acc; strides default to a dense tile."""
+        vector_stride = vector_stride or self.lanes
+        row_stride = row_stride or self.vectors * self.lanes
+        start = as_index(offset)
+        return self._each(
+            lambda row, vector, lane: self.builder.store(
+                buffer, start + lane + (row * row_stride + vector * vector_stride), self.at(row, vector, lane)
+            )
+        )
+
+    def restore(self, buffer: Any, offset: Index | int, row_stride: int, vector_stride: int) -> Stmt:
+        """The inverse of `spill`."""
+        start = as_index(offset)
+        return self.fill(
+            lambda row, vector, lane: self.builder.load(
+                buffer, start + lane + (row * row_stride + vector * vector_stride)
+            )
+        )
