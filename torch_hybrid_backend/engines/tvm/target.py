@@ -1,0 +1,194 @@
+"""Target: what kernels are compiled for, as data.
+
+`Target.host()` looks at the operating system only: importing TVM costs a second, and a process that finds all its kernels in the
+cache never does. `tvm_target` turns it into TVM's own object inside the compiler process, where LLVM names the processor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_log = logging.getLogger(__name__)
+
+NATIVE = "native"
+# What LLVM calls an instruction set extension -> what Linux calls it. Only those that LLVM might use in a kernel unasked.
+_X86_FEATURES = {
+    "adx": "adx",
+    "amx-bf16": "amx_bf16",
+    "amx-int8": "amx_int8",
+    "amx-tile": "amx_tile",
+    "avx": "avx",
+    "avx2": "avx2",
+    "avx512bf16": "avx512_bf16",
+    "avx512bitalg": "avx512_bitalg",
+    "avx512bw": "avx512bw",
+    "avx512cd": "avx512cd",
+    "avx512dq": "avx512dq",
+    "avx512f": "avx512f",
+    "avx512fp16": "avx512_fp16",
+    "avx512ifma": "avx512ifma",
+    "avx512vbmi": "avx512vbmi",
+    "avx512vbmi2": "avx512_vbmi2",
+    "avx512vl": "avx512vl",
+    "avx512vnni": "avx512_vnni",
+    "avx512vp2intersect": "avx512_vp2intersect",
+    "avx512vpopcntdq": "avx512_vpopcntdq",
+    "avxvnni": "avx_vnni",
+    "bmi": "bmi1",
+    "bmi2": "bmi2",
+    "f16c": "f16c",
+    "fma": "fma",
+    "gfni": "gfni",
+    "lzcnt": "abm",
+    "movbe": "movbe",
+    "popcnt": "popcnt",
+    "sse4.1": "sse4_1",
+    "sse4.2": "sse4_2",
+    "vaes": "vaes",
+    "vpclmulqdq": "vpclmulqdq",
+}
+_ARM_FEATURES = ("asimd", "asimddp", "asimdhp", "bf16", "i8mm", "sve", "sve2")
+# Where the operating system does not tell: the smallest of any processor with AVX2 or NEON in use.
+_DEFAULT_L1_BYTES, _DEFAULT_L2_BYTES = 32 << 10, 256 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A processor.
+
+    `mcpu`: LLVM's name for it, or "native": LLVM looks for itself. `cpu`: vendor, family, model and a hash of all its flags.
+    `features`: the extensions that matter to kernels, as Linux spells them, sorted. `lanes`: float32 values in a vector register
+    that schedules should use. `cores`: physical cores this process may run on. `l1_bytes`, `l2_bytes`: data cache of one core.
+    """
+
+    mcpu: str
+    cpu: str
+    features: tuple[str, ...]
+    lanes: int
+    cores: int
+    l1_bytes: int
+    l2_bytes: int
+
+    @staticmethod
+    def host(root: Path = Path("/")) -> Target:
+        """The machine this process runs on. `root` holds `proc/` and `sys/`; where they are absent, portable guesses are made."""
+        cpu, flags = _cpu_and_flags(root)
+        relevant = (*_X86_FEATURES.values(), *_ARM_FEATURES)
+        features = tuple(sorted(flags.intersection(relevant)))
+        l1_bytes, l2_bytes = _cache_bytes(root)
+        return Target(NATIVE, cpu, features, lanes_of(features), _cores(root), l1_bytes, l2_bytes)
+
+    @property
+    def fingerprint(self) -> str:
+        """A text for cache keys: equal for two processes exactly where a kernel of one is the right kernel for the other."""
+        parts = (self.mcpu, self.cpu, ",".join(self.features), self.lanes, self.cores, self.l1_bytes, self.l2_bytes)
+        return "|".join(map(str, parts))
+
+
+def lanes_of(features: tuple[str, ...]) -> int:
+    """float32 lanes of the widest vectors: 16 with AVX-512, 8 with AVX2, else 4 (SSE, NEON)."""
+    if "avx512f" in features:
+        return 16
+    return 8 if "avx2" in features else 4
+
+
+def tvm_target(target: Target) -> Any:
+    """`target` as a tvm.target.Target. Imports TVM.
+
+    LLVM knows the host by its model number, but a virtual machine may hide extensions that model has: those that LLVM would use and
+    the operating system does not show are switched off.
+    """
+    import tvm
+    from tvm.target import codegen
+
+    if target.mcpu != NATIVE:
+        return tvm.target.Target({"kind": "llvm", "mcpu": target.mcpu, "num-cores": target.cores})
+    mcpu = str(codegen.llvm_get_system_cpu())
+    named: dict[str, Any] = {"kind": "llvm", "mcpu": mcpu, "num-cores": target.cores}
+    if platform.machine().lower() not in ("x86_64", "amd64") or not target.features:
+        return tvm.target.Target(named)
+    used = {str(feature) for feature in codegen.llvm_get_cpu_features(tvm.target.Target(named))}
+    hidden = [llvm for llvm, linux in _X86_FEATURES.items() if llvm in used and linux not in target.features]
+    # A processor newer than LLVM has a generic name: the extensions it shows are switched on.
+    unused = [llvm for llvm, linux in _X86_FEATURES.items() if llvm not in used and linux in target.features]
+    if hidden or unused:
+        _log.info("LLVM's %s is adapted to this machine: without %s, with %s", mcpu, hidden, unused)
+        named["mattr"] = [*(f"+{name}" for name in unused), *(f"-{name}" for name in hidden)]
+    return tvm.target.Target(named)
+
+
+def _cpu_and_flags(root: Path) -> tuple[str, frozenset[str]]:
+    """The processor's identity and its flags as Linux spells them."""
+    try:
+        text = (root / "proc/cpuinfo").read_text(errors="replace")
+    except OSError:
+        text = ""
+    fields: dict[str, str] = {}
+    for line in text.split("\n\n", 1)[0].splitlines():
+        name, colon, value = line.partition(":")
+        if colon:
+            fields[name.strip().lower()] = value.strip()
+    flags = frozenset((fields.get("flags") or fields.get("features") or "").split())
+    if not flags:
+        flags = _flags_without_proc()
+    identity = [platform.machine()]
+    # x86 names the first four, Arm the rest.
+    for name in ("vendor_id", "cpu family", "model", "stepping", "cpu implementer", "cpu variant", "cpu part"):
+        identity.append(fields.get(name, ""))
+    if not fields:
+        identity.append(platform.processor())
+    digest = hashlib.sha256(" ".join(sorted(flags)).encode()).hexdigest()[:16]
+    return " ".join(part for part in (*identity, digest) if part), flags
+
+
+def _flags_without_proc() -> frozenset[str]:
+    """What PyTorch found out about the processor (macOS, Windows), spelled as Linux would; lower bounds."""
+    if platform.machine().lower() in ("arm64", "aarch64"):
+        return frozenset(("asimd",))
+    import torch
+
+    avx2 = ("sse4_1", "sse4_2", "popcnt", "avx", "avx2", "fma", "f16c", "bmi1", "bmi2", "abm", "movbe")
+    match torch.backends.cpu.get_cpu_capability():
+        case "AVX512" | "AVX512_VNNI":
+            return frozenset((*avx2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"))
+        case "AVX2":
+            return frozenset(avx2)
+    return frozenset()
+
+
+def _cores(root: Path) -> int:
+    """Physical cores among the processors this process may run on."""
+    try:
+        allowed = os.sched_getaffinity(0)
+    except (AttributeError, OSError):  # not on macOS and Windows
+        return max(1, os.cpu_count() or 1)
+    cores = set()
+    for number in allowed:
+        topology = root / f"sys/devices/system/cpu/cpu{number}/topology"
+        try:
+            cores.add(tuple((topology / name).read_text().strip() for name in ("physical_package_id", "core_id")))
+        except OSError:
+            return max(1, len(allowed))
+    return max(1, len(cores))
+
+
+def _cache_bytes(root: Path) -> tuple[int, int]:
+    """Sizes of the level 1 data cache and the level 2 cache of processor 0."""
+    sizes = {1: _DEFAULT_L1_BYTES, 2: _DEFAULT_L2_BYTES}
+    units = {"": 1, "K": 1 << 10, "M": 1 << 20}
+    for cache in sorted((root / "sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        try:
+            level, kind, size = ((cache / name).read_text().strip() for name in ("level", "type", "size"))
+        except OSError:
+            continue
+        found = re.fullmatch(r"(\d+)([KM]?)", size)
+        if kind in ("Data", "Unified") and level in ("1", "2") and found and int(found[1]) > 0:
+            sizes[int(level)] = int(found[1]) * units[found[2]]
+    return sizes[1], sizes[2]
