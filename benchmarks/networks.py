@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 
 class LstmLayer(nn.Module):
@@ -84,7 +83,7 @@ class UNet(nn.Module):
         for block in self.down:
             x = block(x)
             skips.append(x)
-            x = F.max_pool2d(x, 2)
+            x = nn.functional.max_pool2d(x, 2)
         x = self.bottom(x)
         for rise, block, skip in zip(self.rise, self.up, reversed(skips), strict=True):
             x = block(torch.cat([skip, rise(x)], dim=1))
@@ -105,7 +104,7 @@ class SmallCnn(nn.Module):
         self.head = nn.Linear(16, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.max_pool2d(self.stem(x), 2)
+        x = nn.functional.max_pool2d(self.stem(x), 2)
         x = torch.relu(x + self.body(x))
         logits: torch.Tensor = self.head(x.mean(dim=(2, 3)))
         return logits

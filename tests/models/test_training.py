@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from benchmarks.networks import SmallCnn, SmallTransformer
 
@@ -33,7 +32,7 @@ def _train(
     losses = []
     for _ in range(_STEPS):
         optimiser.zero_grad()
-        loss = F.cross_entropy(step(inputs), targets)
+        loss = nn.functional.cross_entropy(step(inputs), targets)
         loss.backward()
         optimiser.step()
         losses.append(loss.item())

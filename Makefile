@@ -1,0 +1,72 @@
+# Works from a fresh clone with Python 3.11 or later, make and g++. Everything is installed into .venv, nothing elsewhere.
+#   make demo    a sentence encoder and ResNet-50, eager against hybrid
+#   make test    all tests            (make test ARGS="tests/loops -x" for some)
+#   make lint    style, types, spelling
+#   make bench   the model zoo against eager and inductor   (ARGS="--models resnet50 --batch 1")
+#   make docs    renew the README's generated tables
+#   make clean   remove what was built; make distclean removes .venv as well
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+ARGS ?=
+CXX_SOURCES := $(shell find csrc -name '*.cc' -o -name '*.cpp' -o -name '*.h')
+BENCH_OUT ?= benchmarks/results/latest.json
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format bench docs clean distclean
+
+help:
+	@sed -n '2,7s/^# *//p' Makefile
+
+setup: $(VENV)/.built
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or later is needed: make PYTHON=python3.11 ..." if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+
+# The constraint on torch is the version found in .venv, where there is one: a torch that somebody chose is not replaced.
+# What setup.py needs comes first, because it builds without isolation, against the very torch it will run with.
+$(VENV)/.installed: constraints.txt pyproject.toml setup.py | $(VENV)/bin/python
+	torch=$$($(PY) -c 'import importlib.metadata as m; print(m.version("torch"))' 2>/dev/null) || torch=$$(sed -n 's/^torch==//p' constraints.txt); \
+	sed "s/^torch==.*/torch==$$torch/" constraints.txt > $(VENV)/constraints.txt
+	$(PIP) install -q -c $(VENV)/constraints.txt setuptools wheel numpy torch apache-tvm
+	$(PIP) install -q -c $(VENV)/constraints.txt --no-build-isolation -e '.[test,lint,bench-min]'
+	touch $@
+
+$(VENV)/.built: $(VENV)/.installed $(CXX_SOURCES)
+	$(PY) setup.py -q build_ext --inplace
+	touch $@
+
+demo: $(VENV)/.built
+	$(PY) -m benchmarks.demo $(ARGS)
+
+test: $(VENV)/.built
+	$(PY) -m pytest $(ARGS)
+
+lint: $(VENV)/.installed
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(if $(CXX_SOURCES),$(VENV)/bin/clang-format --dry-run -Werror $(CXX_SOURCES))
+	$(VENV)/bin/codespell $(wildcard *.md *.toml *.py Makefile) .ci csrc docs benchmarks tests torch_hybrid_backend
+
+format: $(VENV)/.installed
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	$(if $(CXX_SOURCES),$(VENV)/bin/clang-format -i $(CXX_SOURCES))
+
+bench: $(VENV)/.built
+	$(PY) -m benchmarks.run --out $(BENCH_OUT) $(ARGS)
+
+docs: $(VENV)/.built
+	$(PY) -m torch_hybrid_backend.config README.md
+	$(PY) -m benchmarks.table README.md
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis $(VENV)/.installed $(VENV)/.built
+	find torch_hybrid_backend -name '*.so' -delete
+
+distclean: clean
+	rm -rf $(VENV)
