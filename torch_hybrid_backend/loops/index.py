@@ -97,6 +97,10 @@ class Index:
     def __hash__(self) -> int:
         return self._hash
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Made anew when unpickled: hashes of names differ between processes.
+        return Index, (self.terms, self.const)
+
     @property
     def is_const(self) -> bool:
         return not self.terms
