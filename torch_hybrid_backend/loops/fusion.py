@@ -53,6 +53,7 @@ class Member:
     index: tuple[Index, ...]
     expr: Expr
     role: str
+    reads: tuple[Buffer, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +91,7 @@ class Group:
         own = {id(m.op.out) for m in self.members}
         found: dict[int, Buffer] = {}
         for member in self.members:
-            for buffer in member.op.reads():
+            for buffer in member.reads:
                 if id(buffer) not in own:
                     found[id(buffer)] = buffer
         return list(found.values())
@@ -105,7 +106,7 @@ def fuse(graph: LoopGraph) -> list[Group]:
         reads = op.reads()
         group = _join(op, reads, producer, readers)
         if group is None:
-            group = _new_group(op)
+            group = _new_group(op, reads)
             groups.append(group)
         elif isinstance(group, tuple):  # a map group was rebuilt as a row group
             old, group = group
@@ -123,20 +124,20 @@ def fuse(graph: LoopGraph) -> list[Group]:
     return sorted(groups, key=lambda g: g.position)
 
 
-def _new_group(op: LoopOp) -> Group:
+def _new_group(op: LoopOp, reads: Sequence[Buffer]) -> Group:
     shape = op.domain if isinstance(op, ReduceOp) else op.out.shape
     variables = tuple(LoopVar(f"i{d}", n) for d, n in enumerate(shape))
     match op:
         case ReduceOp():
             group = Group("row", shape, variables, op.axes)
-            group.members.append(Member(op, group.kept_point, op.body(group.point), "reduce"))
+            group.members.append(Member(op, group.kept_point, op.body(group.point), "reduce", tuple(reads)))
         case MapOp():
             group = Group("map", shape, variables)
-            group.members.append(Member(op, group.point, op.value.at(group.point), "full"))
+            group.members.append(Member(op, group.point, op.value.at(group.point), "full", tuple(reads)))
         case _:
             group = Group(_ANCHORS[type(op)], shape, variables)
             group.accumulator = Buffer(shape, compute_dtype(op.out.dtype), "accumulator")
-            group.members.append(Member(op, group.point, group.accumulator.at(group.point), "full"))
+            group.members.append(Member(op, group.point, group.accumulator.at(group.point), "full", tuple(reads)))
     return group
 
 
@@ -157,9 +158,9 @@ def _join(
         if group.closed or len(group.members) >= MAX_MEMBERS or _outside_reads(group, reads) > MAX_READS:
             continue
         if isinstance(op, ReduceOp):
-            if (joined := _join_reduce(group, op)) is not None:
+            if (joined := _join_reduce(group, op, reads)) is not None:
                 return joined
-        elif (member := _express(group, op)) is not None:
+        elif (member := _express(group, op, reads)) is not None:
             group.members.append(member)
             return group
     return None
@@ -170,11 +171,11 @@ def _outside_reads(group: Group, reads: Sequence[Buffer]) -> int:
     return len({id(b) for b in group.reads()} | {id(b) for b in reads} - own)
 
 
-def _join_reduce(group: Group, op: ReduceOp) -> Group | tuple[Group, Group] | None:
+def _join_reduce(group: Group, op: ReduceOp, reads: Sequence[Buffer]) -> Group | tuple[Group, Group] | None:
     if group.kind == "row" and group.shape == op.domain and group.axes == op.axes:
         expr = op.body(group.point)
         if _consistent(group, expr):
-            group.members.append(Member(op, group.kept_point, expr, "reduce"))
+            group.members.append(Member(op, group.kept_point, expr, "reduce", tuple(reads)))
             return group
         return None
     if group.kind != "map" or math.prod(group.shape) != math.prod(op.domain):
@@ -185,14 +186,14 @@ def _join_reduce(group: Group, op: ReduceOp) -> Group | tuple[Group, Group] | No
         return None
     for member in group.members:
         assert isinstance(member.op, MapOp)
-        moved = _express(rebuilt, member.op)
+        moved = _express(rebuilt, member.op, member.reads)
         if moved is None or moved.role != "full":
             return None
         rebuilt.members.append(moved)
     expr = op.body(rebuilt.point)
     if not _consistent(rebuilt, expr):
         return None
-    rebuilt.members.append(Member(op, rebuilt.kept_point, expr, "reduce"))
+    rebuilt.members.append(Member(op, rebuilt.kept_point, expr, "reduce", tuple(reads)))
     return group, rebuilt
 
 
@@ -200,7 +201,7 @@ def _worth_rows(group: Group) -> bool:
     return math.prod(group.kept_shape) >= MIN_ROWS or math.prod(group.shape) <= SMALL_NUMEL
 
 
-def _express(group: Group, op: MapOp) -> Member | None:
+def _express(group: Group, op: MapOp, reads: Sequence[Buffer]) -> Member | None:
     """`op` over the group's variables, or None where it does not fit."""
     numel = math.prod(op.out.shape)
     full, rows = math.prod(group.shape), math.prod(group.kept_shape)
@@ -212,7 +213,7 @@ def _express(group: Group, op: MapOp) -> Member | None:
     for index in _own_indices(group, op, role):
         expr = op.value.at(index)
         if _consistent(group, expr):
-            return Member(op, index, expr, role)
+            return Member(op, index, expr, role, tuple(reads))
     return None
 
 

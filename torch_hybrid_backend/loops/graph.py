@@ -77,10 +77,14 @@ MAX_INLINE_LOADS = 12
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoopGraph:
-    """Operations in execution order. `inputs` are the region's inputs, position by position; `outputs` its outputs."""
+    """Operations in execution order. `inputs` are the region's inputs, position by position; `outputs` its outputs.
+
+    `literals` are the graph's own constant tensors (get_attr nodes), contiguous, with the buffers that stand for them.
+    """
 
     inputs: tuple[Buffer, ...]
     outputs: tuple[Buffer, ...]
+    literals: tuple[tuple[Buffer, torch.Tensor], ...]
     ops: tuple[LoopOp, ...]
 
 
@@ -98,6 +102,7 @@ class _Lowerer:
     def run(self) -> LoopGraph:
         values: dict[torch.fx.Node, Any] = {}
         inputs: list[Buffer] = []
+        literals: list[tuple[Buffer, torch.Tensor]] = []
         outputs: tuple[Any, ...] = ()
         for node in self._region.graph_module.graph.nodes:
             if node.op == "placeholder":
@@ -107,15 +112,20 @@ class _Lowerer:
                 shape = tuple(int(n) for n in spec.shape)
                 values[node] = Buffer(shape, spec.dtype, region_input.name, constant=region_input.is_constant)
                 inputs.append(values[node])
+            elif node.op == "get_attr":
+                tensor = operator.attrgetter(str(node.target))(self._region.graph_module).detach().contiguous()
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                values[node] = Buffer(tuple(tensor.shape), dtype, str(node.target), constant=True)
+                literals.append((values[node], tensor))
             elif node.op == "output":
                 outputs = tuple(node.args[0])
             else:
                 values[node] = lower_node(self._ctx, node, values)
                 for value in values[node] if isinstance(values[node], tuple) else (values[node],):
                     self._place(node, value)
-        known = {id(b) for b in inputs}
+        known = {id(b) for b in inputs} | {id(b) for b, _ in literals}
         results = [self._output(values[node], known) for node in outputs]
-        return LoopGraph(tuple(inputs), tuple(results), _without_dead(self._ops, results))
+        return LoopGraph(tuple(inputs), tuple(results), tuple(literals), _without_dead(self._ops, results))
 
     def _output(self, value: Value, inputs: set[int]) -> Buffer:
         """The value in memory of its own: an output never shares storage with an input."""

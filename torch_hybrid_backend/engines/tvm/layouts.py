@@ -1,0 +1,43 @@
+"""Layouts of a region's buffers.
+
+Inputs and outputs lie as the graph says. Inside, what convolutions write stays in blocked channels (NCHW16c), and so does everything of
+the same rank computed from it, until something of another rank (a matmul over tokens, a classifier) reads it; the rest is row-major.
+Source: NeoCPU (Liu et al., USENIX ATC 2019).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.engines.tvm.tiles import output_block
+from torch_hybrid_backend.loops.fusion import Group
+from torch_hybrid_backend.loops.ir import Buffer, ConvOp
+from torch_hybrid_backend.loops.layout import Blocked, Layout, contiguous
+
+
+def assign_layouts(
+    groups: Sequence[Group], fixed: Mapping[int, Layout], tiles: Mapping[int, int], target: Target
+) -> dict[int, Layout]:
+    """The layout of every buffer the groups read or write, by buffer identity; `fixed` holds inputs, outputs and packed operands."""
+    layouts = dict(fixed)
+    convolved = {id(m.op.x) for g in groups for m in g.members if isinstance(m.op, ConvOp)}
+    for group in groups:
+        reads_blocked = any(isinstance(layouts.get(id(b)), Blocked) and len(b.shape) >= 3 for b in group.reads())
+        for member in group.members:
+            buffer = member.op.out
+            if id(buffer) in layouts:
+                continue
+            layouts[id(buffer)] = contiguous(buffer.shape)
+            if len(buffer.shape) not in (3, 4) or buffer.shape[1] == 1:
+                continue
+            if group.kind == "conv" and buffer.shape == group.shape:
+                layouts[id(buffer)] = Blocked(tiles[id(group.members[0].op)])
+            elif (reads_blocked and len(buffer.shape) == 4) or id(buffer) in convolved:
+                layouts[id(buffer)] = Blocked(output_block(buffer.shape[1], 1, target))
+    return layouts
+
+
+def fixed_layouts(buffers: Sequence[tuple[Buffer, Layout]]) -> dict[int, Layout]:
+    """Layouts by buffer identity."""
+    return {id(buffer): layout for buffer, layout in buffers}

@@ -1,0 +1,167 @@
+"""Preparing a loop graph for the TVM schedules: operands of matmuls and convolutions are packed.
+
+A matmul's right operand and a convolution's weight are read from packed buffers. Where the operand is a constant of the region, packing
+happens outside the hot path (`PackedConstant`); otherwise an elementwise operation packs it on every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from torch_hybrid_backend.engines.tvm.packing import (
+    is_depthwise,
+    pack_b,
+    pack_conv_weight,
+    packed_b_value,
+    packed_conv_shape,
+)
+from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.engines.tvm.tiles import output_block, tile_n
+from torch_hybrid_backend.loops import ops as scalar
+from torch_hybrid_backend.loops.graph import LoopGraph
+from torch_hybrid_backend.loops.index import Index, LoopVar, as_index, contiguous_strides, linear
+from torch_hybrid_backend.loops.ir import (
+    Buffer,
+    ConvOp,
+    Expr,
+    Load,
+    LoopOp,
+    Map,
+    MapOp,
+    MatMulOp,
+    Value,
+    compute_dtype,
+    domain_vars,
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """A constant buffer made ahead from a constant region input or literal, `source`, by `pack`."""
+
+    buffer: Buffer
+    source: Buffer
+    pack: Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(slots=True, eq=False)
+class Prepared:
+    """A graph whose matmuls and convolutions read packed operands; `tiles` says how each was packed, by operation identity."""
+
+    graph: LoopGraph
+    packed: list[Packed] = field(default_factory=list)
+    tiles: dict[int, int] = field(default_factory=dict)
+    # Kernel sizes of convolutions, by operation identity: a packed weight no longer shows them.
+    kernel_sizes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StridedView:
+    """A value that is a strided view of a buffer's logical row-major elements."""
+
+    buffer: Buffer
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The view of a tensor with the buffer's shape (any strides)."""
+        return tensor.contiguous().as_strided(self.shape, self.strides, self.offset)
+
+
+def strided_view(value: Value) -> StridedView | None:
+    """`value` as a strided view of one buffer, or None where it is something else."""
+    if isinstance(value, Buffer):
+        return StridedView(value, value.shape, contiguous_strides(value.shape), 0)
+    index = domain_vars(value.shape)
+    expr = value.at(index)
+    if not isinstance(expr, Load):
+        return None
+    offset = linear(expr.index, contiguous_strides(expr.buffer.shape))
+    by_var = dict(offset.terms)
+    if not all(isinstance(atom, LoopVar) for atom in by_var):
+        return None
+    strides = tuple(by_var.get(i.terms[0][0], 0) if i.terms else 0 for i in index)
+    if any(s < 0 for s in strides):
+        return None  # a flip: torch has no negative strides
+    return StridedView(expr.buffer, value.shape, strides, offset.const)
+
+
+def packed_conv_weight_value(w: Value, groups: int, block: int) -> Map:
+    """`pack_conv_weight` as a value, for weights only known at run time (training)."""
+    shape = packed_conv_shape(w.shape, groups, block)
+    per_group = w.shape[0] // groups
+    zero = scalar.const(0, compute_dtype(w.dtype))
+    spatial = len(w.shape) - 2
+
+    def at(index: tuple[Index, ...]) -> Expr:
+        if is_depthwise(w.shape[0], w.shape[1], groups):
+            (o_block, kh, kw, lane), group, channel = index, 0, 0
+            within, limit = o_block * block + lane, w.shape[0]
+        else:
+            group_index, o_block, kh, channel_index, kw, lane = index
+            group, channel = group_index * per_group, channel_index  # type: ignore[assignment]
+            within, limit = o_block * block + lane, per_group
+        position = (within + group, as_index(channel), *(kh, kw)[2 - spatial :])
+        return scalar.guard(scalar.index_in(within, 0, limit), w.at(position), zero)
+
+    return Map(shape, w.dtype, at)
+
+
+def prepare(graph: LoopGraph, target: Target) -> Prepared:
+    """Pack the operands of every matmul and convolution; `graph`'s operations are rewritten in place."""
+    prepared = Prepared(graph)
+    packer = _Packer(prepared)
+    for op in graph.ops:
+        if isinstance(op, MatMulOp):
+            tile = tile_n(op.out.shape[2], target)
+            prepared.tiles[id(op)] = tile
+            op.b = packer.pack(op.b, partial(pack_b, tile_n=tile), partial(packed_b_value, tile_n=tile), ("b", tile))
+        elif isinstance(op, ConvOp):
+            block = output_block(op.out.shape[1], op.groups, target)
+            prepared.tiles[id(op)] = block
+            prepared.kernel_sizes[id(op)] = op.w.shape[2:]
+            ahead = partial(pack_conv_weight, groups=op.groups, block=block)
+            each_call = partial(packed_conv_weight_value, groups=op.groups, block=block)
+            op.w = packer.pack(op.w, ahead, each_call, ("w", block, op.groups))
+        packer.ops.append(op)
+    prepared.graph = LoopGraph(graph.inputs, graph.outputs, graph.literals, tuple(packer.ops))
+    return prepared
+
+
+class _Packer:
+    """Packs operands, equal ones once. `ops` grows by the packing that has to happen in every call."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self.ops: list[LoopOp] = []
+        self._prepared = prepared
+        self._known: dict[tuple[object, ...], Buffer] = {}
+
+    def pack(
+        self,
+        operand: Value,
+        ahead: Callable[[torch.Tensor], torch.Tensor],
+        each_call: Callable[[Value], Map],
+        how: tuple[object, ...],
+    ) -> Buffer:
+        view = strided_view(operand)
+        identity = (id(operand),) if view is None else (id(view.buffer), view.shape, view.strides, view.offset)
+        key = (*how, *identity)
+        if key in self._known:
+            return self._known[key]
+        value = each_call(operand)
+        constant = view is not None and view.buffer.constant
+        buffer = self._known[key] = Buffer(value.shape, operand.dtype, "packed", constant=constant)
+        if view is not None and constant:
+            self._prepared.packed.append(Packed(buffer, view.buffer, partial(_pack_view, view, ahead)))
+        else:
+            self.ops.append(MapOp(buffer, value))
+        return buffer
+
+
+def _pack_view(view: StridedView, ahead: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    return ahead(view.of(tensor))
