@@ -1,0 +1,149 @@
+"""Kernel keys: under which name a compiled kernel is cached.
+
+`canonical_text` writes out every field of a kernel (also fields added later: it walks the dataclasses) without what only tells two
+constructions of one kernel apart: buffers are named by their argument position, loop variables by the order of their first appearance.
+
+    kernel = MapKernel(domain=(v0 in 8,), reads=(Argument(buffer=arg0 float32 (8,), ...
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+from pathlib import Path
+
+from torch_hybrid_backend import __version__, loops
+from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, Scalar
+from torch_hybrid_backend.loops.ir import Buffer, Call, Const, Expr, FromIndex, Load
+from torch_hybrid_backend.loops.kernels import Kernel
+
+
+def kernel_key(kernel: Kernel, target: Target) -> str:
+    """SHA-256 (64 hexadecimal digits) of all that decides a kernel's machine code.
+
+    That is: the kernel, the target, the sources of this engine and of `loops`, and the installed version of TVM.
+    Raises TypeError where a kernel holds something that has no canonical text (a function, say).
+    """
+    parts = (canonical_text(kernel), target.fingerprint, engine_version(), tvm_version())
+    return hashlib.sha256("\x00".join(parts).encode()).hexdigest()
+
+
+@functools.cache
+def engine_version() -> str:
+    """SHA-256 of the sources that turn a kernel into machine code: an edited schedule must not find what it made before."""
+    # The package's version tells releases apart where the sources cannot be read (a zip file).
+    digest = hashlib.sha256(__version__.encode())
+    for folder in (Path(loops.__file__).parent, Path(__file__).parent):
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(f"{folder.name}/{path.relative_to(folder).as_posix()}\x00".encode())
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+@functools.cache
+def tvm_version() -> str:
+    """The installed TVM's version, asked of the installation: importing TVM takes a second. "" where it is not installed."""
+    try:
+        return importlib.metadata.version("apache-tvm")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def canonical_text(kernel: Kernel) -> str:
+    """A text that is equal for two kernels exactly where they are the same but for names and object identity."""
+    return _Text(kernel).text
+
+
+class _Text:
+    """Writes one kernel. Owns the numbering of its buffers, loop variables and expressions."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._buffers: dict[int, str] = {}
+        for position, argument in enumerate((*kernel.reads, *kernel.writes)):
+            self._buffers.setdefault(id(argument.buffer), f"arg{position}")
+        self._vars: dict[LoopVar, str] = {}
+        self._lines: list[str] = []
+        # Expressions are numbered by their text, so that a shared one and an equal copy of it look the same. `_known` spares
+        # walking a shared one again.
+        self._numbers: dict[str, str] = {}
+        self._known: dict[int, str] = {}
+        # First the loop variables a kernel declares, in the order of its fields: terms of sums are sorted by their text, which
+        # must not depend on the order in which the expressions happen to be met.
+        for field in dataclasses.fields(kernel):
+            value = getattr(kernel, field.name)
+            for variable in value if isinstance(value, tuple) else (value,):
+                if isinstance(variable, LoopVar):
+                    self._var(variable)
+        shown = self._value(kernel)
+        self.text = "\n".join([*self._lines, shown])
+
+    def _value(self, value: object) -> str:
+        match value:
+            case Buffer():
+                return self._buffer(value)
+            case Expr():
+                return self._expr(value)
+            case Index():
+                return self._index(value)
+            case LoopVar():
+                return self._var(value)
+            case tuple() | list():
+                return f"({', '.join(self._value(item) for item in value)})"
+            case None | bool() | int() | float() | str():
+                return repr(value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            names = sorted(field.name for field in dataclasses.fields(value))
+            fields = ", ".join(f"{name}={self._value(getattr(value, name))}" for name in names)
+            return f"{type(value).__name__}({fields})"
+        raise TypeError(f"a kernel holds {value!r}, a {type(value).__name__}, which has no canonical text")
+
+    def _buffer(self, buffer: Buffer) -> str:
+        name = self._buffers.get(id(buffer))
+        if name is None:
+            locals_before = sum(known.startswith("local") for known in self._buffers.values())
+            name = self._buffers[id(buffer)] = f"local{locals_before}"
+        return f"{name} {buffer.dtype} {tuple(buffer.shape)}{' constant' if buffer.constant else ''}"
+
+    def _var(self, variable: LoopVar) -> str:
+        name = self._vars.setdefault(variable, f"v{len(self._vars)}")
+        return f"{name} in {variable.extent}"
+
+    def _expr(self, expr: Expr) -> str:
+        if id(expr) in self._known:
+            return self._known[id(expr)]
+        match expr:
+            case Const():
+                text = repr(expr.value)
+            case Load():
+                text = f"{self._buffer(expr.buffer)}[{', '.join(self._index(i) for i in expr.index)}]"
+            case FromIndex():
+                text = f"index {self._index(expr.index)}"
+            case Call():
+                text = f"{expr.op}({', '.join(self._expr(argument) for argument in expr.args)})"
+            case _:
+                raise TypeError(f"not an expression of the loops language: {expr!r}")
+        text = f"{text}: {expr.dtype}"
+        number = self._numbers.get(text)
+        if number is None:
+            number = self._numbers[text] = f"%{len(self._lines)}"
+            self._lines.append(f"{number} = {text}")
+        self._known[id(expr)] = number
+        return number
+
+    def _index(self, index: Index) -> str:
+        terms = []
+        for atom, coefficient in index.terms:
+            match atom:
+                case LoopVar():
+                    text = self._var(atom)
+                case FloorDiv():
+                    text = f"({self._index(atom.numerator)}) // {atom.divisor}"
+                case Mod():
+                    text = f"({self._index(atom.numerator)}) % {atom.divisor}"
+                case Scalar():
+                    text = f"{self._expr(atom.expr)} in {atom.low}..{atom.high}"
+            terms.append(f"{coefficient}*[{text}]")
+        return " + ".join([*sorted(terms), str(index.const)])
