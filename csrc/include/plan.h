@@ -1,0 +1,108 @@
+// Plan: the steps of one static graph, built once, then run from any number of threads at once.
+//
+// Use: AddValue / AddKernel / AddCallback / AddCopy in execution order, Seal once, then Run.
+// Ownership: the plan owns its values, steps and idle frames (see frame.h); kernels belong to their libraries.
+// Failure: building throws std::runtime_error for what could never run. Run throws std::runtime_error for inputs
+// that do not fit and for a kernel that fails, by its name; a stale binding and a callback that raised are statuses,
+// because the first is routine and the second has its exception in Python.
+#ifndef TORCH_HYBRID_BACKEND_PLAN_H_
+#define TORCH_HYBRID_BACKEND_PLAN_H_
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "binding.h"
+#include "frame.h"
+#include "kernel_library.h"
+#include "value.h"
+
+namespace torch_hybrid_backend {
+
+// The numbers are those of RunStatus in torch_hybrid_backend/runtime/native.py.
+enum class RunStatus : int64_t { kDone = 0, kStaleBinding = 1, kCallbackRaised = 2 };
+
+struct RunResult {
+  std::vector<torch::stable::Tensor> outputs;
+  RunStatus status;
+};
+
+class Plan {
+ public:
+  Plan() = default;
+  Plan(const Plan&) = delete;
+  Plan& operator=(const Plan&) = delete;
+
+  size_t AddValue(ValueKind kind, int64_t payload, Layout layout);
+  void AddKernel(const std::string& library, const std::string& symbol,
+                 const std::vector<int64_t>& values);
+  // Runs segment number `segment` of the plan's Python side.
+  void AddCallback(int64_t segment, const std::vector<int64_t>& inputs,
+                   const std::vector<int64_t>& outputs);
+  // Copies between values of one shape and possibly different strides.
+  void AddCopy(int64_t source, int64_t destination);
+  void Seal(int64_t inputs, int64_t constants, int64_t arena_bytes,
+            const std::vector<int64_t>& outputs);
+
+  int64_t constants() const { return constants_; }
+
+  // `key` is the plan's handle, by which callbacks find their Python side.
+  RunResult Run(int64_t key, const Binding& binding, const std::vector<torch::stable::Tensor>& inputs);
+
+ private:
+  struct Kernel {
+    KernelFunction function;
+    std::string symbol;
+    size_t first_argument;
+    std::vector<size_t> values;
+  };
+  struct Callback {
+    int64_t segment;
+    std::vector<size_t> inputs;
+    std::vector<size_t> outputs;
+  };
+  struct Copy {
+    size_t source;
+    size_t destination;
+  };
+  struct Step {
+    std::variant<Kernel, Callback, Copy> action;
+    std::vector<size_t> allocates;  // fresh values first touched here
+    std::vector<size_t> releases;   // tensors last touched here
+  };
+
+  size_t Checked(int64_t value) const;
+  std::vector<size_t> Checked(const std::vector<int64_t>& values) const;
+  void RequireTensor(size_t value, const char* user) const;
+  static std::vector<size_t> Touched(const Step& step);
+  void FindLifetimes();
+  std::unique_ptr<Frame> NewFrame() const;
+
+  void BindInputs(Frame& frame, const std::vector<torch::stable::Tensor>& inputs) const;
+  void BindConstants(Frame& frame, const Binding& binding) const;
+  void SetData(Frame& frame, size_t root, void* data) const;
+  const torch::stable::Tensor& TensorOf(Frame& frame, size_t value) const;
+  void RunKernel(Frame& frame, const Kernel& kernel) const;
+  bool RunCallback(Frame& frame, int64_t key, const Callback& callback) const;
+  bool RunSteps(Frame& frame, int64_t key) const;
+  std::vector<torch::stable::Tensor> Outputs(Frame& frame) const;
+
+  std::vector<Value> values_;
+  std::vector<std::vector<size_t>> aliases_;  // of each root
+  std::vector<Step> steps_;
+  std::vector<size_t> outputs_;
+  size_t arguments_ = 0;
+  size_t inputs_ = 0;
+  int64_t constants_ = 0;
+  size_t arena_bytes_ = 0;
+  bool sealed_ = false;
+  FramePool frames_;
+};
+
+}  // namespace torch_hybrid_backend
+
+#endif  // TORCH_HYBRID_BACKEND_PLAN_H_

@@ -1,0 +1,69 @@
+// Value: one buffer of a plan, and what the plan knows of it before any call.
+//
+// Values are plain data, owned by their plan.
+#ifndef TORCH_HYBRID_BACKEND_VALUE_H_
+#define TORCH_HYBRID_BACKEND_VALUE_H_
+
+#include <dlpack/dlpack.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace torch_hybrid_backend {
+
+// The numbers are those of ValueKind in torch_hybrid_backend/runtime/native.py.
+enum class ValueKind : int64_t {
+  kInput = 0,     // payload: position among the inputs of a call; copied where its strides differ
+  kConstant = 1,  // payload: slot of the binding; only kernels read it
+  kArena = 2,     // payload: byte offset in the arena; only kernels read and write it
+  kFresh = 3,     // a new tensor in each call
+  kReturned = 4,  // a tensor that a callback returns
+  kAlias = 5,     // payload: the value whose memory it shares, from its first element on
+  kRawInput = 6,  // payload: as kInput; never copied, so that a callback can write to it; only callbacks read it
+};
+
+// Sizes and strides in elements.
+struct Layout {
+  torch::headeronly::ScalarType dtype;
+  std::vector<int64_t> sizes;
+  std::vector<int64_t> strides;
+
+  // Elements from the first to the last one addressed; 0 when empty.
+  int64_t Span() const;
+  std::string ToString() const;
+};
+
+struct Value {
+  ValueKind kind;
+  int64_t payload;
+  Layout layout;
+  int64_t span;  // == layout.Span(), at a fixed address: DLTensors point at it as their shape
+  size_t root;   // the value whose memory it is; itself unless it is an alias
+};
+
+// How a tensor's own layout stands to the expected one.
+enum class Match { kExact, kSameMemory, kOtherStrides, kDifferent };
+
+// kSameMemory: strides differ only in dimensions of size 1, where they address nothing.
+// kDifferent: another dtype, device or shape.
+Match Compare(const torch::stable::Tensor& tensor, const Layout& expected);
+
+std::string Describe(const torch::stable::Tensor& tensor);
+
+DLDataType ToDlpack(torch::headeronly::ScalarType dtype);
+
+// A new tensor on the CPU, not initialised.
+torch::stable::Tensor Empty(const Layout& layout);
+
+// A copy with the expected strides; the shape must already be as expected.
+torch::stable::Tensor Restride(const torch::stable::Tensor& tensor, const Layout& expected);
+
+// A tensor over the memory of `tensor`, from its first element on.
+torch::stable::Tensor Reinterpret(const torch::stable::Tensor& tensor, const Layout& layout);
+
+}  // namespace torch_hybrid_backend
+
+#endif  // TORCH_HYBRID_BACKEND_VALUE_H_

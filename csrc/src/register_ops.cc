@@ -1,0 +1,137 @@
+// The operators of the namespace torch_hybrid_backend: nothing here but translation between numbers and objects.
+//
+// Python loads this library with torch.ops.load_library and uses it through runtime/native.py. The operator
+// run_segment, which callbacks go through, is defined there.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "binding.h"
+#include "guard.h"
+#include "handle_table.h"
+#include "kernel_library.h"
+#include "plan.h"
+
+namespace torch_hybrid_backend {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Numbers = std::vector<int64_t>;
+
+// Never destroyed: Python's finalisers may free handles while the process exits.
+HandleTable<Plan>& Plans() {
+  static auto* const table = new HandleTable<Plan>("plan");
+  return *table;
+}
+HandleTable<const Guard>& Guards() {
+  static auto* const table = new HandleTable<const Guard>("guard");
+  return *table;
+}
+HandleTable<const Binding>& Bindings() {
+  static auto* const table = new HandleTable<const Binding>("binding");
+  return *table;
+}
+
+void LoadTvmFfiOp(std::string path) { LoadTvmFfi(path); }
+
+int64_t PlanNew() { return Plans().Add(std::make_shared<Plan>()); }
+
+int64_t PlanAddValue(int64_t plan, int64_t kind, int64_t payload, ScalarType dtype, Numbers sizes,
+                     Numbers strides) {
+  if (kind < 0 || kind > static_cast<int64_t>(ValueKind::kRawInput)) {
+    throw std::runtime_error("no kind of value has the number " + std::to_string(kind));
+  }
+  return static_cast<int64_t>(
+      Plans().Get(plan)->AddValue(static_cast<ValueKind>(kind), payload,
+                                  Layout{dtype, std::move(sizes), std::move(strides)}));
+}
+
+void PlanAddKernel(int64_t plan, std::string library, std::string symbol, Numbers values) {
+  Plans().Get(plan)->AddKernel(library, symbol, values);
+}
+
+void PlanAddCallback(int64_t plan, int64_t segment, Numbers inputs, Numbers outputs) {
+  Plans().Get(plan)->AddCallback(segment, inputs, outputs);
+}
+
+void PlanAddCopy(int64_t plan, int64_t source, int64_t destination) {
+  Plans().Get(plan)->AddCopy(source, destination);
+}
+
+void PlanSeal(int64_t plan, int64_t inputs, int64_t constants, int64_t arena_bytes,
+              Numbers outputs) {
+  Plans().Get(plan)->Seal(inputs, constants, arena_bytes, outputs);
+}
+
+void PlanFree(int64_t plan) { Plans().Remove(plan); }
+
+std::tuple<std::vector<Tensor>, int64_t> PlanRun(int64_t plan, int64_t binding,
+                                                 std::vector<Tensor> inputs) {
+  RunResult result = Plans().Get(plan)->Run(plan, *Bindings().Get(binding), inputs);
+  return {std::move(result.outputs), static_cast<int64_t>(result.status)};
+}
+
+int64_t GuardNew(std::vector<Tensor> tensors) {
+  return Guards().Add(std::make_shared<const Guard>(tensors));
+}
+
+bool GuardIsStale(int64_t guard) { return Guards().Get(guard)->IsStale(); }
+
+void GuardFree(int64_t guard) { Guards().Remove(guard); }
+
+int64_t BindingNew(int64_t plan, int64_t guard, Numbers owned_slots, std::vector<Tensor> owned,
+                   Numbers borrowed_slots, Numbers borrowed) {
+  return Bindings().Add(std::make_shared<const Binding>(
+      Guards().Get(guard), Plans().Get(plan)->constants(), owned_slots, std::move(owned),
+      borrowed_slots, borrowed));
+}
+
+void BindingFree(int64_t binding) { Bindings().Remove(binding); }
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(torch_hybrid_backend, m) {
+  m.def("load_tvm_ffi(str path) -> ()");
+  m.def("plan_new() -> int");
+  m.def("plan_add_value(int plan, int kind, int payload, ScalarType dtype, int[] sizes, "
+        "int[] strides) -> int");
+  m.def("plan_add_kernel(int plan, str library, str symbol, int[] values) -> ()");
+  m.def("plan_add_callback(int plan, int segment, int[] inputs, int[] outputs) -> ()");
+  m.def("plan_add_copy(int plan, int source, int destination) -> ()");
+  m.def("plan_seal(int plan, int inputs, int constants, int arena_bytes, int[] outputs) -> ()");
+  m.def("plan_free(int plan) -> ()");
+  m.def("plan_run(int plan, int binding, Tensor[] inputs) -> (Tensor[] outputs, int status)");
+  m.def("guard_new(Tensor[] tensors) -> int");
+  m.def("guard_is_stale(int guard) -> bool");
+  m.def("guard_free(int guard) -> ()");
+  m.def("binding_new(int plan, int guard, int[] owned_slots, Tensor[] owned, "
+        "int[] borrowed_slots, int[] borrowed) -> int");
+  m.def("binding_free(int binding) -> ()");
+}
+
+// One kernel for every backend and for calls without any tensor.
+STABLE_TORCH_LIBRARY_IMPL(torch_hybrid_backend, CompositeExplicitAutograd, m) {
+  m.impl("load_tvm_ffi", TORCH_BOX(&LoadTvmFfiOp));
+  m.impl("plan_new", TORCH_BOX(&PlanNew));
+  m.impl("plan_add_value", TORCH_BOX(&PlanAddValue));
+  m.impl("plan_add_kernel", TORCH_BOX(&PlanAddKernel));
+  m.impl("plan_add_callback", TORCH_BOX(&PlanAddCallback));
+  m.impl("plan_add_copy", TORCH_BOX(&PlanAddCopy));
+  m.impl("plan_seal", TORCH_BOX(&PlanSeal));
+  m.impl("plan_free", TORCH_BOX(&PlanFree));
+  m.impl("plan_run", TORCH_BOX(&PlanRun));
+  m.impl("guard_new", TORCH_BOX(&GuardNew));
+  m.impl("guard_is_stale", TORCH_BOX(&GuardIsStale));
+  m.impl("guard_free", TORCH_BOX(&GuardFree));
+  m.impl("binding_new", TORCH_BOX(&BindingNew));
+  m.impl("binding_free", TORCH_BOX(&BindingFree));
+}
+
+}  // namespace torch_hybrid_backend

@@ -1,0 +1,128 @@
+#include "value.h"
+
+#include <torch/csrc/stable/stableivalue_conversions.h>
+
+#include <algorithm>
+#include <sstream>
+
+namespace torch_hybrid_backend {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+template <typename Dims>
+void Print(std::ostream& out, const Dims& dims) {
+  out << '(';
+  for (size_t i = 0; i < dims.size(); ++i) out << (i == 0 ? "" : ", ") << dims[i];
+  out << ')';
+}
+
+int32_t ShimDtype(ScalarType dtype) {
+  return torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+}
+
+}  // namespace
+
+int64_t Layout::Span() const {
+  int64_t span = 1;
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (sizes[d] == 0) return 0;
+    span += (sizes[d] - 1) * strides[d];
+  }
+  return span;
+}
+
+std::string Layout::ToString() const {
+  std::ostringstream out;
+  out << torch::headeronly::toString(dtype);
+  Print(out, sizes);
+  out << " with strides ";
+  Print(out, strides);
+  return out.str();
+}
+
+Match Compare(const Tensor& tensor, const Layout& expected) {
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
+  if (!tensor.is_cpu() || tensor.scalar_type() != expected.dtype ||
+      sizes.size() != expected.sizes.size() ||
+      !std::equal(sizes.begin(), sizes.end(), expected.sizes.begin())) {
+    return Match::kDifferent;
+  }
+  if (std::equal(strides.begin(), strides.end(), expected.strides.begin())) return Match::kExact;
+  if (std::find(sizes.begin(), sizes.end(), 0) != sizes.end()) return Match::kSameMemory;
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (sizes[d] != 1 && strides[d] != expected.strides[d]) return Match::kOtherStrides;
+  }
+  return Match::kSameMemory;
+}
+
+std::string Describe(const Tensor& tensor) {
+  std::ostringstream out;
+  out << torch::headeronly::toString(tensor.scalar_type());
+  Print(out, tensor.sizes());
+  out << " with strides ";
+  Print(out, tensor.strides());
+  if (!tensor.is_cpu()) out << " on another device than the CPU";
+  return out.str();
+}
+
+DLDataType ToDlpack(ScalarType dtype) {
+  const auto type = [](uint8_t code, uint8_t bits) { return DLDataType{code, bits, 1}; };
+  switch (dtype) {
+    case ScalarType::Bool:
+      return type(kDLBool, 8);
+    case ScalarType::Byte:
+      return type(kDLUInt, 8);
+    case ScalarType::UInt16:
+      return type(kDLUInt, 16);
+    case ScalarType::UInt32:
+      return type(kDLUInt, 32);
+    case ScalarType::UInt64:
+      return type(kDLUInt, 64);
+    case ScalarType::Char:
+      return type(kDLInt, 8);
+    case ScalarType::Short:
+      return type(kDLInt, 16);
+    case ScalarType::Int:
+      return type(kDLInt, 32);
+    case ScalarType::Long:
+      return type(kDLInt, 64);
+    case ScalarType::Half:
+      return type(kDLFloat, 16);
+    case ScalarType::BFloat16:
+      return type(kDLBfloat, 16);
+    case ScalarType::Float:
+      return type(kDLFloat, 32);
+    case ScalarType::Double:
+      return type(kDLFloat, 64);
+    default:
+      // Callbacks may carry any dtype; a kernel refuses this one by its own check.
+      return type(kDLOpaqueHandle, 64);
+  }
+}
+
+Tensor Empty(const Layout& layout) {
+  AtenTensorHandle handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      static_cast<int64_t>(layout.sizes.size()), layout.sizes.data(), layout.strides.data(),
+      ShimDtype(layout.dtype), aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
+}
+
+Tensor Restride(const Tensor& tensor, const Layout& expected) {
+  Tensor copy = Empty(expected);
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(copy.get(), tensor.get(), /*non_blocking=*/0));
+  return copy;
+}
+
+Tensor Reinterpret(const Tensor& tensor, const Layout& layout) {
+  AtenTensorHandle handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
+      tensor.get(), static_cast<int64_t>(layout.sizes.size()), layout.sizes.data(),
+      layout.strides.data(), tensor.storage_offset(), &handle));
+  return Tensor(handle);
+}
+
+}  // namespace torch_hybrid_backend

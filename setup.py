@@ -1,0 +1,68 @@
+"""Builds csrc/ into torch_hybrid_backend/_runtime.so; everything else is in pyproject.toml.
+
+The library is no Python module (torch.ops.load_library opens it) and uses LibTorch's stable ABI only, so one build serves
+every Python and torch from 2.11 on. In place: `python setup.py build_ext --inplace`; with HYBRID_BUILD_ASAN=1 it
+is built with AddressSanitizer.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+# torch 2.11, the oldest that is supported: newer functions of the stable ABI are then not even declared.
+TORCH_TARGET_VERSION = "0x020b000000000000"
+ROOT = Path(__file__).parent
+ASAN = ["-fsanitize=address", "-fno-omit-frame-pointer"] if os.environ.get("HYBRID_BUILD_ASAN") == "1" else []
+
+
+class BuildRuntime(build_ext):
+    """Finds the headers of torch and tvm_ffi when building (not before: metadata must not need them)."""
+
+    def build_extension(self, ext: Extension) -> None:
+        import torch
+        import tvm_ffi.libinfo
+
+        torch_root = Path(torch.__file__).parent
+        headers = [
+            str(torch_root / "include"),
+            tvm_ffi.libinfo.find_include_path(),
+            tvm_ffi.libinfo.find_dlpack_include_path(),
+        ]
+        # As system headers: their warnings are not ours.
+        ext.extra_compile_args += [argument for path in headers for argument in ("-isystem", path)]
+        ext.library_dirs.append(str(torch_root / "lib"))
+        super().build_extension(ext)
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return f"{fullname.replace('.', os.sep)}.so"
+
+    def get_export_symbols(self, ext: Extension) -> list[str]:
+        return []  # no PyInit function: the library registers operators when it is opened
+
+
+class AnyPythonWheel(bdist_wheel):
+    """Tags the wheel for any Python 3 of this platform: nothing in it is bound to one."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return ("py3", "none", super().get_tag()[2])
+
+
+runtime = Extension(
+    "torch_hybrid_backend._runtime",
+    sources=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / "src").glob("*.cc")),
+    depends=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / "include").glob("*.h")),
+    include_dirs=["csrc/include"],
+    # libtorch_cpu is in the process already when this is opened; naming it makes the loader look there.
+    libraries=["torch_cpu", "dl"],
+    define_macros=[("TORCH_TARGET_VERSION", TORCH_TARGET_VERSION)],
+    extra_compile_args=["-std=c++20", "-O2", "-g0", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", *ASAN],
+    extra_link_args=["-Wl,--no-as-needed", *ASAN],
+    language="c++",
+)
+
+setup(ext_modules=[runtime], cmdclass={"build_ext": BuildRuntime, "bdist_wheel": AnyPythonWheel})

@@ -1,0 +1,193 @@
+"""Constants that stay live: what was made from parameters is made again when they change.
+
+Parameters are recognised by their memory (data pointers), so that one compiled graph serves several instances of a module,
+and change is seen three ways, in this order of cost: another data pointer (`p.data = q`), another version counter
+(`optimizer.step`, `load_state_dict`, any in-place operator), other sampled elements (`p.data.mul_(2)`, which bumps no
+counter; see `native.Guard`). Shapes, strides and dtypes are not compared: whoever compiled the graph guards them.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from torch_hybrid_backend.core.hoisted_inputs import CallInput, FoldedValue, HoistedInputs
+from torch_hybrid_backend.errors import HybridError
+from torch_hybrid_backend.runtime.native import Guard
+
+Made = TypeVar("Made")
+Fold = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+
+_version = attrgetter("_version")
+_NO_VERSION = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Entry(Generic[Made]):
+    versions: tuple[int, ...]
+    guard: Guard
+    made: Made
+    storages: tuple[weakref.ref[torch.UntypedStorage], ...]
+
+
+class LiveConstants(Generic[Made]):
+    """Keeps what `make(inputs, guard)` returned for each set of parameters, until they change or die.
+
+    positions: of all constants among a call's inputs. guarded: those of them whose contents matter; of the others only
+    the address does (their memory is read anew in every call).
+    Threads may share it. It keeps no parameter alive as long as what `make` returns does not.
+    """
+
+    def __init__(
+        self,
+        positions: Sequence[int],
+        guarded: Sequence[int],
+        make: Callable[[Sequence[Any], Guard], Made],
+        capacity: int = 64,
+    ) -> None:
+        self._positions = tuple(positions)
+        self._guarded = tuple(guarded)
+        self._make = make
+        self._capacity = capacity
+        self._entries: OrderedDict[tuple[int, ...], _Entry[Made]] = OrderedDict()
+        # Re-entrant: a parameter may die, and call _drop, while this thread holds it.
+        self._lock = threading.RLock()
+
+    def get(self, inputs: Sequence[Any]) -> Made:
+        """What was made from these inputs' constants, or is made now. Sampled elements are not compared: see `sampled`."""
+        return self._current(inputs).made
+
+    def sampled(self, inputs: Sequence[Any]) -> Made:
+        """As `get`, with sampled elements compared too."""
+        entry = self._current(inputs)
+        return self.refresh(inputs) if entry.guard.is_stale() else entry.made
+
+    def refresh(self, inputs: Sequence[Any]) -> Made:
+        """Makes it anew, whatever was there."""
+        return self._remake(self._key(inputs), inputs).made
+
+    def _current(self, inputs: Sequence[Any]) -> _Entry[Made]:
+        key = self._key(inputs)
+        entry = self._entries.get(key)
+        if entry is None or entry.versions != self._versions(inputs):
+            return self._remake(key, inputs)
+        with self._lock:
+            if key in self._entries:
+                self._entries.move_to_end(key)
+        return entry
+
+    def _key(self, inputs: Sequence[Any]) -> tuple[int, ...]:
+        return tuple([inputs[position].data_ptr() for position in self._positions])
+
+    def _versions(self, inputs: Sequence[Any]) -> tuple[int, ...]:
+        tensors = [inputs[position] for position in self._guarded]
+        try:
+            return tuple(map(_version, tensors))
+        except RuntimeError:  # inference tensors count no versions: the samples alone guard them
+            return tuple(_NO_VERSION if tensor.is_inference() else tensor._version for tensor in tensors)
+
+    def _remake(self, key: tuple[int, ...], inputs: Sequence[Any]) -> _Entry[Made]:
+        # Before making: a change while `make` runs must be seen by the next call.
+        versions = self._versions(inputs)
+        guard = Guard([inputs[position] for position in self._guarded])
+        with torch.no_grad():
+            made = self._make(inputs, guard)
+        drop = _DropOnDeath(weakref.ref(self), key)
+        storages = {id(storage): storage for storage in (inputs[p].untyped_storage() for p in self._positions)}
+        entry = _Entry(versions, guard, made, tuple(weakref.ref(storage, drop) for storage in storages.values()))
+        with self._lock:
+            self._entries[key] = entry
+            self._entries.move_to_end(key)
+            while len(self._entries) > self._capacity:
+                self._entries.popitem(last=False)
+        return entry
+
+    def _drop(self, key: tuple[int, ...], died: weakref.ref[torch.UntypedStorage]) -> None:
+        with self._lock:
+            entry = self._entries.get(key)
+            # By identity: the same addresses may meanwhile belong to new parameters.
+            if entry is not None and any(storage is died for storage in entry.storages):
+                del self._entries[key]
+
+    def clear(self) -> None:
+        """Forgets everything made; the next call makes it again."""
+        with self._lock:
+            self._entries.clear()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _DropOnDeath:
+    """Called with the weak reference of a storage that died. Weak itself: an entry must not keep its cache alive."""
+
+    cache: weakref.ref[LiveConstants[Any]]
+    key: tuple[int, ...]
+
+    def __call__(self, died: weakref.ref[torch.UntypedStorage]) -> None:
+        cache = self.cache()
+        if cache is not None:
+            cache._drop(self.key, died)
+
+
+@dataclass(frozen=True, slots=True)
+class ViewOfInput:
+    """A folded value that is a view of a parameter: made anew in each call, so that it keeps no parameter alive."""
+
+    position: int  # of the parameter among the call's inputs
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, inputs: Sequence[Any]) -> torch.Tensor:
+        view: torch.Tensor = inputs[self.position].detach().as_strided(self.size, self.stride, self.offset)
+        return view
+
+
+def run_fold(hoisted: HoistedInputs, fold: Fold | None, inputs: Sequence[Any]) -> list[torch.Tensor]:
+    """The folded values of a call's inputs; empty where nothing was folded. Raises HybridError for a missing fold."""
+    if fold is None:
+        if any(isinstance(source, FoldedValue) for source in hoisted.main):
+            raise HybridError("the main graph reads folded values, but there is no function to fold them")
+        return []
+    with torch.no_grad():
+        return list(fold([inputs[position].detach() for position in hoisted.fold]))
+
+
+def without_owning(
+    folded: Sequence[torch.Tensor], hoisted: HoistedInputs, inputs: Sequence[Any]
+) -> list[torch.Tensor | ViewOfInput]:
+    """`folded`, with views of the parameters they were folded from replaced by their description."""
+    owners = {inputs[position].untyped_storage()._cdata: position for position in hoisted.fold}
+    kept: list[torch.Tensor | ViewOfInput] = []
+    for tensor in folded:
+        position = owners.get(tensor.untyped_storage()._cdata)
+        if position is not None and tensor.dtype == inputs[position].dtype:
+            view = ViewOfInput(position, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+            kept.append(view)
+        else:
+            kept.append(tensor.clone(memory_format=torch.preserve_format) if position is not None else tensor)
+    return kept
+
+
+def resolve(value: torch.Tensor | ViewOfInput, inputs: Sequence[Any]) -> torch.Tensor:
+    """The tensor that `value` is in this call."""
+    return value.of(inputs) if isinstance(value, ViewOfInput) else value
+
+
+def main_inputs(
+    hoisted: HoistedInputs, folded: Sequence[torch.Tensor | ViewOfInput], inputs: Sequence[Any]
+) -> list[Any]:
+    """The main graph's inputs, in order, for one call of the un-hoisted graph."""
+    return [
+        inputs[source.position] if isinstance(source, CallInput) else resolve(folded[source.index], inputs)
+        for source in hoisted.main
+    ]

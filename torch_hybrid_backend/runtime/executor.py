@@ -1,0 +1,271 @@
+"""The fast path: a partitioned graph of static shapes as one C++ plan, called with the un-hoisted graph's inputs.
+
+Enters: a `PartitionedGraph` and what each segment compiled to. Leaves: `Executor`, a callable from a list of inputs
+(tensors, and numbers that no segment reads) to the list of the graph's outputs. Per call Python checks the addresses and
+versions of the constants and makes one call into C++; only callbacks (eager segments) come back to Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+
+from torch_hybrid_backend.core.engine import CompiledRegion
+from torch_hybrid_backend.core.hoisted_inputs import CallInput, FoldedValue, HoistedInputs
+from torch_hybrid_backend.core.region import PartitionedGraph
+from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.errors import HybridError
+from torch_hybrid_backend.runtime.constants import (
+    Fold,
+    LiveConstants,
+    ViewOfInput,
+    resolve,
+    run_fold,
+    without_owning,
+)
+from torch_hybrid_backend.runtime.layout import (
+    CallbackStep,
+    ConstantSlot,
+    KernelStep,
+    Piece,
+    StaticLayout,
+    lay_out,
+    same_memory,
+)
+from torch_hybrid_backend.runtime.native import Binding, Callback, Guard, Plan, ValueKind
+
+# A region an engine compiled, an eager graph module, or any function from the list of a segment's inputs to its outputs.
+CompiledSegment = CompiledRegion | torch.fx.GraphModule | Callable[[Sequence[Any]], Sequence[Any]]
+
+# Another thread may change the parameters between a repack and the run; that cannot go on for ever.
+_MOST_REBINDS = 16
+
+
+def as_callback(segment: CompiledSegment) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """The segment as a function of the list of its inputs."""
+    if isinstance(segment, torch.fx.GraphModule):
+        forward = segment.forward  # not __call__: an eager segment has no hooks
+        return lambda inputs: forward(*inputs)
+    return segment
+
+
+def build_executor(
+    graph: PartitionedGraph,
+    segments: Sequence[CompiledSegment],
+    hoisted: HoistedInputs | None = None,
+    fold: Fold | None = None,
+) -> Executor:
+    """The C++ plan of a whole graph. `segments[i]` is what `graph.segments[i]` compiled to.
+
+    hoisted, fold: see `Executor`; without them the call's inputs are the graph's.
+    Raises StaticLayoutError where sizes are known only at run time (use PythonExecutor), HybridError where the
+    runtime or a kernel library cannot be loaded or a program contradicts its region.
+    """
+    pieces = [
+        Piece(
+            segment.inputs,
+            tuple(region_input.spec for region_input in segment.region.inputs),
+            segment.outputs,
+            segment.region.outputs,
+            getattr(compiled, "program", None),
+        )
+        for segment, compiled in zip(graph.segments, segments, strict=True)
+    ]
+    callbacks = [as_callback(compiled) for compiled in segments]
+    return Executor(graph.inputs, graph.constants, pieces, callbacks, graph.outputs, hoisted, fold)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Bound:
+    """What one set of parameters was made into. `extra` are the folded values by number that each call hands over."""
+
+    binding: Binding
+    extra: Mapping[int, torch.Tensor | ViewOfInput]
+
+
+class Executor:
+    """Runs one static graph. Threads may call it at once.
+
+    inputs: the main graph's inputs by name; constants: those of them that rarely change. callbacks: one for each piece
+    (of pieces with a program they are not called). outputs: names of values, or literals.
+    hoisted: where the main inputs come from in a call's inputs; fold: maps the raw constants at `hoisted.fold` to the
+    folded values. Folding and packing run under no_grad, on the first call and whenever a parameter changed.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[str],
+        constants: AbstractSet[str],
+        pieces: Sequence[Piece],
+        callbacks: Sequence[Callback],
+        outputs: Sequence[object],
+        hoisted: HoistedInputs | None = None,
+        fold: Fold | None = None,
+    ) -> None:
+        hoisted = hoisted if hoisted is not None else HoistedInputs.identity(len(inputs))
+        if len(hoisted.main) != len(inputs):
+            raise HybridError(f"the main graph has {len(inputs)} inputs, but {len(hoisted.main)} sources of them")
+        sources = dict(zip(inputs, hoisted.main, strict=True))
+        folded = {name for name, source in sources.items() if isinstance(source, FoldedValue)}
+        computed = list(dict.fromkeys(o for o in outputs if isinstance(o, str) and o not in sources))
+        self._layout = lay_out(frozenset(inputs), constants | folded, pieces, computed)
+        self._plan = _native_plan(self._layout, callbacks)
+        self._plan_sources = tuple(sources[name] for name in self._layout.inputs)
+        self._returns = tuple(_return(output, sources, computed) for output in outputs)
+        self._returns_plan_outputs = list(outputs) == computed
+        returned = [sources[output] for output in outputs if isinstance(output, str) and output in sources]
+        # Folded values that callbacks read or the graph returns: each call needs them as tensors.
+        extra = {source.index for source in (*self._plan_sources, *returned) if isinstance(source, FoldedValue)}
+        binder = _Binder(self._plan, self._layout, sources, hoisted, fold, frozenset(extra))
+        self._constants = LiveConstants(*binder.positions(), make=binder)
+
+    @property
+    def layout(self) -> StaticLayout:
+        """What the plan was built from."""
+        return self._layout
+
+    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
+        """The graph's outputs, with exactly the dtypes, sizes and strides of their specs.
+
+        Raises HybridError for inputs that do not fit and for failing kernels (by name); what an eager segment raises
+        comes through unchanged.
+        """
+        if torch.is_grad_enabled():
+            with torch.no_grad():  # eager segments must not record: autograd is the capturing stage's concern
+                return self._call(inputs)
+        return self._call(inputs)
+
+    def release(self) -> None:
+        """Frees packed constants; the next call makes them again."""
+        self._constants.clear()
+
+    def _call(self, inputs: Sequence[Any]) -> list[Any]:
+        bound = self._constants.get(inputs)
+        for _ in range(_MOST_REBINDS):
+            outputs = self._plan.run(bound.binding, self._plan_inputs(bound, inputs))
+            if outputs is not None:
+                return (
+                    outputs if self._returns_plan_outputs else [take(inputs, outputs, bound) for take in self._returns]
+                )
+            bound = self._constants.refresh(inputs)
+        raise HybridError(
+            "the parameters of this graph keep changing while it runs: stop writing to them during the call"
+        )
+
+    def _plan_inputs(self, bound: _Bound, inputs: Sequence[Any]) -> list[torch.Tensor]:
+        return [
+            inputs[source.position] if isinstance(source, CallInput) else resolve(bound.extra[source.index], inputs)
+            for source in self._plan_sources
+        ]
+
+
+def _return(
+    output: object, sources: Mapping[str, CallInput | FoldedValue], computed: Sequence[str]
+) -> Callable[[Sequence[Any], Sequence[torch.Tensor], _Bound], Any]:
+    """How to take one of the graph's outputs from the call's inputs, the plan's outputs and the constants."""
+    if not isinstance(output, str):
+        return lambda inputs, outputs, bound: output
+    source = sources.get(output)
+    if isinstance(source, CallInput):
+        position = source.position
+        return lambda inputs, outputs, bound: inputs[position]
+    if isinstance(source, FoldedValue):
+        index = source.index
+        # A copy, as eager would have computed it: the caller may write to it.
+        return lambda inputs, outputs, bound: _copy_of(resolve(bound.extra[index], inputs))
+    number = computed.index(output)
+    return lambda inputs, outputs, bound: outputs[number]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Binder:
+    """Folds and packs. Apart from the executor, so that its cache of bindings makes no reference cycle with it."""
+
+    plan: Plan
+    layout: StaticLayout
+    sources: Mapping[str, CallInput | FoldedValue]
+    hoisted: HoistedInputs
+    fold: Fold | None
+    extra: frozenset[int]
+
+    def positions(self) -> tuple[list[int], list[int]]:
+        """Positions of all raw constants that bindings depend on, and of those whose contents matter."""
+        guarded = set(self.hoisted.fold)
+        borrowed: set[int] = set()
+        for slot in self.layout.slots:
+            for source in (self.sources[name] for name in slot.sources):
+                if isinstance(source, CallInput):
+                    (guarded if slot.pack or slot.is_copy else borrowed).add(source.position)
+        return sorted(guarded | borrowed), sorted(guarded)
+
+    def __call__(self, inputs: Sequence[Any], guard: Guard) -> _Bound:
+        folded = run_fold(self.hoisted, self.fold, inputs)
+        kept = without_owning(folded, self.hoisted, inputs)
+        owned: dict[int, torch.Tensor] = {}
+        borrowed: dict[int, int] = {}
+        for number, slot in enumerate(self.layout.slots):
+            sources = [self.sources[name] for name in slot.sources]
+            tensors = [
+                inputs[source.position].detach() if isinstance(source, CallInput) else folded[source.index]
+                for source in sources
+            ]
+            tensor = _slot_tensor(slot, tensors)
+            source = sources[0]
+            is_parameter = isinstance(source, CallInput) or isinstance(kept[source.index], ViewOfInput)
+            if tensor is tensors[0] and is_parameter:
+                borrowed[number] = tensor.data_ptr()
+            else:
+                owned[number] = tensor
+        return _Bound(Binding(self.plan, guard, owned, borrowed), {index: kept[index] for index in self.extra})
+
+
+def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.preserve_format)
+
+
+def _slot_tensor(slot: ConstantSlot, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The tensor that fills `slot`: packed, or the only source itself where its memory is laid out as expected."""
+    spec = slot.spec
+    if slot.pack is not None:
+        packed = slot.pack(*tensors)
+        if packed.numel() != spec.span or packed.dtype != spec.torch_dtype or not packed.is_contiguous():
+            raise HybridError(
+                f"packing {', '.join(slot.sources)} gave {packed.dtype} {tuple(packed.shape)} with strides {packed.stride()};"
+                f" expected {spec.span} contiguous elements of {spec.dtype}"
+            )
+        return packed
+    tensor = tensors[0]
+    given = TensorSpec.of(tensor)
+    if same_memory(given, spec):
+        return tensor
+    if given.shape != spec.shape or given.dtype != spec.dtype or not slot.is_copy:
+        raise HybridError(f"constant {slot.sources[0]} is {given}; the graph was compiled for {spec}")
+    sizes, strides = static_dims(spec.shape), static_dims(spec.strides)
+    return torch.empty_strided(sizes, strides, dtype=tensor.dtype).copy_(tensor)
+
+
+def static_dims(dims: Sequence[int | str]) -> list[int]:
+    return [int(dim) for dim in dims]
+
+
+def _native_plan(layout: StaticLayout, callbacks: Sequence[Callback]) -> Plan:
+    plan = Plan(callbacks)
+    for value in layout.values:
+        spec = value.spec
+        plan.add_value(
+            ValueKind(value.kind), value.payload, spec.torch_dtype, static_dims(spec.shape), static_dims(spec.strides)
+        )
+    for step in layout.steps:
+        if isinstance(step, KernelStep):
+            plan.add_kernel(step.library, step.symbol, step.values)
+        elif isinstance(step, CallbackStep):
+            plan.add_callback(step.segment, step.inputs, step.outputs)
+        else:
+            plan.add_copy(step.source, step.destination)
+    plan.seal(len(layout.inputs), len(layout.slots), layout.arena_bytes, layout.outputs)
+    return plan

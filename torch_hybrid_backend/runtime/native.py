@@ -1,0 +1,227 @@
+"""The C++ runtime (csrc/) as Python objects: plans, guards and bindings that free themselves.
+
+Enters: numbers, tensors and paths of kernel libraries. Leaves: `Plan.run`, the hot path. Every object here owns one handle
+of the C++ side and frees it when it is collected. The library `_runtime.so` is opened on first use, never on import.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_hybrid_backend.errors import HybridError
+
+Callback = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+
+_LIBRARY = Path(__file__).resolve().parents[1] / "_runtime.so"
+_NAMESPACE = "torch_hybrid_backend"
+
+
+class ValueKind(IntEnum):
+    """Where a value of a plan lives; the numbers are those of csrc/include/value.h."""
+
+    INPUT = 0  # payload: position among the plan's inputs; copied where its strides differ from the expected ones
+    CONSTANT = 1  # payload: slot of the binding
+    ARENA = 2  # payload: byte offset
+    FRESH = 3
+    RETURNED = 4
+    ALIAS = 5  # payload: the value whose memory it shares
+    RAW_INPUT = 6  # payload: as INPUT; passed to callbacks as it is
+
+
+class RunStatus(IntEnum):
+    """How a run ended; the numbers are those of csrc/include/plan.h."""
+
+    DONE = 0
+    STALE_BINDING = 1
+    CALLBACK_RAISED = 2
+
+
+class _Raised(threading.local):
+    """The exception that this thread's last failing callback raised, on its way around the C++ frames."""
+
+    error: BaseException | None = None
+
+
+_raised = _Raised()
+_callbacks: dict[int, tuple[Callback, ...]] = {}  # by plan handle; entries go with their plan
+
+
+def _run_segment(plan: int, segment: int, inputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], bool]:
+    try:
+        return list(_callbacks[plan][segment](inputs)), True
+    except BaseException as error:  # carried to Plan.run, which raises it unchanged
+        _raised.error = error
+        return [], False
+
+
+@functools.cache
+def _ops() -> Any:
+    """The operators of the C++ runtime; loads it. Raises HybridError, with what to do, where it cannot be loaded."""
+    if not _LIBRARY.exists():
+        raise HybridError(
+            f"the C++ runtime {_LIBRARY.name} is missing from {_LIBRARY.parent}: build it with `pip install .` in the source"
+            " tree (it needs a C++ compiler), or in place with `python setup.py build_ext --inplace`"
+        )
+    try:
+        torch.ops.load_library(str(_LIBRARY))  # type: ignore[no-untyped-call]
+    except OSError as error:
+        raise HybridError(
+            f"the C++ runtime {_LIBRARY} cannot be loaded into torch {torch.__version__} ({error}): build it again with"
+            " `pip install .` and a C++ compiler"
+        ) from error
+    # Kept for the life of the process by the cache of this function's result.
+    library = torch.library.Library(_NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+    schema = "run_segment(int plan, int segment, Tensor[] inputs) -> (Tensor[] outputs, bool returned)"
+    library.define(schema)  # type: ignore[no-untyped-call]
+    library.impl("run_segment", _run_segment, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    ops = torch.ops.torch_hybrid_backend
+    ops.load_tvm_ffi(_tvm_ffi_library())
+    return _Operators(library, ops)
+
+
+class _Operators:
+    """Operators resolved to their one overload: the lookup by packet costs more than some calls."""
+
+    def __init__(self, library: torch.library.Library, ops: Any) -> None:
+        self._library = library
+        self.plan_new = ops.plan_new.default
+        self.plan_add_value = ops.plan_add_value.default
+        self.plan_add_kernel = ops.plan_add_kernel.default
+        self.plan_add_callback = ops.plan_add_callback.default
+        self.plan_add_copy = ops.plan_add_copy.default
+        self.plan_seal = ops.plan_seal.default
+        self.plan_free = ops.plan_free.default
+        self.plan_run = ops.plan_run.default
+        self.guard_new = ops.guard_new.default
+        self.guard_is_stale = ops.guard_is_stale.default
+        self.guard_free = ops.guard_free.default
+        self.binding_new = ops.binding_new.default
+        self.binding_free = ops.binding_free.default
+
+
+def _tvm_ffi_library() -> str:
+    """Path of libtvm_ffi, which kernels report their errors through; found without importing TVM (two seconds)."""
+    spec = importlib.util.find_spec("tvm_ffi")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        path = Path(folder) / "lib" / "libtvm_ffi.so"
+        if path.exists():
+            return str(path)
+    raise HybridError("libtvm_ffi.so, which TVM's kernels need, was not found: pip install apache-tvm-ffi")
+
+
+def load() -> None:
+    """Loads the C++ runtime now. Raises HybridError, with what to do, where that is impossible."""
+    _ops()
+
+
+class Guard:
+    """Notices content changes that bump no version counter, by a few sampled elements of each tensor.
+
+    It keeps no tensor alive: ask `is_stale` only while all of them live and have the data pointers they had.
+    Raises RuntimeError for tensors that are not on the CPU.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        ops = _ops()
+        self.handle: int = ops.guard_new(list(tensors))
+        weakref.finalize(self, ops.guard_free, self.handle).atexit = False
+        self._is_stale = ops.guard_is_stale
+
+    def is_stale(self) -> bool:
+        return bool(self._is_stale(self.handle))
+
+
+class Plan:
+    """The C++ plan: add values and steps in execution order, seal, run. See csrc/include/plan.h.
+
+    Every method that builds raises HybridError for what could never run, with the reason.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
+        ops = _ops()
+        self._ops = ops
+        self._run = ops.plan_run
+        self.handle: int = ops.plan_new()
+        _callbacks[self.handle] = tuple(callbacks)
+        weakref.finalize(self, _free_plan, ops, self.handle).atexit = False
+
+    def add_value(
+        self, kind: ValueKind, payload: int, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int]
+    ) -> int:
+        """Returns the number of the new value. `sizes` and `strides` are in elements."""
+        number: int = _building(self._ops.plan_add_value, self.handle, int(kind), payload, dtype, sizes, strides)
+        return number
+
+    def add_kernel(self, library: str, symbol: str, values: Sequence[int]) -> None:
+        _building(self._ops.plan_add_kernel, self.handle, library, symbol, values)
+
+    def add_callback(self, segment: int, inputs: Sequence[int], outputs: Sequence[int]) -> None:
+        """`segment` is the callback's position among those given to the constructor."""
+        _building(self._ops.plan_add_callback, self.handle, segment, inputs, outputs)
+
+    def add_copy(self, source: int, destination: int) -> None:
+        _building(self._ops.plan_add_copy, self.handle, source, destination)
+
+    def seal(self, inputs: int, constants: int, arena_bytes: int, outputs: Sequence[int]) -> None:
+        """`inputs` and `constants` count the inputs of a call and the slots of a binding."""
+        _building(self._ops.plan_seal, self.handle, inputs, constants, arena_bytes, outputs)
+
+    def run(self, binding: Binding, inputs: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        """The outputs, or None where the binding is stale: bind again and run again.
+
+        Raises HybridError for inputs that do not fit and for a kernel that fails, by its name; what a callback
+        raised is raised as it was.
+        """
+        try:
+            outputs, status = self._run(self.handle, binding.handle, inputs)
+        except RuntimeError as error:
+            raise HybridError(str(error)) from error
+        if status == RunStatus.DONE:
+            return outputs  # type: ignore[no-any-return]
+        if status == RunStatus.STALE_BINDING:
+            return None
+        raised, _raised.error = _raised.error, None
+        assert raised is not None, "a callback that raised leaves its exception"
+        raise raised
+
+
+class Binding:
+    """The constants one plan runs with, and the guard of the parameters they were made from.
+
+    `owned` maps slots to tensors, which the binding keeps alive; `borrowed` maps slots to addresses, which the caller
+    keeps alive and unmoved during every run. Together they fill every slot.
+    """
+
+    def __init__(self, plan: Plan, guard: Guard, owned: dict[int, torch.Tensor], borrowed: dict[int, int]) -> None:
+        ops = _ops()
+        self.handle: int = _building(
+            ops.binding_new,
+            plan.handle,
+            guard.handle,
+            list(owned),
+            list(owned.values()),
+            list(borrowed),
+            list(borrowed.values()),
+        )
+        weakref.finalize(self, ops.binding_free, self.handle).atexit = False
+
+
+def _building(operator: Callable[..., Any], *arguments: object) -> Any:
+    try:
+        return operator(*arguments)
+    except RuntimeError as error:
+        raise HybridError(str(error)) from error
+
+
+def _free_plan(ops: _Operators, handle: int) -> None:
+    ops.plan_free(handle)
+    _callbacks.pop(handle, None)

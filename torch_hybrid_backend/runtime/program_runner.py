@@ -1,0 +1,66 @@
+"""One program as a function: what an engine's CompiledRegion does when it is called from Python.
+
+It is a plan of one segment, so its kernels run on PyTorch's threads here as they do in the whole graph's plan.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from torch_hybrid_backend.core.program import Program
+from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.runtime.executor import Executor
+from torch_hybrid_backend.runtime.layout import Piece
+
+
+class ProgramRunner:
+    """Runs `program` on a region's inputs. Threads may call it at once.
+
+    input_specs, output_specs: the region's; where they are left out, inputs and outputs have the form of their buffers.
+    Constants are packed on the first call and again whenever their sources change. The plan is built on the first
+    call, which raises HybridError where a kernel library or the runtime cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        input_specs: Sequence[TensorSpec | None] | None = None,
+        output_specs: Sequence[TensorSpec] | None = None,
+    ) -> None:
+        self._program = program
+        self._input_specs = input_specs
+        self._output_specs = output_specs
+        self._executor: Executor | None = None
+        self._building = threading.Lock()
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """inputs: the region's, in order. Returns its outputs; raises HybridError as `Executor` does."""
+        with self._building:
+            if self._executor is None:
+                self._executor = self._build()
+            executor = self._executor
+        return executor(inputs)
+
+    def release(self) -> None:
+        """Frees the plan, its arena and its packed constants; the next call makes them again."""
+        with self._building:
+            self._executor = None
+
+    def _build(self) -> Executor:
+        program = self._program
+        names = tuple(f"input{position}" for position in range(len(program.inputs)))
+        outputs = tuple(f"output{position}" for position in range(len(program.outputs)))
+        constants = {names[source] for constant in program.constants for source in constant.sources}
+        input_specs = self._input_specs or tuple(
+            program.buffers[buffer] if buffer >= 0 else None for buffer in program.inputs
+        )
+        output_specs = self._output_specs or tuple(program.buffers[buffer] for buffer in program.outputs)
+        piece = Piece(names, tuple(input_specs), outputs, tuple(output_specs), program)
+        return Executor(names, constants, [piece], [_unreachable], outputs)
+
+
+def _unreachable(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    raise AssertionError("a plan runs a program's kernels, never its callback")

@@ -1,0 +1,120 @@
+"""The executor in plain Python: the first call, graphs of dynamic sizes, and the oracle of the C++ executor's tests.
+
+Enters: a `PartitionedGraph` and what each segment compiled to. Leaves: a callable from a list of inputs to the list of the
+graph's outputs, with the semantics of `Executor` and no demands on specs: sizes may be symbolic, values may be numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from torch_hybrid_backend.core.hoisted_inputs import FoldedValue, HoistedInputs
+from torch_hybrid_backend.core.region import PartitionedGraph, Segment
+from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.errors import HybridError
+from torch_hybrid_backend.runtime.constants import Fold, LiveConstants, main_inputs, run_fold, without_owning
+from torch_hybrid_backend.runtime.executor import CompiledSegment, as_callback, static_dims
+
+# Runs one segment in place of the executor: (position, segment, its inputs) -> its outputs.
+OnSegment = Callable[[int, Segment, Sequence[Any]], Sequence[Any]]
+
+
+class PythonExecutor:
+    """Runs one partitioned graph segment by segment. Threads may call it at once.
+
+    hoisted, fold: as in `Executor`. Folded values are kept while the parameters they come from stay as they are.
+    """
+
+    def __init__(
+        self,
+        graph: PartitionedGraph,
+        segments: Sequence[CompiledSegment],
+        hoisted: HoistedInputs | None = None,
+        fold: Fold | None = None,
+    ) -> None:
+        self._graph = graph
+        self._segments = tuple(as_callback(segment) for segment in segments)
+        self._hoisted = hoisted if hoisted is not None else HoistedInputs.identity(len(graph.inputs))
+        self._dying = _dying_after(graph)
+        sources = zip(graph.inputs, self._hoisted.main, strict=True)
+        self._folded_names = frozenset(name for name, source in sources if isinstance(source, FoldedValue))
+        positions = self._hoisted.fold
+        source_of = self._hoisted
+        self._folded = LiveConstants(
+            positions,
+            positions,
+            lambda inputs, _: without_owning(run_fold(source_of, fold, inputs), source_of, inputs),
+        )
+
+    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
+        """The graph's outputs; tensors have the strides of their static specs."""
+        return self.run(inputs)
+
+    def run(self, inputs: Sequence[Any], on_segment: OnSegment | None = None) -> list[Any]:
+        """As a call, but every segment is run by `on_segment` where it is given (to verify and time it, say).
+
+        Raises HybridError for a wrong number of inputs or outputs and for outputs that do not fit their specs.
+        """
+        with torch.no_grad():
+            folded = self._folded.sampled(inputs) if self._hoisted.fold else []
+            main = main_inputs(self._hoisted, folded, inputs)
+            values: dict[str, Any] = dict(zip(self._graph.inputs, main, strict=True))
+            for index, segment in enumerate(self._graph.segments):
+                arguments = [values[name] for name in segment.inputs]
+                run = self._segments[index]
+                results = on_segment(index, segment, arguments) if on_segment else run(arguments)
+                del arguments
+                values.update(_checked(segment, results))
+                for name in self._dying[index]:
+                    del values[name]
+            return [self._output(output, values) for output in self._graph.outputs]
+
+    def release(self) -> None:
+        """Frees folded values; the next call makes them again."""
+        self._folded.clear()
+
+    def _output(self, output: object, values: dict[str, Any]) -> Any:
+        if not isinstance(output, str):
+            return output
+        value = values[output]
+        # A copy of what is kept, as eager would have computed it: the caller may write to it.
+        return value.clone(memory_format=torch.preserve_format) if output in self._folded_names else value
+
+
+def _dying_after(graph: PartitionedGraph) -> list[list[str]]:
+    """For each segment, the values that no later segment reads and the graph does not return."""
+    returned = {output for output in graph.outputs if isinstance(output, str)}
+    last: dict[str, int] = {}
+    for index, segment in enumerate(graph.segments):
+        for name in (*segment.inputs, *segment.outputs):
+            last[name] = index
+    dying: list[list[str]] = [[] for _ in graph.segments]
+    for name, index in last.items():
+        if name not in returned:
+            dying[index].append(name)
+    return dying
+
+
+def _checked(segment: Segment, results: Sequence[Any]) -> dict[str, Any]:
+    if len(results) != len(segment.outputs):
+        raise HybridError(
+            f"region {segment.region.name} returned {len(results)} values instead of {len(segment.outputs)}"
+        )
+    checked = {}
+    for name, result, spec in zip(segment.outputs, results, segment.region.outputs, strict=True):
+        checked[name] = _conform(segment, result, spec) if spec is not None and spec.is_static else result
+    return checked
+
+
+def _conform(segment: Segment, result: Any, spec: TensorSpec) -> Any:
+    if not isinstance(result, torch.Tensor):
+        raise HybridError(f"region {segment.region.name} returned {result!r} instead of a tensor of {spec}")
+    if tuple(result.shape) != spec.shape or result.dtype != spec.torch_dtype:
+        raise HybridError(f"region {segment.region.name} returned {TensorSpec.of(result)} instead of {spec}")
+    if result.stride() == spec.strides or result.layout is not torch.strided:
+        return result
+    sizes, strides = static_dims(spec.shape), static_dims(spec.strides)
+    return torch.empty_strided(sizes, strides, dtype=result.dtype, device=result.device).copy_(result)
