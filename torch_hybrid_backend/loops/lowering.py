@@ -13,6 +13,7 @@ buffers, is also how capability is decided, so support and code can never disagr
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import operator
@@ -208,7 +209,7 @@ def lower_node(ctx: Context, node: torch.fx.Node, values: Mapping[torch.fx.Node,
     """The value(s) of one call_function node; raises Refuse where it is not taken."""
     if node.target is operator.getitem:
         return values[node.args[0]][node.args[1]]  # type: ignore[index]
-    lowering = table().get(node.target)  # type: ignore[arg-type]
+    lowering = table().get(node.target) if isinstance(node.target, torch._ops.OpOverload) else None
     if lowering is None:
         raise Refuse(Reason.UNKNOWN_OPERATOR, f"there is no lowering for {node.target}")
     meta = node.meta.get("val")
@@ -222,6 +223,8 @@ def lower_node(ctx: Context, node: torch.fx.Node, values: Mapping[torch.fx.Node,
             raise Refuse(Reason.NOT_A_TENSOR, f"{node.target} yields a {type(tensor).__name__}, not a tensor")
         if refused := check_tensor(tensor):
             raise Refuse(refused.code, refused.why)
+    # A context of its own: values are lazy, and what they close over must not become the next node's.
+    ctx = copy.copy(ctx)
     ctx.node, ctx.outs = node, _specs(meta)
 
     def argument(item: Any) -> Any:
@@ -243,7 +246,7 @@ def supports(node: torch.fx.Node) -> Verdict:
         if isinstance(meta := node.meta.get("val"), torch.Tensor) and (refused := check_tensor(meta)):
             return refused
         return supports(producer) if isinstance(producer, torch.fx.Node) else Supported()
-    if node.target not in table():
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target not in table():
         return Refused(Reason.UNKNOWN_OPERATOR, f"there is no lowering for {node.target}")
     placeholders: dict[torch.fx.Node, Any] = {}
     for source in node.all_input_nodes:

@@ -1,0 +1,102 @@
+"""Convolutions: a ConvOp without bias, the bias added on top so that it joins the epilogue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from torch_hybrid_backend.core.verdict import Reason
+from torch_hybrid_backend.loops.index import Index, as_index, contiguous_strides, linear
+from torch_hybrid_backend.loops.ir import Buffer, ConvOp, MatMulOp, Value, compute_dtype
+from torch_hybrid_backend.loops.lowering import Context, Refuse, lowers, reindex
+from torch_hybrid_backend.loops.lowerings.reductions import channelwise
+from torch_hybrid_backend.loops.lowerings.views import permuted, reshaped
+from torch_hybrid_backend.loops.ops import add, is_float
+
+aten = torch.ops.aten
+
+
+def per_dimension(value: int | Sequence[int], rank: int) -> tuple[int, ...]:
+    """One number for each spatial dimension; a single one stands for all."""
+    values = (value,) if isinstance(value, int) else tuple(value)
+    return values * rank if len(values) == 1 else values
+
+
+@lowers(aten.convolution.default)
+def convolution(
+    ctx: Context,
+    x: Value,
+    weight: Value,
+    bias: Value | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Value:
+    """1-D and 2-D; transposed only where windows tile the result exactly (kernel == stride)."""
+    rank = len(weight.shape) - 2
+    if rank not in (1, 2):
+        raise Refuse(Reason.ARGUMENT, f"only 1-D and 2-D convolutions are taken, this one is {rank}-D")
+    if not is_float(compute_dtype(ctx.out.dtype)):
+        raise Refuse(Reason.DTYPE, f"convolutions of {ctx.out.dtype} are left to eager")
+    if len(x.shape) != rank + 2:
+        raise Refuse(Reason.ARGUMENT, "a convolution without a batch dimension is left to eager")
+    strides, dilations = per_dimension(stride, rank), per_dimension(dilation, rank)
+    paddings = per_dimension(padding, rank)
+    # With a bias to come, the sum is kept in the compute dtype: one rounding, as in eager.
+    dtype = ctx.out.dtype if bias is None else compute_dtype(ctx.out.dtype)
+    if transposed:
+        if (
+            weight.shape[2:] != strides
+            or any(paddings)
+            or any(per_dimension(output_padding, rank))
+            or any(d != 1 for d in dilations)
+            or groups != 1
+        ):
+            raise Refuse(
+                Reason.ARGUMENT,
+                "transposed convolutions are taken only with kernel == stride, no padding, no dilation and one group",
+            )
+        result = _tiling_transposed(ctx, x, weight, dtype)
+    else:
+        out = Buffer(ctx.shape, dtype)
+        result = ctx.realize(ConvOp(out, x, weight, strides, paddings, dilations, groups))
+    return result if bias is None else ctx.pointwise(add, result, channelwise(bias, ctx.shape))
+
+
+def _tiling_transposed(ctx: Context, x: Value, weight: Value, dtype: str) -> Value:
+    """x (N, C, *S), weight (C, O, *K) -> (N, O, *(S * K)): every input pixel becomes one window of the result.
+
+    A matmul of pixels (N * S, C) by (C, O * K), then the pixel shuffle as a bijective view.
+    """
+    rank = len(weight.shape) - 2
+    channels, outputs, *kernel = weight.shape
+    pixel_shape = (x.shape[0], *x.shape[2:])
+    column_shape = (outputs, *kernel)
+    pixels, columns = 1, 1
+    for size in pixel_shape:
+        pixels *= size
+    for size in column_shape:
+        columns *= size
+    last = permuted(x, (0, *range(2, rank + 2), 1))
+    a = reshaped(last, (1, pixels, channels))
+    b = reshaped(weight, (1, channels, columns))
+    product = ctx.realize(MatMulOp(Buffer((1, pixels, columns), dtype), a, b))
+    pixel_strides, column_strides = contiguous_strides(pixel_shape), contiguous_strides(column_shape)
+
+    def forward(index: tuple[Index, ...]) -> tuple[Index, ...]:
+        n, o, *place = index
+        pixel = linear((n, *(p // k for p, k in zip(place, kernel, strict=True))), pixel_strides)
+        column = linear((o, *(p % k for p, k in zip(place, kernel, strict=True))), column_strides)
+        return as_index(0), pixel, column
+
+    def inverse(index: tuple[Index, ...]) -> tuple[Index, ...]:
+        _, pixel, column = index
+        n, *corner = (pixel // s % size for s, size in zip(pixel_strides, pixel_shape, strict=True))
+        o, *offset = (column // s % size for s, size in zip(column_strides, column_shape, strict=True))
+        return n, o, *(c * k + d for c, k, d in zip(corner, kernel, offset, strict=True))
+
+    return reindex(product, ctx.shape, forward, inverse)

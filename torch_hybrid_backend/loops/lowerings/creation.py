@@ -1,0 +1,98 @@
+"""Tensors made from numbers. Uninitialised ones (empty, empty_like) have no value to describe and stay with eager."""
+
+from __future__ import annotations
+
+import torch
+
+from torch_hybrid_backend.core.verdict import Reason
+from torch_hybrid_backend.loops.index import Index
+from torch_hybrid_backend.loops.ir import Expr, Map, Value, compute_dtype
+from torch_hybrid_backend.loops.lowering import Context, Refuse, lowers
+from torch_hybrid_backend.loops.ops import add, call, cast, const, from_index, is_float, mul, round_to
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+
+def _filled(ctx: Context, value: float) -> Value:
+    """Every element is `value`, rounded to the result's dtype."""
+    _check_device(ctx)
+    number = torch.tensor(value, dtype=ctx.out.torch_dtype).item()
+    scalar = const(number, compute_dtype(ctx.out.dtype))
+    return Map(ctx.shape, ctx.out.dtype, lambda index: scalar)
+
+
+def _check_device(ctx: Context) -> None:
+    if ctx.out.device != "cpu":
+        raise Refuse(Reason.DEVICE, f"the tensor is made on {ctx.out.device}")
+
+
+@lowers(aten.full.default, aten.full_like.default, aten.new_full.default, aten.fill.Scalar)
+def full(ctx: Context, *arguments: object, **_options: object) -> Value:
+    """The fill value is the last positional argument of all of them."""
+    value = arguments[-1]
+    if not isinstance(value, (bool, int, float)):
+        raise Refuse(Reason.ARGUMENT, f"the fill value is a {type(value).__name__}, not a number")
+    return _filled(ctx, value)
+
+
+@lowers(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+def zeros(ctx: Context, *_arguments: object, **_options: object) -> Value:
+    return _filled(ctx, 0)
+
+
+@lowers(aten.ones.default, aten.ones_like.default, aten.new_ones.default)
+def ones(ctx: Context, *_arguments: object, **_options: object) -> Value:
+    return _filled(ctx, 1)
+
+
+@lowers(aten.scalar_tensor.default)
+def scalar_tensor(ctx: Context, value: float, **_options: object) -> Value:
+    return _filled(ctx, value)
+
+
+@lowers(aten.arange.default)
+def arange(ctx: Context, end: float, **_options: object) -> Value:
+    return _progression(ctx, 0, 1)
+
+
+@lowers(aten.arange.start)
+def arange_start(ctx: Context, start: float, end: float, **_options: object) -> Value:
+    return _progression(ctx, start, 1)
+
+
+@lowers(aten.arange.start_step)
+def arange_step(ctx: Context, start: float, end: float, step: float = 1, **_options: object) -> Value:
+    return _progression(ctx, start, step)
+
+
+@lowers(prims.iota.default)
+def iota(ctx: Context, length: int, *, start: int, step: int, **_options: object) -> Value:
+    return _progression(ctx, start, step)
+
+
+def _progression(ctx: Context, start: float, step: float) -> Value:
+    """start + i * step; floats are computed in float64 and rounded once, as eager accumulates them."""
+    _check_device(ctx)
+    dtype = ctx.out.dtype
+
+    def at(index: tuple[Index, ...]) -> Expr:
+        if not is_float(compute_dtype(dtype)):
+            return from_index(index[0] * int(step) + int(start), compute_dtype(dtype))
+        if float(start).is_integer() and float(step).is_integer():
+            return round_to(from_index(index[0] * int(step) + int(start), compute_dtype(dtype)), dtype)
+        value = add(const(start, "float64"), mul(from_index(index[0], "float64"), const(step, "float64")))
+        return round_to(value, dtype)
+
+    return Map(ctx.shape, dtype, at)
+
+
+@lowers(aten.eye.default, aten.eye.m)
+def eye(ctx: Context, *_sizes: int, **_options: object) -> Value:
+    _check_device(ctx)
+    dtype = compute_dtype(ctx.out.dtype)
+
+    def at(index: tuple[Index, ...]) -> Expr:
+        return cast(call("eq", from_index(index[0]), from_index(index[1])), dtype)
+
+    return Map(ctx.shape, ctx.out.dtype, at)

@@ -1,0 +1,287 @@
+"""Indexing by data, joining, padding and replacing parts.
+
+Data-dependent indices: eager raises IndexError for those out of range. A kernel cannot raise, so they are clamped into range (after
+negatives have been wrapped, where eager wraps): no memory outside the tensor is ever read, and legal programs see no difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from torch_hybrid_backend.core.verdict import Reason
+from torch_hybrid_backend.loops.index import Index, as_index
+from torch_hybrid_backend.loops.ir import INDEX_DTYPE, Const, Expr, FromIndex, Map, Value, compute_dtype, scalar_index
+from torch_hybrid_backend.loops.lowering import Context, Refuse, broadcast, lowers, reindex
+from torch_hybrid_backend.loops.lowerings.arithmetic import lit
+from torch_hybrid_backend.loops.lowerings.views import axis, expanded, reshaped, slice_bounds
+from torch_hybrid_backend.loops.ops import (
+    add,
+    call,
+    cast,
+    const,
+    from_index,
+    guard,
+    index_in,
+    logical_and,
+    round_to,
+    sub,
+    where,
+)
+
+aten = torch.ops.aten
+
+
+def bounded(scalar: Expr, size: int, wrap: bool) -> Index:
+    """A scalar as an index of a dimension: negatives counted from the end where `wrap`, then clamped to 0 .. size-1."""
+    if size == 1:
+        return as_index(0)
+    if isinstance(scalar, FromIndex) and scalar.index.low >= 0 and scalar.index.high < size:
+        return scalar.index
+    if isinstance(scalar, Const):
+        position = int(scalar.value)
+        return as_index(min(max(position + size if wrap and position < 0 else position, 0), size - 1))
+    wide = cast(scalar, INDEX_DTYPE)
+    if wrap:
+        wide = where(call("lt", wide, lit(wide, 0)), add(wide, lit(wide, size)), wide)
+    return scalar_index(call("min", call("max", wide, lit(wide, 0)), lit(wide, size - 1)), 0, size - 1)
+
+
+def replaced(index: tuple[Index, ...], dim: int, by: Index) -> tuple[Index, ...]:
+    """The index with another position in one dimension."""
+    return (*index[:dim], by, *index[dim + 1 :])
+
+
+@lowers(aten.embedding.default)
+def embedding(
+    ctx: Context,
+    weight: Value,
+    indices: Value,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Value:
+    """Rows of weight (V, D) at `indices`, clamped."""
+
+    def at(index: tuple[Index, ...]) -> Expr:
+        return weight.at((bounded(indices.at(index[:-1]), weight.shape[0], wrap=False), index[-1]))
+
+    return Map(ctx.shape, ctx.out.dtype, at)
+
+
+@lowers(aten.index_select.default)
+def index_select(ctx: Context, x: Value, dim: int, index: Value) -> Value:
+    """Slices of one dimension at `index` (1-D or a scalar), clamped."""
+    if not x.shape:
+        return reshaped(x, ctx.shape)
+    d, positions = axis(dim, len(x.shape)), reshaped(index, (ctx.shape[axis(dim, len(x.shape))],))
+
+    def at(place: tuple[Index, ...]) -> Expr:
+        return x.at(replaced(place, d, bounded(positions.at((place[d],)), x.shape[d], wrap=False)))
+
+    return Map(ctx.shape, ctx.out.dtype, at)
+
+
+@lowers(aten.gather.default)
+def gather(ctx: Context, x: Value, dim: int, index: Value, *, sparse_grad: bool = False) -> Value:
+    """x at the positions `index` gives along one dimension, clamped."""
+    if not x.shape:
+        return expanded(x, ctx.shape)
+    d = axis(dim, len(x.shape))
+    positions = reshaped(index, ctx.shape)
+
+    def at(place: tuple[Index, ...]) -> Expr:
+        position = bounded(positions.at(place), x.shape[d], wrap=False)
+        return x.at(replaced(place, d, position) if index.shape else (position,))
+
+    return Map(ctx.shape, ctx.out.dtype, at)
+
+
+@lowers(aten.index.Tensor, aten._unsafe_index.Tensor)
+def index_(ctx: Context, x: Value, indices: Sequence[Value | None]) -> Value:
+    """NumPy's indexing by broadcasting integer tensors: negatives wrap, then all are clamped."""
+    given = {d: t for d, t in enumerate(indices) if t is not None}
+    if any(t.dtype in ("bool", "uint8") for t in given.values()):
+        raise Refuse(Reason.ARGUMENT, "indexing by a mask gives a shape that depends on data")
+    if not given:
+        return expanded(x, ctx.shape)
+    common = _common_shape([t.shape for t in given.values()])
+    positions = {d: broadcast(t, common) for d, t in given.items()}
+    dims = sorted(given)
+    # Index tensors side by side replace their dimensions in place; separated ones move to the front.
+    first = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
+
+    def at(place: tuple[Index, ...]) -> Expr:
+        inner = place[first : first + len(common)]
+        rest = iter((*place[:first], *place[first + len(common) :]))
+        return x.at(
+            tuple(
+                bounded(positions[d].at(inner), size, wrap=True) if d in positions else next(rest)
+                for d, size in enumerate(x.shape)
+            )
+        )
+
+    return Map(ctx.shape, ctx.out.dtype, at)
+
+
+def _common_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """What tensors of these shapes broadcast to."""
+    rank = max(map(len, shapes))
+    aligned = [(1,) * (rank - len(shape)) + shape for shape in shapes]
+    return tuple(max(sizes) for sizes in zip(*aligned, strict=True))
+
+
+# Joining
+
+
+@lowers(aten.cat.default)
+def cat(ctx: Context, tensors: Sequence[Value], dim: int = 0) -> Value:
+    """Which input an element comes from is found by bisection, so that 32 inputs cost five comparisons, not 31."""
+    parts = [t for t in tensors if t.shape != (0,)]
+    d = axis(dim, len(ctx.shape))
+    return _joined(
+        ctx, parts, [t.shape[d] for t in parts], d, lambda part, place, start: part.at(_back(place, d, start))
+    )
+
+
+@lowers(aten.stack.default)
+def stack(ctx: Context, tensors: Sequence[Value], dim: int = 0) -> Value:
+    d = axis(dim, len(ctx.shape))
+    return _joined(
+        ctx, tensors, [1] * len(tensors), d, lambda part, place, start: part.at((*place[:d], *place[d + 1 :]))
+    )
+
+
+def _back(place: tuple[Index, ...], d: int, start: int) -> tuple[Index, ...]:
+    return replaced(place, d, place[d] - start)
+
+
+def _joined(
+    ctx: Context,
+    parts: Sequence[Value],
+    sizes: Sequence[int],
+    d: int,
+    read: Callable[[Value, tuple[Index, ...], int], Expr],
+) -> Value:
+    dtype = ctx.out.dtype
+    starts = [sum(sizes[:n]) for n in range(len(sizes))]
+
+    def choose(place: tuple[Index, ...], low: int, high: int) -> Expr:
+        if high - low == 1:
+            return round_to(read(parts[low], place, starts[low]), dtype)
+        middle = (low + high) // 2
+        if place[d].high < starts[middle]:
+            return choose(place, low, middle)
+        if place[d].low >= starts[middle]:
+            return choose(place, middle, high)
+        before = call("lt", from_index(place[d]), from_index(starts[middle]))
+        # `guard` keeps only its inside from being evaluated elsewhere: both halves need one.
+        after = guard(call("not", before), choose(place, middle, high), const(0, compute_dtype(dtype)))
+        return guard(before, choose(place, low, middle), after)
+
+    return Map(ctx.shape, dtype, lambda place: choose(place, 0, len(parts)))
+
+
+# Padding
+
+
+@lowers(aten.constant_pad_nd.default)
+def constant_pad(ctx: Context, x: Value, pad: Sequence[int], value: float = 0) -> Value:
+    """`pad` holds (before, after) for the last dimension first; negative numbers crop."""
+    before = _before(pad, len(x.shape))
+
+    def at(place: tuple[Index, ...]) -> Expr:
+        source = tuple(i - b for i, b in zip(place, before, strict=True))
+        inside: Expr = const(True, "bool")
+        for i, n in zip(source, x.shape, strict=True):
+            inside = logical_and(inside, index_in(i, 0, n))
+        return guard(inside, x.at(source), const(value, compute_dtype(x.dtype)))
+
+    return Map(ctx.shape, x.dtype, at)
+
+
+def _before(pad: Sequence[int], rank: int) -> list[int]:
+    before = [0] * rank
+    for n in range(len(pad) // 2):
+        before[rank - 1 - n] = pad[2 * n]
+    return before
+
+
+@lowers(aten.reflection_pad1d.default, aten.reflection_pad2d.default, aten.reflection_pad3d.default)
+def reflection_pad(ctx: Context, x: Value, padding: Sequence[int]) -> Value:
+    return _padded_by(ctx, x, padding, _reflected)
+
+
+@lowers(aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default)
+def replication_pad(ctx: Context, x: Value, padding: Sequence[int]) -> Value:
+    return _padded_by(ctx, x, padding, lambda scalar, size: scalar)
+
+
+def _reflected(scalar: Expr, size: int) -> Expr:
+    """|scalar| folded back at the far edge too: n-1 - |n-1 - |i||."""
+    last = lit(scalar, size - 1)
+    return sub(last, call("abs", sub(last, call("abs", scalar))))
+
+
+def _padded_by(ctx: Context, x: Value, padding: Sequence[int], fold: Callable[[Expr, int], Expr]) -> Value:
+    before = _before(padding, len(x.shape))
+
+    def source(i: Index, b: int, n: int) -> Index:
+        moved = i - b
+        if moved.low >= 0 and moved.high < n:
+            return moved
+        return bounded(fold(from_index(moved), n), n, wrap=False)
+
+    return reindex(
+        x, ctx.shape, lambda place: tuple(source(i, b, n) for i, b, n in zip(place, before, x.shape, strict=True))
+    )
+
+
+# Replacing parts
+
+
+@lowers(aten.slice_scatter.default)
+def slice_scatter(
+    ctx: Context, x: Value, src: Value, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Value:
+    """x with the elements start, start + step, ... of one dimension taken from src."""
+    d = axis(dim, len(x.shape))
+    first, stop = slice_bounds(x.shape[d], start, end)
+
+    def at(place: tuple[Index, ...]) -> Expr:
+        offset = place[d] - first
+        inside = index_in(place[d], first, stop)
+        if step > 1:
+            inside = logical_and(inside, call("eq", from_index(offset % step), from_index(0)))
+        part = round_to(src.at(replaced(place, d, offset // step)), x.dtype)
+        return guard(inside, part, x.at(place))
+
+    return Map(ctx.shape, x.dtype, at)
+
+
+@lowers(aten.select_scatter.default)
+def select_scatter(ctx: Context, x: Value, src: Value, dim: int, index: int) -> Value:
+    """x with the slice at one position of a dimension taken from src."""
+    d = axis(dim, len(x.shape))
+    position = index % x.shape[d]
+
+    def at(place: tuple[Index, ...]) -> Expr:
+        part = round_to(src.at((*place[:d], *place[d + 1 :])), x.dtype)
+        return guard(index_in(place[d], position, position + 1), part, x.at(place))
+
+    return Map(ctx.shape, x.dtype, at)
+
+
+def _triangle(target: torch._ops.OpOverload, comparison: str) -> None:
+    @lowers(target)
+    def lower(ctx: Context, x: Value, diagonal: int = 0) -> Value:
+        def at(place: tuple[Index, ...]) -> Expr:
+            keep = call(comparison, from_index(place[-1] - place[-2]), from_index(diagonal))
+            return where(keep, scalar := x.at(place), const(0, scalar.dtype))
+
+        return Map(ctx.shape, x.dtype, at)
+
+
+_triangle(aten.triu.default, "ge")
+_triangle(aten.tril.default, "le")

@@ -1,0 +1,411 @@
+"""Pointwise operators: one element of the result from one element of each (broadcast) operand.
+
+Result dtypes are those of the node's fake tensors, so promotion is PyTorch's own; comparisons compare in `torch.result_type` of
+their operands. Half types compute in float32. Integer division by zero, an error in eager, gives an arbitrary number here.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+
+from torch_hybrid_backend.core.verdict import Reason
+from torch_hybrid_backend.loops.ir import Expr, Value, compute_dtype
+from torch_hybrid_backend.loops.lowering import Context, Refuse, lowers
+from torch_hybrid_backend.loops.lowerings import arithmetic as formula
+from torch_hybrid_backend.loops.lowerings.arithmetic import lit
+from torch_hybrid_backend.loops.ops import FLOAT_UNARY, add, call, const, div, is_float, mul, round_to, sub, where
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+Operand = Value | float
+
+
+@functools.cache
+def _sample(dtype: str, scalar: bool) -> torch.Tensor:
+    return torch.empty(() if scalar else (1,), dtype=getattr(torch, dtype), device="meta")
+
+
+def promoted(*operands: Operand) -> str:
+    """The dtype PyTorch computes a binary operator of these operands in (`torch.result_type`), folded from the left.
+
+    A tensor without dimensions or a Python number does not widen a tensor of the same kind.
+    """
+    first, second = (_sample(v.dtype, not v.shape) if isinstance(v, Value) else v for v in operands)
+    return str(torch.result_type(first, second)).removeprefix("torch.")
+
+
+def _unary(target: torch._ops.OpOverload, fn: Callable[[Expr], Expr]) -> None:
+    @lowers(target)
+    def lower(ctx: Context, x: Value) -> Value:
+        return ctx.pointwise(fn, x)
+
+
+def _op(name: str) -> Callable[..., Expr]:
+    return functools.partial(call, name)
+
+
+for _name in sorted(FLOAT_UNARY - {"floor", "ceil", "round_even", "trunc"}):
+    _unary(getattr(aten, _name).default, _op(_name))
+_unary(aten.neg.default, _op("neg"))
+_unary(aten.sign.default, formula.sign)
+_unary(aten.sgn.default, formula.sign)
+_unary(aten.silu.default, lambda a: mul(a, call("sigmoid", a)))
+_unary(aten.relu.default, lambda a: where(call("lt", a, lit(a, 0)), lit(a, 0), a))
+_unary(aten.relu6.default, lambda a: formula.clamp(a, lit(a, 0), lit(a, 6)))
+_unary(aten.hardswish.default, lambda a: mul(a, formula.hard_sigmoid(a)))
+_unary(aten.hardsigmoid.default, formula.hard_sigmoid)
+_unary(aten.mish.default, lambda a: mul(a, call("tanh", call("log1p", call("exp", a)))))
+_unary(aten.reciprocal.default, lambda a: div(lit(a, 1), a))
+_unary(aten.square.default, lambda a: mul(a, a))
+_unary(aten.frac.default, lambda a: sub(a, call("trunc", a)))
+_unary(aten.log_sigmoid.default, formula.log_sigmoid)
+
+
+@lowers(aten.abs.default)
+def abs_(ctx: Context, x: Value) -> Value:
+    """|x|; unsigned numbers as they are."""
+    return ctx.pointwise(lambda a: a if a.dtype in ("uint8", "bool") else call("abs", a), x)
+
+
+def _rounding(target: torch._ops.OpOverload, name: str) -> None:
+    @lowers(target)
+    def lower(ctx: Context, x: Value) -> Value:
+        return ctx.pointwise(lambda a: call(name, a) if is_float(a.dtype) else a, x)
+
+
+for _target, _name in (
+    (aten.floor.default, "floor"),
+    (aten.ceil.default, "ceil"),
+    (aten.trunc.default, "trunc"),
+    (aten.fix.default, "trunc"),
+    (aten.round.default, "round_even"),
+):
+    _rounding(_target, _name)
+
+
+@lowers(aten.log_sigmoid_forward.default)
+def log_sigmoid_forward(ctx: Context, x: Value) -> tuple[Value, Value | None]:
+    """log(sigmoid(x)), and exp(-|x|), which the backward pass reads."""
+    buffer = ctx.pointwise(lambda a: call("exp", call("neg", call("abs", a))), x) if ctx.wants(1) else None
+    return ctx.pointwise(formula.log_sigmoid, x), buffer
+
+
+@lowers(aten.gelu.default)
+def gelu(ctx: Context, x: Value, *, approximate: str = "none") -> Value:
+    return ctx.pointwise(lambda a: formula.gelu(a, approximate), x)
+
+
+@lowers(aten.leaky_relu.default)
+def leaky_relu(ctx: Context, x: Value, negative_slope: float = 0.01) -> Value:
+    return ctx.pointwise(lambda a: where(call("gt", a, lit(a, 0)), a, mul(a, lit(a, negative_slope))), x)
+
+
+@lowers(aten.elu.default)
+def elu(ctx: Context, x: Value, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Value:
+    return ctx.pointwise(lambda a: formula.elu(a, alpha * scale, scale, input_scale), x)
+
+
+@lowers(aten.celu.default)
+def celu(ctx: Context, x: Value, alpha: float = 1.0) -> Value:
+    return ctx.pointwise(lambda a: formula.elu(a, alpha, 1, 1 / alpha), x)
+
+
+@lowers(aten.selu.default)
+def selu(ctx: Context, x: Value) -> Value:
+    """The constants are those of Klambauer et al., 2017, as ATen has them."""
+    alpha, scale = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
+    return ctx.pointwise(lambda a: formula.elu(a, alpha * scale, scale, 1), x)
+
+
+@lowers(aten.softplus.default)
+def softplus(ctx: Context, x: Value, beta: float = 1, threshold: float = 20) -> Value:
+    return ctx.pointwise(lambda a: formula.softplus(a, beta, threshold), x)
+
+
+@lowers(aten.threshold.default)
+def threshold_(ctx: Context, x: Value, threshold: float, value: float) -> Value:
+    return ctx.pointwise(lambda a: where(call("le", a, lit(a, threshold)), lit(a, value), a), x)
+
+
+@lowers(aten.threshold_backward.default)
+def threshold_backward(ctx: Context, gradient: Value, x: Value, threshold: float) -> Value:
+    """The gradient where x exceeds the threshold (or is NaN), else 0."""
+    return ctx.pointwise(lambda g, a: where(call("le", a, lit(a, threshold)), lit(g, 0), g), gradient, x)
+
+
+@lowers(aten.sigmoid_backward.default)
+def sigmoid_backward(ctx: Context, gradient: Value, y: Value) -> Value:
+    return ctx.pointwise(lambda g, a: mul(g, mul(sub(lit(a, 1), a), a)), gradient, y)
+
+
+@lowers(aten.tanh_backward.default)
+def tanh_backward(ctx: Context, gradient: Value, y: Value) -> Value:
+    return ctx.pointwise(lambda g, a: mul(g, sub(lit(a, 1), mul(a, a))), gradient, y)
+
+
+@lowers(aten.logit.default)
+def logit(ctx: Context, x: Value, eps: float | None = None) -> Value:
+    def fn(a: Expr) -> Expr:
+        if eps is not None:
+            # Not `clamp`: eager lets NaN pass by comparing, and so does this.
+            a = where(call("lt", a, lit(a, eps)), lit(a, eps), a)
+            a = where(call("gt", a, lit(a, 1 - eps)), lit(a, 1 - eps), a)
+        return call("log", div(a, sub(lit(a, 1), a)))
+
+    return ctx.pointwise(fn, x)
+
+
+@lowers(aten.nan_to_num.default)
+def nan_to_num(
+    ctx: Context, x: Value, nan: float | None = None, posinf: float | None = None, neginf: float | None = None
+) -> Value:
+    if not is_float(compute_dtype(ctx.out.dtype)):
+        return ctx.pointwise(lambda a: a, x)
+    limits = torch.finfo(ctx.out.torch_dtype)
+    high, low = limits.max if posinf is None else posinf, limits.min if neginf is None else neginf
+
+    def fn(a: Expr) -> Expr:
+        finite = where(call("eq", a, lit(a, -math.inf)), lit(a, low), a)
+        finite = where(call("eq", a, lit(a, math.inf)), lit(a, high), finite)
+        return where(call("isnan", a), lit(a, nan or 0.0), finite)
+
+    return ctx.pointwise(fn, x)
+
+
+@lowers(aten.clamp.default, aten.clamp.Tensor)
+def clamp(ctx: Context, x: Value, min: Operand | None = None, max: Operand | None = None) -> Value:  # noqa: A002
+    return _clamp(ctx, x, min, max)
+
+
+@lowers(aten.hardtanh.default)
+def hardtanh(ctx: Context, x: Value, min_val: float = -1, max_val: float = 1) -> Value:
+    return _clamp(ctx, x, min_val, max_val)
+
+
+@lowers(aten.clamp_min.default, aten.clamp_min.Tensor)
+def clamp_min(ctx: Context, x: Value, min: Operand) -> Value:  # noqa: A002
+    return _clamp(ctx, x, min, None)
+
+
+@lowers(aten.clamp_max.default, aten.clamp_max.Tensor)
+def clamp_max(ctx: Context, x: Value, max: Operand) -> Value:  # noqa: A002
+    return _clamp(ctx, x, None, max)
+
+
+def _clamp(ctx: Context, x: Value, low: Operand | None, high: Operand | None) -> Value:
+    bounds = [bound for bound in (low, high) if bound is not None]
+
+    def fn(a: Expr, *limits: Expr) -> Expr:
+        rest = list(limits)
+        return formula.clamp(a, rest.pop(0) if low is not None else None, rest.pop(0) if high is not None else None)
+
+    return ctx.pointwise(fn, x, *bounds)
+
+
+# Binary
+
+
+def _binary(targets: tuple[torch._ops.OpOverload, ...], fn: Callable[[Expr, Expr], Expr]) -> None:
+    @lowers(*targets)
+    def lower(ctx: Context, x: Operand, y: Operand) -> Value:
+        return ctx.pointwise(fn, x, y)
+
+
+@lowers(aten.add.Tensor, aten.add.Scalar)
+def add_(ctx: Context, x: Value, y: Operand, alpha: float = 1) -> Value:
+    return ctx.pointwise(lambda a, b: formula.plus(a, formula.scaled(b, alpha)), x, y)
+
+
+@lowers(aten.sub.Tensor, aten.sub.Scalar)
+def sub_(ctx: Context, x: Value, y: Operand, alpha: float = 1) -> Value:
+    return ctx.pointwise(lambda a, b: sub(a, formula.scaled(b, alpha)), x, y)
+
+
+@lowers(aten.rsub.Tensor, aten.rsub.Scalar)
+def rsub(ctx: Context, x: Value, y: Operand, alpha: float = 1) -> Value:
+    return ctx.pointwise(lambda a, b: sub(b, formula.scaled(a, alpha)), x, y)
+
+
+_binary((aten.mul.Tensor, aten.mul.Scalar), formula.times)
+_binary((aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor), div)
+_binary((aten.floor_divide.default, aten.floor_divide.Scalar), formula.floor_div)
+_binary((aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor), formula.remainder)
+_binary((aten.fmod.Tensor, aten.fmod.Scalar), formula.fmod)
+_binary((aten.atan2.default,), _op("atan2"))
+_binary((aten.hypot.default,), formula.hypot)
+_binary((aten.xlogy.Tensor, aten.xlogy.Scalar_Other, aten.xlogy.Scalar_Self), formula.xlogy)
+_binary((aten.copysign.Tensor, aten.copysign.Scalar), formula.copysign)
+_binary((aten.logaddexp.default,), lambda a, b: formula.log_add_exp(a, b, "exp", "log"))
+_binary((aten.logaddexp2.default,), lambda a, b: formula.log_add_exp(a, b, "exp2", "log2"))
+
+
+@lowers(aten.div.Tensor_mode, aten.div.Scalar_mode)
+def div_mode(ctx: Context, x: Value, y: Operand, *, rounding_mode: str | None) -> Value:
+    formulas = {None: div, "trunc": formula.trunc_div, "floor": formula.floor_div}
+    return ctx.pointwise(formulas[rounding_mode], x, y)
+
+
+def _extremum(targets: tuple[torch._ops.OpOverload, ...], op: str, skip_nan: bool) -> None:
+    def fn(a: Expr, b: Expr) -> Expr:
+        if a.dtype == "bool":
+            return call("or" if op == "max" else "and", a, b)
+        best = call(op, a, b)
+        if skip_nan and is_float(a.dtype):
+            return where(call("isnan", a), b, where(call("isnan", b), a, best))
+        return best
+
+    _binary(targets, fn)
+
+
+_extremum((aten.maximum.default, aten.max.other), "max", skip_nan=False)
+_extremum((aten.minimum.default, aten.min.other), "min", skip_nan=False)
+_extremum((aten.fmax.default,), "max", skip_nan=True)
+_extremum((aten.fmin.default,), "min", skip_nan=True)
+
+
+@lowers(aten.pow.Tensor_Scalar)
+def pow_scalar(ctx: Context, x: Value, exponent: float) -> Value:
+    if not is_float(compute_dtype(ctx.out.dtype)) and exponent < 0:
+        raise Refuse(Reason.ARGUMENT, "integers to negative powers are an error in eager")
+    return ctx.pointwise(lambda a: formula.power(a, exponent), x)
+
+
+@lowers(aten.pow.Tensor_Tensor, aten.pow.Scalar)
+def pow_tensor(ctx: Context, base: Operand, exponent: Value) -> Value:
+    if not is_float(compute_dtype(ctx.out.dtype)):
+        raise Refuse(Reason.DTYPE, "integer powers with a tensor of exponents are left to eager")
+    if base == 2:
+        return ctx.pointwise(lambda b: call("exp2", b), exponent)
+    return ctx.pointwise(lambda a, b: call("pow", a, b), base, exponent)
+
+
+@lowers(aten.bitwise_not.default)
+def bitwise_not(ctx: Context, x: Value) -> Value:
+    return ctx.pointwise(lambda a: call("not" if a.dtype == "bool" else "bitnot", a), x)
+
+
+def _bitwise(name: str, logical: str, bitwise: str) -> None:
+    packet = getattr(aten, name)
+    _binary(
+        (packet.Tensor, packet.Scalar, packet.Scalar_Tensor),
+        lambda a, b: call(logical if a.dtype == "bool" else bitwise, a, b),
+    )
+
+
+_bitwise("bitwise_and", "and", "bitand")
+_bitwise("bitwise_or", "or", "bitor")
+_bitwise("bitwise_xor", "xor", "bitxor")
+
+for _name, _op_name in (("left", "shl"), ("right", "shr")):
+    _packet, _magic = getattr(aten, f"bitwise_{_name}_shift"), getattr(aten, f"__{_name[0]}shift__")
+    _binary(
+        (_packet.Tensor, _packet.Tensor_Scalar, _packet.Scalar_Tensor, _magic.Tensor, _magic.Scalar),
+        functools.partial(formula.shift, _op_name),
+    )
+
+
+# Comparisons and logic: bool results
+
+
+def _comparison(name: str) -> None:
+    packet = getattr(aten, name)
+
+    @lowers(packet.Tensor, packet.Scalar)
+    def lower(ctx: Context, x: Value, y: Operand) -> Value:
+        return ctx.pointwise(_op(name), x, y, compute=compute_dtype(promoted(x, y)))
+
+
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    _comparison(_name)
+
+
+def _logical(target: torch._ops.OpOverload, name: str) -> None:
+    @lowers(target)
+    def lower(ctx: Context, *operands: Value) -> Value:
+        return ctx.pointwise(_op(name), *operands, compute="bool")
+
+
+for _name in ("and", "or", "xor", "not"):
+    _logical(getattr(aten, f"logical_{_name}").default, _name)
+
+
+def _predicate(target: torch._ops.OpOverload, fn: Callable[[Expr], Expr]) -> None:
+    @lowers(target)
+    def lower(ctx: Context, x: Value) -> Value:
+        def test(a: Expr) -> Expr:
+            return fn(a) if is_float(a.dtype) else const(False, "bool")
+
+        return ctx.pointwise(test, x, compute=compute_dtype(x.dtype))
+
+
+_predicate(aten.isnan.default, _op("isnan"))
+_predicate(aten.isinf.default, _op("isinf"))
+_predicate(aten.isposinf.default, lambda a: call("eq", a, lit(a, math.inf)))
+_predicate(aten.isneginf.default, lambda a: call("eq", a, lit(a, -math.inf)))
+
+
+# Ternary
+
+
+@lowers(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
+def where_(ctx: Context, condition: Value, x: Operand, y: Operand) -> Value:
+    test = ctx.pointwise(lambda a: a, condition, dtype="bool")
+    return _choose(ctx, test, x, y)
+
+
+@lowers(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
+def masked_fill(ctx: Context, x: Value, mask: Value, value: Operand) -> Value:
+    return _choose(ctx, mask, value, x)
+
+
+def _choose(ctx: Context, condition: Value, x: Operand, y: Operand) -> Value:
+    """x where the condition holds, else y. The condition goes through the operands' dtype, which keeps 0 and 1 apart."""
+    if ctx.out.dtype == "bool":
+        return ctx.pointwise(where, condition, x, y)
+    return ctx.pointwise(lambda c, a, b: where(formula.nonzero(c), a, b), condition, x, y)
+
+
+@lowers(aten.addcmul.default)
+def addcmul(ctx: Context, x: Value, y: Value, z: Value, *, value: float = 1) -> Value:
+    return ctx.pointwise(lambda a, b, c: add(a, formula.scaled(mul(b, c), value)), x, y, z)
+
+
+@lowers(aten.addcdiv.default)
+def addcdiv(ctx: Context, x: Value, y: Value, z: Value, *, value: float = 1) -> Value:
+    return ctx.pointwise(lambda a, b, c: add(a, formula.scaled(div(b, c), value)), x, y, z)
+
+
+@lowers(aten.lerp.Scalar, aten.lerp.Tensor)
+def lerp(ctx: Context, x: Value, end: Value, weight: Operand) -> Value:
+    return ctx.pointwise(formula.lerp, x, end, weight)
+
+
+# Casts and copies
+
+
+def converted(ctx: Context, x: Value, dtype: str) -> Value:
+    """x in another dtype, rounded as a cast in eager rounds."""
+    return ctx.pointwise(lambda a: round_to(a, dtype), x, dtype=dtype, compute=compute_dtype(x.dtype), shape=ctx.shape)
+
+
+@lowers(aten._to_copy.default, prims.convert_element_type.default)
+def to_copy(ctx: Context, x: Value, *_dtype: object, **_options: object) -> Value:
+    """A cast; memory formats and devices do not concern values (other devices are refused by the node's specs)."""
+    if ctx.out.dtype == x.dtype:
+        return ctx.pointwise(lambda a: a, x)
+    return converted(ctx, x, ctx.out.dtype)
+
+
+@lowers(aten.copy.default)
+def copy(ctx: Context, destination: Value, source: Value, non_blocking: bool = False) -> Value:
+    return converted(ctx, source, ctx.out.dtype)
+
+
+@lowers(aten.fill.Tensor)
+def fill(ctx: Context, x: Value, value: Value) -> Value:
+    return converted(ctx, value, ctx.out.dtype)

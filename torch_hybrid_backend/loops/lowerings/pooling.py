@@ -1,0 +1,396 @@
+"""Pooling and resampling over the last dimensions, with or without a batch dimension in front.
+
+Windows are extra dimensions of the reduction's domain, behind the result's: (*lead, *out_spatial, *kernel).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+
+from torch_hybrid_backend.core.verdict import Reason
+from torch_hybrid_backend.loops.index import Index, as_index, contiguous_strides
+from torch_hybrid_backend.loops.ir import Buffer, Expr, Map, ReduceOp, Value, compute_dtype, scalar_index
+from torch_hybrid_backend.loops.lowering import Context, Refuse, lowers, reindex
+from torch_hybrid_backend.loops.lowerings.arithmetic import lit
+from torch_hybrid_backend.loops.lowerings.convolution import per_dimension
+from torch_hybrid_backend.loops.ops import (
+    add,
+    call,
+    cast,
+    const,
+    div,
+    from_index,
+    guard,
+    index_in,
+    is_float,
+    logical_and,
+    mul,
+    sub,
+    where,
+)
+
+aten = torch.ops.aten
+
+Size = int | Sequence[int]
+
+
+def lowest(dtype: str) -> float:
+    """The neutral element of max."""
+    if is_float(compute_dtype(dtype)):
+        return -math.inf
+    return torch.iinfo(getattr(torch, dtype)).min
+
+
+def _inside(place: Sequence[Index], shape: Sequence[int]) -> Expr:
+    result: Expr = const(True, "bool")
+    for i, n in zip(place, shape, strict=True):
+        result = logical_and(result, index_in(i, 0, n))
+    return result
+
+
+# Maximum
+
+
+@lowers(aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default)
+def max_pool(
+    ctx: Context,
+    x: Value,
+    kernel_size: Size,
+    stride: Size = (),
+    padding: Size = 0,
+    dilation: Size = 1,
+    ceil_mode: bool = False,
+) -> tuple[Value, Value | None]:
+    """(maxima, their positions in the flattened spatial dimensions). NaN wins over everything; the first of equals counts."""
+    rank = 3 if ctx.node is not None and ctx.node.target is aten.max_pool3d_with_indices.default else 2
+    kernel = per_dimension(kernel_size, rank)
+    strides = kernel if not isinstance(stride, int) and len(stride) == 0 else per_dimension(stride, rank)
+    paddings, dilations = per_dimension(padding, rank), per_dimension(dilation, rank)
+    lead, spatial = len(x.shape) - rank, x.shape[len(x.shape) - rank :]
+
+    def source(index: Sequence[Index], offset: Sequence[Index]) -> tuple[Index, ...]:
+        return tuple(
+            o * s - p + k * d for o, k, s, p, d in zip(index[lead:], offset, strides, paddings, dilations, strict=True)
+        )
+
+    def body(index: tuple[Index, ...]) -> Expr:
+        place = source(index[: lead + rank], index[lead + rank :])
+        return guard(
+            _inside(place, spatial), x.at((*index[:lead], *place)), const(lowest(x.dtype), compute_dtype(x.dtype))
+        )
+
+    domain, axes = (*ctx.shape, *kernel), tuple(range(lead + rank, lead + 2 * rank))
+    values = ctx.realize(ReduceOp(Buffer(ctx.shape, x.dtype), domain, axes, "max", body))
+    if not ctx.wants(1):
+        return values, None
+    window = ctx.realize(ReduceOp(Buffer(ctx.shape, "int64"), domain, axes, "argmax", body))
+
+    def position(index: tuple[Index, ...]) -> Expr:
+        in_window = scalar_index(window.at(index), 0, math.prod(kernel) - 1)
+        offset = [in_window // s % k for s, k in zip(contiguous_strides(kernel), kernel, strict=True)]
+        total: Expr = const(0, "int64")
+        for i, n, s in zip(source(index, offset), spatial, contiguous_strides(spatial), strict=True):
+            # A window of nothing but -inf may name a place in the padding: clamped, it is the first inside, as in eager.
+            inside = call("min", call("max", from_index(i), from_index(0)), from_index(n - 1))
+            total = add(total, mul(inside, from_index(s)))
+        return total
+
+    return values, Map(ctx.shape, "int64", position)
+
+
+@lowers(aten.adaptive_max_pool2d.default)
+def adaptive_max_pool2d(ctx: Context, x: Value, output_size: Sequence[int]) -> tuple[Value, None]:
+    if ctx.wants(1):
+        raise Refuse(Reason.ARGUMENT, "the positions of adaptive maxima are computed by eager")
+    return _adaptive(ctx, x, 2, "max"), None
+
+
+# Average
+
+
+@lowers(aten.avg_pool1d.default)
+def avg_pool1d(
+    ctx: Context,
+    x: Value,
+    kernel_size: Size,
+    stride: Size = (),
+    padding: Size = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+) -> Value:
+    return _avg_pool(ctx, x, 1, kernel_size, stride, padding, count_include_pad, None)
+
+
+@lowers(aten.avg_pool2d.default)
+def avg_pool2d(
+    ctx: Context,
+    x: Value,
+    kernel_size: Size,
+    stride: Size = (),
+    padding: Size = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Value:
+    return _avg_pool(ctx, x, 2, kernel_size, stride, padding, count_include_pad, divisor_override)
+
+
+@lowers(aten.avg_pool3d.default)
+def avg_pool3d(
+    ctx: Context,
+    x: Value,
+    kernel_size: Size,
+    stride: Size = (),
+    padding: Size = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Value:
+    return _avg_pool(ctx, x, 3, kernel_size, stride, padding, count_include_pad, divisor_override)
+
+
+def _avg_pool(
+    ctx: Context,
+    x: Value,
+    rank: int,
+    kernel_size: Size,
+    stride: Size,
+    padding: Size,
+    count_include_pad: bool,
+    divisor_override: int | None,
+) -> Value:
+    if not is_float(compute_dtype(x.dtype)):
+        raise Refuse(Reason.DTYPE, f"average pooling of {x.dtype} is left to eager")
+    kernel = per_dimension(kernel_size, rank)
+    strides = kernel if not isinstance(stride, int) and len(stride) == 0 else per_dimension(stride, rank)
+    paddings = per_dimension(padding, rank)
+    lead, spatial = len(x.shape) - rank, x.shape[len(x.shape) - rank :]
+    dtype = compute_dtype(x.dtype)
+
+    def body(index: tuple[Index, ...]) -> Expr:
+        outer, offset = index[lead : lead + rank], index[lead + rank :]
+        place = tuple(o * s - p + k for o, k, s, p in zip(outer, offset, strides, paddings, strict=True))
+        return guard(_inside(place, spatial), x.at((*index[:lead], *place)), const(0, dtype))
+
+    domain, axes = (*ctx.shape, *kernel), tuple(range(lead + rank, lead + 2 * rank))
+    total = ctx.realize(ReduceOp(Buffer(ctx.shape, dtype), domain, axes, "sum", body))
+
+    def counted(outer: Index, k: int, s: int, p: int, n: int) -> Expr:
+        """Elements of one window in one dimension; windows that ceil_mode lets stick out of the padding are cut there."""
+        start = outer * s - p
+        end = _least(start + k, n + p)
+        if count_include_pad:
+            return sub(end, from_index(start))
+        return sub(_least_scalar(end, n), _most(start, 0))
+
+    def divisor(index: tuple[Index, ...]) -> Expr:
+        if divisor_override is not None:
+            return const(divisor_override, dtype)
+        count: Expr | None = None
+        for outer, k, s, p, n in zip(index[lead:], kernel, strides, paddings, spatial, strict=True):
+            size = counted(outer, k, s, p, n)
+            count = size if count is None else mul(count, size)
+        return cast(count if count is not None else const(1, "int64"), dtype)
+
+    exact = all(
+        (out - 1) * s + k <= n + 2 * p and (count_include_pad or p == 0)
+        for out, k, s, p, n in zip(ctx.shape[lead:], kernel, strides, paddings, spatial, strict=True)
+    )
+    if exact:
+        count = divisor_override or math.prod(kernel)
+        return ctx.pointwise(lambda a: div(a, lit(a, count)), total)
+    divisors = Map(ctx.shape, dtype, divisor)
+    return ctx.pointwise(div, total, divisors)
+
+
+def _least(index: Index, bound: int) -> Expr:
+    if index.high <= bound:
+        return from_index(index)
+    return call("min", from_index(index), from_index(bound))
+
+
+def _least_scalar(scalar: Expr, bound: int) -> Expr:
+    return call("min", scalar, from_index(bound))
+
+
+def _most(index: Index, bound: int) -> Expr:
+    return from_index(index) if index.low >= bound else call("max", from_index(index), from_index(bound))
+
+
+@lowers(aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default)
+def adaptive_avg_pool(ctx: Context, x: Value, output_size: Sequence[int]) -> Value:
+    return _adaptive(ctx, x, len(output_size), "sum")
+
+
+@lowers(aten.adaptive_avg_pool1d.default)
+def adaptive_avg_pool1d(ctx: Context, x: Value, output_size: Sequence[int]) -> Value:
+    return _adaptive(ctx, x, 1, "sum")
+
+
+def _adaptive(ctx: Context, x: Value, rank: int, combiner: str) -> Value:
+    """Windows from floor(o * n / m) to ceil((o + 1) * n / m); of one size where m divides n."""
+    lead, spatial = len(x.shape) - rank, x.shape[len(x.shape) - rank :]
+    outs = ctx.shape[lead:]
+    kernel = tuple(max(_end(o, n, m) - o * n // m for o in range(m)) for n, m in zip(spatial, outs, strict=True))
+    dtype = compute_dtype(x.dtype)
+    neutral = const(0 if combiner == "sum" else lowest(x.dtype), dtype)
+
+    def body(index: tuple[Index, ...]) -> Expr:
+        inside: Expr = const(True, "bool")
+        place = []
+        for o, k, n, m in zip(index[lead : lead + rank], index[lead + rank :], spatial, outs, strict=True):
+            i = o * n // m + k
+            if n % m:
+                inside = logical_and(inside, call("lt", from_index(i), from_index(_end_index(o, n, m))))
+            place.append(i)
+        return guard(inside, x.at((*index[:lead], *place)), neutral)
+
+    domain, axes = (*ctx.shape, *kernel), tuple(range(lead + rank, lead + 2 * rank))
+    out_dtype = x.dtype if combiner == "max" else dtype
+    total = ctx.realize(ReduceOp(Buffer(ctx.shape, out_dtype), domain, axes, combiner, body))
+    if combiner == "max":
+        return total
+    if all(n % m == 0 for n, m in zip(spatial, outs, strict=True)):
+        return ctx.pointwise(lambda a: div(a, lit(a, math.prod(kernel))), total)
+
+    def count(index: tuple[Index, ...]) -> Expr:
+        sizes = [
+            from_index(_end_index(o, n, m) - o * n // m) for o, n, m in zip(index[lead:], spatial, outs, strict=True)
+        ]
+        return cast(functools.reduce(mul, sizes), dtype)
+
+    return ctx.pointwise(div, total, Map(ctx.shape, dtype, count))
+
+
+def _end(o: int, n: int, m: int) -> int:
+    return -(-(o + 1) * n // m)
+
+
+def _end_index(o: Index, n: int, m: int) -> Index:
+    return ((o + 1) * n + m - 1) // m
+
+
+# Resampling
+
+
+@lowers(aten.upsample_nearest1d.default, aten.upsample_nearest2d.default, aten.upsample_nearest3d.default)
+def upsample_nearest(ctx: Context, x: Value, output_size: Sequence[int], *scales: float | None) -> Value:
+    return _nearest(ctx, x, scales, 0.0)
+
+
+@lowers(aten.upsample_nearest1d.vec, aten.upsample_nearest2d.vec, aten.upsample_nearest3d.vec)
+def upsample_nearest_vec(
+    ctx: Context, x: Value, output_size: Sequence[int] | None, scale_factors: Sequence[float] | None
+) -> Value:
+    return _nearest(ctx, x, scale_factors or (), 0.0)
+
+
+@lowers(
+    aten._upsample_nearest_exact1d.default,
+    aten._upsample_nearest_exact2d.default,
+    aten._upsample_nearest_exact3d.default,
+)
+def upsample_nearest_exact(ctx: Context, x: Value, output_size: Sequence[int], *scales: float | None) -> Value:
+    return _nearest(ctx, x, scales, 0.5)
+
+
+@lowers(aten._upsample_nearest_exact1d.vec, aten._upsample_nearest_exact2d.vec, aten._upsample_nearest_exact3d.vec)
+def upsample_nearest_exact_vec(
+    ctx: Context, x: Value, output_size: Sequence[int] | None, scale_factors: Sequence[float] | None
+) -> Value:
+    return _nearest(ctx, x, scale_factors or (), 0.5)
+
+
+def _scale(n: int, m: int, scale: float | None) -> float:
+    """Input pixels per output pixel."""
+    return 1 / scale if scale is not None and scale > 0 else n / m
+
+
+def _nearest(ctx: Context, x: Value, scales: Sequence[float | None], shift: float) -> Value:
+    rank = len(x.shape) - 2
+    factors = [*scales, *[None] * (rank - len(scales))]
+
+    def source(o: Index, n: int, m: int, factor: float | None) -> Index:
+        if n == m and factor in (None, 1.0):
+            return o
+        ratio = _scale(n, m, factor)
+        table = ((torch.arange(m, dtype=torch.float32) + shift) * torch.tensor(ratio, dtype=torch.float32)).floor()
+        if [min(int(i), n - 1) for i in table] == [i * n // m for i in range(m)]:
+            return o * n // m
+        # A scale that is no ratio of the sizes: as eager, in float32.
+        place = mul(add(from_index(o, "float32"), const(shift, "float32")), const(ratio, "float32"))
+        position = call("min", cast(call("floor", place), "int64"), from_index(n - 1))
+        return scalar_index(position, 0, n - 1)
+
+    return reindex(
+        x,
+        ctx.shape,
+        lambda i: (*i[:2], *map(source, i[2:], x.shape[2:], ctx.shape[2:], factors)),
+    )
+
+
+@lowers(aten.upsample_linear1d.default, aten.upsample_bilinear2d.default, aten.upsample_trilinear3d.default)
+def upsample_linear(
+    ctx: Context, x: Value, output_size: Sequence[int], align_corners: bool, *scales: float | None
+) -> Value:
+    return _linear(ctx, x, align_corners, scales)
+
+
+@lowers(aten.upsample_linear1d.vec, aten.upsample_bilinear2d.vec, aten.upsample_trilinear3d.vec)
+def upsample_linear_vec(
+    ctx: Context,
+    x: Value,
+    output_size: Sequence[int] | None,
+    align_corners: bool,
+    scale_factors: Sequence[float] | None,
+) -> Value:
+    return _linear(ctx, x, align_corners, scale_factors or ())
+
+
+def _linear(ctx: Context, x: Value, align_corners: bool, scales: Sequence[float | None]) -> Value:
+    """Linear interpolation in each of the last dimensions, weights in the compute dtype."""
+    if not is_float(compute_dtype(x.dtype)):
+        raise Refuse(Reason.DTYPE, f"interpolation of {x.dtype} is left to eager")
+    dtype, rank = compute_dtype(x.dtype), len(x.shape) - 2
+    factors = [*scales, *[None] * (rank - len(scales))]
+
+    def neighbours(o: Index, n: int, m: int, factor: float | None) -> list[tuple[Index, Expr]]:
+        """Two source positions and their weights."""
+        if n == m:
+            return [(o, const(1, dtype))]
+        if n == 1:
+            return [(as_index(0), const(1, dtype))]
+        place = _linear_source(o, n, m, factor, align_corners, dtype)
+        low = call("min", cast(place, "int64"), from_index(n - 1))
+        high = call("min", add(low, from_index(1)), from_index(n - 1))
+        weight = call("min", call("max", sub(place, cast(low, dtype)), const(0, dtype)), const(1, dtype))
+        return [
+            (scalar_index(low, 0, n - 1), sub(const(1, dtype), weight)),
+            (scalar_index(high, 0, n - 1), weight),
+        ]
+
+    def at(index: tuple[Index, ...]) -> Expr:
+        pairs = [neighbours(*item) for item in zip(index[2:], x.shape[2:], ctx.shape[2:], factors, strict=True)]
+
+        def blend(position: tuple[Index, ...], rest: list[list[tuple[Index, Expr]]]) -> Expr:
+            if not rest:
+                return x.at(position)
+            parts = [(blend((*position, i), rest[1:]), w) for i, w in rest[0]]
+            return parts[0][0] if len(parts) == 1 else functools.reduce(add, [mul(v, w) for v, w in parts])
+
+        return blend(index[:2], pairs)
+
+    return Map(ctx.shape, x.dtype, at)
+
+
+def _linear_source(o: Index, n: int, m: int, factor: float | None, align_corners: bool, dtype: str) -> Expr:
+    """Where output pixel o lies between input pixels (area_pixel_compute_source_index); never negative."""
+    if align_corners:
+        return mul(from_index(o, dtype), const((n - 1) / (m - 1) if m > 1 else 0, dtype))
+    half = const(0.5, dtype)
+    place = sub(mul(add(from_index(o, dtype), half), const(_scale(n, m, factor), dtype)), half)
+    return where(call("lt", place, const(0, dtype)), const(0, dtype), place)

@@ -1,0 +1,262 @@
+"""Views: the same elements under other indices. Bijections carry their inverse, so that they stay usable in epilogues."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from torch_hybrid_backend.core.verdict import Reason
+from torch_hybrid_backend.loops.index import Index, as_index, reshape_index
+from torch_hybrid_backend.loops.ir import Value
+from torch_hybrid_backend.loops.lowering import Context, Refuse, lowers, reindex
+
+aten = torch.ops.aten
+
+
+def axis(dim: int, rank: int) -> int:
+    """A dimension counted from the front; a tensor without dimensions has one for this purpose, as in eager."""
+    return dim % max(rank, 1)
+
+
+def reshaped(value: Value, shape: tuple[int, ...]) -> Value:
+    """The value's elements in row-major order under another shape of as many elements."""
+    if shape == value.shape:
+        return value
+    source = value.shape
+    return reindex(
+        value,
+        shape,
+        lambda index: reshape_index(index, source, shape),
+        lambda index: reshape_index(index, shape, source),
+    )
+
+
+def permuted(value: Value, order: Sequence[int]) -> Value:
+    """Dimension d of the result is dimension order[d] of the value."""
+    inverse = tuple(sorted(range(len(order)), key=lambda d: order[d]))
+    return reindex(
+        value,
+        tuple(value.shape[d] for d in order),
+        lambda index: tuple(index[d] for d in inverse),
+        lambda index: tuple(index[d] for d in order),
+    )
+
+
+def expanded(value: Value, shape: tuple[int, ...]) -> Value:
+    """The value broadcast to `shape`; a bijection, with its inverse, where no dimension is stretched."""
+    if shape == value.shape:
+        return value
+    lead = len(shape) - len(value.shape)
+    pinned = [size == 1 for size in value.shape]
+    bijective = all(size == 1 for size in shape[:lead]) and shape[lead:] == value.shape
+
+    def forward(index: tuple[Index, ...]) -> tuple[Index, ...]:
+        return tuple(as_index(0) if p else i for p, i in zip(pinned, index[lead:], strict=True))
+
+    def inverse(index: tuple[Index, ...]) -> tuple[Index, ...]:
+        return (as_index(0),) * lead + index
+
+    return reindex(value, shape, forward, inverse if bijective else None)
+
+
+def sliced(value: Value, dim: int, start: int, size: int, step: int = 1) -> Value:
+    """Elements start, start + step, ... of one dimension, `size` of them."""
+    if start == 0 and step == 1 and size == value.shape[dim]:
+        return value
+    shape = (*value.shape[:dim], size, *value.shape[dim + 1 :])
+    return reindex(value, shape, lambda index: (*index[:dim], index[dim] * step + start, *index[dim + 1 :]))
+
+
+def selected(value: Value, dim: int, position: int) -> Value:
+    """The slice at one position of a dimension, which disappears."""
+    shape = (*value.shape[:dim], *value.shape[dim + 1 :])
+    return reindex(value, shape, lambda index: (*index[:dim], as_index(position), *index[dim:]))
+
+
+def slice_bounds(size: int, start: int | None, end: int | None) -> tuple[int, int]:
+    """A slice's first position and the one behind its last, as Python clips them."""
+    first, last, _ = slice(start, end).indices(size)
+    return first, max(first, last)
+
+
+@lowers(
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten._reshape_copy.default,
+    aten.view_copy.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.unsqueeze.default,
+)
+def view(ctx: Context, x: Value, *_shape: object) -> Value:
+    """The result's shape is the node's own: -1 and the like are resolved there."""
+    return reshaped(x, ctx.shape)
+
+
+@lowers(
+    aten.alias.default,
+    aten.detach.default,
+    aten.clone.default,
+    aten.contiguous.default,
+    aten.lift_fresh.default,
+    aten.lift_fresh_copy.default,
+    aten.expand.default,
+    aten.expand_copy.default,
+)
+def expand(ctx: Context, x: Value, *_shape: object, **_options: object) -> Value:
+    """Identities (values have no memory format) and broadcasts."""
+    return expanded(x, ctx.shape)
+
+
+@lowers(aten.permute.default)
+def permute(ctx: Context, x: Value, dims: Sequence[int]) -> Value:
+    return permuted(x, [axis(d, len(dims)) for d in dims])
+
+
+@lowers(aten.transpose.int)
+def transpose(ctx: Context, x: Value, dim0: int, dim1: int) -> Value:
+    rank = len(x.shape)
+    order = list(range(rank))
+    if rank:
+        first, second = axis(dim0, rank), axis(dim1, rank)
+        order[first], order[second] = second, first
+    return permuted(x, order)
+
+
+@lowers(aten.t.default)
+def t(ctx: Context, x: Value) -> Value:
+    return permuted(x, range(len(x.shape))[::-1])
+
+
+@lowers(aten.slice.Tensor)
+def slice_(
+    ctx: Context, x: Value, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Value:
+    dim = axis(dim, len(x.shape))
+    first, _ = slice_bounds(x.shape[dim], start, end)
+    return sliced(x, dim, first, ctx.shape[dim], step)
+
+
+@lowers(aten.select.int)
+def select(ctx: Context, x: Value, dim: int, index: int) -> Value:
+    dim = axis(dim, len(x.shape))
+    return selected(x, dim, index % x.shape[dim])
+
+
+@lowers(aten.split.Tensor, aten.split_with_sizes.default)
+def split(ctx: Context, x: Value, split_size: int | Sequence[int], dim: int = 0) -> tuple[Value, ...]:
+    dim = axis(dim, len(x.shape))
+    parts, start = [], 0
+    for out in ctx.outs:
+        size = int(out.shape[dim])
+        parts.append(sliced(x, dim, start, size))
+        start += size
+    return tuple(parts)
+
+
+@lowers(aten.unbind.int)
+def unbind(ctx: Context, x: Value, dim: int = 0) -> tuple[Value, ...]:
+    dim = axis(dim, len(x.shape))
+    return tuple(selected(x, dim, position) for position in range(x.shape[dim]))
+
+
+@lowers(aten.flip.default)
+def flip(ctx: Context, x: Value, dims: Sequence[int]) -> Value:
+    flipped = {axis(d, len(x.shape)) for d in dims}
+
+    def turn(index: tuple[Index, ...]) -> tuple[Index, ...]:
+        return tuple(x.shape[d] - 1 - i if d in flipped else i for d, i in enumerate(index))
+
+    return reindex(x, x.shape, turn, turn)
+
+
+@lowers(aten.roll.default)
+def roll(ctx: Context, x: Value, shifts: Sequence[int] | int, dims: Sequence[int] | int = ()) -> Value:
+    shifts = [shifts] if isinstance(shifts, int) else list(shifts)
+    dims = [dims] if isinstance(dims, int) else list(dims)
+    if not dims:
+        flat = reshaped(x, (_count(x.shape),))
+        return reshaped(_rolled(flat, {0: shifts[0]}), x.shape)
+    total: dict[int, int] = {}
+    for d, shift in zip(dims, shifts, strict=True):
+        total[axis(d, len(x.shape))] = total.get(axis(d, len(x.shape)), 0) + shift
+    return _rolled(x, total)
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def _rolled(x: Value, shifts: dict[int, int]) -> Value:
+    def move(index: tuple[Index, ...], sign: int) -> tuple[Index, ...]:
+        return tuple(
+            (i + sign * shifts[d] % x.shape[d]) % x.shape[d] if d in shifts else i for d, i in enumerate(index)
+        )
+
+    return reindex(x, x.shape, lambda index: move(index, -1), lambda index: move(index, 1))
+
+
+@lowers(aten.repeat.default)
+def repeat(ctx: Context, x: Value, repeats: Sequence[int]) -> Value:
+    lead = len(ctx.shape) - len(x.shape)
+    return reindex(x, ctx.shape, lambda index: tuple(i % n for i, n in zip(index[lead:], x.shape, strict=True)))
+
+
+@lowers(aten.diagonal.default)
+def diagonal(ctx: Context, x: Value, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Value:
+    """The diagonal of two dimensions, which becomes the last one."""
+    row, column = axis(dim1, len(x.shape)), axis(dim2, len(x.shape))
+
+    def forward(index: tuple[Index, ...]) -> tuple[Index, ...]:
+        rest = iter(index[:-1])
+        at = {row: index[-1] + max(-offset, 0), column: index[-1] + max(offset, 0)}
+        return tuple(at[d] if d in at else next(rest) for d in range(len(x.shape)))
+
+    return reindex(x, ctx.shape, forward)
+
+
+@lowers(aten.unfold.default)
+def unfold(ctx: Context, x: Value, dimension: int, size: int, step: int) -> Value:
+    """Windows of one dimension; the place in the window becomes the last dimension."""
+    if not x.shape:
+        return reshaped(x, ctx.shape)
+    dim = axis(dimension, len(x.shape))
+    return reindex(x, ctx.shape, lambda index: (*index[:dim], index[dim] * step + index[-1], *index[dim + 1 : -1]))
+
+
+@lowers(aten.pixel_shuffle.default)
+def pixel_shuffle(ctx: Context, x: Value, upscale_factor: int) -> Value:
+    """(*, C r^2, H, W) -> (*, C, H r, W r)."""
+    *lead, channels, height, width = x.shape
+    r, rank = upscale_factor, len(lead)
+    blocks = reshaped(x, (*lead, channels // (r * r), r, r, height, width))
+    order = [*range(rank), rank, rank + 3, rank + 1, rank + 4, rank + 2]
+    return reshaped(permuted(blocks, order), ctx.shape)
+
+
+@lowers(aten.pixel_unshuffle.default)
+def pixel_unshuffle(ctx: Context, x: Value, downscale_factor: int) -> Value:
+    """(*, C, H r, W r) -> (*, C r^2, H, W)."""
+    *lead, channels, height, width = x.shape
+    r, rank = downscale_factor, len(lead)
+    blocks = reshaped(x, (*lead, channels, height // r, r, width // r, r))
+    order = [*range(rank), rank, rank + 2, rank + 4, rank + 1, rank + 3]
+    return reshaped(permuted(blocks, order), ctx.shape)
+
+
+@lowers(aten.as_strided.default)
+def as_strided(
+    ctx: Context, x: Value, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> Value:
+    """Only where it changes nothing: values have no memory to take strides of."""
+    meta = ctx.node.args[0].meta["val"] if ctx.node is not None else None  # type: ignore[union-attr]
+    same = meta is not None and tuple(size) == x.shape and tuple(stride) == tuple(meta.stride())
+    if not same or storage_offset not in (None, meta.storage_offset() if meta is not None else 0):
+        raise Refuse(Reason.ARGUMENT, "as_strided reads memory by strides, which values do not have")
+    return x
