@@ -1,0 +1,28 @@
+"""What passes may know beside the graph itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch_hybrid_backend.core.captured import CapturedGraph, GraphKind
+
+
+@dataclass(frozen=True, slots=True)
+class PassContext:
+    """`constants`: placeholders whose contents rarely change, so that work on them alone may be moved out of the call.
+    Empty for training graphs: there every step changes the parameters.
+
+    `fold_limit_bytes`: the largest tensor that constant folding may keep in memory for the life of the graph.
+    """
+
+    kind: GraphKind = "inference"
+    constants: frozenset[str] = frozenset()
+    fold_limit_bytes: int = (
+        16 << 20
+    )  # a causal mask of 4,096 x 4,096 booleans; beyond, computing costs less than the memory
+
+    @staticmethod
+    def of(captured: CapturedGraph) -> PassContext:
+        """The context for a captured graph."""
+        constants = captured.static_inputs if captured.kind == "inference" else frozenset[str]()
+        return PassContext(captured.kind, constants)

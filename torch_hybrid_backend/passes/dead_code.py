@@ -1,0 +1,23 @@
+"""Drop what nothing uses."""
+
+from __future__ import annotations
+
+import torch.fx
+
+from torch_hybrid_backend.passes.context import PassContext
+from torch_hybrid_backend.passes.purity import is_pure
+
+
+def dead_code(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
+    """Remove unused pure operators and unused constants. Placeholders stay; so do random operators, whose draw later
+    random operators depend on, and whatever mutates or asserts."""
+    changed = False
+    for node in reversed(list(gm.graph.nodes)):
+        if not node.users and is_pure(node):
+            gm.graph.erase_node(node)
+            changed = True
+    used = {str(node.target) for node in gm.graph.find_nodes(op="get_attr")}
+    for name in [name for name in gm._buffers if name not in used]:
+        delattr(gm, name)
+        changed = True
+    return changed

@@ -1,0 +1,159 @@
+"""Compute once what depends on no input."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import torch.fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from torch_hybrid_backend.passes.context import PassContext
+from torch_hybrid_backend.passes.purity import has_mutation, is_pure, is_view, returned_roots
+from torch_hybrid_backend.passes.rewrite import ORIGIN_KEYS
+
+aten = torch.ops.aten
+
+# Values that a loop computes from its indices for nothing; a buffer in memory would be dearer.
+FREE = frozenset({aten.full.default, aten.full_like.default, aten.scalar_tensor.default, aten.arange.start_step})
+# Contents undefined: two evaluations need not agree.
+UNDEFINED = frozenset(
+    {aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.empty_permuted.default}
+)
+
+
+def fold_constants(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
+    """Replace each largest expression without tensor inputs (masks, position indices, arithmetic on lifted constants)
+    by a `get_attr` buffer of its value, or by `full` where all its elements are equal.
+
+    Left as they are: fills and ranges (free in a loop), views of constants (their base is folded), what is returned
+    (every call must return fresh memory), what is not static, and what exceeds `ctx.fold_limit_bytes`.
+    """
+    if has_mutation(gm):
+        return False
+    constant = _constant_nodes(gm, ctx)
+    for node in returned_roots(gm):
+        constant.pop(node, None)
+    roots = [
+        node
+        for node in constant
+        if node.op == "call_function"
+        and not is_view(node)
+        and node.target not in FREE
+        and isinstance(node.meta.get("val"), torch.Tensor)
+        and _reaches_variable(node, constant)
+    ]
+    if not roots:
+        return False
+    values = _evaluate(gm, roots)
+    for node in roots:
+        _install(gm, node, values[node])
+    return True
+
+
+def _constant_nodes(gm: torch.fx.GraphModule, ctx: PassContext) -> dict[torch.fx.Node, None]:
+    """Nodes that depend on no placeholder, are pure, static and small; in graph order."""
+    constant: dict[torch.fx.Node, None] = {}
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "get_attr":
+            foldable = isinstance(value, torch.Tensor)
+        else:
+            foldable = (
+                is_deterministic(node)
+                and all(argument in constant for argument in node.all_input_nodes)
+                and all(_is_small(tensor, ctx.fold_limit_bytes) for tensor in _tensors(value))
+            )
+        if foldable:
+            constant[node] = None
+    return constant
+
+
+def is_deterministic(node: torch.fx.Node) -> bool:
+    """Whether the node is a tensor operator (or tuple access) that gives the same result whenever it is given the same
+    arguments."""
+    if not is_pure(node) or node.target in UNDEFINED:
+        return False
+    return isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
+
+
+def _tensors(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _is_small(value: Any, limit_bytes: int) -> bool:
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return False
+    if not all(isinstance(dim, int) for dim in (*value.shape, *value.stride())):
+        return False
+    return value.numel() * value.itemsize <= limit_bytes
+
+
+def _reaches_variable(node: torch.fx.Node, constant: dict[torch.fx.Node, None]) -> bool:
+    """Whether a node outside the constants uses the value, directly or through views (else a larger expression covers
+    it)."""
+    return any(user not in constant or (is_view(user) and _reaches_variable(user, constant)) for user in node.users)
+
+
+def _evaluate(gm: torch.fx.GraphModule, roots: list[torch.fx.Node]) -> dict[torch.fx.Node, torch.Tensor]:
+    needed: set[torch.fx.Node] = set()
+    pending = list(roots)
+    while pending:
+        node = pending.pop()
+        if node not in needed:
+            needed.add(node)
+            pending.extend(node.all_input_nodes)
+    values: dict[torch.fx.Node, Any] = {}
+    with unset_fake_temporarily(), torch.no_grad():
+        for node in gm.graph.nodes:
+            if node not in needed:
+                continue
+            if node.op == "get_attr":
+                values[node] = operator.attrgetter(str(node.target))(gm)
+            else:
+                args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+                values[node] = node.target(*args, **kwargs)
+    return values
+
+
+def _install(gm: torch.fx.GraphModule, node: torch.fx.Node, value: torch.Tensor) -> None:
+    expected = node.meta["val"]
+    with unset_fake_temporarily():
+        if value.stride() != expected.stride():
+            value = torch.empty_strided(
+                expected.shape, expected.stride(), dtype=value.dtype, device=value.device
+            ).copy_(value)
+        first = value.flatten()[0].item() if value.numel() else None
+        uniform = (
+            first is not None
+            and value.is_contiguous()
+            and bool((value == first).all())
+            and not _is_negative_zero(value)
+        )
+    with gm.graph.inserting_before(node):
+        if uniform:
+            new = gm.graph.call_function(
+                aten.full.default,
+                (list(value.shape), first),
+                {"dtype": value.dtype, "layout": torch.strided, "device": value.device, "pin_memory": False},
+            )
+        else:
+            name = _unused_name(gm)
+            gm.register_buffer(name, value, persistent=False)
+            new = gm.graph.get_attr(name)
+    new.meta = {key: node.meta[key] for key in ("val", *ORIGIN_KEYS) if key in node.meta}
+    node.replace_all_uses_with(new)
+    gm.graph.erase_node(node)
+
+
+def _is_negative_zero(value: torch.Tensor) -> bool:
+    """Whether zeros of both signs may hide behind equality."""
+    return value.dtype.is_floating_point and bool((value == 0).any()) and bool(torch.signbit(value).any())
+
+
+def _unused_name(gm: torch.fx.GraphModule) -> str:
+    number = 0
+    while hasattr(gm, f"_folded_constant{number}"):
+        number += 1
+    return f"_folded_constant{number}"

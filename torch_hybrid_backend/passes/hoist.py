@@ -1,0 +1,191 @@
+"""Split a graph into what depends on parameters alone and the rest.
+
+`fold` computes folded weights, transposed views, masks and tables once, and again when a parameter changes; `main`
+runs in every call. Example: `addmm(b, x, permute(w))` with constants b, w gives `fold(w) = (permute(w),)` and `main(b,
+x, permute) = addmm(b, x, permute)`.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+
+from torch_hybrid_backend.core.hoisted_inputs import CallInput, FoldedValue, HoistedInputs
+from torch_hybrid_backend.passes.fold_constants import is_deterministic
+from torch_hybrid_backend.passes.purity import has_mutation, is_pure, is_view, returned_roots, storage_root
+
+aten = torch.ops.aten
+Node = torch.fx.Node
+
+# A folded value may be this many times as large as the constants it is made of ...
+GROWTH_LIMIT = 4
+# ... or this large whatever it is made of: a mask, a table of position biases.
+SMALL_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Hoisted:
+    """`main`: placeholders are the graph's own that still matter, in their order (constants not used directly are
+    gone), then the folded values; those that are constant carry `meta["constant"] = True`. It holds no get_attr
+    tensor.
+
+    `fold`: takes the constant placeholders it needs, returns a tuple of folded values; views of its inputs where the
+    value is one. None where there is nothing to fold. `inputs` says how the two connect; `constant_inputs` are the
+    positions, among the original placeholders, of all constants: a change of any of them makes folded values stale.
+    """
+
+    main: torch.fx.GraphModule
+    fold: torch.fx.GraphModule | None
+    inputs: HoistedInputs
+    constant_inputs: tuple[int, ...]
+
+
+def hoist(gm: torch.fx.GraphModule, constant_names: frozenset[str]) -> Hoisted:
+    """Split off what depends on `constant_names` (placeholders) and get_attr tensors alone; `gm` is left as it is.
+
+    Stays in main: what is random or mutates; what is returned (each call must return fresh memory); values much larger
+    than what they are made of; `expand`, which costs nothing in a loop; and fills, which depend on nothing.
+    """
+    movable = {} if has_mutation(gm) else _movable(gm, constant_names)
+    folded = _frontier(gm, movable)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    position = {node: k for k, node in enumerate(placeholders)}
+
+    fold, fold_inputs = _fold_graph(gm, folded, placeholders)
+    main, kept = _main_graph(gm, folded, constant_names, placeholders)
+    sources: tuple[CallInput | FoldedValue, ...] = (
+        *(CallInput(position[node]) for node in kept),
+        *(FoldedValue(j) for j in range(len(folded))),
+    )
+    inputs = HoistedInputs(sources, tuple(position[node] for node in fold_inputs))
+    constants = tuple(position[node] for node in placeholders if node.name in constant_names)
+    return Hoisted(main, fold, inputs, constants)
+
+
+def _size_bytes(value: Any) -> int | None:
+    """Bytes of the tensor's elements; None where they are not known."""
+    if not isinstance(value, torch.Tensor) or not all(isinstance(size, int) for size in value.shape):
+        return None
+    return value.numel() * value.itemsize
+
+
+def _movable(gm: torch.fx.GraphModule, constant_names: frozenset[str]) -> dict[Node, int]:
+    """Nodes that fold may compute -> bytes of the constants they are made of. Fills and ranges count as made of
+    nothing."""
+    returned = returned_roots(gm)
+    movable: dict[Node, int] = {}
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            size = _size_bytes(node.meta.get("val"))
+            if node.name in constant_names and size is not None:
+                movable[node] = size
+        elif node.op == "get_attr":
+            size = _size_bytes(node.meta.get("val"))
+            if size is not None:
+                movable[node] = size
+        elif is_deterministic(node) and all(argument in movable for argument in node.all_input_nodes):
+            source_bytes = sum(movable[argument] for argument in node.all_input_nodes)
+            if storage_root(node) not in returned and _worthwhile(node, source_bytes):
+                movable[node] = source_bytes
+    return movable
+
+
+def _worthwhile(node: Node, source_bytes: int) -> bool:
+    value = node.meta.get("val")
+    if isinstance(value, list | tuple):
+        return True  # the members are looked at when they are taken out
+    size = _size_bytes(value)
+    if size is None:
+        return False
+    return is_view(node) or size <= max(GROWTH_LIMIT * source_bytes, SMALL_BYTES)
+
+
+def _frontier(gm: torch.fx.GraphModule, movable: dict[Node, int]) -> list[Node]:
+    """The values that fold returns: those that main needs, in graph order.
+
+    Walks backwards: whatever main computes needs its arguments. A movable argument is taken from fold, unless main had
+    better compute it itself (placeholders, fills, expands); then its own arguments are needed in turn.
+    """
+    in_main = {node for node in gm.graph.nodes if node not in movable}
+    folded: set[Node] = set()
+    for node in reversed(gm.graph.nodes):
+        if node not in movable or not any(user in in_main for user in node.users):
+            continue
+        value = node.meta.get("val")
+        recompute = node.op == "call_function" and (
+            movable[node] == 0 or node.target is aten.expand.default or not isinstance(value, torch.Tensor)
+        )
+        if recompute:
+            in_main.add(node)
+        elif node.op != "placeholder":
+            folded.add(node)
+    return [node for node in gm.graph.nodes if node in folded]
+
+
+def _needed(targets: list[Node], stop: set[Node]) -> set[Node]:
+    """The targets and all they depend on, not looking behind `stop`."""
+    needed: set[Node] = set()
+    pending = list(targets)
+    while pending:
+        node = pending.pop()
+        if node not in needed:
+            needed.add(node)
+            if node not in stop:
+                pending.extend(node.all_input_nodes)
+    return needed
+
+
+def _fold_graph(
+    gm: torch.fx.GraphModule, folded: list[Node], placeholders: list[Node]
+) -> tuple[torch.fx.GraphModule | None, list[Node]]:
+    if not folded:
+        return None, []
+    needed = _needed(folded, set())
+    graph = torch.fx.Graph()
+    copies: dict[Node, Node] = {}
+    for node in gm.graph.nodes:
+        if node in needed:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in folded))
+    fold = torch.fx.GraphModule(_attributes(gm, graph), graph, "Fold")
+    return fold, [node for node in placeholders if node in needed]
+
+
+def _main_graph(
+    gm: torch.fx.GraphModule, folded: list[Node], constant_names: frozenset[str], placeholders: list[Node]
+) -> tuple[torch.fx.GraphModule, list[Node]]:
+    effects = [node for node in gm.graph.nodes if node.op in ("call_function", "output") and not is_pure(node)]
+    needed = _needed(effects, set(folded))
+    graph = torch.fx.Graph()
+    copies: dict[Node, Node] = {}
+    kept = [node for node in placeholders if node in needed or node.name not in constant_names]
+    for node in (*kept, *folded):
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+        if node in folded or node.name in constant_names:
+            copies[node].meta["constant"] = True
+    for node in gm.graph.nodes:
+        if node in needed and node not in copies:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    return torch.fx.GraphModule(_attributes(gm, graph), graph, "Main"), kept
+
+
+def _attributes(gm: torch.fx.GraphModule, graph: torch.fx.Graph) -> torch.nn.Module:
+    """The get_attr targets that the graph uses, shared with `gm`."""
+    used = {str(node.target) for node in graph.find_nodes(op="get_attr")}
+    root = torch.nn.Module()
+    for name in used:
+        value = operator.attrgetter(name)(gm)
+        flat = name.replace(".", "_")
+        if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
+            root.register_buffer(flat, value, persistent=False)
+        else:
+            setattr(root, flat, value)
+        for node in graph.find_nodes(op="get_attr"):
+            if str(node.target) == name:
+                node.target = flat
+    return root

@@ -1,0 +1,60 @@
+"""The order of the passes, and why."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch.fx
+
+from torch_hybrid_backend.errors import PassError
+from torch_hybrid_backend.passes.context import PassContext
+from torch_hybrid_backend.passes.cse import cse
+from torch_hybrid_backend.passes.dead_code import dead_code
+from torch_hybrid_backend.passes.fold_batch_norm import fold_batch_norm
+from torch_hybrid_backend.passes.fold_constants import fold_constants
+from torch_hybrid_backend.passes.remove_no_ops import remove_no_ops
+from torch_hybrid_backend.passes.simplify import simplify
+from torch_hybrid_backend.passes.verify import Contract, verify
+
+log = logging.getLogger(__name__)
+
+# A pass edits the graph in place and says whether it changed anything.
+Pass = Callable[[torch.fx.GraphModule, PassContext], bool]
+
+PASSES: tuple[tuple[Pass, str], ...] = (
+    (dead_code, "first: unused results of decompositions would make values look as if they had several users"),
+    (
+        remove_no_ops,
+        "before patterns are looked for: aliases and casts to the same type hide a convolution from its batch norm",
+    ),
+    (fold_batch_norm, "before simplify and cse, which may give the convolution a second user"),
+    (simplify, "before fold_constants: less to evaluate"),
+    (fold_constants, "before cse: equal constants become one"),
+    (cse, "after all that makes expressions equal"),
+    (remove_no_ops, "again: copies of folded constants, views that simplify brought together"),
+    (dead_code, "last: sweeps what the others left"),
+)
+
+
+def run_passes(
+    gm: torch.fx.GraphModule, ctx: PassContext, passes: Sequence[tuple[Pass, str]] = PASSES
+) -> torch.fx.GraphModule:
+    """Run the passes over the graph, in place, checking it after each one that changed it; returns the graph.
+
+    Raises PassError, naming the pass and those before it, when a pass raises or breaks a rule of `verify`.
+    """
+    contract = Contract.of(gm)
+    done: list[str] = []
+    for graph_pass, _reason in passes:
+        name = graph_pass.__name__
+        try:
+            if graph_pass(gm, ctx):
+                log.debug("%s changed the graph (now %d nodes)", name, len(gm.graph.nodes))
+                verify(gm, contract)
+        except Exception as error:
+            before = ", ".join(done) or "none"
+            raise PassError(f"pass {name} failed (passes before it: {before}): {error}") from error
+        done.append(name)
+    gm.recompile()
+    return gm

@@ -1,0 +1,107 @@
+"""Drop operators that return what they were given, and merge chains of views."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx
+
+from torch_hybrid_backend.passes.context import PassContext
+from torch_hybrid_backend.passes.purity import has_mutation, is_view
+from torch_hybrid_backend.passes.rewrite import insert, replace, same_dim, same_spec
+
+aten = torch.ops.aten
+
+# Copies: droppable where the copy has the strides of the original and nobody can tell the two memories apart.
+COPIES = frozenset({aten.clone.default, aten.lift_fresh_copy.default, aten._to_copy.default})
+# Views whose result is determined by its shape alone, so that only the last of a chain matters.
+RESHAPES = frozenset(
+    {aten.view.default, aten.unsqueeze.default, aten.squeeze.dims, aten.squeeze.dim, aten.squeeze.default}
+)
+
+
+def remove_no_ops(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
+    """Remove casts to the same dtype, copies, and views that change nothing (same shape, full slice, identity
+    permutation); merge view-of-view and permute-of-permute.
+
+    A copy whose memory format differs from its input's stays: it is a real layout change. A copy that keeps an
+    output's memory apart from an input's, a constant's or another output's stays.
+    """
+    if has_mutation(gm):
+        return False
+    changed = False
+    for node in list(gm.graph.nodes):
+        if node.op != "call_function" or not node.args or not isinstance(node.args[0], torch.fx.Node):
+            continue
+        if node.target in COPIES:
+            changed |= replace(gm, node, node.args[0])
+        elif is_view(node):
+            changed |= _remove_view(gm, node) or _merge_views(gm, node) or _plain_view(gm, node)
+    return changed
+
+
+def _remove_view(gm: torch.fx.GraphModule, node: torch.fx.Node) -> bool:
+    base: Any = node.args[0]
+    before, after = base.meta.get("val"), node.meta.get("val")
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return False
+    if not same_spec(before, after) or not same_dim(before.storage_offset(), after.storage_offset()):
+        return False
+    return replace(gm, node, base)
+
+
+def _merge_views(gm: torch.fx.GraphModule, node: torch.fx.Node) -> bool:
+    inner: Any = node.args[0]
+    if node.target in RESHAPES and inner.target in RESHAPES:
+        target, rest = aten.view.default, (_shape_argument(node),)
+        if rest[0] is None:
+            return False
+    elif node.target is aten.permute.default and inner.target is aten.permute.default:
+        rank = len(inner.args[1])
+        target, rest = aten.permute.default, ([inner.args[1][d] % rank for d in node.args[1]],)  # type: ignore[union-attr]
+    else:
+        return False
+    source: Any = inner.args[0]
+    if not all(isinstance(dim, int) for dim in (*source.meta["val"].shape, *source.meta["val"].stride())):
+        return False  # finding out whether the step is a view could add guards
+    try:
+        merged = insert(node, target, source, *rest)
+    except (RuntimeError, ValueError):
+        return False  # the whole step is not a view of `source`, though each half is a view of its own input
+    if same_spec(merged.meta["val"], node.meta["val"]):
+        node.replace_all_uses_with(merged)
+        gm.graph.erase_node(node)
+        if not inner.users:
+            gm.graph.erase_node(inner)
+        return True
+    gm.graph.erase_node(merged)
+    return False
+
+
+def _plain_view(gm: torch.fx.GraphModule, node: torch.fx.Node) -> bool:
+    """`as_strided` that only reshapes a contiguous tensor becomes `view`, which every engine knows."""
+    base: Any = node.args[0]
+    if node.target is not aten.as_strided.default or not all(isinstance(n, int) for n in node.meta["val"].shape):
+        return False
+    before, after = base.meta["val"], node.meta["val"]
+    static = all(isinstance(n, int) for n in before.shape)
+    if not static or not (before.is_contiguous() and after.is_contiguous()) or before.numel() != after.numel():
+        return False
+    if not same_dim(before.storage_offset(), after.storage_offset()):
+        return False
+    view = insert(node, aten.view.default, base, list(after.shape))
+    if not same_spec(view.meta["val"], after):
+        gm.graph.erase_node(view)
+        return False
+    node.replace_all_uses_with(view)
+    gm.graph.erase_node(node)
+    return True
+
+
+def _shape_argument(node: torch.fx.Node) -> object:
+    """The node's result shape as `view` takes it; None where a symbolic size has no node to name it."""
+    if node.target is aten.view.default:
+        return node.args[1]
+    shape = list(node.meta["val"].shape)
+    return shape if all(isinstance(size, int) for size in shape) else None

@@ -1,0 +1,123 @@
+"""Legality of a graph between passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.errors import PassError
+from torch_hybrid_backend.passes.purity import is_mutating, outputs_of, storage_root
+
+aten = torch.ops.aten
+
+# The one mutation that a functional graph may hold: AOTAutograd's copy of a mutated input back, at the graph's end.
+ALLOWED_MUTATIONS = frozenset({aten.copy_.default})
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """What no pass may change: the inputs, what the outputs look like, and which of them share memory.
+
+    `outputs[i]` is a tensor's spec, the text of a size expression, or a literal. `shared` are the pairs of outputs
+    that may share memory, and the pairs (output, -1 - k) where output shares the k-th placeholder's.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[object, ...]
+    shared: frozenset[tuple[int, int]]
+
+    @staticmethod
+    def of(gm: torch.fx.GraphModule) -> Contract:
+        """The contract that a graph as it stands fulfils."""
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        return Contract(
+            tuple(node.name for node in placeholders),
+            tuple(_describe(value) for value in outputs_of(gm)),
+            _shared(gm, placeholders),
+        )
+
+
+def _describe(value: Any) -> object:
+    if not isinstance(value, torch.fx.Node):
+        return value
+    known = value.meta.get("val")
+    return TensorSpec.of(known) if isinstance(known, torch.Tensor) and known.layout is torch.strided else str(known)
+
+
+def _shared(gm: torch.fx.GraphModule, placeholders: Sequence[torch.fx.Node]) -> frozenset[tuple[int, int]]:
+    input_number = {node: -1 - k for k, node in enumerate(placeholders)}
+    residents: dict[torch.fx.Node, list[int]] = {}
+    pairs: set[tuple[int, int]] = set()
+    for k, value in enumerate(outputs_of(gm)):
+        if isinstance(value, torch.fx.Node) and isinstance(value.meta.get("val"), torch.Tensor):
+            root = storage_root(value)
+            if root.op == "placeholder":
+                pairs.add((k, input_number[root]))
+            elif root.op == "get_attr":
+                pairs.add((k, -1 - len(placeholders)))
+            pairs.update((earlier, k) for earlier in residents.setdefault(root, []))
+            residents[root].append(k)
+    return frozenset(pairs)
+
+
+def verify(gm: torch.fx.GraphModule, contract: Contract) -> None:
+    """Check the graph's own rules and the contract.
+
+    Raises PassError saying what is broken: the graph is malformed; an operator lacks `meta["val"]`; an operator
+    mutates; inputs were added, lost or reordered; an output changed in dtype, shape, strides or value; outputs share
+    memory that did not.
+    """
+    try:
+        gm.graph.lint()
+    except RuntimeError as error:
+        raise PassError(f"the graph is malformed: {error}") from error
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and "val" not in node.meta and not _returns_nothing(node):
+            raise PassError(f"node {node.name} ({node.target}) has no meta['val']; build nodes with rewrite.insert")
+        if is_mutating(node) and node.target not in ALLOWED_MUTATIONS:
+            raise PassError(f"node {node.name} ({node.target}) mutates its argument; only copy_ may")
+    now = Contract.of(gm)
+    if now.inputs != contract.inputs:
+        raise PassError(f"the inputs changed from {contract.inputs} to {now.inputs}")
+    if len(now.outputs) != len(contract.outputs):
+        raise PassError(f"the number of outputs changed from {len(contract.outputs)} to {len(now.outputs)}")
+    for position, (before, after) in enumerate(zip(contract.outputs, now.outputs, strict=True)):
+        if before != after:
+            raise PassError(f"output {position} changed from {before} to {after}")
+    if now.shared - contract.shared:
+        raise PassError(
+            f"outputs share memory that did not before: {sorted(now.shared - contract.shared)} "
+            "(pairs of output positions; -1 - k stands for input k, one past the last for a constant)"
+        )
+
+
+def _returns_nothing(node: torch.fx.Node) -> bool:
+    """Assertions and higher-order operators may carry no value."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return not target._schema.returns
+    return True
+
+
+def verify_values(gm: torch.fx.GraphModule) -> None:
+    """Check that every operator's `meta["val"]` is what the operator returns for its arguments' (slow: runs the whole
+    graph on fake tensors; for tests). Raises PassError naming the first node that differs."""
+    mode = detect_fake_mode([node.meta.get("val") for node in gm.graph.nodes]) or FakeTensorMode()
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        with mode:
+            value = node.target(*args, **kwargs)
+        known = node.meta["val"]
+        if isinstance(value, torch.Tensor) and TensorSpec.of(value) != TensorSpec.of(known):
+            raise PassError(
+                f"node {node.name} yields {TensorSpec.of(value)}; its meta['val'] says {TensorSpec.of(known)}"
+            )
