@@ -113,6 +113,8 @@ class Context:
         """The value in memory: itself if it is a buffer already."""
         if isinstance(value, Buffer):
             return value
+        if isinstance(value, Map) and value.realized is not None:
+            return value.realized
         return self.realize(MapOp(Buffer(value.shape, value.dtype), value))
 
     def reduce(
