@@ -1,0 +1,390 @@
+"""The pool of kernel compiler processes.
+
+    compiler = KernelCompiler(threads=2)
+    for made in compiler.compile([Job(...), Job(...)], deadline_s=60):   # a Path, or the exception that stopped the job
+        ...
+
+Processes start when first needed, stay for a while and leave when idle. One that dies costs the job it was at, one that hangs is killed
+at the deadline; neither concerns other jobs. They are plain subprocesses: multiprocessing would import the user's script again.
+Works on Linux and macOS (it waits on pipes).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import pickle
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch_hybrid_backend
+from torch_hybrid_backend.engines.tvm.protocol import IDLE_EXIT_STATUS, Job, Order, frame, split_frame
+from torch_hybrid_backend.errors import CompileError, CompilerCrashError, DeadlineError, ScheduleError
+
+_log = logging.getLogger(__name__)
+
+_JOBS_PER_PROCESS = 4  # starting a process takes about as long as compiling so many kernels
+_STARTS = 2  # a process may be killed by chance while it starts; twice is no chance
+_CHUNK_BYTES = 1 << 16
+_TAIL_CHARACTERS = 2000
+_GRACE_S = 5.0
+# Imports this very package, wherever it lies, without putting its folder before the standard library for everything else; what the parent's
+# path has beyond an interpreter's usual one comes last.
+_BOOTSTRAP = """
+import sys
+root, idle_s, *more = sys.argv[1:]
+sys.path.insert(0, root)
+import torch_hybrid_backend
+del sys.path[0]
+sys.path.extend(folder for folder in more if folder not in sys.path)
+from torch_hybrid_backend.engines.tvm.worker import main
+main(float(idle_s))
+"""
+
+
+class KernelCompiler:
+    """Compiles kernels in up to `threads` processes. Owns them; thread-safe.
+
+    After a fork the child starts processes of its own. They end with this object, with the interpreter, or after `idle_s` seconds without work.
+    """
+
+    def __init__(self, threads: int, idle_s: float = 60.0) -> None:
+        self._threads = max(1, threads)
+        self._idle_s = idle_s
+        self._of_process: _Processes | None = None
+
+    def start(self, jobs: int) -> None:
+        """Start, without waiting, the processes that so many jobs would use: they import TVM while the caller prepares the jobs."""
+        with contextlib.suppress(CompileError):  # `compile` will meet the same and report it
+            self._processes().start(self._wanted(jobs))
+
+    def compile(self, jobs: Sequence[Job], deadline_s: float) -> list[Path | CompileError]:
+        """Compile the jobs in parallel, those of one key once; gives, job by job, the library or what stopped it.
+
+        The exception is CompilerCrashError where the compiler died at the job, DeadlineError where the job was not finished within
+        `deadline_s` seconds from now, ScheduleError where no schedule serves the kernel, and CompileError for anything else.
+        """
+        if not jobs:
+            return []
+        distinct = list({job.key: job for job in reversed(jobs)}.values())[::-1]
+        made = _Batch(self._processes(), distinct, deadline_s, self._wanted(len(distinct))).run()
+        return [made[job.key] for job in jobs]
+
+    def close(self) -> None:
+        """End the processes. The compiler can be used again: it starts new ones."""
+        self._processes().close()
+
+    def _wanted(self, jobs: int) -> int:
+        return min(self._threads, math.ceil(jobs / _JOBS_PER_PROCESS))
+
+    def _processes(self) -> _Processes:
+        found = self._of_process
+        if found is None or found.pid != os.getpid():
+            # Two threads may get here at once: both see the one that was stored last.
+            self._of_process = found = _Processes(self._threads, self._idle_s)
+            weakref.finalize(self, found.close)
+        return found
+
+
+class _Worker:
+    """One compiler process. Owns the process, its pipes and the file its error output goes to."""
+
+    def __init__(self, idle_s: float) -> None:
+        self.ready = False
+        self.job: Job | None = None
+        self.outgoing = bytearray()
+        self._received = bytearray()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `end`)
+        root = str(Path(torch_hybrid_backend.__file__).parents[1])
+        # The child's environment is the parent's: it decides nothing here but how many threads libraries start.
+        environment = {**os.environ, "TVM_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _BOOTSTRAP, root, str(idle_s), *filter(None, sys.path)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                env=environment,
+                bufsize=0,
+                start_new_session=True,  # Ctrl-C is the parent's to handle
+            )
+        except OSError as error:
+            self._errors.close()
+            raise CompileError(f"the kernel compiler cannot be started ({sys.executable}): {error}") from error
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.stdin, self.stdout = self.process.stdin.fileno(), self.process.stdout.fileno()
+        os.set_blocking(self.stdin, False)
+        os.set_blocking(self.stdout, False)
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def write(self) -> None:
+        """Send what the pipe takes of `outgoing`."""
+        try:
+            del self.outgoing[: os.write(self.stdin, self.outgoing)]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            self.outgoing.clear()  # it died: `read` finds the end of its output
+
+    def read(self) -> list[dict[str, object]] | None:
+        """The answers that have arrived; None where there will be none any more."""
+        try:
+            chunk = os.read(self.stdout, _CHUNK_BYTES)
+        except BlockingIOError:
+            return []
+        if not chunk:
+            return None
+        self._received += chunk
+        answers = []
+        while (payload := split_frame(self._received)) is not None:
+            answers.append(json.loads(payload))
+        return answers
+
+    def end(self) -> int:
+        """Kill the process with its children where it still runs; its exit status, negative for a signal."""
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        status = self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+        return status
+
+    def last_words(self) -> str:
+        """The end of its error output."""
+        self._errors.seek(0)
+        return self._errors.read().decode(errors="replace")[-_TAIL_CHARACTERS:].strip()
+
+
+class _Processes:
+    """The compiler processes of one process: who is idle, and how many there are."""
+
+    def __init__(self, limit: int, idle_s: float) -> None:
+        self.pid = os.getpid()
+        self._limit = limit
+        self._idle_s = idle_s
+        self._changed = threading.Condition()
+        self._idle: list[_Worker] = []
+        self._all: set[_Worker] = set()
+
+    def start(self, count: int) -> None:
+        with self._changed:
+            while len(self._all) < min(count, self._limit):
+                self._idle.append(self._new())
+
+    def take(self, until: float | None) -> _Worker | None:
+        """An idle or a new process; where all are in use, wait for one `until` that time (None: do not wait), else None."""
+        with self._changed:
+            while True:
+                while self._idle:
+                    worker = self._idle.pop()
+                    if worker.alive:
+                        return worker
+                    self._drop(worker)
+                if len(self._all) < self._limit:
+                    return self._new()
+                left = until - time.monotonic() if until is not None else 0.0
+                if left <= 0:
+                    return None
+                self._changed.wait(left)
+
+    def give_back(self, worker: _Worker) -> None:
+        with self._changed:
+            self._idle.append(worker)
+            self._changed.notify()
+
+    def discard(self, worker: _Worker) -> int:
+        """End a process that nobody shall use again; its exit status."""
+        with self._changed:
+            status = self._drop(worker)
+            self._changed.notify()
+        return status
+
+    def close(self) -> None:
+        if self.pid != os.getpid():
+            return  # a forked child: they are its parent's
+        with self._changed:
+            for worker in list(self._all):
+                self._drop(worker)
+            self._idle.clear()
+            self._changed.notify_all()
+
+    def _new(self) -> _Worker:
+        worker = _Worker(self._idle_s)
+        self._all.add(worker)
+        return worker
+
+    def _drop(self, worker: _Worker) -> int:
+        self._all.discard(worker)
+        return worker.end()
+
+
+class _Batch:
+    """One call of `compile`: hands jobs to processes that are ready and collects the answers, in the calling thread."""
+
+    def __init__(self, processes: _Processes, jobs: Sequence[Job], deadline_s: float, wanted: int) -> None:
+        self._processes = processes
+        self._deadline_s = deadline_s
+        self._until = time.monotonic() + deadline_s
+        self._pending = deque(jobs)
+        self._wanted = wanted
+        self._workers: list[_Worker] = []
+        self._failed_starts = 0
+        self._made: dict[str, Path | CompileError] = {}
+        self._selector = selectors.DefaultSelector()
+
+    def run(self) -> dict[str, Path | CompileError]:
+        """Results by key. Whatever interrupts it (Ctrl-C), processes at work are killed, the others given back."""
+        try:
+            while self._pending or any(worker.job for worker in self._workers):
+                self._hire()
+                if not self._workers or time.monotonic() >= self._until:
+                    self._stop_at_deadline()
+                    break
+                for key, events in self._selector.select(self._until - time.monotonic()):
+                    worker: _Worker = key.data
+                    # Both pipes of a process may be ready at once, and what is read may have been its end.
+                    if events & selectors.EVENT_WRITE and worker in self._workers:
+                        self._write(worker)
+                    if events & selectors.EVENT_READ and worker in self._workers:
+                        self._read(worker)
+        finally:
+            for worker in list(self._workers):
+                self._release(worker, usable=worker.job is None)
+            self._selector.close()
+        return self._made
+
+    def _hire(self) -> None:
+        """Processes for what is pending, as many as wanted; waits for one only where this batch has none."""
+        while self._pending and len(self._workers) < min(self._wanted, len(self._pending) + self._busy):
+            try:
+                worker = self._processes.take(None if self._workers else self._until)
+            except CompileError as error:
+                self._fail_pending(error)
+                return
+            if worker is None:
+                return
+            self._workers.append(worker)
+            self._selector.register(worker.stdout, selectors.EVENT_READ, worker)
+            self._order(worker)
+
+    @property
+    def _busy(self) -> int:
+        return sum(worker.job is not None for worker in self._workers)
+
+    def _order(self, worker: _Worker) -> None:
+        """Give the next job to a process that is ready, or give the process back where nothing is left."""
+        while worker.ready and self._pending:
+            job = self._pending.popleft()
+            order = Order(job, max(self._until - time.monotonic(), 0.0) + _GRACE_S)
+            try:
+                payload = pickle.dumps(order)
+            except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
+                self._made[job.key] = CompileError(f"{job.symbol} cannot be sent to the compiler: {error}")
+                continue
+            worker.job = job
+            worker.outgoing += frame(payload)
+            self._selector.register(worker.stdin, selectors.EVENT_WRITE, worker)
+            return
+        if not self._pending:
+            self._release(worker, usable=True)
+
+    def _write(self, worker: _Worker) -> None:
+        worker.write()
+        if not worker.outgoing:
+            self._selector.unregister(worker.stdin)
+
+    def _read(self, worker: _Worker) -> None:
+        answers = worker.read()
+        if answers is None:
+            self._died(worker)
+            return
+        for answer in answers:
+            if "ready" in answer:
+                worker.ready = bool(answer["ready"])
+                if not worker.ready:
+                    self._release(worker, usable=False)
+                    self._fail_pending(_as_exception("the kernel compiler cannot start", answer["error"]))
+                    return
+            elif worker.job is not None:
+                job, worker.job = worker.job, None
+                failure = answer["error"]
+                self._made[job.key] = (
+                    _as_exception(f"{job.symbol} was not compiled", failure) if failure else Path(job.output)
+                )
+            self._order(worker)
+
+    def _died(self, worker: _Worker) -> None:
+        job, started, words = worker.job, worker.ready, worker.last_words()
+        # Its output has ended, so it is about to end: let it, for the sake of its exit status.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            worker.process.wait(_GRACE_S)
+        status = self._release(worker, usable=False)
+        if started and status == IDLE_EXIT_STATUS:
+            if job is not None:
+                self._pending.appendleft(job)
+            return
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        said = f"\nIts last words:\n{words}" if words else ""
+        if job is not None:
+            kind = type(job.kernel).__name__
+            self._made[job.key] = CompilerCrashError(
+                f"the kernel compiler {how} while it compiled {job.symbol}, a {kind}.{said}"
+            )
+            return
+        self._failed_starts += not started
+        if self._failed_starts >= _STARTS:
+            self._fail_pending(CompileError(f"the kernel compiler ({sys.executable}) {how} before it was ready.{said}"))
+
+    def _release(self, worker: _Worker, *, usable: bool) -> int:
+        """Take a process out of this batch; where it was ended, its exit status."""
+        self._workers.remove(worker)
+        for descriptor in (worker.stdin, worker.stdout):
+            if descriptor in self._selector.get_map():
+                self._selector.unregister(descriptor)
+        if usable:
+            self._processes.give_back(worker)
+            return 0
+        return self._processes.discard(worker)
+
+    def _fail_pending(self, error: CompileError) -> None:
+        for job in self._pending:
+            self._made[job.key] = error
+        self._pending.clear()
+
+    def _stop_at_deadline(self) -> None:
+        late = [worker.job for worker in self._workers if worker.job is not None]
+        for job in (*late, *self._pending):
+            self._made[job.key] = DeadlineError(f"{job.symbol} was not compiled within {self._deadline_s:g} s")
+        self._pending.clear()
+
+
+def _as_exception(what: str, described: object) -> CompileError:
+    """An exception that a worker described, with its traceback as a note."""
+    fields = described if isinstance(described, dict) else {}
+    kind, message = str(fields.get("type", "")), str(fields.get("message", ""))
+    if kind == "ScheduleError":
+        error: CompileError = ScheduleError(f"{what}: {message}")
+    elif kind == "CompileError":
+        error = CompileError(f"{what}: {message}")
+    else:
+        error = CompileError(f"{what}: {kind}: {message}")
+    error.add_note(str(fields.get("traceback", "")))
+    return error

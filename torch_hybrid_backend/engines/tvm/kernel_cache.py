@@ -1,0 +1,108 @@
+"""Compiled kernels: found in this process, else on disk, else compiled and put there.
+
+The order of things for a kernel: its key (`kernel_key`), the memo of this process, the store (which verifies the checksum of what it
+hands out, and drops what fails), the compiler processes. A failure is not remembered: the next compilation tries again.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch_hybrid_backend.engines.tvm.compile_pool import KernelCompiler
+from torch_hybrid_backend.engines.tvm.kernel_key import kernel_key
+from torch_hybrid_backend.engines.tvm.protocol import Job
+from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.errors import CacheError, CompileError
+from torch_hybrid_backend.loops.kernels import Kernel
+from torch_hybrid_backend.store import Store
+
+_log = logging.getLogger(__name__)
+
+KIND = "kernels"
+
+# (store, key) -> library. Writes of single items are atomic; two threads that compile one kernel at once write equal things.
+_memo: dict[tuple[str, str], CompiledKernel] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledKernel:
+    """A kernel in a shared library: the entry point is `__tvm_ffi_<symbol>`."""
+
+    library: str
+    symbol: str
+    key: str
+
+
+def symbol_of(key: str) -> str:
+    """The name of the kernel with this key in its library."""
+    return f"kernel_{key[:16]}"
+
+
+def compile_kernels(
+    kernels: Sequence[Kernel], target: Target, compiler: KernelCompiler, store: Store, deadline_s: float
+) -> list[CompiledKernel | Exception]:
+    """The kernels' libraries, kernel by kernel, or what stopped them: a CompileError, or CacheError where the store cannot be written.
+
+    Compiles, in parallel and equal ones once, what neither this process nor the store has; gives up on those after `deadline_s` seconds.
+    """
+    start = time.monotonic()
+    keys = [_key(kernel, target) for kernel in kernels]
+    found: dict[str, CompiledKernel | Exception] = {}
+    missing: dict[str, Kernel] = {}
+    for key, kernel in zip(keys, kernels, strict=True):
+        if isinstance(key, Exception) or key in found or key in missing:
+            continue
+        known = _lookup(key, store)
+        if known is not None:
+            found[key] = known
+        else:
+            missing[key] = kernel
+    if missing:
+        _log.debug("%d kernels found, %d to compile", len(found), len(missing))
+        found.update(_compile(missing, target, compiler, store, deadline_s - (time.monotonic() - start)))
+    return [key if isinstance(key, Exception) else found[key] for key in keys]
+
+
+def _key(kernel: Kernel, target: Target) -> str | CompileError:
+    try:
+        return kernel_key(kernel, target)
+    except (TypeError, RecursionError) as error:
+        return CompileError(f"a {type(kernel).__name__} has no key: {error}")
+
+
+def _lookup(key: str, store: Store) -> CompiledKernel | None:
+    at = (str(store.root), key)
+    known = _memo.get(at)
+    if known is not None and Path(known.library).is_file():
+        return known
+    path = store.path_of(KIND, key)
+    if path is None:
+        return None
+    _memo[at] = CompiledKernel(str(path), symbol_of(key), key)
+    return _memo[at]
+
+
+def _compile(
+    kernels: dict[str, Kernel], target: Target, compiler: KernelCompiler, store: Store, deadline_s: float
+) -> dict[str, CompiledKernel | Exception]:
+    results: dict[str, CompiledKernel | Exception] = {}
+    with tempfile.TemporaryDirectory(prefix="torch_hybrid_backend-") as folder:
+        jobs = [
+            Job(key, symbol_of(key), kernel, target, str(Path(folder) / f"{key}.so")) for key, kernel in kernels.items()
+        ]
+        for job, made in zip(jobs, compiler.compile(jobs, deadline_s), strict=True):
+            if isinstance(made, Exception):
+                results[job.key] = made
+                continue
+            try:
+                path = store.put(KIND, job.key, made.read_bytes(), ".so")
+            except CacheError as error:
+                results[job.key] = error
+                continue
+            results[job.key] = _memo[(str(store.root), job.key)] = CompiledKernel(str(path), job.symbol, job.key)
+    return results

@@ -1,0 +1,138 @@
+"""The kernel compiler process: jobs in on standard input, libraries out on disk, answers on standard output.
+
+A process of its own, because a kernel can crash LLVM, and because importing TVM costs a second and 200 MB that the user's process is
+better off without. `compile_pool` starts it and is the only one to speak to it (`protocol`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import json
+import os
+import pickle
+import select
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from torch_hybrid_backend.engines.tvm.linker import link
+from torch_hybrid_backend.engines.tvm.protocol import IDLE_EXIT_STATUS, Job, Order, frame, split_frame
+from torch_hybrid_backend.engines.tvm.target import Target, tvm_target
+
+_CHUNK_BYTES = 1 << 16
+
+
+def main(idle_s: float) -> None:
+    """Serve jobs until standard input ends, or exit with IDLE_EXIT_STATUS when none came for `idle_s` seconds."""
+    faulthandler.enable()
+    _forbid_core_dumps()
+    # The two ends move out of the way: what TVM, LLVM or a linker print must not be taken for an answer.
+    orders, answers = os.dup(0), os.dup(1)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    try:
+        _import_compiler()
+    except Exception as error:  # whatever an installation can get wrong: it is reported, not swallowed
+        _answer(answers, {"ready": False, "error": _described(error)})
+        return
+    _answer(answers, {"ready": True})
+    received = bytearray()
+    while True:
+        payload = split_frame(received)
+        if payload is None:
+            if not select.select([orders], [], [], idle_s)[0]:
+                sys.exit(IDLE_EXIT_STATUS)
+            chunk = os.read(orders, _CHUNK_BYTES)
+            if not chunk:
+                return
+            received += chunk
+            continue
+        _answer(answers, {"error": _serve(payload)})
+
+
+def compile_kernel(job: Job) -> None:
+    """Emit, compile and link one kernel. Raises CompileError, or whatever TVM raises."""
+    import tvm
+
+    from torch_hybrid_backend.engines.tvm.emit import emit_kernel
+
+    function = emit_kernel(job.kernel, job.symbol, job.target)
+    built = tvm.tirx.build(tvm.IRModule({job.symbol: function}), target=_tvm_target(job.target))
+    output = Path(job.output)
+    if job.assembly:
+        output.with_suffix(".s").write_text(built.inspect_source("asm"))
+    object_file = output.with_suffix(".o")
+    built.write_to_file(str(object_file), "o")
+    try:
+        link(object_file, output)
+    finally:
+        object_file.unlink(missing_ok=True)
+
+
+def _serve(payload: bytes) -> dict[str, str] | None:
+    try:
+        order: Order = pickle.loads(payload)
+        with _time_limit(order.limit_s):
+            compile_kernel(order.job)
+    except Exception as error:  # the job's failure is the answer to it
+        return _described(error)
+    return None
+
+
+@functools.cache
+def _tvm_target(target: Target) -> Any:
+    return tvm_target(target)
+
+
+def _import_compiler() -> None:
+    """Import TVM without torch: tvm_ffi imports it where present, for conversions that a compiler never makes.
+
+    That would take two more seconds and twice the memory, and may start a C++ build of tvm_ffi's extension for torch.
+    """
+    hide = "torch" not in sys.modules
+    if hide:
+        sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        import tvm  # noqa: F401
+        from tvm import tirx  # noqa: F401
+    finally:
+        if hide:
+            del sys.modules["torch"]
+    import torch_hybrid_backend.engines.tvm.emit  # noqa: F401
+
+
+@contextlib.contextmanager
+def _time_limit(seconds: float) -> Any:
+    """The kernel's default action on SIGALRM ends this process, even while it hangs in C++."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.001))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _forbid_core_dumps() -> None:
+    import resource
+
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+
+
+def _described(error: BaseException) -> dict[str, str]:
+    return {
+        "type": type(error).__name__,
+        "message": str(error),
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+
+
+def _answer(descriptor: int, message: dict[str, object]) -> None:
+    data = frame(json.dumps(message).encode())
+    while data:
+        data = data[os.write(descriptor, data) :]
