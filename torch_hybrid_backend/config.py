@@ -7,8 +7,9 @@ Each field of `Config` is one setting. It can be given three ways; the first tha
 3. `torch.compile(model, backend="hybrid", mode="max-autotune")`, which presets a few fields (`MODES`)
 4. the field's default
 
-`backend.py` reads the environment once (`Config.from_env`) and passes the result down; nothing else in the package reads it.
-`python -m torch_hybrid_backend.config README.md` rewrites the settings table of a file between its two markers.
+`backend.py` reads the environment once (`Config.from_env`) and passes the result down; nothing else in the package
+reads it. `python -m torch_hybrid_backend.config README.md` rewrites the settings table of a file between its two
+markers.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ TABLE_START, TABLE_END = "<!-- settings:start -->", "<!-- settings:end -->"
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
-def _choice(*legal: str) -> Callable[[object], object]:
+# Gives a field's value, or raises ValueError with the legal values in words.
+_Parser = Callable[[object], object]
+
+
+def _choice(*legal: str) -> _Parser:
     def parse(raw: object) -> object:
         value = raw.strip().lower() if isinstance(raw, str) else raw
         if value not in legal:
@@ -47,7 +52,7 @@ def _boolean(raw: object) -> object:
     return value
 
 
-def _whole(minimum: int) -> Callable[[object], object]:
+def _whole(minimum: int) -> _Parser:
     def parse(raw: object) -> object:
         meaning = f"a whole number, at least {minimum}"
         if isinstance(raw, bool) or not isinstance(raw, str | int):
@@ -97,7 +102,7 @@ def _default_cache_dir() -> Path:
     return root / "torch_hybrid_backend"
 
 
-def _setting(parse: Callable[[object], object], values: str, meaning: str, shown_default: str = "") -> dict[str, object]:
+def _setting(parse: _Parser, values: str, meaning: str, shown_default: str = "") -> dict[str, object]:
     return {"parse": parse, "values": values, "meaning": meaning, "shown_default": shown_default}
 
 
@@ -152,7 +157,10 @@ class Config:
     cache_dir: Path = dataclasses.field(
         default_factory=_default_cache_dir,
         metadata=_setting(
-            _directory, "a path", "where they are kept; private to the user", "$XDG_CACHE_HOME/torch_hybrid_backend, else ~/.cache/torch_hybrid_backend"
+            _directory,
+            "a path",
+            "where they are kept; private to the user",
+            "$XDG_CACHE_HOME/torch_hybrid_backend, else ~/.cache/torch_hybrid_backend",
         ),
     )
     compile_threads: int = dataclasses.field(
@@ -161,7 +169,9 @@ class Config:
     )
     compile_deadline_s: float = dataclasses.field(
         default=300.0,
-        metadata=_setting(_seconds, "seconds", "time one graph's kernels may take to compile; what is late runs in eager"),
+        metadata=_setting(
+            _seconds, "seconds", "time that one graph's kernels may take to compile; late ones run in eager"
+        ),
     )
     log: str = dataclasses.field(
         default="",
@@ -205,7 +215,7 @@ class Config:
         return config._updated(dict(options or {}), shown=lambda field: f'options["{field}"]')
 
     def select(self, known: Sequence[str]) -> tuple[str, ...]:
-        """Names of the engines to use, of those `known`, in order of preference; eager, which cannot be switched off, is last.
+        """Names of the engines to use, of those `known`, in order of preference. Eager cannot be off, and is last.
 
         Raises ConfigError where `engines` or `disable_engines` name an engine that does not exist.
         """
@@ -224,7 +234,8 @@ class Config:
         parsed: dict[str, object] = {}
         for name, raw in given.items():
             if name not in fields:
-                raise ConfigError(f"unknown option {name!r}. The options of the hybrid backend are: {', '.join(fields)}")
+                legal = ", ".join(fields)
+                raise ConfigError(f"unknown option {name!r}. The options of the hybrid backend are: {legal}")
             try:
                 parsed[name] = fields[name].metadata["parse"](raw)
             except ValueError as error:
@@ -262,13 +273,17 @@ def settings_table() -> str:
     """The settings as a Markdown table, for the README."""
     lines = ["| option | environment | values | default | meaning |", "|---|---|---|---|---|"]
     for field in setting_fields():
-        default = field.metadata["shown_default"]
-        if not default:
-            value = field.default
-            default = {True: "1", False: "0"}[value] if isinstance(value, bool) else ",".join(value) if isinstance(value, tuple) else str(value)
-        cells = (f"`{field.name}`", f"`{PREFIX}{field.name.upper()}`", field.metadata["values"], default, field.metadata["meaning"])
+        default = field.metadata["shown_default"] or _shown_default(field.default)
+        names = (f"`{field.name}`", f"`{PREFIX}{field.name.upper()}`")
+        cells = (*names, field.metadata["values"], default, field.metadata["meaning"])
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _shown_default(value: object) -> str:
+    if isinstance(value, bool):
+        return "1" if value else "0"
+    return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
 def with_current_table(text: str) -> str:

@@ -1,7 +1,7 @@
 """The one timer: placement and benchmarks time with it, so that their numbers mean the same.
 
-Candidates are timed in interleaved rounds (a, b, c, a, b, c, ...): a machine that slows down for a while slows all of them,
-and ratios hold. The median of the rounds is the result; the spread is the distance between the quartiles.
+Candidates are timed in interleaved rounds (a, b, c, a, b, c, ...): a machine that slows down for a while slows all of
+them, and ratios hold. The median of the rounds is the result; the spread is the distance between the quartiles.
 """
 
 from __future__ import annotations

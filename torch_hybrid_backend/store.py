@@ -1,11 +1,11 @@
 """The on-disk store: bytes under (kind, key), shared by the processes of one user.
 
-A utility that any room may import (it imports errors only): partition keeps placement verdicts in it, engines keep kernel
-libraries. What it holds is read back as bytes or as a file path, never unpickled.
+A utility that any room may import (it imports errors only): partition keeps placement verdicts in it, engines keep
+kernel libraries. What it holds is read back as bytes or as a file path, never unpickled.
 
-Layout: `<root>/<kind>/<key>/<SHA-256 of the content><suffix>`. The name is the checksum, so an entry is one file, written
-to a temporary name and moved into place by `os.replace`: readers see all of it or nothing, and two processes that write
-different bytes under one key do not disturb each other.
+Layout: `<root>/<kind>/<key>/<SHA-256 of the content><suffix>`. The name is the checksum, so an entry is one file,
+written to a temporary name and moved into place by `os.replace`: readers see all of it or nothing, and two processes
+that write different bytes under one key do not disturb each other.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from torch_hybrid_backend.errors import CacheError
 _log = logging.getLogger(__name__)
 _SAFE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 
+_ELSEWHERE = "HYBRID_CACHE_DIR sets another directory"
+
 
 class Store:
     """Bytes on disk, checked when read. Owns a temporary directory where the wanted one cannot be used."""
@@ -39,26 +41,27 @@ class Store:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = root.stat()
         except OSError as error:
-            raise CacheError(f"the cache directory {root} cannot be made: {error}. Set HYBRID_CACHE_DIR to one that can") from error
+            raise CacheError(f"the cache directory {root} cannot be made ({error}). {_ELSEWHERE}") from error
         if hasattr(os, "getuid") and status.st_uid != os.getuid():
             raise CacheError(
-                f"the cache directory {root} belongs to user {status.st_uid}, not to {os.getuid()}, who runs this process. "
-                "Set HYBRID_CACHE_DIR to a directory of your own"
+                f"the cache directory {root} belongs to user {status.st_uid}, and user {os.getuid()} runs this process. "
+                f"{_ELSEWHERE}"
             )
         if hasattr(os, "getuid") and status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise CacheError(
                 f"the cache directory {root} is writable for others (mode {stat.S_IMODE(status.st_mode):04o}). "
-                f"Make it private (chmod 700 {root}), or set HYBRID_CACHE_DIR to another"
+                f"Make it private (chmod 700 {root}). {_ELSEWHERE}"
             )
         try:
             with tempfile.TemporaryFile(dir=root):
                 pass
         except OSError as error:
-            raise CacheError(f"the cache directory {root} cannot be written: {error}. Set HYBRID_CACHE_DIR to one that can") from error
+            raise CacheError(f"the cache directory {root} cannot be written ({error}). {_ELSEWHERE}") from error
 
     @staticmethod
     def open(root: Path, *, enabled: bool = True, strict: bool = False) -> Store:
-        """The store at `root`; a temporary one, gone with the process, where `enabled` is false or `root` cannot be used.
+        """The store at `root`; a temporary one, gone with the process, where `enabled` is false or `root` cannot be
+        used.
 
         The latter gives one WARNING, or under `strict` raises CacheError.
         """
@@ -80,12 +83,12 @@ class Store:
         return found[1] if found else None
 
     def path_of(self, kind: str, key: str) -> Path | None:
-        """The file that holds the entry (a kernel library, say), its checksum verified by this call; None where absent."""
+        """The file that holds the entry (a kernel library, say), its checksum verified just now; None where absent."""
         found = self._read(kind, key)
         return found[0] if found else None
 
     def put(self, kind: str, key: str, data: bytes, suffix: str = "") -> Path:
-        """Write the entry atomically and return its path, which ends in `suffix`. Raises CacheError where it cannot be written."""
+        """Write the entry atomically; returns its path, which ends in `suffix`. Raises CacheError on failure."""
         folder = self._folder(kind, key)
         target = folder / (hashlib.sha256(data).hexdigest() + suffix)
         try:
@@ -123,7 +126,7 @@ class Store:
     def _folder(self, kind: str, key: str) -> Path:
         for name in (kind, key):
             if not _SAFE.fullmatch(name):
-                raise CacheError(f"{name!r} cannot name a cache entry; legal are up to 200 letters, digits, '.', '_' and '-'")
+                raise CacheError(f"{name!r} cannot name a cache entry; legal are 1 to 200 of a-z A-Z 0-9 . _ -")
         return self.root / kind / key
 
     @staticmethod

@@ -1,0 +1,56 @@
+"""Asking every engine about every operator: verdicts as values, kept for the plan."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from torch.fx import Node
+
+from torch_hybrid_backend.core.engine import Engine
+from torch_hybrid_backend.core.verdict import Reason, Refused, Verdict
+from torch_hybrid_backend.errors import RegionError
+from torch_hybrid_backend.partition.dependencies import has_effects, is_item
+
+_log = logging.getLogger(__name__)
+
+
+def capability(
+    operators: Sequence[Node], engines: Sequence[Engine], *, strict: bool
+) -> Mapping[Node, tuple[Verdict, ...]]:
+    """The verdict of each engine on each operator; every engine is asked at most once per operator.
+
+    What picks one of several outputs (getitem) goes with its operator. Operators with effects are eager's: a region
+    means the same each time it runs. An engine that raises instead of answering is taken to refuse, with one WARNING
+    for that engine, or RegionError under `strict`.
+    """
+    verdicts: dict[Node, tuple[Verdict, ...]] = {}
+    broken: set[str] = set()
+    for node in operators:
+        if is_item(node) and isinstance(node.args[0], Node) and node.args[0] in verdicts:
+            verdicts[node] = verdicts[node.args[0]]
+        elif node.op != "call_function":
+            refusal = Refused(Reason.UNKNOWN_OPERATOR, f"a node of kind {node.op} is no ATen operator")
+            verdicts[node] = (refusal,) * len(engines)
+        elif has_effects(node):
+            refusal = Refused(
+                Reason.UNKNOWN_OPERATOR, f"{node.target} writes in place, draws random numbers or asserts"
+            )
+            verdicts[node] = (refusal,) * len(engines)
+        else:
+            verdicts[node] = tuple(_ask(engine, node, broken, strict) for engine in engines)
+    return verdicts
+
+
+def _ask(engine: Engine, node: Node, broken: set[str], strict: bool) -> Verdict:
+    # Engines come from third parties too: whatever one raises may cost that operator, never the model.
+    try:
+        return engine.supports(node)
+    except Exception as error:
+        why = f"engine {engine.name} raised when asked about {node.target}: {type(error).__name__}: {error}"
+        if strict:
+            raise RegionError(why) from error
+        if engine.name not in broken:
+            broken.add(engine.name)
+            _log.warning("%s; such operators run in eager", why)
+        return Refused(Reason.RUNTIME_ERROR, why)

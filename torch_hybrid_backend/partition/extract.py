@@ -1,0 +1,125 @@
+"""Taking one segment out of the whole graph, as a region of its own."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.fx
+from torch.fx import Node
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+
+from torch_hybrid_backend.core.region import Region, RegionInput, Segment
+from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.partition.dependencies import is_operator
+from torch_hybrid_backend.partition.region_key import region_key
+
+_FRAME = re.compile(r'File "(?P<path>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]+)\n?(?P<code>[^\n]*)')
+_TORCH_FOLDER = str(Path(torch.__file__).parent)
+
+
+def source_line(node: Node) -> str:
+    """The user's line the node stems from, as "model.py:12 in forward: y = torch.relu(x)", or ""."""
+    trace = node.meta.get("stack_trace")
+    return _source_line(trace) if isinstance(trace, str) else ""
+
+
+@functools.lru_cache(maxsize=4096)
+def _source_line(trace: str) -> str:
+    frames = list(_FRAME.finditer(trace))
+    if not frames:
+        return ""
+    # The innermost frame outside PyTorch: inside torch.nn.Linear.forward nobody finds their own code again.
+    own = [frame for frame in frames if not frame["path"].startswith(_TORCH_FOLDER)]
+    frame = (own or frames)[-1]
+    code = frame["code"].strip()
+    where = f"{Path(frame['path']).name}:{frame['line']} in {frame['function'].strip()}"
+    return f"{where}: {code}" if code else where
+
+
+def extract(
+    name: str, nodes: Sequence[Node], engine: str, whole: torch.fx.GraphModule, constants: frozenset[str]
+) -> Segment:
+    """The segment of `nodes` (operators of `whole`, in its order) with its own GraphModule; `meta` is copied.
+
+    Inputs are in the order of their first use, outputs in graph order. Tensor constants (get_attr) are not inputs:
+    the region's module holds them, sharing their memory.
+    """
+    inside = set(nodes)
+    sources: dict[Node, None] = {}
+    attributes: dict[str, object] = {}
+    for node in nodes:
+        if node.op == "get_attr":
+            attributes[str(node.target)] = _attribute(whole, str(node.target))
+        for source in node.all_input_nodes:
+            if source.op == "get_attr":
+                attributes[str(source.target)] = _attribute(whole, str(source.target))
+            elif source not in inside:
+                sources[source] = None
+    graph = torch.fx.Graph()
+    own: dict[Node, Node] = {}
+    for source in sources:
+        own[source] = graph.placeholder(source.name)
+        own[source].meta = dict(source.meta)
+    for node in nodes:
+        for source in node.all_input_nodes:
+            if source.op == "get_attr" and source not in own:
+                own[source] = graph.node_copy(source)
+        if node not in own:
+            own[node] = graph.node_copy(node, own.__getitem__)
+    outputs = [node for node in nodes if any(_leaves(user, inside) for user in node.users)]
+    graph.output(tuple(own[node] for node in outputs))
+    with _use_lazy_graph_module(True):  # most regions never run from Python again: generate code only for those that do
+        module = _make_graph_module(attributes, graph, name)
+    inputs = tuple(RegionInput(source.name, _spec(source), source.name in constants) for source in sources)
+    region = Region(
+        name=name,
+        graph_module=module,
+        inputs=inputs,
+        outputs=tuple(_spec(node) for node in outputs),
+        node_names=tuple(node.name for node in nodes),
+        key=region_key(module, inputs),
+        source=next(filter(None, map(source_line, nodes)), ""),
+    )
+    return Segment(region, tuple(source.name for source in sources), tuple(node.name for node in outputs), engine)
+
+
+def _leaves(user: Node, inside: set[Node]) -> bool:
+    return user not in inside and (user.op == "output" or is_operator(user))
+
+
+def _spec(node: Node) -> TensorSpec | None:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    return TensorSpec.of(value)
+
+
+def _attribute(module: torch.nn.Module, target: str) -> object:
+    found: object = module
+    for part in target.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def outputs_of(graph: torch.fx.Graph) -> tuple[object, ...]:
+    """What the graph returns: names of values, and literals as they are."""
+    returned = next(node for node in reversed(graph.nodes) if node.op == "output").args[0]
+    items = returned if isinstance(returned, list | tuple) else (returned,)
+    return tuple(item.name if isinstance(item, Node) else item for item in items)
+
+
+def constants_of(graph: torch.fx.Graph) -> frozenset[str]:
+    """Names of the placeholders that hold parameters, buffers or folded values (`meta["constant"]`)."""
+    return frozenset(node.name for node in graph.nodes if node.op == "placeholder" and node.meta.get("constant"))
+
+
+def by_level(operators: Sequence[Node], levels: Sequence[int]) -> Mapping[int, list[Node]]:
+    """The operators of each level, in graph order, levels ascending."""
+    groups: dict[int, list[Node]] = {}
+    for node, level in zip(operators, levels, strict=True):
+        groups.setdefault(level, []).append(node)
+    return dict(sorted(groups.items()))

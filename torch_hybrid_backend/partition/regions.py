@@ -1,0 +1,185 @@
+"""Main graph -> PartitionedGraph: which operators run together, and which engine is to run them.
+
+Each operator is claimed by the first engine, in order, that supports it; eager takes the rest. `levels` cuts the
+coloured graph into convex segments. Segments too small to pay are demoted: their operators go to the next engine that
+supports them, in the end to eager, and the graph is cut again, so that what they separated grows together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.fx
+from torch.fx import Node
+
+from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.engine import Engine
+from torch_hybrid_backend.core.plan import NodeDecision, Refusal
+from torch_hybrid_backend.core.region import PartitionedGraph, Segment
+from torch_hybrid_backend.core.verdict import Reason, Refused, Verdict
+from torch_hybrid_backend.partition.capability import capability
+from torch_hybrid_backend.partition.dependencies import Dependencies, dependencies, is_item, is_view
+from torch_hybrid_backend.partition.extract import by_level, constants_of, extract, outputs_of, source_line
+from torch_hybrid_backend.partition.flops import node_flops
+from torch_hybrid_backend.partition.levels import segments, sink
+
+EAGER = "eager"
+
+# A region between eager segments with no more computing operators than this, none of them a product, costs more by
+# splitting eager in two (a call of Python more, about 10 us) than fusing two passes over a small tensor gains.
+ISLAND_NODES = 2
+
+# Demotion makes regions grow together, which settles after two or three cuts; the bound keeps the time linear.
+_MAX_CUTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """A partitioned graph and, operator by operator in graph order, who was to run it and who refused.
+
+    `candidates[name]`: the engines (eager left out) that may run region `name`, for they refuse none of its operators, in
+    order of preference; the one that claimed it is first. Empty for eager's segments.
+    """
+
+    graph: PartitionedGraph
+    nodes: tuple[NodeDecision, ...]
+    candidates: Mapping[str, tuple[str, ...]]
+
+
+def partition(graph_module: torch.fx.GraphModule, engines: Sequence[Engine], config: Config) -> Partition:
+    """Partition a functional ATen graph among `engines` (in order of preference; eager is implied).
+
+    Placeholders with `meta["constant"]` hold parameters or folded values. Every node carries `meta["val"]`. The graph
+    is not changed. Raises RegionError under `config.strict` where an engine raises instead of answering.
+    """
+    graph = graph_module.graph
+    offered = tuple(engine for engine in engines if engine.name != EAGER)
+    names = (*(engine.name for engine in offered), EAGER)
+    needs = dependencies(graph)
+    verdicts = dict(capability(needs.operators, offered, strict=config.strict))
+    flops = {node: node_flops(node) for node in needs.operators}
+    levels = _cut(needs, verdicts, flops, config.min_region_nodes)
+    constants = constants_of(graph)
+    cut: list[Segment] = []
+    home: dict[Node, Segment] = {}
+    candidates: dict[str, tuple[str, ...]] = {}
+    for index, nodes in enumerate(by_level(needs.operators, levels).values()):
+        engine = names[_colour(verdicts[nodes[0]])]
+        segment = extract(f"r{index}", nodes, engine, graph_module, constants)
+        candidates[segment.region.name] = _candidates(engine, nodes, verdicts, names)
+        cut.append(segment)
+        home.update(dict.fromkeys(nodes, segment))
+    decisions = tuple(_decision(node, home[node], verdicts[node], names, flops[node]) for node in needs.operators)
+    inputs = tuple(node.name for node in graph.nodes if node.op == "placeholder")
+    return Partition(PartitionedGraph(inputs, constants, tuple(cut), outputs_of(graph)), decisions, candidates)
+
+
+def _colour(verdicts: Sequence[Verdict]) -> int:
+    """The first engine that supports the operator; the number after the last engine is eager."""
+    return next((i for i, verdict in enumerate(verdicts) if verdict), len(verdicts))
+
+
+def _candidates(
+    claimed: str, nodes: Sequence[Node], verdicts: Mapping[Node, tuple[Verdict, ...]], names: Sequence[str]
+) -> tuple[str, ...]:
+    if claimed == EAGER:
+        return ()
+    able = (name for i, name in enumerate(names[:-1]) if all(verdicts[node][i] for node in nodes))
+    return tuple(dict.fromkeys((claimed, *able)))
+
+
+def _cut(
+    needs: Dependencies, verdicts: dict[Node, tuple[Verdict, ...]], flops: Mapping[Node, int], minimum: int
+) -> list[int]:
+    """Levels of the operators. Demotions are written into `verdicts`."""
+    engine_count = max((len(given) for given in verdicts.values()), default=0)
+    sinkable = [_sinkable(node, ordered) for node, ordered in zip(needs.operators, needs.ordered, strict=True)]
+    for attempt in range(_MAX_CUTS):
+        colours = [_colour(verdicts[node]) for node in needs.operators]
+        levels = segments(colours, needs.before, engine_count + 1)
+        levels = sink(levels, colours, needs.before, sinkable)
+        demoted = _too_small(needs, (colours, levels), flops, engine_count, minimum) if attempt < _MAX_CUTS - 1 else {}
+        if not demoted:
+            break
+        for i, why in demoted.items():
+            node = needs.operators[i]
+            given = list(verdicts[node])
+            given[colours[i]] = Refused(Reason.TOO_SMALL, why)
+            verdicts[node] = tuple(given)
+    return levels
+
+
+def _too_small(
+    needs: Dependencies, cut: tuple[Sequence[int], Sequence[int]], flops: Mapping[Node, int], eager: int, minimum: int
+) -> dict[int, str]:
+    """The operators in segments not worth an engine, each with the reason. `cut`: colours and levels."""
+    colours, levels = cut
+    computing: dict[int, int] = {}
+    heavy: set[int] = set()
+    reads_eager: set[int] = set()
+    read_by_eager: set[int] = set()
+    for i, node in enumerate(needs.operators):
+        level = levels[i]
+        computing[level] = computing.get(level, 0) + (not is_view(node) and not is_item(node))
+        if flops[node]:
+            heavy.add(level)
+        for u in needs.before[i]:
+            if colours[u] == eager != colours[i]:
+                reads_eager.add(level)
+            elif colours[i] == eager != colours[u]:
+                read_by_eager.add(levels[u])
+    demoted: dict[int, str] = {}
+    for i, level in enumerate(levels):
+        if colours[i] == eager:
+            continue
+        count = computing[level]
+        if count < minimum:
+            demoted[i] = f"its region has {count} computing operators, HYBRID_MIN_REGION_NODES asks for {minimum}"
+        elif count <= ISLAND_NODES and level not in heavy and level in reads_eager and level in read_by_eager:
+            demoted[i] = f"its region has {count} cheap operators between operators that eager runs"
+    return demoted
+
+
+def _sinkable(node: Node, ordered: bool) -> bool:
+    """Whether the node may move to its first user: it widens what it reads, or reads only what is there anyhow."""
+    value = node.meta.get("val")
+    if ordered or is_item(node) or not isinstance(value, torch.Tensor):
+        return False
+    carried = [source for source in node.all_input_nodes if source.op not in ("placeholder", "get_attr")]
+    read = sum(_elements(source.meta.get("val")) for source in carried)
+    made = _elements(value)
+    return made >= read if is_view(node) else made > read
+
+
+def _elements(value: object) -> int:
+    """Elements of a tensor, broadcast dimensions included; symbolic sizes by their hint, 0 where unknown."""
+    if not isinstance(value, torch.Tensor):
+        return 0
+    count = 1
+    for size in value.shape:
+        hint = size if isinstance(size, int) else size.node.hint
+        count *= int(hint) if hint is not None else 0
+    return count
+
+
+def _decision(
+    node: Node, segment: Segment, verdicts: Sequence[Verdict], names: Sequence[str], flops: int
+) -> NodeDecision:
+    given = zip(names, verdicts, strict=False)  # eager, the last name, gives no verdict
+    refusals = tuple(Refusal.of(name, verdict) for name, verdict in given if isinstance(verdict, Refused))
+    region = "" if segment.engine_hint == EAGER else segment.region.name
+    return NodeDecision(node.name, _shown(node), segment.engine_hint, region, source_line(node), flops, refusals)
+
+
+def _shown(node: Node) -> str:
+    if isinstance(node.target, str):
+        return f"{node.op}:{node.target}"
+    return "getitem" if is_item(node) else str(node.target)
+
+
+def with_engine(node: NodeDecision, engine: str, region: str, refusals: tuple[Refusal, ...]) -> NodeDecision:
+    """`node` as placement left it: run by `engine`, in `region` ("" in eager), with placement's refusals added."""
+    return dataclasses.replace(node, engine=engine, region=region, refusals=node.refusals + refusals)
