@@ -1,0 +1,144 @@
+"""The rooms of the package keep their walls: who may import whom, who may read the environment, what the map names.
+
+The rules are those of ARCHITECTURE.md. They are read from the source, so a module that nothing imports is checked as well.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "torch_hybrid_backend"
+
+_UTILITIES = {"config", "errors", "measure", "store"}
+# Room -> the other rooms it may import. The wiring (backend, cli and the package itself) may import all.
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "core": {"errors"},
+    "config": {"core", "errors"},
+    "measure": {"core", "errors"},
+    "store": {"core", "errors"},
+    "report": {"core", "errors"},
+    "capture": {"core", *_UTILITIES},
+    "passes": {"core", "errors"},
+    "partition": {"core", *_UTILITIES},
+    "loops": {"core", "errors"},
+    "engines": {"core", "loops", *_UTILITIES},
+    "runtime": {"core", *_UTILITIES},
+}
+WIRING = {"backend", "cli", "__init__"}
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def _room(path: Path) -> str:
+    """The room a source file lies in: the folder below the package, or the module's own name."""
+    first = path.relative_to(PACKAGE).parts[0]
+    return first.removesuffix(".py")
+
+
+def _imports(path: Path) -> Iterator[tuple[str, ...]]:
+    """Every import of the package in a file, inside functions and TYPE_CHECKING too, as parts below the package."""
+    here = path.relative_to(ROOT).with_suffix("").parts
+    package = here[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = ".".join((*package[: len(package) - node.level + 1], *filter(None, [base])))
+            names = [f"{base}.{alias.name}" for alias in node.names]
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == PACKAGE.name and len(parts) > 1:
+                yield tuple(parts[1:])
+
+
+def _named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_every_room_has_a_rule() -> None:
+    """A new folder or module at the top of the package states what it may import, here."""
+    assert {_room(path) for path in MODULES} <= ALLOWED.keys() | WIRING
+
+
+@pytest.mark.parametrize("path", MODULES, ids=_named)
+def test_rooms_import_only_what_they_may(path: Path) -> None:
+    """Stages speak through core/; utilities import core and errors at most; loops serve engines alone."""
+    room = _room(path)
+    if room in WIRING:
+        return
+    legal = ALLOWED[room] | {room}
+    broken = {".".join(parts) for parts in _imports(path) if parts[0] not in legal and parts[0] not in ("__version__",)}
+    assert not broken, f"{_named(path)} imports {sorted(broken)}; {room} may import {sorted(legal)}"
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "engines").rglob("*.py")), ids=_named)
+def test_engines_do_not_import_each_other(path: Path) -> None:
+    """An engine knows nothing of the others; only engines/__init__.py names them all."""
+    parts = path.relative_to(PACKAGE / "engines").parts
+    if parts == ("__init__.py",):
+        return
+    own = parts[0].removesuffix(".py")
+    others = {".".join(p) for p in _imports(path) if p[0] == "engines" and len(p) > 1 and p[1] != own}
+    assert not others, f"engine {own} imports {sorted(others)}"
+
+
+def test_only_config_and_wiring_read_the_environment() -> None:
+    """Settings are read once and passed down: no room looks at os.environ itself."""
+    readers = [
+        _named(path)
+        for path in MODULES
+        if _room(path) not in WIRING | {"config"}
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv"))
+        or (isinstance(node, ast.ImportFrom) and node.module == "os" and {a.name for a in node.names} & {"environ", "getenv"})
+    ]
+    assert not readers
+
+
+def test_tvm_is_imported_by_its_engine_only() -> None:
+    """`import tvm` takes two seconds: nothing outside engines/tvm/ may cause it."""
+    importers = {
+        _named(path)
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (isinstance(node, ast.Import) and any(a.name.split(".")[0] == "tvm" for a in node.names))
+        or (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "tvm")
+    }
+    assert all(name.startswith("torch_hybrid_backend/engines/tvm/") for name in importers)
+
+
+def test_library_code_does_not_print() -> None:
+    """Output belongs to the command line; the library logs."""
+    printers = {
+        _named(path)
+        for path in MODULES
+        if path.name != "cli.py"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    }
+    assert not printers
+
+
+@pytest.mark.parametrize("document", ["ARCHITECTURE.md", "CONTRIBUTING.md", "README.md", "AGENTS.md"])
+def test_documents_name_paths_that_exist(document: str) -> None:
+    """Every path in backquotes exists: relative to the repository, to the package, or to the room the line is about."""
+    missing = []
+    for line in (ROOT / document).read_text().splitlines():
+        named = [name for name in re.findall(r"`([\w./-]+)`", line) if re.search(r"/|\.(py|md|cc|h|toml|txt)$", name)]
+        bases = [ROOT, PACKAGE]
+        for name in named:
+            if name.startswith(("/", "~")):
+                continue
+            if not any((base / name).exists() for base in bases):
+                missing.append(name)
+            bases += [base / name for base in (ROOT, PACKAGE) if (base / name).is_dir()]
+    assert not missing
