@@ -53,6 +53,8 @@ Match Compare(const torch::stable::Tensor& tensor, const Layout& expected);
 
 std::string Describe(const torch::stable::Tensor& tensor);
 
+int64_t ElementBytes(torch::headeronly::ScalarType dtype);
+
 DLDataType ToDlpack(torch::headeronly::ScalarType dtype);
 
 // A new tensor on the CPU, not initialised.

@@ -87,7 +87,7 @@ void Plan::Seal(int64_t inputs, int64_t constants, int64_t arena_bytes,
       Refuse("a value reads an input or constant that the plan does not have");
     }
     if (value.kind != ValueKind::kArena) continue;
-    const int64_t bytes = value.span * (ToDlpack(value.layout.dtype).bits + 7) / 8;
+    const int64_t bytes = value.span * ElementBytes(value.layout.dtype);
     if (value.payload % static_cast<int64_t>(kAlignment) != 0 ||
         value.payload + bytes > arena_bytes) {
       Refuse("a value lies outside the arena or off its alignment");
@@ -290,20 +290,18 @@ bool Plan::RunCallback(Frame& frame, int64_t key, const Callback& callback) cons
   std::vector<Tensor> inputs;
   inputs.reserve(callback.inputs.size());
   for (const size_t value : callback.inputs) inputs.push_back(TensorOf(frame, value));
-  // The callback returns (outputs, whether it returned at all): an exception would lose its type on the way through
-  // the C interface, so the Python side keeps it and answers false.
+  // An exception would lose its type on the way through the C interface, so the Python side keeps it and answers with
+  // one tensor too many. (A second result would say so more plainly, but torch_call_dispatcher mixes up the types
+  // of several results.)
   using torch::stable::detail::from;
   using torch::stable::detail::to;
-  std::array<StableIValue, 3> stack{from(key), from(callback.segment), from(inputs)};
+  const auto expected_count = static_cast<int64_t>(callback.outputs.size());
+  std::array<StableIValue, 4> stack{from(key), from(callback.segment), from(expected_count),
+                                    from(inputs)};
   STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("torch_hybrid_backend::run_segment", "",
                                                       stack.data(), TORCH_ABI_VERSION));
   std::vector<Tensor> outputs = to<std::vector<Tensor>>(stack[0]);
-  if (!to<bool>(stack[1])) return false;
-  if (outputs.size() != callback.outputs.size()) {
-    Refuse("segment " + std::to_string(callback.segment) + " returned " +
-           std::to_string(outputs.size()) + " tensors instead of " +
-           std::to_string(callback.outputs.size()));
-  }
+  if (outputs.size() != callback.outputs.size()) return false;
   for (size_t i = 0; i < outputs.size(); ++i) {
     const size_t v = callback.outputs[i];
     const Layout& expected = values_[v].layout;

@@ -68,6 +68,10 @@ std::string Describe(const Tensor& tensor) {
   return out.str();
 }
 
+int64_t ElementBytes(ScalarType dtype) {
+  return static_cast<int64_t>(aoti_torch_dtype_element_size(ShimDtype(dtype)));
+}
+
 DLDataType ToDlpack(ScalarType dtype) {
   const auto type = [](uint8_t code, uint8_t bits) { return DLDataType{code, bits, 1}; };
   switch (dtype) {
@@ -121,7 +125,7 @@ Tensor Reinterpret(const Tensor& tensor, const Layout& layout) {
   AtenTensorHandle handle = nullptr;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
       tensor.get(), static_cast<int64_t>(layout.sizes.size()), layout.sizes.data(),
-      layout.strides.data(), tensor.storage_offset(), &handle));
+      layout.strides.data(), /*storage_offset (added to the tensor's own)=*/0, &handle));
   return Tensor(handle);
 }
 

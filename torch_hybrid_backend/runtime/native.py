@@ -55,12 +55,16 @@ _raised = _Raised()
 _callbacks: dict[int, tuple[Callback, ...]] = {}  # by plan handle; entries go with their plan
 
 
-def _run_segment(plan: int, segment: int, inputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], bool]:
+def _run_segment(plan: int, segment: int, outputs: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Runs a callback for the C++ plan. Returns `outputs` tensors, or one more where it raised (see csrc/src/plan.cc)."""
     try:
-        return list(_callbacks[plan][segment](inputs)), True
+        results = list(_callbacks[plan][segment](inputs))
+        if len(results) != outputs:
+            raise HybridError(f"segment {segment} returned {len(results)} values instead of {outputs}")
     except BaseException as error:  # carried to Plan.run, which raises it unchanged
         _raised.error = error
-        return [], False
+        return [torch.empty(0)] * (outputs + 1)
+    return results
 
 
 @functools.cache
@@ -80,7 +84,7 @@ def _ops() -> Any:
         ) from error
     # Kept for the life of the process by the cache of this function's result.
     library = torch.library.Library(_NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
-    schema = "run_segment(int plan, int segment, Tensor[] inputs) -> (Tensor[] outputs, bool returned)"
+    schema = "run_segment(int plan, int segment, int outputs, Tensor[] inputs) -> Tensor[]"
     library.define(schema)  # type: ignore[no-untyped-call]
     library.impl("run_segment", _run_segment, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     ops = torch.ops.torch_hybrid_backend

@@ -1,0 +1,298 @@
+"""The C++ plan, guard and binding, driven directly."""
+
+from __future__ import annotations
+
+import gc
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from torch_hybrid_backend.errors import HybridError
+from torch_hybrid_backend.runtime import native
+from torch_hybrid_backend.runtime.native import Binding, Guard, Plan, ValueKind
+
+N = 4096  # as in conftest.py
+F32 = torch.float32
+
+
+def flat(plan: Plan, kind: ValueKind, payload: int = 0, elements: int = N) -> int:
+    return plan.add_value(kind, payload, F32, [elements], [1])
+
+
+def unbound(plan: Plan) -> Binding:
+    return Binding(plan, Guard([]), {}, {})
+
+
+def chain(kernels: str) -> Plan:
+    """out = scratch(2 x) + x, with two buffers in the arena."""
+    plan = Plan()
+    x = flat(plan, ValueKind.INPUT)
+    doubled, plus_one = flat(plan, ValueKind.ARENA, 0), flat(plan, ValueKind.ARENA, 4 * N)
+    out = flat(plan, ValueKind.FRESH)
+    plan.add_kernel(kernels, "double", [x, doubled])
+    plan.add_kernel(kernels, "scratch", [doubled, plus_one])
+    plan.add_kernel(kernels, "add", [plus_one, x, out])
+    plan.seal(1, 0, 8 * N, [out])
+    return plan
+
+
+@pytest.mark.usefixtures("threads")
+def test_kernels_run_over_arena_workspace_and_fresh_outputs(kernels: str) -> None:
+    """A plan chains kernels through the arena; each call returns a tensor of its own."""
+    plan = chain(kernels)
+    binding = unbound(plan)
+    x = torch.randn(N)
+    [first] = plan.run(binding, [x])
+    [second] = plan.run(binding, [x + 1])
+    torch.testing.assert_close(first, 3 * x + 1)
+    torch.testing.assert_close(second, 3 * (x + 1) + 1)
+
+
+def test_threads_share_a_plan(kernels: str) -> None:
+    """Four threads run one plan at once, each with an arena of its own."""
+    plan = chain(kernels)
+    binding = unbound(plan)
+
+    def work(seed: int) -> bool:
+        x = torch.full((N,), float(seed))
+        return all(bool((plan.run(binding, [x])[0] == 3 * seed + 1).all()) for _ in range(200))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4)))
+
+
+def test_a_kernel_inside_a_parallel_region_still_runs(kernels: str) -> None:
+    """A callback runs a plan of its own while the outer plan runs: re-entrant on one thread, too."""
+    inner = chain(kernels)
+    inner_binding = unbound(inner)
+    outer = Plan([lambda inputs: inner.run(inner_binding, [inputs[0]])])
+    x = flat(outer, ValueKind.RAW_INPUT)
+    out = flat(outer, ValueKind.RETURNED)
+    outer.add_callback(0, [x], [out])
+    outer.seal(1, 0, 0, [out])
+    given = torch.randn(N)
+    torch.testing.assert_close(outer.run(unbound(outer), [given])[0], 3 * given + 1)
+
+
+def test_inputs_with_other_strides_are_copied(kernels: str) -> None:
+    """A kernel sees the strides it was built for, whatever the strides of the input."""
+    plan = Plan()
+    x = plan.add_value(ValueKind.INPUT, 0, F32, [64, 64], [64, 1])
+    out = plan.add_value(ValueKind.FRESH, 0, F32, [64, 64], [1, 64])
+    plan.add_kernel(kernels, "double", [x, out])
+    plan.seal(1, 0, 0, [out])
+    given = torch.randn(64, 64)
+    [result] = plan.run(unbound(plan), [given.t()])
+    assert result.stride() == (1, 64)
+    torch.testing.assert_close(result.t(), 2 * given.t())
+
+
+def test_an_output_may_alias_an_input_or_another_output(kernels: str) -> None:
+    """Aliases share memory with what they alias and have their own shape."""
+    plan = Plan()
+    x = flat(plan, ValueKind.INPUT)
+    out = flat(plan, ValueKind.FRESH)
+    view_of_x = plan.add_value(ValueKind.ALIAS, x, F32, [64, 64], [64, 1])
+    view_of_out = plan.add_value(ValueKind.ALIAS, out, F32, [2, N // 2], [N // 2, 1])
+    plan.add_kernel(kernels, "double", [x, out])
+    plan.seal(1, 0, 0, [x, view_of_x, out, view_of_out])
+    given = torch.randn(2 * N)[N:]
+    same, input_view, result, result_view = plan.run(unbound(plan), [given])
+    assert same is given
+    assert input_view.data_ptr() == given.data_ptr()
+    assert input_view.shape == (64, 64)
+    assert result_view.data_ptr() == result.data_ptr()
+    torch.testing.assert_close(result_view, 2 * given.view(2, -1))
+
+
+def test_inputs_that_do_not_fit_are_refused(kernels: str) -> None:
+    """Another shape, dtype or number of inputs is an error that names both sides."""
+    plan = chain(kernels)
+    binding = unbound(plan)
+    with pytest.raises(HybridError, match=r"input 0 is Float\(3\).*built for Float\(4096\)"):
+        plan.run(binding, [torch.randn(3)])
+    with pytest.raises(HybridError, match="input 0 is Double"):
+        plan.run(binding, [torch.randn(N, dtype=torch.float64)])
+    with pytest.raises(HybridError, match="takes 1 inputs, not 2"):
+        plan.run(binding, [torch.randn(N), torch.randn(N)])
+
+
+def test_a_failing_kernel_is_named(kernels: str) -> None:
+    """A kernel that refuses its buffers fails by name and with TVM's reason; the plan can run on."""
+    plan = Plan()
+    x, out = flat(plan, ValueKind.INPUT, elements=7), flat(plan, ValueKind.FRESH, elements=7)
+    plan.add_kernel(kernels, "double", [x, out])
+    plan.seal(1, 0, 0, [out])
+    for _ in range(2):
+        with pytest.raises(HybridError, match=r"(?s)kernel double failed with status -1: .*expected 4096"):
+            plan.run(unbound(plan), [torch.randn(7)])
+
+
+def test_missing_libraries_and_kernels_are_named(kernels: str, tmp_path: Path) -> None:
+    """A deleted library, one that is none, and an unknown symbol are errors when the plan is built."""
+    plan = Plan()
+    x = flat(plan, ValueKind.INPUT)
+    with pytest.raises(HybridError, match=r"cannot open the kernel library .*gone\.so"):
+        plan.add_kernel(str(tmp_path / "gone.so"), "double", [x])
+    (tmp_path / "text.so").write_text("no library")
+    with pytest.raises(HybridError, match=r"cannot open the kernel library .*text\.so"):
+        plan.add_kernel(str(tmp_path / "text.so"), "double", [x])
+    with pytest.raises(HybridError, match='has no kernel "halve"'):
+        plan.add_kernel(kernels, "halve", [x])
+
+
+def test_plans_that_could_never_run_are_refused(kernels: str) -> None:
+    """Building checks what running would trip over."""
+    plan = Plan([lambda inputs: inputs])
+    arena = flat(plan, ValueKind.ARENA)
+    with pytest.raises(HybridError, match="no value 9"):
+        plan.add_kernel(kernels, "double", [arena, 9])
+    with pytest.raises(HybridError, match="must be a tensor"):
+        plan.add_callback(0, [arena], [])
+    with pytest.raises(HybridError, match="must be a tensor"):
+        plan.seal(0, 0, 4 * N, [arena])
+    with pytest.raises(HybridError, match="outside the arena"):
+        plan.seal(0, 0, 4 * N - 64, [])
+    with pytest.raises(HybridError, match="fit in it"):
+        plan.add_value(ValueKind.ALIAS, arena, F32, [N + 1], [1])
+    with pytest.raises(HybridError, match="sealed before"):
+        plan.run(unbound(plan), [])
+
+
+class EagerError(ValueError):
+    """An error of the user's own."""
+
+
+def test_callbacks_run_between_kernels(kernels: str) -> None:
+    """A callback reads fresh tensors, and kernels read what it returns."""
+    seen: list[torch.Tensor] = []
+
+    def callback(inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        seen.append(inputs[0])
+        return (inputs[0] - 5,)
+
+    plan = Plan([callback])
+    x, doubled = flat(plan, ValueKind.INPUT), flat(plan, ValueKind.FRESH)
+    returned, out = flat(plan, ValueKind.RETURNED), flat(plan, ValueKind.FRESH)
+    plan.add_kernel(kernels, "double", [x, doubled])
+    plan.add_callback(0, [doubled], [returned])
+    plan.add_kernel(kernels, "double", [returned, out])
+    plan.seal(1, 0, 0, [out])
+    binding = unbound(plan)
+    given = torch.randn(N)
+    torch.testing.assert_close(plan.run(binding, [given])[0], 4 * given - 10)
+    plan.run(binding, [given + 1])
+    torch.testing.assert_close(seen[0], 2 * given)
+
+
+def test_what_a_callback_returns_is_checked_and_restrided() -> None:
+    """Strides are restored by a copy; another shape or number of tensors is an error."""
+    returns: list[torch.Tensor] = []
+    plan = Plan([lambda inputs: returns])
+    out = plan.add_value(ValueKind.RETURNED, 0, F32, [2, 3], [3, 1])
+    plan.add_callback(0, [], [out])
+    plan.seal(0, 0, 0, [out])
+    binding = unbound(plan)
+    with pytest.raises(HybridError, match="segment 0 returned 0 values instead of 1"):
+        plan.run(binding, [])
+    returns.append(torch.randn(3, 2).t())
+    [result] = plan.run(binding, [])
+    assert result.stride() == (3, 1)
+    torch.testing.assert_close(result, returns[0])
+    returns[0] = torch.randn(2, 2)
+    with pytest.raises(HybridError, match=r"output 0 of segment 0 is Float\(2, 2\)"):
+        plan.run(binding, [])
+
+
+def test_a_callbacks_exception_arrives_unchanged() -> None:
+    """The user's exception comes through C++ with its type, message and traceback; the plan can run on."""
+    raising = [True]
+
+    def callback(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        if raising[0]:
+            raise EagerError("eager failed")
+        return inputs
+
+    plan = Plan([callback])
+    x, out = flat(plan, ValueKind.RAW_INPUT), flat(plan, ValueKind.RETURNED)
+    plan.add_callback(0, [x], [out])
+    plan.seal(1, 0, 0, [out])
+    binding = unbound(plan)
+    with pytest.raises(EagerError, match="eager failed") as raised:
+        plan.run(binding, [torch.randn(N)])
+    assert raised.traceback[-1].name == "callback"
+    raising[0] = False
+    assert plan.run(binding, [torch.randn(N)]) is not None
+
+
+def test_bindings_fill_constant_slots(kernels: str) -> None:
+    """Owned and borrowed constants reach the kernels; a slot left empty or filled twice is refused."""
+    plan = Plan()
+    a, b = flat(plan, ValueKind.CONSTANT, 0), flat(plan, ValueKind.CONSTANT, 1)
+    out = flat(plan, ValueKind.FRESH)
+    plan.add_kernel(kernels, "add", [a, b, out])
+    plan.seal(0, 2, 0, [out])
+    owned, borrowed = torch.randn(N), torch.randn(N)
+    binding = Binding(plan, Guard([]), {1: owned}, {0: borrowed.data_ptr()})
+    torch.testing.assert_close(plan.run(binding, [])[0], owned + borrowed)
+    with pytest.raises(HybridError, match="every constant slot"):
+        Binding(plan, Guard([]), {1: owned}, {})
+    with pytest.raises(HybridError, match="filled twice"):
+        Binding(plan, Guard([]), {0: owned, 1: owned}, {0: borrowed.data_ptr()})
+
+
+def test_a_stale_guard_stops_a_run(kernels: str) -> None:
+    """A run with a stale binding returns None instead of results."""
+    plan = chain(kernels)
+    weight = torch.randn(5, 7).t()
+    binding = Binding(plan, Guard([weight]), {}, {})
+    assert plan.run(binding, [torch.randn(N)]) is not None
+    weight.data.mul_(2)
+    assert plan.run(binding, [torch.randn(N)]) is None
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64]
+)
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (100, 3), (0, 2)])
+def test_guards_sample_first_and_last_element(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """A change of the first or last element is seen for every dtype and shape, strided ones too."""
+    tensor = torch.zeros(shape, dtype=dtype)
+    strided = torch.zeros((*shape, 2), dtype=dtype)[..., 1]
+    for guarded in (tensor, strided):
+        guard = Guard([guarded])
+        assert not guard.is_stale()
+        if guarded.numel() == 0:
+            continue
+        index = tuple(size - 1 for size in shape)
+        guarded[index] = 1
+        assert guard.is_stale()
+
+
+def test_handles_are_freed() -> None:
+    """Plans, guards and bindings free their C++ side and their callbacks when they are collected."""
+    plan = Plan([lambda inputs: inputs])
+    guard = Guard([torch.ones(3)])
+    handle, guard_handle = plan.handle, guard.handle
+    plan.seal(0, 0, 0, [])
+    assert plan.run(unbound(plan), []) == []
+    del plan, guard
+    gc.collect()
+    with pytest.raises(RuntimeError, match="no plan has the handle"):
+        torch.ops.torch_hybrid_backend.plan_seal(handle, 0, 0, 0, [])
+    with pytest.raises(RuntimeError, match="no guard has the handle"):
+        torch.ops.torch_hybrid_backend.guard_is_stale(guard_handle)
+    assert handle not in native._callbacks
+
+
+def test_a_missing_runtime_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where _runtime.so is absent or broken the error tells how to build it."""
+    monkeypatch.setattr(native, "_ops", native._ops.__wrapped__)
+    monkeypatch.setattr(native, "_LIBRARY", tmp_path / "_runtime.so")
+    with pytest.raises(HybridError, match=r"missing.*pip install \."):
+        native.load()
+    (tmp_path / "_runtime.so").write_text("no library")
+    with pytest.raises(HybridError, match="cannot be loaded into torch"):
+        native.load()
