@@ -1,0 +1,323 @@
+"""One TIR expression for each scalar operation of `loops.ops`.
+
+Operands are variables or literals: they may be used twice. `emit` raises ScheduleError for an operation and dtype that have no meaning
+together (the lowerings never ask for one).
+"""
+
+from __future__ import annotations
+
+import math as pymath
+from collections.abc import Callable, Mapping
+
+from tvm import tirx
+
+from torch_hybrid_backend.engines.tvm import math
+from torch_hybrid_backend.engines.tvm.math import Let, TirExpr, opaque
+from torch_hybrid_backend.errors import ScheduleError
+
+_LIBM = frozenset(
+    "exp exp2 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf".split()
+)
+_ROUNDING = {"floor": tirx.floor, "ceil": tirx.ceil, "round_even": tirx.nearbyint, "trunc": tirx.trunc}
+_COMPARE = {"eq": tirx.EQ, "ne": tirx.NE, "lt": tirx.LT, "le": tirx.LE, "gt": tirx.GT, "ge": tirx.GE}
+
+
+def is_float(dtype: str) -> bool:
+    return dtype in ("float32", "float64")
+
+
+def literal(value: float, dtype: str) -> TirExpr:
+    """A literal of a compute dtype; infinities and NaN included."""
+    if is_float(dtype):
+        return tirx.FloatImm(dtype, float(value))
+    return tirx.IntImm(dtype, int(value))
+
+
+def negate_bool(x: TirExpr) -> TirExpr:
+    """`not x`. Written as a comparison: the simplifier turns `not (a < b)` into `a >= b`, which differs for NaN."""
+    return tirx.EQ(x, tirx.IntImm("bool", 0))
+
+
+def emit(op: str, dtype: str, args: tuple[TirExpr, ...], operand: str, let: Let) -> TirExpr:
+    """`op(*args)` of result dtype `dtype`; `operand` is the first argument's dtype. "guard" and "round" are the printer's own."""
+    if op in _COMPARE:
+        return _compare(op, args[0], args[1], operand)
+    if op in _BINARY:
+        return _BINARY[op](args[0], args[1], dtype, let)
+    if op in _UNARY:
+        return _UNARY[op](args[0], dtype, let)
+    if op in _ROUNDING:
+        return _ROUNDING[op](args[0]) if is_float(dtype) else args[0]
+    if op == "where":
+        return tirx.Select(*args)
+    if op == "cast":
+        return cast(args[0], operand, dtype)
+    if op == "fma":
+        return args[0] * args[1] + args[2]
+    if op == "isnan":
+        return tirx.isnan(args[0]) if is_float(operand) else tirx.IntImm("bool", 0)
+    if op == "isinf":
+        return tirx.EQ(tirx.abs(args[0]), literal(pymath.inf, operand)) if is_float(operand) else tirx.IntImm("bool", 0)
+    if dtype == "float32" and op in math.UNARY:
+        return math.UNARY[op](let, args[0])
+    if is_float(dtype) and op in _LIBM:
+        return getattr(tirx, op)(args[0])
+    raise ScheduleError(f"the scalar operation {op!r} has no code for dtype {dtype}")
+
+
+def _compare(op: str, a: TirExpr, b: TirExpr, operand: str) -> TirExpr:
+    if is_float(operand):
+        # `x != x` would be folded to False.
+        b = opaque(b, operand)
+    return _COMPARE[op](a, b)
+
+
+def cast(x: TirExpr, source: str, target: str) -> TirExpr:
+    """x converted as C would. A float outside the integer's range gives an unspecified integer, as in eager."""
+    if source == target:
+        return x
+    if target == "bool":
+        return tirx.NE(x, literal(0, source))
+    if is_float(source) and target in ("int8", "uint8", "int16", "uint16"):
+        # Through int32, as eager's compiled code goes: out-of-range values wrap alike.
+        return tirx.Cast(target, tirx.Cast("int32", x))
+    return tirx.Cast(target, x)
+
+
+def _sub(a: TirExpr, b: TirExpr, dtype: str, let: Let) -> TirExpr:
+    return a - opaque(b, dtype) if is_float(dtype) else a - b
+
+
+def _mul(a: TirExpr, b: TirExpr, dtype: str, let: Let) -> TirExpr:
+    if dtype == "bool":
+        return tirx.And(a, b)
+    if is_float(dtype):
+        # x * 0 is NaN for infinite x: hide zeros from constant folding.
+        a, b = (_hide_zero(v, dtype) for v in (a, b))
+    return a * b
+
+
+def _hide_zero(x: TirExpr, dtype: str) -> TirExpr:
+    if not isinstance(x, tirx.FloatImm) or x.value != 0:
+        return x
+    bits = "int64" if dtype == "float64" else "int32"
+    return tirx.reinterpret(dtype, tirx.IntImm(bits, 0))
+
+
+def _add(a: TirExpr, b: TirExpr, dtype: str, let: Let) -> TirExpr:
+    return tirx.Or(a, b) if dtype == "bool" else a + b
+
+
+def _div(a: TirExpr, b: TirExpr, dtype: str, let: Let) -> TirExpr:
+    # A literal divisor 0 is an error of TVM's constant folding; hidden, it divides to infinity or NaN.
+    return tirx.Div(a, _hide_zero(b, dtype)) if is_float(dtype) else _truncdiv(a, b, dtype, let)
+
+
+def _is_signed(dtype: str) -> bool:
+    return dtype.startswith("int")
+
+
+def _safe_divisor(b: TirExpr, dtype: str, let: Let) -> tuple[TirExpr, TirExpr | None]:
+    """(b, or 1 where dividing by it would trap, whether b is -1). The processor traps on x / 0 and on INT_MIN / -1."""
+    zero, one = literal(0, dtype), literal(1, dtype)
+    if isinstance(b, tirx.IntImm):
+        return (b, None) if int(b.value) not in (0, -1) else (one, tirx.EQ(b, literal(-1, dtype)))
+    if not _is_signed(dtype):
+        return let(tirx.Select(tirx.EQ(b, zero), one, b), dtype), None
+    minus = let(tirx.EQ(b, literal(-1, dtype)), "bool")
+    return let(tirx.Select(tirx.Or(tirx.EQ(b, zero), minus), one, b), dtype), minus
+
+
+def _truncdiv(a: TirExpr, b: TirExpr, dtype: str, let: Let) -> TirExpr:
+    if is_float(dtype):
+        return tirx.trunc(_div(a, b, dtype, let))
+    divisor, minus = _safe_divisor(b, dtype, let)
+    quotient = tirx.truncdiv(a, divisor)
+    return quotient if minus is None else tirx.Select(minus, literal(0, dtype) - a, quotient)
+
+
+def _truncmod(a: TirExpr, b: TirExpr, dtype: str, let: Let) -> TirExpr:
+    if is_float(dtype):
+        return tirx.fmod(a, b)
+    # x % -1 is 0, and so is x % 1, which takes its place.
+    return tirx.truncmod(a, _safe_divisor(b, dtype, let)[0])
+
+
+def _floordiv(a: TirExpr, b: TirExpr, dtype: str, let: Let) -> TirExpr:
+    if not is_float(dtype):
+        quotient = let(_truncdiv(a, b, dtype, let), dtype)
+        if not _is_signed(dtype):
+            return quotient
+        remainder = let(_truncmod(a, b, dtype, let), dtype)
+        return quotient - tirx.Cast(dtype, _signs_differ(remainder, b, dtype))
+    # c10::div_floor_floating: the quotient of what is left when the remainder is taken off, nudged to the nearest integer.
+    remainder = let(_mod(a, b, dtype, let), dtype)
+    zero = literal(0, dtype)
+    exact = let(tirx.Div(a - opaque(remainder, dtype), b), dtype)
+    whole = let(tirx.floor(exact), dtype)
+    nudged = tirx.Select(tirx.GT(exact - opaque(whole, dtype), literal(0.5, dtype)), whole + literal(1, dtype), whole)
+    return tirx.Select(tirx.EQ(b, zero), tirx.Div(a, b), nudged)
+
+
+def _signs_differ(remainder: TirExpr, b: TirExpr, dtype: str) -> TirExpr:
+    """Whether a non-zero remainder and the divisor have different signs."""
+    zero = literal(0, dtype)
+    up = tirx.And(tirx.LT(remainder, zero), tirx.GT(b, zero))
+    return tirx.Or(up, tirx.And(tirx.GT(remainder, zero), tirx.LT(b, zero)))
+
+
+def _mod(a: TirExpr, b: TirExpr, dtype: str, let: Let) -> TirExpr:
+    remainder = let(_truncmod(a, b, dtype, let), dtype)
+    if not is_float(dtype) and not _is_signed(dtype):
+        return remainder
+    return tirx.Select(_signs_differ(remainder, b, dtype), remainder + b, remainder)
+
+
+def _pow(a: TirExpr, b: TirExpr, dtype: str, let: Let) -> TirExpr:
+    if isinstance(b, (tirx.FloatImm, tirx.IntImm)):
+        value = float(b.value)
+        if value.is_integer() and (0 <= value <= 64 or (-8 <= value < 0 and is_float(dtype))):
+            result = _whole_power(a, abs(int(value)), dtype, let)
+            return result if value >= 0 else tirx.Div(literal(1, dtype), result)
+        if value == 0.5:
+            return tirx.sqrt(a)
+        if value == -0.5:
+            return tirx.Div(literal(1, dtype), tirx.sqrt(a))
+    if dtype == "float32":
+        return math.power(let, a, b)
+    if dtype == "float64":
+        return tirx.pow(a, b)
+    return _integer_power(a, b, dtype, let)
+
+
+def _whole_power(a: TirExpr, exponent: int, dtype: str, let: Let) -> TirExpr:
+    """a^exponent by repeated squaring."""
+    result = None
+    while exponent:
+        if exponent & 1:
+            result = a if result is None else let(result * a, dtype)
+        exponent >>= 1
+        if exponent:
+            a = let(a * a, dtype)
+    return literal(1, dtype) if result is None else result
+
+
+def _integer_power(a: TirExpr, b: TirExpr, dtype: str, let: Let) -> TirExpr:
+    """a^b modulo 2^bits; 0 for negative b unless a is 1 or -1, as eager."""
+    zero, one = literal(0, dtype), literal(1, dtype)
+    result, base = one, a
+    bits = int(dtype.removeprefix("u").removeprefix("int"))
+    for shift in range(bits - 1 if _is_signed(dtype) else bits):
+        taken = tirx.EQ((b >> literal(shift, dtype)) & one, zero)
+        result = let(tirx.Select(taken, result, result * base), dtype)
+        base = let(base * base, dtype)
+    if not _is_signed(dtype):
+        return result
+    parity = tirx.Select(tirx.EQ(b & one, zero), one, literal(-1, dtype))
+    at_minus_one = tirx.Select(tirx.EQ(a, literal(-1, dtype)), parity, zero)
+    return tirx.Select(tirx.LT(b, zero), tirx.Select(tirx.EQ(a, one), one, at_minus_one), result)
+
+
+def _extreme(compare: Callable[[TirExpr, TirExpr], TirExpr]) -> Callable[[TirExpr, TirExpr, str, Let], TirExpr]:
+    def emit_extreme(a: TirExpr, b: TirExpr, dtype: str, let: Let) -> TirExpr:
+        if not is_float(dtype):
+            return tirx.Select(compare(a, b), a, b)
+        if isinstance(a, tirx.FloatImm):
+            a, b = b, a
+        if isinstance(b, tirx.FloatImm) and not pymath.isnan(b.value):
+            # One `maxps`: it returns its second operand, here the variable, when one is NaN.
+            return tirx.Select(compare(b, a), b, a)
+        return tirx.Select(tirx.isnan(a), a, tirx.Select(compare(a, b), a, b))
+
+    return emit_extreme
+
+
+def _bits(bitwise: Callable[..., TirExpr], logical: Callable[..., TirExpr]) -> Callable[..., TirExpr]:
+    return lambda a, b, dtype, let: logical(a, b) if dtype == "bool" else bitwise(a, b)
+
+
+def _shift(op: Callable[..., TirExpr], is_left: bool) -> Callable[..., TirExpr]:
+    def emit_shift(a: TirExpr, b: TirExpr, dtype: str, let: Let) -> TirExpr:
+        """Shifting by a negative count or all bits: 0 (or the sign, to the right), as eager; the processor would wrap."""
+        bits = int(dtype.removeprefix("u").removeprefix("int"))
+        limit = literal(bits - 1, dtype)
+        inside = let(tirx.And(tirx.GE(b, literal(0, dtype)), tirx.LE(b, limit)), "bool")
+        if is_left or not _is_signed(dtype):
+            return tirx.Select(inside, op(a, tirx.Select(inside, b, literal(0, dtype))), literal(0, dtype))
+        return op(a, tirx.Select(inside, b, limit))
+
+    return emit_shift
+
+
+_BINARY: Mapping[str, Callable[[TirExpr, TirExpr, str, Let], TirExpr]] = {
+    "add": _add,
+    "sub": _sub,
+    "mul": _mul,
+    "div": _div,
+    "floordiv": _floordiv,
+    "truncdiv": _truncdiv,
+    "mod": _mod,
+    "fmod": _truncmod,
+    "pow": _pow,
+    "atan2": lambda a, b, dtype, let: tirx.atan2(a, b),
+    "max": _extreme(tirx.GT),
+    "min": _extreme(tirx.LT),
+    "bitand": _bits(tirx.bitwise_and, tirx.And),
+    "bitor": _bits(tirx.bitwise_or, tirx.Or),
+    "bitxor": _bits(tirx.bitwise_xor, tirx.NE),
+    "shl": _shift(tirx.shift_left, True),
+    "shr": _shift(tirx.shift_right, False),
+    "and": lambda a, b, dtype, let: tirx.And(a, b),
+    "or": lambda a, b, dtype, let: tirx.Or(a, b),
+    "xor": lambda a, b, dtype, let: tirx.NE(a, b),
+}
+
+
+def _neg(x: TirExpr, dtype: str, let: Let) -> TirExpr:
+    # Times -1 and not 0 - x: -0.0 is the negative of 0.0.
+    return x * literal(-1, dtype) if is_float(dtype) else literal(0, dtype) - x
+
+
+def _abs(x: TirExpr, dtype: str, let: Let) -> TirExpr:
+    if is_float(dtype):
+        return tirx.abs(x)
+    return tirx.Select(tirx.LT(x, literal(0, dtype)), literal(0, dtype) - x, x) if _is_signed(dtype) else x
+
+
+def _sign(x: TirExpr, dtype: str, let: Let) -> TirExpr:
+    if dtype == "bool":
+        return x
+    zero, one = literal(0, dtype), literal(1, dtype)
+    below = tirx.Select(tirx.LT(x, zero), literal(-1, dtype), zero) if is_float(dtype) or _is_signed(dtype) else zero
+    return tirx.Select(tirx.GT(x, zero), one, below)
+
+
+def _sigmoid64(x: TirExpr, dtype: str, let: Let) -> TirExpr:
+    if dtype == "float32":
+        return math.sigmoid(let, x)
+    return literal(1, dtype) / (literal(1, dtype) + tirx.exp(literal(0, dtype) - x))
+
+
+def _libm64(name: str) -> Callable[[TirExpr, str, Let], TirExpr]:
+    """A function of libm for which TVM has no operator of its own."""
+
+    def emit_call(x: TirExpr, dtype: str, let: Let) -> TirExpr:
+        if dtype == "float32":
+            return math.UNARY[name](let, x)
+        return tirx.call_pure_extern(dtype, name, x)
+
+    return emit_call
+
+
+_UNARY: Mapping[str, Callable[[TirExpr, str, Let], TirExpr]] = {
+    "neg": _neg,
+    "abs": _abs,
+    "sign": _sign,
+    "bitnot": lambda x, dtype, let: negate_bool(x) if dtype == "bool" else tirx.bitwise_not(x),
+    "not": lambda x, dtype, let: negate_bool(x),
+    "sqrt": lambda x, dtype, let: tirx.sqrt(x),
+    "rsqrt": lambda x, dtype, let: literal(1, dtype) / tirx.sqrt(x),
+    "sigmoid": _sigmoid64,
+    "expm1": _libm64("expm1"),
+    "erfc": _libm64("erfc"),
+}
