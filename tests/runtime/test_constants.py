@@ -1,0 +1,158 @@
+"""Live constants: what is made of parameters follows them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from torch_hybrid_backend.core.hoisted_inputs import CallInput, FoldedValue, HoistedInputs
+from torch_hybrid_backend.errors import HybridError
+from torch_hybrid_backend.runtime.constants import (
+    LiveConstants,
+    ViewOfInput,
+    main_inputs,
+    run_fold,
+    without_owning,
+)
+
+
+def doubling(guarded: bool = True) -> tuple[LiveConstants[torch.Tensor], list[int]]:
+    """A cache of twice the only constant, input 0, and the count of times it was made."""
+    made = [0]
+
+    def make(inputs: Any, guard: object) -> torch.Tensor:
+        made[0] += 1
+        doubled: torch.Tensor = inputs[0] * 2
+        return doubled
+
+    return LiveConstants([0], [0] if guarded else [], make), made
+
+
+def sgd(module: torch.nn.Linear) -> None:
+    module(torch.ones(1, 4)).sum().backward()
+    torch.optim.SGD(module.parameters(), lr=0.5).step()
+
+
+def write_numpy(module: torch.nn.Linear) -> None:
+    module.weight.detach().numpy()[:] = 7
+
+
+def replace_data(module: torch.nn.Linear) -> None:
+    module.weight.data = torch.randn(4, 4)
+
+
+CHANGES: dict[str, Callable[[torch.nn.Linear], object]] = {
+    "optimizer": sgd,
+    "load_state_dict": lambda module: module.load_state_dict(torch.nn.Linear(4, 4).state_dict()),
+    "in place": lambda module: module.weight.requires_grad_(False).add_(1),
+    "one element": lambda module: module.weight.requires_grad_(False)[1, 2].fill_(9),
+    "data in place": lambda module: module.weight.data.mul_(2),
+    "numpy": write_numpy,
+    "other data": replace_data,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_changes_are_seen(change: Callable[[torch.nn.Linear], object]) -> None:
+    """Every usual way of changing a parameter makes the next call make its constants again."""
+    module = torch.nn.Linear(4, 4)
+    constants, made = doubling()
+    constants.sampled([module.weight])
+    constants.sampled([module.weight])
+    assert made == [1]
+    change(module)
+    torch.testing.assert_close(constants.sampled([module.weight]), module.weight.detach() * 2)
+    assert made == [2]
+
+
+def test_unguarded_contents_do_not_matter() -> None:
+    """Where only the address matters, a change in place makes nothing anew, another address does."""
+    weight = torch.nn.Parameter(torch.randn(4))
+    constants, made = doubling(guarded=False)
+    constants.sampled([weight])
+    weight.data.mul_(2)
+    constants.sampled([weight])
+    assert made == [1]
+    weight.data = torch.randn(4)
+    constants.sampled([weight])
+    assert made == [2]
+
+
+def test_instances_have_constants_of_their_own() -> None:
+    """Two modules share one compiled graph and alternate without repacking; a detached parameter is the same one."""
+    a, b = torch.nn.Parameter(torch.randn(4)), torch.nn.Parameter(torch.randn(4))
+    constants, made = doubling()
+    for _ in range(3):
+        torch.testing.assert_close(constants.sampled([a]), a.detach() * 2)
+        torch.testing.assert_close(constants.sampled([b.detach()]), b.detach() * 2)
+    assert made == [2]
+    assert len(constants) == 2
+
+
+def test_constants_die_with_their_parameters() -> None:
+    """Nothing made from a parameter outlives it."""
+    weight = torch.nn.Parameter(torch.randn(4))
+    constants, _ = doubling()
+    constants.get([weight])
+    assert len(constants) == 1
+    del weight
+    gc.collect()
+    assert len(constants) == 0
+
+
+def test_the_least_recently_used_go_first() -> None:
+    """At most `capacity` sets are kept."""
+    weights = [torch.randn(4) for _ in range(4)]
+    made: list[int] = []
+    constants = LiveConstants([0], [0], lambda inputs, guard: made.append(id(inputs[0])), capacity=2)
+    for index in (0, 1, 0, 2, 0, 1):
+        constants.get([weights[index]])
+    assert made == [id(weights[index]) for index in (0, 1, 2, 1)]
+    assert len(constants) == 2
+
+
+def test_inference_tensors_are_guarded_by_samples() -> None:
+    """Tensors made under inference_mode count no versions; their contents are still watched."""
+    with torch.inference_mode():
+        weight = torch.randn(4)
+    constants, made = doubling()
+    constants.sampled([weight])
+    constants.sampled([weight])
+    assert made == [1]
+    with torch.inference_mode():
+        weight.mul_(2)
+    torch.testing.assert_close(constants.sampled([weight]), weight * 2)
+
+
+def test_no_constants_are_made_once() -> None:
+    """A graph without parameters has one set, for ever."""
+    made: list[int] = []
+    constants: LiveConstants[None] = LiveConstants([], [], lambda inputs, guard: made.append(1))
+    constants.sampled([torch.ones(1)])
+    constants.sampled([torch.ones(2)])
+    assert made == [1]
+
+
+def test_folded_views_of_parameters_do_not_keep_them_alive() -> None:
+    """A fold that returns a view is remembered as a view; other results as they are."""
+    hoisted = HoistedInputs((CallInput(0), FoldedValue(0), FoldedValue(1)), (1,))
+    weight = torch.nn.Parameter(torch.randn(3, 4))
+    inputs = [torch.ones(1), weight]
+    folded = run_fold(hoisted, lambda raw: [raw[0].t()[1:], raw[0] + 1], inputs)
+    kept = without_owning(folded, hoisted, inputs)
+    assert kept[0] == ViewOfInput(1, (3, 3), (1, 4), 1)
+    x, view, plus_one = main_inputs(hoisted, kept, inputs)
+    assert x is inputs[0]
+    torch.testing.assert_close(view, weight.detach().t()[1:])
+    assert view.data_ptr() == weight[:, 1:].data_ptr()
+    torch.testing.assert_close(plus_one, weight.detach() + 1)
+
+
+def test_folded_values_need_a_fold() -> None:
+    """A main graph that reads folded values without a fold function is an error."""
+    with pytest.raises(HybridError, match="no function to fold"):
+        run_fold(HoistedInputs((FoldedValue(0),), ()), None, [])
