@@ -34,7 +34,9 @@ def machine(root: Path, cpuinfo: str, threads_per_core: int = 1) -> Path:
     (root / "proc").mkdir(parents=True)
     (root / "proc/cpuinfo").write_text(cpuinfo)
     cpus = root / "sys/devices/system/cpu"
-    for i, (level, kind, size) in enumerate((("1", "Data", "48K"), ("1", "Instruction", "32K"), ("2", "Unified", "2M"))):
+    for i, (level, kind, size) in enumerate(
+        (("1", "Data", "48K"), ("1", "Instruction", "32K"), ("2", "Unified", "2M"))
+    ):
         folder = cpus / f"cpu0/cache/index{i}"
         folder.mkdir(parents=True)
         for name, value in (("level", level), ("type", kind), ("size", size)):

@@ -86,6 +86,10 @@ class KernelCompiler:
         """End the processes. The compiler can be used again: it starts new ones."""
         self._processes().close()
 
+    def process_ids(self) -> list[int]:
+        """The compiler processes there are, for diagnosis."""
+        return self._processes().ids()
+
     def _wanted(self, jobs: int) -> int:
         return min(self._threads, math.ceil(jobs / _JOBS_PER_PROCESS))
 
@@ -165,6 +169,7 @@ class _Worker:
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()
+        self._errors.close()
         return status
 
     def last_words(self) -> str:
@@ -216,6 +221,10 @@ class _Processes:
             status = self._drop(worker)
             self._changed.notify()
         return status
+
+    def ids(self) -> list[int]:
+        with self._changed:
+            return sorted(worker.process.pid for worker in self._all if worker.alive)
 
     def close(self) -> None:
         if self.pid != os.getpid():

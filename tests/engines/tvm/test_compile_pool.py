@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engines.tvm.kernels_for_tests import scale_kernel
+from torch_hybrid_backend.engines.tvm.compile_pool import KernelCompiler
+from torch_hybrid_backend.engines.tvm.protocol import Job
+from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.errors import CompileError, CompilerCrashError, DeadlineError
+
+pytest.importorskip("tvm")
+
+ROOT = Path(__file__).parents[3]
+PATIENCE_S = 60
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Callable[..., Job]:
+    def make(size: int, key: str = "") -> Job:
+        key = key or f"key{size}"
+        return Job(key, f"kernel_{size}", scale_kernel(size), Target.host(), str(tmp_path / f"{key}_{size}.so"))
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[KernelCompiler]:
+    compiler = KernelCompiler(threads=1)
+    yield compiler
+    compiler.close()
+
+
+@pytest.fixture
+def warm(shared: KernelCompiler, job: Callable[..., Job]) -> tuple[KernelCompiler, int]:
+    """A compiler of one process that is idle and ready, and the process's id."""
+    assert isinstance(shared.compile([job(16)], PATIENCE_S)[0], Path)
+    (process,) = shared.process_ids()
+    return shared, process
+
+
+def gone(process: int) -> bool:
+    """Whether a process is gone, or at least dead, within a few seconds."""
+    for _ in range(500):
+        try:
+            state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        if state in "ZX":
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_jobs_come_back_in_order_and_equal_ones_once(shared: KernelCompiler, job: Callable[..., Job]) -> None:
+    """Each job gets its library; two jobs of one key share one."""
+    jobs = [job(16), job(24), job(16), job(32)]
+    jobs[2] = dataclasses.replace(jobs[2], output=jobs[2].output + ".second")
+    made = shared.compile(jobs, PATIENCE_S)
+    assert made == [Path(jobs[0].output), Path(jobs[1].output), Path(jobs[0].output), Path(jobs[3].output)]
+    assert all(path.is_file() for path in made if isinstance(path, Path))
+    assert not Path(jobs[2].output).exists()
+
+
+def test_nothing_to_do_starts_nothing() -> None:
+    """No process is started before there is a job."""
+    compiler = KernelCompiler(threads=2)
+    assert compiler.compile([], PATIENCE_S) == []
+    assert compiler.process_ids() == []
+
+
+def test_processes_start_ahead(job: Callable[..., Job]) -> None:
+    """`start` starts as many processes as the jobs would use and no more than allowed; `close` ends them, and one can go on."""
+    compiler = KernelCompiler(threads=2)
+    compiler.start(jobs=100)
+    processes = compiler.process_ids()
+    assert len(processes) == 2
+    compiler.close()
+    assert all(gone(process) for process in processes)
+    assert compiler.process_ids() == []
+    assert isinstance(compiler.compile([job(16)], PATIENCE_S)[0], Path)
+    compiler.close()
+
+
+def test_a_crash_costs_one_job(warm: tuple[KernelCompiler, int], job: Callable[..., Job]) -> None:
+    """The job at which the compiler dies fails and names the signal; a new process does the others."""
+    compiler, process = warm
+    os.kill(process, signal.SIGSTOP)  # so that the first job is surely still at work
+    threading.Timer(0.3, os.kill, (process, signal.SIGKILL)).start()
+    first, *others = compiler.compile([job(40), job(48), job(56)], PATIENCE_S)
+    assert isinstance(first, CompilerCrashError)
+    assert "SIGKILL" in str(first)
+    assert "kernel_40" in str(first)
+    assert all(isinstance(made, Path) for made in others)
+    assert compiler.process_ids() != [process]
+
+
+def test_the_deadline_kills_a_process_that_hangs(warm: tuple[KernelCompiler, int], job: Callable[..., Job]) -> None:
+    """What is not compiled at the deadline fails, the one at work as those that wait, and the process at work is gone."""
+    compiler, process = warm
+    os.kill(process, signal.SIGSTOP)
+    made = compiler.compile([job(40), job(48)], 0.3)
+    assert [type(error) for error in made] == [DeadlineError, DeadlineError]
+    assert "0.3 s" in str(made[0])
+    assert gone(process)
+
+
+def test_ctrl_c_kills_what_is_at_work(warm: tuple[KernelCompiler, int], job: Callable[..., Job]) -> None:
+    """KeyboardInterrupt passes through; the process at work is gone, and the compiler can be used again."""
+    compiler, process = warm
+    os.kill(process, signal.SIGSTOP)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        compiler.compile([job(40)], PATIENCE_S)
+    assert gone(process)
+    assert isinstance(compiler.compile([job(40)], PATIENCE_S)[0], Path)
+
+
+def test_two_threads(shared: KernelCompiler, job: Callable[..., Job]) -> None:
+    """Compilations from two threads share one process without mixing up their jobs."""
+    made: dict[int, list[Path | CompileError]] = {}
+
+    def compile_some(first: int) -> None:
+        made[first] = shared.compile([job(first + 8 * i) for i in range(3)], PATIENCE_S)
+
+    threads = [threading.Thread(target=compile_some, args=(first,)) for first in (1000, 2000)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for first in (1000, 2000):
+        assert made[first] == [Path(job(first + 8 * i).output) for i in range(3)]
+    assert len(shared.process_ids()) == 1
+
+
+def test_a_thread_that_waits_for_a_process_keeps_its_deadline(
+    warm: tuple[KernelCompiler, int], job: Callable[..., Job]
+) -> None:
+    """While another thread holds every process, a compilation gives up at its own deadline."""
+    compiler, process = warm
+    os.kill(process, signal.SIGSTOP)
+    other = threading.Thread(target=compiler.compile, args=([job(40)], PATIENCE_S))
+    other.start()
+    while not any(worker.job for worker in compiler._processes()._all):
+        time.sleep(0.01)
+    assert isinstance(compiler.compile([job(48)], 0.2)[0], DeadlineError)
+    os.kill(process, signal.SIGCONT)
+    other.join()
+    assert compiler.process_ids() == [process]
+
+
+def test_idle_processes_leave(job: Callable[..., Job]) -> None:
+    """A process without work for a while ends by itself; the next compilation starts another."""
+    compiler = KernelCompiler(threads=1, idle_s=0.2)
+    assert isinstance(compiler.compile([job(16)], PATIENCE_S)[0], Path)
+    (process,) = {worker.process.pid for worker in compiler._processes()._all}
+    assert gone(process)
+    assert isinstance(compiler.compile([job(24)], PATIENCE_S)[0], Path)
+    compiler.close()
+
+
+def test_what_cannot_be_sent(shared: KernelCompiler, job: Callable[..., Job]) -> None:
+    """A job that does not pickle fails alone."""
+    bad = dataclasses.replace(job(40), kernel=lambda: None)
+    failed, made = shared.compile([bad, job(48)], PATIENCE_S)
+    assert isinstance(failed, CompileError)
+    assert "cannot be sent" in str(failed)
+    assert isinstance(made, Path)
+
+
+@pytest.mark.parametrize(
+    ("program", "says"), [("/nonexistent/python", "cannot be started"), ("/bin/false", "before it was ready")]
+)
+def test_a_compiler_that_does_not_start(
+    program: str, says: str, job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every job fails with one message that names the program; nothing is tried for ever."""
+    monkeypatch.setattr(sys, "executable", program)
+    made = KernelCompiler(threads=1).compile([job(16), job(24)], PATIENCE_S)
+    assert all(type(error) is CompileError for error in made)
+    assert says in str(made[1])
+    assert program in str(made[1])
+
+
+# Not under `if __name__ == "__main__"`: users' scripts often are not.
+SCRIPT = """
+import os, sys, time
+from tests.engines.tvm.kernels_for_tests import scale_kernel
+from torch_hybrid_backend.engines.tvm.compile_pool import KernelCompiler
+from torch_hybrid_backend.engines.tvm.protocol import Job
+from torch_hybrid_backend.engines.tvm.target import Target
+
+compiler = KernelCompiler(threads=1)
+
+def compile_one(size):
+    job = Job(f"key{size}", f"kernel_{size}", scale_kernel(size), Target.host(), f"{sys.argv[1]}/{os.getpid()}_{size}.so")
+    (made,) = compiler.compile([job], 60)
+    assert os.path.exists(made), made
+
+compile_one(16)
+print(*compiler.process_ids(), flush=True)
+"""
+
+
+def run_script(tmp_path: Path, more: str) -> subprocess.Popen[str]:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT + more)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def test_processes_end_with_the_interpreter(tmp_path: Path) -> None:
+    """A script, run once although it has no main guard, leaves no process behind."""
+    printed, _ = run_script(tmp_path, "").communicate()
+    (process,) = map(int, printed.split())
+    assert gone(process)
+
+
+def test_processes_end_with_a_killed_parent(tmp_path: Path) -> None:
+    """Even SIGKILL of the user's process ends its compilers."""
+    parent = run_script(tmp_path, "time.sleep(60)")
+    assert parent.stdout is not None
+    process = int(parent.stdout.readline())
+    parent.kill()
+    parent.communicate()
+    assert gone(process)
+
+
+def test_a_forked_child_has_its_own(tmp_path: Path) -> None:
+    """After a fork both sides compile, the child with a process of its own that ends with it."""
+    child = """
+mine = compiler.process_ids()
+if os.fork() == 0:
+    compile_one(24)
+    assert not set(mine) & set(compiler.process_ids())
+    sys.exit(0)
+assert os.wait()[1] == 0
+assert compiler.process_ids() == mine
+compile_one(32)
+assert compiler.process_ids() == mine
+"""
+    parent = run_script(tmp_path, child)
+    parent.communicate()
+    assert parent.returncode == 0

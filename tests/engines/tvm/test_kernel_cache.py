@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.engines.tvm.kernels_for_tests import scale_kernel
+from torch_hybrid_backend.engines.tvm import kernel_cache
+from torch_hybrid_backend.engines.tvm.compile_pool import KernelCompiler
+from torch_hybrid_backend.engines.tvm.kernel_cache import CompiledKernel, compile_kernels
+from torch_hybrid_backend.engines.tvm.kernel_key import kernel_key
+from torch_hybrid_backend.engines.tvm.protocol import Job
+from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.errors import CompileError, DeadlineError
+from torch_hybrid_backend.loops.kernels import Kernel
+from torch_hybrid_backend.store import Store
+
+pytest.importorskip("tvm")
+
+ROOT = Path(__file__).parents[3]
+
+
+class CountingCompiler(KernelCompiler):
+    """A real compiler that remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(threads=1)
+        self.asked: list[str] = []
+
+    def compile(self, jobs: Sequence[Job], deadline_s: float) -> list[Path | CompileError]:
+        self.asked += [job.key for job in jobs]
+        return super().compile(jobs, deadline_s)
+
+
+@pytest.fixture(scope="module")
+def one_compiler() -> Iterator[CountingCompiler]:
+    compiler = CountingCompiler()
+    yield compiler
+    compiler.close()
+
+
+@pytest.fixture
+def compiler(one_compiler: CountingCompiler, monkeypatch: pytest.MonkeyPatch) -> CountingCompiler:
+    monkeypatch.setattr(kernel_cache, "_memo", {})
+    one_compiler.asked.clear()
+    return one_compiler
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "cache")
+
+
+def build(compiler: KernelCompiler, store: Store, *kernels: Kernel, deadline_s: float = 60) -> list[CompiledKernel]:
+    made = compile_kernels(kernels, Target.host(), compiler, store, deadline_s)
+    for kernel in made:
+        assert isinstance(kernel, CompiledKernel), kernel
+        assert f"__tvm_ffi_{kernel.symbol}".encode() in Path(kernel.library).read_bytes()
+    return [kernel for kernel in made if isinstance(kernel, CompiledKernel)]
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a new process knows: nothing."""
+    monkeypatch.setattr(kernel_cache, "_memo", {})
+
+
+def test_equal_kernels_are_compiled_once(compiler: CountingCompiler, store: Store) -> None:
+    """In one call, and over calls; different kernels have different libraries."""
+    one, same, another = build(compiler, store, scale_kernel(64), scale_kernel(64), scale_kernel(72))
+    assert one == same != another
+    assert one.key == kernel_key(scale_kernel(64), Target.host())
+    assert build(compiler, store, scale_kernel(72)) == [another]
+    assert compiler.asked == [one.key, another.key]
+
+
+def test_a_new_process_finds_libraries_on_disk(
+    compiler: CountingCompiler, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was compiled is found through the store alone."""
+    (made,) = build(compiler, store, scale_kernel())
+    forget(monkeypatch)
+    assert build(compiler, store, scale_kernel()) == [made]
+    assert compiler.asked == [made.key]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "garbage", "empty", "swapped"])
+def test_damaged_libraries_are_never_used(
+    damage: str, compiler: CountingCompiler, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that is not what was written is dropped and the kernel compiled anew."""
+    made, other = build(compiler, store, scale_kernel(64), scale_kernel(72))
+    good = Path(made.library).read_bytes()
+    harm = {
+        "truncated": good[: len(good) // 2],
+        "garbage": os.urandom(len(good)),
+        "empty": b"",
+        "swapped": Path(other.library).read_bytes(),
+    }
+    Path(made.library).unlink()
+    Path(made.library).write_bytes(harm[damage])
+    forget(monkeypatch)
+    compiler.asked.clear()
+    (again,) = build(compiler, store, scale_kernel(64))
+    assert compiler.asked == [made.key]
+    assert f"__tvm_ffi_{made.symbol}".encode() in Path(again.library).read_bytes()
+
+
+def test_a_library_that_was_removed_is_made_again(compiler: CountingCompiler, store: Store) -> None:
+    """Clearing the cache directory under a running process does no harm."""
+    (made,) = build(compiler, store, scale_kernel())
+    Path(made.library).unlink()
+    (again,) = build(compiler, store, scale_kernel())
+    assert Path(again.library).is_file()
+    assert len(compiler.asked) == 2
+
+
+def test_two_stores_are_filled(compiler: CountingCompiler, store: Store, tmp_path: Path) -> None:
+    """A kernel known from one store is not taken for one that is in another."""
+    second = Store(tmp_path / "second")
+    (one,) = build(compiler, store, scale_kernel())
+    (two,) = build(compiler, second, scale_kernel())
+    assert Path(one.library).is_relative_to(store.root)
+    assert Path(two.library).is_relative_to(second.root)
+
+
+def test_failures_are_per_kernel_and_not_remembered(compiler: CountingCompiler, store: Store) -> None:
+    """A kernel that fails leaves the others alone; after a missed deadline the next attempt succeeds."""
+    no_key = scale_kernel()
+    object.__setattr__(no_key, "stores", (len,))
+    late, broken = compile_kernels([scale_kernel(64), no_key], Target.host(), compiler, store, 0.0)
+    assert isinstance(late, DeadlineError)
+    assert isinstance(broken, CompileError)
+    assert "no key" in str(broken)
+    build(compiler, store, scale_kernel(64))
+
+
+def test_a_store_that_cannot_be_written(
+    compiler: CountingCompiler, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It costs the kernel, with the store's message, and raises nothing."""
+    from torch_hybrid_backend.errors import CacheError
+
+    def full(*_: object) -> Path:
+        raise CacheError("the disk is full")
+
+    monkeypatch.setattr(store, "put", full)
+    (failed,) = compile_kernels([scale_kernel()], Target.host(), compiler, store, 60)
+    assert isinstance(failed, CacheError)
+
+
+def test_a_second_process_needs_no_tvm(compiler: CountingCompiler, store: Store) -> None:
+    """It finds the library in the store, starts no compiler and never imports TVM."""
+    (made,) = build(compiler, store, scale_kernel())
+    code = f"""
+import sys
+from pathlib import Path
+from tests.engines.tvm.kernels_for_tests import scale_kernel
+from torch_hybrid_backend.engines.tvm.compile_pool import KernelCompiler
+from torch_hybrid_backend.engines.tvm.kernel_cache import compile_kernels
+from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.store import Store
+
+compiler = KernelCompiler(threads=1)
+(found,) = compile_kernels([scale_kernel()], Target.host(), compiler, Store(Path({str(store.root)!r})), 60)
+assert found.library == {made.library!r}, found
+assert compiler.process_ids() == []
+assert not {{"tvm", "tvm_ffi"}} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
