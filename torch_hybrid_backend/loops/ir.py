@@ -119,6 +119,8 @@ class Map(Value):
     parents: tuple[tuple[Value, InverseFn], ...] = ()
     base: Value | None = None
     realized: Buffer | None = None
+    # Set where the value is another one with zeros around it: (that value, how many zeros lie before it in each dimension).
+    zero_padded: tuple[Value, tuple[int, ...]] | None = None
     _last: tuple[tuple[Index, ...], Expr] | None = None
 
     def at(self, index: tuple[Index, ...]) -> Expr:
@@ -202,6 +204,7 @@ class MatMulOp(LoopOp):
 class ConvOp(LoopOp):
     """A 1-D or 2-D cross-correlation with zero padding, no bias (the epilogue adds it).
 
+    `padding` counts the zeros before the first element; how many lie after the last follows from the output's size.
     x is (N, C, *spatial), w is (O, C/groups, *kernel), out is (N, O, *out_spatial); the tuples have one entry per spatial dimension.
     """
 

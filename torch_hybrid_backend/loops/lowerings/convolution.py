@@ -8,7 +8,7 @@ import torch
 
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.index import Index, as_index, contiguous_strides, linear
-from torch_hybrid_backend.loops.ir import Buffer, ConvOp, MatMulOp, Value, compute_dtype
+from torch_hybrid_backend.loops.ir import Buffer, ConvOp, Map, MatMulOp, Value, compute_dtype
 from torch_hybrid_backend.loops.lowering import Context, Refuse, lowers, reindex
 from torch_hybrid_backend.loops.lowerings.reductions import channelwise
 from torch_hybrid_backend.loops.lowerings.views import permuted, reshaped
@@ -63,8 +63,18 @@ def convolution(
         result = _tiling_transposed(ctx, x, weight, dtype)
     else:
         out = Buffer(ctx.shape, dtype)
+        x, paddings = _without_padding(x, paddings)
         result = ctx.realize(ConvOp(out, x, weight, strides, paddings, dilations, groups))
     return result if bias is None else ctx.pointwise(add, result, channelwise(bias, ctx.shape))
+
+
+def _without_padding(x: Value, padding: tuple[int, ...]) -> tuple[Value, tuple[int, ...]]:
+    """An explicit zero padding of the input becomes the convolution's own; zeros after follow from the output's size."""
+    if isinstance(x, Map) and x.realized is None and x.zero_padded is not None:
+        inner, before = x.zero_padded
+        if before[:2] == (0, 0) and inner.shape[:2] == x.shape[:2]:
+            return inner, tuple(p + b for p, b in zip(padding, before[2:], strict=True))
+    return x, padding
 
 
 def _tiling_transposed(ctx: Context, x: Value, weight: Value, dtype: str) -> Value:

@@ -198,7 +198,8 @@ def constant_pad(ctx: Context, x: Value, pad: Sequence[int], value: float = 0) -
             inside = logical_and(inside, index_in(i, 0, n))
         return guard(inside, x.at(source), const(value, compute_dtype(x.dtype)))
 
-    return Map(ctx.shape, x.dtype, at)
+    zeros = value == 0 and min(pad, default=0) >= 0
+    return Map(ctx.shape, x.dtype, at, zero_padded=(x, tuple(before)) if zeros else None)
 
 
 def _before(pad: Sequence[int], rank: int) -> list[int]:

@@ -178,7 +178,7 @@ def nan_to_num(
 
 
 @lowers(aten.clamp.default, aten.clamp.Tensor)
-def clamp(ctx: Context, x: Value, min: Operand | None = None, max: Operand | None = None) -> Value:  # noqa: A002
+def clamp(ctx: Context, x: Value, min: Operand | None = None, max: Operand | None = None) -> Value:
     return _clamp(ctx, x, min, max)
 
 
@@ -188,12 +188,12 @@ def hardtanh(ctx: Context, x: Value, min_val: float = -1, max_val: float = 1) ->
 
 
 @lowers(aten.clamp_min.default, aten.clamp_min.Tensor)
-def clamp_min(ctx: Context, x: Value, min: Operand) -> Value:  # noqa: A002
+def clamp_min(ctx: Context, x: Value, min: Operand) -> Value:
     return _clamp(ctx, x, min, None)
 
 
 @lowers(aten.clamp_max.default, aten.clamp_max.Tensor)
-def clamp_max(ctx: Context, x: Value, max: Operand) -> Value:  # noqa: A002
+def clamp_max(ctx: Context, x: Value, max: Operand) -> Value:
     return _clamp(ctx, x, None, max)
 
 

@@ -239,7 +239,7 @@ def vector_norm(
     dim: Axes = None,
     keepdim: bool = False,
     *,
-    dtype: torch.dtype | None = None,  # noqa: A002
+    dtype: torch.dtype | None = None,
 ) -> Value:
     out = compute_dtype(ctx.out.dtype)
     axes = axes_of(dim, len(x.shape))
