@@ -27,7 +27,7 @@ def test_buffers_alive_together_never_overlap(ranges: list[LiveRange]) -> None:
     placed = list(zip(ranges, layout.offsets, strict=True))
     for live, offset in placed:
         assert offset % ALIGNMENT == 0
-        assert 0 <= offset
+        assert offset >= 0
         assert offset + live.size_bytes <= layout.size_bytes
     for (a, a_offset), (b, b_offset) in combinations(placed, 2):
         together = a.first <= b.last and b.first <= a.last
