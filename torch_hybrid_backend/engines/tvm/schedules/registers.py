@@ -4,7 +4,7 @@ A tile has `rows` x `vectors` vector accumulators of `lanes` elements, all in re
 LLVM turns the local array into registers. `accumulate` adds `scalar[row] * vector[v]` to each; matmul, convolution and attention differ only
 in what rows and vectors mean.
 
-    tile = RegisterTile(builder, rows=14, vectors=2, lanes=16, dtype="float32")
+    tile = RegisterTile(builder, printer, rows=14, vectors=2, lanes=16, dtype="float32")
     b.seq(tile.declare(), tile.clear(), b.loop(K, lambda k: tile.accumulate(a_of(k), b_of(k))), tile.write(...))
 
 Source: Goto & van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008.
@@ -19,55 +19,28 @@ import tvm
 from tvm import tirx
 
 from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirExpr
-from torch_hybrid_backend.loops.index import Index, as_index
+from torch_hybrid_backend.engines.tvm.printer import Printer
+from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
 
 # lane index -> the scalar of that lane
 LaneFn = Callable[[Index], TirExpr]
 
 
-def register_count(target: Any) -> int:
-    """Vector registers of the instruction set: 32 with AVX-512, 16 with AVX2."""
-    return 32 if target.lanes >= 16 else 16
-
-
-def max_rows(vectors: int, registers: int) -> int:
-    """The tallest tile that leaves registers for one row of vectors and one broadcast scalar, at most 14.
-
-    Beyond 14 rows nothing is gained: 1/rows of the loads are the vectors' own.
-    """
-    return max(1, min(14, (registers - 1 - vectors) // vectors))
-
-
-def lanes_of(target: Any, dtype: str) -> int:
+def lanes_of(target: Target, dtype: str) -> int:
     """Elements of a compute dtype in one vector register."""
-    width = max(4, tvm.DataType(dtype).bits // 8)
-    return max(1, int(target.lanes) * 4 // width)
+    width = max(4, int(tvm.DataType(dtype).bits) // 8)
+    return max(1, target.lanes * 4 // width)
 
 
-def balanced(total: int, most: int) -> tuple[int, int, int]:
-    """Splits `total` into the fewest parts of at most `most`, as equal as can be.
+def vector_loop(builder: Builder, printer: Printer, lanes: int, body: Callable[[Index], Stmt]) -> Stmt:
+    """A vectorised loop whose variable the printer knows to be a lane."""
 
-    Returns (parts, size, large): the first `large` parts have `size` elements, the others `size - 1`.
-    Example: balanced(197, 14) is (15, 14, 2).
-    """
-    return balanced_parts(total, -(-total // most))
+    def with_lane(lane: Index) -> Stmt:
+        printer.lanes.update(atom for atom, _ in lane.terms if isinstance(atom, LoopVar))
+        return body(lane)
 
-
-def balanced_parts(total: int, parts: int) -> tuple[int, int, int]:
-    """Splits `total` into `parts` parts, as `balanced` does."""
-    size = -(-total // parts)
-    return parts, size, total - parts * (size - 1)
-
-
-def lane_chunks(count: int, lanes: int) -> list[tuple[int, int]]:
-    """(start, width) of vectors of at most `lanes` that cover 0 .. count-1; every width is a power of two or `lanes`."""
-    chunks, start, width = [], 0, lanes
-    while start < count:
-        while width > count - start:
-            width = 1 << ((width - 1).bit_length() - 1)
-        chunks.append((start, width))
-        start += width
-    return chunks
+    return builder.loop(lanes, with_lane, "vectorized", "l")
 
 
 def zero(dtype: str) -> TirExpr:
@@ -81,8 +54,10 @@ class RegisterTile:
     `accumulate(..., way=w)` adds to copy w, and `merge` sums the copies.
     """
 
-    def __init__(self, builder: Builder, rows: int, vectors: int, lanes: int, dtype: str, ways: int = 1) -> None:
-        self.builder = builder
+    def __init__(
+        self, builder: Builder, printer: Printer, rows: int, vectors: int, lanes: int, dtype: str, ways: int = 1
+    ) -> None:
+        self.builder, self.printer = builder, printer
         self.rows, self.vectors, self.lanes, self.dtype, self.ways = rows, vectors, lanes, dtype, ways
         self.size = rows * vectors * lanes
         self.buffer = builder.local(self.size * ways, dtype, "acc")
@@ -94,7 +69,7 @@ class RegisterTile:
         return way * self.size + (row * self.vectors + vector) * self.lanes
 
     def _lanes(self, body: Callable[[Index], Stmt]) -> Stmt:
-        return self.builder.loop(self.lanes, body, "vectorized", "l")
+        return vector_loop(self.builder, self.printer, self.lanes, body)
 
     def at(self, row: int, vector: int, lane: Index) -> TirExpr:
         return self.builder.load(self.buffer, lane + self._offset(row, vector))
@@ -152,9 +127,7 @@ class RegisterTile:
             return None
 
         def value(row: int, vector: int, lane: Index) -> TirExpr:
-            parts = [
-                self.builder.load(self.buffer, lane + self._offset(row, vector, way)) for way in range(self.ways)
-            ]
+            parts = [self.builder.load(self.buffer, lane + self._offset(row, vector, way)) for way in range(self.ways)]
             while len(parts) > 1:  # pairwise: half the latency, and half the rounding error
                 parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
             return parts[0]

@@ -1,0 +1,119 @@
+"""MatMul schedule: every tile shape against float64 eager."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.engines.tvm.schedule_runner import HOST, NARROW, index_of, row_major, run_kernel
+from torch_hybrid_backend.engines.tvm import packing, tiles
+from torch_hybrid_backend.engines.tvm.schedules import matmul
+from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.loops import ops
+from torch_hybrid_backend.loops.index import LoopVar
+from torch_hybrid_backend.loops.ir import Buffer, Expr, Load, compute_dtype
+from torch_hybrid_backend.loops.kernels import Argument, MatMulKernel, Store
+from torch_hybrid_backend.loops.layout import Blocked, Layout, Strided, contiguous
+
+
+def check(
+    shape: tuple[int, int, int, int],
+    *,
+    target: Target = HOST,
+    dtype: str = "float32",
+    batched: bool = False,
+    long_epilogue: bool = False,
+    out_layout: Layout | None = None,
+) -> None:
+    """out = relu(a @ b + bias) * residual, and for long epilogues more of it, within 1e-5 (1e-2 for bfloat16) of float64 eager."""
+    batch, m, k, n = shape
+    tile = tiles.tile_n(n, target)
+    compute = compute_dtype(dtype)
+    a, bias, residual, out = (
+        Buffer(s, dtype, name)
+        for s, name in [((batch, m, k), "a"), ((n,), "bias"), ((batch, m, n), "residual"), ((batch, m, n), "out")]
+    )
+    packed = Buffer(packing.packed_b_shape(batch if batched else 1, n, k, tile), dtype, "packed")
+    accumulator = Buffer((batch, m, n), compute, "acc")
+    domain = (LoopVar("b", batch), LoopVar("m", m), LoopVar("n", n))
+    depth = LoopVar("k", k)
+    point = tuple(map(index_of, domain))
+    value: Expr = ops.call("max", ops.add(accumulator.at(point), bias.at(point[2:])), ops.const(0, compute))
+    value = ops.mul(value, residual.at(point))
+    for _ in range(4 * long_epilogue):
+        value = ops.add(ops.mul(value, ops.const(2, compute)), residual.at(point))
+    layout = out_layout or contiguous(out.shape)
+    kernel = MatMulKernel(
+        (row_major(a), row_major(packed), row_major(bias), row_major(residual)),
+        (Argument(out, layout),),
+        domain,
+        depth,
+        Load(compute, a, (*point[:2], index_of(depth))),
+        packed,
+        tile,
+        batched,
+        accumulator,
+        (Store(out, point, value),),
+    )
+    torch.manual_seed(0)
+
+    def random(*size: int) -> torch.Tensor:
+        values = torch.randint(-8, 9, size) if not dtype.startswith(("float", "bfloat")) else torch.randn(size)
+        return values.to(getattr(torch, dtype))
+
+    at, bt, biast, rest = random(batch, m, k), random(batch if batched else 1, k, n), random(n), random(batch, m, n)
+    inputs = {a: at, packed: packing.pack_b(bt, tile), bias: biast, residual: rest}
+    (got,) = run_kernel(kernel, matmul.emit, inputs, target)
+    want = torch.relu(at.double() @ bt.double() + biast.double()) * rest.double()
+    for _ in range(4 * long_epilogue):
+        want = want * 2 + rest.double()
+    tolerance = 1e-2 if dtype == "bfloat16" else 1e-5
+    torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance * max(1.0, float(want.abs().max())))
+
+
+@pytest.mark.parametrize("target", [HOST, NARROW], ids=["host", "narrow"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, 1, 1, 1),
+        (1, 7, 5, 3),  # less than a vector of columns
+        (1, 29, 67, 37),  # ragged rows, k and columns
+        (1, 50, 64, 64),
+        (1, 1, 130, 70),  # one row: several accumulators per column
+        (3, 2, 31, 48),
+        (2, 30, 200, 1),  # one column: a dot product
+        (1, 1, 300, 1),
+        (2, 5, 3, 1),
+    ],
+)
+def test_matches_eager(shape: tuple[int, int, int, int], target: Target) -> None:
+    """(batch, m, k, n) of every tile variant."""
+    check(shape, target=target)
+
+
+def test_blocks_of_rows() -> None:
+    """More rows than the second-level cache holds: rows are visited in blocks."""
+    check((1, 311, 96, 40), target=NARROW)
+
+
+def test_each_batch_has_its_own_right_operand() -> None:
+    """`batched_b`: panels are taken from the batch's own packed matrix."""
+    check((3, 13, 17, 47), batched=True)
+
+
+@pytest.mark.parametrize("n", [32, 45])
+def test_long_epilogues_run_from_a_spilled_tile(n: int) -> None:
+    """An epilogue of many operations gives the same values."""
+    check((1, 19, 33, n), long_epilogue=True)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "int32", "int64"])
+def test_dtypes(dtype: str) -> None:
+    """Accumulation is in the compute dtype: float32 for bfloat16, the dtype itself otherwise."""
+    check((2, 9, 33, 70), dtype=dtype)
+
+
+@pytest.mark.parametrize("layout", [Strided((13 * 40, 1, 13)), Blocked(4)])
+def test_any_output_layout(layout: Layout) -> None:
+    """The stores go where the layout says, vectorised or not."""
+    check((1, 13, 20, 40), out_layout=layout)

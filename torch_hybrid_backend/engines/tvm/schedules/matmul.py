@@ -1,0 +1,220 @@
+"""MatMul: C[b, m, n] = sum over k of A[b, m, k] * B[b, k, n], with B packed in panels of `tile_n` columns.
+
+Pattern: a `MatMulKernel`. Steps:
+1. Rows are cut into register tiles as equal as can be (197 rows are 2 tiles of 14 and 13 of 13), so there is no ragged last tile; columns
+   are the panels of the packed B, the last of which computes only the vectors that hold columns.
+2. Tiles are visited in the order (batch, block of rows, panel, tile of rows) by one parallel loop: a core keeps a panel of B in its
+   second-level cache while it goes through the rows of the block, and the block of A stays there too.
+3. In a tile, k runs outside an outer product held in registers; short tiles keep several copies to hide the latency of multiply-adds.
+4. The stores run from registers, or from a spilled tile where the epilogue is long or the panel is the ragged last one.
+One column (matrix-vector with the vector on the right) is a dot product, vectorised over k.
+Source: Goto & van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008; BLIS (Van Zee & van de Geijn, 2015).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import tvm
+
+from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirExpr
+from torch_hybrid_backend.engines.tvm.printer import Printer
+from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, lanes_of, vector_loop, zero
+from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.engines.tvm.tiles import Split, lane_chunks, max_rows, split_at_most, split_into
+from torch_hybrid_backend.loops.index import Index, as_index
+from torch_hybrid_backend.loops.ir import Load, compute_dtype, count_calls
+from torch_hybrid_backend.loops.kernels import MatMulKernel
+
+# Multiply-adds in flight that keep both units of a core busy: latency 4, two units (Zen 3-5, Skylake and later).
+_IN_FLIGHT = 8
+# An epilogue of more scalar operations than this is emitted once as a loop over a spilled tile, not once per register.
+_LONG_EPILOGUE = 4
+# Iterations of k emitted one after the other, unless that is more multiply-adds than the second number: they hide the loop by themselves.
+_UNROLL, _UNROLLED_MULTIPLY_ADDS = 4, 64
+
+
+def emit(kernel: MatMulKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
+    """The kernel's body. Any float or integer dtype; accumulates in the compute dtype of the accumulator's dtype."""
+    return _MatMul(kernel, builder, printer, target).emit()
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """How tiles are visited: `blocks` blocks of `per_block` row tiles; `rows` says how the rows are cut."""
+
+    rows: Split
+    blocks: int
+    per_block: int
+
+
+class _MatMul:
+    """The emission of one kernel."""
+
+    def __init__(self, kernel: MatMulKernel, builder: Builder, printer: Printer, target: Target) -> None:
+        self.kernel, self.builder, self.printer, self.target = kernel, builder, printer, target
+        self.b, self.m, self.n = kernel.domain
+        self.dtype = compute_dtype(kernel.accumulator.dtype)
+        self.lanes = min(lanes_of(target, self.dtype), kernel.tile_n)
+        self.vectors = kernel.tile_n // self.lanes
+        self.panels = -(-self.n.extent // kernel.tile_n)
+        self.last = self.n.extent - (self.panels - 1) * kernel.tile_n  # columns of the last panel
+        self.long_epilogue = sum(count_calls(store.value) for store in kernel.stores) > _LONG_EPILOGUE
+        self.is_dot = kernel.tile_n == 1 and kernel.k.extent >= 2 * lanes_of(target, self.dtype)
+
+    def emit(self) -> Stmt:
+        order = self._order()
+
+        def tile(position: tuple[Index, ...]) -> Stmt:
+            batch, block, panel, inner = position
+            part = block * order.per_block + inner
+            return self._by_rows(order.rows, part, lambda first, count: self._by_panel(batch, first, count, panel))
+
+        return self.builder.fused((self.b.extent, order.blocks, self.panels, order.per_block), tile)
+
+    def _order(self) -> _Order:
+        """Rows per tile by estimated time, then blocks of rows that fit half the second-level cache."""
+        m, tasks_per_row_tile = self.m.extent, self.b.extent * self.panels
+        most = max_rows(1 if self.is_dot else self.vectors, self.target)
+
+        def time(rows: int) -> float:
+            # Per step of k: two multiply-adds, two loads (a broadcast is one), or the latency of a short tile.
+            work = max(rows * self.vectors, rows + self.vectors, _IN_FLIGHT if rows * self.vectors < _IN_FLIGHT else 0)
+            parts = -(-m // rows)
+            return float(-(-(tasks_per_row_tile * parts) // self.target.cores) * work)
+
+        rows = min(range(min(m, most), 0, -1), key=time)
+        split = split_at_most(m, rows)
+        itemsize = max(4, tvm.DataType(self.dtype).bits // 8)
+        fit = max(1, self.target.l2_bytes // 2 // (split.size * self.kernel.k.extent * itemsize))
+        blocks = -(-split.parts // fit)
+        per_block = -(-split.parts // blocks)
+        if blocks * per_block > m:  # more parts than rows: too few rows to block
+            return _Order(split, 1, split.parts)
+        return _Order(split_into(m, blocks * per_block), blocks, per_block)
+
+    def _by_rows(self, rows: Split, part: Index, body: Callable[[Index, int], Stmt]) -> Stmt:
+        """`body(first row, row count)` for a part: two variants where parts differ in size."""
+        if rows.large == rows.parts:
+            return body(part * rows.size, rows.size)
+        large = body(part * rows.size, rows.size)
+        small = body(part * (rows.size - 1) + rows.large, rows.size - 1)
+        return self.builder.when(self.builder.index(part) < rows.large, large, small)
+
+    def _by_panel(self, batch: Index, first: Index, rows: int, panel: Index) -> Stmt:
+        if self.is_dot:
+            return self._dot_tile(batch, first, rows)
+        full = self.kernel.tile_n
+        if self.last == full:
+            return self._tile(batch, first, rows, panel, full)
+        if self.panels == 1:
+            return self._tile(batch, first, rows, panel, self.last)
+        return self.builder.when(
+            self.builder.index(panel) < self.panels - 1,
+            self._tile(batch, first, rows, panel, full),
+            self._tile(batch, first, rows, as_index(self.panels - 1), self.last),
+        )
+
+    def _a(self, batch: Index, row: Index, k: Index) -> TirExpr:
+        return self.printer.expr(self.kernel.a, {self.b: batch, self.m: row, self.kernel.k: k})
+
+    def _packed(self, batch: Index, panel: Index, k: Index, column: Index) -> TirExpr:
+        kernel = self.kernel
+        position = (batch if kernel.batched_b else as_index(0), panel, k, column)
+        return self.printer.expr(Load(compute_dtype(kernel.packed.dtype), kernel.packed, position), {})
+
+    def _tile(self, batch: Index, first: Index, rows: int, panel: Index, columns: int) -> Stmt:
+        """One register tile: `rows` rows from `first`, the first `columns` columns of a panel."""
+        b, k_extent = self.builder, self.kernel.k.extent
+        vectors = -(-columns // self.lanes)
+        ways = 1
+        while ways * rows * vectors < _IN_FLIGHT and ways < 4 and k_extent >= 16 * ways:
+            ways *= 2
+        tile = RegisterTile(b, self.printer, rows, vectors, self.lanes, self.dtype, ways)
+        unroll = max(ways, min(_UNROLL, _UNROLLED_MULTIPLY_ADDS // (rows * vectors), k_extent))
+
+        def step(k: Index, way: int) -> Stmt:
+            scalars = [lambda _, r=r: self._a(batch, first + r, k) for r in range(rows)]
+            columns = [lambda lane, v=v: self._packed(batch, panel, k, lane + v * self.lanes) for v in range(vectors)]
+            return tile.accumulate(scalars, columns, way)
+
+        whole = k_extent // unroll
+        main = b.loop(whole, lambda k: b.seq(*[step(k * unroll + u, u % ways) for u in range(unroll)]), name="k")
+        rest = [step(as_index(whole * unroll + u), 0) for u in range(k_extent - whole * unroll)]
+        compute = b.seq(tile.declare(), tile.clear(), main, *rest, tile.merge())
+        return b.seq(compute, self._write(tile, batch, first, panel * self.kernel.tile_n, columns))
+
+    def _write(self, tile: RegisterTile, batch: Index, first: Index, column: Index, columns: int) -> Stmt:
+        """The stores of a tile, straight from registers where the epilogue is short and all columns are real."""
+        b, width = self.builder, tile.vectors * tile.lanes
+
+        def store(value: Callable[[Index], TirExpr], row: Index, start: int, lanes: int) -> Stmt:
+            return vector_loop(
+                b, self.printer, lanes, lambda lane: self._stores(value(lane), batch, row, column + lane + start)
+            )
+
+        if not self.long_epilogue and columns == width:
+            return b.seq(
+                *[
+                    store(partial(tile.at, r, v), first + r, v * tile.lanes, tile.lanes)
+                    for r in range(tile.rows)
+                    for v in range(tile.vectors)
+                ]
+            )
+        spilled = b.local(tile.size, self.dtype, "tile")
+
+        def stores_of(r: Index) -> Stmt:
+            def load(start: int, lane: Index) -> TirExpr:
+                return b.load(spilled, r * width + lane + start)
+
+            chunks = lane_chunks(columns, tile.lanes)
+            return b.seq(*[store(partial(load, start), first + r, start, lanes) for start, lanes in chunks])
+
+        return b.seq(b.alloc(spilled), tile.spill(spilled), b.loop(tile.rows, stores_of, name="r"))
+
+    def _stores(self, value: TirExpr, batch: Index, row: Index, column: Index) -> Stmt:
+        """Every store of the kernel at one point of the domain, with `value` as the accumulator."""
+        self.printer.locals[id(self.kernel.accumulator)] = lambda _: value
+        return self.printer.stores(self.kernel.stores, {self.b: batch, self.m: row, self.n: column})
+
+    def _dot_tile(self, batch: Index, first: Index, rows: int) -> Stmt:
+        """One column: rows of A, read along k, times the only panel, which is a plain vector over k."""
+        b, k_extent = self.builder, self.kernel.k.extent
+        lanes = lanes_of(self.target, self.dtype)
+        ways = 4 if rows == 1 and k_extent >= 8 * lanes else 2 if rows < 4 and k_extent >= 4 * lanes else 1
+        tile = RegisterTile(b, self.printer, rows, 1, lanes, self.dtype, ways)
+        none = as_index(0)
+
+        def step(k: Index, way: int) -> Stmt:
+            scalars = [lambda lane, r=r: self._a(batch, first + r, k + lane) for r in range(rows)]
+            return tile.accumulate(scalars, [lambda lane: self._packed(batch, none, k + lane, none)], way)
+
+        chunk = ways * lanes
+        whole = k_extent // chunk
+        main = b.loop(whole, lambda k: b.seq(*[step(k * chunk + w * lanes, w) for w in range(ways)]), name="k")
+        spilled = b.local(tile.size, self.dtype, "tile")
+
+        def row(r: Index) -> Stmt:
+            total = b.local(1, self.dtype, "sum")
+
+            def add(value: TirExpr) -> Stmt:
+                return b.store(total, 0, b.load(total, 0) + value)
+
+            def rest(k: Index) -> Stmt:
+                at = k + whole * chunk
+                return add(self._a(batch, first + r, at) * self._packed(batch, none, at, none))
+
+            return b.seq(
+                b.alloc(total),
+                b.store(total, 0, zero(self.dtype)),
+                b.loop(lanes, lambda lane: add(b.load(spilled, r * lanes + lane)), name="l"),
+                b.loop(k_extent - whole * chunk, rest, name="k") if k_extent % chunk else None,
+                self._stores(b.load(total, 0), batch, first + r, none),
+            )
+
+        return b.seq(
+            tile.declare(), tile.clear(), main, tile.merge(),
+            b.alloc(spilled), tile.spill(spilled), b.loop(rows, row, name="r"),
+        )  # fmt: skip
