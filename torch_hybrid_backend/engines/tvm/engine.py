@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.fx
@@ -29,7 +30,16 @@ from torch_hybrid_backend.store import Store
 
 log = logging.getLogger(__name__)
 
-RunProgram = Callable[[Program], Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]]
+
+class ProgramCall(Protocol):
+    """A program as a function."""
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
+
+    def release(self) -> None: ...
+
+
+RunProgram = Callable[[Program], ProgramCall]
 
 
 @dataclass(slots=True)
@@ -37,10 +47,14 @@ class TvmRegion:
     """A region as a program of kernels; `run` executes it from Python."""
 
     program: Program
-    run: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+    run: ProgramCall
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return self.run(inputs)
+
+    def release(self) -> None:
+        """Free what running from Python holds (packed constants); a later call makes it again."""
+        self.run.release()
 
 
 class TvmEngine:

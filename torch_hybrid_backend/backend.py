@@ -1,0 +1,306 @@
+"""The backend: the one file that imports every stage and wires them together. Read it first.
+
+torch.compile(model, backend="hybrid")
+  -> capture      Dynamo's graph -> functional ATen graphs
+  -> passes       fold, simplify; split off what depends on parameters alone (hoist)
+  -> partition    regions and who may run them
+  -> engines      regions -> compiled regions
+  -> first call   every candidate checked against eager and priced (partition.placement), on the real inputs
+  -> runtime      the winners as one C++ plan
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any
+
+import torch
+import torch.fx
+
+from torch_hybrid_backend.capture.aot import capture
+from torch_hybrid_backend.config import Config, apply_log_level
+from torch_hybrid_backend.core.captured import CapturedGraph
+from torch_hybrid_backend.core.engine import CompiledRegion, Engine
+from torch_hybrid_backend.core.plan import Plan, RegionDecision
+from torch_hybrid_backend.core.region import Segment
+from torch_hybrid_backend.engines.eager import EagerEngine
+from torch_hybrid_backend.engines.tvm.engine import TvmEngine
+from torch_hybrid_backend.errors import ConfigError, HybridError
+from torch_hybrid_backend.partition.cost_cache import VerdictCache, machine_fingerprint
+from torch_hybrid_backend.partition.fallback import demote, run_refusal
+from torch_hybrid_backend.partition.placement import CheckedRegion, Pricing, choose, decide
+from torch_hybrid_backend.partition.plan_builder import make_plan
+from torch_hybrid_backend.partition.regions import EAGER, Partition, partition
+from torch_hybrid_backend.passes.context import PassContext
+from torch_hybrid_backend.passes.hoist import Hoisted, hoist
+from torch_hybrid_backend.passes.pipeline import run_passes
+from torch_hybrid_backend.runtime.executor import CompiledSegment, build_executor
+from torch_hybrid_backend.runtime.layout import StaticLayoutError
+from torch_hybrid_backend.runtime.program_runner import ProgramRunner
+from torch_hybrid_backend.runtime.python_executor import PythonExecutor
+from torch_hybrid_backend.store import Store
+
+log = logging.getLogger(__name__)
+
+ENGINE_GROUP = "torch_hybrid_backend.engines"
+OnPlan = Callable[[Plan], None]
+
+
+def hybrid(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, object] | None = None,
+) -> Callable[..., Any]:
+    """The Dynamo backend: compiles one graph; `torch.compile(model, backend="hybrid")` calls it.
+
+    mode, options: as given to `torch.compile`; see `config.Config`. Raises ConfigError for unknown settings or values; no
+    fault of an engine reaches the caller unless `strict` is set.
+    """
+    return compile_graph(gm, example_inputs, Config.from_env(os.environ).with_options(options, mode))
+
+
+def compile_graph(
+    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], config: Config, on_plan: OnPlan | None = None
+) -> Callable[..., Any]:
+    """Compile one Dynamo graph under `config`; `on_plan` gets each plan when it is made (in the graph's first call)."""
+    apply_log_level(config)
+    session = _session(config)
+
+    def compile_captured(captured: CapturedGraph) -> Callable[[list[Any]], list[Any]]:
+        return HybridGraph(captured, session, config, on_plan)
+
+    keep_ops = frozenset[torch._ops.OpOverload]().union(*(engine.keep_ops for engine in session.engines))
+    return capture(gm, example_inputs, compile_captured, keep_ops)
+
+
+# The engines, in order; the order only breaks ties, measured cost decides. Third parties add theirs through the entry-point
+# group `torch_hybrid_backend.engines`.
+ENGINES: tuple[tuple[str, Callable[[Config, Store], Engine]], ...] = (
+    ("tvm", lambda config, store: TvmEngine(store, config.compile_threads, ProgramRunner)),
+    (EAGER, lambda config, store: EagerEngine()),
+)
+
+
+def engine_factories() -> dict[str, Callable[[Config, Store], Engine]]:
+    """Every known engine by name, third parties' included. Raises ConfigError for two engines of one name."""
+    factories = dict(ENGINES)
+    for entry in entry_points(group=ENGINE_GROUP):
+        if entry.name in factories:
+            raise ConfigError(f"two engines are called {entry.name!r}; uninstall one of the packages that bring them")
+        make = entry.load()
+        factories[entry.name] = lambda config, store, make=make: make(config)  # type: ignore[misc]
+    return factories
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Session:
+    """What graphs compiled under equal settings share: the engines that can run here, and the cache."""
+
+    engines: tuple[Engine, ...]
+    store: Store
+    verdicts: VerdictCache | None
+
+
+_sessions: dict[tuple[object, ...], Session] = {}
+_sessions_lock = threading.Lock()
+
+
+def _session(config: Config) -> Session:
+    factories = engine_factories()
+    names = config.select(tuple(factories))
+    key = (os.getpid(), names, config.cache, config.cache_dir, config.compile_threads)
+    with _sessions_lock:
+        if key not in _sessions:
+            _sessions[key] = _open_session(config, names, factories)
+        return _sessions[key]
+
+
+def _open_session(
+    config: Config, names: Sequence[str], factories: Mapping[str, Callable[[Config, Store], Engine]]
+) -> Session:
+    store = Store.open(config.cache_dir, enabled=config.cache, strict=config.strict)
+    engines = []
+    for name in names:
+        engine = factories[name](config, store)
+        available = engine.available()
+        if not available:
+            if config.strict:
+                raise HybridError(f"the engine {name} cannot run here: {available.why}")
+            log.warning("the engine %s cannot run here, what it would take runs in eager: %s", name, available.why)
+            continue
+        engines.append(engine)
+    return Session(tuple(engines), store, VerdictCache(store, machine_fingerprint()) if config.cache else None)
+
+
+class HybridGraph:
+    """One captured graph. The first call chooses engines on the real inputs; later calls run the resulting plan.
+
+    Takes the graph's inputs as a list and returns its outputs as a list. Threads may call it at once.
+    """
+
+    def __init__(
+        self, captured: CapturedGraph, session: Session, config: Config, on_plan: OnPlan | None = None
+    ) -> None:
+        start = time.perf_counter()
+        self._kind = captured.kind
+        self._config = config
+        self._session = session
+        self._on_plan = on_plan
+        run_passes(captured.graph_module, PassContext.of(captured))
+        constants = captured.static_inputs if captured.kind == "inference" else frozenset[str]()
+        self._hoisted: Hoisted = hoist(captured.graph_module, constants)
+        self._partition: Partition = partition(self._hoisted.main, session.engines, config)
+        self._candidates = self._compile()
+        self._lock = threading.Lock()
+        self._run: Callable[[Sequence[Any]], list[Any]] | None = None
+        self._chosen: dict[str, CompiledSegment] = {}
+        self._decisions: dict[str, RegionDecision] = {}
+        self.plan: Plan | None = None
+        segments = self._partition.graph.segments
+        log.info("%s graph: %d segments compiled in %.2f s", self._kind, len(segments), time.perf_counter() - start)
+
+    def __call__(self, inputs: list[Any]) -> list[Any]:
+        run = self._run
+        if run is None:
+            with self._lock:
+                if self._run is None:
+                    return self._first_call(inputs)
+                run = self._run
+        try:
+            return run(inputs)
+        except HybridError as error:
+            if self._config.strict:
+                raise
+            with self._lock:
+                return self._recover(inputs, error)
+
+    def _compile(self) -> dict[str, dict[str, CompiledRegion | Exception]]:
+        """Every candidate engine's compilation of every region: region name -> engine name -> result."""
+        names = [engine.name for engine in self._session.engines]
+        segments = self._partition.graph.segments
+        wanted = {s.region.name: self._partition.candidates(s, names) for s in segments}
+        results: dict[str, dict[str, CompiledRegion | Exception]] = {s.region.name: {} for s in segments}
+        for engine in self._session.engines:
+            regions = [s.region for s in segments if engine.name in wanted[s.region.name]]
+            if not regions:
+                continue
+            try:
+                compiled = engine.compile(regions, self._config.compile_deadline_s)
+            except Exception as error:  # against the protocol, but a third party's engine may
+                compiled = [error] * len(regions)
+            for region, result in zip(regions, compiled, strict=True):
+                results[region.name][engine.name] = result
+        return results
+
+    @property
+    def _fold(self) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]] | None:
+        fold = self._hoisted.fold
+        return None if fold is None else lambda arguments: fold(*arguments)
+
+    def _segments(self) -> list[CompiledSegment]:
+        return [
+            self._chosen.get(segment.region.name, segment.region.graph_module)
+            for segment in self._partition.graph.segments
+        ]
+
+    def _first_call(self, inputs: Sequence[Any]) -> list[Any]:
+        start = time.perf_counter()
+        pricing = Pricing(self._session.verdicts, self._versions())
+
+        def place(_index: int, segment: Segment, arguments: Sequence[Any]) -> Sequence[Any]:
+            region = segment.region
+            candidates = self._candidates[region.name]
+            if not candidates:
+                return region.graph_module(*arguments)  # type: ignore[no-any-return]
+            choice = choose(region, candidates, arguments, self._config, pricing)
+            self._decisions[region.name] = choice.decision
+            if choice.compiled is not None:
+                self._chosen[region.name] = self._checked(segment, choice.decision.engine, choice.compiled)
+            return choice.outputs
+
+        outputs = self._python_executor(self._segments()).run(inputs, place)
+        self._candidates = {}  # what was not chosen is not needed any more
+        self._install()
+        log.info("%s graph: engines chosen in %.2f s", self._kind, time.perf_counter() - start)
+        return outputs
+
+    def _versions(self) -> dict[str, str]:
+        """What an engine's timings depend on, where the engine says so (`version`)."""
+        return {e.name: version for e in self._session.engines if (version := getattr(e, "version", ""))}
+
+    def _checked(self, segment: Segment, engine: str, compiled: CompiledRegion) -> CompiledRegion:
+        if self._config.verify != "always":
+            return compiled
+        return CheckedRegion(segment.region, engine, compiled, strict=self._config.strict)
+
+    def _python_executor(self, segments: Sequence[CompiledSegment]) -> PythonExecutor:
+        return PythonExecutor(self._partition.graph, segments, self._hoisted.inputs, self._fold)
+
+    def _install(self) -> None:
+        """Build the fast path from the choices made, and the plan that tells of them."""
+        segments = self._segments()
+        try:
+            self._run = build_executor(self._partition.graph, segments, self._hoisted.inputs, self._fold)
+        except StaticLayoutError as error:
+            log.info("this graph runs from Python, segment by segment: %s", error)
+            self._run = self._python_executor(segments)
+        except HybridError as error:
+            if self._config.strict:
+                raise
+            log.warning("this graph runs from Python, segment by segment: %s", error)
+            self._run = self._python_executor(segments)
+        for compiled in self._chosen.values():
+            if self._run is not None and hasattr(compiled, "release"):
+                compiled.release()  # what calling it from Python packed, the plan packs for itself
+        self.plan = make_plan("graph", self._kind, self._partition, list(self._decisions.values()))
+        if self._on_plan is not None:
+            self._on_plan(self.plan)
+
+    def _recover(self, inputs: Sequence[Any], error: HybridError) -> list[Any]:
+        """A call failed: run it segment by segment, give to eager what fails, and build the fast path anew."""
+        failed: list[str] = []
+
+        def guarded(_index: int, segment: Segment, arguments: Sequence[Any]) -> Sequence[Any]:
+            region = segment.region
+            compiled = self._chosen.get(region.name)
+            if compiled is None:
+                return region.graph_module(*arguments)  # type: ignore[no-any-return]
+            try:
+                return compiled(arguments)
+            except Exception as cause:  # whatever a compiled region raises, eager is there for it
+                failed.append(region.name)
+                self._give_to_eager(segment, cause)
+                return region.graph_module(*arguments)  # type: ignore[no-any-return]
+
+        outputs = self._python_executor(self._segments()).run(inputs, guarded)
+        if not failed:
+            # Every segment ran: the fault was in the plan around them. Stay in Python rather than fail again.
+            log.warning("this graph runs from Python, segment by segment, from now on: %s", error)
+            self._run = self._python_executor(self._segments())
+            return outputs
+        self._install()
+        return outputs
+
+    def _give_to_eager(self, segment: Segment, cause: Exception) -> None:
+        region = segment.region
+        before = self._decisions[region.name]
+        refusal = demote(region, before.engine, run_refusal(cause), strict=self._config.strict, cause=cause)
+        del self._chosen[region.name]
+        self._decisions[region.name] = decide(
+            region, EAGER, None, before.costs, (*before.refusals, refusal), before.max_error
+        )
+
+
+@functools.cache
+def known_engines() -> tuple[str, ...]:
+    """Names of the engines this installation knows, in order."""
+    return tuple(engine_factories())
