@@ -95,8 +95,8 @@ def _directory(raw: object) -> object:
     return Path(raw).expanduser()
 
 
-def _default_cache_dir() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME", "")
+def _default_cache_dir(environ: Mapping[str, str] | None = None) -> Path:
+    base = (os.environ if environ is None else environ).get("XDG_CACHE_HOME", "")
     # The XDG specification: a relative path there is invalid and to be ignored.
     root = Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache"
     return root / "torch_hybrid_backend"
@@ -198,7 +198,7 @@ class Config:
                 f"{', '.join(sorted(by_variable))}. Unset it, or correct its name"
             )
         given = {by_variable[name].name: environ[name] for name in by_variable if environ.get(name, "").strip()}
-        return Config()._updated(given, shown=lambda field: PREFIX + field.upper())
+        return Config(cache_dir=_default_cache_dir(environ))._updated(given, shown=lambda field: PREFIX + field.upper())
 
     def with_options(self, options: Mapping[str, object] | None, mode: str | None) -> Config:
         """These settings with what `torch.compile(..., options=, mode=)` hands to a backend applied.

@@ -7,7 +7,6 @@ supports them, in the end to eager, and the graph is cut again, so that what the
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -40,8 +39,8 @@ _MAX_CUTS = 8
 class Partition:
     """A partitioned graph and, operator by operator in graph order, who was to run it and who refused.
 
-    `candidates[name]`: the engines (eager left out) that may run region `name`, for they refuse none of its operators, in
-    order of preference; the one that claimed it is first. Empty for eager's segments.
+    `candidates[name]`: the engines (eager left out) that may run region `name`, for they refuse none of its operators,
+    in order of preference; the one that claimed it is first. Empty for eager's segments.
     """
 
     graph: PartitionedGraph
@@ -178,8 +177,3 @@ def _shown(node: Node) -> str:
     if isinstance(node.target, str):
         return f"{node.op}:{node.target}"
     return "getitem" if is_item(node) else str(node.target)
-
-
-def with_engine(node: NodeDecision, engine: str, region: str, refusals: tuple[Refusal, ...]) -> NodeDecision:
-    """`node` as placement left it: run by `engine`, in `region` ("" in eager), with placement's refusals added."""
-    return dataclasses.replace(node, engine=engine, region=region, refusals=node.refusals + refusals)

@@ -1,0 +1,174 @@
+"""The command `hybrid`.
+
+    hybrid explain my_models:make            # my_models.make() returns (model, args) or (model, args, kwargs)
+    hybrid explain script.py:make --json
+    hybrid explain script.py:make --html plan.html
+    hybrid doctor
+
+`explain` compiles the model, calls it once on the arguments and shows the plan. `doctor` shows which engines can run
+in this installation, and what to install for those that cannot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TextIO
+
+import torch
+
+import torch_hybrid_backend
+from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.engine import Engine
+from torch_hybrid_backend.core.verdict import Refused
+from torch_hybrid_backend.errors import CacheError, ConfigError, HybridError
+from torch_hybrid_backend.report import Explanation
+from torch_hybrid_backend.store import Store
+
+Explain = Callable[..., Explanation]
+Engines = Callable[[Config], Sequence[Engine]]
+
+
+def main(
+    arguments: Sequence[str] | None = None,
+    *,
+    explain: Explain | None = None,
+    engines: Engines | None = None,
+    out: TextIO | None = None,
+) -> int:
+    """Run the command line; returns the exit status: 0, or 1 after an error this package raises (shown in one line).
+
+    `explain` and `engines` default to the package's; `out` to standard output.
+    """
+    parsed = _parser().parse_args(arguments)
+    out = out or sys.stdout
+    try:
+        if parsed.command == "explain":
+            return _explain(parsed, explain or torch_hybrid_backend.explain, out)
+        return _doctor(engines or _all_engines, out)
+    except HybridError as error:
+        sys.stderr.write(f"hybrid: {error}\n")
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hybrid", description="Plans and state of torch.compile(backend='hybrid').")
+    commands = parser.add_subparsers(dest="command", required=True)
+    explain = commands.add_parser("explain", help="compile a model, call it once and show where its operators run")
+    explain.add_argument(
+        "target", help="module:factory or script.py:factory; the factory returns (model, args[, kwargs])"
+    )
+    form = explain.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print the plans as JSON")
+    form.add_argument("--html", type=Path, metavar="FILE", help="write a picture of the plans to FILE")
+    commands.add_parser("doctor", help="show which engines can run here, and what the others lack")
+    return parser
+
+
+def _explain(parsed: argparse.Namespace, explain: Explain, out: TextIO) -> int:
+    made = _factory(parsed.target)()
+    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[1], list | tuple):
+        raise ConfigError(
+            f"{parsed.target} returned {type(made).__name__}; legal is (model, args) or (model, args, kwargs), args a tuple"
+        )
+    model, args = made[:2]
+    kwargs = made[2] if len(made) == 3 else {}
+    explanation = explain(model, *args, **kwargs)
+    if parsed.html is not None:
+        try:
+            parsed.html.write_text(explanation.to_html())
+        except OSError as error:
+            raise ConfigError(f"cannot write the picture: {error}") from error
+    else:
+        out.write((explanation.to_json() if parsed.json else str(explanation)) + "\n")
+    return 0
+
+
+def _factory(target: str) -> Callable[[], object]:
+    """The callable that "module:name" or "path/script.py:name" names; the current folder is searched for modules
+    too."""
+    place, separator, name = target.rpartition(":")
+    if not separator or not place or not name:
+        raise ConfigError(f"{target!r} names no factory; legal is module:factory or script.py:factory")
+    if place.endswith(".py"):
+        if not Path(place).is_file():
+            raise ConfigError(f"there is no file {place}")
+        spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+        if spec is None or spec.loader is None:
+            raise ConfigError(f"{place} cannot be imported")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules.setdefault(spec.name, module)  # what the script defines must be found by its module's name
+        spec.loader.exec_module(module)
+    else:
+        sys.path.insert(0, os.getcwd())
+        try:
+            module = importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"cannot import {place}: {error}") from error
+        finally:
+            sys.path.pop(0)
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        raise ConfigError(f"{place} has no callable named {name!r}")
+    return factory  # type: ignore[no-any-return]
+
+
+def _all_engines(config: Config) -> Sequence[Engine]:
+    backend = importlib.import_module("torch_hybrid_backend.backend")  # heavy, so not imported for --help
+    engines: Sequence[Engine] = backend.load_engines(config)
+    return engines
+
+
+def _doctor(engines: Engines, out: TextIO) -> int:
+    config = Config.from_env(os.environ)
+    lines = ["engines:"]
+    runnable = 0
+    for engine in engines(config):
+        verdict = engine.available()
+        runnable += bool(verdict) and engine.name != "eager"
+        state = f"cannot run: {verdict.why}" if isinstance(verdict, Refused) else "can run"
+        lines.append(f"  {engine.name:<10} {state}")
+    lines.append("versions:")
+    lines.append(f"  {'hybrid':<10} {torch_hybrid_backend.__version__}")
+    lines.append(f"  {'python':<10} {sys.version.split()[0]}")
+    lines.append(f"  {'torch':<10} {torch.__version__}")
+    lines += [f"  {name:<10} {_version(distribution)}" for name, distribution in _OPTIONAL]
+    lines.append("machine:")
+    lines.append(f"  {'threads':<10} {torch.get_num_threads()} for kernels, {config.compile_threads} for compilation")
+    lines.append(f"  {'processor':<10} {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} CPUs")
+    lines.append(f"  {'gpu':<10} {torch.cuda.get_device_name() if torch.cuda.is_available() else 'none'}")
+    lines.append(f"  {'cache':<10} {_cache_state(config)}")
+    out.write("\n".join(lines) + "\n")
+    return 0
+
+
+# Shown name and distribution of what engines are built on.
+_OPTIONAL = (("tvm", "apache-tvm"), ("triton", "triton"), ("tensorrt", "tensorrt-rtx"))
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _cache_state(config: Config) -> str:
+    if not config.cache:
+        return "off (HYBRID_CACHE=0)"
+    try:
+        root = Store(config.cache_dir).root
+    except CacheError as error:
+        return f"cannot be used: {error}"
+    files = [path for path in root.rglob("*") if path.is_file()]
+    return f"{root}: {len(files)} entries, {sum(path.stat().st_size for path in files) / 2**20:.1f} MiB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

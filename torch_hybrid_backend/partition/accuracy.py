@@ -1,0 +1,140 @@
+"""The accuracy gate: does a region's output equal eager's, within the tolerances PyTorch's own benchmarks use?
+
+Shapes, dtypes and strides must be equal; integers and booleans exactly so. Floating-point outputs pass
+`torch._dynamo.utils.same`: allclose first, and where that fails, the root mean square error against a float64 run of
+the region may not be much larger than eager's own. NaN equals NaN.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+from torch._dynamo.utils import same
+
+from torch_hybrid_backend.core.region import Region
+from torch_hybrid_backend.core.tensor_spec import TensorSpec
+
+_TOLERANCE = 1e-4  # the default of `same`, absolute and relative
+_LOW = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """`why` tells what differs, "" where nothing does. `max_error` is the largest absolute difference of any
+    element."""
+
+    why: str
+    max_error: float
+
+
+def compare(
+    region: Region, inputs: Sequence[object], expected: Sequence[object], actual: Sequence[object]
+) -> Comparison:
+    """Compare an engine's outputs (`actual`) with eager's (`expected`), both made from `inputs`.
+
+    The float64 run costs a third run of the region, and happens only where allclose fails.
+    """
+    if len(expected) != len(actual):
+        return Comparison(f"it returned {len(actual)} outputs, eager {len(expected)}", 0.0)
+    exact = functools.cache(lambda: float64_run(region.graph_module, inputs))
+    worst = 0.0
+    for position, (reference, result) in enumerate(zip(expected, actual, strict=True)):
+        if not isinstance(reference, torch.Tensor) or not isinstance(result, torch.Tensor):
+            if type(reference) is not type(result) or reference != result:
+                return Comparison(f"output {position} is {result!r}, eager's is {reference!r}", worst)
+            continue
+        why = _form(reference, result, region.outputs[position])
+        if why:
+            return Comparison(f"output {position} {why}", worst)
+        error = _max_error(reference, result)
+        worst = max(worst, error)
+        if not _close(reference, result) and not _close(reference, result, exact(), position):
+            what = f"{TensorSpec.of(reference).dtype}, shape {tuple(reference.shape)}"
+            return Comparison(f"output {position} ({what}) differs from eager's by up to {error:.3g}", worst)
+    return Comparison("", worst)
+
+
+def _form(reference: torch.Tensor, result: torch.Tensor, spec: TensorSpec | None) -> str:
+    if result.dtype != reference.dtype:
+        return f"has dtype {result.dtype}, eager's {reference.dtype}"
+    if result.shape != reference.shape:
+        return f"has shape {tuple(result.shape)}, eager's {tuple(reference.shape)}"
+    if result.device != reference.device:
+        return f"is on {result.device}, eager's on {reference.device}"
+    # The strides of the graph's metadata are legal too: what follows in the graph was built for them.
+    legal = [reference.stride()] + ([spec.strides] if spec is not None else [])
+    if reference.numel() and not any(_same_strides(reference.shape, result.stride(), strides) for strides in legal):
+        return f"has strides {result.stride()}, eager's {reference.stride()}"
+    return ""
+
+
+def _same_strides(shape: Sequence[int], a: Sequence[object], b: Sequence[object]) -> bool:
+    """Whether the strides address the same elements: those of dimensions of size 1 do not matter."""
+    return all(x == y for size, x, y in zip(shape, a, b, strict=True) if size != 1)
+
+
+def _close(
+    reference: torch.Tensor, result: torch.Tensor, exact: Sequence[object] | None = None, position: int = 0
+) -> bool:
+    if not reference.dtype.is_floating_point and not reference.dtype.is_complex:
+        return torch.equal(reference, result)
+    if reference.dtype.is_complex:
+        return torch.allclose(reference, result, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)
+    ideal = exact[position] if exact is not None else None
+    return bool(same(reference, result, ideal, tol=_TOLERANCE, equal_nan=True, log_error=_silent))
+
+
+def _silent(*_: object, **__: object) -> None:
+    """The caller reports what differs, with the region's name; `same` need not log it."""
+
+
+def _max_error(reference: torch.Tensor, result: torch.Tensor) -> float:
+    if reference.numel() == 0:
+        return 0.0
+    wide = torch.complex128 if reference.dtype.is_complex else torch.float64
+    a, b = reference.to(wide), result.to(wide)
+    difference = (a - b).abs()
+    # Equal infinities differ by NaN, and NaN equals NaN.
+    difference = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, difference)
+    return float(difference.max())
+
+
+def float64_run(graph_module: torch.fx.GraphModule, inputs: Sequence[object]) -> list[object] | None:
+    """The region's outputs computed in float64: inputs, constants and dtype arguments below it are widened.
+
+    None where the region cannot be run so (an operator reinterprets bits, or does not take float64).
+    """
+    bits = torch.ops.aten.view.dtype
+    if any(node.target is bits for node in graph_module.graph.nodes):
+        return None
+    try:
+        with torch.no_grad():
+            return list(_Widened(graph_module).run(*(_widen(value) for value in inputs)))
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        return None
+
+
+def _widen(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(torch.float64) if value.dtype in _LOW else value
+    if isinstance(value, torch.dtype):
+        return torch.float64 if value in _LOW else value
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+        return type(value)(_widen(item) for item in value)
+    return value
+
+
+class _Widened(torch.fx.Interpreter):
+    """Runs a graph with every floating-point dtype argument and constant replaced by float64."""
+
+    def fetch_args_kwargs_from_env(self, n: torch.fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = super().fetch_args_kwargs_from_env(n)
+        return tuple(map(_widen, args)), {name: _widen(value) for name, value in kwargs.items()}
+
+    def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return _widen(super().get_attr(target, args, dict(kwargs)))

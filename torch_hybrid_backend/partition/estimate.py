@@ -1,0 +1,83 @@
+"""A roofline estimate of a region's time, for `placement=estimate`: nothing is run.
+
+    time = calls * overhead + max(flops / peak, bytes / bandwidth)
+
+Eager makes one call per operator, each of which reads and writes memory. An engine is taken to fuse everything between
+products (matrix products, convolutions, attention): it makes one call per kernel, and only the region's inputs and
+outputs and the products' operands go through memory.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.fx
+
+from torch_hybrid_backend.core.engine import CompiledRegion
+from torch_hybrid_backend.core.region import Region
+from torch_hybrid_backend.partition.dependencies import is_item, is_view
+from torch_hybrid_backend.partition.flops import node_flops
+
+# Only ratios matter. One thread of a current x86 server core: two 16-lane multiply-adds per cycle at 3 GHz, halved for
+# what real kernels reach; its share of the memory bandwidth; the dispatcher's time per ATen operator; a kernel call
+# from C++.
+PEAK_FLOPS_PER_THREAD = 1e11
+BYTES_PER_SECOND_PER_THREAD = 1e10
+EAGER_OPERATOR_US = 3.0
+EAGER_VIEW_US = 1.0
+KERNEL_US = 0.5
+
+
+def eager_us(region: Region) -> float:
+    """Estimated microseconds of one call of the region in eager."""
+    total = 0.0
+    for node in _operators(region):
+        if is_item(node):
+            continue
+        if is_view(node):
+            total += EAGER_VIEW_US
+        else:
+            total += EAGER_OPERATOR_US + _work_us(node_flops(node), _traffic(node))
+    return total
+
+
+def engine_us(region: Region, compiled: CompiledRegion) -> float:
+    """Estimated microseconds of one call of the region as an engine compiled it."""
+    flops = traffic = products = 0
+    for node in _operators(region):
+        work = node_flops(node)
+        if work:
+            flops, traffic, products = flops + work, traffic + _traffic(node), products + 1
+    nodes = region.graph_module.graph.nodes
+    traffic += sum(_bytes(node.meta.get("val")) for node in nodes if node.op == "placeholder")
+    returned = next(node for node in reversed(nodes) if node.op == "output")
+    traffic += sum(_bytes(node.meta.get("val")) for node in returned.all_input_nodes)
+    kernels = len(compiled.program.kernels) if compiled.program is not None else products + 1
+    return kernels * KERNEL_US + _work_us(flops, traffic)
+
+
+def _operators(region: Region) -> list[torch.fx.Node]:
+    return [node for node in region.graph_module.graph.nodes if node.op == "call_function"]
+
+
+def _work_us(flops: int, size_bytes: int) -> float:
+    threads = torch.get_num_threads()
+    seconds = max(flops / PEAK_FLOPS_PER_THREAD, size_bytes / BYTES_PER_SECOND_PER_THREAD) / threads
+    return seconds * 1e6
+
+
+def _traffic(node: torch.fx.Node) -> int:
+    return _bytes(node.meta.get("val")) + sum(_bytes(source.meta.get("val")) for source in node.all_input_nodes)
+
+
+def _bytes(value: object) -> int:
+    if isinstance(value, list | tuple):
+        return sum(map(_bytes, value))
+    if not isinstance(value, torch.Tensor):
+        return 0
+    # Symbolic sizes count with the value they had at capture; broadcast dimensions (stride 0) are one element in
+    # memory.
+    sizes = [size if isinstance(size, int) else (size.node.hint or 0) for size in value.shape]
+    broadcast = [isinstance(stride, int) and stride == 0 for stride in value.stride()]
+    return value.itemsize * math.prod(size for size, repeated in zip(sizes, broadcast, strict=True) if not repeated)

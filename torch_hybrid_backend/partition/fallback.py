@@ -1,0 +1,50 @@
+"""What happens when an engine fails: the region goes to eager, with one WARNING; under `strict` it raises RegionError.
+
+This is the only place that decides so.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from torch_hybrid_backend.core.plan import Refusal
+from torch_hybrid_backend.core.region import Region
+from torch_hybrid_backend.core.verdict import Reason, Refused
+from torch_hybrid_backend.errors import CompilerCrashError, DeadlineError, RegionError
+
+_log = logging.getLogger(__name__)
+
+
+def compile_refusal(error: Exception) -> Refused:
+    """The refusal that an exception from `Engine.compile` stands for."""
+    if isinstance(error, DeadlineError):
+        code = Reason.DEADLINE
+    elif isinstance(error, CompilerCrashError):
+        code = Reason.COMPILER_CRASHED
+    else:
+        code = Reason.COMPILE_FAILED
+    return Refused(code, _sentence(error))
+
+
+def run_refusal(error: Exception) -> Refused:
+    """The refusal that an exception from running a compiled region stands for."""
+    return Refused(Reason.RUNTIME_ERROR, _sentence(error))
+
+
+def _sentence(error: Exception) -> str:
+    text = " ".join(str(error).split())  # one line: it becomes part of a log line
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def demote(region: Region, engine: str, refused: Refused, *, strict: bool, cause: Exception | None = None) -> Refusal:
+    """Take `region` from `engine`, which failed as `refused` tells. Returns the refusal for the plan.
+
+    Logs one WARNING that names region, reason code and the user's line; raises RegionError with the same text under
+    `strict`.
+    """
+    where = f" ({region.source})" if region.source else ""
+    line = f"region {region.name}{where} is not run by {engine}: {refused.code}: {refused.why}"
+    if strict:
+        raise RegionError(f"{line}. HYBRID_STRICT=0 runs it in eager instead") from cause
+    _log.warning("%s; eager runs it unless another engine does", line)
+    return Refusal.of(engine, refused)

@@ -1,0 +1,232 @@
+"""Which engine runs a region: verify the candidates, price them, take the cheapest.
+
+On the first call each compiled candidate runs on the real inputs and is compared with eager. Those that fail are
+demoted (`fallback`). The others and eager are priced: by timing them against each other, by timings an earlier process
+left in the cache, or by a roofline estimate. Eager is a candidate like any other; of equally cheap ones the first in
+order wins.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.engine import CompiledRegion
+from torch_hybrid_backend.core.plan import Cost, Refusal, RegionDecision
+from torch_hybrid_backend.core.program import Program
+from torch_hybrid_backend.core.region import Region
+from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.core.verdict import Reason, Refused
+from torch_hybrid_backend.measure import Clock, measure
+from torch_hybrid_backend.partition.accuracy import compare
+from torch_hybrid_backend.partition.cost_cache import VerdictCache
+from torch_hybrid_backend.partition.estimate import eager_us, engine_us
+from torch_hybrid_backend.partition.fallback import compile_refusal, demote, run_refusal
+from torch_hybrid_backend.partition.flops import node_flops
+from torch_hybrid_backend.partition.regions import EAGER
+
+_log = logging.getLogger(__name__)
+
+# Runs a region on its inputs, in order, and returns its outputs, in order.
+Runner = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Who runs a region. `compiled` is None where eager does; `outputs` are those of the call the choice was made
+    in."""
+
+    decision: RegionDecision
+    compiled: CompiledRegion | None = field(compare=False)
+    outputs: list[torch.Tensor] = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Pricing:
+    """What pricing needs besides the region.
+
+    `versions`: engine name -> what its timings depend on; an engine left out is priced anew in each process.
+    `runner`: turns a compiled region into the call that is timed (the C++ plan for it, where one can be built).
+    """
+
+    cache: VerdictCache | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    runner: Callable[[CompiledRegion], Runner] = lambda compiled: compiled
+    clock: Clock = time.perf_counter_ns
+
+
+class _CandidateError(Exception):
+    """A candidate raised while it was timed."""
+
+    def __init__(self, engine: str, error: Exception) -> None:
+        super().__init__(engine)
+        self.engine = engine
+        self.error = error
+
+
+def choose(
+    region: Region,
+    candidates: Mapping[str, CompiledRegion | Exception],
+    inputs: Sequence[torch.Tensor],
+    config: Config,
+    pricing: Pricing,
+) -> Choice:
+    """Choose the engine of `region` and run it once on `inputs`.
+
+    `candidates`: engine name -> what `Engine.compile` returned, in order of preference; eager is implied. Raises
+    RegionError under `config.strict` where a candidate fails; what eager raises passes through.
+    """
+    refusals: list[Refusal] = []
+
+    def drop(engine: str, refused: Refused, cause: Exception | None = None) -> None:
+        alive.pop(engine, None)
+        refusals.append(demote(region, engine, refused, strict=config.strict, cause=cause))
+
+    alive: dict[str, CompiledRegion] = {}
+    for engine, candidate in candidates.items():
+        if isinstance(candidate, Exception):
+            drop(engine, compile_refusal(candidate), candidate)
+        else:
+            alive[engine] = candidate
+
+    eager = functools.partial(_run_eager, region)
+    outputs = eager(inputs) if config.verify != "off" or not alive else None
+    errors: dict[str, float] = {}
+    for engine, compiled in list(alive.items()):
+        try:
+            results = list(compiled(inputs))
+        except Exception as error:  # an engine's kernels or code may fail in any way; eager is there for it
+            drop(engine, run_refusal(error), error)
+            continue
+        if config.verify == "off":
+            outputs = results if outputs is None else outputs
+            continue
+        comparison = compare(region, inputs, outputs or [], results)
+        errors[engine] = comparison.max_error
+        if comparison.why:
+            drop(engine, Refused(Reason.ACCURACY, comparison.why))
+
+    costs = _price(region, alive, inputs, config, pricing, drop)
+    winner = min(costs, key=lambda cost: cost.microseconds).engine if costs else EAGER
+    spent = {cost.engine: cost.microseconds for cost in costs}
+    for engine in alive:
+        if engine != winner:
+            refusals.append(_lost(region, engine, winner, spent))
+    compiled_winner = alive.get(winner)
+    decision = decide(region, winner, compiled_winner, costs, tuple(refusals), errors.get(winner))
+    return Choice(decision, compiled_winner, eager(inputs) if outputs is None else outputs)
+
+
+def decide(
+    region: Region,
+    engine: str,
+    compiled: CompiledRegion | None,
+    costs: tuple[Cost, ...] = (),
+    refusals: tuple[Refusal, ...] = (),
+    max_error: float | None = None,
+) -> RegionDecision:
+    """The plan's entry for a region that `engine` runs."""
+    return RegionDecision(
+        name=region.name,
+        engine=engine,
+        key=region.key,
+        node_names=region.node_names,
+        inputs=tuple(spec.spec for spec in region.inputs if spec.spec is not None),
+        outputs=tuple(spec for spec in region.outputs if isinstance(spec, TensorSpec)),
+        costs=costs,
+        refusals=refusals,
+        max_error=max_error,
+        flops=sum(map(node_flops, region.graph_module.graph.nodes)),
+        kernels=len(compiled.program.kernels) if compiled is not None and compiled.program is not None else 0,
+        source=region.source,
+    )
+
+
+def _run_eager(region: Region, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    with torch.no_grad():
+        return list(region.graph_module(*inputs))
+
+
+def _lost(region: Region, engine: str, winner: str, spent: Mapping[str, float]) -> Refusal:
+    why = f"it takes {spent[engine]:.1f} us, {winner} {spent[winner]:.1f} us"
+    _log.info("region %s goes to %s, not %s: %s", region.name, winner, engine, why)
+    return Refusal(engine, Reason.NOT_PROFITABLE, why)
+
+
+def _price(
+    region: Region,
+    alive: Mapping[str, CompiledRegion],
+    inputs: Sequence[torch.Tensor],
+    config: Config,
+    pricing: Pricing,
+    drop: Callable[[str, Refused, Exception], None],
+) -> tuple[Cost, ...]:
+    """The cost of each living candidate and of eager, which is last. A candidate that raises while timed is dropped."""
+    while alive:
+        if config.placement == "estimate":
+            estimated = [Cost(engine, engine_us(region, compiled), "estimated") for engine, compiled in alive.items()]
+            return (*estimated, Cost(EAGER, eager_us(region), "estimated"))
+        contenders = {engine: pricing.versions.get(engine, "") for engine in alive}
+        cache = pricing.cache if all(contenders.values()) else None
+        contenders[EAGER] = torch.__version__
+        known = cache.get(region.key, contenders) if cache is not None else None
+        if known is not None:
+            return tuple(Cost(engine, known[engine], "cached") for engine in contenders)
+        runners = {engine: pricing.runner(compiled) for engine, compiled in alive.items()}
+        runners[EAGER] = functools.partial(_run_eager, region)
+        try:
+            calls = [functools.partial(_guarded, engine, run, inputs) for engine, run in runners.items()]
+            timings = measure(calls, config.measure_budget_s, clock=pricing.clock)
+        except _CandidateError as failed:
+            if failed.engine == EAGER:
+                raise failed.error from None
+            drop(failed.engine, run_refusal(failed.error), failed.error)
+            continue
+        measured = {engine: timing.median_us for engine, timing in zip(runners, timings, strict=True)}
+        if cache is not None:
+            cache.put(region.key, contenders, measured)
+        return tuple(Cost(engine, cost, "measured") for engine, cost in measured.items())
+    return ()
+
+
+def _guarded(engine: str, run: Runner, inputs: Sequence[torch.Tensor]) -> None:
+    try:
+        run(inputs)
+    except Exception as error:
+        raise _CandidateError(engine, error) from error
+
+
+class CheckedRegion:
+    """A compiled region compared with eager on every call (`verify=always`); eager's outputs are what it returns."""
+
+    program: Program | None = None
+
+    def __init__(self, region: Region, engine: str, compiled: CompiledRegion, *, strict: bool) -> None:
+        self._region = region
+        self._engine = engine
+        self._compiled: CompiledRegion | None = compiled
+        self._strict = strict
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run both and compare. The first failure is reported (RegionError under strict); from then on only eager
+        runs."""
+        expected = _run_eager(self._region, inputs)
+        compiled = self._compiled
+        if compiled is None:
+            return expected
+        cause: Exception | None = None
+        try:
+            why = compare(self._region, inputs, expected, list(compiled(inputs))).why
+            refused = Refused(Reason.ACCURACY, why) if why else None
+        except Exception as error:  # as in `choose`
+            refused, cause = run_refusal(error), error
+        if refused is not None:
+            self._compiled = None
+            demote(self._region, self._engine, refused, strict=self._strict, cause=cause)
+        return expected

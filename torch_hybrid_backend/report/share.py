@@ -1,0 +1,91 @@
+"""How much of a plan each engine has, in operators and floating-point operations."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from torch_hybrid_backend.core.plan import Plan, Refusal, RegionDecision
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one engine runs of a plan: operators, and floating-point operations per call with their fraction of all (0
+    to 1).
+
+    `fraction` is None where the plan has no floating-point operations that count (no product, convolution or
+    attention).
+    """
+
+    engine: str
+    operators: int
+    flops: int
+    fraction: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedOperators:
+    """`count` operators of one kind, from one line of the user's, that an engine refused for one reason."""
+
+    operator: str
+    refusal: Refusal
+    source: str
+    count: int
+
+
+def shares(plan: Plan) -> tuple[Share, ...]:
+    """The engines that run something, by flops and then operators, the largest first."""
+    operators: Counter[str] = Counter()
+    flops: Counter[str] = Counter()
+    for node in plan.nodes:
+        operators[node.engine] += 1
+        flops[node.engine] += node.flops
+    total = flops.total()
+    found = [Share(e, operators[e], flops[e], flops[e] / total if total else None) for e in operators]
+    return tuple(sorted(found, key=lambda share: (-share.flops, -share.operators, share.engine)))
+
+
+def refused_operators(plan: Plan) -> tuple[RefusedOperators, ...]:
+    """Every refusal of an operator, equal ones counted together, in graph order of the first."""
+    counts = Counter((node.operator, refusal, node.source) for node in plan.nodes for refusal in node.refusals)
+    return tuple(RefusedOperators(operator, refusal, source, n) for (operator, refusal, source), n in counts.items())
+
+
+def operator_kinds(plan: Plan) -> tuple[tuple[str, int, int], ...]:
+    """(operator, how many inside regions that an engine runs, how many in eager), the most frequent first."""
+    inside: Counter[str] = Counter()
+    outside: Counter[str] = Counter()
+    for node in plan.nodes:
+        (outside if node.engine == "eager" else inside)[node.operator] += 1
+    total = inside + outside
+    return tuple((kind, inside[kind], outside[kind]) for kind in sorted(total, key=lambda kind: (-total[kind], kind)))
+
+
+def costs_in_words(decision: RegionDecision) -> str:
+    """For example "tvm 12.0 us, eager 31.5 us (measured)", or "not timed"."""
+    if not decision.costs:
+        return "not timed"
+    prices = ", ".join(f"{cost.engine} {cost.microseconds:.1f} us" for cost in decision.costs)
+    return f"{prices} ({decision.costs[0].kind})"
+
+
+def flops_in_words(flops: int) -> str:
+    """For example "8.20 GFLOP"."""
+    for size, unit in ((10**12, "TFLOP"), (10**9, "GFLOP"), (10**6, "MFLOP"), (10**3, "kFLOP")):
+        if flops >= size:
+            return f"{flops / size:.2f} {unit}"
+    return f"{flops} FLOP"
+
+
+def summary(plan: Plan) -> str:
+    """The plan in one line: operators, regions and each engine's part."""
+    parts = []
+    for share in shares(plan):
+        part = f"{share.engine} runs {share.operators}"
+        parts.append(part if share.fraction is None else f"{part} ({share.fraction:.1%} of flops)")
+    total = flops_in_words(sum(node.flops for node in plan.nodes))
+    count = len(plan.regions)
+    return (
+        f"{plan.graph} ({plan.kind}): {len(plan.nodes)} operators, {total}, {count} region{'' if count == 1 else 's'}; "
+        + (", ".join(parts) or "nothing to run")
+    )

@@ -1,0 +1,53 @@
+"""Plans as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch_hybrid_backend.core.plan import Plan, RegionDecision
+from torch_hybrid_backend.report.share import (
+    costs_in_words,
+    flops_in_words,
+    operator_kinds,
+    refused_operators,
+    summary,
+)
+
+
+def render_text(plans: Sequence[Plan]) -> str:
+    """Each plan's summary, regions, operators by kind and refusals; ends without a newline."""
+    if not plans:
+        return "no graph was compiled"
+    return "\n\n".join("\n".join(_plan(plan)) for plan in plans)
+
+
+def _plan(plan: Plan) -> Iterable[str]:
+    yield summary(plan)
+    if plan.regions:
+        yield "  regions:"
+        for decision in plan.regions:
+            yield from _region(decision)
+    kinds = operator_kinds(plan)
+    if kinds:
+        width = max(len(kind) for kind, _, _ in kinds)
+        yield f"  {'operators:':<{width + 2}}  in regions  in eager"
+        for kind, inside, outside in kinds:
+            yield f"    {kind:<{width}}  {inside:>10}  {outside:>8}"
+    refusals = refused_operators(plan)
+    if refusals:
+        yield "  operators refused:"
+        for item in refusals:
+            refusal = item.refusal
+            times = f" ({item.count} times)" if item.count > 1 else ""
+            where = f" [{item.source}]" if item.source else ""
+            yield f"    {item.operator}{times} by {refusal.engine}: {refusal.code}: {refusal.why}{where}"
+
+
+def _region(decision: RegionDecision) -> Iterable[str]:
+    size = f"{len(decision.node_names)} operators, {flops_in_words(decision.flops)}"
+    kernels = f", {decision.kernels} kernels" if decision.kernels else ""
+    error = "not verified" if decision.max_error is None else f"max error {decision.max_error:.2g}"
+    where = f" [{decision.source}]" if decision.source else ""
+    yield f"    {decision.name}: {decision.engine}, {size}{kernels}; {costs_in_words(decision)}; {error}{where}"
+    for refusal in decision.refusals:
+        yield f"      not {refusal.engine}: {refusal.code}: {refusal.why}"
