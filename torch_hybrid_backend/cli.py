@@ -15,6 +15,7 @@ import argparse
 import importlib
 import importlib.util
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
@@ -120,19 +121,22 @@ def _factory(target: str) -> Callable[[], object]:
 
 
 def _all_engines(config: Config) -> Sequence[Engine]:
-    backend = importlib.import_module("torch_hybrid_backend.backend")  # heavy, so not imported for --help
-    engines: Sequence[Engine] = backend.load_engines(config)
-    return engines
+    from torch_hybrid_backend.backend import engine_factories  # heavy, so not imported for --help
+
+    store = Store.open(config.cache_dir, enabled=config.cache)
+    return [make(config, store) for make in engine_factories().values()]
 
 
 def _doctor(engines: Engines, out: TextIO) -> int:
     config = Config.from_env(os.environ)
     lines = ["engines:"]
-    runnable = 0
-    for engine in engines(config):
+    known = engines(config)
+    selected = config.select([engine.name for engine in known])
+    for engine in known:
         verdict = engine.available()
-        runnable += bool(verdict) and engine.name != "eager"
         state = f"cannot run: {verdict.why}" if isinstance(verdict, Refused) else "can run"
+        if engine.name not in selected:
+            state += ", but is switched off (HYBRID_ENGINES, HYBRID_DISABLE_ENGINES)"
         lines.append(f"  {engine.name:<10} {state}")
     lines.append("versions:")
     lines.append(f"  {'hybrid':<10} {torch_hybrid_backend.__version__}")
@@ -142,12 +146,15 @@ def _doctor(engines: Engines, out: TextIO) -> int:
     lines.append("machine:")
     lines.append(f"  {'threads':<10} {torch.get_num_threads()} for kernels, {config.compile_threads} for compilation")
     lines.append(f"  {'processor':<10} {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} CPUs")
+    linker = next(filter(None, map(shutil.which, _LINKERS)), None)
+    lines.append(f"  {'linker':<10} {linker or 'none; kernels need one of ' + ', '.join(_LINKERS)}")
     lines.append(f"  {'gpu':<10} {torch.cuda.get_device_name() if torch.cuda.is_available() else 'none'}")
     lines.append(f"  {'cache':<10} {_cache_state(config)}")
     out.write("\n".join(lines) + "\n")
     return 0
 
 
+_LINKERS = ("ld", "cc", "gcc", "clang", "c++", "g++")
 # Shown name and distribution of what engines are built on.
 _OPTIONAL = (("tvm", "apache-tvm"), ("triton", "triton"), ("tensorrt", "tensorrt-rtx"))
 

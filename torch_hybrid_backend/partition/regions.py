@@ -39,13 +39,17 @@ _MAX_CUTS = 8
 class Partition:
     """A partitioned graph and, operator by operator in graph order, who was to run it and who refused.
 
-    `candidates[name]`: the engines (eager left out) that may run region `name`, for they refuse none of its operators,
-    in order of preference; the one that claimed it is first. Empty for eager's segments.
+    `able[name]`: the engines (eager left out) that refuse none of the operators of region `name`, in order of
+    preference, the one that claimed it first. Empty for eager's segments.
     """
 
     graph: PartitionedGraph
     nodes: tuple[NodeDecision, ...]
-    candidates: Mapping[str, tuple[str, ...]]
+    able: Mapping[str, tuple[str, ...]]
+
+    def candidates(self, segment: Segment, engine_names: Sequence[str]) -> tuple[str, ...]:
+        """Which of `engine_names` may run the segment's region; eager is never among them."""
+        return tuple(name for name in self.able[segment.region.name] if name in engine_names)
 
 
 def partition(graph_module: torch.fx.GraphModule, engines: Sequence[Engine], config: Config) -> Partition:
@@ -64,16 +68,16 @@ def partition(graph_module: torch.fx.GraphModule, engines: Sequence[Engine], con
     constants = constants_of(graph)
     cut: list[Segment] = []
     home: dict[Node, Segment] = {}
-    candidates: dict[str, tuple[str, ...]] = {}
+    able: dict[str, tuple[str, ...]] = {}
     for index, nodes in enumerate(by_level(needs.operators, levels).values()):
         engine = names[_colour(verdicts[nodes[0]])]
         segment = extract(f"r{index}", nodes, engine, graph_module, constants)
-        candidates[segment.region.name] = _candidates(engine, nodes, verdicts, names)
+        able[segment.region.name] = _able(engine, nodes, verdicts, names)
         cut.append(segment)
         home.update(dict.fromkeys(nodes, segment))
     decisions = tuple(_decision(node, home[node], verdicts[node], names, flops[node]) for node in needs.operators)
     inputs = tuple(node.name for node in graph.nodes if node.op == "placeholder")
-    return Partition(PartitionedGraph(inputs, constants, tuple(cut), outputs_of(graph)), decisions, candidates)
+    return Partition(PartitionedGraph(inputs, constants, tuple(cut), outputs_of(graph)), decisions, able)
 
 
 def _colour(verdicts: Sequence[Verdict]) -> int:
@@ -81,13 +85,13 @@ def _colour(verdicts: Sequence[Verdict]) -> int:
     return next((i for i, verdict in enumerate(verdicts) if verdict), len(verdicts))
 
 
-def _candidates(
+def _able(
     claimed: str, nodes: Sequence[Node], verdicts: Mapping[Node, tuple[Verdict, ...]], names: Sequence[str]
 ) -> tuple[str, ...]:
     if claimed == EAGER:
         return ()
-    able = (name for i, name in enumerate(names[:-1]) if all(verdicts[node][i] for node in nodes))
-    return tuple(dict.fromkeys((claimed, *able)))
+    takes_all = (name for i, name in enumerate(names[:-1]) if all(verdicts[node][i] for node in nodes))
+    return tuple(dict.fromkeys((claimed, *takes_all)))
 
 
 def _cut(
