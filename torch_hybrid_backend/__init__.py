@@ -1,3 +1,30 @@
-"""Make a PyTorch model faster by one line: `torch.compile(model, backend="hybrid")`."""
+"""Make a PyTorch model faster by one line: `torch.compile(model, backend="hybrid")`.
+
+The line needs no import of this package. What the package offers beside it:
+
+    explain(model, *args)    where every operator runs, and why
+    Config                   the settings
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0.dev0"
+
+if TYPE_CHECKING:
+    from torch_hybrid_backend.config import Config
+    from torch_hybrid_backend.explain import explain
+
+_HOMES = {"Config": "config", "explain": "explain"}
+__all__ = ["Config", "__version__", "explain"]
+
+
+def __getattr__(name: str) -> Any:
+    # On first use: importing the package must stay cheap, and Dynamo and AOTAutograd take seconds to import.
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
