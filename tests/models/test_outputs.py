@@ -42,6 +42,20 @@ def test_outputs_equal_eager(name: str, batch: int, backend: str, monkeypatch: p
             _assert_same(compiled, model, exact, entry.inputs("small", batch, seed=seed))
 
 
+@pytest.mark.parametrize("name", ["mobilenet_v2", "minilm"])
+def test_measured_placement_equals_eager(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever mixture of engines the timings choose, results are eager's."""
+    monkeypatch.setenv("HYBRID_PLACEMENT", "measure")
+    monkeypatch.setenv("HYBRID_MEASURE_BUDGET_S", "0.02")
+    entry = ZOO[name]
+    model = entry.build("small")
+    exact = copy.deepcopy(model).double()
+    compiled = torch.compile(model, backend=backend)
+    with torch.no_grad():
+        for seed in (1, 2):
+            _assert_same(compiled, model, exact, entry.inputs("small", batch=2, seed=seed))
+
+
 @pytest.mark.parametrize("name", ["resnet50", "bert_base"])
 def test_updated_weights_are_seen(name: str, backend: str) -> None:
     """Weights loaded into a compiled model count from the next call on, folded batch norms and packed matrices included."""

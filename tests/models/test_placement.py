@@ -11,12 +11,11 @@ from benchmarks.models import ZOO
 
 
 @pytest.mark.parametrize("name", [entry.name for entry in ZOO.values() if entry.tvm_flops])
-def test_at_least_95_percent_of_flops_run_in_tvm(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_least_95_percent_of_flops_run_in_tvm(name: str) -> None:
     """By the plan's own account, whose total is what torch counts for matrix products and convolutions, or more.
 
-    Placement by estimate: what these small configurations measure on a busy machine would decide nothing.
+    Placement is by estimate: what such small configurations measure on a busy machine would decide nothing.
     """
-    monkeypatch.setenv("HYBRID_PLACEMENT", "estimate")
     entry = ZOO[name]
     model, inputs = entry.build("small"), entry.inputs("small", batch=1)
     with torch.no_grad():
