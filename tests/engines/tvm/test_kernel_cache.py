@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -150,6 +151,16 @@ def test_a_store_that_cannot_be_written(
     monkeypatch.setattr(store, "put", full)
     (failed,) = compile_kernels([scale_kernel()], Target.host(), compiler, store, 60)
     assert isinstance(failed, CacheError)
+
+
+def test_without_a_temporary_directory(
+    compiler: CountingCompiler, store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A temporary directory that cannot be made costs the kernels that need one, and raises nothing."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nonexistent"))
+    (failed,) = compile_kernels([scale_kernel()], Target.host(), compiler, store, 60)
+    assert isinstance(failed, CompileError)
+    assert "nonexistent" in str(failed)
 
 
 def test_a_second_process_needs_no_tvm(compiler: CountingCompiler, store: Store) -> None:

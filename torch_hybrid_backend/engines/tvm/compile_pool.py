@@ -110,23 +110,24 @@ class _Worker:
         self.job: Job | None = None
         self.outgoing = bytearray()
         self._received = bytearray()
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `end`)
         root = str(Path(torch_hybrid_backend.__file__).parents[1])
         # The child's environment is the parent's: it decides nothing here but how many threads libraries start.
         environment = {**os.environ, "TVM_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        try:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _BOOTSTRAP, root, str(idle_s), *filter(None, sys.path)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._errors,
-                env=environment,
-                bufsize=0,
-                start_new_session=True,  # Ctrl-C is the parent's to handle
-            )
-        except OSError as error:
-            self._errors.close()
-            raise CompileError(f"the kernel compiler cannot be started ({sys.executable}): {error}") from error
+        with contextlib.ExitStack() as opened:
+            try:
+                self._errors = opened.enter_context(tempfile.TemporaryFile())
+                self.process = subprocess.Popen(
+                    [sys.executable, "-P", "-c", _BOOTSTRAP, root, str(idle_s), *filter(None, sys.path)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=self._errors,
+                    env=environment,
+                    bufsize=0,
+                    start_new_session=True,  # Ctrl-C is the parent's to handle
+                )
+            except OSError as error:
+                raise CompileError(f"the kernel compiler cannot be started ({sys.executable}): {error}") from error
+            opened.pop_all()  # from here on `end` closes it
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.stdin, self.stdout = self.process.stdin.fileno(), self.process.stdout.fileno()
@@ -263,7 +264,8 @@ class _Batch:
         """Results by key. Whatever interrupts it (Ctrl-C), processes at work are killed, the others given back."""
         try:
             while self._pending or any(worker.job for worker in self._workers):
-                self._hire()
+                if time.monotonic() < self._until:
+                    self._hire()
                 if not self._workers or time.monotonic() >= self._until:
                     self._stop_at_deadline()
                     break

@@ -91,18 +91,24 @@ def _compile(
     kernels: dict[str, Kernel], target: Target, compiler: KernelCompiler, store: Store, deadline_s: float
 ) -> dict[str, CompiledKernel | Exception]:
     results: dict[str, CompiledKernel | Exception] = {}
-    with tempfile.TemporaryDirectory(prefix="torch_hybrid_backend-") as folder:
-        jobs = [
-            Job(key, symbol_of(key), kernel, target, str(Path(folder) / f"{key}.so")) for key, kernel in kernels.items()
-        ]
-        for job, made in zip(jobs, compiler.compile(jobs, deadline_s), strict=True):
-            if isinstance(made, Exception):
-                results[job.key] = made
-                continue
-            try:
-                path = store.put(KIND, job.key, made.read_bytes(), ".so")
-            except CacheError as error:
-                results[job.key] = error
-                continue
-            results[job.key] = _memo[(str(store.root), job.key)] = CompiledKernel(str(path), job.symbol, job.key)
+    try:
+        with tempfile.TemporaryDirectory(prefix="torch_hybrid_backend-") as folder:
+            jobs = [
+                Job(key, symbol_of(key), kernel, target, str(Path(folder) / f"{key}.so"))
+                for key, kernel in kernels.items()
+            ]
+            for job, made in zip(jobs, compiler.compile(jobs, deadline_s), strict=True):
+                results[job.key] = made if isinstance(made, Exception) else _keep(job, made, store)
+    except OSError as error:  # the temporary directory is full, or cannot be made
+        for key in kernels.keys() - results.keys():
+            results[key] = CompileError(f"{symbol_of(key)} was compiled to no avail: {error}")
     return results
+
+
+def _keep(job: Job, library: Path, store: Store) -> CompiledKernel | CacheError:
+    try:
+        path = store.put(KIND, job.key, library.read_bytes(), ".so")
+    except CacheError as error:
+        return error
+    known = _memo[(str(store.root), job.key)] = CompiledKernel(str(path), job.symbol, job.key)
+    return known
