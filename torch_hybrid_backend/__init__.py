@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
+    from torch_hybrid_backend.backend import explain
     from torch_hybrid_backend.config import Config
-    from torch_hybrid_backend.explain import explain
 
-_HOMES = {"Config": "config", "explain": "explain"}
+_HOMES = {"Config": "config", "explain": "backend"}
 __all__ = ["Config", "__version__", "explain"]
 
 

@@ -41,6 +41,7 @@ from torch_hybrid_backend.partition.regions import EAGER, Partition, partition
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.hoist import Hoisted, hoist
 from torch_hybrid_backend.passes.pipeline import run_passes
+from torch_hybrid_backend.report import Explanation
 from torch_hybrid_backend.runtime.executor import CompiledSegment, build_executor
 from torch_hybrid_backend.runtime.layout import StaticLayoutError
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
@@ -80,6 +81,26 @@ def compile_graph(
 
     keep_ops = frozenset[torch._ops.OpOverload]().union(*(engine.keep_ops for engine in session.engines))
     return capture(gm, example_inputs, compile_captured, keep_ops)
+
+
+def explain(
+    model: Callable[..., Any], *args: Any, options: Mapping[str, object] | None = None, **kwargs: Any
+) -> Explanation:
+    """The plans of every graph that `model(*args, **kwargs)` compiles, in order.
+
+    The model is compiled anew (earlier compilations of it stay valid) and called once, in the caller's grad mode; under grad mode
+    only the forward graph is compiled by the call, as nothing calls backward. `options` as for `torch.compile`. The result
+    prints as text; `to_json()` and `to_html()` give the other forms.
+
+        with torch.no_grad():
+            print(torch_hybrid_backend.explain(model, x))
+    """
+    config = Config.from_env(os.environ).with_options(options, None)
+    plans: list[Plan] = []
+    # Dynamo recognises a compilation by its backend object: a new partial is a new compilation.
+    backend = functools.partial(compile_graph, config=config, on_plan=plans.append)
+    torch.compile(model, backend=backend)(*args, **kwargs)
+    return Explanation(tuple(plans))
 
 
 # The engines, in order; the order only breaks ties, measured cost decides. Third parties add theirs through the entry-point
@@ -298,9 +319,3 @@ class HybridGraph:
         self._decisions[region.name] = decide(
             region, EAGER, None, before.costs, (*before.refusals, refusal), before.max_error
         )
-
-
-@functools.cache
-def known_engines() -> tuple[str, ...]:
-    """Names of the engines this installation knows, in order."""
-    return tuple(engine_factories())
