@@ -86,10 +86,12 @@ def _pow(gm: torch.fx.GraphModule, node: torch.fx.Node) -> bool:
         return replace(gm, node, x)
     if exponent == 2:
         return _become(gm, node, aten.mul.Tensor, x, x)
-    if not node.meta["val"].dtype.is_floating_point:
-        return False
-    unary = {0.5: aten.sqrt.default, -0.5: aten.rsqrt.default, -1: aten.reciprocal.default}.get(exponent)
-    return unary is not None and _become(gm, node, unary, x)
+    dtype = node.meta["val"].dtype
+    if exponent == -1 and dtype.is_floating_point:
+        return _become(gm, node, aten.reciprocal.default, x)
+    # For float16 ATen calls std::pow, where pow(-inf, 0.5) is inf and pow(-0.0, 0.5) is 0.0.
+    root = {0.5: aten.sqrt.default, -0.5: aten.rsqrt.default}.get(exponent)
+    return root is not None and dtype in (torch.float32, torch.float64, torch.bfloat16) and _become(gm, node, root, x)
 
 
 def _become(gm: torch.fx.GraphModule, node: torch.fx.Node, target: torch._ops.OpOverload, *args: Any) -> bool:

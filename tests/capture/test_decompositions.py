@@ -1,0 +1,139 @@
+"""Which operators a captured graph holds, and that the formulas are right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  (as everyone writes it)
+from torch import nn
+
+from torch_hybrid_backend.capture.decompositions import KEPT, decomposition_table, is_random
+
+aten = torch.ops.aten
+
+
+def run(recorder, function, *inputs, tolerance=1e-5, **options):
+    with torch.no_grad():
+        actual, expected = recorder.compile(function, **options)(*inputs), function(*inputs)
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, check_stride=True)
+    return set(recorder.operators())
+
+
+def test_softmax_is_taken_apart(recorder):
+    """Softmax is amax, sub, exp, sum, div."""
+    assert run(recorder, lambda x: x.softmax(-1), torch.randn(3, 5)) == {
+        "aten.amax.default",
+        "aten.sub.Tensor",
+        "aten.exp.default",
+        "aten.sum.dim_IntList",
+        "aten.div.Tensor",
+    }
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [nn.LayerNorm(6), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4), nn.BatchNorm2d(4), nn.RMSNorm(6)],
+    ids=lambda norm: type(norm).__name__,
+)
+def test_normalisations_are_two_pass(recorder, norm):
+    """Normalisations survive a large common offset (two-pass variance), and hold only primitives."""
+    x = 100 + torch.randn(2, 4, 5, 6)
+    operators = run(recorder, norm, x, tolerance=1e-4)
+    assert not any("norm" in name or "as_strided" in name for name in operators)
+    assert ("aten.var_mean.correction" in operators) == (not isinstance(norm, nn.RMSNorm))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_group_norm_of_half_types(recorder, dtype):
+    """Group norm computes in float32 for half types, keeping the dtype outside; channels-last stays channels-last."""
+    x = torch.randn(2, 4, 3, 3).to(dtype).to(memory_format=torch.channels_last)
+    run(recorder, nn.GroupNorm(2, 4).to(dtype), x, tolerance=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (F.gelu, "gelu"),
+        (F.silu, "silu"),
+        (F.hardswish, "hardswish"),
+        (F.hardsigmoid, "hardsigmoid"),
+        (F.softplus, "softplus"),
+        (F.mish, "mish"),
+        (F.elu, "elu"),
+        (F.leaky_relu, "leaky_relu"),
+        (F.relu6, "hardtanh"),
+        (lambda x: F.avg_pool2d(x, 2), "avg_pool2d"),
+        (lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"), "reflection_pad2d"),
+        (lambda x: F.interpolate(x, scale_factor=2.0), "upsample_nearest2d"),
+        (lambda x: F.interpolate(x, size=(7, 7), mode="bilinear"), "upsample_bilinear2d"),
+        (lambda x: F.interpolate(x, scale_factor=2.0, mode="bicubic"), "upsample_bicubic2d"),
+    ],
+)
+def test_kept_whole(recorder, function, name):
+    """Activations, pooling, padding and upsampling are one operator each."""
+    assert run(recorder, function, torch.randn(2, 3, 4, 4)) == {f"aten.{name}.default"}
+
+
+def test_attention_is_kept_whole(recorder):
+    """Scaled dot-product attention stays one operator."""
+    q = torch.randn(1, 2, 8, 8)
+    operators = run(recorder, lambda q: F.scaled_dot_product_attention(q, q, q), q)
+    assert "aten._scaled_dot_product_flash_attention_for_cpu.default" in operators
+
+
+def test_upsampling_formulas_are_restored():
+    """After capture torch's own tracing kernels for upsampling are in place again."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    assert key in aten.upsample_bilinear2d.vec.py_kernels
+
+
+@pytest.mark.parametrize(("shifts", "dims"), [((1, -2), (0, 1)), (3, 1), (2, ()), (0, 0), ((4, 0), (0, 1)), (-9, 1)])
+def test_roll(recorder, shifts, dims):
+    """Rolls by slices and cat equal eager's, for every sign and size of shift; no gathers."""
+    operators = run(recorder, lambda x: torch.roll(x, shifts, dims), torch.randn(4, 5))
+    assert not any("index" in name for name in operators)
+
+
+def test_split_becomes_slices(recorder):
+    """chunk, split and unbind give single-output views."""
+    operators = run(
+        recorder, lambda x: [p * 2 for p in (*x.chunk(2), *x.split([1, 3]), *x.unbind(1))], torch.randn(4, 3)
+    )
+    assert operators == {"aten.slice.Tensor", "aten.mul.Tensor", "aten.squeeze.dims"}
+
+
+def test_keep_ops_are_never_taken_apart(recorder):
+    """An engine's keep_ops stay whole although the table would take them apart."""
+    operators = run(recorder, lambda x: x.softmax(-1), torch.randn(3, 5), keep_ops=(aten._softmax.default,))
+    assert operators == {"aten._softmax.default"}
+
+
+def test_table():
+    """No random operator, nothing kept and no keep_op has a formula."""
+    table = decomposition_table(frozenset({aten.native_layer_norm.default}))
+    assert aten.native_layer_norm.default not in table
+    assert not any(is_random(operator) for operator in table)
+    assert not any(getattr(packet, name) in table for packet in KEPT for name in packet.overloads())
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.LayerNorm(6),
+        nn.GroupNorm(2, 4),
+        nn.BatchNorm2d(4),
+        nn.GELU(),
+        nn.Softmax(-1),
+        nn.LogSoftmax(1),
+        nn.Hardswish(),
+    ],
+    ids=lambda module: type(module).__name__,
+)
+def test_backward_formulas(recorder, module):
+    """Gradients through decomposed backward graphs are eager's."""
+    x = torch.randn(2, 4, 5, 6, requires_grad=True)
+    y = x.detach().clone().requires_grad_()
+    recorder.compile(module)(x).square().sum().backward()
+    module(y).square().sum().backward()
+    torch.testing.assert_close(x.grad, y.grad, rtol=1e-4, atol=1e-4)
+    assert not any("norm" in name or "softmax" in name for name in recorder.operators(1))

@@ -1,0 +1,23 @@
+"""Unused work goes, unless it has an effect."""
+
+from __future__ import annotations
+
+import torch
+
+from torch_hybrid_backend.passes.dead_code import dead_code
+
+
+def test_unused_goes(captured):
+    """Unused operators and constants are dropped; placeholders stay."""
+    subject = captured(lambda x: x + 1, torch.randn(3))
+    (x,) = subject.gm.graph.find_nodes(op="placeholder")
+    with subject.gm.graph.inserting_before(subject.gm.graph.output_node()):
+        subject.gm.register_buffer("unused", torch.ones(3))
+        constant = subject.gm.graph.get_attr("unused")
+        constant.meta["val"] = x.meta["val"]
+        for target in (torch.ops.aten.sin.default, torch.ops.aten.bernoulli.p):
+            node = subject.gm.graph.call_function(target, (constant, *([0.5] if "bernoulli" in str(target) else [])))
+            node.meta["val"] = x.meta["val"]
+    assert subject.apply(dead_code, exact=True)
+    assert subject.operators() == {"add.Tensor": 1, "bernoulli.p": 1}  # a later draw depends on an earlier one
+    assert "unused" in dict(subject.gm.named_buffers())

@@ -1,0 +1,159 @@
+"""What depends on parameters alone leaves the call, and follows the parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_hybrid_backend.core.hoisted_inputs import CallInput
+from torch_hybrid_backend.passes.hoist import Hoisted, hoist
+from torch_hybrid_backend.passes.pipeline import run_passes
+
+
+def call(hoisted: Hoisted, inputs: list[Any], folded: tuple[Any, ...] | None = None) -> list[Any]:
+    if folded is None:
+        folded = fold(hoisted, inputs)
+    sources = hoisted.inputs.main
+    return list(hoisted.main(*(inputs[s.position] if isinstance(s, CallInput) else folded[s.index] for s in sources)))
+
+
+def fold(hoisted: Hoisted, inputs: list[Any]) -> tuple[Any, ...]:
+    return hoisted.fold(*(inputs[k] for k in hoisted.inputs.fold)) if hoisted.fold is not None else ()
+
+
+def hoisted_of(subject) -> Hoisted:
+    run_passes(subject.gm, subject.ctx)
+    hoisted = hoist(subject.gm, subject.ctx.constants)
+    hoisted.main.graph.lint()
+    torch.testing.assert_close(call(hoisted, subject.inputs), subject.before, rtol=1e-5, atol=1e-5, check_stride=True)
+    return hoisted
+
+
+def constants_of(hoisted: Hoisted) -> list[bool]:
+    return [bool(node.meta.get("constant")) for node in hoisted.main.graph.find_nodes(op="placeholder")]
+
+
+def test_transposed_weights_are_views(captured):
+    """A linear layer's transposed weight is hoisted as a view: no second copy of the weight."""
+    model = nn.Linear(4, 3).eval()
+    subject = captured(model, torch.randn(2, 4))
+    hoisted = hoisted_of(subject)
+    assert subject.operators(hoisted.main) == {"addmm.default": 1}
+    (transposed,) = fold(hoisted, subject.inputs)
+    assert transposed.data_ptr() == model.weight.data_ptr()
+    assert constants_of(hoisted) == [True, False, True]  # bias, x, folded weight
+    assert hoisted.constant_inputs == (0, 1)
+
+
+def test_changed_parameters_give_changed_results(captured):
+    """Folding again after an in-place update gives the updated model's result."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
+    x = torch.randn(2, 3, 6, 6)
+    subject = captured(model, x)
+    hoisted = hoisted_of(subject)
+    stale = fold(hoisted, subject.inputs)
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+        model[1].running_mean.add_(1)
+        torch.testing.assert_close(call(hoisted, subject.inputs)[0], model(x), rtol=1e-5, atol=1e-5)
+        assert not torch.allclose(call(hoisted, subject.inputs, stale)[0], model(x))
+
+
+def test_masks_are_folded_and_main_has_no_attributes(captured):
+    """Lifted and folded constants come to main as inputs."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x.masked_fill(torch.ones(4, 4, dtype=torch.bool).triu(1), -1.0) * torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+    hoisted = hoisted_of(captured(function, torch.randn(4, 4)))
+    assert not hoisted.main.graph.find_nodes(op="get_attr")
+    assert hoisted.inputs.fold == ()
+    assert constants_of(hoisted) == [False, True, True]
+
+
+def test_large_growth_stays(captured):
+    """An outer product of two vectors is not kept for the life of the model."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.randn(1000)), nn.Parameter(torch.randn(1000))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * (self.a.exp().unsqueeze(1) * self.b).sin()
+
+    subject = captured(Outer(), torch.randn(1000, 1000))
+    hoisted = hoisted_of(subject)
+    assert sum(value.numel() for value in fold(hoisted, subject.inputs)) <= 2000
+    assert subject.operators(hoisted.main)["sin.default"] == 1
+
+
+def test_expand_stays_in_main(captured):
+    """A broadcast parameter is not handed over expanded."""
+
+    class Token(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.token = nn.Parameter(torch.randn(1, 1, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1)
+
+    subject = captured(Token(), torch.randn(3, 2, 4))
+    hoisted = hoisted_of(subject)
+    assert subject.operators(hoisted.main)["expand.default"] == 1
+    assert hoisted.fold is None
+
+
+def test_returned_values_stay_fresh(captured):
+    """A returned function of the parameters is computed in every call."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            scaled = self.weight.exp() * 2
+            return x * scaled, scaled
+
+    subject = captured(Scaled(), torch.randn(4))
+    hoisted = hoisted_of(subject)
+    folded = fold(hoisted, subject.inputs)
+    first, second = (call(hoisted, subject.inputs, folded)[1] for _ in range(2))
+    assert first.data_ptr() != second.data_ptr()
+
+
+def test_training_graphs_hoist_constants_only(captured):
+    """With parameters that change in each step nothing of them is folded."""
+    hoisted = hoisted_of(captured(nn.Linear(4, 3), torch.randn(2, 4), grad=True))
+    assert hoisted.fold is None
+    assert not any(constants_of(hoisted))
+    assert hoisted.inputs.main == tuple(CallInput(k) for k in range(3))
+
+
+def test_symbolic_sizes_stay_inputs(captured):
+    """SymInt placeholders pass through in their places."""
+    subject = captured(nn.Linear(4, 3).eval(), torch.randn(5, 4), dynamic=True)
+    hoisted = hoisted_of(subject)
+    values = [node.meta["val"] for node in hoisted.main.graph.find_nodes(op="placeholder")]
+    assert sum(isinstance(value, torch.SymInt) for value in values) == 1
+
+
+def test_random_operators_stay(captured):
+    """Dropout on a parameter is drawn in every call."""
+
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(50))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * nn.functional.dropout(self.weight, 0.5)
+
+    subject = captured(Dropped(), torch.ones(50))
+    run_passes(subject.gm, subject.ctx)
+    hoisted = hoist(subject.gm, subject.ctx.constants)
+    assert subject.operators(hoisted.main)["native_dropout.default"] == 1
