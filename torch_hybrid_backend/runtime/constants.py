@@ -13,7 +13,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -25,8 +25,20 @@ from torch_hybrid_backend.runtime.native import Guard
 Made = TypeVar("Made")
 Fold = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
+# Unbound and mapped: these run for every parameter in every call.
+_data_ptr = torch.Tensor.data_ptr
 _version = attrgetter("_version")
 _NO_VERSION = -1
+
+
+def _picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """The items at `positions` as a tuple; itemgetter is the fastest, where there are two of them or more."""
+    if len(positions) > 1:
+        return itemgetter(*positions)
+    if positions:
+        [only] = positions
+        return lambda inputs: (inputs[only],)
+    return lambda inputs: ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,8 +64,8 @@ class LiveConstants(Generic[Made]):
         make: Callable[[Sequence[Any], Guard], Made],
         capacity: int = 64,
     ) -> None:
-        self._positions = tuple(positions)
-        self._guarded = tuple(guarded)
+        self._constants = _picker(positions)
+        self._guarded = _picker(guarded)
         self._make = make
         self._capacity = capacity
         self._entries: OrderedDict[tuple[int, ...], _Entry[Made]] = OrderedDict()
@@ -84,10 +96,10 @@ class LiveConstants(Generic[Made]):
         return entry
 
     def _key(self, inputs: Sequence[Any]) -> tuple[int, ...]:
-        return tuple([inputs[position].data_ptr() for position in self._positions])
+        return tuple(map(_data_ptr, self._constants(inputs)))
 
     def _versions(self, inputs: Sequence[Any]) -> tuple[int, ...]:
-        tensors = [inputs[position] for position in self._guarded]
+        tensors = self._guarded(inputs)
         try:
             return tuple(map(_version, tensors))
         except RuntimeError:  # inference tensors count no versions: the samples alone guard them
@@ -96,11 +108,11 @@ class LiveConstants(Generic[Made]):
     def _remake(self, key: tuple[int, ...], inputs: Sequence[Any]) -> _Entry[Made]:
         # Before making: a change while `make` runs must be seen by the next call.
         versions = self._versions(inputs)
-        guard = Guard([inputs[position] for position in self._guarded])
+        guard = Guard(self._guarded(inputs))
         with torch.no_grad():
             made = self._make(inputs, guard)
         drop = _DropOnDeath(weakref.ref(self), key)
-        storages = {id(storage): storage for storage in (inputs[p].untyped_storage() for p in self._positions)}
+        storages = {id(storage): storage for storage in (tensor.untyped_storage() for tensor in self._constants(inputs))}
         entry = _Entry(versions, guard, made, tuple(weakref.ref(storage, drop) for storage in storages.values()))
         with self._lock:
             self._entries[key] = entry
