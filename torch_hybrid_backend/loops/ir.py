@@ -133,12 +133,21 @@ class Map(Value):
 
     @property
     def inverse(self) -> Mapping[Buffer, InverseFn]:
-        if self.realized is not None:
-            return self.realized.inverse
+        # Each value is visited once: the paths from here to a shared ancestor double with every level.
         found: dict[Buffer, InverseFn] = {}
-        for parent, to_own in self.parents:
-            for buffer, to_parent in parent.inverse.items():
-                found[buffer] = _compose(to_own, to_parent)
+        seen: set[int] = set()
+        stack: list[tuple[Value, InverseFn]] = [(self, lambda index: index)]
+        while stack:
+            value, to_self = stack.pop()
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            if isinstance(value, Map) and value.realized is None:
+                stack.extend((parent, _compose(to_self, to_value)) for parent, to_value in reversed(value.parents))
+            else:
+                own = value.realized if isinstance(value, Map) else value
+                if isinstance(own, Buffer):
+                    found.setdefault(own, to_self)
         return found
 
 

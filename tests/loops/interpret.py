@@ -1,0 +1,287 @@
+"""A slow reference interpreter of the loops language: every lowering is checked against eager through it, without any engine.
+
+Expressions are evaluated over whole domains at once: loop variables are ranges along their own axis, loads are advanced indexing. It is
+strict where an engine may be sloppy: operand dtypes must agree, results must have the dtype the expression claims, and a load outside
+a `guard` must be provably inside its buffer.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, Scalar, contiguous_strides, linear
+from torch_hybrid_backend.loops.ir import (
+    AttentionOp,
+    Buffer,
+    Call,
+    Const,
+    ConvOp,
+    Expr,
+    FromIndex,
+    Load,
+    LoopOp,
+    MapOp,
+    MatMulOp,
+    ReduceOp,
+    Value,
+    compute_dtype,
+    domain_vars,
+    loads_of,
+)
+from torch_hybrid_backend.loops.lowering import Context, lower_node, supports
+from torch_hybrid_backend.loops.ops import BINARY, COMPARE, LOGICAL, OPS, PREDICATE, ROUND_TARGETS
+
+Environment = dict[Buffer, torch.Tensor]
+
+_FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "bitnot": torch.bitwise_not,
+    "round_even": torch.round,
+    "floordiv": lambda a, b: torch.div(a, b, rounding_mode="floor"),
+    "truncdiv": lambda a, b: torch.div(a, b, rounding_mode="trunc"),
+    "mod": torch.remainder,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "bitand": torch.bitwise_and,
+    "bitor": torch.bitwise_or,
+    "bitxor": torch.bitwise_xor,
+    "shl": torch.bitwise_left_shift,
+    "shr": torch.bitwise_right_shift,
+    "and": torch.logical_and,
+    "or": torch.logical_or,
+    "xor": torch.logical_xor,
+    "not": torch.logical_not,
+    "where": torch.where,
+    "fma": lambda a, b, c: a * b + c,
+}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+class Frame:
+    """One domain: values of its loop variables, and memory."""
+
+    def __init__(self, shape: tuple[int, ...], env: Environment) -> None:
+        self.shape, self.env = shape, env
+        self.index = domain_vars(shape)
+        self.variables = {}
+        for d, (index, size) in enumerate(zip(self.index, shape, strict=True)):
+            if size > 1:
+                ((variable, _),) = index.terms
+                self.variables[variable] = torch.arange(size).reshape(
+                    [size if k == d else 1 for k in range(len(shape))]
+                )
+        # Keyed by the mask too: under another guard other elements matter.
+        self.memo: dict[tuple[int, int], torch.Tensor] = {}
+        self.kept: list[object] = []
+
+    def tensor(self, value: Value) -> torch.Tensor:
+        """The value over the whole domain, in its compute dtype."""
+        result = self.expr(value.at(self.index), None)
+        assert result.dtype == torch_dtype(compute_dtype(value.dtype)), (result.dtype, value.dtype)
+        return result.expand(self.shape)
+
+    def evaluate_index(self, index: Index, mask: torch.Tensor | None) -> torch.Tensor:
+        total = torch.tensor(index.const)
+        for atom, coefficient in index.terms:
+            match atom:
+                case LoopVar():
+                    part = self.variables[atom]
+                case FloorDiv(numerator, divisor):
+                    part = torch.div(self.evaluate_index(numerator, mask), divisor, rounding_mode="floor")
+                case Mod(numerator, divisor):
+                    part = torch.remainder(self.evaluate_index(numerator, mask), divisor)
+                case Scalar(expr, low, high):
+                    part = self.expr(expr, mask).to(torch.int64)
+                    legal = (part >= low) & (part <= high)
+                    assert bool((legal if mask is None else legal | ~mask).all()), "a scalar index left its range"
+            total = total + part * coefficient
+        return total
+
+    def expr(self, e: Expr, mask: torch.Tensor | None) -> torch.Tensor:
+        key = (id(e), id(mask))
+        if key not in self.memo:
+            result = self._expr(e, mask)
+            assert result.dtype == torch_dtype(e.dtype), f"{e} claims {e.dtype} and is {result.dtype}"
+            self.kept.extend((e, mask))
+            self.memo[key] = result
+        return self.memo[key]
+
+    def _expr(self, e: Expr, mask: torch.Tensor | None) -> torch.Tensor:
+        match e:
+            case Const(dtype, value):
+                return torch.tensor(value, dtype=torch_dtype(dtype))
+            case FromIndex(_, index):
+                return self.evaluate_index(index, mask)
+            case Load():
+                return self._load(e, mask)
+            case Call():
+                return self._call(e, mask)
+        raise TypeError(f"not an expression of the loops language: {e!r}")
+
+    def _load(self, e: Load, mask: torch.Tensor | None) -> torch.Tensor:
+        memory = self.env[e.buffer]
+        assert len(e.index) == memory.dim(), f"{len(e.index)} indices for {memory.dim()} dimensions"
+        places = []
+        for index, size in zip(e.index, memory.shape, strict=True):
+            place = self.evaluate_index(index, mask)
+            legal = (place >= 0) & (place < size)
+            if mask is None:
+                assert 0 <= index.low <= index.high < size, (
+                    f"{index!r} in {index.low}..{index.high} is not below {size}"
+                )
+            else:
+                legal = legal | ~mask
+            assert bool(legal.all()), f"{index!r} leaves 0..{size - 1}"
+            places.append(place.clamp(0, size - 1))
+        element = memory[tuple(places)] if places else memory
+        return element.to(torch_dtype(e.dtype))
+
+    def _call(self, e: Call, mask: torch.Tensor | None) -> torch.Tensor:
+        assert e.op in OPS
+        if e.op == "guard":
+            condition = self.expr(e.args[0], mask)
+            outside = self.expr(e.args[2], mask)
+            within = condition if mask is None else condition & mask
+            inside = self.expr(e.args[1], within)
+            assert inside.dtype == outside.dtype
+            return torch.where(condition, inside, outside)
+        args = [self.expr(a, mask) for a in e.args]
+        if e.op == "cast":
+            return args[0].to(torch_dtype(e.dtype))
+        if e.op == "round":
+            return args[0].to(torch_dtype(ROUND_TARGETS[int(args[1])])).to(torch.float32)
+        if e.op in BINARY | COMPARE:
+            assert args[0].dtype == args[1].dtype, f"{e.op} of {args[0].dtype} and {args[1].dtype}"
+        if e.op in LOGICAL:
+            assert all(a.dtype == torch.bool for a in args), e.op
+        if e.op == "where":
+            assert args[0].dtype == torch.bool
+            assert args[1].dtype == args[2].dtype
+        assert (
+            e.op in COMPARE | PREDICATE
+            or e.op == "not"
+            or all(a.dtype != torch.bool for a in args)
+            or (e.op in LOGICAL | {"where"})
+        ), f"{e.op} of bool"
+        function = _FUNCTIONS.get(e.op) or getattr(torch, e.op)
+        return function(*args)
+
+
+def _read(value: Value, env: Environment) -> torch.Tensor:
+    return Frame(value.shape, env).tensor(value)
+
+
+def evaluate(op: LoopOp, env: Environment) -> None:
+    """Run one operation: fills `env[op.out]`."""
+    match op:
+        case MapOp(value=value):
+            result = _read(value, env)
+        case ReduceOp():
+            result = _reduce(op, env)
+        case MatMulOp(a=a, b=b):
+            result = torch.matmul(_read(a, env), _read(b, env))
+        case ConvOp(x=x, w=w):
+            convolve = torch.conv1d if len(op.stride) == 1 else torch.conv2d
+            result = convolve(_read(x, env), _read(w, env), None, op.stride, op.padding, op.dilation, op.groups)
+        case AttentionOp():
+            result = _attend(op, env)
+        case _:
+            raise TypeError(f"not an operation of the loops language: {op!r}")
+    assert tuple(result.shape) == op.out.shape, (tuple(result.shape), op.out.shape)
+    env[op.out] = result.to(torch_dtype(op.out.dtype))
+
+
+def _reduce(op: ReduceOp, env: Environment) -> torch.Tensor:
+    frame = Frame(op.domain, env)
+    body = frame.expr(op.body(frame.index), None).expand(op.domain)
+    rows = body.permute(*op.kept, *op.axes).reshape(*op.out.shape, -1)
+    match op.combiner:
+        case "sum":
+            return rows.sum(-1, dtype=rows.dtype)
+        case "prod":
+            return rows.prod(-1, dtype=rows.dtype)
+        case "max" | "min":
+            return getattr(rows, f"a{op.combiner}")(-1)
+        case "any" | "all":
+            assert rows.dtype == torch.bool
+            return getattr(rows, op.combiner)(-1)
+        case "argmax" | "argmin":
+            return getattr(rows, op.combiner)(-1)
+    raise ValueError(f"not a combiner: {op.combiner}")
+
+
+def _attend(op: AttentionOp, env: Environment) -> torch.Tensor:
+    q, k, v = (_read(value, env) for value in (op.q, op.k, op.v))
+    scores = q @ k.transpose(-1, -2) * op.scale
+    if op.mask is not None:
+        scores = scores + _read(op.mask, env)
+    if op.causal:
+        rows, columns = torch.arange(scores.shape[-2])[:, None], torch.arange(scores.shape[-1])
+        scores = scores.masked_fill(columns > rows, -math.inf)
+    weights = torch.softmax(scores, -1)
+    return weights.masked_fill(scores.amax(-1, keepdim=True) == -math.inf, 0) @ v
+
+
+def trace(fn: Callable[..., object], inputs: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
+    """The ATen graph of a function, with fake tensors as `meta["val"]`; unread nodes are dropped."""
+    graph_module = make_fx(fn, tracing_mode="fake")(*inputs)
+    graph_module.graph.eliminate_dead_code()
+    return graph_module
+
+
+def run_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Lower every node of a graph, run the operations that come out, and return the graph's results."""
+    operations: list[LoopOp] = []
+    context = Context(operations.append)
+    values: dict[torch.fx.Node, Any] = {}
+    env: Environment = {}
+    remaining = iter(inputs)
+    outputs: list[torch.fx.Node] = []
+    for node in graph_module.graph.nodes:
+        if node.op == "call_function":
+            verdict = supports(node)
+            assert verdict, f"{node.target}: {verdict}"
+            values[node] = lower_node(context, node, values)
+        elif node.op == "output":
+            outputs = node.all_input_nodes
+        else:
+            is_input = node.op == "placeholder"
+            tensor = next(remaining) if is_input else operator.attrgetter(node.target)(graph_module)
+            buffer = Buffer(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), node.name, not is_input)
+            values[node], env[buffer] = buffer, tensor
+    for node in outputs:
+        meta = node.meta["val"]
+        assert values[node].shape == tuple(meta.shape), (values[node].shape, meta.shape)
+        assert values[node].dtype == str(meta.dtype).removeprefix("torch."), (values[node].dtype, meta.dtype)
+        check_inverse(values[node], env)
+    buffers = [context.materialize(values[node]) for node in outputs]
+    for op in operations:
+        for buffer in op.reads():
+            assert buffer in env, f"{type(op).__name__} reads a buffer that nothing has filled"
+        evaluate(op, env)
+    return [env[buffer] for buffer in buffers]
+
+
+def check_inverse(value: Value, env: Environment) -> None:
+    """Every claimed inverse is a bijection: the elements it names, over the whole buffer, are all of the value's, once each."""
+    for buffer, inverse in value.inverse.items():
+        frame = Frame(buffer.shape, env)
+        place = linear(inverse(frame.index), contiguous_strides(value.shape))
+        reached = frame.evaluate_index(place, None).expand(buffer.shape).flatten()
+        assert torch.equal(reached.sort().values, torch.arange(math.prod(value.shape))), f"{inverse} is no bijection"
+        own = linear(frame.index, contiguous_strides(buffer.shape))
+        loads = [load for load in loads_of(value.at(inverse(frame.index))) if load.buffer is buffer]
+        for load in loads:
+            read = frame.evaluate_index(linear(load.index, contiguous_strides(buffer.shape)) - own, None)
+            assert not read.any(), (
+                f"{buffer.name} is read at {load.index} for the element that stands for {frame.index}"
+            )
