@@ -56,7 +56,7 @@ class Split:
     size: int
     large: int
 
-    def pieces(self) -> list[tuple[int, int, int]]:
+    def runs(self) -> list[tuple[int, int, int]]:
         """(first part, number of parts, elements in each) of the runs of equal parts."""
         runs = [(0, self.large, self.size), (self.large, self.parts - self.large, self.size - 1)]
         return [run for run in runs if run[1]]

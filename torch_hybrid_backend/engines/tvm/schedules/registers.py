@@ -13,12 +13,11 @@ Source: Goto & van de Geijn, "Anatomy of High-Performance Matrix Multiplication"
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import tvm
 from tvm import tirx
 
-from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirExpr
+from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.tvm.printer import Printer
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
@@ -134,22 +133,16 @@ class RegisterTile:
 
         return self.fill(value)
 
-    def spill(self, buffer: Any, offset: Index | int = 0, row_stride: int = 0, vector_stride: int = 0) -> Stmt:
-        """buffer[offset + row * row_stride + vector * vector_stride + lane] = acc; strides default to a dense tile."""
-        vector_stride = vector_stride or self.lanes
-        row_stride = row_stride or self.vectors * self.lanes
+    def spill(self, buffer: TirBuffer, offset: Index | int = 0) -> Stmt:
+        """buffer[offset ...] = the tile, dense: row by row, vector by vector."""
         start = as_index(offset)
         return self._each(
             lambda row, vector, lane: self.builder.store(
-                buffer, start + lane + (row * row_stride + vector * vector_stride), self.at(row, vector, lane)
+                buffer, start + lane + self._offset(row, vector), self.at(row, vector, lane)
             )
         )
 
-    def restore(self, buffer: Any, offset: Index | int, row_stride: int, vector_stride: int) -> Stmt:
+    def restore(self, buffer: TirBuffer, offset: Index | int) -> Stmt:
         """The inverse of `spill`."""
         start = as_index(offset)
-        return self.fill(
-            lambda row, vector, lane: self.builder.load(
-                buffer, start + lane + (row * row_stride + vector * vector_stride)
-            )
-        )
+        return self.fill(lambda row, vector, lane: self.builder.load(buffer, start + lane + self._offset(row, vector)))

@@ -1,0 +1,125 @@
+"""What the convolution rules share: reading input and weight, writing output, all in two spatial dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirBuffer, TirExpr
+from torch_hybrid_backend.engines.tvm.printer import Printer
+from torch_hybrid_backend.engines.tvm.schedules.conv_geometry import axes
+from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, vector_loop, zero
+from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.engines.tvm.tiles import lane_chunks
+from torch_hybrid_backend.loops.index import Index, LoopVar
+from torch_hybrid_backend.loops.ir import Load, compute_dtype, count_calls
+from torch_hybrid_backend.loops.kernels import ConvKernel
+
+# An epilogue of more scalar operations than this is emitted once as a loop over a spilled tile, not once per register.
+_LONG_EPILOGUE = 4
+
+
+class ConvParts:
+    """Reads and writes of one convolution kernel over (image, channel, row, column)."""
+
+    def __init__(self, kernel: ConvKernel, builder: Builder, printer: Printer, target: Target) -> None:
+        self.kernel, self.builder, self.printer, self.target = kernel, builder, printer, target
+        self.rows, self.columns = axes(kernel)
+        self.images, self.out_channels = kernel.domain[0].extent, kernel.domain[1].extent
+        self.in_channels = kernel.x_vars[1].extent
+        self.dtype = compute_dtype(kernel.accumulator.dtype)
+        self.block = kernel.block
+        self.long_epilogue = sum(count_calls(store.value) for store in kernel.stores) > _LONG_EPILOGUE
+
+    def _spatial(self, variables: tuple[LoopVar, ...], row: Index, column: Index) -> dict[LoopVar, Index]:
+        return dict(zip(variables[2:], (row, column)[4 - len(variables) :], strict=True))
+
+    def x(self, image: Index, channel: Index, row: Index, column: Index) -> TirExpr:
+        """One input element; the position must lie inside the input."""
+        variables = self.kernel.x_vars
+        env = {variables[0]: image, variables[1]: channel, **self._spatial(variables, row, column)}
+        return self.printer.expr(self.kernel.x, env)
+
+    def weight(self, *position: Index) -> TirExpr:
+        """One element of the packed weight."""
+        packed = self.kernel.packed
+        return self.printer.expr(Load(compute_dtype(packed.dtype), packed, position), {})
+
+    def inside_rows(self, row: Index, body: Stmt) -> Stmt:
+        """`body` where input row `row` exists; without a test where it always does."""
+        b, tests = self.builder, []
+        if row.low < 0:
+            tests.append(b.index(row) >= 0)
+        if row.high >= self.rows.size:
+            tests.append(b.index(row) < self.rows.size)
+        for test in tests:
+            body = b.when(test, body)
+        return body
+
+    def stores(self, value: TirExpr, image: Index, channel: Index, row: Index, column: Index) -> Stmt:
+        """Every store of the kernel at one output element, with `value` as the accumulator."""
+        domain = self.kernel.domain
+        env = {domain[0]: image, domain[1]: channel, **self._spatial(domain, row, column)}
+        self.printer.locals[id(self.kernel.accumulator)] = lambda _: value
+        return self.printer.stores(self.kernel.stores, env)
+
+    def clear(self, buffer: TirBuffer, offset: Index) -> Stmt:
+        """One block of zeros."""
+        b = self.builder
+        return vector_loop(b, self.printer, self.block, lambda lane: b.store(buffer, offset + lane, zero(self.dtype)))
+
+    def write_vectors(
+        self,
+        buffer: TirBuffer,
+        offset: Index,
+        lanes: int,
+        widths: Sequence[int],
+        place: Callable[[int, Index], tuple[Index, ...]],
+    ) -> Stmt:
+        """The stores of neighbouring vectors of `lanes` in a buffer of sums; `widths` says how many lanes of each are real."""
+        b = self.builder
+
+        def load(start: int, lane: Index) -> TirExpr:
+            return b.load(buffer, offset + lane + start)
+
+        return b.seq(
+            *[
+                self._vector(partial(load, v * lanes + start), partial(place, v), start, count)
+                for v, width in enumerate(widths)
+                for start, count in lane_chunks(width, lanes)
+            ]
+        )
+
+    def _vector(
+        self, value: Callable[[Index], TirExpr], place: Callable[[Index], tuple[Index, ...]], start: int, lanes: int
+    ) -> Stmt:
+        return vector_loop(
+            self.builder, self.printer, lanes, lambda lane: self.stores(value(lane), *place(lane + start))
+        )
+
+    def write_tile(
+        self, tile: RegisterTile, channels: int, place: Callable[[int, Index, int | Index], tuple[Index, ...]]
+    ) -> Stmt:
+        """The stores of a register tile whose rows are output columns and whose vectors are blocks of channels.
+
+        `channels`: real channels of the last vector. `place(vector, lane, tile row)` is the output position.
+        """
+        b, width = self.builder, tile.vectors * tile.lanes
+
+        def at(row: int | Index, vector: int, lane: Index) -> tuple[Index, ...]:
+            return place(vector, lane, row)
+
+        if not self.long_epilogue and channels == tile.lanes:
+            return b.seq(
+                *[
+                    self._vector(partial(tile.at, r, v), partial(at, r, v), 0, tile.lanes)
+                    for v in range(tile.vectors)
+                    for r in range(tile.rows)
+                ]
+            )
+        spilled = b.local(tile.size, self.dtype, "tile")
+        widths = [tile.lanes] * (tile.vectors - 1) + [channels]
+        write = b.loop(
+            tile.rows, lambda r: self.write_vectors(spilled, r * width, tile.lanes, widths, partial(at, r)), name="c"
+        )
+        return b.seq(b.alloc(spilled), tile.spill(spilled), write)

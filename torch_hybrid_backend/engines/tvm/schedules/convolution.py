@@ -1,0 +1,21 @@
+"""Convolution: the rules in order; the first that takes a kernel emits it.
+
+`depthwise` takes kernels without sums over channels; `direct` takes every other one, with any number of groups.
+"""
+
+from __future__ import annotations
+
+from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt
+from torch_hybrid_backend.engines.tvm.printer import Printer
+from torch_hybrid_backend.engines.tvm.schedules.conv_parts import ConvParts
+from torch_hybrid_backend.engines.tvm.schedules.depthwise import depthwise
+from torch_hybrid_backend.engines.tvm.schedules.direct_convolution import direct
+from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.loops.kernels import ConvKernel
+
+
+def emit(kernel: ConvKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
+    """The body of a 1-D or 2-D convolution kernel; accumulates in the compute dtype of the accumulator's dtype."""
+    parts = ConvParts(kernel, builder, printer, target)
+    body = depthwise(parts)
+    return direct(parts) if body is None else body

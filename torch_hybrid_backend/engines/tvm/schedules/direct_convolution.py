@@ -1,0 +1,357 @@
+"""Direct convolution in blocked channels, with any number of groups.
+
+Pattern: a `ConvKernel` whose packed weight is (groups, channel blocks, kh, input channels of the group, kw, block). Steps:
+1. Vector lanes are the output channels of a block. A register tile is some output columns of one row times some channel blocks, chosen by
+   counting multiply-adds, loads and tasks (`_choose`): small images need several blocks to have enough accumulators.
+2. A 1x1 kernel with stride 1 sees one long row: its tiles are cut from height x width.
+3. One parallel loop over (image, group, blocks, row), ordered so that the smaller of weight and input is what stays in the cache.
+4. Around the registers: kernel rows, input channels, and, unrolled, kernel columns: the order in which the weight is packed, so it streams.
+   The input is read as broadcast scalars, so its layout is free.
+5. Padding: columns that read outside leave the step out (`conv_geometry`), rows outside skip a kernel row.
+6. Where the weight of one tile's blocks exceeds the cache, input channels are cut into chunks, and the whole image goes through each chunk
+   with its partial sums in a buffer.
+Source: NeoCPU (Liu et al., USENIX ATC 2019); Georganas et al., "Anatomy of High-Performance Deep Learning Convolutions on SIMD
+Architectures", SC 2018.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from torch_hybrid_backend.engines.tvm.builder import Stmt, TirExpr
+from torch_hybrid_backend.engines.tvm.schedules.conv_geometry import Axis, ColumnTiles, column_tiles
+from torch_hybrid_backend.engines.tvm.schedules.conv_parts import ConvParts
+from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, lanes_of
+from torch_hybrid_backend.engines.tvm.tiles import Split, max_rows, register_count, split_into
+from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, as_index
+from torch_hybrid_backend.loops.ir import loads_of
+from torch_hybrid_backend.loops.layout import Blocked
+
+# Multiply-adds in flight that keep both units of a core busy: latency 4, two units.
+_IN_FLIGHT = 8
+# Multiply-adds in one body of the loop over input channels: enough to hide the loop itself.
+_UNROLLED_MULTIPLY_ADDS = 56
+
+
+def direct(parts: ConvParts) -> Stmt:
+    """The kernel's body."""
+    return _Direct(parts).emit()
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiling:
+    """Channel blocks per task, the number of column tiles, input channels per chunk, output rows per chunked task (0: not chunked)."""
+
+    blocks: Split
+    column_tiles: int
+    chunk: int
+    chunk_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """Where a task writes: image, group, first channel block, how many, and how many channels of the last one are real."""
+
+    image: Index
+    group: Index
+    first_block: Index
+    blocks: int
+    part: Index
+
+
+class _Direct:
+    """The emission of one kernel."""
+
+    def __init__(self, parts: ConvParts) -> None:
+        self.parts, self.builder, self.target = parts, parts.builder, parts.target
+        self.groups, self.blocks, _, self.channels, _, self.block = parts.kernel.packed.shape
+        self.per_group = parts.out_channels // self.groups
+        self.tail = self.per_group - (self.blocks - 1) * self.block
+        self.is_flat = self._reads_one_long_row()
+        self.rows, self.columns = parts.rows, parts.columns
+        if self.is_flat:
+            pixels = parts.rows.out * parts.columns.out
+            self.rows, self.columns = Axis(1, 1, 1, 1, 0, 1), Axis(pixels, pixels, 1, 1, 0, 1)
+        self.tiling = self._choose()
+
+    # Decisions.
+
+    def _reads_one_long_row(self) -> bool:
+        """Whether the kernel is 1x1 with stride 1 and no index of the input has to divide a position into row and column."""
+        parts = self.parts
+        if not (parts.rows.is_pointwise and parts.columns.is_pointwise) or parts.rows.out == 1:
+            return False
+        pixel = LoopVar("pixel", parts.rows.out * parts.columns.out)
+        position = Index(((pixel, 1),), 0)
+        env = dict(
+            zip(parts.kernel.x_vars[-2:], (position // parts.columns.out, position % parts.columns.out), strict=True)
+        )
+        for load in loads_of(parts.kernel.x):
+            offset = parts.printer.offset(load.buffer, load.index, env)
+            if any(isinstance(atom, FloorDiv | Mod) and _mentions(atom, pixel) for atom, _ in offset.terms):
+                return False
+        return True
+
+    def _choose(self) -> _Tiling:
+        """Blocks and columns per register tile by estimated time; ties go to fewer loads."""
+        parts, vectors = self.parts, max(1, self.block // lanes_of(self.target, self.parts.dtype))
+        best: tuple[float, Split, int] | None = None
+        for most in range(1, min(self.blocks, register_count(self.target) // 4) + 1):
+            blocks = split_into(self.blocks, -(-self.blocks // most))
+            tiles = -(-self.columns.out // max_rows(blocks.size * vectors, self.target))
+            columns = split_into(self.columns.out, tiles)
+            tasks = parts.images * self.groups * blocks.parts * (tiles if self.is_flat else self.rows.out)
+            work = sum(
+                n_blocks * n_columns * _tile_time(b * vectors, c)
+                for _, n_blocks, b in blocks.runs()
+                for _, n_columns, c in columns.runs()
+            )
+            idle = -(-tasks // self.target.cores) * self.target.cores / tasks
+            if best is None or work * idle < best[0]:
+                best = work * idle, blocks, tiles
+        assert best is not None
+        return _Tiling(best[1], best[2], *self._chunks(best[1]))
+
+    def _chunks(self, blocks: Split) -> tuple[int, int]:
+        """Input channels and output rows per chunk; (all channels, 0) where the weight of one task fits the cache."""
+        l2, row_bytes = self.target.l2_bytes, self.columns.out * blocks.size * self.block * 4
+        channel_bytes = blocks.size * self.block * self.rows.kernel * self.columns.kernel * 4
+        step = self._channel_block()
+        sizes = [c for c in range(step, self.channels, step) if self.channels % c == 0 and c * channel_bytes <= l2 // 4]
+        if self.channels * channel_bytes <= l2 // 2 or not sizes or self.rows.out == 1 or row_bytes > l2 // 8:
+            return self.channels, 0
+        tasks = self.parts.images * self.groups * blocks.parts
+        pieces = max(1, -(-2 * self.target.cores // tasks), -(-self.rows.out * row_bytes // (l2 // 4)))
+        return sizes[-1], -(-self.rows.out // min(pieces, self.rows.out))
+
+    def _channel_block(self) -> int:
+        """Input channels that lie together: the loop over channels is split there, so that no address needs a division."""
+        found = {
+            layout.block
+            for load in loads_of(self.parts.kernel.x)
+            if isinstance(layout := self.parts.printer.arguments[id(load.buffer)][1], Blocked)
+        }
+        block = max(found, default=self.channels)
+        if self.groups > 1 and self.channels % block:
+            return self.channels
+        return min(block, self.channels)
+
+    # Emission.
+
+    def emit(self) -> Stmt:
+        parts, tiling = self.parts, self.tiling
+        if tiling.chunk_rows:
+            pieces = -(-self.rows.out // tiling.chunk_rows)
+            return self.builder.fused(
+                (parts.images, self.groups, tiling.blocks.parts, pieces),
+                lambda at: self._by_blocks(at[0], at[1], at[2], partial(self._chunked, piece=at[3])),
+            )
+        columns = split_into(self.columns.out, tiling.column_tiles)
+        inner = columns.parts if self.is_flat else self.rows.out
+
+        def task(image: Index, group: Index, part: Index, position: Index) -> Stmt:
+            def at(where: _Task) -> Stmt:
+                return self._flat_tile(where, columns, position) if self.is_flat else self._row(where, position)
+
+            return self._by_blocks(image, group, part, at)
+
+        weight_bytes = (
+            4 * self.groups * self.blocks * self.block * self.rows.kernel * self.columns.kernel * self.channels
+        )
+        if weight_bytes <= self.target.l2_bytes // 2:
+            order = (parts.images, inner, self.groups, tiling.blocks.parts)
+            return self.builder.fused(order, lambda at: task(at[0], at[2], at[3], at[1]))
+        order = (parts.images, self.groups, tiling.blocks.parts, inner)
+        return self.builder.fused(order, lambda at: task(*at))
+
+    def _by_blocks(self, image: Index, group: Index, part: Index, body: Callable[[_Task], Stmt]) -> Stmt:
+        """`body` for a part of the channel blocks: two variants where parts differ in size."""
+        split = self.tiling.blocks
+        large = body(_Task(image, group, part * split.size, split.size, part))
+        if split.large == split.parts:
+            return large
+        small = body(_Task(image, group, part * (split.size - 1) + split.large, split.size - 1, part))
+        return self.builder.when(self.builder.index(part) < split.large, large, small)
+
+    def _flat_tile(self, task: _Task, columns: Split, part: Index) -> Stmt:
+        """One tile of the single long row of a 1x1 kernel."""
+        b, row = self.builder, as_index(0)
+
+        def of(first: Index, count: int) -> Stmt:
+            return self._tile(task, row, first, count, ((True,) * count,))
+
+        large = of(part * columns.size, columns.size)
+        if columns.large == columns.parts:
+            return large
+        small = of(part * (columns.size - 1) + columns.large, columns.size - 1)
+        return b.when(b.index(part) < columns.large, large, small)
+
+    def _row(self, task: _Task, row: Index) -> Stmt:
+        """One output row: its column tiles, kind by kind."""
+        b = self.builder
+
+        def of(kind: ColumnTiles) -> Stmt:
+            return b.loop(
+                kind.count,
+                lambda t: self._tile(task, row, t * kind.columns + kind.first, kind.columns, kind.inside),
+                name="t",
+            )
+
+        return b.seq(*[of(kind) for kind in column_tiles(self.columns, self.tiling.column_tiles)])
+
+    def _register_tile(self, task: _Task, columns: int) -> RegisterTile:
+        return RegisterTile(self.builder, self.parts.printer, columns, task.blocks, self.block, self.parts.dtype)
+
+    def _tile(self, task: _Task, row: Index, first: Index, columns: int, inside: tuple[tuple[bool, ...], ...]) -> Stmt:
+        """One register tile, from zero to its stores."""
+        b = self.builder
+        tile = self._register_tile(task, columns)
+        reduce = self._reduce(tile, task, row, first, inside, as_index(0), self.channels)
+
+        def place(vector: int, lane: Index, column: int | Index) -> tuple[Index, ...]:
+            return task.image, self._channel(task, vector, lane), *self._pixel(row, first + column)
+
+        write = self._with_tail(task, lambda channels: self.parts.write_tile(tile, channels, place))
+        return b.seq(tile.declare(), tile.clear(), reduce, write)
+
+    def _with_tail(self, task: _Task, body: Callable[[int], Stmt]) -> Stmt:
+        """`body(channels of the task's last block)`: the very last block may be padded."""
+        parts = self.tiling.blocks.parts
+        if self.tail == self.block or parts == 1:
+            return body(self.tail)
+        return self.builder.when(self.builder.index(task.part) < parts - 1, body(self.block), body(self.tail))
+
+    def _channel(self, task: _Task, vector: int, lane: Index) -> Index:
+        return task.group * self.per_group + (task.first_block + vector) * self.block + lane
+
+    def _pixel(self, row: Index, column: Index) -> tuple[Index, Index]:
+        """Row and column of the image."""
+        if not self.is_flat:
+            return row, column
+        width = self.parts.columns.out
+        return column // width, column % width
+
+    def _reduce(
+        self,
+        tile: RegisterTile,
+        task: _Task,
+        row: Index,
+        first: Index,
+        inside: tuple[tuple[bool, ...], ...],
+        first_channel: Index,
+        channels: int,
+    ) -> Stmt | None:
+        """Adds the sums over the window and `channels` input channels to a tile."""
+        b, parts = self.builder, self.parts
+        taps = [kw for kw in range(self.columns.kernel) if any(inside[kw])]
+        if not taps:
+            return None
+
+        def step(kh: Index, source_row: Index, channel: Index) -> Stmt:
+            def x(column: int, kw: int, _: Index) -> TirExpr:
+                pixel = self._pixel(source_row, self.columns.source(first + column, kw))
+                return parts.x(task.image, task.group * self.channels + channel, *pixel)
+
+            def weight(vector: int, kw: int, lane: Index) -> TirExpr:
+                return parts.weight(task.group, task.first_block + vector, kh, channel, as_index(kw), lane)
+
+            return b.seq(
+                *[
+                    tile.accumulate(
+                        [partial(x, c, kw) if inside[kw][c] else None for c in range(tile.rows)],
+                        [partial(weight, v, kw) for v in range(tile.vectors)],
+                    )
+                    for kw in taps
+                ]
+            )
+
+        unroll = max(1, _UNROLLED_MULTIPLY_ADDS // (len(taps) * tile.rows * tile.vectors))
+
+        def kernel_row(kh: Index) -> Stmt:
+            source = self.rows.source(row, kh)
+            body = self._each_channel(first_channel, channels, unroll, lambda c: step(kh, source, c))
+            return parts.inside_rows(source, body) if not self.is_flat else body
+
+        return b.loop(self.rows.kernel, kernel_row, name="kh")
+
+    def _each_channel(self, first: Index, count: int, unroll: int, body: Callable[[Index], Stmt]) -> Stmt:
+        """`body` for `count` channels from `first`, block by block."""
+        b, block = self.builder, self._channel_block()
+
+        def run(start: Index, length: int) -> Stmt:
+            step = min(unroll, length)
+            whole = b.loop(
+                length // step, lambda i: b.seq(*[body(start + i * step + u) for u in range(step)]), name="ic"
+            )
+            return b.seq(whole, *[body(start + (length - length % step + u)) for u in range(length % step)])
+
+        blocks = count // block
+        loop = b.loop(blocks, lambda i: run(first + i * block, block), name="cb") if blocks else None
+        return b.seq(loop, run(first + blocks * block, count % block) if count % block else None)
+
+    # Weights larger than the cache.
+
+    def _chunked(self, task: _Task, piece: Index) -> Stmt:
+        """Some output rows of a task, input channels chunk by chunk, partial sums in a buffer."""
+        b, tiling, columns = self.builder, self.tiling, self.columns.out
+        width = task.blocks * self.block
+        sums = b.local(tiling.chunk_rows * columns * width, self.parts.dtype, "sums")
+        kinds = column_tiles(self.columns, tiling.column_tiles)
+
+        def each_row(body: Callable[[Index, Index], Stmt]) -> Stmt:
+            def at(r: Index) -> Stmt:
+                row = piece * tiling.chunk_rows + r
+                statement = body(row, r)
+                return b.when(b.index(row) < self.rows.out, statement) if row.high >= self.rows.out else statement
+
+            return b.loop(tiling.chunk_rows, at, name="r")
+
+        def add(chunk: Index, row: Index, r: Index, kind: ColumnTiles) -> Stmt:
+            def at(t: Index) -> Stmt:
+                first = t * kind.columns + kind.first
+                tile = self._register_tile(task, kind.columns)
+                start = (r * columns + first) * width
+                reduce = self._reduce(tile, task, row, first, kind.inside, chunk * tiling.chunk, tiling.chunk)
+                return b.seq(tile.declare(), tile.restore(sums, start), reduce, tile.spill(sums, start))
+
+            return b.loop(kind.count, at, name="t")
+
+        def write(row: Index, r: Index) -> Stmt:
+            return self._with_tail(
+                task,
+                lambda channels: b.loop(
+                    columns,
+                    lambda column: self.parts.write_vectors(
+                        sums,
+                        (r * columns + column) * width,
+                        self.block,
+                        [self.block] * (task.blocks - 1) + [channels],
+                        lambda vector, lane: (task.image, self._channel(task, vector, lane), row, column),
+                    ),
+                    name="c",
+                ),
+            )
+
+        zero = b.loop(
+            tiling.chunk_rows * columns * task.blocks, lambda i: self.parts.clear(sums, i * self.block), name="z"
+        )
+        chunks = b.loop(
+            self.channels // tiling.chunk,
+            lambda chunk: each_row(lambda row, r: b.seq(*[add(chunk, row, r, kind) for kind in kinds])),
+            name="chunk",
+        )
+        return b.seq(b.alloc(sums), zero, chunks, each_row(write))
+
+
+def _tile_time(vectors: int, columns: int) -> float:
+    """Half cycles per step of the reduction: two multiply-adds and two loads per cycle; short tiles wait for the last sum."""
+    return max(vectors * columns, vectors + columns, _IN_FLIGHT) + 0.1 * (vectors + columns)
+
+
+def _mentions(atom: FloorDiv | Mod, variable: LoopVar) -> bool:
+    return any(
+        inner == variable or (isinstance(inner, FloorDiv | Mod) and _mentions(inner, variable))
+        for inner, _ in atom.numerator.terms
+    )
