@@ -1,0 +1,28 @@
+"""Fixtures of the end-to-end tests: a cache of their own, a fresh Dynamo, clean settings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session")
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Kernels that several tests need are compiled once."""
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture(autouse=True)
+def settings(shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Settings as on a new user's machine, except that placement does not time: these models are small enough for eager to win."""
+    for name in [name for name in os.environ if name.startswith("HYBRID_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HYBRID_CACHE_DIR", str(shared_cache))
+    monkeypatch.setenv("HYBRID_PLACEMENT", "estimate")
+    torch._dynamo.reset()
+    yield monkeypatch
+    torch._dynamo.reset()

@@ -1,0 +1,94 @@
+"""What a user types: the backend's name, its options, its modes, and what bad ones get."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.end_to_end import models
+from torch_hybrid_backend.errors import ConfigError
+
+_ONE_LINE = """
+import sys, torch
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU()).eval()
+x = torch.randn(4, 8)
+assert "torch_hybrid_backend" not in sys.modules
+with torch.no_grad():
+    torch.testing.assert_close(torch.compile(model, backend="hybrid")(x), model(x))
+assert "torch_hybrid_backend" in sys.modules
+print("tvm" in sys.modules)
+"""
+
+
+def test_one_line_needs_no_import() -> None:
+    """torch.compile(model, backend="hybrid") works in a process that never imported the package, nor ever imports TVM."""
+    done = subprocess.run(
+        [sys.executable, "-c", _ONE_LINE],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=dict(os.environ),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "False"
+
+
+def test_import_is_cheap() -> None:
+    """Importing the package imports neither Dynamo nor TVM: it costs next to nothing over `import torch`."""
+    code = "import sys, torch; before = set(sys.modules); import torch_hybrid_backend; print(len(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert int(done.stdout) <= 2
+
+
+def test_backend_is_listed() -> None:
+    """Dynamo lists the backend by its entry point."""
+    assert "hybrid" in torch._dynamo.list_backends()
+
+
+@pytest.mark.parametrize("mode", [None, "default", "reduce-overhead", "max-autotune"])
+def test_modes(mode: str | None) -> None:
+    """The modes torch users know are accepted and give right answers."""
+    model, x = models.perceptron(), models.rows()
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="hybrid", mode=mode)
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_options_are_used() -> None:
+    """options= overrides the environment: with every engine but eager disabled, all regions are gone."""
+    import torch_hybrid_backend
+
+    with torch.no_grad():
+        explanation = torch_hybrid_backend.explain(
+            models.perceptron(), models.rows(), options={"disable_engines": "tvm"}
+        )
+    assert {node.engine for plan in explanation.plans for node in plan.nodes} == {"eager"}
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"colour": 1}, "placement"),
+        ({"placement": "guess"}, "estimate"),
+        ({"verify": 3}, "always"),
+        ({"engines": "gpu9000"}, "tvm"),
+        ({"min_region_nodes": "many"}, "whole number"),
+    ],
+)
+def test_bad_options(options: dict[str, object], named: str) -> None:
+    """An unknown option, a wrong type or an unknown engine is one error that says what is legal."""
+    with pytest.raises((ConfigError, torch._dynamo.exc.BackendCompilerFailed)) as error:
+        torch.compile(models.perceptron(), backend="hybrid", options=options)(models.rows())
+    assert named in str(error.value)
+
+
+def test_bad_environment(settings: pytest.MonkeyPatch) -> None:
+    """An unknown HYBRID_* variable is an error that lists the legal ones."""
+    settings.setenv("HYBRID_SPEED", "11")
+    with pytest.raises(Exception, match="HYBRID_PLACEMENT"):
+        torch.compile(models.perceptron(), backend="hybrid")(models.rows())

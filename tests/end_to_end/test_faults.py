@@ -1,0 +1,201 @@
+"""Real faults: what breaks costs one region or one warning, never the answer. Under strict it raises."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.end_to_end import models
+from torch_hybrid_backend import backend
+from torch_hybrid_backend.errors import HybridError
+
+LOGGER = "torch_hybrid_backend"
+
+_CHILD = """
+import logging, sys, torch
+logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+from tests.end_to_end import models
+model, x = models.perceptron(), models.rows()
+with torch.no_grad():
+    torch.testing.assert_close(torch.compile(model, backend="hybrid")(x), model(x), rtol=1e-4, atol=1e-5)
+print("right")
+"""
+
+
+def _child(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    settings = {"HYBRID_CACHE_DIR": str(tmp_path / "cache"), "HYBRID_PLACEMENT": "estimate", **environment}
+    root = str(Path(__file__).resolve().parents[2])
+    return subprocess.run(
+        [sys.executable, "-c", _CHILD],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=root,
+        env={**os.environ, **settings},
+        check=False,
+    )
+
+
+def _warnings(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("WARNING")]
+
+
+def test_compiler_missing(tmp_path: Path) -> None:
+    """Without a C++ compiler or linker on PATH: one warning that says so, and a right answer."""
+    done = _child(tmp_path, PATH=str(tmp_path))
+    assert done.stdout.strip() == "right", done.stderr
+    (warning,) = _warnings(done.stderr)
+    assert "compile_failed" in warning
+
+
+def test_compiler_missing_strict(tmp_path: Path) -> None:
+    """The same under strict raises, naming the region and the setting."""
+    done = _child(tmp_path, PATH=str(tmp_path), HYBRID_STRICT="1")
+    assert done.returncode != 0
+    assert "HYBRID_STRICT" in done.stderr
+
+
+def test_tvm_does_not_import(tmp_path: Path) -> None:
+    """A TVM that cannot be imported: one warning, a right answer."""
+    fake = tmp_path / "path" / "tvm"
+    fake.mkdir(parents=True)
+    (fake / "__init__.py").write_text("raise ImportError('libtvm is broken')")
+    done = _child(tmp_path, PYTHONPATH=str(fake.parent))
+    assert done.stdout.strip() == "right", done.stderr
+    (warning,) = _warnings(done.stderr)
+    assert "libtvm is broken" in warning
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write anywhere")
+def test_cache_directory_unwritable(tmp_path: Path) -> None:
+    """An unwritable cache directory: one warning, a right answer."""
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=stat.S_IRUSR | stat.S_IXUSR)
+    done = _child(tmp_path, HYBRID_CACHE_DIR=str(locked / "cache"))
+    assert done.stdout.strip() == "right", done.stderr
+    assert len(_warnings(done.stderr)) == 1
+
+
+def test_cache_directory_is_a_file(tmp_path: Path) -> None:
+    """A cache directory that cannot be one: one warning, a right answer."""
+    (tmp_path / "file").write_text("")
+    done = _child(tmp_path, HYBRID_CACHE_DIR=str(tmp_path / "file"))
+    assert done.stdout.strip() == "right", done.stderr
+    assert len(_warnings(done.stderr)) == 1
+
+
+def test_libraries_deleted_between_compilation_and_call(
+    tmp_path: Path, settings: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Kernel libraries that vanish before the first call: the region goes to eager with one warning that names it."""
+    settings.setenv("HYBRID_CACHE_DIR", str(tmp_path / "cache"))
+    made: list[backend.HybridGraph] = []
+    original = backend.HybridGraph.__init__
+
+    def recording(self: backend.HybridGraph, *args: object, **kwargs: object) -> None:
+        original(self, *args, **kwargs)  # type: ignore[arg-type]
+        made.append(self)
+        shutil.rmtree(tmp_path / "cache" / "kernels")
+
+    settings.setattr(backend.HybridGraph, "__init__", recording)
+    model, x = models.perceptron(), models.rows()
+    with torch.no_grad(), caplog.at_level(logging.WARNING, LOGGER):
+        torch.testing.assert_close(torch.compile(model, backend="hybrid")(x), model(x), rtol=1e-4, atol=1e-5)
+    assert made
+    assert made[0].plan is not None
+    assert {r.engine for r in made[0].plan.regions} == {"eager"}
+    (record,) = caplog.records
+    assert "runtime_error" in record.message
+    assert made[0].plan.regions[0].name in record.message
+
+
+class _WrongEngine:
+    """An engine that returns wrong numbers, or raises where `fault` says so."""
+
+    keep_ops: frozenset[torch._ops.OpOverload] = frozenset()
+    name = "wrong"
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def available(self) -> object:
+        from torch_hybrid_backend.core.verdict import Supported
+
+        return Supported()
+
+    def supports(self, node: torch.fx.Node) -> object:
+        if self.fault == "supports":
+            raise ValueError("cannot say")
+        return self.available()
+
+    def compile(self, regions: list, deadline_s: float) -> list:
+        if self.fault == "compile":
+            raise ValueError("cannot compile")
+        calls = 0
+        fault = self.fault
+
+        class Region:
+            program = None
+
+            def __init__(self, graph_module: torch.fx.GraphModule) -> None:
+                self.graph_module = graph_module
+
+            def __call__(self, inputs: list) -> list:
+                nonlocal calls
+                calls += 1
+                if fault == "first call" or (fault == "later call" and calls > 1):
+                    raise ValueError("cannot run")
+                outputs = list(self.graph_module(*inputs))
+                return [o + 1 for o in outputs] if fault == "wrong numbers" else outputs
+
+        return [Region(region.graph_module) for region in regions]
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [
+        ("supports", ""),
+        ("compile", "compile_failed"),
+        ("first call", "runtime_error"),
+        ("wrong numbers", "accuracy"),
+    ],
+)
+@pytest.mark.parametrize("strict", [False, True])
+def test_faulty_engine(
+    fault: str, code: str, strict: bool, settings: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An engine that fails in any of its phases is replaced by eager with one warning; under strict the fault is raised."""
+    settings.setattr(backend, "ENGINES", (("wrong", lambda config, store: _WrongEngine(fault)), *backend.ENGINES[-1:]))
+    backend._sessions.clear()
+    settings.setenv("HYBRID_STRICT", str(int(strict)))
+    model, x = models.perceptron(), models.rows()
+    fast = torch.compile(model, backend="hybrid")
+    try:
+        with torch.no_grad(), caplog.at_level(logging.WARNING, LOGGER):
+            if strict:
+                with pytest.raises((HybridError, torch._dynamo.exc.BackendCompilerFailed)):
+                    fast(x)
+                return
+            for _ in range(2):
+                torch.testing.assert_close(fast(x), model(x))
+        assert len(caplog.records) == 1
+        assert code in caplog.records[0].message
+    finally:
+        backend._sessions.clear()
+
+
+def test_second_process_reuses_kernels(tmp_path: Path) -> None:
+    """A second process finds every kernel on disk: it starts no compiler, so none has to be installed."""
+    first = _child(tmp_path)
+    assert first.stdout.strip() == "right", first.stderr
+    second = _child(tmp_path, PATH=str(tmp_path))
+    assert second.stdout.strip() == "right", second.stderr
+    assert not _warnings(second.stderr)
