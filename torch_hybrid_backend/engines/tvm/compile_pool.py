@@ -4,9 +4,8 @@
     for made in compiler.compile([Job(...), Job(...)], deadline_s=60):   # a Path, or the exception that stopped the job
         ...
 
-Processes start when first needed, stay for a while and leave when idle. One that dies costs the job it was at, one that hangs is killed
-at the deadline; neither concerns other jobs. They are plain subprocesses: multiprocessing would import the user's script again.
-Works on Linux and macOS (it waits on pipes).
+Processes start when first needed, stay for a while and leave when idle. One that dies costs the job it was at, one that hangs is killed at
+the deadline; neither concerns other jobs. They are plain subprocesses: multiprocessing would import the user's script again. Unix only.
 """
 
 from __future__ import annotations

@@ -24,10 +24,6 @@ from torch_hybrid_backend.engines.tvm.protocol import IDLE_EXIT_STATUS, Job, Ord
 from torch_hybrid_backend.engines.tvm.target import Target, tvm_target
 
 _CHUNK_BYTES = 1 << 16
-# Kernels are called by the runtime alone, which makes their arguments from the same description: TVM's checks of each argument's type, shape,
-# strides and device at every call are left out. They are most of a small kernel's code and compile time (8 arguments: 63 ms with, 34 ms
-# without, 2-core Zen 5), and the only thing that would tie a kernel library to libtvm_ffi.
-_PASS_CONFIG = {"tirx.disable_assert": True}
 
 
 def main(idle_s: float) -> None:
@@ -61,13 +57,11 @@ def main(idle_s: float) -> None:
 
 def compile_kernel(job: Job) -> None:
     """Emit, compile and link one kernel. Raises CompileError, or whatever TVM raises."""
-    import tvm
-
     from torch_hybrid_backend.engines.tvm.emit import emit_kernel
+    from torch_hybrid_backend.engines.tvm.pipeline import build
 
     function = emit_kernel(job.kernel, job.symbol, job.target)
-    with tvm.transform.PassContext(opt_level=3, config=_PASS_CONFIG):
-        built = tvm.tirx.build(tvm.IRModule({job.symbol: function}), target=_tvm_target(job.target))
+    built = build(job.symbol, function, _tvm_target(job.target))
     output = Path(job.output)
     if job.assembly:
         output.with_suffix(".s").write_text(built.inspect_source("asm"))
