@@ -1,6 +1,7 @@
 // AlignedBlock: one block of memory on a cache-line boundary.
 //
 // Ownership: the block owns its memory and frees it when destroyed; it moves, it does not copy.
+//
 // Failure: the constructor throws std::bad_alloc; nothing else throws.
 #ifndef TORCH_HYBRID_BACKEND_ALIGNED_BLOCK_H_
 #define TORCH_HYBRID_BACKEND_ALIGNED_BLOCK_H_
@@ -11,7 +12,8 @@
 
 namespace torch_hybrid_backend {
 
-// Kernels are compiled for rows of vector registers; 64 bytes is a cache line and the widest of them.
+// Kernels are compiled for rows of vector registers; 64 bytes is a cache line and the widest of
+// them.
 inline constexpr size_t kAlignment = 64;
 
 class AlignedBlock {

@@ -1,9 +1,11 @@
 // Binding: the constants one plan reads, immutable once made.
 //
-// Ownership: it shares packed tensors and its guard; borrowed pointers are parameters that the caller keeps alive during
-// each call and whose address the caller has checked. A binding replaced by one thread lives on while another
-// runs with it, because runs share it.
-// Failure: the constructor throws std::runtime_error where a slot is filled twice, not at all, or does not exist.
+// Ownership: it shares packed tensors and its guard; borrowed pointers are parameters that the
+// caller keeps alive during each call and whose address the caller has checked. A binding replaced
+// by one thread lives on while another runs with it, because runs share it.
+//
+// Failure: the constructor throws std::runtime_error where a slot is filled twice, not at all, or
+// does not exist.
 #ifndef TORCH_HYBRID_BACKEND_BINDING_H_
 #define TORCH_HYBRID_BACKEND_BINDING_H_
 
@@ -20,9 +22,9 @@ namespace torch_hybrid_backend {
 class Binding {
  public:
   // `owned[i]` fills `owned_slots[i]`, the address `borrowed[i]` fills `borrowed_slots[i]`.
-  Binding(std::shared_ptr<const Guard> guard, int64_t slots, const std::vector<int64_t>& owned_slots,
-          std::vector<torch::stable::Tensor> owned, const std::vector<int64_t>& borrowed_slots,
-          const std::vector<int64_t>& borrowed);
+  Binding(std::shared_ptr<const Guard> guard, int64_t slots,
+          const std::vector<int64_t>& owned_slots, std::vector<torch::stable::Tensor> owned,
+          const std::vector<int64_t>& borrowed_slots, const std::vector<int64_t>& borrowed);
 
   bool IsStale() const { return guard_->IsStale(); }
   void* data(size_t slot) const { return data_[slot]; }

@@ -1,8 +1,11 @@
 // Frame: all that one running call of a plan writes to, so that two calls never share anything.
 //
-// Ownership: a frame owns its arena, argument tables and the tensors alive in its call. FramePool owns idle frames; a
-// Lease owns a frame during a call and gives it back, emptied of tensors, when it ends, also by an exception.
-// Failure: making a frame throws std::bad_alloc; leasing an idle one and giving it back do not throw.
+// Ownership: a frame owns its arena, argument tables and the tensors alive in its call. FramePool
+// owns idle frames; a Lease owns a frame during a call and gives it back, emptied of tensors, when
+// it ends, also by an exception.
+//
+// Failure: making a frame throws std::bad_alloc; leasing an idle one and giving it back do not
+// throw.
 #ifndef TORCH_HYBRID_BACKEND_FRAME_H_
 #define TORCH_HYBRID_BACKEND_FRAME_H_
 
@@ -23,7 +26,8 @@ struct Frame {
   AlignedBlock arena;
   std::vector<DLTensor> views;       // one for each value
   std::vector<TVMFFIAny> arguments;  // of all kernels, one after the other; they point into `views`
-  std::vector<std::optional<torch::stable::Tensor>> tensors;  // one for each value; filled while alive
+  std::vector<std::optional<torch::stable::Tensor>>
+      tensors;  // one for each value; filled while alive
 };
 
 class FramePool {

@@ -1,8 +1,10 @@
 // HandleTable: objects that Python refers to by number.
 //
-// Ownership: the table shares each object with whoever is using it, so removing one while another thread runs it
-// is safe: it dies with its last user. Numbers are never reused.
-// Failure: Get throws std::runtime_error for a number that is not there; Remove ignores one (a finaliser may run late).
+// Ownership: the table shares each object with whoever is using it, so removing one while another
+// thread runs it is safe: it dies with its last user. Numbers are never reused.
+//
+// Failure: Get throws std::runtime_error for a number that is not there; Remove ignores one (a
+// finaliser may run late).
 #ifndef TORCH_HYBRID_BACKEND_HANDLE_TABLE_H_
 #define TORCH_HYBRID_BACKEND_HANDLE_TABLE_H_
 

@@ -1,7 +1,11 @@
-// Kernel libraries: shared objects exported by TVM, opened once per path and process, wired to PyTorch's threads.
+// Kernel libraries: shared objects exported by TVM, opened once per path and process, wired to
+// PyTorch's threads.
 //
-// Ownership: a library stays open until the process ends, because plans keep bare pointers to its kernels.
-// Failure: everything here throws std::runtime_error with the path, the symbol and the loader's reason.
+// Ownership: a library stays open until the process ends, because plans keep bare pointers to its
+// kernels.
+//
+// Failure: everything here throws std::runtime_error with the path, the symbol and the loader's
+// reason.
 #ifndef TORCH_HYBRID_BACKEND_KERNEL_LIBRARY_H_
 #define TORCH_HYBRID_BACKEND_KERNEL_LIBRARY_H_
 
@@ -11,18 +15,21 @@
 
 namespace torch_hybrid_backend {
 
-// The calling convention of TVM's exported functions: returns 0, or non-zero with an error left in tvm_ffi.
+// The calling convention of TVM's exported functions: returns 0, or non-zero with an error left in
+// tvm_ffi.
 using KernelFunction = int (*)(void* self, const TVMFFIAny* arguments, int32_t count,
                                TVMFFIAny* result);
 
-// Makes libtvm_ffi's symbols visible to kernels, which call it to report errors without naming it as a dependency.
-// Must come before the first FindKernel; repeating it is harmless.
+// Makes libtvm_ffi's symbols visible to kernels, which call it to report errors without naming it
+// as a dependency. Must come before the first FindKernel; repeating it is harmless.
 void LoadTvmFfi(const std::string& path);
 
-// The kernel `symbol` of the library at `path` (absolute, so that the loader searches nowhere else).
+// The kernel `symbol` of the library at `path` (absolute, so that the loader searches nowhere
+// else).
 KernelFunction FindKernel(const std::string& path, const std::string& symbol);
 
-// The message of the error that the last failing kernel of this thread left, or "" where it left none.
+// The message of the error that the last failing kernel of this thread left, or "" where it left
+// none.
 std::string TakeKernelError();
 
 }  // namespace torch_hybrid_backend

@@ -1,10 +1,14 @@
 // Plan: the steps of one static graph, built once, then run from any number of threads at once.
 //
 // Use: AddValue / AddKernel / AddCallback / AddCopy in execution order, Seal once, then Run.
-// Ownership: the plan owns its values, steps and idle frames (see frame.h); kernels belong to their libraries.
-// Failure: building throws std::runtime_error for what could never run. Run throws std::runtime_error for inputs
-// that do not fit and for a kernel that fails, by its name; a stale binding and a callback that raised are statuses,
-// because the first is routine and the second has its exception in Python.
+//
+// Ownership: the plan owns its values, steps and idle frames (see frame.h); kernels belong to
+// their libraries.
+//
+// Failure: building throws std::runtime_error for what could never run. Run throws
+// std::runtime_error for inputs that do not fit and for a kernel that fails, by its name; a stale
+// binding and a callback that raised are statuses, because the first is routine and the second has
+// its exception in Python.
 #ifndef TORCH_HYBRID_BACKEND_PLAN_H_
 #define TORCH_HYBRID_BACKEND_PLAN_H_
 
@@ -51,7 +55,8 @@ class Plan {
   int64_t constants() const { return constants_; }
 
   // `key` is the plan's handle, by which callbacks find their Python side.
-  RunResult Run(int64_t key, const Binding& binding, const std::vector<torch::stable::Tensor>& inputs);
+  RunResult Run(int64_t key, const Binding& binding,
+                const std::vector<torch::stable::Tensor>& inputs);
 
  private:
   struct Kernel {

@@ -1,10 +1,12 @@
 // What a TVM kernel asks of its runtime, answered by PyTorch: threads and scratch memory.
 //
-// Every parallel loop runs on PyTorch's own threads and honours torch.set_num_threads; a launch inside a parallel
-// region runs serially on the calling thread. No second thread pool exists.
+// Every parallel loop runs on PyTorch's own threads and honours torch.set_num_threads; a launch
+// inside a parallel region runs serially on the calling thread. No second thread pool exists.
+//
 // Ownership: scratch memory belongs to the calling thread, which keeps it for the next kernel.
-// Failure: these are C callbacks: nothing throws; a launch returns the status of a task that failed, an allocation
-// returns null.
+//
+// Failure: these are C callbacks: nothing throws; a launch returns the status of a task that
+// failed, an allocation returns null.
 #ifndef TORCH_HYBRID_BACKEND_TVM_BACKEND_H_
 #define TORCH_HYBRID_BACKEND_TVM_BACKEND_H_
 

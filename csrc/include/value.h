@@ -22,7 +22,8 @@ enum class ValueKind : int64_t {
   kFresh = 3,     // a new tensor in each call
   kReturned = 4,  // a tensor that a callback returns
   kAlias = 5,     // payload: the value whose memory it shares, from its first element on
-  kRawInput = 6,  // payload: as kInput; never copied, so that a callback can write to it; only callbacks read it
+  kRawInput = 6,  // payload: as kInput; never copied, so that a callback can write to it; only
+                  // callbacks read it
 };
 
 // Sizes and strides in elements.

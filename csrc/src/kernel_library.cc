@@ -29,13 +29,14 @@ std::string LoaderError() {
   return reason != nullptr ? reason : "unknown reason";
 }
 
-// Kernels call their runtime through pointer variables that the library exports and the loader fills.
+// Kernels call their runtime through pointer variables that the library exports and the loader
+// fills.
 void Point(void* library, const char* variable, void* function) {
   if (auto* slot = static_cast<void**>(dlsym(library, variable))) *slot = function;
 }
 
-// What TVM's own loader would also provide and PyTorch's threads cannot: a barrier between tasks would deadlock when
-// one thread runs several of them, and calls by name need TVM's registry.
+// What TVM's own loader would also provide and PyTorch's threads cannot: a barrier between tasks
+// would deadlock when one thread runs several of them, and calls by name need TVM's registry.
 constexpr std::array<const char*, 2> kUnserved = {"__TVMBackendParallelBarrier",
                                                   "__TVMBackendGetFuncFromEnv"};
 

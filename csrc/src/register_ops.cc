@@ -1,7 +1,8 @@
-// The operators of the namespace torch_hybrid_backend: nothing here but translation between numbers and objects.
+// The operators of the namespace torch_hybrid_backend: nothing here but translation between numbers
+// and objects.
 //
-// Python loads this library with torch.ops.load_library and uses it through runtime/native.py. The operator
-// run_segment, which callbacks go through, is defined there.
+// Python loads this library with torch.ops.load_library and uses it through runtime/native.py. The
+// operator run_segment, which callbacks go through, is defined there.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
@@ -48,9 +49,8 @@ int64_t PlanAddValue(int64_t plan, int64_t kind, int64_t payload, ScalarType dty
   if (kind < 0 || kind > static_cast<int64_t>(ValueKind::kRawInput)) {
     throw std::runtime_error("no kind of value has the number " + std::to_string(kind));
   }
-  return static_cast<int64_t>(
-      Plans().Get(plan)->AddValue(static_cast<ValueKind>(kind), payload,
-                                  Layout{dtype, std::move(sizes), std::move(strides)}));
+  return static_cast<int64_t>(Plans().Get(plan)->AddValue(
+      static_cast<ValueKind>(kind), payload, Layout{dtype, std::move(sizes), std::move(strides)}));
 }
 
 void PlanAddKernel(int64_t plan, std::string library, std::string symbol, Numbers values) {
@@ -88,9 +88,9 @@ void GuardFree(int64_t guard) { Guards().Remove(guard); }
 
 int64_t BindingNew(int64_t plan, int64_t guard, Numbers owned_slots, std::vector<Tensor> owned,
                    Numbers borrowed_slots, Numbers borrowed) {
-  return Bindings().Add(std::make_shared<const Binding>(
-      Guards().Get(guard), Plans().Get(plan)->constants(), owned_slots, std::move(owned),
-      borrowed_slots, borrowed));
+  return Bindings().Add(
+      std::make_shared<const Binding>(Guards().Get(guard), Plans().Get(plan)->constants(),
+                                      owned_slots, std::move(owned), borrowed_slots, borrowed));
 }
 
 void BindingFree(int64_t binding) { Bindings().Remove(binding); }
@@ -100,8 +100,9 @@ void BindingFree(int64_t binding) { Bindings().Remove(binding); }
 STABLE_TORCH_LIBRARY(torch_hybrid_backend, m) {
   m.def("load_tvm_ffi(str path) -> ()");
   m.def("plan_new() -> int");
-  m.def("plan_add_value(int plan, int kind, int payload, ScalarType dtype, int[] sizes, "
-        "int[] strides) -> int");
+  m.def(
+      "plan_add_value(int plan, int kind, int payload, ScalarType dtype, int[] sizes, "
+      "int[] strides) -> int");
   m.def("plan_add_kernel(int plan, str library, str symbol, int[] values) -> ()");
   m.def("plan_add_callback(int plan, int segment, int[] inputs, int[] outputs) -> ()");
   m.def("plan_add_copy(int plan, int source, int destination) -> ()");
@@ -111,8 +112,9 @@ STABLE_TORCH_LIBRARY(torch_hybrid_backend, m) {
   m.def("guard_new(Tensor[] tensors) -> int");
   m.def("guard_is_stale(int guard) -> bool");
   m.def("guard_free(int guard) -> ()");
-  m.def("binding_new(int plan, int guard, int[] owned_slots, Tensor[] owned, "
-        "int[] borrowed_slots, int[] borrowed) -> int");
+  m.def(
+      "binding_new(int plan, int guard, int[] owned_slots, Tensor[] owned, "
+      "int[] borrowed_slots, int[] borrowed) -> int");
   m.def("binding_free(int binding) -> ()");
 }
 

@@ -11,7 +11,8 @@
 namespace torch_hybrid_backend {
 namespace {
 
-// The scratch memory of one thread: blocks stay allocated between kernels, so that the steady state allocates nothing.
+// The scratch memory of one thread: blocks stay allocated between kernels, so that the steady state
+// allocates nothing.
 class Workspace {
  public:
   void* Take(size_t size_bytes) {

@@ -1,4 +1,5 @@
-// Check: ends the test with the place and the condition where the condition is false, in every build type.
+// Check: ends the test with the place and the condition where the condition is false, in every
+// build type.
 #ifndef TORCH_HYBRID_BACKEND_TESTS_CHECK_H_
 #define TORCH_HYBRID_BACKEND_TESTS_CHECK_H_
 

@@ -1,11 +1,10 @@
-#include "aligned_block.h"
-
 #include <cstdint>
 #include <cstring>
 #include <limits>
 #include <new>
 #include <utility>
 
+#include "aligned_block.h"
 #include "check.h"
 
 using torch_hybrid_backend::AlignedBlock;

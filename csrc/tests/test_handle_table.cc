@@ -1,5 +1,3 @@
-#include "handle_table.h"
-
 #include <atomic>
 #include <memory>
 #include <stdexcept>
@@ -8,6 +6,7 @@
 #include <vector>
 
 #include "check.h"
+#include "handle_table.h"
 
 using torch_hybrid_backend::HandleTable;
 
