@@ -31,7 +31,7 @@ EAGER = "eager"
 # splitting eager in two (a call of Python more, about 10 us) than fusing two passes over a small tensor gains.
 ISLAND_NODES = 2
 
-# Demotion makes regions grow together, which settles after two or three cuts; the bound keeps the time linear.
+# Cuts per engine. Demotion makes regions grow together, which settles after two or three; the bound keeps the time linear.
 _MAX_CUTS = 8
 
 
@@ -100,11 +100,12 @@ def _cut(
     """Levels of the operators. Demotions are written into `verdicts`."""
     engine_count = max((len(given) for given in verdicts.values()), default=0)
     sinkable = [_sinkable(node, ordered) for node, ordered in zip(needs.operators, needs.ordered, strict=True)]
-    for attempt in range(_MAX_CUTS):
+    cuts = _MAX_CUTS * max(engine_count, 1)
+    for attempt in range(cuts):
         colours = [_colour(verdicts[node]) for node in needs.operators]
         levels = segments(colours, needs.before, engine_count + 1)
         levels = sink(levels, colours, needs.before, sinkable)
-        demoted = _too_small(needs, (colours, levels), flops, engine_count, minimum) if attempt < _MAX_CUTS - 1 else {}
+        demoted = _too_small(needs, (colours, levels), flops, engine_count, minimum) if attempt < cuts - 1 else {}
         if not demoted:
             break
         for i, why in demoted.items():
@@ -118,7 +119,10 @@ def _cut(
 def _too_small(
     needs: Dependencies, cut: tuple[Sequence[int], Sequence[int]], flops: Mapping[Node, int], eager: int, minimum: int
 ) -> dict[int, str]:
-    """The operators in segments not worth an engine, each with the reason. `cut`: colours and levels."""
+    """The operators in segments not worth an engine, each with the reason. `cut`: colours and levels.
+
+    Of several engines only the first that has any is looked at: its operators may be what another's regions lack.
+    """
     colours, levels = cut
     computing: dict[int, int] = {}
     heavy: set[int] = set()
@@ -143,7 +147,8 @@ def _too_small(
             demoted[i] = f"its region has {count} computing operators, HYBRID_MIN_REGION_NODES asks for {minimum}"
         elif count <= ISLAND_NODES and level not in heavy and level in reads_eager and level in read_by_eager:
             demoted[i] = f"its region has {count} cheap operators between operators that eager runs"
-    return demoted
+    first = min((colours[i] for i in demoted), default=eager)
+    return {i: why for i, why in demoted.items() if colours[i] == first}
 
 
 def _sinkable(node: Node, ordered: bool) -> bool:

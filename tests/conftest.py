@@ -1,0 +1,43 @@
+"""Fixtures for every test: golden files."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+_TESTS = Path(__file__).parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="rewrite golden files with what the tests produce")
+
+
+@dataclass(frozen=True)
+class Golden:
+    """The golden file of one test: tests/golden/<the test's file>/<the test's name>.txt."""
+
+    path: Path
+    update: bool
+
+    def check(self, actual: str) -> None:
+        """Fail where `actual` differs from the file; under --update-golden write the file instead."""
+        text = actual.rstrip("\n") + "\n"
+        if self.update:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(text)
+            return
+        if not self.path.exists():
+            pytest.fail(f"there is no {self.path.relative_to(_TESTS)}: run pytest with --update-golden and review it")
+        expected = self.path.read_text()
+        assert text == expected, f"differs from {self.path.relative_to(_TESTS)}: if meant so, run with --update-golden"
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Golden:
+    """The golden file that belongs to the test."""
+    folder = _TESTS / "golden" / Path(request.node.path).relative_to(_TESTS).with_suffix("")
+    name = re.sub(r"[^\w.-]+", "-", request.node.name).strip("-")
+    return Golden(folder / f"{name}.txt", request.config.getoption("--update-golden"))

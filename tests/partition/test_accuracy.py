@@ -1,0 +1,149 @@
+"""The accuracy gate: what passes and what does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.partition.engines_for_tests import FakeEngine, trace
+from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.region import Region
+from torch_hybrid_backend.partition.accuracy import compare, float64_run
+from torch_hybrid_backend.partition.regions import partition
+
+
+def _region(function: Callable[..., object], *inputs: torch.Tensor) -> Region:
+    (segment,) = partition(trace(function, *inputs), [FakeEngine()], Config()).graph.segments
+    return segment.region
+
+
+def _compare(
+    function: Callable[..., torch.Tensor], x: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]
+) -> str:
+    """What the gate says of an engine that returns `change(eager's output)`."""
+    expected = function(x)
+    return compare(_region(function, x), [x], [expected], [change(expected.clone())]).why
+
+
+def test_equal_outputs_pass_with_error_zero() -> None:
+    """Bit for bit equal, infinities and NaN included."""
+    x = torch.tensor([1.0, float("inf"), float("nan")])
+    comparison = compare(_region(torch.sin, x), [x], [x], [x.clone()])
+    assert (comparison.why, comparison.max_error) == ("", 0.0)
+
+
+def test_rounding_passes_and_a_wrong_value_does_not() -> None:
+    """1e-6 is rounding; 1e-2 in a single element of many is a fault, and the error is named."""
+    x = torch.randn(64, 64)
+    assert _compare(torch.sin, x, lambda y: y + 1e-6) == ""
+
+    def spoil(y: torch.Tensor) -> torch.Tensor:
+        y[3, 5] += 1
+        return y
+
+    why = _compare(torch.sin, x, spoil)
+    assert "output 0" in why
+    assert "differs from eager's by up to 1" in why
+
+
+def test_low_precision_is_judged_against_float64() -> None:
+    """An engine that accumulates bfloat16 in float32 differs from eager by more than allclose allows, and is right."""
+    torch.manual_seed(0)
+    x = torch.randn(256, 256).bfloat16()
+
+    def function(v: torch.Tensor) -> torch.Tensor:
+        return ((v @ v) * 0.125).exp().sum(1)
+
+    better = ((x.double() @ x.double()) * 0.125).exp().sum(1).bfloat16()
+    expected = function(x)
+    assert not torch.allclose(expected, better, rtol=1e-4, atol=1e-4)
+    assert compare(_region(function, x), [x], [expected], [better]).why == ""
+    assert compare(_region(function, x), [x], [expected], [better * 1.1]).why != ""
+
+
+def test_nan_where_eager_has_none_fails() -> None:
+    """And the other way round."""
+    x = torch.randn(2000)
+
+    def spoil(y: torch.Tensor) -> torch.Tensor:
+        y[7] = float("nan")
+        return y
+
+    assert _compare(torch.sin, x, spoil) != ""
+    assert _compare(torch.log, x, torch.nan_to_num) != ""
+    assert _compare(torch.log, x, lambda y: y) == ""
+
+
+def test_nan_and_infinity_do_not_hide_other_faults() -> None:
+    """Where both have NaN and infinities in the same places, the other elements are still compared."""
+    x = torch.randn(2000)
+    x[0] = 0.0
+    expected = torch.log(x)
+    assert expected.isnan().any()
+    assert expected.isinf().any()
+    assert _compare(torch.log, x, lambda y: y * (1 + 1e-6)) == ""
+    assert _compare(torch.log, x, lambda y: y * 1.5) != ""
+
+
+def test_infinity_where_eager_has_a_number_fails() -> None:
+    """An overflow in an intermediate result."""
+    assert _compare(torch.sin, torch.randn(9), lambda y: torch.full_like(y, float("inf"))) != ""
+
+
+@pytest.mark.parametrize("x", [torch.tensor([1, 2, 2**40]), torch.tensor([True, False])])
+def test_integers_and_booleans_are_exact(x: torch.Tensor) -> None:
+    """One off in a large integer is an error, though within any relative tolerance."""
+
+    def spoil(y: torch.Tensor) -> torch.Tensor:
+        y[-1] = ~y[-1] if y.dtype is torch.bool else y[-1] + 1
+        return y
+
+    region = _region(lambda v: v.clone(), x)
+    assert compare(region, [x], [x], [spoil(x.clone())]).why != ""
+    assert compare(region, [x], [x], [x.clone()]).why == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda y: y.double(), "dtype"),
+        (lambda y: y.reshape(2, 2, 3), "shape"),
+        (lambda y: y.t().contiguous().t(), "strides"),
+    ],
+)
+def test_the_form_must_be_eagers(change: Callable[[torch.Tensor], torch.Tensor], what: str) -> None:
+    """Dtype, shape and strides are part of the answer."""
+    assert what in _compare(torch.sin, torch.randn(4, 3), change)
+
+
+def test_strides_of_dimensions_of_size_one_do_not_matter() -> None:
+    """They address nothing."""
+    assert _compare(torch.sin, torch.randn(1, 3), lambda y: torch.as_strided(y, (1, 3), (77, 1))) == ""
+
+
+def test_a_missing_output_fails() -> None:
+    """The number of outputs is compared first."""
+    x = torch.randn(3)
+    assert "0 outputs" in compare(_region(torch.sin, x), [x], [x], []).why
+
+
+def test_the_float64_run_widens_constants_and_dtype_arguments() -> None:
+    """A cast to bfloat16 inside the region and a float32 constant do not round."""
+    constant = torch.full((3,), 1 / 3)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return (x.to(torch.bfloat16).float() * constant) + torch.ones(3, dtype=torch.float32)
+
+    x = torch.tensor([0.1, 0.2, 0.3])
+    (result,) = float64_run(_region(function, x).graph_module, [x]) or [None]
+    assert isinstance(result, torch.Tensor)
+    assert result.dtype is torch.float64
+    assert torch.equal(result, x.double() * constant.double() + 1)
+
+
+def test_a_region_that_reinterprets_bits_has_no_float64_run() -> None:
+    """Then allclose alone decides."""
+    x = torch.randn(4)
+    assert float64_run(_region(lambda v: v.view(torch.int32) + 1, x).graph_module, [x]) is None

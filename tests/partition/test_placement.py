@@ -1,0 +1,267 @@
+"""Choosing engines: verification, pricing, fallback; with a clock that the test moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.partition.engines_for_tests import FakeEngine, FakeRegion, trace
+from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.engine import CompiledRegion
+from torch_hybrid_backend.core.plan import Plan
+from torch_hybrid_backend.core.region import Region
+from torch_hybrid_backend.core.verdict import Reason
+from torch_hybrid_backend.errors import CompileError, CompilerCrashError, DeadlineError, RegionError
+from torch_hybrid_backend.partition.cost_cache import VerdictCache
+from torch_hybrid_backend.partition.placement import CheckedRegion, Choice, Pricing, choose
+from torch_hybrid_backend.partition.plan_builder import make_plan
+from torch_hybrid_backend.partition.regions import partition
+from torch_hybrid_backend.store import Store
+
+X = torch.randn(8, 8)
+CONFIG = Config(measure_budget_s=0.001)
+
+
+def _region(function: Callable[..., object] = lambda x: (x @ x).sin()) -> Region:
+    (segment,) = partition(trace(function, X), [FakeEngine()], Config()).graph.segments
+    return segment.region
+
+
+class Timed:
+    """A clock, and runners whose calls move it: the only time that passes is that of the candidates."""
+
+    def __init__(self, eager: float, **engines: float) -> None:
+        self.now = 0
+        self.cost = engines
+        self.eager = eager
+
+    def clock(self) -> int:
+        return self.now
+
+    def pricing(
+        self, region: Region, candidates: dict[str, CompiledRegion], cache: VerdictCache | None = None
+    ) -> Pricing:
+        names = {id(compiled): name for name, compiled in candidates.items()}
+        module = region.graph_module
+        module(X)  # its code is generated on the first call
+        original = module.forward
+
+        def eager(*inputs: torch.Tensor) -> object:
+            self.now += int(self.eager * 1000)
+            return original(*inputs)
+
+        module.forward = eager  # type: ignore[method-assign]
+
+        def runner(compiled: CompiledRegion) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
+            def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+                self.now += int(self.cost[names[id(compiled)]] * 1000)
+                return []
+
+            return run
+
+        return Pricing(cache, dict.fromkeys(candidates, "1"), runner, self.clock)
+
+
+def _fine(region: Region) -> FakeRegion:
+    return FakeRegion(region, lambda outputs: outputs)
+
+
+def _choose(eager: float, config: Config = CONFIG, cache: VerdictCache | None = None, **engines: float) -> Choice:
+    region = _region()
+    candidates: dict[str, CompiledRegion] = {name: _plain(region) for name in engines}
+    pricing = Timed(eager, **engines).pricing(region, candidates, cache)
+    return choose(region, candidates, [X], config, pricing)
+
+
+def _plain(region: Region) -> CompiledRegion:
+    expected = [(X @ X).sin()]
+    return FakeRegion(region, lambda _: [output.clone() for output in expected])
+
+
+def test_the_fastest_candidate_wins() -> None:
+    """Measured costs of all contenders are in the decision; losers are NOT_PROFITABLE with both times."""
+    choice = _choose(eager=30.0, first=20.0, second=10.0)
+    assert choice.decision.engine == "second"
+    assert [(cost.engine, cost.microseconds, cost.kind) for cost in choice.decision.costs] == [
+        ("first", 20.0, "measured"),
+        ("second", 10.0, "measured"),
+        ("eager", 30.0, "measured"),
+    ]
+    (refusal,) = choice.decision.refusals
+    assert (refusal.engine, refusal.code) == ("first", Reason.NOT_PROFITABLE)
+    assert refusal.why == "it takes 20.0 us, second 10.0 us"
+    assert choice.decision.max_error == 0.0
+    assert torch.equal(choice.outputs[0], (X @ X).sin())
+
+
+def test_eager_wins_where_it_is_faster() -> None:
+    """A plan that leaves everything to eager is legal."""
+    choice = _choose(eager=5.0, first=20.0)
+    assert (choice.decision.engine, choice.compiled) == ("eager", None)
+    assert choice.decision.refusals[0].code is Reason.NOT_PROFITABLE
+
+
+def test_order_breaks_ties() -> None:
+    """Of equally fast ones the first wins, and eager comes last."""
+    assert _choose(eager=10.0, first=10.0, second=10.0).decision.engine == "first"
+
+
+def test_a_second_process_does_not_time_again(tmp_path: Path) -> None:
+    """Costs are taken from the cache, and said to be."""
+    cache = VerdictCache(Store(tmp_path), "machine")
+    assert _choose(30.0, cache=cache, first=10.0).decision.costs[0].kind == "measured"
+    again = _choose(1.0, cache=cache, first=99.0).decision
+    assert again.engine == "first"
+    assert [(cost.microseconds, cost.kind) for cost in again.costs] == [(10.0, "cached"), (30.0, "cached")]
+
+
+def test_an_estimate_runs_nothing_twice() -> None:
+    """placement=estimate: the verification's run is the only one; costs are said to be estimated."""
+    region = _region()
+    compiled = _fine(region)
+    config = Config(placement="estimate")
+    choice = choose(region, {"fake": compiled}, [X], config, Pricing())
+    assert compiled.calls == 1
+    assert {cost.kind for cost in choice.decision.costs} == {"estimated"}
+    assert choice.decision.engine == "fake"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (CompileError("no schedule"), Reason.COMPILE_FAILED),
+        (CompilerCrashError("signal 11"), Reason.COMPILER_CRASHED),
+        (DeadlineError("late"), Reason.DEADLINE),
+        (KeyError("unexpected"), Reason.COMPILE_FAILED),
+    ],
+)
+def test_a_failed_compilation_falls_back(error: Exception, code: Reason, caplog: pytest.LogCaptureFixture) -> None:
+    """Eager runs the region; one warning names region, engine and code; strict raises."""
+    region = _region()
+    choice = choose(region, {"fake": error}, [X], CONFIG, Pricing())
+    assert choice.decision.engine == "eager"
+    assert [refusal.code for refusal in choice.decision.refusals] == [code]
+    assert torch.equal(choice.outputs[0], (X @ X).sin())
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert all(part in record.getMessage() for part in (region.name, "fake", code.value))
+    with pytest.raises(RegionError, match=code.value) as raised:
+        choose(region, {"fake": error}, [X], Config(strict=True), Pricing())
+    assert raised.value.__cause__ is error
+
+
+def test_the_warning_names_the_users_line(caplog: pytest.LogCaptureFixture) -> None:
+    """So that the user finds the operator that is not accelerated."""
+    module = trace(lambda x: x @ x, X)
+    node = next(node for node in module.graph.nodes if node.op == "call_function")
+    node.meta["stack_trace"] = '  File "/home/me/model.py", line 12, in forward\n    return x @ x\n'
+    (segment,) = partition(module, [FakeEngine()], Config()).graph.segments
+    choose(segment.region, {"fake": CompileError("no")}, [X], CONFIG, Pricing())
+    assert "(model.py:12 in forward: return x @ x)" in caplog.text
+
+
+def test_a_wrong_answer_falls_back(caplog: pytest.LogCaptureFixture) -> None:
+    """The call returns eager's answer; the refusal states the error; another candidate still gets its chance."""
+    region = _region()
+    wrong = FakeRegion(region, lambda outputs: [output + 1 for output in outputs])
+    right = _fine(region)
+    choice = choose(region, {"wrong": wrong, "right": right}, [X], Config(placement="estimate"), Pricing())
+    assert choice.decision.engine == "right"
+    (refusal,) = choice.decision.refusals
+    assert (refusal.engine, refusal.code) == ("wrong", Reason.ACCURACY)
+    assert "by up to 1" in refusal.why
+    assert torch.equal(choice.outputs[0], (X @ X).sin())
+    assert len(caplog.records) == 1
+
+
+def test_verify_off_believes_the_engine() -> None:
+    """HYBRID_VERIFY=off: nothing is compared, and the engine's own outputs continue the call."""
+    region = _region()
+    wrong = FakeRegion(region, lambda outputs: [output + 1 for output in outputs])
+    config = Config(verify="off", placement="estimate")
+    choice = choose(region, {"wrong": wrong}, [X], config, Pricing())
+    assert choice.decision.engine == "wrong"
+    assert choice.decision.max_error is None
+    assert torch.equal(choice.outputs[0], (X @ X).sin() + 1)
+
+
+@pytest.mark.parametrize("verify", ["first", "off"])
+def test_an_engine_that_raises_while_running_falls_back(verify: str, caplog: pytest.LogCaptureFixture) -> None:
+    """RUNTIME_ERROR, with the exception's own words on one line."""
+
+    def fail(_: list[torch.Tensor]) -> list[torch.Tensor]:
+        raise ValueError("bad\nstrides")
+
+    region = _region()
+    choice = choose(region, {"fake": FakeRegion(region, fail)}, [X], Config(verify=verify), Pricing())
+    (refusal,) = choice.decision.refusals
+    assert (refusal.code, refusal.why) == (Reason.RUNTIME_ERROR, "ValueError: bad strides")
+    assert torch.equal(choice.outputs[0], (X @ X).sin())
+
+
+def test_an_engine_that_raises_while_timed_falls_back(caplog: pytest.LogCaptureFixture) -> None:
+    """The others are timed without it."""
+    region = _region()
+    candidates = {"breaks": _fine(region), "fine": _fine(region)}
+    healthy = candidates["fine"]
+
+    def runner(compiled: CompiledRegion) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
+        def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            if compiled is not healthy:
+                raise OSError("library gone")
+            return []
+
+        return run
+
+    choice = choose(region, candidates, [X], CONFIG, Pricing(runner=runner))
+    assert choice.decision.engine in ("fine", "eager")
+    assert ("breaks", Reason.RUNTIME_ERROR) in [(r.engine, r.code) for r in choice.decision.refusals]
+    assert [cost.engine for cost in choice.decision.costs] == ["fine", "eager"]
+
+
+def test_what_eager_raises_passes_through() -> None:
+    """An error of the user's model is the user's to see, unchanged."""
+    region = _region()
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        choose(region, {"fake": _fine(region)}, [torch.randn(3, 4)], CONFIG, Pricing())
+
+
+def test_verify_always_compares_each_call(caplog: pytest.LogCaptureFixture) -> None:
+    """An engine that goes wrong later is found then: one warning, eager's answer, and eager from then on."""
+    region = _region()
+    offset = 0.0
+    compiled = FakeRegion(region, lambda outputs: [output + offset for output in outputs])
+    checked = CheckedRegion(region, "fake", compiled, strict=False)
+    expected = (X @ X).sin()
+    assert torch.equal(checked([X])[0], expected)
+    offset = 1.0
+    assert torch.equal(checked([X])[0], expected)
+    assert torch.equal(checked([X])[0], expected)
+    assert compiled.calls == 2
+    assert len(caplog.records) == 1
+    with pytest.raises(RegionError, match="accuracy"):
+        CheckedRegion(region, "fake", compiled, strict=True)([X])
+
+
+def test_the_plan_follows_the_choices() -> None:
+    """Operators of a region that eager won are eager's; the plan survives JSON."""
+    module = trace(lambda x: torch.sort(x @ x)[0] @ x, X)
+    engine = FakeEngine(refuses=["sort"])
+    found = partition(module, [engine], Config())
+    first, _, last = found.graph.segments
+    decisions = [
+        choose(first.region, {"fake": CompileError("no")}, [X], CONFIG, Pricing()).decision,
+        choose(last.region, {"fake": _fine(last.region)}, [X, X], Config(placement="estimate"), Pricing()).decision,
+    ]
+    plan = make_plan("graph", "inference", found, decisions)
+    assert [(node.operator, node.engine, node.region) for node in plan.nodes] == [
+        ("aten.mm.default", "eager", "r0"),
+        ("aten.sort.default", "eager", ""),
+        ("getitem", "eager", ""),
+        ("getitem", "eager", ""),
+        ("aten.mm.default", "fake", "r2"),
+    ]
+    assert Plan.from_json(plan.to_json()) == plan

@@ -1,0 +1,162 @@
+"""Settings: sources, precedence, legality, and the README's table."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from torch_hybrid_backend.config import (
+    MODES,
+    TABLE_END,
+    TABLE_START,
+    Config,
+    apply_log_level,
+    setting_fields,
+    settings_table,
+    with_current_table,
+)
+from torch_hybrid_backend.errors import ConfigError
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def test_an_empty_environment_gives_the_defaults() -> None:
+    """Nothing set: measured placement, verification on the first call, no strictness, cache on."""
+    config = Config.from_env({"HOME": "/somewhere"})
+    assert (config.placement, config.verify, config.strict, config.cache) == ("measure", "first", False, True)
+    assert config.engines == ()
+    assert config.compile_threads >= 1
+
+
+def test_every_field_can_be_set_by_its_variable() -> None:
+    """Each field has the variable HYBRID_<FIELD>, parsed to the field's type."""
+    values = {
+        "engines": ("TVM, eager", ("tvm", "eager")),
+        "disable_engines": ("triton", ("triton",)),
+        "placement": ("Estimate", "estimate"),
+        "measure_budget_s": ("0.5", 0.5),
+        "min_region_nodes": ("4", 4),
+        "verify": ("always", "always"),
+        "strict": ("yes", True),
+        "cache": ("off", False),
+        "cache_dir": ("/var/cache/x", Path("/var/cache/x")),
+        "compile_threads": ("3", 3),
+        "compile_deadline_s": ("12", 12.0),
+        "log": ("INFO", "info"),
+    }
+    assert values.keys() == {field.name for field in setting_fields()}
+    config = Config.from_env({f"HYBRID_{name.upper()}": text for name, (text, _) in values.items()})
+    assert {name: getattr(config, name) for name in values} == {name: value for name, (_, value) in values.items()}
+
+
+def test_options_win_over_environment_over_mode_over_default() -> None:
+    """One precedence rule for all settings."""
+    by_mode = MODES["max-autotune"]["measure_budget_s"]
+    assert Config.from_env({}).with_options(None, "max-autotune").measure_budget_s == by_mode
+    from_env = Config.from_env({"HYBRID_MEASURE_BUDGET_S": "0.7"})
+    assert from_env.with_options(None, "max-autotune").measure_budget_s == 0.7
+    assert from_env.with_options({"measure_budget_s": 0.9}, "max-autotune").measure_budget_s == 0.9
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", None])
+def test_the_modes_torch_users_know_are_accepted(mode: str | None) -> None:
+    """torch.compile's four modes are legal, and so is none."""
+    assert isinstance(Config().with_options(None, mode), Config)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "legal"),
+    [
+        ("placement", "tune", "'estimate', 'measure'"),
+        ("verify", "never", "'first', 'always', 'off'"),
+        ("strict", "maybe", "1, true, yes, on"),
+        ("min_region_nodes", "0", "at least 1"),
+        ("min_region_nodes", "many", "a whole number"),
+        ("compile_threads", "-1", "at least 1"),
+        ("compile_deadline_s", "nan", "seconds greater than 0"),
+        ("log", "loud", "'debug'"),
+    ],
+)
+def test_an_illegal_value_is_an_error_that_names_the_legal_ones(name: str, value: str, legal: str) -> None:
+    """The message says which setting, which value and what is legal, for variables and options alike."""
+    variable = f"HYBRID_{name.upper()}"
+    with pytest.raises(ConfigError, match=variable) as by_variable:
+        Config.from_env({variable: value})
+    with pytest.raises(ConfigError, match=name) as by_option:
+        Config().with_options({name: value}, None)
+    for raised in (by_variable, by_option):
+        assert repr(value) in str(raised.value)
+        assert legal in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("strict", 2.5), ("engines", 7), ("cache_dir", 3), ("compile_threads", True), ("compile_deadline_s", False)],
+)
+def test_a_value_of_the_wrong_type_is_an_error(name: str, value: object) -> None:
+    """Options are typed: what cannot be meant is refused rather than converted."""
+    with pytest.raises(ConfigError, match=name):
+        Config().with_options({name: value}, None)
+
+
+def test_unknown_names_are_errors_that_list_the_known_ones() -> None:
+    """A typing error in a variable, an option, a mode or an engine never passes silently."""
+    with pytest.raises(ConfigError, match=r"HYBRID_VERIFFY.*HYBRID_VERIFY"):
+        Config.from_env({"HYBRID_VERIFFY": "off"})
+    with pytest.raises(ConfigError, match=r"max_autotune.*placement"):
+        Config().with_options({"max_autotune": True}, None)
+    with pytest.raises(ConfigError, match=r"fastest.*'reduce-overhead'"):
+        Config().with_options(None, "fastest")
+    with pytest.raises(ConfigError, match=r"tvn.*eager, tvm"):
+        Config(engines=("tvn",)).select(("tvm", "eager"))
+
+
+def test_an_empty_variable_counts_as_absent() -> None:
+    """`HYBRID_VERIFY= python ...` is how shells unset a variable for one command."""
+    assert Config.from_env({"HYBRID_VERIFY": ""}) == Config.from_env({})
+
+
+def test_select_orders_and_disables_engines_but_keeps_eager() -> None:
+    """The given order is kept, disabled engines are left out, eager is always there and last."""
+    known = ("tvm", "triton", "eager")
+    assert Config().select(known) == ("tvm", "triton", "eager")
+    assert Config(engines=("triton", "tvm")).select(known) == ("triton", "tvm", "eager")
+    assert Config(disable_engines=("tvm", "eager")).select(known) == ("triton", "eager")
+    assert Config(engines=("eager",)).select(known) == ("eager",)
+
+
+def test_the_cache_directory_honours_xdg(tmp_path: Path) -> None:
+    """XDG_CACHE_HOME moves the default; a relative one is invalid by the specification and ignored."""
+    assert Config.from_env({"XDG_CACHE_HOME": str(tmp_path)}).cache_dir == tmp_path / "torch_hybrid_backend"
+    ignored = Config.from_env({"XDG_CACHE_HOME": "here"}).cache_dir
+    assert ignored == Path.home() / ".cache" / "torch_hybrid_backend"
+
+
+def test_the_log_level_is_applied_to_the_package_only() -> None:
+    """HYBRID_LOG sets the package's logger, not the root's."""
+    logger, root_level = logging.getLogger("torch_hybrid_backend"), logging.getLogger().level
+    before, handlers = logger.level, list(logger.handlers)
+    try:
+        apply_log_level(Config(log="debug"))
+        assert logger.level == logging.DEBUG
+        assert logging.getLogger().level == root_level
+    finally:
+        logger.setLevel(before)
+        logger.handlers[:] = handlers
+
+
+def test_the_readme_table_is_current() -> None:
+    """The README's table is what `python -m torch_hybrid_backend.config README.md` writes."""
+    text = README.read_text()
+    assert with_current_table(text) == text, "run: python -m torch_hybrid_backend.config README.md"
+
+
+def test_the_table_goes_between_the_markers() -> None:
+    """Only what is between the markers changes; without markers it is an error."""
+    text = with_current_table(f"a\n{TABLE_START}\nold\n{TABLE_END}\nb\n")
+    assert text == f"a\n{TABLE_START}\n{settings_table()}\n{TABLE_END}\nb\n"
+    assert all(f"HYBRID_{field.name.upper()}" in text for field in setting_fields())
+    with pytest.raises(ConfigError, match="markers"):
+        with_current_table("nothing here")
