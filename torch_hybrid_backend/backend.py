@@ -30,6 +30,7 @@ from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.engine import CompiledRegion, Engine
 from torch_hybrid_backend.core.plan import Plan, RegionDecision
 from torch_hybrid_backend.core.region import Segment
+from torch_hybrid_backend.core.verdict import Refused
 from torch_hybrid_backend.engines.eager import EagerEngine
 from torch_hybrid_backend.engines.tvm.engine import TvmEngine
 from torch_hybrid_backend.errors import ConfigError, HybridError
@@ -153,7 +154,7 @@ def _open_session(
     for name in names:
         engine = factories[name](config, store)
         available = engine.available()
-        if not available:
+        if isinstance(available, Refused):
             if config.strict:
                 raise HybridError(f"the engine {name} cannot run here: {available.why}")
             log.warning("the engine %s cannot run here, what it would take runs in eager: %s", name, available.why)
@@ -280,8 +281,9 @@ class HybridGraph:
             log.warning("this graph runs from Python, segment by segment: %s", error)
             self._run = self._python_executor(segments)
         for compiled in self._chosen.values():
-            if self._run is not None and hasattr(compiled, "release"):
-                compiled.release()  # what calling it from Python packed, the plan packs for itself
+            release = getattr(compiled, "release", None)
+            if release is not None and not isinstance(self._run, PythonExecutor):
+                release()  # what calling it from Python packed, the plan packs for itself
         self.plan = make_plan("graph", self._kind, self._partition, list(self._decisions.values()))
         if self._on_plan is not None:
             self._on_plan(self.plan)

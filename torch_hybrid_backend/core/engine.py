@@ -26,7 +26,8 @@ class CompiledRegion(Protocol):
     `flops` counts the floating-point operations of one call (for explain and placement).
     """
 
-    program: Program | None
+    @property
+    def program(self) -> Program | None: ...
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
 
@@ -39,8 +40,11 @@ class Engine(Protocol):
     `keep_ops`: ATen operators the engine wants undecomposed.
     """
 
-    name: str
-    keep_ops: frozenset[torch._ops.OpOverload]
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def keep_ops(self) -> frozenset[torch._ops.OpOverload]: ...
 
     def available(self) -> Verdict:
         """Whether the engine can run in this installation; a refusal says what to install."""
