@@ -32,6 +32,7 @@ class Comparison:
     max_error: float
 
 
+@torch.no_grad()
 def compare(
     region: Region, inputs: Sequence[object], expected: Sequence[object], actual: Sequence[object]
 ) -> Comparison:

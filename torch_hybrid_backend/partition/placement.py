@@ -100,7 +100,8 @@ def choose(
     errors: dict[str, float] = {}
     for engine, compiled in list(alive.items()):
         try:
-            results = list(compiled(inputs))
+            with torch.no_grad():
+                results = list(compiled(inputs))
         except Exception as error:  # an engine's kernels or code may fail in any way; eager is there for it
             drop(engine, run_refusal(error), error)
             continue
@@ -197,7 +198,8 @@ def _price(
 
 def _guarded(engine: str, run: Runner, inputs: Sequence[torch.Tensor]) -> None:
     try:
-        run(inputs)
+        with torch.no_grad():
+            run(inputs)
     except Exception as error:
         raise _CandidateError(engine, error) from error
 

@@ -77,6 +77,11 @@ def flops_in_words(flops: int) -> str:
     return f"{flops} FLOP"
 
 
+def counted(number: int, noun: str) -> str:
+    """For example "1 kernel", "2 kernels"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def summary(plan: Plan) -> str:
     """The plan in one line: operators, regions and each engine's part."""
     parts = []
@@ -84,8 +89,5 @@ def summary(plan: Plan) -> str:
         part = f"{share.engine} runs {share.operators}"
         parts.append(part if share.fraction is None else f"{part} ({share.fraction:.1%} of flops)")
     total = flops_in_words(sum(node.flops for node in plan.nodes))
-    count = len(plan.regions)
-    return (
-        f"{plan.graph} ({plan.kind}): {len(plan.nodes)} operators, {total}, {count} region{'' if count == 1 else 's'}; "
-        + (", ".join(parts) or "nothing to run")
-    )
+    size = f"{counted(len(plan.nodes), 'operator')}, {total}, {counted(len(plan.regions), 'region')}"
+    return f"{plan.graph} ({plan.kind}): {size}; " + (", ".join(parts) or "nothing to run")

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch_hybrid_backend.core.plan import Plan, RegionDecision
 from torch_hybrid_backend.report.share import (
     costs_in_words,
+    counted,
     flops_in_words,
     operator_kinds,
     refused_operators,
@@ -44,8 +45,8 @@ def _plan(plan: Plan) -> Iterable[str]:
 
 
 def _region(decision: RegionDecision) -> Iterable[str]:
-    size = f"{len(decision.node_names)} operators, {flops_in_words(decision.flops)}"
-    kernels = f", {decision.kernels} kernels" if decision.kernels else ""
+    size = f"{counted(len(decision.node_names), 'operator')}, {flops_in_words(decision.flops)}"
+    kernels = f", {counted(decision.kernels, 'kernel')}" if decision.kernels else ""
     error = "not verified" if decision.max_error is None else f"max error {decision.max_error:.2g}"
     where = f" [{decision.source}]" if decision.source else ""
     yield f"    {decision.name}: {decision.engine}, {size}{kernels}; {costs_in_words(decision)}; {error}{where}"

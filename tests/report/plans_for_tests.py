@@ -1,0 +1,43 @@
+"""Plans that the report's tests show."""
+
+from __future__ import annotations
+
+from torch_hybrid_backend.core.plan import Cost, NodeDecision, Plan, Refusal, RegionDecision
+from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.core.verdict import Reason
+
+_SPEC = TensorSpec((8, 8), "float32", (8, 1))
+_NO_LOWERING = Refusal("tvm", Reason.UNKNOWN_OPERATOR, "aten.sort.default has no lowering")
+_LINE, _SORT_LINE = "model.py:12 in forward: y = x @ w", "model.py:13 in forward: y, _ = torch.sort(y)"
+
+
+def _node(name: str, operator: str, engine: str, region: str, flops: int, source: str = _LINE) -> NodeDecision:
+    refusals = () if region else (_NO_LINE if name == "item" else _NO_LOWERING,)
+    return NodeDecision(name, operator, engine, region, source, flops, refusals)
+
+
+_NO_LINE = Refusal("tvm", Reason.UNKNOWN_OPERATOR, "the sort it belongs to <is> & stays eager's")
+
+PLAN = Plan(
+    "graph",
+    "inference",
+    (
+        _node("mm", "aten.mm.default", "tvm", "r0", 3_000_000),
+        _node("relu", "aten.relu.default", "tvm", "r0", 0),
+        _node("sort", "aten.sort.default", "eager", "", 0, _SORT_LINE),
+        _node("sort_1", "aten.sort.default", "eager", "", 0, _SORT_LINE),
+        _node("item", "getitem", "eager", "", 0, ""),
+        _node("mm_1", "aten.mm.default", "eager", "r2", 1_000_000),
+    ),
+    (
+        RegionDecision(
+            "r0", "tvm", "ab" * 32, ("mm", "relu"), (_SPEC, _SPEC), (_SPEC,),
+            (Cost("tvm", 12.34, "measured"), Cost("eager", 31.5, "measured")), (), 1.5e-6, 3_000_000, 1, _LINE,
+        ),
+        RegionDecision(
+            "r2", "eager", "cd" * 32, ("mm_1",), (_SPEC, _SPEC), (_SPEC,), (),
+            (Refusal("tvm", Reason.DEADLINE, "DeadlineError: it took over 300 s"),), None, 1_000_000, 0, "",
+        ),
+    ),
+)  # fmt: skip
+EMPTY = Plan("graph", "backward", (), ())

@@ -1,0 +1,56 @@
+"""Plans as a picture."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+
+from tests.report.plans_for_tests import EMPTY, PLAN
+from torch_hybrid_backend.report import render_html
+
+_VOID = {"meta"}
+
+
+class _Balance(HTMLParser):
+    """Collects element classes, and fails on tags that do not match."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.classes: list[str] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in _VOID:
+            self.open.append(tag)
+        self.classes.append(dict(attrs).get("class") or "")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def test_every_operator_is_a_cell_in_well_formed_html() -> None:
+    """One cell per operator, one frame per run of a region, the tables of the text, all text escaped."""
+    page = render_html([PLAN, EMPTY])
+    parser = _Balance()
+    parser.feed(page)
+    assert parser.open == []
+    assert parser.classes.count("cell") == len(PLAN.nodes)
+    assert parser.classes.count("segment") == 3
+    text = " ".join(parser.text)
+    for shown in ("tvm 12.3 us, eager 31.5 us (measured)", "deadline", "belongs to <is> & stays"):
+        assert shown in text
+
+
+def test_the_page_loads_nothing() -> None:
+    """Self-contained: no script, no address."""
+    page = render_html([PLAN])
+    assert "<script" not in page
+    assert "http" not in page
+
+
+def test_no_plans() -> None:
+    """A model without a graph is said to have none."""
+    assert "no graph was compiled" in render_html([])

@@ -1,0 +1,58 @@
+"""Who has how much of a plan."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.report.plans_for_tests import EMPTY, PLAN
+from torch_hybrid_backend.report import summary
+from torch_hybrid_backend.report.share import (
+    RefusedOperators,
+    flops_in_words,
+    operator_kinds,
+    refused_operators,
+    shares,
+)
+
+
+def test_shares_of_flops_and_operators() -> None:
+    """By engine, the largest first; the fractions add up to one."""
+    tvm, eager = shares(PLAN)
+    assert (tvm.engine, tvm.operators, tvm.flops, tvm.fraction) == ("tvm", 2, 3_000_000, 0.75)
+    assert (eager.engine, eager.operators, eager.fraction) == ("eager", 4, 0.25)
+    assert shares(EMPTY) == ()
+
+
+def test_kinds_inside_and_outside_regions() -> None:
+    """An operator of a region that eager won counts as eager's."""
+    assert operator_kinds(PLAN) == (
+        ("aten.mm.default", 1, 1),
+        ("aten.sort.default", 0, 2),
+        ("aten.relu.default", 1, 0),
+        ("getitem", 0, 1),
+    )
+
+
+def test_equal_refusals_are_counted_together() -> None:
+    """Two sorts from one line, refused alike, are one entry."""
+    first, second = refused_operators(PLAN)
+    assert isinstance(first, RefusedOperators)
+    assert (first.operator, first.count, first.source.split(" ")[0]) == ("aten.sort.default", 2, "model.py:13")
+    assert second.operator == "getitem"
+
+
+def test_summary_is_one_line() -> None:
+    """For logs and the demo."""
+    assert summary(PLAN) == (
+        "graph (inference): 6 operators, 4.00 MFLOP, 2 regions; tvm runs 2 (75.0% of flops), eager runs 4 (25.0% of flops)"
+    )
+    assert summary(EMPTY) == "graph (backward): 0 operators, 0 FLOP, 0 regions; nothing to run"
+
+
+@pytest.mark.parametrize(
+    ("flops", "words"),
+    [(0, "0 FLOP"), (999, "999 FLOP"), (1500, "1.50 kFLOP"), (8_200_000_000, "8.20 GFLOP"), (3 * 10**12, "3.00 TFLOP")],
+)
+def test_flops_in_words(flops: int, words: str) -> None:
+    """Powers of a thousand."""
+    assert flops_in_words(flops) == words

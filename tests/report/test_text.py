@@ -1,0 +1,17 @@
+"""Plans as text."""
+
+from __future__ import annotations
+
+from tests.conftest import Golden
+from tests.report.plans_for_tests import EMPTY, PLAN
+from torch_hybrid_backend.report import render_text
+
+
+def test_text(golden: Golden) -> None:
+    """Operators per kind inside and outside regions, engine and cost per region, every refusal with code and line."""
+    golden.check(render_text([PLAN, EMPTY]))
+
+
+def test_no_plans() -> None:
+    """A model without a graph is said to have none."""
+    assert render_text([]) == "no graph was compiled"

@@ -1,0 +1,135 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.partition.engines_for_tests import FakeEngine
+from tests.report.plans_for_tests import PLAN
+from torch_hybrid_backend import cli
+from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.engine import Engine
+from torch_hybrid_backend.core.verdict import Reason, Refused, Verdict
+from torch_hybrid_backend.engines.eager import EagerEngine
+from torch_hybrid_backend.report import Explanation
+
+SCRIPT = """
+import torch
+def make():
+    return torch.nn.Linear(2, 2), (torch.zeros(1, 2),)
+def with_names():
+    return torch.nn.Linear(2, 2), (), {"input": torch.zeros(1, 2)}
+def wrong():
+    return torch.nn.Linear(2, 2)
+constant = 3
+"""
+
+
+def _explain(model: torch.nn.Module, *args: torch.Tensor, **kwargs: torch.Tensor) -> Explanation:
+    assert model(*args, **kwargs).shape == (1, 2)
+    return Explanation((PLAN,))
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script_for_cli.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def _run(*arguments: str) -> tuple[int, str]:
+    out = io.StringIO()
+    status = cli.main(arguments, explain=_explain, out=out)
+    return status, out.getvalue()
+
+
+@pytest.mark.parametrize("factory", ["make", "with_names"])
+def test_explain_a_script(script: Path, factory: str) -> None:
+    """The factory's model and arguments, positional or named, are explained as text."""
+    assert _run("explain", f"{script}:{factory}") == (0, str(Explanation((PLAN,))) + "\n")
+
+
+def test_explain_a_module_of_the_current_folder(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `python -m` finds it."""
+    monkeypatch.chdir(script.parent)
+    assert _run("explain", f"{script.stem}:make")[0] == 0
+
+
+def test_explain_as_json_and_html(script: Path, tmp_path: Path) -> None:
+    """--json prints the plans; --html writes the picture to a file."""
+    status, text = _run("explain", f"{script}:make", "--json")
+    assert status == 0
+    assert json.loads(text)["plans"][0]["graph"] == "graph"
+    assert _run("explain", f"{script}:make", "--html", str(tmp_path / "plan.html")) == (0, "")
+    assert (tmp_path / "plan.html").read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("script_for_cli.py", "legal is module:factory"),
+        ("absent.py:make", "no file absent.py"),
+        ("no_such_module_anywhere:make", "cannot import"),
+        ("script_for_cli.py:missing", "no callable named 'missing'"),
+        ("script_for_cli.py:constant", "no callable named 'constant'"),
+        ("script_for_cli.py:wrong", r"legal is (model, args)"),
+    ],
+)
+def test_a_wrong_target_is_one_clear_line(
+    script: Path, target: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit status 1, one line that says what is legal, no traceback."""
+    monkeypatch.chdir(script.parent)
+    assert _run("explain", target) == (1, "")
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+class _Absent(FakeEngine):
+    def available(self) -> Verdict:
+        return Refused(Reason.MISSING_DEPENDENCY, "apache-absent is not installed: pip install apache-absent")
+
+
+def _engines(config: Config) -> Sequence[Engine]:
+    return [_Absent("absent"), FakeEngine("present"), EagerEngine()]
+
+
+def _doctor() -> str:
+    out = io.StringIO()
+    assert cli.main(["doctor"], engines=_engines, out=out) == 0
+    return out.getvalue()
+
+
+def test_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines with what to install for those that cannot run, versions, threads, the cache's state."""
+    monkeypatch.setenv("HYBRID_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("HYBRID_DISABLE_ENGINES", "present")
+    text = _doctor()
+    assert "cannot run: apache-absent is not installed: pip install apache-absent" in text
+    assert "can run, but is switched off" in text
+    assert torch.__version__ in text
+    assert f"{torch.get_num_threads()} for kernels" in text
+    assert f"{tmp_path / 'cache'}: 0 entries" in text
+
+
+def test_doctor_tells_why_a_cache_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It diagnoses, so a bad cache directory is a finding and no failure."""
+    tmp_path.chmod(0o777)
+    monkeypatch.setenv("HYBRID_CACHE_DIR", str(tmp_path))
+    assert "writable for others" in _doctor()
+    monkeypatch.setenv("HYBRID_CACHE", "0")
+    assert "off (HYBRID_CACHE=0)" in _doctor()
+
+
+def test_a_wrong_setting_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Settings are checked here as everywhere."""
+    monkeypatch.setenv("HYBRID_VERIFY", "never")
+    assert cli.main(["doctor"], engines=_engines, out=io.StringIO()) == 1
+    assert "HYBRID_VERIFY" in capsys.readouterr().err
