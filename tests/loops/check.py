@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 import torch
+
 from loops.interpret import run_graph, trace
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -1,0 +1,68 @@
+"""Convolutions against eager."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from loops.check import FLOATS, check, sample
+from loops.interpret import trace
+from torch_hybrid_backend.core.verdict import Reason
+from torch_hybrid_backend.loops.lowering import supports
+
+aten = torch.ops.aten
+
+# x shape, w shape, stride, padding, dilation, groups
+CASES = {
+    "1x1": ((2, 3, 5, 5), (4, 3, 1, 1), [1], [0], [1], 1),
+    "3x3": ((1, 3, 6, 5), (4, 3, 3, 3), [1, 1], [1, 1], [1, 1], 1),
+    "strided": ((2, 3, 9, 8), (4, 3, 3, 2), [2, 3], [1, 0], [1, 1], 1),
+    "dilated": ((1, 2, 9, 9), (3, 2, 3, 3), [1, 1], [2, 2], [2, 3], 1),
+    "grouped": ((1, 4, 5, 5), (6, 2, 3, 3), [1, 1], [1, 1], [1, 1], 2),
+    "depthwise": ((1, 4, 5, 5), (8, 1, 3, 3), [2, 2], [1, 1], [1, 1], 4),
+    "1-D": ((2, 3, 9), (4, 3, 3), [2], [1], [1], 1),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_convolutions(name: str, dtype: torch.dtype) -> None:
+    """Strides, paddings, dilations and groups in one and two dimensions, with and without bias."""
+    x_shape, w_shape, stride, padding, dilation, groups = CASES[name]
+    x, w = sample(*x_shape, dtype=dtype, low=-1, high=1), sample(*w_shape, dtype=dtype, low=-1, high=1, seed=1)
+    b = sample(w_shape[0], dtype=dtype)
+    zeros = [0] * len(stride)
+    convolve = aten.convolution.default
+    check(lambda x, w, b: convolve(x, w, b, stride, padding, dilation, False, zeros, groups), x, w, b)
+    check(lambda x, w: convolve(x, w, None, stride, padding, dilation, False, zeros, groups), x, w)
+
+
+@pytest.mark.parametrize(("x_shape", "w_shape"), [((2, 3, 4, 5), (3, 2, 2, 3)), ((1, 2, 5), (2, 3, 4))])
+def test_tiling_transposed_convolution(x_shape: tuple[int, ...], w_shape: tuple[int, ...]) -> None:
+    """Windows that tile the result: a matmul and a pixel shuffle."""
+    stride, rank = list(w_shape[2:]), len(w_shape) - 2
+    convolve = aten.convolution.default
+    check(
+        lambda x, w, b: convolve(x, w, b, stride, [0] * rank, [1] * rank, True, [0] * rank, 1),
+        sample(*x_shape),
+        sample(*w_shape),
+        sample(w_shape[1]),
+    )
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, w: aten.convolution.default(x, w, None, [1, 1], [0, 0], [1, 1], True, [0, 0], 1),
+        lambda x, w: aten.convolution.default(
+            x[..., None], w[..., None], None, [1] * 3, [0] * 3, [1] * 3, False, [0] * 3, 1
+        ),
+    ],
+)
+def test_refusals(fn: object) -> None:
+    """Overlapping transposed and 3-D convolutions are refused as values."""
+    graph = trace(fn, [sample(1, 3, 6, 6), sample(3, 3, 2, 2)]).graph
+    (node,) = (n for n in graph.nodes if n.target is aten.convolution.default)
+    verdict = supports(node)
+    assert not verdict
+    assert verdict.code is Reason.ARGUMENT
