@@ -23,14 +23,12 @@ from functools import partial
 from torch_hybrid_backend.engines.tvm.builder import Stmt, TirExpr
 from torch_hybrid_backend.engines.tvm.schedules.conv_geometry import Axis, ColumnTiles, column_tiles
 from torch_hybrid_backend.engines.tvm.schedules.conv_parts import ConvParts
-from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, lanes_of
+from torch_hybrid_backend.engines.tvm.schedules.registers import IN_FLIGHT, RegisterTile, lanes_of
 from torch_hybrid_backend.engines.tvm.tiles import Split, max_rows, register_count, split_into
 from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, as_index
 from torch_hybrid_backend.loops.ir import loads_of
 from torch_hybrid_backend.loops.layout import Blocked
 
-# Multiply-adds in flight that keep both units of a core busy: latency 4, two units.
-_IN_FLIGHT = 8
 # Multiply-adds in one body of the loop over input channels: enough to hide the loop itself.
 _UNROLLED_MULTIPLY_ADDS = 56
 
@@ -347,7 +345,7 @@ class _Direct:
 
 def _tile_time(vectors: int, columns: int) -> float:
     """Half cycles per step of the reduction: two multiply-adds and two loads per cycle; short tiles wait for the last sum."""
-    return max(vectors * columns, vectors + columns, _IN_FLIGHT) + 0.1 * (vectors + columns)
+    return max(vectors * columns, vectors + columns, IN_FLIGHT) + 0.1 * (vectors + columns)
 
 
 def _mentions(atom: FloorDiv | Mod, variable: LoopVar) -> bool:

@@ -21,19 +21,15 @@ import tvm
 
 from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirExpr
 from torch_hybrid_backend.engines.tvm.printer import Printer
-from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, lanes_of, vector_loop, zero
+from torch_hybrid_backend.engines.tvm.schedules.registers import IN_FLIGHT, RegisterTile, lanes_of, vector_loop, zero
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tiles import Split, lane_chunks, max_rows, split_at_most, split_into
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import Load, compute_dtype, count_calls
 from torch_hybrid_backend.loops.kernels import MatMulKernel
 
-# Multiply-adds in flight that keep both units of a core busy: latency 4, two units (Zen 3-5, Skylake and later).
-_IN_FLIGHT = 8
 # An epilogue of more scalar operations than this is emitted once as a loop over a spilled tile, not once per register.
 _LONG_EPILOGUE = 4
-# Iterations of k emitted one after the other, unless that is more multiply-adds than the second number: they hide the loop by themselves.
-_UNROLL, _UNROLLED_MULTIPLY_ADDS = 4, 64
 
 
 def emit(kernel: MatMulKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
@@ -81,7 +77,7 @@ class _MatMul:
 
         def time(rows: int) -> float:
             # Per step of k: two multiply-adds, two loads (a broadcast is one), or the latency of a short tile.
-            work = max(rows * self.vectors, rows + self.vectors, _IN_FLIGHT if rows * self.vectors < _IN_FLIGHT else 0)
+            work = max(rows * self.vectors, rows + self.vectors, IN_FLIGHT if rows * self.vectors < IN_FLIGHT else 0)
             parts = -(-m // rows)
             return float(-(-(tasks_per_row_tile * parts) // self.target.cores) * work)
 
@@ -129,21 +125,15 @@ class _MatMul:
         """One register tile: `rows` rows from `first`, the first `columns` columns of a panel."""
         b, k_extent = self.builder, self.kernel.k.extent
         vectors = -(-columns // self.lanes)
-        ways = 1
-        while ways * rows * vectors < _IN_FLIGHT and ways < 4 and k_extent >= 16 * ways:
-            ways *= 2
+        ways = RegisterTile.ways_for(rows * vectors, k_extent)
         tile = RegisterTile(b, self.printer, rows, vectors, self.lanes, self.dtype, ways)
-        unroll = max(ways, min(_UNROLL, _UNROLLED_MULTIPLY_ADDS // (rows * vectors), k_extent))
 
-        def step(k: Index, way: int) -> Stmt:
+        def step(k: Index, way: int) -> Stmt | None:
             scalars = [lambda _, r=r: self._a(batch, first + r, k) for r in range(rows)]
-            columns = [lambda lane, v=v: self._packed(batch, panel, k, lane + v * self.lanes) for v in range(vectors)]
-            return tile.accumulate(scalars, columns, way)
+            values = [lambda lane, v=v: self._packed(batch, panel, k, lane + v * self.lanes) for v in range(vectors)]
+            return tile.accumulate(scalars, values, way)
 
-        whole = k_extent // unroll
-        main = b.loop(whole, lambda k: b.seq(*[step(k * unroll + u, u % ways) for u in range(unroll)]), name="k")
-        rest = [step(as_index(whole * unroll + u), 0) for u in range(k_extent - whole * unroll)]
-        compute = b.seq(tile.declare(), tile.clear(), main, *rest, tile.merge())
+        compute = b.seq(tile.declare(), tile.clear(), tile.reduce(k_extent, step))
         return b.seq(compute, self._write(tile, batch, first, panel * self.kernel.tile_n, columns))
 
     def _write(self, tile: RegisterTile, batch: Index, first: Index, column: Index, columns: int) -> Stmt:

@@ -22,6 +22,11 @@ from torch_hybrid_backend.engines.tvm.printer import Printer
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
 
+# Multiply-adds in flight that keep both units of a core busy: latency 4, two units (Zen 3-5, Skylake and later).
+IN_FLIGHT = 8
+# Steps emitted one after the other, unless that is more multiply-adds than the second number: they hide the loop by themselves.
+_UNROLL, _UNROLLED_MULTIPLY_ADDS = 4, 64
+
 # lane index -> the scalar of that lane
 LaneFn = Callable[[Index], TirExpr]
 
@@ -133,16 +138,39 @@ class RegisterTile:
 
         return self.fill(value)
 
-    def spill(self, buffer: TirBuffer, offset: Index | int = 0) -> Stmt:
-        """buffer[offset ...] = the tile, dense: row by row, vector by vector."""
-        start = as_index(offset)
+    @staticmethod
+    def ways_for(accumulators: int, steps: int) -> int:
+        """Copies that hide the latency of multiply-adds, where there are steps enough to share among them."""
+        ways = 1
+        while ways * accumulators < IN_FLIGHT and ways < 4 and steps >= 16 * ways:
+            ways *= 2
+        return ways
+
+    def reduce(self, extent: int, step: Callable[[Index, int], Stmt | None]) -> Stmt:
+        """`step(k, way)` for k in 0 .. extent-1, and the copies summed."""
+        return self.builder.seq(self.steps(extent, step), self.merge())
+
+    def steps(self, extent: int, step: Callable[[Index, int], Stmt | None]) -> Stmt:
+        """`step(k, way)` for k in 0 .. extent-1, unrolled enough to hide the loop and to use every copy."""
+        b = self.builder
+        unroll = max(self.ways, min(_UNROLL, _UNROLLED_MULTIPLY_ADDS // (self.rows * self.vectors), extent))
+        whole = extent // unroll
+        main = b.loop(whole, lambda k: b.seq(*[step(k * unroll + u, u % self.ways) for u in range(unroll)]), name="k")
+        rest = [step(as_index(whole * unroll + u), 0) for u in range(extent - whole * unroll)]
+        return b.seq(main if whole else None, *rest)
+
+    def spill(self, buffer: TirBuffer, offset: Index | int = 0, row_stride: int = 0) -> Stmt:
+        """buffer[offset + row * row_stride + vector * lanes + lane] = the tile; `row_stride` 0 is a dense tile."""
+        start, dense = as_index(offset), self.vectors * self.lanes
         return self._each(
             lambda row, vector, lane: self.builder.store(
-                buffer, start + lane + self._offset(row, vector), self.at(row, vector, lane)
+                buffer,
+                start + lane + (row * (row_stride or dense) + vector * self.lanes),
+                self.at(row, vector, lane),
             )
         )
 
     def restore(self, buffer: TirBuffer, offset: Index | int) -> Stmt:
-        """The inverse of `spill`."""
+        """The tile = buffer[offset ...], dense: the inverse of `spill`."""
         start = as_index(offset)
         return self.fill(lambda row, vector, lane: self.builder.load(buffer, start + lane + self._offset(row, vector)))

@@ -1,0 +1,408 @@
+"""Attention: softmax(q k^T * scale + mask) v per batch and head, without the scores ever reaching memory.
+
+Pattern: an `AttentionKernel`. Steps:
+1. One parallel loop over (batch, head), and pieces of the query rows where there are fewer heads than cores. A task packs its keys,
+   transposed, into panels of two vectors of keys, and its values, dense and padded, into a workspace. Transposing costs T x D element
+   moves against S x T x D multiply-adds, works for any head size, and makes both products the register-tiled outer product of `matmul`;
+   a dot product over D lanes would end every score in a horizontal sum.
+2. Query rows go in register tiles: scores of a tile against every panel, then row maximum, exponential, sum, then times the values.
+3. Longer than `_KEYS` keys: in blocks of keys with a running maximum and sum, so that the scores stay in the second-level cache.
+4. Causal: panels wholly in the future are skipped, the others masked. Keys beyond the last are masked with minus infinity.
+A row whose every key is masked with minus infinity gives zeros, as eager's scaled_dot_product_attention does.
+Source: online softmax, Milakov & Gimelshein 2018; FlashAttention-2, Dao 2023.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+from tvm import tirx
+
+from torch_hybrid_backend.engines.tvm.arithmetic import literal
+from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirBuffer, TirExpr
+from torch_hybrid_backend.engines.tvm.printer import Printer
+from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, lanes_of, vector_loop, zero
+from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.engines.tvm.tiles import lane_chunks, max_rows, split_at_most
+from torch_hybrid_backend.loops import ops
+from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
+from torch_hybrid_backend.loops.ir import Buffer, Expr, compute_dtype
+from torch_hybrid_backend.loops.kernels import AttentionKernel
+
+# Up to this many keys, a tile's scores are kept whole (14 rows: 56 KiB); beyond, in blocks of half as many.
+_KEYS = 1024
+
+
+def emit(kernel: AttentionKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
+    """The kernel's body. float32, float64, or bfloat16 and float16 computed in float32."""
+    return _Attention(kernel, builder, printer, target).emit()
+
+
+class _Attention:
+    """The emission of one kernel. Workspaces belong to a task: one (batch, head, piece of rows)."""
+
+    def __init__(self, kernel: AttentionKernel, builder: Builder, printer: Printer, target: Target) -> None:
+        self.kernel, self.builder, self.printer, self.target = kernel, builder, printer, target
+        self.batch, self.heads, self.queries, self.width = (v.extent for v in kernel.domain)
+        self.keys, self.depth = kernel.k_vars[2].extent, kernel.q_vars[3].extent
+        self.dtype = compute_dtype(kernel.accumulator.dtype)
+        self.lanes = lanes_of(target, self.dtype)
+        self.panel_vectors = 2 if self.keys > self.lanes else 1
+        self.panel = self.panel_vectors * self.lanes
+        self.panels = -(-self.keys // self.panel)
+        self.tail = self.keys - (self.panels - 1) * self.panel
+        self.block_panels = self.panels if self.keys <= _KEYS else _KEYS // 2 // self.panel
+        self.blocks = -(-self.panels // self.block_panels)
+        # One vector more than the keys: rows a power of two apart would compete for the same lines of the cache.
+        self.stride = self.block_panels * self.panel + self.lanes
+        self.value_vectors = -(-self.width // self.lanes)
+        self.rows = split_at_most(self.queries, max_rows(2, target))
+        size = self.rows.size
+        self.packed_k = self._workspace(self.panels * self.depth * self.panel, "kt")
+        self.packed_v = self._workspace(self.panels * self.panel * self.value_vectors * self.lanes, "v")
+        self.q = self._workspace(size * self.depth, "q")
+        self.scores = self._workspace(size * self.stride, "scores")
+        self.out = self._workspace(size * self.value_vectors * self.lanes, "out")
+        self.maximum, self.sum = builder.local(size, self.dtype, "max"), builder.local(size, self.dtype, "sum")
+        self._operand = Buffer((), self.dtype, "operand")
+
+    def _workspace(self, size: int, name: str) -> TirBuffer:
+        return tirx.decl_buffer((size,), self.dtype, self.builder.fresh(name), scope="global")
+
+    # Tasks.
+
+    def emit(self) -> Stmt:
+        b, pieces = self.builder, self._pieces()
+        per_piece = -(-self.rows.parts // pieces)
+        buffers = (self.packed_k, self.packed_v, self.q, self.scores, self.out, self.maximum, self.sum)
+
+        def task(position: tuple[Index, ...]) -> Stmt:
+            batch, head, piece = position
+
+            def part(i: Index) -> Stmt:
+                number = piece * per_piece + i
+                body = self._by_rows(number, lambda first, rows: self._row_tile(batch, head, first, rows))
+                return b.when(b.index(number) < self.rows.parts, body) if number.high >= self.rows.parts else body
+
+            return b.seq(
+                *[b.alloc(buffer) for buffer in buffers],
+                self._pack_k(batch, head),
+                self._pack_v(batch, head),
+                b.loop(per_piece, part, name="part"),
+            )
+
+        return b.fused((self.batch, self.heads, -(-self.rows.parts // per_piece)), task)
+
+    def _pieces(self) -> int:
+        """Pieces of the rows per head: enough for the cores, as few as may be, because each packs keys and values anew."""
+        heads = self.batch * self.heads
+
+        def time(pieces: int) -> float:
+            # 32 multiply-adds a cycle, twice; about one cycle per element packed.
+            return -(-heads * pieces // self.target.cores) * (self.queries / pieces / 16 + 1)
+
+        return min(range(1, min(self.rows.parts, 4 * self.target.cores) + 1), key=time)
+
+    def _by_rows(self, part: Index, body: Callable[[Index, int], Stmt]) -> Stmt:
+        rows = self.rows
+        large = body(part * rows.size, rows.size)
+        if rows.large == rows.parts:
+            return large
+        small = body(part * (rows.size - 1) + rows.large, rows.size - 1)
+        return self.builder.when(self.builder.index(part) < rows.large, large, small)
+
+    # Packing.
+
+    def _read(self, expr: Expr, variables: tuple[LoopVar, ...], *point: Index) -> TirExpr:
+        return self.printer.expr(expr, dict(zip(variables, point, strict=True)))
+
+    def _vector(self, lanes: int, body: Callable[[Index], Stmt]) -> Stmt:
+        return vector_loop(self.builder, self.printer, lanes, body)
+
+    def _along(self, count: int, body: Callable[[Index], Stmt]) -> Stmt:
+        """`body` for 0 .. count-1 in vectors."""
+        b, whole = self.builder, count // self.lanes
+        loop = b.loop(whole, lambda i: self._vector(self.lanes, lambda lane: body(i * self.lanes + lane)), name="v")
+        rest = lane_chunks(count - whole * self.lanes, self.lanes)
+        return b.seq(
+            loop if whole else None,
+            *[self._vector(width, lambda lane, s=start: body(lane + (whole * self.lanes + s))) for start, width in rest],
+        )
+
+    def _fill(self, buffer: TirBuffer, start: Index, count: int, value: TirExpr) -> Stmt:
+        return self._along(count, lambda i: self.builder.store(buffer, start + i, value))
+
+    def _pack_k(self, batch: Index, head: Index) -> Stmt:
+        """kt[panel][d][key of the panel]; keys beyond the last are zero."""
+        b, kernel = self.builder, self.kernel
+
+        def of(panel: Index, count: int) -> Stmt:
+            def at(d: Index) -> Stmt:
+                start = panel * (self.depth * self.panel) + d * self.panel
+
+                def one(i: Index) -> Stmt:
+                    key = panel * self.panel + i
+                    return b.store(self.packed_k, start + i, self._read(kernel.k, kernel.k_vars, batch, head, key, d))
+
+                clear = self._fill(self.packed_k, start, self.panel, zero(self.dtype)) if count < self.panel else None
+                return b.seq(clear, self._along(count, one))
+
+            return b.loop(self.depth, at, name="d")
+
+        whole = self.panels if self.tail == self.panel else self.panels - 1
+        loop = b.loop(whole, lambda p: of(p, self.panel), name="p") if whole else None
+        return b.seq(loop, of(as_index(whole), self.tail) if whole < self.panels else None)
+
+    def _pack_v(self, batch: Index, head: Index) -> Stmt:
+        """v[key][padded width]; what is padded is zero, keys beyond the last too (their weights are zero, and 0 * NaN is not)."""
+        b, kernel, padded = self.builder, self.kernel, self.value_vectors * self.lanes
+
+        def row(t: Index) -> Stmt:
+            def one(e: Index) -> Stmt:
+                return b.store(self.packed_v, t * padded + e, self._read(kernel.v, kernel.v_vars, batch, head, t, e))
+
+            last = t * padded + (padded - self.lanes)
+            clear = self._fill(self.packed_v, last, self.lanes, zero(self.dtype)) if self.width < padded else None
+            return b.seq(clear, self._along(self.width, one))
+
+        beyond = self.panels * self.panel - self.keys
+        start = as_index(self.keys * padded)
+        rest = self._fill(self.packed_v, start, beyond * padded, zero(self.dtype)) if beyond else None
+        return b.seq(b.loop(self.keys, row, name="t"), rest)
+
+    # One tile of query rows.
+
+    def _row_tile(self, batch: Index, head: Index, first: Index, rows: int) -> Stmt:
+        b, kernel = self.builder, self.kernel
+        scale = literal(kernel.scale, self.dtype)
+
+        def start(r: Index) -> Stmt:
+            def scaled(d: Index) -> Stmt:
+                value = self._read(kernel.q, kernel.q_vars, batch, head, first + r, d) * scale
+                return b.store(self.q, r * self.depth + d, value)
+
+            return b.seq(
+                self._along(self.depth, scaled),
+                b.store(self.maximum, r, literal(-math.inf, self.dtype)),
+                b.store(self.sum, r, zero(self.dtype)),
+            )
+
+        def block(number: Index) -> Stmt:
+            def each_panel(body: Callable[[Index, Index], Stmt]) -> Stmt:
+                return self._each_panel(number, first, rows, body)
+
+            scores = each_panel(lambda panel, column: self._scores(batch, head, first, rows, panel, column))
+            softmax = b.loop(rows, lambda r: self._softmax_row(r, rows, each_panel), name="r")
+            return b.seq(scores, softmax, self._times_v(rows, each_panel))
+
+        clear = self._fill(self.out, as_index(0), rows * self.value_vectors * self.lanes, zero(self.dtype))
+        return b.seq(
+            b.loop(rows, start, name="r"),
+            clear if self.blocks > 1 else None,
+            b.loop(self.blocks, block, name="block"),
+            b.loop(rows, lambda r: self._write_row(batch, head, first, rows, r), name="r"),
+        )
+
+    def _each_panel(self, block: Index, first: Index, rows: int, body: Callable[[Index, Index], Stmt]) -> Stmt:
+        """`body(panel, its first column in the scores)` for the panels of a block that some row of the tile sees."""
+        b = self.builder
+
+        def at(i: Index) -> Stmt:
+            panel = block * self.block_panels + i
+            statement = body(panel, i * self.panel)
+            if self.kernel.causal:
+                statement = b.when(b.index(panel * self.panel) < b.index(first + rows), statement)
+            if panel.high >= self.panels:
+                statement = b.when(b.index(panel) < self.panels, statement)
+            return statement
+
+        return b.loop(self.block_panels, at, name="p")
+
+    def _tile(self, rows: int, vectors: int, extent: int) -> RegisterTile:
+        ways = RegisterTile.ways_for(rows * vectors, extent)
+        return RegisterTile(self.builder, self.printer, rows, vectors, self.lanes, self.dtype, ways)
+
+    def _scores(self, batch: Index, head: Index, first: Index, rows: int, panel: Index, column: Index) -> Stmt:
+        """scores[row][column ...] = q k^T for one panel, masked."""
+        b = self.builder
+        tile = self._tile(rows, self.panel_vectors, self.depth)
+
+        def step(d: Index, way: int) -> Stmt | None:
+            start = panel * (self.depth * self.panel) + d * self.panel
+            return tile.accumulate(
+                [lambda _, r=r: b.load(self.q, d + r * self.depth) for r in range(rows)],
+                [lambda lane, v=v: b.load(self.packed_k, start + lane + v * self.lanes) for v in range(tile.vectors)],
+                way,
+            )
+
+        compute = b.seq(tile.declare(), tile.clear(), tile.reduce(self.depth, step))
+        spill = tile.spill(self.scores, column, self.stride)
+        mask = partial(self._mask, batch, head, first, rows, panel, column)
+        if self.tail == self.panel:
+            return b.seq(compute, spill, mask(self.panel))
+        if self.panels == 1:
+            return b.seq(compute, spill, mask(self.tail))
+        ragged = mask(self.tail)
+        assert ragged is not None
+        return b.seq(compute, spill, b.when(b.index(panel) >= self.panels - 1, ragged, mask(self.panel)))
+
+    def _mask(
+        self, batch: Index, head: Index, first: Index, rows: int, panel: Index, column: Index, keys: int
+    ) -> Stmt | None:
+        """Masks a panel of which the first `keys` keys exist."""
+        b, kernel = self.builder, self.kernel
+        is_masked = kernel.mask is not None or kernel.causal
+        if not is_masked and keys == self.panel:
+            return None
+        never = literal(-math.inf, self.dtype)
+
+        def row(r: Index) -> Stmt:
+            start = r * self.stride + column
+
+            def one(i: Index) -> Stmt:
+                key = panel * self.panel + i
+                value = b.load(self.scores, start + i)
+                if kernel.mask is not None:
+                    value = value + self._read(kernel.mask, kernel.mask_vars, batch, head, first + r, key)
+                if kernel.causal:
+                    value = tirx.Select(b.index(key) <= b.index(first + r), value, never)
+                return b.store(self.scores, start + i, value)
+
+            beyond = self._fill(self.scores, start + keys, self.panel - keys, never) if keys < self.panel else None
+            return b.seq(self._along(keys, one) if is_masked else None, beyond)
+
+        return b.loop(rows, row, name="r")
+
+    def _horizontal(self, vector: TirBuffer, combine: Callable[[TirExpr, TirExpr], TirExpr]) -> Stmt:
+        """vector[0] = all of its lanes combined, by halves."""
+        b, steps, width = self.builder, [], self.panel // 2
+        while width:
+            steps.append(
+                self._vector(
+                    width,
+                    lambda lane, w=width: b.store(vector, lane, combine(b.load(vector, lane), b.load(vector, lane + w))),
+                )
+            )
+            width //= 2
+        return b.seq(*steps)
+
+    def _exp(self, value: TirExpr, use: Callable[[TirExpr], Stmt]) -> Stmt:
+        """A statement that uses e^value."""
+        self.printer.locals[id(self._operand)] = lambda _: value
+        return self.printer.evaluate([ops.call("exp", self._operand.at(()))], {}, lambda values: use(values[0]))
+
+    def _softmax_row(self, r: Index, rows: int, each_panel: Callable[[Callable[[Index, Index], Stmt]], Stmt]) -> Stmt:
+        """scores = e^(scores - maximum); the row's running maximum and sum, and what it has summed so far, follow."""
+        b, dtype = self.builder, self.dtype
+        top, total = b.local(self.panel, dtype, "top"), b.local(self.panel, dtype, "total")
+        old, shift = tirx.Var(b.fresh("old"), dtype), tirx.Var(b.fresh("shift"), dtype)
+
+        def each_vector(body: Callable[[Index, Index], Stmt]) -> Stmt:
+            def at(_: Index, column: Index) -> Stmt:
+                start = r * self.stride + column
+                return b.seq(
+                    *[
+                        self._vector(
+                            self.lanes, lambda lane, o=v * self.lanes: body(lane + o, start + lane + o)
+                        )
+                        for v in range(self.panel_vectors)
+                    ]
+                )
+
+            return each_panel(at)
+
+        def raise_top(lane: Index, at: Index) -> Stmt:
+            return b.store(top, lane, tirx.max(b.load(top, lane), b.load(self.scores, at)))
+
+        def exponential(lane: Index, at: Index) -> Stmt:
+            return self._exp(
+                b.load(self.scores, at) - shift,
+                lambda e: b.seq(b.store(self.scores, at, e), b.store(total, lane, b.load(total, lane) + e)),
+            )
+
+        lowest = literal(-math.inf, dtype)
+        maximum = tirx.max(old, b.load(top, 0))
+        # Nothing but masked keys so far: subtract zero, so that their exponentials are zero and not NaN.
+        finite = tirx.Select(b.load(self.maximum, r) == lowest, zero(dtype), b.load(self.maximum, r))
+        return b.seq(
+            b.alloc(top), b.alloc(total),
+            self._fill(top, as_index(0), self.panel, lowest),
+            self._fill(total, as_index(0), self.panel, zero(dtype)),
+            each_vector(raise_top),
+            self._horizontal(top, tirx.max),
+            tirx.stmt.Bind(old, b.load(self.maximum, r)),
+            b.store(self.maximum, r, maximum),
+            tirx.stmt.Bind(shift, finite),
+            each_vector(exponential),
+            self._horizontal(total, lambda x, y: x + y),
+            self._exp(old - shift, lambda e: self._rescale(r, rows, e, b.load(total, 0)))
+            if self.blocks > 1
+            else b.store(self.sum, r, b.load(total, 0)),
+        )  # fmt: skip
+
+    def _rescale(self, r: Index, rows: int, factor: TirExpr, added: TirExpr) -> Stmt:
+        """The row's sum and output so far, brought to the new maximum."""
+        b = self.builder
+
+        def group(first: int, vectors: int) -> Stmt:
+            def one(i: Index) -> Stmt:
+                at = r * (vectors * self.lanes) + i + first * rows * self.lanes
+                return b.store(self.out, at, b.load(self.out, at) * factor)
+
+            return self._along(vectors * self.lanes, one)
+
+        return b.seq(
+            b.store(self.sum, r, b.load(self.sum, r) * factor + added),
+            *[group(first, vectors) for first, vectors in self._groups()],
+        )
+
+    def _groups(self) -> list[tuple[int, int]]:
+        """(first, count) of the value vectors that are summed together: two at a time."""
+        return [(v, min(2, self.value_vectors - v)) for v in range(0, self.value_vectors, 2)]
+
+    def _times_v(self, rows: int, each_panel: Callable[[Callable[[Index, Index], Stmt]], Stmt]) -> Stmt:
+        """out[group][row] += scores v."""
+        b, padded = self.builder, self.value_vectors * self.lanes
+
+        def group(first: int, vectors: int) -> Stmt:
+            tile = self._tile(rows, vectors, self.panel)
+            start = first * rows * self.lanes
+
+            def panel_sum(panel: Index, column: Index) -> Stmt:
+                def step(t: Index, way: int) -> Stmt | None:
+                    value = panel * (self.panel * padded) + t * padded + first * self.lanes
+                    return tile.accumulate(
+                        [lambda _, r=r: b.load(self.scores, column + t + r * self.stride) for r in range(rows)],
+                        [lambda lane, v=v: b.load(self.packed_v, value + lane + v * self.lanes) for v in range(vectors)],
+                        way,
+                    )
+
+                return tile.steps(self.panel, step)
+
+            begin = tile.restore(self.out, start) if self.blocks > 1 else None
+            return b.seq(
+                tile.declare(), tile.clear(), begin, each_panel(panel_sum), tile.merge(), tile.spill(self.out, start)
+            )
+
+        return b.seq(*[group(first, vectors) for first, vectors in self._groups()])
+
+    def _write_row(self, batch: Index, head: Index, first: Index, rows: int, r: Index) -> Stmt:
+        """The kernel's stores for one query row, normalised."""
+        b, dtype = self.builder, self.dtype
+        inverse = tirx.Var(b.fresh("inverse"), dtype)
+        total = b.load(self.sum, r)
+        nothing = tirx.Select(total == zero(dtype), zero(dtype), literal(1.0, dtype) / total)
+
+        def group(first_vector: int, vectors: int) -> Stmt:
+            def one(i: Index) -> Stmt:
+                at = r * (vectors * self.lanes) + i + first_vector * rows * self.lanes
+                value = b.load(self.out, at) * inverse
+                self.printer.locals[id(self.kernel.accumulator)] = lambda _: value
+                point = (batch, head, first + r, i + first_vector * self.lanes)
+                return self.printer.stores(self.kernel.stores, dict(zip(self.kernel.domain, point, strict=True)))
+
+            return self._along(min(vectors * self.lanes, self.width - first_vector * self.lanes), one)
+
+        return b.seq(tirx.stmt.Bind(inverse, nothing), *[group(v, n) for v, n in self._groups()])
