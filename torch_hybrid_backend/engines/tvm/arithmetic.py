@@ -15,10 +15,9 @@ from torch_hybrid_backend.engines.tvm import math
 from torch_hybrid_backend.engines.tvm.math import Let, TirExpr, opaque
 from torch_hybrid_backend.errors import ScheduleError
 
-_LIBM = frozenset(
-    "exp exp2 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh erf".split()
-)
-_ROUNDING = {"floor": tirx.floor, "ceil": tirx.ceil, "round_even": tirx.nearbyint, "trunc": tirx.trunc}
+# Elementary functions that LLVM has intrinsics for: on vectors it calls libm for each lane by itself.
+_LLVM = frozenset("exp exp2 log log2 log10 sin cos tan asin acos atan sinh cosh tanh".split())
+_ROUNDING = {"floor": tirx.floor, "ceil": tirx.ceil, "trunc": tirx.trunc}
 _COMPARE = {"eq": tirx.EQ, "ne": tirx.NE, "lt": tirx.LT, "le": tirx.LE, "gt": tirx.GT, "ge": tirx.GE}
 
 
@@ -33,11 +32,6 @@ def literal(value: float, dtype: str) -> TirExpr:
     return tirx.IntImm(dtype, int(value))
 
 
-def negate_bool(x: TirExpr) -> TirExpr:
-    """`not x`. Written as a comparison: the simplifier turns `not (a < b)` into `a >= b`, which differs for NaN."""
-    return tirx.EQ(x, tirx.IntImm("bool", 0))
-
-
 def emit(op: str, dtype: str, args: tuple[TirExpr, ...], operand: str, let: Let) -> TirExpr:
     """`op(*args)` of result dtype `dtype`; `operand` is the first argument's dtype. "guard" and "round" are the printer's own."""
     if op in _COMPARE:
@@ -46,6 +40,8 @@ def emit(op: str, dtype: str, args: tuple[TirExpr, ...], operand: str, let: Let)
         return _BINARY[op](args[0], args[1], dtype, let)
     if op in _UNARY:
         return _UNARY[op](args[0], dtype, let)
+    if op == "round_even":
+        return math.round_even(args[0], dtype) if is_float(dtype) else args[0]
     if op in _ROUNDING:
         return _ROUNDING[op](args[0]) if is_float(dtype) else args[0]
     if op == "where":
@@ -55,20 +51,33 @@ def emit(op: str, dtype: str, args: tuple[TirExpr, ...], operand: str, let: Let)
     if op == "fma":
         return args[0] * args[1] + args[2]
     if op == "isnan":
-        return tirx.isnan(args[0]) if is_float(operand) else tirx.IntImm("bool", 0)
+        return math.is_nan(args[0], operand) if is_float(operand) else tirx.IntImm("bool", 0)
     if op == "isinf":
         return tirx.EQ(tirx.abs(args[0]), literal(pymath.inf, operand)) if is_float(operand) else tirx.IntImm("bool", 0)
     if dtype == "float32" and op in math.UNARY:
         return math.UNARY[op](let, args[0])
-    if is_float(dtype) and op in _LIBM:
-        return getattr(tirx, op)(args[0])
+    if is_float(dtype) and op in _LLVM:
+        return _llvm(op, dtype, args[0])
+    if dtype == "float64" and op in ("erf", "erfc"):
+        return tirx.call_pure_extern(dtype, op, args[0])
     raise ScheduleError(f"the scalar operation {op!r} has no code for dtype {dtype}")
+
+
+def splits_vectors(op: str, dtype: str) -> bool:
+    """Whether TVM computes the operation lane by lane, splitting the vector loop around it."""
+    return (is_float(dtype) and op in ("fmod", "mod", "floordiv")) or (dtype == "float64" and op in ("erf", "erfc"))
+
+
+def _llvm(name: str, dtype: str, *args: TirExpr) -> TirExpr:
+    return tirx.call_llvm_pure_intrin(dtype, f"llvm.{name}", *args)
 
 
 def _compare(op: str, a: TirExpr, b: TirExpr, operand: str) -> TirExpr:
     if is_float(operand):
-        # `x != x` would be folded to False.
+        # `x == x` would be folded to True.
         b = opaque(b, operand)
+        if op == "ne":  # TVM's `!=` is false for NaN
+            return tirx.Not(tirx.EQ(a, b))
     return _COMPARE[op](a, b)
 
 
@@ -76,8 +85,13 @@ def cast(x: TirExpr, source: str, target: str) -> TirExpr:
     """x converted as C would. A float outside the integer's range gives an unspecified integer, as in eager."""
     if source == target:
         return x
+    if source == "bool":
+        # A cast of a vector of bool cannot be bound (`Bindings.let`).
+        return tirx.Select(x, literal(1, target), literal(0, target))
     if target == "bool":
-        return tirx.NE(x, literal(0, source))
+        # A float by way of ==, as TVM's `!=` is false for NaN and a NaN is true.
+        zero = literal(0, source)
+        return tirx.Not(tirx.EQ(x, zero)) if is_float(source) else tirx.NE(x, zero)
     if is_float(source) and target in ("int8", "uint8", "int16", "uint16"):
         # Through int32, as eager's compiled code goes: out-of-range values wrap alike.
         return tirx.Cast(target, tirx.Cast("int32", x))
@@ -138,7 +152,8 @@ def _truncdiv(a: TirExpr, b: TirExpr, dtype: str, let: Let) -> TirExpr:
 
 def _truncmod(a: TirExpr, b: TirExpr, dtype: str, let: Let) -> TirExpr:
     if is_float(dtype):
-        return tirx.fmod(a, b)
+        # tirx.fmod has no code on CPU.
+        return tirx.call_pure_extern(dtype, "fmodf" if dtype == "float32" else "fmod", a, b)
     # x % -1 is 0, and so is x % 1, which takes its place.
     return tirx.truncmod(a, _safe_divisor(b, dtype, let)[0])
 
@@ -149,7 +164,7 @@ def _floordiv(a: TirExpr, b: TirExpr, dtype: str, let: Let) -> TirExpr:
         if not _is_signed(dtype):
             return quotient
         remainder = let(_truncmod(a, b, dtype, let), dtype)
-        return quotient - tirx.Cast(dtype, _signs_differ(remainder, b, dtype))
+        return quotient - cast(_signs_differ(remainder, b, dtype), "bool", dtype)
     # c10::div_floor_floating: the quotient of what is left when the remainder is taken off, nudged to the nearest integer.
     remainder = let(_mod(a, b, dtype, let), dtype)
     zero = literal(0, dtype)
@@ -186,7 +201,7 @@ def _pow(a: TirExpr, b: TirExpr, dtype: str, let: Let) -> TirExpr:
     if dtype == "float32":
         return math.power(let, a, b)
     if dtype == "float64":
-        return tirx.pow(a, b)
+        return _llvm("pow", dtype, a, b)
     return _integer_power(a, b, dtype, let)
 
 
@@ -227,7 +242,7 @@ def _extreme(compare: Callable[[TirExpr, TirExpr], TirExpr]) -> Callable[[TirExp
         if isinstance(b, tirx.FloatImm) and not pymath.isnan(b.value):
             # One `maxps`: it returns its second operand, here the variable, when one is NaN.
             return tirx.Select(compare(b, a), b, a)
-        return tirx.Select(tirx.isnan(a), a, tirx.Select(compare(a, b), a, b))
+        return tirx.Select(math.is_nan(a, dtype), a, tirx.Select(compare(a, b), a, b))
 
     return emit_extreme
 
@@ -259,7 +274,7 @@ _BINARY: Mapping[str, Callable[[TirExpr, TirExpr, str, Let], TirExpr]] = {
     "mod": _mod,
     "fmod": _truncmod,
     "pow": _pow,
-    "atan2": lambda a, b, dtype, let: tirx.atan2(a, b),
+    "atan2": lambda a, b, dtype, let: _llvm("atan2", dtype, a, b),
     "max": _extreme(tirx.GT),
     "min": _extreme(tirx.LT),
     "bitand": _bits(tirx.bitwise_and, tirx.And),
@@ -292,32 +307,82 @@ def _sign(x: TirExpr, dtype: str, let: Let) -> TirExpr:
     return tirx.Select(tirx.GT(x, zero), one, below)
 
 
-def _sigmoid64(x: TirExpr, dtype: str, let: Let) -> TirExpr:
+def _sigmoid(x: TirExpr, dtype: str, let: Let) -> TirExpr:
     if dtype == "float32":
         return math.sigmoid(let, x)
-    return literal(1, dtype) / (literal(1, dtype) + tirx.exp(literal(0, dtype) - x))
+    return literal(1, dtype) / (literal(1, dtype) + _llvm("exp", dtype, x * literal(-1, dtype)))
 
 
-def _libm64(name: str) -> Callable[[TirExpr, str, Let], TirExpr]:
-    """A function of libm for which TVM has no operator of its own."""
+def _expm1(x: TirExpr, dtype: str, let: Let) -> TirExpr:
+    if dtype == "float32":
+        return math.expm1(let, x)
+    # Kahan: (u - 1) x / log(u) with u = e^x.
+    one = literal(1, dtype)
+    u = let(_llvm("exp", dtype, x), dtype)
+    d = let(u - one, dtype)
+    ordinary = let(d * x / _llvm("log", dtype, u), dtype)
+    end = tirx.Or(tirx.EQ(d, literal(-1, dtype)), tirx.EQ(u, literal(pymath.inf, dtype)))
+    return tirx.Select(tirx.EQ(d, literal(0, dtype)), x, tirx.Select(end, d, ordinary))
 
-    def emit_call(x: TirExpr, dtype: str, let: Let) -> TirExpr:
-        if dtype == "float32":
-            return math.UNARY[name](let, x)
-        return tirx.call_pure_extern(dtype, name, x)
 
-    return emit_call
+def _log1p(x: TirExpr, dtype: str, let: Let) -> TirExpr:
+    if dtype == "float32":
+        return math.log1p(let, x)
+    u = let(opaque(x + literal(1, dtype), dtype), dtype)
+    d = let(u - literal(1, dtype), dtype)
+    ordinary = let(_llvm("log", dtype, u) * (x / d), dtype)
+    near = tirx.Select(tirx.EQ(d, literal(0, dtype)), x, ordinary)
+    return tirx.Select(tirx.EQ(x, literal(pymath.inf, dtype)), x, near)
+
+
+def _asinh(x: TirExpr, dtype: str, let: Let) -> TirExpr:
+    """sign(x) log1p(a + a^2 / (1 + sqrt(a^2 + 1))), a = |x|; log(a) + log(2) where a^2 would overflow."""
+    one = literal(1, dtype)
+    large = literal(1e18, dtype)
+    magnitude = let(tirx.abs(x), dtype)
+    a = let(tirx.Select(tirx.GT(magnitude, large), large, magnitude), dtype)
+    a2 = let(a * a, dtype)
+    near = let(_log1p(let(a + a2 / (one + tirx.sqrt(a2 + one)), dtype), dtype, let), dtype)
+    y = let(tirx.Select(tirx.GT(magnitude, large), _log_of_double(magnitude, dtype, let), near), dtype)
+    signed = tirx.Select(tirx.LT(x, literal(0, dtype)), y * literal(-1, dtype), y)
+    return tirx.Select(tirx.EQ(x, literal(0, dtype)), x, signed)
+
+
+def _log_of_double(x: TirExpr, dtype: str, let: Let) -> TirExpr:
+    log = math.log(let, x) if dtype == "float32" else _llvm("log", dtype, x)
+    return log + literal(pymath.log(2), dtype)
+
+
+def _acosh(x: TirExpr, dtype: str, let: Let) -> TirExpr:
+    """log1p(t + sqrt(2 t + t^2)), t = x - 1."""
+    large = literal(1e18, dtype)
+    bounded = let(tirx.Select(tirx.GT(x, large), large, x), dtype)
+    t = let(bounded - literal(1, dtype), dtype)
+    near = let(_log1p(let(t + tirx.sqrt(t * literal(2, dtype) + t * t), dtype), dtype, let), dtype)
+    return tirx.Select(tirx.GT(x, large), _log_of_double(x, dtype, let), near)
+
+
+def _atanh(x: TirExpr, dtype: str, let: Let) -> TirExpr:
+    """log1p(2 x / (1 - x)) / 2 of |x|, with x's sign."""
+    a = let(tirx.abs(x), dtype)
+    ratio = let(a * literal(2, dtype) / (literal(1, dtype) - a), dtype)
+    y = let(_log1p(ratio, dtype, let) * literal(0.5, dtype), dtype)
+    signed = tirx.Select(tirx.LT(x, literal(0, dtype)), y * literal(-1, dtype), y)
+    return tirx.Select(tirx.EQ(x, literal(0, dtype)), x, signed)
 
 
 _UNARY: Mapping[str, Callable[[TirExpr, str, Let], TirExpr]] = {
     "neg": _neg,
     "abs": _abs,
     "sign": _sign,
-    "bitnot": lambda x, dtype, let: negate_bool(x) if dtype == "bool" else tirx.bitwise_not(x),
-    "not": lambda x, dtype, let: negate_bool(x),
+    "bitnot": lambda x, dtype, let: tirx.Not(x) if dtype == "bool" else tirx.bitwise_not(x),
+    "not": lambda x, dtype, let: tirx.Not(x),
     "sqrt": lambda x, dtype, let: tirx.sqrt(x),
     "rsqrt": lambda x, dtype, let: literal(1, dtype) / tirx.sqrt(x),
-    "sigmoid": _sigmoid64,
-    "expm1": _libm64("expm1"),
-    "erfc": _libm64("erfc"),
+    "sigmoid": _sigmoid,
+    "expm1": _expm1,
+    "log1p": _log1p,
+    "asinh": _asinh,
+    "acosh": _acosh,
+    "atanh": _atanh,
 }

@@ -54,6 +54,16 @@ def opaque(x: TirExpr, dtype: str) -> TirExpr:
     return tirx.reinterpret(dtype, tirx.reinterpret(bits, x))
 
 
+def round_even(x: TirExpr, dtype: str) -> TirExpr:
+    """x rounded to an integer, halves to even. Not `tirx.nearbyint`: TVM does not vectorise it."""
+    return tirx.call_llvm_pure_intrin(dtype, "llvm.rint", x)
+
+
+def is_nan(x: TirExpr, dtype: str) -> TirExpr:
+    """Whether x is NaN. Not `tirx.isnan`, which TVM does not vectorise, nor `x != x`: TVM's `!=` is false for NaN."""
+    return tirx.Not(tirx.EQ(x, opaque(x, dtype)))
+
+
 def _horner(x: TirExpr, coefficients: Sequence[float], of: Callable[[float], TirExpr] = f32) -> TirExpr:
     """The polynomial with `coefficients`, highest power first."""
     result = of(coefficients[0])
@@ -87,7 +97,7 @@ def _expm1_reduced(let: Let, r: TirExpr) -> TirExpr:
 
 def _reduce_exp(let: Let, x: TirExpr) -> tuple[TirExpr, TirExpr]:
     """(n, r) with x = n ln(2) + r, |r| <= ln(2) / 2."""
-    n = let(tirx.nearbyint(x * f32(math.log2(math.e))), "float32")
+    n = let(round_even(x * f32(math.log2(math.e)), "float32"), "float32")
     return n, let(x - n * f32(_LN2_HIGH) - n * f32(_LN2_LOW), "float32")
 
 
@@ -106,7 +116,7 @@ def exp(let: Let, x: TirExpr) -> TirExpr:
 
 def exp2(let: Let, x: TirExpr) -> TirExpr:
     x = let(_at_most(let(_at_least(x, -151.0), "float32"), 129.0), "float32")
-    n = let(tirx.nearbyint(x), "float32")
+    n = let(round_even(x, "float32"), "float32")
     r = let((x - opaque(n, "float32")) * f32(math.log(2)), "float32")
     return _scale(let, let(_expm1_reduced(let, r) + f32(1), "float32"), n)
 
@@ -201,7 +211,7 @@ _ERF_DENOMINATOR = (
 def erf(let: Let, x: TirExpr) -> TirExpr:
     x = let(_at_most(let(_at_least(x, -4.0), "float32"), 4.0), "float32")
     x2 = let(x * x, "float32")
-    y = let(x * _horner(x2, _ERF_NUMERATOR) / _horner(x2, _ERF_DENOMINATOR), "float32")
+    y = let(x * (_horner(x2, _ERF_NUMERATOR) / _horner(x2, _ERF_DENOMINATOR)), "float32")
     return _at_most(let(_at_least(y, -1.0), "float32"), 1.0)
 
 
@@ -224,7 +234,7 @@ def erfc(let: Let, x: TirExpr) -> TirExpr:
 def _quarter_turns(let: Let, x: TirExpr) -> tuple[TirExpr, TirExpr]:
     """(q, r) with x = (4k + q) pi/2 + r: q an int32 in 0 .. 3, r a float32 with |r| <= pi/4."""
     wide = let(tirx.Cast("float64", x), "float64")
-    n = let(tirx.nearbyint(wide * _f64(2 / math.pi)), "float64")
+    n = let(round_even(wide * _f64(2 / math.pi), "float64"), "float64")
     r = wide - n * _f64(_PI_2_HIGH) - n * _f64(_PI_2_MIDDLE) - n * _f64(_PI_2_LOW)
     quadrant = let(n - _f64(4) * tirx.floor(n * _f64(0.25)), "float64")
     narrow = let(tirx.Cast("float32", r), "float32")
@@ -276,7 +286,7 @@ def _log2_wide(let: Let, x: TirExpr) -> TirExpr:
 
 def _exp2_wide(let: Let, x: TirExpr) -> TirExpr:
     """2^x of a float64 in -1000 .. 1000 with a relative error below 1e-9, rounded to float32."""
-    n = let(tirx.nearbyint(x), "float64")
+    n = let(round_even(x, "float64"), "float64")
     r = let((x - opaque(n, "float64")) * _f64(math.log(2)), "float64")
     y = let(_horner(r, tuple(1 / math.factorial(k) for k in (8, 7, 6, 5, 4, 3, 2, 1, 0)), _f64), "float64")
     exponent = tirx.Cast("int64", tirx.Cast("int32", n)) + tirx.IntImm("int64", 1023)
@@ -299,9 +309,9 @@ def power(let: Let, x: TirExpr, y: TirExpr) -> TirExpr:
     odd = tirx.And(whole, tirx.NE(tirx.floor(half), opaque(half, "float32")))
     negative = tirx.LT(tirx.reinterpret("int32", x), _i32(0))
     signed = let(tirx.Select(tirx.And(negative, odd), zero - result, result), "float32")
-    undefined = tirx.And(tirx.And(tirx.LT(x, zero), tirx.GT(x, f32(-math.inf))), tirx.EQ(whole, tirx.IntImm("bool", 0)))
+    undefined = tirx.And(tirx.And(tirx.LT(x, zero), tirx.GT(x, f32(-math.inf))), tirx.Not(whole))
     defined = let(tirx.Select(undefined, f32(math.nan), signed), "float32")
-    nan = tirx.Or(tirx.isnan(x), tirx.isnan(y))
+    nan = tirx.Or(is_nan(x, "float32"), is_nan(y, "float32"))
     with_nan = let(tirx.Select(nan, x + y, defined), "float32")
     # (-1)^(+-inf) is 1 too.
     one_to = tirx.And(tirx.EQ(magnitude, f32(1)), tirx.EQ(tirx.abs(y), inf))

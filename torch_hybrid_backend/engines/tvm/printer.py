@@ -19,6 +19,7 @@ from typing import Any
 from tvm import tirx
 
 from torch_hybrid_backend.engines.tvm import arithmetic
+from torch_hybrid_backend.engines.tvm.bindings import Bindings
 from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, Scalar, as_index
 from torch_hybrid_backend.loops.ir import Buffer, Call, Const, Expr, FromIndex, Load, compute_dtype
@@ -53,10 +54,10 @@ def widen(value: TirExpr, dtype: str) -> TirExpr:
 class _Scope:
     """Values bound so far at one place; a branch of a guard has its own, as it may not run."""
 
-    def __init__(self, outer: _Scope | None) -> None:
+    def __init__(self, builder: Builder, outer: _Scope | None) -> None:
         self.outer = outer
+        self.bindings = Bindings(builder)
         self.known: dict[int, TirExpr] = {}  # canonical expression -> variable or literal
-        self.bound: list[tuple[TirExpr, TirExpr]] = []
 
     def find(self, key: int) -> TirExpr | None:
         scope: _Scope | None = self
@@ -95,16 +96,14 @@ class Printer:
         """One TIR expression, self-contained (values used twice are `Let`s); `env` gives the kernel's loop variables."""
         with self._printing([e], env) as (roots, scope):
             result = self._print(roots[0])
-            for variable, value in reversed(scope.bound):
-                result = tirx.Let(variable, value, result)
-            return result
+            return scope.bindings.around(result)
 
     def evaluate(self, exprs: Sequence[Expr], env: Env, use: Callable[[list[TirExpr]], Stmt]) -> Stmt:
         """Bind what the expressions share, then `use` their values (each may be used many times) in a statement."""
         with self._printing(exprs, env) as (roots, scope):
             values = [self._bind(self._print(root), root.dtype) for root in roots]
             statement = use(values)
-            return self.builder.seq(*(tirx.stmt.Bind(v, value) for v, value in scope.bound), statement)
+            return scope.bindings.before(statement)
 
     def store(self, store: Store, env: Env) -> Stmt:
         """buffer[index] = value."""
@@ -113,8 +112,8 @@ class Printer:
     def stores(self, stores: Sequence[Store], env: Env) -> Stmt:
         """Several stores at one point; what their values share is computed once."""
         targets = [self._target(store, env) for store in stores]
-        if any(self.branches(store.value, env) for store in stores):
-            # A branch on a vector lane makes TVM split one statement, not the bindings before it.
+        if any(self.splits(store.value, env) for store in stores):
+            # TVM splits statement by statement, and cannot split the bindings before it.
             self._env = dict(env)
             values = [self.expr(store.value, env) for store in stores]
             return self.builder.seq(*(self._put(t, s, v) for t, s, v in zip(targets, stores, values, strict=True)))
@@ -153,8 +152,9 @@ class Printer:
         bounds = self._index_sides(condition, env)
         return None if bounds is None else _compare_ranges(condition.op, *bounds)
 
-    def branches(self, e: Expr, env: Env) -> bool:
-        """Whether printing `e` leaves a branch (a guard whose condition is only known when the kernel runs)."""
+    def splits(self, e: Expr, env: Env) -> bool:
+        """Whether TVM splits a vector loop around `e`: it branches (a guard that is only decided when the kernel runs) or has an operation
+        with no vector form. Its values must then be `Let`s, or the loop a serial one."""
         stack, seen = [e], set()
         while stack:
             x = stack.pop()
@@ -166,6 +166,8 @@ class Printer:
                 if known is None:
                     return True
                 stack.append(x.args[1] if known else x.args[2])
+            elif arithmetic.splits_vectors(x.op, x.dtype):
+                return True
             else:
                 stack.extend(x.args)
         return False
@@ -187,7 +189,7 @@ class Printer:
         """A fresh top scope for expressions printed with `env`; yields the expressions with equal parts shared."""
         outer = (self._env, self._scope, self._uses, self._masks)
         self._env, self._uses, self._masks = dict(env), {}, []
-        scope = self._scope = _Scope(None)
+        scope = self._scope = _Scope(self.builder, None)
         try:
             roots = [self._canon(e) for e in exprs]
             seen: set[int] = set()
@@ -229,13 +231,8 @@ class Printer:
             self._count_uses(a, seen)
 
     def _bind(self, value: TirExpr, dtype: str) -> TirExpr:
-        """A variable that holds `value`, or the value itself where that is as cheap."""
-        if isinstance(value, (tirx.Var, tirx.IntImm, tirx.FloatImm)):
-            return value
         assert self._scope is not None
-        variable = tirx.Var(self.builder.fresh("v"), dtype)
-        self._scope.bound.append((variable, value))
-        return variable
+        return self._scope.bindings.let(value, dtype)
 
     def _print(self, e: Expr) -> TirExpr:
         assert self._scope is not None
@@ -297,14 +294,12 @@ class Printer:
 
     def _branch(self, e: Expr) -> TirExpr:
         """An expression whose bindings stay with it."""
-        scope = self._scope = _Scope(self._scope)
+        scope = self._scope = _Scope(self.builder, self._scope)
         try:
             result = self._print(e)
         finally:
             self._scope = scope.outer
-        for variable, value in reversed(scope.bound):
-            result = tirx.Let(variable, value, result)
-        return result
+        return scope.bindings.around(result)
 
     def _print_scalar(self, atom: Scalar) -> TirExpr:
         """A scalar inside an index, as int32: read where the index is used, with the environment of the expression around it."""
