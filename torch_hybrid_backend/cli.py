@@ -5,8 +5,8 @@
     hybrid explain script.py:make --html plan.html
     hybrid doctor
 
-`explain` compiles the model, calls it once on the arguments and shows the plan. `doctor` shows which engines can run
-in this installation, and what to install for those that cannot.
+`explain` compiles the model for inference, calls it once on the arguments and shows the plan. `doctor` shows which
+engines can run in this installation, and what to install for those that cannot.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def _explain(parsed: argparse.Namespace, explain: Explain, out: TextIO) -> int:
         )
     model, args = made[:2]
     kwargs = made[2] if len(made) == 3 else {}
-    explanation = explain(model, *args, **kwargs)
+    with torch.no_grad():
+        explanation = explain(model, *args, **kwargs)
     if parsed.html is not None:
         try:
             parsed.html.write_text(explanation.to_html())
