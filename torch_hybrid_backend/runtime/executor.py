@@ -49,8 +49,8 @@ _MOST_REBINDS = 16
 def as_callback(segment: CompiledSegment) -> Callable[[Sequence[Any]], Sequence[Any]]:
     """The segment as a function of the list of its inputs."""
     if isinstance(segment, torch.fx.GraphModule):
-        forward = segment.forward  # not __call__: an eager segment has no hooks
-        return lambda inputs: forward(*inputs)
+        # Not .forward: fx may generate a module's code on its first call.
+        return lambda inputs: segment(*inputs)
     return segment
 
 

@@ -23,6 +23,7 @@ from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdic
 from torch_hybrid_backend.engines.tvm.assemble import RegionKernels, assemble
 from torch_hybrid_backend.engines.tvm.compile_pool import KernelCompiler
 from torch_hybrid_backend.engines.tvm.kernel_cache import compile_kernels
+from torch_hybrid_backend.engines.tvm.kernel_key import engine_version, tvm_version
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.errors import CompileError
 from torch_hybrid_backend.loops import lowering
@@ -72,6 +73,11 @@ class TvmEngine:
     def keep_ops(self) -> frozenset[torch._ops.OpOverload]:
         """Operators with a lowering of their own are wanted whole."""
         return frozenset(lowering.table())
+
+    @property
+    def version(self) -> str:
+        """What timings of this engine's kernels depend on: its own sources, TVM, the target."""
+        return f"{engine_version()} tvm {tvm_version()} {self.target.fingerprint}"
 
     @property
     def target(self) -> Target:
