@@ -190,8 +190,7 @@ def evaluate(op: LoopOp, env: Environment) -> None:
         case MatMulOp(a=a, b=b):
             result = torch.matmul(_read(a, env), _read(b, env))
         case ConvOp(x=x, w=w):
-            convolve = torch.conv1d if len(op.stride) == 1 else torch.conv2d
-            result = convolve(_read(x, env), _read(w, env), None, op.stride, op.padding, op.dilation, op.groups)
+            result = _convolve(op, _read(x, env), _read(w, env))
         case AttentionOp():
             result = _attend(op, env)
         case _:
@@ -217,6 +216,17 @@ def _reduce(op: ReduceOp, env: Environment) -> torch.Tensor:
         case "argmax" | "argmin":
             return getattr(rows, op.combiner)(-1)
     raise ValueError(f"not a combiner: {op.combiner}")
+
+
+def _convolve(op: ConvOp, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    pads: list[int] = []
+    for n, k, out, s, p, d in zip(
+        x.shape[2:], w.shape[2:], op.out.shape[2:], op.stride, op.padding, op.dilation, strict=True
+    ):
+        # The last dimension comes first in `pad`; the zeros after the last element follow from the output's size.
+        pads = [p, (out - 1) * s + d * (k - 1) + 1 - n - p, *pads]
+    convolve = torch.conv1d if len(op.stride) == 1 else torch.conv2d
+    return convolve(torch.nn.functional.pad(x, pads), w, None, op.stride, 0, op.dilation, op.groups)
 
 
 def _attend(op: AttentionOp, env: Environment) -> torch.Tensor:

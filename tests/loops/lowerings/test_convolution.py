@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -35,6 +37,31 @@ def test_convolutions(name: str, dtype: torch.dtype) -> None:
     convolve = aten.convolution.default
     check(lambda x, w, b: convolve(x, w, b, stride, padding, dilation, False, zeros, groups), x, w, b)
     check(lambda x, w: convolve(x, w, None, stride, padding, dilation, False, zeros, groups), x, w)
+
+
+def test_explicit_padding_joins() -> None:
+    """A constant_pad_nd of zeros before a convolution, more on one side than on the other, is the convolution's own."""
+    convolve = aten.convolution.default
+    for stride, size in ((2, 8), (1, 5)):
+        check(
+            _padded_convolution([0, 1, 2, 1], stride),
+            sample(1, 2, size, size),
+            sample(3, 2, 3, 3),
+        )
+    # Other values than zero stay in front of it.
+    check(
+        lambda x, w: convolve(
+            aten.constant_pad_nd.default(x, [1, 1, 1, 1], 2.0), w, None, [1], [0], [1], False, [0], 1
+        ),
+        sample(1, 2, 5, 5),
+        sample(3, 2, 3, 3),
+    )
+
+
+def _padded_convolution(pad: list[int], stride: int) -> Callable[..., object]:
+    return lambda x, w: aten.convolution.default(
+        aten.constant_pad_nd.default(x, pad), w, None, [stride] * 2, [1, 0], [1, 1], False, [0, 0], 1
+    )
 
 
 @pytest.mark.parametrize(("x_shape", "w_shape"), [((2, 3, 4, 5), (3, 2, 2, 3)), ((1, 2, 5), (2, 3, 4))])

@@ -59,6 +59,8 @@ CASES: dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], object]]] = {
     "detach": ((2, 3), aten.detach.default),
     "alias": ((2, 3), aten.alias.default),
     "identity as_strided": ((2, 3), lambda x: aten.as_strided.default(x, [2, 3], [3, 1])),
+    "as_strided": ((4, 3), lambda x: aten.as_strided.default(x, [2, 2], [3, 2], 1)),
+    "as_strided of a transposed": ((4, 3), lambda x: aten.as_strided.default(x.t(), [3, 2, 1], [1, 6, 1])),
 }
 
 
@@ -96,8 +98,12 @@ def test_bijections_have_inverses(name: str) -> None:
     assert load.index == index
 
 
-def test_as_strided_is_refused() -> None:
-    """Strides of memory are nothing a value has."""
-    graph = trace(lambda x: aten.as_strided.default(x, [2, 2], [1, 1]), [sample(4)]).graph
-    (node,) = (n for n in graph.nodes if n.op == "call_function")
+@pytest.mark.parametrize(("strides", "size", "stride"), [((4, 1), [2, 2], [1, 1]), ((3, 1), [9], [2])])
+def test_as_strided_of_gaps_is_refused(strides: tuple[int, ...], size: list[int], stride: list[int]) -> None:
+    """Memory between or behind a tensor's elements is nothing its value knows."""
+    graph = torch.fx.Graph()
+    source = graph.placeholder("x")
+    node = graph.call_function(aten.as_strided.default, (source, size, stride))
+    source.meta["val"] = torch.empty_strided((4, 3), strides)
+    node.meta["val"] = torch.empty(size)
     assert not supports(node)

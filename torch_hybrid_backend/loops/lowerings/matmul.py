@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from torch_hybrid_backend.loops.index import as_index, var
@@ -92,18 +94,12 @@ def dot(ctx: Context, a: Value, b: Value) -> Value:
 @lowers(aten.linear.default)
 def linear(ctx: Context, x: Value, weight: Value, bias: Value | None = None) -> Value:
     """x (..., K), weight (N, K) or (K)."""
-    flat = reshaped(x, (-(-_count(x.shape) // x.shape[-1]), x.shape[-1]))
-    columns = permuted(reshaped(weight, (_count(weight.shape) // x.shape[-1], x.shape[-1])), (1, 0))
+    depth = x.shape[-1]
+    flat = reshaped(x, (math.prod(x.shape[:-1]), depth))
+    columns = permuted(reshaped(weight, (math.prod(weight.shape) // depth, depth)), (1, 0))
     dtype = ctx.out.dtype if bias is None else compute_dtype(ctx.out.dtype)
     result = reshaped(product(ctx, flat, columns, dtype), ctx.shape)
     return result if bias is None else ctx.pointwise(add, result, bias)
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
 
 
 @lowers(aten.addbmm.default)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
 from torch_hybrid_backend.core.verdict import Reason
-from torch_hybrid_backend.loops.index import Index, as_index, reshape_index
+from torch_hybrid_backend.loops.index import Index, as_index, linear, reshape_index
 from torch_hybrid_backend.loops.ir import Value
 from torch_hybrid_backend.loops.lowering import Context, Refuse, lowers, reindex
 
@@ -178,19 +179,12 @@ def roll(ctx: Context, x: Value, shifts: Sequence[int] | int, dims: Sequence[int
     shifts = [shifts] if isinstance(shifts, int) else list(shifts)
     dims = [dims] if isinstance(dims, int) else list(dims)
     if not dims:
-        flat = reshaped(x, (_count(x.shape),))
+        flat = reshaped(x, (math.prod(x.shape),))
         return reshaped(_rolled(flat, {0: shifts[0]}), x.shape)
     total: dict[int, int] = {}
     for d, shift in zip(dims, shifts, strict=True):
         total[axis(d, len(x.shape))] = total.get(axis(d, len(x.shape)), 0) + shift
     return _rolled(x, total)
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
 
 
 def _rolled(x: Value, shifts: dict[int, int]) -> Value:
@@ -254,9 +248,27 @@ def pixel_unshuffle(ctx: Context, x: Value, downscale_factor: int) -> Value:
 def as_strided(
     ctx: Context, x: Value, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Value:
-    """Only where it changes nothing: values have no memory to take strides of."""
-    meta = ctx.node.args[0].meta["val"] if ctx.node is not None else None  # type: ignore[union-attr]
-    same = meta is not None and tuple(size) == x.shape and tuple(stride) == tuple(meta.stride())
-    if not same or storage_offset not in (None, meta.storage_offset() if meta is not None else 0):
-        raise Refuse(Reason.ARGUMENT, "as_strided reads memory by strides, which values do not have")
-    return x
+    """By the strides that the traced input has; only where those cover its elements densely, in whatever order."""
+    node = ctx.node.args[0] if ctx.node is not None else None
+    meta = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
+    if not isinstance(meta, torch.Tensor):
+        raise Refuse(Reason.ARGUMENT, "as_strided of something that is no tensor of the graph")
+    order = _memory_order(x.shape, tuple(meta.stride()))
+    start = 0 if storage_offset is None else storage_offset - int(meta.storage_offset())
+    last = start + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+    if order is None or start < 0 or last >= math.prod(x.shape):
+        raise Refuse(Reason.ARGUMENT, "as_strided reads memory that its input's elements do not cover densely")
+    flat = reshaped(permuted(x, order), (math.prod(x.shape),))
+    strides = tuple(int(s) for s in stride)
+    return reindex(flat, ctx.shape, lambda index: (linear(index, strides) + start,))
+
+
+def _memory_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int] | None:
+    """The dimensions from the slowest to the fastest in memory; None where elements overlap or leave gaps."""
+    order = sorted(range(len(shape)), key=lambda d: (-strides[d], -shape[d]))
+    step = 1
+    for d in reversed(order):
+        if shape[d] > 1 and strides[d] != step:
+            return None
+        step *= shape[d]
+    return order
