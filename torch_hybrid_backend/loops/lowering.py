@@ -223,7 +223,7 @@ def lower_node(ctx: Context, node: torch.fx.Node, values: Mapping[torch.fx.Node,
             continue  # a second result that this case leaves empty: batch norm's statistics in eval
         if not isinstance(tensor, torch.Tensor):
             raise Refuse(Reason.NOT_A_TENSOR, f"{node.target} yields a {type(tensor).__name__}, not a tensor")
-        if refused := check_tensor(tensor):
+        if (refused := check_tensor(tensor)) is not None:
             raise Refuse(refused.code, refused.why)
     # A context of its own: values are lazy, and what they close over must not become the next node's.
     ctx = copy.copy(ctx)
@@ -245,7 +245,7 @@ def supports(node: torch.fx.Node) -> Verdict:
         return Refused(Reason.UNKNOWN_OPERATOR, f"a node of kind {node.op} is not an operator")
     if node.target is operator.getitem:
         producer = node.args[0]
-        if isinstance(meta := node.meta.get("val"), torch.Tensor) and (refused := check_tensor(meta)):
+        if isinstance(meta := node.meta.get("val"), torch.Tensor) and (refused := check_tensor(meta)) is not None:
             return refused
         return supports(producer) if isinstance(producer, torch.fx.Node) else Supported()
     if not isinstance(node.target, torch._ops.OpOverload) or node.target not in table():
@@ -254,7 +254,7 @@ def supports(node: torch.fx.Node) -> Verdict:
     for source in node.all_input_nodes:
         meta = source.meta.get("val")
         if isinstance(meta, torch.Tensor):
-            if refused := check_tensor(meta):
+            if (refused := check_tensor(meta)) is not None:
                 return refused
             spec = TensorSpec.of(meta)
             placeholders[source] = Buffer(tuple(int(n) for n in spec.shape), spec.dtype)
