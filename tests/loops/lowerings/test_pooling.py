@@ -66,6 +66,14 @@ def test_average_pool(name: str, dtype: torch.dtype) -> None:
     check(lambda a: aten.avg_pool2d.default(a, *AVERAGE_CASES[name]), x[0])
 
 
+def test_average_pool_larger_than_the_image() -> None:
+    """A kernel far larger than the image costs no more than the image (ceil_mode lets it stick out)."""
+    x = sample(2, 3, 4, 5)
+    check(lambda a: aten.avg_pool2d.default(a, [2000, 2000], [], [0], True), x)
+    check(lambda a: aten.avg_pool2d.default(a, [6, 7], [2, 3], [2, 1], True, False), x)
+    check(lambda a: aten.avg_pool2d.default(a, [6, 7], [2, 3], [2, 1], False, True), x)
+
+
 def test_average_pool_of_other_ranks() -> None:
     """One and three spatial dimensions."""
     check(lambda a: aten.avg_pool1d.default(a, [3], [2], [1], True, False), sample(2, 3, 8))

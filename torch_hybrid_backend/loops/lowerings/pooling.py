@@ -13,7 +13,7 @@ import torch
 
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.index import Index, as_index, contiguous_strides
-from torch_hybrid_backend.loops.ir import Buffer, Expr, Map, ReduceOp, Value, compute_dtype, scalar_index
+from torch_hybrid_backend.loops.ir import Buffer, Const, Expr, Map, ReduceOp, Value, compute_dtype, scalar_index
 from torch_hybrid_backend.loops.lowering import Context, Refuse, lowers, reindex
 from torch_hybrid_backend.loops.lowerings.arithmetic import lit
 from torch_hybrid_backend.loops.lowerings.convolution import per_dimension
@@ -171,12 +171,19 @@ def _avg_pool(
     lead, spatial = len(x.shape) - rank, x.shape[len(x.shape) - rank :]
     dtype = compute_dtype(x.dtype)
 
+    # A single window is no larger than the image: some models average all of it by naming an enormous kernel.
+    single = [out == 1 for out in ctx.shape[lead:]]
+    window = tuple(min(k - p, n) if one else k for one, k, p, n in zip(single, kernel, paddings, spatial, strict=True))
+
     def body(index: tuple[Index, ...]) -> Expr:
         outer, offset = index[lead : lead + rank], index[lead + rank :]
-        place = tuple(o * s - p + k for o, k, s, p in zip(outer, offset, strides, paddings, strict=True))
+        place = tuple(
+            k if one else o * s - p + k
+            for one, o, k, s, p in zip(single, outer, offset, strides, paddings, strict=True)
+        )
         return guard(_inside(place, spatial), x.at((*index[:lead], *place)), const(0, dtype))
 
-    domain, axes = (*ctx.shape, *kernel), tuple(range(lead + rank, lead + 2 * rank))
+    domain, axes = (*ctx.shape, *window), tuple(range(lead + rank, lead + 2 * rank))
     total = ctx.realize(ReduceOp(Buffer(ctx.shape, dtype), domain, axes, "sum", body))
 
     def counted(outer: Index, k: int, s: int, p: int, n: int) -> Expr:
@@ -208,17 +215,21 @@ def _avg_pool(
 
 
 def _least(index: Index, bound: int) -> Expr:
-    if index.high <= bound:
-        return from_index(index)
+    if index.high <= bound or index.low >= bound:
+        return from_index(index if index.high <= bound else bound)
     return call("min", from_index(index), from_index(bound))
 
 
 def _least_scalar(scalar: Expr, bound: int) -> Expr:
+    if isinstance(scalar, Const):
+        return from_index(min(int(scalar.value), bound))
     return call("min", scalar, from_index(bound))
 
 
 def _most(index: Index, bound: int) -> Expr:
-    return from_index(index) if index.low >= bound else call("max", from_index(index), from_index(bound))
+    if index.low >= bound or index.high <= bound:
+        return from_index(index if index.low >= bound else bound)
+    return call("max", from_index(index), from_index(bound))
 
 
 @lowers(aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default)
