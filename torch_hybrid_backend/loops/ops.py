@@ -10,6 +10,7 @@ lie outside a tensor elsewhere).
 from __future__ import annotations
 
 import math
+import struct
 
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import INDEX_DTYPE, Call, Const, Expr, FromIndex, Load
@@ -37,13 +38,23 @@ def is_float(dtype: str) -> bool:
     return dtype in _FLOATS
 
 
+_INTEGER_BITS = {"int64": 64, "int32": 32, "int16": 16, "int8": 8, "uint8": 8}
+
+
 def const(value: float, dtype: str) -> Const:
-    """A literal of a compute dtype."""
+    """A literal of a compute dtype, rounded or wrapped to what the dtype can hold."""
     if dtype == "bool":
         return Const(dtype, bool(value))
-    if is_float(dtype):
+    if dtype == "float64":
         return Const(dtype, float(value))
-    return Const(dtype, int(value))
+    if dtype == "float32":
+        try:
+            return Const(dtype, float(struct.unpack("f", struct.pack("f", value))[0]))
+        except OverflowError:
+            return Const(dtype, math.copysign(math.inf, value))
+    bits = _INTEGER_BITS[dtype]
+    wrapped = int(value) & ((1 << bits) - 1)
+    return Const(dtype, wrapped - (1 << bits) if dtype != "uint8" and wrapped >> (bits - 1) else wrapped)
 
 
 def call(op: str, *args: Expr, dtype: str | None = None) -> Expr:
@@ -52,15 +63,67 @@ def call(op: str, *args: Expr, dtype: str | None = None) -> Expr:
         raise ValueError(f"{op!r} is not a scalar operation of the loops language; legal: {sorted(OPS)}")
     if dtype is None:
         dtype = "bool" if op in COMPARE | LOGICAL | PREDICATE else args[0].dtype
-    return Call(dtype, op, args)
+    folded = _fold_index(op, *args) if len(args) == 2 else _fold_choice(op, args)
+    return Call(dtype, op, args) if folded is None else folded
+
+
+def _fold_choice(op: str, args: tuple[Expr, ...]) -> Expr | None:
+    """`not` and `where` of a literal condition."""
+    if not isinstance(args[0], Const) or args[0].dtype != "bool":
+        return None
+    if op == "not":
+        return Const("bool", not args[0].value)
+    if op == "where":
+        return args[1] if args[0].value else args[2]
+    return None
+
+
+def _as_index(x: Expr) -> Index | None:
+    if x.dtype != INDEX_DTYPE:
+        return None
+    if isinstance(x, FromIndex):
+        return x.index
+    return as_index(int(x.value)) if isinstance(x, Const) else None
+
+
+def _fold_index(op: str, x: Expr, y: Expr) -> Expr | None:
+    """Arithmetic on indices is index arithmetic; comparisons that the ranges decide are literals."""
+    a, b = _as_index(x), _as_index(y)
+    if a is None or b is None:
+        return None
+    if op in ("add", "sub"):
+        return from_index(a + b if op == "add" else a - b)
+    if op == "mul" and (a.is_const or b.is_const):
+        return from_index(a * b.const if b.is_const else b * a.const)
+    if op in ("floordiv", "mod") and b.is_const and b.const > 0:
+        return from_index(a // b.const if op == "floordiv" else a % b.const)
+    if op in ("min", "max") and (a.high <= b.low or b.high <= a.low):
+        return x if (a.high <= b.low) == (op == "min") else y
+    if op not in COMPARE:
+        return None
+    # Each comparison by where it certainly holds and where it certainly fails.
+    less, greater = a.high < b.low, a.low > b.high
+    equal = a == b
+    verdicts = {
+        "lt": (less, equal or a.low >= b.high),
+        "le": (equal or a.high <= b.low, greater),
+        "gt": (greater, equal or a.high <= b.low),
+        "ge": (equal or a.low >= b.high, less),
+        "eq": (equal, less or greater),
+        "ne": (less or greater, equal),
+    }
+    holds, fails = verdicts[op]
+    return Const("bool", holds) if holds or fails else None
 
 
 def cast(x: Expr, dtype: str) -> Expr:
     """`x` converted to a compute dtype, as C converts."""
     if x.dtype == dtype:
         return x
-    if isinstance(x, Const) and not (isinstance(x.value, float) and not math.isfinite(x.value)):
+    if isinstance(x, Const) and (math.isfinite(x.value) or is_float(dtype)):
         return const(x.value, dtype)
+    if dtype == "bool" and isinstance(x, Call) and x.op == "cast" and x.args[0].dtype == "bool":
+        return x.args[0]  # a condition that passed through a wider dtype
     return Call(dtype, "cast", (x,))
 
 

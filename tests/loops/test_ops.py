@@ -1,0 +1,108 @@
+"""The smart constructors of scalar expressions fold exactly what is certain."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+
+import pytest
+
+from torch_hybrid_backend.loops.index import var
+from torch_hybrid_backend.loops.ir import Buffer, Call, Const, FromIndex, Load
+from torch_hybrid_backend.loops.ops import call, cast, const, from_index, guard, index_in, logical_and, round_to
+
+ROW, COLUMN = var("i", 4), var("j", 8)
+COMPARISONS = {
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+}
+
+
+def test_literals_hold_what_their_dtype_holds() -> None:
+    """float32 literals are rounded, integers wrap, overflow is infinite."""
+    assert const(0.1, "float32").value == 0.10000000149011612
+    assert const(0.1, "float64").value == 0.1
+    assert const(1e39, "float32").value == math.inf
+    assert const(-1e39, "float32").value == -math.inf
+    assert const(300, "uint8").value == 44
+    assert const(200, "int8").value == -56
+    assert const(-1, "int64").value == -1
+    assert const(3.7, "int32").value == 3
+    assert math.isnan(const(math.nan, "float32").value)
+
+
+def test_index_arithmetic_folds() -> None:
+    """Sums, multiples, quotients and remainders of indices are indices."""
+    for expr, index in (
+        (call("add", from_index(ROW), from_index(COLUMN)), ROW + COLUMN),
+        (call("sub", from_index(ROW), from_index(2)), ROW - 2),
+        (call("mul", from_index(3), from_index(ROW)), ROW * 3),
+        (call("floordiv", from_index(ROW * 8 + COLUMN), from_index(8)), ROW),
+        (call("mod", from_index(ROW * 8 + COLUMN), from_index(8)), COLUMN),
+    ):
+        assert isinstance(expr, FromIndex)
+        assert expr.index == index
+    assert isinstance(call("mul", from_index(ROW), from_index(COLUMN)), Call)
+
+
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_comparisons_fold_only_where_ranges_decide(name: str) -> None:
+    """A folded comparison is right for all values; of two single values every comparison is decided."""
+    for low_a, low_b, size_a, size_b in itertools.product((-2, 0, 1, 3), (-1, 0, 2), (1, 2, 4), (1, 3)):
+        a, b = var("a", size_a) + low_a, var("b", size_b) + low_b
+        outcomes = {COMPARISONS[name](x + low_a, y + low_b) for x, y in itertools.product(range(size_a), range(size_b))}
+        result = call(name, from_index(a), from_index(b))
+        if isinstance(result, Const):
+            assert outcomes == {result.value}
+        else:
+            assert len(outcomes) == 2
+
+
+def test_extrema_fold_where_ranges_decide() -> None:
+    """min and max of ranges that do not overlap."""
+    small, large = from_index(ROW), from_index(COLUMN + 3)
+    assert call("min", small, large) is small
+    assert call("max", large, small) is large
+    assert isinstance(call("max", small, from_index(COLUMN)), Call)
+
+
+def test_conditions_fold() -> None:
+    """Literal conditions choose at once; a range inside its bounds needs no condition."""
+    yes, no = const(True, "bool"), const(False, "bool")
+    a, b = const(1, "float32"), const(2, "float32")
+    assert guard(yes, a, b) is a
+    assert guard(no, a, b) is b
+    assert call("where", no, a, b) is b
+    assert call("not", yes).value is False
+    assert index_in(ROW, 0, 4).value is True
+    assert isinstance(index_in(ROW, 1, 4), Call)
+    assert logical_and(yes, index_in(ROW, 1, 4)).op == "ge"
+    assert logical_and(index_in(ROW, 1, 4), no).value is False
+
+
+def test_casts_fold() -> None:
+    """Casts to the own dtype, of literals, and of conditions through numbers disappear; others stay."""
+    load = Load("bool", Buffer((4,), "bool"), (ROW,))
+    assert cast(load, "bool") is load
+    assert cast(cast(load, "float32"), "bool") is load
+    assert cast(const(2.5, "float32"), "int64").value == 2
+    assert cast(const(math.inf, "float32"), "float64").value == math.inf
+    assert isinstance(cast(const(math.nan, "float32"), "int64"), Call)
+
+
+def test_rounding_of_what_is_rounded_already_disappears() -> None:
+    """An element of a bfloat16 tensor is a bfloat16."""
+    load = Load("float32", Buffer((4,), "bfloat16"), (ROW,))
+    assert round_to(load, "bfloat16") is load
+    assert round_to(load, "float16").op == "round"
+
+
+def test_unknown_operations_are_errors() -> None:
+    """The message lists what is legal."""
+    with pytest.raises(ValueError, match="legal"):
+        call("frobnicate", const(1, "float32"))
