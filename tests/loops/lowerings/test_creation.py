@@ -58,3 +58,26 @@ def test_uninitialised_is_refused() -> None:
     graph = trace(aten.empty_like.default, [sample(3)]).graph
     (node,) = (n for n in graph.nodes if n.op == "call_function")
     assert not supports(node)
+
+
+@pytest.mark.parametrize("source", EVERYTHING, ids=str)
+@pytest.mark.parametrize("target", EVERYTHING, ids=str)
+def test_casts(source: torch.dtype, target: torch.dtype) -> None:
+    """A cast truncates, widens, rounds to half types and tests for zero as eager's does."""
+    x = sample(3, 5, dtype=source, low=0 if target == torch.uint8 else -3)
+    check(lambda a: aten._to_copy.default(a, dtype=target), x)
+    check(lambda a: torch.ops.prims.convert_element_type.default(a, target), x)
+
+
+def test_cast_to_half_rounds_in_the_middle() -> None:
+    """float32 -> bfloat16 -> float32 loses the bits that eager loses, though nothing is stored in between."""
+    x = sample(100)
+    check(lambda a: a.to(torch.bfloat16).to(torch.float32) - a, x)
+    check(lambda a: a.to(torch.float16).to(torch.float32) - a, x)
+
+
+def test_copy_and_fill() -> None:
+    """copy takes the destination's dtype and shape; fill a tensor's number."""
+    check(aten.copy.default, sample(3, 4, dtype=torch.int64), sample(4))
+    check(aten.fill.Tensor, sample(3, 4), torch.tensor(2))
+    check(lambda a: aten.fill.Scalar(a, 3), sample(3, 4, dtype=torch.int64))

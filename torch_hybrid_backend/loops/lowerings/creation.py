@@ -1,4 +1,4 @@
-"""Tensors made from numbers. Uninitialised ones (empty, empty_like) have no value to describe and stay with eager."""
+"""Tensors made from numbers, and conversions. Uninitialised tensors (empty, empty_like) have no value and stay with eager."""
 
 from __future__ import annotations
 
@@ -96,3 +96,29 @@ def eye(ctx: Context, *_sizes: int, **_options: object) -> Value:
         return cast(call("eq", from_index(index[0]), from_index(index[1])), dtype)
 
     return Map(ctx.shape, ctx.out.dtype, at)
+
+
+# Casts and copies
+
+
+def converted(ctx: Context, x: Value, dtype: str) -> Value:
+    """x in another dtype, rounded as a cast in eager rounds."""
+    return ctx.pointwise(lambda a: round_to(a, dtype), x, dtype=dtype, compute=compute_dtype(x.dtype), shape=ctx.shape)
+
+
+@lowers(aten._to_copy.default, prims.convert_element_type.default)
+def to_copy(ctx: Context, x: Value, *_dtype: object, **_options: object) -> Value:
+    """A cast; memory formats and devices do not concern values (other devices are refused by the node's specs)."""
+    if ctx.out.dtype == x.dtype:
+        return ctx.pointwise(lambda a: a, x)
+    return converted(ctx, x, ctx.out.dtype)
+
+
+@lowers(aten.copy.default)
+def copy(ctx: Context, destination: Value, source: Value, non_blocking: bool = False) -> Value:
+    return converted(ctx, source, ctx.out.dtype)
+
+
+@lowers(aten.fill.Tensor)
+def fill(ctx: Context, x: Value, value: Value) -> Value:
+    return converted(ctx, value, ctx.out.dtype)

@@ -10,7 +10,7 @@ from torch_hybrid_backend.loops.index import as_index, var
 from torch_hybrid_backend.loops.ir import Buffer, Expr, MatMulOp, Value, buffers_of_expr, canonical, compute_dtype
 from torch_hybrid_backend.loops.lowering import Context, lowers
 from torch_hybrid_backend.loops.lowerings import arithmetic as formula
-from torch_hybrid_backend.loops.lowerings.reductions import axes_of, reduced_body
+from torch_hybrid_backend.loops.lowerings.reducing import axes_of, reduced_body
 from torch_hybrid_backend.loops.lowerings.views import permuted, reshaped, selected
 from torch_hybrid_backend.loops.ops import add, cast, mul
 

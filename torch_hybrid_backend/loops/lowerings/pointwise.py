@@ -17,7 +17,7 @@ from torch_hybrid_backend.loops.ir import Expr, Value, compute_dtype
 from torch_hybrid_backend.loops.lowering import Context, Refuse, lowers
 from torch_hybrid_backend.loops.lowerings import arithmetic as formula
 from torch_hybrid_backend.loops.lowerings.arithmetic import lit
-from torch_hybrid_backend.loops.ops import FLOAT_UNARY, add, call, const, div, is_float, mul, round_to, sub, where
+from torch_hybrid_backend.loops.ops import FLOAT_UNARY, add, call, const, div, is_float, mul, sub, where
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -383,29 +383,3 @@ def addcdiv(ctx: Context, x: Value, y: Value, z: Value, *, value: float = 1) -> 
 @lowers(aten.lerp.Scalar, aten.lerp.Tensor)
 def lerp(ctx: Context, x: Value, end: Value, weight: Operand) -> Value:
     return ctx.pointwise(formula.lerp, x, end, weight)
-
-
-# Casts and copies
-
-
-def converted(ctx: Context, x: Value, dtype: str) -> Value:
-    """x in another dtype, rounded as a cast in eager rounds."""
-    return ctx.pointwise(lambda a: round_to(a, dtype), x, dtype=dtype, compute=compute_dtype(x.dtype), shape=ctx.shape)
-
-
-@lowers(aten._to_copy.default, prims.convert_element_type.default)
-def to_copy(ctx: Context, x: Value, *_dtype: object, **_options: object) -> Value:
-    """A cast; memory formats and devices do not concern values (other devices are refused by the node's specs)."""
-    if ctx.out.dtype == x.dtype:
-        return ctx.pointwise(lambda a: a, x)
-    return converted(ctx, x, ctx.out.dtype)
-
-
-@lowers(aten.copy.default)
-def copy(ctx: Context, destination: Value, source: Value, non_blocking: bool = False) -> Value:
-    return converted(ctx, source, ctx.out.dtype)
-
-
-@lowers(aten.fill.Tensor)
-def fill(ctx: Context, x: Value, value: Value) -> Value:
-    return converted(ctx, value, ctx.out.dtype)

@@ -12,65 +12,23 @@ from collections.abc import Callable, Sequence
 import torch
 
 from torch_hybrid_backend.loops.index import Index, as_index
-from torch_hybrid_backend.loops.ir import Expr, ScalarFn, Value, compute_dtype
+from torch_hybrid_backend.loops.ir import Expr, Value, compute_dtype
 from torch_hybrid_backend.loops.lowering import Context, lowers, reindex
 from torch_hybrid_backend.loops.lowerings import arithmetic as formula
 from torch_hybrid_backend.loops.lowerings.arithmetic import lit
-from torch_hybrid_backend.loops.lowerings.views import axis, reshaped
-from torch_hybrid_backend.loops.ops import add, call, cast, const, div, mul, sub, where
+from torch_hybrid_backend.loops.lowerings.reducing import (
+    Axes,
+    axes_of,
+    extent,
+    kept_shape,
+    moments,
+    reduced,
+    reduced_body,
+)
+from torch_hybrid_backend.loops.lowerings.views import reshaped
+from torch_hybrid_backend.loops.ops import add, call, cast, div, mul, sub, where
 
 aten = torch.ops.aten
-
-Axes = int | Sequence[int] | None
-
-
-def axes_of(dim: Axes, rank: int) -> tuple[int, ...]:
-    """The reduced dimensions, ascending; None or an empty list means all of them."""
-    if dim is None or (not isinstance(dim, int) and len(dim) == 0):
-        return tuple(range(rank))
-    dims = (dim,) if isinstance(dim, int) else dim
-    return tuple(sorted({axis(d, rank) for d in dims})) if rank else ()
-
-
-def extent(shape: tuple[int, ...], axes: tuple[int, ...]) -> int:
-    """How many elements are reduced to one."""
-    return math.prod(shape[d] for d in axes)
-
-
-def kept_shape(shape: tuple[int, ...], axes: tuple[int, ...], keepdim: bool) -> tuple[int, ...]:
-    """The result's shape."""
-    return tuple(1 if d in axes else n for d, n in enumerate(shape) if keepdim or d not in axes)
-
-
-def reduced(
-    ctx: Context,
-    combiner: str,
-    x: Value,
-    axes: tuple[int, ...],
-    fn: Callable[[Expr], Expr] | None = None,
-    dtype: str | None = None,
-    keepdim: bool = False,
-) -> Value:
-    """fn(x) reduced over `axes`; `fn` gets and gives compute-dtype scalars. Statistics (dtype None) keep the compute dtype of x."""
-    dtype = dtype or compute_dtype(x.dtype)
-
-    def body(index: tuple[Index, ...]) -> Expr:
-        scalar = x.at(index)
-        return scalar if fn is None else fn(scalar)
-
-    return reduced_body(ctx, combiner, x, axes, body, dtype, keepdim)
-
-
-def reduced_body(
-    ctx: Context, combiner: str, x: Value, axes: tuple[int, ...], body: ScalarFn, dtype: str, keepdim: bool = False
-) -> Value:
-    """`body` over the shape of x, reduced; a tensor without dimensions is its own reduction."""
-    shape = kept_shape(x.shape, axes, keepdim)
-    if axes:
-        return reshaped(ctx.reduce(combiner, x, axes, body, dtype), shape)
-    if combiner in ("argmax", "argmin"):
-        return ctx.pointwise(lambda: const(0, "int64"), dtype=dtype, shape=shape)
-    return ctx.pointwise(lambda _: cast(body(()), compute_dtype(dtype)), x, dtype=dtype, shape=shape)
 
 
 def _accumulated(dtype: str) -> Callable[[Expr], Expr]:
@@ -106,22 +64,6 @@ def mean(ctx: Context, x: Value, dim: Axes = None, keepdim: bool = False, *, dty
 
 
 # Variance
-
-
-def moments(ctx: Context, x: Value, axes: tuple[int, ...]) -> tuple[Value, Value]:
-    """Mean and sum of squared deviations over `axes`, of the shape with 1 for them, in the compute dtype of x (two passes)."""
-    dtype = compute_dtype(x.dtype)
-    shape = kept_shape(x.shape, axes, keepdim=True)
-    count = extent(x.shape, axes)
-    total = reduced(ctx, "sum", x, axes, keepdim=True)
-    average = ctx.pointwise(lambda a: div(a, lit(a, count)), total, dtype=dtype, shape=shape)
-
-    def squared(index: tuple[Index, ...]) -> Expr:
-        centre = average.at(tuple(as_index(0) if d in axes else i for d, i in enumerate(index)))
-        deviation = sub(x.at(index), centre)
-        return mul(deviation, deviation)
-
-    return average, reduced_body(ctx, "sum", x, axes, squared, dtype, keepdim=True)
 
 
 def _variance(

@@ -1,0 +1,104 @@
+"""The lowering table: support and refusal as values, decided by lowering itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from loops.check import sample
+from loops.interpret import trace
+from torch_hybrid_backend.core.verdict import Reason
+from torch_hybrid_backend.loops.ir import Buffer, LoopOp, Map
+from torch_hybrid_backend.loops.lowering import Context, lower_node, lowers, supports, table
+
+aten = torch.ops.aten
+
+
+def _only_node(fn: Callable[..., object], *inputs: torch.Tensor) -> torch.fx.Node:
+    (node,) = (n for n in trace(fn, inputs).graph.nodes if n.op == "call_function")
+    return node
+
+
+def test_second_registration_is_an_error() -> None:
+    """One overload has one lowering."""
+    assert aten.relu.default in table()
+    with pytest.raises(ValueError, match="two lowerings"):
+        lowers(aten.relu.default)(lambda ctx, x: x)
+
+
+@pytest.mark.parametrize(
+    ("fn", "x", "code"),
+    [
+        (lambda x: aten.cumsum.default(x, 0), sample(4), Reason.UNKNOWN_OPERATOR),
+        (aten.relu.default, sample(0, 4), Reason.ARGUMENT),
+        (aten.abs.default, torch.ones(3, dtype=torch.complex64), Reason.DTYPE),
+        (lambda x: aten.pow.Tensor_Tensor(x, x), sample(4, dtype=torch.int64), Reason.DTYPE),
+    ],
+)
+def test_refusals_have_codes(fn: Callable[..., object], x: torch.Tensor, code: Reason) -> None:
+    """What is not taken is refused by a value with a stable code and a sentence."""
+    verdict = supports(_only_node(fn, x))
+    assert not verdict
+    assert verdict.code is code
+    assert verdict.why
+    assert not verdict.why.endswith(".")
+
+
+def test_symbolic_shapes_are_refused() -> None:
+    """A size known only at run time is refused, without a crash."""
+    graph = make_fx(aten.relu.default, tracing_mode="symbolic")(sample(3, 4)).graph
+    (node,) = (n for n in graph.nodes if n.target is aten.relu.default)
+    assert supports(node).code is Reason.SYMBOLIC_SHAPE
+
+
+def test_parts_of_a_result_are_judged_with_it() -> None:
+    """getitem is supported where its producer is, and refused for a part that is empty."""
+    graph = trace(lambda x: tuple(aten.split.Tensor(x, 2)), [sample(4)]).graph
+    assert all(supports(n) for n in graph.nodes if n.op == "call_function")
+
+    def norm(x: torch.Tensor, m: torch.Tensor) -> object:
+        return aten._native_batch_norm_legit_no_training.default(x, m, m, m, m, 0.1, 1e-5)
+
+    graph = trace(norm, [sample(1, 2, 3, 3), sample(2, low=1)]).graph
+    verdicts = [bool(supports(n)) for n in graph.nodes if n.op == "call_function"]
+    assert verdicts == [True, True, False, False]
+
+
+def test_unread_results_cost_nothing() -> None:
+    """Positions of maxima are searched only where the graph reads them."""
+
+    def operations(fn: Callable[..., object]) -> int:
+        found: list[LoopOp] = []
+        values: dict[torch.fx.Node, object] = {}
+        for node in trace(fn, [sample(1, 1, 4, 4)]).graph.nodes:
+            if node.op == "placeholder":
+                values[node] = Buffer((1, 1, 4, 4), "float32")
+            elif node.op == "call_function":
+                values[node] = lower_node(Context(found.append), node, values)
+        return len(found)
+
+    assert operations(lambda x: aten.max_pool2d_with_indices.default(x, [2, 2])[0]) == 1
+    assert operations(lambda x: aten.max_pool2d_with_indices.default(x, [2, 2])) == 2
+
+
+def test_pointwise_work_is_lazy() -> None:
+    """A chain of pointwise operators and views emits no operation of its own."""
+    found: list[LoopOp] = []
+    values: dict[torch.fx.Node, object] = {}
+    for node in trace(lambda x: (x.relu() + 1).t().reshape(2, 6), [sample(4, 3)]).graph.nodes:
+        if node.op == "placeholder":
+            values[node] = Buffer((4, 3), "float32")
+        elif node.op == "call_function":
+            values[node] = lower_node(Context(found.append), node, values)
+            assert isinstance(values[node], Map)
+    assert not found
+
+
+def test_every_lowering_is_for_a_functional_operator() -> None:
+    """No operator of the table changes its arguments, and none draws random numbers."""
+    for operator in table():
+        assert not operator._schema.is_mutable, operator
+        assert torch.Tag.nondeterministic_seeded not in operator.tags or "attention" in str(operator), operator
