@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import tvm
-from tvm import tirx
 
 from torch_hybrid_backend.engines.tvm.builder import Builder, argument, prim_func
+from torch_hybrid_backend.engines.tvm.pipeline import build
 from torch_hybrid_backend.engines.tvm.printer import Printer, storage_dtype
 from torch_hybrid_backend.engines.tvm.target import Target, tvm_target
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
@@ -64,7 +63,7 @@ def compile_kernel(kernel: Kernel, emit: Emit, target: Target = HOST) -> Any:
         arrays[id(arg.buffer)] = (array, arg.layout, arg.buffer)
     body = emit(kernel, builder, Printer(builder, arrays), target)
     function = prim_func("kernel", [array for array, _, _ in arrays.values()], body)
-    return tirx.build(tvm.IRModule({"kernel": function}), target=tvm_target(target))["kernel"]
+    return build("kernel", function, tvm_target(target))["kernel"]
 
 
 def run_kernel(

@@ -23,7 +23,7 @@ from tvm import tirx
 from torch_hybrid_backend.engines.tvm.arithmetic import literal
 from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.tvm.printer import Printer
-from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, lanes_of, vector_loop, zero
+from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, lanes_of, partials, vector_loop, zero
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tiles import lane_chunks, max_rows, split_at_most
 from torch_hybrid_backend.loops import ops
@@ -126,10 +126,11 @@ class _Attention:
         b, whole = self.builder, count // self.lanes
         loop = b.loop(whole, lambda i: self._vector(self.lanes, lambda lane: body(i * self.lanes + lane)), name="v")
         rest = lane_chunks(count - whole * self.lanes, self.lanes)
-        return b.seq(
-            loop if whole else None,
-            *[self._vector(width, lambda lane, s=start: body(lane + (whole * self.lanes + s))) for start, width in rest],
-        )
+
+        def last(start: int, width: int) -> Stmt:
+            return self._vector(width, lambda lane: body(lane + (whole * self.lanes + start)))
+
+        return b.seq(loop if whole else None, *[last(start, width) for start, width in rest])
 
     def _fill(self, buffer: TirBuffer, start: Index, count: int, value: TirExpr) -> Stmt:
         return self._along(count, lambda i: self.builder.store(buffer, start + i, value))
@@ -231,11 +232,14 @@ class _Attention:
 
         def step(d: Index, way: int) -> Stmt | None:
             start = panel * (self.depth * self.panel) + d * self.panel
-            return tile.accumulate(
-                [lambda _, r=r: b.load(self.q, d + r * self.depth) for r in range(rows)],
-                [lambda lane, v=v: b.load(self.packed_k, start + lane + v * self.lanes) for v in range(tile.vectors)],
-                way,
-            )
+
+            def q(row: int, _: Index) -> TirExpr:
+                return b.load(self.q, d + row * self.depth)
+
+            def k(vector: int, lane: Index) -> TirExpr:
+                return b.load(self.packed_k, start + lane + vector * self.lanes)
+
+            return tile.accumulate(partials(q, rows), partials(k, tile.vectors), way)
 
         compute = b.seq(tile.declare(), tile.clear(), tile.reduce(self.depth, step))
         spill = tile.spill(self.scores, column, self.stride)
@@ -277,16 +281,14 @@ class _Attention:
 
     def _horizontal(self, vector: TirBuffer, combine: Callable[[TirExpr, TirExpr], TirExpr]) -> Stmt:
         """vector[0] = all of its lanes combined, by halves."""
-        b, steps, width = self.builder, [], self.panel // 2
-        while width:
-            steps.append(
-                self._vector(
-                    width,
-                    lambda lane, w=width: b.store(vector, lane, combine(b.load(vector, lane), b.load(vector, lane + w))),
-                )
+        b = self.builder
+
+        def halve(width: int) -> Stmt:
+            return self._vector(
+                width, lambda lane: b.store(vector, lane, combine(b.load(vector, lane), b.load(vector, lane + width)))
             )
-            width //= 2
-        return b.seq(*steps)
+
+        return b.seq(*[halve(self.panel >> step) for step in range(1, self.panel.bit_length())])
 
     def _exp(self, value: TirExpr, use: Callable[[TirExpr], Stmt]) -> Stmt:
         """A statement that uses e^value."""
@@ -302,14 +304,11 @@ class _Attention:
         def each_vector(body: Callable[[Index, Index], Stmt]) -> Stmt:
             def at(_: Index, column: Index) -> Stmt:
                 start = r * self.stride + column
-                return b.seq(
-                    *[
-                        self._vector(
-                            self.lanes, lambda lane, o=v * self.lanes: body(lane + o, start + lane + o)
-                        )
-                        for v in range(self.panel_vectors)
-                    ]
-                )
+
+                def vector(first: int) -> Stmt:
+                    return self._vector(self.lanes, lambda lane: body(lane + first, start + lane + first))
+
+                return b.seq(*[vector(v * self.lanes) for v in range(self.panel_vectors)])
 
             return each_panel(at)
 
@@ -372,12 +371,15 @@ class _Attention:
 
             def panel_sum(panel: Index, column: Index) -> Stmt:
                 def step(t: Index, way: int) -> Stmt | None:
-                    value = panel * (self.panel * padded) + t * padded + first * self.lanes
-                    return tile.accumulate(
-                        [lambda _, r=r: b.load(self.scores, column + t + r * self.stride) for r in range(rows)],
-                        [lambda lane, v=v: b.load(self.packed_v, value + lane + v * self.lanes) for v in range(vectors)],
-                        way,
-                    )
+                    start_v = panel * (self.panel * padded) + t * padded + first * self.lanes
+
+                    def weight(row: int, _: Index) -> TirExpr:
+                        return b.load(self.scores, column + t + row * self.stride)
+
+                    def value(vector: int, lane: Index) -> TirExpr:
+                        return b.load(self.packed_v, start_v + lane + vector * self.lanes)
+
+                    return tile.accumulate(partials(weight, rows), partials(value, vectors), way)
 
                 return tile.steps(self.panel, step)
 

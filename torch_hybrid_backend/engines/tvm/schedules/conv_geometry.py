@@ -12,6 +12,9 @@ from torch_hybrid_backend.engines.tvm.tiles import split_into
 from torch_hybrid_backend.loops.index import Index
 from torch_hybrid_backend.loops.kernels import ConvKernel
 
+# Wider kernels would make more code than the instruction cache holds (14 columns x 16 taps x 2 tiles of 8 bytes and more each).
+_UNROLLED_COLUMNS = 15
+
 
 @dataclass(frozen=True, slots=True)
 class Axis:
@@ -50,9 +53,19 @@ class ColumnTiles:
     inside: tuple[tuple[bool, ...], ...]
 
 
+def is_wide(axis: Axis) -> bool:
+    """Whether the kernel is too wide to be unrolled: its columns are then tested as the kernel runs."""
+    return axis.kernel > _UNROLLED_COLUMNS
+
+
 def column_tiles(axis: Axis, parts: int) -> list[ColumnTiles]:
-    """The output columns in `parts` tiles as equal as can be, neighbours that are alike together."""
+    """The output columns in `parts` tiles as equal as can be, neighbours that are alike together.
+
+    For wide kernels `inside` is empty, and tiles are alike where they are as large.
+    """
     split = split_into(axis.out, parts)
+    if is_wide(axis):
+        return [ColumnTiles(split.start(first), count, size, ()) for first, count, size in split.runs()]
     found: list[ColumnTiles] = []
     for part in range(split.parts):
         first = split.start(part)

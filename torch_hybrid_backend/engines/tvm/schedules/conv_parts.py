@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from tvm import tirx
+
 from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.tvm.printer import Printer
-from torch_hybrid_backend.engines.tvm.schedules.conv_geometry import axes
+from torch_hybrid_backend.engines.tvm.schedules.conv_geometry import Axis, axes
 from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, vector_loop, zero
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tiles import lane_chunks
@@ -45,16 +48,16 @@ class ConvParts:
         packed = self.kernel.packed
         return self.printer.expr(Load(compute_dtype(packed.dtype), packed, position), {})
 
-    def inside_rows(self, row: Index, body: Stmt) -> Stmt:
-        """`body` where input row `row` exists; without a test where it always does."""
-        b, tests = self.builder, []
-        if row.low < 0:
-            tests.append(b.index(row) >= 0)
-        if row.high >= self.rows.size:
-            tests.append(b.index(row) < self.rows.size)
-        for test in tests:
-            body = b.when(test, body)
-        return body
+    def inside(
+        self, axis: Axis, position: Index, body: Stmt, last: Index | None = None, other: Stmt | None = None
+    ) -> Stmt:
+        """`body` where input position `position` (to `last`, if given) exists, else `other`; no test where it always does."""
+        b, tests, last = self.builder, [], position if last is None else last
+        if position.low < 0:
+            tests.append(b.index(position) >= 0)
+        if last.high >= axis.size:
+            tests.append(b.index(last) < axis.size)
+        return b.when(functools.reduce(tirx.And, tests), body, other) if tests else body
 
     def stores(self, value: TirExpr, image: Index, channel: Index, row: Index, column: Index) -> Stmt:
         """Every store of the kernel at one output element, with `value` as the accumulator."""

@@ -11,10 +11,11 @@ The work is one load per multiply-add: the schedule runs at the speed of the fir
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
-from torch_hybrid_backend.engines.tvm.builder import Stmt
-from torch_hybrid_backend.engines.tvm.schedules.conv_geometry import ColumnTiles, column_tiles
+from torch_hybrid_backend.engines.tvm.builder import Stmt, TirExpr
+from torch_hybrid_backend.engines.tvm.schedules.conv_geometry import ColumnTiles, column_tiles, is_wide
 from torch_hybrid_backend.engines.tvm.schedules.conv_parts import ConvParts
 from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile
 from torch_hybrid_backend.engines.tvm.tiles import lane_chunks, max_rows
@@ -60,24 +61,40 @@ def _tiles(
         def channel(lane: Index) -> Index:
             return block * parts.block + lane + start
 
-        def tap(kh: Index, kw: int) -> Stmt | None:
+        def tap(kh: Index, kw: Index, read: Sequence[bool]) -> Stmt | None:
             source = rows.source(out_row, kh)
-            read = [
-                partial(lambda c, lane: parts.x(image, channel(lane), source, columns.source(first + c, kw)), c)
-                if inside
-                else None
-                for c, inside in enumerate(tiles.inside[kw])
-            ]
-            return tile.accumulate(read, [lambda lane: parts.weight(block, kh, as_index(kw), lane + start)])
+
+            def x(column: int, lane: Index) -> TirExpr:
+                return parts.x(image, channel(lane), source, columns.source(first + column, kw))
+
+            return tile.accumulate(
+                [partial(x, c) if inside else None for c, inside in enumerate(read)],
+                [lambda lane: parts.weight(block, kh, kw, lane + start)],
+            )
+
+        def looped(kh: Index, kw: Index) -> Stmt:
+            count = tiles.columns
+            return b.seq(
+                *[
+                    parts.inside(columns, columns.source(first + c, kw), tap(kh, kw, [c == i for i in range(count)]))
+                    for c in range(count)
+                ]
+            )
 
         def kernel_row(kh: Index) -> Stmt | None:
-            taps = [t for t in (tap(kh, kw) for kw in range(columns.kernel)) if t is not None]
-            return parts.inside_rows(rows.source(out_row, kh), b.seq(*taps)) if taps else None
+            if is_wide(columns):
+                body = b.loop(columns.kernel, lambda kw: looped(kh, kw), name="kw")
+            else:
+                taps = [tap(kh, as_index(kw), tiles.inside[kw]) for kw in range(columns.kernel)]
+                if all(t is None for t in taps):
+                    return None
+                body = b.seq(*taps)
+            return parts.inside(rows, rows.source(out_row, kh), body)
 
         if rows.kernel * columns.kernel <= _UNROLLED_TAPS:
             window = [kernel_row(as_index(kh)) for kh in range(rows.kernel)]
-        elif any(any(inside) for inside in tiles.inside):
-            window = [b.loop(rows.kernel, lambda kh: b.seq(kernel_row(kh)), name="kh")]
+        elif is_wide(columns) or any(any(inside) for inside in tiles.inside):
+            window = [b.loop(rows.kernel, kernel_row, name="kh")]
         else:
             window = []
         write = parts.write_tile(tile, lanes, lambda _, lane, c: (image, channel(lane), out_row, first + c))

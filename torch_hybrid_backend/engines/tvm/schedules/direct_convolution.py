@@ -16,12 +16,12 @@ Architectures", SC 2018.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from torch_hybrid_backend.engines.tvm.builder import Stmt, TirExpr
-from torch_hybrid_backend.engines.tvm.schedules.conv_geometry import Axis, ColumnTiles, column_tiles
+from torch_hybrid_backend.engines.tvm.schedules.conv_geometry import Axis, ColumnTiles, column_tiles, is_wide
 from torch_hybrid_backend.engines.tvm.schedules.conv_parts import ConvParts
 from torch_hybrid_backend.engines.tvm.schedules.registers import IN_FLIGHT, RegisterTile, lanes_of
 from torch_hybrid_backend.engines.tvm.tiles import Split, max_rows, register_count, split_into
@@ -243,38 +243,59 @@ class _Direct:
     ) -> Stmt | None:
         """Adds the sums over the window and `channels` input channels to a tile."""
         b, parts = self.builder, self.parts
-        taps = [kw for kw in range(self.columns.kernel) if any(inside[kw])]
-        if not taps:
+        wide = is_wide(self.columns)
+        taps = [kw for kw in range(self.columns.kernel) if any(inside[kw])] if not wide else []
+        if not wide and not taps:
             return None
 
-        def step(kh: Index, source_row: Index, channel: Index) -> Stmt:
-            def x(column: int, kw: int, _: Index) -> TirExpr:
+        def step(kh: Index, source_row: Index, channel: Index, kw: Index, columns: Sequence[bool]) -> Stmt | None:
+            def x(column: int, _: Index) -> TirExpr:
                 pixel = self._pixel(source_row, self.columns.source(first + column, kw))
                 return parts.x(task.image, task.group * self.channels + channel, *pixel)
 
-            def weight(vector: int, kw: int, lane: Index) -> TirExpr:
-                return parts.weight(task.group, task.first_block + vector, kh, channel, as_index(kw), lane)
+            def weight(vector: int, lane: Index) -> TirExpr:
+                return parts.weight(task.group, task.first_block + vector, kh, channel, kw, lane)
 
-            return b.seq(
-                *[
-                    tile.accumulate(
-                        [partial(x, c, kw) if inside[kw][c] else None for c in range(tile.rows)],
-                        [partial(weight, v, kw) for v in range(tile.vectors)],
-                    )
-                    for kw in taps
-                ]
+            return tile.accumulate(
+                [partial(x, c) if columns[c] else None for c in range(tile.rows)],
+                [partial(weight, v) for v in range(tile.vectors)],
             )
 
-        unroll = max(1, _UNROLLED_MULTIPLY_ADDS // (len(taps) * tile.rows * tile.vectors))
+        def unrolled(kh: Index, source: Index) -> Stmt:
+            unroll = max(1, _UNROLLED_MULTIPLY_ADDS // (len(taps) * tile.rows * tile.vectors))
+            return self._each_channel(
+                first_channel,
+                channels,
+                unroll,
+                lambda channel: b.seq(*[step(kh, source, channel, as_index(kw), inside[kw]) for kw in taps]),
+            )
+
+        def looped(kh: Index, source: Index) -> Stmt:
+            def tap(kw: Index) -> Stmt:
+                def add(columns: Sequence[bool]) -> Stmt:
+                    unroll = max(1, _UNROLLED_MULTIPLY_ADDS // (sum(columns) * tile.vectors))
+                    return self._each_channel(
+                        first_channel, channels, unroll, lambda channel: step(kh, source, channel, kw, columns)
+                    )
+
+                begin, end = self.columns.source(first, kw), self.columns.source(first + (tile.rows - 1), kw)
+                singly = [
+                    parts.inside(
+                        self.columns, self.columns.source(first + c, kw), add([c == i for i in range(tile.rows)])
+                    )
+                    for c in range(tile.rows)
+                ]
+                return parts.inside(self.columns, begin, add([True] * tile.rows), end, b.seq(*singly))
+
+            return b.loop(self.columns.kernel, tap, name="kw")
 
         def kernel_row(kh: Index) -> Stmt:
             source = self.rows.source(row, kh)
-            body = self._each_channel(first_channel, channels, unroll, lambda c: step(kh, source, c))
-            return parts.inside_rows(source, body) if not self.is_flat else body
+            return parts.inside(self.rows, source, (looped if wide else unrolled)(kh, source))
 
         return b.loop(self.rows.kernel, kernel_row, name="kh")
 
-    def _each_channel(self, first: Index, count: int, unroll: int, body: Callable[[Index], Stmt]) -> Stmt:
+    def _each_channel(self, first: Index, count: int, unroll: int, body: Callable[[Index], Stmt | None]) -> Stmt:
         """`body` for `count` channels from `first`, block by block."""
         b, block = self.builder, self._channel_block()
 

@@ -21,7 +21,14 @@ import tvm
 
 from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirExpr
 from torch_hybrid_backend.engines.tvm.printer import Printer
-from torch_hybrid_backend.engines.tvm.schedules.registers import IN_FLIGHT, RegisterTile, lanes_of, vector_loop, zero
+from torch_hybrid_backend.engines.tvm.schedules.registers import (
+    IN_FLIGHT,
+    RegisterTile,
+    lanes_of,
+    partials,
+    vector_loop,
+    zero,
+)
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tiles import Split, lane_chunks, max_rows, split_at_most, split_into
 from torch_hybrid_backend.loops.index import Index, as_index
@@ -129,9 +136,13 @@ class _MatMul:
         tile = RegisterTile(b, self.printer, rows, vectors, self.lanes, self.dtype, ways)
 
         def step(k: Index, way: int) -> Stmt | None:
-            scalars = [lambda _, r=r: self._a(batch, first + r, k) for r in range(rows)]
-            values = [lambda lane, v=v: self._packed(batch, panel, k, lane + v * self.lanes) for v in range(vectors)]
-            return tile.accumulate(scalars, values, way)
+            def a(row: int, _: Index) -> TirExpr:
+                return self._a(batch, first + row, k)
+
+            def packed(vector: int, lane: Index) -> TirExpr:
+                return self._packed(batch, panel, k, lane + vector * self.lanes)
+
+            return tile.accumulate(partials(a, rows), partials(packed, vectors), way)
 
         compute = b.seq(tile.declare(), tile.clear(), tile.reduce(k_extent, step))
         return b.seq(compute, self._write(tile, batch, first, panel * self.kernel.tile_n, columns))
@@ -178,8 +189,10 @@ class _MatMul:
         none = as_index(0)
 
         def step(k: Index, way: int) -> Stmt:
-            scalars = [lambda lane, r=r: self._a(batch, first + r, k + lane) for r in range(rows)]
-            return tile.accumulate(scalars, [lambda lane: self._packed(batch, none, k + lane, none)], way)
+            def a(row: int, lane: Index) -> TirExpr:
+                return self._a(batch, first + row, k + lane)
+
+            return tile.accumulate(partials(a, rows), [lambda lane: self._packed(batch, none, k + lane, none)], way)
 
         chunk = ways * lanes
         whole = k_extent // chunk

@@ -13,6 +13,7 @@ Source: Goto & van de Geijn, "Anatomy of High-Performance Matrix Multiplication"
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import tvm
 from tvm import tirx
@@ -45,6 +46,11 @@ def vector_loop(builder: Builder, printer: Printer, lanes: int, body: Callable[[
         return body(lane)
 
     return builder.loop(lanes, with_lane, "vectorized", "l")
+
+
+def partials(of: Callable[[int, Index], TirExpr], count: int) -> list[LaneFn]:
+    """`of(0, lane)`, `of(1, lane)`, ... as functions of the lane."""
+    return [partial(of, number) for number in range(count)]
 
 
 def zero(dtype: str) -> TirExpr:
