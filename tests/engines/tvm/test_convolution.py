@@ -1,0 +1,195 @@
+"""Convolution schedules: every rule and tile kind against float64 eager."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from tests.engines.tvm.schedule_runner import HOST, NARROW, index_of, row_major, run_kernel
+from torch_hybrid_backend.engines.tvm import packing, tiles
+from torch_hybrid_backend.engines.tvm.schedules import convolution
+from torch_hybrid_backend.engines.tvm.schedules.conv_geometry import Axis, column_tiles
+from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.loops import ops
+from torch_hybrid_backend.loops.index import LoopVar
+from torch_hybrid_backend.loops.ir import Buffer, compute_dtype
+from torch_hybrid_backend.loops.kernels import Argument, ConvKernel, Store
+from torch_hybrid_backend.loops.layout import Blocked, Layout, contiguous
+
+
+@dataclass(frozen=True)
+class Case:
+    """A convolution: input (N, C, *spatial), output channels, kernel, and its geometry, one number for all dimensions or one each."""
+
+    x: tuple[int, ...]
+    o: int
+    kernel: tuple[int, ...]
+    stride: int = 1
+    padding: tuple[int, ...] | int = 0
+    dilation: int = 1
+    groups: int = 1
+    blocked_x: bool = True
+    blocked_out: bool = True
+    long_epilogue: bool = False
+    dtype: str = "float32"
+
+
+def layout_of(buffer: Buffer, block: int, blocked: bool) -> Layout:
+    return Blocked(block) if blocked else contiguous(buffer.shape)
+
+
+def check(case: Case, target: Target = HOST) -> None:
+    """out = relu(conv(x, w) + bias + residual), and more of it in long epilogues; the residual lies in the other layout than the output."""
+    dims = len(case.kernel)
+    stride, dilation = (case.stride,) * dims, (case.dilation,) * dims
+    padding = (case.padding,) * dims if isinstance(case.padding, int) else case.padding
+    torch.manual_seed(0)
+    dtype = getattr(torch, case.dtype)
+    xt = torch.randn(case.x).to(dtype)
+    wt = torch.randn(case.o, case.x[1] // case.groups, *case.kernel).to(dtype)
+    bt = torch.randn(case.o).to(dtype)
+    convolve = torch.nn.functional.conv1d if dims == 1 else torch.nn.functional.conv2d
+    want = convolve(xt.double(), wt.double(), bt.double(), stride, padding, dilation, case.groups)
+    rt = torch.randn(want.shape).to(dtype)
+    want = torch.relu(want + rt.double())
+    for _ in range(4 * case.long_epilogue):
+        want = want * 0.5 + rt.double()
+
+    block = tiles.output_block(case.o, case.groups, target)
+    compute = compute_dtype(case.dtype)
+    x, out = Buffer(case.x, case.dtype, "x"), Buffer(tuple(want.shape), case.dtype, "out")
+    residual, bias = Buffer(out.shape, case.dtype, "residual"), Buffer((case.o,), case.dtype, "bias")
+    packed = Buffer(packing.packed_conv_shape(tuple(wt.shape), case.groups, block), case.dtype, "packed")
+    accumulator = Buffer(out.shape, compute, "acc")
+    domain = tuple(LoopVar(f"d{i}", n) for i, n in enumerate(out.shape))
+    x_vars = tuple(LoopVar(f"x{i}", n) for i, n in enumerate(x.shape))
+    point = tuple(map(index_of, domain))
+    value = ops.add(ops.add(accumulator.at(point), bias.at(point[1:2])), residual.at(point))
+    value = ops.call("max", value, ops.const(0, compute))
+    for _ in range(4 * case.long_epilogue):
+        value = ops.add(ops.mul(value, ops.const(0.5, compute)), residual.at(point))
+    kernel = ConvKernel(
+        (
+            Argument(x, layout_of(x, tiles.output_block(case.x[1], 1, target), case.blocked_x)),
+            row_major(packed),
+            row_major(bias),
+            Argument(residual, layout_of(residual, block, not case.blocked_out)),
+        ),
+        (Argument(out, layout_of(out, block, case.blocked_out)),),
+        domain,
+        x_vars,
+        x.at(tuple(map(index_of, x_vars))),
+        packed,
+        stride,
+        padding,
+        dilation,
+        case.groups,
+        case.kernel,
+        block,
+        accumulator,
+        (Store(out, point, value),),
+    )
+    inputs = {x: xt, packed: packing.pack_conv_weight(wt, case.groups, block), bias: bt, residual: rt}
+    (got,) = run_kernel(kernel, convolution.emit, inputs, target)
+    tolerance = 1e-2 if case.dtype == "bfloat16" else 1e-5
+    torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("target", [HOST, NARROW], ids=["host", "narrow"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((1, 16, 8, 17), 32, (3, 3), padding=1),
+        Case((2, 3, 15, 13), 20, (3, 3), 2, 1, blocked_x=False),
+        Case((1, 37, 11, 19), 29, (5, 3), 2, (2, 0)),
+        Case((1, 16, 9, 9), 16, (3, 3), padding=2, dilation=2, blocked_out=False),
+        Case((1, 5, 3, 3), 7, (3, 3), padding=3),  # tiles that read nothing but padding
+        Case((1, 1, 1, 1), 1, (1, 1)),
+        Case((2, 24, 9, 7), 40, (1, 1)),
+        Case((1, 8, 9, 7), 48, (1, 1), 2),
+        Case((1, 8, 50), 12, (5,), 2, 2),
+        Case((1, 8, 41), 8, (1,)),
+    ],
+)
+def test_direct(case: Case, target: Target) -> None:
+    """Strides, padding, dilation, ragged channels, one and two dimensions."""
+    check(case, target)
+
+
+@pytest.mark.parametrize("blocked_x", [True, False])
+@pytest.mark.parametrize("blocked_out", [True, False])
+def test_pointwise_in_any_layout(blocked_x: bool, blocked_out: bool) -> None:
+    """A 1x1 kernel sees one long row wherever the input's layout allows it."""
+    check(Case((2, 24, 5, 7), 40, (1, 1), blocked_x=blocked_x, blocked_out=blocked_out))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((1, 32, 10, 10), 64, (3, 3), 1, 1, groups=4),
+        Case((1, 6, 9, 9), 12, (3, 3), 1, 1, groups=3),
+        Case((1, 10, 6, 6), 14, (3, 3), 1, 1, groups=2),  # seven channels a group: blocks of one
+        Case((1, 6, 9, 9), 24, (3, 3), 1, 1, groups=6),  # one input channel a group, several outputs
+        Case((1, 48, 9), 48, (3,), 1, 1, groups=2),
+    ],
+)
+def test_grouped(case: Case) -> None:
+    """Groups: no block of output channels straddles two."""
+    check(case)
+
+
+@pytest.mark.parametrize("target", [HOST, NARROW], ids=["host", "narrow"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((1, 32, 9, 20), 32, (3, 3), 1, 1, groups=32),
+        Case((2, 29, 9, 9), 29, (3, 3), 2, 1, groups=29),
+        Case((1, 20, 11, 5), 20, (7, 7), 1, 3, groups=20),
+        Case((1, 16, 60), 16, (31,), 1, 15, groups=16),
+    ],
+)
+def test_depthwise(case: Case, target: Target) -> None:
+    """One channel to one channel: ragged last block, strides, small, large and wide windows."""
+    check(case, target)
+
+
+def test_depthwise_reads_and_writes_row_major() -> None:
+    """Depthwise works in any layout."""
+    check(Case((1, 20, 6, 6), 20, (3, 3), 1, 1, groups=20, blocked_x=False, blocked_out=False))
+
+
+def test_wide_kernels_test_columns_as_they_run() -> None:
+    """A kernel too wide to unroll gives the same values, padding included."""
+    check(Case((1, 8, 40), 8, (32,), padding=16, groups=2))
+    check(Case((1, 8, 3, 40), 8, (2, 17), padding=(1, 8)))
+
+
+@pytest.mark.parametrize("o", [96, 100])
+def test_weights_larger_than_the_cache_go_in_chunks(o: int) -> None:
+    """Input channels in chunks, partial sums in a buffer; also with a padded last block."""
+    check(Case((1, 128, 7, 7), o, (3, 3), padding=1), NARROW)
+
+
+@pytest.mark.parametrize("o", [32, 27])
+def test_long_epilogues_run_from_a_spilled_tile(o: int) -> None:
+    """An epilogue of many operations gives the same values."""
+    check(Case((1, 16, 6, 10), o, (3, 3), padding=1, long_epilogue=True))
+    check(Case((1, o, 6, 10), o, (3, 3), padding=1, groups=o, long_epilogue=True))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_dtypes(dtype: str) -> None:
+    """Accumulation is in float64 for float64, in float32 for bfloat16."""
+    check(Case((1, 16, 6, 10), 20, (3, 3), padding=1, dtype=dtype))
+    check(Case((1, 20, 6, 10), 20, (3, 3), padding=1, groups=20, dtype=dtype))
+
+
+def test_column_tiles_say_which_columns_read_inside() -> None:
+    """Borders have tiles of their own, the tiles between share one."""
+    found = column_tiles(Axis(size=40, out=40, kernel=3, stride=1, padding=1, dilation=1), 5)
+    assert [(t.first, t.count, t.columns) for t in found] == [(0, 1, 8), (8, 3, 8), (32, 1, 8)]
+    assert found[0].inside[0] == (False,) + (True,) * 7
+    assert found[2].inside[2] == (True,) * 7 + (False,)
+    assert all(all(inside) for inside in found[1].inside)
