@@ -28,6 +28,7 @@ from torch_hybrid_backend.loops.layout import Layout, offset_of
 from torch_hybrid_backend.loops.ops import COMPARE, ROUND_TARGETS
 
 Env = Mapping[LoopVar, Index]
+_COMPARISONS = {"eq": tirx.EQ, "ne": tirx.NE, "lt": tirx.LT, "le": tirx.LE, "gt": tirx.GT, "ge": tirx.GE}
 # The value of a kernel-local buffer at a logical index (over schedule indices).
 LocalLoad = Callable[[tuple[Index, ...]], TirExpr]
 
@@ -149,7 +150,7 @@ class Printer:
         if condition.op == "not":
             inner = self.decide(condition.args[0], env)
             return None if inner is None else not inner
-        bounds = self._index_sides(condition, env)
+        bounds = self.index_sides(condition, env)
         return None if bounds is None else _compare_ranges(condition.op, *bounds)
 
     def splits(self, e: Expr, env: Env) -> bool:
@@ -254,7 +255,7 @@ class Printer:
                 index = self.builder.index(self.index(e.index, self._env))
                 return index if e.dtype == "int32" else tirx.Cast(e.dtype, index)
             case Call("bool", op, _) if op in COMPARE:
-                if (sides := self._index_sides(e, self._env)) is not None:
+                if (sides := self.index_sides(e, self._env)) is not None:
                     decided = _compare_ranges(op, *sides)
                     if decided is not None:
                         return tirx.IntImm("bool", decided)
@@ -284,7 +285,10 @@ class Printer:
         decided = self.decide(condition, self._env)
         if decided is not None:
             return self._print(inside if decided else outside)
-        test = self._bind(self._print(condition), "bool")
+        # A condition on indices is cheap: it is printed where it is used, and TVM need not bind a bool.
+        test = self.index_test(condition, self._env)
+        if test is None:
+            test = self._bind(self._print(condition), "bool")
         if self._masks or any(v in self.lanes for v in self._vars_of(condition)):
             self._masks.append(test)
             first = self._branch(inside)
@@ -328,7 +332,22 @@ class Printer:
                     stack.append(inner)
         return found
 
-    def _index_sides(self, comparison: Call, env: Env) -> tuple[Index, Index] | None:
+    def index_test(self, condition: Expr, env: Env) -> TirExpr | None:
+        """A condition on indices as one TIR expression without bindings; None for other conditions."""
+        if not isinstance(condition, Call):
+            return None
+        if condition.op in ("and", "or"):
+            sides = [self.index_test(a, env) for a in condition.args]
+            if None in sides:
+                return None
+            return (tirx.And if condition.op == "and" else tirx.Or)(*sides)
+        bounds = self.index_sides(condition, env)
+        if bounds is None:
+            return None
+        left, right = (self.builder.index(side) for side in bounds)
+        return _COMPARISONS[condition.op](left, right)
+
+    def index_sides(self, comparison: Call, env: Env) -> tuple[Index, Index] | None:
         """Both sides of a comparison as indices, where they are."""
         if comparison.op not in COMPARE:
             return None

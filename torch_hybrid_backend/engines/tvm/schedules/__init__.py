@@ -1,0 +1,24 @@
+"""The schedules: one rule a file, each an `emit(kernel, builder, printer, target) -> Stmt`; the first that serves a kernel's class is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch_hybrid_backend.engines.tvm.schedules import attention, convolution, elementwise, matmul, reduction
+from torch_hybrid_backend.loops.kernels import (
+    AttentionKernel,
+    ConvKernel,
+    Kernel,
+    MapKernel,
+    MatMulKernel,
+    RowKernel,
+)
+
+SCHEDULES: tuple[tuple[type[Kernel], Callable[..., Any]], ...] = (
+    (MapKernel, elementwise.emit),
+    (RowKernel, reduction.emit),
+    (MatMulKernel, matmul.emit),
+    (ConvKernel, convolution.emit),
+    (AttentionKernel, attention.emit),
+)

@@ -23,7 +23,14 @@ from tvm import tirx
 from torch_hybrid_backend.engines.tvm.arithmetic import literal
 from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.tvm.printer import Printer
-from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, lanes_of, partials, vector_loop, zero
+from torch_hybrid_backend.engines.tvm.schedules.registers import (
+    RegisterTile,
+    by_part,
+    lanes_of,
+    partials,
+    vector_loop,
+    zero,
+)
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tiles import lane_chunks, max_rows, split_at_most
 from torch_hybrid_backend.loops import ops
@@ -83,7 +90,7 @@ class _Attention:
 
             def part(i: Index) -> Stmt:
                 number = piece * per_piece + i
-                body = self._by_rows(number, lambda first, rows: self._row_tile(batch, head, first, rows))
+                body = by_part(b, self.rows, number, lambda first, rows: self._row_tile(batch, head, first, rows))
                 return b.when(b.index(number) < self.rows.parts, body) if number.high >= self.rows.parts else body
 
             return b.seq(
@@ -104,14 +111,6 @@ class _Attention:
             return -(-heads * pieces // self.target.cores) * (self.queries / pieces / 16 + 1)
 
         return min(range(1, min(self.rows.parts, 4 * self.target.cores) + 1), key=time)
-
-    def _by_rows(self, part: Index, body: Callable[[Index, int], Stmt]) -> Stmt:
-        rows = self.rows
-        large = body(part * rows.size, rows.size)
-        if rows.large == rows.parts:
-            return large
-        small = body(part * (rows.size - 1) + rows.large, rows.size - 1)
-        return self.builder.when(self.builder.index(part) < rows.large, large, small)
 
     # Packing.
 

@@ -23,7 +23,7 @@ from functools import partial
 from torch_hybrid_backend.engines.tvm.builder import Stmt, TirExpr
 from torch_hybrid_backend.engines.tvm.schedules.conv_geometry import Axis, ColumnTiles, column_tiles, is_wide
 from torch_hybrid_backend.engines.tvm.schedules.conv_parts import ConvParts
-from torch_hybrid_backend.engines.tvm.schedules.registers import IN_FLIGHT, RegisterTile, lanes_of
+from torch_hybrid_backend.engines.tvm.schedules.registers import IN_FLIGHT, RegisterTile, by_part, lanes_of
 from torch_hybrid_backend.engines.tvm.tiles import Split, max_rows, register_count, split_into
 from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, as_index
 from torch_hybrid_backend.loops.ir import loads_of
@@ -50,7 +50,7 @@ class _Tiling:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """Where a task writes: image, group, first channel block, how many, and how many channels of the last one are real."""
+    """Where a task writes: image, group, first channel block and how many, and which part of the channel blocks that is."""
 
     image: Index
     group: Index
@@ -165,26 +165,22 @@ class _Direct:
         return self.builder.fused(order, lambda at: task(*at))
 
     def _by_blocks(self, image: Index, group: Index, part: Index, body: Callable[[_Task], Stmt]) -> Stmt:
-        """`body` for a part of the channel blocks: two variants where parts differ in size."""
-        split = self.tiling.blocks
-        large = body(_Task(image, group, part * split.size, split.size, part))
-        if split.large == split.parts:
-            return large
-        small = body(_Task(image, group, part * (split.size - 1) + split.large, split.size - 1, part))
-        return self.builder.when(self.builder.index(part) < split.large, large, small)
+        """`body` for a part of the channel blocks."""
+        return by_part(
+            self.builder,
+            self.tiling.blocks,
+            part,
+            lambda first, blocks: body(_Task(image, group, first, blocks, part)),
+        )
 
     def _flat_tile(self, task: _Task, columns: Split, part: Index) -> Stmt:
         """One tile of the single long row of a 1x1 kernel."""
-        b, row = self.builder, as_index(0)
-
-        def of(first: Index, count: int) -> Stmt:
-            return self._tile(task, row, first, count, ((True,) * count,))
-
-        large = of(part * columns.size, columns.size)
-        if columns.large == columns.parts:
-            return large
-        small = of(part * (columns.size - 1) + columns.large, columns.size - 1)
-        return b.when(b.index(part) < columns.large, large, small)
+        return by_part(
+            self.builder,
+            columns,
+            part,
+            lambda first, count: self._tile(task, as_index(0), first, count, ((True,) * count,)),
+        )
 
     def _row(self, task: _Task, row: Index) -> Stmt:
         """One output row: its column tiles, kind by kind."""

@@ -73,7 +73,9 @@ class _MatMul:
         def tile(position: tuple[Index, ...]) -> Stmt:
             batch, block, panel, inner = position
             part = block * order.per_block + inner
-            return self._by_rows(order.rows, part, lambda first, count: self._by_panel(batch, first, count, panel))
+            return by_part(
+                self.builder, order.rows, part, lambda first, count: self._by_panel(batch, first, count, panel)
+            )
 
         return self.builder.fused((self.b.extent, order.blocks, self.panels, order.per_block), tile)
 
@@ -97,14 +99,6 @@ class _MatMul:
         if blocks * per_block > m:  # more parts than rows: too few rows to block
             return _Order(split, 1, split.parts)
         return _Order(split_into(m, blocks * per_block), blocks, per_block)
-
-    def _by_rows(self, rows: Split, part: Index, body: Callable[[Index, int], Stmt]) -> Stmt:
-        """`body(first row, row count)` for a part: two variants where parts differ in size."""
-        if rows.large == rows.parts:
-            return body(part * rows.size, rows.size)
-        large = body(part * rows.size, rows.size)
-        small = body(part * (rows.size - 1) + rows.large, rows.size - 1)
-        return self.builder.when(self.builder.index(part) < rows.large, large, small)
 
     def _by_panel(self, batch: Index, first: Index, rows: int, panel: Index) -> Stmt:
         if self.is_dot:

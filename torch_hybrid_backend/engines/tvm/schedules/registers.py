@@ -21,6 +21,7 @@ from tvm import tirx
 from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.tvm.printer import Printer
 from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.engines.tvm.tiles import Split
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
 
 # Multiply-adds in flight that keep both units of a core busy: latency 4, two units (Zen 3-5, Skylake and later).
@@ -46,6 +47,15 @@ def vector_loop(builder: Builder, printer: Printer, lanes: int, body: Callable[[
         return body(lane)
 
     return builder.loop(lanes, with_lane, "vectorized", "l")
+
+
+def by_part(builder: Builder, split: Split, part: Index, body: Callable[[Index, int], Stmt]) -> Stmt:
+    """`body(start, size)` of a part known when the kernel runs: two variants where parts differ in size."""
+    large = body(part * split.size, split.size)
+    if split.large == split.parts:
+        return large
+    small = body(part * (split.size - 1) + split.large, split.size - 1)
+    return builder.when(builder.index(part) < split.large, large, small)
 
 
 def partials(of: Callable[[int, Index], TirExpr], count: int) -> list[LaneFn]:

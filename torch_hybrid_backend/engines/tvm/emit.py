@@ -1,0 +1,31 @@
+"""From a kernel as plain data to a TIR function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch_hybrid_backend.engines.tvm.builder import Builder, TirBuffer, argument, prim_func
+from torch_hybrid_backend.engines.tvm.printer import Printer, storage_dtype
+from torch_hybrid_backend.engines.tvm.schedules import SCHEDULES
+from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.errors import ScheduleError
+from torch_hybrid_backend.loops.ir import Buffer
+from torch_hybrid_backend.loops.kernels import Kernel
+from torch_hybrid_backend.loops.layout import Layout
+
+
+def emit_kernel(kernel: Kernel, name: str, target: Target) -> Any:
+    """The kernel as a TIR function called `name`; its arguments are 1-D arrays, those it reads first.
+
+    Raises ScheduleError where no schedule serves it.
+    """
+    builder = Builder()
+    arrays: dict[int, tuple[TirBuffer, Layout, Buffer]] = {}
+    for number, arg in enumerate((*kernel.reads, *kernel.writes)):
+        array = argument(arg.span, storage_dtype(arg.buffer.dtype), f"arg{number}")
+        arrays[id(arg.buffer)] = (array, arg.layout, arg.buffer)
+    for kind, emit in SCHEDULES:
+        if isinstance(kernel, kind):
+            body = emit(kernel, builder, Printer(builder, arrays), target)
+            return prim_func(name, [array for array, _, _ in arrays.values()], body)
+    raise ScheduleError(f"no schedule serves a {type(kernel).__name__}")

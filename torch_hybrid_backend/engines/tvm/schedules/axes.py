@@ -1,0 +1,177 @@
+"""Axes: how a schedule runs through a kernel's domain.
+
+A domain dimension is walked by one loop, except where it lies in blocks (NCHW16c channels), where it is walked as (block, lane). What
+memory order a dimension has is read off the offsets of the kernel's accesses, so that every layout is treated alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt
+from torch_hybrid_backend.engines.tvm.printer import Printer
+from torch_hybrid_backend.engines.tvm.tiles import lane_chunks
+from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, as_index
+from torch_hybrid_backend.loops.ir import Expr, FromIndex, count_calls, loads_of
+from torch_hybrid_backend.loops.kernels import Kernel
+
+Env = dict[LoopVar, Index]
+
+# Below this many scalar operations a kernel runs on one thread: waking the others costs some microseconds, the work about as much.
+PARALLEL_WORK = 16_384
+
+
+def point(variable: LoopVar) -> Index:
+    """A domain variable as an index."""
+    return as_index(0) if variable.extent == 1 else Index(((variable, 1),), 0)
+
+
+def offsets_of(printer: Printer, exprs: Sequence[Expr]) -> list[Index]:
+    """Where the loads of some expressions lie in memory, over the domain's variables; kernel-local buffers are left out."""
+    found = []
+    for expr in exprs:
+        for load in loads_of(expr):
+            if id(load.buffer) in printer.arguments:
+                found.append(printer.offset(load.buffer, load.index, {}))
+    return found
+
+
+def step(offset: Index, variable: LoopVar) -> int:
+    """Elements from one value of `variable` to the next, 0 where the offset does not depend on it; large where that is irregular."""
+    smallest = 0
+    for atom, coefficient in offset.terms:
+        own = 0
+        if atom == variable:
+            own = abs(coefficient)
+        elif isinstance(atom, Mod) and depends(atom.numerator, variable):
+            inner = step(atom.numerator, variable)
+            own = abs(coefficient) * inner
+        elif isinstance(atom, FloorDiv) and depends(atom.numerator, variable):
+            continue
+        if own and (not smallest or own < smallest):
+            smallest = own
+    return smallest
+
+
+def depends(index: Index, variable: LoopVar) -> bool:
+    """Whether an index depends on a loop variable."""
+    for atom, _ in index.terms:
+        if atom == variable:
+            return True
+        if isinstance(atom, FloorDiv | Mod) and depends(atom.numerator, variable):
+            return True
+    return False
+
+
+def fastest(offsets: Sequence[Index], variables: Sequence[LoopVar]) -> LoopVar | None:
+    """The variable along which most accesses run through memory one element at a time; later dimensions win ties."""
+    best, votes = None, 0
+    for variable in variables:
+        count = sum(step(offset, variable) == 1 for offset in offsets)
+        if variable.extent > 1 and count >= max(votes, 1):
+            best, votes = variable, count
+    return best
+
+
+def is_plain(index: Index) -> bool:
+    """Whether an index has no divisions."""
+    return not any(isinstance(atom, FloorDiv | Mod) for atom, _ in index.terms)
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """Several domain dimensions walked as one, row-major."""
+
+    variables: tuple[LoopVar, ...]
+
+    @property
+    def extent(self) -> int:
+        return math.prod(v.extent for v in self.variables)
+
+    def env(self, position: Index) -> Env:
+        """The dimensions' values at a position of the flat axis."""
+        found: Env = {}
+        stride = self.extent
+        for variable in self.variables:
+            stride //= variable.extent
+            found[variable] = position // stride % variable.extent if variable.extent > 1 else as_index(0)
+        return found
+
+
+def flatten(inner: LoopVar, candidates: Sequence[LoopVar], offsets: Sequence[Index], exprs: Sequence[Expr]) -> Flat:
+    """The widest flat axis ending in `inner` along which every access stays a plain sum.
+
+    `candidates` are dimensions outside `inner`, the nearest last. Expressions that compute with indices keep their dimensions apart.
+    """
+    flat = Flat((inner,))
+    if any(_uses_indices(expr) for expr in exprs):
+        return flat
+    for variable in reversed(candidates):
+        wider = Flat((variable, *flat.variables))
+        probe = LoopVar("flat", wider.extent)
+        env = wider.env(point(probe))
+        if not all(is_plain(offset.substitute(env)) for offset in offsets if _touches(offset, wider)):
+            break
+        flat = wider
+    return flat
+
+
+def _touches(offset: Index, flat: Flat) -> bool:
+    return any(depends(offset, v) for v in flat.variables)
+
+
+def _uses_indices(expr: Expr) -> bool:
+    stack, seen = [expr], set()
+    while stack:
+        e = stack.pop()
+        if id(e) in seen:
+            continue
+        seen.add(id(e))
+        if isinstance(e, FromIndex):
+            return True
+        stack.extend(getattr(e, "args", ()))
+    return False
+
+
+def work(kernel: Kernel, exprs: Sequence[Expr]) -> int:
+    """Scalar operations of a kernel, roughly: what decides whether threads are worth waking."""
+    points = math.prod(v.extent for v in kernel.domain)
+    return points * (1 + sum(count_calls(e) + len(loads_of(e)) for e in exprs))
+
+
+def vectors(
+    builder: Builder,
+    printer: Printer,
+    extent: int,
+    lanes: int,
+    body: Callable[[Index, Index, int], Stmt],
+    start: int = 0,
+) -> Stmt:
+    """Run `body(base, lane, width)` over positions start .. start+extent-1: whole vectors in a loop, then ever narrower ones.
+
+    The body's statements are emitted inside the vector loop; the position is `base + lane`.
+    """
+    whole = extent // lanes
+    parts: list[Stmt] = []
+    if whole:
+        parts.append(
+            builder.loop(
+                whole, lambda v: vector(builder, printer, lanes, lambda lane: body(v * lanes + start, lane, lanes))
+            )
+        )
+    for first, width in lane_chunks(extent - whole * lanes, lanes):
+        base = as_index(start + whole * lanes + first)
+        parts.append(vector(builder, printer, width, lambda lane, b=base, w=width: body(b, lane, w)))  # type: ignore[misc]
+    return builder.seq(*parts)
+
+
+def vector(builder: Builder, printer: Printer, width: int, body: Callable[[Index], Stmt]) -> Stmt:
+    """One vectorised loop; the printer knows its variable to be a lane."""
+
+    def with_lane(lane: Index) -> Stmt:
+        printer.lanes.update(atom for atom, _ in lane.terms if isinstance(atom, LoopVar))
+        return body(lane)
+
+    return builder.loop(width, with_lane, "vectorized", "l")

@@ -1,0 +1,167 @@
+"""Elementwise kernels: every point of the domain once, in the order in which the first result lies in memory.
+
+Pattern: any number of stores over one domain, each a scalar expression of loads: relu(x + y), a transposed copy, a padded one.
+
+Strategy
+1. The vector axis is the dimension along which most accesses, the first store's above all, go element by element.
+2. Dimensions outside it join it as long as every access stays a plain sum: contiguous tensors become one long axis.
+3. A blocked dimension (NCHW16c) is walked as (block, lane): its lanes are the vector.
+4. The other dimensions, and blocks of a long vector axis, are one parallel loop; small kernels stay on one thread.
+5. What does not fill a vector is done by ever narrower vectors, without predicates.
+
+Not used: tiling of transposes (both sides of a transposed copy cannot be contiguous; one side is gathered).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt
+from torch_hybrid_backend.engines.tvm.printer import Printer
+from torch_hybrid_backend.engines.tvm.schedules.axes import (
+    PARALLEL_WORK,
+    Env,
+    Flat,
+    fastest,
+    flatten,
+    offsets_of,
+    point,
+    step,
+    vectors,
+    work,
+)
+from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.loops.index import Index, LoopVar
+from torch_hybrid_backend.loops.kernels import MapKernel
+from torch_hybrid_backend.loops.layout import Blocked
+
+# Elements of a long vector axis that one task runs through: enough to pay for its start, few enough to share them out.
+_CHUNK = 4_096
+
+
+def emit(kernel: MapKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
+    """The loops of an elementwise kernel."""
+    exprs = [store.value for store in kernel.stores]
+    written = [printer.offset(store.buffer, store.index, {}) for store in kernel.stores]
+    offsets = [*written, *offsets_of(printer, exprs)]
+    inner = fastest(written, kernel.domain) or fastest(offsets, kernel.domain)
+    outer = [v for v in kernel.domain if v.extent > 1 and v is not inner]
+    # Row-major in the first result's memory: the largest steps outermost.
+    outer.sort(key=lambda v: -step(written[0], v))
+    is_parallel = work(kernel, exprs) >= PARALLEL_WORK
+    if inner is None:
+        return _outer(builder, outer, is_parallel, lambda env: printer.stores(kernel.stores, env))
+    block = _block(kernel, inner)
+    if block is None:
+        flat = flatten(inner, outer, offsets, exprs)
+        outer = [v for v in outer if v not in flat.variables]
+        return _outer(
+            builder,
+            outer,
+            is_parallel,
+            lambda env: _along(kernel, builder, printer, target, flat, env),
+            chunked=(flat, kernel, printer, target) if is_parallel and flat.extent >= 2 * _CHUNK else None,
+        )
+    return _blocked(kernel, builder, printer, block, inner, outer, is_parallel)
+
+
+def _block(kernel: MapKernel, inner: LoopVar) -> int | None:
+    """The block size of the first result's layout, where the vector axis is its blocked dimension."""
+    layout = next(a.layout for a in kernel.writes if a.buffer is kernel.stores[0].buffer)
+    is_channel = len(kernel.domain) > 1 and kernel.domain[1] == inner and kernel.stores[0].index[1] == point(inner)
+    return layout.block if isinstance(layout, Blocked) and is_channel and layout.block > 1 else None
+
+
+def _along(
+    kernel: MapKernel,
+    builder: Builder,
+    printer: Printer,
+    target: Target,
+    flat: Flat,
+    env: Env,
+    extent: int | None = None,
+    start: Index | int = 0,
+) -> Stmt:
+    def body(base: Index, lane: Index, width: int) -> Stmt:
+        return printer.stores(kernel.stores, {**env, **flat.env(base + lane + start)})
+
+    return vectors(builder, printer, flat.extent if extent is None else extent, target.lanes, body)
+
+
+def _outer(
+    builder: Builder,
+    variables: Sequence[LoopVar],
+    is_parallel: bool,
+    body: Callable[[Env], Stmt],
+    chunked: tuple[Flat, MapKernel, Printer, Target] | None = None,
+) -> Stmt:
+    """The loops around the vector axis, one parallel loop where the kernel is large; `chunked`: a long vector axis is cut for it."""
+    extents = [v.extent for v in variables]
+    kind = "parallel" if is_parallel else "serial"
+
+    def env_at(coordinates: tuple[Index, ...]) -> Env:
+        return dict(zip(variables, coordinates, strict=True))
+
+    if chunked is None:
+        return builder.fused(extents, lambda at: body(env_at(at)), kind)
+    flat, kernel, printer, target = chunked
+    whole, rest = divmod(flat.extent, _CHUNK)
+    parts = [
+        builder.fused(
+            [*extents, whole],
+            lambda at: _along(kernel, builder, printer, target, flat, env_at(at[:-1]), _CHUNK, at[-1] * _CHUNK),
+            kind,
+        )
+    ]
+    if rest:
+        parts.append(
+            builder.fused(
+                extents,
+                lambda at: _along(kernel, builder, printer, target, flat, env_at(at), rest, whole * _CHUNK),
+                kind if len(variables) else "serial",
+            )
+        )
+    return builder.seq(*parts)
+
+
+def _blocked(
+    kernel: MapKernel,
+    builder: Builder,
+    printer: Printer,
+    block: int,
+    channel: LoopVar,
+    outer: Sequence[LoopVar],
+    is_parallel: bool,
+) -> Stmt:
+    """(outer dimensions, channel block) in parallel, the last dimension serial inside, lanes of one block as the vector."""
+    kind = "parallel" if is_parallel else "serial"
+    first = [v for v in kernel.domain[:1] if v.extent > 1]
+    spatial = [v for v in kernel.domain[2:] if v.extent > 1]
+    rows, columns = spatial[:-1], spatial[-1:]
+
+    def at(coordinates: tuple[Index, ...], block_index: Index | int, width: int) -> Stmt:
+        env: Env = dict(zip([*first, *rows], coordinates, strict=True))
+
+        def column(place: tuple[Index, ...]) -> Stmt:
+            inside = {**env, **dict(zip(columns, place, strict=True))}
+
+            def body(base: Index, lane: Index, _: int) -> Stmt:
+                return printer.stores(kernel.stores, {**inside, channel: base + lane + block_index * block})
+
+            return vectors(builder, printer, width, block, body)
+
+        return builder.nest([v.extent for v in columns], column)
+
+    whole, rest = divmod(channel.extent, block)
+    extents = [v.extent for v in (*first, *rows)]
+    parts: list[Stmt] = []
+    if whole:
+        order = [*extents[: len(first)], whole, *extents[len(first) :]]
+
+        def in_block(place: tuple[Index, ...]) -> Stmt:
+            return at((*place[: len(first)], *place[len(first) + 1 :]), place[len(first)], block)
+
+        parts.append(builder.fused(order, in_block, kind))
+    if rest:
+        parts.append(builder.fused(extents, lambda place: at(place, whole, rest), kind if extents else "serial"))
+    return builder.seq(*parts)
