@@ -6,7 +6,7 @@ Pattern: an `AttentionKernel`. Steps:
    moves against S x T x D multiply-adds, works for any head size, and makes both products the register-tiled outer product of `matmul`;
    a dot product over D lanes would end every score in a horizontal sum.
 2. Query rows go in register tiles: scores of a tile against every panel, then row maximum, exponential, sum, then times the values.
-3. Longer than `_KEYS` keys: in blocks of keys with a running maximum and sum, so that the scores stay in the second-level cache.
+3. Longer than 1024 keys: in blocks of keys with a running maximum and sum, so that the scores stay in the second-level cache.
 4. Causal: panels wholly in the future are skipped, the others masked. Keys beyond the last are masked with minus infinity.
 A row whose every key is masked with minus infinity gives zeros, as eager's scaled_dot_product_attention does.
 Source: online softmax, Milakov & Gimelshein 2018; FlashAttention-2, Dao 2023.
@@ -23,23 +23,17 @@ from tvm import tirx
 from torch_hybrid_backend.engines.tvm.arithmetic import literal
 from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.tvm.printer import Printer
+from torch_hybrid_backend.engines.tvm.schedules.attention_parts import AttentionParts
 from torch_hybrid_backend.engines.tvm.schedules.registers import (
     RegisterTile,
     by_part,
-    lanes_of,
     partials,
-    vector_loop,
     zero,
 )
 from torch_hybrid_backend.engines.tvm.target import Target
-from torch_hybrid_backend.engines.tvm.tiles import lane_chunks, max_rows, split_at_most
 from torch_hybrid_backend.loops import ops
-from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
-from torch_hybrid_backend.loops.ir import Buffer, Expr, compute_dtype
+from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.kernels import AttentionKernel
-
-# Up to this many keys, a tile's scores are kept whole (14 rows: 56 KiB); beyond, in blocks of half as many.
-_KEYS = 1024
 
 
 def emit(kernel: AttentionKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
@@ -47,36 +41,8 @@ def emit(kernel: AttentionKernel, builder: Builder, printer: Printer, target: Ta
     return _Attention(kernel, builder, printer, target).emit()
 
 
-class _Attention:
-    """The emission of one kernel. Workspaces belong to a task: one (batch, head, piece of rows)."""
-
-    def __init__(self, kernel: AttentionKernel, builder: Builder, printer: Printer, target: Target) -> None:
-        self.kernel, self.builder, self.printer, self.target = kernel, builder, printer, target
-        self.batch, self.heads, self.queries, self.width = (v.extent for v in kernel.domain)
-        self.keys, self.depth = kernel.k_vars[2].extent, kernel.q_vars[3].extent
-        self.dtype = compute_dtype(kernel.accumulator.dtype)
-        self.lanes = lanes_of(target, self.dtype)
-        self.panel_vectors = 2 if self.keys > self.lanes else 1
-        self.panel = self.panel_vectors * self.lanes
-        self.panels = -(-self.keys // self.panel)
-        self.tail = self.keys - (self.panels - 1) * self.panel
-        self.block_panels = self.panels if self.keys <= _KEYS else _KEYS // 2 // self.panel
-        self.blocks = -(-self.panels // self.block_panels)
-        # One vector more than the keys: rows a power of two apart would compete for the same lines of the cache.
-        self.stride = self.block_panels * self.panel + self.lanes
-        self.value_vectors = -(-self.width // self.lanes)
-        self.rows = split_at_most(self.queries, max_rows(2, target))
-        size = self.rows.size
-        self.packed_k = self._workspace(self.panels * self.depth * self.panel, "kt")
-        self.packed_v = self._workspace(self.panels * self.panel * self.value_vectors * self.lanes, "v")
-        self.q = self._workspace(size * self.depth, "q")
-        self.scores = self._workspace(size * self.stride, "scores")
-        self.out = self._workspace(size * self.value_vectors * self.lanes, "out")
-        self.maximum, self.sum = builder.local(size, self.dtype, "max"), builder.local(size, self.dtype, "sum")
-        self._operand = Buffer((), self.dtype, "operand")
-
-    def _workspace(self, size: int, name: str) -> TirBuffer:
-        return tirx.decl_buffer((size,), self.dtype, self.builder.fresh(name), scope="global")
+class _Attention(AttentionParts):
+    """The emission of one kernel."""
 
     # Tasks.
 
@@ -95,8 +61,8 @@ class _Attention:
 
             return b.seq(
                 *[b.alloc(buffer) for buffer in buffers],
-                self._pack_k(batch, head),
-                self._pack_v(batch, head),
+                self.pack_k(batch, head),
+                self.pack_v(batch, head),
                 b.loop(per_piece, part, name="part"),
             )
 
@@ -112,66 +78,6 @@ class _Attention:
 
         return min(range(1, min(self.rows.parts, 4 * self.target.cores) + 1), key=time)
 
-    # Packing.
-
-    def _read(self, expr: Expr, variables: tuple[LoopVar, ...], *point: Index) -> TirExpr:
-        return self.printer.expr(expr, dict(zip(variables, point, strict=True)))
-
-    def _vector(self, lanes: int, body: Callable[[Index], Stmt]) -> Stmt:
-        return vector_loop(self.builder, self.printer, lanes, body)
-
-    def _along(self, count: int, body: Callable[[Index], Stmt]) -> Stmt:
-        """`body` for 0 .. count-1 in vectors."""
-        b, whole = self.builder, count // self.lanes
-        loop = b.loop(whole, lambda i: self._vector(self.lanes, lambda lane: body(i * self.lanes + lane)), name="v")
-        rest = lane_chunks(count - whole * self.lanes, self.lanes)
-
-        def last(start: int, width: int) -> Stmt:
-            return self._vector(width, lambda lane: body(lane + (whole * self.lanes + start)))
-
-        return b.seq(loop if whole else None, *[last(start, width) for start, width in rest])
-
-    def _fill(self, buffer: TirBuffer, start: Index, count: int, value: TirExpr) -> Stmt:
-        return self._along(count, lambda i: self.builder.store(buffer, start + i, value))
-
-    def _pack_k(self, batch: Index, head: Index) -> Stmt:
-        """kt[panel][d][key of the panel]; keys beyond the last are zero."""
-        b, kernel = self.builder, self.kernel
-
-        def of(panel: Index, count: int) -> Stmt:
-            def at(d: Index) -> Stmt:
-                start = panel * (self.depth * self.panel) + d * self.panel
-
-                def one(i: Index) -> Stmt:
-                    key = panel * self.panel + i
-                    return b.store(self.packed_k, start + i, self._read(kernel.k, kernel.k_vars, batch, head, key, d))
-
-                clear = self._fill(self.packed_k, start, self.panel, zero(self.dtype)) if count < self.panel else None
-                return b.seq(clear, self._along(count, one))
-
-            return b.loop(self.depth, at, name="d")
-
-        whole = self.panels if self.tail == self.panel else self.panels - 1
-        loop = b.loop(whole, lambda p: of(p, self.panel), name="p") if whole else None
-        return b.seq(loop, of(as_index(whole), self.tail) if whole < self.panels else None)
-
-    def _pack_v(self, batch: Index, head: Index) -> Stmt:
-        """v[key][padded width]; what is padded is zero, keys beyond the last too (their weights are zero, and 0 * NaN is not)."""
-        b, kernel, padded = self.builder, self.kernel, self.value_vectors * self.lanes
-
-        def row(t: Index) -> Stmt:
-            def one(e: Index) -> Stmt:
-                return b.store(self.packed_v, t * padded + e, self._read(kernel.v, kernel.v_vars, batch, head, t, e))
-
-            last = t * padded + (padded - self.lanes)
-            clear = self._fill(self.packed_v, last, self.lanes, zero(self.dtype)) if self.width < padded else None
-            return b.seq(clear, self._along(self.width, one))
-
-        beyond = self.panels * self.panel - self.keys
-        start = as_index(self.keys * padded)
-        rest = self._fill(self.packed_v, start, beyond * padded, zero(self.dtype)) if beyond else None
-        return b.seq(b.loop(self.keys, row, name="t"), rest)
-
     # One tile of query rows.
 
     def _row_tile(self, batch: Index, head: Index, first: Index, rows: int) -> Stmt:
@@ -180,11 +86,11 @@ class _Attention:
 
         def start(r: Index) -> Stmt:
             def scaled(d: Index) -> Stmt:
-                value = self._read(kernel.q, kernel.q_vars, batch, head, first + r, d) * scale
+                value = self.read(kernel.q, kernel.q_vars, batch, head, first + r, d) * scale
                 return b.store(self.q, r * self.depth + d, value)
 
             return b.seq(
-                self._along(self.depth, scaled),
+                self.along(self.depth, scaled),
                 b.store(self.maximum, r, literal(-math.inf, self.dtype)),
                 b.store(self.sum, r, zero(self.dtype)),
             )
@@ -197,7 +103,7 @@ class _Attention:
             softmax = b.loop(rows, lambda r: self._softmax_row(r, rows, each_panel), name="r")
             return b.seq(scores, softmax, self._times_v(rows, each_panel))
 
-        clear = self._fill(self.out, as_index(0), rows * self.value_vectors * self.lanes, zero(self.dtype))
+        clear = self.fill(self.out, as_index(0), rows * self.value_vectors * self.lanes, zero(self.dtype))
         return b.seq(
             b.loop(rows, start, name="r"),
             clear if self.blocks > 1 else None,
@@ -268,13 +174,13 @@ class _Attention:
                 key = panel * self.panel + i
                 value = b.load(self.scores, start + i)
                 if kernel.mask is not None:
-                    value = value + self._read(kernel.mask, kernel.mask_vars, batch, head, first + r, key)
+                    value = value + self.read(kernel.mask, kernel.mask_vars, batch, head, first + r, key)
                 if kernel.causal:
                     value = tirx.Select(b.index(key) <= b.index(first + r), value, never)
                 return b.store(self.scores, start + i, value)
 
-            beyond = self._fill(self.scores, start + keys, self.panel - keys, never) if keys < self.panel else None
-            return b.seq(self._along(keys, one) if is_masked else None, beyond)
+            beyond = self.fill(self.scores, start + keys, self.panel - keys, never) if keys < self.panel else None
+            return b.seq(self.along(keys, one) if is_masked else None, beyond)
 
         return b.loop(rows, row, name="r")
 
@@ -283,7 +189,7 @@ class _Attention:
         b = self.builder
 
         def halve(width: int) -> Stmt:
-            return self._vector(
+            return self.vector(
                 width, lambda lane: b.store(vector, lane, combine(b.load(vector, lane), b.load(vector, lane + width)))
             )
 
@@ -305,7 +211,7 @@ class _Attention:
                 start = r * self.stride + column
 
                 def vector(first: int) -> Stmt:
-                    return self._vector(self.lanes, lambda lane: body(lane + first, start + lane + first))
+                    return self.vector(self.lanes, lambda lane: body(lane + first, start + lane + first))
 
                 return b.seq(*[vector(v * self.lanes) for v in range(self.panel_vectors)])
 
@@ -326,8 +232,8 @@ class _Attention:
         finite = tirx.Select(b.load(self.maximum, r) == lowest, zero(dtype), b.load(self.maximum, r))
         return b.seq(
             b.alloc(top), b.alloc(total),
-            self._fill(top, as_index(0), self.panel, lowest),
-            self._fill(total, as_index(0), self.panel, zero(dtype)),
+            self.fill(top, as_index(0), self.panel, lowest),
+            self.fill(total, as_index(0), self.panel, zero(dtype)),
             each_vector(raise_top),
             self._horizontal(top, tirx.max),
             tirx.stmt.Bind(old, b.load(self.maximum, r)),
@@ -349,7 +255,7 @@ class _Attention:
                 at = r * (vectors * self.lanes) + i + first * rows * self.lanes
                 return b.store(self.out, at, b.load(self.out, at) * factor)
 
-            return self._along(vectors * self.lanes, one)
+            return self.along(vectors * self.lanes, one)
 
         return b.seq(
             b.store(self.sum, r, b.load(self.sum, r) * factor + added),
@@ -404,6 +310,6 @@ class _Attention:
                 point = (batch, head, first + r, i + first_vector * self.lanes)
                 return self.printer.stores(self.kernel.stores, dict(zip(self.kernel.domain, point, strict=True)))
 
-            return self._along(min(vectors * self.lanes, self.width - first_vector * self.lanes), one)
+            return self.along(min(vectors * self.lanes, self.width - first_vector * self.lanes), one)
 
         return b.seq(tirx.stmt.Bind(inverse, nothing), *[group(v, n) for v, n in self._groups()])

@@ -24,6 +24,7 @@ from torch_hybrid_backend.engines.tvm.printer import Printer
 from torch_hybrid_backend.engines.tvm.schedules.registers import (
     IN_FLIGHT,
     RegisterTile,
+    by_part,
     lanes_of,
     partials,
     vector_loop,
