@@ -1,0 +1,115 @@
+"""Inputs and outputs of operators as trees of tensors: copying, comparing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import torch
+from torch.utils._pytree import tree_flatten, tree_map
+
+# (relative, absolute). Kernels sum in another order than eager, and their functions differ by a few units in the last place.
+TOLERANCE = {
+    torch.float64: (1e-7, 1e-7),
+    torch.float32: (1e-4, 1e-5),
+    torch.float16: (4e-3, 2e-3),
+    torch.bfloat16: (2e-2, 1e-2),
+    torch.complex64: (1e-4, 1e-5),
+    torch.complex128: (1e-7, 1e-7),
+    torch.complex32: (4e-3, 2e-3),
+}
+
+
+def seed() -> None:
+    """Every generator that samples and random operators draw from, set to the same state."""
+    torch.manual_seed(20)
+    random.seed(20)
+    numpy.random.seed(20)
+
+
+def copied(tree: Any) -> Any:
+    """The same values in memory of their own, strides and `requires_grad` kept."""
+    return tree_map(lambda leaf: _copy(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.detach()
+    if type(plain) is not torch.Tensor or plain.layout != torch.strided or plain.is_quantized or not plain.numel():
+        copy = plain.clone()
+    else:
+        span = 1 + sum((n - 1) * s for n, s in zip(plain.shape, plain.stride(), strict=True))
+        storage = torch.as_strided(plain, (span,), (1,)).clone()
+        copy = torch.as_strided(storage, plain.shape, plain.stride(), 0)
+    return copy.requires_grad_(tensor.requires_grad)
+
+
+def widened(tree: Any) -> Any:
+    """The same tree with floating-point tensors and dtype arguments in float64."""
+
+    def widen(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.dtype.is_floating_point:
+            return leaf.detach().double()
+        return torch.float64 if isinstance(leaf, torch.dtype) and leaf.is_floating_point else leaf
+
+    return tree_map(widen, tree)
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """The tensors of a tree, in order."""
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def difference(actual: Any, expected: Any, exact: Callable[[], Any] = lambda: None) -> str:
+    """What distinguishes the results, "" where nothing does.
+
+    Integers and booleans must be equal. A floating-point result that is not close to eager's is right all the same where
+    it is as close as its dtype demands to `exact()`, the result of a float64 run: half types round once in a kernel
+    and after every step in eager, and sums cancel. Strides count where an operator's result is no view of its
+    inputs; those of dimensions of one element do not.
+    """
+    got, got_form = tree_flatten(actual)
+    want, want_form = tree_flatten(expected)
+    if got_form != want_form:
+        return f"the result is a {got_form}, eager's {want_form}"
+    ideal: list[Any] | None = None
+    for position, (a, b) in enumerate(zip(got, want, strict=True)):
+        if not isinstance(b, torch.Tensor):
+            if type(a) is not type(b) or repr(a) != repr(b):
+                return f"output {position} is {a!r}, eager's {b!r}"
+            continue
+        if form := form_difference(a, b):
+            return f"output {position} {form}"
+        why = _values(a.detach(), b.detach())
+        if why and b.dtype.is_floating_point:
+            if ideal is None:
+                reference = exact()
+                ideal = tree_flatten(reference)[0] if reference is not None else [None] * len(want)
+            true = ideal[position] if position < len(ideal) else None
+            if isinstance(true, torch.Tensor) and true.shape == a.shape and not _values(a.detach(), true.to(a.dtype)):
+                why = ""
+        if why:
+            return f"output {position}: {why}"
+    return ""
+
+
+def form_difference(actual: object, expected: torch.Tensor) -> str:
+    """How dtype, shape, layout or strides differ, "" where they do not."""
+    if not isinstance(actual, torch.Tensor):
+        return f"is a {type(actual).__name__}"
+    if (actual.dtype, actual.shape, actual.layout) != (expected.dtype, expected.shape, expected.layout):
+        return (
+            f"is {actual.dtype} {tuple(actual.shape)} {actual.layout}, "
+            f"eager's {expected.dtype} {tuple(expected.shape)} {expected.layout}"
+        )
+    return ""
+
+
+def _values(actual: torch.Tensor, expected: torch.Tensor) -> str:
+    rtol, atol = TOLERANCE.get(expected.dtype, (0.0, 0.0))
+    try:
+        torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol, equal_nan=True, check_stride=False)
+    except AssertionError as error:
+        return " ".join(str(error).split())[:300]
+    return ""
