@@ -185,6 +185,11 @@ class Index:
                 return coarse, fine, grain
         return self, as_index(0), 1
 
+    def coarse_bound(self, bound: int) -> tuple[Index, Index]:
+        """(index, limit) with `index < limit` exactly where `self < bound`, without a fine part that cannot decide it."""
+        coarse, _, grain = self._coarsen(bound)
+        return coarse, as_index(bound // grain)
+
     def substitute(self, values: dict[LoopVar, Index]) -> Index:
         """The index with loop variables replaced, simplified again. Scalars are kept: see `ir.substitute`."""
         result = as_index(self.const)

@@ -1,14 +1,21 @@
-"""Bindings: values bound to variables, so that what is used twice is computed, and printed, once."""
+"""Bindings: values kept in variables, so that what is used twice is computed, and printed, once.
+
+Before a statement a value is kept in a small local array, one element a lane: TVM's passes treat its loads as opaque, where they would
+substitute the value of a `Bind` or `Let` at every use (a polynomial of a polynomial then grows exponentially: minutes for a GELU),
+and its vectoriser widens stores and loads reliably. LLVM turns such arrays into registers. Inside an expression, where no statement can
+stand, a value is a `Let`.
+"""
 
 from __future__ import annotations
 
 from tvm import tirx
 
 from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirExpr
+from torch_hybrid_backend.loops.index import Index
 
 
 class Bindings:
-    """An ordered list of variables and their values, to be put before a statement or around an expression."""
+    """Values bound around an expression, each a `Let`."""
 
     def __init__(self, builder: Builder) -> None:
         self._builder = builder
@@ -27,14 +34,41 @@ class Bindings:
         return variable
 
     def around(self, result: TirExpr) -> TirExpr:
-        """`result` as an expression of its own, each variable a `Let`."""
+        """`result` as an expression of its own."""
         for variable, value in reversed(self._bound):
             result = tirx.Let(variable, value, result)
         return result
 
+
+class StatementBindings(Bindings):
+    """Values bound before a statement, each in a local array of `width` elements indexed by `lane`.
+
+    `allocations` collects the arrays' declarations: they belong in front of the vector loop around the statement.
+    """
+
+    def __init__(self, builder: Builder, lane: Index, width: int, allocations: list[Stmt]) -> None:
+        super().__init__(builder)
+        self._lane, self._width, self._allocations = lane, width, allocations
+        self._stores: list[Stmt] = []
+        self._kept: dict[int, TirExpr] = {}  # what `let` returned, by identity: binding it again is free
+
+    def let(self, value: TirExpr, dtype: str) -> TirExpr:
+        if isinstance(value, (tirx.Var, tirx.IntImm, tirx.FloatImm)) or id(value) in self._kept:
+            return value
+        if dtype == "bool":
+            zero, one = tirx.IntImm("uint8", 0), tirx.IntImm("uint8", 1)
+            kept = tirx.NE(self.let(tirx.Select(value, one, zero), "uint8"), zero)
+        else:
+            array = self._builder.local(self._width, dtype, "t")
+            self._allocations.append(self._builder.alloc(array))
+            self._stores.append(self._builder.store(array, self._lane, value))
+            kept = self._builder.load(array, self._lane)
+        self._kept[id(kept)] = kept
+        return kept
+
     def before(self, statement: Stmt) -> Stmt:
-        """`statement` after the statements that bind the variables."""
-        return self._builder.seq(*(tirx.stmt.Bind(v, value) for v, value in self._bound), statement)
+        """`statement` after the statements that compute the values."""
+        return self._builder.seq(*self._stores, statement)
 
 
 def _is_held_bool(value: TirExpr) -> bool:

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from tvm import tirx
 
 from torch_hybrid_backend.engines.tvm import arithmetic
-from torch_hybrid_backend.engines.tvm.bindings import Bindings
+from torch_hybrid_backend.engines.tvm.bindings import Bindings, StatementBindings
 from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, Scalar, as_index
 from torch_hybrid_backend.loops.ir import Buffer, Call, Const, Expr, FromIndex, Load, compute_dtype
@@ -28,20 +27,34 @@ from torch_hybrid_backend.loops.layout import Layout, offset_of
 from torch_hybrid_backend.loops.ops import COMPARE, ROUND_TARGETS
 
 Env = Mapping[LoopVar, Index]
+# Branches around vectors for guards: of more, the rest is computed with masks. A concatenation of 32 tensors needs as many.
+_MOST_CASES = 64
 _COMPARISONS = {"eq": tirx.EQ, "ne": tirx.NE, "lt": tirx.LT, "le": tirx.LE, "gt": tirx.GT, "ge": tirx.GE}
 # The value of a kernel-local buffer at a logical index (over schedule indices).
 LocalLoad = Callable[[tuple[Index, ...]], TirExpr]
 
 
+# bfloat16 is handled as bits: TVM's legaliser of bfloat16 leaves a bound load (`Bind(v, Cast("float32", load))`) as an integer converted to
+# float (apache-tvm 0.27).
+_STORAGE = {"bool": "uint8", "bfloat16": "uint16"}
+
+
 def storage_dtype(dtype: str) -> str:
     """The dtype of the array that holds a tensor's elements."""
-    return "uint8" if dtype == "bool" else dtype
+    return _STORAGE.get(dtype, dtype)
 
 
 def narrow(value: TirExpr, dtype: str) -> TirExpr:
-    """A scalar of the compute dtype of `dtype` as the array stores it."""
+    """A scalar of the compute dtype of `dtype` as the array stores it, rounded to nearest even."""
     if dtype == "bool":
         return tirx.Select(value, tirx.IntImm("uint8", 1), tirx.IntImm("uint8", 0))
+    if dtype == "bfloat16":
+        bits = tirx.reinterpret("uint32", value)
+        sixteen, one = tirx.IntImm("uint32", 16), tirx.IntImm("uint32", 1)
+        odd = tirx.bitwise_and(tirx.shift_right(bits, sixteen), one)
+        rounded = tirx.shift_right(bits + tirx.IntImm("uint32", 0x7FFF) + odd, sixteen)
+        # Rounding could carry a NaN over into infinity.
+        return tirx.Cast("uint16", tirx.Select(tirx.NE(value, value), tirx.IntImm("uint32", 0x7FC0), rounded))
     return value if compute_dtype(dtype) == dtype else tirx.Cast(dtype, value)
 
 
@@ -49,15 +62,17 @@ def widen(value: TirExpr, dtype: str) -> TirExpr:
     """What the array holds as a scalar of the compute dtype of `dtype`."""
     if dtype == "bool":
         return tirx.NE(value, tirx.IntImm("uint8", 0))
+    if dtype == "bfloat16":
+        return tirx.reinterpret("float32", tirx.shift_left(tirx.Cast("uint32", value), tirx.IntImm("uint32", 16)))
     return value if compute_dtype(dtype) == dtype else tirx.Cast(compute_dtype(dtype), value)
 
 
 class _Scope:
-    """Values bound so far at one place; a branch of a guard has its own, as it may not run."""
+    """Values bound so far at one place; a branch of a guard has its own: what it loads is masked."""
 
-    def __init__(self, builder: Builder, outer: _Scope | None) -> None:
+    def __init__(self, bindings: Bindings, outer: _Scope | None) -> None:
         self.outer = outer
-        self.bindings = Bindings(builder)
+        self.bindings = bindings
         self.known: dict[int, TirExpr] = {}  # canonical expression -> variable or literal
 
     def find(self, key: int) -> TirExpr | None:
@@ -89,22 +104,104 @@ class Printer:
         self._kept: list[Expr] = []  # keeps ids alive
         self._uses: dict[int, int] = {}
         self._masks: list[TirExpr] = []
+        self._lane: tuple[Index, int] = (as_index(0), 1)
+        self._allocations: list[Stmt] | None = None  # of the vector loop being emitted
         builder.print_scalar = self._print_scalar
 
     # Public: expressions and stores.
 
+    def vector_loop(self, width: int, body: Callable[[Index], Stmt]) -> Stmt:
+        """A vectorised loop of `width` lanes; what its statements bind is declared in front of it."""
+        outer = (self._lane, self._allocations)
+        allocations = self._allocations = []
+
+        def with_lane(lane: Index) -> Stmt:
+            self.lanes.update(atom for atom, _ in lane.terms if isinstance(atom, LoopVar))
+            self._lane = (lane, width)
+            return body(lane)
+
+        try:
+            loop = self.builder.loop(width, with_lane, "vectorized", "l")
+        finally:
+            self._lane, self._allocations = outer
+        return self.builder.seq(*allocations, loop)
+
     def expr(self, e: Expr, env: Env) -> TirExpr:
         """One TIR expression, self-contained (values used twice are `Let`s); `env` gives the kernel's loop variables."""
-        with self._printing([e], env) as (roots, scope):
+        with self._printing([e], env, Bindings(self.builder)) as (roots, scope):
             result = self._print(roots[0])
             return scope.bindings.around(result)
 
     def evaluate(self, exprs: Sequence[Expr], env: Env, use: Callable[[list[TirExpr]], Stmt]) -> Stmt:
         """Bind what the expressions share, then `use` their values (each may be used many times) in a statement."""
-        with self._printing(exprs, env) as (roots, scope):
+        own: list[Stmt] = []
+        allocations = own if self._allocations is None else self._allocations
+        bindings = StatementBindings(self.builder, *self._lane, allocations)
+        with self._printing(exprs, env, bindings) as (roots, _):
             values = [self._bind(self._print(root), root.dtype) for root in roots]
-            statement = use(values)
-            return scope.bindings.before(statement)
+            return self.builder.seq(*own, bindings.before(use(values)))
+
+    def cases(self, exprs: Sequence[Expr], env: Env, build: Callable[[list[Expr]], Stmt]) -> Stmt:
+        """`build` of the expressions, with a branch for every guard that depends on no lane: inside each branch the guard is decided.
+
+        A branch around whole vectors costs a jump; one inside an expression would make TVM compute lane by lane.
+        """
+        return self._split([self._canon(e) for e in exprs], dict(env), build, _MOST_CASES)
+
+    def _split(self, exprs: list[Expr], env: Env, build: Callable[[list[Expr]], Stmt], budget: int) -> Stmt:
+        found = self._uniform_guard(exprs, env) if budget > 1 else None
+        if found is None:
+            return build(exprs)
+        guard, test = found
+        inside, outside = (
+            self._split([self._decided(e, guard, branch) for e in exprs], env, build, budget // 2) for branch in (1, 2)
+        )
+        return self.builder.when(test, inside, outside)
+
+    def _uniform_guard(self, exprs: Sequence[Expr], env: Env) -> tuple[Call, TirExpr] | None:
+        """The first guard that only the running kernel decides, the same for all lanes, with its test."""
+        stack, seen = list(exprs), set()
+        while stack:
+            e = stack.pop()
+            if id(e) in seen or not isinstance(e, Call):
+                continue
+            seen.add(id(e))
+            if e.op != "guard":
+                stack.extend(e.args)
+                continue
+            known = self.decide(e.args[0], env)
+            if known is not None:
+                stack.append(e.args[1] if known else e.args[2])
+                continue
+            test = self.index_test(e.args[0], env)
+            if test is not None and not self._depends_on_lane(e.args[0], env):
+                return e, test
+            stack.extend(e.args[1:])
+        return None
+
+    def _depends_on_lane(self, condition: Expr, env: Env) -> bool:
+        if isinstance(condition, Call) and condition.op in ("and", "or"):
+            return any(self._depends_on_lane(a, env) for a in condition.args)
+        assert isinstance(condition, Call)
+        sides = self.index_sides(condition, env)
+        assert sides is not None
+        return any(v in self.lanes for side in sides for v in _loop_vars(side))
+
+    def _decided(self, e: Expr, guard: Call, branch: int) -> Expr:
+        """The expression with one guard replaced by one of its branches."""
+        done: dict[int, Expr] = {id(guard): guard.args[branch]}
+
+        def visit(x: Expr) -> Expr:
+            if id(x) not in done:
+                result = x
+                if isinstance(x, Call):
+                    args = tuple(visit(a) for a in x.args)
+                    if any(a is not b for a, b in zip(args, x.args, strict=True)):
+                        result = Call(x.dtype, x.op, args)
+                done[id(x)] = result
+            return done[id(x)]
+
+        return self._canon(visit(e))
 
     def store(self, store: Store, env: Env) -> Stmt:
         """buffer[index] = value."""
@@ -113,18 +210,11 @@ class Printer:
     def stores(self, stores: Sequence[Store], env: Env) -> Stmt:
         """Several stores at one point; what their values share is computed once."""
         targets = [self._target(store, env) for store in stores]
-        if any(self.splits(store.value, env) for store in stores):
-            # TVM splits statement by statement, and cannot split the bindings before it.
-            self._env = dict(env)
-            values = [self.expr(store.value, env) for store in stores]
+
+        def put(values: list[TirExpr]) -> Stmt:
             return self.builder.seq(*(self._put(t, s, v) for t, s, v in zip(targets, stores, values, strict=True)))
-        return self.evaluate(
-            [store.value for store in stores],
-            env,
-            lambda values: self.builder.seq(
-                *(self._put(t, s, v) for t, s, v in zip(targets, stores, values, strict=True))
-            ),
-        )
+
+        return self.cases([s.value for s in stores], env, lambda exprs: self.evaluate(exprs, env, put))
 
     def offset(self, buffer: Buffer, index: tuple[Index, ...], env: Env) -> Index:
         """Where an element of an argument lies, over schedule indices."""
@@ -153,26 +243,6 @@ class Printer:
         bounds = self.index_sides(condition, env)
         return None if bounds is None else _compare_ranges(condition.op, *bounds)
 
-    def splits(self, e: Expr, env: Env) -> bool:
-        """Whether TVM splits a vector loop around `e`: it branches (a guard that is only decided when the kernel runs) or has an operation
-        with no vector form. Its values must then be `Let`s, or the loop a serial one."""
-        stack, seen = [e], set()
-        while stack:
-            x = stack.pop()
-            if id(x) in seen or not isinstance(x, Call):
-                continue
-            seen.add(id(x))
-            if x.op == "guard":
-                known = self.decide(x.args[0], env)
-                if known is None:
-                    return True
-                stack.append(x.args[1] if known else x.args[2])
-            elif arithmetic.splits_vectors(x.op, x.dtype):
-                return True
-            else:
-                stack.extend(x.args)
-        return False
-
     # Stores.
 
     def _target(self, store: Store, env: Env) -> tuple[TirBuffer, Index]:
@@ -186,11 +256,11 @@ class Printer:
     # Expressions.
 
     @contextmanager
-    def _printing(self, exprs: Sequence[Expr], env: Env) -> Iterator[tuple[list[Expr], _Scope]]:
+    def _printing(self, exprs: Sequence[Expr], env: Env, bindings: Bindings) -> Iterator[tuple[list[Expr], _Scope]]:
         """A fresh top scope for expressions printed with `env`; yields the expressions with equal parts shared."""
         outer = (self._env, self._scope, self._uses, self._masks)
         self._env, self._uses, self._masks = dict(env), {}, []
-        scope = self._scope = _Scope(self.builder, None)
+        scope = self._scope = _Scope(bindings, None)
         try:
             roots = [self._canon(e) for e in exprs]
             seen: set[int] = set()
@@ -289,48 +359,22 @@ class Printer:
         test = self.index_test(condition, self._env)
         if test is None:
             test = self._bind(self._print(condition), "bool")
-        if self._masks or any(v in self.lanes for v in self._vars_of(condition)):
-            self._masks.append(test)
-            first = self._branch(inside)
-            self._masks.pop()
-            return tirx.Select(test, first, self._print(outside))
-        return tirx.if_then_else(test, self._branch(inside), self._branch(outside))
-
-    def _branch(self, e: Expr) -> TirExpr:
-        """An expression whose bindings stay with it."""
-        scope = self._scope = _Scope(self.builder, self._scope)
+        # Both sides are computed; what the guarded side loads is moved inside its buffer where the condition fails.
+        self._masks.append(test)
+        scope = self._scope
+        assert scope is not None
+        self._scope = _Scope(scope.bindings, scope)
         try:
-            result = self._print(e)
+            first = self._print(inside)
         finally:
-            self._scope = scope.outer
-        return scope.bindings.around(result)
+            self._scope = scope
+            self._masks.pop()
+        return tirx.Select(test, first, self._print(outside))
 
     def _print_scalar(self, atom: Scalar) -> TirExpr:
         """A scalar inside an index, as int32: read where the index is used, with the environment of the expression around it."""
         value = self.expr(atom.expr, self._env) if self._scope is None else self._print(self._canon(atom.expr))
         return value if atom.expr.dtype == "int32" else tirx.Cast("int32", value)
-
-    def _vars_of(self, e: Expr) -> set[LoopVar]:
-        """The schedule's loop variables an expression depends on."""
-        found: set[LoopVar] = set()
-        stack: list[Any] = [e]
-        while stack:
-            match stack.pop():
-                case Call(_, _, args):
-                    stack.extend(args)
-                case Load(_, _, index):
-                    stack.extend(self.index(i, self._env) for i in index)
-                case FromIndex(_, index):
-                    stack.append(self.index(index, self._env))
-                case Index() as index:
-                    stack.extend(atom for atom, _ in index.terms)
-                case LoopVar() as variable:
-                    found.add(variable)
-                case FloorDiv(numerator, _) | Mod(numerator, _):
-                    stack.append(numerator)
-                case Scalar(inner, _, _):
-                    stack.append(inner)
-        return found
 
     def index_test(self, condition: Expr, env: Env) -> TirExpr | None:
         """A condition on indices as one TIR expression without bindings; None for other conditions."""
@@ -360,7 +404,19 @@ class Printer:
                     sides.append(as_index(int(value)))
                 case _:
                     return None
-        return sides[0], sides[1]
+        left, right = sides
+        if comparison.op in ("lt", "ge") and right.is_const and right.const > 0:
+            # `block * 16 + lane < 64` is `block < 4`: the lane drops out.
+            left, right = left.coarse_bound(right.const)
+        return left, right
+
+
+def _loop_vars(index: Index) -> Iterator[LoopVar]:
+    for atom, _ in index.terms:
+        if isinstance(atom, LoopVar):
+            yield atom
+        elif isinstance(atom, FloorDiv | Mod):
+            yield from _loop_vars(atom.numerator)
 
 
 def _compare_ranges(op: str, a: Index, b: Index) -> bool | None:

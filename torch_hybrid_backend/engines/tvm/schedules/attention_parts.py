@@ -8,7 +8,7 @@ from tvm import tirx
 
 from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.tvm.printer import Printer
-from torch_hybrid_backend.engines.tvm.schedules.registers import lanes_of, vector_loop, zero
+from torch_hybrid_backend.engines.tvm.schedules.registers import lanes_of, zero
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tiles import lane_chunks, max_rows, split_at_most
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
@@ -54,7 +54,7 @@ class AttentionParts:
         return self.printer.expr(expr, dict(zip(variables, point, strict=True)))
 
     def vector(self, lanes: int, body: Callable[[Index], Stmt]) -> Stmt:
-        return vector_loop(self.builder, self.printer, lanes, body)
+        return self.printer.vector_loop(lanes, body)
 
     def along(self, count: int, body: Callable[[Index], Stmt]) -> Stmt:
         """`body` for 0 .. count-1 in vectors."""

@@ -157,21 +157,9 @@ def vectors(
     parts: list[Stmt] = []
     if whole:
         parts.append(
-            builder.loop(
-                whole, lambda v: vector(builder, printer, lanes, lambda lane: body(v * lanes + start, lane, lanes))
-            )
+            builder.loop(whole, lambda v: printer.vector_loop(lanes, lambda lane: body(v * lanes + start, lane, lanes)))
         )
     for first, width in lane_chunks(extent - whole * lanes, lanes):
         base = as_index(start + whole * lanes + first)
-        parts.append(vector(builder, printer, width, lambda lane, b=base, w=width: body(b, lane, w)))  # type: ignore[misc]
+        parts.append(printer.vector_loop(width, lambda lane, b=base, w=width: body(b, lane, w)))  # type: ignore[misc]
     return builder.seq(*parts)
-
-
-def vector(builder: Builder, printer: Printer, width: int, body: Callable[[Index], Stmt]) -> Stmt:
-    """One vectorised loop; the printer knows its variable to be a lane."""
-
-    def with_lane(lane: Index) -> Stmt:
-        printer.lanes.update(atom for atom, _ in lane.terms if isinstance(atom, LoopVar))
-        return body(lane)
-
-    return builder.loop(width, with_lane, "vectorized", "l")

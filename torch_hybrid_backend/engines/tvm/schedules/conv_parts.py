@@ -11,7 +11,7 @@ from tvm import tirx
 from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.tvm.printer import Printer
 from torch_hybrid_backend.engines.tvm.schedules.conv_geometry import Axis, axes
-from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, vector_loop, zero
+from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, zero
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tiles import lane_chunks
 from torch_hybrid_backend.loops.index import Index, LoopVar
@@ -69,7 +69,7 @@ class ConvParts:
     def clear(self, buffer: TirBuffer, offset: Index) -> Stmt:
         """One block of zeros."""
         b = self.builder
-        return vector_loop(b, self.printer, self.block, lambda lane: b.store(buffer, offset + lane, zero(self.dtype)))
+        return self.printer.vector_loop(self.block, lambda lane: b.store(buffer, offset + lane, zero(self.dtype)))
 
     def write_vectors(
         self,
@@ -96,9 +96,7 @@ class ConvParts:
     def _vector(
         self, value: Callable[[Index], TirExpr], place: Callable[[Index], tuple[Index, ...]], start: int, lanes: int
     ) -> Stmt:
-        return vector_loop(
-            self.builder, self.printer, lanes, lambda lane: self.stores(value(lane), *place(lane + start))
-        )
+        return self.printer.vector_loop(lanes, lambda lane: self.stores(value(lane), *place(lane + start)))
 
     def write_tile(
         self, tile: RegisterTile, channels: int, place: Callable[[int, Index, int | Index], tuple[Index, ...]]

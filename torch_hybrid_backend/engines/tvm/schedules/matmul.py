@@ -27,7 +27,6 @@ from torch_hybrid_backend.engines.tvm.schedules.registers import (
     by_part,
     lanes_of,
     partials,
-    vector_loop,
     zero,
 )
 from torch_hybrid_backend.engines.tvm.target import Target
@@ -147,8 +146,8 @@ class _MatMul:
         b, width = self.builder, tile.vectors * tile.lanes
 
         def store(value: Callable[[Index], TirExpr], row: Index, start: int, lanes: int) -> Stmt:
-            return vector_loop(
-                b, self.printer, lanes, lambda lane: self._stores(value(lane), batch, row, column + lane + start)
+            return self.printer.vector_loop(
+                lanes, lambda lane: self._stores(value(lane), batch, row, column + lane + start)
             )
 
         if not self.long_epilogue and columns == width:

@@ -9,8 +9,7 @@ Strategy
    keeps several vector accumulators, so that additions overlap, and combines them by halves at the end of the row.
 3. It is kept (pooling, means over rows or pixels, anything in NCHW16c): a task handles one vector of rows at once; reduced axes are serial
    loops inside, small windows unrolled; the accumulator is one vector.
-4. A guard around a window element that does not depend on the lane becomes a branch around the vector step, and no step at all
-   where the outside value is the combiner's identity.
+4. A guard around an element (a window's padding) that does not depend on the lane becomes a branch around the vector step.
 5. Values that later stages read stay in a buffer of the row.
 
 Not used: splitting one long row over several threads (few-row reductions of large tensors run on as many threads as there are rows).
@@ -35,14 +34,13 @@ from torch_hybrid_backend.engines.tvm.schedules.axes import (
     flatten,
     offsets_of,
     step,
-    vector,
     vectors,
     work,
 )
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tiles import lane_chunks
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
-from torch_hybrid_backend.loops.ir import Buffer, Call, Const, Expr
+from torch_hybrid_backend.loops.ir import Buffer, Expr
 from torch_hybrid_backend.loops.kernels import RowKernel, Stage
 
 # Independent accumulators of a row: latency of an addition (4) on current x86 cores.
@@ -145,7 +143,9 @@ class _Row:
             case "scalar":
                 assert stage.local is not None
                 local = self._scalar(stage.local)
-                return self._put(local, 0, self.p.expr(stage.value, self.env), stage.local.dtype)
+                return _computed(
+                    self.p, stage.value, self.env, stage.local.dtype, lambda value: self.b.store(local, 0, value)
+                )
             case "store_scalar":
                 assert stage.store is not None
                 return self.p.stores([stage.store], self.env)
@@ -156,9 +156,6 @@ class _Row:
                 assert store is not None
                 return self._each(lambda env: self.p.stores([store], env))
         raise ValueError(f"a row kernel has no stages of kind {stage.kind!r}")
-
-    def _put(self, buffer: TirBuffer, offset: Index | int, value: TirExpr, dtype: str) -> Stmt:
-        return self.b.store(buffer, offset, _hold(value, dtype))
 
     def _scalar(self, local: Buffer) -> TirBuffer:
         buffer = self._local(1, local.dtype, "scalar")
@@ -199,7 +196,9 @@ class _Row:
 
         def body(env: Env) -> Stmt:
             at = tuple(env.get(v, as_index(0)) for v in self.rows.kernel.domain)
-            return self._put(buffer, offset(at), self.p.expr(stage.value, env), local.dtype)
+            return _computed(
+                self.p, stage.value, env, local.dtype, lambda value: self.b.store(buffer, offset(at), value)
+            )
 
         return self._each(body)
 
@@ -211,15 +210,20 @@ class _Row:
         result = self._scalar(local)
         combine = _Combiner(stage.combiner, local.dtype, self.p)
         lanes, extent = self.rows.target.lanes, self.flat.extent if self.flat.variables else 1
-        if extent < 2 or self.p.splits(stage.value, self._some_env()):
+        if extent < 2:
             # One element at a time: short rows, and values that cannot be computed in vectors.
             serial = self.b.store(result, 0, combine.identity)
             order = [*self.rest, *self.flat.variables]
 
             def element(place: tuple[Index, ...]) -> Stmt:
                 env = {**self.env, **dict(zip(order, place, strict=True))}
-                value = _hold(self.p.expr(stage.value, env), local.dtype)
-                return self.b.store(result, 0, combine(self.b.load(result, 0), value))
+                return _computed(
+                    self.p,
+                    stage.value,
+                    env,
+                    local.dtype,
+                    lambda value: self.b.store(result, 0, combine(self.b.load(result, 0), value)),
+                )
 
             return self.b.seq(serial, self.b.nest([v.extent for v in order], element))
         width = lanes if extent >= lanes else 1 << (extent.bit_length() - 1)
@@ -230,9 +234,14 @@ class _Row:
             return self.b.seq(*(self.b.store(accumulators, lane + w * width, combine.identity) for w in range(ways)))
 
         def step_at(env: Env, base: Index | int, lane: Index, way: int) -> Stmt:
-            value = _hold(self.p.expr(stage.value, {**env, **self.flat.env(lane + base)}), local.dtype)
             place = lane + way * width
-            return self.b.store(accumulators, place, combine(self.b.load(accumulators, place), value))
+            return _computed(
+                self.p,
+                stage.value,
+                {**env, **self.flat.env(lane + base)},
+                local.dtype,
+                lambda value: self.b.store(accumulators, place, combine(self.b.load(accumulators, place), value)),
+            )
 
         def along(place: tuple[Index, ...]) -> Stmt:
             env = {**self.env, **dict(zip(self.rest, place, strict=True))}
@@ -242,9 +251,7 @@ class _Row:
                     whole,
                     lambda v: self.b.seq(
                         *(
-                            vector(
-                                self.b,
-                                self.p,
+                            self.p.vector_loop(
                                 width,
                                 lambda lane, w=w: step_at(env, v * (ways * width) + w * width, lane, w),
                             )  # type: ignore[misc]
@@ -255,7 +262,7 @@ class _Row:
             ]
             done = whole * ways * width
             for first, narrow in lane_chunks(extent - done, width):
-                parts.append(vector(self.b, self.p, narrow, lambda lane, f=first: step_at(env, done + f, lane, 0)))  # type: ignore[misc]
+                parts.append(self.p.vector_loop(narrow, lambda lane, f=first: step_at(env, done + f, lane, 0)))  # type: ignore[misc]
             return self.b.seq(*parts)
 
         folds = []
@@ -263,9 +270,7 @@ class _Row:
         while size > 1:
             size //= 2
             folds.append(
-                vector(
-                    self.b,
-                    self.p,
+                self.p.vector_loop(
                     size,
                     lambda lane, s=size: self.b.store(  # type: ignore[misc]
                         accumulators,
@@ -275,14 +280,11 @@ class _Row:
                 )
             )
         return self.b.seq(
-            vector(self.b, self.p, width, clear),
+            self.p.vector_loop(width, clear),
             self.b.nest([v.extent for v in self.rest], along),
             *folds,
             self.b.store(result, 0, self.b.load(accumulators, 0)),
         )
-
-    def _some_env(self) -> Env:
-        return {**self.env}
 
     def _arg(self, stage: Stage) -> Stmt:
         """The position of the largest or smallest element: the first of equals, a NaN before everything."""
@@ -290,7 +292,7 @@ class _Row:
         assert local is not None
         position = self._scalar(local)
         dtype = stage.value.dtype
-        best = self._local(1, dtype, "best")
+        best, current = self._local(1, dtype, "best"), self._local(1, dtype, "x")
         reduced = [v for v in self.rows.reduced if v.extent > 1]
         better = "gt" if stage.combiner == "argmax" else "lt"
 
@@ -299,8 +301,7 @@ class _Row:
             linear = as_index(0)
             for variable, index in zip(reduced, place, strict=True):
                 linear = linear * variable.extent + index
-            value = tirx.Var(self.b.fresh("x"), _held(dtype))
-            old = self.b.load(best, 0)
+            value, old = self.b.load(current, 0), self.b.load(best, 0)
             wins = tirx.GT(value, old) if better == "gt" else tirx.LT(value, old)
             if dtype in ("float32", "float64"):
                 wins = tirx.Or(wins, tirx.And(tirx.NE(value, value), tirx.EQ(old, old)))
@@ -310,7 +311,7 @@ class _Row:
                 self.b.store(position, 0, tirx.Cast("int64", self.b.index(linear))),
             )
             return self.b.seq(
-                tirx.stmt.Bind(value, _hold(self.p.expr(stage.value, env), dtype)),
+                _computed(self.p, stage.value, env, dtype, lambda x: self.b.store(current, 0, x)),
                 self.b.when(tirx.Or(is_first, wins), update),
             )
 
@@ -342,7 +343,9 @@ class _Vector:
                 assert local is not None
                 buffer = self._lanes_of(local)
                 return self._vector(
-                    lambda lane, env: self.b.store(buffer, lane, _hold(self.p.expr(stage.value, env), local.dtype))
+                    lambda lane, env: _computed(
+                        self.p, stage.value, env, local.dtype, lambda value: self.b.store(buffer, lane, value)
+                    )
                 )
             case "store_scalar":
                 store = stage.store
@@ -358,7 +361,7 @@ class _Vector:
 
     def _vector(self, body: Callable[[Index, Env], Stmt], env: Env | None = None) -> Stmt:
         env = self.env if env is None else env
-        return vector(self.b, self.p, self.width, lambda lane: body(lane, {**env, self.inner: self.base + lane}))
+        return self.p.vector_loop(self.width, lambda lane: body(lane, {**env, self.inner: self.base + lane}))
 
     def _each(self, body: Callable[[Index, Env], Stmt]) -> Stmt:
         return self._window(lambda env: self._vector(body, env))
@@ -402,7 +405,9 @@ class _Vector:
 
         def body(lane: Index, env: Env) -> Stmt:
             at = tuple(env.get(v, as_index(0)) for v in self.rows.kernel.domain)
-            return self.b.store(buffer, offset(at), _hold(self.p.expr(stage.value, env), local.dtype))
+            return _computed(
+                self.p, stage.value, env, local.dtype, lambda value: self.b.store(buffer, offset(at), value)
+            )
 
         return self._each(body)
 
@@ -412,48 +417,27 @@ class _Vector:
         buffer = self._lanes_of(local)
         combine = _Combiner(stage.combiner, local.dtype, self.p)
 
-        def add(value: Expr, env: Env) -> Stmt:
+        def add(env: Env) -> Stmt:
             return self._vector(
-                lambda lane, inside: self.b.store(
-                    buffer, lane, combine(self.b.load(buffer, lane), _hold(self.p.expr(value, inside), local.dtype))
+                lambda lane, inside: _computed(
+                    self.p,
+                    stage.value,
+                    inside,
+                    local.dtype,
+                    lambda x: self.b.store(buffer, lane, combine(self.b.load(buffer, lane), x)),
                 ),
                 env,
             )
 
-        def element(env: Env) -> Stmt:
-            value = stage.value
-            if not (isinstance(value, Call) and value.op == "guard"):
-                return add(value, env)
-            condition, inside, outside = value.args
-            # The condition is the same for all lanes unless it looks at the vector axis.
-            test = None if self.inner in self._variables(condition) else self.p.index_test(condition, env)
-            if test is None:
-                return add(value, env)
-            known = self.p.decide(condition, env)
-            if known is not None:
-                return add(inside if known else outside, env)
-            skipped = combine.is_identity(outside)
-            return self.b.when(test, add(inside, env), None if skipped else add(outside, env))
-
         clear = self._vector(lambda lane, _: self.b.store(buffer, lane, combine.identity))
-        return self.b.seq(clear, self._window(element))
-
-    def _variables(self, e: Expr) -> set[LoopVar]:
-        return {v for v in self.rows.kernel.domain if any(depends(i, v) for i in _indices(e))}
+        return self.b.seq(clear, self._window(add))
 
 
-def _indices(e: Expr) -> list[Index]:
-    found: list[Index] = []
-    stack = [e]
-    while stack:
-        x = stack.pop()
-        index = getattr(x, "index", None)
-        if isinstance(index, Index):
-            found.append(index)
-        elif isinstance(index, tuple):
-            found.extend(index)
-        stack.extend(getattr(x, "args", ()))
-    return found
+def _computed(printer: Printer, expr: Expr, env: Env, dtype: str, use: Callable[[TirExpr], Stmt]) -> Stmt:
+    """`use` of a value as locals hold it; guards that no lane decides become branches."""
+    return printer.cases(
+        [expr], env, lambda exprs: printer.evaluate(exprs, env, lambda values: use(_hold(values[0], dtype)))
+    )
 
 
 class _Combiner:
@@ -480,9 +464,6 @@ class _Combiner:
         if str(self.dtype).startswith("u"):
             return 0 if lowest else 2**info.bits - 1
         return -(2 ** (info.bits - 1)) if lowest else 2 ** (info.bits - 1) - 1
-
-    def is_identity(self, value: Expr) -> bool:
-        return isinstance(value, Const) and float(value.value) == float(self._identity())
 
     def __call__(self, a: TirExpr, b: TirExpr) -> TirExpr:
         match self.name:

@@ -22,7 +22,7 @@ from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirBuffer, T
 from torch_hybrid_backend.engines.tvm.printer import Printer
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tiles import Split
-from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
+from torch_hybrid_backend.loops.index import Index, as_index
 
 # Multiply-adds in flight that keep both units of a core busy: latency 4, two units (Zen 3-5, Skylake and later).
 IN_FLIGHT = 8
@@ -37,16 +37,6 @@ def lanes_of(target: Target, dtype: str) -> int:
     """Elements of a compute dtype in one vector register."""
     width = max(4, int(tvm.DataType(dtype).bits) // 8)
     return max(1, target.lanes * 4 // width)
-
-
-def vector_loop(builder: Builder, printer: Printer, lanes: int, body: Callable[[Index], Stmt]) -> Stmt:
-    """A vectorised loop whose variable the printer knows to be a lane."""
-
-    def with_lane(lane: Index) -> Stmt:
-        printer.lanes.update(atom for atom, _ in lane.terms if isinstance(atom, LoopVar))
-        return body(lane)
-
-    return builder.loop(lanes, with_lane, "vectorized", "l")
 
 
 def by_part(builder: Builder, split: Split, part: Index, body: Callable[[Index, int], Stmt]) -> Stmt:
@@ -89,7 +79,7 @@ class RegisterTile:
         return way * self.size + (row * self.vectors + vector) * self.lanes
 
     def _lanes(self, body: Callable[[Index], Stmt]) -> Stmt:
-        return vector_loop(self.builder, self.printer, self.lanes, body)
+        return self.printer.vector_loop(self.lanes, body)
 
     def at(self, row: int, vector: int, lane: Index) -> TirExpr:
         return self.builder.load(self.buffer, lane + self._offset(row, vector))
