@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from torch_hybrid_backend.capture.aot import capture
 from torch_hybrid_backend.config import Config, apply_log_level
@@ -216,7 +217,8 @@ class HybridGraph:
             if not regions:
                 continue
             try:
-                compiled = engine.compile(regions, self._config.compile_deadline_s)
+                with unset_fake_temporarily():  # AOTAutograd is still tracing: an engine's own tensors would be fake
+                    compiled = engine.compile(regions, self._config.compile_deadline_s)
             except Exception as error:  # against the protocol, but a third party's engine may
                 compiled = [error] * len(regions)
             for region, result in zip(regions, compiled, strict=True):

@@ -72,7 +72,12 @@ def capture(
         complete_metadata(graph_module)
         compiled = compile_graph(CapturedGraph(graph_module, kind, frozenset(static)))
 
+        ordered = any(node.target is torch.ops.higher_order.with_effects for node in graph_module.graph.nodes)
+
         def boxed(inputs: list[Any]) -> list[Any] | tuple[Any, ...]:
+            if ordered:
+                # AOTAutograd traces effect tokens as empty tensors and passes None for them.
+                inputs = [torch.empty(0) if value is None else value for value in inputs]
             return compiled(inputs)
 
         boxed._boxed_call = True  # type: ignore[attr-defined]  # tells AOTAutograd not to unpack the list

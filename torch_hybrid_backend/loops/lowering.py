@@ -96,8 +96,7 @@ class Context:
 
     def wants(self, position: int) -> bool:
         """Whether the graph reads the node's result at `position`; where it does not, None may stand for it."""
-        users = self.node.users if self.node is not None else {}
-        return any(u.target is not operator.getitem or (u.args[1] == position and u.users) for u in users)
+        return self.node is not None and _reads(self.node, position)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -207,6 +206,11 @@ def check_tensor(tensor: torch.Tensor) -> Refused | None:
     return None
 
 
+def _reads(node: torch.fx.Node, position: int) -> bool:
+    """Whether anything reads the node's result at `position`."""
+    return any(u.target is not operator.getitem or (u.args[1] == position and u.users) for u in node.users)
+
+
 def lower_node(ctx: Context, node: torch.fx.Node, values: Mapping[torch.fx.Node, Any]) -> Any:
     """The value(s) of one call_function node; raises Refuse where it is not taken."""
     if node.target is operator.getitem:
@@ -219,7 +223,7 @@ def lower_node(ctx: Context, node: torch.fx.Node, values: Mapping[torch.fx.Node,
     for position, tensor in enumerate(outputs):
         if tensor is None:
             continue
-        if position and isinstance(tensor, torch.Tensor) and tensor.numel() == 0:
+        if position and isinstance(tensor, torch.Tensor) and tensor.numel() == 0 and not _reads(node, position):
             continue  # a second result that this case leaves empty: batch norm's statistics in eval
         if not isinstance(tensor, torch.Tensor):
             raise Refuse(Reason.NOT_A_TENSOR, f"{node.target} yields a {type(tensor).__name__}, not a tensor")

@@ -49,8 +49,9 @@ def node_flops(node: torch.fx.Node) -> int:
         # Two products per head (grouped queries have more heads than keys): with the keys, then with the values.
         flops = 2 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
     elif formula is None:
-        # Every element of the result is a sum over the last dimension of the first operand.
-        flops = 2 * math.prod(node.meta["val"].shape) * args[0].shape[-1]
+        # Every element of the result is a sum over the last dimension of the matrix or first vector.
+        summed = args[1] if name == "aten::addmv" else args[0]
+        flops = 2 * math.prod(node.meta["val"].shape) * summed.shape[-1]
     else:
         flops = formula(*args, **kwargs, out_val=node.meta.get("val"))
     return _number(flops)
