@@ -48,7 +48,8 @@ def is_view(node: Node) -> bool:
 def has_effects(node: Node) -> bool:
     """Whether the node does more than compute its value: writes to an input, draws random numbers, asserts."""
     if isinstance(node.target, torch._ops.OpOverload):
-        return _effects(node.target).ordered
+        effects = _effects(node.target)
+        return effects.ordered and not (effects.dropout_only and _argument(node, "dropout_p", 0.0) == 0)
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return True  # it may hide anything; none of them is worth reordering
     return node.op in ("call_module", "call_method")
@@ -65,6 +66,7 @@ class _Effects:
     aliased: tuple[tuple[int, str], ...]  # of those whose memory an output may share
     ordered: bool
     views: bool
+    dropout_only: bool  # ordered for its dropout alone: without it, attention is a function of its inputs
 
 
 @functools.cache
@@ -78,7 +80,17 @@ def _effects(target: torch._ops.OpOverload) -> _Effects:
     random = torch.Tag.nondeterministic_seeded in target.tags
     # An operator without results is there for its effect (assertions, prints).
     ordered = bool(written) or random or not target._schema.returns
-    return _Effects(written, aliased, ordered, views=bool(aliased) and not written)
+    dropout_only = random and not written and any(a.name == "dropout_p" for _, a in arguments)
+    return _Effects(written, aliased, ordered, views=bool(aliased) and not written, dropout_only=dropout_only)
+
+
+def _argument(node: Node, name: str, default: object) -> object:
+    """The value of one of the operator's arguments, wherever it is given."""
+    if name in node.kwargs:
+        return node.kwargs[name]
+    assert isinstance(node.target, torch._ops.OpOverload)
+    position = next(i for i, a in enumerate(node.target._schema.arguments) if a.name == name)
+    return node.args[position] if position < len(node.args) else default
 
 
 def _nodes(value: object) -> Iterable[Node]:
