@@ -78,6 +78,9 @@ def _compare(op: str, a: TirExpr, b: TirExpr, operand: str) -> TirExpr:
         b = opaque(b, operand)
         if op == "ne":  # TVM's `!=` is false for NaN
             return tirx.Not(tirx.EQ(a, b))
+    if operand == "bool":
+        # TVM compiles comparisons of bool to comparisons of floats, which LLVM refuses.
+        a, b = cast(a, "bool", "int32"), cast(b, "bool", "int32")
     return _COMPARE[op](a, b)
 
 
@@ -114,8 +117,7 @@ def _mul(a: TirExpr, b: TirExpr, dtype: str, let: Let) -> TirExpr:
 def _hide_zero(x: TirExpr, dtype: str) -> TirExpr:
     if not isinstance(x, tirx.FloatImm) or x.value != 0:
         return x
-    bits = "int64" if dtype == "float64" else "int32"
-    return tirx.reinterpret(dtype, tirx.IntImm(bits, 0))
+    return opaque(x, dtype)  # not a reinterpreted integer 0: TVM takes that for a null pointer
 
 
 def _add(a: TirExpr, b: TirExpr, dtype: str, let: Let) -> TirExpr:
@@ -247,6 +249,12 @@ def _extreme(compare: Callable[[TirExpr, TirExpr], TirExpr]) -> Callable[[TirExp
     return emit_extreme
 
 
+def _xor(a: TirExpr, b: TirExpr, dtype: str, let: Let) -> TirExpr:
+    """Exclusive or of bool. Not `!=`, which TVM compiles to a comparison of floats where its operands are bool."""
+    a, b = let(a, "bool"), let(b, "bool")
+    return tirx.Or(tirx.And(a, tirx.Not(b)), tirx.And(b, tirx.Not(a)))
+
+
 def _bits(bitwise: Callable[..., TirExpr], logical: Callable[..., TirExpr]) -> Callable[..., TirExpr]:
     return lambda a, b, dtype, let: logical(a, b) if dtype == "bool" else bitwise(a, b)
 
@@ -279,12 +287,12 @@ _BINARY: Mapping[str, Callable[[TirExpr, TirExpr, str, Let], TirExpr]] = {
     "min": _extreme(tirx.LT),
     "bitand": _bits(tirx.bitwise_and, tirx.And),
     "bitor": _bits(tirx.bitwise_or, tirx.Or),
-    "bitxor": _bits(tirx.bitwise_xor, tirx.NE),
+    "bitxor": lambda a, b, dtype, let: _xor(a, b, dtype, let) if dtype == "bool" else tirx.bitwise_xor(a, b),
     "shl": _shift(tirx.shift_left, True),
     "shr": _shift(tirx.shift_right, False),
     "and": lambda a, b, dtype, let: tirx.And(a, b),
     "or": lambda a, b, dtype, let: tirx.Or(a, b),
-    "xor": lambda a, b, dtype, let: tirx.NE(a, b),
+    "xor": _xor,
 }
 
 

@@ -142,8 +142,8 @@ def shift(op: str, a: Expr, b: Expr) -> Expr:
 def clamp(a: Expr, low: Expr | None, high: Expr | None) -> Expr:
     """min(max(a, low), high); NaN in any of them passes."""
     if low is not None:
-        a = call("max", a, low)
-    return a if high is None else call("min", a, high)
+        a = call("or" if a.dtype == "bool" else "max", a, low)
+    return a if high is None else call("and" if a.dtype == "bool" else "min", a, high)
 
 
 def copysign(a: Expr, b: Expr) -> Expr:
