@@ -24,6 +24,9 @@ _KINDS = {
     "unrolled": tirx.ForKind.UNROLLED,
 }
 
+# The largest local buffer that lives on the stack. A kernel holds a few at once, and a thread's stack is 2 MB or more.
+_STACK_BYTES = 64 << 10
+
 Stmt = Any  # tirx.Stmt; TVM's classes carry no types
 TirExpr = Any  # tirx.Expr
 TirBuffer = Any  # a tirx buffer variable
@@ -92,7 +95,12 @@ class Builder:
         return tirx.decl_buffer((size,), dtype, self.fresh(name), scope="local")
 
     def alloc(self, buffer: TirBuffer) -> Stmt:
-        return tirx.stmt.AllocBuffer(buffer)
+        """Declares a buffer made by `local`: on the stack, and so in registers where LLVM can, unless it is large."""
+        size = int(buffer.shape[0]) * int(tvm.DataType(str(buffer.dtype)).bits) // 8
+        if size > _STACK_BYTES:
+            return tirx.stmt.AllocBuffer(buffer)
+        # Without this annotation TVM 0.27 takes every local buffer, however small, from the heap: two calls each, and never a register.
+        return tirx.stmt.AllocBuffer(buffer, {"disable_lower_builtin": tirx.IntImm("bool", 1)})
 
     def index(self, index: Index | int) -> TirExpr:
         """An index as a TIR int32 expression."""

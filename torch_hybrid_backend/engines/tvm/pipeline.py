@@ -7,7 +7,19 @@ from typing import Any
 # The simplifiers substitute bound values where they are used: a polynomial of a polynomial then grows exponentially. They also
 # treat floats as reals (`x - x` is 0, `x != x` is false). `loops.index` has simplified addresses already; LLVM does the rest.
 # Common subexpressions are bound by the printer.
-DISABLED_PASSES = ("s_tir.StmtSimplify", "tirx.StmtSimplify", "tirx.CommonSubexprElim")
+# The storage rewriter forgets that a buffer is to live on the stack (`Builder.alloc`). The rest find nothing to do in such kernels, and take
+# longer than LLVM to find nothing in a long expression.
+DISABLED_PASSES = (
+    "s_tir.StmtSimplify",
+    "tirx.StmtSimplify",
+    "tirx.CommonSubexprElim",
+    "tirx.StorageRewrite",
+    "s_tir.InjectPermutedLayout",
+    "s_tir.InjectVirtualThread",
+    "s_tir.HoistIfThenElse",
+    "s_tir.RenormalizeSplitPattern",
+    "tirx.RemoveNoOp",
+)
 # Kernels are called by the runtime alone, which makes their arguments from the same description: TVM's checks of each argument's type, shape,
 # strides and device at every call are left out. They are most of a small kernel's code and compile time (8 arguments: 63 ms with, 34 ms
 # without, 2-core Zen 5), and the only thing that would tie a kernel library to libtvm_ffi.
