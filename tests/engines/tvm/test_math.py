@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from torch_hybrid_backend.engines.tvm import arithmetic, pipeline
-from torch_hybrid_backend.engines.tvm.bindings import Bindings
+from torch_hybrid_backend.engines.tvm.bindings import StatementBindings
 from torch_hybrid_backend.engines.tvm.builder import Builder, argument, prim_func
 from torch_hybrid_backend.engines.tvm.target import Target, tvm_target
+from torch_hybrid_backend.loops.index import Index
 
 LANES = 16
 
@@ -22,15 +23,19 @@ def build(op: str, arity: int, n: int) -> tuple[Callable[..., None], str]:
     b = Builder()
     arrays = [argument(n, "float32", f"a{k}") for k in range(arity + 1)]
 
-    def element(i: Any) -> Any:
-        bindings = Bindings(b)
-        operands = tuple(bindings.let(b.load(a, i), "float32") for a in arrays[:-1])
-        result = arithmetic.emit(op, "float32", operands, "float32", bindings.let)
-        if arithmetic.splits_vectors(op, "float32"):
-            return b.store(arrays[-1], i, bindings.around(result))
-        return bindings.before(b.store(arrays[-1], i, result))
+    def vector(base: Index) -> Any:
+        allocations: list[Any] = []
 
-    body = b.loop(n // LANES, lambda i: b.loop(LANES, lambda lane: element(i * LANES + lane), "vectorized"))
+        def element(lane: Index) -> Any:
+            bindings = StatementBindings(b, lane, LANES, allocations)
+            operands = tuple(bindings.let(b.load(a, base + lane), "float32") for a in arrays[:-1])
+            result = arithmetic.emit(op, "float32", operands, "float32", bindings.let)
+            return bindings.before(b.store(arrays[-1], base + lane, result))
+
+        loop = b.loop(LANES, element, "vectorized")
+        return b.seq(*allocations, loop)
+
+    body = b.loop(n // LANES, lambda i: vector(i * LANES))
     built = pipeline.build("k", prim_func("k", arrays, body), tvm_target(Target.host()))
     return built["k"], built.inspect_source("asm")
 

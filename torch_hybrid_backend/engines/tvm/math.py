@@ -13,7 +13,8 @@ Worst relative errors against float64 on the tested ranges (tests/engines/tvm/te
     sin, cos                 2e-7      absolute, for |x| <= 2^30; a float64 range reduction
     tan                      6e-7      as sin / cos
 
-The others (asin, acos, atan, atan2, sinh, cosh, asinh, acosh, atanh) and all of float64 are libm calls.
+asinh, acosh and atanh follow from log1p (6e-7, in `arithmetic`). The others (asin, acos, atan, atan2, sinh, cosh) and most of float64 are libm
+calls.
 Infinities and NaN follow C99 unless said otherwise.
 
 Sources: exp, log, sin, cos: Cephes (Moshier 1992) `expf`, `logf`, `sinf`, `cosf`; erf: rational function of Eigen (`generic_fast_erf_float`
