@@ -31,15 +31,16 @@ RANDOM = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """All samples of one operator in one dtype; `backward` compares gradients as well."""
+    """All samples of one operator in one dtype; `backward` compares gradients as well, `strided` spreads inputs in memory."""
 
     operator: str
     dtype: str
     backward: bool = False
+    strided: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.operator} {self.dtype}" + (" backward" if self.backward else "")
+        return f"{self.operator} {self.dtype}" + " backward" * self.backward + " strided" * self.strided
 
 
 @functools.cache
@@ -54,13 +55,13 @@ def table() -> dict[str, Any]:
     return named
 
 
-def tasks(pattern: str, dtypes: list[str], *, backward: bool) -> list[Task]:
+def tasks(pattern: str, dtypes: list[str], *, backward: bool = False, strided: bool = False) -> list[Task]:
     """Operators whose name matches `pattern` entirely, in each dtype they support."""
     found = []
     for dtype, (name, info) in itertools.product(dtypes, table().items()):
         supported = info.supported_backward_dtypes("cpu") if backward else info.supported_dtypes("cpu")
         if re.fullmatch(pattern, name) and DTYPES[dtype] in supported and (info.supports_autograd or not backward):
-            found.append(Task(name, dtype, backward))
+            found.append(Task(name, dtype, backward, strided))
     return found
 
 
@@ -73,6 +74,8 @@ def samples(task: Task, limit: int | None) -> Iterator[tuple[Any, ...]]:
         every = list(info.sample_inputs("cpu", DTYPES[task.dtype], requires_grad=task.backward))
     chosen = every if limit is None or limit >= len(every) else [every[i * len(every) // limit] for i in range(limit)]
     for sample in chosen:
+        if task.strided:
+            sample = sample.noncontiguous()  # noqa: PLW2901
         yield sample.input, sample.args, sample.kwargs
 
 

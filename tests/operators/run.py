@@ -8,7 +8,8 @@
 `--engine tvm` forces the engine (what it runs is not verified behind the test's back, what fails raises); `--engine interpreter` runs the
 lowerings through the tests' interpreter, so that a fault of a lowering is told from one of a kernel; `--engine ''` is the backend as
 users have it. The samples run in a worker process: what kills or hangs it counts as that sample's failure. Leaves report.json and
-report.txt in the folder and exits with 1 where something failed that `expected.py` does not list, or succeeded that it does.
+report.txt in the folder, with a journal from which an interrupted run goes on (delete it to start anew), and exits with 1 where
+something failed that `expected.py` does not list, or succeeded that it does.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from pathlib import Path
 from tests.operators import moduleinfos, opinfos
 from tests.operators.execution import Outcome
 from tests.operators.expected import surprises
-from tests.operators.report import CRASHED, HUNG, Row, from_wire, write
+from tests.operators.report import CRASHED, HUNG, Row, from_wire, to_wire, write
 
 Task = opinfos.Task | moduleinfos.Task
 ROOT = Path(__file__).parents[2]
@@ -138,6 +139,25 @@ def run_tasks(tasks: Sequence[Task], settings: Settings, budget_s: float | None 
         worker.stop()
 
 
+class Journal:
+    """Rows on disk, one a line, as they come; `rows` are those found there, by name."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self.rows: dict[str, Row] = {}
+        if path is not None and path.exists():
+            for line in path.read_text().splitlines():
+                subject, kind, outcomes = json.loads(line)
+                row = Row(subject, kind, tuple(map(from_wire, outcomes)))
+                self.rows[row.name] = row
+
+    def add(self, row: Row) -> None:
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a") as file:
+                file.write(json.dumps([row.subject, row.kind, list(map(to_wire, row.outcomes))]) + "\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     pattern = re.compile(options.ops).pattern
@@ -145,14 +165,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.modules:
         tasks: list[Task] = list(moduleinfos.tasks(pattern, dtypes))
     else:
-        tasks = list(opinfos.tasks(pattern, dtypes, backward=options.backward))
+        tasks = list(opinfos.tasks(pattern, dtypes, backward=options.backward, strided=options.strided))
     with tempfile.TemporaryDirectory() as scratch:
         cache_dir = options.cache_dir or Path(scratch) / "cache"
         settings = Settings(options.engine, options.limit, cache_dir, options.threads, options.sample_s)
-        rows: list[Row] = []
         start = time.monotonic()
-        for row in run_tasks(tasks, settings, options.budget_s):
+        journal = Journal(options.out / "journal.jsonl" if options.out is not None else None)
+        rows = [journal.rows[task.name] for task in tasks if task.name in journal.rows]
+        left = [task for task in tasks if task.name not in journal.rows]
+        for row in run_tasks(left, settings, options.budget_s):
             rows.append(row)
+            journal.add(row)
             _progress(row, len(rows), len(tasks), time.monotonic() - start)
     title = f"engine {options.engine or 'default'}, {len(rows)} of {len(tasks)} tasks"
     if options.out is not None:
@@ -179,6 +202,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ops", default=".*", help="regular expression over the names of operators or modules")
     parser.add_argument("--dtype", default=",".join(opinfos.DTYPES), help="dtypes, comma separated")
     parser.add_argument("--backward", action="store_true", help="compare gradients too")
+    parser.add_argument("--strided", action="store_true", help="inputs whose elements do not lie side by side")
     parser.add_argument("--modules", action="store_true", help="modules rather than operators")
     parser.add_argument("--engine", default="tvm", help="tvm, interpreter, or empty for the backend as it is")
     parser.add_argument("--limit", type=int, help="samples per operator, spread over all; default: every one")
