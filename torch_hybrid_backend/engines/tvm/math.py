@@ -307,7 +307,7 @@ def power(let: Let, x: TirExpr, y: TirExpr) -> TirExpr:
     result = let(_exp2_wide(let, bounded), "float32")
     whole = let(tirx.EQ(tirx.floor(y), opaque(y, "float32")), "bool")
     half = let(y * f32(0.5), "float32")
-    odd = tirx.And(whole, tirx.NE(tirx.floor(half), opaque(half, "float32")))
+    odd = tirx.And(whole, tirx.Not(tirx.EQ(tirx.floor(half), opaque(half, "float32"))))
     negative = tirx.LT(tirx.reinterpret("int32", x), _i32(0))
     signed = let(tirx.Select(tirx.And(negative, odd), zero - result, result), "float32")
     undefined = tirx.And(tirx.And(tirx.LT(x, zero), tirx.GT(x, f32(-math.inf))), tirx.Not(whole))

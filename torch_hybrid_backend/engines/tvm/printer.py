@@ -20,6 +20,7 @@ from tvm import tirx
 from torch_hybrid_backend.engines.tvm import arithmetic
 from torch_hybrid_backend.engines.tvm.bindings import Bindings, StatementBindings
 from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirBuffer, TirExpr
+from torch_hybrid_backend.engines.tvm.math import is_nan
 from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, Scalar, as_index
 from torch_hybrid_backend.loops.ir import Buffer, Call, Const, Expr, FromIndex, Load, compute_dtype
 from torch_hybrid_backend.loops.kernels import Store
@@ -54,7 +55,7 @@ def narrow(value: TirExpr, dtype: str) -> TirExpr:
         odd = tirx.bitwise_and(tirx.shift_right(bits, sixteen), one)
         rounded = tirx.shift_right(bits + tirx.IntImm("uint32", 0x7FFF) + odd, sixteen)
         # Rounding could carry a NaN over into infinity.
-        return tirx.Cast("uint16", tirx.Select(tirx.NE(value, value), tirx.IntImm("uint32", 0x7FC0), rounded))
+        return tirx.Cast("uint16", tirx.Select(is_nan(value, "float32"), tirx.IntImm("uint32", 0x7FC0), rounded))
     return value if compute_dtype(dtype) == dtype else tirx.Cast(dtype, value)
 
 

@@ -24,6 +24,7 @@ import tvm
 from tvm import tirx
 
 from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirBuffer, TirExpr
+from torch_hybrid_backend.engines.tvm.math import is_nan
 from torch_hybrid_backend.engines.tvm.printer import Printer
 from torch_hybrid_backend.engines.tvm.schedules.axes import (
     PARALLEL_WORK,
@@ -304,7 +305,7 @@ class _Row:
             value, old = self.b.load(current, 0), self.b.load(best, 0)
             wins = tirx.GT(value, old) if better == "gt" else tirx.LT(value, old)
             if dtype in ("float32", "float64"):
-                wins = tirx.Or(wins, tirx.And(tirx.NE(value, value), tirx.EQ(old, old)))
+                wins = tirx.Or(wins, tirx.And(is_nan(value, dtype), tirx.Not(is_nan(old, dtype))))
             is_first = tirx.EQ(self.b.index(linear), 0)
             update = self.b.seq(
                 self.b.store(best, 0, value),
@@ -479,7 +480,7 @@ class _Combiner:
             return tirx.Max(a, b) if self.name == "max" else tirx.Min(a, b)
         # NaN wins: a comparison with NaN is false, so `a` must be kept only where it beats b or is NaN itself.
         beats = tirx.GT(a, b) if self.name == "max" else tirx.LT(a, b)
-        return tirx.Select(tirx.Or(beats, tirx.NE(a, a)), a, b)
+        return tirx.Select(tirx.Or(beats, is_nan(a, self.dtype)), a, b)
 
 
 def _held(dtype: str) -> str:
