@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import tvm
 from tvm import tirx
@@ -114,9 +115,8 @@ class _Rows:
             parts.append(self.b.fused([*extents, whole], lambda p: at(p[:-1], p[-1] * lanes, lanes), self.kind))
         for first, width in lane_chunks(inner.extent - whole * lanes, lanes):
             base = as_index(whole * lanes + first)
-            parts.append(
-                self.b.fused(extents, lambda p, b=base, w=width: at(p, b, w), self.kind if extents else "serial")
-            )  # type: ignore[misc]
+            tail = partial(at, base=base, width=width)
+            parts.append(self.b.fused(extents, tail, self.kind if extents else "serial"))
         return self.b.seq(*parts)
 
 
@@ -247,17 +247,15 @@ class _Row:
         def along(place: tuple[Index, ...]) -> Stmt:
             env = {**self.env, **dict(zip(self.rest, place, strict=True))}
             whole = extent // (ways * width)
+
+            def one_way(base: Index, way: int, lane: Index) -> Stmt:
+                return step_at(env, base + way * width, lane, way)
+
             parts = [
                 self.b.loop(
                     whole,
                     lambda v: self.b.seq(
-                        *(
-                            self.p.vector_loop(
-                                width,
-                                lambda lane, w=w: step_at(env, v * (ways * width) + w * width, lane, w),
-                            )  # type: ignore[misc]
-                            for w in range(ways)
-                        )
+                        *(self.p.vector_loop(width, partial(one_way, v * (ways * width), w)) for w in range(ways))
                     ),
                 )
             ]
@@ -349,9 +347,9 @@ class _Vector:
                     )
                 )
             case "store_scalar":
-                store = stage.store
-                assert store is not None
-                return self._vector(lambda lane, env: self.p.stores([store], env))
+                once = stage.store
+                assert once is not None
+                return self._vector(lambda lane, env: self.p.stores([once], env))
             case "map":
                 return self._map(stage)
             case "store":
@@ -461,10 +459,10 @@ class _Combiner:
             return -math.inf if lowest else math.inf
         if self.dtype == "bool":
             return 0 if lowest else 1
-        info = tvm.DataType(self.dtype)
+        bits = int(tvm.DataType(self.dtype).bits)
         if str(self.dtype).startswith("u"):
-            return 0 if lowest else 2**info.bits - 1
-        return -(2 ** (info.bits - 1)) if lowest else 2 ** (info.bits - 1) - 1
+            return 0 if lowest else int(2**bits - 1)
+        return -int(2 ** (bits - 1)) if lowest else int(2 ** (bits - 1) - 1)
 
     def __call__(self, a: TirExpr, b: TirExpr) -> TirExpr:
         match self.name:
