@@ -76,22 +76,22 @@ def _interpreter(_config: Config, _store: Store) -> Engine:
 @dataclass(frozen=True, slots=True)
 class Subject:
     """What is called. `state`: parameters and buffers of a module, which every call finds as they were made and whose gradients or
-    final values count as results; `wide` makes the same callable in float64."""
+    final values count as results; `wide` makes the same in float64."""
 
     call: Call
-    wide: Callable[[], Call]
+    wide: Callable[[], Subject]
     state: tuple[torch.Tensor, ...] = ()
     saved: tuple[torch.Tensor, ...] = ()
 
     @staticmethod
     def of_function(call: Call) -> Subject:
-        return Subject(call, lambda: call)
+        return Subject(call, lambda: Subject.of_function(call))
 
     @staticmethod
     def of_module(module: torch.nn.Module) -> Subject:
         state = (*module.parameters(), *module.buffers())
         saved = tuple(tensor.detach().clone() for tensor in state)
-        return Subject(module, lambda: copy.deepcopy(module).double(), state, saved)
+        return Subject(module, lambda: Subject.of_module(copy.deepcopy(module).double()), state, saved)
 
 
 def compare(
@@ -109,7 +109,8 @@ def compare(
 
     def exact() -> Any:
         try:
-            return _results(subject.wide(), Subject.of_function(subject.call), widened(arguments), backward=False)
+            wide = subject.wide()
+            return _results(wide.call, wide, widened(arguments), backward)
         except Exception:  # not every operator takes float64
             return None
 

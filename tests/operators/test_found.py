@@ -18,6 +18,15 @@ def _numbers(*shape: int) -> torch.Tensor:
     return torch.linspace(-3, 4, torch.Size(shape).numel()).reshape(shape)
 
 
+def _with_sum(y: torch.Tensor, *axes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return y, y.sum(axes)
+
+
+def _before_the_largest(x: torch.Tensor) -> torch.Tensor:
+    best = x.relu().argmax(0, True).clamp(1)
+    return x.gather(0, best - 1).masked_fill(best == 0, 1.0)
+
+
 _BITS = (torch.tensor([True, True, False, False]), torch.tensor([True, False, True, False]))
 
 # What went wrong -> a program that showed it.
@@ -44,6 +53,19 @@ FOUND: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "exclusive or of bool": (torch.logical_xor, _BITS),
     "the remainder of floats compares signs": (torch.remainder, (_numbers(6), _numbers(6).flip(0))),
     "a product with a literal zero": (lambda x: torch.addr(x, x, x, beta=0.0, alpha=0.0), (_numbers(3),)),
+    "a value returned after a reduction has read it: the kernels' order": (
+        lambda x: _with_sum(torch.zeros_like(x), 0, 1),
+        (_numbers(4, 5),),
+    ),
+    "a cast returned after a reduction has read it": (
+        lambda x: _with_sum(x.double(), 1),
+        (_numbers(4, 5),),
+    ),
+    "an argmax read both as a value and as an index": (
+        _before_the_largest,
+        (_numbers(5, 4).sin(),),
+    ),
+    "a one-dimensional result over a domain of two": (lambda w, x: (w @ x).tanh() * 2, (_numbers(10, 5), _numbers(5))),
     "clamping bool": (torch.clamp_max, _BITS),
 }
 

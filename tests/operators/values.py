@@ -50,7 +50,7 @@ def widened(tree: Any) -> Any:
 
     def widen(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.dtype.is_floating_point:
-            return leaf.detach().double()
+            return leaf.detach().double().requires_grad_(leaf.requires_grad)
         return torch.float64 if isinstance(leaf, torch.dtype) and leaf.is_floating_point else leaf
 
     return tree_map(widen, tree)

@@ -20,11 +20,13 @@ from dataclasses import dataclass, field
 from torch_hybrid_backend.loops.graph import LoopGraph
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index, reshape_index
 from torch_hybrid_backend.loops.ir import (
+    INDEX_DTYPE,
     AttentionOp,
     Buffer,
     Call,
     ConvOp,
     Expr,
+    FromIndex,
     Load,
     LoopOp,
     MapOp,
@@ -234,10 +236,10 @@ def _consistent(group: Group, expr: Expr) -> bool:
 
     A member's result used inside an index (an embedding's row number) does not qualify: indices are read from memory.
     """
-    direct = {id(load) for load in _direct_loads(expr)}
+    in_indices = {id(load) for index in _indices(expr) for load in loads_of(FromIndex(INDEX_DTYPE, index))}
     for load in loads_of(expr):
         member = group.member_of(load.buffer)
-        if member is not None and (load.index != member.index or id(load) not in direct):
+        if member is not None and (load.index != member.index or id(load) in in_indices):
             return False
     return True
 
@@ -270,8 +272,9 @@ def inlined(group: Group) -> dict[int, Expr]:
     return values
 
 
-def _direct_loads(expr: Expr) -> list[Load]:
-    found: list[Load] = []
+def _indices(expr: Expr) -> list[Index]:
+    """The indices an expression computes with or loads at; not those inside of them."""
+    found: list[Index] = []
     seen: set[int] = set()
     stack = [expr]
     while stack:
@@ -279,10 +282,13 @@ def _direct_loads(expr: Expr) -> list[Load]:
         if id(e) in seen:
             continue
         seen.add(id(e))
-        if isinstance(e, Load):
-            found.append(e)
-        elif isinstance(e, Call):
-            stack.extend(e.args)
+        match e:
+            case Load():
+                found.extend(e.index)
+            case FromIndex():
+                found.append(e.index)
+            case Call():
+                stack.extend(e.args)
     return found
 
 

@@ -125,7 +125,7 @@ class _Lowerer:
                     self._place(node, value)
         known = {id(b) for b in inputs} | {id(b) for b, _ in literals}
         results = [self._output(values[node], known) for node in outputs]
-        return LoopGraph(tuple(inputs), tuple(results), tuple(literals), _without_dead(self._ops, results))
+        return LoopGraph(tuple(inputs), tuple(results), tuple(literals), _in_order(self._ops, results))
 
     def _output(self, value: Value, inputs: set[int]) -> Buffer:
         """The value in memory of its own: an output never shares storage with an input."""
@@ -218,12 +218,33 @@ def _readers(node: torch.fx.Node) -> list[torch.fx.Node]:
     return found
 
 
-def _without_dead(ops: Sequence[LoopOp], outputs: Sequence[Buffer]) -> tuple[LoopOp, ...]:
-    """Drop operations nobody reads (a pooling's unused indices, a log-sum-exp)."""
+def _in_order(ops: Sequence[LoopOp], outputs: Sequence[Buffer]) -> tuple[LoopOp, ...]:
+    """The operations that the outputs need, each after those it reads.
+
+    Some nobody reads (a pooling's unused indices, a log-sum-exp). And a value may be given memory, as an output or an anchor's
+    operand, after an operation was emitted that reads it: that one then reads the memory too.
+    """
+    producer = {id(op.out): op for op in ops}
+    reads = {id(op): op.reads() for op in ops}
+    ordered: dict[int, LoopOp] = {}
+
+    def visit(op: LoopOp) -> None:
+        if id(op) in ordered:
+            return
+        for buffer in reads[id(op)]:
+            if (source := producer.get(id(buffer))) is not None:
+                visit(source)
+        ordered[id(op)] = op
+
     needed = {id(b) for b in outputs}
-    kept: list[LoopOp] = []
-    for op in reversed(ops):
+    pending = [producer[key] for key in needed if key in producer]
+    while pending:
+        for buffer in reads[id(pending.pop())]:
+            if id(buffer) not in needed:
+                needed.add(id(buffer))
+                if (source := producer.get(id(buffer))) is not None:
+                    pending.append(source)
+    for op in ops:
         if id(op.out) in needed:
-            kept.append(op)
-            needed.update(id(b) for b in op.reads())
-    return tuple(reversed(kept))
+            visit(op)
+    return tuple(ordered.values())

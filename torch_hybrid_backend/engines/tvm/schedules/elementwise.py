@@ -68,8 +68,9 @@ def emit(kernel: MapKernel, builder: Builder, printer: Printer, target: Target) 
 def _block(kernel: MapKernel, inner: LoopVar) -> int | None:
     """The block size of the first result's layout, where the vector axis is its blocked dimension."""
     layout = next(a.layout for a in kernel.writes if a.buffer is kernel.stores[0].buffer)
-    is_channel = len(kernel.domain) > 1 and kernel.domain[1] == inner and kernel.stores[0].index[1] == point(inner)
-    return layout.block if isinstance(layout, Blocked) and is_channel and layout.block > 1 else None
+    if not isinstance(layout, Blocked) or layout.block == 1 or len(kernel.domain) < 2:
+        return None  # a plain result may have another rank than the domain
+    return layout.block if kernel.domain[1] == inner and kernel.stores[0].index[1] == point(inner) else None
 
 
 def _along(
