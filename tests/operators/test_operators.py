@@ -17,14 +17,14 @@ abs add addcdiv addcmul addmm amax argmax atan2 baddbmm bmm broadcast_to cat chu
 einsum erf exp expand flip floor gather gt hypot index_select isnan lerp linalg.vector_norm log1p log_softmax logaddexp masked_fill matmul
 maximum mean mm movedim mul mv nan_to_num narrow nn.functional.adaptive_avg_pool2d nn.functional.avg_pool2d nn.functional.batch_norm
 nn.functional.conv1d nn.functional.conv2d nn.functional.cross_entropy nn.functional.elu nn.functional.embedding nn.functional.gelu
-nn.functional.glu nn.functional.group_norm nn.functional.instance_norm nn.functional.interpolate_bilinear nn.functional.layer_norm
+nn.functional.glu nn.functional.group_norm nn.functional.instance_norm nn.functional.upsample_bilinear nn.functional.layer_norm
 nn.functional.linear nn.functional.max_pool2d nn.functional.mse_loss nn.functional.normalize nn.functional.pad.constant
 nn.functional.pixel_shuffle nn.functional.rms_norm nn.functional.scaled_dot_product_attention nn.functional.silu nn.functional.softplus
 nn.functional.unfold permute pow prod remainder repeat reshape roll round sigmoid sign sin slice softmax split sqrt squeeze stack std sub
 sum take_along_dim tanh transpose tril unbind unsqueeze var where
 """.split()
 INTEGERS = """
-add any argmin bitwise_and bitwise_left_shift clamp cumsum div.trunc_rounding eq floor_divide gather max.reduction_with_dim mean mul neg
+add any argmin bitwise_and bitwise_left_shift clamp cumsum div.trunc_rounding eq floor_divide gather max.reduction_with_dim mul neg
 prod remainder sum tril where
 """.split()
 BOOLS = "all any bitwise_xor cat eq logical_not masked_fill sum where".split()

@@ -191,7 +191,7 @@ def _t(x: torch.Tensor) -> torch.Tensor:
     return transposed
 
 
-def _native_group_norm(  # noqa: PLR0917  (the operator's own signature)
+def _native_group_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,

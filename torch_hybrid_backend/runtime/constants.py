@@ -112,7 +112,9 @@ class LiveConstants(Generic[Made]):
         with torch.no_grad():
             made = self._make(inputs, guard)
         drop = _DropOnDeath(weakref.ref(self), key)
-        storages = {id(storage): storage for storage in (tensor.untyped_storage() for tensor in self._constants(inputs))}
+        storages = {
+            id(storage): storage for storage in (tensor.untyped_storage() for tensor in self._constants(inputs))
+        }
         entry = _Entry(versions, guard, made, tuple(weakref.ref(storage, drop) for storage in storages.values()))
         with self._lock:
             self._entries[key] = entry

@@ -60,7 +60,7 @@ def test_an_error_comes_back(compiler: KernelCompiler, tmp_path: Path) -> None:
     (failed,) = compiler.compile(
         [Job("broken", "kernel_broken", broken, Target.host(), str(tmp_path / "broken.so"))], 60
     )
-    assert type(failed) is CompileError
+    assert isinstance(failed, CompileError)
     assert "kernel_broken" in str(failed)
     assert "no such operation" in str(failed)
     assert "emit" in "".join(failed.__notes__)
