@@ -138,7 +138,7 @@ def _table(rows: Sequence[Row]) -> str:
 
 def _plan(row: Row) -> str:
     """The plan in one line for each graph that the model gave; compiles anew, from the cache."""
-    plans = torch_hybrid_backend.explain(row.model, *row.inputs).plans
+    plans = torch_hybrid_backend.explain(row.model, *row.inputs, dynamic=False).plans
     return "; ".join(map(summary, plans)) or "no graph: dynamo compiled nothing"
 
 

@@ -86,13 +86,18 @@ def compile_graph(
 
 
 def explain(
-    model: Callable[..., Any], *args: Any, options: Mapping[str, object] | None = None, **kwargs: Any
+    model: Callable[..., Any],
+    *args: Any,
+    options: Mapping[str, object] | None = None,
+    dynamic: bool | None = None,
+    **kwargs: Any,
 ) -> Explanation:
     """The plans of every graph that `model(*args, **kwargs)` compiles, in order.
 
     The model is compiled anew (earlier compilations of it stay valid) and called once, in the caller's grad mode; under grad mode
-    only the forward graph is compiled by the call, as nothing calls backward. `options` as for `torch.compile`. The result
-    prints as text; `to_json()` and `to_html()` give the other forms.
+    only the forward graph is compiled by the call, as nothing calls backward. `options` and `dynamic` as for `torch.compile`: Dynamo
+    makes sizes symbolic that it has seen vary, also in earlier compilations of the same code, unless `dynamic=False`. The result prints
+    as text; `to_json()` and `to_html()` give the other forms.
 
         with torch.no_grad():
             print(torch_hybrid_backend.explain(model, x))
@@ -101,7 +106,7 @@ def explain(
     plans: list[Plan] = []
     # Dynamo recognises a compilation by its backend object: a new partial is a new compilation.
     backend = functools.partial(compile_graph, config=config, on_plan=plans.append)
-    torch.compile(model, backend=backend)(*args, **kwargs)
+    torch.compile(model, backend=backend, dynamic=dynamic)(*args, **kwargs)
     return Explanation(tuple(plans))
 
 
