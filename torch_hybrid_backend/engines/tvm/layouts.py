@@ -23,7 +23,7 @@ def assign_layouts(
     layouts = dict(fixed)
     convolved = {id(m.op.x) for g in groups for m in g.members if isinstance(m.op, ConvOp)}
     for group in groups:
-        reads_blocked = any(isinstance(layouts.get(id(b)), Blocked) and len(b.shape) >= 3 for b in group.reads())
+        blocked = [b for b in group.reads() if isinstance(layouts.get(id(b)), Blocked)]
         for member in group.members:
             buffer = member.op.out
             if id(buffer) in layouts:
@@ -33,11 +33,16 @@ def assign_layouts(
                 continue
             if group.kind == "conv" and buffer.shape == group.shape:
                 layouts[id(buffer)] = Blocked(tiles[id(group.members[0].op)])
-            elif (reads_blocked and len(buffer.shape) == 4) or id(buffer) in convolved:
+            elif _keeps_channels(buffer, blocked) or id(buffer) in convolved:
                 layouts[id(buffer)] = Blocked(output_block(buffer.shape[1], 1, target))
     return layouts
 
 
-def fixed_layouts(buffers: Sequence[tuple[Buffer, Layout]]) -> dict[int, Layout]:
-    """Layouts by buffer identity."""
-    return {id(buffer): layout for buffer, layout in buffers}
+def _keeps_channels(buffer: Buffer, blocked: Sequence[Buffer]) -> bool:
+    """Whether dimension 1 of a 4-D buffer is the channels of one of the blocked tensors it is computed from.
+
+    It is where the channels or the pixels are as many; a transposed copy (NHWC, for a layer norm or a matmul over channels) has neither.
+    """
+    same = (b.shape[1] == buffer.shape[1] or b.shape[2:] == buffer.shape[2:] for b in blocked if len(b.shape) == 4)
+    return len(buffer.shape) == 4 and any(same)
+
