@@ -1,6 +1,7 @@
 # Works from a fresh clone with Python 3.11 or later, make and g++. Everything is installed into .venv, nothing elsewhere.
 #   make demo    a sentence encoder and ResNet-50, eager against hybrid
 #   make test    all tests            (make test ARGS="tests/loops -x" for some)
+#   make test-full   PyTorch's own operator and module tables on every dtype: hours; report in FULL_OUT
 #   make lint    style, types, spelling
 #   make bench   the model zoo against eager and inductor   (ARGS="--models resnet50 --batch 1")
 #   make docs    renew the README's generated tables
@@ -12,13 +13,14 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 ARGS ?=
 CXX_SOURCES := $(shell find csrc -name '*.cc' -o -name '*.cpp' -o -name '*.h')
+FULL_OUT ?= build/test-full
 BENCH_OUT ?= benchmarks/results/latest.json
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench docs clean distclean
+.PHONY: help setup demo test test-full lint format bench docs clean distclean
 
 help:
-	@sed -n '2,7s/^# *//p' Makefile
+	@sed -n '2,8s/^# *//p' Makefile
 
 setup: $(VENV)/.built
 
@@ -44,6 +46,11 @@ demo: $(VENV)/.built
 
 test: $(VENV)/.built
 	$(PY) -m pytest $(ARGS)
+
+test-full: $(VENV)/.built
+	$(PY) -m tests.operators.run --engine tvm --out $(FULL_OUT)/forward $(ARGS)
+	$(PY) -m tests.operators.run --engine tvm --dtype float32 --backward --out $(FULL_OUT)/backward $(ARGS)
+	$(PY) -m tests.operators.run --engine tvm --modules --dtype float32 --out $(FULL_OUT)/modules $(ARGS)
 
 lint: $(VENV)/.installed
 	$(PY) -m ruff check .
