@@ -123,15 +123,18 @@ class _Lowerer:
                 values[node] = lower_node(self._ctx, node, values)
                 for value in values[node] if isinstance(values[node], tuple) else (values[node],):
                     self._place(node, value)
-        known = {id(b) for b in inputs} | {id(b) for b, _ in literals}
-        results = [self._output(values[node], known) for node in outputs]
+        taken = {id(b) for b in inputs} | {id(b) for b, _ in literals}
+        results: list[Buffer] = []
+        for node in outputs:
+            results.append(self._output(values[node], taken))
+            taken.add(id(results[-1]))
         return LoopGraph(tuple(inputs), tuple(results), tuple(literals), _in_order(self._ops, results))
 
-    def _output(self, value: Value, inputs: set[int]) -> Buffer:
-        """The value in memory of its own: an output never shares storage with an input."""
+    def _output(self, value: Value, taken: set[int]) -> Buffer:
+        """The value in memory of its own: AOTAutograd forbids an output that shares storage with an input or another output."""
         if isinstance(value, Map) and value.base is None:
-            return self._realize(value)
-        if isinstance(value, Buffer) and id(value) not in inputs:
+            value = self._realize(value)
+        if isinstance(value, Buffer) and id(value) not in taken:
             return value
         return self._ctx.realize(MapOp(Buffer(value.shape, value.dtype), value))
 
