@@ -45,4 +45,3 @@ def _keeps_channels(buffer: Buffer, blocked: Sequence[Buffer]) -> bool:
     """
     same = (b.shape[1] == buffer.shape[1] or b.shape[2:] == buffer.shape[2:] for b in blocked if len(b.shape) == 4)
     return len(buffer.shape) == 4 and any(same)
-
