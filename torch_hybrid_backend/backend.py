@@ -241,6 +241,17 @@ class HybridGraph:
             for segment in self._partition.graph.segments
         ]
 
+    def _titles(self) -> list[str]:
+        """What a profiler shows for each segment: its name in the plan and who runs it."""
+
+        def engine(name: str) -> str:
+            if name in self._decisions:
+                return self._decisions[name].engine
+            return "placement" if self._candidates.get(name) else EAGER  # the first call tries them all
+
+        names = (segment.region.name for segment in self._partition.graph.segments)
+        return [f"hybrid::{name} {engine(name)}" for name in names]
+
     def _first_call(self, inputs: Sequence[Any]) -> list[Any]:
         start = time.perf_counter()
         pricing = Pricing(self._session.verdicts, self._versions())
@@ -272,13 +283,14 @@ class HybridGraph:
         return CheckedRegion(segment.region, engine, compiled, strict=self._config.strict)
 
     def _python_executor(self, segments: Sequence[CompiledSegment]) -> PythonExecutor:
-        return PythonExecutor(self._partition.graph, segments, self._hoisted.inputs, self._fold)
+        return PythonExecutor(self._partition.graph, segments, self._hoisted.inputs, self._fold, self._titles())
 
     def _install(self) -> None:
         """Build the fast path from the choices made, and the plan that tells of them."""
         segments = self._segments()
         try:
-            self._run = build_executor(self._partition.graph, segments, self._hoisted.inputs, self._fold)
+            titles = self._titles()
+            self._run = build_executor(self._partition.graph, segments, self._hoisted.inputs, self._fold, titles)
         except StaticLayoutError as error:
             log.info("this graph runs from Python, segment by segment: %s", error)
             self._run = self._python_executor(segments)

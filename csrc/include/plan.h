@@ -1,6 +1,7 @@
 // Plan: the steps of one static graph, built once, then run from any number of threads at once.
 //
-// Use: AddValue / AddKernel / AddCallback / AddCopy in execution order, Seal once, then Run.
+// Use: AddValue / AddKernel / AddCallback / AddCopy / AddRange in execution order, Seal once, then
+// Run.
 //
 // Ownership: the plan owns its values, steps and idle frames (see frame.h); kernels belong to
 // their libraries.
@@ -49,14 +50,17 @@ class Plan {
                    const std::vector<int64_t>& outputs);
   // Copies between values of one shape and possibly different strides.
   void AddCopy(int64_t source, int64_t destination);
+  // The steps added from here to the next AddRange, or the end, are shown as `name` by a profiler.
+  void AddRange(std::string name);
   void Seal(int64_t inputs, int64_t constants, int64_t arena_bytes,
             const std::vector<int64_t>& outputs);
 
   int64_t constants() const { return constants_; }
 
-  // `key` is the plan's handle, by which callbacks find their Python side.
+  // `key` is the plan's handle, by which callbacks find their Python side. `profiled`: show ranges,
+  // and each kernel inside its range.
   RunResult Run(int64_t key, const Binding& binding,
-                const std::vector<torch::stable::Tensor>& inputs);
+                const std::vector<torch::stable::Tensor>& inputs, bool profiled);
 
  private:
   struct Kernel {
@@ -73,6 +77,10 @@ class Plan {
   struct Copy {
     size_t source;
     size_t destination;
+  };
+  struct Range {
+    size_t first_step;
+    std::string name;
   };
   struct Step {
     std::variant<Kernel, Callback, Copy> action;
@@ -93,12 +101,15 @@ class Plan {
   const torch::stable::Tensor& TensorOf(Frame& frame, size_t value) const;
   void RunKernel(Frame& frame, const Kernel& kernel) const;
   bool RunCallback(Frame& frame, int64_t key, const Callback& callback) const;
+  bool RunStep(Frame& frame, int64_t key, const Step& step) const;
   bool RunSteps(Frame& frame, int64_t key) const;
+  bool RunStepsProfiled(Frame& frame, int64_t key) const;
   std::vector<torch::stable::Tensor> Outputs(Frame& frame) const;
 
   std::vector<Value> values_;
   std::vector<std::vector<size_t>> aliases_;  // of each root
   std::vector<Step> steps_;
+  std::vector<Range> ranges_;  // in order of their first steps
   std::vector<size_t> outputs_;
   size_t arguments_ = 0;
   size_t inputs_ = 0;

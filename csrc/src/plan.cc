@@ -71,6 +71,11 @@ void Plan::AddCopy(int64_t source, int64_t destination) {
   steps_.push_back({copy, {}, {}});
 }
 
+void Plan::AddRange(std::string name) {
+  if (sealed_) Refuse("a sealed plan takes no more steps");
+  ranges_.push_back({steps_.size(), std::move(name)});
+}
+
 void Plan::Seal(int64_t inputs, int64_t constants, int64_t arena_bytes,
                 const std::vector<int64_t>& outputs) {
   if (sealed_) Refuse("the plan is sealed already");

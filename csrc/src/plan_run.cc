@@ -3,10 +3,12 @@
 
 #include <array>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <utility>
 
 #include "plan.h"
+#include "profiler_range.h"
 
 namespace torch_hybrid_backend {
 namespace {
@@ -49,7 +51,8 @@ std::unique_ptr<Frame> Plan::NewFrame() const {
   return frame;
 }
 
-RunResult Plan::Run(int64_t key, const Binding& binding, const std::vector<Tensor>& inputs) {
+RunResult Plan::Run(int64_t key, const Binding& binding, const std::vector<Tensor>& inputs,
+                    bool profiled) {
   if (!sealed_) Refuse("a plan must be sealed before it runs");
   if (static_cast<int64_t>(binding.size()) != constants_) Refuse("the binding is another plan's");
   if (inputs.size() != inputs_) {
@@ -61,7 +64,8 @@ RunResult Plan::Run(int64_t key, const Binding& binding, const std::vector<Tenso
   const FramePool::Lease frame(frames_, idle ? std::move(idle) : NewFrame());
   BindConstants(*frame, binding);
   BindInputs(*frame, inputs);
-  if (!RunSteps(*frame, key)) return {{}, RunStatus::kCallbackRaised};
+  const bool done = profiled ? RunStepsProfiled(*frame, key) : RunSteps(*frame, key);
+  if (!done) return {{}, RunStatus::kCallbackRaised};
   return {Outputs(*frame), RunStatus::kDone};
 }
 
@@ -108,26 +112,46 @@ const Tensor& Plan::TensorOf(Frame& frame, size_t value) const {
   return *tensor;
 }
 
+bool Plan::RunStep(Frame& frame, int64_t key, const Step& step) const {
+  for (const size_t v : step.allocates) {
+    frame.tensors[v] = Empty(values_[v].layout);
+    SetData(frame, v, frame.tensors[v]->data_ptr());
+  }
+  if (const auto* kernel = std::get_if<Kernel>(&step.action)) {
+    RunKernel(frame, *kernel);
+  } else if (const auto* callback = std::get_if<Callback>(&step.action)) {
+    if (!RunCallback(frame, key, *callback)) return false;
+  } else {
+    const auto& copy = std::get<Copy>(step.action);
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(TensorOf(frame, copy.destination).get(),
+                                                   TensorOf(frame, copy.source).get(),
+                                                   /*non_blocking=*/0));
+  }
+  for (const size_t v : step.releases) {
+    frame.tensors[v].reset();
+    for (const size_t alias : aliases_[v]) frame.tensors[alias].reset();
+  }
+  return true;
+}
+
 bool Plan::RunSteps(Frame& frame, int64_t key) const {
   for (const Step& step : steps_) {
-    for (const size_t v : step.allocates) {
-      frame.tensors[v] = Empty(values_[v].layout);
-      SetData(frame, v, frame.tensors[v]->data_ptr());
+    if (!RunStep(frame, key, step)) return false;
+  }
+  return true;
+}
+
+bool Plan::RunStepsProfiled(Frame& frame, int64_t key) const {
+  std::optional<ProfilerRange> range;
+  size_t next = 0;
+  for (size_t s = 0; s < steps_.size(); ++s) {
+    for (; next < ranges_.size() && ranges_[next].first_step <= s; ++next) {
+      range.reset();  // ends before the next one begins: ranges of one thread nest
+      range.emplace(ranges_[next].name);
     }
-    if (const auto* kernel = std::get_if<Kernel>(&step.action)) {
-      RunKernel(frame, *kernel);
-    } else if (const auto* callback = std::get_if<Callback>(&step.action)) {
-      if (!RunCallback(frame, key, *callback)) return false;
-    } else {
-      const auto& copy = std::get<Copy>(step.action);
-      STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(TensorOf(frame, copy.destination).get(),
-                                                     TensorOf(frame, copy.source).get(),
-                                                     /*non_blocking=*/0));
-    }
-    for (const size_t v : step.releases) {
-      frame.tensors[v].reset();
-      for (const size_t alias : aliases_[v]) frame.tensors[alias].reset();
-    }
+    std::optional<ProfilerRange> inner;
+    if (const auto* kernel = std::get_if<Kernel>(&steps_[s].action)) inner.emplace(kernel->symbol);
+    if (!RunStep(frame, key, steps_[s])) return false;
   }
   return true;
 }

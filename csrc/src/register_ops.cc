@@ -72,9 +72,11 @@ void PlanSeal(int64_t plan, int64_t inputs, int64_t constants, int64_t arena_byt
 
 void PlanFree(int64_t plan) { Plans().Remove(plan); }
 
+void PlanAddRange(int64_t plan, std::string name) { Plans().Get(plan)->AddRange(std::move(name)); }
+
 std::tuple<std::vector<Tensor>, int64_t> PlanRun(int64_t plan, int64_t binding,
-                                                 std::vector<Tensor> inputs) {
-  RunResult result = Plans().Get(plan)->Run(plan, *Bindings().Get(binding), inputs);
+                                                 std::vector<Tensor> inputs, bool profiled) {
+  RunResult result = Plans().Get(plan)->Run(plan, *Bindings().Get(binding), inputs, profiled);
   return {std::move(result.outputs), static_cast<int64_t>(result.status)};
 }
 
@@ -108,7 +110,10 @@ STABLE_TORCH_LIBRARY(torch_hybrid_backend, m) {
   m.def("plan_add_copy(int plan, int source, int destination) -> ()");
   m.def("plan_seal(int plan, int inputs, int constants, int arena_bytes, int[] outputs) -> ()");
   m.def("plan_free(int plan) -> ()");
-  m.def("plan_run(int plan, int binding, Tensor[] inputs) -> (Tensor[] outputs, int status)");
+  m.def("plan_add_range(int plan, str name) -> ()");
+  m.def(
+      "plan_run(int plan, int binding, Tensor[] inputs, bool profiled) -> (Tensor[] outputs, int "
+      "status)");
   m.def("guard_new(Tensor[] tensors) -> int");
   m.def("guard_is_stale(int guard) -> bool");
   m.def("guard_free(int guard) -> ()");
@@ -128,6 +133,7 @@ STABLE_TORCH_LIBRARY_IMPL(torch_hybrid_backend, CompositeExplicitAutograd, m) {
   m.impl("plan_add_copy", TORCH_BOX(&PlanAddCopy));
   m.impl("plan_seal", TORCH_BOX(&PlanSeal));
   m.impl("plan_free", TORCH_BOX(&PlanFree));
+  m.impl("plan_add_range", TORCH_BOX(&PlanAddRange));
   m.impl("plan_run", TORCH_BOX(&PlanRun));
   m.impl("guard_new", TORCH_BOX(&GuardNew));
   m.impl("guard_is_stale", TORCH_BOX(&GuardIsStale));

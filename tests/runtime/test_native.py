@@ -76,6 +76,28 @@ def test_a_kernel_inside_a_parallel_region_still_runs(kernels: str) -> None:
     torch.testing.assert_close(outer.run(unbound(outer), [given])[0], 3 * given + 1)
 
 
+def test_ranges_are_shown_by_a_profiler(kernels: str) -> None:
+    """Under torch.profiler the steps of a range, kernels by their symbols, lie inside it; without one nothing is recorded."""
+    plan = Plan([lambda inputs: [inputs[0] * 3]])
+    x, middle = flat(plan, ValueKind.INPUT), flat(plan, ValueKind.FRESH)
+    out = flat(plan, ValueKind.RETURNED)
+    plan.add_range("first")
+    plan.add_kernel(kernels, "double", [x, middle])
+    plan.add_range("nothing runs here")
+    plan.add_range("second")
+    plan.add_callback(0, [middle], [out])
+    plan.seal(1, 0, 0, [out])
+    binding, given = unbound(plan), torch.randn(N)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        torch.testing.assert_close(plan.run(binding, [given])[0], 6 * given)
+    torch.testing.assert_close(plan.run(binding, [given])[0], 6 * given)
+    parents = {event.name: event.cpu_parent.name for event in profiler.events() if event.cpu_parent is not None}
+    assert parents["double"] == "first"
+    assert parents["torch_hybrid_backend::run_segment"] == "second"
+    assert parents["first"] == parents["second"] == "torch_hybrid_backend::plan_run"
+    assert [event.name for event in profiler.events()].count("first") == 1
+
+
 def test_inputs_with_other_strides_are_copied(kernels: str) -> None:
     """A kernel sees the strides it was built for, whatever the strides of the input."""
     plan = Plan()

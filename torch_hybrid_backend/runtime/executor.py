@@ -59,10 +59,12 @@ def build_executor(
     segments: Sequence[CompiledSegment],
     hoisted: HoistedInputs | None = None,
     fold: Fold | None = None,
+    titles: Sequence[str] = (),
 ) -> Executor:
     """The C++ plan of a whole graph. `segments[i]` is what `graph.segments[i]` compiled to.
 
-    hoisted, fold: see `Executor`; without them the call's inputs are the graph's.
+    hoisted, fold: see `Executor`; without them the call's inputs are the graph's. titles: what profilers show for each
+    segment.
     Raises StaticLayoutError where sizes are known only at run time (use PythonExecutor), HybridError where the
     runtime or a kernel library cannot be loaded or a program contradicts its region.
     """
@@ -73,8 +75,9 @@ def build_executor(
             segment.outputs,
             segment.region.outputs,
             getattr(compiled, "program", None),
+            title,
         )
-        for segment, compiled in zip(graph.segments, segments, strict=True)
+        for segment, compiled, title in zip(graph.segments, segments, titles or [""] * len(segments), strict=True)
     ]
     callbacks = [as_callback(compiled) for compiled in segments]
     return Executor(graph.inputs, graph.constants, pieces, callbacks, graph.outputs, hoisted, fold)
@@ -260,7 +263,12 @@ def _native_plan(layout: StaticLayout, callbacks: Sequence[Callback]) -> Plan:
         plan.add_value(
             ValueKind(value.kind), value.payload, spec.torch_dtype, static_dims(spec.shape), static_dims(spec.strides)
         )
-    for step in layout.steps:
+    titles = iter(layout.titles)
+    title = next(titles, None)
+    for number, step in enumerate(layout.steps):
+        while title is not None and title.first <= number:
+            plan.add_range(title.title)
+            title = next(titles, None)
         if isinstance(step, KernelStep):
             plan.add_kernel(step.library, step.symbol, step.values)
         elif isinstance(step, CallbackStep):

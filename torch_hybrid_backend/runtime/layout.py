@@ -27,13 +27,14 @@ class StaticLayoutError(HybridError):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One segment: `program` is None where it is a callback. Names are values of the graph."""
+    """One segment: `program` is None where it is a callback. Names are values of the graph. `title`: what profilers show."""
 
     inputs: tuple[str, ...]
     input_specs: tuple[TensorSpec | None, ...]
     outputs: tuple[str, ...]
     output_specs: tuple[TensorSpec | None, ...]
     program: Program | None
+    title: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,14 @@ class CopyStep:
 
 
 @dataclass(frozen=True, slots=True)
+class TitledSteps:
+    """Profilers show the steps from number `first` to those of the next title as `title`."""
+
+    first: int
+    title: str
+
+
+@dataclass(frozen=True, slots=True)
 class ConstantSlot:
     """One slot of a binding. `sources` are constant graph inputs by name; `pack` makes the slot's tensor of them.
 
@@ -92,6 +101,7 @@ class StaticLayout:
     slots: tuple[ConstantSlot, ...]
     outputs: tuple[int, ...]
     arena_bytes: int
+    titles: tuple[TitledSteps, ...] = ()
 
 
 def lay_out(
@@ -130,10 +140,13 @@ class _Builder:
         self._plan_inputs: dict[str, int] = {}  # position among the plan's inputs
         self._input_values: dict[tuple[str, TensorSpec, ValueKind], int] = {}
         self._slots: list[ConstantSlot] = []
+        self._titles: list[TitledSteps] = []
         self._direct_slots: dict[tuple[str, TensorSpec], int] = {}
 
     def add(self, number: int, piece: Piece) -> None:
         output_specs = [_static(spec, name) for name, spec in zip(piece.outputs, piece.output_specs, strict=True)]
+        if piece.title:
+            self._titles.append(TitledSteps(len(self._steps), piece.title))
         if piece.program is None:
             reads = [
                 self._for_callback(name, _static(spec, name))
@@ -175,7 +188,13 @@ class _Builder:
         arena_bytes = self._place_in_arena()
         values = tuple(PlanValue(_placed(draft), draft.payload, draft.spec) for draft in self._drafts)
         return StaticLayout(
-            values, tuple(self._steps), tuple(self._plan_inputs), tuple(self._slots), tuple(numbers), arena_bytes
+            values=values,
+            steps=tuple(self._steps),
+            inputs=tuple(self._plan_inputs),
+            slots=tuple(self._slots),
+            outputs=tuple(numbers),
+            arena_bytes=arena_bytes,
+            titles=tuple(self._titles),
         )
 
     def _place_in_arena(self) -> int:

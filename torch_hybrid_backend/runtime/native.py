@@ -21,6 +21,9 @@ from torch_hybrid_backend.errors import HybridError
 
 Callback = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
+# Whether torch.profiler (or a profiler of its kind) watches this thread.
+_profiler_enabled = torch._C._autograd._profiler_enabled
+
 _LIBRARY = Path(__file__).resolve().parents[1] / "_runtime.so"
 _NAMESPACE = "torch_hybrid_backend"
 
@@ -102,6 +105,7 @@ class _Operators:
         self.plan_add_kernel = ops.plan_add_kernel.default
         self.plan_add_callback = ops.plan_add_callback.default
         self.plan_add_copy = ops.plan_add_copy.default
+        self.plan_add_range = ops.plan_add_range.default
         self.plan_seal = ops.plan_seal.default
         self.plan_free = ops.plan_free.default
         self.plan_run = ops.plan_run.default
@@ -175,6 +179,10 @@ class Plan:
     def add_copy(self, source: int, destination: int) -> None:
         _building(self._ops.plan_add_copy, self.handle, source, destination)
 
+    def add_range(self, name: str) -> None:
+        """Profilers show the steps added from here to the next range, or the end, as `name`."""
+        _building(self._ops.plan_add_range, self.handle, name)
+
     def seal(self, inputs: int, constants: int, arena_bytes: int, outputs: Sequence[int]) -> None:
         """`inputs` and `constants` count the inputs of a call and the slots of a binding."""
         _building(self._ops.plan_seal, self.handle, inputs, constants, arena_bytes, outputs)
@@ -186,7 +194,7 @@ class Plan:
         raised is raised as it was.
         """
         try:
-            outputs, status = self._run(self.handle, binding.handle, inputs)
+            outputs, status = self._run(self.handle, binding.handle, inputs, _profiler_enabled())
         except RuntimeError as error:
             raise HybridError(str(error)) from error
         if status == RunStatus.DONE:

@@ -7,6 +7,7 @@ graph's outputs, with the semantics of `Executor` and no demands on specs: sizes
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ OnSegment = Callable[[int, Segment, Sequence[Any]], Sequence[Any]]
 class PythonExecutor:
     """Runs one partitioned graph segment by segment. Threads may call it at once.
 
-    hoisted, fold: as in `Executor`. Folded values are kept while the parameters they come from stay as they are.
+    hoisted, fold: as in `Executor`; titles: what profilers show for each segment. Folded values are kept while the parameters they come from stay as they are.
     """
 
     def __init__(
@@ -34,8 +35,10 @@ class PythonExecutor:
         segments: Sequence[CompiledSegment],
         hoisted: HoistedInputs | None = None,
         fold: Fold | None = None,
+        titles: Sequence[str] = (),
     ) -> None:
         self._graph = graph
+        self._titles = tuple(titles) or ("",) * len(segments)
         self._segments = tuple(as_callback(segment) for segment in segments)
         self._hoisted = hoisted if hoisted is not None else HoistedInputs.identity(len(graph.inputs))
         self._dying = _dying_after(graph)
@@ -65,7 +68,8 @@ class PythonExecutor:
             for index, segment in enumerate(self._graph.segments):
                 arguments = [values[name] for name in segment.inputs]
                 run = self._segments[index]
-                results = on_segment(index, segment, arguments) if on_segment else run(arguments)
+                with _profiled(self._titles[index]):
+                    results = on_segment(index, segment, arguments) if on_segment else run(arguments)
                 del arguments
                 values.update(_checked(segment, results))
                 for name in self._dying[index]:
@@ -82,6 +86,13 @@ class PythonExecutor:
         value = values[output]
         # A copy of what is kept, as eager would have computed it: the caller may write to it.
         return value.clone(memory_format=torch.preserve_format) if output in self._folded_names else value
+
+
+def _profiled(title: str) -> AbstractContextManager[object]:
+    """A range in the timeline of a profiler, where one watches this thread."""
+    if title and torch._C._autograd._profiler_enabled():
+        return torch.profiler.record_function(title)
+    return nullcontext()
 
 
 def _dying_after(graph: PartitionedGraph) -> list[list[str]]:
