@@ -91,8 +91,15 @@ def _ops() -> Any:
     library.define(schema)  # type: ignore[no-untyped-call]
     library.impl("run_segment", _run_segment, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     ops = torch.ops.torch_hybrid_backend
+    try:
+        operators = _Operators(library, ops)
+    except AttributeError as error:
+        raise HybridError(
+            f"the C++ runtime {_LIBRARY} was built from older sources ({error}): build it again with `pip install .`, or in place"
+            " with `python setup.py build_ext --inplace`"
+        ) from error
     ops.load_tvm_ffi(_tvm_ffi_library())
-    return _Operators(library, ops)
+    return operators
 
 
 class _Operators:

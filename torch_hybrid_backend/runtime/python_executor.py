@@ -26,7 +26,8 @@ OnSegment = Callable[[int, Segment, Sequence[Any]], Sequence[Any]]
 class PythonExecutor:
     """Runs one partitioned graph segment by segment. Threads may call it at once.
 
-    hoisted, fold: as in `Executor`; titles: what profilers show for each segment. Folded values are kept while the parameters they come from stay as they are.
+    hoisted, fold: as in `Executor`; titles: what profilers show for each segment. Folded values are kept while the
+    parameters they come from stay as they are.
     """
 
     def __init__(
