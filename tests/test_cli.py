@@ -18,6 +18,7 @@ from torch_hybrid_backend.core.engine import Engine
 from torch_hybrid_backend.core.verdict import Reason, Refused, Verdict
 from torch_hybrid_backend.engines.eager import EagerEngine
 from torch_hybrid_backend.report import Explanation
+from torch_hybrid_backend.store import Store
 
 SCRIPT = """
 import torch
@@ -126,6 +127,31 @@ def test_doctor_tells_why_a_cache_cannot_be_used(tmp_path: Path, monkeypatch: py
     assert "writable for others" in _doctor()
     monkeypatch.setenv("HYBRID_CACHE", "0")
     assert "off (HYBRID_CACHE=0)" in _doctor()
+
+
+def test_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`hybrid cache` shows what is kept, where and how much may be; --clear removes it; doctor says so too."""
+    monkeypatch.setenv("HYBRID_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("HYBRID_CACHE_LIMIT_MIB", "7")
+    Store(tmp_path).put("kernels", "key", bytes(1 << 20), ".so")
+    status, text = _run("cache")
+    assert status == 0
+    assert "kernels: 1 entries, 1.0 MiB" in text
+    assert f"1.0 MiB in {tmp_path}" in text
+    assert "limit: 7 MiB (HYBRID_CACHE_LIMIT_MIB)" in text
+    assert "1 entries, 1.0 MiB of at most 7 MiB; `hybrid cache --clear`" in _doctor()
+    assert _run("cache", "--clear") == (0, f"kernels: 1 entries, 1.0 MiB\n1.0 MiB removed from {tmp_path}\n")
+    assert Store(tmp_path).usage() == []
+
+
+def test_cache_that_cannot_be_used_is_one_clear_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A directory that is not private is no cache."""
+    tmp_path.chmod(0o777)
+    monkeypatch.setenv("HYBRID_CACHE_DIR", str(tmp_path))
+    assert _run("cache", "--clear") == (1, "")
+    assert "writable for others" in capsys.readouterr().err
 
 
 def test_a_wrong_setting_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

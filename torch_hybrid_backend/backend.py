@@ -145,7 +145,7 @@ _sessions_lock = threading.Lock()
 def _session(config: Config) -> Session:
     factories = engine_factories()
     names = config.select(tuple(factories))
-    key = (os.getpid(), names, config.cache, config.cache_dir, config.compile_threads)
+    key = (os.getpid(), names, config.cache, config.cache_dir, config.cache_limit_mib, config.compile_threads)
     with _sessions_lock:
         if key not in _sessions:
             _sessions[key] = _open_session(config, names, factories)
@@ -155,7 +155,8 @@ def _session(config: Config) -> Session:
 def _open_session(
     config: Config, names: Sequence[str], factories: Mapping[str, Callable[[Config, Store], Engine]]
 ) -> Session:
-    store = Store.open(config.cache_dir, enabled=config.cache, strict=config.strict)
+    limit_bytes = config.cache_limit_mib << 20
+    store = Store.open(config.cache_dir, enabled=config.cache, strict=config.strict, limit_bytes=limit_bytes)
     engines = []
     for name in names:
         engine = factories[name](config, store)

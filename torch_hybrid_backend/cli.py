@@ -4,9 +4,12 @@
     hybrid explain script.py:make --json
     hybrid explain script.py:make --html plan.html
     hybrid doctor
+    hybrid cache
+    hybrid cache --clear
 
 `explain` compiles the model for inference, calls it once on the arguments and shows the plan. `doctor` shows which
-engines can run in this installation, and what to install for those that cannot.
+engines can run in this installation, and what to install for those that cannot. `cache` shows where compiled kernels
+are kept and how much disk they take, or removes them.
 """
 
 from __future__ import annotations
@@ -52,6 +55,8 @@ def main(
     try:
         if parsed.command == "explain":
             return _explain(parsed, explain or torch_hybrid_backend.explain, out)
+        if parsed.command == "cache":
+            return _cache(parsed, out)
         return _doctor(engines or _all_engines, out)
     except HybridError as error:
         sys.stderr.write(f"hybrid: {error}\n")
@@ -69,6 +74,8 @@ def _parser() -> argparse.ArgumentParser:
     form.add_argument("--json", action="store_true", help="print the plans as JSON")
     form.add_argument("--html", type=Path, metavar="FILE", help="write a picture of the plans to FILE")
     commands.add_parser("doctor", help="show which engines can run here, and what the others lack")
+    cache = commands.add_parser("cache", help="show what the cache of compiled kernels and timings takes of the disk")
+    cache.add_argument("--clear", action="store_true", help="remove it all; what is needed again is made again")
     return parser
 
 
@@ -171,11 +178,33 @@ def _cache_state(config: Config) -> str:
     if not config.cache:
         return "off (HYBRID_CACHE=0)"
     try:
-        root = Store(config.cache_dir).root
+        store = Store(config.cache_dir)
     except CacheError as error:
         return f"cannot be used: {error}"
-    files = [path for path in root.rglob("*") if path.is_file()]
-    return f"{root}: {len(files)} entries, {sum(path.stat().st_size for path in files) / 2**20:.1f} MiB"
+    used = store.usage()
+    size = f"{_mib(sum(kind.size_bytes for kind in used))} of at most {config.cache_limit_mib} MiB"
+    return f"{store.root}: {sum(kind.entries for kind in used)} entries, {size}; `hybrid cache --clear` removes them"
+
+
+def _cache(parsed: argparse.Namespace, out: TextIO) -> int:
+    config = Config.from_env(os.environ)
+    store = Store(config.cache_dir)
+    used = store.usage()
+    if parsed.clear:
+        store.clear()
+    verb = "removed from" if parsed.clear else "in"
+    lines = [f"{kind.kind}: {kind.entries} entries, {_mib(kind.size_bytes)}" for kind in used]
+    lines.append(f"{_mib(sum(kind.size_bytes for kind in used))} {verb} {store.root}")
+    if not parsed.clear:
+        lines.append(
+            f"limit: {config.cache_limit_mib} MiB (HYBRID_CACHE_LIMIT_MIB); `hybrid cache --clear` removes all"
+        )
+    out.write("\n".join(lines) + "\n")
+    return 0
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:.1f} MiB"
 
 
 if __name__ == "__main__":

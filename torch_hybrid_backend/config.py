@@ -18,6 +18,7 @@ import dataclasses
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from pathlib import Path
 from torch_hybrid_backend.errors import ConfigError
 
 PREFIX = "HYBRID_"
+_CACHE_NAME = "torch_hybrid_backend"
 TABLE_START, TABLE_END = "<!-- settings:start -->", "<!-- settings:end -->"
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
@@ -92,14 +94,24 @@ def _names(raw: object) -> object:
 def _directory(raw: object) -> object:
     if not isinstance(raw, str | os.PathLike) or not str(raw).strip():
         raise ValueError("the path of a directory")
-    return Path(raw).expanduser()
+    try:
+        return Path(raw).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"a path whose home directory is known ({error})") from None
 
 
 def _default_cache_dir(environ: Mapping[str, str] | None = None) -> Path:
     base = (os.environ if environ is None else environ).get("XDG_CACHE_HOME", "")
     # The XDG specification: a relative path there is invalid and to be ignored.
-    root = Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache"
-    return root / "torch_hybrid_backend"
+    if base and Path(base).is_absolute():
+        return Path(base) / _CACHE_NAME
+    try:
+        return Path.home() / ".cache" / _CACHE_NAME
+    except (
+        RuntimeError
+    ):  # a user without HOME and without an entry in the system's list of users, as in some containers
+        # Anybody may make that directory first: the store refuses one that is not this user's.
+        return Path(tempfile.gettempdir()) / f"{_CACHE_NAME}-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
 
 
 def _setting(parse: _Parser, values: str, meaning: str, shown_default: str = "") -> dict[str, object]:
@@ -161,6 +173,12 @@ class Config:
             "a path",
             "where they are kept; private to the user",
             "$XDG_CACHE_HOME/torch_hybrid_backend, else ~/.cache/torch_hybrid_backend",
+        ),
+    )
+    cache_limit_mib: int = dataclasses.field(
+        default=1024,
+        metadata=_setting(
+            _whole(1), "at least 1", "MiB of disk they may take; beyond that, what was not used for longest is removed"
         ),
     )
     compile_threads: int = dataclasses.field(

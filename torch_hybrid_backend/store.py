@@ -3,63 +3,79 @@
 A utility that any room may import (it imports errors only): partition keeps placement verdicts in it, engines keep
 kernel libraries. What it holds is read back as bytes or as a file path, never unpickled.
 
-Layout: `<root>/<kind>/<key>/<SHA-256 of the content><suffix>`. The name is the checksum, so an entry is one file,
+Layout: `<root>/<kind>/<key>/<checksum of kind, key and content><suffix>`. The name is the checksum, so an entry is one file,
 written to a temporary name and moved into place by `os.replace`: readers see all of it or nothing, and two processes
-that write different bytes under one key do not disturb each other.
+that write different bytes under one key do not disturb each other. An entry moved to another key counts as corrupt.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import re
+import shutil
 import stat
 import tempfile
+import time
+import weakref
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch_hybrid_backend.errors import CacheError
 
 _log = logging.getLogger(__name__)
 _SAFE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+# Only what is named so is ever counted or removed: the directory may be one that holds other things too.
+_ENTRY = re.compile(r"[0-9a-f]{64}\.[a-z]+")
+_UNFINISHED = (".hybrid-", ".part")
 
+# Not through a link, and not stopping at a pipe. Windows has no such flags.
+_OPEN_FLAGS = os.O_RDONLY | sum(getattr(os, flag, 0) for flag in ("O_NOFOLLOW", "O_CLOEXEC", "O_NONBLOCK", "O_BINARY"))
 _ELSEWHERE = "HYBRID_CACHE_DIR sets another directory"
+_UNCHECKED_SHARE = (
+    16  # the size is looked at again when so small a share of the limit was written: looking costs a walk
+)
+_IN_USE_S = 600.0  # what was used so recently may be about to be opened: it stays
+_ABANDONED_S = 3600.0  # a temporary file as old as that has no writer any more
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What one kind of entries takes of the disk."""
+
+    kind: str
+    entries: int
+    size_bytes: int
 
 
 class Store:
     """Bytes on disk, checked when read. Owns a temporary directory where the wanted one cannot be used."""
 
-    def __init__(self, root: Path) -> None:
-        """Open `root`, made with mode 0700 where absent.
+    def __init__(self, root: Path, limit_bytes: int | None = None) -> None:
+        """Open `root`, made with mode 0700 where absent. `limit_bytes`: what is used least recently goes beyond that.
 
-        Raises CacheError where it cannot be made or written, is not owned by this user, or is writable for others:
-        kernel libraries found there are loaded into the process, so nobody else may place one.
+        Raises CacheError where it cannot be made or written, is not owned by this user, is writable for others, or lies in a directory in
+        which anybody may replace it: kernel libraries found there are loaded into the process, so nobody else may place one.
         """
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
-        self.root = root
         try:
-            root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = root.stat()
-        except OSError as error:
-            raise CacheError(f"the cache directory {root} cannot be made ({error}). {_ELSEWHERE}") from error
-        if hasattr(os, "getuid") and status.st_uid != os.getuid():
-            raise CacheError(
-                f"the cache directory {root} belongs to user {status.st_uid}, and user {os.getuid()} runs this process. "
-                f"{_ELSEWHERE}"
-            )
-        if hasattr(os, "getuid") and status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise CacheError(
-                f"the cache directory {root} is writable for others (mode {stat.S_IMODE(status.st_mode):04o}). "
-                f"Make it private (chmod 700 {root}). {_ELSEWHERE}"
-            )
-        try:
+            _make(root)
+            # Links are followed once, here: one that is changed later leads nobody elsewhere.
+            root = root.resolve(strict=True)
+            _check_privacy(root)
             with tempfile.TemporaryFile(dir=root):
                 pass
-        except OSError as error:
-            raise CacheError(f"the cache directory {root} cannot be written ({error}). {_ELSEWHERE}") from error
+        except CacheError:
+            raise
+        except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
+            raise CacheError(f"the cache directory {root} cannot be made or written ({error}). {_ELSEWHERE}") from error
+        self.root = root
+        self.limit_bytes = limit_bytes
+        self._unchecked_bytes: int | None = None  # written since the size was looked at; None: never was
 
     @staticmethod
-    def open(root: Path, *, enabled: bool = True, strict: bool = False) -> Store:
+    def open(root: Path, *, enabled: bool = True, strict: bool = False, limit_bytes: int | None = None) -> Store:
         """The store at `root`; a temporary one, gone with the process, where `enabled` is false or `root` cannot be
         used.
 
@@ -67,14 +83,22 @@ class Store:
         """
         if enabled:
             try:
-                return Store(root)
+                return Store(root, limit_bytes)
             except CacheError as error:
                 if strict:
                     raise
                 _log.warning("%s. This process keeps compiled kernels in a temporary directory", error)
-        temporary = tempfile.TemporaryDirectory(prefix="torch_hybrid_backend-")
-        store = Store(Path(temporary.name))
-        store._temporary = temporary
+        return Store.temporary()
+
+    @staticmethod
+    def temporary() -> Store:
+        """A store in a new directory that goes with the store, or with this process. Raises CacheError where there can be none."""
+        try:
+            folder = Path(tempfile.mkdtemp(prefix="torch_hybrid_backend-"))
+        except OSError as error:
+            raise CacheError(f"no temporary directory can be made: {error}. TMPDIR sets another place") from error
+        store = Store(folder)
+        weakref.finalize(store, _remove_own, folder, os.getpid())
         return store
 
     def get(self, kind: str, key: str) -> bytes | None:
@@ -87,40 +111,51 @@ class Store:
         found = self._read(kind, key)
         return found[0] if found else None
 
-    def put(self, kind: str, key: str, data: bytes, suffix: str = "") -> Path:
+    def put(self, kind: str, key: str, data: bytes, suffix: str = ".bin") -> Path:
         """Write the entry atomically; returns its path, which ends in `suffix`. Raises CacheError on failure."""
         folder = self._folder(kind, key)
-        target = folder / (hashlib.sha256(data).hexdigest() + suffix)
+        target = folder / (_checksum(kind, key, data) + suffix)
+        self._make_room(len(data))
         try:
-            for directory in (folder.parent, folder):  # one by one: mkdir gives `mode` to the last one only
-                directory.mkdir(mode=0o700, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=folder, prefix=".", suffix=".part")
             try:
-                with os.fdopen(handle, "wb") as file:
-                    file.write(data)
-                os.replace(temporary, target)
-            except OSError:
-                Path(temporary).unlink(missing_ok=True)
-                raise
+                _write(target, data)
+            except FileNotFoundError:  # another process has just removed the empty folder
+                _write(target, data)
         except OSError as error:
             raise CacheError(f"cannot write {target}: {error}") from error
         return target
 
     def remove(self, kind: str, key: str) -> None:
         """Remove the entry, where present."""
-        for path in self._files(self._folder(kind, key)):
+        for path in _files(self._folder(kind, key)):
             path.unlink(missing_ok=True)
 
-    def _read(self, kind: str, key: str) -> tuple[Path, bytes] | None:
-        for path in self._files(self._folder(kind, key)):
-            try:
-                data = path.read_bytes()
-            except OSError:  # removed meanwhile, or unreadable: absent
-                continue
-            if hashlib.sha256(data).hexdigest() == path.name[:64]:
-                return path, data
-            _log.warning("the cache entry %s is corrupt (its checksum differs); it is removed and made anew", path)
+    def usage(self) -> list[Usage]:
+        """What each kind of entries takes of the disk, by name."""
+        sizes: dict[str, list[int]] = {}
+        for path, status in self._entries():
+            sizes.setdefault(path.parent.parent.name, []).append(_disk_bytes(status))
+        return [Usage(kind, len(sizes[kind]), sum(sizes[kind])) for kind in sorted(sizes)]
+
+    def clear(self) -> None:
+        """Remove every entry. Processes that use the store go on: what they lack they make again."""
+        for path, _ in self._entries():
             path.unlink(missing_ok=True)
+            _remove_empty(path.parent)
+
+    def _read(self, kind: str, key: str) -> tuple[Path, bytes] | None:
+        for path in _files(self._folder(kind, key)):
+            try:
+                data = read_entry(path)
+            except CacheError as error:
+                if path.is_symlink() or path.exists():
+                    _log.warning("%s; it is removed and made anew", error)
+                    with contextlib.suppress(OSError):
+                        path.unlink()
+                continue
+            with contextlib.suppress(OSError):
+                os.utime(path)  # used now: `_make_room` removes the least recently used first
+            return path, data
         return None
 
     def _folder(self, kind: str, key: str) -> Path:
@@ -129,9 +164,163 @@ class Store:
                 raise CacheError(f"{name!r} cannot name a cache entry; legal are 1 to 200 of a-z A-Z 0-9 . _ -")
         return self.root / kind / key
 
-    @staticmethod
-    def _files(folder: Path) -> list[Path]:
-        try:
-            return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-        except OSError:
-            return []
+    def _entries(self) -> list[tuple[Path, os.stat_result]]:
+        """Every file of the store, unfinished ones too."""
+        found = []
+        for path in self.root.glob("*/*/*"):
+            if not (_ENTRY.fullmatch(path.name) or _is_unfinished(path)):
+                continue
+            with contextlib.suppress(OSError):  # removed meanwhile
+                found.append((path, path.lstat()))
+        return found
+
+    def _make_room(self, more_bytes: int) -> None:
+        """Keep the limit, loosely: a walk now and then, and nothing goes that is in use."""
+        if self.limit_bytes is None:
+            return
+        if (
+            self._unchecked_bytes is not None
+            and self._unchecked_bytes + more_bytes < self.limit_bytes // _UNCHECKED_SHARE
+        ):
+            self._unchecked_bytes += more_bytes
+            return
+        self._unchecked_bytes = more_bytes
+        now = time.time()
+        kept = []
+        for path, status in self._entries():
+            age = now - status.st_mtime
+            if _is_unfinished(path) and age > _ABANDONED_S:
+                _unlink(path)
+            else:
+                kept.append((status.st_mtime, _disk_bytes(status), path))
+        excess = sum(size for _, size, _ in kept) - self.limit_bytes
+        if excess <= 0:
+            return
+        excess += self.limit_bytes // _UNCHECKED_SHARE
+        removed = 0
+        for used, size, path in sorted(kept):
+            if excess <= 0 or now - used < _IN_USE_S:
+                break
+            _unlink(path)
+            removed += 1
+            excess -= size
+        _log.info(
+            "the cache %s was over its limit of %d MiB: %d entries removed", self.root, self.limit_bytes >> 20, removed
+        )
+
+
+def is_entry(path: Path) -> bool:
+    """Whether a file is named as entries of a store are, so that `read_entry` can verify it."""
+    return _ENTRY.fullmatch(path.name) is not None and len(path.parts) > 2
+
+
+def read_entry(path: Path) -> bytes:
+    """The content of a store's entry, as verified: what is returned is what was checked, whatever happens to the file.
+
+    Raises CacheError where the file is gone, is not a plain file of this user that nobody else may write, or its checksum is wrong.
+    """
+    try:
+        with os.fdopen(os.open(path, _OPEN_FLAGS), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or not _is_private(status):
+                raise CacheError(
+                    f"the cache entry {path} is not a plain file of this user that nobody else may write "
+                    f"(owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o})"
+                )
+            data = file.read()
+    except OSError as error:
+        raise CacheError(f"the cache entry {path} cannot be read: {error}") from error
+    if _checksum(path.parent.parent.name, path.parent.name, data) != path.name[:64]:
+        raise CacheError(f"the cache entry {path} is corrupt (its checksum differs)")
+    return data
+
+
+def _checksum(kind: str, key: str, data: bytes) -> str:
+    return hashlib.sha256(f"{kind}\x00{key}\x00".encode() + data).hexdigest()
+
+
+def _make(root: Path) -> None:
+    """Make the directory and those above it that are absent, all private whatever the umask."""
+    missing = [folder for folder in (root, *root.parents) if not folder.exists()]
+    for folder in reversed(missing):
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def _check_privacy(root: Path) -> None:
+    status = root.stat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise CacheError(f"the cache directory {root} is not a directory. {_ELSEWHERE}")
+    if not hasattr(os, "geteuid"):
+        return
+    if status.st_uid != os.geteuid():
+        raise CacheError(
+            f"the cache directory {root} belongs to user {status.st_uid}, and user {os.geteuid()} runs this process. "
+            f"{_ELSEWHERE}"
+        )
+    if _others_may_write(status):
+        raise CacheError(
+            f"the cache directory {root} is writable for others (mode {stat.S_IMODE(status.st_mode):04o}). "
+            f"Make it private (chmod 700 {root}). {_ELSEWHERE}"
+        )
+    for folder in root.parents:
+        mode = folder.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:  # sticky, as /tmp is: only its owner may replace an item
+            raise CacheError(
+                f"the cache directory {root} lies in {folder}, where anybody may replace it (mode {stat.S_IMODE(mode):04o}). "
+                f"Change that (chmod o-w {folder}). {_ELSEWHERE}"
+            )
+
+
+def _is_private(status: os.stat_result) -> bool:
+    """Whether it is this user's and no other's to write. Always so on Windows, which tells no owner."""
+    return not hasattr(os, "geteuid") or (status.st_uid == os.geteuid() and not _others_may_write(status))
+
+
+def _others_may_write(status: os.stat_result) -> bool:
+    return bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+
+
+def _write(target: Path, data: bytes) -> None:
+    folder = target.parent
+    for directory in (folder.parent, folder):  # one by one: mkdir gives `mode` to the last one only
+        directory.mkdir(mode=0o700, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=folder, prefix=_UNFINISHED[0], suffix=_UNFINISHED[1])
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(temporary, target)
+    except BaseException:  # Ctrl-C too
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _files(folder: Path) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    except OSError:
+        return []
+
+
+def _is_unfinished(path: Path) -> bool:
+    return path.name.startswith(_UNFINISHED[0]) and path.name.endswith(_UNFINISHED[1])
+
+
+def _disk_bytes(status: os.stat_result) -> int:
+    return max(status.st_size, getattr(status, "st_blocks", 0) * 512)
+
+
+def _unlink(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+    _remove_empty(path.parent)
+
+
+def _remove_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # not empty, or gone
+        folder.rmdir()
+
+
+def _remove_own(folder: Path, process: int) -> None:
+    """Remove a temporary store, unless this is a forked child: then it is the parent's."""
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)

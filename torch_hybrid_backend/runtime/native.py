@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from torch_hybrid_backend.errors import HybridError
+from torch_hybrid_backend.runtime.kernel_files import use_library
 
 Callback = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -177,7 +178,8 @@ class Plan:
         return number
 
     def add_kernel(self, library: str, symbol: str, values: Sequence[int]) -> None:
-        _building(self._ops.plan_add_kernel, self.handle, library, symbol, values)
+        """Raises HybridError too where `library` is named as an entry of the cache and is not what was put there."""
+        use_library(library, lambda name: _building(self._ops.plan_add_kernel, self.handle, name, symbol, values))
 
     def add_callback(self, segment: int, inputs: Sequence[int], outputs: Sequence[int]) -> None:
         """`segment` is the callback's position among those given to the constructor."""

@@ -1,0 +1,70 @@
+"""Kernel libraries on their way from the cache into the process: what is opened is what was verified.
+
+Enters: the path of a kernel library. Leaves: the name under which the C++ side opens it. A file of the store is read once, its checksum
+verified, and a copy in memory opened: nobody can change it in between, and a file that is truncated later, while its kernels run, would
+end the process with SIGBUS.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from torch_hybrid_backend.errors import HybridError
+from torch_hybrid_backend.store import is_entry, read_entry
+
+# Path -> the name it was opened under, which the C++ side knows it by for the life of the process. Writes of single items are atomic; two
+# threads that open one library at once open it twice, to no harm.
+_names: dict[str, str] = {}
+_count = itertools.count(1)
+
+
+def use_library(library: str, use: Callable[[str], object]) -> None:
+    """Call `use` with a name that the C++ side can open `library` under; raises what `use` does, the library's path in the message.
+
+    A file that is no entry of a store (an engine's own) is opened as it is. Raises CacheError where an entry is gone, corrupt or not
+    private to this user.
+    """
+    path = Path(library)
+    if library in _names or not is_entry(path):
+        _use(_names.get(library, library), library, use)
+        return
+    content = read_entry(path)
+    try:
+        descriptor = os.memfd_create(path.name[:16])
+    except (AttributeError, OSError):  # not Linux, or forbidden
+        use(library)
+        return
+    try:
+        with os.fdopen(os.dup(descriptor), "wb") as file:
+            file.write(content)
+        name = _unique(descriptor)
+        try:
+            _use(name, library, use)
+        except HybridError as error:
+            if "cannot open" not in str(error):
+                _names[library] = name
+                raise
+            use(library)  # a system that does not let memory be opened as a library
+            return
+        _names[library] = name
+    finally:
+        os.close(descriptor)  # the mapped library lives on
+
+
+def _use(name: str, library: str, use: Callable[[str], object]) -> None:
+    try:
+        use(name)
+    except HybridError as error:
+        raise type(error)(str(error).replace(name, library)) from error
+
+
+def _unique(descriptor: int) -> str:
+    """A path of the open file that no library was ever opened under: the loader takes one of equal name for the same library.
+
+    Descriptors are used again, so a count is written into the path, its bits as "/." and "/".
+    """
+    bits = "".join("/." if bit == "1" else "/" for bit in f"{next(_count):b}")
+    return f"/proc/self/fd{bits}/{descriptor}"
