@@ -41,7 +41,9 @@ from torch_hybrid_backend.partition.placement import CheckedRegion, Pricing, cho
 from torch_hybrid_backend.partition.plan_builder import make_plan
 from torch_hybrid_backend.partition.regions import EAGER, Partition, partition
 from torch_hybrid_backend.passes.context import PassContext
+from torch_hybrid_backend.passes.control_flow import compile_bodies
 from torch_hybrid_backend.passes.hoist import Hoisted, hoist
+from torch_hybrid_backend.passes.inline_subgraphs import inline_subgraphs
 from torch_hybrid_backend.passes.pipeline import run_passes
 from torch_hybrid_backend.report import Explanation
 from torch_hybrid_backend.runtime.executor import CompiledSegment, build_executor
@@ -177,14 +179,22 @@ class HybridGraph:
     """
 
     def __init__(
-        self, captured: CapturedGraph, session: Session, config: Config, on_plan: OnPlan | None = None
+        self,
+        captured: CapturedGraph,
+        session: Session,
+        config: Config,
+        on_plan: OnPlan | None = None,
+        name: str = "graph",
     ) -> None:
         start = time.perf_counter()
+        self._name = name
         self._kind = captured.kind
         self._config = config
         self._session = session
         self._on_plan = on_plan
+        inline_subgraphs(captured.graph_module)
         run_passes(captured.graph_module, PassContext.of(captured))
+        compile_bodies(captured, self._compile_body)
         constants = captured.static_inputs if captured.kind == "inference" else frozenset[str]()
         self._hoisted: Hoisted = hoist(captured.graph_module, constants)
         self._partition: Partition = partition(self._hoisted.main, session.engines, config)
@@ -211,6 +221,16 @@ class HybridGraph:
                 raise
             with self._lock:
                 return self._recover(inputs, error)
+
+    def _compile_body(self, name: str, body: CapturedGraph) -> Callable[[list[Any]], list[Any]] | None:
+        """A branch or loop body as a graph of its own; None where that fails, so that eager runs it."""
+        try:
+            return HybridGraph(body, self._session, self._config, self._on_plan, f"{self._name}.{name}")
+        except HybridError as error:
+            if self._config.strict:
+                raise
+            log.warning("the sub-graph %s of a control flow operator runs in eager: %s", name, error)
+            return None
 
     def _compile(self) -> dict[str, dict[str, CompiledRegion | Exception]]:
         """Every candidate engine's compilation of every region: region name -> engine name -> result."""
@@ -304,7 +324,7 @@ class HybridGraph:
             release = getattr(compiled, "release", None)
             if release is not None and not isinstance(self._run, PythonExecutor):
                 release()  # what calling it from Python packed, the plan packs for itself
-        self.plan = make_plan("graph", self._kind, self._partition, list(self._decisions.values()))
+        self.plan = make_plan(self._name, self._kind, self._partition, list(self._decisions.values()))
         if self._on_plan is not None:
             self._on_plan(self.plan)
 

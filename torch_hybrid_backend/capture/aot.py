@@ -117,7 +117,10 @@ def _static_inputs(placeholders: Sequence[str]) -> set[str]:
 
 
 def complete_metadata(graph_module: torch.fx.GraphModule) -> None:
-    """Give `meta["val"]` to get_attr tensors that have none, so that consumers see one rule for all values."""
+    """Give `meta["val"]` to get_attr tensors that have none, so that consumers see one rule for all values.
+
+    Sub-graphs of control flow are graphs like the outer one, and are completed too.
+    """
     values = [node.meta["val"] for node in graph_module.graph.nodes if "val" in node.meta]
     fake_mode = detect_fake_mode(values) or FakeTensorMode()
     for node in graph_module.graph.find_nodes(op="get_attr"):
@@ -128,3 +131,5 @@ def complete_metadata(graph_module: torch.fx.GraphModule) -> None:
             owner = getattr(owner, part)
         if isinstance(owner, torch.Tensor):
             node.meta["val"] = fake_mode.from_tensor(owner.detach(), static_shapes=True)
+        elif isinstance(owner, torch.fx.GraphModule):
+            complete_metadata(owner)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch.fx import Node
 
 from torch_hybrid_backend.core.engine import Engine
@@ -31,6 +32,12 @@ def capability(
             verdicts[node] = verdicts[node.args[0]]
         elif node.op != "call_function":
             refusal = Refused(Reason.UNKNOWN_OPERATOR, f"a node of kind {node.op} is no ATen operator")
+            verdicts[node] = (refusal,) * len(engines)
+        elif isinstance(node.target, torch._ops.HigherOrderOperator):
+            refusal = Refused(
+                Reason.UNKNOWN_OPERATOR,
+                f"{node.target} calls sub-graphs: eager runs it, they are compiled apart where possible",
+            )
             verdicts[node] = (refusal,) * len(engines)
         elif has_effects(node):
             refusal = Refused(

@@ -1,0 +1,104 @@
+"""Put the bodies of `invoke_subgraph` calls in place of the calls.
+
+`torch.compiler.nested_compile_region` makes the repeated blocks of a model one sub-graph that is called several times, so that
+it is traced once. As calls, nobody could fuse across the blocks, pack their weights (the same sub-graph gets other weights in each
+call) or run them without Python. Equal kernels are compiled once anyhow, so a call inlined costs no compiler.
+
+No pass of the pipeline but a step before it: where the body of a training graph returns a view of what it was given, saved for
+its backward, the graph's outputs share memory after the inlining as they do when the call runs, though nothing in the graph
+with the call says so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from typing import Any
+
+import torch
+import torch.fx
+
+from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.passes.purity import outputs_of
+
+Node = torch.fx.Node
+
+
+def inline_subgraphs(gm: torch.fx.GraphModule) -> None:
+    """Inline every `invoke_subgraph` whose operands look like the body's placeholders (dtype, shape, strides)."""
+    calls = [node for node in gm.graph.nodes if _is_call(node)]
+    while calls:
+        inlined = [_inline(gm, call) for call in calls]
+        # Calls inside a body that was inlined stand in this graph now.
+        calls = [node for node in gm.graph.nodes if _is_call(node)] if any(inlined) else []
+    gm.graph.lint()
+
+
+def _is_call(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.HigherOrderOperator) and str(node.target) == "invoke_subgraph"
+
+
+def _inline(gm: torch.fx.GraphModule, call: Node) -> bool:
+    subgraph, _identifier, *operands = call.args
+    assert isinstance(subgraph, Node)
+    body = operator.attrgetter(str(subgraph.target))(gm)
+    if not isinstance(body, torch.fx.GraphModule) or not _fits(body, operands) or not _takes_items(call, body):
+        return False
+    values: dict[Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
+    with gm.graph.inserting_before(call):
+        for node in body.graph.nodes:
+            if node.op == "get_attr":
+                values[node] = gm.graph.get_attr(
+                    _adopt(gm, operator.attrgetter(str(node.target))(body), str(node.target))
+                )
+                values[node].meta = dict(node.meta)
+            elif node.op not in ("placeholder", "output"):
+                values[node] = gm.graph.node_copy(node, values.__getitem__)
+    results = outputs_of(body)
+    for item in list(call.users):
+        result = results[item.args[1]]  # type: ignore[index]
+        item.replace_all_uses_with(values[result])  # type: ignore[index]
+        gm.graph.erase_node(item)
+    gm.graph.erase_node(call)
+    if not subgraph.users:
+        gm.graph.erase_node(subgraph)
+    return True
+
+
+def _fits(body: torch.fx.GraphModule, operands: list[Any]) -> bool:
+    """A sub-graph traced for some sizes may be called with other symbols for them: its metadata would then be wrong."""
+    placeholders = body.graph.find_nodes(op="placeholder")
+    return len(placeholders) == len(operands) and all(
+        isinstance(operand, Node) and _looks(placeholder) == _looks(operand)
+        for placeholder, operand in zip(placeholders, operands, strict=True)
+    )
+
+
+def _looks(node: Node) -> object:
+    value = node.meta.get("val")
+    return TensorSpec.of(value) if isinstance(value, torch.Tensor) and value.layout is torch.strided else str(value)
+
+
+def _takes_items(call: Node, body: torch.fx.GraphModule) -> bool:
+    """Whether every use of the call picks one of the body's values."""
+    results = outputs_of(body)
+    return all(
+        user.target is operator.getitem and isinstance(user.args[1], int) and isinstance(results[user.args[1]], Node)
+        for user in call.users
+    )
+
+
+def _adopt(gm: torch.fx.GraphModule, attribute: object, name: str) -> str:
+    """Gives `gm` the attribute, under a name that it has not; under one it has where that is the same object."""
+    flat = name.replace(".", "_")
+    for number in itertools.count():
+        candidate = f"{flat}_{number}" if number else flat
+        if not hasattr(gm, candidate):
+            if isinstance(attribute, torch.Tensor) and not isinstance(attribute, torch.nn.Parameter):
+                gm.register_buffer(candidate, attribute, persistent=False)
+            else:
+                setattr(gm, candidate, attribute)
+            return candidate
+        if getattr(gm, candidate) is attribute:
+            return candidate
+    raise AssertionError("counting never ends")
