@@ -137,7 +137,6 @@ class Session:
 
     engines: tuple[Engine, ...]
     store: Store
-    verdicts: VerdictCache | None
 
 
 _sessions: dict[tuple[object, ...], Session] = {}
@@ -169,7 +168,7 @@ def _open_session(
             log.warning("the engine %s cannot run here, what it would take runs in eager: %s", name, available.why)
             continue
         engines.append(engine)
-    return Session(tuple(engines), store, VerdictCache(store, machine_fingerprint()) if config.cache else None)
+    return Session(tuple(engines), store)
 
 
 class HybridGraph:
@@ -275,7 +274,9 @@ class HybridGraph:
 
     def _first_call(self, inputs: Sequence[Any]) -> list[Any]:
         start = time.perf_counter()
-        pricing = Pricing(self._session.verdicts, self._versions())
+        # The machine as it is now: threads may have been set since the last graph.
+        verdicts = VerdictCache(self._session.store, machine_fingerprint()) if self._config.cache else None
+        pricing = Pricing(verdicts, self._versions())
 
         def place(_index: int, segment: Segment, arguments: Sequence[Any]) -> Sequence[Any]:
             region = segment.region

@@ -61,3 +61,24 @@ def test_the_fingerprint_names_threads_and_versions() -> None:
 
     assert f"threads {torch.get_num_threads()}" in machine_fingerprint()
     assert torch.__version__ in machine_fingerprint()
+
+
+def test_the_fingerprint_is_that_of_the_moment() -> None:
+    """Threads or the precision of matrix products set anew make other timings."""
+    import torch
+
+    before, threads = machine_fingerprint(), torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        assert machine_fingerprint() != before
+    finally:
+        torch.set_num_threads(threads)
+    assert machine_fingerprint() == before
+    precision = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium" if precision != "medium" else "highest")
+        assert machine_fingerprint() != before
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    with torch.backends.mkldnn.flags(enabled=not torch.backends.mkldnn.enabled):
+        assert machine_fingerprint() != before

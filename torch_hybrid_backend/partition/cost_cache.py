@@ -6,9 +6,11 @@ versions and the machine. A change of any of them is another entry.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
+import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,20 +26,29 @@ _KIND = "verdicts"
 
 
 def machine_fingerprint() -> str:
-    """What a timing depends on besides the region: processor, its instruction set as PyTorch uses it, threads,
-    versions."""
+    """What a timing depends on besides the region, now: processor, its instruction set as PyTorch uses it, threads and the
+    processors they may use, settings of PyTorch's that change kernels, versions."""
     return "|".join(
         (
             platform.machine(),
             _processor(),
             torch.backends.cpu.get_cpu_capability(),
-            f"threads {torch.get_num_threads()}",
+            f"threads {torch.get_num_threads()} of {_processors()}",
+            f"matmul {torch.get_float32_matmul_precision()} mkldnn {torch.backends.mkldnn.enabled}",
             f"torch {torch.__version__}",
             f"hybrid {torch_hybrid_backend.__version__}",
         )
     )
 
 
+def _processors() -> int:
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS and Windows
+        return os.cpu_count() or 1
+
+
+@functools.cache
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

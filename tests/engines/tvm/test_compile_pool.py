@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.engines.tvm.kernels_for_tests import scale_kernel
+from torch_hybrid_backend.engines.tvm import compile_pool
 from torch_hybrid_backend.engines.tvm.compile_pool import KernelCompiler
 from torch_hybrid_backend.engines.tvm.protocol import Job
 from torch_hybrid_backend.engines.tvm.target import Target
@@ -235,6 +236,98 @@ def test_processes_end_with_a_killed_parent(tmp_path: Path) -> None:
     parent.kill()
     parent.communicate()
     assert gone(process)
+
+
+def children(process: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+def test_processes_at_work_end_with_their_parent(sent: signal.Signals, tmp_path: Path) -> None:
+    """A compiler that would work on for a minute when its parent is killed ends at once, and so does the linker it started."""
+    (tmp_path / "ld").write_text("#!/bin/sh\nexec /bin/sleep 60\n")
+    (tmp_path / "ld").chmod(0o755)
+    parent = run_script(tmp_path, f"os.environ['PATH'] = {str(tmp_path)!r}\ncompiler.close()\ncompile_one(24)")
+    assert parent.stdout is not None
+    parent.stdout.readline()
+    linkers: list[int] = []
+    while not linkers:  # until the linker sleeps
+        time.sleep(0.02)
+        assert parent.poll() is None
+        linkers = [child for worker in children(parent.pid) for child in children(worker)]
+    workers = children(parent.pid)
+    parent.send_signal(sent)
+    parent.communicate()
+    assert all(gone(process) for process in (*workers, *linkers))
+
+
+def test_a_compiler_of_other_sources_is_refused(job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sources that were edited after this process imported them: no kernel of theirs is accepted under this process's keys."""
+    monkeypatch.setattr(compile_pool, "compiler_version", lambda: "as it was imported")
+    compiler = KernelCompiler(threads=1)
+    made = compiler.compile([job(16), job(24)], PATIENCE_S)
+    assert [type(error) for error in made] == [CompileError, CompileError]
+    assert "other sources" in str(made[0])
+    assert "Start this process again" in str(made[1])
+    assert compiler.process_ids() == []
+    assert not Path(job(16).output).exists()
+
+
+def test_an_interrupt_while_the_last_one_is_dealt_with(
+    warm: tuple[KernelCompiler, int], job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second Ctrl-C, before the process at work was killed: the next compilation ends it, and has the place that it took."""
+    compiler, process = warm
+
+    def interrupted(*_: object, **__: object) -> int:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compile_pool._Batch, "_release", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            compiler.compile([job(40)], PATIENCE_S)
+    assert compiler.process_ids() == [process]
+    assert isinstance(compiler.compile([job(48)], 20)[0], Path)
+    assert gone(process)
+
+
+def test_interrupts_at_any_time(tmp_path: Path) -> None:
+    """Ctrl-C wherever it strikes, twice in a row too: the one process of the pool is never lost, and nothing is left at work."""
+    interrupts = """
+import random, signal, threading
+def interrupt():
+    time.sleep(random.random() * 0.05)
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(random.random() * 0.002)
+struck = 0
+for size in range(64, 80):
+    random.seed(size)
+    striking = threading.Thread(target=interrupt)
+    while True:
+        try:
+            striking.start()
+            compile_one(size)
+            striking.join()
+            break
+        except KeyboardInterrupt:
+            struck += 1
+            while striking.is_alive():
+                try:
+                    striking.join()
+                except KeyboardInterrupt:
+                    pass
+            break
+compile_one(200)
+print(struck, len(compiler.process_ids()))
+"""
+    parent = run_script(tmp_path, interrupts)
+    printed, _ = parent.communicate(timeout=PATIENCE_S * 2)
+    assert parent.returncode == 0
+    struck, processes = map(int, printed.split()[1:])
+    assert struck >= 8
+    assert processes == 1
 
 
 def test_a_forked_child_has_its_own(tmp_path: Path) -> None:

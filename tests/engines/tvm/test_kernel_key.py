@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -193,6 +195,30 @@ def test_engine_version_covers_the_sources(tmp_path: Path, monkeypatch: pytest.M
         source.write_text(text)
         versions.add(engine_version.__wrapped__())
     assert len(versions) == 2
+
+
+def test_engine_version_is_that_of_what_was_imported(tmp_path: Path) -> None:
+    """Sources edited after the import: the version stays, as does the code that runs in this process; a new process has another."""
+    root = Path(__file__).parents[3]
+    package = shutil.copytree(root / "torch_hybrid_backend", tmp_path / "torch_hybrid_backend")
+    code = """
+import sys
+from pathlib import Path
+from torch_hybrid_backend.engines.tvm.kernel_key import engine_version
+source = Path(sys.argv[1]) / "loops" / "ops.py"
+source.write_text(source.read_text() + "# edited\\n")
+print(engine_version())
+"""
+    command = [sys.executable, "-c", code, str(package)]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    first, second = (
+        subprocess.run(
+            command, check=True, capture_output=True, text=True, cwd=tmp_path, env=environment
+        ).stdout.strip()
+        for _ in range(2)
+    )
+    assert first == engine_version()
+    assert first != second
 
 
 def test_key_needs_no_tvm() -> None:

@@ -11,7 +11,6 @@ the deadline; neither concerns other jobs. They are plain subprocesses: multipro
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import os
@@ -20,7 +19,6 @@ import selectors
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import weakref
@@ -28,29 +26,20 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch_hybrid_backend
-from torch_hybrid_backend.engines.tvm.protocol import IDLE_EXIT_STATUS, Job, Order, frame, split_frame
+from torch_hybrid_backend.engines.tvm.compiler_process import CompilerProcess
+from torch_hybrid_backend.engines.tvm.kernel_key import compiler_version
+from torch_hybrid_backend.engines.tvm.protocol import IDLE_EXIT_STATUS, Job, Order, frame
 from torch_hybrid_backend.errors import CompileError, CompilerCrashError, DeadlineError, ScheduleError
 
 _log = logging.getLogger(__name__)
 
 _JOBS_PER_PROCESS = 4  # starting a process takes about as long as compiling so many kernels
 _STARTS = 2  # a process may be killed by chance while it starts; twice is no chance
-_CHUNK_BYTES = 1 << 16
-_TAIL_CHARACTERS = 2000
 _GRACE_S = 5.0
-# Imports this very package, wherever it lies, without putting its folder before the standard library for everything else; what the parent's
-# path has beyond an interpreter's usual one comes last.
-_BOOTSTRAP = """
-import sys
-root, idle_s, *more = sys.argv[1:]
-sys.path.insert(0, root)
-import torch_hybrid_backend
-del sys.path[0]
-sys.path.extend(folder for folder in more if folder not in sys.path)
-from torch_hybrid_backend.engines.tvm.worker import main
-main(float(idle_s))
-"""
+_OTHER_SOURCES = (
+    "the kernel compiler runs other sources of torch_hybrid_backend (or another TVM) than this process, which imported them before they were "
+    "changed: its kernels would be kept under the wrong key. Start this process again"
+)
 
 
 class KernelCompiler:
@@ -101,83 +90,6 @@ class KernelCompiler:
         return found
 
 
-class _Worker:
-    """One compiler process. Owns the process, its pipes and the file its error output goes to."""
-
-    def __init__(self, idle_s: float) -> None:
-        self.ready = False
-        self.job: Job | None = None
-        self.outgoing = bytearray()
-        self._received = bytearray()
-        root = str(Path(torch_hybrid_backend.__file__).parents[1])
-        # The child's environment is the parent's: it decides nothing here but how many threads libraries start.
-        environment = {**os.environ, "TVM_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        with contextlib.ExitStack() as opened:
-            try:
-                self._errors = opened.enter_context(tempfile.TemporaryFile())
-                self.process = subprocess.Popen(
-                    [sys.executable, "-P", "-c", _BOOTSTRAP, root, str(idle_s), *filter(None, sys.path)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=self._errors,
-                    env=environment,
-                    bufsize=0,
-                    start_new_session=True,  # Ctrl-C is the parent's to handle
-                )
-            except OSError as error:
-                raise CompileError(f"the kernel compiler cannot be started ({sys.executable}): {error}") from error
-            opened.pop_all()  # from here on `end` closes it
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.stdin, self.stdout = self.process.stdin.fileno(), self.process.stdout.fileno()
-        os.set_blocking(self.stdin, False)
-        os.set_blocking(self.stdout, False)
-
-    @property
-    def alive(self) -> bool:
-        return self.process.poll() is None
-
-    def write(self) -> None:
-        """Send what the pipe takes of `outgoing`."""
-        try:
-            del self.outgoing[: os.write(self.stdin, self.outgoing)]
-        except BlockingIOError:
-            return
-        except BrokenPipeError:
-            self.outgoing.clear()  # it died: `read` finds the end of its output
-
-    def read(self) -> list[dict[str, object]] | None:
-        """The answers that have arrived; None where there will be none any more."""
-        try:
-            chunk = os.read(self.stdout, _CHUNK_BYTES)
-        except BlockingIOError:
-            return []
-        if not chunk:
-            return None
-        self._received += chunk
-        answers = []
-        while (payload := split_frame(self._received)) is not None:
-            answers.append(json.loads(payload))
-        return answers
-
-    def end(self) -> int:
-        """Kill the process with its children where it still runs; its exit status, negative for a signal."""
-        if self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-        status = self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
-        self._errors.close()
-        return status
-
-    def last_words(self) -> str:
-        """The end of its error output."""
-        self._errors.seek(0)
-        return self._errors.read().decode(errors="replace")[-_TAIL_CHARACTERS:].strip()
-
-
 class _Processes:
     """The compiler processes of one process: who is idle, and how many there are."""
 
@@ -186,36 +98,41 @@ class _Processes:
         self._limit = limit
         self._idle_s = idle_s
         self._changed = threading.Condition()
-        self._idle: list[_Worker] = []
-        self._all: set[_Worker] = set()
+        self._idle: list[CompilerProcess] = []
+        self._all: set[CompilerProcess] = set()
+        self._batches: weakref.WeakSet[_Batch] = weakref.WeakSet()
 
     def start(self, count: int) -> None:
         with self._changed:
             while len(self._all) < min(count, self._limit):
                 self._idle.append(self._new())
 
-    def take(self, until: float | None) -> _Worker | None:
-        """An idle or a new process; where all are in use, wait for one `until` that time (None: do not wait), else None."""
+    def take(self, batch: _Batch, until: float | None) -> CompilerProcess | None:
+        """Give `batch` an idle or a new process; where all are in use, wait for one `until` that time (None: do not wait), else None."""
         with self._changed:
+            self._batches.add(batch)
             while True:
                 while self._idle:
                     worker = self._idle.pop()
                     if worker.alive:
+                        batch.workers.append(worker)
                         return worker
                     self._drop(worker)
+                self._drop_lost()
                 if len(self._all) < self._limit:
-                    return self._new()
+                    batch.workers.append(self._new())
+                    return batch.workers[-1]
                 left = until - time.monotonic() if until is not None else 0.0
                 if left <= 0:
                     return None
                 self._changed.wait(left)
 
-    def give_back(self, worker: _Worker) -> None:
+    def give_back(self, worker: CompilerProcess) -> None:
         with self._changed:
             self._idle.append(worker)
             self._changed.notify()
 
-    def discard(self, worker: _Worker) -> int:
+    def discard(self, worker: CompilerProcess) -> int:
         """End a process that nobody shall use again; its exit status."""
         with self._changed:
             status = self._drop(worker)
@@ -235,12 +152,18 @@ class _Processes:
             self._idle.clear()
             self._changed.notify_all()
 
-    def _new(self) -> _Worker:
-        worker = _Worker(self._idle_s)
+    def _new(self) -> CompilerProcess:
+        worker = CompilerProcess(self._idle_s)
         self._all.add(worker)
         return worker
 
-    def _drop(self, worker: _Worker) -> int:
+    def _drop_lost(self) -> None:
+        """End processes that nobody has: Ctrl-C may strike between any two steps, also while the last one is dealt with."""
+        held = {worker for batch in self._batches if batch.running for worker in batch.workers}
+        for worker in self._all - held - set(self._idle):
+            self._drop(worker)
+
+    def _drop(self, worker: CompilerProcess) -> int:
         self._all.discard(worker)
         return worker.end()
 
@@ -254,7 +177,8 @@ class _Batch:
         self._until = time.monotonic() + deadline_s
         self._pending = deque(jobs)
         self._wanted = wanted
-        self._workers: list[_Worker] = []
+        self.workers: list[CompilerProcess] = []
+        self.running = True
         self._failed_starts = 0
         self._made: dict[str, Path | CompileError] = {}
         self._selector = selectors.DefaultSelector()
@@ -262,44 +186,46 @@ class _Batch:
     def run(self) -> dict[str, Path | CompileError]:
         """Results by key. Whatever interrupts it (Ctrl-C), processes at work are killed, the others given back."""
         try:
-            while self._pending or any(worker.job for worker in self._workers):
+            while self._pending or any(worker.job for worker in self.workers):
                 if time.monotonic() < self._until:
                     self._hire()
-                if not self._workers or time.monotonic() >= self._until:
+                if not self.workers or time.monotonic() >= self._until:
                     self._stop_at_deadline()
                     break
                 for key, events in self._selector.select(self._until - time.monotonic()):
-                    worker: _Worker = key.data
+                    worker: CompilerProcess = key.data
                     # Both pipes of a process may be ready at once, and what is read may have been its end.
-                    if events & selectors.EVENT_WRITE and worker in self._workers:
+                    if events & selectors.EVENT_WRITE and worker in self.workers:
                         self._write(worker)
-                    if events & selectors.EVENT_READ and worker in self._workers:
+                    if events & selectors.EVENT_READ and worker in self.workers:
                         self._read(worker)
         finally:
-            for worker in list(self._workers):
-                self._release(worker, usable=worker.job is None)
-            self._selector.close()
+            try:
+                for worker in list(self.workers):
+                    self._release(worker, usable=worker.job is None)
+                self._selector.close()
+            finally:
+                self.running = False
         return self._made
 
     def _hire(self) -> None:
         """Processes for what is pending, as many as wanted; waits for one only where this batch has none."""
-        while self._pending and len(self._workers) < min(self._wanted, len(self._pending) + self._busy):
+        while self._pending and len(self.workers) < min(self._wanted, len(self._pending) + self._busy):
             try:
-                worker = self._processes.take(None if self._workers else self._until)
+                worker = self._processes.take(self, None if self.workers else self._until)
             except CompileError as error:
                 self._fail_pending(error)
                 return
             if worker is None:
                 return
-            self._workers.append(worker)
             self._selector.register(worker.stdout, selectors.EVENT_READ, worker)
             self._order(worker)
 
     @property
     def _busy(self) -> int:
-        return sum(worker.job is not None for worker in self._workers)
+        return sum(worker.job is not None for worker in self.workers)
 
-    def _order(self, worker: _Worker) -> None:
+    def _order(self, worker: CompilerProcess) -> None:
         """Give the next job to a process that is ready, or give the process back where nothing is left."""
         while worker.ready and self._pending:
             job = self._pending.popleft()
@@ -316,22 +242,26 @@ class _Batch:
         if not self._pending:
             self._release(worker, usable=True)
 
-    def _write(self, worker: _Worker) -> None:
+    def _write(self, worker: CompilerProcess) -> None:
         worker.write()
         if not worker.outgoing:
             self._selector.unregister(worker.stdin)
 
-    def _read(self, worker: _Worker) -> None:
+    def _read(self, worker: CompilerProcess) -> None:
         answers = worker.read()
         if answers is None:
             self._died(worker)
             return
         for answer in answers:
             if "ready" in answer:
-                worker.ready = bool(answer["ready"])
+                worker.ready = bool(answer["ready"]) and answer["version"] == compiler_version()
                 if not worker.ready:
                     self._release(worker, usable=False)
-                    self._fail_pending(_as_exception("the kernel compiler cannot start", answer["error"]))
+                    self._fail_pending(
+                        CompileError(_OTHER_SOURCES)
+                        if answer["ready"]
+                        else _as_exception("the kernel compiler cannot start", answer["error"])
+                    )
                     return
             elif worker.job is not None:
                 job, worker.job = worker.job, None
@@ -341,7 +271,7 @@ class _Batch:
                 )
             self._order(worker)
 
-    def _died(self, worker: _Worker) -> None:
+    def _died(self, worker: CompilerProcess) -> None:
         job, started, words = worker.job, worker.ready, worker.last_words()
         # Its output has ended, so it is about to end: let it, for the sake of its exit status.
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -363,16 +293,18 @@ class _Batch:
         if self._failed_starts >= _STARTS:
             self._fail_pending(CompileError(f"the kernel compiler ({sys.executable}) {how} before it was ready.{said}"))
 
-    def _release(self, worker: _Worker, *, usable: bool) -> int:
+    def _release(self, worker: CompilerProcess, *, usable: bool) -> int:
         """Take a process out of this batch; where it was ended, its exit status."""
-        self._workers.remove(worker)
         for descriptor in (worker.stdin, worker.stdout):
             if descriptor in self._selector.get_map():
                 self._selector.unregister(descriptor)
+        status = 0
         if usable:
             self._processes.give_back(worker)
-            return 0
-        return self._processes.discard(worker)
+        else:
+            status = self._processes.discard(worker)
+        self.workers.remove(worker)  # last: somebody has it at any time
+        return status
 
     def _fail_pending(self, error: CompileError) -> None:
         for job in self._pending:
@@ -380,7 +312,7 @@ class _Batch:
         self._pending.clear()
 
     def _stop_at_deadline(self) -> None:
-        late = [worker.job for worker in self._workers if worker.job is not None]
+        late = [worker.job for worker in self.workers if worker.job is not None]
         for job in (*late, *self._pending):
             self._made[job.key] = DeadlineError(f"{job.symbol} was not compiled within {self._deadline_s:g} s")
         self._pending.clear()

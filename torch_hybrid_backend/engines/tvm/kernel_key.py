@@ -33,7 +33,10 @@ def kernel_key(kernel: Kernel, target: Target) -> str:
 
 @functools.cache
 def engine_version() -> str:
-    """SHA-256 of the sources that turn a kernel into machine code: an edited schedule must not find what it made before."""
+    """SHA-256 of the sources that turn a kernel into machine code: an edited schedule must not find what it made before.
+
+    They are read when this module is imported, as the others are: an editor that changes them later changes nothing in this process.
+    """
     # The package's version tells releases apart where the sources cannot be read (a zip file).
     digest = hashlib.sha256(__version__.encode())
     for folder in (Path(loops.__file__).parent, Path(__file__).parent):
@@ -50,6 +53,11 @@ def tvm_version() -> str:
         return importlib.metadata.version("apache-tvm")
     except importlib.metadata.PackageNotFoundError:
         return ""
+
+
+def compiler_version() -> str:
+    """What this process and a kernel compiler process must have in common: the sources and TVM."""
+    return f"{engine_version()} tvm {tvm_version()}"
 
 
 def canonical_text(kernel: Kernel) -> str:
@@ -147,3 +155,6 @@ class _Text:
                     text = f"{self._expr(atom.expr)} in {atom.low}..{atom.high}"
             terms.append(f"{coefficient}*[{text}]")
         return " + ".join([*sorted(terms), str(index.const)])
+
+
+compiler_version()  # now: see `engine_version`

@@ -3,7 +3,7 @@
 Frames of an 8-byte little-endian length and so many bytes. To the worker: a pickled `Job`. Back: JSON, so that nothing a crashing
 compiler writes is ever unpickled:
 
-    {"ready": true}                                             once, when TVM is imported
+    {"ready": true, "version": ...}                             once, when TVM is imported; `kernel_key.compiler_version()`
     {"ready": false, "error": {...}}                            instead, where that failed
     {"error": null} or {"error": {"type": ..., "message": ..., "traceback": ...}}      for each job
 """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import functools
 import json
 import os
@@ -19,9 +20,11 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from torch_hybrid_backend.engines.tvm.kernel_key import compiler_version, engine_version
 from torch_hybrid_backend.engines.tvm.linker import link
 from torch_hybrid_backend.engines.tvm.protocol import IDLE_EXIT_STATUS, Job, Order, frame, split_frame
 from torch_hybrid_backend.engines.tvm.target import Target, tvm_target
+from torch_hybrid_backend.errors import CompileError
 
 _CHUNK_BYTES = 1 << 16
 
@@ -37,10 +40,12 @@ def main(idle_s: float) -> None:
     os.dup2(2, 1)
     try:
         _import_compiler()
+        if engine_version.__wrapped__() != engine_version():
+            raise CompileError("the package's source files changed while the kernel compiler was starting")
     except Exception as error:  # whatever an installation can get wrong: it is reported, not swallowed
         _answer(answers, {"ready": False, "error": _described(error)})
         return
-    _answer(answers, {"ready": True})
+    _answer(answers, {"ready": True, "version": compiler_version()})
     received = bytearray()
     while True:
         payload = split_frame(received)
@@ -52,7 +57,9 @@ def main(idle_s: float) -> None:
                 return
             received += chunk
             continue
-        _answer(answers, {"error": _serve(payload)})
+        with _ends_with_parent(orders):
+            answer = _serve(payload)
+        _answer(answers, {"error": answer})
 
 
 def compile_kernel(job: Job) -> None:
@@ -103,6 +110,25 @@ def _import_compiler() -> None:
         if hide:
             del sys.modules["torch"]
     import torch_hybrid_backend.engines.tvm.emit  # noqa: F401
+
+
+@contextlib.contextmanager
+def _ends_with_parent(orders: int) -> Any:
+    """End this process at once when its orders' other end is closed: between orders reading notices it, inside one a signal must.
+
+    Nothing arrives during an order, so that SIGIO, whose default action ends the process even in C++, means the end.
+    """
+    flags = fcntl.fcntl(orders, fcntl.F_GETFL)
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    # A linker at work ends too: the pool starts each compiler process as the head of a group.
+    fcntl.fcntl(orders, fcntl.F_SETOWN, -os.getpid() if os.getpgrp() == os.getpid() else os.getpid())
+    fcntl.fcntl(orders, fcntl.F_SETFL, flags | os.O_ASYNC)
+    try:
+        if select.select([orders], [], [], 0)[0]:  # it ended before the signal was armed
+            sys.exit()
+        yield
+    finally:
+        fcntl.fcntl(orders, fcntl.F_SETFL, flags)
 
 
 @contextlib.contextmanager
