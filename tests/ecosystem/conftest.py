@@ -26,5 +26,6 @@ def settings(kernel_directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     monkeypatch.setenv("HYBRID_PLACEMENT", "estimate")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     yield monkeypatch
     torch._dynamo.reset()
