@@ -1,7 +1,7 @@
 # Works from a fresh clone with Python 3.11 or later, make and g++. Everything is installed into .venv, nothing elsewhere.
 #   make demo    a sentence encoder and ResNet-50, eager against hybrid
 #   make test    all tests            (make test ARGS="tests/loops -x" for some)
-#   make test-full   the tests marked full, then PyTorch's own operator and module tables on every dtype: hours; report in FULL_OUT
+#   make test-full   the tests marked full, then PyTorch's own operators and modules on every dtype: hours; writes docs/correctness.md
 #   make lint    style, types, spelling
 #   make bench   the model zoo against eager and inductor   (ARGS="--models resnet50 --batch 1")
 #   make docs    renew the README's generated tables
@@ -47,11 +47,11 @@ demo: $(VENV)/.built
 test: $(VENV)/.built
 	$(PY) -m pytest $(ARGS)
 
+# An interrupted run goes on where it stopped; delete the folder to start anew.
 test-full: $(VENV)/.built
 	$(PY) -m pytest -m full
-	$(PY) -m tests.operators.run --engine tvm --out $(FULL_OUT)/forward $(ARGS)
-	$(PY) -m tests.operators.run --engine tvm --dtype float32 --backward --out $(FULL_OUT)/backward $(ARGS)
-	$(PY) -m tests.operators.run --engine tvm --modules --dtype float32 --out $(FULL_OUT)/modules $(ARGS)
+	$(PY) -m tests.operators.run --out $(FULL_OUT)/operators $(ARGS); status=$$?; \
+	$(PY) -m tests.operators.report $(FULL_OUT)/operators; exit $$status
 
 lint: $(VENV)/.installed
 	$(PY) -m ruff check .

@@ -1,15 +1,21 @@
-"""One call in eager and on an engine, compared.
+"""Calls in eager and compiled, compared.
 
-The engine is forced: estimates that would leave a region to eager are overruled, nothing is verified behind the test's back, and what fails
-raises (`strict`). The compiled call runs twice, for the first call goes through the Python executor and the second through the
-C++ plan.
+A sample is captured once and made into a `HybridGraph` for each mode:
+
+- "tvm" (or another engine's name): the engine forced. Estimates that would leave a region to eager are overruled, islands between
+  eager operators are not given up, nothing is verified behind the test's back, and what fails raises (`strict`).
+- "default": the backend as users have it, but for timing: placement is by estimate.
+
+Each graph runs twice: the first call goes through the Python executor, the second through the C++ plan. Operators are handed to the
+backend through AOTAutograd directly; modules, and what cannot be traced so, through Dynamo. The kernels of many samples are compiled
+together (`engines_for_tests`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import functools
+import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -19,22 +25,28 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from tests.operators.engines_for_tests import BatchedTvm, InterpreterEngine
 from tests.operators.values import copied, difference, form_difference, seed, tensors_of, widened
-from torch_hybrid_backend.backend import ENGINES, compile_graph
+from torch_hybrid_backend.backend import HybridGraph, Session
+from torch_hybrid_backend.capture.aot import capture
 from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.engine import Engine
 from torch_hybrid_backend.core.plan import Plan
+from torch_hybrid_backend.engines.eager import EagerEngine
 from torch_hybrid_backend.store import Store
 
 Call = Callable[..., Any]
 
+DEFAULT = "default"
 PASSED, WRONG, ERROR, SKIPPED, UPSTREAM = "passed", "wrong", "error", "skipped", "upstream"
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one sample.
+    """What became of one sample in one mode.
 
     `status`: "passed"; "wrong" (the result differs from eager's); "error" (the compiled call raised, eager did not); "skipped" (eager itself
     raised, or the sample cannot be compared); "upstream" (torch's own aot_eager backend fails as well). `taken` counts the operators that the
@@ -45,32 +57,6 @@ class Outcome:
     why: str = ""
     taken: int = 0
     refused: tuple[tuple[str, str, str], ...] = field(default=())
-
-
-def settings(engine: str, cache_dir: Path, threads: int) -> Config:
-    """The engine forced, or the backend as users have it where `engine` is "" (but for timing)."""
-    options: dict[str, object] = {"placement": "estimate", "cache_dir": cache_dir, "compile_threads": threads}
-    if engine:
-        options |= {"engines": engine, "strict": True, "verify": "off", "min_region_nodes": 1}
-    return Config().with_options(options, None)
-
-
-@contextlib.contextmanager
-def _forced(config: Config) -> Iterator[None]:
-    if not config.engines:
-        yield
-        return
-    with (
-        mock.patch("torch_hybrid_backend.partition.placement.eager_us", return_value=math.inf),
-        mock.patch("torch_hybrid_backend.backend.ENGINES", (*ENGINES, ("interpreter", _interpreter))),
-    ):
-        yield
-
-
-def _interpreter(_config: Config, _store: Store) -> Engine:
-    from tests.operators.interpreter_engine import InterpreterEngine
-
-    return InterpreterEngine()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,40 +80,201 @@ class Subject:
         return Subject(module, lambda: Subject.of_module(copy.deepcopy(module).double()), state, saved)
 
 
-def compare(
-    subject: Subject, arguments: Any, config: Config, *, backward: bool = False, is_random: bool = False
-) -> Outcome:
-    """Call the subject in eager and compiled. `is_random`: only the form of the results counts."""
-    plans: list[Plan] = []
-    backend = functools.partial(compile_graph, config=config, on_plan=plans.append)
-    try:
-        expected = _results(subject.call, subject, arguments, backward)
-    except Exception as error:  # the sample is meant to fail, or needs what is not here
-        return Outcome(SKIPPED, _sentence(error))
-    if not tensors_of(expected):
-        return Outcome(SKIPPED, "no tensor comes out")
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One call. `is_random`: only the form of the results counts; `direct`: without Dynamo, where the call can be traced so; `brief`: in the
+    first mode only."""
 
-    def exact() -> Any:
+    subject: Subject
+    arguments: Any
+    backward: bool = False
+    is_random: bool = False
+    direct: bool = True
+    brief: bool = False
+
+
+class Bench:
+    """Runs samples in each mode. Owns the engines, and with them the compiler processes."""
+
+    def __init__(self, cache_dir: Path, compilers: int, modes: Sequence[str] = ("tvm", DEFAULT)) -> None:
+        self.modes = tuple(modes)
+        self._mode = ""
+        self._store = Store.open(cache_dir, enabled=True, strict=False)
+        options: dict[str, object] = {"placement": "estimate", "cache_dir": cache_dir, "compile_threads": compilers}
+        self._config = Config().with_options(options, None)
+        strict = self._config.with_options({"strict": True, "verify": "off"}, None)
+        # Regions of views alone are worth nothing to users, and a test of views' lowerings.
+        self._strict = dataclasses.replace(strict, min_region_nodes=0)
+        tvm = BatchedTvm(self._store, compilers)
+        self._tvm = tvm
+        engines: dict[str, Engine] = {"tvm": tvm, DEFAULT: tvm, "interpreter": InterpreterEngine()}
+        self._sessions = {mode: Session((engines[mode], EagerEngine()), self._store, None) for mode in self.modes}
+        self._keep_ops = engines[self.modes[0]].keep_ops
+
+    def run(self, samples: Sequence[Sample]) -> Iterator[dict[str, Outcome]]:
+        """The outcomes of each sample by mode, in order; kernels of all of them are compiled together."""
+        runs = [_Run(sample, self) for sample in samples]
+        self._tvm.flush()
+        for run in runs:
+            yield run.outcomes()
+
+    def graphs(self, plans: dict[str, list[Plan]]) -> Callable[..., Any]:
+        """A Dynamo backend: one capture, made into a graph for each mode; `in_mode` says which of them runs."""
+
+        def compile_captured(captured: CapturedGraph) -> Callable[[list[Any]], Any]:
+            made: dict[str, HybridGraph] = {}
+            for mode, found in plans.items():
+                twin = torch.fx.GraphModule(captured.graph_module, copy.deepcopy(captured.graph_module.graph))
+                own = CapturedGraph(twin, captured.kind, captured.static_inputs)
+                with self.in_mode(mode):
+                    made[mode] = HybridGraph(own, self._sessions[mode], self.config(mode), found.append)
+
+            def run(inputs: list[Any]) -> list[Any]:
+                return made[self._mode or self.modes[0]](inputs)
+
+            return run
+
+        return lambda gm, inputs: capture(gm, inputs, compile_captured, self._keep_ops)
+
+    def config(self, mode: str) -> Config:
+        return self._config if mode == DEFAULT else self._strict
+
+    @contextlib.contextmanager
+    def in_mode(self, mode: str) -> Iterator[None]:
+        """Graphs are made and run as `mode` demands."""
+        before, self._mode = self._mode, mode
         try:
-            wide = subject.wide()
-            return _results(wide.call, wide, widened(arguments), backward)
+            if mode == DEFAULT:
+                yield
+            else:
+                with (
+                    mock.patch("torch_hybrid_backend.partition.placement.eager_us", return_value=math.inf),
+                    mock.patch("torch_hybrid_backend.partition.regions.ISLAND_NODES", 0),
+                ):
+                    yield
+        finally:
+            self._mode = before
+
+
+class _Run:
+    """One sample: called in eager and captured when made, run in each mode by `outcomes`."""
+
+    def __init__(self, sample: Sample, bench: Bench) -> None:
+        self._sample = sample
+        self._bench = bench
+        modes = bench.modes[:1] if sample.brief else bench.modes
+        self._plans: dict[str, list[Plan]] = {mode: [] for mode in modes}
+        self._skipped = ""
+        self._compiled: Call | None = None
+        try:
+            self._expected = _results(sample.subject.call, sample)
+        except Exception as error:  # the sample is meant to fail, or needs what is not here
+            self._skipped = _sentence(error)
+            return
+        if not tensors_of(self._expected):
+            self._skipped = "no tensor comes out"
+            return
+        backend = bench.graphs(self._plans)
+        if sample.direct:
+            try:
+                self._compiled = _traced(sample, backend)
+                return
+            except Exception:  # what depends on data, say: Dynamo breaks the graph there
+                for plans in self._plans.values():
+                    plans.clear()
+        self._compiled = torch.compile(sample.subject.call, backend=backend, dynamic=False)
+
+    def outcomes(self) -> dict[str, Outcome]:
+        if self._compiled is None:
+            return dict.fromkeys(self._plans, Outcome(SKIPPED, self._skipped))
+        torch._dynamo.reset()  # Dynamo gives up on code that it has compiled often
+        return {mode: self._outcome(mode) for mode in self._plans}
+
+    def _outcome(self, mode: str) -> Outcome:
+        status, why = PASSED, ""
+        assert self._compiled is not None
+        try:
+            for _ in range(2):
+                with self._bench.in_mode(mode):
+                    actual = _results(self._compiled, self._sample)
+                why = why or self._differs(actual)
+            status = WRONG if why else PASSED
+        except Exception as error:
+            status, why = ERROR, _sentence(error)
+        if status != PASSED and self._fails_upstream():
+            status = UPSTREAM
+        return Outcome(status, why, *_share(self._plans[mode], "tvm" if mode == DEFAULT else mode))
+
+    def _differs(self, actual: Any) -> str:
+        if self._sample.is_random:
+            return _forms(actual, self._expected)
+        return difference(actual, self._expected, self._exact)
+
+    def _exact(self) -> Any:
+        try:
+            wide = self._sample.subject.wide()
+            sample = dataclasses.replace(self._sample, subject=wide, arguments=widened(self._sample.arguments))
+            return _results(wide.call, sample)
         except Exception:  # not every operator takes float64
             return None
 
-    def differs(actual: Any) -> str:
-        return _forms(actual, expected) if is_random else difference(actual, expected, exact)
+    def _fails_upstream(self) -> bool:
+        """Whether torch's own aot_eager backend gets it wrong, too."""
+        from torch._dynamo.backends.debugging import aot_eager
 
-    status, why = PASSED, ""
-    try:
-        with _forced(config):
-            for actual in _twice(subject, arguments, backend, backward):
-                why = why or differs(actual)
-        status = WRONG if why else PASSED
-    except Exception as error:
-        status, why = ERROR, _sentence(error)
-    if status in (WRONG, ERROR) and _fails_upstream(subject, arguments, backward, differs):
-        status = UPSTREAM
-    return Outcome(status, why, *_share(plans, config.engines[0] if config.engines else "tvm"))
+        try:
+            if self._sample.direct:
+                compiled = _traced(self._sample, aot_eager)
+            else:
+                torch._dynamo.reset()
+                compiled = torch.compile(self._sample.subject.call, backend="aot_eager", dynamic=False)
+            return bool(self._differs(_results(compiled, self._sample)))
+        except Exception:
+            return True
+
+
+class _Flat(torch.nn.Module):
+    """A call as a function of the tensors among its arguments, to the tensors among its results."""
+
+    def __init__(self, call: Call, arguments: Any) -> None:
+        super().__init__()
+        self._call = call
+        self._leaves, self._form = tree_flatten(arguments)
+        self._positions = [k for k, leaf in enumerate(self._leaves) if isinstance(leaf, torch.Tensor)]
+        self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
+        self._results: list[Any] = []
+        self._results_form: Any = None
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        leaves = list(self._leaves)
+        for position, tensor in zip(self._positions, tensors, strict=True):
+            leaves[position] = tensor
+        results, self._results_form = tree_flatten(self._call(*tree_unflatten(leaves, self._form)))
+        self._results = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in results]
+        self._is_tensor = [isinstance(leaf, torch.Tensor) for leaf in results]
+        return tuple(leaf for leaf in results if isinstance(leaf, torch.Tensor))
+
+    def results(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The call's result, given its tensors."""
+        found = iter(tensors)
+        leaves = [
+            next(found) if is_tensor else leaf for is_tensor, leaf in zip(self._is_tensor, self._results, strict=True)
+        ]
+        return tree_unflatten(leaves, self._results_form)
+
+
+def _traced(sample: Sample, backend: Callable[..., Any]) -> Call:
+    own = copied(sample.arguments)
+    flat = _Flat(sample.subject.call, own)
+    seed()
+    with warnings.catch_warnings(), torch.set_grad_enabled(sample.backward):
+        warnings.simplefilter("ignore")
+        compiled = backend(flat, tensors_of(own))
+
+    def call(*arguments: Any) -> Any:
+        return flat.results(compiled(*tensors_of(arguments)))
+
+    return call
 
 
 def _share(plans: Sequence[Plan], engine: str) -> tuple[int, tuple[tuple[str, str, str], ...]]:
@@ -140,45 +287,40 @@ def _share(plans: Sequence[Plan], engine: str) -> tuple[int, tuple[tuple[str, st
         for refusal in node.refusals
         if refusal.engine == engine
     }
-    return sum(node.engine == engine for node in nodes), tuple(sorted(refused))
+    lost = {
+        ("region", str(refusal.code), refusal.why)
+        for plan in plans
+        for region in plan.regions
+        for refusal in region.refusals
+        if refusal.code != "not_profitable"
+    }
+    return sum(node.engine == engine for node in nodes), tuple(sorted(refused | lost))
 
 
-def _results(call: Call, subject: Subject, arguments: Any, backward: bool) -> list[Any]:
+def _results(call: Call, sample: Sample) -> list[Any]:
     """The call's result on a copy of the arguments, what it left in the buffers, and gradients where `backward`."""
-    own = copied(arguments)
-    with torch.no_grad():
-        for tensor, saved in zip(subject.state, subject.saved, strict=True):
-            tensor.copy_(saved)
+    own = copied(sample.arguments)
+    state = sample.subject.state
+    if state:
+        with torch.no_grad():
+            for tensor, saved in zip(state, sample.subject.saved, strict=True):
+                tensor.copy_(saved)
     seed()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with torch.set_grad_enabled(backward):
+        with torch.set_grad_enabled(sample.backward):
             result = call(*own)
-        left = [tensor.detach().clone() for tensor in subject.state if not tensor.requires_grad]
-        if not backward:
+        left = [tensor.detach().clone() for tensor in state if not tensor.requires_grad]
+        if not sample.backward:
             return [result, left]
         outputs = [t for t in tensors_of(result) if t.requires_grad and t.dtype.is_floating_point]
-        inputs = [t for t in (*tensors_of(own), *subject.state) if t.requires_grad]
+        inputs = [t for t in (*tensors_of(own), *state) if t.requires_grad]
         if not outputs or not inputs:
             return [result, left]
         # Not ones: a sum's gradient hides much.
         generator = torch.Generator().manual_seed(7)
         cotangents = [torch.rand(t.shape, generator=generator, dtype=t.dtype) + 0.5 for t in outputs]
         return [result, left, torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)]
-
-
-def _twice(subject: Subject, arguments: Any, backend: Any, backward: bool) -> Iterator[Any]:
-    torch._dynamo.reset()
-    compiled = torch.compile(subject.call, backend=backend, dynamic=False)
-    for _ in range(2):
-        yield _results(compiled, subject, arguments, backward)
-
-
-def _fails_upstream(subject: Subject, arguments: Any, backward: bool, differs: Callable[[Any], str]) -> bool:
-    try:
-        return bool(differs(next(_twice(subject, arguments, "aot_eager", backward))))
-    except Exception:
-        return True
 
 
 def _forms(actual: Any, expected: Any) -> str:

@@ -1,21 +1,20 @@
-"""Every operator and module of PyTorch's own tables on one engine, compared with eager.
+"""Every operator and module of PyTorch's own tables through the backend, compared with eager.
 
-    python -m tests.operators.run --dtype float32 --ops 'add|mul' --limit 4 --engine tvm --out /some/folder
-    python -m tests.operators.run --dtype float32,int64,bool --out ...      forward, every operator
-    python -m tests.operators.run --dtype float32 --backward --out ...      gradients as well
-    python -m tests.operators.run --modules --dtype float32 --out ...       modules, eval and train
+    python -m tests.operators.run --out DIR                               everything: hours
+    python -m tests.operators.run --out DIR --kinds float32,int64         some kinds (`tasks.KINDS`)
+    python -m tests.operators.run --ops 'add|mul' --limit 4 --out DIR     some operators, some of their samples
+    python -m tests.operators.run --out DIR --again wrong                 go on, and run anew what had that verdict
 
-`--engine tvm` forces the engine (what it runs is not verified behind the test's back, what fails raises); `--engine interpreter` runs the
-lowerings through the tests' interpreter, so that a fault of a lowering is told from one of a kernel; `--engine ''` is the backend as
-users have it. The samples run in a worker process: what kills or hangs it counts as that sample's failure. Leaves report.json and
-report.txt in the folder, with a journal from which an interrupted run goes on (delete it to start anew), and exits with 1 where
-something failed that `expected.py` does not list, or succeeded that it does.
+Each sample runs on the TVM engine, forced, and through the default backend (`execution`). `--modes interpreter` runs the lowerings through
+the tests' interpreter instead, so that a fault of a lowering is told from one of a kernel. Samples run in a worker process: what kills or
+hangs it counts as that sample's failure. An interrupted run goes on from the journal in the folder. Exits with 1 where something failed that
+`expected.py` does not list, or succeeded that it does. `python -m tests.operators.report` makes the written report.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import contextlib
 import json
 import os
 import re
@@ -25,78 +24,115 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from tests.operators import moduleinfos, opinfos
-from tests.operators.execution import Outcome
+from tests.operators.execution import ERROR, Outcome
 from tests.operators.expected import surprises
-from tests.operators.report import CRASHED, HUNG, Row, from_wire, to_wire, write
+from tests.operators.rows import CRASHED, HUNG, Journal, Row, outcome_from_wire
+from tests.operators.tasks import KINDS, Task, tasks
 
-Task = opinfos.Task | moduleinfos.Task
 ROOT = Path(__file__).parents[2]
-TASKS_PER_WORKER = 120  # kernels once loaded stay loaded: a worker's memory grows
+SAMPLES_PER_WORKER = 2500  # kernels once loaded stay loaded: a worker's memory grows
+BATCH = 64
+MOST_CRASHES = 4  # of one task; then the rest of its samples counts as crashed
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Settings:
-    """How tasks are run. `limit` samples each, or all of them where it is None; `sample_s` seconds for each."""
+    """How tasks are run. `limit` samples each, or all of them where it is None; `silence_s` seconds make a worker a hanging one."""
 
-    engine: str
+    modes: tuple[str, ...]
     limit: int | None
-    cache_dir: Path
     threads: int
-    sample_s: float
+    compilers: int
+    silence_s: float
 
 
 class Worker:
-    """A process that runs tasks, one at a time."""
+    """A process that runs tasks, one at a time. Owns the process and its kernel cache."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
-        self._done = 0
+        self._owned = contextlib.ExitStack()
+        self._samples = 0
 
-    def run(self, task: Task) -> tuple[Outcome, ...]:
-        """The outcomes of a task's samples; the last one is a crash or a hang where the process died or was late."""
-        if self._process is None or self._done >= TASKS_PER_WORKER:
+    def run(self, task: Task) -> tuple[int, dict[int, dict[str, Outcome]]]:
+        """How many samples a task has, and the outcomes of those that were run, by number and mode.
+
+        A sample at which the process died or was late is a failure in each mode.
+        """
+        results: dict[int, dict[str, Outcome]] = {}
+        batch = BATCH
+        crashes = 0
+        while True:
+            at = [-1]
+            try:
+                for answer in self._ask(task, sorted(results), batch):
+                    if "error" in answer:
+                        results[-1] = self._everywhere(ERROR, answer["error"])
+                    elif "at" in answer:
+                        at.append(answer["at"])
+                    elif "sample" in answer:
+                        number = answer["sample"]
+                        results[number] = {m: outcome_from_wire(answer[m]) for m in self._settings.modes if m in answer}
+                        at.append(number + 1)
+                    elif "done" in answer:
+                        self._samples += len(results)
+                        return answer["done"], results
+            except TimeoutError:
+                failure = self._everywhere(HUNG, f"nothing came for {self._settings.silence_s:g} s")
+            except (BrokenPipeError, EOFError):
+                failure = self._everywhere(CRASHED, "the process died")
+            self.stop()
+            if batch > 1:  # which sample it was is found out by running them one by one
+                batch = 1
+                continue
+            results[at[-1]] = failure
+            crashes += 1
+            if crashes >= MOST_CRASHES:
+                return len(results), results
+
+    def _everywhere(self, status: str, why: str) -> dict[str, Outcome]:
+        return dict.fromkeys(self._settings.modes, Outcome(status, why))
+
+    def _ask(self, task: Task, done: Sequence[int], batch: int) -> Iterator[dict[str, Any]]:
+        if self._process is None or self._samples >= SAMPLES_PER_WORKER:
             self.stop()
             self._process = self._start()
-        self._done += 1
         process = self._process
         assert process.stdin is not None
-        data = json.dumps([type(task).__module__, dataclasses.asdict(task)]) + "\n"
-        outcomes: list[Outcome] = []
-        try:
-            process.stdin.write(data.encode())
-            process.stdin.flush()
-            for line in self._lines(process):
-                if line == b"done\n":
-                    return tuple(outcomes)
-                outcomes.append(from_wire(json.loads(line)))
-        except TimeoutError:
-            outcomes.append(Outcome(HUNG, f"nothing came for {self._settings.sample_s:g} s"))
-        except BrokenPipeError:
-            pass
-        process.kill()
-        code = process.wait()
-        if not outcomes or outcomes[-1].status != HUNG:
-            outcomes.append(Outcome(CRASHED, f"the process ended with {code}"))
-        self._process = None
-        return tuple(outcomes)
+        order = {"subject": task.subject, "kind": task.kind, "done": done, "batch": batch}
+        process.stdin.write(json.dumps(order).encode() + b"\n")
+        process.stdin.flush()
+        for line in self._lines(process):
+            yield json.loads(line)
+        raise EOFError
 
     def stop(self) -> None:
         if self._process is not None:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
+            self._process.kill()
             self._process.wait()
-            if self._process.stdout is not None:
-                self._process.stdout.close()
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(BrokenPipeError):
+                        pipe.close()
         self._process = None
-        self._done = 0
+        self._owned.close()
+        self._samples = 0
 
     def _start(self) -> subprocess.Popen[bytes]:
         s = self._settings
-        arguments = [s.engine, str(s.limit or 0), str(s.cache_dir), str(s.threads)]
+        cache = self._owned.enter_context(tempfile.TemporaryDirectory(prefix="operators-", ignore_cleanup_errors=True))
+        arguments = [
+            ",".join(s.modes),
+            str(s.limit or 0),
+            str(Path(cache) / "kernels"),
+            str(s.threads),
+            str(s.compilers),
+        ]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("HYBRID_")}
         environment["OMP_NUM_THREADS"] = str(s.threads)
         return subprocess.Popen(
@@ -114,84 +150,74 @@ class Worker:
             selector.register(process.stdout, selectors.EVENT_READ)
             pending = b""
             while True:
-                if not selector.select(self._settings.sample_s):
+                if not selector.select(self._settings.silence_s):
                     raise TimeoutError
                 chunk = os.read(process.stdout.fileno(), 1 << 16)
                 if not chunk:
                     return
                 *lines, pending = (pending + chunk).split(b"\n")
-                for line in lines:
-                    yield line + b"\n"
+                yield from lines
 
 
-def run_tasks(tasks: Sequence[Task], settings: Settings, budget_s: float | None = None) -> Iterator[Row]:
-    """Run the tasks in order, each a row; stops early where the time budget is spent."""
+def run_tasks(left: Sequence[Task], settings: Settings, budget_s: float | None = None) -> Iterator[list[Row]]:
+    """Run the tasks in order, each a row for each mode; stops early where the time budget is spent."""
     start = time.monotonic()
     worker = Worker(settings)
     try:
-        for task in tasks:
+        for task in left:
             if budget_s is not None and time.monotonic() - start > budget_s:
                 return
-            outcomes = worker.run(task)
-            subject = task.operator if isinstance(task, opinfos.Task) else task.module
-            yield Row(subject, task.name.removeprefix(subject).strip(), outcomes)
+            available, results = worker.run(task)
+            yield [
+                Row.of(
+                    task, mode, available, {number: found[mode] for number, found in results.items() if mode in found}
+                )
+                for mode in settings.modes
+            ]
     finally:
         worker.stop()
 
 
-class Journal:
-    """Rows on disk, one a line, as they come; `rows` are those found there, by name."""
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self.rows: dict[str, Row] = {}
-        if path is not None and path.exists():
-            for line in path.read_text().splitlines():
-                subject, kind, outcomes = json.loads(line)
-                row = Row(subject, kind, tuple(map(from_wire, outcomes)))
-                self.rows[row.name] = row
-
-    def add(self, row: Row) -> None:
-        if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a") as file:
-                file.write(json.dumps([row.subject, row.kind, list(map(to_wire, row.outcomes))]) + "\n")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
-    pattern = re.compile(options.ops).pattern
-    dtypes = options.dtype.split(",")
-    if options.modules:
-        tasks: list[Task] = list(moduleinfos.tasks(pattern, dtypes))
-    else:
-        tasks = list(opinfos.tasks(pattern, dtypes, backward=options.backward, strided=options.strided))
-    with tempfile.TemporaryDirectory() as scratch:
-        cache_dir = options.cache_dir or Path(scratch) / "cache"
-        settings = Settings(options.engine, options.limit, cache_dir, options.threads, options.sample_s)
-        start = time.monotonic()
-        journal = Journal(options.out / "journal.jsonl" if options.out is not None else None)
-        rows = [journal.rows[task.name] for task in tasks if task.name in journal.rows]
-        left = [task for task in tasks if task.name not in journal.rows]
-        for row in run_tasks(left, settings, options.budget_s):
-            rows.append(row)
+    wanted = tasks(re.compile(options.ops).pattern, options.kinds.split(","))
+    settings = Settings(
+        tuple(options.modes.split(",")), options.limit, options.threads, options.compilers, options.silence_s
+    )
+    journal = Journal(options.out / "journal.jsonl")
+    start = time.monotonic()
+
+    def is_done(task: Task) -> bool:
+        rows = [journal.rows.get((task.name, mode)) for mode in settings.modes]
+        if any(row is None or row.verdict in options.again.split(",") for row in rows):
+            return False
+        first = rows[0]
+        return first is not None and first.samples >= min(first.available, options.limit or first.available)
+
+    left = [task for task in wanted if not is_done(task)]
+    done = len(wanted) - len(left)
+    samples = 0
+    for position, rows in enumerate(run_tasks(left, settings, options.budget_s), 1):
+        samples += rows[0].samples
+        for row in rows:
             journal.add(row)
-            _progress(row, len(rows), len(tasks), time.monotonic() - start)
-    title = f"engine {options.engine or 'default'}, {len(rows)} of {len(tasks)} tasks"
-    if options.out is not None:
-        write(rows, options.out, title)
-    unexpected = surprises(rows, options.engine, complete=options.limit is None)
+        _progress(rows, done + position, len(wanted), samples, time.monotonic() - start)
+    names = {task.name for task in wanted}
+    rows = [row for (name, mode), row in journal.rows.items() if name in names and mode in settings.modes]
+    unexpected = surprises(rows, complete=options.limit is None)
     sys.stdout.write("".join(f"{line}\n" for line in unexpected))
-    sys.stdout.write(f"{title}: {len(unexpected)} surprises\n")
+    sys.stdout.write(f"{len(rows)} rows of {len(wanted)} tasks: {len(unexpected)} surprises\n")
     return 1 if unexpected else 0
 
 
-def _progress(row: Row, done: int, total: int, seconds: float) -> None:
-    text = f"[{done}/{total} {seconds:5.0f} s] {row.name}: {row.verdict} ({len(row.outcomes)})"
-    if row.failure:
-        sys.stdout.write(f"\r{text}: {row.failure}\n")
+def _progress(rows: Sequence[Row], done: int, total: int, samples: int, seconds: float) -> None:
+    verdicts = ", ".join(f"{row.mode} {row.verdict}" for row in rows)
+    text = f"[{done}/{total} {seconds:5.0f} s {samples / max(seconds, 1e-9):4.1f}/s] {rows[0].name}: {verdicts} ({rows[0].samples})"
+    failures = [f"{row.mode}: {row.failure}" for row in rows if row.failure]
+    if failures:
+        sys.stdout.write("".join(f"\r{text}: {failure}\n" for failure in failures))
     elif sys.stdout.isatty():
-        sys.stdout.write(f"\r{text:100.100}")
+        sys.stdout.write(f"\r{text:110.110}")
     elif done % 50 == 0:
         sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
@@ -199,18 +225,18 @@ def _progress(row: Row, done: int, total: int, seconds: float) -> None:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.operators.run", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--ops", default=".*", help="regular expression over the names of operators or modules")
-    parser.add_argument("--dtype", default=",".join(opinfos.DTYPES), help="dtypes, comma separated")
-    parser.add_argument("--backward", action="store_true", help="compare gradients too")
-    parser.add_argument("--strided", action="store_true", help="inputs whose elements do not lie side by side")
-    parser.add_argument("--modules", action="store_true", help="modules rather than operators")
-    parser.add_argument("--engine", default="tvm", help="tvm, interpreter, or empty for the backend as it is")
-    parser.add_argument("--limit", type=int, help="samples per operator, spread over all; default: every one")
-    parser.add_argument("--budget-s", type=float, help="start no further operator after so many seconds")
-    parser.add_argument("--sample-s", type=float, default=120.0, help="seconds after which a silent worker is given up")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--cache-dir", type=Path, help="kernel cache to use; default: a fresh one")
-    parser.add_argument("--out", type=Path, help="folder for report.json and report.txt")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the journal")
+    parser.add_argument("--ops", default=".*", help="regular expression over the names of operators and modules")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="kinds, comma separated")
+    parser.add_argument("--modes", default="tvm,default", help="modes, comma separated; interpreter is another")
+    parser.add_argument("--again", default="", help="verdicts, comma separated: run such tasks again")
+    parser.add_argument("--limit", type=int, help="samples per task, spread over all; default: every one")
+    parser.add_argument("--budget-s", type=float, help="start no further task after so many seconds")
+    parser.add_argument(
+        "--silence-s", type=float, default=300.0, help="seconds after which a silent worker is given up"
+    )
+    parser.add_argument("--threads", type=int, default=2, help="of each kernel and operator")
+    parser.add_argument("--compilers", type=int, default=os.cpu_count() or 1, help="processes that compile kernels")
     return parser.parse_args(arguments)
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.operators.execution import Subject, compare, settings
+from tests.operators.execution import Bench, Sample, Subject
 
 aten = torch.ops.aten
 
@@ -67,12 +66,21 @@ FOUND: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     ),
     "a one-dimensional result over a domain of two": (lambda w, x: (w @ x).tanh() * 2, (_numbers(10, 5), _numbers(5))),
     "clamping bool": (torch.clamp_max, _BITS),
+    "an expanded result whose stride of a dimension of one element is not the traced one": (
+        lambda x: x.expand(1, 3, 2),
+        (torch.tensor(2.0),),
+    ),
 }
 
 
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("kernels"), compilers=1)
+
+
 @pytest.mark.parametrize("name", FOUND)
-def test_stays_mended(name: str, tmp_path: Path) -> None:
-    """The engine, forced, gives eager's results, in the first call and in the plan's."""
+def test_stays_mended(name: str, bench: Bench) -> None:
+    """The engine, forced, and the default backend give eager's results, in the first call and in the plan's."""
     function, arguments = FOUND[name]
-    outcome = compare(Subject.of_function(function), arguments, settings("tvm", tmp_path, 1))
-    assert (outcome.status, outcome.why) == ("passed", "")
+    (outcomes,) = bench.run([Sample(Subject.of_function(function), arguments, direct=False)])
+    assert {mode: (o.status, o.why) for mode, o in outcomes.items()} == dict.fromkeys(bench.modes, ("passed", ""))

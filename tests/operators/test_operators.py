@@ -1,62 +1,70 @@
-"""PyTorch's operators and modules on the TVM engine, forced: the fast part of what `python -m tests.operators.run` runs in full."""
+"""PyTorch's operators and modules on the TVM engine, forced, and through the default backend: a selection.
+
+`python -m tests.operators.run` runs all of them.
+"""
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 
 import pytest
 
 from tests.operators import moduleinfos, opinfos
+from tests.operators.execution import Bench
 from tests.operators.expected import surprises
-from tests.operators.report import Row
+from tests.operators.rows import Row
+from tests.operators.tasks import Task, spread
 
-# Of each kind of kernel, layout and index arithmetic a few. Names are op_db's.
-FLOATS = """
-abs add addcdiv addcmul addmm amax argmax atan2 baddbmm bmm broadcast_to cat chunk clamp clone copysign cos cumsum diagonal div.floor_rounding
-einsum erf exp expand flip floor gather gt hypot index_select isnan lerp linalg.vector_norm log1p log_softmax logaddexp masked_fill matmul
-maximum mean mm movedim mul mv nan_to_num narrow nn.functional.adaptive_avg_pool2d nn.functional.avg_pool2d nn.functional.batch_norm
-nn.functional.conv1d nn.functional.conv2d nn.functional.cross_entropy nn.functional.elu nn.functional.embedding nn.functional.gelu
-nn.functional.glu nn.functional.group_norm nn.functional.instance_norm nn.functional.upsample_bilinear nn.functional.layer_norm
-nn.functional.linear nn.functional.max_pool2d nn.functional.mse_loss nn.functional.normalize nn.functional.pad.constant
-nn.functional.pixel_shuffle nn.functional.rms_norm nn.functional.scaled_dot_product_attention nn.functional.silu nn.functional.softplus
-nn.functional.unfold permute pow prod remainder repeat reshape roll round sigmoid sign sin slice softmax split sqrt squeeze stack std sub
-sum take_along_dim tanh transpose tril unbind unsqueeze var where
-""".split()
-INTEGERS = """
-add any argmin bitwise_and bitwise_left_shift clamp cumsum div.trunc_rounding eq floor_divide gather max.reduction_with_dim mul neg
-prod remainder sum tril where
-""".split()
-BOOLS = "all any bitwise_xor cat eq logical_not masked_fill sum where".split()
-MODULES = """
-nn.BatchNorm2d nn.Conv2d nn.Embedding nn.GELU nn.GroupNorm nn.LayerNorm nn.Linear nn.MaxPool2d nn.MultiheadAttention nn.LSTMCell
-nn.TransformerEncoderLayer
-""".split()
-BACKWARD = "add cat mul nn.functional.gelu nn.functional.layer_norm nn.functional.linear softmax sum tanh var".split()
-
-
-def _tasks() -> list[opinfos.Task | moduleinfos.Task]:
-    named = [(FLOATS, "float32"), (INTEGERS, "int64"), (BOOLS, "bool")]
-    tasks: list[opinfos.Task | moduleinfos.Task] = [opinfos.Task(op, dtype) for ops, dtype in named for op in ops]
-    tasks += [opinfos.Task(op, "float32", backward=True) for op in BACKWARD]
-    return tasks + [moduleinfos.Task(m, "float32", training) for m in MODULES for training in (False, True)]
+# Of each kind of kernel, layout and index arithmetic a few. Names are op_db's and module_db's.
+SELECTION = {
+    "float32": """
+        abs addcdiv addmm amax argmax atan2 baddbmm bmm broadcast_to cat clamp copysign cos diagonal div.floor_rounding einsum erf expand flip
+        gather index_select lerp linalg.vector_norm log_softmax logaddexp masked_fill mean nan_to_num nn.functional.adaptive_avg_pool2d
+        nn.functional.batch_norm nn.functional.conv1d nn.functional.conv2d nn.functional.cross_entropy nn.functional.embedding
+        nn.functional.gelu nn.functional.group_norm nn.functional.layer_norm nn.functional.linear nn.functional.max_pool2d
+        nn.functional.pad.constant nn.functional.scaled_dot_product_attention nn.functional.upsample_bilinear
+        permute pow remainder softmax split std
+        take_along_dim tanh tril var where
+    """,
+    "float64": "add cat div.no_rounding_mode exp matmul mean nn.functional.layer_norm softmax sum",
+    "bfloat16": "add cat matmul mean mul nn.functional.gelu nn.functional.linear nn.functional.rms_norm softmax sum",
+    "float16": "add exp matmul nn.functional.layer_norm nn.functional.silu softmax var",
+    "int64": "add any argmin bitwise_and clamp div.trunc_rounding eq floor_divide gather max.reduction_with_dim prod remainder sum where",
+    "bool": "all any bitwise_xor cat eq logical_not masked_fill sum where",
+    "float32 strided": "add bmm cat gather nn.functional.conv2d nn.functional.layer_norm softmax sum",
+    "float32 backward": """
+        add cat matmul mul nn.functional.conv2d nn.functional.cross_entropy nn.functional.embedding nn.functional.gelu nn.functional.layer_norm
+        nn.functional.linear nn.functional.max_pool2d softmax sum tanh var
+    """,
+    "float32 eval": """
+        nn.BatchNorm2d nn.Conv2d nn.Embedding nn.GroupNorm nn.Linear nn.MaxPool2d nn.MultiheadAttention nn.LSTMCell
+        nn.TransformerEncoderLayer
+    """,
+    "float32 train": "nn.BatchNorm2d nn.Conv2d nn.Embedding nn.LayerNorm nn.Linear nn.MaxPool2d nn.MultiheadAttention nn.LSTMCell",
+}
+SAMPLES = 2
 
 
 @pytest.fixture(scope="module")
-def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     """Kernels that several samples need are compiled once."""
-    return tmp_path_factory.mktemp("kernels")
+    path: Path = tmp_path_factory.mktemp("kernels")
+    return Bench(path, compilers=2)
 
 
-@pytest.mark.parametrize("task", _tasks(), ids=lambda task: task.name)
-def test_agrees_with_eager(task: opinfos.Task | moduleinfos.Task, kernel_cache: Path) -> None:
+@pytest.mark.parametrize("kind", SELECTION)
+def test_agrees_with_eager(kind: str, bench: Bench) -> None:
     """A few samples, spread over all of an operator's or module's, give eager's results; what the table of expected failures lists may fail."""
-    run = (
-        functools.partial(opinfos.run, task)
-        if isinstance(task, opinfos.Task)
-        else functools.partial(moduleinfos.run, task)
-    )
-    outcomes = tuple(run("tvm", limit=2, cache_dir=kernel_cache, threads=2))
-    subject, _, kind = task.name.partition(" ")
-    assert not surprises([Row(subject, kind, outcomes)], "tvm", complete=False)
-    assert any(outcome.status == "passed" for outcome in outcomes)
+    tasks = [Task(subject, kind) for subject in SELECTION[kind].split()]
+    samples = [(moduleinfos if task.is_module else opinfos).samples(task) for task in tasks]
+    samples = [[some[number] for number in spread(len(some), SAMPLES)] for some in samples]
+    outcomes = bench.run([sample for some in samples for sample in some])
+    rows = []
+    for task, some in zip(tasks, samples, strict=True):
+        found = [next(outcomes) for _ in some]
+        rows += [
+            Row.of(task, mode, len(some), dict(enumerate(o[mode] for o in found if mode in o))) for mode in bench.modes
+        ]
+    assert not surprises(rows, complete=False)
+    assert not [row.name for row in rows if not row.statuses.get("passed")]
+    assert not [row.name for row in rows if row.mode == "tvm" and row.verdict not in ("taken", "partly")]

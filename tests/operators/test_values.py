@@ -32,8 +32,19 @@ def test_wrong_values_are_seen() -> None:
 
 
 def test_float64_decides_where_eager_is_inexact() -> None:
-    """A half result far from eager's is right where it is what float64 gives, and only there."""
+    """A half result far from eager's is right where it is nearer to what float64 gives, and only there."""
     eager = torch.tensor([1.0, 2.0], dtype=torch.float16)
     exact = torch.tensor([1.1, 2.0], dtype=torch.float64)
     assert difference(exact.half(), eager, lambda: exact) == ""
-    assert difference(torch.tensor([1.2, 2.0]).half(), eager, lambda: exact)
+    assert difference(torch.tensor([1.4, 2.0]).half(), eager, lambda: exact)
+    assert difference(torch.tensor([math.nan, 2.0]).half(), eager, lambda: exact)
+    assert difference(torch.tensor([math.inf, 2.0]).half(), eager, lambda: exact)
+
+
+def test_an_exact_eager_leaves_a_few_units() -> None:
+    """Where eager is exact, a few units in the last place are granted, of the value and of the values' size, no more."""
+    exact = torch.tensor([1.0, 1000.0], dtype=torch.float64)
+    eager = exact.float()
+    unit = torch.finfo(torch.float32).eps
+    assert difference(eager * (1 + 3 * unit), eager, lambda: exact) == ""
+    assert difference(eager * (1 + 20 * unit), eager, lambda: exact)

@@ -18,6 +18,7 @@ from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.runtime.constants import Fold, LiveConstants, main_inputs, run_fold, without_owning
 from torch_hybrid_backend.runtime.executor import CompiledSegment, as_callback, static_dims
+from torch_hybrid_backend.runtime.layout import same_memory
 
 # Runs one segment in place of the executor: (position, segment, its inputs) -> its outputs.
 OnSegment = Callable[[int, Segment, Sequence[Any]], Sequence[Any]]
@@ -129,4 +130,6 @@ def _conform(segment: Segment, result: Any, spec: TensorSpec) -> Any:
     if result.stride() == spec.strides or result.layout is not torch.strided:
         return result
     sizes, strides = static_dims(spec.shape), static_dims(spec.strides)
+    if same_memory(TensorSpec.of(result), spec):
+        return result.as_strided(sizes, strides)  # a copy could not be written where elements share memory
     return torch.empty_strided(sizes, strides, dtype=result.dtype, device=result.device).copy_(result)

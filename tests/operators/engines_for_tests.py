@@ -1,4 +1,4 @@
-"""The loops language run by the tests' interpreter, as an engine: what is wrong here is wrong in a lowering, and not in a kernel."""
+"""Engines as the operator tests need them: TVM with the kernels of many graphs compiled together, and the lowerings interpreted."""
 
 from __future__ import annotations
 
@@ -9,10 +9,61 @@ from typing import Any
 import torch
 
 from tests.loops.interpret import evaluate
+from torch_hybrid_backend.core.engine import CompiledRegion
+from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Supported, Verdict
+from torch_hybrid_backend.engines.tvm.engine import TvmEngine
 from torch_hybrid_backend.loops import lowering
 from torch_hybrid_backend.loops.graph import LoopGraph, lower_region
+from torch_hybrid_backend.runtime.program_runner import ProgramRunner
+from torch_hybrid_backend.store import Store
+
+DEADLINE_S = 600.0  # for the kernels of one batch
+
+
+class BatchedTvm(TvmEngine):
+    """The TVM engine; regions are compiled when one of them is first needed, all that wait together."""
+
+    def __init__(self, store: Store, compile_threads: int) -> None:
+        super().__init__(store, compile_threads, ProgramRunner)
+        self._waiting: list[_Awaited] = []
+
+    def compile(self, regions: Sequence[Region], deadline_s: float) -> list[CompiledRegion | Exception]:
+        regions_ = [_Awaited(region, self) for region in regions]
+        self._waiting += regions_
+        return list(regions_)
+
+    def flush(self) -> None:
+        """Compile what waits."""
+        waiting, self._waiting = self._waiting, []
+        compiled = super().compile([awaited.region for awaited in waiting], DEADLINE_S) if waiting else []
+        for awaited, made in zip(waiting, compiled, strict=True):
+            awaited.made = made
+
+
+class _Awaited:
+    """A region that is compiled or about to be."""
+
+    def __init__(self, region: Region, engine: BatchedTvm) -> None:
+        self.region = region
+        self.made: CompiledRegion | Exception | None = None
+        self._engine = engine
+
+    def _compiled(self) -> CompiledRegion:
+        if self.made is None:
+            self._engine.flush()
+        assert self.made is not None
+        if isinstance(self.made, Exception):
+            raise self.made
+        return self.made
+
+    @property
+    def program(self) -> Program | None:
+        return self._compiled().program
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return self._compiled()(inputs)
 
 
 class Interpreted:
@@ -43,7 +94,7 @@ class Interpreted:
 
 
 class InterpreterEngine:
-    """Takes what the lowering table takes."""
+    """The loops language run by the tests' interpreter: what is wrong here is wrong in a lowering, and not in a kernel."""
 
     name: str = "interpreter"
 
