@@ -100,7 +100,12 @@ class Bench:
         self.modes = tuple(modes)
         self._mode = ""
         self._store = Store.open(cache_dir, enabled=True, strict=False)
-        options: dict[str, object] = {"placement": "estimate", "cache_dir": cache_dir, "compile_threads": compilers}
+        options: dict[str, object] = {
+            "placement": "estimate",
+            "cache": False,
+            "cache_dir": cache_dir,
+            "compile_threads": compilers,
+        }
         self._config = Config().with_options(options, None)
         strict = self._config.with_options({"strict": True, "verify": "off"}, None)
         # Regions of views alone are worth nothing to users, and a test of views' lowerings.
@@ -108,7 +113,7 @@ class Bench:
         tvm = BatchedTvm(self._store, compilers)
         self._tvm = tvm
         engines: dict[str, Engine] = {"tvm": tvm, DEFAULT: tvm, "interpreter": InterpreterEngine()}
-        self._sessions = {mode: Session((engines[mode], EagerEngine()), self._store, None) for mode in self.modes}
+        self._sessions = {mode: Session((engines[mode], EagerEngine()), self._store) for mode in self.modes}
         self._keep_ops = engines[self.modes[0]].keep_ops
 
     def run(self, samples: Sequence[Sample]) -> Iterator[dict[str, Outcome]]:
