@@ -41,6 +41,8 @@ from torch_hybrid_backend.store import Store
 Call = Callable[..., Any]
 
 DEFAULT = "default"
+# Of samples run together that cannot be traced as one graph: those take seconds, and come to the same.
+_MOST_THROUGH_DYNAMO = 4
 PASSED, WRONG, ERROR, SKIPPED, UPSTREAM = "passed", "wrong", "error", "skipped", "upstream"
 
 
@@ -98,6 +100,7 @@ class Bench:
 
     def __init__(self, cache_dir: Path, compilers: int, modes: Sequence[str] = ("tvm", DEFAULT)) -> None:
         self.modes = tuple(modes)
+        self.dynamo_left = _MOST_THROUGH_DYNAMO
         self._mode = ""
         self._store = Store.open(cache_dir, enabled=True, strict=False)
         options: dict[str, object] = {
@@ -118,6 +121,7 @@ class Bench:
 
     def run(self, samples: Sequence[Sample]) -> Iterator[dict[str, Outcome]]:
         """The outcomes of each sample by mode, in order; kernels of all of them are compiled together."""
+        self.dynamo_left = _MOST_THROUGH_DYNAMO
         runs = [_Run(sample, self) for sample in samples]
         self._tvm.flush()
         for run in runs:
@@ -184,9 +188,13 @@ class _Run:
             try:
                 self._compiled = _traced(sample, backend)
                 return
-            except Exception:  # what depends on data, say: Dynamo breaks the graph there
+            except Exception as error:  # what depends on data, say: Dynamo breaks the graph there
                 for plans in self._plans.values():
                     plans.clear()
+                bench.dynamo_left -= 1
+                if bench.dynamo_left < 0:
+                    self._skipped = f"not traced as one graph, as others of these samples: {_sentence(error)}"
+                    return
         self._compiled = torch.compile(sample.subject.call, backend=backend, dynamic=False)
 
     def outcomes(self) -> dict[str, Outcome]:

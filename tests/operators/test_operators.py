@@ -18,7 +18,7 @@ from tests.operators.tasks import Task, spread
 # Of each kind of kernel, layout and index arithmetic a few. Names are op_db's and module_db's.
 SELECTION = {
     "float32": """
-        abs addcdiv addmm amax argmax atan2 baddbmm bmm broadcast_to cat clamp copysign cos diagonal div.floor_rounding einsum erf expand flip
+        abs addcdiv addmm amax argmax atan2 baddbmm bmm broadcast_to cat clamp copysign cos cumsum diagonal div.floor_rounding einsum erf expand flip
         gather index_select lerp linalg.vector_norm log_softmax logaddexp masked_fill mean nan_to_num nn.functional.adaptive_avg_pool2d
         nn.functional.batch_norm nn.functional.conv1d nn.functional.conv2d nn.functional.cross_entropy nn.functional.embedding
         nn.functional.gelu nn.functional.group_norm nn.functional.layer_norm nn.functional.linear nn.functional.max_pool2d
@@ -29,7 +29,7 @@ SELECTION = {
     "float64": "add cat div.no_rounding_mode exp matmul mean nn.functional.layer_norm softmax sum",
     "bfloat16": "add cat matmul mean mul nn.functional.gelu nn.functional.linear nn.functional.rms_norm softmax sum",
     "float16": "add exp matmul nn.functional.layer_norm nn.functional.silu softmax var",
-    "int64": "add any argmin bitwise_and clamp div.trunc_rounding eq floor_divide gather max.reduction_with_dim prod remainder sum where",
+    "int64": "add any argmin bitwise_and clamp cumsum div.trunc_rounding eq floor_divide gather max.reduction_with_dim prod remainder sum where",
     "bool": "all any bitwise_xor cat eq logical_not masked_fill sum where",
     "float32 strided": "add bmm cat gather nn.functional.conv2d nn.functional.layer_norm softmax sum",
     "float32 backward": """

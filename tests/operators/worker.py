@@ -26,7 +26,7 @@ from tests.operators.rows import outcome_to_wire
 from tests.operators.tasks import Task, spread
 
 # Samples of a task that run in every mode where the dtype is not float32; the others run in the first mode.
-THOROUGH = 6
+THOROUGH = 2
 
 
 def main(modes: str, limit: str, cache_dir: str, threads: str, compilers: str) -> None:

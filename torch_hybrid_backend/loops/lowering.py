@@ -57,7 +57,20 @@ class Refuse(Exception):
 Lowering = Callable[..., Any]
 _TABLE: dict[torch._ops.OpOverload, Lowering] = {}
 # Imported on first use: the table is these modules' contents and nothing else.
-_MODULES = ("pointwise", "reductions", "views", "indexing", "matmul", "convolution", "pooling", "attention", "creation")
+_MODULES = (
+    "pointwise",
+    "reductions",
+    "views",
+    "indexing",
+    "matmul",
+    "convolution",
+    "pooling",
+    "attention",
+    "creation",
+    "windows",
+    "scans",
+    "scatters",
+)
 
 
 def lowers(*targets: torch._ops.OpOverload) -> Callable[[Lowering], Lowering]:

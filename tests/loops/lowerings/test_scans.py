@@ -1,0 +1,56 @@
+"""Running sums and products against eager."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from loops.check import EVERYTHING, FLOATS, check, sample
+from torch_hybrid_backend.core.verdict import Reason
+from torch_hybrid_backend.loops.lowering import supports
+from torch_hybrid_backend.loops.lowerings.scans import MOST
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("dtype", EVERYTHING, ids=str)
+def test_cumsum(dtype: torch.dtype, dim: int) -> None:
+    """Along any dimension; integers and booleans are summed in int64."""
+    check(lambda a: a.cumsum(dim), sample(3, 5, 4, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.bool], ids=str)
+def test_cumprod(dtype: torch.dtype) -> None:
+    """Products, too."""
+    check(lambda a: a.cumprod(1), sample(3, 5, dtype=dtype, low=-2, high=2))
+
+
+def test_result_dtype_counts_before_summing() -> None:
+    """With `dtype` the elements are converted first."""
+    check(lambda a: a.cumsum(0, dtype=torch.float64), sample(7, dtype=torch.int64))
+    check(lambda a: a.cumsum(0, dtype=torch.int64), sample(7))
+    check(lambda a: a.cumsum(0), torch.tensor(3.0))
+
+
+def test_special_values_stay_behind() -> None:
+    """NaN and infinities reach the elements after them, not those before."""
+    x = torch.tensor([1.0, 2.0, math.inf, 3.0, -math.inf, 4.0, math.nan, 5.0])
+    check(lambda a: a.cumsum(0), x)
+    check(lambda a: a.cumprod(0), x)
+
+
+def test_attention_positions() -> None:
+    """Positions as language models make them from a mask."""
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]])
+    check(lambda m: (m.cumsum(-1) - 1).masked_fill(m == 0, 1), mask)
+
+
+def test_long_ones_are_refused() -> None:
+    """n times the work is too much for large n."""
+    graph = torch.fx.symbolic_trace(lambda a: torch.ops.aten.cumsum.default(a, 0))
+    source, scan = list(graph.graph.nodes)[:2]
+    source.meta["val"] = scan.meta["val"] = torch.empty(MOST + 1)
+    verdict = supports(scan)
+    assert not verdict
+    assert verdict.code == Reason.ARGUMENT

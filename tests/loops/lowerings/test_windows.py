@@ -1,0 +1,75 @@
+"""Windows unfolded and folded back, against eager."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from loops.check import FLOATS, check, sample
+
+aten = torch.ops.aten
+
+# kernel, dilation, padding, stride
+CASES = {
+    "plain": ([2, 2], [1, 1], [0, 0], [1, 1]),
+    "patches": ([4, 3], [1, 1], [0, 0], [4, 3]),
+    "padded": ([3, 2], [1, 1], [1, 1], [2, 1]),
+    "dilated": ([2, 3], [2, 1], [1, 0], [1, 2]),
+    "gaps": ([2, 2], [1, 1], [0, 0], [3, 3]),
+}
+# kernel, stride, padding, dilation, ceil_mode
+POOLS = {
+    "plain": ([2, 2], [], [0, 0], [1, 1], False),
+    "resnet": ([3, 3], [2, 2], [1, 1], [1, 1], False),
+    "dilated": ([2, 3], [1, 2], [1, 1], [2, 2], False),
+    "ceil": ([3, 3], [2, 2], [0, 0], [1, 1], True),
+    "gaps": ([2, 2], [3, 4], [1, 0], [1, 1], False),
+    "overlapping": ([5, 4], [1, 1], [2, 1], [1, 1], False),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_im2col(name: str, dtype: torch.dtype) -> None:
+    """Every window a column, zeros around the image; with and without a batch."""
+    x = sample(2, 3, 8, 9, dtype=dtype)
+    check(lambda a: aten.im2col.default(a, *CASES[name]), x)
+    check(lambda a: aten.im2col.default(a, *CASES[name]), x[0])
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_col2im(name: str, dtype: torch.dtype) -> None:
+    """Overlapping windows add up; pixels in none are zero."""
+    columns = aten.im2col.default(sample(2, 3, 8, 9), *CASES[name])
+    x = sample(*columns.shape, dtype=dtype, seed=1)
+    check(lambda a: aten.col2im.default(a, [8, 9], *CASES[name]), x)
+    check(lambda a: aten.col2im.default(a, [8, 9], *CASES[name]), x[0])
+
+
+@pytest.mark.parametrize("name", POOLS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_max_pool_backward(name: str, dtype: torch.dtype) -> None:
+    """A pixel receives the gradients of all windows whose maximum it was, the first of equals only."""
+    x = sample(2, 3, 8, 9, dtype=dtype).round()  # equals occur
+    values, positions = aten.max_pool2d_with_indices.default(x, *POOLS[name])
+    grad = sample(*values.shape, dtype=dtype, seed=2)
+
+    def backward(g: torch.Tensor, a: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        return aten.max_pool2d_with_indices_backward.default(g, a, *POOLS[name], p)
+
+    check(backward, grad, x, positions)
+    check(backward, grad[0], x[0], positions[0])
+
+
+def test_max_pool_backward_in_three_dimensions() -> None:
+    """Three spatial dimensions."""
+    x = sample(1, 2, 4, 5, 6)
+    arguments = ([2, 3, 2], [1, 2, 2], [1, 1, 0], [1, 1, 1], False)
+    values, positions = aten.max_pool3d_with_indices.default(x, *arguments)
+    check(
+        lambda g, a, p: aten.max_pool3d_with_indices_backward.default(g, a, *arguments, p),
+        torch.ones_like(values),
+        x,
+        positions,
+    )

@@ -1,0 +1,140 @@
+"""Windows unfolded and folded back: im2col, col2im and the gradient of max pooling.
+
+A scatter to overlapping windows is written as what it is for the result: each pixel gathers from the windows that cover it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from torch_hybrid_backend.loops.index import Index, contiguous_strides
+from torch_hybrid_backend.loops.ir import Buffer, Expr, Map, ReduceOp, Value, compute_dtype
+from torch_hybrid_backend.loops.lowering import Context, lowers
+from torch_hybrid_backend.loops.lowerings.convolution import per_dimension
+from torch_hybrid_backend.loops.ops import add, call, const, from_index, guard, index_in, logical_and, mul
+
+aten = torch.ops.aten
+
+Size = int | Sequence[int]
+
+
+def inside(place: Sequence[Index], shape: Sequence[int]) -> Expr:
+    """Whether a place lies within a shape, in every dimension."""
+    result: Expr = const(True, "bool")
+    for i, n in zip(place, shape, strict=True):
+        result = logical_and(result, index_in(i, 0, n))
+    return result
+
+
+@lowers(aten.im2col.default)
+def im2col(
+    ctx: Context,
+    x: Value,
+    kernel_size: Sequence[int],
+    dilation: Sequence[int],
+    padding: Sequence[int],
+    stride: Sequence[int],
+) -> Value:
+    """(*lead, C, H, W) -> (*lead, C * kernel, windows): the pixels of every window, zeros outside the image."""
+    kernel, dilations = per_dimension(kernel_size, 2), per_dimension(dilation, 2)
+    paddings, strides = per_dimension(padding, 2), per_dimension(stride, 2)
+    spatial = x.shape[-2:]
+    columns = _windows(spatial, kernel, dilations, paddings, strides)[1]
+    zero = const(0, compute_dtype(x.dtype))
+
+    def at(index: tuple[Index, ...]) -> Expr:
+        *lead, row, window = index
+        taps = (row // kernel[1] % kernel[0], row % kernel[1])
+        starts = (window // columns, window % columns)
+        place = tuple(
+            o * s - p + k * d for o, s, p, k, d in zip(starts, strides, paddings, taps, dilations, strict=True)
+        )
+        return guard(inside(place, spatial), x.at((*lead, row // math.prod(kernel), *place)), zero)
+
+    return Map(ctx.shape, x.dtype, at)
+
+
+@lowers(aten.col2im.default)
+def col2im(
+    ctx: Context,
+    x: Value,
+    output_size: Sequence[int],
+    kernel_size: Sequence[int],
+    dilation: Sequence[int],
+    padding: Sequence[int],
+    stride: Sequence[int],
+) -> Value:
+    """(*lead, C * kernel, windows) -> (*lead, C, H, W): each pixel is the sum of its copies in all windows."""
+    kernel, dilations = per_dimension(kernel_size, 2), per_dimension(dilation, 2)
+    paddings, strides = per_dimension(padding, 2), per_dimension(stride, 2)
+    counts = _windows(ctx.shape[-2:], kernel, dilations, paddings, strides)
+    zero = const(0, compute_dtype(x.dtype))
+
+    def body(index: tuple[Index, ...]) -> Expr:
+        *lead, channel, h, w, kh, kw = index
+        offsets = [
+            i + p - k * d for i, p, k, d in zip((h, w), paddings, (kh, kw), dilations, strict=True)
+        ]  # from the first window's start to this window's
+        place = [offset // s for offset, s in zip(offsets, strides, strict=True)]
+        covered = inside(place, counts)
+        for offset, s in zip(offsets, strides, strict=True):
+            covered = logical_and(covered, call("eq", from_index(offset % s), from_index(0)))
+        row = channel * math.prod(kernel) + kh * kernel[1] + kw
+        return guard(covered, x.at((*lead, row, place[0] * counts[1] + place[1])), zero)
+
+    rank = len(ctx.shape)
+    return ctx.realize(ReduceOp(Buffer(ctx.shape, x.dtype), (*ctx.shape, *kernel), (rank, rank + 1), "sum", body))
+
+
+def _windows(
+    spatial: Sequence[int],
+    kernel: Sequence[int],
+    dilation: Sequence[int],
+    padding: Sequence[int],
+    stride: Sequence[int],
+) -> tuple[int, ...]:
+    """How many windows there are in each dimension."""
+    sizes = zip(spatial, kernel, dilation, padding, stride, strict=True)
+    return tuple((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, d, p, s in sizes)
+
+
+@lowers(aten.max_pool2d_with_indices_backward.default, aten.max_pool3d_with_indices_backward.default)
+def max_pool_backward(
+    ctx: Context,
+    grad: Value,
+    x: Value,
+    kernel_size: Size,
+    stride: Size,
+    padding: Size,
+    dilation: Size,
+    ceil_mode: bool,
+    positions: Value,
+) -> Value:
+    """Each pixel receives the gradients of the windows whose maximum it was.
+
+    grad, positions: (*lead, *out_spatial), the latter in the flattened spatial dimensions as the forward operator gives them.
+    """
+    rank = 3 if ctx.node is not None and ctx.node.target is aten.max_pool3d_with_indices_backward.default else 2
+    kernel = per_dimension(kernel_size, rank)
+    strides = kernel if not isinstance(stride, int) and len(stride) == 0 else per_dimension(stride, rank)
+    paddings, dilations = per_dimension(padding, rank), per_dimension(dilation, rank)
+    lead, spatial, outs = len(x.shape) - rank, x.shape[len(x.shape) - rank :], grad.shape[len(x.shape) - rank :]
+    # So many windows in a row cover a pixel at most; the last of them begins at or before it.
+    covering = tuple(-(-((k - 1) * d + 1) // s) for k, s, d in zip(kernel, strides, dilations, strict=True))
+    zero = const(0, compute_dtype(grad.dtype))
+
+    def body(index: tuple[Index, ...]) -> Expr:
+        pixel, offset = index[lead : lead + rank], index[lead + rank :]
+        place = tuple((i + p) // s - o for i, p, s, o in zip(pixel, paddings, strides, offset, strict=True))
+        at = (*index[:lead], *place)
+        here: Expr = const(0, "int64")
+        for i, s in zip(pixel, contiguous_strides(spatial), strict=True):
+            here = add(here, mul(from_index(i), from_index(s)))
+        chosen = guard(call("eq", positions.at(at), here), grad.at(at), zero)
+        return guard(inside(place, outs), chosen, zero)
+
+    axes = tuple(range(lead + rank, lead + 2 * rank))
+    return ctx.realize(ReduceOp(Buffer(ctx.shape, grad.dtype), (*ctx.shape, *covering), axes, "sum", body))
