@@ -66,8 +66,10 @@ class Task:
 
 
 def spread(count: int, limit: int | None) -> list[int]:
-    """Up to `limit` of the numbers below `count`, spread over all of them; 0 is among them."""
-    return list(range(count)) if limit is None or limit >= count else [k * count // limit for k in range(limit)]
+    """Up to `limit` of the numbers below `count`, spread over all of them."""
+    if limit is None or limit >= count:
+        return list(range(count))
+    return [(2 * k + 1) * count // (2 * limit) for k in range(limit)]
 
 
 def tasks(pattern: str, kinds: Sequence[str] = KINDS) -> list[Task]:
