@@ -23,6 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"core", "errors"},
     "measure": {"core", "errors"},
     "store": {"core", "errors"},
+    "bisection": {"core", "errors"},
     "report": {"core", "errors"},
     "capture": {"core", *_UTILITIES},
     "passes": {"core", "errors"},

@@ -3,6 +3,7 @@
 The line needs no import of this package. What the package offers beside it:
 
     explain(model, *args)    where every operator runs, and why
+    bisect(works)            which pass or operator makes a program wrong
     Config                   the settings
 """
 
@@ -15,10 +16,11 @@ __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
     from torch_hybrid_backend.backend import explain
+    from torch_hybrid_backend.bisection import bisect
     from torch_hybrid_backend.config import Config
 
-_HOMES = {"Config": "config", "explain": "backend"}
-__all__ = ["Config", "__version__", "explain"]
+_HOMES = {"Config": "config", "bisect": "bisection", "explain": "backend"}
+__all__ = ["Config", "__version__", "bisect", "explain"]
 
 
 def __getattr__(name: str) -> Any:

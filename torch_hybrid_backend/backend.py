@@ -25,6 +25,7 @@ import torch
 import torch.fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from torch_hybrid_backend.bisection import bisected_engines, bisected_passes
 from torch_hybrid_backend.capture.aot import capture
 from torch_hybrid_backend.config import Config, apply_log_level
 from torch_hybrid_backend.core.captured import CapturedGraph
@@ -44,7 +45,7 @@ from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.control_flow import compile_bodies
 from torch_hybrid_backend.passes.hoist import Hoisted, hoist
 from torch_hybrid_backend.passes.inline_subgraphs import inline_subgraphs
-from torch_hybrid_backend.passes.pipeline import run_passes
+from torch_hybrid_backend.passes.pipeline import PASSES, run_passes
 from torch_hybrid_backend.report import Explanation
 from torch_hybrid_backend.runtime.executor import CompiledSegment, build_executor
 from torch_hybrid_backend.runtime.layout import StaticLayoutError
@@ -192,11 +193,11 @@ class HybridGraph:
         self._session = session
         self._on_plan = on_plan
         inline_subgraphs(captured.graph_module)
-        run_passes(captured.graph_module, PassContext.of(captured))
+        run_passes(captured.graph_module, PassContext.of(captured), bisected_passes(PASSES))
         compile_bodies(captured, self._compile_body)
         constants = captured.static_inputs if captured.kind == "inference" else frozenset[str]()
         self._hoisted: Hoisted = hoist(captured.graph_module, constants)
-        self._partition: Partition = partition(self._hoisted.main, session.engines, config)
+        self._partition: Partition = partition(self._hoisted.main, bisected_engines(session.engines), config)
         self._candidates = self._compile()
         self._lock = threading.Lock()
         self._run: Callable[[Sequence[Any]], list[Any]] | None = None

@@ -94,6 +94,9 @@ def capture(
     # Donated buffers would make `backward(retain_graph=True)` an error, which eager allows.
     with torch._functorch.config.patch(donated_buffer=False), whole_upsampling():
         captured: Callable[..., Any] = backend(gm, list(example_inputs))
+    # AOTAutograd copies the mark of the compiled graph onto its wrapper, which takes its inputs one by one. PyTorch's minifier
+    # believes the mark, calls the wrapper with a list, and takes the error for one that does not matter.
+    captured._boxed_call = False  # type: ignore[attr-defined]
     return captured
 
 
