@@ -11,7 +11,8 @@ views of inputs from the input itself, and re-applies autograd. Hence:
 
 - Outputs must have the strides of their `meta["val"]`; the wrapper's `as_strided` and the backward graph's
   placeholders rely on them, saved activations included.
-- Two outputs that share storage in `meta["val"]` may share it when run, but two that do not must not.
+- Outputs share storage when run exactly where they do in `meta["val"]`: `output_aliases` sees to the former, and graphs that leave here
+  have no two outputs that share it.
 - Tangents (`tangents_k` of the backward graph) are coerced at run time to the traced memory format, not to the traced
   strides: the stride of a dimension of size 1 may differ from `meta["val"]`, and a tangent may be an expanded tensor
   made contiguous. Guard on strides only where the size is above 1.
@@ -32,6 +33,8 @@ from torch._guards import TracingContext, detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_hybrid_backend.capture.decompositions import decomposition_table, whole_upsampling
+from torch_hybrid_backend.capture.output_aliases import separate_aliases
+from torch_hybrid_backend.capture.overlap import watch_overlaps
 from torch_hybrid_backend.core.captured import CapturedGraph, GraphKind
 
 log = logging.getLogger(__name__)
@@ -70,6 +73,7 @@ def capture(
             static = _static_inputs(placeholders)
             forward_static.update(static)
         complete_metadata(graph_module)
+        restore = separate_aliases(graph_module)
         compiled = compile_graph(CapturedGraph(graph_module, kind, frozenset(static)))
 
         ordered = any(node.target is torch.ops.higher_order.with_effects for node in graph_module.graph.nodes)
@@ -78,7 +82,8 @@ def capture(
             if ordered:
                 # AOTAutograd traces effect tokens as empty tensors and passes None for them.
                 inputs = [torch.empty(0) if value is None else value for value in inputs]
-            return compiled(inputs)
+            outputs = compiled(inputs)
+            return outputs if restore is None else restore(outputs)
 
         boxed._boxed_call = True  # type: ignore[attr-defined]  # tells AOTAutograd not to unpack the list
         return boxed
@@ -97,7 +102,7 @@ def capture(
     # AOTAutograd copies the mark of the compiled graph onto its wrapper, which takes its inputs one by one. PyTorch's minifier
     # believes the mark, calls the wrapper with a list, and takes the error for one that does not matter.
     captured._boxed_call = False  # type: ignore[attr-defined]
-    return captured
+    return watch_overlaps(captured, gm, example_inputs)
 
 
 def _static_inputs(placeholders: Sequence[str]) -> set[str]:

@@ -174,19 +174,21 @@ class Printer:
             if known is not None:
                 stack.append(e.args[1] if known else e.args[2])
                 continue
-            test = self.index_test(e.args[0], env)
-            if test is not None and not self._depends_on_lane(e.args[0], env):
-                return e, test
+            if not self._depends_on_lane(e.args[0], env):
+                test = self.index_test(e.args[0], env)
+                if test is not None:
+                    return e, test
             stack.extend(e.args[1:])
         return None
 
     def _depends_on_lane(self, condition: Expr, env: Env) -> bool:
         if isinstance(condition, Call) and condition.op in ("and", "or"):
             return any(self._depends_on_lane(a, env) for a in condition.args)
-        assert isinstance(condition, Call)
-        sides = self.index_sides(condition, env)
-        assert sides is not None
-        return any(v in self.lanes for side in sides for v in _loop_vars(side))
+        sides = self.index_sides(condition, env) if isinstance(condition, Call) else None
+        if sides is None:
+            return True
+        # What an index reads from a tensor is read where the expression is printed: not before it, and perhaps for each lane.
+        return any(isinstance(a, Scalar) or a in self.lanes for side in sides for a in _leaves(side))
 
     def _decided(self, e: Expr, guard: Call, branch: int) -> Expr:
         """The expression with one guard replaced by one of its branches."""
@@ -412,12 +414,12 @@ class Printer:
         return left, right
 
 
-def _loop_vars(index: Index) -> Iterator[LoopVar]:
+def _leaves(index: Index) -> Iterator[LoopVar | Scalar]:
     for atom, _ in index.terms:
-        if isinstance(atom, LoopVar):
+        if isinstance(atom, FloorDiv | Mod):
+            yield from _leaves(atom.numerator)
+        else:
             yield atom
-        elif isinstance(atom, FloorDiv | Mod):
-            yield from _loop_vars(atom.numerator)
 
 
 def _compare_ranges(op: str, a: Index, b: Index) -> bool | None:

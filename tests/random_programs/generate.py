@@ -1,0 +1,95 @@
+"""Random programs: a profile says of what, a `Draw` which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from hypothesis import strategies as st
+
+from tests.random_programs.draw import Draw
+from tests.random_programs.program import Program
+from tests.random_programs.scope import Scope, Step
+from tests.random_programs.vocabulary import layers, mutation, pointwise, reductions, shapes
+
+Template = Callable[[Scope], "Step | None"]
+GROUPS: dict[str, tuple[tuple[Template, int], ...]] = {
+    "pointwise": pointwise.TEMPLATES,
+    "reductions": reductions.TEMPLATES,
+    "shapes": shapes.TEMPLATES,
+    "layers": layers.TEMPLATES,
+    "mutation": mutation.TEMPLATES,
+}
+SIZES = (1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 33)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a program is made of: weights of the groups of templates, dtypes, sizes of dimensions."""
+
+    weights: dict[str, int]
+    dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+    sizes: tuple[int, ...] = SIZES
+
+
+_F32 = (torch.float32,)
+PROFILES: dict[str, Profile] = {
+    "mixed": Profile({"pointwise": 6, "reductions": 3, "shapes": 4, "layers": 2}),
+    "pointwise": Profile({"pointwise": 8, "shapes": 2}),
+    "reductions": Profile({"pointwise": 4, "reductions": 6, "shapes": 2}),
+    "views": Profile({"pointwise": 3, "shapes": 8, "mutation": 2}),
+    "layers": Profile({"pointwise": 4, "layers": 5, "shapes": 1, "reductions": 1}),
+    "mutation": Profile({"pointwise": 4, "shapes": 4, "mutation": 5, "reductions": 1}),
+    "halves": Profile(
+        {"pointwise": 6, "reductions": 2, "shapes": 3, "layers": 1}, (torch.float16, torch.bfloat16, torch.float32)
+    ),
+    "doubles": Profile({"pointwise": 6, "reductions": 3, "shapes": 3, "layers": 2}, (torch.float64, torch.float32)),
+    "small": Profile(
+        {"pointwise": 6, "reductions": 4, "shapes": 5, "layers": 1, "mutation": 1},
+        sizes=(0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 3),
+    ),
+}
+
+
+def generate(draw: Draw, length: int, profile: Profile) -> Program:
+    """A program of `length` lines, or a few less where lines were taken back too often."""
+    scope = Scope(draw, profile.dtypes, profile.sizes)
+    for _ in range(draw.integer(1, 3)):
+        rank = draw.choose([1, 2, 2, 3, 3, 4])
+        scope.fresh(
+            [min(draw.choose(profile.sizes), 9 if rank > 2 else 64) for _ in range(rank)], draw.choose(profile.dtypes)
+        )
+    groups = [name for name, weight in profile.weights.items() for _ in range(weight)]
+    for _ in range(3 * length):
+        if len(scope.lines) >= length:
+            break
+        templates = GROUPS[draw.choose(groups)]
+        template = draw.choose([template for template, weight in templates for _ in range(weight)])
+        step = template(scope)
+        if step is not None:
+            scope.apply(step)
+    return _finished(scope, draw)
+
+
+def _finished(scope: Scope, draw: Draw) -> Program:
+    """What nothing reads is returned, and some of the rest."""
+    read = {name for line in scope.lines for name in line.reads}
+    made = [name for line in scope.lines for name in line.targets]
+    outputs = [name for name in made if name not in read]
+    outputs += draw.some([name for name in made if name in read], 8)
+    if not outputs:
+        outputs = [item.name for item in scope.inputs[:1]]
+    return scope.program(outputs).with_live_inputs()
+
+
+@st.composite
+def programs(draw: st.DrawFn, length: int, profiles: tuple[str, ...] = tuple(PROFILES)) -> Program:
+    """The hypothesis strategy: programs of up to `length` lines."""
+    source = Draw.hypothesis(draw)
+    return generate(source, source.integer(1, length), PROFILES[source.choose(profiles)])
+
+
+def seeded(seed: int, length: int, profile: str) -> Program:
+    """The program that belongs to a seed."""
+    return generate(Draw.seeded(seed), length, PROFILES[profile])

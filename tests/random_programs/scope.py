@@ -1,0 +1,239 @@
+"""The state of a program while it is generated: it is executed line by line, and a line that leads nowhere is taken back.
+
+Four executions go on at once:
+
+- `eager`, the program as written;
+- `wide`, in float64: the truth;
+- `noisy`, in float64 with an error of a few units in the last place of the program's dtypes added to every inexact result: what an
+  answer as careful as eager's may look like. The spread between noisy and wide is how far errors have grown, whoever computes;
+- the static knowledge whether a value is *exact*: a small multiple of 1/256, made by operations that round nothing in any order. Only exact
+  values are compared, rounded, made integers or searched for positions, for there an error of one unit may change everything.
+
+Lines are taken back whose values become infinite, NaN, large or too inexact.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tests.random_programs.draw import Draw
+from tests.random_programs.program import LAYOUTS, Input, Line, Program, namespace, run_lines
+
+# What a line does to its values' errors.
+MOVE = "move"  # takes some of the operands' values: exact where they are
+ARITHMETIC = "arithmetic"  # exact where the operands are and the result is on the grid, else rounded
+SUM = "sum"  # as arithmetic, over many elements in any order
+SMOOTH = "smooth"  # a function whose last digits are everyone's own
+REDUCTION = "reduction"  # as smooth, and errors scale with the largest element
+STEP = "step"  # exact in, exact out: comparisons, rounding, positions, integers
+
+LARGEST = 1000.0
+LARGEST_EXACT = 4096.0
+MOST_ELEMENTS = 6000
+# Relative to the largest element: a noisier value tells nothing any more.
+MOST_NOISE = {torch.float32: 1e-3, torch.float64: 1e-9, torch.float16: 0.04, torch.bfloat16: 0.1}
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a template proposes. `targets` names are made up by the scope: as many as there are results."""
+
+    expression: str
+    kind: str
+    results: int = 1  # 0: a statement in place
+
+
+@dataclass(frozen=True)
+class Value:
+    """What templates see of a value."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    exact: bool
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Scope:
+    """Values so far, and where choices come from."""
+
+    def __init__(self, draw: Draw, dtypes: Sequence[torch.dtype], sizes: Sequence[int]) -> None:
+        self.draw = draw
+        self.dtypes = dtypes
+        self.sizes = sizes
+        self.inputs: list[Input] = []
+        self.lines: list[Line] = []
+        self._values: dict[str, Value] = {}
+        self._eager, self._wide, self._noisy = namespace(False), namespace(True), namespace(True)
+        self._noise = torch.Generator().manual_seed(1)
+        self._weights: set[str] = set()
+        self._read: set[str] = set()
+
+    def values(self, where: Callable[[Value], bool] = lambda _: True) -> list[Value]:
+        return [value for value in self._values.values() if where(value)]
+
+    def pick(self, where: Callable[[Value], bool] = lambda _: True) -> Value | None:
+        """A value: mostly one that nothing reads yet, so that programs are deep; sometimes any, so that they branch."""
+        found = self.values(where)
+        if not found:
+            return None
+        unread = [value for value in found if value.name not in self._read]
+        return self.draw.choose(unread if unread and not self.draw.chance(3) else found)
+
+    def is_writable(self, value: Value) -> bool:
+        """No weight, and no two elements in one place: eager writes to some of those, AOTAutograd refuses."""
+        tensor = self._eager[value.name]
+        if value.name in self._weights or not tensor.numel():
+            return False
+        span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        places = torch.arange(span).as_strided(tensor.shape, tensor.stride())
+        return int(places.unique().numel()) == tensor.numel()
+
+    def fresh(self, shape: Sequence[int], dtype: torch.dtype, *, weight: bool = False, layout: str = "") -> Value:
+        """A new input."""
+        name = f"{'w' if weight else 'x'}{len(self.inputs)}"
+        chosen = (
+            "contiguous" if weight else layout or (self.draw.choose(LAYOUTS) if self.draw.chance(3) else "contiguous")
+        )
+        item = Input(name, tuple(shape), dtype, chosen, self.draw.integer(0, 10**6), weight)
+        self.inputs.append(item)
+        self._eager[name], self._wide[name], self._noisy[name] = item.tensor(), item.tensor(True), item.tensor(True)
+        if weight:
+            self._weights.add(name)
+        self._values[name] = Value(name, item.shape, dtype, True)
+        return self._values[name]
+
+    def apply(self, step: Step) -> bool:
+        """Execute a proposal; False where it is taken back."""
+        reads = tuple(
+            dict.fromkeys(name for name in re.findall(r"\b[xwt]\d+\b", step.expression) if name in self._values)
+        )
+        targets = tuple(
+            f"t{len(self.lines)}" + (f"{'abcdefghij'[i]}" if step.results > 1 else "") for i in range(step.results)
+        )
+        targets = tuple(self._fresh_name(target) for target in targets)
+        line = Line(targets, step.expression, reads)
+        # A statement writes to its first operand; all that share its memory change.
+        written = self._sharing(reads[0]) if not targets else []
+        saved = [
+            (s[name].untyped_storage(), s[name].untyped_storage().clone())
+            for name in reads[:1]
+            if not targets
+            for s in self._spaces
+        ]
+        try:
+            for space, wide in ((self._eager, False), (self._wide, True), (self._noisy, True)):
+                run_lines([line], space, wide)
+            values = self._judged(line, step.kind, [self._values[name] for name in reads], targets or tuple(written))
+        except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
+            values = None
+        if values is None:
+            for storage, before in saved:
+                storage.copy_(before)
+            for target in targets:
+                for space in self._spaces:
+                    space.pop(target, None)
+            return False
+        self.lines.append(line)
+        self._read.update(reads)
+        self._values.update({value.name: value for value in values})
+        return True
+
+    def _fresh_name(self, name: str) -> str:
+        # "t12a" would not match the pattern of names: number results instead.
+        match = re.fullmatch(r"t(\d+)([a-j]?)", name)
+        assert match is not None
+        return f"t{match[1]}" if not match[2] else f"t{match[1]}0{'abcdefghij'.index(match[2])}"
+
+    @property
+    def _spaces(self) -> tuple[dict[str, Any], ...]:
+        return (self._eager, self._wide, self._noisy)
+
+    def _sharing(self, name: str) -> list[str]:
+        storage = self._eager[name].untyped_storage().data_ptr()
+        return [other for other in self._values if self._eager[other].untyped_storage().data_ptr() == storage]
+
+    def _judged(self, line: Line, kind: str, operands: list[Value], targets: tuple[str, ...]) -> list[Value] | None:
+        """The line's results, or None where it must be taken back."""
+        exact_operands = all(operand.exact for operand in operands)
+        values = []
+        for target in targets:
+            eager, wide, noisy = (space[target] for space in self._spaces)
+            if not isinstance(eager, torch.Tensor) or eager.numel() > MOST_ELEMENTS or eager.dtype.is_complex:
+                return None
+            if eager.shape != wide.shape:
+                return None
+            if not eager.dtype.is_floating_point:
+                if not torch.equal(eager, wide) or not torch.equal(eager, noisy):
+                    return None
+                values.append(Value(target, tuple(eager.shape), eager.dtype, True))
+                continue
+            if wide.dtype is not torch.float64:
+                return None
+            exact = exact_operands and self._is_exact(eager, wide, kind, operands)
+            if kind == STEP and not exact:
+                return None
+            if not exact and kind != MOVE and (line.targets or target == line.reads[0]):
+                self._add_noise(eager.dtype, noisy, kind)
+            if not self._is_bounded(eager, wide, noisy):
+                return None
+            values.append(Value(target, tuple(eager.shape), eager.dtype, exact))
+        return values
+
+    def _is_exact(self, eager: torch.Tensor, wide: torch.Tensor, kind: str, operands: list[Value]) -> bool:
+        if kind in (SMOOTH, REDUCTION) or (wide.numel() and float(wide.abs().max()) > LARGEST_EXACT):
+            return False
+        if kind == SUM:
+            magnitudes = [self._wide[o.name].abs().sum() for o in operands if o.dtype.is_floating_point]
+            if any(float(m) > 4 * LARGEST_EXACT for m in magnitudes):
+                return False
+        grid = wide * 256
+        return bool(torch.equal(grid, grid.round())) and bool(torch.equal(eager.double(), wide))
+
+    def _add_noise(self, dtype: torch.dtype, noisy: torch.Tensor, kind: str) -> None:
+        if not noisy.numel() or any(
+            step == 0 and size > 1 for step, size in zip(noisy.stride(), noisy.shape, strict=True)
+        ):
+            return
+        share = (
+            4 * torch.finfo(dtype).eps * (torch.rand(noisy.shape, generator=self._noise, dtype=torch.float64) * 2 - 1)
+        )
+        noisy += share * (noisy.abs().max() if kind in (REDUCTION, SUM) else noisy)
+
+    def _is_bounded(self, eager: torch.Tensor, wide: torch.Tensor, noisy: torch.Tensor) -> bool:
+        if not eager.numel():
+            return True
+        largest = float(wide.abs().max())
+        if not (eager.isfinite().all() and noisy.isfinite().all()) or not largest <= LARGEST:
+            return False
+        allowed = MOST_NOISE[eager.dtype] * max(largest, 1e-3)
+        return max(float((eager - wide).abs().max()), float((noisy - wide).abs().max())) <= allowed
+
+    def program(self, outputs: Sequence[str]) -> Program:
+        """All lines so far, returning `outputs`."""
+        # In-place lines can change inputs: the caller compares those as well.
+        names = [item.name for item in self.inputs]
+        tolerances = {
+            name: self._tolerance(name) for name in (*outputs, *names) if self._eager[name].dtype.is_floating_point
+        }
+        return Program(tuple(self.inputs), tuple(self.lines), tuple(outputs), tolerances)
+
+    def _tolerance(self, name: str) -> float:
+        eager, wide, noisy = (space[name] for space in self._spaces)
+        if not eager.numel():
+            return 0.0
+        spread = float((noisy - wide).abs().max()) + float((eager - wide).abs().max())
+        return 10 * spread + (
+            0.0 if self._values[name].exact else 16 * torch.finfo(eager.dtype).eps * float(wide.abs().max())
+        )

@@ -1,0 +1,68 @@
+"""Random programs give eager's results, as near to float64's as eager's are.
+
+The same programs in every run: hypothesis is derandomised, seeds are fixed. More of them: `python -m tests.random_programs.run`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+
+from tests.random_programs.check import check
+from tests.random_programs.generate import PROFILES, programs, seeded
+from tests.random_programs.program import Program
+from tests.random_programs.run import main
+
+
+@pytest.fixture(scope="module")
+def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Kernels that several programs need are compiled once."""
+    return tmp_path_factory.mktemp("kernels")
+
+
+def _deterministic(examples: int) -> settings:
+    # Not shrunk by hypothesis: `minimise` is better at programs.
+    return settings(
+        derandomize=True,
+        max_examples=examples,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+        database=None,
+    )
+
+
+@given(program=programs(14))
+@_deterministic(12)
+def test_engine(kernel_cache: Path, program: Program) -> None:
+    """Short programs on the TVM engine, forced and unverified."""
+    report = check(program, "tvm", kernel_cache)
+    assert not report.why, program
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_engine_runs_most_of_it(profile: str, kernel_cache: Path) -> None:
+    """A longer program of each kind: right, and the engine takes half of its operators or more, so that this tests what it is meant to."""
+    program = seeded(4, 20, profile)
+    report = check(program, "tvm", kernel_cache)
+    assert not report.why, program
+    assert 2 * report.taken >= report.operators > 0
+
+
+@given(program=programs(14))
+@_deterministic(4)
+def test_default(kernel_cache: Path, program: Program) -> None:
+    """The backend as users have it."""
+    report = check(program, "", kernel_cache)
+    assert not report.why, program
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("engine", ["tvm", ""])
+def test_many(engine: str, tmp_path: Path) -> None:
+    """Half an hour of programs of up to 160 lines."""
+    assert main(["--engine", engine, "--budget-s", "1800", "--out", str(tmp_path)]) == 0, (
+        tmp_path / "report.txt"
+    ).read_text()
