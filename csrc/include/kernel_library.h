@@ -1,8 +1,8 @@
-// Kernel libraries: shared objects exported by TVM, opened once per path and process, wired to
-// PyTorch's threads.
+// Kernel libraries: shared objects exported by TVM, opened once per name, wired to PyTorch's
+// threads.
 //
-// Ownership: a library stays open until the process ends, because plans keep bare pointers to its
-// kernels.
+// Ownership: every kernel found shares its library. A library is unloaded when it was closed and
+// the last plan with a kernel of it is gone; one that nobody closes stays until the process ends.
 //
 // Failure: everything here throws std::runtime_error with the path, the symbol and the loader's
 // reason.
@@ -11,6 +11,7 @@
 
 #include <tvm/ffi/c_api.h>
 
+#include <memory>
 #include <string>
 
 namespace torch_hybrid_backend {
@@ -24,9 +25,19 @@ using KernelFunction = int (*)(void* self, const TVMFFIAny* arguments, int32_t c
 // as a dependency. Must come before the first FindKernel; repeating it is harmless.
 void LoadTvmFfi(const std::string& path);
 
+// A kernel and what keeps its code in memory.
+struct LoadedKernel {
+  KernelFunction function = nullptr;
+  std::shared_ptr<void> library;
+};
+
 // The kernel `symbol` of the library at `path` (absolute, so that the loader searches nowhere
 // else).
-KernelFunction FindKernel(const std::string& path, const std::string& symbol);
+LoadedKernel FindKernel(const std::string& path, const std::string& symbol);
+
+// Forgets the library: it is unloaded with its last kernel. Does nothing where none of that path is
+// open.
+void CloseLibrary(const std::string& path);
 
 // The message of the error that the last failing kernel of this thread left, or "" where it left
 // none.

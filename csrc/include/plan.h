@@ -3,8 +3,8 @@
 // Use: AddValue / AddKernel / AddCallback / AddCopy / AddRange in execution order, Seal once, then
 // Run.
 //
-// Ownership: the plan owns its values, steps and idle frames (see frame.h); kernels belong to
-// their libraries.
+// Ownership: the plan owns its values, steps and idle frames (see frame.h); its kernels
+// share their libraries.
 //
 // Failure: building throws std::runtime_error for what could never run. Run throws
 // std::runtime_error for inputs that do not fit and for a kernel that fails, by its name; a stale
@@ -65,6 +65,7 @@ class Plan {
  private:
   struct Kernel {
     KernelFunction function;
+    std::shared_ptr<void> library;  // keeps the function in memory
     std::string symbol;
     size_t first_argument;
     std::vector<size_t> values;

@@ -4,9 +4,11 @@
 
 #include <array>
 #include <atomic>
+#include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <unordered_map>
+#include <utility>
 
 #include "tvm_backend.h"
 
@@ -40,11 +42,16 @@ void Point(void* library, const char* variable, void* function) {
 constexpr std::array<const char*, 2> kUnserved = {"__TVMBackendParallelBarrier",
                                                   "__TVMBackendGetFuncFromEnv"};
 
-void* Open(const std::string& path) {
+struct Unload {
+  void operator()(void* library) const { dlclose(library); }
+};
+
+std::shared_ptr<void> Open(const std::string& path) {
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
     throw std::runtime_error("cannot open the kernel library " + path + ": " + LoaderError());
   }
+  std::shared_ptr<void> owner(library, Unload{});
   for (const char* variable : kUnserved) {
     if (dlsym(library, variable) != nullptr) {
       throw std::runtime_error("the kernel library " + path + " needs " + (variable + 2) +
@@ -54,18 +61,32 @@ void* Open(const std::string& path) {
   Point(library, "__TVMBackendParallelLaunch", reinterpret_cast<void*>(&ParallelLaunch));
   Point(library, "__TVMBackendAllocWorkspace", reinterpret_cast<void*>(&AllocWorkspace));
   Point(library, "__TVMBackendFreeWorkspace", reinterpret_cast<void*>(&FreeWorkspace));
-  return library;
+  return owner;
 }
 
-void* OpenOnce(const std::string& path) {
+struct Libraries {
+  std::mutex mutex;
+  std::unordered_map<std::string, std::shared_ptr<void>> by_path;
+};
+
+Libraries& OpenLibraries() {
   // Never destroyed: kernels may still run while the process exits.
-  static auto* const mutex = new std::mutex;
-  static auto* const libraries = new std::unordered_map<std::string, void*>;
-  const std::lock_guard<std::mutex> lock(*mutex);
-  const auto found = libraries->find(path);
-  if (found != libraries->end()) return found->second;
-  void* library = Open(path);
-  libraries->emplace(path, library);
+  static auto* const libraries = new Libraries;
+  return *libraries;
+}
+
+std::shared_ptr<void> OpenOnce(const std::string& path) {
+  Libraries& libraries = OpenLibraries();
+  const std::lock_guard<std::mutex> lock(libraries.mutex);
+  std::shared_ptr<void>& library = libraries.by_path[path];
+  if (library == nullptr) {
+    try {
+      library = Open(path);
+    } catch (...) {
+      libraries.by_path.erase(path);
+      throw;
+    }
+  }
   return library;
 }
 
@@ -86,13 +107,23 @@ void LoadTvmFfi(const std::string& path) {
   tvm_ffi.store(&functions);
 }
 
-KernelFunction FindKernel(const std::string& path, const std::string& symbol) {
-  void* library = OpenOnce(path);
-  void* function = dlsym(library, ("__tvm_ffi_" + symbol).c_str());
+LoadedKernel FindKernel(const std::string& path, const std::string& symbol) {
+  std::shared_ptr<void> library = OpenOnce(path);
+  void* function = dlsym(library.get(), ("__tvm_ffi_" + symbol).c_str());
   if (function == nullptr) {
     throw std::runtime_error("the kernel library " + path + " has no kernel \"" + symbol + "\"");
   }
-  return reinterpret_cast<KernelFunction>(function);
+  return {reinterpret_cast<KernelFunction>(function), std::move(library)};
+}
+
+void CloseLibrary(const std::string& path) {
+  std::shared_ptr<void> last;  // unloaded after the lock is given back
+  Libraries& libraries = OpenLibraries();
+  const std::lock_guard<std::mutex> lock(libraries.mutex);
+  const auto found = libraries.by_path.find(path);
+  if (found == libraries.by_path.end()) return;
+  last = std::move(found->second);
+  libraries.by_path.erase(found);
 }
 
 std::string TakeKernelError() {

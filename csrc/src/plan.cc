@@ -45,10 +45,13 @@ void Plan::AddKernel(const std::string& library, const std::string& symbol,
   for (const size_t value : checked) {
     if (values_[value].kind == ValueKind::kRawInput) Refuse("kernels cannot read a raw input");
   }
-  const KernelFunction function = FindKernel(library, symbol);  // may throw: the plan is unchanged
+  LoadedKernel loaded = FindKernel(library, symbol);  // may throw: the plan is unchanged
   const size_t first = arguments_;
   arguments_ += checked.size();
-  steps_.push_back({Kernel{function, symbol, first, std::move(checked)}, {}, {}});
+  steps_.push_back(
+      {Kernel{loaded.function, std::move(loaded.library), symbol, first, std::move(checked)},
+       {},
+       {}});
 }
 
 void Plan::AddCallback(int64_t segment, const std::vector<int64_t>& inputs,

@@ -42,6 +42,8 @@ HandleTable<const Binding>& Bindings() {
 
 void LoadTvmFfiOp(std::string path) { LoadTvmFfi(path); }
 
+void CloseLibraryOp(std::string path) { CloseLibrary(path); }
+
 int64_t PlanNew() { return Plans().Add(std::make_shared<Plan>()); }
 
 int64_t PlanAddValue(int64_t plan, int64_t kind, int64_t payload, ScalarType dtype, Numbers sizes,
@@ -101,6 +103,7 @@ void BindingFree(int64_t binding) { Bindings().Remove(binding); }
 
 STABLE_TORCH_LIBRARY(torch_hybrid_backend, m) {
   m.def("load_tvm_ffi(str path) -> ()");
+  m.def("close_library(str path) -> ()");
   m.def("plan_new() -> int");
   m.def(
       "plan_add_value(int plan, int kind, int payload, ScalarType dtype, int[] sizes, "
@@ -126,6 +129,7 @@ STABLE_TORCH_LIBRARY(torch_hybrid_backend, m) {
 // One kernel for every backend and for calls without any tensor.
 STABLE_TORCH_LIBRARY_IMPL(torch_hybrid_backend, CompositeExplicitAutograd, m) {
   m.impl("load_tvm_ffi", TORCH_BOX(&LoadTvmFfiOp));
+  m.impl("close_library", TORCH_BOX(&CloseLibraryOp));
   m.impl("plan_new", TORCH_BOX(&PlanNew));
   m.impl("plan_add_value", TORCH_BOX(&PlanAddValue));
   m.impl("plan_add_kernel", TORCH_BOX(&PlanAddKernel));

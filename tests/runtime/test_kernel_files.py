@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -71,25 +73,52 @@ def test_what_was_not_put_there_is_not_opened(harm: str, entry: Path, tmp_path: 
         os.mkfifo(entry)
     with pytest.raises(CacheError, match=str(entry)):
         doubling(entry)
-    assert str(entry) not in kernel_files._names
+    assert str(entry) not in kernel_files._open
 
 
 def test_many_libraries_are_told_apart(kernels: str, tmp_path: Path) -> None:
     """Descriptors are used again, and the loader knows libraries by name: each plan still gets its own library, and none stays open."""
     store = Store(tmp_path / "cache")
-    before = len(os.listdir("/proc/self/fd"))
+    before, plans, names = len(os.listdir("/proc/self/fd")), [], set()
     for number in range(8):
         padded = Path(kernels).read_bytes() + bytes([number])
-        check(doubling(store.put("kernels", f"key{number}", padded, ".so")))
+        path = store.put("kernels", f"key{number}", padded, ".so")
+        plans.append(doubling(path))
+        check(plans[-1])
+        names.add(kernel_files._open[str(path)].name)
     assert len(os.listdir("/proc/self/fd")) == before
-    assert len({kernel_files._names[str(path)] for path in (tmp_path / "cache").rglob("*.so")}) == 8
+    assert len(names) == 8
+
+
+def _libraries_in_memory() -> int:
+    """Lines of this process's memory map that are copies of kernel libraries (a name of hexadecimal digits)."""
+    return len(re.findall(r"/memfd:[0-9a-f]+", Path("/proc/self/maps").read_text()))
+
+
+def test_libraries_are_unloaded_with_their_last_plan(kernels: str, tmp_path: Path) -> None:
+    """A library leaves the process with the last plan that runs its kernels, and comes back for a new one."""
+    gc.collect()
+    before = _libraries_in_memory()
+    entry = Store(tmp_path / "cache").put("kernels", "key", Path(kernels).read_bytes(), ".so")
+    first, second = doubling(entry), doubling(entry)
+    loaded = _libraries_in_memory()
+    assert loaded > before
+    del first
+    gc.collect()
+    assert _libraries_in_memory() == loaded
+    check(second)
+    del second
+    gc.collect()
+    assert _libraries_in_memory() == before
+    assert str(entry) not in kernel_files._open
+    check(doubling(entry))
 
 
 def test_without_memory_files(entry: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where memory cannot be opened as a library, the verified file itself is."""
     monkeypatch.setattr(kernel_files, "_unique", lambda descriptor: "/nonexistent/fd")
     check(doubling(entry))
-    assert str(entry) not in kernel_files._names
+    assert str(entry) not in kernel_files._open
 
     def forbidden(_: str) -> int:
         raise PermissionError("memfd_create")

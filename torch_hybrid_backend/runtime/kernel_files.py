@@ -9,47 +9,59 @@ from __future__ import annotations
 
 import itertools
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.store import is_entry, read_entry
 
-# Path -> the name it was opened under, which the C++ side knows it by for the life of the process. Writes of single items are atomic; two
-# threads that open one library at once open it twice, to no harm.
-_names: dict[str, str] = {}
+
+class OpenLibrary:
+    """A library in memory, by the name that the C++ side knows it by. It is closed when the last plan that holds this object is gone."""
+
+    def __init__(self, name: str, close: Callable[[str], object]) -> None:
+        self.name = name
+        weakref.finalize(self, close, name).atexit = False
+
+
+# By path. Writes of single items are atomic; two threads that open one library at once open it twice, to no harm.
+_open: weakref.WeakValueDictionary[str, OpenLibrary] = weakref.WeakValueDictionary()
 _count = itertools.count(1)
 
 
-def use_library(library: str, use: Callable[[str], object]) -> None:
+def use_library(library: str, use: Callable[[str], object], close: Callable[[str], object]) -> OpenLibrary | None:
     """Call `use` with a name that the C++ side can open `library` under; raises what `use` does, the library's path in the message.
+
+    Returns what to hold for as long as the library is used, after which `close` is called with its name; None for one that stays open.
 
     A file that is no entry of a store (an engine's own) is opened as it is. Raises CacheError where an entry is gone, corrupt or not
     private to this user.
     """
     path = Path(library)
-    if library in _names or not is_entry(path):
-        _use(_names.get(library, library), library, use)
-        return
+    known = _open.get(library)
+    if known is not None or not is_entry(path):
+        _use(known.name if known is not None else library, library, use)
+        return known
     content = read_entry(path)
     try:
         descriptor = os.memfd_create(path.name[:16])
     except (AttributeError, OSError):  # not Linux, or forbidden
         use(library)
-        return
+        return None
     try:
         with os.fdopen(os.dup(descriptor), "wb") as file:
             file.write(content)
-        name = _unique(descriptor)
+        opened = OpenLibrary(_unique(descriptor), close)
         try:
-            _use(name, library, use)
+            _use(opened.name, library, use)
         except HybridError as error:
             if "cannot open" not in str(error):
-                _names[library] = name
                 raise
             use(library)  # a system that does not let memory be opened as a library
-            return
-        _names[library] = name
+            return None
+        _open[library] = opened
+        return opened
     finally:
         os.close(descriptor)  # the mapped library lives on
 

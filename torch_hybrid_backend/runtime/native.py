@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from torch_hybrid_backend.errors import HybridError
-from torch_hybrid_backend.runtime.kernel_files import use_library
+from torch_hybrid_backend.runtime.kernel_files import OpenLibrary, use_library
 
 Callback = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -108,6 +108,7 @@ class _Operators:
 
     def __init__(self, library: torch.library.Library, ops: Any) -> None:
         self._library = library
+        self.close_library = ops.close_library.default
         self.plan_new = ops.plan_new.default
         self.plan_add_value = ops.plan_add_value.default
         self.plan_add_kernel = ops.plan_add_kernel.default
@@ -166,6 +167,7 @@ class Plan:
         ops = _ops()
         self._ops = ops
         self._run = ops.plan_run
+        self._libraries: set[OpenLibrary] = set()
         self.handle: int = ops.plan_new()
         _callbacks[self.handle] = tuple(callbacks)
         weakref.finalize(self, _free_plan, ops, self.handle).atexit = False
@@ -179,7 +181,13 @@ class Plan:
 
     def add_kernel(self, library: str, symbol: str, values: Sequence[int]) -> None:
         """Raises HybridError too where `library` is named as an entry of the cache and is not what was put there."""
-        use_library(library, lambda name: _building(self._ops.plan_add_kernel, self.handle, name, symbol, values))
+        opened = use_library(
+            library,
+            lambda name: _building(self._ops.plan_add_kernel, self.handle, name, symbol, values),
+            self._ops.close_library,
+        )
+        if opened is not None:
+            self._libraries.add(opened)
 
     def add_callback(self, segment: int, inputs: Sequence[int], outputs: Sequence[int]) -> None:
         """`segment` is the callback's position among those given to the constructor."""
