@@ -56,9 +56,21 @@ def samples(task: Task) -> list[Sample]:
         return operator(first, *rest, **named)
 
     subject = Subject.of_function(call)
-    is_random = task.subject in RANDOM
     through_dynamo = 1 if task.kind == "float32" else 0
     return [
-        Sample(subject, (s.input, s.args, s.kwargs), task.backward, is_random, direct=position >= through_dynamo)
+        Sample(
+            subject,
+            (s.input, s.args, s.kwargs),
+            task.backward,
+            task.subject in RANDOM or _drops(task.subject, s.kwargs),
+            direct=position >= through_dynamo,
+        )
         for position, s in enumerate(found)
     ]
+
+
+def _drops(operator: str, named: dict[str, Any]) -> bool:
+    """Whether a sample of attention drops elements at random."""
+    if operator == "nn.functional.multi_head_attention_forward":
+        return bool(named["training"])
+    return bool(named.get("dropout_p", 0))
