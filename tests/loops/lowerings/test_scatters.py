@@ -51,6 +51,15 @@ def test_index_put(dtype: torch.dtype, accumulate: bool) -> None:
     check(lambda c, p: aten.index_put.default(c, [p], c.new_full((), 7), accumulate), cache, torch.tensor([1]))
 
 
+@pytest.mark.parametrize("offset", [0, 2, -1])
+@pytest.mark.parametrize("dims", [(0, 1), (-1, 0), (1, 2)])
+def test_diagonal_scatter(offset: int, dims: tuple[int, int]) -> None:
+    """A diagonal of any two dimensions, above, on or below the main one."""
+    x = sample(4, 5, 3)
+    diagonal = torch.diagonal(x, offset, *dims)
+    check(lambda a, s: aten.diagonal_scatter.default(a, s, offset, *dims), x, sample(*diagonal.shape, seed=8))
+
+
 def test_loss_of_class_numbers() -> None:
     """The gradient of cross entropy is one expression."""
 

@@ -73,3 +73,34 @@ def test_max_pool_backward_in_three_dimensions() -> None:
         x,
         positions,
     )
+
+
+# kernel, stride, padding, ceil_mode, count_include_pad, divisor
+AVERAGES = {
+    "plain": ([2, 2], [], [0, 0], False, True, None),
+    "padded": ([3, 3], [2, 2], [1, 1], False, True, None),
+    "padding not counted": ([3, 3], [2, 2], [1, 1], False, False, None),
+    "ceil": ([3, 2], [2, 3], [1, 1], True, True, None),
+    "ceil, not counted": ([3, 2], [2, 3], [1, 1], True, False, None),
+    "divisor": ([3, 2], [2, 2], [1, 0], True, True, 5),
+    "gaps": ([2, 2], [3, 4], [0, 0], False, True, None),
+    "larger than the image": ([20, 30], [], [0, 0], True, True, None),
+}
+
+
+@pytest.mark.parametrize("name", AVERAGES)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_average_pool_backward(name: str, dtype: torch.dtype) -> None:
+    """Every rule of what a window's gradient is divided by."""
+    x = sample(2, 3, 8, 9, dtype=dtype)
+    grad = sample(*aten.avg_pool2d.default(x, *AVERAGES[name]).shape, dtype=dtype, seed=2)
+    check(lambda g, a: aten.avg_pool2d_backward.default(g, a, *AVERAGES[name]), grad, x)
+    check(lambda g, a: aten.avg_pool2d_backward.default(g, a, *AVERAGES[name]), grad[0], x[0])
+
+
+def test_average_pool_backward_in_three_dimensions() -> None:
+    """Three spatial dimensions."""
+    x = sample(1, 2, 4, 5, 6)
+    arguments = ([2, 3, 2], [1, 2, 2], [1, 1, 0], False, False, None)
+    grad = sample(*aten.avg_pool3d.default(x, *arguments).shape)
+    check(lambda g, a: aten.avg_pool3d_backward.default(g, a, *arguments), grad, x)

@@ -17,7 +17,7 @@ from torch_hybrid_backend.loops.ir import Expr, Map, Value, compute_dtype
 from torch_hybrid_backend.loops.lowering import Context, Refuse, broadcast, lowers
 from torch_hybrid_backend.loops.lowerings.arithmetic import lit
 from torch_hybrid_backend.loops.lowerings.views import axis
-from torch_hybrid_backend.loops.ops import add, call, cast, const, from_index, where
+from torch_hybrid_backend.loops.ops import add, call, cast, const, from_index, guard, index_in, logical_and, where
 
 aten = torch.ops.aten
 
@@ -100,6 +100,24 @@ def index_put(
             meant = call("eq", position, from_index(place[d]))
             result = where(meant, add(result, written) if accumulate else written, result)
         return result
+
+    return Map(ctx.shape, ctx.out.dtype, at, ((x, lambda place: place),))
+
+
+@lowers(aten.diagonal_scatter.default)
+def diagonal_scatter(ctx: Context, x: Value, source: Value, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Value:
+    """x with `source` on a diagonal: its last dimension runs along it."""
+    first, second = axis(dim1, len(x.shape)), axis(dim2, len(x.shape))
+    zero = const(0, compute_dtype(x.dtype))
+
+    def at(place: tuple[Index, ...]) -> Expr:
+        row, column = place[first], place[second]
+        others = tuple(i for d, i in enumerate(place) if d not in (first, second))
+        along = row if offset >= 0 else column
+        meant = call("eq", from_index(column - row), from_index(offset))
+        # Beside the diagonal the source may have no such element.
+        new = guard(logical_and(meant, index_in(along, 0, source.shape[-1])), source.at((*others, along)), zero)
+        return where(meant, new, x.at(place))
 
     return Map(ctx.shape, ctx.out.dtype, at, ((x, lambda place: place),))
 

@@ -1,4 +1,4 @@
-"""Windows unfolded and folded back: im2col, col2im and the gradient of max pooling.
+"""Windows unfolded and folded back: im2col, col2im and the gradients of pooling.
 
 A scatter to overlapping windows is written as what it is for the result: each pixel gathers from the windows that cover it.
 """
@@ -14,7 +14,19 @@ from torch_hybrid_backend.loops.index import Index, contiguous_strides
 from torch_hybrid_backend.loops.ir import Buffer, Expr, Map, ReduceOp, Value, compute_dtype
 from torch_hybrid_backend.loops.lowering import Context, lowers
 from torch_hybrid_backend.loops.lowerings.convolution import per_dimension
-from torch_hybrid_backend.loops.ops import add, call, const, from_index, guard, index_in, logical_and, mul
+from torch_hybrid_backend.loops.ops import (
+    add,
+    call,
+    cast,
+    const,
+    div,
+    from_index,
+    guard,
+    index_in,
+    logical_and,
+    mul,
+    sub,
+)
 
 aten = torch.ops.aten
 
@@ -135,6 +147,53 @@ def max_pool_backward(
             here = add(here, mul(from_index(i), from_index(s)))
         chosen = guard(call("eq", positions.at(at), here), grad.at(at), zero)
         return guard(inside(place, outs), chosen, zero)
+
+    axes = tuple(range(lead + rank, lead + 2 * rank))
+    return ctx.realize(ReduceOp(Buffer(ctx.shape, grad.dtype), (*ctx.shape, *covering), axes, "sum", body))
+
+
+@lowers(aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default)
+def avg_pool_backward(
+    ctx: Context,
+    grad: Value,
+    x: Value,
+    kernel_size: Size,
+    stride: Size,
+    padding: Size,
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor_override: int | None,
+) -> Value:
+    """Each pixel receives its share of the gradients of the windows that cover it; what they are divided by is the forward operator's rule."""
+    rank = 3 if ctx.node is not None and ctx.node.target is aten.avg_pool3d_backward.default else 2
+    kernel = per_dimension(kernel_size, rank)
+    strides = kernel if not isinstance(stride, int) and len(stride) == 0 else per_dimension(stride, rank)
+    paddings = per_dimension(padding, rank)
+    lead, spatial, outs = len(x.shape) - rank, x.shape[len(x.shape) - rank :], grad.shape[len(x.shape) - rank :]
+    # A single window is no larger than the image and its padding, however enormous the kernel.
+    kernel = tuple(min(k, n + 2 * p) for k, n, p in zip(kernel, spatial, paddings, strict=True))
+    covering = tuple(-(-k // s) for k, s in zip(kernel, strides, strict=True))
+    dtype = compute_dtype(grad.dtype)
+    zero = const(0, dtype)
+
+    def size(window: Index, k: int, s: int, p: int, n: int) -> Expr:
+        """Elements of one window in one dimension; those that stick out of the padding do not count."""
+        start, end = window * s - p, call("min", from_index(window * s - p + k), from_index(n + p))
+        if count_include_pad:
+            return sub(end, from_index(start))
+        return sub(call("min", end, from_index(n)), call("max", from_index(start), from_index(0)))
+
+    def body(index: tuple[Index, ...]) -> Expr:
+        pixel, offset = index[lead : lead + rank], index[lead + rank :]
+        place = tuple((i + p) // s - o for i, p, s, o in zip(pixel, paddings, strides, offset, strict=True))
+        covers = inside(place, outs)
+        for i, p, s, o, k in zip(pixel, paddings, strides, offset, kernel, strict=True):
+            covers = logical_and(covers, index_in((i + p) % s + o * s, 0, k))
+        divisor: Expr = const(divisor_override or 1, "int64")
+        if divisor_override is None:
+            for item in zip(place, kernel, strides, paddings, spatial, strict=True):
+                divisor = mul(divisor, size(*item))
+        return guard(covers, div(grad.at((*index[:lead], *place)), cast(divisor, dtype)), zero)
 
     axes = tuple(range(lead + rank, lead + 2 * rank))
     return ctx.realize(ReduceOp(Buffer(ctx.shape, grad.dtype), (*ctx.shape, *covering), axes, "sum", body))
