@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -100,7 +101,16 @@ def _ops() -> Any:
             " with `python setup.py build_ext --inplace`"
         ) from error
     ops.load_tvm_ffi(_tvm_ffi_library())
+    os.register_at_fork(after_in_child=_run_on_one_thread)
     return operators
+
+
+def _run_on_one_thread() -> None:
+    """In a forked child: OpenMP's threads are not copied, and the first parallel loop would wait for them for ever, eager's included.
+
+    torch's DataLoader workers do the same. Spawned processes use all threads.
+    """
+    torch.set_num_threads(1)
 
 
 class _Operators:
