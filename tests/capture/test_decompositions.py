@@ -87,6 +87,29 @@ def test_upsampling_formulas_are_restored():
     assert key in aten.upsample_bilinear2d.vec.py_kernels
 
 
+@pytest.mark.parametrize("by", ["size", "scale"])
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "linear", "bilinear", "bicubic", "trilinear"])
+def test_upsampling_to_symbolic_sizes(recorder, mode, by):
+    """Upsampling to sizes, or by scales, of symbolic tensors is one operator, with eager's values and gradients."""
+    rank = {"linear": 1, "trilinear": 3}.get(mode, 2)
+
+    def function(x, like):
+        if by == "scale":
+            return F.interpolate(x, scale_factor=1.7, mode=mode)
+        return F.interpolate(x, size=like.shape, mode=mode)
+
+    for sizes in ((4, 5, 6), (7, 3, 9)):
+        x, like = torch.randn(1, 2, *sizes[:rank]), torch.randn(*range(5, 5 + rank))
+        operators = run(recorder, function, x, like, dynamic=True)
+        assert any("upsample" in name for name in operators)
+        assert not any("index" in name for name in operators)
+        leaf = x.clone().requires_grad_()
+        ours = recorder.compile(function, dynamic=True)(leaf, like)
+        (gradient,) = torch.autograd.grad(ours.square().sum(), leaf)
+        (expected,) = torch.autograd.grad(function(leaf, like).square().sum(), leaf)
+        torch.testing.assert_close(gradient, expected)
+
+
 @pytest.mark.parametrize(("shifts", "dims"), [((1, -2), (0, 1)), (3, 1), (2, ()), (0, 0), ((4, 0), (0, 1)), (-9, 1)])
 def test_roll(recorder, shifts, dims):
     """Rolls by slices and cat equal eager's, for every sign and size of shift; no gathers."""

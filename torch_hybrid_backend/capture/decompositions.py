@@ -16,6 +16,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch._decomp import core_aten_decompositions, get_decompositions
@@ -135,22 +136,54 @@ def whole_upsampling() -> Iterator[None]:
     """Trace upsampling as one operator.
 
     torch registers Python kernels (autograd and composite) that take these operators apart while tracing, whatever the
-    decomposition table says (torch/_decomp/decompositions.py). Removing them for the time of the trace leaves C++'s.
+    decomposition table says (torch/_decomp/decompositions.py). Removing them for the time of the trace leaves C++'s;
+    but C++'s composite kernels of the `vec` overloads refuse symbolic sizes, so those get the few lines of them in Python.
     They matter to Python-dispatched calls only, and Dynamo compiles under one lock, so no eager call elsewhere sees
     the difference.
     """
     keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
     operators = [overload for packet in UPSAMPLING for overload in _overloads(packet)]
-    removed = [(op, key, op.py_kernels.pop(key)) for op in operators for key in keys if key in op.py_kernels]
+    before = [(op, key, op.py_kernels.pop(key)) for op in operators for key in keys if key in op.py_kernels]
+    for operator, key, formula in before:
+        if operator._overloadname == "vec":
+            operator.py_kernels[key] = functools.partial(_upsample_by_sizes, operator.overloadpacket.default, formula)
     for operator in operators:
         operator._dispatch_cache.clear()
     try:
         yield
     finally:
-        for operator, key, kernel in removed:
+        for operator, key, kernel in before:
             operator.py_kernels[key] = kernel
         for operator in operators:
             operator._dispatch_cache.clear()
+
+
+def _upsample_by_sizes(
+    upsample: torch._ops.OpOverload,
+    formula: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    output_size: Sequence[int] | None,
+    *arguments: Any,
+) -> torch.Tensor:
+    """What a `vec` overload does: `arguments` are align_corners, where the operator has it, and the scale factors.
+
+    The backward operators refuse symbolic sizes: where those meet a gradient, torch's `formula` takes upsampling apart.
+    """
+    *flags, scale_factors = arguments
+    sizes = output_size
+    if sizes is None:
+        sizes = [_whole(size * scale) for size, scale in zip(x.shape[2:], scale_factors, strict=True)]
+    symbolic = any(isinstance(size, torch.SymInt) for size in (*x.shape, *sizes))
+    if symbolic and x.requires_grad and torch.is_grad_enabled():
+        return formula(x, output_size, *arguments)
+    scales = scale_factors if scale_factors is not None else [None] * len(sizes)
+    result: torch.Tensor = upsample(x, sizes, *flags, *scales)
+    return result
+
+
+def _whole(size: Any) -> int:
+    rounded: int = torch.sym_int(size)  # type: ignore[no-untyped-call]
+    return rounded
 
 
 def _convert_element_type(a: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
