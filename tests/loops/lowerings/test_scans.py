@@ -46,11 +46,15 @@ def test_attention_positions() -> None:
     check(lambda m: (m.cumsum(-1) - 1).masked_fill(m == 0, 1), mask)
 
 
-def test_long_ones_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("shape", "dim", "taken"), [((1024,), 0, True), ((1025,), 0, False), ((8, 256), 0, True), ((32, 256), 1, False)]
+)
+def test_long_ones_are_refused(shape: tuple[int, ...], dim: int, taken: bool) -> None:
     """n times the work is too much for large n."""
-    graph = torch.fx.symbolic_trace(lambda a: torch.ops.aten.cumsum.default(a, 0))
+    graph = torch.fx.symbolic_trace(lambda a: torch.ops.aten.cumsum.default(a, dim))
     source, scan = list(graph.graph.nodes)[:2]
-    source.meta["val"] = scan.meta["val"] = torch.empty(MOST + 1)
+    source.meta["val"] = scan.meta["val"] = torch.empty(shape)
     verdict = supports(scan)
-    assert not verdict
-    assert verdict.code == Reason.ARGUMENT
+    assert bool(verdict) == taken
+    assert taken or verdict.code == Reason.ARGUMENT  # type: ignore[union-attr]
+    assert (math.prod(shape) * shape[dim] <= MOST) == taken
