@@ -20,7 +20,7 @@ from pathlib import Path
 from tests.operators.execution import PASSED, SKIPPED, UPSTREAM
 from tests.operators.expected import EXPECTED
 from tests.operators.rows import FAILURES, Journal, Row
-from tests.operators.tasks import KINDS
+from tests.operators.tasks import KINDS, tasks
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "correctness.md"
@@ -45,9 +45,10 @@ it, but for timing. "backward" and "train" compare gradients too; "strided" spre
 """
 
 COLUMNS = """\
-A task is one operator or module of one kind. Samples that passed are split by how the engine took their graphs: *taken* whole, in
-*part*, *refused* (it was offered operators and took none), or *nothing* to compute (views, no elements). *Not compared*: eager raises, or
-nothing comes out. *Upstream*: torch's own `aot_eager` backend is wrong or fails, too. *Wrong*: values, an exception, a crash or a hang.
+A task is one operator or module of one kind; so many *samples* of its samples were run, spread over all *of* them. Samples that passed are
+split by how the engine took their graphs: *taken* whole, in *part*, *refused* (it was offered operators and took none), or *nothing* to
+compute (views, no elements). *Not compared*: eager raises, or nothing comes out. *Upstream*: torch's own `aot_eager` backend is wrong or
+fails, too. *Wrong*: values, an exception, a crash or a hang.
 """
 
 
@@ -97,8 +98,9 @@ def _total(kind: str, rows: Sequence[Row]) -> str:
     for row in rows:
         statuses.update(row.statuses)
         shares.update(row.shares)
+    every = len(tasks(".*", KINDS if kind == "all" else [kind]))
     cells = [
-        len(rows),
+        str(len(rows)) if len(rows) == every else f"{len(rows)} of {every}",
         sum(row.samples for row in rows),
         sum(row.available for row in rows),
         statuses[PASSED],

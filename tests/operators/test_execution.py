@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,7 +144,7 @@ def test_journal_keeps_the_last(tmp_path: Path) -> None:
 def test_report_counts() -> None:
     """Samples by outcome, how many there would have been, failures with their reason, refusals by operator."""
     text = page([_row(Outcome(PASSED, taken=1), Outcome(PASSED, refused=_REFUSED), Outcome(WRONG, "off by one"))])
-    assert "| float32 | 1 | 3 | 9 | 2 | 1 | 0 | 1 | 0 | 0 | 0 | 1 |" in text
+    assert re.search(r"\| float32 \| 1 of \d+ \| 3 \| 9 \| 2 \| 1 \| 0 \| 1 \| 0 \| 0 \| 0 \| 1 \|", text)
     assert "off by one" in text
     assert "`aten.lgamma.default` 1" in text
 
