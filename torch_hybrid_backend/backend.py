@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import torch
@@ -33,11 +33,13 @@ from torch_hybrid_backend.core.engine import CompiledRegion, Engine
 from torch_hybrid_backend.core.plan import Plan, RegionDecision
 from torch_hybrid_backend.core.region import Segment
 from torch_hybrid_backend.core.verdict import Refused
+from torch_hybrid_backend.engines.deadline import compile_in_time
 from torch_hybrid_backend.engines.eager import EagerEngine
 from torch_hybrid_backend.engines.tvm.engine import TvmEngine
+from torch_hybrid_backend.engines.unusable import UnusableEngine
 from torch_hybrid_backend.errors import ConfigError, HybridError
 from torch_hybrid_backend.partition.cost_cache import VerdictCache, machine_fingerprint
-from torch_hybrid_backend.partition.fallback import demote, run_refusal
+from torch_hybrid_backend.partition.fallback import ReportedRegion, demote, run_refusal
 from torch_hybrid_backend.partition.placement import CheckedRegion, Pricing, choose, decide
 from torch_hybrid_backend.partition.plan_builder import make_plan
 from torch_hybrid_backend.partition.regions import EAGER, Partition, partition
@@ -127,9 +129,17 @@ def engine_factories() -> dict[str, Callable[[Config, Store], Engine]]:
     for entry in entry_points(group=ENGINE_GROUP):
         if entry.name in factories:
             raise ConfigError(f"two engines are called {entry.name!r}; uninstall one of the packages that bring them")
-        make = entry.load()
-        factories[entry.name] = lambda config, store, make=make: make(config)  # type: ignore[misc]
+        factories[entry.name] = lambda config, store, entry=entry: _third_party(entry, config)  # type: ignore[misc]
     return factories
+
+
+def _third_party(entry: EntryPoint, config: Config) -> Engine:
+    try:
+        engine: Engine = entry.load()(config)
+        engine.available()
+    except Exception as error:  # a third party's package may fail in any way; that costs its engine only
+        return UnusableEngine(entry.name, error)
+    return engine
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -242,11 +252,8 @@ class HybridGraph:
             regions = [s.region for s in segments if engine.name in wanted[s.region.name]]
             if not regions:
                 continue
-            try:
-                with unset_fake_temporarily():  # AOTAutograd is still tracing: an engine's own tensors would be fake
-                    compiled = engine.compile(regions, self._config.compile_deadline_s)
-            except Exception as error:  # against the protocol, but a third party's engine may
-                compiled = [error] * len(regions)
+            with unset_fake_temporarily():  # AOTAutograd is still tracing: an engine's own tensors would be fake
+                compiled = compile_in_time(engine, regions, self._config.compile_deadline_s)
             for region, result in zip(regions, compiled, strict=True):
                 results[region.name][engine.name] = result
         return results
@@ -302,7 +309,7 @@ class HybridGraph:
 
     def _checked(self, segment: Segment, engine: str, compiled: CompiledRegion) -> CompiledRegion:
         if self._config.verify != "always":
-            return compiled
+            return compiled if compiled.program is not None else ReportedRegion(compiled)
         return CheckedRegion(segment.region, engine, compiled, strict=self._config.strict)
 
     def _python_executor(self, segments: Sequence[CompiledSegment]) -> PythonExecutor:

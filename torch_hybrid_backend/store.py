@@ -119,7 +119,8 @@ class Store:
         try:
             try:
                 _write(target, data)
-            except FileNotFoundError:  # another process has just removed the empty folder
+            except FileNotFoundError:  # another process has just removed the empty folder, or the user everything
+                _make(self.root)
                 _write(target, data)
         except OSError as error:
             raise CacheError(f"cannot write {target}: {error}") from error

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.end_to_end.fault_processes import Nursery
+
 
 @pytest.fixture(scope="session")
 def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -26,3 +28,21 @@ def settings(shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[py
     torch._dynamo.reset()
     yield monkeypatch
     torch._dynamo.reset()
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """Real processes, quickly."""
+    made = Nursery()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def filled_cache(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two calls of `check` leave in an empty cache: kernels and timings, two of each."""
+    folder = tmp_path_factory.mktemp("filled")
+    done = nursery.run("check(6); check(7)", folder, HYBRID_PLACEMENT="measure")
+    assert (len(done.answers), done.status) == (2, 0), done
+    assert {path.name for path in (folder / "cache").iterdir()} == {"kernels", "verdicts"}
+    return folder / "cache"

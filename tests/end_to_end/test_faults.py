@@ -1,13 +1,9 @@
-"""Real faults: what breaks costs one region or one warning, never the answer. Under strict it raises."""
+"""Faults that are made inside this process; test_faults_*.py have those of processes of their own."""
 
 from __future__ import annotations
 
 import logging
-import os
 import shutil
-import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,79 +15,10 @@ from torch_hybrid_backend.errors import HybridError
 
 LOGGER = "torch_hybrid_backend"
 
-_CHILD = """
-import logging, sys, torch
-logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-from tests.end_to_end import models
-model, x = models.perceptron(), models.rows()
-with torch.no_grad():
-    torch.testing.assert_close(torch.compile(model, backend="hybrid")(x), model(x), rtol=1e-4, atol=1e-5)
-print("right")
-"""
 
-
-def _child(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    settings = {"HYBRID_CACHE_DIR": str(tmp_path / "cache"), "HYBRID_PLACEMENT": "estimate", **environment}
-    root = str(Path(__file__).resolve().parents[2])
-    return subprocess.run(
-        [sys.executable, "-c", _CHILD],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=root,
-        env={**os.environ, **settings},
-        check=False,
-    )
-
-
-def _warnings(text: str) -> list[str]:
-    return [line for line in text.splitlines() if line.startswith("WARNING")]
-
-
-def test_compiler_missing(tmp_path: Path) -> None:
-    """Without a C++ compiler or linker on PATH: one warning that says so, and a right answer."""
-    done = _child(tmp_path, PATH=str(tmp_path))
-    assert done.stdout.strip() == "right", done.stderr
-    (warning,) = _warnings(done.stderr)
-    assert "compile_failed" in warning
-
-
-def test_compiler_missing_strict(tmp_path: Path) -> None:
-    """The same under strict raises, naming the region and the setting."""
-    done = _child(tmp_path, PATH=str(tmp_path), HYBRID_STRICT="1")
-    assert done.returncode != 0
-    assert "HYBRID_STRICT" in done.stderr
-
-
-def test_tvm_does_not_import(tmp_path: Path) -> None:
-    """A TVM that cannot be imported: one warning, a right answer."""
-    fake = tmp_path / "path" / "tvm"
-    fake.mkdir(parents=True)
-    (fake / "__init__.py").write_text("raise ImportError('libtvm is broken')")
-    done = _child(tmp_path, PYTHONPATH=str(fake.parent))
-    assert done.stdout.strip() == "right", done.stderr
-    (warning,) = _warnings(done.stderr)
-    assert "libtvm is broken" in warning
-
-
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write anywhere")
-def test_cache_directory_unwritable(tmp_path: Path) -> None:
-    """An unwritable cache directory: one warning, a right answer."""
-    locked = tmp_path / "locked"
-    locked.mkdir(mode=stat.S_IRUSR | stat.S_IXUSR)
-    done = _child(tmp_path, HYBRID_CACHE_DIR=str(locked / "cache"))
-    assert done.stdout.strip() == "right", done.stderr
-    assert len(_warnings(done.stderr)) == 1
-
-
-def test_cache_directory_is_a_file(tmp_path: Path) -> None:
-    """A cache directory that cannot be one: one warning, a right answer."""
-    (tmp_path / "file").write_text("")
-    done = _child(tmp_path, HYBRID_CACHE_DIR=str(tmp_path / "file"))
-    assert done.stdout.strip() == "right", done.stderr
-    assert len(_warnings(done.stderr)) == 1
-
-
+@pytest.mark.fault(
+    "kernel libraries are deleted between compilation and first call", "one warning `runtime_error`; eager"
+)
 def test_libraries_deleted_between_compilation_and_call(
     tmp_path: Path, settings: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -190,12 +117,3 @@ def test_faulty_engine(
         assert code in caplog.records[0].message
     finally:
         backend._sessions.clear()
-
-
-def test_second_process_reuses_kernels(tmp_path: Path) -> None:
-    """A second process finds every kernel on disk: it starts no compiler, so none has to be installed."""
-    first = _child(tmp_path)
-    assert first.stdout.strip() == "right", first.stderr
-    second = _child(tmp_path, PATH=str(tmp_path))
-    assert second.stdout.strip() == "right", second.stderr
-    assert not _warnings(second.stderr)

@@ -31,7 +31,18 @@ def test_any_other_circumstance_is_a_miss(tmp_path: Path) -> None:
     assert cache.get("region", {**CONTENDERS, "triton": "1"}) is None
 
 
-@pytest.mark.parametrize("content", [b"", b"[1]", b'{"tvm": "fast", "eager": 1}', b'{"tvm": 1}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[1]",
+        b'{"tvm": "fast", "eager": 1}',
+        b'{"tvm": 1}',
+        b'{"tvm": NaN, "eager": 1}',
+        b'{"tvm": -1, "eager": 1}',
+        b"\xff",
+    ],
+)
 def test_an_entry_of_another_form_is_a_miss(tmp_path: Path, content: bytes) -> None:
     """Whole by checksum, but not what this version writes."""
     store = Store(tmp_path)

@@ -57,6 +57,7 @@ class Engine(Protocol):
     def compile(self, regions: Sequence[Region], deadline_s: float) -> list[CompiledRegion | Exception]:
         """Compile regions together (so that kernels are built in parallel and equal ones once).
 
-        Returns, region by region, the compiled region or the exception that stopped it; never raises for a region.
+        Returns, region by region, the compiled region or the exception that stopped it; never raises for a region. An engine
+        that is done by the deadline whatever happens says so by an attribute `keeps_deadline = True`; it is trusted.
         """
         ...

@@ -34,6 +34,7 @@ class EagerEngine:
     """Runs every region with PyTorch's own operators; nothing is compiled."""
 
     name: str = "eager"
+    keeps_deadline = True
     keep_ops: frozenset[torch._ops.OpOverload] = frozenset()
 
     def available(self) -> Verdict:

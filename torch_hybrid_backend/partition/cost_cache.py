@@ -10,6 +10,7 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import os
 import platform
 from collections.abc import Mapping
@@ -73,7 +74,8 @@ class VerdictCache:
             costs = {str(name): float(cost) for name, cost in json.loads(data).items()}
         except (ValueError, AttributeError, TypeError):
             return None
-        return costs if costs.keys() == contenders.keys() else None
+        usable = costs.keys() == contenders.keys() and all(0 <= cost < math.inf for cost in costs.values())
+        return costs if usable else None
 
     def put(self, region_key: str, contenders: Mapping[str, str], costs: Mapping[str, float]) -> None:
         """Keep the costs; a store that cannot be written costs a later process its timing, so it is logged, not

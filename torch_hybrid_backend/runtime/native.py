@@ -100,7 +100,6 @@ def _ops() -> Any:
             f"the C++ runtime {_LIBRARY} was built from older sources ({error}): build it again with `pip install .`, or in place"
             " with `python setup.py build_ext --inplace`"
         ) from error
-    ops.load_tvm_ffi(_tvm_ffi_library())
     os.register_at_fork(after_in_child=_run_on_one_thread)
     return operators
 
@@ -111,6 +110,12 @@ def _run_on_one_thread() -> None:
     torch's DataLoader workers do the same. Spawned processes use all threads.
     """
     torch.set_num_threads(1)
+
+
+@functools.cache
+def _load_tvm_ffi() -> None:
+    """Load what kernels report their errors through: only where there are kernels, for it may be missing with TVM."""
+    _building(torch.ops.torch_hybrid_backend.load_tvm_ffi, _tvm_ffi_library())
 
 
 class _Operators:
@@ -136,7 +141,7 @@ class _Operators:
 
 
 def _tvm_ffi_library() -> str:
-    """Path of libtvm_ffi, which kernels report their errors through; found without importing TVM (two seconds)."""
+    """Path of libtvm_ffi; found without importing TVM (two seconds)."""
     spec = importlib.util.find_spec("tvm_ffi")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         path = Path(folder) / "lib" / "libtvm_ffi.so"
@@ -191,6 +196,7 @@ class Plan:
 
     def add_kernel(self, library: str, symbol: str, values: Sequence[int]) -> None:
         """Raises HybridError too where `library` is named as an entry of the cache and is not what was put there."""
+        _load_tvm_ffi()
         opened = use_library(
             library,
             lambda name: _building(self._ops.plan_add_kernel, self.handle, name, symbol, values),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from torch_hybrid_backend.engines.tvm.kernel_cache import CompiledKernel, compil
 from torch_hybrid_backend.engines.tvm.kernel_key import kernel_key
 from torch_hybrid_backend.engines.tvm.protocol import Job
 from torch_hybrid_backend.engines.tvm.target import Target
-from torch_hybrid_backend.errors import CompileError, DeadlineError
+from torch_hybrid_backend.errors import CacheError, CompileError, DeadlineError
 from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.store import Store
 
@@ -140,16 +141,24 @@ def test_failures_are_per_kernel_and_not_remembered(compiler: CountingCompiler, 
 
 
 def test_a_store_that_cannot_be_written(
-    compiler: CountingCompiler, store: Store, monkeypatch: pytest.MonkeyPatch
+    compiler: CountingCompiler, store: Store, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It costs the kernel, with the store's message, and raises nothing."""
-    from torch_hybrid_backend.errors import CacheError
+    """Kernels go to a temporary directory, with one warning; where that is full too it costs the kernel, and raises nothing."""
+    (store.root / "kernels").write_text("in the way")
+    with caplog.at_level(logging.WARNING):
+        made = build(compiler, store, scale_kernel(64), scale_kernel(72))
+    assert len(caplog.records) == 1
+    assert "temporary directory" in caplog.text
+    assert not any(Path(kernel.library).is_relative_to(store.root) for kernel in made)
+    compiler.asked.clear()
+    assert build(compiler, store, scale_kernel(64)) == made[:1]  # found again by this process
+    assert compiler.asked == []
 
     def full(*_: object) -> Path:
         raise CacheError("the disk is full")
 
-    monkeypatch.setattr(store, "put", full)
-    (failed,) = compile_kernels([scale_kernel()], Target.host(), compiler, store, 60)
+    monkeypatch.setattr(Store, "put", full)
+    (failed,) = compile_kernels([scale_kernel(80)], Target.host(), compiler, store, 60)
     assert isinstance(failed, CacheError)
 
 

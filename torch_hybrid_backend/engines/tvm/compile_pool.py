@@ -17,7 +17,6 @@ import os
 import pickle
 import selectors
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -274,8 +273,7 @@ class _Batch:
     def _died(self, worker: CompilerProcess) -> None:
         job, started, words = worker.job, worker.ready, worker.last_words()
         # Its output has ended, so it is about to end: let it, for the sake of its exit status.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            worker.process.wait(_GRACE_S)
+        worker.wait(_GRACE_S)
         status = self._release(worker, usable=False)
         if started and status == IDLE_EXIT_STATUS:
             if job is not None:
@@ -314,7 +312,9 @@ class _Batch:
     def _stop_at_deadline(self) -> None:
         late = [worker.job for worker in self.workers if worker.job is not None]
         for job in (*late, *self._pending):
-            self._made[job.key] = DeadlineError(f"{job.symbol} was not compiled within {self._deadline_s:g} s")
+            self._made[job.key] = DeadlineError(
+                f"{job.symbol} was not compiled within {self._deadline_s:.3g} s (HYBRID_COMPILE_DEADLINE_S)"
+            )
         self._pending.clear()
 
 

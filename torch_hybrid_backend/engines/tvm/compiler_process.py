@@ -12,6 +12,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch_hybrid_backend
@@ -34,6 +36,16 @@ main(float(idle_s))
 """
 
 
+@contextlib.contextmanager
+def _standard_descriptors_taken() -> Iterator[None]:
+    """Where a program has closed descriptors 0 to 2, no pipe may become one of them: what libraries print would go into it."""
+    with contextlib.ExitStack() as taken:
+        while (descriptor := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) <= 2:
+            taken.callback(os.close, descriptor)
+        os.close(descriptor)
+        yield
+
+
 class CompilerProcess:
     """One compiler process. Owns the process, its pipes and the file its error output goes to."""
 
@@ -44,8 +56,15 @@ class CompilerProcess:
         self._received = bytearray()
         root = str(Path(torch_hybrid_backend.__file__).parents[1])
         # The child's environment is the parent's: it decides nothing here but how many threads libraries start.
-        environment = {**os.environ, "TVM_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        with contextlib.ExitStack() as opened:
+        # HOME, where it has none, is a place that nobody can put anything: TVM asks for one as it is imported, and keeps nothing there.
+        environment = {
+            "HOME": "/nonexistent",
+            **os.environ,
+            "TVM_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+        }
+        with _standard_descriptors_taken(), contextlib.ExitStack() as opened:
             try:
                 self._errors = opened.enter_context(tempfile.TemporaryFile())
                 self.process = subprocess.Popen(
@@ -68,7 +87,15 @@ class CompilerProcess:
 
     @property
     def alive(self) -> bool:
-        return self.process.poll() is None
+        """Asked without reaping: while it is a zombie its group is surely its own, and `end` can kill what is left of that."""
+        if self.process.returncode is not None:
+            return False
+        try:
+            return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None
+        except ChildProcessError:  # a program that ignores SIGCHLD
+            return False
+        except AttributeError:  # not on macOS
+            return self.process.poll() is None
 
     def write(self) -> None:
         """Send what the pipe takes of `outgoing`."""
@@ -93,8 +120,14 @@ class CompilerProcess:
             answers.append(json.loads(payload))
         return answers
 
+    def wait(self, seconds: float) -> None:
+        """Wait for its end, at most so long."""
+        until = time.monotonic() + seconds
+        while self.alive and time.monotonic() < until:
+            time.sleep(0.005)
+
     def end(self) -> int:
-        """Kill the process with its children where it still runs; its exit status, negative for a signal."""
+        """Kill the process where it still runs, and its children; its exit status, negative for a signal."""
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)

@@ -62,6 +62,7 @@ class TvmEngine:
     """Compiles regions to CPU kernels. Owns its kernel compiler processes, which start with the first compilation."""
 
     name: str = "tvm"
+    keeps_deadline = True
 
     def __init__(self, store: Store, compile_threads: int, run_program: RunProgram) -> None:
         self._store = store

@@ -7,6 +7,7 @@ hands out, and drops what fails), the compiler processes. A failure is not remem
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ KIND = "kernels"
 
 # (store, key) -> library. Writes of single items are atomic; two threads that compile one kernel at once write equal things.
 _memo: dict[tuple[str, str], CompiledKernel] = {}
+_spares: dict[tuple[int, str], Store] = {}  # (process, store) -> what takes its place when it is full
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +107,23 @@ def _compile(
     return results
 
 
+def _spare(store: Store, error: CacheError) -> Store:
+    """Where kernels go that `store` does not take (a full disk): a temporary directory, gone with this process. Says so once."""
+    at = (os.getpid(), str(store.root))
+    if at not in _spares:
+        _log.warning("%s. This process keeps such kernels in a temporary directory", error)
+        _spares[at] = Store.temporary()
+    return _spares[at]
+
+
 def _keep(job: Job, library: Path, store: Store) -> CompiledKernel | CacheError:
+    content = library.read_bytes()
     try:
-        path = store.put(KIND, job.key, library.read_bytes(), ".so")
+        path = store.put(KIND, job.key, content, ".so")
     except CacheError as error:
-        return error
+        try:
+            path = _spare(store, error).put(KIND, job.key, content, ".so")
+        except CacheError:
+            return error
     known = _memo[(str(store.root), job.key)] = CompiledKernel(str(path), job.symbol, job.key)
     return known

@@ -1,0 +1,39 @@
+"""docs/faults.md, made from the tests that show each fault: `python -m tests.end_to_end.fault_table` writes it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "faults.md"
+MODULES = ("test_faults_compiler", "test_faults_cache", "test_faults_engines", "test_faults_process", "test_faults")
+_HEAD = """# Faults
+
+What happens when something breaks, and the test that shows it, in a real process: never a wrong answer, a hang or a crash. "Nothing" means
+that the user notices nothing; after "one warning" the answer is right all the same. `HYBRID_STRICT=1` raises where a warning stands here.
+
+`python -m tests.end_to_end.fault_table` makes this page from the tests in `tests/end_to_end`.
+"""
+
+
+def rows() -> Iterator[tuple[str, str, str]]:
+    """(fault, what the user sees, test) of every test that is marked so, in the order of the files."""
+    for module in MODULES:
+        tests = vars(importlib.import_module(f"tests.end_to_end.{module}"))
+        for name, test in tests.items():
+            for mark in getattr(test, "pytestmark", ()) if name.startswith("test_") else ():
+                if mark.name == "fault":
+                    what, seen = mark.args
+                    yield what, seen, f"{module}::{name}"
+
+
+def table() -> str:
+    """The page."""
+    lines = ["| fault | what the user sees | test |", "|---|---|---|"]
+    lines += [f"| {what} | {seen} | `{test}` |" for what, seen, test in rows()]
+    return _HEAD + "\n" + "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(table())

@@ -1,0 +1,117 @@
+"""Nothing that lies on a disk is run before it was verified, and nothing of it is ever unpickled or evaluated."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.fault_processes import ROOT, Nursery
+
+PACKAGE = ROOT / "torch_hybrid_backend"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+# What turns bytes or text into objects with behaviour, by the module it comes from.
+_READERS = {
+    "pickle": {"load", "loads", "Unpickler", "_loads", "_load"},
+    "marshal": {"load", "loads"},
+    "shelve": {"open"},
+    "torch": {"load"},
+    "torch.jit": {"load"},
+    "torch.export": {"load"},
+    "torch.fx": {"symbolic_trace_from_file"},
+    "joblib": {"load"},
+    "dill": {"load", "loads"},
+    "cloudpickle": {"load", "loads"},
+    "numpy": {"load"},
+    "yaml": {"load", "unsafe_load"},
+}
+_BUILTINS = {"eval", "exec", "compile", "__import__"}
+# The one place: a compiler process reads what its parent wrote into a pipe that nobody else has.
+ALLOWED = {("engines/tvm/worker.py", "pickle.loads")}
+
+
+def _names(tree: ast.AST) -> dict[str, str]:
+    """Local name -> what it was imported as, "pickle" or "pickle.loads"."""
+    found: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                found[alias.asname or alias.name.split(".")[0]] = (
+                    alias.name if alias.asname else alias.name.split(".")[0]
+                )
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
+    return found
+
+
+def _dotted(node: ast.expr, names: dict[str, str]) -> str:
+    if isinstance(node, ast.Name):
+        return names.get(node.id, node.id)
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value, names)}.{node.attr}"
+    return "?"
+
+
+def suspicious(source: str) -> set[str]:
+    """The uses of readers and evaluating builtins in a module, called or handed on."""
+    tree = ast.parse(source)
+    names = _names(tree)
+    used = {_dotted(node, names) for node in ast.walk(tree) if isinstance(node, ast.Name | ast.Attribute)}
+    readers = {f"{module}.{name}" for module, members in _READERS.items() for name in members}
+    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    return (used & readers) | (called & _BUILTINS)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle; pickle.loads(b'')",
+        "import pickle as p; p.load(f)",
+        "from pickle import loads as l; l(b'')",
+        "import torch; torch.load(f)",
+        "import marshal; f(marshal.loads)",
+        "eval('1')",
+        "exec('1')",
+    ],
+)
+def test_the_check_finds_what_it_looks_for(source: str) -> None:
+    """However it is imported, called or handed on."""
+    assert suspicious(source)
+
+
+def test_nothing_is_unpickled_or_evaluated() -> None:
+    """Read from the source of every module; the one exception is a pipe between parent and child."""
+    found = {(path.relative_to(PACKAGE).as_posix(), use) for path in MODULES for use in suspicious(path.read_text())}
+    assert found == ALLOWED
+
+
+def test_libraries_are_opened_in_one_place() -> None:
+    """Only the C++ loader opens kernel libraries, and only `runtime/kernel_files.py` says which."""
+    openers = {path.name for path in (ROOT / "csrc" / "src").glob("*.cc") if "dlopen(" in path.read_text()}
+    assert openers == {"kernel_library.cc"}
+    assert not [path for path in MODULES if "CDLL" in path.read_text() or "load_module(" in path.read_text()]
+    callers = {path.name for path in MODULES if "plan_add_kernel, self.handle" in path.read_text()}
+    assert callers == {"native.py"}
+
+
+def test_a_cached_start_unpickles_nothing(nursery: Nursery, filled_cache: Path, tmp_path: Path) -> None:
+    """Watched by an audit hook: a process that finds everything in the cache resolves no pickled name, and opens of it only whole entries."""
+    script = """
+import re
+root = os.path.realpath(os.environ["HYBRID_CACHE_DIR"])
+seen, loaded = [], []
+def watch(event, arguments):
+    if event == "pickle.find_class" or (event == "ctypes.dlopen" and not str(arguments[0]).endswith("_runtime.so")):
+        seen.append((event, *map(str, arguments)))
+    if event == "open" and isinstance(arguments[0], str) and os.path.realpath(arguments[0]).startswith(root + "/"):
+        loaded.append(arguments[0])
+sys.addaudithook(watch)
+check(6)
+say(seen)
+say(bool(loaded) and all(re.fullmatch(r".*/(kernels|verdicts)/[0-9a-f]{64}/[0-9a-f]{64}\\.(so|json)", path) for path in loaded))
+maps = open("/proc/self/maps").read()
+say(root in maps, "memfd:" in maps)
+"""
+    done = nursery.run(script, tmp_path, HYBRID_CACHE_DIR=str(filled_cache))
+    assert (done.answers, done.status) == (["tvm", "[]", "True", "False True"], 0), done

@@ -1,0 +1,161 @@
+"""Faults of the process: no memory, closed descriptors, missing parts. Each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.fault_processes import ROOT, Nursery
+
+fault = pytest.mark.fault
+
+_LIMIT = """
+import resource
+def limit(more_mib):
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (more_mib << 20) if more_mib else resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+"""
+
+
+@fault("no memory for a call's outputs", "PyTorch's RuntimeError, as of eager; the next call that fits is right")
+def test_out_of_memory_in_a_call(nursery: Nursery, tmp_path: Path) -> None:
+    """The call raises what eager would raise, and the function works on when there is memory again."""
+    script = (
+        _LIMIT
+        + """
+def outer(a, b):
+    return torch.relu(a[:, None] * b[None, :]) + 1
+a, b = torch.randn(9000), torch.randn(9000)
+fast, plans = compiled(outer, dynamic=False)
+with torch.no_grad():
+    torch.testing.assert_close(fast(a, b), outer(a, b))
+    limit(64)
+    try:
+        fast(a, b)
+    except RuntimeError as error:
+        say("memory" in str(error))
+    limit(0)
+    torch.testing.assert_close(fast(a, b), outer(a, b))
+say("right")
+"""
+    )
+    done = nursery.run(script, tmp_path)
+    assert (done.answers, done.status) == (["True", "right"], 0), done
+
+
+@fault("no memory for a first call", "PyTorch's RuntimeError, as of eager; the next call that fits is right")
+def test_out_of_memory_in_the_first_call(nursery: Nursery, tmp_path: Path) -> None:
+    """The graph is not broken by a first call that found no memory."""
+    script = (
+        _LIMIT
+        + """
+def outer(a, b):
+    return torch.relu(a[:, None] * b[None, :]) + 1
+a, b = torch.randn(9000), torch.randn(9000)
+fast, plans = compiled(outer, dynamic=False)
+with torch.no_grad():
+    limit(250)
+    try:
+        fast(a, b)
+    except RuntimeError as error:
+        say("memory" in str(error))
+    limit(0)
+    torch.testing.assert_close(fast(a, b), outer(a, b))
+say("right")
+"""
+    )
+    done = nursery.run(script, tmp_path)
+    assert (done.answers, done.status) == (["True", "right"], 0), done
+
+
+@fault("a call that needs more memory than any machine has", "PyTorch's RuntimeError, as of eager")
+def test_impossible_allocation(nursery: Nursery, tmp_path: Path) -> None:
+    """2 EiB: refused when the graph is traced or called, by an exception."""
+    script = """
+def huge(a):
+    return a.expand(1 << 59, 1) * 2
+try:
+    with torch.no_grad():
+        compiled(huge, dynamic=False)[0](torch.randn(1, 1))
+except Exception as error:
+    say(isinstance(error, RuntimeError))
+check(6)
+"""
+    done = nursery.run(script, tmp_path)
+    assert (done.answers, done.status) == (["True", "tvm"], 0), done
+
+
+@fault("standard input, output and error are closed", "nothing")
+def test_closed_descriptors(nursery: Nursery, tmp_path: Path) -> None:
+    """Pipes do not take their places, so that what somebody prints goes nowhere instead of to the compiler."""
+    script = """
+result = os.open("result", os.O_CREAT | os.O_WRONLY)
+result = os.dup2(result, 100)
+for descriptor in range(50):
+    try:
+        os.close(descriptor)
+    except OSError:
+        pass
+sys.stdin = sys.stdout = sys.stderr = None
+logging.getLogger().handlers.clear()
+say = lambda *words: os.write(result, (" ".join(words) + "\\n").encode())
+check(6)
+for descriptor in range(3):
+    try:
+        os.write(descriptor, b"noise " * 100)
+    except OSError:
+        pass
+check(7)
+"""
+    done = nursery.run(script, tmp_path, HYBRID_COMPILE_THREADS="1", HYBRID_COMPILE_DEADLINE_S="60")
+    assert done.status == 0, done
+    (result,) = tmp_path.glob("child-*/result")
+    assert result.read_text().split() == ["tvm", "tvm"]
+
+
+@fault("a program that ignores SIGCHLD", "nothing")
+def test_ignored_children(nursery: Nursery, tmp_path: Path) -> None:
+    """Its children vanish when they end; ours do too, unharmed."""
+    script = """
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+check(6)
+(worker,) = workers()
+os.kill(worker, signal.SIGKILL)
+time.sleep(0.2)
+check(7)
+"""
+    done = nursery.run(script, tmp_path, HYBRID_COMPILE_THREADS="1")
+    assert (done.answers, done.warnings, done.status) == (["tvm", "tvm"], [], 0), done
+
+
+@pytest.mark.full
+@fault("the C++ runtime `_runtime.so` is missing or no library", "one HybridError that says how to build it")
+@pytest.mark.parametrize("how", ["missing", "no library"])
+def test_runtime_library(how: str, tmp_path: Path) -> None:
+    """A broken installation is an error with what to do, not a crash."""
+    package = shutil.copytree(ROOT / "torch_hybrid_backend", tmp_path / "torch_hybrid_backend")
+    if how == "missing":
+        (package / "_runtime.so").unlink()
+    else:
+        (package / "_runtime.so").write_text("no library")
+    code = (
+        "import torch; m = torch.nn.Linear(4, 4).eval(); torch.set_grad_enabled(False);"
+        "print(torch.compile(m, backend='hybrid')(torch.randn(2, 4)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "HYBRID_CACHE_DIR": str(tmp_path / "cache")},
+    )
+    assert done.returncode == 1
+    assert "HybridError" in done.stderr
+    assert "pip install ." in done.stderr
