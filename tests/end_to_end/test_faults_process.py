@@ -30,17 +30,17 @@ def test_out_of_memory_in_a_call(nursery: Nursery, tmp_path: Path) -> None:
         + """
 def outer(a, b):
     return torch.relu(a[:, None] * b[None, :]) + 1
-a, b = torch.randn(9000), torch.randn(9000)
+a, b = torch.randn(5000), torch.randn(5000)
 fast, plans = compiled(outer, dynamic=False)
 with torch.no_grad():
-    torch.testing.assert_close(fast(a, b), outer(a, b))
-    limit(64)
+    assert (fast(a, b) - outer(a, b)).abs().max() < 1e-5
+    limit(16)
     try:
         fast(a, b)
     except RuntimeError as error:
         say("memory" in str(error))
     limit(0)
-    torch.testing.assert_close(fast(a, b), outer(a, b))
+    assert (fast(a, b) - outer(a, b)).abs().max() < 1e-5
 say("right")
 """
     )
@@ -56,16 +56,16 @@ def test_out_of_memory_in_the_first_call(nursery: Nursery, tmp_path: Path) -> No
         + """
 def outer(a, b):
     return torch.relu(a[:, None] * b[None, :]) + 1
-a, b = torch.randn(9000), torch.randn(9000)
+a, b = torch.randn(5000), torch.randn(5000)
 fast, plans = compiled(outer, dynamic=False)
 with torch.no_grad():
-    limit(250)
+    limit(110)
     try:
         fast(a, b)
     except RuntimeError as error:
         say("memory" in str(error))
     limit(0)
-    torch.testing.assert_close(fast(a, b), outer(a, b))
+    assert (fast(a, b) - outer(a, b)).abs().max() < 1e-5
 say("right")
 """
     )
