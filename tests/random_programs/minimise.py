@@ -12,7 +12,7 @@ from tests.random_programs.program import Input, Line, Program, namespace, run_l
 Fails = Callable[[Program], bool]
 
 
-def minimise(program: Program, fails: Fails, attempts: int = 150) -> Program:
+def minimise(program: Program, fails: Fails, attempts: int = 80) -> Program:
     """The smallest program found that still fails; `fails` runs a candidate (it may raise for one that makes no sense)."""
     left = attempts
 

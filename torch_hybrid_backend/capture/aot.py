@@ -30,9 +30,11 @@ from typing import Any
 import torch
 import torch.fx
 from torch._guards import TracingContext, detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_hybrid_backend.capture.decompositions import decomposition_table, whole_upsampling
+from torch_hybrid_backend.capture.norm_statistics import correct_statistics
 from torch_hybrid_backend.capture.output_aliases import separate_aliases
 from torch_hybrid_backend.capture.overlap import watch_overlaps
 from torch_hybrid_backend.core.captured import CapturedGraph, GraphKind
@@ -73,12 +75,21 @@ def capture(
             static = _static_inputs(placeholders)
             forward_static.update(static)
         complete_metadata(graph_module)
+        correct_statistics(graph_module)
         restore = separate_aliases(graph_module)
         compiled = compile_graph(CapturedGraph(graph_module, kind, frozenset(static)))
 
         ordered = any(node.target is torch.ops.higher_order.with_effects for node in graph_module.graph.nodes)
 
+        subclasses: list[int] | None = None  # found in the first call; Dynamo guards types
+
         def boxed(inputs: list[Any]) -> list[Any] | tuple[Any, ...]:
+            nonlocal subclasses
+            if subclasses is None:
+                subclasses = [k for k, value in enumerate(inputs) if _is_plain_subclass(value)]
+            for k in subclasses:
+                # The graph was traced without them: what they override has been applied, and must not be once more.
+                inputs[k] = inputs[k].as_subclass(torch.Tensor)
             if ordered:
                 # AOTAutograd traces effect tokens as empty tensors and passes None for them.
                 inputs = [torch.empty(0) if value is None else value for value in inputs]
@@ -103,6 +114,13 @@ def capture(
     # believes the mark, calls the wrapper with a list, and takes the error for one that does not matter.
     captured._boxed_call = False  # type: ignore[attr-defined]
     return watch_overlaps(captured, gm, example_inputs)
+
+
+def _is_plain_subclass(value: object) -> bool:
+    """A tensor of a class that overrides functions only: one made of other tensors was taken apart by AOTAutograd."""
+    if not isinstance(value, torch.Tensor) or type(value) is torch.Tensor:
+        return False
+    return not isinstance(value, torch.nn.Parameter | FakeTensor) and not is_traceable_wrapper_subclass(value)
 
 
 def _static_inputs(placeholders: Sequence[str]) -> set[str]:
