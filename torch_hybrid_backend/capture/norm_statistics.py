@@ -1,8 +1,8 @@
 """Normalisations of half precision with float32 weights, as autocast makes them: their statistics are float32.
 
-ATen's CPU kernels return mean and deviation in the weights' dtype; their metadata say the input's (torch 2.13: `torch._refs.native_layer_norm` and
-its like). AOTAutograd traced the rest of the graph, and the backward graph, by the metadata. So the metadata are set right here, and a cast to what they
-said is put behind.
+ATen's CPU kernels return mean and deviation in the weights' dtype; their metadata say the input's (torch 2.13:
+`torch._refs.native_layer_norm` and its like). AOTAutograd traced the rest of the graph, and the backward graph, by the metadata. So the
+metadata are set right here, and a cast to what they said is put behind.
 """
 
 from __future__ import annotations

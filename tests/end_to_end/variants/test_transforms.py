@@ -36,9 +36,9 @@ def _loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 INSIDE: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
     "vmap": lambda w, x: vmap(lambda row: torch.softmax(row @ w, 0) * 2)(x),
     "vmap of two dimensions": lambda w, x: vmap(vmap(lambda a, b: a * b.sin() + 1, (0, None)), (0, 0))(x, x[:, 0]),
-    "grad": lambda w, x: grad(_loss)(w, x),
-    "grad and value": lambda w, x: grad_and_value(_loss)(w, x),
-    "gradients per sample": lambda w, x: vmap(grad(_loss), (None, 0))(w, x),
+    "grad": grad(_loss),
+    "grad and value": grad_and_value(_loss),
+    "gradients per sample": vmap(grad(_loss), (None, 0)),
     "jvp": lambda w, x: jvp(lambda v: torch.tanh(x @ v), (w,), (w * 2,)),
     "vjp": lambda w, x: vjp(lambda v: torch.tanh(x @ v), w)[1](torch.ones(5, 3)),
     "jacrev": lambda w, x: jacrev(lambda v: torch.tanh(x[0] @ v))(w),

@@ -1,0 +1,50 @@
+"""Faults that random programs brought to light, made small: none may come back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.random_programs.check import check
+from tests.random_programs.program import Input, Line, Program
+
+_F32, _I64 = torch.float32, torch.int64
+
+
+def _line(text: str, *reads: str) -> Line:
+    target, _, expression = text.partition(" = ")
+    return Line((target,), expression, reads)
+
+
+# What went wrong -> the program.
+FOUND: dict[str, Program] = {
+    "a guard on an index that is read from a tensor": Program(
+        (Input("x0", (2, 8, 4), _F32), Input("x1", (2, 8, 4), _F32, seed=1), Input("x2", (60,), _I64)),
+        (
+            _line("t0 = torch.cat((x1, x1, x0), 0)", "x0", "x1"),
+            _line("t1 = torch.roll(t0, -2)", "t0"),
+            _line("t2 = t1[:, x2.abs() % 8]", "t1", "x2"),
+        ),
+        ("t2",),
+    ),
+    "views of one value are results": Program(
+        (Input("x0", (5, 7), _F32),),
+        (
+            _line("t0 = x0 * 2", "x0"),
+            _line("t1 = t0.T", "t0"),
+            _line("t2 = t0.narrow(0, 1, 3)", "t0"),
+            _line("t3 = t2.flatten()[2:]", "t2"),
+        ),
+        ("t1", "t2", "t3", "t0"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_stays_mended(name: str, tmp_path: Path) -> None:
+    """The engine, forced, gives eager's results, in the first call and in the plan's."""
+    report = check(FOUND[name], "tvm", tmp_path)
+    assert not report.why
+    assert report.taken
