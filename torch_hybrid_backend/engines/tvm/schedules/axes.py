@@ -66,13 +66,22 @@ def depends(index: Index, variable: LoopVar) -> bool:
 
 
 def fastest(offsets: Sequence[Index], variables: Sequence[LoopVar]) -> LoopVar | None:
-    """The variable along which most accesses run through memory one element at a time; later dimensions win ties."""
+    """The variable along which most memory is run through one element at a time; later dimensions win ties.
+
+    An access counts with the elements it touches: a batch norm reads several values per channel, but it is the images that
+    must be read in order.
+    """
     best, votes = None, 0
     for variable in variables:
-        count = sum(step(offset, variable) == 1 for offset in offsets)
+        count = sum(_touched(offset, variables) for offset in offsets if step(offset, variable) == 1)
         if variable.extent > 1 and count >= max(votes, 1):
             best, votes = variable, count
     return best
+
+
+def _touched(offset: Index, variables: Sequence[LoopVar]) -> int:
+    """Elements that an access touches over all values of the variables."""
+    return math.prod(v.extent for v in variables if depends(offset, v))
 
 
 def is_plain(index: Index) -> bool:
