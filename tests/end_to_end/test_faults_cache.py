@@ -133,6 +133,7 @@ print("left", [name for _, _, names in os.walk("small") for name in names if not
     assert "left []" in done.out
 
 
+@pytest.mark.full
 @fault("the disk is full (cache and temporary directory)", "one warning for each region; eager runs them")
 def test_disks_full(nursery: Nursery, tmp_path: Path) -> None:
     """Without any place for kernels eager runs the region."""
@@ -151,6 +152,7 @@ check(6)
     assert any("compile" in warning for warning in done.warnings), done  # compile_failed or compiler_crashed
 
 
+@pytest.mark.full
 @fault("files may not grow (RLIMIT_FSIZE of 4 KiB)", "one warning; eager runs what cannot be compiled")
 def test_file_size_limit(nursery: Nursery, tmp_path: Path) -> None:
     """Neither object files nor libraries can be written, by whoever tries: a right answer."""
@@ -179,6 +181,7 @@ check(6)
     assert "HYBRID_CACHE_DIR" in warning
 
 
+@pytest.mark.full
 @fault("the cache directory is a file", "one warning; kernels are kept for this process only")
 def test_a_file(nursery: Nursery, tmp_path: Path) -> None:
     """The process works with a temporary directory."""
@@ -189,6 +192,7 @@ def test_a_file(nursery: Nursery, tmp_path: Path) -> None:
     assert "not a directory" in warning.lower()
 
 
+@pytest.mark.full
 @fault(
     "a cache directory that others may write, own or replace", "one warning that says how to mend it; it is not used"
 )
@@ -204,6 +208,7 @@ def test_not_private(how: str, nursery: Nursery, cache: Path, tmp_path: Path) ->
     assert sorted(cache.rglob("*")) == before
 
 
+@pytest.mark.full
 @fault("a cache directory of another user", "one warning; it is not used")
 def test_of_another_user(nursery: Nursery, cache: Path, tmp_path: Path) -> None:
     """A mount that belongs to nobody we know is not trusted."""
@@ -267,6 +272,7 @@ say(plans[0].regions[0].engine)
     assert (done.answers, done.warnings, done.status) == (["tvm"], [], 0), done
 
 
+@pytest.mark.full
 @fault("a cache directory whose path has spaces, quotes and letters beyond ASCII", "nothing")
 @pytest.mark.parametrize("name", ["a b'c\"d", pytest.param("löß-缓存", marks=pytest.mark.full)])
 def test_odd_path(name: str, nursery: Nursery, tmp_path: Path) -> None:
@@ -287,6 +293,7 @@ def test_no_home(nursery: Nursery, tmp_path: Path) -> None:
     assert entries(tmp_path / "torch_hybrid_backend-12345", "kernels")
 
 
+@pytest.mark.full
 @fault("a HOME that does not exist and cannot be made", "one warning; kernels are kept for this process only")
 def test_home_unwritable(nursery: Nursery, tmp_path: Path) -> None:
     """As of a system user."""
@@ -296,6 +303,7 @@ def test_home_unwritable(nursery: Nursery, tmp_path: Path) -> None:
     assert "HYBRID_CACHE_DIR" in warning
 
 
+@pytest.mark.full
 @fault("a TMPDIR that does not exist", "nothing: another temporary directory is found")
 def test_no_tmpdir(nursery: Nursery, tmp_path: Path) -> None:
     """Python looks at the usual places."""

@@ -136,6 +136,7 @@ def test_terminated(nursery: Nursery, tmp_path: Path) -> None:
     assert child.done().status == -signal.SIGTERM
 
 
+@pytest.mark.full
 @fault("the kernel compiler runs out of memory", "one warning that says so; eager runs that region")
 def test_compiler_out_of_memory(nursery: Nursery, tmp_path: Path) -> None:
     """However it fails, as it starts or at work: eager runs the region, with one warning."""
@@ -169,6 +170,7 @@ def test_no_linker(nursery: Nursery, tmp_path: Path) -> None:
     assert "no linker" in warning
 
 
+@pytest.mark.full
 @fault("no linker on the PATH, HYBRID_STRICT=1", "RegionError with the same text")
 def test_no_linker_strict(nursery: Nursery, tmp_path: Path) -> None:
     """Under strict the fault is raised, naming the region and the setting."""
@@ -178,6 +180,7 @@ def test_no_linker_strict(nursery: Nursery, tmp_path: Path) -> None:
     assert "HYBRID_STRICT" in done.err
 
 
+@pytest.mark.full
 @fault("TVM is installed and does not import", "one warning with its error; eager runs everything")
 def test_tvm_does_not_import(nursery: Nursery, tmp_path: Path) -> None:
     """One warning, right answers."""

@@ -164,6 +164,7 @@ def test_does_not_load(kind: str, nursery: Nursery, folder: Path) -> None:
     assert "the engine stranger cannot run here" in warning
 
 
+@pytest.mark.full
 @fault("an engine fails, HYBRID_STRICT=1", "RegionError or HybridError that names the engine and the reason")
 @pytest.mark.parametrize(
     ("kind", "word"),

@@ -48,6 +48,7 @@ say("right")
     assert (done.answers, done.status) == (["True", "right"], 0), done
 
 
+@pytest.mark.full
 @fault("no memory for a first call", "PyTorch's RuntimeError, as of eager; the next call that fits is right")
 def test_out_of_memory_in_the_first_call(nursery: Nursery, tmp_path: Path) -> None:
     """The graph is not broken by a first call that found no memory."""
@@ -74,6 +75,7 @@ say("right")
     assert (done.answers, done.status) == (["True", "right"], 0), done
 
 
+@pytest.mark.full
 @fault("a call that needs more memory than any machine has", "PyTorch's RuntimeError, as of eager")
 def test_impossible_allocation(nursery: Nursery, tmp_path: Path) -> None:
     """2 EiB: refused when the graph is traced or called, by an exception."""
@@ -119,6 +121,7 @@ check(7)
     assert result.read_text().split() == ["tvm", "tvm"]
 
 
+@pytest.mark.full
 @fault("a program that ignores SIGCHLD", "nothing")
 def test_ignored_children(nursery: Nursery, tmp_path: Path) -> None:
     """Its children vanish when they end; ours do too, unharmed."""
