@@ -6,7 +6,7 @@ is the same training in float64. Eager's float32 runs, one from the given weight
 with a random last bit, show how far rounding alone takes this very training from it; ours may go `FACTOR` times as far.
 
 Why 8: distances of correct runs are of one size, but scatter. On these recipes, ours was at most 2.9 times as far as the
-furthest of eager's (three seeds each). The trained model is compared too, more loosely: directions that the loss does not see (a
+furthest of eager's (three seeds). The trained model is compared too, more loosely: directions that the loss does not see (a
 weight before a batch norm that only shifts its mean) gather rounding unopposed, and eager sums its batch norm in double, which we
 do not (measured: 13 times as far there). A mistake is further off: one matrix's gradient wrong by one part in a hundred is told
 apart (`test_curves.py`).
@@ -27,7 +27,7 @@ from benchmarks.training import OPTIMISERS, Batch, Forward, TrainingCase
 STEPS = 50
 FACTOR = 8.0
 STATE_FACTOR = 32.0
-PERTURBED = 2
+PERTURBED = 4
 # What one rounding of the loss itself is worth: eager may hit the reference exactly by chance.
 _ROUNDINGS = 16
 
