@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -178,6 +178,12 @@ def run_tasks(left: Sequence[Task], settings: Settings, budget_s: float | None =
         worker.stop()
 
 
+def is_done(rows: Sequence[Row | None], limit: int | None, again: Collection[str]) -> bool:
+    """Whether a task's rows, one for each mode, are there, of enough samples, and of no verdict to be had again."""
+    found = [row for row in rows if row is not None and row.verdict not in again]
+    return len(found) == len(rows) and found[0].samples >= min(found[0].available, limit or found[0].available)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     wanted = tasks(re.compile(options.ops).pattern, options.kinds.split(","))
@@ -187,14 +193,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     journal = Journal(options.out / "journal.jsonl")
     start = time.monotonic()
 
-    def is_done(task: Task) -> bool:
-        rows = [journal.rows.get((task.name, mode)) for mode in settings.modes]
-        if any(row is None or row.verdict in options.again.split(",") for row in rows):
-            return False
-        first = rows[0]
-        return first is not None and first.samples >= min(first.available, options.limit or first.available)
-
-    left = [task for task in wanted if not is_done(task)]
+    again = frozenset(options.again.split(","))
+    left = [
+        task
+        for task in wanted
+        if not is_done([journal.rows.get((task.name, mode)) for mode in settings.modes], options.limit, again)
+    ]
     done = len(wanted) - len(left)
     samples = 0
     for position, rows in enumerate(run_tasks(left, settings, options.budget_s), 1):
