@@ -42,8 +42,8 @@ error and four units in the last place.
 Each sample runs twice, through the Python executor and through the C++ plan. **Forced** means: the engine runs every operator that it does not
 refuse, whether or not that pays, nothing is verified behind the test's back, and what fails raises. **Default** is the backend as users have
 it, but for timing; of other dtypes than float32 it runs two samples of a task. "backward" and "train" compare gradients too; "strided" spreads
-the inputs' elements in memory. Modules come through Dynamo, and so does the first float32 sample of each operator; the other samples of operators
-are traced by AOTAutograd directly. Of operators that draw random numbers only dtypes, shapes and layouts are compared.
+the inputs' elements in memory. Modules come through Dynamo, and so does the first float32 sample of each operator; the other samples
+of operators are traced by AOTAutograd directly. Of operators that draw random numbers only dtypes, shapes and layouts are compared.
 """
 
 COLUMNS = """\
