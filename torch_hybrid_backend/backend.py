@@ -53,6 +53,7 @@ from torch_hybrid_backend.runtime.executor import CompiledSegment, build_executo
 from torch_hybrid_backend.runtime.layout import StaticLayoutError
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 from torch_hybrid_backend.runtime.python_executor import PythonExecutor
+from torch_hybrid_backend.runtime.symbolic_executor import SymbolicExecutor
 from torch_hybrid_backend.store import Store
 
 log = logging.getLogger(__name__)
@@ -81,12 +82,12 @@ def compile_graph(
 ) -> Callable[..., Any]:
     """Compile one Dynamo graph under `config`; `on_plan` gets each plan when it is made (in the graph's first call)."""
     apply_log_level(config)
-    session = _session(config)
+    shared = open_session(config)
 
     def compile_captured(captured: CapturedGraph) -> Callable[[list[Any]], list[Any]]:
-        return HybridGraph(captured, session, config, on_plan)
+        return HybridGraph(captured, shared, config, on_plan)
 
-    keep_ops = frozenset[torch._ops.OpOverload]().union(*(engine.keep_ops for engine in session.engines))
+    keep_ops = frozenset[torch._ops.OpOverload]().union(*(engine.keep_ops for engine in shared.engines))
     return capture(gm, example_inputs, compile_captured, keep_ops)
 
 
@@ -154,17 +155,18 @@ _sessions: dict[tuple[object, ...], Session] = {}
 _sessions_lock = threading.Lock()
 
 
-def _session(config: Config) -> Session:
+def open_session(config: Config) -> Session:
+    """The engines and the cache for settings; one for all graphs compiled under equal ones in this process."""
     factories = engine_factories()
     names = config.select(tuple(factories))
     key = (os.getpid(), names, config.cache, config.cache_dir, config.cache_limit_mib, config.compile_threads)
     with _sessions_lock:
         if key not in _sessions:
-            _sessions[key] = _open_session(config, names, factories)
+            _sessions[key] = _new_session(config, names, factories)
         return _sessions[key]
 
 
-def _open_session(
+def _new_session(
     config: Config, names: Sequence[str], factories: Mapping[str, Callable[[Config, Store], Engine]]
 ) -> Session:
     limit_bytes = config.cache_limit_mib << 20
@@ -318,9 +320,10 @@ class HybridGraph:
     def _install(self) -> None:
         """Build the fast path from the choices made, and the plan that tells of them."""
         segments = self._segments()
+        build = build_executor if self._partition.graph.is_static else SymbolicExecutor
         try:
             titles = self._titles()
-            self._run = build_executor(self._partition.graph, segments, self._hoisted.inputs, self._fold, titles)
+            self._run = build(self._partition.graph, segments, self._hoisted.inputs, self._fold, titles)
         except StaticLayoutError as error:
             log.info("this graph runs from Python, segment by segment: %s", error)
             self._run = self._python_executor(segments)

@@ -43,8 +43,9 @@ class Plan {
   Plan& operator=(const Plan&) = delete;
 
   size_t AddValue(ValueKind kind, int64_t payload, Layout layout);
+  // `sizes` are further arguments, after the values: sizes that the kernel takes at run time.
   void AddKernel(const std::string& library, const std::string& symbol,
-                 const std::vector<int64_t>& values);
+                 const std::vector<int64_t>& values, std::vector<int64_t> sizes);
   // Runs segment number `segment` of the plan's Python side.
   void AddCallback(int64_t segment, const std::vector<int64_t>& inputs,
                    const std::vector<int64_t>& outputs);
@@ -69,6 +70,9 @@ class Plan {
     std::string symbol;
     size_t first_argument;
     std::vector<size_t> values;
+    std::vector<int64_t> sizes;
+
+    size_t arguments() const { return values.size() + sizes.size(); }
   };
   struct Callback {
     int64_t segment;

@@ -39,19 +39,17 @@ size_t Plan::AddValue(ValueKind kind, int64_t payload, Layout layout) {
 }
 
 void Plan::AddKernel(const std::string& library, const std::string& symbol,
-                     const std::vector<int64_t>& values) {
+                     const std::vector<int64_t>& values, std::vector<int64_t> sizes) {
   if (sealed_) Refuse("a sealed plan takes no more steps");
   std::vector<size_t> checked = Checked(values);
   for (const size_t value : checked) {
     if (values_[value].kind == ValueKind::kRawInput) Refuse("kernels cannot read a raw input");
   }
   LoadedKernel loaded = FindKernel(library, symbol);  // may throw: the plan is unchanged
-  const size_t first = arguments_;
-  arguments_ += checked.size();
-  steps_.push_back(
-      {Kernel{loaded.function, std::move(loaded.library), symbol, first, std::move(checked)},
-       {},
-       {}});
+  Kernel kernel{loaded.function,    std::move(loaded.library), symbol, arguments_,
+                std::move(checked), std::move(sizes)};
+  arguments_ += kernel.arguments();
+  steps_.push_back({std::move(kernel), {}, {}});
 }
 
 void Plan::AddCallback(int64_t segment, const std::vector<int64_t>& inputs,

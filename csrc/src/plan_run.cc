@@ -47,6 +47,12 @@ std::unique_ptr<Frame> Plan::NewFrame() const {
       argument.v_ptr = &frame->views[value];
       frame->arguments.push_back(argument);
     }
+    for (const int64_t size : kernel->sizes) {
+      TVMFFIAny argument{};
+      argument.type_index = kTVMFFIInt;
+      argument.v_int64 = size;
+      frame->arguments.push_back(argument);
+    }
   }
   return frame;
 }
@@ -159,7 +165,7 @@ bool Plan::RunStepsProfiled(Frame& frame, int64_t key) const {
 void Plan::RunKernel(Frame& frame, const Kernel& kernel) const {
   TVMFFIAny result{};
   const int status = kernel.function(nullptr, frame.arguments.data() + kernel.first_argument,
-                                     static_cast<int32_t>(kernel.values.size()), &result);
+                                     static_cast<int32_t>(kernel.arguments()), &result);
   if (status == 0) return;
   const std::string message = TakeKernelError();
   Refuse("the kernel " + kernel.symbol + " failed with status " + std::to_string(status) +

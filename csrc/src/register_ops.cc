@@ -55,8 +55,9 @@ int64_t PlanAddValue(int64_t plan, int64_t kind, int64_t payload, ScalarType dty
       static_cast<ValueKind>(kind), payload, Layout{dtype, std::move(sizes), std::move(strides)}));
 }
 
-void PlanAddKernel(int64_t plan, std::string library, std::string symbol, Numbers values) {
-  Plans().Get(plan)->AddKernel(library, symbol, values);
+void PlanAddKernel(int64_t plan, std::string library, std::string symbol, Numbers values,
+                   Numbers sizes) {
+  Plans().Get(plan)->AddKernel(library, symbol, values, std::move(sizes));
 }
 
 void PlanAddCallback(int64_t plan, int64_t segment, Numbers inputs, Numbers outputs) {
@@ -108,7 +109,8 @@ STABLE_TORCH_LIBRARY(torch_hybrid_backend, m) {
   m.def(
       "plan_add_value(int plan, int kind, int payload, ScalarType dtype, int[] sizes, "
       "int[] strides) -> int");
-  m.def("plan_add_kernel(int plan, str library, str symbol, int[] values) -> ()");
+  m.def(
+      "plan_add_kernel(int plan, str library, str symbol, int[] values, int[] sizes) -> ()");
   m.def("plan_add_callback(int plan, int segment, int[] inputs, int[] outputs) -> ()");
   m.def("plan_add_copy(int plan, int source, int destination) -> ()");
   m.def("plan_seal(int plan, int inputs, int constants, int arena_bytes, int[] outputs) -> ()");

@@ -47,11 +47,18 @@ def test_refusals_have_codes(fn: Callable[..., object], x: torch.Tensor, code: R
     assert not verdict.why.endswith(".")
 
 
-def test_symbolic_shapes_are_refused() -> None:
-    """A size known only at run time is refused, without a crash."""
-    graph = make_fx(aten.relu.default, tracing_mode="symbolic")(sample(3, 4)).graph
-    (node,) = (n for n in graph.nodes if n.target is aten.relu.default)
-    assert supports(node).code is Reason.SYMBOLIC_SHAPE
+def test_symbolic_shapes_are_taken_where_their_form_tells_enough() -> None:
+    """Sizes known only at run time are taken; where a lowering needs the number itself, and where sizes depend on data, they are refused."""
+
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return aten.relu(x), aten.mean(x), *aten.unbind(x), aten.nonzero(x) + 1
+
+    graph = make_fx(fn, tracing_mode="symbolic")(sample(3, 4)).graph
+    verdicts = {n.target: supports(n) for n in graph.nodes if n.op == "call_function"}
+    assert verdicts[aten.relu.default]
+    assert verdicts[aten.mean.default]
+    assert verdicts[aten.unbind.int].code is Reason.SYMBOLIC_SHAPE
+    assert verdicts[aten.add.Tensor].code is Reason.SYMBOLIC_SHAPE
 
 
 def test_parts_of_a_result_are_judged_with_it() -> None:

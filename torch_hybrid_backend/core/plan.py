@@ -11,7 +11,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.core.size import Size, parse
+from torch_hybrid_backend.core.tensor_spec import Dim, TensorSpec
 from torch_hybrid_backend.core.verdict import Reason, Refused
 
 
@@ -79,7 +80,7 @@ class Plan:
 
     def to_json(self) -> str:
         """Stable JSON (sorted keys, two spaces)."""
-        return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True)
+        return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True, default=_shown)
 
     @staticmethod
     def from_json(text: str) -> Plan:
@@ -87,7 +88,7 @@ class Plan:
         raw: dict[str, Any] = json.loads(text)
 
         def spec(d: dict[str, Any]) -> TensorSpec:
-            return TensorSpec(tuple(d["shape"]), d["dtype"], tuple(d["strides"]), d["device"])
+            return TensorSpec(tuple(map(_read, d["shape"])), d["dtype"], tuple(map(_read, d["strides"])), d["device"])
 
         def refusals(items: list[dict[str, Any]]) -> tuple[Refusal, ...]:
             return tuple(Refusal(r["engine"], Reason(r["code"]), r["why"]) for r in items)
@@ -107,3 +108,13 @@ class Plan:
             for r in raw["regions"]
         )
         return Plan(raw["graph"], raw["kind"], nodes, regions)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Size):
+        return str(value)
+    raise TypeError(f"a plan holds a {type(value).__name__}, which JSON cannot")
+
+
+def _read(size: int | str) -> Dim:
+    return parse(size) if isinstance(size, str) else size

@@ -6,11 +6,12 @@ constants, the arena, fresh outputs); the program only says how large they are a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from torch_hybrid_backend.core.size import Dim, evaluate
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 
 
@@ -22,6 +23,7 @@ class Kernel:
     symbol: str  # the kernel's name in it, without the "__tvm_ffi_" prefix
     arguments: tuple[int, ...]
     writes: int  # how many of the last arguments are written
+    sizes: tuple[Dim, ...] = ()  # further arguments, after the buffers: sizes known only at run time
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +53,21 @@ class Program:
     outputs: tuple[int, ...]
     constants: tuple[PackedConstant, ...]
     kernels: tuple[Kernel, ...]
+    # Of a program with sizes known only at run time: what they are read from, the region's inputs as tensors or sizes.
+    signature: tuple[TensorSpec | Dim | None, ...] = ()
+
+    def at(self, values: Mapping[str, int]) -> Program:
+        """The program for values of the size symbols, by name; KeyError for one that is missing."""
+        buffers = tuple(buffer.at(values) for buffer in self.buffers)
+        kernels = tuple(
+            replace(kernel, sizes=tuple(evaluate(size, values) for size in kernel.sizes)) if kernel.sizes else kernel
+            for kernel in self.kernels
+        )
+        return replace(self, buffers=buffers, kernels=kernels)
+
+    def reading(self, inputs: Sequence[int]) -> Program:
+        """The program with only those of the region's inputs, by position; the others are read by no kernel and no packing."""
+        new = {old: position for position, old in enumerate(inputs)}
+        constants = tuple(replace(c, sources=tuple(new[source] for source in c.sources)) for c in self.constants)
+        signature = tuple(self.signature[old] for old in inputs) if self.signature else ()
+        return replace(self, inputs=tuple(self.inputs[old] for old in inputs), constants=constants, signature=signature)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch.fx
 
-from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.core.tensor_spec import Dim, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
 class RegionInput:
-    """One value that enters a region; `spec` is None where it is no tensor (a size). Constants (parameters, folded
-    values) change rarely: engines may pack them."""
+    """One value that enters a region; `spec` is None where it is no tensor, `size` says which size it is where it is one. Constants
+    (parameters, folded values) change rarely: engines may pack them."""
 
     name: str
     spec: TensorSpec | None
     is_constant: bool = False
+    size: Dim | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +55,20 @@ class PartitionedGraph:
     """A whole graph as segments in execution order; they cover every operator exactly once.
 
     `inputs` are the graph's placeholders in order; `constants` those of them that hold parameters, buffers or folded values.
-    `outputs` are node names, or literal values (None, numbers) the graph returns as they are.
+    `outputs` are node names, or literal values (None, numbers) the graph returns as they are. `sizes`: the values of the graph that are
+    sizes, inputs and computed ones, by name.
     """
 
     inputs: tuple[str, ...]
     constants: frozenset[str]
     segments: tuple[Segment, ...]
     outputs: tuple[object, ...]  # str: the name of a value; anything else: returned as it is
+    sizes: Mapping[str, Dim] = field(default_factory=dict)
+
+    @property
+    def is_static(self) -> bool:
+        """Whether every size in the graph is a number."""
+        specs = [
+            s for segment in self.segments for s in (*(i.spec for i in segment.region.inputs), *segment.region.outputs)
+        ]
+        return not self.sizes and all(spec.is_static for spec in specs if spec is not None)

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-# A size or stride: a number, or the text of a symbolic expression ("s0", "2*s0") known only at run time.
-Dim = int | str
+from torch_hybrid_backend.core.size import Dim, Size, evaluate, from_sympy, symbol, symbols
 
 
-def _dim(value: int | torch.SymInt) -> Dim:
+def dim(value: int | torch.SymInt) -> Dim:
+    """A size or stride of a tensor, real or fake, as a number or a `Size`; installs no guard.
+
+    What has no form as a `Size`, or depends on data (unbacked symbols), becomes a symbol that only the expression's text names.
+    """
     if isinstance(value, int):
         return value
-    expression = value.node.expr
-    return int(expression) if expression.is_number else str(expression)
+    node = value.node
+    expression, environment = node.expr, node.shape_env
+    # The name changed with torch 2.12.
+    known: Mapping[Any, Any] = getattr(environment, "backed_var_to_val", None)  # type: ignore[assignment]
+    known = environment.var_to_val if known is None else known
+    hints = {s: int(known[s]) for s in expression.free_symbols if s in known}
+    size = from_sympy(expression, hints.get) if len(hints) == len(expression.free_symbols) else None
+    return symbol(f"[{expression}]") if size is None else size
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +45,28 @@ class TensorSpec:
     def of(tensor: torch.Tensor) -> TensorSpec:
         """The spec of a real or fake strided tensor."""
         return TensorSpec(
-            tuple(_dim(size) for size in tensor.shape),
+            tuple(map(dim, tensor.shape)),
             str(tensor.dtype).removeprefix("torch."),
-            tuple(_dim(stride) for stride in tensor.stride()),
+            tuple(map(dim, tensor.stride())),
             tensor.device.type,
         )
 
     @property
     def is_static(self) -> bool:
         """Whether every size and stride is a number."""
-        return all(isinstance(dim, int) for dim in self.shape + self.strides)
+        return all(isinstance(size, int) for size in self.shape + self.strides)
+
+    @property
+    def is_computable(self) -> bool:
+        """Whether every size and stride follows from the sizes of the graph's inputs."""
+        return self.is_static or not any(s.name.startswith("[") for s in symbols(self.shape + self.strides))
+
+    def at(self, values: Mapping[str, int]) -> TensorSpec:
+        """The static spec for values of the size symbols, by name; KeyError for one that is missing."""
+        if self.is_static:
+            return self
+        shape = tuple(evaluate(size, values) for size in self.shape)
+        return TensorSpec(shape, self.dtype, tuple(evaluate(s, values) for s in self.strides), self.device)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -65,3 +88,6 @@ class TensorSpec:
     @property
     def size_bytes(self) -> int:
         return self.span * self.torch_dtype.itemsize
+
+
+__all__ = ["Dim", "Size", "TensorSpec", "dim"]

@@ -13,10 +13,10 @@ results, so nothing ever moves past its own readers.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from torch_hybrid_backend.core.size import Dim, product, typical
 from torch_hybrid_backend.loops.graph import LoopGraph
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index, reshape_index
 from torch_hybrid_backend.loops.ir import (
@@ -63,7 +63,7 @@ class Group:
     """Operations that become one kernel."""
 
     kind: str
-    shape: tuple[int, ...]
+    shape: tuple[Dim, ...]
     variables: tuple[LoopVar, ...]
     axes: tuple[int, ...] = ()
     members: list[Member] = field(default_factory=list)
@@ -81,7 +81,7 @@ class Group:
         return tuple(i for d, i in enumerate(self.point) if d not in self.axes)
 
     @property
-    def kept_shape(self) -> tuple[int, ...]:
+    def kept_shape(self) -> tuple[Dim, ...]:
         return tuple(n for d, n in enumerate(self.shape) if d not in self.axes)
 
     def member_of(self, buffer: Buffer) -> Member | None:
@@ -180,7 +180,7 @@ def _join_reduce(group: Group, op: ReduceOp, reads: Sequence[Buffer]) -> Group |
             group.members.append(Member(op, group.kept_point, expr, "reduce", tuple(reads)))
             return group
         return None
-    if group.kind != "map" or math.prod(group.shape) != math.prod(op.domain):
+    if group.kind != "map" or product(group.shape) != product(op.domain):
         return None
     # The elementwise group becomes the prologue of a row group over the reduction's domain.
     rebuilt = Group("row", op.domain, tuple(LoopVar(f"i{d}", n) for d, n in enumerate(op.domain)), op.axes)
@@ -200,13 +200,13 @@ def _join_reduce(group: Group, op: ReduceOp, reads: Sequence[Buffer]) -> Group |
 
 
 def _worth_rows(group: Group) -> bool:
-    return math.prod(group.kept_shape) >= MIN_ROWS or math.prod(group.shape) <= SMALL_NUMEL
+    return typical(product(group.kept_shape)) >= MIN_ROWS or typical(product(group.shape)) <= SMALL_NUMEL
 
 
 def _express(group: Group, op: MapOp, reads: Sequence[Buffer]) -> Member | None:
     """`op` over the group's variables, or None where it does not fit."""
-    numel = math.prod(op.out.shape)
-    full, rows = math.prod(group.shape), math.prod(group.kept_shape)
+    numel = product(op.out.shape)
+    full, rows = product(group.shape), product(group.kept_shape)
     if numel not in (full, rows) or (group.kind != "row" and numel != full):
         return None
     role = "full" if numel == full else "scalar"

@@ -9,7 +9,6 @@ What stays lazy (a `Map` inlined into whatever reads it) and what gets memory is
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +18,8 @@ import torch
 import torch.fx
 
 from torch_hybrid_backend.core.region import Region
+from torch_hybrid_backend.core.size import product, typical
+from torch_hybrid_backend.core.tensor_spec import dim
 from torch_hybrid_backend.loops.index import LoopVar, contiguous_strides, linear
 from torch_hybrid_backend.loops.ir import (
     AttentionOp,
@@ -108,9 +109,11 @@ class _Lowerer:
             if node.op == "placeholder":
                 region_input = self._region.inputs[len(inputs)]
                 spec = region_input.spec
-                assert spec is not None  # engines are given tensors only
-                shape = tuple(int(n) for n in spec.shape)
-                values[node] = Buffer(shape, spec.dtype, region_input.name, constant=region_input.is_constant)
+                if spec is None:  # a size: kernels get those they need, and no buffer is read for it
+                    values[node] = dim(node.meta["val"])
+                    inputs.append(Buffer((), "int64", region_input.name))
+                    continue
+                values[node] = Buffer(spec.shape, spec.dtype, region_input.name, constant=region_input.is_constant)
                 inputs.append(values[node])
             elif node.op == "get_attr":
                 tensor = operator.attrgetter(str(node.target))(self._region.graph_module).detach().contiguous()
@@ -201,7 +204,12 @@ class _Lowerer:
         if reader.target in _WINDOWS:
             return True
         meta = reader.meta.get("val")
-        return isinstance(meta, torch.Tensor) and meta.numel() > 2 * math.prod(value.shape)
+        return isinstance(meta, torch.Tensor) and _elements(meta) > 2 * typical(product(value.shape))
+
+
+def _elements(tensor: torch.Tensor) -> int:
+    """How many elements a fake tensor has, or is likely to have; asking the tensor itself would install a guard on its sizes."""
+    return typical(product(map(dim, tensor.shape)))
 
 
 def _readers(node: torch.fx.Node) -> list[torch.fx.Node]:
@@ -212,7 +220,9 @@ def _readers(node: torch.fx.Node) -> list[torch.fx.Node]:
         user = stack.pop()
         meta, own = user.meta.get("val"), node.meta.get("val")
         grows = (
-            isinstance(meta, torch.Tensor) and isinstance(own, torch.Tensor) and meta.numel() > 2 * max(1, own.numel())
+            isinstance(meta, torch.Tensor)
+            and isinstance(own, torch.Tensor)
+            and _elements(meta) > 2 * max(1, _elements(own))
         )
         if user.target in _VIEWS and not grows:
             stack.extend(user.users)

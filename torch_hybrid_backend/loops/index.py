@@ -2,7 +2,8 @@
 
 An index is a sum `c0 + c1*atom1 + c2*atom2 + ...` with integer coefficients. An atom is a loop variable, a floor division or a
 remainder of another index by a positive number, or a scalar read from a tensor (embedding, gather). Every index knows the
-inclusive range of its values, which is what lets `(a*8 + b) // 8` become `a` when `0 <= b < 8`.
+inclusive range of its values, which is what lets `(a*8 + b) // 8` become `a` when `0 <= b < 8`. Extents, coefficients and divisors may be
+sizes known only at run time (`core.size`); what is simplified holds at every value of theirs for which the element exists.
 
     >>> i, j = var("i", 4), var("j", 8)
     >>> (i * 8 + j) // 8 == i, (i * 8 + j) % 8 == j
@@ -15,8 +16,14 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torch_hybrid_backend.core.size import Dim, Size, Undecided, at_most, below, divide, typical
+
 if TYPE_CHECKING:
     from torch_hybrid_backend.loops.ir import Expr
+
+
+# Bounds of what is not bounded by its form: beyond every address.
+_FAR = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +31,11 @@ class LoopVar:
     """A loop variable with values 0 .. extent-1."""
 
     name: str
-    extent: int
+    extent: Dim
 
     @property
-    def range(self) -> tuple[int, int]:
-        return 0, max(self.extent - 1, 0)
+    def range(self) -> tuple[Dim, Dim]:
+        return 0, max(self.extent - 1, 0) if isinstance(self.extent, int) else self.extent - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +43,16 @@ class FloorDiv:
     """`numerator // divisor`, rounded towards minus infinity."""
 
     numerator: Index
-    divisor: int
+    divisor: Dim
 
     @property
-    def range(self) -> tuple[int, int]:
-        return self.numerator.low // self.divisor, self.numerator.high // self.divisor
+    def range(self) -> tuple[Dim, Dim]:
+        low, high, divisor = self.numerator.low, self.numerator.high, self.divisor
+        if isinstance(divisor, int) and isinstance(low, int) and isinstance(high, int):
+            return low // divisor, high // divisor
+        quotient, rest = divide(high, divisor)
+        above = quotient - 1 if below(rest, 0) else high // divisor
+        return (0 if at_most(0, low) else -_FAR), above
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +60,10 @@ class Mod:
     """`numerator % divisor`, with the sign of the divisor."""
 
     numerator: Index
-    divisor: int
+    divisor: Dim
 
     @property
-    def range(self) -> tuple[int, int]:
+    def range(self) -> tuple[Dim, Dim]:
         return 0, self.divisor - 1
 
 
@@ -61,10 +73,10 @@ class Scalar:
 
     expr: Expr
     low: int
-    high: int
+    high: Dim
 
     @property
-    def range(self) -> tuple[int, int]:
+    def range(self) -> tuple[Dim, Dim]:
         return self.low, self.high
 
 
@@ -76,19 +88,26 @@ class Index:
 
     __slots__ = ("_hash", "const", "high", "low", "terms")
 
-    def __init__(self, terms: tuple[tuple[Atom, int], ...], const: int) -> None:
+    def __init__(self, terms: tuple[tuple[Atom, Dim], ...], const: Dim) -> None:
         self.terms = terms
         self.const = const
         low = high = const
         for atom, coefficient in terms:
             first, last = atom.range
-            low += coefficient * (first if coefficient > 0 else last)
-            high += coefficient * (last if coefficient > 0 else first)
+            if isinstance(coefficient, int):
+                is_positive = coefficient > 0
+            elif at_most(0, coefficient):
+                is_positive = True
+            else:
+                low, high = low - _FAR, high + _FAR
+                continue
+            low += coefficient * (first if is_positive else last)
+            high += coefficient * (last if is_positive else first)
         self.low, self.high = low, high
         self._hash = hash((frozenset(terms), const))
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, int):
+        if isinstance(other, int | Size):
             return self.is_const and self.const == other
         if not isinstance(other, Index) or self._hash != other._hash:
             return False
@@ -105,27 +124,27 @@ class Index:
     def is_const(self) -> bool:
         return not self.terms
 
-    def __add__(self, other: Index | int) -> Index:
+    def __add__(self, other: Index | Dim) -> Index:
         other = as_index(other)
         if not other.terms:
             return self if other.const == 0 else Index(self.terms, self.const + other.const)
         total = dict(self.terms)
         for atom, coefficient in other.terms:
             total[atom] = total.get(atom, 0) + coefficient
-        return _merge_split(Index(tuple((a, c) for a, c in total.items() if c), self.const + other.const))
+        return _merge_split(Index(tuple((a, c) for a, c in total.items() if c != 0), self.const + other.const))
 
     __radd__ = __add__
 
     def __neg__(self) -> Index:
         return self * -1
 
-    def __sub__(self, other: Index | int) -> Index:
+    def __sub__(self, other: Index | Dim) -> Index:
         return self + as_index(other) * -1
 
-    def __rsub__(self, other: int) -> Index:
+    def __rsub__(self, other: Dim) -> Index:
         return as_index(other) + self * -1
 
-    def __mul__(self, factor: int) -> Index:
+    def __mul__(self, factor: Dim) -> Index:
         if factor == 0:
             return as_index(0)
         if factor == 1:
@@ -134,14 +153,14 @@ class Index:
 
     __rmul__ = __mul__
 
-    def __floordiv__(self, divisor: int) -> Index:
-        if divisor <= 0:
+    def __floordiv__(self, divisor: Dim) -> Index:
+        if isinstance(divisor, int) and divisor <= 0:
             raise ValueError(f"an index is divided by positive numbers only, got {divisor}")
         quotient, rest = self._split(divisor)
-        if rest.low // divisor == rest.high // divisor:
-            return quotient + rest.low // divisor
+        if (whole := _only_quotient(rest, divisor)) is not None:
+            return quotient + whole
         coarse, _, grain = rest._coarsen(divisor)
-        if grain > 1:
+        if grain != 1:
             return quotient + coarse // (divisor // grain)
         if len(rest.terms) == 1 and rest.const == 0:
             atom, coefficient = rest.terms[0]
@@ -149,43 +168,47 @@ class Index:
                 return quotient + atom.numerator // (atom.divisor * divisor)
         return quotient + Index(((FloorDiv(rest, divisor), 1),), 0)
 
-    def __mod__(self, divisor: int) -> Index:
-        if divisor <= 0:
+    def __mod__(self, divisor: Dim) -> Index:
+        if isinstance(divisor, int) and divisor <= 0:
             raise ValueError(f"an index is divided by positive numbers only, got {divisor}")
         _, rest = self._split(divisor)
-        low, high = rest.low // divisor, rest.high // divisor
-        if low == high:
-            return rest - low * divisor
+        if (whole := _only_quotient(rest, divisor)) is not None:
+            return rest - divisor * whole
         coarse, fine, grain = rest._coarsen(divisor)
-        if grain > 1:
+        if grain != 1:
             return coarse % (divisor // grain) * grain + fine
         if len(rest.terms) == 1 and rest.const == 0:
             atom, coefficient = rest.terms[0]
-            if isinstance(atom, Mod) and coefficient == 1 and atom.divisor % divisor == 0:
+            if isinstance(atom, Mod) and coefficient == 1 and divide(atom.divisor, divisor)[1] == 0:
                 return atom.numerator % divisor
         return Index(((Mod(rest, divisor), 1),), 0)
 
-    def _split(self, divisor: int) -> tuple[Index, Index]:
+    def _split(self, divisor: Dim) -> tuple[Index, Index]:
         """`self == quotient * divisor + rest`, with every term whose coefficient divides moved to the quotient."""
-        divisible = tuple((a, c // divisor) for a, c in self.terms if c % divisor == 0)
-        rest = tuple((a, c) for a, c in self.terms if c % divisor)
-        return Index(divisible, self.const // divisor), Index(rest, self.const % divisor)
+        divisible, rest = [], []
+        for atom, coefficient in self.terms:
+            times, left = divide(coefficient, divisor)
+            if left == 0:
+                divisible.append((atom, times))
+            else:
+                rest.append((atom, coefficient))
+        whole, remaining = divide(self.const, divisor)
+        return Index(tuple(divisible), whole), Index(tuple(rest), remaining)
 
-    def _coarsen(self, divisor: int) -> tuple[Index, Index, int]:
+    def _coarsen(self, divisor: Dim) -> tuple[Index, Index, Dim]:
         """`self == coarse * grain + fine` with `0 <= fine < grain`, for the largest such grain that divides `divisor`.
 
         Then `self // divisor == coarse // (divisor // grain)`: vector lanes drop out of divisions. (self, 0, 1) where there is none.
         """
-        grains = sorted({math.gcd(c, divisor) for _, c in self.terms}, reverse=True)
-        for grain in grains:
+        for grain in sorted({_common(c, divisor) for _, c in self.terms}, key=typical, reverse=True):
             if grain == 1:
-                break
+                continue
             coarse, fine = self._split(grain)
-            if fine.low >= 0 and fine.high < grain:
+            if at_most(0, fine.low) and below(fine.high, grain):
                 return coarse, fine, grain
         return self, as_index(0), 1
 
-    def coarse_bound(self, bound: int) -> tuple[Index, Index]:
+    def coarse_bound(self, bound: Dim) -> tuple[Index, Index]:
         """(index, limit) with `index < limit` exactly where `self < bound`, without a fine part that cannot decide it."""
         coarse, _, grain = self._coarsen(bound)
         return coarse, as_index(bound // grain)
@@ -212,15 +235,36 @@ class Index:
                 case LoopVar(name, _):
                     return name
                 case FloorDiv(numerator, divisor):
-                    return f"({numerator!r} // {divisor})"
+                    return f"({numerator!r} // {_factor(divisor)})"
                 case Mod(numerator, divisor):
-                    return f"({numerator!r} % {divisor})"
+                    return f"({numerator!r} % {_factor(divisor)})"
             return f"[{atom.expr!r}]"
 
-        parts = [show(a) if c == 1 else f"{show(a)}*{c}" for a, c in self.terms]
-        if self.const or not parts:
+        parts = [show(a) if c == 1 else f"{show(a)}*{_factor(c)}" for a, c in self.terms]
+        if self.const != 0 or not parts:
             parts.append(str(self.const))
         return " + ".join(parts)
+
+
+def _factor(size: Dim) -> str:
+    return str(size) if isinstance(size, int) else f"({size})"
+
+
+def _only_quotient(rest: Index, divisor: Dim) -> Dim | None:
+    """`rest // divisor` where it is the same at every point."""
+    low, high = rest.low, rest.high
+    if isinstance(divisor, int) and isinstance(low, int) and isinstance(high, int):
+        return low // divisor if low // divisor == high // divisor else None
+    return 0 if at_most(0, low) and below(high, divisor) else None
+
+
+def _common(coefficient: Dim, divisor: Dim) -> Dim:
+    """A common divisor: the greatest of numbers; of sizes the coefficient itself, where it divides."""
+    if isinstance(coefficient, int) and isinstance(divisor, int):
+        return math.gcd(coefficient, divisor)
+    if isinstance(coefficient, int) and isinstance(divisor, Size):
+        return math.gcd(coefficient, *divisor.terms.values())
+    return coefficient if divide(divisor, coefficient)[1] == 0 and coefficient != divisor else 1
 
 
 def _merge_split(index: Index) -> Index:
@@ -242,17 +286,19 @@ def _merge_split(index: Index) -> Index:
     return index
 
 
-def as_index(value: Index | int) -> Index:
-    """A number as an index."""
-    return value if isinstance(value, Index) else Index((), int(value))
+def as_index(value: Index | Dim) -> Index:
+    """A number or a size as an index."""
+    if isinstance(value, Index):
+        return value
+    return Index((), value if isinstance(value, Size) else int(value))
 
 
-def var(name: str, extent: int) -> Index:
+def var(name: str, extent: Dim) -> Index:
     """A fresh loop variable as an index; a loop of one iteration is the constant 0."""
     return as_index(0) if extent == 1 else Index(((LoopVar(name, extent), 1),), 0)
 
 
-def linear(index: tuple[Index, ...], strides: tuple[int, ...]) -> Index:
+def linear(index: tuple[Index, ...], strides: tuple[Dim, ...]) -> Index:
     """The offset of `index` in a tensor with `strides` (elements)."""
     total = as_index(0)
     for position, stride in zip(index, strides, strict=True):
@@ -260,38 +306,44 @@ def linear(index: tuple[Index, ...], strides: tuple[int, ...]) -> Index:
     return total
 
 
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+def contiguous_strides(shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
     """Row-major strides, in elements."""
-    strides, step = [], 1
+    strides: list[Dim] = []
+    step: Dim = 1
     for size in reversed(shape):
         strides.append(step)
-        step *= max(size, 1)
+        step = step * (max(size, 1) if isinstance(size, int) else size)
     return tuple(reversed(strides))
 
 
-def reshape_index(index: tuple[Index, ...], source: tuple[int, ...], target: tuple[int, ...]) -> tuple[Index, ...]:
+def reshape_index(index: tuple[Index, ...], source: tuple[Dim, ...], target: tuple[Dim, ...]) -> tuple[Index, ...]:
     """Where the element at `index` of a row-major tensor of shape `target` lies in shape `source` (same element count).
 
     Works group by group (runs of dimensions with equal products), so that only dimensions which really split or merge divide.
+    Raises Undecided where the counts are sizes that are not known to be equal.
     """
     result: list[Index] = []
     s = t = 0
     while s < len(source) or t < len(target):
         s_end, t_end = s, t
-        left = right = 1
+        left: Dim = 1
+        right: Dim = 1
         if s < len(source):
             left, s_end = source[s], s + 1
         if t < len(target):
             right, t_end = target[t], t + 1
         while left != right:
-            if left < right and s_end < len(source):
+            # Which side is to grow is a guess where sizes are symbolic; that they are equal in the end is not.
+            if typical(left) < typical(right) and s_end < len(source):
                 left, s_end = left * source[s_end], s_end + 1
             elif t_end < len(target):
                 right, t_end = right * target[t_end], t_end + 1
-            else:
+            elif s_end < len(source):
                 left, s_end = left * source[s_end], s_end + 1
+            else:
+                raise Undecided(f"shapes {source} and {target} are not known to have as many elements")
         offset = linear(index[t:t_end], contiguous_strides(target[t:t_end]))
         for size, stride in zip(source[s:s_end], contiguous_strides(source[s:s_end]), strict=True):
-            result.append(offset // stride % size if size > 1 else as_index(0))
+            result.append(offset // stride % size if size != 1 else as_index(0))
         s, t = s_end, t_end
     return tuple(result)

@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from torch_hybrid_backend.core.size import Dim
 from torch_hybrid_backend.loops.index import Index, LoopVar, Scalar, as_index, var
 
 INDEX_DTYPE = "int64"
@@ -72,7 +73,7 @@ InverseFn = Callable[[tuple[Index, ...]], tuple[Index, ...]]
 class Value:
     """A tensor described by shape and dtype. `at` gives the scalar at a logical index."""
 
-    shape: tuple[int, ...]
+    shape: tuple[Dim, ...]
     dtype: str
 
     def at(self, index: tuple[Index, ...]) -> Expr:
@@ -185,7 +186,7 @@ class ReduceOp(LoopOp):
     Accumulates in the body's dtype (float64 stays float64; bfloat16 and float16 in float32).
     """
 
-    domain: tuple[int, ...]
+    domain: tuple[Dim, ...]
     axes: tuple[int, ...]
     combiner: str
     body: ScalarFn
@@ -252,7 +253,7 @@ def _unique(buffers: list[Buffer]) -> list[Buffer]:
     return list({id(b): b for b in buffers}.values())
 
 
-def domain_vars(shape: tuple[int, ...], prefix: str = "i") -> tuple[Index, ...]:
+def domain_vars(shape: tuple[Dim, ...], prefix: str = "i") -> tuple[Index, ...]:
     """One loop variable per dimension."""
     return tuple(var(f"{prefix}{d}", size) for d, size in enumerate(shape))
 
@@ -358,7 +359,7 @@ def canonical(expr: Expr, buffer_names: Mapping[int, str]) -> str:
     return ";".join([*lines, result])
 
 
-def scalar_index(expr: Expr, low: int, high: int) -> Index:
+def scalar_index(expr: Expr, low: int, high: Dim) -> Index:
     """A scalar read from a tensor as an index with values in `low .. high`."""
     if isinstance(expr, Const):
         return as_index(int(expr.value))

@@ -9,8 +9,10 @@ out over the kernel's own loop variables, so a kernel can be pickled to a compil
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 
+from torch_hybrid_backend.core.size import Dim, Size, Symbol, symbols
 from torch_hybrid_backend.loops.index import Index, LoopVar
 from torch_hybrid_backend.loops.ir import Buffer, Expr
 from torch_hybrid_backend.loops.layout import Layout
@@ -24,7 +26,7 @@ class Argument:
     layout: Layout
 
     @property
-    def span(self) -> int:
+    def span(self) -> Dim:
         return self.layout.span(self.buffer.shape)
 
 
@@ -134,6 +136,39 @@ class AttentionKernel(Kernel):
     causal: bool
     accumulator: Buffer
     stores: tuple[Store, ...] = field(default=())
+
+
+def kernel_sizes(kernel: Kernel) -> list[Symbol]:
+    """The size symbols a kernel depends on: its further arguments, after the buffers, in this order."""
+    found: dict[Symbol, None] = {}
+    seen: set[int] = set()
+
+    def visit(value: object) -> None:
+        match value:
+            case None | bool() | int() | float() | str() | LoopVar(_, int()):
+                return
+            case Size():
+                found.update(dict.fromkeys(symbols([value])))
+            case tuple() | list():
+                for item in value:
+                    visit(item)
+            case Index():
+                visit(value.const)
+                for atom, coefficient in value.terms:
+                    visit(coefficient)
+                    visit(atom)
+            case Buffer():
+                visit(value.shape)
+            case _ if dataclasses.is_dataclass(value) and id(value) not in seen:
+                seen.add(id(value))
+                for member in dataclasses.fields(value):
+                    visit(getattr(value, member.name))
+
+    # What a kernel declares first: then the order does not depend on how its expressions were built.
+    visit([variable.extent for variable in kernel.domain])
+    visit([(argument.buffer.shape, argument.layout) for argument in (*kernel.reads, *kernel.writes)])
+    visit(kernel)
+    return list(found)
 
 
 def kernel_exprs(kernel: Kernel) -> list[tuple[str, Expr]]:

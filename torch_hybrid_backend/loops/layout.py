@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch_hybrid_backend.core.size import Dim, ceil_div, product
 from torch_hybrid_backend.loops.index import Index, as_index, contiguous_strides, linear
 
 
@@ -11,13 +12,16 @@ from torch_hybrid_backend.loops.index import Index, as_index, contiguous_strides
 class Strided:
     """Plain strides, in elements."""
 
-    strides: tuple[int, ...]
+    strides: tuple[Dim, ...]
 
     def offset(self, index: tuple[Index, ...]) -> Index:
         return linear(index, self.strides)
 
-    def span(self, shape: tuple[int, ...]) -> int:
-        return 1 + sum((n - 1) * s for n, s in zip(shape, self.strides, strict=True))
+    def span(self, shape: tuple[Dim, ...]) -> Dim:
+        total: Dim = 1
+        for size, stride in zip(shape, self.strides, strict=True):
+            total = total + (size - 1) * stride
+        return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,30 +34,27 @@ class Blocked:
 
     block: int
 
-    def physical_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return (shape[0], -(-shape[1] // self.block), *shape[2:], self.block)
+    def physical_shape(self, shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
+        return (shape[0], ceil_div(shape[1], self.block), *shape[2:], self.block)
 
-    def offset(self, index: tuple[Index, ...], shape: tuple[int, ...] = ()) -> Index:
+    def offset(self, index: tuple[Index, ...], shape: tuple[Dim, ...] = ()) -> Index:
         physical = self.physical_shape(shape)
         position = (index[0], index[1] // self.block, *index[2:], index[1] % self.block)
         return linear(position, contiguous_strides(physical))
 
-    def span(self, shape: tuple[int, ...]) -> int:
-        total = 1
-        for size in self.physical_shape(shape):
-            total *= size
-        return total
+    def span(self, shape: tuple[Dim, ...]) -> Dim:
+        return product(self.physical_shape(shape))
 
 
 Layout = Strided | Blocked
 
 
-def contiguous(shape: tuple[int, ...]) -> Strided:
+def contiguous(shape: tuple[Dim, ...]) -> Strided:
     """Row-major."""
     return Strided(contiguous_strides(shape))
 
 
-def offset_of(layout: Layout, shape: tuple[int, ...], index: tuple[Index, ...]) -> Index:
+def offset_of(layout: Layout, shape: tuple[Dim, ...], index: tuple[Index, ...]) -> Index:
     """The offset, in elements, of `index` in a buffer of logical shape `shape` laid out by `layout`."""
     if isinstance(layout, Blocked):
         return layout.offset(index, shape)

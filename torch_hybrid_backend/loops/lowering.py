@@ -24,7 +24,8 @@ import torch
 import torch.fx
 from torch.utils._pytree import tree_map
 
-from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.core.size import Dim, Size, Undecided
+from torch_hybrid_backend.core.tensor_spec import TensorSpec, dim
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import (
@@ -112,9 +113,9 @@ class Context:
         return self.node is not None and _reads(self.node, position)
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> tuple[Dim, ...]:
         """The shape of the node's (first) result."""
-        return tuple(int(size) for size in self.out.shape)
+        return self.out.shape
 
     def realize(self, op: LoopOp) -> Buffer:
         """Emit an operation; its buffer can be read by everything that follows."""
@@ -140,10 +141,10 @@ class Context:
     def pointwise(
         self,
         fn: Callable[..., Expr],
-        *inputs: Value | float,
+        *inputs: Value | float | Size,
         dtype: str | None = None,
         compute: str | None = None,
-        shape: tuple[int, ...] | None = None,
+        shape: tuple[Dim, ...] | None = None,
     ) -> Map:
         """fn applied element by element with broadcasting.
 
@@ -168,7 +169,7 @@ def _identity(index: tuple[Index, ...]) -> tuple[Index, ...]:
     return index
 
 
-def broadcast(value: Value, shape: tuple[int, ...]) -> Value:
+def broadcast(value: Value, shape: tuple[Dim, ...]) -> Value:
     """The value expanded to `shape` by PyTorch's broadcasting rules."""
     if value.shape == shape:
         return value
@@ -184,7 +185,7 @@ def broadcast(value: Value, shape: tuple[int, ...]) -> Value:
 
 def reindex(
     value: Value,
-    shape: tuple[int, ...],
+    shape: tuple[Dim, ...],
     forward: Callable[[tuple[Index, ...]], tuple[Index, ...]],
     inverse: InverseFn | None = None,
 ) -> Value:
@@ -212,9 +213,9 @@ def check_tensor(tensor: torch.Tensor) -> Refused | None:
     if dtype not in DTYPES:
         return Refused(Reason.DTYPE, f"dtype {dtype} is not taken")
     spec = TensorSpec.of(tensor)
-    if not spec.is_static:
-        return Refused(Reason.SYMBOLIC_SHAPE, f"the shape {spec.shape} is only known at run time")
-    if spec.numel == 0:
+    if not spec.is_computable:
+        return Refused(Reason.SYMBOLIC_SHAPE, f"the shape {spec.shape} depends on data")
+    if 0 in spec.shape:
         return Refused(Reason.ARGUMENT, "a tensor has no elements")
     return None
 
@@ -225,7 +226,7 @@ def _reads(node: torch.fx.Node, position: int) -> bool:
 
 
 def lower_node(ctx: Context, node: torch.fx.Node, values: Mapping[torch.fx.Node, Any]) -> Any:
-    """The value(s) of one call_function node; raises Refuse where it is not taken."""
+    """The value(s) of one call_function node; raises Refuse where it is not taken. `values` holds a `Size` or int for a size."""
     if node.target is operator.getitem:
         return values[node.args[0]][node.args[1]]  # type: ignore[index]
     lowering = table().get(node.target) if isinstance(node.target, torch._ops.OpOverload) else None
@@ -236,7 +237,12 @@ def lower_node(ctx: Context, node: torch.fx.Node, values: Mapping[torch.fx.Node,
     for position, tensor in enumerate(outputs):
         if tensor is None:
             continue
-        if position and isinstance(tensor, torch.Tensor) and tensor.numel() == 0 and not _reads(node, position):
+        if (
+            position
+            and isinstance(tensor, torch.Tensor)
+            and 0 in TensorSpec.of(tensor).shape
+            and not _reads(node, position)
+        ):
             continue  # a second result that this case leaves empty: batch norm's statistics in eval
         if not isinstance(tensor, torch.Tensor):
             raise Refuse(Reason.NOT_A_TENSOR, f"{node.target} yields a {type(tensor).__name__}, not a tensor")
@@ -253,7 +259,10 @@ def lower_node(ctx: Context, node: torch.fx.Node, values: Mapping[torch.fx.Node,
 
     args = [tree_map(argument, item, is_leaf=lambda i: isinstance(i, torch.fx.Node)) for item in node.args]
     kwargs = {k: tree_map(argument, v, is_leaf=lambda i: isinstance(i, torch.fx.Node)) for k, v in node.kwargs.items()}
-    return lowering(ctx, *args, **kwargs)
+    try:
+        return lowering(ctx, *args, **kwargs)
+    except Undecided as undecided:
+        raise Refuse(Reason.SYMBOLIC_SHAPE, f"{node.target}: {undecided}") from undecided
 
 
 def supports(node: torch.fx.Node) -> Verdict:
@@ -274,9 +283,11 @@ def supports(node: torch.fx.Node) -> Verdict:
             if (refused := check_tensor(meta)) is not None:
                 return refused
             spec = TensorSpec.of(meta)
-            placeholders[source] = Buffer(tuple(int(n) for n in spec.shape), spec.dtype)
-        elif isinstance(meta, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            return Refused(Reason.SYMBOLIC_SHAPE, f"{source.name} is a size that is only known at run time")
+            placeholders[source] = Buffer(spec.shape, spec.dtype)
+        elif isinstance(meta, (int, torch.SymInt)) and not isinstance(meta, bool):
+            placeholders[source] = dim(meta)
+        elif isinstance(meta, (torch.SymFloat, torch.SymBool)):
+            return Refused(Reason.SYMBOLIC_SHAPE, f"{source.name} is a number that is only known at run time")
         else:
             return Refused(Reason.NOT_A_TENSOR, f"{source.name} is a {type(meta).__name__}, not a tensor")
     devices = {t.device.type for s in node.all_input_nodes if isinstance(t := s.meta.get("val"), torch.Tensor)}

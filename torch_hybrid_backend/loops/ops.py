@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import struct
 
+from torch_hybrid_backend.core.size import Dim, Size, at_most, below
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import INDEX_DTYPE, Call, Const, Expr, FromIndex, Load
 
@@ -41,7 +42,12 @@ def is_float(dtype: str) -> bool:
 _INTEGER_BITS = {"int64": 64, "int32": 32, "int16": 16, "int8": 8, "uint8": 8}
 
 
-def const(value: float, dtype: str) -> Const:
+def const(value: float | Size, dtype: str) -> Expr:
+    """A literal of a compute dtype, rounded or wrapped to what the dtype can hold; a size only known at run time as a scalar."""
+    return from_index(as_index(value), dtype) if isinstance(value, Size) else literal(value, dtype)
+
+
+def literal(value: float, dtype: str) -> Const:
     """A literal of a compute dtype, rounded or wrapped to what the dtype can hold."""
     if dtype == "bool":
         return Const(dtype, bool(value))
@@ -95,20 +101,20 @@ def _fold_index(op: str, x: Expr, y: Expr) -> Expr | None:
         return from_index(a + b if op == "add" else a - b)
     if op == "mul" and (a.is_const or b.is_const):
         return from_index(a * b.const if b.is_const else b * a.const)
-    if op in ("floordiv", "mod") and b.is_const and b.const > 0:
+    if op in ("floordiv", "mod") and b.is_const and below(0, b.const):
         return from_index(a // b.const if op == "floordiv" else a % b.const)
-    if op in ("min", "max") and (a.high <= b.low or b.high <= a.low):
-        return x if (a.high <= b.low) == (op == "min") else y
+    if op in ("min", "max") and (at_most(a.high, b.low) or at_most(b.high, a.low)):
+        return x if at_most(a.high, b.low) == (op == "min") else y
     if op not in COMPARE:
         return None
     # Each comparison by where it certainly holds and where it certainly fails.
-    less, greater = a.high < b.low, a.low > b.high
+    less, greater = below(a.high, b.low), below(b.high, a.low)
     equal = a == b
     verdicts = {
-        "lt": (less, equal or a.low >= b.high),
-        "le": (equal or a.high <= b.low, greater),
-        "gt": (greater, equal or a.high <= b.low),
-        "ge": (equal or a.low >= b.high, less),
+        "lt": (less, equal or at_most(b.high, a.low)),
+        "le": (equal or at_most(a.high, b.low), greater),
+        "gt": (greater, equal or at_most(a.high, b.low)),
+        "ge": (equal or at_most(b.high, a.low), less),
         "eq": (equal, less or greater),
         "ne": (less or greater, equal),
     }
@@ -121,7 +127,7 @@ def cast(x: Expr, dtype: str) -> Expr:
     if x.dtype == dtype:
         return x
     if isinstance(x, Const) and (math.isfinite(x.value) or is_float(dtype)):
-        return const(x.value, dtype)
+        return literal(x.value, dtype)
     if dtype == "bool" and isinstance(x, Call) and x.op == "cast" and x.args[0].dtype == "bool":
         return x.args[0]  # a condition that passed through a wider dtype
     return Call(dtype, "cast", (x,))
@@ -136,10 +142,14 @@ def round_to(x: Expr, dtype: str) -> Expr:
     return Call("float32", "round", (cast(x, "float32"), Const("int64", ROUND_TARGETS.index(dtype))))
 
 
-def from_index(index: Index | int, dtype: str = INDEX_DTYPE) -> Expr:
+def from_index(index: Index | Dim, dtype: str = INDEX_DTYPE) -> Expr:
     """An index as a scalar of `dtype`."""
     index = as_index(index)
-    scalar: Expr = Const(INDEX_DTYPE, index.const) if index.is_const else FromIndex(INDEX_DTYPE, index)
+    scalar: Expr = (
+        Const(INDEX_DTYPE, index.const)
+        if isinstance(index.const, int) and index.is_const
+        else FromIndex(INDEX_DTYPE, index)
+    )
     return cast(scalar, dtype)
 
 
@@ -177,11 +187,11 @@ def logical_and(a: Expr, b: Expr) -> Expr:
     return call("and", a, b)
 
 
-def index_in(index: Index, low: int, high: int) -> Expr:
+def index_in(index: Index, low: Dim, high: Dim) -> Expr:
     """Whether `low <= index < high`, folded where the index's range decides."""
     result: Expr = Const("bool", True)
-    if index.low < low:
+    if not at_most(low, index.low):
         result = logical_and(result, call("ge", from_index(index), from_index(low)))
-    if index.high >= high:
+    if not below(index.high, high):
         result = logical_and(result, call("lt", from_index(index), from_index(high)))
     return result

@@ -13,7 +13,8 @@ from torch.fx import Node
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 from torch_hybrid_backend.core.region import Region, RegionInput, Segment
-from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.core.size import symbols
+from torch_hybrid_backend.core.tensor_spec import Dim, TensorSpec, dim
 from torch_hybrid_backend.partition.dependencies import is_operator
 from torch_hybrid_backend.partition.region_key import region_key
 
@@ -59,6 +60,8 @@ def extract(
                 attributes[str(source.target)] = _attribute(whole, str(source.target))
             elif source not in inside:
                 sources[source] = None
+    if engine != "eager":
+        sources.update(dict.fromkeys(_size_inputs(nodes, tuple(sources), whole)))
     graph = torch.fx.Graph()
     own: dict[Node, Node] = {}
     for source in sources:
@@ -74,7 +77,9 @@ def extract(
     graph.output(tuple(own[node] for node in outputs))
     with _use_lazy_graph_module(True):  # most regions never run from Python again: generate code only for those that do
         module = _make_graph_module(attributes, graph, name)
-    inputs = tuple(RegionInput(source.name, _spec(source), source.name in constants) for source in sources)
+    inputs = tuple(
+        RegionInput(source.name, _spec(source), source.name in constants, size_of(source)) for source in sources
+    )
     region = Region(
         name=name,
         graph_module=module,
@@ -96,6 +101,40 @@ def _spec(node: Node) -> TensorSpec | None:
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
     return TensorSpec.of(value)
+
+
+def size_of(node: Node) -> Dim | None:
+    """Which size the node's value is; None where it is none, or one that depends on data."""
+    value = node.meta.get("val")
+    if not isinstance(value, int | torch.SymInt) or isinstance(value, bool):
+        return None
+    size = dim(value)
+    return None if any(s.name.startswith("[") for s in symbols([size])) else size
+
+
+def sizes_of(graph: torch.fx.Graph) -> Mapping[str, Dim]:
+    """The graph's values that are sizes, by name."""
+    found = ((node.name, size_of(node)) for node in graph.nodes if node.op != "output")
+    return {name: size for name, size in found if size is not None}
+
+
+def _size_inputs(nodes: Sequence[Node], sources: Sequence[Node], whole: torch.fx.GraphModule) -> list[Node]:
+    """The graph's size inputs that tell what the tensors that enter the region do not: a region's sizes follow from its inputs."""
+    used: list[Dim] = []
+    told: set[str] = set()
+    for node in (*sources, *nodes):
+        values = node.meta.get("val")
+        for value in values if isinstance(values, list | tuple) else (values,):
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                spec = TensorSpec.of(value)
+                used += (*spec.shape, *spec.strides)
+                if node in sources:
+                    told.update(str(size) for size in spec.shape)
+    needed = {s.name for s in symbols(used)} - told
+    if not needed:
+        return []
+    placeholders = [node for node in whole.graph.nodes if node.op == "placeholder" and node not in sources]
+    return [node for node in placeholders if str(size_of(node)) in needed]
 
 
 def _attribute(module: torch.nn.Module, target: str) -> object:

@@ -21,7 +21,15 @@ from torch_hybrid_backend.core.region import PartitionedGraph, Segment
 from torch_hybrid_backend.core.verdict import Reason, Refused, Verdict
 from torch_hybrid_backend.partition.capability import capability
 from torch_hybrid_backend.partition.dependencies import Dependencies, dependencies, is_item, is_view
-from torch_hybrid_backend.partition.extract import by_level, constants_of, extract, outputs_of, source_line
+from torch_hybrid_backend.partition.extract import (
+    by_level,
+    constants_of,
+    extract,
+    outputs_of,
+    size_of,
+    sizes_of,
+    source_line,
+)
 from torch_hybrid_backend.partition.flops import node_flops
 from torch_hybrid_backend.partition.levels import segments, sink
 
@@ -77,7 +85,9 @@ def partition(graph_module: torch.fx.GraphModule, engines: Sequence[Engine], con
         home.update(dict.fromkeys(nodes, segment))
     decisions = tuple(_decision(node, home[node], verdicts[node], names, flops[node]) for node in needs.operators)
     inputs = tuple(node.name for node in graph.nodes if node.op == "placeholder")
-    return Partition(PartitionedGraph(inputs, constants, tuple(cut), outputs_of(graph)), decisions, able)
+    return Partition(
+        PartitionedGraph(inputs, constants, tuple(cut), outputs_of(graph), sizes_of(graph)), decisions, able
+    )
 
 
 def _colour(verdicts: Sequence[Verdict]) -> int:
@@ -134,6 +144,8 @@ def _too_small(
         if flops[node]:
             heavy.add(level)
         for u in needs.before[i]:
+            if size_of(needs.operators[u]) is not None:
+                continue  # sizes are at hand in every segment
             if colours[u] == eager != colours[i]:
                 reads_eager.add(level)
             elif colours[i] == eager != colours[u]:

@@ -130,6 +130,11 @@ class LiveConstants(Generic[Made]):
             if entry is not None and any(storage is died for storage in entry.storages):
                 del self._entries[key]
 
+    def all_made(self) -> list[Made]:
+        """Everything made and kept."""
+        with self._lock:
+            return [entry.made for entry in self._entries.values()]
+
     def clear(self) -> None:
         """Forgets everything made; the next call makes it again."""
         with self._lock:

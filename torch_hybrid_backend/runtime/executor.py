@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import torch.fx
 from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.hoisted_inputs import CallInput, FoldedValue, HoistedInputs
 from torch_hybrid_backend.core.region import PartitionedGraph
+from torch_hybrid_backend.core.size import Dim
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.runtime.constants import (
@@ -84,11 +85,22 @@ def build_executor(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Bound:
-    """What one set of parameters was made into. `extra` are the folded values by number that each call hands over."""
+class Made:
+    """What one set of parameters was made into: the slots' tensors and addresses, and `extra`, the folded values by number that each
+    call hands over. `bindings`: of the plans that run with them, by the plan's handle."""
 
-    binding: Binding
+    guard: Guard
+    owned: Mapping[int, torch.Tensor]
+    borrowed: Mapping[int, int]
     extra: Mapping[int, torch.Tensor | ViewOfInput]
+    bindings: dict[int, Binding] = field(default_factory=dict)
+
+    def binding(self, plan: Plan) -> Binding:
+        """The constants as one plan reads them."""
+        found = self.bindings.get(plan.handle)
+        if found is None:
+            found = self.bindings[plan.handle] = Binding(plan, self.guard, dict(self.owned), dict(self.borrowed))
+        return found
 
 
 class Executor:
@@ -98,6 +110,7 @@ class Executor:
     (of pieces with a program they are not called). outputs: names of values, or literals.
     hoisted: where the main inputs come from in a call's inputs; fold: maps the raw constants at `hoisted.fold` to the
     folded values. Folding and packing run under no_grad, on the first call and whenever a parameter changed.
+    like: an executor of the same graph at other sizes, whose packed constants are shared where they are the same.
     """
 
     def __init__(
@@ -109,6 +122,7 @@ class Executor:
         outputs: Sequence[object],
         hoisted: HoistedInputs | None = None,
         fold: Fold | None = None,
+        like: Executor | None = None,
     ) -> None:
         hoisted = hoisted if hoisted is not None else HoistedInputs.identity(len(inputs))
         if len(hoisted.main) != len(inputs):
@@ -124,8 +138,13 @@ class Executor:
         returned = [sources[output] for output in outputs if isinstance(output, str) and output in sources]
         # Folded values that callbacks read or the graph returns: each call needs them as tensors.
         extra = {source.index for source in (*self._plan_sources, *returned) if isinstance(source, FoldedValue)}
-        binder = _Binder(self._plan, self._layout, sources, hoisted, fold, frozenset(extra))
-        self._constants = LiveConstants(*binder.positions(), make=binder)
+        binder = _Binder(self._layout.slots, sources, hoisted, fold, frozenset(extra))
+        self._binder: _Binder = binder
+        self._constants: LiveConstants[Made]
+        if like is not None and (like._binder.slots, like._binder.extra) == (binder.slots, binder.extra):
+            self._constants = like._constants
+        else:
+            self._constants = LiveConstants(*binder.positions(), make=binder)
 
     @property
     def layout(self) -> StaticLayout:
@@ -147,10 +166,15 @@ class Executor:
         """Frees packed constants; the next call makes them again."""
         self._constants.clear()
 
+    def retire(self) -> None:
+        """Lets go of shared constants: this executor is not called any more, others like it are."""
+        for made in self._constants.all_made():
+            made.bindings.pop(self._plan.handle, None)
+
     def _call(self, inputs: Sequence[Any]) -> list[Any]:
         bound = self._constants.get(inputs)
         for _ in range(_MOST_REBINDS):
-            outputs = self._plan.run(bound.binding, self._plan_inputs(bound, inputs))
+            outputs = self._plan.run(bound.binding(self._plan), self._plan_inputs(bound, inputs))
             if outputs is not None:
                 return (
                     outputs if self._returns_plan_outputs else [take(inputs, outputs, bound) for take in self._returns]
@@ -160,7 +184,7 @@ class Executor:
             "the parameters of this graph keep changing while it runs: stop writing to them during the call"
         )
 
-    def _plan_inputs(self, bound: _Bound, inputs: Sequence[Any]) -> list[torch.Tensor]:
+    def _plan_inputs(self, bound: Made, inputs: Sequence[Any]) -> list[torch.Tensor]:
         return [
             inputs[source.position] if isinstance(source, CallInput) else resolve(bound.extra[source.index], inputs)
             for source in self._plan_sources
@@ -169,7 +193,7 @@ class Executor:
 
 def _return(
     output: object, sources: Mapping[str, CallInput | FoldedValue], computed: Sequence[str]
-) -> Callable[[Sequence[Any], Sequence[torch.Tensor], _Bound], Any]:
+) -> Callable[[Sequence[Any], Sequence[torch.Tensor], Made], Any]:
     """How to take one of the graph's outputs from the call's inputs, the plan's outputs and the constants."""
     if not isinstance(output, str):
         return lambda inputs, outputs, bound: output
@@ -189,8 +213,7 @@ def _return(
 class _Binder:
     """Folds and packs. Apart from the executor, so that its cache of bindings makes no reference cycle with it."""
 
-    plan: Plan
-    layout: StaticLayout
+    slots: tuple[ConstantSlot, ...]
     sources: Mapping[str, CallInput | FoldedValue]
     hoisted: HoistedInputs
     fold: Fold | None
@@ -200,18 +223,18 @@ class _Binder:
         """Positions of all raw constants that bindings depend on, and of those whose contents matter."""
         guarded = set(self.hoisted.fold)
         borrowed: set[int] = set()
-        for slot in self.layout.slots:
+        for slot in self.slots:
             for source in (self.sources[name] for name in slot.sources):
                 if isinstance(source, CallInput):
                     (guarded if slot.pack or slot.is_copy else borrowed).add(source.position)
         return sorted(guarded | borrowed), sorted(guarded)
 
-    def __call__(self, inputs: Sequence[Any], guard: Guard) -> _Bound:
+    def __call__(self, inputs: Sequence[Any], guard: Guard) -> Made:
         folded = run_fold(self.hoisted, self.fold, inputs)
         kept = without_owning(folded, self.hoisted, inputs)
         owned: dict[int, torch.Tensor] = {}
         borrowed: dict[int, int] = {}
-        for number, slot in enumerate(self.layout.slots):
+        for number, slot in enumerate(self.slots):
             sources = [self.sources[name] for name in slot.sources]
             tensors = [
                 inputs[source.position].detach() if isinstance(source, CallInput) else folded[source.index]
@@ -224,7 +247,7 @@ class _Binder:
                 borrowed[number] = tensor.data_ptr()
             else:
                 owned[number] = tensor
-        return _Bound(Binding(self.plan, guard, owned, borrowed), {index: kept[index] for index in self.extra})
+        return Made(guard, owned, borrowed, {index: kept[index] for index in self.extra})
 
 
 def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -252,7 +275,7 @@ def _slot_tensor(slot: ConstantSlot, tensors: Sequence[torch.Tensor]) -> torch.T
     return torch.empty_strided(sizes, strides, dtype=tensor.dtype).copy_(tensor)
 
 
-def static_dims(dims: Sequence[int | str]) -> list[int]:
+def static_dims(dims: Sequence[Dim]) -> list[int]:
     return [int(dim) for dim in dims]
 
 
@@ -270,7 +293,7 @@ def _native_plan(layout: StaticLayout, callbacks: Sequence[Callback]) -> Plan:
             plan.add_range(title.title)
             title = next(titles, None)
         if isinstance(step, KernelStep):
-            plan.add_kernel(step.library, step.symbol, step.values)
+            plan.add_kernel(step.library, step.symbol, step.values, step.sizes)
         elif isinstance(step, CallbackStep):
             plan.add_callback(step.segment, step.inputs, step.outputs)
         else:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_hybrid_backend.core.program import PackedConstant, Program
+from torch_hybrid_backend.core.program import Kernel, PackedConstant, Program
+from torch_hybrid_backend.core.size import Size
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.runtime.memory import LiveRange, plan_arena
@@ -51,6 +52,7 @@ class KernelStep:
     library: str
     symbol: str
     values: tuple[int, ...]
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +173,7 @@ class _Builder:
                 local[buffer] = self._new(None, 0, _static(program.buffers[buffer], f"buffer {buffer}"))
         for kernel in program.kernels:
             values = tuple(local[buffer] for buffer in kernel.arguments)
-            self._steps.append(KernelStep(kernel.library, kernel.symbol, values))
+            self._steps.append(KernelStep(kernel.library, kernel.symbol, values, _numbers(kernel)))
         for name, spec, buffer in zip(piece.outputs, output_specs, program.outputs, strict=True):
             if buffer not in local:
                 raise HybridError(f"no kernel writes {name}: its program gives it buffer {buffer}, which nothing uses")
@@ -294,6 +296,12 @@ class _Builder:
 def _placed(draft: _Draft) -> ValueKind:
     # No step touches it, so it has no place: an output that no kernel writes was refused before.
     return ValueKind.FRESH if draft.kind is None else draft.kind
+
+
+def _numbers(kernel: Kernel) -> tuple[int, ...]:
+    if any(isinstance(size, Size) for size in kernel.sizes):
+        raise StaticLayoutError(f"the kernel {kernel.symbol} takes sizes known only at run time: {kernel.sizes}")
+    return tuple(int(size) for size in kernel.sizes)
 
 
 def _static(spec: TensorSpec | None, name: str) -> TensorSpec:

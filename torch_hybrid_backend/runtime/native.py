@@ -194,12 +194,15 @@ class Plan:
         number: int = _building(self._ops.plan_add_value, self.handle, int(kind), payload, dtype, sizes, strides)
         return number
 
-    def add_kernel(self, library: str, symbol: str, values: Sequence[int]) -> None:
-        """Raises HybridError too where `library` is named as an entry of the cache and is not what was put there."""
+    def add_kernel(self, library: str, symbol: str, values: Sequence[int], sizes: Sequence[int] = ()) -> None:
+        """`sizes` are the sizes that the kernel takes after its values.
+
+        Raises HybridError too where `library` is named as an entry of the cache and is not what was put there.
+        """
         _load_tvm_ffi()
         opened = use_library(
             library,
-            lambda name: _building(self._ops.plan_add_kernel, self.handle, name, symbol, values),
+            lambda name: _building(self._ops.plan_add_kernel, self.handle, name, symbol, values, sizes),
             self._ops.close_library,
         )
         if opened is not None:

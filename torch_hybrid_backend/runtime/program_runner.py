@@ -6,14 +6,18 @@ It is a plan of one segment, so its kernels run on PyTorch's threads here as the
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from torch_hybrid_backend.core.program import Program
+from torch_hybrid_backend.core.size import symbols
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.runtime.executor import Executor
 from torch_hybrid_backend.runtime.layout import Piece
+from torch_hybrid_backend.runtime.sizes import SizeReader
+from torch_hybrid_backend.runtime.symbolic_executor import concrete_program
 
 
 class ProgramRunner:
@@ -21,7 +25,8 @@ class ProgramRunner:
 
     input_specs, output_specs: the region's; where they are left out, inputs and outputs have the form of their buffers.
     Constants are packed on the first call and again whenever their sources change. The plan is built on the first
-    call, which raises HybridError where a kernel library or the runtime cannot be loaded.
+    call, which raises HybridError where a kernel library or the runtime cannot be loaded; that of a program whose sizes are known only
+    at run time again when they change. Raises HybridError where its `signature` does not tell the sizes.
     """
 
     def __init__(
@@ -35,22 +40,42 @@ class ProgramRunner:
         self._output_specs = output_specs
         self._executor: Executor | None = None
         self._building = threading.Lock()
+        self._values: Mapping[str, int] = {}
+        needed = {s.name: None for kernel in program.kernels for s in symbols(kernel.sizes)}
+        needed |= {s.name: None for spec in program.buffers for s in symbols((*spec.shape, *spec.strides))}
+        self._reader = SizeReader(program.signature, needed) if needed else None
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """inputs: the region's, in order. Returns its outputs; raises HybridError as `Executor` does."""
+        if self._reader is not None:
+            return self._at(self._reader, inputs)(self._tensors(inputs))
         with self._building:
             if self._executor is None:
-                self._executor = self._build()
+                self._executor = self._build(self._program)
             executor = self._executor
         return executor(inputs)
+
+    def _at(self, reader: SizeReader, inputs: Sequence[Any]) -> Executor:
+        """The executor for the sizes of a call; the last one used is kept."""
+        values = reader.values(inputs)
+        with self._building:
+            if self._executor is None or values != self._values:
+                tensors = [i for i, item in enumerate(self._program.signature) if isinstance(item, TensorSpec)]
+                self._executor = self._build(concrete_program(self._program.reading(tensors), values))
+                self._values = values
+            return self._executor
+
+    def _tensors(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
+        return [
+            tensor for tensor, item in zip(inputs, self._program.signature, strict=True) if isinstance(item, TensorSpec)
+        ]
 
     def release(self) -> None:
         """Frees the plan, its arena and its packed constants; the next call makes them again."""
         with self._building:
             self._executor = None
 
-    def _build(self) -> Executor:
-        program = self._program
+    def _build(self, program: Program) -> Executor:
         names = tuple(f"input{position}" for position in range(len(program.inputs)))
         outputs = tuple(f"output{position}" for position in range(len(program.outputs)))
         constants = {names[source] for constant in program.constants for source in constant.sources}

@@ -14,6 +14,7 @@ import torch
 from torch_hybrid_backend.core.program import Kernel as KernelCall
 from torch_hybrid_backend.core.program import PackedConstant, Program
 from torch_hybrid_backend.core.region import Region
+from torch_hybrid_backend.core.size import symbol as symbol_
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.engines.tvm.layouts import assign_layouts
 from torch_hybrid_backend.engines.tvm.prepare import Prepared, prepare
@@ -43,6 +44,7 @@ from torch_hybrid_backend.loops.kernels import (
     RowKernel,
     Stage,
     Store,
+    kernel_sizes,
 )
 from torch_hybrid_backend.loops.layout import Layout, Strided, contiguous
 
@@ -74,7 +76,8 @@ class RegionKernels:
         calls = []
         for kernel, (library, symbol) in zip(self.kernels, compiled, strict=True):
             arguments = tuple(number(a.buffer) for a in (*kernel.reads, *kernel.writes))
-            calls.append(KernelCall(library, symbol, arguments, len(kernel.writes)))
+            sizes = tuple(symbol_(s.name, s.hint) for s in kernel_sizes(kernel))
+            calls.append(KernelCall(library, symbol, arguments, len(kernel.writes), sizes))
         read = {id(a.buffer) for kernel in self.kernels for a in kernel.reads}
         sources = {id(b): position for position, b in enumerate(self.inputs)}
         literals = {id(b): tensor for b, tensor in self.prepared.graph.literals}
@@ -100,7 +103,8 @@ class RegionKernels:
             specs[position] = region_input.spec
             inputs.append(position)
         outputs = tuple(number(b) for b in self.outputs)
-        return Program(tuple(specs), tuple(inputs), outputs, tuple(constants), tuple(calls))
+        signature = tuple(i.spec if i.spec is not None else i.size for i in self.region.inputs)
+        return Program(tuple(specs), tuple(inputs), outputs, tuple(constants), tuple(calls), signature)
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
@@ -118,11 +122,12 @@ def assemble(region: Region, target: Target) -> RegionKernels:
     groups = fuse(prepared.graph)
     fixed: dict[int, Layout] = {}
     for buffer, region_input in zip(lowered.inputs, region.inputs, strict=True):
-        assert region_input.spec is not None
-        fixed[id(buffer)] = Strided(tuple(int(s) for s in region_input.spec.strides))
+        if region_input.spec is None:
+            continue  # a size
+        fixed[id(buffer)] = Strided(region_input.spec.strides)
     for buffer, spec in zip(lowered.outputs, region.outputs, strict=True):
         assert spec is not None
-        fixed[id(buffer)] = Strided(tuple(int(s) for s in spec.strides))
+        fixed[id(buffer)] = Strided(spec.strides)
     for buffer, _ in lowered.literals:
         fixed[id(buffer)] = contiguous(buffer.shape)
     for op in prepared.graph.ops:
@@ -156,7 +161,7 @@ def _kernel(group: Group, needed: set[int], layouts: dict[int, Layout], prepared
             a = op.a.at((b, m, _index(k)))
             assert isinstance(op.b, Buffer)
             reads = _arguments([a, *exprs], [op.b], group, layouts)
-            batched = op.b.shape[0] > 1
+            batched = op.b.shape[0] != 1
             tile = prepared.tiles[id(op)]
             return MatMulKernel(reads, writes, group.variables, k, a, op.b, tile, batched, accumulator, stores)
         case ConvOp():

@@ -15,6 +15,7 @@ from typing import Any
 import tvm
 from tvm import tirx
 
+from torch_hybrid_backend.core.size import Dim, Function, Symbol, at_most, product
 from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, Scalar, as_index
 
 _KINDS = {
@@ -27,6 +28,8 @@ _KINDS = {
 # The largest local buffer that lives on the stack. A kernel holds a few at once, and a thread's stack is 2 MB or more.
 _STACK_BYTES = 64 << 10
 
+_ANY_LENGTH = (1 << 31) - 1
+
 Stmt = Any  # tirx.Stmt; TVM's classes carry no types
 TirExpr = Any  # tirx.Expr
 TirBuffer = Any  # a tirx buffer variable
@@ -37,6 +40,7 @@ class Builder:
 
     def __init__(self) -> None:
         self._vars: dict[LoopVar, TirExpr] = {}
+        self._sizes: dict[Symbol, TirExpr] = {}
         self._count = 0
         # Set by the printer: how a scalar of the loops language inside an index is printed.
         self.print_scalar: Callable[[Scalar], TirExpr] | None = None
@@ -46,17 +50,55 @@ class Builder:
         self._count += 1
         return f"{stem}{self._count}"
 
-    def loop(self, extent: int, body: Callable[[Index], Stmt], kind: str = "serial", name: str = "i") -> Stmt:
+    def argument_size(self, symbol: Symbol) -> TirExpr:
+        """A kernel argument that holds a size known only at run time."""
+        return self._sizes.setdefault(symbol, tirx.Var(self.fresh("n"), "int32"))
+
+    def size(self, size: Dim) -> TirExpr:
+        """A size as a TIR int32 expression."""
+        if isinstance(size, int):
+            return tirx.IntImm("int32", size)
+        total: TirExpr = None
+        for monomial, coefficient in size.terms.items():
+            part: TirExpr = None
+            for atom, power in monomial:
+                for _ in range(power):
+                    factor = self._size_atom(atom)
+                    part = factor if part is None else part * factor
+            number = tirx.IntImm("int32", coefficient)
+            part = number if part is None else part if coefficient == 1 else part * number
+            total = part if total is None else total + part
+        return total
+
+    def _size_atom(self, atom: Symbol | Function) -> TirExpr:
+        if isinstance(atom, Symbol):
+            return self._sizes[atom]
+        operation = {"floordiv": tirx.floordiv, "mod": tirx.floormod, "max": tirx.Max, "min": tirx.Min}[atom.name]
+        return operation(self.size(atom.left), self.size(atom.right))
+
+    def loop(self, extent: Dim, body: Callable[[Index], Stmt], kind: str = "serial", name: str = "i") -> Stmt:
         """`for i in range(extent): body(i)`; kind is serial, parallel, vectorized or unrolled."""
         if extent == 1:
             return body(as_index(0))
         variable = LoopVar(self.fresh(name), extent)
         tir_var = tirx.Var(variable.name, "int32")
         self._vars[variable] = tir_var
-        return tirx.For(tir_var, 0, extent, _KINDS[kind], body(Index(((variable, 1),), 0)))
+        return tirx.For(tir_var, 0, self.size(extent), _KINDS[kind], body(Index(((variable, 1),), 0)))
+
+    def loop_until(self, limit: TirExpr, extent: Dim, body: Callable[[Index], Stmt], name: str = "i") -> Stmt:
+        """`for i in range(limit): body(i)`, where `limit` is at most `extent`."""
+        variable = LoopVar(self.fresh(name), extent)
+        self._vars[variable] = tirx.Var(variable.name, "int32")
+        return tirx.For(self._vars[variable], 0, limit, _KINDS["serial"], body(Index(((variable, 1),), 0)))
+
+    def bound(self, value: TirExpr, extent: Dim, name: str) -> tuple[Index, Stmt]:
+        """An index that holds an int32 value in 0 .. extent-1, and the statement that must come before its uses."""
+        variable = LoopVar(self.fresh(name), extent)
+        self._vars[variable] = tirx.Var(variable.name, "int32")
+        return Index(((variable, 1),), 0), tirx.stmt.Bind(self._vars[variable], value)
 
     def nest(
-        self, extents: Sequence[int], body: Callable[[tuple[Index, ...]], Stmt], kind: str = "serial", name: str = "i"
+        self, extents: Sequence[Dim], body: Callable[[tuple[Index, ...]], Stmt], kind: str = "serial", name: str = "i"
     ) -> Stmt:
         """Nested loops, outermost first."""
 
@@ -68,19 +110,17 @@ class Builder:
         return at(())
 
     def fused(
-        self, extents: Sequence[int], body: Callable[[tuple[Index, ...]], Stmt], kind: str = "parallel", name: str = "p"
+        self, extents: Sequence[Dim], body: Callable[[tuple[Index, ...]], Stmt], kind: str = "parallel", name: str = "p"
     ) -> Stmt:
         """One loop over the row-major product of `extents`; `body` gets the coordinates."""
-        total = 1
-        for extent in extents:
-            total *= extent
+        total = product(extents)
 
         def at(flat: Index) -> Stmt:
             coordinates: list[Index] = []
             step = total
             for extent in extents:
-                step //= extent
-                coordinates.append(flat // step % extent if extent > 1 else as_index(0))
+                step = step // extent
+                coordinates.append(flat // step % extent if extent != 1 else as_index(0))
             return body(tuple(coordinates))
 
         return self.loop(total, at, kind, name)
@@ -90,30 +130,33 @@ class Builder:
         present = [s for s in statements if s is not None]
         return present[0] if len(present) == 1 else tirx.SeqStmt(present)
 
-    def local(self, size: int, dtype: str, name: str = "local") -> TirBuffer:
+    def local(self, size: Dim, dtype: str, name: str = "local") -> TirBuffer:
         """A buffer private to the innermost enclosing loop body (declare it there with `alloc`)."""
-        return tirx.decl_buffer((size,), dtype, self.fresh(name), scope="local")
+        scope = "local" if isinstance(size, int) else "global"  # a stack frame's size is fixed when it is compiled
+        return tirx.decl_buffer((self.size(size),), dtype, self.fresh(name), scope=scope)
 
     def alloc(self, buffer: TirBuffer) -> Stmt:
         """Declares a buffer made by `local`: on the stack, and so in registers where LLVM can, unless it is large."""
+        if not isinstance(buffer.shape[0], tirx.IntImm):
+            return tirx.stmt.AllocBuffer(buffer)
         size = int(buffer.shape[0]) * int(tvm.DataType(str(buffer.dtype)).bits) // 8
         if size > _STACK_BYTES:
             return tirx.stmt.AllocBuffer(buffer)
         # Without this annotation TVM 0.27 takes every local buffer, however small, from the heap: two calls each, and never a register.
         return tirx.stmt.AllocBuffer(buffer, {"disable_lower_builtin": tirx.IntImm("bool", 1)})
 
-    def index(self, index: Index | int) -> TirExpr:
+    def index(self, index: Index | Dim) -> TirExpr:
         """An index as a TIR int32 expression."""
         index = as_index(index)
         total: TirExpr = None
         for atom, coefficient in index.terms:
             part = self._atom(atom)
             if coefficient != 1:
-                part = part * tirx.IntImm("int32", coefficient)
+                part = part * self.size(coefficient)
             total = part if total is None else total + part
         if total is None:
-            return tirx.IntImm("int32", index.const)
-        return total + tirx.IntImm("int32", index.const) if index.const else total
+            return self.size(index.const)
+        return total + self.size(index.const) if index.const != 0 else total
 
     def _atom(self, atom: object) -> TirExpr:
         match atom:
@@ -121,11 +164,11 @@ class Builder:
                 return self._vars[atom]
             case FloorDiv(numerator, divisor):
                 # Truncating division is cheaper and equal where nothing is negative.
-                divide = tvm.tirx.truncdiv if numerator.low >= 0 else tvm.tirx.floordiv
-                return divide(self.index(numerator), tirx.IntImm("int32", divisor))
+                divide = tvm.tirx.truncdiv if _is_positive(numerator) else tvm.tirx.floordiv
+                return divide(self.index(numerator), self.size(divisor))
             case Mod(numerator, divisor):
-                remainder = tvm.tirx.truncmod if numerator.low >= 0 else tvm.tirx.floormod
-                return remainder(self.index(numerator), tirx.IntImm("int32", divisor))
+                remainder = tvm.tirx.truncmod if _is_positive(numerator) else tvm.tirx.floormod
+                return remainder(self.index(numerator), self.size(divisor))
             case Scalar():
                 if self.print_scalar is None:
                     raise TypeError("this kernel has no printer for scalars used as indices")
@@ -142,10 +185,16 @@ class Builder:
         return tirx.IfThenElse(condition, then, otherwise)
 
 
-def argument(span: int, dtype: str, name: str) -> TirBuffer:
+def _is_positive(index: Index) -> bool:
+    return at_most(0, index.low)
+
+
+def argument(span: Dim, dtype: str, name: str) -> TirBuffer:
     """A kernel argument: a 1-D array of `span` elements, aligned to its element only (views may start anywhere)."""
     itemsize = max(1, tvm.DataType(dtype).bits // 8)
-    return tirx.decl_buffer((span,), dtype, name, data_alignment=itemsize)
+    # How long an array of a size known at run time is, no access asks.
+    length = span if isinstance(span, int) else _ANY_LENGTH
+    return tirx.decl_buffer((length,), dtype, name, data_alignment=itemsize)
 
 
 def prim_func(name: str, arguments: Sequence[TirBuffer], body: Stmt) -> Any:

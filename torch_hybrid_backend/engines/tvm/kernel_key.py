@@ -15,10 +15,11 @@ import importlib.metadata
 from pathlib import Path
 
 from torch_hybrid_backend import __version__, loops
+from torch_hybrid_backend.core.size import Dim, Size, render
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, Scalar
 from torch_hybrid_backend.loops.ir import Buffer, Call, Const, Expr, FromIndex, Load
-from torch_hybrid_backend.loops.kernels import Kernel
+from torch_hybrid_backend.loops.kernels import Kernel, kernel_sizes
 
 
 def kernel_key(kernel: Kernel, target: Target) -> str:
@@ -74,6 +75,9 @@ class _Text:
             self._buffers.setdefault(id(argument.buffer), f"arg{position}")
         self._vars: dict[LoopVar, str] = {}
         self._lines: list[str] = []
+        # Sizes by their position among the arguments, with the value that schedules take for typical.
+        self._sizes = {s: f"n{i}" for i, s in enumerate(kernel_sizes(kernel))}
+        self._lines += [f"{name} like {size.hint}" for size, name in self._sizes.items()]
         # Expressions are numbered by their text, so that a shared one and an equal copy of it look the same. `_known` spares
         # walking a shared one again.
         self._numbers: dict[str, str] = {}
@@ -98,6 +102,8 @@ class _Text:
                 return self._index(value)
             case LoopVar():
                 return self._var(value)
+            case Size():
+                return self._dim(value)
             case tuple() | list():
                 return f"({', '.join(self._value(item) for item in value)})"
             case None | bool() | int() | float() | str():
@@ -113,11 +119,11 @@ class _Text:
         if name is None:
             locals_before = sum(known.startswith("local") for known in self._buffers.values())
             name = self._buffers[id(buffer)] = f"local{locals_before}"
-        return f"{name} {buffer.dtype} {tuple(buffer.shape)}{' constant' if buffer.constant else ''}"
+        return f"{name} {buffer.dtype} {self._value(tuple(buffer.shape))}{' constant' if buffer.constant else ''}"
 
     def _var(self, variable: LoopVar) -> str:
         name = self._vars.setdefault(variable, f"v{len(self._vars)}")
-        return f"{name} in {variable.extent}"
+        return f"{name} in {self._dim(variable.extent)}"
 
     def _expr(self, expr: Expr) -> str:
         if id(expr) in self._known:
@@ -148,13 +154,16 @@ class _Text:
                 case LoopVar():
                     text = self._var(atom)
                 case FloorDiv():
-                    text = f"({self._index(atom.numerator)}) // {atom.divisor}"
+                    text = f"({self._index(atom.numerator)}) // {self._dim(atom.divisor)}"
                 case Mod():
-                    text = f"({self._index(atom.numerator)}) % {atom.divisor}"
+                    text = f"({self._index(atom.numerator)}) % {self._dim(atom.divisor)}"
                 case Scalar():
-                    text = f"{self._expr(atom.expr)} in {atom.low}..{atom.high}"
-            terms.append(f"{coefficient}*[{text}]")
-        return " + ".join([*sorted(terms), str(index.const)])
+                    text = f"{self._expr(atom.expr)} in {atom.low}..{self._dim(atom.high)}"
+            terms.append(f"{self._dim(coefficient)}*[{text}]")
+        return " + ".join([*sorted(terms), self._dim(index.const)])
+
+    def _dim(self, size: Dim) -> str:
+        return render(size, self._sizes.__getitem__)
 
 
 compiler_version()  # now: see `engine_version`

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from torch_hybrid_backend.core.size import Size
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tiles import output_block
 from torch_hybrid_backend.loops.fusion import Group
@@ -29,7 +30,7 @@ def assign_layouts(
             if id(buffer) in layouts:
                 continue
             layouts[id(buffer)] = contiguous(buffer.shape)
-            if len(buffer.shape) not in (3, 4) or buffer.shape[1] == 1:
+            if len(buffer.shape) not in (3, 4) or buffer.shape[1] == 1 or isinstance(buffer.shape[1], Size):
                 continue
             if group.kind == "conv" and buffer.shape == group.shape:
                 layouts[id(buffer)] = Blocked(tiles[id(group.members[0].op)])

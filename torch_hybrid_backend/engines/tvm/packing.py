@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import torch
 
+from torch_hybrid_backend.core.size import Dim, ceil_div
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import Index
 from torch_hybrid_backend.loops.ir import Expr, Map, Value, compute_dtype
 
 
-def packed_b_shape(batch: int, n: int, k: int, tile_n: int) -> tuple[int, int, int, int]:
+def packed_b_shape(batch: Dim, n: Dim, k: Dim, tile_n: int) -> tuple[Dim, Dim, Dim, int]:
     """The shape of a packed right-hand side: (batch, ceil(n / tile_n), k, tile_n)."""
-    return batch, -(-n // tile_n), k, tile_n
+    return batch, ceil_div(n, tile_n), k, tile_n
 
 
 def pack_b(b: torch.Tensor, tile_n: int) -> torch.Tensor:

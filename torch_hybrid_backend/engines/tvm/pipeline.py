@@ -14,6 +14,7 @@ DISABLED_PASSES = (
     "tirx.StmtSimplify",
     "tirx.CommonSubexprElim",
     "tirx.StorageRewrite",
+    "s_tir.CompactBufferAllocation",  # overflows its own bounds where sizes are only known at run time
     "s_tir.InjectPermutedLayout",
     "s_tir.InjectVirtualThread",
     "s_tir.HoistIfThenElse",

@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from torch_hybrid_backend.core.size import Dim, Size, at_most, known
 from torch_hybrid_backend.engines.tvm.packing import (
     is_depthwise,
     pack_b,
@@ -64,13 +65,19 @@ class StridedView:
     """A value that is a strided view of a buffer's logical row-major elements."""
 
     buffer: Buffer
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
+    shape: tuple[Dim, ...]
+    strides: tuple[Dim, ...]
+    offset: Dim
+
+    @property
+    def is_static(self) -> bool:
+        """Whether a tensor can be viewed so ahead of any call."""
+        return not any(isinstance(n, Size) for n in (*self.shape, *self.strides, self.offset))
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The view of a tensor with the buffer's shape (any strides)."""
-        return tensor.contiguous().as_strided(self.shape, self.strides, self.offset)
+        sizes, strides = [int(n) for n in self.shape], [int(s) for s in self.strides]
+        return tensor.contiguous().as_strided(sizes, strides, int(self.offset))
 
 
 def strided_view(value: Value) -> StridedView | None:
@@ -86,22 +93,23 @@ def strided_view(value: Value) -> StridedView | None:
     if not all(isinstance(atom, LoopVar) for atom in by_var):
         return None
     strides = tuple(by_var.get(i.terms[0][0], 0) if i.terms else 0 for i in index)
-    if any(s < 0 for s in strides):
+    if not all(at_most(0, s) for s in strides):
         return None  # a flip: torch has no negative strides
     return StridedView(expr.buffer, value.shape, strides, offset.const)
 
 
 def packed_conv_weight_value(w: Value, groups: int, block: int) -> Map:
     """`pack_conv_weight` as a value, for weights only known at run time (training)."""
-    shape = packed_conv_shape(w.shape, groups, block)
-    per_group = w.shape[0] // groups
+    outputs, inputs, *kernel = map(known, w.shape)
+    shape = packed_conv_shape((outputs, inputs, *kernel), groups, block)
+    per_group = outputs // groups
     zero = scalar.const(0, compute_dtype(w.dtype))
-    spatial = len(w.shape) - 2
+    spatial = len(kernel)
 
     def at(index: tuple[Index, ...]) -> Expr:
-        if is_depthwise(w.shape[0], w.shape[1], groups):
+        if is_depthwise(outputs, inputs, groups):
             (o_block, kh, kw, lane), group, channel = index, 0, 0
-            within, limit = o_block * block + lane, w.shape[0]
+            within, limit = o_block * block + lane, outputs
         else:
             group_index, o_block, kh, channel_index, kw, lane = index
             group, channel = group_index * per_group, channel_index  # type: ignore[assignment]
@@ -122,9 +130,9 @@ def prepare(graph: LoopGraph, target: Target) -> Prepared:
             prepared.tiles[id(op)] = tile
             op.b = packer.pack(op.b, partial(pack_b, tile_n=tile), partial(packed_b_value, tile_n=tile), ("b", tile))
         elif isinstance(op, ConvOp):
-            block = output_block(op.out.shape[1], op.groups, target)
+            block = output_block(known(op.out.shape[1]), op.groups, target)
             prepared.tiles[id(op)] = block
-            prepared.kernel_sizes[id(op)] = op.w.shape[2:]
+            prepared.kernel_sizes[id(op)] = tuple(map(known, op.w.shape[2:]))
             ahead = partial(pack_conv_weight, groups=op.groups, block=block)
             each_call = partial(packed_conv_weight_value, groups=op.groups, block=block)
             op.w = packer.pack(op.w, ahead, each_call, ("w", block, op.groups))
@@ -154,7 +162,7 @@ class _Packer:
         if key in self._known:
             return self._known[key]
         value = each_call(operand)
-        constant = view is not None and view.buffer.constant
+        constant = view is not None and view.buffer.constant and view.is_static
         buffer = self._known[key] = Buffer(value.shape, operand.dtype, "packed", constant=constant)
         if view is not None and constant:
             self._prepared.packed.append(Packed(buffer, view.buffer, partial(_pack_view, view, ahead)))

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 
 from tvm import tirx
 
+from torch_hybrid_backend.core.size import at_most, below
 from torch_hybrid_backend.engines.tvm import arithmetic
 from torch_hybrid_backend.engines.tvm.bindings import Bindings, StatementBindings
 from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirBuffer, TirExpr
@@ -408,7 +409,7 @@ class Printer:
                 case _:
                     return None
         left, right = sides
-        if comparison.op in ("lt", "ge") and right.is_const and right.const > 0:
+        if comparison.op in ("lt", "ge") and right.is_const and isinstance(right.const, int) and right.const > 0:
             # `block * 16 + lane < 64` is `block < 4`: the lane drops out.
             left, right = left.coarse_bound(right.const)
         return left, right
@@ -428,12 +429,13 @@ def _compare_ranges(op: str, a: Index, b: Index) -> bool | None:
         return _compare_ranges("lt" if op == "gt" else "le", b, a)
     difference = a - b
     low, high = difference.low, difference.high
+    is_below, is_above = below(high, 0), below(0, low)
     match op:
         case "lt":
-            return True if high < 0 else False if low >= 0 else None
+            return True if is_below else False if at_most(0, low) else None
         case "le":
-            return True if high <= 0 else False if low > 0 else None
+            return True if at_most(high, 0) else False if is_above else None
         case "eq":
-            return True if low == high == 0 else False if low > 0 or high < 0 else None
+            return True if low == high == 0 else False if is_below or is_above else None
     equal = _compare_ranges("eq", a, b)
     return None if equal is None else not equal

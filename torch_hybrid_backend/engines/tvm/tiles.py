@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch_hybrid_backend.core.size import Dim, Size
 from torch_hybrid_backend.engines.tvm.target import Target
 
 # Taller register tiles gain nothing: the vectors' own loads are already 1/14 of the work.
@@ -23,13 +24,13 @@ def max_rows(vectors: int, target: Target) -> int:
     return max(1, min(_MOST_ROWS, (register_count(target) - 1 - vectors) // vectors))
 
 
-def tile_n(n: int, target: Target) -> int:
+def tile_n(n: Dim, target: Target) -> int:
     """Columns of a packed matmul panel: two vectors, or fewer where `n` is small.
 
     Two vectors by 14 rows (AVX-512; 6 on AVX2) need 0.57 loads per multiply-add of the two the core can do, and a narrow panel of long K
-    still fits the second-level cache. Below one vector: the next power of two.
+    still fits the second-level cache. Below one vector: the next power of two. Two vectors too where `n` is only known at run time.
     """
-    if n > target.lanes:
+    if isinstance(n, Size) or n > target.lanes:
         return 2 * target.lanes
     return 1 << (n - 1).bit_length()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+from torch_hybrid_backend.core.size import Size
 from torch_hybrid_backend.loops.ir import Const, Expr
 from torch_hybrid_backend.loops.ops import add, call, cast, const, div, is_float, logical_and, mul, sub, where
 
@@ -14,7 +15,7 @@ _SIGNED = ("int8", "int16", "int32", "int64")
 _BITS = {"int8": 8, "uint8": 8, "int16": 16, "int32": 32, "int64": 64}
 
 
-def lit(like: Expr, value: float) -> Expr:
+def lit(like: Expr, value: float | Size) -> Expr:
     """A literal of another scalar's dtype."""
     return const(value, like.dtype)
 

@@ -9,6 +9,7 @@ import math
 
 import torch
 
+from torch_hybrid_backend.core.size import Dim
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.index import as_index
 from torch_hybrid_backend.loops.ir import AttentionOp, Buffer, Value, compute_dtype
@@ -28,24 +29,24 @@ def _four_dimensional(value: Value) -> Value:
     return reshaped(value, (math.prod(lead[:-1]), heads, rows, columns))
 
 
-def _heads_repeated(value: Value, heads: int) -> Value:
+def _heads_repeated(value: Value, heads: Dim) -> Value:
     """Grouped-query attention: each key or value head serves heads / H queries' heads."""
     batch, own, *rest = value.shape
     if own == heads:
         return value
-    if heads % own:
+    if heads % own != 0:
         raise Refuse(Reason.ARGUMENT, f"{heads} query heads are not a multiple of {own} key heads")
     share = heads // own
     return reindex(value, (batch, heads, *rest), lambda i: (i[0], i[1] // share, i[2], i[3]))
 
 
-def _batches_repeated(value: Value, batch: int) -> Value:
+def _batches_repeated(value: Value, batch: Dim) -> Value:
     if value.shape[0] == batch:
         return value
     return reindex(value, (batch, *value.shape[1:]), lambda i: (as_index(0), *i[1:]))
 
 
-def _additive(ctx: Context, mask: Value, lead: tuple[int, ...], rows: int, columns: int) -> Value:
+def _additive(ctx: Context, mask: Value, lead: tuple[Dim, ...], rows: Dim, columns: Dim) -> Value:
     """The mask as floats to add, broadcast to the scores' shape; booleans say what takes part."""
     shape = (*lead, rows, columns)
     if mask.dtype == "bool":

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from torch_hybrid_backend.core.size import Size, product
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.index import Index, as_index, contiguous_strides, linear
 from torch_hybrid_backend.loops.ir import Buffer, ConvOp, Map, MatMulOp, Value, compute_dtype
@@ -44,6 +45,8 @@ def convolution(
         raise Refuse(Reason.DTYPE, f"convolutions of {ctx.out.dtype} are left to eager")
     if len(x.shape) != rank + 2:
         raise Refuse(Reason.ARGUMENT, "a convolution without a batch dimension is left to eager")
+    if any(isinstance(size, Size) for size in (*x.shape[1:], *weight.shape, *ctx.shape[1:])):
+        raise Refuse(Reason.SYMBOLIC_SHAPE, "only the batch of a convolution may be a size known at run time")
     strides, dilations = per_dimension(stride, rank), per_dimension(dilation, rank)
     paddings = per_dimension(padding, rank)
     # With a bias to come, the sum is kept in the compute dtype: one rounding, as in eager.
@@ -86,15 +89,11 @@ def _tiling_transposed(ctx: Context, x: Value, weight: Value, dtype: str) -> Val
     channels, outputs, *kernel = weight.shape
     pixel_shape = (x.shape[0], *x.shape[2:])
     column_shape = (outputs, *kernel)
-    pixels, columns = 1, 1
-    for size in pixel_shape:
-        pixels *= size
-    for size in column_shape:
-        columns *= size
+    pixels, columns = product(pixel_shape), product(column_shape)
     last = permuted(x, (0, *range(2, rank + 2), 1))
     a = reshaped(last, (1, pixels, channels))
     b = reshaped(weight, (1, channels, columns))
-    product = ctx.realize(MatMulOp(Buffer((1, pixels, columns), dtype), a, b))
+    result = ctx.realize(MatMulOp(Buffer((1, pixels, columns), dtype), a, b))
     pixel_strides, column_strides = contiguous_strides(pixel_shape), contiguous_strides(column_shape)
 
     def forward(index: tuple[Index, ...]) -> tuple[Index, ...]:
@@ -109,4 +108,4 @@ def _tiling_transposed(ctx: Context, x: Value, weight: Value, dtype: str) -> Val
         o, *offset = (column // s % size for s, size in zip(column_strides, column_shape, strict=True))
         return n, o, *(c * k + d for c, k, d in zip(corner, kernel, offset, strict=True))
 
-    return reindex(product, ctx.shape, forward, inverse)
+    return reindex(result, ctx.shape, forward, inverse)

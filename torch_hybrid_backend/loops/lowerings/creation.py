@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from torch_hybrid_backend.core.size import Dim, Size
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.index import Index
 from torch_hybrid_backend.loops.ir import Expr, Map, Value, compute_dtype
@@ -14,9 +15,12 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 
-def _filled(ctx: Context, value: float) -> Value:
+def _filled(ctx: Context, value: float | Size) -> Value:
     """Every element is `value`, rounded to the result's dtype."""
     _check_device(ctx)
+    if isinstance(value, Size):
+        size = round_to(const(value, compute_dtype(ctx.out.dtype)), ctx.out.dtype)
+        return Map(ctx.shape, ctx.out.dtype, lambda index: size)
     number = torch.tensor(value, dtype=ctx.out.torch_dtype).item()
     scalar = const(number, compute_dtype(ctx.out.dtype))
     return Map(ctx.shape, ctx.out.dtype, lambda index: scalar)
@@ -31,7 +35,7 @@ def _check_device(ctx: Context) -> None:
 def full(ctx: Context, *arguments: object, **_options: object) -> Value:
     """The fill value is the last positional argument of all of them."""
     value = arguments[-1]
-    if not isinstance(value, (bool, int, float)):
+    if not isinstance(value, (bool, int, float, Size)):
         raise Refuse(Reason.ARGUMENT, f"the fill value is a {type(value).__name__}, not a number")
     return _filled(ctx, value)
 
@@ -47,7 +51,7 @@ def ones(ctx: Context, *_arguments: object, **_options: object) -> Value:
 
 
 @lowers(aten.scalar_tensor.default)
-def scalar_tensor(ctx: Context, value: float, **_options: object) -> Value:
+def scalar_tensor(ctx: Context, value: float | Size, **_options: object) -> Value:
     return _filled(ctx, value)
 
 
@@ -57,7 +61,7 @@ def arange(ctx: Context, end: float, **_options: object) -> Value:
 
 
 @lowers(aten.arange.start)
-def arange_start(ctx: Context, start: float, end: float, **_options: object) -> Value:
+def arange_start(ctx: Context, start: float | Dim, end: float, **_options: object) -> Value:
     return _progression(ctx, start, 1)
 
 
@@ -71,20 +75,24 @@ def iota(ctx: Context, length: int, *, start: int, step: int, **_options: object
     return _progression(ctx, start, step)
 
 
-def _progression(ctx: Context, start: float, step: float) -> Value:
+def _progression(ctx: Context, start: float | Dim, step: float) -> Value:
     """start + i * step; floats are computed in float64 and rounded once, as eager accumulates them."""
     _check_device(ctx)
     dtype = ctx.out.dtype
 
     def at(index: tuple[Index, ...]) -> Expr:
         if not is_float(compute_dtype(dtype)):
-            return from_index(index[0] * int(step) + int(start), compute_dtype(dtype))
-        if float(start).is_integer() and float(step).is_integer():
-            return round_to(from_index(index[0] * int(step) + int(start), compute_dtype(dtype)), dtype)
+            return from_index(index[0] * int(step) + _whole(start), compute_dtype(dtype))
+        if float(step).is_integer() and (isinstance(start, Size) or float(start).is_integer()):
+            return round_to(from_index(index[0] * int(step) + _whole(start), compute_dtype(dtype)), dtype)
         value = add(const(start, "float64"), mul(from_index(index[0], "float64"), const(step, "float64")))
         return round_to(value, dtype)
 
     return Map(ctx.shape, dtype, at)
+
+
+def _whole(number: float | Dim) -> Dim:
+    return number if isinstance(number, Size) else int(number)
 
 
 @lowers(aten.eye.default, aten.eye.m)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from torch_hybrid_backend.core.size import Dim, at_most, below
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import INDEX_DTYPE, Const, Expr, FromIndex, Map, Value, compute_dtype, scalar_index
@@ -33,19 +34,23 @@ from torch_hybrid_backend.loops.ops import (
 aten = torch.ops.aten
 
 
-def bounded(scalar: Expr, size: int, wrap: bool) -> Index:
+def bounded(scalar: Expr, size: Dim, wrap: bool) -> Index:
     """A scalar as an index of a dimension: negatives counted from the end where `wrap`, then clamped to 0 .. size-1."""
     if size == 1:
         return as_index(0)
-    if isinstance(scalar, FromIndex) and scalar.index.low >= 0 and scalar.index.high < size:
+    if isinstance(scalar, FromIndex) and _lies_in(scalar.index, size):
         return scalar.index
-    if isinstance(scalar, Const):
+    if isinstance(scalar, Const) and isinstance(size, int):
         position = int(scalar.value)
         return as_index(min(max(position + size if wrap and position < 0 else position, 0), size - 1))
     wide = cast(scalar, INDEX_DTYPE)
     if wrap:
         wide = where(call("lt", wide, lit(wide, 0)), add(wide, lit(wide, size)), wide)
     return scalar_index(call("min", call("max", wide, lit(wide, 0)), lit(wide, size - 1)), 0, size - 1)
+
+
+def _lies_in(index: Index, size: Dim) -> bool:
+    return at_most(0, index.low) and below(index.high, size)
 
 
 def replaced(index: tuple[Index, ...], dim: int, by: Index) -> tuple[Index, ...]:
@@ -125,11 +130,11 @@ def index_(ctx: Context, x: Value, indices: Sequence[Value | None]) -> Value:
     return Map(ctx.shape, ctx.out.dtype, at)
 
 
-def _common_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+def _common_shape(shapes: Sequence[tuple[Dim, ...]]) -> tuple[Dim, ...]:
     """What tensors of these shapes broadcast to."""
     rank = max(map(len, shapes))
     aligned = [(1,) * (rank - len(shape)) + shape for shape in shapes]
-    return tuple(max(sizes) for sizes in zip(*aligned, strict=True))
+    return tuple(next((size for size in sizes if size != 1), 1) for sizes in zip(*aligned, strict=True))
 
 
 # Joining
@@ -138,7 +143,7 @@ def _common_shape(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 @lowers(aten.cat.default)
 def cat(ctx: Context, tensors: Sequence[Value], dim: int = 0) -> Value:
     """Which input an element comes from is found by bisection, so that 32 inputs cost five comparisons, not 31."""
-    parts = [t for t in tensors if t.shape != (0,)]
+    parts = [t for t in tensors if 0 not in t.shape]
     d = axis(dim, len(ctx.shape))
     return _joined(
         ctx, parts, [t.shape[d] for t in parts], d, lambda part, place, start: part.at(_back(place, d, start))
@@ -153,16 +158,16 @@ def stack(ctx: Context, tensors: Sequence[Value], dim: int = 0) -> Value:
     )
 
 
-def _back(place: tuple[Index, ...], d: int, start: int) -> tuple[Index, ...]:
+def _back(place: tuple[Index, ...], d: int, start: Dim) -> tuple[Index, ...]:
     return replaced(place, d, place[d] - start)
 
 
 def _joined(
     ctx: Context,
     parts: Sequence[Value],
-    sizes: Sequence[int],
+    sizes: Sequence[Dim],
     d: int,
-    read: Callable[[Value, tuple[Index, ...], int], Expr],
+    read: Callable[[Value, tuple[Index, ...], Dim], Expr],
 ) -> Value:
     dtype = ctx.out.dtype
     starts = [sum(sizes[:n]) for n in range(len(sizes))]
@@ -171,9 +176,9 @@ def _joined(
         if high - low == 1:
             return round_to(read(parts[low], place, starts[low]), dtype)
         middle = (low + high) // 2
-        if place[d].high < starts[middle]:
+        if below(place[d].high, starts[middle]):
             return choose(place, low, middle)
-        if place[d].low >= starts[middle]:
+        if at_most(starts[middle], place[d].low):
             return choose(place, middle, high)
         before = call("lt", from_index(place[d]), from_index(starts[middle]))
         # `guard` keeps only its inside from being evaluated elsewhere: both halves need one.
@@ -219,18 +224,18 @@ def replication_pad(ctx: Context, x: Value, padding: Sequence[int]) -> Value:
     return _padded_by(ctx, x, padding, lambda scalar, size: scalar)
 
 
-def _reflected(scalar: Expr, size: int) -> Expr:
+def _reflected(scalar: Expr, size: Dim) -> Expr:
     """|scalar| folded back at the far edge too: n-1 - |n-1 - |i||."""
     last = lit(scalar, size - 1)
     return sub(last, call("abs", sub(last, call("abs", scalar))))
 
 
-def _padded_by(ctx: Context, x: Value, padding: Sequence[int], fold: Callable[[Expr, int], Expr]) -> Value:
+def _padded_by(ctx: Context, x: Value, padding: Sequence[int], fold: Callable[[Expr, Dim], Expr]) -> Value:
     before = _before(padding, len(x.shape))
 
-    def source(i: Index, b: int, n: int) -> Index:
+    def source(i: Index, b: int, n: Dim) -> Index:
         moved = i - b
-        if moved.low >= 0 and moved.high < n:
+        if _lies_in(moved, n):
             return moved
         return bounded(fold(from_index(moved), n), n, wrap=False)
 

@@ -27,7 +27,7 @@ def _same_for_every_batch(value: Value) -> bool:
 
 def batched(ctx: Context, a: Value, b: Value, dtype: str) -> Buffer:
     """(B, M, K) @ (B, K, N) in a buffer of the given dtype."""
-    if not isinstance(b, Buffer) and b.shape[0] > 1 and _same_for_every_batch(b):
+    if not isinstance(b, Buffer) and b.shape[0] != 1 and _same_for_every_batch(b):
         matrix = selected(b, 0, 0)
         b = reshaped(matrix, (1, *matrix.shape))
     return ctx.realize(MatMulOp(Buffer((a.shape[0], a.shape[1], b.shape[2]), dtype), a, b))

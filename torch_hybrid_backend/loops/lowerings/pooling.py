@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from torch_hybrid_backend.core.size import Dim, at_most, known
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.index import Index, as_index, contiguous_strides
 from torch_hybrid_backend.loops.ir import Buffer, Const, Expr, Map, ReduceOp, Value, compute_dtype, scalar_index
@@ -45,7 +46,7 @@ def lowest(dtype: str) -> float:
     return torch.iinfo(getattr(torch, dtype)).min
 
 
-def _inside(place: Sequence[Index], shape: Sequence[int]) -> Expr:
+def _inside(place: Sequence[Index], shape: Sequence[Dim]) -> Expr:
     result: Expr = const(True, "bool")
     for i, n in zip(place, shape, strict=True):
         result = logical_and(result, index_in(i, 0, n))
@@ -168,11 +169,12 @@ def _avg_pool(
     kernel = per_dimension(kernel_size, rank)
     strides = kernel if not isinstance(stride, int) and len(stride) == 0 else per_dimension(stride, rank)
     paddings = per_dimension(padding, rank)
-    lead, spatial = len(x.shape) - rank, x.shape[len(x.shape) - rank :]
+    lead = len(x.shape) - rank
+    spatial, outs = tuple(map(known, x.shape[lead:])), tuple(map(known, ctx.shape[lead:]))
     dtype = compute_dtype(x.dtype)
 
     # A single window is no larger than the image: some models average all of it by naming an enormous kernel.
-    single = [out == 1 for out in ctx.shape[lead:]]
+    single = [out == 1 for out in outs]
     window = tuple(min(k - p, n) if one else k for one, k, p, n in zip(single, kernel, paddings, spatial, strict=True))
 
     def body(index: tuple[Index, ...]) -> Expr:
@@ -205,7 +207,7 @@ def _avg_pool(
 
     exact = all(
         (out - 1) * s + k <= n + 2 * p and (count_include_pad or p == 0)
-        for out, k, s, p, n in zip(ctx.shape[lead:], kernel, strides, paddings, spatial, strict=True)
+        for out, k, s, p, n in zip(outs, kernel, strides, paddings, spatial, strict=True)
     )
     if exact:
         count = divisor_override or math.prod(kernel)
@@ -215,8 +217,8 @@ def _avg_pool(
 
 
 def _least(index: Index, bound: int) -> Expr:
-    if index.high <= bound or index.low >= bound:
-        return from_index(index if index.high <= bound else bound)
+    if at_most(index.high, bound) or at_most(bound, index.low):
+        return from_index(index if at_most(index.high, bound) else bound)
     return call("min", from_index(index), from_index(bound))
 
 
@@ -227,8 +229,8 @@ def _least_scalar(scalar: Expr, bound: int) -> Expr:
 
 
 def _most(index: Index, bound: int) -> Expr:
-    if index.low >= bound or index.high <= bound:
-        return from_index(index if index.low >= bound else bound)
+    if at_most(bound, index.low) or at_most(index.high, bound):
+        return from_index(index if at_most(bound, index.low) else bound)
     return call("max", from_index(index), from_index(bound))
 
 
@@ -244,8 +246,8 @@ def adaptive_avg_pool1d(ctx: Context, x: Value, output_size: Sequence[int]) -> V
 
 def _adaptive(ctx: Context, x: Value, rank: int, combiner: str) -> Value:
     """Windows from floor(o * n / m) to ceil((o + 1) * n / m); of one size where m divides n."""
-    lead, spatial = len(x.shape) - rank, x.shape[len(x.shape) - rank :]
-    outs = ctx.shape[lead:]
+    lead = len(x.shape) - rank
+    spatial, outs = tuple(map(known, x.shape[lead:])), tuple(map(known, ctx.shape[lead:]))
     kernel = tuple(max(_end(o, n, m) - o * n // m for o in range(m)) for n, m in zip(spatial, outs, strict=True))
     dtype = compute_dtype(x.dtype)
     neutral = const(0 if combiner == "sum" else lowest(x.dtype), dtype)
@@ -324,6 +326,7 @@ def _scale(n: int, m: int, scale: float | None) -> float:
 def _nearest(ctx: Context, x: Value, scales: Sequence[float | None], shift: float) -> Value:
     rank = len(x.shape) - 2
     factors = [*scales, *[None] * (rank - len(scales))]
+    sizes, outs = tuple(map(known, x.shape[2:])), tuple(map(known, ctx.shape[2:]))
 
     def source(o: Index, n: int, m: int, factor: float | None) -> Index:
         if n == m and factor in (None, 1.0):
@@ -340,7 +343,7 @@ def _nearest(ctx: Context, x: Value, scales: Sequence[float | None], shift: floa
     return reindex(
         x,
         ctx.shape,
-        lambda i: (*i[:2], *map(source, i[2:], x.shape[2:], ctx.shape[2:], factors)),
+        lambda i: (*i[:2], *map(source, i[2:], sizes, outs, factors)),
     )
 
 
@@ -369,6 +372,8 @@ def _linear(ctx: Context, x: Value, align_corners: bool, scales: Sequence[float 
     dtype, rank = compute_dtype(x.dtype), len(x.shape) - 2
     factors = [*scales, *[None] * (rank - len(scales))]
 
+    sizes, outs = tuple(map(known, x.shape[2:])), tuple(map(known, ctx.shape[2:]))
+
     def neighbours(o: Index, n: int, m: int, factor: float | None) -> list[tuple[Index, Expr]]:
         """Two source positions and their weights."""
         if n == m:
@@ -385,7 +390,7 @@ def _linear(ctx: Context, x: Value, align_corners: bool, scales: Sequence[float 
         ]
 
     def at(index: tuple[Index, ...]) -> Expr:
-        pairs = [neighbours(*item) for item in zip(index[2:], x.shape[2:], ctx.shape[2:], factors, strict=True)]
+        pairs = [neighbours(*item) for item in zip(index[2:], sizes, outs, factors, strict=True)]
 
         def blend(position: tuple[Index, ...], rest: list[list[tuple[Index, Expr]]]) -> Expr:
             if not rest:

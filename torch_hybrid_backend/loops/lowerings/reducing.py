@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
+from torch_hybrid_backend.core.size import Dim, product
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import Expr, ScalarFn, Value, compute_dtype
 from torch_hybrid_backend.loops.lowering import Context
@@ -23,12 +23,12 @@ def axes_of(dim: Axes, rank: int) -> tuple[int, ...]:
     return tuple(sorted({axis(d, rank) for d in dims})) if rank else ()
 
 
-def extent(shape: tuple[int, ...], axes: tuple[int, ...]) -> int:
+def extent(shape: tuple[Dim, ...], axes: tuple[int, ...]) -> Dim:
     """How many elements are reduced to one."""
-    return math.prod(shape[d] for d in axes)
+    return product(shape[d] for d in axes)
 
 
-def kept_shape(shape: tuple[int, ...], axes: tuple[int, ...], keepdim: bool) -> tuple[int, ...]:
+def kept_shape(shape: tuple[Dim, ...], axes: tuple[int, ...], keepdim: bool) -> tuple[Dim, ...]:
     """The result's shape."""
     return tuple(1 if d in axes else n for d, n in enumerate(shape) if keepdim or d not in axes)
 

@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from torch_hybrid_backend.core.size import Dim, function
+from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import Expr, Value, compute_dtype
-from torch_hybrid_backend.loops.lowering import Context, lowers, reindex
+from torch_hybrid_backend.loops.lowering import Context, Refuse, lowers, reindex
 from torch_hybrid_backend.loops.lowerings import arithmetic as formula
 from torch_hybrid_backend.loops.lowerings.arithmetic import lit
 from torch_hybrid_backend.loops.lowerings.reducing import (
@@ -73,7 +75,13 @@ def _variance(
     axes = axes_of(dim, len(x.shape))
     average, squares = moments(ctx, x, axes)
     # As eager: fewer elements than the correction divide by zero (infinity or NaN), never by a negative number.
-    divisor = max(extent(x.shape, axes) - (1 if correction is None else correction), 0)
+    count, taken = extent(x.shape, axes), 1 if correction is None else correction
+    if isinstance(count, int):
+        divisor: float | Dim = max(count - taken, 0)
+    elif float(taken).is_integer():
+        divisor = function("max", count - int(taken), 0)
+    else:
+        raise Refuse(Reason.SYMBOLIC_SHAPE, f"a variance of {count} elements corrected by {taken}")
 
     def fn(a: Expr) -> Expr:
         variance = div(a, lit(a, divisor))
@@ -285,7 +293,7 @@ def _normalized(a: Expr, centre: Expr, scale: Expr) -> Expr:
     return mul(sub(a, centre), scale)
 
 
-def _inverse_deviation(ctx: Context, squares: Value, count: int, eps: float) -> Value:
+def _inverse_deviation(ctx: Context, squares: Value, count: Dim, eps: float) -> Value:
     return ctx.pointwise(
         lambda a: call("rsqrt", add(div(a, lit(a, count)), lit(a, eps))),
         squares,
@@ -310,7 +318,7 @@ def _affine(ctx: Context, x: Value, centre: Value, scale: Value, weight: Value |
 
 def _as_result(ctx: Context, position_: int, value: Value) -> Value:
     spec = ctx.outs[position_]
-    shape = tuple(int(n) for n in spec.shape)
+    shape = spec.shape
     return ctx.pointwise(lambda a: a, reshaped(value, shape), dtype=spec.dtype, shape=shape)
 
 
@@ -356,7 +364,7 @@ def group_norm(
     return y, _as_result(ctx, 1, average), _as_result(ctx, 2, scale)
 
 
-def channelwise(value: Value, shape: tuple[int, ...]) -> Value:
+def channelwise(value: Value, shape: tuple[Dim, ...]) -> Value:
     """A vector along dimension 1 of a tensor of the given shape."""
     return reindex(value, shape, lambda index: (index[1],))
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from torch_hybrid_backend.core.size import Dim, Size, at_most, function, known
+from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.index import Index, as_index, linear, reshape_index
 from torch_hybrid_backend.loops.ir import Value
@@ -20,7 +23,7 @@ def axis(dim: int, rank: int) -> int:
     return dim % max(rank, 1)
 
 
-def reshaped(value: Value, shape: tuple[int, ...]) -> Value:
+def reshaped(value: Value, shape: tuple[Dim, ...]) -> Value:
     """The value's elements in row-major order under another shape of as many elements."""
     if shape == value.shape:
         return value
@@ -44,7 +47,7 @@ def permuted(value: Value, order: Sequence[int]) -> Value:
     )
 
 
-def expanded(value: Value, shape: tuple[int, ...]) -> Value:
+def expanded(value: Value, shape: tuple[Dim, ...]) -> Value:
     """The value broadcast to `shape`; a bijection, with its inverse, where no dimension is stretched."""
     if shape == value.shape:
         return value
@@ -61,7 +64,7 @@ def expanded(value: Value, shape: tuple[int, ...]) -> Value:
     return reindex(value, shape, forward, inverse if bijective else None)
 
 
-def sliced(value: Value, dim: int, start: int, size: int, step: int = 1) -> Value:
+def sliced(value: Value, dim: int, start: Dim, size: Dim, step: int = 1) -> Value:
     """Elements start, start + step, ... of one dimension, `size` of them."""
     if start == 0 and step == 1 and size == value.shape[dim]:
         return value
@@ -69,16 +72,29 @@ def sliced(value: Value, dim: int, start: int, size: int, step: int = 1) -> Valu
     return reindex(value, shape, lambda index: (*index[:dim], index[dim] * step + start, *index[dim + 1 :]))
 
 
-def selected(value: Value, dim: int, position: int) -> Value:
+def selected(value: Value, dim: int, position: Dim) -> Value:
     """The slice at one position of a dimension, which disappears."""
     shape = (*value.shape[:dim], *value.shape[dim + 1 :])
     return reindex(value, shape, lambda index: (*index[:dim], as_index(position), *index[dim:]))
 
 
-def slice_bounds(size: int, start: int | None, end: int | None) -> tuple[int, int]:
+def slice_bounds(size: Dim, start: Dim | None, end: Dim | None) -> tuple[Dim, Dim]:
     """A slice's first position and the one behind its last, as Python clips them."""
-    first, last, _ = slice(start, end).indices(size)
-    return first, max(first, last)
+    if not any(isinstance(bound, Size) for bound in (size, start, end)):
+        first, last, _ = slice(start, end).indices(known(size))
+        return first, max(first, last)
+    begin = 0 if start is None else _clipped(start, size)
+    return begin, function("max", begin, size if end is None else _clipped(end, size))
+
+
+def _clipped(position: Dim, size: Dim) -> Dim:
+    if isinstance(position, int) and position < 0:
+        return function("max", size + position, 0)
+    if at_most(0, position):
+        return function("min", position, size)
+    raise Refuse(
+        Reason.SYMBOLIC_SHAPE, f"whether {position} counts from the front or the end is only known at run time"
+    )
 
 
 @lowers(
@@ -142,19 +158,28 @@ def slice_(
 
 
 @lowers(aten.select.int)
-def select(ctx: Context, x: Value, dim: int, index: int) -> Value:
+def select(ctx: Context, x: Value, dim: int, index: Dim) -> Value:
     dim = axis(dim, len(x.shape))
-    return selected(x, dim, index % x.shape[dim])
+    return selected(x, dim, wrapped(index, x.shape[dim]))
+
+
+def wrapped(index: Dim, size: Dim) -> Dim:
+    """A position in a dimension, counted from the front; numbers below zero count from the end."""
+    if isinstance(index, int):
+        return index if index >= 0 else index + size
+    if at_most(0, index):
+        return index
+    raise Refuse(Reason.SYMBOLIC_SHAPE, f"whether {index} counts from the front or the end is only known at run time")
 
 
 @lowers(aten.split.Tensor, aten.split_with_sizes.default)
 def split(ctx: Context, x: Value, split_size: int | Sequence[int], dim: int = 0) -> tuple[Value, ...]:
     dim = axis(dim, len(x.shape))
-    parts, start = [], 0
+    parts = []
+    start: Dim = 0
     for out in ctx.outs:
-        size = int(out.shape[dim])
-        parts.append(sliced(x, dim, start, size))
-        start += size
+        parts.append(sliced(x, dim, start, out.shape[dim]))
+        start = start + out.shape[dim]
     return tuple(parts)
 
 
@@ -253,6 +278,8 @@ def as_strided(
     meta = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
     if not isinstance(meta, torch.Tensor):
         raise Refuse(Reason.ARGUMENT, "as_strided of something that is no tensor of the graph")
+    if not TensorSpec.of(meta).is_static or any(isinstance(n, Size) for n in (*size, *stride, *ctx.shape)):
+        raise Refuse(Reason.SYMBOLIC_SHAPE, "as_strided with sizes that are only known at run time")
     order = _memory_order(x.shape, tuple(meta.stride()))
     start = 0 if storage_offset is None else storage_offset - int(meta.storage_offset())
     last = start + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
@@ -263,7 +290,7 @@ def as_strided(
     return reindex(flat, ctx.shape, lambda index: (linear(index, strides) + start,))
 
 
-def _memory_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int] | None:
+def _memory_order(shape: tuple[Any, ...], strides: tuple[int, ...]) -> list[int] | None:
     """The dimensions from the slowest to the fastest in memory; None where elements overlap or leave gaps."""
     order = sorted(range(len(shape)), key=lambda d: (-strides[d], -shape[d]))
     step = 1

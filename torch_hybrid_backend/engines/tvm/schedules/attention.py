@@ -20,17 +20,21 @@ from functools import partial
 
 from tvm import tirx
 
+from torch_hybrid_backend.core.size import Dim, Size, below, ceil_div, typical
 from torch_hybrid_backend.engines.tvm.arithmetic import literal
 from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.tvm.printer import Printer
 from torch_hybrid_backend.engines.tvm.schedules.attention_parts import AttentionParts
 from torch_hybrid_backend.engines.tvm.schedules.registers import (
     RegisterTile,
+    by_height,
     by_part,
     partials,
+    tile_start,
     zero,
 )
 from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.engines.tvm.tiles import Split, split_at_most
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.kernels import AttentionKernel
@@ -47,36 +51,63 @@ class _Attention(AttentionParts):
     # Tasks.
 
     def emit(self) -> Stmt:
-        b, pieces = self.builder, self._pieces()
-        per_piece = -(-self.rows.parts // pieces)
+        b = self.builder
         buffers = (self.packed_k, self.packed_v, self.q, self.scores, self.out, self.maximum, self.sum)
+        if isinstance(self.queries, Size):
+            pieces = -(-self.target.cores // max(1, min(typical(self.batch * self.heads), self.target.cores)))
+            tiles = partial(self._tiles_of_any_number, pieces)
+        else:
+            rows = split_at_most(self.queries, self.most_rows)
+            per_piece = -(-rows.parts // self._pieces(rows))
+            pieces = -(-rows.parts // per_piece)
+            tiles = partial(self._tiles, rows, per_piece)
 
         def task(position: tuple[Index, ...]) -> Stmt:
             batch, head, piece = position
+            allocations = [b.alloc(buffer) for buffer in buffers]
+            return b.seq(*allocations, self.pack_k(batch, head), self.pack_v(batch, head), tiles(batch, head, piece))
+
+        return b.fused((self.batch, self.heads, pieces), task)
+
+    def _tiles(self, split: Split, per_piece: int, batch: Index, head: Index, piece: Index) -> Stmt:
+        """The row tiles of one piece."""
+        b = self.builder
+
+        def part(i: Index) -> Stmt:
+            number = piece * per_piece + i
+            body = by_part(b, split, number, lambda first, rows: self._row_tile(batch, head, first, rows))
+            is_last = isinstance(number.high, int) and number.high >= split.parts
+            return b.when(b.index(number) < split.parts, body) if is_last else body
+
+        return b.loop(per_piece, part, name="part")
+
+    def _tiles_of_any_number(self, pieces: int, batch: Index, head: Index, piece: Index) -> Stmt:
+        """The row tiles of one piece, where the number of rows is only known at run time."""
+        b = self.builder
+
+        def of_height(rows: int) -> Stmt:
+            parts = ceil_div(self.queries, rows)
+            per_piece = ceil_div(parts, pieces)
 
             def part(i: Index) -> Stmt:
                 number = piece * per_piece + i
-                body = by_part(b, self.rows, number, lambda first, rows: self._row_tile(batch, head, first, rows))
-                return b.when(b.index(number) < self.rows.parts, body) if number.high >= self.rows.parts else body
+                first, begin = tile_start(b, self.queries, rows, number)
+                body = b.seq(begin, self._row_tile(batch, head, first, rows))
+                return b.when(b.index(number) < b.size(parts), body)
 
-            return b.seq(
-                *[b.alloc(buffer) for buffer in buffers],
-                self.pack_k(batch, head),
-                self.pack_v(batch, head),
-                b.loop(per_piece, part, name="part"),
-            )
+            return b.loop(per_piece, part, name="part")
 
-        return b.fused((self.batch, self.heads, -(-self.rows.parts // per_piece)), task)
+        return by_height(b, self.queries, self.most_rows, 2, of_height)
 
-    def _pieces(self) -> int:
+    def _pieces(self, split: Split) -> int:
         """Pieces of the rows per head: enough for the cores, as few as may be, because each packs keys and values anew."""
-        heads = self.batch * self.heads
+        heads = typical(self.batch * self.heads)
 
         def time(pieces: int) -> float:
             # 32 multiply-adds a cycle, twice; about one cycle per element packed.
-            return -(-heads * pieces // self.target.cores) * (self.queries / pieces / 16 + 1)
+            return -(-heads * pieces // self.target.cores) * (typical(self.queries) / pieces / 16 + 1)
 
-        return min(range(1, min(self.rows.parts, 4 * self.target.cores) + 1), key=time)
+        return min(range(1, min(split.parts, 4 * self.target.cores) + 1), key=time)
 
     # One tile of query rows.
 
@@ -103,10 +134,11 @@ class _Attention(AttentionParts):
             softmax = b.loop(rows, lambda r: self._softmax_row(r, rows, each_panel), name="r")
             return b.seq(scores, softmax, self._times_v(rows, each_panel))
 
-        clear = self.fill(self.out, as_index(0), rows * self.value_vectors * self.lanes, zero(self.dtype))
+        width = self.value_vectors * self.lanes
+        clear = self.fill(self.out, as_index(0), rows * width, zero(self.dtype)) if self.is_online else None
         return b.seq(
             b.loop(rows, start, name="r"),
-            clear if self.blocks > 1 else None,
+            clear,
             b.loop(self.blocks, block, name="block"),
             b.loop(rows, lambda r: self._write_row(batch, head, first, rows, r), name="r"),
         )
@@ -120,13 +152,16 @@ class _Attention(AttentionParts):
             statement = body(panel, i * self.panel)
             if self.kernel.causal:
                 statement = b.when(b.index(panel * self.panel) < b.index(first + rows), statement)
-            if panel.high >= self.panels:
+            if isinstance(self.panels, int) and not below(panel.high, self.panels):
                 statement = b.when(b.index(panel) < self.panels, statement)
             return statement
 
-        return b.loop(self.block_panels, at, name="p")
+        if isinstance(self.panels, int):
+            return b.loop(self.block_panels, at, name="p")
+        left = b.size(self.panels) - b.index(block * self.block_panels)
+        return b.loop_until(tirx.Min(left, tirx.IntImm("int32", self.block_panels)), self.block_panels, at, name="p")
 
-    def _tile(self, rows: int, vectors: int, extent: int) -> RegisterTile:
+    def _tile(self, rows: int, vectors: int, extent: Dim) -> RegisterTile:
         ways = RegisterTile.ways_for(rows * vectors, extent)
         return RegisterTile(self.builder, self.printer, rows, vectors, self.lanes, self.dtype, ways)
 
@@ -149,16 +184,10 @@ class _Attention(AttentionParts):
         compute = b.seq(tile.declare(), tile.clear(), tile.reduce(self.depth, step))
         spill = tile.spill(self.scores, column, self.stride)
         mask = partial(self._mask, batch, head, first, rows, panel, column)
-        if self.tail == self.panel:
-            return b.seq(compute, spill, mask(self.panel))
-        if self.panels == 1:
-            return b.seq(compute, spill, mask(self.tail))
-        ragged = mask(self.tail)
-        assert ragged is not None
-        return b.seq(compute, spill, b.when(b.index(panel) >= self.panels - 1, ragged, mask(self.panel)))
+        return b.seq(compute, spill, self.by_panel(panel, mask))
 
     def _mask(
-        self, batch: Index, head: Index, first: Index, rows: int, panel: Index, column: Index, keys: int
+        self, batch: Index, head: Index, first: Index, rows: int, panel: Index, column: Index, keys: Dim
     ) -> Stmt | None:
         """Masks a panel of which the first `keys` keys exist."""
         b, kernel = self.builder, self.kernel
@@ -179,7 +208,7 @@ class _Attention(AttentionParts):
                     value = tirx.Select(b.index(key) <= b.index(first + r), value, never)
                 return b.store(self.scores, start + i, value)
 
-            beyond = self.fill(self.scores, start + keys, self.panel - keys, never) if keys < self.panel else None
+            beyond = self.fill(self.scores, start + keys, self.panel - keys, never) if keys != self.panel else None
             return b.seq(self.along(keys, one) if is_masked else None, beyond)
 
         return b.loop(rows, row, name="r")
@@ -242,7 +271,7 @@ class _Attention(AttentionParts):
             each_vector(exponential),
             self._horizontal(total, lambda x, y: x + y),
             self._exp(old - shift, lambda e: self._rescale(r, rows, e, b.load(total, 0)))
-            if self.blocks > 1
+            if self.is_online
             else b.store(self.sum, r, b.load(total, 0)),
         )  # fmt: skip
 
@@ -288,7 +317,7 @@ class _Attention(AttentionParts):
 
                 return tile.steps(self.panel, step)
 
-            begin = tile.restore(self.out, start) if self.blocks > 1 else None
+            begin = tile.restore(self.out, start) if self.is_online else None
             return b.seq(
                 tile.declare(), tile.clear(), begin, each_panel(panel_sum), tile.merge(), tile.spill(self.out, start)
             )

@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 from tvm import tirx
 
+from torch_hybrid_backend.core.size import Dim, Size, ceil_div, known
 from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.tvm.printer import Printer
+from torch_hybrid_backend.engines.tvm.schedules.axes import vectors
 from torch_hybrid_backend.engines.tvm.schedules.registers import lanes_of, zero
 from torch_hybrid_backend.engines.tvm.target import Target
-from torch_hybrid_backend.engines.tvm.tiles import lane_chunks, max_rows, split_at_most
+from torch_hybrid_backend.engines.tvm.tiles import max_rows
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
 from torch_hybrid_backend.loops.ir import Buffer, Expr, compute_dtype
 from torch_hybrid_backend.loops.kernels import AttentionKernel
@@ -24,21 +26,24 @@ class AttentionParts:
 
     def __init__(self, kernel: AttentionKernel, builder: Builder, printer: Printer, target: Target) -> None:
         self.kernel, self.builder, self.printer, self.target = kernel, builder, printer, target
-        self.batch, self.heads, self.queries, self.width = (v.extent for v in kernel.domain)
+        self.batch, self.heads, self.queries = (v.extent for v in kernel.domain[:3])
+        self.width = known(kernel.domain[3].extent)
         self.keys, self.depth = kernel.k_vars[2].extent, kernel.q_vars[3].extent
         self.dtype = compute_dtype(kernel.accumulator.dtype)
         self.lanes = lanes_of(target, self.dtype)
-        self.panel_vectors = 2 if self.keys > self.lanes else 1
+        self.panel_vectors = 1 if isinstance(self.keys, int) and self.keys <= self.lanes else 2
         self.panel = self.panel_vectors * self.lanes
-        self.panels = -(-self.keys // self.panel)
-        self.tail = self.keys - (self.panels - 1) * self.panel
-        self.block_panels = self.panels if self.keys <= _KEYS else _KEYS // 2 // self.panel
-        self.blocks = -(-self.panels // self.block_panels)
+        self.panels = ceil_div(self.keys, self.panel)
+        self.whole_panels = self.keys // self.panel
+        self.tail = self.keys - self.whole_panels * self.panel  # keys of the panel that is not whole
+        self.block_panels = self._panels_of_block()
+        self.blocks = ceil_div(self.panels, self.block_panels)
+        self.is_online = self.blocks != 1
         # One vector more than the keys: rows a power of two apart would compete for the same lines of the cache.
         self.stride = self.block_panels * self.panel + self.lanes
         self.value_vectors = -(-self.width // self.lanes)
-        self.rows = split_at_most(self.queries, max_rows(2, target))
-        size = self.rows.size
+        self.most_rows = max_rows(2, target)
+        size = min(self.queries, self.most_rows) if isinstance(self.queries, int) else self.most_rows
         self.packed_k = self._workspace(self.panels * self.depth * self.panel, "kt")
         self.packed_v = self._workspace(self.panels * self.panel * self.value_vectors * self.lanes, "v")
         self.q = self._workspace(size * self.depth, "q")
@@ -47,8 +52,13 @@ class AttentionParts:
         self.maximum, self.sum = builder.local(size, self.dtype, "max"), builder.local(size, self.dtype, "sum")
         self._operand = Buffer((), self.dtype, "operand")
 
-    def _workspace(self, size: int, name: str) -> TirBuffer:
-        return tirx.decl_buffer((size,), self.dtype, self.builder.fresh(name), scope="global")
+    def _panels_of_block(self) -> int:
+        if isinstance(self.panels, Size) or isinstance(self.keys, Size):
+            return _KEYS // self.panel
+        return max(self.panels, 1) if self.keys <= _KEYS else _KEYS // 2 // self.panel
+
+    def _workspace(self, size: Dim, name: str) -> TirBuffer:
+        return tirx.decl_buffer((self.builder.size(size),), self.dtype, self.builder.fresh(name), scope="global")
 
     def read(self, expr: Expr, variables: tuple[LoopVar, ...], *point: Index) -> TirExpr:
         return self.printer.expr(expr, dict(zip(variables, point, strict=True)))
@@ -56,25 +66,29 @@ class AttentionParts:
     def vector(self, lanes: int, body: Callable[[Index], Stmt]) -> Stmt:
         return self.printer.vector_loop(lanes, body)
 
-    def along(self, count: int, body: Callable[[Index], Stmt]) -> Stmt:
+    def along(self, count: Dim, body: Callable[[Index], Stmt]) -> Stmt:
         """`body` for 0 .. count-1 in vectors."""
-        b, whole = self.builder, count // self.lanes
-        loop = b.loop(whole, lambda i: self.vector(self.lanes, lambda lane: body(i * self.lanes + lane)), name="v")
-        rest = lane_chunks(count - whole * self.lanes, self.lanes)
+        return vectors(self.builder, self.printer, count, self.lanes, lambda base, lane, _: body(base + lane))
 
-        def last(start: int, width: int) -> Stmt:
-            return self.vector(width, lambda lane: body(lane + (whole * self.lanes + start)))
-
-        return b.seq(loop if whole else None, *[last(start, width) for start, width in rest])
-
-    def fill(self, buffer: TirBuffer, start: Index, count: int, value: TirExpr) -> Stmt:
+    def fill(self, buffer: TirBuffer, start: Index, count: Dim, value: TirExpr) -> Stmt:
         return self.along(count, lambda i: self.builder.store(buffer, start + i, value))
+
+    def by_panel(self, panel: Index, body: Callable[[Dim], Stmt | None]) -> Stmt | None:
+        """`body(keys)` of a panel, with how many keys it holds: two variants where that depends on the panel."""
+        if self.tail == 0:
+            return body(self.panel)
+        if self.whole_panels == 0:
+            return body(self.tail)
+        whole, ragged = body(self.panel), body(self.tail)
+        assert ragged is not None
+        is_ragged = self.builder.index(panel) >= self.builder.size(self.whole_panels)
+        return self.builder.when(is_ragged, ragged, whole)
 
     def pack_k(self, batch: Index, head: Index) -> Stmt:
         """kt[panel][d][key of the panel]; keys beyond the last are zero."""
         b, kernel = self.builder, self.kernel
 
-        def of(panel: Index, count: int) -> Stmt:
+        def of(panel: Index, count: Dim) -> Stmt:
             def at(d: Index) -> Stmt:
                 start = panel * (self.depth * self.panel) + d * self.panel
 
@@ -82,14 +96,16 @@ class AttentionParts:
                     key = panel * self.panel + i
                     return b.store(self.packed_k, start + i, self.read(kernel.k, kernel.k_vars, batch, head, key, d))
 
-                clear = self.fill(self.packed_k, start, self.panel, zero(self.dtype)) if count < self.panel else None
+                clear = self.fill(self.packed_k, start, self.panel, zero(self.dtype)) if count != self.panel else None
                 return b.seq(clear, self.along(count, one))
 
             return b.loop(self.depth, at, name="d")
 
-        whole = self.panels if self.tail == self.panel else self.panels - 1
-        loop = b.loop(whole, lambda p: of(p, self.panel), name="p") if whole else None
-        return b.seq(loop, of(as_index(whole), self.tail) if whole < self.panels else None)
+        whole = self.whole_panels
+        loop = b.loop(whole, lambda p: of(p, self.panel), name="p") if whole != 0 else None
+        if isinstance(self.tail, Size):
+            return b.seq(loop, b.when(b.size(self.tail) > 0, of(as_index(whole), self.tail)))
+        return b.seq(loop, of(as_index(whole), self.tail) if self.tail else None)
 
     def pack_v(self, batch: Index, head: Index) -> Stmt:
         """v[key][padded width]; what is padded is zero, keys beyond the last too (their weights are zero, and 0 * NaN is not)."""
@@ -105,5 +121,5 @@ class AttentionParts:
 
         beyond = self.panels * self.panel - self.keys
         start = as_index(self.keys * padded)
-        rest = self.fill(self.packed_v, start, beyond * padded, zero(self.dtype)) if beyond else None
+        rest = self.fill(self.packed_v, start, beyond * padded, zero(self.dtype)) if beyond != 0 else None
         return b.seq(b.loop(self.keys, row, name="t"), rest)

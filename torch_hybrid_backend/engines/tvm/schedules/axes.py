@@ -6,11 +6,11 @@ memory order a dimension has is read off the offsets of the kernel's accesses, s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt
+from torch_hybrid_backend.core.size import Dim, Size, product, typical
+from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirExpr
 from torch_hybrid_backend.engines.tvm.printer import Printer
 from torch_hybrid_backend.engines.tvm.tiles import lane_chunks
 from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, as_index
@@ -44,15 +44,20 @@ def step(offset: Index, variable: LoopVar) -> int:
     for atom, coefficient in offset.terms:
         own = 0
         if atom == variable:
-            own = abs(coefficient)
+            own = _stride(coefficient)
         elif isinstance(atom, Mod) and depends(atom.numerator, variable):
             inner = step(atom.numerator, variable)
-            own = abs(coefficient) * inner
+            own = _stride(coefficient) * inner
         elif isinstance(atom, FloorDiv) and depends(atom.numerator, variable):
             continue
         if own and (not smallest or own < smallest):
             smallest = own
     return smallest
+
+
+def _stride(coefficient: Dim) -> int:
+    """How far apart in memory; a stride known at run time is never taken for 1."""
+    return abs(coefficient) if isinstance(coefficient, int) else max(2, abs(typical(coefficient)))
 
 
 def depends(index: Index, variable: LoopVar) -> bool:
@@ -74,14 +79,14 @@ def fastest(offsets: Sequence[Index], variables: Sequence[LoopVar]) -> LoopVar |
     best, votes = None, 0
     for variable in variables:
         count = sum(_touched(offset, variables) for offset in offsets if step(offset, variable) == 1)
-        if variable.extent > 1 and count >= max(votes, 1):
+        if variable.extent != 1 and count >= max(votes, 1):
             best, votes = variable, count
     return best
 
 
 def _touched(offset: Index, variables: Sequence[LoopVar]) -> int:
-    """Elements that an access touches over all values of the variables."""
-    return math.prod(v.extent for v in variables if depends(offset, v))
+    """Elements that an access touches over all values of the variables, typically."""
+    return typical(product(v.extent for v in variables if depends(offset, v)))
 
 
 def is_plain(index: Index) -> bool:
@@ -96,16 +101,16 @@ class Flat:
     variables: tuple[LoopVar, ...]
 
     @property
-    def extent(self) -> int:
-        return math.prod(v.extent for v in self.variables)
+    def extent(self) -> Dim:
+        return product(v.extent for v in self.variables)
 
     def env(self, position: Index) -> Env:
         """The dimensions' values at a position of the flat axis."""
         found: Env = {}
         stride = self.extent
         for variable in self.variables:
-            stride //= variable.extent
-            found[variable] = position // stride % variable.extent if variable.extent > 1 else as_index(0)
+            stride = stride // variable.extent
+            found[variable] = position // stride % variable.extent if variable.extent != 1 else as_index(0)
         return found
 
 
@@ -144,31 +149,62 @@ def _uses_indices(expr: Expr) -> bool:
     return False
 
 
-def work(kernel: Kernel, exprs: Sequence[Expr]) -> int:
-    """Scalar operations of a kernel, roughly: what decides whether threads are worth waking."""
-    points = math.prod(v.extent for v in kernel.domain)
+def is_large(kernel: Kernel, exprs: Sequence[Expr]) -> bool:
+    """Whether threads are worth waking; where sizes are known only at run time they may be."""
+    points = product(v.extent for v in kernel.domain)
+    return isinstance(points, Size) or _work(points, exprs) >= PARALLEL_WORK
+
+
+def _work(points: int, exprs: Sequence[Expr]) -> int:
+    """Scalar operations, roughly."""
     return points * (1 + sum(count_calls(e) + len(loads_of(e)) for e in exprs))
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A vector of `width` positions from `start` on; with a `condition` where only the running kernel knows whether it is there."""
+
+    start: Index
+    width: int
+    condition: TirExpr | None = None
+
+    def around(self, builder: Builder, statement: Stmt) -> Stmt:
+        return statement if self.condition is None else builder.when(self.condition, statement)
+
+
+def chunks(builder: Builder, count: Dim, lanes: int) -> list[Chunk]:
+    """Ever narrower vectors that cover 0 .. count-1. A count known only at run time is below `2 * lanes`, a power of two."""
+    if isinstance(count, int):
+        return [Chunk(as_index(first), width) for first, width in lane_chunks(count, lanes)]
+    found, width = [], lanes
+    while width:
+        bit = builder.size(count // width % 2) == 1
+        found.append(Chunk(as_index(count // (2 * width) * (2 * width)), width, bit))
+        width //= 2
+    return found
 
 
 def vectors(
     builder: Builder,
     printer: Printer,
-    extent: int,
+    extent: Dim,
     lanes: int,
     body: Callable[[Index, Index, int], Stmt],
-    start: int = 0,
 ) -> Stmt:
-    """Run `body(base, lane, width)` over positions start .. start+extent-1: whole vectors in a loop, then ever narrower ones.
+    """Run `body(base, lane, width)` over positions 0 .. extent-1: whole vectors in a loop, then ever narrower ones.
 
     The body's statements are emitted inside the vector loop; the position is `base + lane`.
     """
     whole = extent // lanes
     parts: list[Stmt] = []
-    if whole:
+    if whole != 0:
         parts.append(
-            builder.loop(whole, lambda v: printer.vector_loop(lanes, lambda lane: body(v * lanes + start, lane, lanes)))
+            builder.loop(whole, lambda v: printer.vector_loop(lanes, lambda lane: body(v * lanes, lane, lanes)))
         )
-    for first, width in lane_chunks(extent - whole * lanes, lanes):
-        base = as_index(start + whole * lanes + first)
-        parts.append(printer.vector_loop(width, lambda lane, b=base, w=width: body(b, lane, w)))  # type: ignore[misc]
+    for chunk in chunks(builder, extent - whole * lanes, lanes if isinstance(extent, int) else lanes // 2):
+
+        def narrow(lane: Index, chunk: Chunk = chunk) -> Stmt:
+            return body(chunk.start + whole * lanes, lane, chunk.width)
+
+        parts.append(chunk.around(builder, printer.vector_loop(chunk.width, narrow)))
     return builder.seq(*parts)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch_hybrid_backend.core.size import known
 from torch_hybrid_backend.engines.tvm.tiles import split_into
 from torch_hybrid_backend.loops.index import Index
 from torch_hybrid_backend.loops.kernels import ConvKernel
@@ -83,8 +84,8 @@ def column_tiles(axis: Axis, parts: int) -> list[ColumnTiles]:
 
 def axes(kernel: ConvKernel) -> tuple[Axis, Axis]:
     """(rows, columns) of a 1-D or 2-D convolution kernel."""
-    sizes = [variable.extent for variable in kernel.x_vars[2:]]
-    outs = [variable.extent for variable in kernel.domain[2:]]
+    sizes = [known(variable.extent) for variable in kernel.x_vars[2:]]
+    outs = [known(variable.extent) for variable in kernel.domain[2:]]
     found = [
         Axis(*values)
         for values in zip(sizes, outs, kernel.kernel, kernel.stride, kernel.padding, kernel.dilation, strict=True)

@@ -8,6 +8,7 @@ from functools import partial
 
 from tvm import tirx
 
+from torch_hybrid_backend.core.size import known
 from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.tvm.printer import Printer
 from torch_hybrid_backend.engines.tvm.schedules.conv_geometry import Axis, axes
@@ -28,8 +29,8 @@ class ConvParts:
     def __init__(self, kernel: ConvKernel, builder: Builder, printer: Printer, target: Target) -> None:
         self.kernel, self.builder, self.printer, self.target = kernel, builder, printer, target
         self.rows, self.columns = axes(kernel)
-        self.images, self.out_channels = kernel.domain[0].extent, kernel.domain[1].extent
-        self.in_channels = kernel.x_vars[1].extent
+        self.images, self.out_channels = kernel.domain[0].extent, known(kernel.domain[1].extent)
+        self.in_channels = known(kernel.x_vars[1].extent)
         self.dtype = compute_dtype(kernel.accumulator.dtype)
         self.block = kernel.block
         self.long_epilogue = sum(count_calls(store.value) for store in kernel.stores) > _LONG_EPILOGUE

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+from torch_hybrid_backend.core.size import known
 from torch_hybrid_backend.engines.tvm.builder import Stmt, TirExpr
 from torch_hybrid_backend.engines.tvm.schedules.conv_geometry import ColumnTiles, column_tiles, is_wide
 from torch_hybrid_backend.engines.tvm.schedules.conv_parts import ConvParts
@@ -29,7 +30,7 @@ def depthwise(parts: ConvParts) -> Stmt | None:
     """The kernel's body, or None where it is no depthwise convolution."""
     if len(parts.kernel.packed.shape) != 4:
         return None
-    b, blocks = parts.builder, parts.kernel.packed.shape[0]
+    b, blocks = parts.builder, known(parts.kernel.packed.shape[0])
     tail = parts.out_channels - (blocks - 1) * parts.block
     tiles = column_tiles(parts.columns, -(-parts.columns.out // max_rows(1, parts.target)))
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from torch_hybrid_backend.core.size import known, typical
 from torch_hybrid_backend.engines.tvm.builder import Stmt, TirExpr
 from torch_hybrid_backend.engines.tvm.schedules.conv_geometry import Axis, ColumnTiles, column_tiles, is_wide
 from torch_hybrid_backend.engines.tvm.schedules.conv_parts import ConvParts
@@ -64,7 +65,7 @@ class _Direct:
 
     def __init__(self, parts: ConvParts) -> None:
         self.parts, self.builder, self.target = parts, parts.builder, parts.target
-        self.groups, self.blocks, _, self.channels, _, self.block = parts.kernel.packed.shape
+        self.groups, self.blocks, _, self.channels, _, self.block = map(known, parts.kernel.packed.shape)
         self.per_group = parts.out_channels // self.groups
         self.tail = self.per_group - (self.blocks - 1) * self.block
         self.is_flat = self._reads_one_long_row()
@@ -100,7 +101,7 @@ class _Direct:
             blocks = split_into(self.blocks, -(-self.blocks // most))
             tiles = -(-self.columns.out // max_rows(blocks.size * vectors, self.target))
             columns = split_into(self.columns.out, tiles)
-            tasks = parts.images * self.groups * blocks.parts * (tiles if self.is_flat else self.rows.out)
+            tasks = typical(parts.images) * self.groups * blocks.parts * (tiles if self.is_flat else self.rows.out)
             work = sum(
                 n_blocks * n_columns * _tile_time(b * vectors, c)
                 for _, n_blocks, b in blocks.runs()
@@ -120,7 +121,7 @@ class _Direct:
         sizes = [c for c in range(step, self.channels, step) if self.channels % c == 0 and c * channel_bytes <= l2 // 4]
         if self.channels * channel_bytes <= l2 // 2 or not sizes or self.rows.out == 1 or row_bytes > l2 // 8:
             return self.channels, 0
-        tasks = self.parts.images * self.groups * blocks.parts
+        tasks = typical(self.parts.images) * self.groups * blocks.parts
         pieces = max(1, -(-2 * self.target.cores // tasks), -(-self.rows.out * row_bytes // (l2 // 4)))
         return sizes[-1], -(-self.rows.out // min(pieces, self.rows.out))
 

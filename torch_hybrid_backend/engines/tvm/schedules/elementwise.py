@@ -16,19 +16,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from torch_hybrid_backend.core.size import Dim, Size, typical
 from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt
 from torch_hybrid_backend.engines.tvm.printer import Printer
 from torch_hybrid_backend.engines.tvm.schedules.axes import (
-    PARALLEL_WORK,
     Env,
     Flat,
     fastest,
     flatten,
+    is_large,
     offsets_of,
     point,
     step,
     vectors,
-    work,
 )
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops.index import Index, LoopVar
@@ -45,10 +45,10 @@ def emit(kernel: MapKernel, builder: Builder, printer: Printer, target: Target) 
     written = [printer.offset(store.buffer, store.index, {}) for store in kernel.stores]
     offsets = [*written, *offsets_of(printer, exprs)]
     inner = fastest(written, kernel.domain) or fastest(offsets, kernel.domain)
-    outer = [v for v in kernel.domain if v.extent > 1 and v is not inner]
+    outer = [v for v in kernel.domain if v.extent != 1 and v is not inner]
     # Row-major in the first result's memory: the largest steps outermost.
     outer.sort(key=lambda v: -step(written[0], v))
-    is_parallel = work(kernel, exprs) >= PARALLEL_WORK
+    is_parallel = is_large(kernel, exprs)
     if inner is None:
         return _outer(builder, outer, is_parallel, lambda env: printer.stores(kernel.stores, env))
     block = _block(kernel, inner)
@@ -60,9 +60,14 @@ def emit(kernel: MapKernel, builder: Builder, printer: Printer, target: Target) 
             outer,
             is_parallel,
             lambda env: _along(kernel, builder, printer, target, flat, env),
-            chunked=(flat, kernel, printer, target) if is_parallel and flat.extent >= 2 * _CHUNK else None,
+            chunked=(flat, kernel, printer, target) if is_parallel and _is_long(flat, outer) else None,
         )
     return _blocked(kernel, builder, printer, block, inner, outer, is_parallel)
+
+
+def _is_long(flat: Flat, outer: Sequence[LoopVar]) -> bool:
+    """Whether the vector axis is to be cut: where it is long, or nothing else gives the threads work whatever its size will be."""
+    return typical(flat.extent) >= 2 * _CHUNK or (isinstance(flat.extent, Size) and not outer)
 
 
 def _block(kernel: MapKernel, inner: LoopVar) -> int | None:
@@ -70,7 +75,11 @@ def _block(kernel: MapKernel, inner: LoopVar) -> int | None:
     layout = next(a.layout for a in kernel.writes if a.buffer is kernel.stores[0].buffer)
     if not isinstance(layout, Blocked) or layout.block == 1 or len(kernel.domain) < 2:
         return None  # a plain result may have another rank than the domain
-    return layout.block if kernel.domain[1] == inner and kernel.stores[0].index[1] == point(inner) else None
+    return (
+        layout.block
+        if kernel.domain[1] == inner and isinstance(inner.extent, int) and kernel.stores[0].index[1] == point(inner)
+        else None
+    )
 
 
 def _along(
@@ -80,8 +89,8 @@ def _along(
     target: Target,
     flat: Flat,
     env: Env,
-    extent: int | None = None,
-    start: Index | int = 0,
+    extent: Dim | None = None,
+    start: Index | Dim = 0,
 ) -> Stmt:
     def body(base: Index, lane: Index, width: int) -> Stmt:
         return printer.stores(kernel.stores, {**env, **flat.env(base + lane + start)})
@@ -106,7 +115,8 @@ def _outer(
     if chunked is None:
         return builder.fused(extents, lambda at: body(env_at(at)), kind)
     flat, kernel, printer, target = chunked
-    whole, rest = divmod(flat.extent, _CHUNK)
+    whole = flat.extent // _CHUNK
+    rest = flat.extent - whole * _CHUNK
     parts = [
         builder.fused(
             [*extents, whole],
@@ -114,7 +124,7 @@ def _outer(
             kind,
         )
     ]
-    if rest:
+    if rest != 0:
         parts.append(
             builder.fused(
                 extents,
@@ -136,8 +146,8 @@ def _blocked(
 ) -> Stmt:
     """(outer dimensions, channel block) in parallel, the last dimension serial inside, lanes of one block as the vector."""
     kind = "parallel" if is_parallel else "serial"
-    first = [v for v in kernel.domain[:1] if v.extent > 1]
-    spatial = [v for v in kernel.domain[2:] if v.extent > 1]
+    first = [v for v in kernel.domain[:1] if v.extent != 1]
+    spatial = [v for v in kernel.domain[2:] if v.extent != 1]
     rows, columns = spatial[:-1], spatial[-1:]
 
     def at(coordinates: tuple[Index, ...], block_index: Index | int, width: int) -> Stmt:
@@ -153,6 +163,7 @@ def _blocked(
 
         return builder.nest([v.extent for v in columns], column)
 
+    assert isinstance(channel.extent, int)
     whole, rest = divmod(channel.extent, block)
     extents = [v.extent for v in (*first, *rows)]
     parts: list[Stmt] = []

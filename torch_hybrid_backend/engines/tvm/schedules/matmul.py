@@ -7,6 +7,7 @@ Pattern: a `MatMulKernel`. Steps:
    second-level cache while it goes through the rows of the block, and the block of A stays there too.
 3. In a tile, k runs outside an outer product held in registers; short tiles keep several copies to hide the latency of multiply-adds.
 4. The stores run from registers, or from a spilled tile where the epilogue is long or the panel is the ragged last one.
+Where the number of rows is only known at run time, a variant for each height of tiles is compiled (`by_height`).
 One column (matrix-vector with the vector on the right) is a dot product, vectorised over k.
 Source: Goto & van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008; BLIS (Van Zee & van de Geijn, 2015).
 """
@@ -19,18 +20,22 @@ from functools import partial
 
 import tvm
 
+from torch_hybrid_backend.core.size import Dim, Size, ceil_div, function, typical
 from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirExpr
 from torch_hybrid_backend.engines.tvm.printer import Printer
+from torch_hybrid_backend.engines.tvm.schedules.axes import Chunk, chunks
 from torch_hybrid_backend.engines.tvm.schedules.registers import (
     IN_FLIGHT,
     RegisterTile,
+    by_height,
     by_part,
     lanes_of,
     partials,
+    tile_start,
     zero,
 )
 from torch_hybrid_backend.engines.tvm.target import Target
-from torch_hybrid_backend.engines.tvm.tiles import Split, lane_chunks, max_rows, split_at_most, split_into
+from torch_hybrid_backend.engines.tvm.tiles import Split, max_rows, split_at_most, split_into
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import Load, compute_dtype, count_calls
 from torch_hybrid_backend.loops.kernels import MatMulKernel
@@ -62,12 +67,16 @@ class _MatMul:
         self.dtype = compute_dtype(kernel.accumulator.dtype)
         self.lanes = min(lanes_of(target, self.dtype), kernel.tile_n)
         self.vectors = kernel.tile_n // self.lanes
-        self.panels = -(-self.n.extent // kernel.tile_n)
-        self.last = self.n.extent - (self.panels - 1) * kernel.tile_n  # columns of the last panel
+        self.panels = ceil_div(self.n.extent, kernel.tile_n)
+        # Columns of the last panel; of one that is not whole where that is only known at run time.
+        whole = self.n.extent // kernel.tile_n if isinstance(self.n.extent, Size) else self.panels - 1
+        self.last = self.n.extent - whole * kernel.tile_n
         self.long_epilogue = sum(count_calls(store.value) for store in kernel.stores) > _LONG_EPILOGUE
-        self.is_dot = kernel.tile_n == 1 and kernel.k.extent >= 2 * lanes_of(target, self.dtype)
+        self.is_dot = kernel.tile_n == 1 and typical(kernel.k.extent) >= 2 * lanes_of(target, self.dtype)
 
     def emit(self) -> Stmt:
+        if isinstance(self.m.extent, Size):
+            return by_height(self.builder, self.m.extent, self._most_rows(), self.vectors, self._tiles_of)
         order = self._order()
 
         def tile(position: tuple[Index, ...]) -> Stmt:
@@ -79,10 +88,33 @@ class _MatMul:
 
         return self.builder.fused((self.b.extent, order.blocks, self.panels, order.per_block), tile)
 
+    def _tiles_of(self, rows: int) -> Stmt:
+        """Every tile, `rows` rows each, where the number of rows is only known at run time."""
+        b, parts = self.builder, ceil_div(self.m.extent, rows)
+        blocks = function("max", ceil_div(parts, self._fitting(rows)), 1)
+        per_block = ceil_div(parts, blocks)
+
+        def tile(position: tuple[Index, ...]) -> Stmt:
+            batch, block, panel, inner = position
+            part = block * per_block + inner
+            first, begin = tile_start(b, self.m.extent, rows, part)
+            return b.when(b.index(part) < b.size(parts), b.seq(begin, self._by_panel(batch, first, rows, panel)))
+
+        return b.fused((self.b.extent, blocks, self.panels, per_block), tile)
+
+    def _most_rows(self) -> int:
+        return max_rows(1 if self.is_dot else self.vectors, self.target)
+
+    def _fitting(self, rows: int) -> int:
+        """Tiles of `rows` rows of A that fit half the second-level cache."""
+        itemsize = max(4, int(tvm.DataType(self.dtype).bits) // 8)
+        return max(1, self.target.l2_bytes // 2 // (rows * max(1, typical(self.kernel.k.extent)) * itemsize))
+
     def _order(self) -> _Order:
         """Rows per tile by estimated time, then blocks of rows that fit half the second-level cache."""
-        m, tasks_per_row_tile = self.m.extent, self.b.extent * self.panels
-        most = max_rows(1 if self.is_dot else self.vectors, self.target)
+        m, tasks_per_row_tile = self.m.extent, typical(self.b.extent * self.panels)
+        assert isinstance(m, int)
+        most = self._most_rows()
 
         def time(rows: int) -> float:
             # Per step of k: two multiply-adds, two loads (a broadcast is one), or the latency of a short tile.
@@ -92,9 +124,7 @@ class _MatMul:
 
         rows = min(range(min(m, most), 0, -1), key=time)
         split = split_at_most(m, rows)
-        itemsize = max(4, tvm.DataType(self.dtype).bits // 8)
-        fit = max(1, self.target.l2_bytes // 2 // (split.size * self.kernel.k.extent * itemsize))
-        blocks = -(-split.parts // fit)
+        blocks = -(-split.parts // self._fitting(split.size))
         per_block = -(-split.parts // blocks)
         if blocks * per_block > m:  # more parts than rows: too few rows to block
             return _Order(split, 1, split.parts)
@@ -103,13 +133,19 @@ class _MatMul:
     def _by_panel(self, batch: Index, first: Index, rows: int, panel: Index) -> Stmt:
         if self.is_dot:
             return self._dot_tile(batch, first, rows)
-        full = self.kernel.tile_n
+        b, full = self.builder, self.kernel.tile_n
+        if isinstance(self.last, Size):
+            return b.when(
+                b.index(panel * full + full) <= b.size(self.n.extent),
+                self._tile(batch, first, rows, panel, full),
+                self._tile(batch, first, rows, panel, self.last),
+            )
         if self.last == full:
             return self._tile(batch, first, rows, panel, full)
         if self.panels == 1:
             return self._tile(batch, first, rows, panel, self.last)
-        return self.builder.when(
-            self.builder.index(panel) < self.panels - 1,
+        return b.when(
+            b.index(panel) < b.size(self.panels - 1),
             self._tile(batch, first, rows, panel, full),
             self._tile(batch, first, rows, as_index(self.panels - 1), self.last),
         )
@@ -122,10 +158,10 @@ class _MatMul:
         position = (batch if kernel.batched_b else as_index(0), panel, k, column)
         return self.printer.expr(Load(compute_dtype(kernel.packed.dtype), kernel.packed, position), {})
 
-    def _tile(self, batch: Index, first: Index, rows: int, panel: Index, columns: int) -> Stmt:
+    def _tile(self, batch: Index, first: Index, rows: int, panel: Index, columns: Dim) -> Stmt:
         """One register tile: `rows` rows from `first`, the first `columns` columns of a panel."""
         b, k_extent = self.builder, self.kernel.k.extent
-        vectors = -(-columns // self.lanes)
+        vectors = self.vectors if isinstance(columns, Size) else -(-columns // self.lanes)
         ways = RegisterTile.ways_for(rows * vectors, k_extent)
         tile = RegisterTile(b, self.printer, rows, vectors, self.lanes, self.dtype, ways)
 
@@ -141,11 +177,11 @@ class _MatMul:
         compute = b.seq(tile.declare(), tile.clear(), tile.reduce(k_extent, step))
         return b.seq(compute, self._write(tile, batch, first, panel * self.kernel.tile_n, columns))
 
-    def _write(self, tile: RegisterTile, batch: Index, first: Index, column: Index, columns: int) -> Stmt:
+    def _write(self, tile: RegisterTile, batch: Index, first: Index, column: Index, columns: Dim) -> Stmt:
         """The stores of a tile, straight from registers where the epilogue is short and all columns are real."""
         b, width = self.builder, tile.vectors * tile.lanes
 
-        def store(value: Callable[[Index], TirExpr], row: Index, start: int, lanes: int) -> Stmt:
+        def store(value: Callable[[Index], TirExpr], row: Index, start: Index | int, lanes: int) -> Stmt:
             return self.printer.vector_loop(
                 lanes, lambda lane: self._stores(value(lane), batch, row, column + lane + start)
             )
@@ -161,11 +197,13 @@ class _MatMul:
         spilled = b.local(tile.size, self.dtype, "tile")
 
         def stores_of(r: Index) -> Stmt:
-            def load(start: int, lane: Index) -> TirExpr:
+            def load(start: Index, lane: Index) -> TirExpr:
                 return b.load(spilled, r * width + lane + start)
 
-            chunks = lane_chunks(columns, tile.lanes)
-            return b.seq(*[store(partial(load, start), first + r, start, lanes) for start, lanes in chunks])
+            def part(chunk: Chunk) -> Stmt:
+                return chunk.around(b, store(partial(load, chunk.start), first + r, chunk.start, chunk.width))
+
+            return b.seq(*[part(chunk) for chunk in chunks(b, columns, tile.lanes)])
 
         return b.seq(b.alloc(spilled), tile.spill(spilled), b.loop(tile.rows, stores_of, name="r"))
 
@@ -178,7 +216,13 @@ class _MatMul:
         """One column: rows of A, read along k, times the only panel, which is a plain vector over k."""
         b, k_extent = self.builder, self.kernel.k.extent
         lanes = lanes_of(self.target, self.dtype)
-        ways = 4 if rows == 1 and k_extent >= 8 * lanes else 2 if rows < 4 and k_extent >= 4 * lanes else 1
+        ways = (
+            4
+            if rows == 1 and typical(k_extent) >= 8 * lanes
+            else 2
+            if rows < 4 and typical(k_extent) >= 4 * lanes
+            else 1
+        )
         tile = RegisterTile(b, self.printer, rows, 1, lanes, self.dtype, ways)
         none = as_index(0)
 
@@ -190,6 +234,7 @@ class _MatMul:
 
         chunk = ways * lanes
         whole = k_extent // chunk
+        left = k_extent - whole * chunk
         main = b.loop(whole, lambda k: b.seq(*[step(k * chunk + w * lanes, w) for w in range(ways)]), name="k")
         spilled = b.local(tile.size, self.dtype, "tile")
 
@@ -207,7 +252,7 @@ class _MatMul:
                 b.alloc(total),
                 b.store(total, 0, zero(self.dtype)),
                 b.loop(lanes, lambda lane: add(b.load(spilled, r * lanes + lane)), name="l"),
-                b.loop(k_extent - whole * chunk, rest, name="k") if k_extent % chunk else None,
+                b.loop(left, rest, name="k") if left != 0 else None,
                 self._stores(b.load(total, 0), batch, first + r, none),
             )
 

@@ -24,23 +24,24 @@ from functools import partial
 import tvm
 from tvm import tirx
 
+from torch_hybrid_backend.core.size import Dim, Size, below, product, typical
 from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.tvm.math import is_nan
 from torch_hybrid_backend.engines.tvm.printer import Printer
 from torch_hybrid_backend.engines.tvm.schedules.axes import (
-    PARALLEL_WORK,
+    Chunk,
     Env,
     Flat,
+    chunks,
     depends,
     fastest,
     flatten,
+    is_large,
     offsets_of,
     step,
     vectors,
-    work,
 )
 from torch_hybrid_backend.engines.tvm.target import Target
-from torch_hybrid_backend.engines.tvm.tiles import lane_chunks
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
 from torch_hybrid_backend.loops.ir import Buffer, Expr
 from torch_hybrid_backend.loops.kernels import RowKernel, Stage
@@ -68,14 +69,13 @@ class _Rows:
         self.offsets = offsets_of(printer, self.exprs)
         self.written = [printer.offset(s.store.buffer, s.store.index, {}) for s in kernel.stages if s.store]
         self.offsets += self.written
-        is_parallel = work(kernel, self.exprs) >= PARALLEL_WORK
-        self.kind = "parallel" if is_parallel else "serial"
+        self.kind = "parallel" if is_large(kernel, self.exprs) else "serial"
 
     def emit(self) -> Stmt:
         inner = fastest(self.offsets, self.kernel.domain)
         if inner is None:
-            inner = max(self.kernel.domain, key=lambda v: v.extent, default=None)
-        if inner in self.reduced and inner.extent < self.target.lanes:
+            inner = max(self.kernel.domain, key=lambda v: typical(v.extent), default=None)
+        if inner in self.reduced and below(inner.extent, self.target.lanes):
             # A window is too short for a vector: run along what is written instead.
             inner = fastest(self.written, self.kept) or inner
         if inner is None or inner in self.reduced or any(s.combiner in _ARG for s in self.kernel.stages):
@@ -85,13 +85,13 @@ class _Rows:
     # The vector axis is reduced.
 
     def _along_rows(self, inner: LoopVar | None) -> Stmt:
-        rest = [v for v in self.reduced if v is not inner and v.extent > 1]
+        rest = [v for v in self.reduced if v is not inner and v.extent != 1]
         rest.sort(key=lambda v: -max((step(o, v) for o in self.offsets), default=0))
         flat = Flat(())
         if inner is not None:
             flat = flatten(inner, rest, [o for o in self.offsets if depends(o, inner)], self.exprs)
             rest = [v for v in rest if v not in flat.variables]
-        kept = [v for v in self.kept if v.extent > 1]
+        kept = [v for v in self.kept if v.extent != 1]
 
         def row(place: tuple[Index, ...]) -> Stmt:
             return _Row(self, dict(zip(kept, place, strict=True)), rest, flat).emit()
@@ -101,7 +101,7 @@ class _Rows:
     # The vector axis is kept.
 
     def _across_rows(self, inner: LoopVar) -> Stmt:
-        others = [v for v in self.kept if v.extent > 1 and v is not inner]
+        others = [v for v in self.kept if v.extent != 1 and v is not inner]
         # A blocked dimension's lanes must not straddle blocks; vectors of that many lanes from 0 on do not.
         lanes = self.target.lanes
         extents = [v.extent for v in others]
@@ -111,12 +111,11 @@ class _Rows:
             return _Vector(self, dict(zip(others, place, strict=True)), inner, base, width).emit()
 
         parts: list[Stmt] = []
-        if whole:
+        if whole != 0:
             parts.append(self.b.fused([*extents, whole], lambda p: at(p[:-1], p[-1] * lanes, lanes), self.kind))
-        for first, width in lane_chunks(inner.extent - whole * lanes, lanes):
-            base = as_index(whole * lanes + first)
-            tail = partial(at, base=base, width=width)
-            parts.append(self.b.fused(extents, tail, self.kind if extents else "serial"))
+        for chunk in chunks(self.b, inner.extent - whole * lanes, lanes if isinstance(whole, int) else lanes // 2):
+            tail = partial(at, base=chunk.start + whole * lanes, width=chunk.width)
+            parts.append(chunk.around(self.b, self.b.fused(extents, tail, self.kind if extents else "serial")))
         return self.b.seq(*parts)
 
 
@@ -132,7 +131,7 @@ class _Row:
         stages = [self._stage(stage) for stage in self.rows.kernel.stages]
         return self.b.seq(*(self.b.alloc(buffer) for buffer in self.allocated), *stages)
 
-    def _local(self, size: int, dtype: str, name: str) -> TirBuffer:
+    def _local(self, size: Dim, dtype: str, name: str) -> TirBuffer:
         buffer = self.b.local(size, _held(dtype), name)
         self.allocated.append(buffer)
         return buffer
@@ -184,7 +183,7 @@ class _Row:
         local = stage.local
         assert local is not None
         order = [*self.rest, *self.flat.variables]
-        buffer = self._local(math.prod(v.extent for v in order), local.dtype, "row")
+        buffer = self._local(product(v.extent for v in order), local.dtype, "row")
         positions = {v: d for d, v in enumerate(self.rows.kernel.domain)}
 
         def offset(index: tuple[Index, ...]) -> Index:
@@ -211,7 +210,7 @@ class _Row:
         result = self._scalar(local)
         combine = _Combiner(stage.combiner, local.dtype, self.p)
         lanes, extent = self.rows.target.lanes, self.flat.extent if self.flat.variables else 1
-        if extent < 2:
+        if isinstance(extent, int) and extent < 2:
             # One element at a time: short rows, and values that cannot be computed in vectors.
             serial = self.b.store(result, 0, combine.identity)
             order = [*self.rest, *self.flat.variables]
@@ -227,8 +226,8 @@ class _Row:
                 )
 
             return self.b.seq(serial, self.b.nest([v.extent for v in order], element))
-        width = lanes if extent >= lanes else 1 << (extent.bit_length() - 1)
-        ways = _WAYS if extent >= _WAYS * width else 1
+        width = 1 << (extent.bit_length() - 1) if isinstance(extent, int) and extent < lanes else lanes
+        ways = _WAYS if typical(extent) >= _WAYS * width else 1
         accumulators = self._local(ways * width, local.dtype, "acc")
 
         def clear(lane: Index) -> Stmt:
@@ -260,8 +259,21 @@ class _Row:
                 )
             ]
             done = whole * ways * width
-            for first, narrow in lane_chunks(extent - done, width):
-                parts.append(self.p.vector_loop(narrow, lambda lane, f=first: step_at(env, done + f, lane, 0)))  # type: ignore[misc]
+            # Less than `ways` vectors are left; of a row whose length only the running kernel knows, `ways` is a power of two too.
+            for chunk in chunks(self.b, extent - done, width if isinstance(extent, int) else ways * width // 2):
+
+                def narrow(chunk: Chunk = chunk) -> Stmt:
+                    return self.b.seq(
+                        *(
+                            self.p.vector_loop(
+                                min(chunk.width, width),
+                                lambda lane, f=first: step_at(env, chunk.start + (done + f), lane, 0),  # type: ignore[misc]
+                            )
+                            for first in range(0, chunk.width, width)
+                        )
+                    )
+
+                parts.append(chunk.around(self.b, narrow()))
             return self.b.seq(*parts)
 
         folds = []
@@ -292,7 +304,7 @@ class _Row:
         position = self._scalar(local)
         dtype = stage.value.dtype
         best, current = self._local(1, dtype, "best"), self._local(1, dtype, "x")
-        reduced = [v for v in self.rows.reduced if v.extent > 1]
+        reduced = [v for v in self.rows.reduced if v.extent != 1]
         better = "gt" if stage.combiner == "argmax" else "lt"
 
         def element(place: tuple[Index, ...]) -> Stmt:
@@ -326,7 +338,7 @@ class _Vector:
     def __init__(self, rows: _Rows, env: Env, inner: LoopVar, base: Index, width: int) -> None:
         self.rows, self.b, self.p = rows, rows.b, rows.p
         self.env, self.inner, self.base, self.width = env, inner, base, width
-        self.reduced = [v for v in rows.reduced if v.extent > 1]
+        self.reduced = [v for v in rows.reduced if v.extent != 1]
         self.allocated: list[TirBuffer] = []
 
     def emit(self) -> Stmt:
@@ -368,11 +380,12 @@ class _Vector:
     def _window(self, body: Callable[[Env], Stmt]) -> Stmt:
         """`body` at every point of the reduced axes; a small window is unrolled."""
         extents = [v.extent for v in self.reduced]
-        if math.prod(extents) > _UNROLLED:
+        total = product(extents)
+        if isinstance(total, Size) or total > _UNROLLED:
             return self.b.nest(extents, lambda place: body({**self.env, **dict(zip(self.reduced, place, strict=True))}))
         points: list[Env] = [{}]
         for variable in self.reduced:
-            points = [{**p, variable: as_index(i)} for p in points for i in range(variable.extent)]
+            points = [{**p, variable: as_index(i)} for p in points for i in range(int(variable.extent))]
         return self.b.seq(*(body({**self.env, **p}) for p in points))
 
     def _lanes_of(self, local: Buffer) -> TirBuffer:
@@ -389,7 +402,7 @@ class _Vector:
     def _map(self, stage: Stage) -> Stmt:
         local = stage.local
         assert local is not None
-        size = math.prod(v.extent for v in self.reduced)
+        size = product(v.extent for v in self.reduced)
         buffer = self.b.local(size * self.width, _held(local.dtype), "row")
         self.allocated.append(buffer)
         positions = {v: d for d, v in enumerate(self.rows.kernel.domain)}

@@ -18,6 +18,7 @@ from functools import partial
 import tvm
 from tvm import tirx
 
+from torch_hybrid_backend.core.size import Dim, Size, ceil_div, typical
 from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.tvm.printer import Printer
 from torch_hybrid_backend.engines.tvm.target import Target
@@ -46,6 +47,40 @@ def by_part(builder: Builder, split: Split, part: Index, body: Callable[[Index, 
         return large
     small = body(part * (split.size - 1) + split.large, split.size - 1)
     return builder.when(builder.index(part) < split.large, large, small)
+
+
+def by_height(builder: Builder, total: Dim, tall: int, vectors: int, body: Callable[[int], Stmt]) -> Stmt:
+    """`body(height)` of row tiles for a count of rows that only the running kernel knows: one variant per height, one of which runs.
+
+    Tile i of `ceil(total / height)` begins at `tile_start`: the last may overlap the one before (what both compute is equal), so none
+    is ragged. Of the three tallest heights the one that computes the fewest rows; below `tall` rows what a core does fastest.
+    """
+    heights = sorted({max(1, round(tall * share)) for share in (4 / 7, 11 / 14, 1)})
+    small = [height for height in (1, 2, 4) if height < heights[0]]
+    rows, count = builder.size(total), builder.size
+    chosen = tirx.Var(builder.fresh("height"), "int32")
+    best, least = tirx.IntImm("int32", heights[-1]), count(ceil_div(total, heights[-1]) * heights[-1])
+    for height in reversed(heights[:-1]):
+        computed = count(ceil_div(total, height) * height)
+        best = tirx.Select(computed < least, tirx.IntImm("int32", height), best)
+        least = tirx.Min(computed, least)
+
+    def time(few: int, height: int) -> float:
+        # A step of k in a short tile takes the latency of a multiply-add, however few rows it has.
+        return -(-few // height) * max(height * vectors, height + vectors, IN_FLIGHT)
+
+    for few in range(1, tall):
+        fastest = min((h for h in (*small, *heights) if h <= few), key=lambda h: time(few, h))
+        best = tirx.Select(rows.equal(count(few)), tirx.IntImm("int32", fastest), best)
+    variants = [builder.when(chosen.equal(tirx.IntImm("int32", h)), body(h)) for h in (*small, *heights)]
+    return builder.seq(tirx.stmt.Bind(chosen, best), *variants)
+
+
+def tile_start(builder: Builder, total: Dim, height: int, part: Index) -> tuple[Index, Stmt]:
+    """Where row tile `part` begins, and the statement that computes it."""
+    last = total - height
+    start = tirx.Min(builder.index(part * height), builder.size(last))
+    return builder.bound(start, last + 1, "row")
 
 
 def partials(of: Callable[[int, Index], TirExpr], count: int) -> list[LaneFn]:
@@ -145,25 +180,29 @@ class RegisterTile:
         return self.fill(value)
 
     @staticmethod
-    def ways_for(accumulators: int, steps: int) -> int:
+    def ways_for(accumulators: int, steps: Dim) -> int:
         """Copies that hide the latency of multiply-adds, where there are steps enough to share among them."""
         ways = 1
-        while ways * accumulators < IN_FLIGHT and ways < 4 and steps >= 16 * ways:
+        while ways * accumulators < IN_FLIGHT and ways < 4 and typical(steps) >= 16 * ways:
             ways *= 2
         return ways
 
-    def reduce(self, extent: int, step: Callable[[Index, int], Stmt | None]) -> Stmt:
+    def reduce(self, extent: Dim, step: Callable[[Index, int], Stmt | None]) -> Stmt:
         """`step(k, way)` for k in 0 .. extent-1, and the copies summed."""
         return self.builder.seq(self.steps(extent, step), self.merge())
 
-    def steps(self, extent: int, step: Callable[[Index, int], Stmt | None]) -> Stmt:
+    def steps(self, extent: Dim, step: Callable[[Index, int], Stmt | None]) -> Stmt:
         """`step(k, way)` for k in 0 .. extent-1, unrolled enough to hide the loop and to use every copy."""
         b = self.builder
-        unroll = max(self.ways, min(_UNROLL, _UNROLLED_MULTIPLY_ADDS // (self.rows * self.vectors), extent))
+        most = min(_UNROLL, _UNROLLED_MULTIPLY_ADDS // (self.rows * self.vectors))
+        unroll = max(self.ways, min(most, extent) if isinstance(extent, int) else max(most, 1))
         whole = extent // unroll
         main = b.loop(whole, lambda k: b.seq(*[step(k * unroll + u, u % self.ways) for u in range(unroll)]), name="k")
-        rest = [step(as_index(whole * unroll + u), 0) for u in range(extent - whole * unroll)]
-        return b.seq(main if whole else None, *rest)
+        left = extent - whole * unroll
+        if isinstance(left, Size):
+            return b.seq(main, b.loop(left, lambda k: step(k + whole * unroll, 0), name="k"))
+        rest = [step(as_index(whole * unroll + u), 0) for u in range(left)]
+        return b.seq(main if whole != 0 else None, *rest)
 
     def spill(self, buffer: TirBuffer, offset: Index | int = 0, row_stride: int = 0) -> Stmt:
         """buffer[offset + row * row_stride + vector * lanes + lane] = the tile; `row_stride` 0 is a dense tile."""

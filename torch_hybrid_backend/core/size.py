@@ -1,0 +1,482 @@
+"""Size: an integer that is only known at run time, as arithmetic on the symbols of a graph's shapes.
+
+A size is a polynomial over atoms with integer coefficients. An atom is a symbol (`s0`: never negative), or a quotient, a
+remainder, a maximum or a minimum of other sizes. What is constant is a plain `int`: a `Size` always depends on some symbol.
+
+Comparisons answer only what holds for every value of the symbols, and raise `Undecided` otherwise; `==` compares the polynomials, so that
+equal means equal at every value (and unequal means: not equal at every value).
+
+    >>> s = symbol("s0", 7)
+    >>> (s * 4 + 8) // 4, (s * 4) % 4, typical(s * 12), s + 1 > 0
+    (s0 + 2, 0, 84, True)
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import math
+import operator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class Undecided(Exception):
+    """A question about a size whose answer depends on the values of its symbols."""
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """A size symbol; `hint` is a typical value (that of the example inputs), for choices that only cost time."""
+
+    name: str
+    hint: int = field(default=128, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """`name` of "floordiv", "mod" (both of the rounding of Python), "max" or "min", of two sizes."""
+
+    name: str
+    left: Dim
+    right: Dim
+
+
+Atom = Symbol | Function
+Monomial = tuple[tuple[Atom, int], ...]  # (atom, power), sorted by text
+
+_EVALUATE: Mapping[str, Callable[[int, int], int]] = {
+    "floordiv": lambda a, b: a // b,
+    "mod": lambda a, b: a % b,
+    "max": max,
+    "min": min,
+}
+
+
+class Size:
+    """A sum of monomials; see the module. Immutable and hashable."""
+
+    __slots__ = ("_hash", "_text", "terms")
+
+    def __init__(self, terms: Mapping[Monomial, int]) -> None:
+        # In one order, whatever the order of the operations that led here: texts and choices depend on it.
+        self.terms = dict(terms) if len(terms) == 1 else dict(sorted(terms.items(), key=lambda item: _order(item[0])))
+        self._hash = hash(frozenset(self.terms.items()))
+        self._text = ""
+
+    # Arithmetic: results are plain ints where no symbol is left.
+
+    def __add__(self, other: Dim) -> Dim:
+        return _sum(self, other) if isinstance(other, int | Size) else NotImplemented
+
+    __radd__ = __add__
+
+    def __neg__(self) -> Dim:
+        return self * -1
+
+    def __sub__(self, other: Dim) -> Dim:
+        return self + other * -1
+
+    def __rsub__(self, other: Dim) -> Dim:
+        return self * -1 + other
+
+    def __mul__(self, other: Dim) -> Dim:
+        return _times(self, other) if isinstance(other, int | Size) else NotImplemented
+
+    __rmul__ = __mul__
+
+    def __floordiv__(self, other: Dim) -> Dim:
+        quotient, rest = divide(self, other)
+        if rest == 0 or (at_most(0, rest) and below(rest, other)):
+            return quotient
+        return quotient + _atom(Function("floordiv", rest, other))
+
+    def __rfloordiv__(self, other: Dim) -> Dim:
+        return 0 if other == 0 else _atom(Function("floordiv", other, self))
+
+    def __mod__(self, other: Dim) -> Dim:
+        _, rest = divide(self, other)
+        if rest == 0 or (at_most(0, rest) and below(rest, other)):
+            return rest
+        return _atom(Function("mod", rest, other))
+
+    def __rmod__(self, other: Dim) -> Dim:
+        return 0 if other == 0 else _atom(Function("mod", other, self))
+
+    # Comparisons.
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Size) and self._hash == other._hash and self.terms == other.terms
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __lt__(self, other: Dim) -> bool:
+        return _compare(self, other, strict=True)
+
+    def __le__(self, other: Dim) -> bool:
+        return _compare(self, other, strict=False)
+
+    def __gt__(self, other: Dim) -> bool:
+        return _compare(other, self, strict=True)
+
+    def __ge__(self, other: Dim) -> bool:
+        return _compare(other, self, strict=False)
+
+    def __bool__(self) -> bool:
+        if low(self) > 0 or below(self, 0):
+            return True
+        raise Undecided(f"whether {self} is zero is only known at run time")
+
+    def __int__(self) -> int:
+        raise Undecided(f"{self} is only known at run time")
+
+    __index__ = __int__
+
+    def __float__(self) -> float:
+        raise Undecided(f"{self} is only known at run time")
+
+    def __truediv__(self, other: object) -> float:
+        raise Undecided(f"{self} / {other} is only known at run time")
+
+    __rtruediv__ = __pow__ = __rpow__ = __truediv__
+
+    def __repr__(self) -> str:
+        if not self._text:
+            self._text = " + ".join(_show(m, c) for m, c in self.terms.items())
+        return self._text
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Size, (self.terms,)  # hashes of names differ between processes
+
+
+# A number, or an expression in size symbols known only at run time.
+Dim = int | Size
+
+
+def symbol(name: str, hint: int = 128) -> Size:
+    """The size that is one symbol."""
+    return Size({((Symbol(name, hint), 1),): 1})
+
+
+def function(name: str, left: Dim, right: Dim) -> Dim:
+    """floordiv, mod, max or min of two sizes, decided where it can be."""
+    if isinstance(left, int) and isinstance(right, int):
+        return _EVALUATE[name](left, right)
+    if name == "floordiv":
+        return left // right
+    if name == "mod":
+        return left % right
+    if left == right or at_most(right, left):
+        return left if name == "max" else right
+    if at_most(left, right):
+        return right if name == "max" else left
+    return _atom(Function(name, left, right))
+
+
+def evaluate(size: Dim, values: Mapping[str, int]) -> int:
+    """The value of a size, given its symbols' by name."""
+    return _evaluate(size, lambda s: values[s.name])
+
+
+def typical(size: Dim) -> int:
+    """A likely value: what it was for the example inputs. For choices that cost time, never for right or wrong."""
+    return _evaluate(size, lambda s: s.hint)
+
+
+def known(size: Dim) -> int:
+    """The size where it is a number; raises Undecided where it is only known at run time."""
+    return size if isinstance(size, int) else int(size)
+
+
+def symbols(sizes: Iterable[Dim]) -> list[Symbol]:
+    """The symbols that sizes depend on, each once, in the order in which they are met."""
+    found: dict[Symbol, None] = {}
+    for size in sizes:
+        for atom in _atoms(size):
+            if isinstance(atom, Symbol):
+                found[atom] = None
+    return list(found)
+
+
+def low(size: Dim) -> int:
+    """A number the size is never below, as far as its form tells."""
+    return size if isinstance(size, int) else _lower_bound(size)
+
+
+def below(a: Dim, b: Dim) -> bool:
+    """Whether a < b is known to hold, whatever the symbols' values."""
+    return a < b if isinstance(a, int) and isinstance(b, int) else low(b - a) >= 1
+
+
+def at_most(a: Dim, b: Dim) -> bool:
+    """Whether a <= b is known to hold, whatever the symbols' values."""
+    return a <= b if isinstance(a, int) and isinstance(b, int) else low(b - a) >= 0
+
+
+def product(sizes: Iterable[Dim]) -> Dim:
+    """The product of sizes, 1 of none."""
+    total: Dim = 1
+    for size in sizes:
+        total = total * size
+    return total
+
+
+def ceil_div(a: Dim, b: Dim) -> Dim:
+    """a / b, rounded up."""
+    return (a + b - 1) // b
+
+
+def divide(size: Dim, divisor: Dim) -> tuple[Dim, Dim]:
+    """(quotient, rest) with `size == quotient * divisor + rest`, the terms that `divisor` divides in the quotient."""
+    return divmod(size, divisor) if isinstance(size, int) and isinstance(divisor, int) else _divide(size, divisor)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _divide(size: Dim, divisor: Dim) -> tuple[Dim, Dim]:
+    if isinstance(divisor, int):
+        quotient = {m: c // divisor for m, c in _terms(size) if m and c % divisor == 0}
+        rest = {m: c for m, c in _terms(size) if m and c % divisor}
+        constant = dict(_terms(size)).get((), 0)
+        quotient[()], rest[()] = constant // divisor, constant % divisor
+        return _made(quotient), _made(rest)
+    if len(divisor.terms) == 1:
+        (by, factor), *_ = divisor.terms.items()
+        parts = [(m, c, _quotient(m, by)) for m, c in _terms(size)]
+        taken = {q: c // factor for _, c, q in parts if q is not None and c % factor == 0}
+        left = {m: c for m, c, q in parts if q is None or c % factor}
+        return _made(taken), _made(left)
+    # Several terms: all or nothing, term by term of the divisor's first.
+    (lead, factor), *_ = divisor.terms.items()
+    whole: Dim = 0
+    rest_of: Dim = size
+    for _ in range(len(dict(_terms(size)))):
+        found = next(
+            ((c // factor, q) for m, c in _terms(rest_of) if c % factor == 0 and (q := _quotient(m, lead)) is not None),
+            None,
+        )
+        if found is None:
+            break
+        step = _made({found[1]: found[0]})
+        whole, rest_of = whole + step, rest_of - step * divisor
+        if isinstance(rest_of, int):
+            break
+    return (whole, 0) if rest_of == 0 else (0, size)
+
+
+def from_sympy(expression: Any, hint: Callable[[Any], int | None]) -> Dim | None:
+    """A sympy expression of torch's symbolic shapes as a size; `hint` gives a symbol's example value. None for what has no such form."""
+    if expression.is_Integer:
+        return int(expression)
+    if expression.is_Symbol:
+        value = hint(expression)
+        return symbol(str(expression)) if value is None else symbol(str(expression), value)
+    parts = [from_sympy(part, hint) for part in expression.args]
+    if any(part is None for part in parts):
+        return None
+    sizes = [part for part in parts if part is not None]
+    name = type(expression).__name__
+    if name == "Add":
+        total: Dim = 0
+        for part in sizes:
+            total = total + part
+        return total
+    if name == "Mul":
+        return product(sizes)
+    if name == "Pow" and isinstance(sizes[1], int) and sizes[1] >= 0:
+        return product([sizes[0]] * sizes[1])
+    if name in ("FloorDiv", "CleanDiv"):
+        return function("floordiv", sizes[0], sizes[1])
+    if name in ("Mod", "PythonMod"):
+        return function("mod", sizes[0], sizes[1])
+    if name in ("Max", "Min"):
+        total = sizes[0]
+        for part in sizes[1:]:
+            total = function(name.lower(), total, part)
+        return total
+    return None
+
+
+# Schedules ask the same few questions thousands of times.
+_remembered = functools.lru_cache(maxsize=1 << 14)
+
+
+@_remembered
+def _sum(a: Size, b: Dim) -> Dim:
+    total = dict(a.terms)
+    for monomial, coefficient in _terms(b):
+        total[monomial] = total.get(monomial, 0) + coefficient
+    return _made(total)
+
+
+@_remembered
+def _times(a: Size, b: Dim) -> Dim:
+    total: dict[Monomial, int] = {}
+    for left, x in a.terms.items():
+        for right, y in _terms(b):
+            monomial = _product(left, right)
+            total[monomial] = total.get(monomial, 0) + x * y
+    return _made(total)
+
+
+@_remembered
+def _lower_bound(size: Size) -> int:
+    total = 0
+    for monomial, coefficient in size.terms.items():
+        lows = [_atom_low(atom) ** power for atom, power in monomial]
+        if monomial and (coefficient < 0 or min(lows) < 0):
+            return -(1 << 62)  # a symbol has no upper bound
+        total += coefficient * math.prod(lows)
+    return total
+
+
+def parse(text: str) -> Dim:
+    """The inverse of `str` of a size; its symbols get the default hint. Raises ValueError for other texts."""
+    try:
+        return _parsed(ast.parse(_FREE_TEXT.sub(lambda m: f"_free({m.group()[1:-1]!r})", text), mode="eval").body)
+    except SyntaxError as error:
+        raise ValueError(f"{text!r} is no size") from error
+
+
+# A symbol that only an expression's text names ("[u0 + 1]").
+_FREE_TEXT = re.compile(r"\[.*\]")
+_OPERATORS: Mapping[type[ast.operator], Callable[[Dim, Dim], Dim]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: lambda a, b: function("floordiv", a, b),
+    ast.Mod: lambda a, b: function("mod", a, b),
+}
+
+
+def _parsed(node: ast.expr) -> Dim:
+    match node:
+        case ast.Constant(int() as number):
+            return number
+        case ast.Name(name):
+            return symbol(name)
+        case ast.UnaryOp(ast.USub(), operand):
+            return _parsed(operand) * -1
+        case ast.BinOp(left, kind, right) if type(kind) in _OPERATORS:
+            return _OPERATORS[type(kind)](_parsed(left), _parsed(right))
+        case ast.Call(ast.Name("max" | "min" as name), [left, right]):
+            return function(name, _parsed(left), _parsed(right))
+        case ast.Call(ast.Name("_free"), [ast.Constant(str() as name)]):
+            return symbol(f"[{name}]")
+    raise ValueError(f"{ast.unparse(node)!r} is no size")
+
+
+def _terms(size: Dim) -> Iterable[tuple[Monomial, int]]:
+    return size.terms.items() if isinstance(size, Size) else [((), size)]
+
+
+def _made(terms: Mapping[Monomial, int]) -> Dim:
+    left = {m: c for m, c in terms.items() if c}
+    if not left:
+        return 0
+    if len(left) == 1 and () in left:
+        return left[()]
+    return Size(left)
+
+
+def _atom(atom: Atom) -> Size:
+    return Size({((atom, 1),): 1})
+
+
+def _product(a: Monomial, b: Monomial) -> Monomial:
+    powers = dict(a)
+    for atom, power in b:
+        powers[atom] = powers.get(atom, 0) + power
+    return tuple(sorted(powers.items(), key=lambda item: repr(item[0])))
+
+
+def _quotient(monomial: Monomial, by: Monomial) -> Monomial | None:
+    powers = dict(monomial)
+    for atom, power in by:
+        if powers.get(atom, 0) < power:
+            return None
+        powers[atom] -= power
+    return tuple((atom, power) for atom, power in powers.items() if power)
+
+
+def _compare(a: Dim, b: Dim, *, strict: bool) -> bool:
+    """a < b (or a <= b) where that holds, or fails, for all values of the symbols."""
+    if not isinstance(a, int | Size) or not isinstance(b, int | Size):
+        raise TypeError(f"a size is compared with a {type(b if isinstance(a, Size) else a).__name__}")
+    difference, opposite = b - a, a - b
+    if low(difference) >= (1 if strict else 0):
+        return True
+    if low(opposite) >= (0 if strict else 1):
+        return False
+    raise Undecided(f"whether {a} {'<' if strict else '<='} {b} is only known at run time")
+
+
+def _atom_low(atom: Atom) -> int:
+    if isinstance(atom, Symbol):
+        return 0
+    left, right = low(atom.left), low(atom.right)
+    if atom.name == "max":
+        return max(left, right)
+    if atom.name == "min":
+        return min(left, right)
+    return 0 if left >= 0 and right >= 0 else -(1 << 62)
+
+
+def _evaluate(size: Dim, value: Callable[[Symbol], int]) -> int:
+    return sum(c * math.prod(_evaluate_atom(atom, value) ** power for atom, power in m) for m, c in _terms(size))
+
+
+def _evaluate_atom(atom: Atom, value: Callable[[Symbol], int]) -> int:
+    if isinstance(atom, Symbol):
+        return value(atom)
+    left, right = _evaluate(atom.left, value), _evaluate(atom.right, value)
+    if right == 0 and atom.name in ("floordiv", "mod"):
+        return 0  # a division by an empty dimension is reached by no element
+    return _EVALUATE[atom.name](left, right)
+
+
+def _atoms(size: Dim) -> Iterator[Atom]:
+    for monomial, _ in _terms(size):
+        for atom, _ in monomial:
+            if isinstance(atom, Function):
+                yield from _atoms(atom.left)
+                yield from _atoms(atom.right)
+            yield atom
+
+
+def render(size: Dim, name: Callable[[Symbol], str]) -> str:
+    """The size as text under other names of its symbols; equal sizes give equal texts."""
+    if isinstance(size, int):
+        return str(size)
+
+    def atom(a: Atom) -> str:
+        return name(a) if isinstance(a, Symbol) else f"{a.name}({render(a.left, name)}, {render(a.right, name)})"
+
+    return " + ".join(
+        sorted(
+            f"{c}" + "".join(f"*{atom(a)}^{p}" for a, p in sorted(m, key=lambda item: atom(item[0])))
+            for m, c in size.terms.items()
+        )
+    )
+
+
+def _order(monomial: Monomial) -> tuple[bool, str]:
+    return not monomial, "*".join(f"{_name(atom)}^{power}" for atom, power in monomial)
+
+
+def _name(atom: Atom) -> str:
+    if isinstance(atom, Symbol):
+        return atom.name
+    sign = {"floordiv": "//", "mod": "%"}.get(atom.name)
+    if sign:
+        return f"(({atom.left}) {sign} ({atom.right}))"
+    return f"{atom.name}({atom.left}, {atom.right})"
+
+
+def _show(monomial: Monomial, coefficient: int) -> str:
+    factors = [_name(atom) for atom, power in monomial for _ in range(power)]
+    if coefficient != 1 or not factors:
+        factors.insert(0, str(coefficient))
+    return "*".join(factors)

@@ -1,0 +1,197 @@
+"""The fast path of a graph whose sizes are only known at run time: one C++ plan for each set of sizes met.
+
+The kernels take the sizes as arguments and are the same for all; a plan is their order, the memory between them and those arguments,
+laid out in milliseconds when a set of sizes is first seen. Packed constants are shared. Plans that were not used for long go.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+
+from torch_hybrid_backend.core.hoisted_inputs import CallInput, HoistedInputs
+from torch_hybrid_backend.core.program import Program
+from torch_hybrid_backend.core.region import PartitionedGraph, Segment
+from torch_hybrid_backend.core.size import Dim, evaluate, symbols
+from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.errors import HybridError
+from torch_hybrid_backend.runtime.constants import Fold
+from torch_hybrid_backend.runtime.executor import CompiledSegment, Executor, as_callback
+from torch_hybrid_backend.runtime.layout import Piece, StaticLayoutError
+from torch_hybrid_backend.runtime.python_executor import PythonExecutor
+from torch_hybrid_backend.runtime.sizes import SizeReader
+
+log = logging.getLogger(__name__)
+
+# Plans kept: as many, and as long as their arenas together hold no more than this.
+MOST_PLANS, MOST_ARENA_BYTES = 64, 256 << 20
+# Kernels address elements by 32-bit numbers.
+_MOST_ELEMENTS = (1 << 31) - 1
+
+Run = Callable[[Sequence[Any]], list[Any]]
+
+
+class SymbolicExecutor:
+    """Runs one graph at any sizes. Threads may call it at once.
+
+    segments[i] is what `graph.segments[i]` compiled to, titles[i] what profilers show for it. hoisted, fold: as in `Executor`.
+    Raises StaticLayoutError where the sizes cannot be told from the inputs (they depend on data).
+    """
+
+    def __init__(
+        self,
+        graph: PartitionedGraph,
+        segments: Sequence[CompiledSegment],
+        hoisted: HoistedInputs | None = None,
+        fold: Fold | None = None,
+        titles: Sequence[str] = (),
+    ) -> None:
+        self._graph = graph
+        self._titles = tuple(titles) or ("",) * len(segments)
+        self._segments = tuple(segments)
+        self._hoisted = hoisted if hoisted is not None else HoistedInputs.identity(len(graph.inputs))
+        self._fold = fold
+        self._reader = self._find_sizes()
+        self._plans: OrderedDict[tuple[int, ...], Run] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
+        """The graph's outputs at this call's sizes. Raises as `Executor` does."""
+        sizes = self._reader.read(inputs)
+        run = self._plans.get(sizes)
+        if run is None:
+            with self._lock:
+                run = self._plans.get(sizes) or self._add(sizes)
+        elif len(self._plans) > 1:
+            with self._lock:
+                if sizes in self._plans:
+                    self._plans.move_to_end(sizes)
+        return run(inputs)
+
+    @property
+    def plans(self) -> int:
+        """How many sets of sizes have a plan."""
+        return len(self._plans)
+
+    def release(self) -> None:
+        """Frees plans and packed constants; the next call makes them again."""
+        with self._lock:
+            self._plans.clear()
+
+    def _find_sizes(self) -> SizeReader:
+        """Where the call's inputs tell the sizes that the graph's specs are made of."""
+        described: dict[str, TensorSpec | Dim | None] = dict(self._graph.sizes)
+        used: list[Dim] = list(self._graph.sizes.values())
+        for segment in self._graph.segments:
+            for name, region_input in zip(segment.inputs, segment.region.inputs, strict=True):
+                if region_input.spec is not None:
+                    described.setdefault(name, region_input.spec)
+            for spec in (*(i.spec for i in segment.region.inputs), *segment.region.outputs):
+                if spec is not None:
+                    used += (*spec.shape, *spec.strides)
+        call: list[TensorSpec | Dim | None] = []
+        for name, source in zip(self._graph.inputs, self._hoisted.main, strict=True):
+            if isinstance(source, CallInput):
+                call += [None] * (source.position + 1 - len(call))
+                call[source.position] = described.get(name)
+        try:
+            return SizeReader(call, [symbol.name for symbol in symbols(used)])
+        except HybridError as error:
+            raise StaticLayoutError(str(error)) from error
+
+    def _add(self, sizes: tuple[int, ...]) -> Run:
+        values = dict(zip(self._reader.names, sizes, strict=True))
+        try:
+            run: Run = self._executor_at(values)
+        except StaticLayoutError as error:
+            log.info("at the sizes %s this graph runs in eager: %s", values, error)
+            eager = [segment.region.graph_module for segment in self._graph.segments]
+            run = PythonExecutor(self._graph, eager, self._hoisted, self._fold, self._titles)
+        self._plans[sizes] = run
+        while len(self._plans) > 1 and (len(self._plans) > MOST_PLANS or self._arena_bytes() > MOST_ARENA_BYTES):
+            _, oldest = self._plans.popitem(last=False)
+            if isinstance(oldest, Executor):
+                oldest.retire()
+        return run
+
+    def _arena_bytes(self) -> int:
+        return sum(run.layout.arena_bytes for run in self._plans.values() if isinstance(run, Executor))
+
+    def _executor_at(self, values: Mapping[str, int]) -> Executor:
+        graph = self._graph
+        sizes = {name: evaluate(size, values) for name, size in graph.sizes.items()}
+        pieces: list[Piece] = []
+        callbacks: list[Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]] = []
+        for segment, compiled, title in zip(graph.segments, self._segments, self._titles, strict=True):
+            if segment.outputs and all(name in sizes for name in segment.outputs) and _computes_sizes(segment):
+                continue
+            pieces.append(_piece_at(segment, getattr(compiled, "program", None), sizes, values, title))
+            callbacks.append(_callback_at(segment, compiled, sizes))
+        outputs = tuple(sizes.get(output, output) if isinstance(output, str) else output for output in graph.outputs)
+        like = next((run for run in reversed(self._plans.values()) if isinstance(run, Executor)), None)
+        return Executor(graph.inputs, graph.constants, pieces, callbacks, outputs, self._hoisted, self._fold, like)
+
+
+def concrete_program(program: Program, values: Mapping[str, int]) -> Program:
+    """The program at given sizes. Raises StaticLayoutError for tensors of more elements than its kernels can address."""
+    concrete = program.at(values)
+    for spec in concrete.buffers:
+        if spec.span > _MOST_ELEMENTS:
+            raise StaticLayoutError(f"a tensor of {spec.span} elements is more than kernels address ({_MOST_ELEMENTS})")
+    return concrete
+
+
+def _piece_at(
+    segment: Segment, program: Program | None, sizes: Mapping[str, int], values: Mapping[str, int], title: str
+) -> Piece:
+    """The segment's piece of the plan at given sizes; its size inputs and outputs are no values of the plan."""
+    region = segment.region
+    kept = [i for i, name in enumerate(segment.inputs) if name not in sizes]
+    made = [i for i, name in enumerate(segment.outputs) if name not in sizes]
+    if program is not None:
+        program = concrete_program(program.reading(kept), values)
+    return Piece(
+        tuple(segment.inputs[i] for i in kept),
+        tuple(_at(region.inputs[i].spec, values) for i in kept),
+        tuple(segment.outputs[i] for i in made),
+        tuple(_at(region.outputs[i], values) for i in made),
+        program,
+        title,
+    )
+
+
+def _at(spec: TensorSpec | None, values: Mapping[str, int]) -> TensorSpec | None:
+    try:
+        return None if spec is None else spec.at(values)
+    except KeyError as missing:
+        raise StaticLayoutError(f"the size {missing} depends on data") from missing
+
+
+def _callback_at(
+    segment: Segment, compiled: CompiledSegment, sizes: Mapping[str, int]
+) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
+    run = as_callback(compiled)
+    if not any(name in sizes for name in (*segment.inputs, *segment.outputs)):
+        return run
+    given = [sizes.get(name) for name in segment.inputs]
+    kept = [i for i, name in enumerate(segment.outputs) if name not in sizes]
+
+    def call(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        rest = iter(tensors)
+        results = run([next(rest) if size is None else size for size in given])
+        return [results[i] for i in kept]
+
+    return call
+
+
+def _computes_sizes(segment: Segment) -> bool:
+    nodes = segment.region.graph_module.graph.nodes
+    return all(
+        isinstance(n.meta.get("val"), int | torch.SymInt) for n in nodes if n.op not in ("placeholder", "output")
+    )
