@@ -46,8 +46,8 @@ void Plan::AddKernel(const std::string& library, const std::string& symbol,
     if (values_[value].kind == ValueKind::kRawInput) Refuse("kernels cannot read a raw input");
   }
   LoadedKernel loaded = FindKernel(library, symbol);  // may throw: the plan is unchanged
-  Kernel kernel{loaded.function,    std::move(loaded.library), symbol, arguments_,
-                std::move(checked), std::move(sizes)};
+  Kernel kernel{loaded.function, std::move(loaded.library), symbol,
+                arguments_,      std::move(checked),        std::move(sizes)};
   arguments_ += kernel.arguments();
   steps_.push_back({std::move(kernel), {}, {}});
 }

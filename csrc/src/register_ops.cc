@@ -109,8 +109,7 @@ STABLE_TORCH_LIBRARY(torch_hybrid_backend, m) {
   m.def(
       "plan_add_value(int plan, int kind, int payload, ScalarType dtype, int[] sizes, "
       "int[] strides) -> int");
-  m.def(
-      "plan_add_kernel(int plan, str library, str symbol, int[] values, int[] sizes) -> ()");
+  m.def("plan_add_kernel(int plan, str library, str symbol, int[] values, int[] sizes) -> ()");
   m.def("plan_add_callback(int plan, int segment, int[] inputs, int[] outputs) -> ()");
   m.def("plan_add_copy(int plan, int source, int destination) -> ()");
   m.def("plan_seal(int plan, int inputs, int constants, int arena_bytes, int[] outputs) -> ()");
