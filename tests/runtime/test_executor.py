@@ -17,6 +17,7 @@ import torch.fx
 from torch_hybrid_backend.core.hoisted_inputs import CallInput, FoldedValue, HoistedInputs
 from torch_hybrid_backend.core.program import Kernel, PackedConstant, Program
 from torch_hybrid_backend.core.region import PartitionedGraph, Region, RegionInput, Segment
+from torch_hybrid_backend.core.size import symbol
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.runtime.executor import Executor, build_executor
@@ -259,7 +260,7 @@ def test_eager_views_of_intermediate_values_stay_valid(kernels: str) -> None:
 
 def test_dynamic_graphs_are_refused_and_run_in_python() -> None:
     """Sizes known at run time, as numbers or in shapes, are for the Python executor."""
-    dynamic = TensorSpec(("s0",), "float32", (1,))
+    dynamic = TensorSpec((symbol("s0"),), "float32", (1,))
     narrow = segment(lambda x, n: (x[:n], n + 1), {"x": dynamic, "n": None}, {"y": dynamic, "m": None})
     graph = PartitionedGraph(("x", "n"), frozenset(), (narrow,), ("y", "m"))
     with pytest.raises(StaticLayoutError, match="run time"):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from torch_hybrid_backend.core.size import Dim, known
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import Expr, Map, Value, compute_dtype
@@ -122,6 +123,7 @@ def diagonal_scatter(ctx: Context, x: Value, source: Value, offset: int = 0, dim
     return Map(ctx.shape, ctx.out.dtype, at, ((x, lambda place: place),))
 
 
-def _check(count: int) -> None:
+def _check(count: Dim) -> None:
+    count = known(count)
     if count > MOST:
         raise Refuse(Reason.ARGUMENT, f"writing {count} slices, more than {MOST}, is left to eager")

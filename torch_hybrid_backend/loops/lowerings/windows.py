@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from torch_hybrid_backend.core.size import Dim, known
 from torch_hybrid_backend.loops.index import Index, contiguous_strides
 from torch_hybrid_backend.loops.ir import Buffer, Expr, Map, ReduceOp, Value, compute_dtype
 from torch_hybrid_backend.loops.lowering import Context, lowers
@@ -33,7 +34,7 @@ aten = torch.ops.aten
 Size = int | Sequence[int]
 
 
-def inside(place: Sequence[Index], shape: Sequence[int]) -> Expr:
+def inside(place: Sequence[Index], shape: Sequence[Dim]) -> Expr:
     """Whether a place lies within a shape, in every dimension."""
     result: Expr = const(True, "bool")
     for i, n in zip(place, shape, strict=True):
@@ -53,7 +54,7 @@ def im2col(
     """(*lead, C, H, W) -> (*lead, C * kernel, windows): the pixels of every window, zeros outside the image."""
     kernel, dilations = per_dimension(kernel_size, 2), per_dimension(dilation, 2)
     paddings, strides = per_dimension(padding, 2), per_dimension(stride, 2)
-    spatial = x.shape[-2:]
+    spatial = tuple(map(known, x.shape[-2:]))
     columns = _windows(spatial, kernel, dilations, paddings, strides)[1]
     zero = const(0, compute_dtype(x.dtype))
 
@@ -82,7 +83,7 @@ def col2im(
     """(*lead, C * kernel, windows) -> (*lead, C, H, W): each pixel is the sum of its copies in all windows."""
     kernel, dilations = per_dimension(kernel_size, 2), per_dimension(dilation, 2)
     paddings, strides = per_dimension(padding, 2), per_dimension(stride, 2)
-    counts = _windows(ctx.shape[-2:], kernel, dilations, paddings, strides)
+    counts = _windows(tuple(map(known, ctx.shape[-2:])), kernel, dilations, paddings, strides)
     zero = const(0, compute_dtype(x.dtype))
 
     def body(index: tuple[Index, ...]) -> Expr:
@@ -169,7 +170,8 @@ def avg_pool_backward(
     kernel = per_dimension(kernel_size, rank)
     strides = kernel if not isinstance(stride, int) and len(stride) == 0 else per_dimension(stride, rank)
     paddings = per_dimension(padding, rank)
-    lead, spatial, outs = len(x.shape) - rank, x.shape[len(x.shape) - rank :], grad.shape[len(x.shape) - rank :]
+    lead = len(x.shape) - rank
+    spatial, outs = tuple(map(known, x.shape[lead:])), tuple(map(known, grad.shape[lead:]))
     # A single window is no larger than the image and its padding, however enormous the kernel.
     kernel = tuple(min(k, n + 2 * p) for k, n, p in zip(kernel, spatial, paddings, strict=True))
     covering = tuple(-(-k // s) for k, s in zip(kernel, strides, strict=True))
