@@ -92,9 +92,9 @@ class Scope:
         return self.draw.choose(unread if unread and not self.draw.chance(3) else found)
 
     def is_writable(self, value: Value) -> bool:
-        """No weight, and no two elements in one place: eager writes to some of those, AOTAutograd refuses."""
+        """In no weight's memory, and no two elements in one place: eager writes to some of those, AOTAutograd refuses."""
         tensor = self._eager[value.name]
-        if value.name in self._weights or not tensor.numel():
+        if not tensor.numel() or self._weights.intersection(self._sharing(value.name)):
             return False
         span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         places = torch.arange(span).as_strided(tensor.shape, tensor.stride())

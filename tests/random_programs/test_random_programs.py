@@ -35,7 +35,7 @@ def _deterministic(examples: int) -> settings:
 
 
 @given(program=programs(14))
-@_deterministic(12)
+@_deterministic(8)
 def test_engine(kernel_cache: Path, program: Program) -> None:
     """Short programs on the TVM engine, forced and unverified."""
     report = check(program, "tvm", kernel_cache)
@@ -45,14 +45,14 @@ def test_engine(kernel_cache: Path, program: Program) -> None:
 @pytest.mark.parametrize("profile", PROFILES)
 def test_engine_runs_most_of_it(profile: str, kernel_cache: Path) -> None:
     """A longer program of each kind: right, and the engine takes half of its operators or more, so that this tests what it is meant to."""
-    program = seeded(4, 20, profile)
+    program = seeded(4, 14, profile)
     report = check(program, "tvm", kernel_cache)
     assert not report.why, program
     assert 2 * report.taken >= report.operators > 0
 
 
 @given(program=programs(14))
-@_deterministic(4)
+@_deterministic(3)
 def test_default(kernel_cache: Path, program: Program) -> None:
     """The backend as users have it."""
     report = check(program, "", kernel_cache)

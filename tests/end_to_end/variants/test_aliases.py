@@ -98,7 +98,12 @@ def test_results_share_memory_as_in_eager(name: str) -> None:
     check(RESULTS[name], lambda: (_numbers(6, 8),), lambda: (_numbers(6, 8, scale=3),))
 
 
-@pytest.mark.parametrize("name", RESULTS)
+_FAST = ("an input", "views of an input", "a view of a result", "a detached result", "pieces")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in _FAST else pytest.param(name, marks=pytest.mark.full) for name in RESULTS]
+)
 def test_results_share_memory_under_autograd(name: str) -> None:
     """The same where gradients are recorded: and gradients are eager's."""
 

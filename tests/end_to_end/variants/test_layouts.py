@@ -102,7 +102,13 @@ def _maker(tensors: tuple[torch.Tensor, ...], arrange: Arrange, scale: float = 1
     return lambda: tuple(arrange(t * scale) for t in tensors)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+# Fourteen arrangements of each: the rest is for `make test-full`.
+_FAST = ("pointwise", "reduction", "matmul", "convolution", "views")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in _FAST else pytest.param(name, marks=pytest.mark.full) for name in FUNCTIONS]
+)
 def test_arrangements(name: str) -> None:
     """Every arrangement of the inputs gives eager's results, first call and later ones; other values do too.
 
@@ -180,7 +186,9 @@ def test_ones_have_any_stride() -> None:
     "dtype",
     [torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool],
 )
-@pytest.mark.parametrize("arrangement", ["transposed", "misaligned", "expanded rows"])
+@pytest.mark.parametrize(
+    "arrangement", ["misaligned", *(pytest.param(a, marks=pytest.mark.full) for a in ("transposed", "expanded rows"))]
+)
 def test_dtypes(dtype: torch.dtype, arrangement: str) -> None:
     """Arrangements of the other dtypes; data that begins at an odd address among them."""
 

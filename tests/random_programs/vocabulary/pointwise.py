@@ -36,7 +36,6 @@ F.threshold({0}, 0.25, -1.0)
 torch.isnan({0}) | torch.isinf({0}) | torch.isfinite({0}) | {0} > 0 | {0} <= 0.5 | {0} == 1 | {0} != 0 | torch.signbit({0})
 {0} >= -0.125 | {0} < 1
 {0}.bool() | {0}.to(torch.int64) | {0}.to(torch.int32) | {0}.to(torch.int8) | torch.logical_not({0}) | F.hardshrink({0})
-F.softshrink({0}, 0.25)
 {0}.remainder(1.5) | {0}.fmod(0.75) | {0} // 2 | torch.div({0}, 0.5, rounding_mode="trunc") | torch.heaviside({0}, {0}.new_full((), 0.5))
 """
 BINARY_ARITHMETIC = """
