@@ -234,6 +234,8 @@ class Scope:
         if not eager.numel():
             return 0.0
         spread = float((noisy - wide).abs().max()) + float((eager - wide).abs().max())
-        return 10 * spread + (
-            0.0 if self._values[name].exact else 16 * torch.finfo(eager.dtype).eps * float(wide.abs().max())
+        return (
+            1e-12
+            + 10 * spread
+            + (0.0 if self._values[name].exact else 16 * torch.finfo(eager.dtype).eps * float(wide.abs().max()))
         )

@@ -29,6 +29,29 @@ FOUND: dict[str, Program] = {
         ),
         ("t2",),
     ),
+    "a kernel that read a value before another had filled its memory": Program(
+        (
+            Input("w9", (2, 9, 7), _F32, weight=True),
+            Input("x11", (2,), _I64, seed=3),
+            Input("x16", (2, 9, 7), _I64, seed=4),
+            Input("w17", (9,), _F32, weight=True),
+            Input("w18", (9,), _F32, weight=True),
+            Input("x35", (126,), _F32),
+            Input("x36", (126,), _F32, seed=1),
+        ),
+        (
+            _line("t12 = torch.index_select(w9, 0, x11.abs() % 2)", "w9", "x11"),
+            _line("t14 = t12.flatten()", "t12"),
+            _line("t23 = torch.scatter_add(w9, 0, x16.abs() % 2, w9)", "w9", "x16"),
+            _line("t25 = F.batch_norm(t23, w17, w18.abs() + 0.5, w17, None, False, 0.1, 0.1)", "t23", "w17", "w18"),
+            _line("t32 = t25[..., 2]", "t25"),
+            _line("t33 = torch.log2(t14.abs() + 0.5)", "t14"),
+            _line("t44 = torch.cat((x36, t33, x35), 0)", "x36", "t33", "x35"),
+            _line("t57 = torch.asinh(t44)", "t44"),
+            _line("t58 = torch.addcdiv(t32, t32, t32.abs() + 1, value=0.5)", "t32"),
+        ),
+        ("t58", "t12", "t57"),
+    ),
     "views of one value are results": Program(
         (Input("x0", (5, 7), _F32),),
         (

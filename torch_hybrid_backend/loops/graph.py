@@ -159,7 +159,7 @@ class _Lowerer:
             # The operation keeps the definition; from now on readers of `value` read the buffer.
             definition = Map(value.shape, value.dtype, value.fn, value.parents)
             self._ops.append(MapOp(buffer, definition))
-            value.realized = buffer
+            value.realize(buffer)
         return value.realized
 
     def _operand(self, value: Value) -> Value:

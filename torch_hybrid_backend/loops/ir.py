@@ -91,6 +91,15 @@ class Value:
 _buffer_numbers = itertools.count()
 
 
+class _Realizations:
+    """How many values have been given memory so far: expressions made before the latest may not read it."""
+
+    count = 0
+
+
+_realizations = _Realizations()
+
+
 @dataclass(slots=True, eq=False)
 class Buffer(Value):
     """A tensor in memory. `constant` where it holds parameters or folded values; `name` is for people."""
@@ -122,15 +131,22 @@ class Map(Value):
     realized: Buffer | None = None
     # Set where the value is another one with zeros around it: (that value, how many zeros lie before it in each dimension).
     zero_padded: tuple[Value, tuple[int, ...]] | None = None
-    _last: tuple[tuple[Index, ...], Expr] | None = None
+    _last: tuple[tuple[Index, ...], Expr, int] | None = None
 
     def at(self, index: tuple[Index, ...]) -> Expr:
         if self.realized is not None:
             return self.realized.at(index)
         # `x * x` reads x twice: without this memo an expression would grow exponentially along a chain of such operators.
-        if self._last is None or self._last[0] != index:
-            self._last = (index, self.fn(index))
+        # Not past a realisation: what an operation reads and what its kernel loads must be one and the same.
+        count = _realizations.count
+        if self._last is None or self._last[2] != count or self._last[0] != index:
+            self._last = (index, self.fn(index), count)
         return self._last[1]
+
+    def realize(self, buffer: Buffer) -> None:
+        """From now on readers of this value read `buffer`."""
+        self.realized = buffer
+        _realizations.count += 1
 
     @property
     def inverse(self) -> Mapping[Buffer, InverseFn]:
