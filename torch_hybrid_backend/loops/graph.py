@@ -160,6 +160,7 @@ class _Lowerer:
             definition = Map(value.shape, value.dtype, value.fn, value.parents)
             self._ops.append(MapOp(buffer, definition))
             value.realize(buffer)
+        assert value.realized is not None
         return value.realized
 
     def _operand(self, value: Value) -> Value:
