@@ -1,0 +1,119 @@
+"""Dynamic shapes: a model compiled once for all sizes, against the same model compiled for each size and against eager.
+
+    python -m benchmarks.dynamic                                       # every case
+    python -m benchmarks.dynamic --models minilm gpt2 --out dynamic.json
+
+For each size all three run in turn (eager, static, dynamic, ...), so that a machine that slows down for a while slows all; outputs are
+compared first. Figures are milliseconds, the median of the rounds; `first` is the dynamic model's first call at that size, which lays out
+a plan. Run it on an otherwise idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import nn
+
+from benchmarks import machine
+from benchmarks.models import ZOO, Model, tensors
+from torch_hybrid_backend.backend import compile_graph
+from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.plan import Plan
+from torch_hybrid_backend.measure import measure
+
+# (batch, length) of tokens, (batch, side) of images; the first is what the dynamic model is compiled with.
+_SIZES = {
+    "minilm": [(2, 40), (2, 17), (3, 64), (8, 33), (2, 128), (4, 251)],
+    "bert_base": [(2, 40), (2, 17), (2, 128), (3, 100)],
+    "gpt2": [(2, 40), (2, 17), (2, 128), (3, 100)],
+    "t5_small_encoder": [(2, 40), (3, 100)],
+    "resnet50": [(2, 224), (3, 224), (6, 224)],
+    "mobilenet_v2": [(2, 224), (3, 224), (6, 224)],
+}
+
+
+def _inputs(model: Model, batch: int, length: int) -> tuple[torch.Tensor, ...]:
+    """Inputs of `batch` samples; tokens cut or repeated to `length`."""
+    inputs = model.inputs("full", batch)
+    if inputs[0].is_floating_point():
+        return inputs
+    return tuple(t.repeat(1, -(-length // t.shape[1]))[:, :length].contiguous() for t in inputs)
+
+
+def _compiled(model: nn.Module, dynamic: bool, plans: list[Plan]) -> Callable[..., Any]:
+    backend = functools.partial(compile_graph, config=Config.from_env(os.environ), on_plan=plans.append)
+    call: Callable[..., Any] = torch.compile(model, backend=backend, dynamic=dynamic)
+    return call
+
+
+def compare(model: Model, sizes: Sequence[tuple[int, int]], budget_s: float) -> list[dict[str, object]]:
+    """One record per size. Raises AssertionError where an output is wrong."""
+    module = model.build("full")
+    plans: list[Plan] = []
+    torch._dynamo.reset()
+    dynamic = _compiled(module, True, plans)
+    records: list[dict[str, object]] = []
+    with torch.no_grad():
+        dynamic(*_inputs(model, *sizes[0]))
+        for batch, length in sizes:
+            inputs = _inputs(model, batch, length)
+            start = time.perf_counter()
+            found = dynamic(*inputs)
+            first = time.perf_counter() - start
+            for ours, eager in zip(tensors(found), tensors(module(*inputs)), strict=True):
+                torch.testing.assert_close(ours, eager, rtol=1e-2, atol=1e-2)
+            # A copy of the code object's cache of its own: Dynamo would otherwise find the dynamic graph.
+            static = _compiled(model.build("full"), False, [])
+            with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+                static(*inputs)
+            calls = [lambda: module(*inputs), lambda: static(*inputs), lambda: dynamic(*inputs)]  # noqa: B023 - run in this turn
+            eager_ms, static_ms, dynamic_ms = (t.median_us / 1e3 for t in measure(calls, budget_s))
+            records.append(
+                {
+                    "model": model.name,
+                    "batch": batch,
+                    "length": length,
+                    "eager_ms": round(eager_ms, 3),
+                    "static_ms": round(static_ms, 3),
+                    "dynamic_ms": round(dynamic_ms, 3),
+                    "dynamic_over_static": round(dynamic_ms / static_ms, 3),
+                    "eager_over_dynamic": round(eager_ms / dynamic_ms, 3),
+                    "first_ms": round(first * 1e3, 1),
+                    "graphs": len(plans),
+                }
+            )
+    return records
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.dynamic", description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="*", choices=list(_SIZES), default=list(_SIZES))
+    parser.add_argument("--budget-s", type=float, default=4.0, help="seconds of timing per size")
+    parser.add_argument("--out", type=Path, help="write the records here, as JSON")
+    arguments = parser.parse_args(argv)
+    torch._dynamo.config.recompile_limit = 64  # the static models share their code with the dynamic one
+    records: list[dict[str, object]] = []
+    for name in arguments.models:
+        for record in compare(ZOO[name], _SIZES[name], arguments.budget_s):
+            records.append(record)
+            sys.stdout.write("  ".join(f"{key} {value}" for key, value in record.items()) + "\n")
+            sys.stdout.flush()
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps({"machine": machine.describe(), "records": records}, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
