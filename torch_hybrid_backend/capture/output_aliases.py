@@ -10,6 +10,7 @@ Illegal: outputs that share memory with a placeholder or a lifted constant; AOTA
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,11 +65,18 @@ def _owners(graph_module: torch.fx.GraphModule) -> dict[Node, Node]:
     """For each node that can be made of it by `as_strided`, the node that allocated its memory."""
     first: dict[int, Node] = {}
     owners: dict[Node, Node] = {}
+    unknown: set[int] = set()
     for node in graph_module.graph.nodes:
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             continue
-        owner = first.setdefault(value.untyped_storage()._cdata, node)
+        memory = value.untyped_storage()._cdata
+        if node.target is operator.getitem and isinstance(node.args[0].target, torch._ops.HigherOrderOperator):
+            # Two calls of one sub-graph (`invoke_subgraph`) carry the very same fake tensors: these say nothing of sharing.
+            unknown.add(memory)
+        if memory in unknown:
+            continue
+        owner = first.setdefault(memory, node)
         whole = owner.meta["val"]
         if owner.op == "call_function" and value.dtype == whole.dtype and _is_static(value) and _is_static(whole):
             owners[node] = owner
