@@ -19,13 +19,11 @@ from tests.operators.tasks import Task, spread
 # Of each kind of kernel, layout and index arithmetic a few. Names are op_db's and module_db's.
 SELECTION = {
     "float32": """
-        abs addcdiv addmm amax argmax atan2 baddbmm bmm broadcast_to cat clamp copysign cos cumsum diagonal div.floor_rounding einsum erf expand
-        flip gather index_select lerp linalg.vector_norm log_softmax logaddexp masked_fill mean nan_to_num nn.functional.adaptive_avg_pool2d
-        nn.functional.batch_norm nn.functional.conv1d nn.functional.conv2d nn.functional.cross_entropy nn.functional.embedding
-        nn.functional.gelu nn.functional.group_norm nn.functional.layer_norm nn.functional.linear nn.functional.max_pool2d
-        nn.functional.pad.constant nn.functional.scaled_dot_product_attention nn.functional.upsample_bilinear
-        permute pow remainder softmax split std
-        take_along_dim tanh tril var where
+        abs addmm amax argmax baddbmm bmm cat clamp cos cumsum div.floor_rounding einsum erf expand gather index_select
+        linalg.vector_norm log_softmax logaddexp mean nn.functional.adaptive_avg_pool2d nn.functional.batch_norm
+        nn.functional.conv1d nn.functional.conv2d nn.functional.cross_entropy nn.functional.embedding nn.functional.gelu
+        nn.functional.group_norm nn.functional.layer_norm nn.functional.linear nn.functional.max_pool2d nn.functional.pad.constant
+        nn.functional.scaled_dot_product_attention nn.functional.upsample_bilinear pow remainder softmax split tanh tril var where
     """,
     "float64": "add cat div.no_rounding_mode exp matmul mean nn.functional.layer_norm softmax sum",
     "bfloat16": "add cat matmul mean mul nn.functional.gelu nn.functional.linear nn.functional.rms_norm softmax sum",

@@ -36,6 +36,7 @@ def test_a_task_without_samples_is_an_error() -> None:
         worker.stop()
 
 
+@pytest.mark.full
 def test_a_run_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Tasks in the journal are not run again."""
     arguments = ["--out", str(tmp_path), "--ops", "neg", "--kinds", "int64", "--compilers", "1", "--limit", "1"]
