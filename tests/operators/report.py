@@ -151,11 +151,8 @@ def _codes(rows: Sequence[Row]) -> str:
 
 def _upstream(rows: Sequence[Row]) -> str:
     found = sorted({row.subject for row in rows if row.statuses.get(UPSTREAM)})
-    return (
-        "## Upstream\n\nWhat torch's own `aot_eager` backend fails at as well: "
-        + ", ".join(f"`{n}`" for n in found)
-        + ".\n"
-    )
+    names = ", ".join(f"`{name}`" for name in found) or "nothing"
+    return f"## Upstream\n\nWhat torch's own `aot_eager` backend fails at as well: {names}.\n"
 
 
 def _word(row: Row) -> str:
