@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from loops.check import sample
 from loops.interpret import trace
 from torch_hybrid_backend.core.verdict import Reason
+from torch_hybrid_backend.loops import lowering
 from torch_hybrid_backend.loops.ir import Buffer, LoopOp, Map
 from torch_hybrid_backend.loops.lowering import Context, lower_node, lowers, supports, table
 
@@ -59,6 +60,21 @@ def test_symbolic_shapes_are_taken_where_their_form_tells_enough() -> None:
     assert verdicts[aten.mean.default]
     assert verdicts[aten.avg_pool2d.default].code is Reason.SYMBOLIC_SHAPE
     assert verdicts[aten.add.Tensor].code is Reason.SYMBOLIC_SHAPE
+
+
+def test_sizes_that_only_an_element_needs_are_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lowering whose elements, not its shape, need the number behind a size is refused when it is asked for, not when it is compiled."""
+
+    def reversed_if_short(ctx: Context, x: Buffer) -> Map:
+        return Map(x.shape, x.dtype, lambda index: x.at((x.shape[0] - 1 - index[0] if x.shape[0] < 5 else index[0],)))
+
+    table()
+    monkeypatch.setitem(lowering._TABLE, aten.neg.default, reversed_if_short)
+    (node,) = (
+        n for n in make_fx(aten.neg.default, tracing_mode="symbolic")(sample(6)).graph.nodes if n.op == "call_function"
+    )
+    assert supports(node).code is Reason.SYMBOLIC_SHAPE
+    assert supports(_only_node(aten.neg.default, sample(6)))
 
 
 def test_parts_of_a_result_are_judged_with_it() -> None:

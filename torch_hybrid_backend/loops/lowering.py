@@ -39,6 +39,7 @@ from torch_hybrid_backend.loops.ir import (
     ScalarFn,
     Value,
     compute_dtype,
+    domain_vars,
 )
 from torch_hybrid_backend.loops.ops import cast, const
 
@@ -293,8 +294,21 @@ def supports(node: torch.fx.Node) -> Verdict:
     devices = {t.device.type for s in node.all_input_nodes if isinstance(t := s.meta.get("val"), torch.Tensor)}
     if devices - {"cpu"}:
         return Refused(Reason.DEVICE, f"a tensor lives on {sorted(devices - {'cpu'})[0]}")
+    is_static = all(isinstance(n, int) for value in placeholders.values() for n in getattr(value, "shape", (value,)))
     try:
-        lower_node(Context(lambda op: None), node, placeholders)
+        # What is lazy may ask for the number behind a size, too: it is asked now, where that can still be refused.
+        result = lower_node(Context(lambda op: None if is_static else _probe(op)), node, placeholders)
+        if not is_static:
+            for value in result if isinstance(result, tuple) else (result,):
+                if isinstance(value, Value):
+                    value.at(domain_vars(value.shape))
     except Refuse as refuse:
         return refuse.refused
+    except Undecided as undecided:
+        return Refused(Reason.SYMBOLIC_SHAPE, f"{node.target}: {undecided}")
     return Supported()
+
+
+def _probe(op: LoopOp) -> None:
+    """Evaluates what an operation closes over."""
+    op.reads()
