@@ -86,6 +86,7 @@ CASES = {
         lambda x: x.masked_fill(torch.ones(x.shape[-1], x.shape[-1]).triu(1).bool(), 0.0), [("n", "t", "t")]
     ),
     "size as number": Case(lambda x: x / x.shape[1] + x.shape[0], [("n", "t+1")]),
+    "compared with a size": Case(lambda x: torch.where(x < x.shape[1], x % (x.shape[0] + 1), x - x.shape[1]), [NT]),
     "embedding": Case(lambda w, i: F.embedding(i, w) * 2, [(11, 24), NT], ["float32", "int64"]),
     "gather": Case(lambda x, i: x.gather(1, i), [("n", 11, 4), ("n", "t", 4)], ["float32", "int64"]),
     "index": Case(lambda x, i: x[i], [(11, "t"), ("n",)], ["float32", "int64"]),
@@ -140,7 +141,16 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", list(CASES))
+# One of each kind; the others are in `make test-full`.
+_ALWAYS = (
+    "inner axis", "slice", "compared with a size", "cat", "embedding", "softmax", "softmax over middle", "layer norm", "deviation", "position of maximum",
+    "linear gelu", "columns", "depth", "masked attention", "two convolutions",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in _ALWAYS else pytest.param(name, marks=pytest.mark.full) for name in CASES]
+)
 def test_one_compilation_is_right_at_every_size(name: str, shared_cache: Path) -> None:
     """The kernels compiled for one pair of sizes agree with eager in float64 at all the others, and no operator is left to eager."""
     case = CASES[name]

@@ -116,6 +116,7 @@ def test_thirty_lengths_and_batches_are_one_compilation() -> None:
     assert fast.left_to_eager() == set()
 
 
+@pytest.mark.full
 def test_zero_and_one_are_right() -> None:
     """Dynamo compiles graphs of their own for 0 and 1; they and the sizes after them are right."""
     model = Encoder().eval()
@@ -138,6 +139,7 @@ def test_the_second_size_makes_one_dynamic_graph() -> None:
     assert fast.left_to_eager() == set()
 
 
+@pytest.mark.full
 def test_marked_dimensions_are_dynamic() -> None:
     """mark_dynamic makes the first compilation serve all lengths; a graph that were specialised would raise."""
     model = Encoder().eval()
@@ -195,6 +197,7 @@ def test_weights_are_packed_once_for_all_sizes() -> None:
             _check(model, fast.call(models.rows(batch)), models.rows(batch))
 
 
+@pytest.mark.full
 def test_threads_at_several_sizes() -> None:
     """Four threads that call one dynamic graph at sizes of their own get eager's values."""
     model = Encoder().eval()

@@ -29,6 +29,11 @@ def dim(value: int | torch.SymInt) -> Dim:
     return symbol(f"[{expression}]") if size is None else size
 
 
+def is_computable(size: Dim) -> bool:
+    """Whether a size follows from the sizes of the graph's inputs: it does not depend on data, and has a form of its own."""
+    return isinstance(size, int) or not any(s.name.startswith("[") for s in symbols([size]))
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Shape and strides in elements, dtype as torch names it ("float32"), device type ("cpu", "cuda").
@@ -59,7 +64,7 @@ class TensorSpec:
     @property
     def is_computable(self) -> bool:
         """Whether every size and stride follows from the sizes of the graph's inputs."""
-        return self.is_static or not any(s.name.startswith("[") for s in symbols(self.shape + self.strides))
+        return all(map(is_computable, self.shape + self.strides))
 
     def at(self, values: Mapping[str, int]) -> TensorSpec:
         """The static spec for values of the size symbols, by name; KeyError for one that is missing."""

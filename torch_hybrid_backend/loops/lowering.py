@@ -25,7 +25,7 @@ import torch.fx
 from torch.utils._pytree import tree_map
 
 from torch_hybrid_backend.core.size import Dim, Size, Undecided
-from torch_hybrid_backend.core.tensor_spec import TensorSpec, dim
+from torch_hybrid_backend.core.tensor_spec import TensorSpec, dim, is_computable
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import (
@@ -287,6 +287,8 @@ def supports(node: torch.fx.Node) -> Verdict:
             placeholders[source] = Buffer(spec.shape, spec.dtype)
         elif isinstance(meta, (int, torch.SymInt)) and not isinstance(meta, bool):
             placeholders[source] = dim(meta)
+            if not is_computable(placeholders[source]):
+                return Refused(Reason.SYMBOLIC_SHAPE, f"{source.name} is a number that depends on data")
         elif isinstance(meta, (torch.SymFloat, torch.SymBool)):
             return Refused(Reason.SYMBOLIC_SHAPE, f"{source.name} is a number that is only known at run time")
         else:

@@ -14,7 +14,7 @@ from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_modu
 
 from torch_hybrid_backend.core.region import Region, RegionInput, Segment
 from torch_hybrid_backend.core.size import symbols
-from torch_hybrid_backend.core.tensor_spec import Dim, TensorSpec, dim
+from torch_hybrid_backend.core.tensor_spec import Dim, TensorSpec, dim, is_computable
 from torch_hybrid_backend.partition.dependencies import is_operator
 from torch_hybrid_backend.partition.region_key import region_key
 
@@ -109,7 +109,7 @@ def size_of(node: Node) -> Dim | None:
     if not isinstance(value, int | torch.SymInt) or isinstance(value, bool):
         return None
     size = dim(value)
-    return None if any(s.name.startswith("[") for s in symbols([size])) else size
+    return size if is_computable(size) else None
 
 
 def sizes_of(graph: torch.fx.Graph) -> Mapping[str, Dim]:

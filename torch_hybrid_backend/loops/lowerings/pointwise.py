@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 
+from torch_hybrid_backend.core.size import Size
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.ir import Expr, Value, compute_dtype
 from torch_hybrid_backend.loops.lowering import Context, Refuse, lowers
@@ -22,7 +23,7 @@ from torch_hybrid_backend.loops.ops import FLOAT_UNARY, add, call, const, div, i
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-Operand = Value | float
+Operand = Value | float | Size
 
 
 @functools.cache
@@ -35,8 +36,14 @@ def promoted(*operands: Operand) -> str:
 
     A tensor without dimensions or a Python number does not widen a tensor of the same kind.
     """
-    first, second = (_sample(v.dtype, not v.shape) if isinstance(v, Value) else v for v in operands)
+    first, second = map(_stand_in, operands)
     return str(torch.result_type(first, second)).removeprefix("torch.")
+
+
+def _stand_in(operand: Operand) -> torch.Tensor | float:
+    if isinstance(operand, Value):
+        return _sample(operand.dtype, not operand.shape)
+    return 1 if isinstance(operand, Size) else operand  # any integer promotes alike
 
 
 def _unary(target: torch._ops.OpOverload, fn: Callable[[Expr], Expr]) -> None:
