@@ -143,7 +143,8 @@ CASES = {
 
 # One of each kind; the others are in `make test-full`.
 _ALWAYS = (
-    "inner axis", "slice", "compared with a size", "cat", "embedding", "softmax", "softmax over middle", "layer norm", "deviation", "position of maximum",
+    "inner axis", "slice", "compared with a size",
+    "cat", "embedding", "softmax", "softmax over middle", "layer norm", "deviation", "position of maximum",
     "linear gelu", "columns", "depth", "masked attention", "two convolutions",
 )  # fmt: skip
 
