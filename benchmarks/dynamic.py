@@ -82,7 +82,7 @@ def compare(model: Model, sizes: Sequence[tuple[int, int]], budget_s: float) -> 
             first = time.perf_counter() - start
             for ours, eager in zip(tensors(found), tensors(module(*inputs)), strict=True):
                 torch.testing.assert_close(ours, eager, rtol=1e-2, atol=1e-2)
-            # A copy of the code object's cache of its own: Dynamo would otherwise find the dynamic graph.
+            # Another instance: Dynamo keeps graphs by code, and guards the module that they were compiled for.
             static = _compiled(model.build("full"), False, [])
             with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
                 static(*inputs)

@@ -105,6 +105,17 @@ def test_symbols_and_typical_values() -> None:
     assert sizes.render(sizes.ceil_div(S * T, 16) + T, lambda s: s.name.upper()) == renamed
 
 
+def test_hints_of_equal_sizes_stay_apart() -> None:
+    """Two graphs may call a symbol alike: what was computed for one never gives the other its typical value."""
+    for hint in (7, 100, 31):
+        s = symbol("s0", hint)
+        assert sizes.typical(s + 1) == hint + 1
+        assert sizes.typical(s * 3) == hint * 3
+        assert sizes.typical((s * 12) // 4) == hint * 3
+        assert sizes.typical(sizes.ceil_div(s + 5, 16) * 2) == -(-(hint + 5) // 16) * 2
+    assert symbol("s0", 7) == symbol("s0", 100)
+
+
 @pytest.mark.parametrize("text", ["s0 +", "print(s0)", "s0 ** 2", "1.5"])
 def test_other_texts_are_refused(text: str) -> None:
     """What is no size is a ValueError, and nothing of it is run."""

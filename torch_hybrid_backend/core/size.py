@@ -29,7 +29,7 @@ class Undecided(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """A size symbol; `hint` is a typical value (that of the example inputs), for choices that only cost time."""
+    """A size symbol; `hint` is a typical value (that of the example inputs), for choices that only cost time: no part of its identity."""
 
     name: str
     hint: int = field(default=128, compare=False)
@@ -58,18 +58,22 @@ _EVALUATE: Mapping[str, Callable[[int, int], int]] = {
 class Size:
     """A sum of monomials; see the module. Immutable and hashable."""
 
-    __slots__ = ("_hash", "_text", "terms")
+    __slots__ = ("_hash", "_text", "hints", "terms")
 
     def __init__(self, terms: Mapping[Monomial, int]) -> None:
         # In one order, whatever the order of the operations that led here: texts and choices depend on it.
         self.terms = dict(terms) if len(terms) == 1 else dict(sorted(terms.items(), key=lambda item: _order(item[0])))
         self._hash = hash(frozenset(self.terms.items()))
         self._text = ""
+        # What equal sizes may differ in; one graph's s0 is not another's.
+        self.hints: tuple[int, ...] = tuple(
+            hint for monomial in self.terms for atom, _ in monomial for hint in _hints(atom)
+        )
 
     # Arithmetic: results are plain ints where no symbol is left.
 
     def __add__(self, other: Dim) -> Dim:
-        return _sum(self, other) if isinstance(other, int | Size) else NotImplemented
+        return _sum(self, other) if isinstance(other, int | Size) else NotImplemented  # type: ignore[no-any-return]
 
     __radd__ = __add__
 
@@ -83,7 +87,7 @@ class Size:
         return self * -1 + other
 
     def __mul__(self, other: Dim) -> Dim:
-        return _times(self, other) if isinstance(other, int | Size) else NotImplemented
+        return _times(self, other) if isinstance(other, int | Size) else NotImplemented  # type: ignore[no-any-return]
 
     __rmul__ = __mul__
 
@@ -229,12 +233,21 @@ def ceil_div(a: Dim, b: Dim) -> Dim:
     return (a + b - 1) // b
 
 
+def _remembered(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` of sizes, computed once for equal arguments of equal hints: schedules ask the same few questions thousands of times."""
+    cached = functools.lru_cache(maxsize=1 << 14)(lambda hints, *sizes: fn(*sizes))
+    return lambda *sizes: cached(tuple(size.hints if isinstance(size, Size) else () for size in sizes), *sizes)
+
+
 def divide(size: Dim, divisor: Dim) -> tuple[Dim, Dim]:
     """(quotient, rest) with `size == quotient * divisor + rest`, the terms that `divisor` divides in the quotient."""
-    return divmod(size, divisor) if isinstance(size, int) and isinstance(divisor, int) else _divide(size, divisor)
+    if isinstance(size, int) and isinstance(divisor, int):
+        return divmod(size, divisor)
+    found: tuple[Dim, Dim] = _divide(size, divisor)
+    return found
 
 
-@functools.lru_cache(maxsize=1 << 14)
+@_remembered
 def _divide(size: Dim, divisor: Dim) -> tuple[Dim, Dim]:
     if isinstance(divisor, int):
         quotient = {m: c // divisor for m, c in _terms(size) if m and c % divisor == 0}
@@ -297,10 +310,6 @@ def from_sympy(expression: Any, hint: Callable[[Any], int | None]) -> Dim | None
             total = function(name.lower(), total, part)
         return total
     return None
-
-
-# Schedules ask the same few questions thousands of times.
-_remembered = functools.lru_cache(maxsize=1 << 14)
 
 
 @_remembered
@@ -411,6 +420,12 @@ def _compare(a: Dim, b: Dim, *, strict: bool) -> bool:
     if low(opposite) >= (0 if strict else 1):
         return False
     raise Undecided(f"whether {a} {'<' if strict else '<='} {b} is only known at run time")
+
+
+def _hints(atom: Atom) -> tuple[int, ...]:
+    if isinstance(atom, Symbol):
+        return (atom.hint,)
+    return tuple(hint for side in (atom.left, atom.right) if isinstance(side, Size) for hint in side.hints)
 
 
 def _atom_low(atom: Atom) -> int:

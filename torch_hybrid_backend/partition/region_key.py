@@ -1,7 +1,7 @@
 """The canonical form of a region and its SHA-256: what identifies a region in caches.
 
 The form holds every operator, wire, constant (the bytes of tensor constants), dtype, shape, stride and which inputs
-are constant; it holds no node name. Symbolic sizes enter by their expressions.
+are constant; it holds no node name. Symbolic sizes enter by their expressions and, to a power of two, their typical values.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch.fx
 from torch.fx import Node
 
 from torch_hybrid_backend.core.region import RegionInput
+from torch_hybrid_backend.core.size import typical
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 
 
@@ -23,6 +24,9 @@ def region_key(graph_module: torch.fx.GraphModule, inputs: Sequence[RegionInput]
     digest = hashlib.sha256(b"region 1")  # the number changes with the form
     for region_input in inputs:
         digest.update(f"{region_input.spec!r}{region_input.is_constant}".encode())
+        if region_input.spec is not None and not region_input.spec.is_static:
+            # What was measured at a length of 8 says little of one of 512.
+            digest.update(repr([typical(size).bit_length() for size in region_input.spec.shape]).encode())
     _add_graph(digest, graph_module)
     return digest.hexdigest()
 

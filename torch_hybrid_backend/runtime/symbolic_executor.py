@@ -1,7 +1,7 @@
 """The fast path of a graph whose sizes are only known at run time: one C++ plan for each set of sizes met.
 
 The kernels take the sizes as arguments and are the same for all; a plan is their order, the memory between them and those arguments,
-laid out in milliseconds when a set of sizes is first seen. Packed constants are shared. Plans that were not used for long go.
+laid out when a set of sizes is first seen. Packed constants are shared. Plans that were not used for long go.
 """
 
 from __future__ import annotations

@@ -26,13 +26,13 @@ _TAIL_CHARACTERS = 2000
 # path has beyond an interpreter's usual one comes last.
 _BOOTSTRAP = """
 import sys
-root, idle_s, *more = sys.argv[1:]
+root, idle_s, lifeline, *more = sys.argv[1:]
 sys.path.insert(0, root)
 import torch_hybrid_backend
 del sys.path[0]
 sys.path.extend(folder for folder in more if folder not in sys.path)
 from torch_hybrid_backend.engines.tvm.worker import main
-main(float(idle_s))
+main(float(idle_s), int(lifeline))
 """
 
 
@@ -64,15 +64,23 @@ class CompilerProcess:
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
         }
-        with _standard_descriptors_taken(), contextlib.ExitStack() as opened:
+        with (
+            _standard_descriptors_taken(),
+            contextlib.ExitStack() as close_after_start,
+            contextlib.ExitStack() as opened,
+        ):
             try:
                 self._errors = opened.enter_context(tempfile.TemporaryFile())
+                lifeline, other_end = os.pipe()
+                self._lifeline = opened.enter_context(open(other_end, "wb", buffering=0))
+                close_after_start.callback(os.close, lifeline)
                 self.process = subprocess.Popen(
-                    [sys.executable, "-P", "-c", _BOOTSTRAP, root, str(idle_s), *filter(None, sys.path)],
+                    [sys.executable, "-P", "-c", _BOOTSTRAP, root, str(idle_s), str(lifeline), *filter(None, sys.path)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=self._errors,
                     env=environment,
+                    pass_fds=[lifeline],
                     bufsize=0,
                     start_new_session=True,  # Ctrl-C is the parent's to handle
                 )
@@ -135,6 +143,7 @@ class CompilerProcess:
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()
+        self._lifeline.close()
         self._errors.close()
         return status
 

@@ -29,8 +29,12 @@ from torch_hybrid_backend.errors import CompileError
 _CHUNK_BYTES = 1 << 16
 
 
-def main(idle_s: float) -> None:
-    """Serve jobs until standard input ends, or exit with IDLE_EXIT_STATUS when none came for `idle_s` seconds."""
+def main(idle_s: float, lifeline: int) -> None:
+    """Serve jobs until standard input ends, or exit with IDLE_EXIT_STATUS when none came for `idle_s` seconds.
+
+    `lifeline` is the end of a pipe that nobody writes to; the process ends at once when its other end is closed.
+    """
+    _end_with_parent(lifeline)
     faulthandler.enable()
     _forbid_core_dumps()
     # The two ends move out of the way: what TVM, LLVM or a linker print must not be taken for an answer.
@@ -57,9 +61,7 @@ def main(idle_s: float) -> None:
                 return
             received += chunk
             continue
-        with _ends_with_parent(orders):
-            answer = _serve(payload)
-        _answer(answers, {"error": answer})
+        _answer(answers, {"error": _serve(payload)})
 
 
 def compile_kernel(job: Job) -> None:
@@ -112,23 +114,17 @@ def _import_compiler() -> None:
     import torch_hybrid_backend.engines.tvm.emit  # noqa: F401
 
 
-@contextlib.contextmanager
-def _ends_with_parent(orders: int) -> Any:
-    """End this process at once when its orders' other end is closed: between orders reading notices it, inside one a signal must.
+def _end_with_parent(lifeline: int) -> None:
+    """Have SIGIO, whose default action ends the process even while it is in C++, tell that the parent has ended.
 
-    Nothing arrives during an order, so that SIGIO, whose default action ends the process even in C++, means the end.
+    The pipe of the orders would not do: its SIGIO for an order may arrive after the order was read.
     """
-    flags = fcntl.fcntl(orders, fcntl.F_GETFL)
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     # A linker at work ends too: the pool starts each compiler process as the head of a group.
-    fcntl.fcntl(orders, fcntl.F_SETOWN, -os.getpid() if os.getpgrp() == os.getpid() else os.getpid())
-    fcntl.fcntl(orders, fcntl.F_SETFL, flags | os.O_ASYNC)
-    try:
-        if select.select([orders], [], [], 0)[0]:  # it ended before the signal was armed
-            sys.exit()
-        yield
-    finally:
-        fcntl.fcntl(orders, fcntl.F_SETFL, flags)
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpid() if os.getpgrp() == os.getpid() else os.getpid())
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([lifeline], [], [], 0)[0]:  # it ended before the signal was armed
+        sys.exit()
 
 
 @contextlib.contextmanager
