@@ -67,6 +67,40 @@ def test_the_budget_ends_the_rounds() -> None:
     assert timing.rounds == 7
 
 
+def test_the_low_time_ignores_disturbed_rounds() -> None:
+    """Of few rounds it is the minimum, of many the lower quartile: a disturbed majority does not change it."""
+    clock = FakeClock()
+    (timing,) = measure([clock.taking(10, 900, 10, 900, 900, 900)], 1e-3, min_rounds=5, max_rounds=5, clock=clock)
+    assert (timing.median_us, timing.low_us) == (900.0, 10.0)
+    clock = FakeClock()
+    (timing,) = measure([clock.taking(10, *([900, 20, 10] * 3))], 1.0, max_rounds=9, clock=clock)
+    assert (timing.rounds, timing.low_us) == (9, 10.0)
+    clock = FakeClock()
+    (timing,) = measure([clock.taking(10, 1, *([30, 20] * 6))], 1.0, max_rounds=13, clock=clock)
+    assert timing.low_us == 20.0
+
+
+def test_an_undecided_comparison_takes_more_rounds() -> None:
+    """Only while the two fastest are within their spread, and for no more than three times the budget."""
+
+    def rounds(*microseconds: float, other: float, until_decided: bool = True) -> int:
+        clock = FakeClock()
+        calls = [clock.taking(*microseconds), clock.taking(other)]
+        return measure(calls, 1e-3, until_decided=until_decided, clock=clock)[0].rounds
+
+    noisy = [100.0, 160.0] * 50
+    assert rounds(*noisy, other=300.0) == rounds(*noisy, other=300.0, until_decided=False)
+    undecided = rounds(*noisy, other=105.0)
+    assert 2 * rounds(*noisy, other=105.0, until_decided=False) < undecided <= 15
+    assert rounds(100.0, other=101.0) == rounds(100.0, other=101.0, until_decided=False)
+    # Each call takes longer than the budget: a clear result needs one round, another a second.
+    assert (
+        rounds(2000.0, other=4000.0),
+        rounds(2000.0, other=2100.0),
+        rounds(2000.0, other=2100.0, until_decided=False),
+    ) == (1, 2, 1)
+
+
 def test_an_exception_passes_through() -> None:
     """The timer hides no failure."""
 

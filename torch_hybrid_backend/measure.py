@@ -1,7 +1,8 @@
 """The one timer: placement and benchmarks time with it, so that their numbers mean the same.
 
 Candidates are timed in interleaved rounds (a, b, c, a, b, c, ...): a machine that slows down for a while slows all of
-them, and ratios hold. The median of the rounds is the result; the spread is the distance between the quartiles.
+them, and ratios hold. The median of the rounds is what a benchmark reports; `low_us` is what a choice compares: other load on the
+machine only ever adds time, so the fast rounds tell the candidates apart where the median tells who was disturbed.
 """
 
 from __future__ import annotations
@@ -15,15 +16,19 @@ from dataclasses import dataclass
 Clock = Callable[[], int]
 
 _MAX_ROUNDS = 200  # beyond it the median of a steady call no longer moves
+_QUARTILE_ROUNDS = 8  # with fewer rounds a quartile is the minimum and a part of the next one: the minimum is steadier
+_MOST_EXTENSION = 3  # an undecided comparison may take so many times its budget
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Microseconds of one call: the median over `rounds` rounds, and the distance between the quartiles."""
+    """Microseconds of one call: the median over `rounds` rounds, the distance between the quartiles, and `low_us`: the lower
+    quartile, or the minimum of fewer than 8 rounds."""
 
     median_us: float
     spread_us: float
     rounds: int
+    low_us: float
 
 
 def measure(
@@ -33,9 +38,12 @@ def measure(
     min_rounds: int = 3,
     max_rounds: int = _MAX_ROUNDS,
     warmup_rounds: int = 1,
+    until_decided: bool = False,
     clock: Clock = time.perf_counter_ns,
 ) -> tuple[Timing, ...]:
     """Time the callables against each other for about `budget_s` seconds, warm-up included.
+
+    until_decided: go on, for up to three times the budget or to `min_rounds`, while the two fastest differ by less than their spread.
 
     At least `min_rounds` rounds are taken even over budget; only where one warm-up round already exceeded the
     budget is a single round taken. An exception of a callable passes through.
@@ -48,7 +56,16 @@ def measure(
     needed = 1 if warmup_rounds and clock() - start > budget_ns else max(min_rounds, 1)
     samples: list[list[int]] = [[] for _ in callables]
     rounds = 0
-    while rounds < needed or (rounds < max_rounds and clock() - start < budget_ns):
+
+    def goes_on() -> bool:
+        spent = clock() - start
+        if rounds < needed or spent < budget_ns:
+            return True
+        if not until_decided or _decided(samples):
+            return False
+        return spent < _MOST_EXTENSION * budget_ns or rounds < min_rounds
+
+    while rounds < max(needed, max_rounds) and goes_on():
         for call, taken in zip(callables, samples, strict=True):
             before = clock()
             call()
@@ -57,9 +74,24 @@ def measure(
     return tuple(_timing(taken) for taken in samples)
 
 
+def _decided(samples: Sequence[Sequence[int]]) -> bool:
+    """Whether the fastest differs from the next by more than either's lower half spreads: the upper half is other load.
+
+    What a single round tells is believed where one takes 1.5 times as long as the other.
+    """
+    if len(samples) < 2:
+        return True
+    timings = [_timing(taken) for taken in samples]
+    first, second = sorted(timings, key=lambda timing: timing.low_us)[:2]
+    if first.rounds == 1:
+        return second.low_us >= 1.5 * first.low_us
+    return second.low_us - first.low_us >= max(t.median_us - t.low_us for t in (first, second))
+
+
 def _timing(nanoseconds: Sequence[int]) -> Timing:
-    spread = 0.0
+    spread, low = 0.0, float(min(nanoseconds))
     if len(nanoseconds) > 1:
         first, _, third = statistics.quantiles(nanoseconds, n=4, method="inclusive")
         spread = third - first
-    return Timing(statistics.median(nanoseconds) / 1e3, spread / 1e3, len(nanoseconds))
+        low = first if len(nanoseconds) >= _QUARTILE_ROUNDS else low
+    return Timing(statistics.median(nanoseconds) / 1e3, spread / 1e3, len(nanoseconds), low / 1e3)

@@ -183,13 +183,13 @@ def _price(
         runners[EAGER] = functools.partial(_run_eager, region)
         try:
             calls = [functools.partial(_guarded, engine, run, inputs) for engine, run in runners.items()]
-            timings = measure(calls, config.measure_budget_s, clock=pricing.clock)
+            timings = measure(calls, config.measure_budget_s, until_decided=True, clock=pricing.clock)
         except _CandidateError as failed:
             if failed.engine == EAGER:
                 raise failed.error from None
             drop(failed.engine, run_refusal(failed.error), failed.error)
             continue
-        measured = {engine: timing.median_us for engine, timing in zip(runners, timings, strict=True)}
+        measured = {engine: timing.low_us for engine, timing in zip(runners, timings, strict=True)}
         if cache is not None:
             cache.put(region.key, contenders, measured)
         return tuple(Cost(engine, cost, "measured") for engine, cost in measured.items())
