@@ -6,6 +6,8 @@ import functools
 import warnings
 from typing import Any
 
+import torch
+
 from tests.operators.execution import Sample, Subject
 from tests.operators.tasks import Task
 from tests.operators.values import seed
@@ -50,7 +52,7 @@ def samples(task: Task) -> list[Sample]:
         warnings.simplefilter("ignore")
         found = list(info.sample_inputs("cpu", task.dtype, requires_grad=task.backward))
         if task.variant == "strided":
-            found = [sample.noncontiguous() for sample in found]
+            found = [sample.transform(_strided) for sample in found]
 
     def call(first: Any, rest: Any, named: Any) -> Any:
         return operator(first, *rest, **named)
@@ -67,6 +69,14 @@ def samples(task: Task) -> list[Sample]:
         )
         for position, s in enumerate(found)
     ]
+
+
+def _strided(value: Any) -> Any:
+    """A tensor's copy whose elements do not lie side by side; sparse ones have no strides to change."""
+    from torch.testing._internal.common_utils import noncontiguous_like
+
+    dense = isinstance(value, torch.Tensor) and value.layout == torch.strided
+    return noncontiguous_like(value) if dense else value
 
 
 def _drops(operator: str, named: dict[str, Any]) -> bool:
