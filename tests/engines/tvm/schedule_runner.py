@@ -55,7 +55,7 @@ Emit = Callable[[Any, Builder, Printer, Target], Any]
 
 
 def compile_kernel(kernel: Kernel, emit: Emit, target: Target = HOST) -> Any:
-    """The kernel as a TVM function of its arguments' 1-D arrays."""
+    """The module whose function `kernel` takes the arguments' 1-D arrays."""
     builder = Builder()
     arrays: dict[int, tuple[Any, Layout, Buffer]] = {}
     for number, arg in enumerate((*kernel.reads, *kernel.writes)):
@@ -63,14 +63,14 @@ def compile_kernel(kernel: Kernel, emit: Emit, target: Target = HOST) -> Any:
         arrays[id(arg.buffer)] = (array, arg.layout, arg.buffer)
     body = emit(kernel, builder, Printer(builder, arrays), target)
     function = prim_func("kernel", [array for array, _, _ in arrays.values()], body)
-    return build("kernel", function, tvm_target(target))["kernel"]
+    return build("kernel", function, tvm_target(target))
 
 
 def run_kernel(
     kernel: Kernel, emit: Emit, inputs: Mapping[Buffer, torch.Tensor], target: Target = HOST
 ) -> list[torch.Tensor]:
     """The logical tensors the kernel writes, given those it reads."""
-    function = compile_kernel(kernel, emit, target)
+    function = compile_kernel(kernel, emit, target)["kernel"]
     memory = [to_memory(inputs[arg.buffer], arg.layout) for arg in kernel.reads]
     written = [torch.full((arg.span,), 77, dtype=getattr(torch, arg.buffer.dtype)) for arg in kernel.writes]
     function(*memory, *written)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.engines.tvm.schedule_runner import HOST, NARROW, index_of, row_major, run_kernel
+from tests.engines.tvm.schedule_runner import HOST, NARROW, compile_kernel, index_of, row_major, run_kernel
 from torch_hybrid_backend.engines.tvm import packing, tiles
 from torch_hybrid_backend.engines.tvm.schedules import matmul
 from torch_hybrid_backend.engines.tvm.target import Target
@@ -16,16 +16,15 @@ from torch_hybrid_backend.loops.kernels import Argument, MatMulKernel, Store
 from torch_hybrid_backend.loops.layout import Blocked, Layout, Strided, contiguous
 
 
-def check(
+def kernel_of(
     shape: tuple[int, int, int, int],
-    *,
     target: Target = HOST,
     dtype: str = "float32",
     batched: bool = False,
     long_epilogue: bool = False,
     out_layout: Layout | None = None,
-) -> None:
-    """out = relu(a @ b + bias) * residual, and for long epilogues more of it, within 1e-5 (1e-2 for bfloat16) of float64 eager."""
+) -> MatMulKernel:
+    """out = relu(a @ b + bias) * residual, and for long epilogues more of it; reads a, packed, bias, residual."""
     batch, m, k, n = shape
     tile = tiles.tile_n(n, target)
     compute = compute_dtype(dtype)
@@ -43,7 +42,7 @@ def check(
     for _ in range(4 * long_epilogue):
         value = ops.add(ops.mul(value, ops.const(2, compute)), residual.at(point))
     layout = out_layout or contiguous(out.shape)
-    kernel = MatMulKernel(
+    return MatMulKernel(
         (row_major(a), row_major(packed), row_major(bias), row_major(residual)),
         (Argument(out, layout),),
         domain,
@@ -55,6 +54,22 @@ def check(
         accumulator,
         (Store(out, point, value),),
     )
+
+
+def check(
+    shape: tuple[int, int, int, int],
+    *,
+    target: Target = HOST,
+    dtype: str = "float32",
+    batched: bool = False,
+    long_epilogue: bool = False,
+    out_layout: Layout | None = None,
+) -> None:
+    """The kernel's result is within 1e-5 (1e-2 for bfloat16) of float64 eager."""
+    batch, m, k, n = shape
+    kernel = kernel_of(shape, target, dtype, batched, long_epilogue, out_layout)
+    a, packed, bias, residual = (argument.buffer for argument in kernel.reads)
+    tile = kernel.tile_n
     torch.manual_seed(0)
 
     def random(*size: int) -> torch.Tensor:
@@ -117,3 +132,10 @@ def test_dtypes(dtype: str) -> None:
 def test_any_output_layout(layout: Layout) -> None:
     """The stores go where the layout says, vectorised or not."""
     check((1, 13, 20, 40), out_layout=layout)
+
+
+@pytest.mark.parametrize(("n", "prefetches"), [(40, False), (400, True)])
+def test_the_next_panel_is_prefetched(n: int, prefetches: bool) -> None:
+    """Where a core goes through several panels, it asks for the next while it works on one."""
+    assembly = compile_kernel(kernel_of((1, 30, 64, n)), matmul.emit).inspect_source("asm")
+    assert ("prefetch" in assembly) == prefetches

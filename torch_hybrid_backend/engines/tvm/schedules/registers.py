@@ -187,17 +187,29 @@ class RegisterTile:
             ways *= 2
         return ways
 
-    def reduce(self, extent: Dim, step: Callable[[Index, int], Stmt | None]) -> Stmt:
-        """`step(k, way)` for k in 0 .. extent-1, and the copies summed."""
-        return self.builder.seq(self.steps(extent, step), self.merge())
+    def reduce(
+        self, extent: Dim, step: Callable[[Index, int], Stmt | None], ahead: Callable[[Index], Stmt] | None = None
+    ) -> Stmt:
+        """`step(k, way)` for k in 0 .. extent-1, and the copies summed; `ahead` as for `steps`."""
+        return self.builder.seq(self.steps(extent, step, ahead), self.merge())
 
-    def steps(self, extent: Dim, step: Callable[[Index, int], Stmt | None]) -> Stmt:
-        """`step(k, way)` for k in 0 .. extent-1, unrolled enough to hide the loop and to use every copy."""
-        b = self.builder
+    def unrolled(self, extent: Dim) -> int:
+        """Steps emitted one after the other: enough to hide the loop and to use every copy."""
         most = min(_UNROLL, _UNROLLED_MULTIPLY_ADDS // (self.rows * self.vectors))
-        unroll = max(self.ways, min(most, extent) if isinstance(extent, int) else max(most, 1))
+        return max(self.ways, min(most, extent) if isinstance(extent, int) else max(most, 1))
+
+    def steps(
+        self, extent: Dim, step: Callable[[Index, int], Stmt | None], ahead: Callable[[Index], Stmt] | None = None
+    ) -> Stmt:
+        """`step(k, way)` for k in 0 .. extent-1; `ahead(i)`, prefetches say, before the i-th `unrolled` of them."""
+        b, unroll = self.builder, self.unrolled(extent)
         whole = extent // unroll
-        main = b.loop(whole, lambda k: b.seq(*[step(k * unroll + u, u % self.ways) for u in range(unroll)]), name="k")
+
+        def steps_at(k: Index) -> Stmt:
+            before = None if ahead is None else ahead(k)
+            return b.seq(before, *[step(k * unroll + u, u % self.ways) for u in range(unroll)])
+
+        main = b.loop(whole, steps_at, name="k")
         left = extent - whole * unroll
         if isinstance(left, Size):
             return b.seq(main, b.loop(left, lambda k: step(k + whole * unroll, 0), name="k"))
