@@ -6,6 +6,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import re
 from pathlib import Path
 
 import torch
@@ -45,3 +46,9 @@ def describe() -> dict[str, object]:
         "versions": versions(),
         "day": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
+
+
+def slug() -> str:
+    """A folder's name for results of machines like this one: "amd-epyc-2core-avx512"."""
+    name = re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)|processor|cpu|@.*", "", cpu_name().lower())).strip("-")
+    return f"{name}-{os.cpu_count()}core-{torch.backends.cpu.get_cpu_capability().lower()}"

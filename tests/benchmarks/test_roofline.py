@@ -1,0 +1,44 @@
+"""The measured ceilings: the arithmetic on them, and that the kernels run on any number of threads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import roofline
+from torch_hybrid_backend.engines.tvm.target import Target
+
+
+def test_the_higher_of_two_ceilings_decides() -> None:
+    """Much arithmetic on few bytes takes the time of the arithmetic, and the other way round."""
+    peak = roofline.Peak(1, 100.0, {"L2": {"read": 50.0, "copy": 20.0}, "memory": {"read": 10.0}})
+    assert peak.seconds(2e9, 1e6) == pytest.approx(0.02)
+    assert peak.seconds(1e6, 2e9) == pytest.approx(0.2)
+    assert peak.seconds(1e6, 2e9, "L2") == pytest.approx(0.04)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_kernels_compute(threads: int) -> None:
+    """Every thread's part is done: the multiply-adds end at a fixed point, reads add up, writes arrive."""
+    lanes = Target.host().lanes
+    fma = roofline._fma(threads, lanes, 8)
+    fma._inputs[0].fill_(0.5)
+    fma()
+    torch.testing.assert_close(fma._inputs[1], torch.ones(threads * 8 * lanes))
+    read = roofline._stream("read", threads, lanes, 16 * 8 * lanes, 3)
+    read()
+    torch.testing.assert_close(read._inputs[1], torch.full((threads * 8 * lanes,), 48.5))
+    copy = roofline._stream("copy", threads, lanes, 16 * 8 * lanes, 3)
+    copy()
+    torch.testing.assert_close(copy._inputs[1], torch.full((threads * 8 * 8 * lanes,), 3.0))
+
+
+def test_kept_ceilings_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine's file spares measuring."""
+    file = tmp_path / "roofline.json"
+    file.write_text(json.dumps({"peaks": [{"threads": 3, "gflops": 7.0, "gbytes": {"memory": {"read": 1.0}}}]}))
+    monkeypatch.setattr(roofline, "path", lambda: file)
+    assert roofline.known_peak(3).gflops == 7.0
