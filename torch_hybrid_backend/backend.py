@@ -119,7 +119,12 @@ def explain(
 # The engines, in order; the order only breaks ties, measured cost decides. Third parties add theirs through the entry-point
 # group `torch_hybrid_backend.engines`.
 ENGINES: tuple[tuple[str, Callable[[Config, Store], Engine]], ...] = (
-    ("tvm", lambda config, store: TvmEngine(store, config.compile_threads, ProgramRunner)),
+    (
+        "tvm",
+        lambda config, store: TvmEngine(
+            store, config.compile_threads, ProgramRunner, config.placement, machine_fingerprint
+        ),
+    ),
     (EAGER, lambda config, store: EagerEngine()),
 )
 
@@ -159,7 +164,15 @@ def open_session(config: Config) -> Session:
     """The engines and the cache for settings; one for all graphs compiled under equal ones in this process."""
     factories = engine_factories()
     names = config.select(tuple(factories))
-    key = (os.getpid(), names, config.cache, config.cache_dir, config.cache_limit_mib, config.compile_threads)
+    key = (
+        os.getpid(),
+        names,
+        config.cache,
+        config.cache_dir,
+        config.cache_limit_mib,
+        config.compile_threads,
+        config.placement,
+    )
     with _sessions_lock:
         if key not in _sessions:
             _sessions[key] = _new_session(config, names, factories)

@@ -63,6 +63,11 @@ class Plan {
   RunResult Run(int64_t key, const Binding& binding,
                 const std::vector<torch::stable::Tensor>& inputs, bool profiled);
 
+  // A run whose outputs are dropped: the nanoseconds that each step took. Empty where Run would
+  // return another status than kDone.
+  std::vector<int64_t> Time(int64_t key, const Binding& binding,
+                            const std::vector<torch::stable::Tensor>& inputs);
+
  private:
   struct Kernel {
     KernelFunction function;
@@ -100,6 +105,8 @@ class Plan {
   void FindLifetimes();
   std::unique_ptr<Frame> NewFrame() const;
 
+  std::unique_ptr<Frame> BoundFrame(const Binding& binding,
+                                    const std::vector<torch::stable::Tensor>& inputs);
   void BindInputs(Frame& frame, const std::vector<torch::stable::Tensor>& inputs) const;
   void BindConstants(Frame& frame, const Binding& binding) const;
   void SetData(Frame& frame, size_t root, void* data) const;

@@ -2,6 +2,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include <array>
+#include <chrono>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -57,19 +58,42 @@ std::unique_ptr<Frame> Plan::NewFrame() const {
   return frame;
 }
 
-RunResult Plan::Run(int64_t key, const Binding& binding, const std::vector<Tensor>& inputs,
-                    bool profiled) {
+std::unique_ptr<Frame> Plan::BoundFrame(const Binding& binding, const std::vector<Tensor>& inputs) {
   if (!sealed_) Refuse("a plan must be sealed before it runs");
   if (static_cast<int64_t>(binding.size()) != constants_) Refuse("the binding is another plan's");
   if (inputs.size() != inputs_) {
     Refuse("the plan takes " + std::to_string(inputs_) + " inputs, not " +
            std::to_string(inputs.size()));
   }
-  if (binding.IsStale()) return {{}, RunStatus::kStaleBinding};
-  std::unique_ptr<Frame> idle = frames_.TakeIdle();
-  const FramePool::Lease frame(frames_, idle ? std::move(idle) : NewFrame());
+  if (binding.IsStale()) return nullptr;
+  std::unique_ptr<Frame> frame = frames_.TakeIdle();
+  if (!frame) frame = NewFrame();
   BindConstants(*frame, binding);
   BindInputs(*frame, inputs);
+  return frame;
+}
+
+std::vector<int64_t> Plan::Time(int64_t key, const Binding& binding,
+                                const std::vector<Tensor>& inputs) {
+  std::unique_ptr<Frame> bound = BoundFrame(binding, inputs);
+  if (!bound) return {};
+  const FramePool::Lease frame(frames_, std::move(bound));
+  std::vector<int64_t> times;
+  times.reserve(steps_.size());
+  for (const Step& step : steps_) {
+    const auto start = std::chrono::steady_clock::now();
+    if (!RunStep(*frame, key, step)) return {};
+    const auto spent = std::chrono::steady_clock::now() - start;
+    times.push_back(std::chrono::duration_cast<std::chrono::nanoseconds>(spent).count());
+  }
+  return times;
+}
+
+RunResult Plan::Run(int64_t key, const Binding& binding, const std::vector<Tensor>& inputs,
+                    bool profiled) {
+  std::unique_ptr<Frame> bound = BoundFrame(binding, inputs);
+  if (!bound) return {{}, RunStatus::kStaleBinding};
+  const FramePool::Lease frame(frames_, std::move(bound));
   const bool done = profiled ? RunStepsProfiled(*frame, key) : RunSteps(*frame, key);
   if (!done) return {{}, RunStatus::kCallbackRaised};
   return {Outputs(*frame), RunStatus::kDone};

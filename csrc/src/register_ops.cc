@@ -83,6 +83,10 @@ std::tuple<std::vector<Tensor>, int64_t> PlanRun(int64_t plan, int64_t binding,
   return {std::move(result.outputs), static_cast<int64_t>(result.status)};
 }
 
+Numbers PlanTime(int64_t plan, int64_t binding, std::vector<Tensor> inputs) {
+  return Plans().Get(plan)->Time(plan, *Bindings().Get(binding), inputs);
+}
+
 int64_t GuardNew(std::vector<Tensor> tensors) {
   return Guards().Add(std::make_shared<const Guard>(tensors));
 }
@@ -118,6 +122,7 @@ STABLE_TORCH_LIBRARY(torch_hybrid_backend, m) {
   m.def(
       "plan_run(int plan, int binding, Tensor[] inputs, bool profiled) -> (Tensor[] outputs, int "
       "status)");
+  m.def("plan_time(int plan, int binding, Tensor[] inputs) -> int[]");
   m.def("guard_new(Tensor[] tensors) -> int");
   m.def("guard_is_stale(int guard) -> bool");
   m.def("guard_free(int guard) -> ()");
@@ -140,6 +145,7 @@ STABLE_TORCH_LIBRARY_IMPL(torch_hybrid_backend, CompositeExplicitAutograd, m) {
   m.impl("plan_free", TORCH_BOX(&PlanFree));
   m.impl("plan_add_range", TORCH_BOX(&PlanAddRange));
   m.impl("plan_run", TORCH_BOX(&PlanRun));
+  m.impl("plan_time", TORCH_BOX(&PlanTime));
   m.impl("guard_new", TORCH_BOX(&GuardNew));
   m.impl("guard_is_stale", TORCH_BOX(&GuardIsStale));
   m.impl("guard_free", TORCH_BOX(&GuardFree));

@@ -177,6 +177,35 @@ def test_a_wrong_answer_falls_back(caplog: pytest.LogCaptureFixture) -> None:
     assert len(caplog.records) == 1
 
 
+class Refinable(FakeRegion):
+    """A region with a faster form, which a more accurate one backs."""
+
+    def __init__(self, region: Region, faster: FakeRegion, accurate: FakeRegion) -> None:
+        super().__init__(region, lambda outputs: outputs)
+        self.faster, self.accurate = faster, accurate
+
+    def refine(self, inputs: Sequence[torch.Tensor], budget_s: float) -> CompiledRegion:
+        self.faster.exact = lambda: self.accurate  # type: ignore[attr-defined]
+        return self.faster
+
+
+def test_a_region_is_refined_and_its_accuracy_taken_care_of(caplog: pytest.LogCaptureFixture) -> None:
+    """What an engine makes faster is used, unless it is too far from eager: then what the engine has for that case."""
+    region = _region()
+    accurate = _fine(region)
+    right, wrong = _fine(region), FakeRegion(region, lambda outputs: [output + 1 for output in outputs])
+    for faster, expected in ((right, right), (wrong, accurate)):
+        choice = choose(region, {"fake": Refinable(region, faster, accurate)}, [X], CONFIG, Pricing())
+        assert choice.decision.costs[0].engine == "fake"  # whichever of the two is faster
+        assert expected.calls > 1
+        assert torch.equal(choice.outputs[0], (X @ X).sin())
+    estimate = choose(region, {"fake": Refinable(region, wrong, wrong)}, [X], Config(placement="estimate"), Pricing())
+    assert isinstance(estimate.compiled, Refinable)
+    assert not caplog.records
+    choose(region, {"fake": Refinable(region, wrong, wrong)}, [X], CONFIG, Pricing())
+    assert "accuracy" in caplog.text
+
+
 def test_verify_off_believes_the_engine() -> None:
     """HYBRID_VERIFY=off: nothing is compared, and the engine's own outputs continue the call."""
     region = _region()

@@ -23,7 +23,9 @@ class CompiledRegion(Protocol):
 
     `program` is not None where the region can be run by the C++ executor without Python; calling the compiled region does the
     same work from Python (slower; used for the first call, for checks and as the oracle of tests).
-    `flops` counts the floating-point operations of one call (for explain and placement).
+    Three optional members help placement. `release()` frees what calling it holds. `refine(inputs, budget_s)` is the region made faster by
+    trying alternatives on a call's inputs. `exact()` is the region made more accurate, for where its results are too far from eager's, or
+    None.
     """
 
     @property

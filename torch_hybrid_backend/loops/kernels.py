@@ -46,6 +46,8 @@ class Kernel:
     reads: tuple[Argument, ...]
     writes: tuple[Argument, ...]
     domain: tuple[LoopVar, ...]  # one per dimension of the domain; extent 1 dimensions included
+    # Which of the choices that its schedule has, in the order of the schedule's own estimate: 0 is the best.
+    choice: int = field(default=0, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

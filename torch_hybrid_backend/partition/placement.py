@@ -98,17 +98,23 @@ def choose(
     eager = functools.partial(_run_eager, region)
     outputs = eager(inputs) if config.verify != "off" or not alive else None
     errors: dict[str, float] = {}
-    for engine, compiled in list(alive.items()):
+    for engine in list(alive):
         try:
             with torch.no_grad():
+                alive[engine] = compiled = _refined(alive[engine], inputs, config)
                 results = list(compiled(inputs))
+            if config.verify == "off":
+                outputs = results if outputs is None else outputs
+                continue
+            comparison = compare(region, inputs, outputs or [], results)
+            if comparison.why and (exact := _exact(compiled)) is not None:
+                _log.info("region %s needs %s's exact kernels: %s", region.name, engine, comparison.why)
+                alive[engine] = exact
+                with torch.no_grad():
+                    comparison = compare(region, inputs, outputs or [], list(exact(inputs)))
         except Exception as error:  # an engine's kernels or code may fail in any way; eager is there for it
             drop(engine, run_refusal(error), error)
             continue
-        if config.verify == "off":
-            outputs = results if outputs is None else outputs
-            continue
-        comparison = compare(region, inputs, outputs or [], results)
         errors[engine] = comparison.max_error
         if comparison.why:
             drop(engine, Refused(Reason.ACCURACY, comparison.why))
@@ -152,6 +158,20 @@ def decide(
 def _run_eager(region: Region, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     with torch.no_grad():
         return list(region.graph_module(*inputs))
+
+
+def _refined(compiled: CompiledRegion, inputs: Sequence[torch.Tensor], config: Config) -> CompiledRegion:
+    refine = getattr(compiled, "refine", None)
+    if refine is None or config.placement == "estimate":
+        return compiled
+    refined: CompiledRegion = refine(inputs, config.measure_budget_s)
+    return refined
+
+
+def _exact(compiled: CompiledRegion) -> CompiledRegion | None:
+    exact = getattr(compiled, "exact", None)
+    found: CompiledRegion | None = exact() if exact is not None else None
+    return found
 
 
 def _lost(region: Region, engine: str, winner: str, spent: Mapping[str, float]) -> Refusal:

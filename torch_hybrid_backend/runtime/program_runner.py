@@ -47,13 +47,22 @@ class ProgramRunner:
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """inputs: the region's, in order. Returns its outputs; raises HybridError as `Executor` does."""
+        executor, tensors = self._made(inputs)
+        return executor(tensors)
+
+    def kernel_us(self, inputs: Sequence[torch.Tensor]) -> list[float]:
+        """The microseconds that each kernel of the program takes in one call; raises as a call does."""
+        executor, tensors = self._made(inputs)
+        return executor.kernel_us(tensors)
+
+    def _made(self, inputs: Sequence[torch.Tensor]) -> tuple[Executor, Sequence[torch.Tensor]]:
+        """The executor for a call, and its inputs."""
         if self._reader is not None:
-            return self._at(self._reader, inputs)(self._tensors(inputs))
+            return self._at(self._reader, inputs), self._tensors(inputs)
         with self._building:
             if self._executor is None:
                 self._executor = self._build(self._program)
-            executor = self._executor
-        return executor(inputs)
+            return self._executor, inputs
 
     def _at(self, reader: SizeReader, inputs: Sequence[Any]) -> Executor:
         """The executor for the sizes of a call; the last one used is kept."""

@@ -6,7 +6,7 @@ region -> loops.graph.lower_region -> prepare (packed operands) -> loops.fusion.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -17,8 +17,9 @@ from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.size import symbol as symbol_
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.engines.tvm.layouts import assign_layouts
-from torch_hybrid_backend.engines.tvm.prepare import Prepared, prepare
+from torch_hybrid_backend.engines.tvm.prepare import Packed, Prepared, prepare
 from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.engines.tvm.variants import Variant
 from torch_hybrid_backend.loops.fusion import Group, fuse, inlined, needed_outside, replace_loads
 from torch_hybrid_backend.loops.graph import lower_region
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
@@ -51,14 +52,22 @@ from torch_hybrid_backend.loops.layout import Layout, Strided, contiguous
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RegionKernels:
-    """A region's kernels in execution order, and what they share: buffers, layouts, packed constants."""
+    """A region's kernels in execution order, and what they share: buffers, layouts, literals and constants packed ahead."""
 
     region: Region
     kernels: tuple[Kernel, ...]
     inputs: tuple[Buffer, ...]
     outputs: tuple[Buffer, ...]
-    prepared: Prepared
+    literals: tuple[tuple[Buffer, torch.Tensor], ...]
+    packed: tuple[Packed, ...]
     layouts: dict[int, Layout]
+
+    def with_variants(self, chosen: Sequence[Variant]) -> RegionKernels:
+        """The region computed by one variant of each kernel."""
+        kernels = tuple(kernel for variant in chosen for kernel in variant.kernels)
+        own = {id(a.buffer): a.layout for kernel in kernels for a in (*kernel.reads, *kernel.writes)}
+        packed = (*self.packed, *(packed for variant in chosen for packed in variant.packed))
+        return replace(self, kernels=kernels, packed=packed, layouts={**own, **self.layouts})
 
     def program(self, compiled: Sequence[tuple[str, str]]) -> Program:
         """The program, given each kernel's (library path, symbol)."""
@@ -80,18 +89,16 @@ class RegionKernels:
             calls.append(KernelCall(library, symbol, arguments, len(kernel.writes), sizes))
         read = {id(a.buffer) for kernel in self.kernels for a in kernel.reads}
         sources = {id(b): position for position, b in enumerate(self.inputs)}
-        literals = {id(b): tensor for b, tensor in self.prepared.graph.literals}
+        literals = {id(b): tensor for b, tensor in self.literals}
         constants = [
             PackedConstant(number(p.buffer), (sources[id(p.source)],), p.pack)
             if id(p.source) in sources
             else PackedConstant(number(p.buffer), (), partial(p.pack, literals[id(p.source)]))
-            for p in self.prepared.packed
+            for p in self.packed
             if id(p.buffer) in read
         ]
         constants += [
-            PackedConstant(number(b), (), partial(_itself, tensor))
-            for b, tensor in self.prepared.graph.literals
-            if id(b) in read
+            PackedConstant(number(b), (), partial(_itself, tensor)) for b, tensor in self.literals if id(b) in read
         ]
         inputs = []
         for buffer, region_input in zip(self.inputs, self.region.inputs, strict=True):
@@ -137,7 +144,9 @@ def assemble(region: Region, target: Target) -> RegionKernels:
     layouts = assign_layouts(groups, fixed, prepared.tiles, target)
     needed = needed_outside(groups, lowered.outputs)
     kernels = tuple(_kernel(group, needed, layouts, prepared) for group in groups)
-    return RegionKernels(region, kernels, lowered.inputs, lowered.outputs, prepared, layouts)
+    return RegionKernels(
+        region, kernels, lowered.inputs, lowered.outputs, prepared.graph.literals, tuple(prepared.packed), layouts
+    )
 
 
 def _kernel(group: Group, needed: set[int], layouts: dict[int, Layout], prepared: Prepared) -> Kernel:

@@ -9,13 +9,14 @@ sees it. Loops of one iteration vanish.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import tvm
 from tvm import tirx
 
 from torch_hybrid_backend.core.size import Dim, Function, Symbol, at_most, product
+from torch_hybrid_backend.errors import ScheduleError
 from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, Scalar, as_index
 
 _KINDS = {
@@ -30,15 +31,21 @@ _STACK_BYTES = 64 << 10
 
 _ANY_LENGTH = (1 << 31) - 1
 
+Choice = TypeVar("Choice")
 Stmt = Any  # tirx.Stmt; TVM's classes carry no types
 TirExpr = Any  # tirx.Expr
 TirBuffer = Any  # a tirx buffer variable
 
 
 class Builder:
-    """Makes statements of one kernel. Owns its loop variables: an index made by another builder cannot be printed."""
+    """Makes statements of one kernel. Owns its loop variables: an index made by another builder cannot be printed.
 
-    def __init__(self) -> None:
+    choice: the kernel's; `choices` is how many there were for it, 1 where the schedule has not asked.
+    """
+
+    def __init__(self, choice: int = 0) -> None:
+        self.choice = choice
+        self.choices = 1
         self._vars: dict[LoopVar, TirExpr] = {}
         self._sizes: dict[Symbol, TirExpr] = {}
         self._count = 0
@@ -49,6 +56,16 @@ class Builder:
         """A name no other object of this kernel has."""
         self._count += 1
         return f"{stem}{self._count}"
+
+    def choose(self, estimates: Mapping[Choice, float]) -> Choice:
+        """What the kernel's `choice` stands for: the shortest estimated time, the second shortest...; of equal ones the first comes first.
+
+        Raises ScheduleError where there are not so many. A schedule asks once.
+        """
+        self.choices = len(estimates)
+        if self.choice >= self.choices:
+            raise ScheduleError(f"choice {self.choice} was asked of a schedule that has {self.choices}")
+        return sorted(estimates, key=estimates.__getitem__)[self.choice]
 
     def argument_size(self, symbol: Symbol) -> TirExpr:
         """A kernel argument that holds a size known only at run time."""

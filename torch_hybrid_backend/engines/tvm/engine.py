@@ -6,12 +6,12 @@ finds every kernel in the cache never pays for the import.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.fx
@@ -22,9 +22,20 @@ from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
 from torch_hybrid_backend.engines.tvm.assemble import RegionKernels, assemble
 from torch_hybrid_backend.engines.tvm.compile_pool import KernelCompiler
-from torch_hybrid_backend.engines.tvm.kernel_cache import compile_kernels
-from torch_hybrid_backend.engines.tvm.kernel_key import engine_version, tvm_version
+from torch_hybrid_backend.engines.tvm.kernel_cache import CompiledKernel, compile_kernels
+from torch_hybrid_backend.engines.tvm.kernel_key import engine_version, kernel_key, tvm_version
+from torch_hybrid_backend.engines.tvm.search import (
+    Candidates,
+    Options,
+    ProgramCall,
+    RunProgram,
+    Verdicts,
+    limit,
+    program_of,
+    search,
+)
 from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.engines.tvm.variants import Variant, variants, work
 from torch_hybrid_backend.errors import CompileError
 from torch_hybrid_backend.loops import lowering
 from torch_hybrid_backend.store import Store
@@ -32,23 +43,33 @@ from torch_hybrid_backend.store import Store
 log = logging.getLogger(__name__)
 
 
-class ProgramCall(Protocol):
-    """A program as a function."""
-
-    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
-
-    def release(self) -> None: ...
+# How many variants of a kernel are tried, the first included.
+_VARIANTS = {"estimate": 1, "measure": 3, "tune": 1000}
 
 
-RunProgram = Callable[[Program], ProgramCall]
+@functools.cache
+def _compiler(threads: int) -> KernelCompiler:
+    """One for all engines of a process: starting its processes takes seconds."""
+    return KernelCompiler(threads)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Assembled:
+    """A region's kernels, and what to compile of each."""
+
+    kernels: RegionKernels
+    candidates: tuple[Candidates, ...]
 
 
 @dataclass(slots=True)
 class TvmRegion:
-    """A region as a program of kernels; `run` executes it from Python."""
+    """A region as a program of kernels; `run` executes it from Python. `options`: the variants of each kernel."""
 
     program: Program
     run: ProgramCall
+    kernels: RegionKernels
+    options: tuple[Options, ...]
+    engine: TvmEngine
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return self.run(inputs)
@@ -57,6 +78,18 @@ class TvmRegion:
         """Free what running from Python holds (packed constants); a later call makes it again."""
         self.run.release()
 
+    def refine(self, inputs: Sequence[torch.Tensor], budget_s: float) -> TvmRegion:
+        """The region with the fastest variants of its kernels, timed on `inputs` for about `budget_s` seconds."""
+        if not any(option.is_open for option in self.options):
+            return self
+        return self.engine.refined(self, inputs, budget_s)
+
+    def exact(self) -> TvmRegion | None:
+        """The region with the variants only that round as its kernels do; None where it has no others."""
+        if all(option.chosen.variant.is_exact for option in self.options):
+            return None
+        return self.engine.region(self.kernels, [option.exact() for option in self.options])
+
 
 class TvmEngine:
     """Compiles regions to CPU kernels. Owns its kernel compiler processes, which start with the first compilation."""
@@ -64,10 +97,20 @@ class TvmEngine:
     name: str = "tvm"
     keeps_deadline = True
 
-    def __init__(self, store: Store, compile_threads: int, run_program: RunProgram) -> None:
+    def __init__(
+        self,
+        store: Store,
+        compile_threads: int,
+        run_program: RunProgram,
+        placement: str = "estimate",
+        machine: Callable[[], str] = lambda: "",
+    ) -> None:
+        """placement: the setting; it decides how many variants of each kernel are tried. machine: what timings depend on, as a text."""
         self._store = store
-        self._compiler = KernelCompiler(compile_threads)
+        self._compiler = _compiler(compile_threads)
         self._run_program = run_program
+        self._placement = placement
+        self._machine = machine
         self._target: Target | None = None
 
     @property
@@ -78,7 +121,7 @@ class TvmEngine:
     @property
     def version(self) -> str:
         """What timings of this engine's kernels depend on: its own sources, TVM, the target."""
-        return f"{engine_version()} tvm {tvm_version()} {self.target.fingerprint}"
+        return f"{engine_version()} tvm {tvm_version()} {self.target.fingerprint} {self._placement}"
 
     @property
     def target(self) -> Target:
@@ -100,27 +143,66 @@ class TvmEngine:
         """Lower the regions to kernels and compile those together, equal ones once."""
         start = time.monotonic()
         assembled = [self._assemble(region) for region in regions]
-        kernels = [kernel for item in assembled if isinstance(item, RegionKernels) for kernel in item.kernels]
+        ready = [item for item in assembled if isinstance(item, _Assembled)]
+        if self._placement == "measure":
+            limit([each for item in ready for each in item.candidates])
+        kernels = [k for item in ready for each in item.candidates for v in each.variants for k in v.kernels]
         left = max(0.0, deadline_s - (time.monotonic() - start))
         compiled = iter(compile_kernels(kernels, self.target, self._compiler, self._store, left))
-        results: list[CompiledRegion | Exception] = []
-        for item in assembled:
-            if isinstance(item, Exception):
-                results.append(item)
-                continue
-            mine = [next(compiled) for _ in item.kernels]
-            failed = next((k for k in mine if isinstance(k, Exception)), None)
-            if failed is not None:
-                results.append(failed)
-                continue
-            program = item.program([(k.library, k.symbol) for k in mine if not isinstance(k, Exception)])
-            results.append(TvmRegion(program, self._run_program(program)))
+        results = [self._compiled(item, compiled) if isinstance(item, _Assembled) else item for item in assembled]
         log.info("%d regions, %d kernels in %.2f s", len(regions), len(kernels), time.monotonic() - start)
         return results
 
-    def _assemble(self, region: Region) -> RegionKernels | Exception:
+    def _compiled(
+        self, assembled: _Assembled, compiled: Iterator[CompiledKernel | Exception]
+    ) -> CompiledRegion | Exception:
+        """The region, given its kernels in the order of its candidates and their variants."""
+        options = [
+            Options.of(each, [[next(compiled) for _ in variant.kernels] for variant in each.variants])
+            for each in assembled.candidates
+        ]
+        failed = next((option for option in options if isinstance(option, Exception)), None)
+        return failed or self.region(assembled.kernels, [o for o in options if isinstance(o, Options)])
+
+    def region(self, kernels: RegionKernels, options: Sequence[Options]) -> TvmRegion:
+        """A region with the chosen variants."""
+        program = program_of(kernels, [option.chosen for option in options])
+        return TvmRegion(program, self._run_program(program), kernels, tuple(options), self)
+
+    def refined(self, region: TvmRegion, inputs: Sequence[torch.Tensor], budget_s: float) -> TvmRegion:
+        """See `TvmRegion.refine`. What was found out is kept."""
+        start = time.monotonic()
+        region.release()
+        found = search(region.kernels, region.options, self._run_program, inputs, budget_s)
+        verdicts = self._verdicts()
+        options = [option.decided(found.get(option.key, {})) for option in region.options]
+        for option in {option.key: option for option in options if option.key in found}.values():
+            verdicts.put(option.key, option.times)
+        log.info("variants of %d kernels timed in %.2f s", len(found), time.monotonic() - start)
+        return self.region(region.kernels, options)
+
+    def _verdicts(self) -> Verdicts:
+        return Verdicts(self._store, self._machine())
+
+    def _candidates(self, region: RegionKernels) -> tuple[Candidates, ...]:
+        """What to compile of each kernel: the variant known to be fastest, or those to find out about."""
+        most = _VARIANTS[self._placement]
+        if most == 1:
+            return tuple(Candidates("", (Variant("", (kernel,)),)) for kernel in region.kernels)
+        constants = {id(packed.buffer): packed for packed in region.packed}
+        verdicts = self._verdicts()
+        result = []
+        for kernel in region.kernels:
+            found = variants(kernel, constants, self.target, most)
+            key = kernel_key(kernel, self.target) if len(found) > 1 else ""
+            times = verdicts.get(key) if key else {}
+            result.append(Candidates.of(key, found, times, work(kernel), complete=self._placement == "tune"))
+        return tuple(result)
+
+    def _assemble(self, region: Region) -> _Assembled | Exception:
         try:
-            return assemble(region, self.target)
+            kernels = assemble(region, self.target)
+            return _Assembled(kernels, self._candidates(kernels))
         except lowering.Refuse as refuse:
             return CompileError(f"{region.name}: {refuse.refused.why}")
         except Exception as error:

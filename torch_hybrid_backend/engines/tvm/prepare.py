@@ -40,26 +40,6 @@ from torch_hybrid_backend.loops.ir import (
 )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Packed:
-    """A constant buffer made ahead from a constant region input or literal, `source`, by `pack`."""
-
-    buffer: Buffer
-    source: Buffer
-    pack: Callable[[torch.Tensor], torch.Tensor]
-
-
-@dataclass(slots=True, eq=False)
-class Prepared:
-    """A graph whose matmuls and convolutions read packed operands; `tiles` says how each was packed, by operation identity."""
-
-    graph: LoopGraph
-    packed: list[Packed] = field(default_factory=list)
-    tiles: dict[int, int] = field(default_factory=dict)
-    # Kernel sizes of convolutions, by operation identity: a packed weight no longer shows them.
-    kernel_sizes: dict[int, tuple[int, ...]] = field(default_factory=dict)
-
-
 @dataclass(frozen=True, slots=True)
 class StridedView:
     """A value that is a strided view of a buffer's logical row-major elements."""
@@ -78,6 +58,35 @@ class StridedView:
         """The view of a tensor with the buffer's shape (any strides)."""
         sizes, strides = [int(n) for n in self.shape], [int(s) for s in self.strides]
         return tensor.contiguous().as_strided(sizes, strides, int(self.offset))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """A constant buffer made ahead from a constant region input or literal, `source`: a view of it, packed by `ahead`."""
+
+    buffer: Buffer
+    source: Buffer
+    view: StridedView
+    ahead: Callable[[torch.Tensor], torch.Tensor]
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The buffer's tensor, of the source's."""
+        return self.ahead(self.view.of(tensor))
+
+    def repacked(self, buffer: Buffer, ahead: Callable[[torch.Tensor], torch.Tensor]) -> Packed:
+        """The same operand packed another way, into another buffer."""
+        return Packed(buffer, self.source, self.view, ahead)
+
+
+@dataclass(slots=True, eq=False)
+class Prepared:
+    """A graph whose matmuls and convolutions read packed operands; `tiles` says how each was packed, by operation identity."""
+
+    graph: LoopGraph
+    packed: list[Packed] = field(default_factory=list)
+    tiles: dict[int, int] = field(default_factory=dict)
+    # Kernel sizes of convolutions, by operation identity: a packed weight no longer shows them.
+    kernel_sizes: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 def strided_view(value: Value) -> StridedView | None:
@@ -165,11 +174,7 @@ class _Packer:
         constant = view is not None and view.buffer.constant and view.is_static
         buffer = self._known[key] = Buffer(value.shape, operand.dtype, "packed", constant=constant)
         if view is not None and constant:
-            self._prepared.packed.append(Packed(buffer, view.buffer, partial(_pack_view, view, ahead)))
+            self._prepared.packed.append(Packed(buffer, view.buffer, view, ahead))
         else:
             self.ops.append(MapOp(buffer, value))
         return buffer
-
-
-def _pack_view(view: StridedView, ahead: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
-    return ahead(view.of(tensor))

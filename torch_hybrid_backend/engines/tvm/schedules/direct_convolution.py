@@ -94,9 +94,9 @@ class _Direct:
         return True
 
     def _choose(self) -> _Tiling:
-        """Blocks and columns per register tile by estimated time; ties go to fewer loads."""
+        """Blocks and columns per register tile: the kernel's `choice` of those there are, by estimated time; ties go to fewer loads."""
         parts, vectors = self.parts, max(1, self.block // lanes_of(self.target, self.parts.dtype))
-        best: tuple[float, Split, int] | None = None
+        found: dict[tuple[Split, int], float] = {}
         for most in range(1, min(self.blocks, register_count(self.target) // 4) + 1):
             blocks = split_into(self.blocks, -(-self.blocks // most))
             tiles = -(-self.columns.out // max_rows(blocks.size * vectors, self.target))
@@ -108,10 +108,9 @@ class _Direct:
                 for _, n_columns, c in columns.runs()
             )
             idle = -(-tasks // self.target.cores) * self.target.cores / tasks
-            if best is None or work * idle < best[0]:
-                best = work * idle, blocks, tiles
-        assert best is not None
-        return _Tiling(best[1], best[2], *self._chunks(best[1]))
+            found.setdefault((blocks, tiles), work * idle)
+        blocks, tiles = self.builder.choose(found)
+        return _Tiling(blocks, tiles, *self._chunks(blocks))
 
     def _chunks(self, blocks: Split) -> tuple[int, int]:
         """Input channels and output rows per chunk; (all channels, 0) where the weight of one task fits the cache."""

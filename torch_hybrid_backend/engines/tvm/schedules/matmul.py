@@ -127,7 +127,7 @@ class _MatMul:
         return max(1, self.target.l2_bytes // 2 // (rows * max(1, typical(self.kernel.k.extent)) * itemsize))
 
     def _order(self) -> _Order:
-        """Rows per tile by estimated time, then blocks of rows that fit half the second-level cache."""
+        """Rows per tile: the kernel's `choice` by estimated time; then blocks of rows that fit half the second-level cache."""
         m, tasks_per_row_tile = self.m.extent, typical(self.b.extent * self.panels)
         assert isinstance(m, int)
         most = self._most_rows()
@@ -140,7 +140,9 @@ class _MatMul:
             work = max(mean * self.vectors, mean + self.vectors, IN_FLIGHT) + self.vectors / 2
             return -(-(tasks_per_row_tile * parts) // self.target.cores) * work
 
-        rows = min(range(min(m, most), 0, -1), key=time)
+        # Heights that cut the rows into as many tiles are one choice: the least height that does.
+        heights = {split_at_most(m, rows).size: time(rows) for rows in range(min(m, most), 0, -1)}
+        rows = self.builder.choose(heights)
         split = split_at_most(m, rows)
         blocks = -(-split.parts // self._fitting(split.size))
         per_block = -(-split.parts // blocks)

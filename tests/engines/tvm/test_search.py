@@ -1,0 +1,204 @@
+"""Variants of kernels: every one is right, the fastest is used, verdicts are kept; with a clock of the test's where times matter."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.partition.engines_for_tests import trace
+from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.program import Program
+from torch_hybrid_backend.core.region import Region
+from torch_hybrid_backend.engines.tvm import engine as engine_module
+from torch_hybrid_backend.engines.tvm.engine import TvmEngine, TvmRegion
+from torch_hybrid_backend.engines.tvm.search import (
+    Candidates,
+    CompiledVariant,
+    Options,
+    Verdicts,
+    fastest,
+    limit,
+    program_of,
+)
+from torch_hybrid_backend.engines.tvm.variants import Variant
+from torch_hybrid_backend.errors import HybridError
+from torch_hybrid_backend.partition.regions import partition
+from torch_hybrid_backend.runtime.program_runner import ProgramRunner
+from torch_hybrid_backend.store import Store
+
+pytest.importorskip("tvm")
+
+Arguments = tuple[torch.Tensor, ...]
+
+
+def _convolution(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The second has two output channel blocks at the least, so that its schedule has choices."""
+    return torch.convolution(
+        torch.convolution(x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1).relu(),
+        v,
+        None,
+        [1, 1],
+        [0, 0],
+        [1, 1],
+        False,
+        [0, 0],
+        1,
+    )
+
+
+CASES: dict[str, tuple[Callable[..., torch.Tensor], Callable[[], Arguments]]] = {
+    "convolutions": (
+        _convolution,
+        lambda: (torch.randn(1, 19, 23, 29), torch.randn(67, 19, 3, 3), torch.randn(53, 67, 1, 1)),
+    ),
+    "matmuls": (lambda x, w: (x @ w).relu() @ w, lambda: (torch.randn(31, 211), torch.randn(211, 211))),
+}
+
+
+class Recorded:
+    """A program as a function whose kernels take the times that the test says, by the kernel's name; else as they are."""
+
+    def __init__(self, program: Program, us: Mapping[str, float]) -> None:
+        self.program, self.us, self.run = program, us, ProgramRunner(program)
+        self.release = self.run.release
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return self.run(inputs)
+
+    def kernel_us(self, inputs: Sequence[torch.Tensor]) -> list[float]:
+        if self.us.get("fail") == len(self.program.kernels):
+            raise HybridError("no")
+        real = self.run.kernel_us(inputs)
+        assert len(real) == len(self.program.kernels)
+        assert all(us > 0 for us in real)
+        return [self.us.get(kernel.symbol, 100.0) for kernel in self.program.kernels]
+
+
+def _engine(folder: Path, placement: str = "measure", us: Mapping[str, float] | None = None) -> TvmEngine:
+    times = {} if us is None else us
+    return TvmEngine(Store(folder), 2, lambda program: Recorded(program, times), placement, lambda: "machine")
+
+
+def _region(engine: TvmEngine, case: str) -> tuple[Region, TvmRegion, list[torch.Tensor]]:
+    function, make = CASES[case]
+    torch.manual_seed(0)
+    inputs = list(make())
+    (segment,) = partition(trace(function, *inputs), [engine], Config()).graph.segments
+    region = dataclasses.replace(
+        segment.region,
+        inputs=tuple(dataclasses.replace(i, is_constant=n > 0) for n, i in enumerate(segment.region.inputs)),
+    )
+    (compiled,) = engine.compile([region], 120.0)
+    assert isinstance(compiled, TvmRegion), compiled
+    return region, compiled, inputs
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_variant_is_right(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each choice of a schedule computes what the kernel computes, in float64's eyes."""
+    monkeypatch.setattr(engine_module, "_VARIANTS", {"measure": 8})
+    monkeypatch.setattr(engine_module, "limit", lambda candidates: None)
+    _, compiled, inputs = _region(_engine(tmp_path), case)
+    assert all(len(option.compiled) > 1 for option in compiled.options)
+    exact = CASES[case][0](*(value.double() for value in inputs))
+    for position, option in enumerate(compiled.options):
+        for variant in option.compiled:
+            chosen = [variant if p == position else o.chosen for p, o in enumerate(compiled.options)]
+            (result,) = ProgramRunner(program_of(compiled.kernels, chosen))(inputs)
+            torch.testing.assert_close(result.double(), exact, rtol=1e-4, atol=1e-3)
+
+
+def test_the_fastest_variant_is_used_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second engine compiles the winner alone and has nothing to find out."""
+    us: dict[str, float] = {}
+    _, compiled, inputs = _region(_engine(tmp_path, us=us), "convolutions")
+    first = compiled.options[0]
+    assert first.is_open
+    assert compiled.program.kernels[0].symbol == first.compiled[0].libraries[0][1]
+    us[first.compiled[1].libraries[0][1]] = 50.0
+    refined = compiled.refine(inputs, 0.01)
+    assert refined.options[0].chosen is first.compiled[1]
+    assert refined.program.kernels[0].symbol == first.compiled[1].libraries[0][1]
+    assert not any(option.is_open for option in refined.options)
+    torch.testing.assert_close(refined(inputs)[0], compiled(inputs)[0], rtol=1e-4, atol=1e-3)
+    _, again, _ = _region(_engine(tmp_path), "convolutions")
+    assert [kernel.symbol for kernel in again.program.kernels] == [kernel.symbol for kernel in refined.program.kernels]
+    assert again.refine(inputs, 0.01) is again
+    assert len(again.options[0].compiled) == 1
+
+
+def test_an_estimate_compiles_no_alternatives(tmp_path: Path) -> None:
+    """HYBRID_PLACEMENT=estimate takes the first variant of everything."""
+    _, compiled, inputs = _region(_engine(tmp_path, "estimate"), "convolutions")
+    assert all(len(option.compiled) == 1 for option in compiled.options)
+    assert compiled.refine(inputs, 0.01) is compiled
+    assert not (tmp_path / "variants").exists()
+
+
+def test_runs_that_fail_choose_nothing(tmp_path: Path) -> None:
+    """Where no set of variants can be timed, the first variants stay, and nothing is remembered."""
+    _, compiled, inputs = _region(_engine(tmp_path, us={"fail": 2}), "convolutions")
+    assert len(compiled.program.kernels) == 2
+    refined = compiled.refine(inputs, 0.01)
+    assert refined.program == compiled.program
+    assert not (tmp_path / "variants").exists()
+
+
+def _variants(*names: str, inexact: str = "none") -> tuple[Variant, ...]:
+    return tuple(Variant(name, (), is_exact=name != inexact) for name in names)
+
+
+def test_a_later_variant_has_to_be_faster_by_more_than_noise() -> None:
+    """Two percent; a variant without a time never wins."""
+    names = _variants("", "a", "b")
+    assert fastest(names, {}).name == ""
+    assert fastest(names, {"": 100, "a": 99, "b": 98.5}).name == ""
+    assert fastest(names, {"": 100, "a": 97}).name == "a"
+    assert fastest(names, {"": 100, "a": 97, "b": 50}).name == "b"
+
+
+def test_candidates_follow_what_is_known() -> None:
+    """Known times close a choice, unless it is to be completed; an inexact winner keeps the exact kernel beside it."""
+    names = _variants("", "a", "b", inexact="b")
+    fresh = Candidates.of("k", names, {})
+    assert (fresh.is_open, fresh.best, [v.name for v in fresh.variants]) == (True, 0, ["", "a", "b"])
+    known = Candidates.of("k", names, {"": 10.0, "a": 5.0})
+    assert (known.is_open, known.best, [v.name for v in known.variants]) == (False, 0, ["a"])
+    inexact = Candidates.of("k", names, {"": 10.0, "b": 5.0})
+    assert (inexact.is_open, inexact.best, [v.name for v in inexact.variants]) == (False, 1, ["", "b"])
+    complete = Candidates.of("k", names, {"": 10.0, "b": 5.0}, complete=True)
+    assert (complete.is_open, complete.best, [v.name for v in complete.variants]) == (True, 1, ["", "b", "a"])
+
+
+def test_an_inexact_choice_can_be_taken_back() -> None:
+    """The fastest of the exact variants is what is left."""
+    compiled = tuple(CompiledVariant(v, ()) for v in _variants("", "a", "b", inexact="b"))
+    options = Options("k", compiled, 0, True, {}).decided({"": 10.0, "a": 8.0, "b": 5.0})
+    assert options.chosen.variant.name == "b"
+    assert options.exact().chosen.variant.name == "a"
+
+
+def test_only_kernels_with_much_work_get_alternatives() -> None:
+    """At most half as many alternatives as kernels, most work first; equal kernels count once."""
+    names = _variants("", "a", "b")
+    of = [
+        Candidates.of(key, names, {}, work)
+        for key, work in (("x", 1e8), ("x", 1e8), ("y", 1.9e8), ("z", 1e8), ("tiny", 1e5))
+    ]
+    limit(of, least=0)
+    assert [each.is_open for each in of] == [True, True, False, False, False]
+    assert [len(each.variants) for each in of] == [3, 3, 1, 1, 1]
+
+
+def test_verdicts_that_make_no_sense_are_none(tmp_path: Path) -> None:
+    """Another machine's times, and what is no time at all, count as unknown."""
+    store = Store(tmp_path)
+    verdicts = Verdicts(store, "machine")
+    verdicts.put("k", {"": 1.5})
+    assert (verdicts.get("k"), verdicts.get("other"), Verdicts(store, "another").get("k")) == ({"": 1.5}, {}, {})
+    verdicts.put("k", {"": float("nan")})
+    assert verdicts.get("k") == {}

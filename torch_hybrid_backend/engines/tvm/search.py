@@ -1,0 +1,240 @@
+"""Search: which variant of each kernel of a region is fastest, found out by running the region on its real inputs.
+
+Every kernel is timed in its place among the others, so that it finds the caches as they will be and its weight where it will be. One run of
+the region times one variant of every kernel; kernels that are equal share their times. What wins is kept on disk, under the kernel's key
+and the machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from torch_hybrid_backend.core.program import Program
+from torch_hybrid_backend.engines.tvm.assemble import RegionKernels
+from torch_hybrid_backend.engines.tvm.kernel_cache import CompiledKernel
+from torch_hybrid_backend.engines.tvm.variants import Variant
+from torch_hybrid_backend.errors import CacheError, HybridError
+from torch_hybrid_backend.store import Store
+
+_log = logging.getLogger(__name__)
+
+_KIND = "variants"
+_MOST_ROUNDS = 20
+# What a variant must gain before it takes the place of the one before it in the order of estimates: less is noise.
+_LEAST_GAIN = 0.02
+# A kernel with a smaller share of its region's multiply-adds is not worth the time to compile variants of it.
+_LEAST_SHARE = 0.01
+_LEAST_WORK = 1e6  # multiply-adds: some 10 us on one core
+
+
+class ProgramCall(Protocol):
+    """A program as a function of the region's inputs."""
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
+
+    def kernel_us(self, inputs: Sequence[torch.Tensor]) -> list[float]: ...
+
+    def release(self) -> None: ...
+
+
+RunProgram = Callable[[Program], ProgramCall]
+
+
+class Verdicts:
+    """The times of kernels' variants on this machine, kept on disk. A store that cannot be written costs a later process its search."""
+
+    def __init__(self, store: Store, machine: str) -> None:
+        self._store = store
+        self._machine = machine
+
+    def get(self, kernel_key: str) -> dict[str, float]:
+        """Microseconds by the name of the variant; empty where the kernel was never timed."""
+        data = self._store.get(_KIND, self._key(kernel_key))
+        try:
+            times = {str(name): float(us) for name, us in json.loads(data or b"{}").items()}
+        except (ValueError, AttributeError, TypeError):
+            return {}
+        return times if all(0 <= us < math.inf for us in times.values()) else {}
+
+    def put(self, kernel_key: str, times: Mapping[str, float]) -> None:
+        """In place of what there was."""
+        data = json.dumps(dict(times), sort_keys=True).encode()
+        try:
+            self._store.remove(_KIND, self._key(kernel_key))
+            self._store.put(_KIND, self._key(kernel_key), data, suffix=".json")
+        except (CacheError, OSError) as error:
+            _log.info("the times of a kernel's variants are not kept: %s", error)
+
+    def _key(self, kernel_key: str) -> str:
+        return hashlib.sha256(f"{kernel_key}|{self._machine}".encode()).hexdigest()
+
+
+@dataclass(slots=True, eq=False)
+class Candidates:
+    """One kernel of a region and what is to be compiled of it: variants, of which `best` is the one to use as far as is known.
+
+    `key` is the kernel's, "" where there is nothing to choose. With `is_open` the choice is still to be made, by `search`.
+    """
+
+    key: str
+    variants: tuple[Variant, ...]
+    best: int = 0
+    is_open: bool = False
+    times: Mapping[str, float] = field(default_factory=dict)
+    work: float = 0.0
+
+    @staticmethod
+    def of(
+        key: str, variants: Sequence[Variant], times: Mapping[str, float], work: float = 0.0, *, complete: bool = False
+    ) -> Candidates:
+        """`times` are what earlier searches found. complete: variants without a time are to be timed, too."""
+        first = variants[0]
+        winner = fastest(variants, times)
+        kept = (first,) if winner is first else (winner,) if winner.is_exact else (first, winner)
+        left = [v for v in variants if v.name not in times and v not in kept] if complete or not times else []
+        return Candidates(key, (*kept, *left), len(kept) - 1, bool(left), times, work)
+
+    def close(self) -> None:
+        """Leave the choice as it is."""
+        self.variants, self.is_open = self.variants[: self.best + 1], False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CompiledVariant:
+    """A variant, and where each of its kernels is: (library path, symbol)."""
+
+    variant: Variant
+    libraries: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Options:
+    """The compiled variants of one kernel of a region, never none; see `Candidates`."""
+
+    key: str
+    compiled: tuple[CompiledVariant, ...]
+    best: int
+    is_open: bool
+    times: Mapping[str, float]
+
+    @staticmethod
+    def of(candidates: Candidates, made: Sequence[Sequence[CompiledKernel | Exception]]) -> Options | Exception:
+        """The candidates that were compiled; what stopped the one in use, where that failed."""
+        compiled: list[CompiledVariant] = []
+        best = 0
+        for number, (variant, kernels) in enumerate(zip(candidates.variants, made, strict=True)):
+            failed = next((kernel for kernel in kernels if isinstance(kernel, Exception)), None)
+            if failed is not None and number <= candidates.best:
+                return failed
+            if failed is not None:
+                _log.debug("the variant %r of a kernel is left out: %s", variant.name, failed)
+                continue
+            best = len(compiled) if number == candidates.best else best
+            libraries = tuple((k.library, k.symbol) for k in kernels if not isinstance(k, Exception))
+            compiled.append(CompiledVariant(variant, libraries))
+        is_open = candidates.is_open and len(compiled) > best + 1
+        return Options(candidates.key, tuple(compiled), best, is_open, candidates.times)
+
+    @property
+    def chosen(self) -> CompiledVariant:
+        return self.compiled[self.best]
+
+    def exact(self) -> Options:
+        """The fastest of those that round as the kernel itself does."""
+        exact = tuple(compiled for compiled in self.compiled if compiled.variant.is_exact)
+        return Options(self.key, exact, 0, False, self.times).decided({})
+
+    def decided(self, times: Mapping[str, float]) -> Options:
+        """The choice by `times`, and by earlier ones of variants that were not timed now."""
+        known = {**self.times, **times}
+        winner = fastest([compiled.variant for compiled in self.compiled], known)
+        best = next(i for i, compiled in enumerate(self.compiled) if compiled.variant is winner)
+        return Options(self.key, self.compiled, best, False, known)
+
+
+def limit(candidates: Sequence[Candidates], least: int = 6) -> None:
+    """Close the choices that are not worth compiling for: those of kernels with little work, and those that would make it more alternatives
+    than half the number of kernels (and than `least`)."""
+    total = sum(each.work for each in candidates)
+    by_key: dict[str, list[Candidates]] = {}
+    for each in candidates:
+        by_key.setdefault(each.key or f"closed {id(each)}", []).append(each)
+    most_work_first = sorted(by_key.values(), key=lambda equal: -sum(each.work for each in equal))
+    left = max(least, -(-len(by_key) // 2))
+    for equal in most_work_first:
+        # What an earlier process timed counts, too: this one is not to go on where that stopped.
+        left -= max(len(equal[0].times), len(equal[0].variants)) - 1
+        if not equal[0].is_open:
+            continue
+        if left < 0 or sum(each.work for each in equal) < max(_LEAST_SHARE * total, _LEAST_WORK):
+            for each in equal:
+                each.close()
+
+
+def fastest(variants: Sequence[Variant], times: Mapping[str, float]) -> Variant:
+    """The variant to use; the first where nothing was timed. A later one has to be faster by more than noise."""
+    best = variants[0]
+    for other in variants[1:]:
+        us, best_us = times.get(other.name), times.get(best.name, math.inf)
+        if us is not None and us < best_us * (1 - _LEAST_GAIN):
+            best = other
+    return best
+
+
+def program_of(kernels: RegionKernels, chosen: Sequence[CompiledVariant]) -> Program:
+    """The region's program with one variant of each kernel."""
+    libraries = [library for compiled in chosen for library in compiled.libraries]
+    return kernels.with_variants([compiled.variant for compiled in chosen]).program(libraries)
+
+
+def search(
+    kernels: RegionKernels,
+    options: Sequence[Options],
+    run_program: RunProgram,
+    inputs: Sequence[torch.Tensor],
+    budget_s: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, dict[str, float]]:
+    """Microseconds of the variants of every open kernel: kernel key -> variant name -> time.
+
+    The region runs with every kernel's first variant, with every kernel's second, and so on, in rounds, at least once each after
+    a run to warm up. A run that raises HybridError gives no times.
+    """
+    runs: list[tuple[list[CompiledVariant], ProgramCall]] = []
+    for number in range(max((len(option.compiled) for option in options if option.is_open), default=0)):
+        chosen = [o.compiled[number] if o.is_open and number < len(o.compiled) else o.chosen for o in options]
+        runs.append((chosen, run_program(program_of(kernels, chosen))))
+    samples: dict[tuple[int, str], list[float]] = {}
+    start = clock()
+    rounds = 0
+    while rounds < 2 or (rounds < _MOST_ROUNDS and clock() - start < budget_s):
+        for chosen, run in runs:
+            try:
+                times = iter(run.kernel_us(inputs))
+            except HybridError as error:
+                _log.info("a set of variants cannot run: %s", error)
+                continue
+            for position, compiled in enumerate(chosen):
+                spent = sum(next(times, math.nan) for _ in compiled.libraries)
+                if rounds and options[position].is_open and not math.isnan(spent):  # memory is new in the first round
+                    samples.setdefault((position, compiled.variant.name), []).append(spent)
+        rounds += 1
+    for _, run in runs:
+        run.release()
+    of_equal_kernels: dict[tuple[str, str], list[float]] = {}
+    for (position, name), taken in samples.items():
+        of_equal_kernels.setdefault((options[position].key, name), []).append(min(taken))
+    found: dict[str, dict[str, float]] = {}
+    for (key, name), shortest in of_equal_kernels.items():
+        found.setdefault(key, {})[name] = statistics.fmean(shortest)
+    return found
