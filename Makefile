@@ -3,7 +3,7 @@
 #   make test    all tests            (make test ARGS="tests/loops -x" for some)
 #   make test-full   the tests marked full, then PyTorch's own operators and modules on every dtype: hours; writes docs/correctness.md
 #   make lint    style, types, spelling
-#   make bench   the model zoo against eager and inductor   (ARGS="--models resnet50 --batch 1")
+#   make bench   all models against all peers: hours; results are kept, and --resume goes on   (ARGS="--models resnet50 --batch 1 --resume")
 #   make docs    renew the README's generated tables
 #   make clean   remove what was built; make distclean removes .venv as well
 
@@ -14,7 +14,6 @@ PIP := $(PY) -m pip --disable-pip-version-check
 ARGS ?=
 CXX_SOURCES := $(shell find csrc -name '*.cc' -o -name '*.cpp' -o -name '*.h')
 FULL_OUT ?= build/test-full
-BENCH_OUT ?= benchmarks/results/latest.json
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-full lint format bench docs clean distclean
@@ -47,7 +46,7 @@ demo: $(VENV)/.built
 test: $(VENV)/.built
 	$(PY) -m pytest $(ARGS)
 
-# For one test, in a folder apart: beside a torch that its wheel was not built for, transformers could not be imported any more.
+# For some models and one test, in a folder apart: beside a torch that its wheel was not built for, transformers could not be imported any more.
 $(VENV)/torchvision: | $(VENV)/.installed
 	$(PIP) install -q --no-deps --target $@.new torchvision==0.28.0 pillow==13.0.0
 	mv $@.new $@
@@ -70,15 +69,27 @@ format: $(VENV)/.installed
 	$(PY) -m ruff format .
 	$(if $(CXX_SOURCES),$(VENV)/bin/clang-format -i $(CXX_SOURCES))
 
-bench: $(VENV)/.built
-	$(PY) -m benchmarks.run --out $(BENCH_OUT) $(ARGS)
+# The peers, in a folder apart: nothing but their own workers imports them, whatever they register. Without their dependencies, for torch and
+# numpy are there, and openvino-telemetry would report to its makers.
+PEERS := openvino onnxruntime onnx onnxscript onnx-ir zentorch protobuf flatbuffers Deprecated wrapt
+$(VENV)/peers: constraints.txt | $(VENV)/.installed
+	rm -rf $@ $@.new
+	$(PIP) install -q --no-deps --target $@.new $(foreach peer,$(PEERS),$(shell grep -ix '$(peer)==.*' constraints.txt))
+	mv $@.new $@
+
+$(VENV)/.bench: $(VENV)/.installed
+	$(PIP) install -q -c $(VENV)/constraints.txt pytest-benchmark matplotlib
+	touch $@
+
+bench: $(VENV)/.built $(VENV)/.bench $(VENV)/peers $(VENV)/torchvision
+	$(PY) -m benchmarks.run $(ARGS)
 
 docs: $(VENV)/.built
 	$(PY) -m torch_hybrid_backend.config README.md
 	$(PY) -m benchmarks.table README.md
 
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis $(VENV)/.installed $(VENV)/.built
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis $(VENV)/.installed $(VENV)/.built $(VENV)/.bench
 	find torch_hybrid_backend -name '*.so' -delete
 
 distclean: clean

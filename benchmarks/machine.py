@@ -7,22 +7,42 @@ import importlib.metadata
 import os
 import platform
 import re
+import sys
 from pathlib import Path
 
 import torch
 
-_PACKAGES = ("torch", "apache-tvm", "numpy", "transformers", "torch-hybrid-backend")
+_PACKAGES = (
+    "torch",
+    "apache-tvm",
+    "numpy",
+    "transformers",
+    "torchvision",
+    "torch-hybrid-backend",
+    "openvino",
+    "onnxruntime",
+    "onnx",
+    "zentorch",
+)
+
+# Packages that would disturb others lie below sys.prefix, each in a folder that only its users look into.
+FOLDERS_APART = ("peers", "torchvision")
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide speed; absent ones are left out."""
+    """Versions of Python and of the packages that decide speed, in folders apart too; absent ones are left out."""
     found = {"python": platform.python_version()}
+    path = [*sys.path, *(str(Path(sys.prefix) / name) for name in FOLDERS_APART)]
     for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+        distribution = next(iter(importlib.metadata.distributions(name=package, path=path)), None)
+        if distribution is not None:
+            found[package] = distribution.version
     return found
+
+
+def hybrid_settings() -> dict[str, str]:
+    """The settings of this package that the environment changes, but for the place of the cache."""
+    return {k: v for k, v in sorted(os.environ.items()) if k.startswith("HYBRID_") and k != "HYBRID_CACHE_DIR"}
 
 
 def cpu_name() -> str:

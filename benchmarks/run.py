@@ -1,38 +1,33 @@
-"""The benchmark runner: models of the zoo on several backends, checked first and then timed against each other.
+"""The benchmark: models of the catalogue on several peers, checked first and then timed against each other.
 
-    python -m benchmarks.run --models resnet50,bert_base --backends eager,hybrid,inductor --batch 1,8 --out results.json
+    hybrid bench --models resnet50,bert_base --peers eager,hybrid,openvino --batch 1,8 --threads 2 --out zoo.json
+    hybrid bench --resume                     # go on where a run was stopped
 
-Each backend runs in a process of its own; rounds are interleaved. Figures are milliseconds of one call: the median of the
-rounds' medians, and the distance between their quartiles as spread.
+Each peer runs in a process of its own; rounds are interleaved. The results are written after every model: as JSON, beside it as
+Markdown and as a picture. What the peers print goes to a .log beside them.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
-import multiprocessing
-import statistics
 import sys
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import machine, table
-from benchmarks.models import ZOO
-from benchmarks.worker import BACKENDS, Prepared, Task, serve
+from benchmarks import machine, picture, results, table
+from benchmarks.catalogue import MODELS
+from benchmarks.compare import Effort, compare
+from benchmarks.overhead import overheads
+from benchmarks.peers import Peer, by_name
+from benchmarks.progress import Progress
+from benchmarks.results import OURS, Record, Row
+from benchmarks.roofline import peak
 
-# OpenMP's threads spin for a while after work: the next process starts once those of the last one sleep.
-_PAUSE_S = 0.02
-# Longest wait for a compilation or a round: a backend that hangs is a result, too.
-_DEADLINE_S = 1200.0
-_NOTHING = Prepared(0.0, float("nan"), "")
+_STOPPED = 130  # what shells report after an interrupt
 
 
 def _listed(legal: Sequence[str]) -> Any:
@@ -43,131 +38,142 @@ def _listed(legal: Sequence[str]) -> Any:
             raise argparse.ArgumentTypeError(
                 f"unknown: {', '.join(unknown) or 'nothing named'}; legal: {', '.join(legal)}"
             )
-        return names
+        return list(dict.fromkeys(names))
 
     return parse
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__.splitlines()[0])
+def _counts(text: str) -> list[int]:
+    counts = [int(part) for part in text.split(",")]
+    if any(count < 1 for count in counts):
+        raise argparse.ArgumentTypeError(f"{text}: batch sizes are at least 1")
+    return list(dict.fromkeys(counts))
+
+
+def _positive(kind: Callable[[str], Any]) -> Any:
+    def parse(text: str) -> Any:
+        value = kind(text)
+        if not value > 0:
+            raise argparse.ArgumentTypeError(f"{text}: must be above 0")
+        return value
+
+    parse.__name__ = kind.__name__  # argparse names it where the text is no number
+    return parse
+
+
+def _parser(known: dict[str, Peer]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hybrid bench", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--models", type=_listed(list(ZOO)), default=list(ZOO), help="names, comma separated; default: all"
+        "--models", type=_listed(list(MODELS)), default=list(MODELS), help=f"default: all of {', '.join(MODELS)}"
     )
-    parser.add_argument("--backends", type=_listed(list(BACKENDS)), default=list(BACKENDS), help="default: all")
     parser.add_argument(
-        "--batch", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8], help="default: 1,8"
+        "--peers", type=_listed(list(known)), default=list(known), help=f"default: all of {', '.join(known)}"
     )
-    parser.add_argument("--size", choices=("small", "full"), default="full")
-    parser.add_argument("--rounds", type=int, default=7, choices=range(1, 1000), metavar="N")
-    parser.add_argument("--round-s", type=float, default=0.5, help="seconds of one round of one backend")
-    parser.add_argument("--threads", type=int, default=0, help="intra-op threads; default: torch's")
-    parser.add_argument("--out", type=Path, help="JSON file to write; written after every model")
-    return parser.parse_args(argv)
+    parser.add_argument("--batch", type=_counts, default=[1, 8], help="sizes, comma separated; default: 1,8")
+    parser.add_argument("--threads", type=_positive(int), default=torch.get_num_threads(), help="default: torch's")
+    parser.add_argument("--size", choices=("small", "full"), default="full", help="small: a few layers, to try it out")
+    parser.add_argument(
+        "--seconds", type=_positive(float), default=20.0, help="timing of one model, all peers together"
+    )
+    parser.add_argument("--rounds", type=_positive(int), default=5, help="in which the peers take turns; default: 5")
+    parser.add_argument("--timeout", type=_positive(float), default=600.0, help="seconds to wait for one peer")
+    parser.add_argument("--no-warm", action="store_true", help="leave out compile times with a filled cache")
+    parser.add_argument("--no-overhead", action="store_true", help="leave out the cost of a call of ten tiny operators")
+    parser.add_argument("--resume", action="store_true", help="keep the rows that are in the file already")
+    default = table.RESULTS / machine.slug() / "zoo.json"
+    parser.add_argument(
+        "--out", type=Path, default=default, metavar="FILE", help=f"JSON; default: {_relative(default)}"
+    )
+    return parser
 
 
-@dataclass(slots=True)
-class _Runner:
-    """Owns one worker process and its connection; `error` is why it takes no further part, or empty."""
-
-    process: BaseProcess
-    connection: Connection
-    prepared: Prepared = _NOTHING
-    error: str = ""
-    samples_ms: list[float] = field(default_factory=list)
-
-    def receive(self) -> Any:
-        """The worker's next message, or None, with `error` set, where it died or took too long."""
-        try:
-            if self.connection.poll(_DEADLINE_S):
-                return self.connection.recv()
-            self.process.kill()
-            self.error = f"no answer within {_DEADLINE_S:.0f} s"
-        except (EOFError, ConnectionError):
-            self.process.join()
-            self.error = f"the process ended with exit code {self.process.exitcode}"
-        return None
-
-    def send(self, message: str | None) -> None:
-        """Ask for a round, or, with None, to end; that the worker is gone shows in `receive`."""
-        with contextlib.suppress(BrokenPipeError):
-            self.connection.send(message)
+def _relative(path: Path) -> str:
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def _start(task: Task, round_s: float, threads: int) -> _Runner:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_worker, args=(theirs, task, round_s, threads), daemon=False)
-    process.start()
-    theirs.close()
-    return _Runner(process, ours)
+def main(argv: Sequence[str] | None = None, known: dict[str, Peer] | None = None) -> int:
+    """Run, write the files, print the tables. Returns 1 where ours has no result, 2 for wrong arguments, 130 when stopped.
 
-
-def _worker(connection: Connection, task: Task, round_s: float, threads: int) -> None:
-    if threads:
-        torch.set_num_threads(threads)
-    serve(connection, task, round_s)
-
-
-def compare(tasks: Sequence[Task], rounds: int, round_s: float, threads: int) -> list[dict[str, object]]:
-    """One result per task: `tasks` are one model and batch on several backends. A process that dies is a result too."""
-    runners: list[_Runner] = []
-    try:
-        # One after the other: compilers would otherwise share the cores, and compile times mean nothing.
-        for task in tasks:
-            runner = _start(task, round_s, threads)
-            runners.append(runner)
-            runner.prepared = runner.receive() or _NOTHING
-            runner.error = runner.error or runner.prepared.error
-        for _ in range(rounds):
-            for runner in runners:
-                if runner.error:
-                    continue
-                time.sleep(_PAUSE_S)
-                runner.send("round")
-                median_us = runner.receive()
-                if median_us is not None:
-                    runner.samples_ms.append(median_us / 1e3)
-    finally:
-        for runner in runners:
-            runner.send(None)
-            runner.process.join()
-    return [_result(task, runner) for task, runner in zip(tasks, runners, strict=True)]
-
-
-def _result(task: Task, runner: _Runner) -> dict[str, object]:
-    result: dict[str, object] = {"model": task.model, "batch": task.batch, "backend": task.backend, "size": task.size}
-    if runner.error:
-        return result | {"error": runner.error}
-    samples = runner.samples_ms
-    first, _, third = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else (samples[0],) * 3
-    return result | {
-        "median_ms": round(statistics.median(samples), 4),
-        "spread_ms": round(third - first, 4),
-        "rounds": len(samples),
-        "compile_s": round(runner.prepared.compile_s, 2),
-        "max_error": runner.prepared.max_error,
+    `known`: the peers that can be named; default: all.
+    """
+    known = known or by_name()
+    arguments = _parser(known).parse_args(argv)
+    asked = [known[name] for name in arguments.peers]
+    effort = Effort(arguments.threads, arguments.seconds, arguments.rounds, arguments.timeout, not arguments.no_warm)
+    torch.set_num_threads(arguments.threads)
+    record: Record = {
+        "machine": machine.describe(),
+        "settings": {"size": arguments.size, "hybrid": machine.hybrid_settings()},
+        "overhead": [],
+        "results": [],
     }
+    if arguments.resume:
+        try:
+            record = results.resumed(arguments.out, record)
+        except ValueError as error:
+            print(f"hybrid bench: {error}", file=sys.stderr)
+            return 2
+    wanted: list[Row] = [(name, batch) for name in arguments.models for batch in arguments.batch]
+    wanted = [row for row in wanted if not results.complete(record, row, arguments.peers)]
+    progress = Progress(len(wanted) + (not arguments.no_overhead))
+    try:
+        record = _run(record, wanted, asked, effort, arguments, progress)
+    except KeyboardInterrupt:
+        progress.end()
+        print(f"stopped; what is complete is in {arguments.out}, go on with --resume", file=sys.stderr)
+        return _STOPPED
+    progress.end()
+    print(table.report(record))
+    print(f"\n{arguments.out}")
+    return int(any("gap" in result and result["peer"] == OURS for result in record["results"]))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run, print the table, write the file. Returns 1 where a backend gave wrong results or failed."""
-    arguments = _arguments(argv)
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-    record: dict[str, Any] = {"machine": machine.describe(), "size": arguments.size, "results": []}
-    for name in arguments.models:
-        for batch in arguments.batch:
-            print(f"{ZOO[name].title}, batch {batch} ...", file=sys.stderr, flush=True)
-            tasks = [Task(name, arguments.size, batch, backend) for backend in arguments.backends]
-            record["results"] += compare(tasks, arguments.rounds, arguments.round_s, arguments.threads)
-            if arguments.out:
-                arguments.out.parent.mkdir(parents=True, exist_ok=True)
-                arguments.out.write_text(json.dumps(record, indent=1) + "\n")
-    print(table.markdown(record))
-    failed = [result for result in record["results"] if "error" in result]
-    for result in failed:
-        print(f"{result['model']}, batch {result['batch']}, {result['backend']}: {result['error']}", file=sys.stderr)
-    return 1 if failed else 0
+def _run(
+    record: Record,
+    wanted: Sequence[Row],
+    asked: Sequence[Peer],
+    effort: Effort,
+    arguments: argparse.Namespace,
+    progress: Progress,
+) -> Record:
+    """The record with the wanted rows; the files are written after each."""
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    log: Path = arguments.out.with_suffix(".log")
+    log.unlink(missing_ok=True)
+    if not record["machine"].get("peak_gflops"):
+        progress.at("the machine's peak")
+        record["machine"]["peak_gflops"] = round(peak(effort.threads).gflops, 1)
+    if not arguments.no_overhead and {entry["peer"] for entry in record["overhead"]} != {peer.name for peer in asked}:
+        progress.at("cost of a call")
+        with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+            record["overhead"] = overheads(asked, effort.threads, effort.timeout_s, Path(folder), log)
+        progress.step("cost of a call measured")
+    for model, batch in wanted:
+        title = f"{MODELS[model].title}, batch {batch}"
+
+        def say(text: str, title: str = title) -> None:
+            progress.at(f"{title}: {text}")
+
+        found = compare(model, arguments.size, batch, asked, effort, log, say)
+        record = results.without(record, (model, batch))
+        record["results"] += found
+        write(arguments.out, record)
+        progress.step(f"{title}: {_brief(found)}")
+    write(arguments.out, record)
+    return record
+
+
+def write(out: Path, record: Record) -> None:
+    """The three files of a record."""
+    results.write(out, record)
+    out.with_suffix(".md").write_text(table.report(record) + "\n")
+    picture.draw(record, out.with_suffix(".svg"))
+
+
+def _brief(found: Sequence[dict[str, Any]]) -> str:
+    return ", ".join(
+        f"{result['peer']} " + ("-" if "gap" in result else f"{result['median_ms']:.3g} ms") for result in found
+    )
 
 
 if __name__ == "__main__":

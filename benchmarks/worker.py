@@ -1,100 +1,215 @@
-"""One model on one backend in a process of its own: compile, check, then time on demand.
+"""What runs in a worker's process: one model on one peer, prepared, checked, then timed on demand.
 
-A process per backend keeps caches, thread pools and allocators of one from helping or hurting another. The parent (`run`)
-asks the processes in turn for one round each, so that a machine that slows down for a while slows all of them.
+A process per peer keeps caches, thread pools and allocators of one from helping or hurting another. The parent
+(`benchmarks.process`) sends a message that has `answer(state)`, and gets what that returns: `Prepare` once, then `Round`s, `Memory` last.
 """
 
 from __future__ import annotations
 
-import copy
-import os
-import tempfile
 import time
+import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch._dynamo.utils import same
 
-from benchmarks.models import ZOO, Size, tensors
-from torch_hybrid_backend.measure import measure
+from benchmarks import peers
+from benchmarks.catalogue import MODELS
+from benchmarks.models import Size, tensors
+from benchmarks.peers import Peer, Prepared, Setting
+from torch_hybrid_backend.measure import sample
+
+_MIB = 1 << 20
+
+
+class Message(Protocol):
+    def answer(self, state: State) -> Any:
+        """Do what the message asks for; the result is sent back."""
+
+
+@dataclass(slots=True)
+class State:
+    """What a worker keeps between messages."""
+
+    prepared: Prepared = field(default_factory=lambda: Prepared(lambda: None))
+    preparing_mib: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """What one process runs."""
+class Work:
+    """One model at one batch size, and where its reference results are (see `Reference`)."""
 
     model: str
     size: Size
     batch: int
-    backend: str
+    threads: int
+    folder: Path
+
+    def build(self) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+        """The model and its inputs, equal in every process."""
+        torch.set_num_threads(self.threads)
+        entry = MODELS[self.model]
+        return entry.build(self.size), entry.inputs(self.size, self.batch)
+
+    @property
+    def reference(self) -> Path:
+        """The file of eager's outputs and of those in float64."""
+        return self.folder / "reference.pt"
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """The model is compiled and checked. `error` is empty where it may be timed, else why it may not.
+class Reference:
+    """Run the model in eager, in float32 and in float64, and write both results. Answer: floating-point operations of one call."""
 
-    `compile_s`: seconds of the first two calls beyond two steady ones, caches empty. `max_error`: largest absolute
-    difference from eager, over all outputs.
+    work: Work
+
+    def answer(self, state: State) -> int:
+        from torch.utils.flop_counter import FlopCounterMode
+
+        model, inputs = self.work.build()
+        with FlopCounterMode(display=False) as counter:
+            expected = tensors(model(*inputs))
+        exact = tensors(model.double()(*(v.double() if v.is_floating_point() else v for v in inputs)))
+        torch.save({"expected": expected, "exact": exact}, self.work.reference)
+        return counter.get_total_flops()
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The answer to `Prepare`. `error` is empty where the peer may be timed, else why it may not.
+
+    `compile_s`: seconds from the built model to its second result, less two steady calls. `import_s`: of the peer's packages.
+    `max_error`: largest absolute difference from eager, over all outputs.
     """
 
+    error: str
+    import_s: float
     compile_s: float
     max_error: float
-    error: str
 
 
-def _inductor_freezing(model: nn.Module) -> Callable[..., object]:
-    import torch._inductor.config as inductor
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Convert or compile the model for the peer, and check its results. Answer: `Ready`."""
 
-    inductor.freezing = True
-    return torch.compile(model)
+    work: Work
+    peer: Peer
+    scratch: Path
+
+    def answer(self, state: State) -> Ready:
+        if self.peer.packages:
+            peers.search_folder_apart()
+        model, inputs = self.work.build()
+        self.scratch.mkdir(parents=True, exist_ok=True)
+        start = time.perf_counter()
+        prepare = self.peer.load()
+        import_s = time.perf_counter() - start
+        start = time.perf_counter()
+        state.prepared = prepare(model, inputs, Setting(self.work.threads, self.scratch))
+        call = state.prepared.call
+        call(), call()
+        first_s = time.perf_counter() - start
+        steady_s = _seconds(call) + _seconds(call)
+        result = tensors(call())
+        del model
+        error, largest = compare(self.work.reference, result)
+        state.preparing_mib = _peak_mib()
+        _forget_peak()
+        return Ready(error, import_s, max(0.0, first_s - steady_s), largest)
 
 
-# The one list of backends. Adding a peer is adding a row (and its package to the "bench" extra).
-BACKENDS: dict[str, Callable[[nn.Module], Callable[..., object]]] = {
-    "eager": lambda model: model,
-    "hybrid": lambda model: torch.compile(model, backend="hybrid"),
-    "inductor": torch.compile,
-    "inductor_freezing": _inductor_freezing,
-}
+def compare(reference: Path, result: list[torch.Tensor]) -> tuple[str, float]:
+    """What is wrong with the result, or "", and its largest absolute difference from eager."""
+    values = torch.load(reference)
+    expected, exact = values["expected"], values["exact"]
+    if [value.shape for value in expected] != [value.shape for value in result]:
+        return f"wrong answer: shapes {_shapes(result)}, eager's are {_shapes(expected)}", float("nan")
+    pairs = zip(expected, result, strict=True)
+    largest = max((a.double() - b.double()).abs().max().item() if a.numel() else 0.0 for a, b in pairs)
+    correct = same(expected, result, exact)
+    return "" if correct else f"wrong answer: up to {largest:.2g} from eager's", largest
 
 
-def serve(connection: Connection, task: Task, budget_s: float) -> None:
-    """Send one `Prepared`, then a median time in microseconds for each message received, until None is.
-
-    `budget_s` is the time spent on one round.
-    """
-    with tempfile.TemporaryDirectory(prefix="benchmark-cache-") as cache, torch.no_grad():
-        os.environ["HYBRID_CACHE_DIR"] = os.path.join(cache, "hybrid")
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(cache, "inductor")
-        prepared, call = _prepare(task)
-        connection.send(prepared)
-        while connection.recv() is not None:
-            connection.send(measure([call], budget_s)[0].median_us)
+def _shapes(values: list[torch.Tensor]) -> list[tuple[int, ...]]:
+    return [tuple(value.shape) for value in values]
 
 
-def _prepare(task: Task) -> tuple[Prepared, Callable[[], object]]:
-    entry = ZOO[task.model]
-    model = entry.build(task.size)
-    inputs = entry.inputs(task.size, task.batch)
-    try:
-        compiled = BACKENDS[task.backend](model)
-        seconds = [_seconds(lambda: compiled(*inputs)) for _ in range(4)]
-        result = tensors(compiled(*inputs))
-    except Exception as error:  # a peer that cannot run a model is a result, not a failure of the benchmark
-        return Prepared(0.0, float("nan"), f"{type(error).__name__}: {error}".splitlines()[0]), lambda: None
-    expected = tensors(model(*inputs))
-    exact = copy.deepcopy(model).double()
-    reference = tensors(exact(*(value.double() if value.is_floating_point() else value for value in inputs)))
-    correct = same(expected, result, reference)
-    worst = max((a - b).abs().max().item() for a, b in zip(expected, result, strict=True))
-    compile_s = max(0.0, seconds[0] + seconds[1] - seconds[2] - seconds[3])
-    return Prepared(compile_s, worst, "" if correct else "results differ from eager's"), lambda: compiled(*inputs)
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Time calls for `budget_s` seconds. Answer: nanoseconds of each call."""
+
+    budget_s: float
+
+    def answer(self, state: State) -> list[int]:
+        return sample([state.prepared.call], self.budget_s, min_rounds=1, max_rounds=1000)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Answer: the peer's report, and the process's peak resident memory until it was checked and since, in MiB."""
+
+    def answer(self, state: State) -> dict[str, object]:
+        return {
+            **state.prepared.report(),
+            "preparing_mib": round(state.preparing_mib, 1),
+            "running_mib": round(_peak_mib(), 1),
+        }
+
+
+def _peak_mib() -> float:
+    """Highest resident memory of this process (nothing of what it was forked from), since the last `_forget_peak`."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024 / _MIB
+    return 0.0
+
+
+def _forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def _seconds(call: Callable[[], object]) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The answer where there is none: the first line of what was raised."""
+
+    why: str
+
+
+def environment(threads: int, cache: Path) -> dict[str, str]:
+    """What a worker's environment must hold before torch is imported."""
+    return {
+        **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads)),
+        "HYBRID_CACHE_DIR": str(cache / "hybrid"),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def main(descriptor: int) -> None:
+    """Answer messages until the pipe is closed."""
+    connection = Connection(descriptor)
+    state = State()
+    with torch.no_grad():
+        while True:
+            try:
+                message: Message = connection.recv()
+            except EOFError:
+                return
+            try:
+                answer = message.answer(state)
+            except Exception as error:  # a peer that cannot run a model is a result, not a failure of the benchmark
+                traceback.print_exc()
+                answer = Failed(f"{type(error).__name__}: {error}".strip().splitlines()[0])
+            connection.send(answer)

@@ -41,7 +41,30 @@ def measure(
     until_decided: bool = False,
     clock: Clock = time.perf_counter_ns,
 ) -> tuple[Timing, ...]:
-    """Time the callables against each other for about `budget_s` seconds, warm-up included.
+    """Time the callables against each other for about `budget_s` seconds, warm-up included; see `sample`."""
+    samples = sample(
+        callables,
+        budget_s,
+        min_rounds=min_rounds,
+        max_rounds=max_rounds,
+        warmup_rounds=warmup_rounds,
+        until_decided=until_decided,
+        clock=clock,
+    )
+    return tuple(map(_timing, samples))
+
+
+def sample(
+    callables: Sequence[Callable[[], object]],
+    budget_s: float,
+    *,
+    min_rounds: int = 3,
+    max_rounds: int = _MAX_ROUNDS,
+    warmup_rounds: int = 1,
+    until_decided: bool = False,
+    clock: Clock = time.perf_counter_ns,
+) -> list[list[int]]:
+    """Nanoseconds of each round of each callable, in about `budget_s` seconds.
 
     until_decided: go on, for up to three times the budget or to `min_rounds`, while the two fastest differ by less than their spread.
 
@@ -71,7 +94,7 @@ def measure(
             call()
             taken.append(clock() - before)
         rounds += 1
-    return tuple(_timing(taken) for taken in samples)
+    return samples
 
 
 def _decided(samples: Sequence[Sequence[int]]) -> bool:

@@ -1,52 +1,126 @@
-"""The benchmark runner, on the smallest model and for very short rounds."""
+"""The runner's command line and files; the comparison itself is tested in test_compare.py."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import run
-from benchmarks.worker import Task
+from benchmarks.compare import Effort
+from benchmarks.peers import Peer
+from benchmarks.roofline import Peak
+
+Say = Callable[[str], None]
+_OPTIONS = [
+    "--models",
+    "lstm,unet",
+    "--peers",
+    "eager,hybrid,openvino",
+    "--batch",
+    "1",
+    "--no-overhead",
+    "--size",
+    "small",
+]
 
 
-def test_backends_are_compared_in_processes_of_their_own() -> None:
-    """A result per task, in order; a backend that cannot run is reported and does not stop the others."""
-    tasks = [Task("lstm", "small", 1, backend) for backend in ("eager", "no_such_backend")]
-    eager, failed = run.compare(tasks, rounds=3, round_s=0.01, threads=1)
-    assert eager["backend"] == "eager"
-    assert eager["rounds"] == 3
-    assert eager["max_error"] == 0.0
-    assert isinstance(eager["median_ms"], float)
-    assert eager["median_ms"] > 0
-    assert "no_such_backend" in str(failed["error"])
-    assert "median_ms" not in failed
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """The rows that were compared; figures are made up, OpenVINO has none."""
+    rows: list[tuple[str, int]] = []
+
+    def compare(
+        model: str, size: str, batch: int, peers: Sequence[Peer], effort: Effort, log: Path, say: Say
+    ) -> list[dict[str, Any]]:
+        rows.append((model, batch))
+        say("made up")
+        figures = {
+            "median_ms": 2.0,
+            "p90_ms": 3.0,
+            "items_per_s": 500.0,
+            "compile_cold_s": 1.0,
+            "gflop": 0.1,
+            "samples_ms": [2.0],
+        }
+        return [
+            {
+                "model": model,
+                "batch": batch,
+                "peer": peer.name,
+                **({"gap": "no rule"} if peer.name == "openvino" else figures),
+            }
+            for peer in peers
+        ]
+
+    monkeypatch.setattr(run, "compare", compare)
+    monkeypatch.setattr(run, "peak", lambda threads: Peak(threads, 500.0, {}))
+    return rows
 
 
 def test_results_are_written_and_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], compared: list[Any]
 ) -> None:
-    """The file holds the machine beside the figures; the table goes to standard output; a failure shows in the exit code."""
-
-    def compare(tasks: Sequence[Task], *_: object) -> list[dict[str, object]]:
-        results: list[dict[str, object]] = [
-            dataclasses.asdict(task) | {"median_ms": 2.0, "compile_s": 1.0} for task in tasks
-        ]
-        return [*results[:-1], dataclasses.asdict(tasks[-1]) | {"error": "it broke"}]
-
-    monkeypatch.setattr(run, "compare", compare)
-    out = tmp_path / "below" / "results.json"
-    assert run.main(["--models", "lstm", "--backends", "eager,hybrid,inductor", "--batch", "1", "--out", str(out)]) == 1
+    """JSON with machine, settings and summary; the same tables on standard output and beside it; gaps are no failure."""
+    out = tmp_path / "below" / "zoo.json"
+    assert run.main([*_OPTIONS, "--out", str(out)]) == 0
     record = json.loads(out.read_text())
     assert record["machine"]["versions"]["torch"]
-    assert [result["backend"] for result in record["results"]] == ["eager", "hybrid", "inductor"]
+    assert record["settings"]["size"] == "small"
+    assert [r["peer"] for r in record["results"]] == ["eager", "hybrid", "openvino"] * 2
+    assert record["results"][0]["peak_share"] == 0.1  # 0.1 GFLOP in 2 ms, of 500 GFLOP/s
+    assert "samples_ms" not in record["results"][0]
+    assert record["summary"]["eager"] == {"rows": 2, "geometric_mean": 1.0, "share_ahead": 1.0}
     printed = capsys.readouterr()
-    assert "| LSTM classifier | 1 | 2.00 | 2.00 | - | 1.00 | - | 1.0 s |" in printed.out
-    assert "lstm, batch 1, inductor: it broke" in printed.err
+    assert "| LSTM classifier |     1 |     2.00 |      2.00 |           - |          1.00 |" in printed.out
+    assert "OpenVINO: no rule (LSTM classifier 1, U-Net 1)" in printed.out
+    assert out.with_suffix(".md").read_text().strip() in printed.out
+    assert "2/2 U-Net, batch 1: eager 2 ms, hybrid 2 ms, openvino -" in printed.err
+
+
+def test_a_stopped_run_goes_on_where_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], compared: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is complete is kept by an interrupt, and not measured again."""
+    out = tmp_path / "zoo.json"
+    whole = run.compare
+
+    def interrupted(model: str, *rest: Any) -> list[dict[str, Any]]:
+        if model == "unet":
+            raise KeyboardInterrupt
+        return whole(model, *rest)
+
+    monkeypatch.setattr(run, "compare", interrupted)
+    assert run.main([*_OPTIONS, "--out", str(out)]) == 130
+    assert "--resume" in capsys.readouterr().err
+    monkeypatch.setattr(run, "compare", whole)
+    assert run.main([*_OPTIONS, "--out", str(out), "--resume"]) == 0
+    assert compared == [("lstm", 1), ("unet", 1)]
+    assert len(json.loads(out.read_text())["results"]) == 6
+
+
+def test_resuming_refuses_another_setting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], compared: list[Any]
+) -> None:
+    """Figures of two machines, or of two settings, are never mixed in one file."""
+    out = tmp_path / "zoo.json"
+    run.main([*_OPTIONS, "--out", str(out)])
+    assert run.main([*_OPTIONS, "--out", str(out), "--resume", "--size", "full"]) == 2
+    assert "another size" in capsys.readouterr().err
+
+
+def test_ours_without_a_result_is_a_failure(
+    tmp_path: Path, compared: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer's gap is shown; one of this package's also is the exit status."""
+    monkeypatch.setattr(run, "compare", lambda model, size, batch, peers, *_: [
+        {"model": model, "batch": batch, "peer": peer.name, "gap": "wrong answer"} for peer in peers
+    ])  # fmt: skip
+    assert run.main([*_OPTIONS, "--out", str(tmp_path / "zoo.json")]) == 1
 
 
 @pytest.mark.parametrize("text", ["resnet51", ""])

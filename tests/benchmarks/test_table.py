@@ -18,21 +18,50 @@ _RECORD: dict[str, Any] = {
         "day": "2026-01-01",
     },
     "results": [
-        {"model": "resnet50", "batch": 1, "backend": "eager", "median_ms": 30.0, "compile_s": 0.0},
-        {"model": "resnet50", "batch": 1, "backend": "hybrid", "median_ms": 20.0, "compile_s": 4.25},
-        {"model": "resnet50", "batch": 1, "backend": "inductor", "error": "results differ from eager's"},
+        {"model": "resnet50", "batch": 1, "peer": "eager", "median_ms": 30.0, "compile_cold_s": 0.0},
+        {"model": "resnet50", "batch": 1, "peer": "hybrid", "median_ms": 20.0, "compile_cold_s": 4.25},
+        {"model": "resnet50", "batch": 1, "peer": "inductor", "gap": "wrong answer"},
     ],
 }
 
 
-def test_a_row_has_times_ratios_and_compile_time() -> None:
-    """A ratio is the other backend's time over ours; what failed is a dash in both places."""
-    assert table.markdown(_RECORD).splitlines()[-1] == "| ResNet-50 | 1 | 30.0 | 20.0 | - | 1.50 | - | 4.2 s |"
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_a_row_has_times_and_the_ratio_to_the_best() -> None:
+    """A ratio is the other's time over ours; a gap is a dash."""
+    rows = [_cells(line) for line in table.latency(_RECORD).splitlines() if line.startswith("| ResNet-50")]
+    assert rows == [["ResNet-50", "1", "30.0", "20.0", "-", "1.50"]]
+
+
+def test_standings() -> None:
+    """Against each peer, and against the best: rows with both, geometric mean of the ratios, share ahead."""
+    slower = [{**r, "batch": 8, "median_ms": ms} for r, ms in zip(_RECORD["results"], (30.0, 60.0), strict=False)]
+    record = {**_RECORD, "results": _RECORD["results"] + slower}
+    rows = [_cells(line) for line in table.standings(record).splitlines()[2:]]
+    assert rows == [
+        ["eager", "2", "0.87", "50%"],
+        ["inductor", "0", "-", "-"],
+        ["the best of each row", "2", "0.87", "50%"],
+    ]
+
+
+def test_columns_line_up() -> None:
+    """The tables are read on terminals as well."""
+    assert len({len(line) for line in table.details(_RECORD).splitlines()}) == 1
+
+
+def test_details_have_a_row_for_every_result() -> None:
+    """What was not measured is a dash; a gap has its reason instead of a row."""
+    rows = [_cells(row)[2:6] for row in table.details(_RECORD).splitlines()[2:]]
+    assert rows == [["eager", "30", "1.50", "-"], ["hybrid", "20", "1.00", "-"]]
+    assert table.gaps(_RECORD) == "- inductor: wrong answer (ResNet-50 1)"
 
 
 def test_the_caption_names_machine_and_versions() -> None:
     """Figures never stand without what they were taken on."""
-    caption = table.markdown(_RECORD).splitlines()[0]
+    caption = table.latency(_RECORD).splitlines()[0]
     assert all(part in caption for part in ("A CPU", "2 cores", "AVX512", "torch 2.13.0", "2026-01-01"))
 
 

@@ -1,0 +1,153 @@
+"""One model at one batch size on several peers, side by side: prepared one after the other, then timed in interleaved rounds."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.models import Size
+from benchmarks.peers import Peer
+from benchmarks.process import WorkerError, WorkerProcess, wait_until_quiet
+from benchmarks.worker import Account, Prepare, Ready, Reference, Round, Work, environment
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long to measure. `seconds`: timing of one model, all peers together; `timeout_s`: longest wait for one peer's answer.
+
+    `warm`: also start a second process on the caches that the first one filled, for its compile time.
+    """
+
+    threads: int
+    seconds: float = 20.0
+    rounds: int = 5
+    timeout_s: float = 300.0
+    warm: bool = True
+
+
+@dataclass(slots=True)
+class _Runner:
+    """One peer's worker. `gap` is why it takes no further part, or empty."""
+
+    peer: Peer
+    worker: WorkerProcess
+    cache: Path
+    gap: str = ""
+    ready: Ready | None = None
+    warm_s: float | None = None
+    rounds_ms: list[list[float]] = field(default_factory=list)
+    account: dict[str, object] = field(default_factory=dict)
+
+    def ask(self, message: object, within_s: float) -> Any:
+        """The worker's answer, or None with `gap` set where it gave none."""
+        try:
+            return self.worker.ask(message, within_s)
+        except WorkerError as error:
+            self.gap = str(error)
+            return None
+
+
+def compare(
+    model: str, size: Size, batch: int, peers: Sequence[Peer], effort: Effort, log: Path, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """One result per peer, in their order; a peer without figures has a "gap", which says why. What peers print is appended to `log`.
+
+    Times are milliseconds of one call, memory MiB, `gflop` 10^9 floating-point operations of one call. `samples_ms` holds every timed call.
+    """
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as name, contextlib.ExitStack() as stack:
+        folder = Path(name)
+        work = Work(model, size, batch, effort.threads, folder)
+
+        @contextlib.contextmanager
+        def start(cache: str) -> Iterator[WorkerProcess]:
+            with WorkerProcess(environment(effort.threads, folder / cache), log) as worker:
+                yield worker
+
+        say("reference")
+        try:
+            with start("reference") as worker:
+                flops = worker.ask(Reference(work), effort.timeout_s)
+        except WorkerError as error:
+            flops = f"eager has no result: {error}"
+        if isinstance(flops, str):
+            return [_identity(work, peer) | {"gap": flops} for peer in peers]
+        runners = []
+        for peer in peers:
+            if peer.missing():
+                continue
+            say(f"{peer.title}: preparing")
+            runner = _Runner(peer, stack.enter_context(start(peer.name)), folder / peer.name)
+            runner.ready = runner.ask(Prepare(work, peer, folder / f"{peer.name}-files"), effort.timeout_s)
+            runner.gap = runner.gap or (runner.ready.error if runner.ready else "")
+            runners.append(runner)
+        _time(runners, effort, say)
+        for runner in runners:
+            if not runner.gap:
+                runner.account = runner.ask(Account(), effort.timeout_s) or {}
+            runner.worker.end()
+        for runner in runners:
+            if effort.warm and runner.peer.keeps_cache and not runner.gap:
+                say(f"{runner.peer.title}: preparing again, from its cache")
+                with contextlib.suppress(WorkerError), start(runner.peer.name) as worker:
+                    again = worker.ask(
+                        Prepare(work, runner.peer, folder / f"{runner.peer.name}-files"), effort.timeout_s
+                    )
+                    runner.warm_s = None if again.error else again.compile_s
+        results = {runner.peer.name: _result(work, runner, flops) for runner in runners}
+        return [results.get(peer.name) or _identity(work, peer) | {"gap": peer.missing()} for peer in peers]
+
+
+def _time(runners: Sequence[_Runner], effort: Effort, say: Callable[[str], None]) -> None:
+    """Fill the runners' samples. Each round starts with another peer, so that none always follows the same one."""
+    for index in range(effort.rounds):
+        alive = [runner for runner in runners if not runner.gap]
+        if not alive:
+            return
+        say(f"timing, round {index + 1} of {effort.rounds}")
+        first = index % len(alive)
+        for runner in alive[first:] + alive[:first]:
+            wait_until_quiet([other.worker for other in alive])
+            nanoseconds = runner.ask(Round(effort.seconds / effort.rounds / len(alive)), effort.timeout_s)
+            if nanoseconds is not None:
+                runner.rounds_ms.append([value / 1e6 for value in nanoseconds])
+
+
+def _identity(work: Work, peer: Peer) -> dict[str, Any]:
+    return {"model": work.model, "batch": work.batch, "peer": peer.name, "size": work.size, "threads": work.threads}
+
+
+def _result(work: Work, runner: _Runner, flops: int) -> dict[str, Any]:
+    result = _identity(work, runner.peer)
+    if runner.gap or runner.ready is None:
+        return result | {"gap": runner.gap}
+    medians = [statistics.median(samples) for samples in runner.rounds_ms]
+    samples = [value for values in runner.rounds_ms for value in values]
+    median = statistics.median(samples)
+    first, _, third = _cuts(medians, 4)
+    result |= {
+        "median_ms": round(median, 5),
+        "p90_ms": round(_cuts(samples, 10)[8], 5),
+        "spread_ms": round(third - first, 5),
+        "items_per_s": round(work.batch / median * 1e3, 3),
+        "rounds": len(medians),
+        "calls": len(samples),
+        "compile_cold_s": round(runner.ready.compile_s, 3),
+        "import_s": round(runner.ready.import_s, 3),
+        "max_error": runner.ready.max_error,
+        "gflop": round(flops / 1e9, 4),
+        **runner.account,
+        "samples_ms": samples,
+    }
+    if runner.warm_s is not None:
+        result["compile_warm_s"] = round(runner.warm_s, 3)
+    return result
+
+
+def _cuts(values: Sequence[float], parts: int) -> list[float]:
+    """The values that cut the sorted ones into equal parts."""
+    return statistics.quantiles(values, n=parts, method="inclusive") if len(values) > 1 else [values[0]] * (parts - 1)

@@ -1,0 +1,69 @@
+"""A record as a picture: how much faster than eager each peer runs each model, a panel for each batch size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks import results
+from benchmarks.catalogue import MODELS
+from benchmarks.peers import by_name
+from benchmarks.results import OURS, Record
+
+_INSTALL = "the picture needs matplotlib: pip install matplotlib"
+_BASE = "eager"
+
+
+def draw(record: Record, path: Path) -> str:
+    """Write the picture (.svg, .png or .pdf, by the name). Returns why there is none, or "": without matplotlib, or without figures."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        return _INSTALL
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    batches = sorted({batch for _, batch in results.rows(record)})
+    panels = {batch: _speeds(record, batch) for batch in batches}
+    panels = {batch: speeds for batch, speeds in panels.items() if speeds}
+    if not panels:
+        return "nothing to draw: no model has a result in eager"
+    known = by_name()
+    height = 1.5 + 0.3 * max(len(speeds) for speeds in panels.values())
+    figure, axes = plt.subplots(1, len(panels), figsize=(1.5 + 5.5 * len(panels), height), squeeze=False)
+    for axis, (batch, speeds) in zip(axes[0], panels.items(), strict=True):
+        models = list(reversed(speeds))
+        for name in results.peers(record):
+            at = [(speeds[model][name], y) for y, model in enumerate(models) if name in speeds[model]]
+            ours = name == OURS
+            axis.scatter(
+                [x for x, _ in at],
+                [y for _, y in at],
+                label=known[name].title if name in known else name,
+                s=70 if ours else 28,
+                marker="D" if ours else "o",
+                zorder=3 if ours else 2,
+                edgecolors="black" if ours else "none",
+            )
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+        axis.set_yticks(range(len(models)), [MODELS[model].title if model in MODELS else model for model in models])
+        axis.grid(axis="both", alpha=0.3)
+        axis.set_title(f"batch {batch}: speed over eager")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=7, frameon=False, fontsize=8)
+    about = record["machine"]
+    figure.suptitle(f"{about['cpu']}, {about['threads']} threads, {about['capability']}, float32", fontsize=9)
+    figure.tight_layout(rect=(0, 0.6 / height, 1, 1))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    plt.close(figure)
+    return ""
+
+
+def _speeds(record: Record, batch: int) -> dict[str, dict[str, float]]:
+    """Model -> peer -> eager's time over the peer's."""
+    speeds: dict[str, dict[str, float]] = {}
+    for row in results.rows(record):
+        times = results.medians(record, row)
+        if row[1] == batch and _BASE in times:
+            speeds[row[0]] = {peer: times[_BASE] / ms for peer, ms in times.items()}
+    return speeds

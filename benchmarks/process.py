@@ -1,0 +1,111 @@
+"""A worker in a process of its own, and what the system knows of it.
+
+The worker runs `benchmarks.worker` and speaks with us through a pipe; what it prints goes to a file. It leads a process group, so that
+ending it ends the compilers it started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+from benchmarks.worker import Failed
+
+_ROOT = Path(__file__).resolve().parents[1]
+_END_S = 20.0  # to unload a compiled model and leave
+# Spinning threads use all of a core; a process that waits for a pipe uses none.
+_QUIET_SHARE = 0.02
+_QUIET_STEP_S = 0.02
+
+
+class WorkerError(RuntimeError):
+    """The worker gave no answer: it raised, ended, or took too long. The message says which."""
+
+
+class WorkerProcess:
+    """Owns one worker. Ended by `end`, which a `with` block calls."""
+
+    def __init__(self, environment: Mapping[str, str], log: Path) -> None:
+        """Start it under this process's environment with `environment` on top; its output is appended to `log`."""
+        ours, theirs = Pipe()
+        paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", f"from benchmarks.worker import main; main({theirs.fileno()})"],
+                env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(paths)},
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        theirs.close()
+        self._connection: Connection = ours
+
+    def __enter__(self) -> WorkerProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def ask(self, message: object, within_s: float) -> Any:
+        """The worker's answer to `message`. Raises WorkerError where none came within `within_s` seconds; the worker is ended then."""
+        try:
+            self._connection.send(message)
+            answered = self._connection.poll(within_s)
+            answer = self._connection.recv() if answered else None
+        except (EOFError, ConnectionError) as error:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_S)
+            self.end()
+            raise WorkerError(f"the process ended {_manner(self._process.returncode)}") from error
+        if answered and not isinstance(answer, Failed):
+            return answer
+        self.end()
+        raise WorkerError(answer.why if answered else f"no answer within {within_s:.0f} s")
+
+    def cpu_ns(self) -> int:
+        """Processor time that all its threads have used; 0 where the system does not tell."""
+        total = 0
+        for path in Path(f"/proc/{self._process.pid}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError):  # the thread has just ended
+                total += int(path.read_text().split()[0])
+        return total
+
+    def end(self) -> None:
+        """Close the pipe, upon which an idle worker leaves; then kill what is left of its process group."""
+        self._connection.close()
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+def _manner(code: int | None) -> str:
+    if code is None:
+        return "its conversation but still runs"
+    return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+
+
+def wait_until_quiet(workers: Sequence[WorkerProcess], at_most_s: float = 2.0) -> float:
+    """Wait until the workers together use next to no processor; returns the seconds waited.
+
+    The threads of OpenMP, and of other pools, spin for some milliseconds after work, up to 200: whoever is timed meanwhile would share
+    the cores with them.
+    """
+    start = time.perf_counter()
+    before, at = sum(worker.cpu_ns() for worker in workers), start
+    while True:
+        time.sleep(_QUIET_STEP_S)
+        now, used = time.perf_counter(), sum(worker.cpu_ns() for worker in workers)
+        if used - before <= _QUIET_SHARE * (now - at) * 1e9 or now - start > at_most_s:
+            return now - start
+        before, at = used, now

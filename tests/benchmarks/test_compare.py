@@ -1,0 +1,41 @@
+"""Peers side by side, on the smallest model and for very short rounds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.compare import Effort, compare
+from benchmarks.peers import Peer
+
+EAGER = Peer("eager", "eager", "benchmarks.peers.eager")
+
+
+def planted(name: str) -> Peer:
+    """One of the peers under tests/benchmarks/planted/."""
+    return Peer(name, name, f"tests.benchmarks.planted.{name}")
+
+
+def test_gaps_do_not_stop_the_others(tmp_path: Path) -> None:
+    """A peer that is right is timed; one that is wrong, refuses, dies or is not installed has a gap that says why, and no figures."""
+    absent = Peer("absent", "absent", "benchmarks.peers.eager", (("no_such_package", "no-such-package"),))
+    peers = [planted("wrong"), EAGER, planted("refusing"), planted("dying"), absent]
+    effort = Effort(threads=1, seconds=0.05, rounds=3, timeout_s=120, warm=False)
+    said: list[str] = []
+    results = compare("lstm", "small", 1, peers, effort, tmp_path / "log", said.append)
+    assert [result["peer"] for result in results] == ["wrong", "eager", "refusing", "dying", "absent"]
+    wrong, eager, refusing, dying, missing = results
+    assert wrong["gap"].startswith("wrong answer: up to 0.5")
+    assert refusing["gap"] == "NotImplementedError: no rule for aten.sigmoid"
+    assert dying["gap"] == "the process ended by SIGSEGV"
+    assert missing["gap"] == "not installed: pip install no-such-package"
+    assert not any("median_ms" in result for result in (wrong, refusing, dying, missing))
+    assert eager["max_error"] == 0.0
+    assert eager["rounds"] == 3
+    assert 0 < eager["median_ms"] <= eager["p90_ms"]
+    assert len(eager["samples_ms"]) == eager["calls"] >= 3
+    assert eager["gflop"] > 0
+    assert min(eager["preparing_mib"], eager["running_mib"]) > 50  # torch alone takes more
+    assert "timing, round 3 of 3" in said
+    assert (
+        "the whole graph" in (tmp_path / "log").read_text()
+    )  # the first line is the gap, the rest is for who looks into it
