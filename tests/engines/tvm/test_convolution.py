@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import pytest
 import torch
 
-from tests.engines.tvm.schedule_runner import HOST, NARROW, index_of, row_major, run_kernel
+from tests.engines.tvm.schedule_runner import HOST, NARROW, compile_kernel, index_of, row_major, run_kernel
 from torch_hybrid_backend.engines.tvm import packing, tiles
 from torch_hybrid_backend.engines.tvm.schedules import convolution
 from torch_hybrid_backend.engines.tvm.schedules.conv_geometry import Axis, column_tiles
@@ -40,8 +41,14 @@ def layout_of(buffer: Buffer, block: int, blocked: bool) -> Layout:
     return Blocked(block) if blocked else contiguous(buffer.shape)
 
 
-def check(case: Case, target: Target = HOST) -> None:
-    """out = relu(conv(x, w) + bias + residual), and more of it in long epilogues; the residual lies in the other layout than the output."""
+Made = tuple[ConvKernel, dict[Buffer, torch.Tensor], torch.Tensor]
+
+
+def make(case: Case, target: Target) -> Made:
+    """(kernel, inputs, result in float64) of out = relu(conv(x, w) + bias + residual), and more of it in long epilogues.
+
+    The residual lies in the other layout than the output.
+    """
     dims = len(case.kernel)
     stride, dilation = (case.stride,) * dims, (case.dilation,) * dims
     padding = (case.padding,) * dims if isinstance(case.padding, int) else case.padding
@@ -91,7 +98,12 @@ def check(case: Case, target: Target = HOST) -> None:
         accumulator,
         (Store(out, point, value),),
     )
-    inputs = {x: xt, packed: packing.pack_conv_weight(wt, case.groups, block), bias: bt, residual: rt}
+    return kernel, {x: xt, packed: packing.pack_conv_weight(wt, case.groups, block), bias: bt, residual: rt}, want
+
+
+def check(case: Case, target: Target = HOST) -> None:
+    """The kernel's result against float64."""
+    kernel, inputs, want = make(case, target)
     (got,) = run_kernel(kernel, convolution.emit, inputs, target)
     tolerance = 1e-2 if case.dtype == "bfloat16" else 1e-5
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance * float(want.abs().max()))
@@ -193,3 +205,15 @@ def test_column_tiles_say_which_columns_read_inside() -> None:
     assert found[0].inside[0] == (False,) + (True,) * 7
     assert found[2].inside[2] == (True,) * 7 + (False,)
     assert all(all(inside) for inside in found[1].inside)
+
+
+def test_accumulators_stay_in_registers() -> None:
+    """Columns of a row share input elements between taps, which LLVM keeps in registers: tiles leave room for them."""
+    if HOST.lanes < 16:
+        pytest.skip("register names of AVX-512")
+    kernel, _, _ = make(Case((1, 128, 56, 56), 32, (3, 3), 1, 1), HOST)
+    assembly = compile_kernel(kernel, convolution.emit).inspect_source("asm")
+    spills = re.findall(r"vmovup[sd]\s+(?:%zmm\d+, -?\d*\(%rsp\)|-?\d*\(%rsp\), %zmm)", assembly)
+    multiply_adds = re.findall(r"vfmadd\w+\s+.*%zmm", assembly)
+    assert len(multiply_adds) >= 54
+    assert len(spills) <= len(multiply_adds) // 20

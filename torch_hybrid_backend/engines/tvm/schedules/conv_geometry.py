@@ -6,6 +6,7 @@ and each kernel column it is known beforehand which of the tile's columns lie in
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from torch_hybrid_backend.core.size import known
@@ -35,6 +36,11 @@ class Axis:
     @property
     def is_pointwise(self) -> bool:
         return self.kernel == 1 and self.stride == 1 and self.padding == 0 and self.size == self.out
+
+    def shared(self, outs: int) -> int:
+        """How many input positions several of `outs` neighbouring output positions read."""
+        reads = Counter(o * self.stride + t * self.dilation for o in range(outs) for t in range(self.kernel))
+        return sum(readers > 1 for readers in reads.values())
 
     def inside(self, out: int, tap: int) -> bool:
         """Whether that input position exists."""

@@ -99,7 +99,7 @@ class _Direct:
         found: dict[tuple[Split, int], float] = {}
         for most in range(1, min(self.blocks, register_count(self.target) // 4) + 1):
             blocks = split_into(self.blocks, -(-self.blocks // most))
-            tiles = -(-self.columns.out // max_rows(blocks.size * vectors, self.target))
+            tiles = -(-self.columns.out // self._most_columns(blocks.size * vectors))
             columns = split_into(self.columns.out, tiles)
             tasks = typical(parts.images) * self.groups * blocks.parts * (tiles if self.is_flat else self.rows.out)
             work = sum(
@@ -111,6 +111,19 @@ class _Direct:
             found.setdefault((blocks, tiles), work * idle)
         blocks, tiles = self.builder.choose(found)
         return _Tiling(blocks, tiles, *self._chunks(blocks))
+
+    def _most_columns(self, vectors: int) -> int:
+        """The most output columns of a register tile.
+
+        LLVM keeps an input element in a register that several columns read at different taps of an unrolled kernel row: those need
+        room beside the accumulators, or accumulators are stored and loaded in every step (3x the time for 3x3 and 2 blocks of 14 columns).
+        """
+        most = max_rows(vectors, self.target)
+        if is_wide(self.columns):
+            return most
+        registers = register_count(self.target) - 1 - vectors
+        fitting = (c for c in range(most, 0, -1) if c * vectors + self.columns.shared(c) <= registers)
+        return next(fitting, 1)
 
     def _chunks(self, blocks: Split) -> tuple[int, int]:
         """Input channels and output rows per chunk; (all channels, 0) where the weight of one task fits the cache."""
