@@ -10,7 +10,7 @@ import torch
 import torch.fx
 
 from torch_hybrid_backend.passes.context import PassContext
-from torch_hybrid_backend.passes.purity import has_mutation, is_pure
+from torch_hybrid_backend.passes.purity import constant_nodes, has_mutation
 from torch_hybrid_backend.passes.rewrite import insert, same_spec
 
 aten = torch.ops.aten
@@ -28,7 +28,7 @@ def fold_batch_norm(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
     """
     if has_mutation(gm):
         return False
-    constant = _constant_nodes(gm, ctx)
+    constant = constant_nodes(gm, ctx.constants)
     changed = False
     for node in gm.graph.find_nodes(op="call_function", target=aten._native_batch_norm_legit_no_training.default):
         # The saved statistics (empty on CPU) are never read in inference; where they are, the operator stays whole.
@@ -36,17 +36,6 @@ def fold_batch_norm(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
         if len(used) == 1 and used[0].target is operator.getitem and used[0].args[1] == 0:
             changed |= _rewrite(gm, node, used[0], constant)
     return changed
-
-
-def _constant_nodes(gm: torch.fx.GraphModule, ctx: PassContext) -> set[Node]:
-    """Nodes that depend on constant placeholders and buffers alone."""
-    constant: set[Node] = set()
-    for node in gm.graph.nodes:
-        if (node.op == "placeholder" and node.name in ctx.constants) or (
-            is_pure(node) and all(argument in constant for argument in node.all_input_nodes)
-        ):
-            constant.add(node)
-    return constant
 
 
 @dataclass(frozen=True, slots=True)

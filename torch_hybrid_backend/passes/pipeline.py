@@ -13,6 +13,7 @@ from torch_hybrid_backend.passes.cse import cse
 from torch_hybrid_backend.passes.dead_code import dead_code
 from torch_hybrid_backend.passes.fold_batch_norm import fold_batch_norm
 from torch_hybrid_backend.passes.fold_constants import fold_constants
+from torch_hybrid_backend.passes.merge_siblings import merge_siblings
 from torch_hybrid_backend.passes.remove_no_ops import remove_no_ops
 from torch_hybrid_backend.passes.simplify import simplify
 from torch_hybrid_backend.passes.verify import Contract, verify
@@ -33,6 +34,10 @@ PASSES: tuple[tuple[Pass, str], ...] = (
     (fold_constants, "before cse: equal constants become one"),
     (cse, "after all that makes expressions equal"),
     (remove_no_ops, "again: copies of folded constants, views that simplify brought together"),
+    (
+        merge_siblings,
+        "after cse, which makes equal views of one tensor one input",
+    ),
     (dead_code, "last: sweeps what the others left"),
 )
 

@@ -49,6 +49,17 @@ def is_pure(node: torch.fx.Node) -> bool:
     )
 
 
+def constant_nodes(gm: torch.fx.GraphModule, constants: frozenset[str]) -> set[torch.fx.Node]:
+    """Nodes that depend on the placeholders `constants`, and on buffers, alone."""
+    found: set[torch.fx.Node] = set()
+    for node in gm.graph.nodes:
+        if (node.op == "placeholder" and node.name in constants) or (
+            is_pure(node) and all(argument in found for argument in node.all_input_nodes)
+        ):
+            found.add(node)
+    return found
+
+
 def is_view(node: torch.fx.Node) -> bool:
     """Whether the operator's result shares the memory of its first argument (by its schema)."""
     target = node.target
