@@ -163,6 +163,24 @@ def test_the_warning_names_the_users_line(caplog: pytest.LogCaptureFixture) -> N
     assert "(model.py:12 in forward: return x @ x)" in caplog.text
 
 
+def test_a_region_that_is_too_far_off_is_made_exact() -> None:
+    """What its engine can compute more accurately is not lost to eager for rounding too much."""
+    region = _region()
+
+    class Rounding(FakeRegion):
+        def exact(self) -> CompiledRegion:
+            return exact
+
+    exact = _fine(region)
+    rounding = Rounding(region, lambda outputs: [output + 1 for output in outputs])
+    choice = choose(region, {"fake": rounding}, [X], Config(placement="estimate"), Pricing())
+    assert choice.decision.engine == "fake"
+    assert choice.compiled is exact
+    assert not choice.decision.refusals
+    rounding.change = lambda outputs: outputs
+    assert choose(region, {"fake": rounding}, [X], Config(placement="estimate"), Pricing()).compiled is rounding
+
+
 def test_a_wrong_answer_falls_back(caplog: pytest.LogCaptureFixture) -> None:
     """The call returns eager's answer; the refusal states the error; another candidate still gets its chance."""
     region = _region()

@@ -106,7 +106,7 @@ class ConvKernel(Kernel):
     """Domain (n, o, *out_spatial): the accumulator, then the stores.
 
     `x` is over (n, c, *in_spatial) given by `x_vars`, in range only: the schedule handles padding. The weight argument `packed` is packed ahead
-    (see `ConvShape.packed_shape` in the engine), zero-padded.
+    by the engine, zero-padded. `winograd`: outputs along a side of a Winograd tile, for which the weight was transformed; 0 for a direct sum.
     """
 
     x_vars: tuple[LoopVar, ...]
@@ -120,6 +120,7 @@ class ConvKernel(Kernel):
     block: int  # output channels per block (vector lanes times vectors)
     accumulator: Buffer
     stores: tuple[Store, ...]
+    winograd: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

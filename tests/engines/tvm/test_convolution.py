@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from tests.engines.tvm.schedule_runner import HOST, NARROW, compile_kernel, index_of, row_major, run_kernel
-from torch_hybrid_backend.engines.tvm import packing, tiles
+from torch_hybrid_backend.engines.tvm import packing, tiles, winograd
 from torch_hybrid_backend.engines.tvm.schedules import convolution
 from torch_hybrid_backend.engines.tvm.schedules.conv_geometry import Axis, column_tiles
 from torch_hybrid_backend.engines.tvm.target import Target
@@ -35,6 +36,7 @@ class Case:
     blocked_out: bool = True
     long_epilogue: bool = False
     dtype: str = "float32"
+    winograd: int = 0
 
 
 def layout_of(buffer: Buffer, block: int, blocked: bool) -> Layout:
@@ -68,7 +70,10 @@ def make(case: Case, target: Target) -> Made:
     compute = compute_dtype(case.dtype)
     x, out = Buffer(case.x, case.dtype, "x"), Buffer(tuple(want.shape), case.dtype, "out")
     residual, bias = Buffer(out.shape, case.dtype, "residual"), Buffer((case.o,), case.dtype, "bias")
-    packed = Buffer(packing.packed_conv_shape(tuple(wt.shape), case.groups, block), case.dtype, "packed")
+    ahead = packing.pack_conv_weight(wt, case.groups, block)
+    if case.winograd:
+        ahead = winograd.pack_winograd_weight(wt, case.winograd, block)
+    packed = Buffer(tuple(ahead.shape), case.dtype, "packed")
     accumulator = Buffer(out.shape, compute, "acc")
     domain = tuple(LoopVar(f"d{i}", n) for i, n in enumerate(out.shape))
     x_vars = tuple(LoopVar(f"x{i}", n) for i, n in enumerate(x.shape))
@@ -97,8 +102,9 @@ def make(case: Case, target: Target) -> Made:
         block,
         accumulator,
         (Store(out, point, value),),
+        case.winograd,
     )
-    return kernel, {x: xt, packed: packing.pack_conv_weight(wt, case.groups, block), bias: bt, residual: rt}, want
+    return kernel, {x: xt, packed: ahead, bias: bt, residual: rt}, want
 
 
 def check(case: Case, target: Target = HOST) -> None:
@@ -165,6 +171,24 @@ def test_grouped(case: Case) -> None:
 def test_depthwise(case: Case, target: Target) -> None:
     """One channel to one channel: ragged last block, strides, small, large and wide windows."""
     check(case, target)
+
+
+@pytest.mark.parametrize("target", [HOST, NARROW], ids=["host", "narrow"])
+@pytest.mark.parametrize("m", [2, 4])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((1, 32, 13, 11), 48, (3, 3), padding=1),  # odd numbers of tiles and of outputs
+        Case((3, 16, 7, 5), 20, (3, 3)),  # several images, ragged channels, no padding
+        Case((1, 16, 8, 8), 16, (3, 3), padding=(3, 0), blocked_out=False),  # tiles that read nothing but padding
+        Case((1, 64, 1, 1), 37, (3, 3), padding=1, long_epilogue=True),
+        Case((2, 16, 9, 4), 33, (3, 3), padding=(1, 2), blocked_x=False),
+        Case((1, 128, 17, 18), 96, (3, 3), padding=1),  # several runs of tiles
+    ],
+)
+def test_winograd(case: Case, m: int, target: Target) -> None:
+    """F(2x2) and F(4x4): borders, tiles that reach beyond the output, ragged channels, every layout."""
+    check(dataclasses.replace(case, winograd=m), target)
 
 
 def test_depthwise_reads_and_writes_row_major() -> None:

@@ -35,9 +35,10 @@ from torch_hybrid_backend.engines.tvm.search import (
     search,
 )
 from torch_hybrid_backend.engines.tvm.target import Target
-from torch_hybrid_backend.engines.tvm.variants import Variant, variants, work
+from torch_hybrid_backend.engines.tvm.variants import variants, work
 from torch_hybrid_backend.errors import CompileError
 from torch_hybrid_backend.loops import lowering
+from torch_hybrid_backend.loops.kernels import kernel_sizes
 from torch_hybrid_backend.store import Store
 
 log = logging.getLogger(__name__)
@@ -187,16 +188,19 @@ class TvmEngine:
     def _candidates(self, region: RegionKernels) -> tuple[Candidates, ...]:
         """What to compile of each kernel: the variant known to be fastest, or those to find out about."""
         most = _VARIANTS[self._placement]
-        if most == 1:
-            return tuple(Candidates("", (Variant("", (kernel,)),)) for kernel in region.kernels)
         constants = {id(packed.buffer): packed for packed in region.packed}
         verdicts = self._verdicts()
         result = []
         for kernel in region.kernels:
             found = variants(kernel, constants, self.target, most)
-            key = kernel_key(kernel, self.target) if len(found) > 1 else ""
-            times = verdicts.get(key) if key else {}
-            result.append(Candidates.of(key, found, times, work(kernel), complete=self._placement == "tune"))
+            if most == 1 or len(found) == 1 or kernel_sizes(kernel):
+                result.append(Candidates.of("", found, {}))
+                result[-1].close()  # by estimate
+                continue
+            key = kernel_key(kernel, self.target)
+            result.append(
+                Candidates.of(key, found, verdicts.get(key), work(kernel), complete=self._placement == "tune")
+            )
         return tuple(result)
 
     def _assemble(self, region: Region) -> _Assembled | Exception:

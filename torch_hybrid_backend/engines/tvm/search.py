@@ -81,7 +81,8 @@ class Verdicts:
 
 @dataclass(slots=True, eq=False)
 class Candidates:
-    """One kernel of a region and what is to be compiled of it: variants, of which `best` is the one to use as far as is known.
+    """One kernel of a region and what is to be compiled of it: variants, of which `best` is the one to use as far as is known: timed, or by
+    estimate.
 
     `key` is the kernel's, "" where there is nothing to choose. With `is_open` the choice is still to be made, by `search`.
     """
@@ -101,8 +102,11 @@ class Candidates:
         first = variants[0]
         winner = fastest(variants, times)
         kept = (first,) if winner is first else (winner,) if winner.is_exact else (first, winner)
-        left = [v for v in variants if v.name not in times and v not in kept] if complete or not times else []
-        return Candidates(key, (*kept, *left), len(kept) - 1, bool(left), times, work)
+        untimed = [v for v in variants if v.name not in times] if complete or not times else []
+        left = [v for v in untimed if v not in kept]
+        # What is taken by estimate is still to be timed, against the kernel itself if there is nothing else.
+        is_open = bool(left) or (winner in untimed and len(kept) > 1)
+        return Candidates(key, (*kept, *left), len(kept) - 1, is_open, times, work)
 
     def close(self) -> None:
         """Leave the choice as it is."""
@@ -142,7 +146,7 @@ class Options:
             best = len(compiled) if number == candidates.best else best
             libraries = tuple((k.library, k.symbol) for k in kernels if not isinstance(k, Exception))
             compiled.append(CompiledVariant(variant, libraries))
-        is_open = candidates.is_open and len(compiled) > best + 1
+        is_open = candidates.is_open and len(compiled) > 1
         return Options(candidates.key, tuple(compiled), best, is_open, candidates.times)
 
     @property
@@ -182,7 +186,9 @@ def limit(candidates: Sequence[Candidates], least: int = 6) -> None:
 
 
 def fastest(variants: Sequence[Variant], times: Mapping[str, float]) -> Variant:
-    """The variant to use; the first where nothing was timed. A later one has to be faster by more than noise."""
+    """The variant to use; the preferred one, or else the first, where nothing was timed. A later one has to be faster by more than noise."""
+    if not any(variant.name in times for variant in variants):
+        return next((variant for variant in variants if variant.is_preferred), variants[0])
     best = variants[0]
     for other in variants[1:]:
         us, best_us = times.get(other.name), times.get(best.name, math.inf)

@@ -3,12 +3,8 @@
 The first variant is always the kernel itself. Which is fastest the engine finds out on the region's first call (`search`), unless the
 placement is by estimate. A new way is one function in `ALTERNATIVES`:
 
-    def winograd(kernel: ConvKernel, weight: Packed | None, target: Target) -> list[Variant]:
-        if weight is None or kernel.kernel != (3, 3):   # a weight packed in every call, another window
-            return []
-        transformed = weight.repacked(Buffer(shape, dtype, "winograd", constant=True), partial(pack_winograd, tile=4))
-        other = with_weight(replace(kernel, algorithm="winograd"), transformed)
-        return [Variant("winograd 4x4", (other,), (transformed,), is_exact=False)]
+    def other_choices(kernel: Kernel, weight: Packed | None, target: Target) -> list[Variant]:
+        return [Variant(f"choice {n}", (dataclasses.replace(kernel, choice=n),)) for n in range(1, 8)]
 """
 
 from __future__ import annotations
@@ -17,10 +13,15 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
-from torch_hybrid_backend.core.size import typical
+from torch_hybrid_backend.core.size import known, typical
+from torch_hybrid_backend.engines.tvm.conv_choice import winograd_gains
 from torch_hybrid_backend.engines.tvm.prepare import Packed
 from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.engines.tvm.winograd import pack_winograd_weight, packed_winograd_shape
+from torch_hybrid_backend.loops.ir import Buffer
 from torch_hybrid_backend.loops.kernels import Argument, ConvKernel, Kernel, MatMulKernel, kernel_sizes
 from torch_hybrid_backend.loops.layout import contiguous
 
@@ -31,31 +32,38 @@ class Variant:
 
     `name` is unique among a kernel's variants and stable: verdicts are kept under it. `packed`: constants that only this variant reads.
     Between its kernels it may use buffers of its own. `is_exact`: it rounds as the kernel itself does; a region with one that is not
-    falls back to those that are, where its results are too far from eager's.
+    falls back to those that are, where its results are too far from eager's. `is_preferred`: by estimate it is the fastest, and taken where
+    nothing was timed.
     """
 
     name: str
     kernels: tuple[Kernel, ...]
     packed: tuple[Packed, ...] = ()
     is_exact: bool = True
+    is_preferred: bool = False
 
 
+Packable = TypeVar("Packable", ConvKernel, MatMulKernel)
 Alternatives = Callable[..., Sequence[Variant]]
 
 
 def variants(kernel: Kernel, constants: Mapping[int, Packed], target: Target, most: int) -> tuple[Variant, ...]:
-    """At most `most` variants of a kernel. `constants`: what is packed ahead, by the identity of its buffer."""
-    found = [Variant("", (kernel,))]
-    if most <= 1 or kernel_sizes(kernel):  # sizes of the call that is timed say little of those to come
-        return tuple(found)
+    """The variants of a kernel: itself first, then the preferred one. `constants`: what is packed ahead, by the identity of its buffer.
+
+    At most `most`, and none but these two where sizes are known only at run time: those of the call that is timed say little of those to come.
+    """
     weight = constants.get(id(kernel.packed)) if isinstance(kernel, ConvKernel | MatMulKernel) else None
+    found: list[Variant] = []
     for kind, alternatives in ALTERNATIVES:
         if isinstance(kernel, kind):
             found += alternatives(kernel, weight, target)
-    return tuple(found[:most])
+    found.sort(key=lambda variant: not variant.is_preferred)
+    preferred = [variant for variant in found if variant.is_preferred]
+    others = preferred if kernel_sizes(kernel) else found[: max(most - 1, len(preferred))]
+    return Variant("", (kernel,)), *others
 
 
-def with_weight(kernel: ConvKernel | MatMulKernel, weight: Packed) -> ConvKernel | MatMulKernel:
+def with_weight(kernel: Packable, weight: Packed) -> Packable:
     """The kernel with another packed weight in place of its own."""
     own = kernel.packed
     argument = Argument(weight.buffer, contiguous(weight.buffer.shape))
@@ -68,8 +76,39 @@ def other_choices(kernel: Kernel, weight: Packed | None, target: Target) -> list
     return [Variant(f"choice {n}", (dataclasses.replace(kernel, choice=n),)) for n in range(1, _CHOICES)]
 
 
+def winograd(kernel: ConvKernel, weight: Packed | None, target: Target) -> list[Variant]:
+    """F(2x2, 3x3) and F(4x4, 3x3), where arithmetic does not rule them out; a weight known only at run time is not worth its transform."""
+    if (
+        weight is None
+        or kernel.kernel != (3, 3)
+        or kernel.groups != 1
+        or {*kernel.stride, *kernel.dilation} != {1}
+        or {kernel.accumulator.dtype, kernel.packed.dtype} != {"float32"}
+    ):
+        return []
+    images, outputs, *size = (variable.extent for variable in kernel.domain)
+    rows, columns = map(known, size)
+    inputs = known(kernel.x_vars[1].extent)
+    gains = winograd_gains(images, known(outputs), inputs, (rows, columns), target)
+    best = next(iter(gains), 0)
+    found = []
+    for m, gain in gains.items():
+        if gain < _CONCEIVABLE_GAIN:
+            continue
+        shape = packed_winograd_shape((known(outputs), inputs, 3, 3), m, target.lanes)
+        buffer = Buffer(shape, kernel.packed.dtype, "transformed", constant=True)
+        transformed = weight.repacked(buffer, partial(pack_winograd_weight, m=m, lanes=target.lanes))
+        other = dataclasses.replace(with_weight(kernel, transformed), winograd=m)
+        is_preferred = m == best and gain > _CERTAIN_GAIN
+        found.append(Variant(f"winograd {m}", (other,), (transformed,), is_exact=False, is_preferred=is_preferred))
+    return found
+
+
+# The estimates of `winograd_gains` are right within a quarter (docs/performance.md).
+_CONCEIVABLE_GAIN, _CERTAIN_GAIN = 0.8, 1.15
 _CHOICES = 8  # beyond the eighth best by estimate nothing has won
 ALTERNATIVES: tuple[tuple[type[Kernel], Alternatives], ...] = (
+    (ConvKernel, winograd),
     (ConvKernel, other_choices),
     (MatMulKernel, other_choices),
 )

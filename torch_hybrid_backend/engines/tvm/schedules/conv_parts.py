@@ -38,11 +38,14 @@ class ConvParts:
     def _spatial(self, variables: tuple[LoopVar, ...], row: Index, column: Index) -> dict[LoopVar, Index]:
         return dict(zip(variables[2:], (row, column)[4 - len(variables) :], strict=True))
 
+    def x_env(self, image: Index, channel: Index, row: Index, column: Index) -> dict[LoopVar, Index]:
+        """The kernel's input variables at a position inside the input."""
+        variables = self.kernel.x_vars
+        return {variables[0]: image, variables[1]: channel, **self._spatial(variables, row, column)}
+
     def x(self, image: Index, channel: Index, row: Index, column: Index) -> TirExpr:
         """One input element; the position must lie inside the input."""
-        variables = self.kernel.x_vars
-        env = {variables[0]: image, variables[1]: channel, **self._spatial(variables, row, column)}
-        return self.printer.expr(self.kernel.x, env)
+        return self.printer.expr(self.kernel.x, self.x_env(image, channel, row, column))
 
     def weight(self, *position: Index) -> TirExpr:
         """One element of the packed weight."""
