@@ -31,7 +31,8 @@ Settings = dict[str, Any]
 class Model:
     """One model of the zoo. `make` returns it as its author initialises it; `example(size, batch)` its positional inputs.
 
-    `tvm_flops` states that at least 95% of its floating-point operations are expected in the TVM engine.
+    `pretrained`: its weights are as `make` gives them, not random ones. `tvm_flops` states that at least 95% of its
+    floating-point operations are expected in the TVM engine.
     """
 
     name: str
@@ -57,7 +58,7 @@ class Model:
         return model.eval()
 
 
-def _images(small: int, full: int) -> Callable[[Size, int], tuple[torch.Tensor, ...]]:
+def images(small: int, full: int) -> Callable[[Size, int], tuple[torch.Tensor, ...]]:
     """(batch, 3, side, side) float32, standard normal."""
 
     def example(size: Size, batch: int) -> tuple[torch.Tensor, ...]:
@@ -87,7 +88,7 @@ def _tokens(
     return example
 
 
-def _transformers(model: str, config: str, small: Settings, full: Settings) -> Callable[[Size], nn.Module]:
+def from_transformers(model: str, config: str, small: Settings, full: Settings) -> Callable[[Size], nn.Module]:
     """The transformers class `model` on its `config`; the package is imported when the model is built."""
 
     def make(size: Size) -> nn.Module:
@@ -143,31 +144,31 @@ _MODELS: tuple[Model, ...] = (
     Model(
         "resnet50",
         "ResNet-50",
-        _transformers(
+        from_transformers(
             "ResNetForImageClassification",
             "ResNetConfig",
             {"embedding_size": 16, "hidden_sizes": [32, 64, 128, 256], "depths": [1, 2, 1, 1], "num_labels": 10},
             {"num_labels": 1000},
         ),
-        _images(64, 224),
+        images(64, 224),
         tvm_flops=True,
     ),
     Model(
         "mobilenet_v2",
         "MobileNetV2",
-        _transformers(
+        from_transformers(
             "MobileNetV2ForImageClassification",
             "MobileNetV2Config",
             {"depth_multiplier": 0.35, "image_size": 64, "num_labels": 10},
             {"num_labels": 1000},
         ),
-        _images(64, 224),
+        images(64, 224),
         tvm_flops=True,
     ),
     Model(
         "efficientnet_b0",
         "EfficientNet-B0",
-        _transformers(
+        from_transformers(
             "EfficientNetForImageClassification",
             "EfficientNetConfig",
             {
@@ -191,25 +192,25 @@ _MODELS: tuple[Model, ...] = (
                 "num_labels": 1000,
             },
         ),
-        _images(64, 224),
+        images(64, 224),
         tvm_flops=True,
     ),
     Model(
         "convnext_tiny",
         "ConvNeXt-T",
-        _transformers(
+        from_transformers(
             "ConvNextForImageClassification",
             "ConvNextConfig",
             {"hidden_sizes": [32, 48, 64, 96], "depths": [1, 1, 2, 1], "image_size": 64, "num_labels": 10},
             {"num_labels": 1000},
         ),
-        _images(64, 224),
+        images(64, 224),
         tvm_flops=True,
     ),
     Model(
         "regnet_y",
         "RegNet-Y 4GF",
-        _transformers(
+        from_transformers(
             "RegNetForImageClassification",
             "RegNetConfig",
             {
@@ -221,13 +222,13 @@ _MODELS: tuple[Model, ...] = (
             },
             {"num_labels": 1000},
         ),
-        _images(64, 224),
+        images(64, 224),
         tvm_flops=True,
     ),
     Model(
         "vit_b16",
         "ViT-B/16",
-        _transformers(
+        from_transformers(
             "ViTForImageClassification",
             "ViTConfig",
             {
@@ -240,13 +241,13 @@ _MODELS: tuple[Model, ...] = (
             },
             {"num_labels": 1000},
         ),
-        _images(64, 224),
+        images(64, 224),
         tvm_flops=True,
     ),
     Model(
         "swin_tiny",
         "Swin-T",
-        _transformers(
+        from_transformers(
             "SwinForImageClassification",
             "SwinConfig",
             {
@@ -259,13 +260,13 @@ _MODELS: tuple[Model, ...] = (
             },
             {"num_labels": 1000},
         ),
-        _images(56, 224),
+        images(56, 224),
         tvm_flops=True,
     ),
     Model(
         "segformer_b0",
         "SegFormer-B0",
-        _transformers(
+        from_transformers(
             "SegformerForSemanticSegmentation",
             "SegformerConfig",
             {
@@ -277,19 +278,19 @@ _MODELS: tuple[Model, ...] = (
             },
             {"num_labels": 150},
         ),
-        _images(64, 224),
+        images(64, 224),
         tvm_flops=True,
     ),
     Model(
         "bert_base",
         "BERT-base",
-        _transformers("BertModel", "BertConfig", _BERT_SMALL, {}),
+        from_transformers("BertModel", "BertConfig", _BERT_SMALL, {}),
         _tokens((100, 24), (30522, 128), mask=True),
     ),
     Model(
         "distilbert",
         "DistilBERT",
-        _transformers(
+        from_transformers(
             "DistilBertModel",
             "DistilBertConfig",
             {
@@ -307,7 +308,7 @@ _MODELS: tuple[Model, ...] = (
     Model(
         "gpt2",
         "GPT-2",
-        _transformers(
+        from_transformers(
             "GPT2LMHeadModel",
             "GPT2Config",
             {"vocab_size": 100, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, **_GENERATION},
@@ -318,7 +319,7 @@ _MODELS: tuple[Model, ...] = (
     Model(
         "t5_small_encoder",
         "T5-small encoder",
-        _transformers(
+        from_transformers(
             "T5EncoderModel",
             "T5Config",
             {"vocab_size": 100, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4},
@@ -329,7 +330,7 @@ _MODELS: tuple[Model, ...] = (
     Model(
         "llama_small",
         "Llama, small",
-        _transformers(
+        from_transformers(
             "LlamaForCausalLM",
             "LlamaConfig",
             {
@@ -360,7 +361,7 @@ _MODELS: tuple[Model, ...] = (
         pretrained=True,
     ),
     Model("lstm", "LSTM classifier", _lstm, _tokens((100, 12), (30522, 32))),
-    Model("unet", "U-Net", _unet, _images(32, 224)),
+    Model("unet", "U-Net", _unet, images(32, 224)),
 )
 
 

@@ -91,6 +91,51 @@ class UNet(nn.Module):
         return logits
 
 
+class ConvolutionUnit(nn.Sequential):
+    """Convolution (stride 2 halves the image), batch norm, leaky ReLU: the unit that Darknet-53 is made of."""
+
+    def __init__(self, channels_in: int, channels_out: int, kernel: int, stride: int = 1) -> None:
+        super().__init__(
+            nn.Conv2d(channels_in, channels_out, kernel, stride, padding=kernel // 2, bias=False),
+            nn.BatchNorm2d(channels_out),
+            nn.LeakyReLU(0.1, inplace=True),
+        )
+
+
+class DarknetBlock(nn.Module):
+    """A 1x1 convolution to half the channels, a 3x3 one back, and the input added. x: (batch, channels, h, w)."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.narrow = ConvolutionUnit(channels, channels // 2, 1)
+        self.widen = ConvolutionUnit(channels // 2, channels, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        widened: torch.Tensor = self.widen(self.narrow(x))
+        return x + widened
+
+
+class Darknet53(nn.Module):
+    """The backbone of YOLOv3 (Redmon and Farhadi 2018) with its classifier; the published depths are (1, 2, 8, 8, 4), the width 32.
+
+    x: (batch, 3, h, w) float32, h and w multiples of 2**len(depths).  Returns: (batch, classes).
+    """
+
+    def __init__(self, depths: tuple[int, ...], width: int, classes: int) -> None:
+        super().__init__()
+        stages: list[nn.Module] = [ConvolutionUnit(3, width, 3)]
+        for depth in depths:
+            stages.append(ConvolutionUnit(width, 2 * width, 3, stride=2))
+            width *= 2
+            stages += [DarknetBlock(width) for _ in range(depth)]
+        self.stages = nn.Sequential(*stages)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.stages(x).mean(dim=(2, 3)))
+        return logits
+
+
 class SmallCnn(nn.Module):
     """A classifier small enough to train in tests: two stages with batch norm, a residual connection, average pooling.
 

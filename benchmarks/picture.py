@@ -28,7 +28,7 @@ def draw(record: Record, path: Path) -> str:
     if not panels:
         return "nothing to draw: no model has a result in eager"
     known = by_name()
-    height = 1.5 + 0.3 * max(len(speeds) for speeds in panels.values())
+    height = 1.4 + 0.3 * max(len(speeds) for speeds in panels.values())
     figure, axes = plt.subplots(1, len(panels), figsize=(1.5 + 5.5 * len(panels), height), squeeze=False)
     for axis, (batch, speeds) in zip(axes[0], panels.items(), strict=True):
         models = list(reversed(speeds))
@@ -47,12 +47,13 @@ def draw(record: Record, path: Path) -> str:
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
         axis.set_yticks(range(len(models)), [MODELS[model].title if model in MODELS else model for model in models])
+        axis.set_ylim(-0.6, len(models) - 0.4)
         axis.grid(axis="both", alpha=0.3)
         axis.set_title(f"batch {batch}: speed over eager")
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=7, frameon=False, fontsize=8)
     about = record["machine"]
     figure.suptitle(f"{about['cpu']}, {about['threads']} threads, {about['capability']}, float32", fontsize=9)
-    figure.tight_layout(rect=(0, 0.6 / height, 1, 1))
+    figure.tight_layout(rect=(0, 0.3 / height, 1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     plt.close(figure)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -24,9 +25,15 @@ _libraries: list[torch.library.Library] = []  # an operator lives as long as its
 
 
 def import_torchvision() -> ModuleType:
-    """The package, its operators loaded or replaced. Raises ModuleNotFoundError where it is not installed."""
+    """The package, its operators loaded or replaced; looked for in the folder `torchvision` below `sys.prefix`, too.
+
+    Raises ModuleNotFoundError where it is not installed.
+    """
     if "torchvision" in sys.modules:
         return sys.modules["torchvision"]
+    apart = str(Path(sys.prefix) / "torchvision")
+    if apart not in sys.path:
+        sys.path.append(apart)
     try:
         return importlib.import_module("torchvision")
     except RuntimeError as error:

@@ -1,0 +1,36 @@
+"""The picture of a record."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import picture
+
+_MACHINE = {"cpu": "A CPU", "threads": 2, "capability": "AVX512"}
+
+
+def _record(*results: tuple[str, int, str, float]) -> dict[str, Any]:
+    keys = ("model", "batch", "peer", "median_ms")
+    return {"machine": _MACHINE, "results": [dict(zip(keys, result, strict=True)) for result in results]}
+
+
+def test_a_panel_for_each_batch(tmp_path: Path) -> None:
+    """Models are named at the side, batch sizes above, peers below; a peer without a result of a model has no mark there."""
+    pytest.importorskip("matplotlib")
+    record = _record(
+        ("lstm", 1, "eager", 2.0), ("lstm", 1, "hybrid", 1.0), ("unet", 8, "eager", 4.0), ("unet", 8, "other", 1.0)
+    )
+    assert picture.draw(record, tmp_path / "below" / "zoo.svg") == ""
+    drawn = (tmp_path / "below" / "zoo.svg").read_text()
+    for text in ("LSTM classifier", "U-Net", "batch 1", "batch 8", "hybrid", "other", "A CPU"):
+        assert f"<!-- {text}" in drawn  # how the library notes what the outlines spell
+
+
+def test_without_eager_there_is_nothing_to_draw(tmp_path: Path) -> None:
+    """Speeds are shown over eager's: a run without it has no picture, and says so."""
+    pytest.importorskip("matplotlib")
+    assert "nothing to draw" in picture.draw(_record(("lstm", 1, "hybrid", 1.0)), tmp_path / "zoo.svg")
+    assert not (tmp_path / "zoo.svg").exists()
