@@ -160,3 +160,41 @@ def test_backward_formulas(recorder, module):
     module(y).square().sum().backward()
     torch.testing.assert_close(x.grad, y.grad, rtol=1e-4, atol=1e-4)
     assert not any("norm" in name or "softmax" in name for name in recorder.operators(1))
+
+
+@pytest.mark.parametrize("frozen", ["nothing", "input", "weight"])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
+@pytest.mark.parametrize(
+    ("images", "module"),
+    [
+        ((2, 3, 4, 4), nn.Conv2d(3, 64, 3, stride=2, padding=1)),
+        ((1, 5, 32, 3), nn.Conv2d(5, 40, (3, 1), padding=(1, 0), stride=(3, 1), bias=False)),
+        ((2, 8, 5, 5), nn.Conv2d(8, 40, 3, stride=2, padding=1, dilation=2)),
+        ((3, 4, 2, 2), nn.Conv2d(4, 64, 1)),
+        ((1, 2, 1, 1), nn.Conv2d(2, 9, 3, padding=1)),
+    ],
+)
+def test_weight_gradient_of_small_images_is_a_product(recorder, images, module, memory_format, frozen):
+    """Few output positions: the weight's gradient is one matrix product, whatever else is asked for; strides are eager's."""
+    module = module.double().to(memory_format=memory_format).requires_grad_(frozen != "weight")
+    wanted = [*module.parameters()] if frozen != "weight" else []
+    x = torch.randn(images, dtype=torch.float64, requires_grad=frozen != "input")
+    wanted += [x] if frozen != "input" else []
+    y = module(x)
+    gradient = torch.randn_like(y)
+    expected = torch.autograd.grad(y, wanted, gradient)
+    actual = torch.autograd.grad(recorder.compile(module, dynamic=False)(x), wanted, gradient)
+    torch.testing.assert_close(actual, expected, check_stride=True)
+    assert ("aten.mm.default" in recorder.operators(1)) == (frozen != "weight")
+
+
+@pytest.mark.parametrize(
+    "module", [nn.Conv2d(4, 8, 3), nn.Conv2d(8, 64, 1, groups=4), nn.ConvTranspose2d(4, 64, 1), nn.Conv1d(4, 64, 3)]
+)
+def test_other_convolution_gradients_stay_whole(recorder, module):
+    """Large images, groups, transposed convolutions and other ranks keep their operator."""
+    x = torch.randn(2, module.in_channels, *[6 if module.out_channels == 8 else 3] * (module.weight.dim() - 2))
+    y = recorder.compile(module, dynamic=False)(x).sum()
+    y.backward()
+    assert "aten.convolution_backward.default" in recorder.operators(1)
+    assert "aten.mm.default" not in recorder.operators(1)

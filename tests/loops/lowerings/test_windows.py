@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from loops.check import FLOATS, check, sample
+from loops.interpret import trace
+from torch_hybrid_backend.loops.lowering import supports
 
 aten = torch.ops.aten
 
@@ -60,6 +62,20 @@ def test_max_pool_backward(name: str, dtype: torch.dtype) -> None:
 
     check(backward, grad, x, positions)
     check(backward, grad[0], x[0], positions[0])
+
+
+@pytest.mark.parametrize(("name", "taken"), [("plain", True), ("resnet", False)])
+def test_large_overlapping_pools_are_left_to_eager(name: str, taken: bool) -> None:
+    """The gradient of a large pooling is taken where each pixel lies in one window."""
+    x = sample(4, 32, 32, 32)
+    values, positions = aten.max_pool2d_with_indices.default(x, *POOLS[name])
+
+    def backward(g: torch.Tensor, a: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        return aten.max_pool2d_with_indices_backward.default(g, a, *POOLS[name], p)
+
+    graph = trace(backward, (values, x, positions)).graph
+    (node,) = graph.find_nodes(op="call_function", target=aten.max_pool2d_with_indices_backward.default)
+    assert bool(supports(node)) == taken
 
 
 def test_max_pool_backward_in_three_dimensions() -> None:

@@ -78,8 +78,8 @@ class _Rows:
         if inner in self.reduced and below(inner.extent, self.target.lanes):
             # A window is too short for a vector: run along what is written instead.
             inner = fastest(self.written, self.kept) or inner
-        if inner is None or inner in self.reduced or any(s.combiner in _ARG for s in self.kernel.stages):
-            return self._along_rows(inner if inner in self.reduced else None)
+        if inner is None or inner in self.reduced:
+            return self._along_rows(inner)
         return self._across_rows(inner)
 
     # The vector axis is reduced.
@@ -305,7 +305,6 @@ class _Row:
         dtype = stage.value.dtype
         best, current = self._local(1, dtype, "best"), self._local(1, dtype, "x")
         reduced = [v for v in self.rows.reduced if v.extent != 1]
-        better = "gt" if stage.combiner == "argmax" else "lt"
 
         def element(place: tuple[Index, ...]) -> Stmt:
             env = {**self.env, **dict(zip(reduced, place, strict=True))}
@@ -313,9 +312,7 @@ class _Row:
             for variable, index in zip(reduced, place, strict=True):
                 linear = linear * variable.extent + index
             value, old = self.b.load(current, 0), self.b.load(best, 0)
-            wins = tirx.GT(value, old) if better == "gt" else tirx.LT(value, old)
-            if dtype in ("float32", "float64"):
-                wins = tirx.Or(wins, tirx.And(is_nan(value, dtype), tirx.Not(is_nan(old, dtype))))
+            wins = _beats(stage.combiner, value, old, dtype)
             is_first = tirx.EQ(self.b.index(linear), 0)
             update = self.b.seq(
                 self.b.store(best, 0, value),
@@ -426,6 +423,8 @@ class _Vector:
     def _reduce(self, stage: Stage) -> Stmt:
         local = stage.local
         assert local is not None
+        if stage.combiner in _ARG:
+            return self._arg(stage)
         buffer = self._lanes_of(local)
         combine = _Combiner(stage.combiner, local.dtype, self.p)
 
@@ -444,12 +443,54 @@ class _Vector:
         clear = self._vector(lambda lane, _: self.b.store(buffer, lane, combine.identity))
         return self.b.seq(clear, self._window(add))
 
+    def _arg(self, stage: Stage) -> Stmt:
+        """The position of each row's largest or smallest element, as `_Row._arg` has it."""
+        local = stage.local
+        assert local is not None
+        dtype = stage.value.dtype
+        best, positions = self.b.local(self.width, _held(dtype), "best"), self._lanes_of(local)
+        self.allocated.append(best)
+        first = {v: as_index(0) for v in self.reduced}
+
+        def start(lane: Index, env: Env) -> Stmt:
+            return _computed(self.p, stage.value, env, dtype, lambda value: self.b.store(best, lane, value))
+
+        def element(env: Env) -> Stmt:
+            linear = as_index(0)
+            for variable in self.reduced:
+                linear = linear * variable.extent + env[variable]
+            position = tirx.Cast("int64", self.b.index(linear))
+
+            def update(lane: Index, value: TirExpr) -> Stmt:
+                old, at = self.b.load(best, lane), self.b.load(positions, lane)
+                wins = _beats(stage.combiner, value, old, dtype)
+                return self.b.seq(
+                    self.b.store(positions, lane, tirx.Select(wins, position, at)),
+                    self.b.store(best, lane, tirx.Select(wins, value, old)),
+                )
+
+            return self._vector(
+                lambda lane, inside: _computed(self.p, stage.value, inside, dtype, lambda value: update(lane, value)),
+                env,
+            )
+
+        zero = self._vector(lambda lane, _: self.b.store(positions, lane, tirx.IntImm("int64", 0)))
+        return self.b.seq(zero, self._vector(start, {**self.env, **first}), self._window(element))
+
 
 def _computed(printer: Printer, expr: Expr, env: Env, dtype: str, use: Callable[[TirExpr], Stmt]) -> Stmt:
     """`use` of a value as locals hold it; guards that no lane decides become branches."""
     return printer.cases(
         [expr], env, lambda exprs: printer.evaluate(exprs, env, lambda values: use(_hold(values[0], dtype)))
     )
+
+
+def _beats(combiner: str, value: TirExpr, old: TirExpr, dtype: str) -> TirExpr:
+    """Whether a later element replaces the best so far: a NaN does, unless that is one."""
+    wins = tirx.GT(value, old) if combiner == "argmax" else tirx.LT(value, old)
+    if dtype not in ("float32", "float64"):
+        return wins
+    return tirx.Or(wins, tirx.And(is_nan(value, dtype), tirx.Not(is_nan(old, dtype))))
 
 
 class _Combiner:
