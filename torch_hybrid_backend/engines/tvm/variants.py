@@ -104,7 +104,7 @@ def winograd(kernel: ConvKernel, weight: Packed | None, target: Target) -> list[
     return found
 
 
-# The estimates of `winograd_gains` are right within a quarter (docs/performance.md).
+# The estimates of `winograd_gains` are right within a quarter for most layers (docs/performance.md).
 _CONCEIVABLE_GAIN, _CERTAIN_GAIN = 0.8, 1.15
 _CHOICES = 8  # beyond the eighth best by estimate nothing has won
 ALTERNATIVES: tuple[tuple[type[Kernel], Alternatives], ...] = (

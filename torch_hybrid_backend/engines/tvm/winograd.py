@@ -6,8 +6,8 @@ fewer for m = 2, 4 times fewer for m = 4. With `d` an (m + 2) x (m + 2) tile of 
     tile of the output = A^T [(G g G^T) * (B^T d B), summed over input channels] A
 
 The matrices follow from polynomials evaluated at 0, +-p1, .. and infinity (Toom-Cook). Rounding grows with m: the root mean square error
-of float32, relative to that of the result, is 1.6e-7 summed directly, 3e-7 for m = 2 and 8e-7 for m = 4 (64 to 512 channels, against float64).
-The points for m = 4 are +-5/8 and +-3/2: the usual +-1 and +-2 more than double the error (1.9e-6).
+of float32 against float64, relative to that of the result, is 2e-7 summed directly, 3e-7 for m = 2 and 1e-6 for m = 4 (128 channels).
+The points for m = 4 are +-5/8 and +-3/2: the usual +-1 and +-2 more than double the error (2e-6).
 
 Sources: Winograd, "Arithmetic Complexity of Computations", 1980; Lavin & Gray, "Fast Algorithms for Convolutional Neural Networks",
 CVPR 2016; Barabasz et al., "Error Analysis and Improving the Accuracy of Winograd Convolution for DNNs", ACM TOMS 2020.
