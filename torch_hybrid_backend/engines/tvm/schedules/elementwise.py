@@ -5,7 +5,8 @@ Pattern: any number of stores over one domain, each a scalar expression of loads
 Strategy
 1. The vector axis is the dimension along which most accesses, the first store's above all, go element by element.
 2. Dimensions outside it join it as long as every access stays a plain sum: contiguous tensors become one long axis.
-3. A blocked dimension (NCHW16c) is walked as (block, lane): its lanes are the vector.
+3. A blocked dimension (NCHW16c) is walked as (block, lane): its lanes are the vector; copies that move channels between lanes are left to
+   `channel_moves`.
 4. The other dimensions, and blocks of a long vector axis, are one parallel loop; small kernels stay on one thread.
 5. What does not fill a vector is done by ever narrower vectors, without predicates.
 
@@ -30,6 +31,7 @@ from torch_hybrid_backend.engines.tvm.schedules.axes import (
     step,
     vectors,
 )
+from torch_hybrid_backend.engines.tvm.schedules.channel_moves import channel_moves
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops.index import Index, LoopVar
 from torch_hybrid_backend.loops.kernels import MapKernel
@@ -62,7 +64,8 @@ def emit(kernel: MapKernel, builder: Builder, printer: Printer, target: Target) 
             lambda env: _along(kernel, builder, printer, target, flat, env),
             chunked=(flat, kernel, printer, target) if is_parallel and _is_long(flat, outer) else None,
         )
-    return _blocked(kernel, builder, printer, block, inner, outer, is_parallel)
+    moved = channel_moves(kernel, builder, printer, inner, "parallel" if is_parallel else "serial")
+    return moved or _blocked(kernel, builder, printer, block, inner, outer, is_parallel)
 
 
 def _is_long(flat: Flat, outer: Sequence[LoopVar]) -> bool:
