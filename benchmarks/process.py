@@ -22,7 +22,7 @@ from benchmarks.worker import Failed
 _ROOT = Path(__file__).resolve().parents[1]
 _END_S = 20.0  # to unload a compiled model and leave
 # Spinning threads use all of a core; a process that waits for a pipe uses none.
-_QUIET_SHARE = 0.02
+_QUIET_SHARE = 0.05
 _QUIET_STEP_S = 0.02
 
 
@@ -95,7 +95,7 @@ def _manner(code: int | None) -> str:
     return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
 
 
-def wait_until_quiet(workers: Sequence[WorkerProcess], at_most_s: float = 2.0) -> float:
+def wait_until_quiet(workers: Sequence[WorkerProcess], at_most_s: float = 0.5) -> float:
     """Wait until the workers together use next to no processor; returns the seconds waited.
 
     The threads of OpenMP, and of other pools, spin for some milliseconds after work, up to 200: whoever is timed meanwhile would share
