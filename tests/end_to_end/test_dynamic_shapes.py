@@ -127,6 +127,33 @@ def test_zero_and_one_are_right() -> None:
             _check(model, fast.call(tokens), tokens)
 
 
+class Decoder(nn.Module):
+    """One step of decoding: a query against a cache of keys and values that grows by one."""
+
+    def forward(
+        self, q: torch.Tensor, new: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = torch.cat([keys, new], 2), torch.cat([values, new.neg()], 2)
+        return nn.functional.scaled_dot_product_attention(q, keys, values), keys
+
+
+def test_a_cache_of_any_length() -> None:
+    """One query, keys and values of every length: ragged panels of keys, whole ones, and several blocks of them."""
+    model = Decoder()
+    fast = Counted(model, dynamic=None)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for length in (5, 30, 31, 32, 63, 97, 1023, 1100):
+            q, new = torch.randn(2, 3, 1, 32), torch.randn(2, 3, 1, 32)
+            keys, values = torch.randn(2, 3, length, 32), torch.randn(2, 3, length, 32)
+            for cache in (keys, values):
+                torch._dynamo.mark_dynamic(cache, 2)
+            found = fast.call(q, new, keys, values)[0]
+            exact = model(*(t.double() for t in (q, new, keys, values)))[0]
+            torch.testing.assert_close(found, exact.float(), rtol=1e-4, atol=1e-5)
+    assert len(fast.plans) == 1
+
+
 def test_the_second_size_makes_one_dynamic_graph() -> None:
     """By default the first size is compiled as it is, the second for all sizes, and no third compilation follows."""
     model = models.convolutional().eval()

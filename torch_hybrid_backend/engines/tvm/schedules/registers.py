@@ -116,7 +116,7 @@ class RegisterTile:
     def _lanes(self, body: Callable[[Index], Stmt]) -> Stmt:
         return self.printer.vector_loop(self.lanes, body)
 
-    def at(self, row: int, vector: int, lane: Index) -> TirExpr:
+    def at(self, row: int, vector: int, lane: Index | int) -> TirExpr:
         return self.builder.load(self.buffer, lane + self._offset(row, vector))
 
     def set(self, row: int, vector: int, lane: Index, value: TirExpr) -> Stmt:
@@ -178,6 +178,20 @@ class RegisterTile:
             return parts[0]
 
         return self.fill(value)
+
+    def sum_lanes(self) -> Stmt | None:
+        """Every accumulator's first lane = all of its lanes, summed by halves; the others are lost."""
+        b = self.builder
+
+        def halve(row: int, vector: int, width: int) -> Stmt:
+            def add(lane: Index) -> Stmt:
+                return self.set(row, vector, lane, self.at(row, vector, lane) + self.at(row, vector, lane + width))
+
+            return self.printer.vector_loop(width, add)
+
+        widths = [self.lanes >> step for step in range(1, self.lanes.bit_length())]
+        tiles = [(row, vector) for row in range(self.rows) for vector in range(self.vectors)]
+        return b.seq(*[halve(*at, width) for width in widths for at in tiles]) if widths else None
 
     @staticmethod
     def ways_for(accumulators: int, steps: Dim) -> int:
