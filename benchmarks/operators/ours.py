@@ -23,10 +23,13 @@ from torch_hybrid_backend.engines.tvm.assemble import RegionKernels, assemble
 from torch_hybrid_backend.engines.tvm.compile_pool import KernelCompiler
 from torch_hybrid_backend.engines.tvm.kernel_cache import compile_kernels
 from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.engines.tvm.variants import Variant, variants
+from torch_hybrid_backend.engines.tvm.variants import work as variant_work
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.loops.ir import Buffer
 from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.loops.layout import Blocked, Layout
+from torch_hybrid_backend.measure import measure
 from torch_hybrid_backend.partition.extract import extract
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 from torch_hybrid_backend.store import Store
@@ -38,6 +41,8 @@ EPILOGUES = ("none", "relu", "residual")
 # Channels of the convolution behind the operator: unlike any number of channels of a model.
 _BEHIND = 23
 _DEADLINE_S = 120.0
+# Variants of a kernel tried, as placement by measurement does, and the seconds spent on each.
+_VARIANTS, _SEARCH_S = 4, 0.005
 
 
 def result_shape(case: Case) -> tuple[int, ...]:
@@ -219,7 +224,14 @@ class Bench:
         )
 
     def ours(self, problem: Problem, assembled: RegionKernels) -> Ours:
-        """What runs the kernels. Raises HybridError where one does not compile."""
+        """What runs the kernels, the fastest way. Raises HybridError where one does not compile."""
+        ways = [self._way(problem, way) for way in self.alternatives(assembled)]
+        if len(ways) == 1:
+            return ways[0]
+        times = measure([way.run for way in ways], _SEARCH_S * len(ways))
+        return min(zip(times, ways, strict=True), key=lambda item: item[0].median_us)[1]
+
+    def _way(self, problem: Problem, assembled: RegionKernels) -> Ours:
         compiled = compile_kernels(assembled.kernels, self.target, self._compiler, self._store, _DEADLINE_S)
         for made in compiled:
             if isinstance(made, Exception):
@@ -262,7 +274,7 @@ def _between(
             chosen.append(kernel)
             reached.update(id(a.buffer) for a in kernel.writes)
     written = {id(a.buffer) for k in chosen for a in k.writes}
-    packed = {id(p.buffer) for p in whole.prepared.packed} | {id(b) for b in whole.inputs}
+    packed = {id(p.buffer) for p in whole.packed} | {id(b) for b in whole.inputs} | {id(b) for b, _ in whole.literals}
     outside: dict[int, Buffer] = {
         id(a.buffer): a.buffer
         for k in chosen

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.engines.tvm.schedule_runner import HOST, NARROW, index_of, run_kernel
+from torch_hybrid_backend.engines.tvm.emit import emit_kernel
 from torch_hybrid_backend.engines.tvm.schedules import reduction
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops import ops
@@ -72,6 +73,12 @@ class Rows:
             tuple(self.reads), tuple(self.writes), self.domain, axes=self.axes, stages=tuple(self.stages)
         )
         return run_kernel(kernel, reduction.emit, {self.input: x}, target)
+
+
+def emitted(rows: Rows, target: Target) -> str:
+    """The kernel as TIR text."""
+    kernel = RowKernel(tuple(rows.reads), tuple(rows.writes), rows.domain, axes=rows.axes, stages=tuple(rows.stages))
+    return str(emit_kernel(kernel, "kernel", target))
 
 
 def number(value: float) -> Expr:
@@ -194,6 +201,56 @@ def test_arg_extremes(combiner: str, axes: tuple[int], dtype: str) -> None:
         x[3, 4] = x[3, 9] = x[11, 4] = math.nan
         x[20, 0] = math.nan
     assert torch.equal(rows.run(x)[0], getattr(torch, combiner)(x, axes[0]))
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes"), [((3, 1, 5), (1,)), ((4, 37), (0, 1)), ((2, 19, 5), (1, 2)), ((1, 1), (1,))]
+)
+def test_arg_extremes_of_computed_values(shape: tuple[int, ...], axes: tuple[int, ...]) -> None:
+    """Positions count over all reduced axes, row-major; what is computed is computed once."""
+    rows = Rows(shape, axes)
+    value = ops.add(ops.mul(rows.x, ops.const(3.1, "float32")), ops.const(0.7, "float32"))
+    rows.store_scalar(rows.reduce("argmax", value, "int64"), "int64")
+    x = torch.randn(shape)
+    expected = (x * 3.1 + 0.7).flatten(axes[0], axes[-1]).argmax(axes[0])
+    assert torch.equal(rows.run(x)[0], expected)
+
+
+# Fewer rows than cores (3), each longer than what is worth a thread, in whole vectors and not.
+LONG = [((1, 200_003), (1,)), ((2, 98_304), (1,)), ((2, 3, 40_001), (1, 2)), ((1, 49_152), (1,))]
+
+
+@pytest.mark.parametrize(("shape", "axes"), LONG)
+def test_long_rows_are_shared_by_the_cores(shape: tuple[int, ...], axes: tuple[int, ...]) -> None:
+    """Softmax and the largest element's position over few long rows, in pieces; a NaN in any piece reaches the result."""
+    rows = Rows(shape, axes)
+    top = rows.reduce("max", rows.x)
+    e = rows.map(ops.call("exp", ops.sub(rows.x, top)))
+    rows.store(ops.div(e, rows.reduce("sum", e)))
+    place = rows.reduce("argmax", rows.x, "int64")
+    rows.store_scalar(place, "int64")
+    x = torch.randn(shape)
+    softmax, position = rows.run(x, NARROW)
+    exact = x.double().flatten(1).softmax(1).view(shape).float()
+    torch.testing.assert_close(softmax, exact, atol=1e-8, rtol=1e-5)
+    assert torch.equal(position, x.flatten(1).argmax(1))
+    for element in (0, 49_151, x[0].numel() - 1):
+        broken = x.clone()
+        broken.view(shape[0], -1)[0, element] = math.nan
+        softmax, position = rows.run(broken, NARROW)
+        assert softmax[0].isnan().all()
+        assert position[0] == element
+
+
+def test_a_long_sum_is_shared_by_the_cores() -> None:
+    """The pieces of a row run in a parallel loop; rows enough for the cores are not cut."""
+    for rows_count, cut in ((1, True), (3, False)):
+        rows = Rows((rows_count, 100_000), (1,))
+        rows.store_scalar(rows.reduce("sum", rows.x))
+        x = torch.randn(rows_count, 100_000)
+        torch.testing.assert_close(rows.run(x, NARROW)[0], x.double().sum(1).float(), atol=1e-2, rtol=1e-5)
+        source = emitted(rows, NARROW)
+        assert ("partial" in source) == cut
 
 
 @pytest.mark.parametrize("layout", [None, Blocked(16), Blocked(8), Strided((700, 1, 140, 20))])

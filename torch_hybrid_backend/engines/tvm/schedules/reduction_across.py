@@ -1,0 +1,178 @@
+"""Row kernels whose vector axis is kept: one task handles a vector of neighbouring rows, a lane each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tvm import tirx
+
+from torch_hybrid_backend.core.size import Size, product
+from torch_hybrid_backend.engines.tvm.builder import Stmt, TirBuffer, TirExpr
+from torch_hybrid_backend.engines.tvm.schedules.axes import Env
+from torch_hybrid_backend.engines.tvm.schedules.reduction_parts import (
+    EXTREMES,
+    Combiner,
+    beats,
+    computed,
+    held,
+    held_value,
+)
+from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
+from torch_hybrid_backend.loops.ir import Buffer
+from torch_hybrid_backend.loops.kernels import Stage
+
+if TYPE_CHECKING:
+    from torch_hybrid_backend.engines.tvm.schedules.reduction import Rows
+
+# Windows of at most this many elements are unrolled.
+_UNROLLED = 16
+
+
+class VectorOfRows:
+    """The stages of `width` neighbouring rows, a lane each."""
+
+    def __init__(self, rows: Rows, env: Env, inner: LoopVar, base: Index, width: int) -> None:
+        self.rows, self.b, self.p = rows, rows.b, rows.p
+        self.env, self.inner, self.base, self.width = env, inner, base, width
+        self.reduced = [v for v in rows.reduced if v.extent != 1]
+        self.allocated: list[TirBuffer] = []
+
+    def emit(self) -> Stmt:
+        stages = [self._stage(stage) for stage in self.rows.kernel.stages]
+        return self.b.seq(*(self.b.alloc(buffer) for buffer in self.allocated), *stages)
+
+    def _stage(self, stage: Stage) -> Stmt:
+        match stage.kind:
+            case "reduce":
+                return self._reduce(stage)
+            case "scalar":
+                local = stage.local
+                assert local is not None
+                buffer = self._lanes_of(local)
+                return self._vector(
+                    lambda lane, env: computed(
+                        self.p, stage.value, env, local.dtype, lambda value: self.b.store(buffer, lane, value)
+                    )
+                )
+            case "store_scalar":
+                once = stage.store
+                assert once is not None
+                return self._vector(lambda lane, env: self.p.stores([once], env))
+            case "map":
+                return self._map(stage)
+            case "store":
+                store = stage.store
+                assert store is not None
+                return self._each(lambda lane, env: self.p.stores([store], env))
+        raise ValueError(f"a row kernel has no stages of kind {stage.kind!r}")
+
+    def _vector(self, body: Callable[[Index, Env], Stmt], env: Env | None = None) -> Stmt:
+        env = self.env if env is None else env
+        return self.p.vector_loop(self.width, lambda lane: body(lane, {**env, self.inner: self.base + lane}))
+
+    def _each(self, body: Callable[[Index, Env], Stmt]) -> Stmt:
+        return self._window(lambda env: self._vector(body, env))
+
+    def _window(self, body: Callable[[Env], Stmt]) -> Stmt:
+        """`body` at every point of the reduced axes; a small window is unrolled."""
+        extents = [v.extent for v in self.reduced]
+        total = product(extents)
+        if isinstance(total, Size) or total > _UNROLLED:
+            return self.b.nest(extents, lambda place: body({**self.env, **dict(zip(self.reduced, place, strict=True))}))
+        points: list[Env] = [{}]
+        for variable in self.reduced:
+            points = [{**p, variable: as_index(i)} for p in points for i in range(int(variable.extent))]
+        return self.b.seq(*(body({**self.env, **p}) for p in points))
+
+    def _lanes_of(self, local: Buffer) -> TirBuffer:
+        buffer = self.b.local(self.width, held(local.dtype), "lanes")
+        self.allocated.append(buffer)
+        self.p.locals[id(local)] = lambda index: held_value(self.b.load(buffer, self._lane(index, local)), local.dtype)
+        return buffer
+
+    def _lane(self, index: tuple[Index, ...], local: Buffer) -> Index:
+        """The lane a kept index stands for."""
+        position = self.rows.kept.index(self.inner)
+        return index[position] - self.base
+
+    def _map(self, stage: Stage) -> Stmt:
+        local = stage.local
+        assert local is not None
+        size = product(v.extent for v in self.reduced)
+        buffer = self.b.local(size * self.width, held(local.dtype), "row")
+        self.allocated.append(buffer)
+        positions = {v: d for d, v in enumerate(self.rows.kernel.domain)}
+
+        def offset(index: tuple[Index, ...]) -> Index:
+            total = as_index(0)
+            for variable in self.reduced:
+                total = total * variable.extent + index[positions[variable]]
+            return total * self.width + index[positions[self.inner]] - self.base
+
+        self.p.locals[id(local)] = lambda index: held_value(self.b.load(buffer, offset(index)), local.dtype)
+
+        def body(lane: Index, env: Env) -> Stmt:
+            at = tuple(env.get(v, as_index(0)) for v in self.rows.kernel.domain)
+            return computed(
+                self.p, stage.value, env, local.dtype, lambda value: self.b.store(buffer, offset(at), value)
+            )
+
+        return self._each(body)
+
+    def _reduce(self, stage: Stage) -> Stmt:
+        local = stage.local
+        assert local is not None
+        if stage.combiner in EXTREMES:
+            return self._arg(stage)
+        buffer = self._lanes_of(local)
+        combine = Combiner(stage.combiner, local.dtype, self.p)
+
+        def add(env: Env) -> Stmt:
+            return self._vector(
+                lambda lane, inside: computed(
+                    self.p,
+                    stage.value,
+                    inside,
+                    local.dtype,
+                    lambda x: self.b.store(buffer, lane, combine(self.b.load(buffer, lane), x)),
+                ),
+                env,
+            )
+
+        clear = self._vector(lambda lane, _: self.b.store(buffer, lane, combine.identity))
+        return self.b.seq(clear, self._window(add))
+
+    def _arg(self, stage: Stage) -> Stmt:
+        """The position of each row's largest or smallest element: the first of equals, a NaN before everything."""
+        local = stage.local
+        assert local is not None
+        dtype = stage.value.dtype
+        best, positions = self.b.local(self.width, held(dtype), "best"), self._lanes_of(local)
+        self.allocated.append(best)
+        first = {v: as_index(0) for v in self.reduced}
+
+        def start(lane: Index, env: Env) -> Stmt:
+            return computed(self.p, stage.value, env, dtype, lambda value: self.b.store(best, lane, value))
+
+        def element(env: Env) -> Stmt:
+            linear = as_index(0)
+            for variable in self.reduced:
+                linear = linear * variable.extent + env[variable]
+            position = tirx.Cast("int64", self.b.index(linear))
+
+            def update(lane: Index, value: TirExpr) -> Stmt:
+                old, at = self.b.load(best, lane), self.b.load(positions, lane)
+                wins = beats(stage.combiner, value, old, dtype)
+                return self.b.seq(
+                    self.b.store(positions, lane, tirx.Select(wins, position, at)),
+                    self.b.store(best, lane, tirx.Select(wins, value, old)),
+                )
+
+            return self._vector(
+                lambda lane, inside: computed(self.p, stage.value, inside, dtype, lambda value: update(lane, value)),
+                env,
+            )
+
+        zero = self._vector(lambda lane, _: self.b.store(positions, lane, tirx.IntImm("int64", 0)))
+        return self.b.seq(zero, self._vector(start, {**self.env, **first}), self._window(element))

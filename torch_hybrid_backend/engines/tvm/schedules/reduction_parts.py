@@ -1,0 +1,92 @@
+"""What reductions along rows and across them share: how partial results combine, and in what form locals hold values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import tvm
+from tvm import tirx
+
+from torch_hybrid_backend.engines.tvm.builder import Stmt, TirExpr
+from torch_hybrid_backend.engines.tvm.math import is_nan
+from torch_hybrid_backend.engines.tvm.printer import Printer
+from torch_hybrid_backend.engines.tvm.schedules.axes import Env
+from torch_hybrid_backend.loops.ir import Expr
+
+# What finds the position of an extreme -> what finds the extreme.
+EXTREMES = {"argmax": "max", "argmin": "min"}
+
+
+def computed(printer: Printer, expr: Expr, env: Env, dtype: str, use: Callable[[TirExpr], Stmt]) -> Stmt:
+    """`use` of a value as locals hold it; guards that no lane decides become branches."""
+    return printer.cases(
+        [expr], env, lambda exprs: printer.evaluate(exprs, env, lambda values: use(hold(values[0], dtype)))
+    )
+
+
+def beats(combiner: str, value: TirExpr, old: TirExpr, dtype: str) -> TirExpr:
+    """Whether a later element replaces the best so far: a NaN does, unless that is one."""
+    wins = tirx.GT(value, old) if combiner == "argmax" else tirx.LT(value, old)
+    if dtype not in ("float32", "float64"):
+        return wins
+    return tirx.Or(wins, tirx.And(is_nan(value, dtype), tirx.Not(is_nan(old, dtype))))
+
+
+class Combiner:
+    """How two partial results of a reduction become one; on values as locals hold them (bool as uint8)."""
+
+    def __init__(self, name: str, dtype: str, printer: Printer) -> None:
+        self.name, self.dtype, self.printer = name, dtype, printer
+
+    @property
+    def identity(self) -> TirExpr:
+        return tvm.tirx.const(self._identity(), held(self.dtype))
+
+    def _identity(self) -> float | int:
+        if self.name in ("sum", "any"):
+            return 0
+        if self.name in ("prod", "all"):
+            return 1
+        lowest = self.name == "max"
+        if self.dtype in ("float32", "float64"):
+            return -math.inf if lowest else math.inf
+        if self.dtype == "bool":
+            return 0 if lowest else 1
+        bits = int(tvm.DataType(self.dtype).bits)
+        if str(self.dtype).startswith("u"):
+            return 0 if lowest else int(2**bits - 1)
+        return -int(2 ** (bits - 1)) if lowest else int(2 ** (bits - 1) - 1)
+
+    def __call__(self, a: TirExpr, b: TirExpr) -> TirExpr:
+        match self.name:
+            case "sum":
+                return a + b
+            case "prod":
+                return a * b
+            case "any":
+                return tirx.Max(a, b)
+            case "all":
+                return tirx.Min(a, b)
+        if self.dtype not in ("float32", "float64"):
+            return tirx.Max(a, b) if self.name == "max" else tirx.Min(a, b)
+        # NaN wins: a comparison with NaN is false, so `a` must be kept only where it beats b or is NaN itself.
+        beats = tirx.GT(a, b) if self.name == "max" else tirx.LT(a, b)
+        return tirx.Select(tirx.Or(beats, is_nan(a, self.dtype)), a, b)
+
+
+def held(dtype: str) -> str:
+    """The dtype a local holds values of `dtype` in."""
+    return "uint8" if dtype == "bool" else dtype
+
+
+def hold(value: TirExpr, dtype: str) -> TirExpr:
+    """A value as a local of `dtype` holds it."""
+    if dtype == "bool":
+        return tirx.Select(value, tirx.IntImm("uint8", 1), tirx.IntImm("uint8", 0))
+    return value
+
+
+def held_value(value: TirExpr, dtype: str) -> TirExpr:
+    """What a local of `dtype` holds, as a value."""
+    return tirx.NE(value, tirx.IntImm("uint8", 0)) if dtype == "bool" else value
