@@ -19,7 +19,10 @@ def work(case: Case) -> tuple[float, float]:
     x, *others = case.tensors
     match case.kind:
         case "conv" | "grouped" | "depthwise":
-            return 2.0 * math.prod(out) * math.prod(others[0].shape[1:]), size_bytes
+            weight = others[0]
+            if case.arguments[6]:  # transposed: every input element meets every weight of its channel
+                return 2.0 * math.prod(x.shape) * math.prod(weight.shape[1:]), size_bytes
+            return 2.0 * math.prod(out) * math.prod(weight.shape[1:]), size_bytes
         case "linear" | "bmm":
             inner = case.tensors[-1].shape[-2]
             return 2.0 * math.prod(out) * inner, size_bytes
