@@ -37,6 +37,7 @@ def test_every_field_can_be_set_by_its_variable() -> None:
         "disable_engines": ("triton", ("triton",)),
         "placement": ("Estimate", "estimate"),
         "measure_budget_s": ("0.5", 0.5),
+        "progress": ("no", False),
         "min_region_nodes": ("4", 4),
         "verify": ("always", "always"),
         "strict": ("yes", True),
@@ -70,7 +71,7 @@ def test_the_modes_torch_users_know_are_accepted(mode: str | None) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "legal"),
     [
-        ("placement", "tune", "'estimate', 'measure'"),
+        ("placement", "guess", "'estimate', 'measure', 'tune'"),
         ("verify", "never", "'first', 'always', 'off'"),
         ("strict", "maybe", "1, true, yes, on"),
         ("min_region_nodes", "0", "at least 1"),

@@ -15,13 +15,14 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "torch_hybrid_backend"
 
-_UTILITIES = {"config", "errors", "measure", "store"}
+_UTILITIES = {"config", "errors", "measure", "progress", "store"}
 # Room -> the other rooms it may import. The wiring (backend, cli and the package itself) may import all.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "core": {"errors"},
     "config": {"core", "errors"},
     "measure": {"core", "errors"},
+    "progress": {"core", "errors"},
     "store": {"core", "errors"},
     "bisection": {"core", "errors"},
     "report": {"core", "errors"},

@@ -40,6 +40,7 @@ from torch_hybrid_backend.engines.unusable import UnusableEngine
 from torch_hybrid_backend.errors import ConfigError, HybridError
 from torch_hybrid_backend.partition.cost_cache import VerdictCache, machine_fingerprint
 from torch_hybrid_backend.partition.fallback import ReportedRegion, demote, run_refusal
+from torch_hybrid_backend.partition.known_graphs import KnownGraphs, graph_key
 from torch_hybrid_backend.partition.placement import CheckedRegion, Pricing, choose, decide
 from torch_hybrid_backend.partition.plan_builder import make_plan
 from torch_hybrid_backend.partition.regions import EAGER, Partition, partition
@@ -88,7 +89,17 @@ def compile_graph(
         return HybridGraph(captured, shared, config, on_plan)
 
     keep_ops = frozenset[torch._ops.OpOverload]().union(*(engine.keep_ops for engine in shared.engines))
-    return capture(gm, example_inputs, compile_captured, keep_ops)
+    known = KnownGraphs(shared.store)
+    key = graph_key(gm, example_inputs, f"{shared.versions()}")
+    if key in known:
+        return capture(gm, example_inputs, compile_captured, keep_ops)
+    for engine in shared.engines:
+        prepare = getattr(engine, "prepare", None)
+        if prepare is not None:
+            prepare(len(gm.graph.nodes))  # what it needs to compile starts while AOTAutograd traces
+    compiled = capture(gm, example_inputs, compile_captured, keep_ops)
+    known.add(key)
+    return compiled
 
 
 def explain(
@@ -122,7 +133,7 @@ ENGINES: tuple[tuple[str, Callable[[Config, Store], Engine]], ...] = (
     (
         "tvm",
         lambda config, store: TvmEngine(
-            store, config.compile_threads, ProgramRunner, config.placement, machine_fingerprint
+            store, config.compile_threads, ProgramRunner, config.placement, machine_fingerprint, config.progress
         ),
     ),
     (EAGER, lambda config, store: EagerEngine()),
@@ -155,6 +166,10 @@ class Session:
     engines: tuple[Engine, ...]
     store: Store
 
+    def versions(self) -> dict[str, str]:
+        """What an engine's kernels and timings depend on, where the engine says so (`version`)."""
+        return {e.name: version for e in self.engines if (version := getattr(e, "version", ""))}
+
 
 _sessions: dict[tuple[object, ...], Session] = {}
 _sessions_lock = threading.Lock()
@@ -172,6 +187,7 @@ def open_session(config: Config) -> Session:
         config.cache_limit_mib,
         config.compile_threads,
         config.placement,
+        config.progress,
     )
     with _sessions_lock:
         if key not in _sessions:
@@ -299,7 +315,7 @@ class HybridGraph:
         start = time.perf_counter()
         # The machine as it is now: threads may have been set since the last graph.
         verdicts = VerdictCache(self._session.store, machine_fingerprint()) if self._config.cache else None
-        pricing = Pricing(verdicts, self._versions())
+        pricing = Pricing(verdicts, self._session.versions())
 
         def place(_index: int, segment: Segment, arguments: Sequence[Any]) -> Sequence[Any]:
             region = segment.region
@@ -317,10 +333,6 @@ class HybridGraph:
         self._install()
         log.info("%s graph: engines chosen in %.2f s", self._kind, time.perf_counter() - start)
         return outputs
-
-    def _versions(self) -> dict[str, str]:
-        """What an engine's timings depend on, where the engine says so (`version`)."""
-        return {e.name: version for e in self._session.engines if (version := getattr(e, "version", ""))}
 
     def _checked(self, segment: Segment, engine: str, compiled: CompiledRegion) -> CompiledRegion:
         if self._config.verify != "always":

@@ -137,14 +137,19 @@ class Config:
     placement: str = dataclasses.field(
         default="measure",
         metadata=_setting(
-            _choice("estimate", "measure"),
-            "estimate, measure",
-            "how a region's engine is chosen: by a roofline estimate, or by timing on the first call",
+            _choice("estimate", "measure", "tune"),
+            "estimate, measure, tune",
+            "how engines and kernels are chosen: by estimates, by timing on the first call, or by timing every variant of every large kernel "
+            "(minutes; Ctrl-C stops it, and a later process goes on)",
         ),
     )
     measure_budget_s: float = dataclasses.field(
         default=0.3,
         metadata=_setting(_seconds, "seconds", "time spent on timing one region under `placement=measure`"),
+    )
+    progress: bool = dataclasses.field(
+        default=True,
+        metadata=_setting(_boolean, "0, 1", "tell on standard error how far tuning is, and what it gained"),
     )
     min_region_nodes: int = dataclasses.field(
         default=1,

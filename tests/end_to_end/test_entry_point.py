@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.end_to_end import models
+from torch_hybrid_backend.engines.tvm.engine import TvmEngine
 from torch_hybrid_backend.errors import ConfigError
 
 _ONE_LINE = """
@@ -92,3 +94,16 @@ def test_bad_environment(settings: pytest.MonkeyPatch) -> None:
     settings.setenv("HYBRID_SPEED", "11")
     with pytest.raises(Exception, match="HYBRID_PLACEMENT"):
         torch.compile(models.perceptron(), backend="hybrid")(models.rows())
+
+
+def test_only_a_new_graph_starts_the_kernel_compiler_early(settings: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Engines get ready while the graph is traced, unless its kernels are in the cache."""
+    settings.setenv("HYBRID_CACHE_DIR", str(tmp_path))
+    asked: list[int] = []
+    real = TvmEngine.prepare
+    settings.setattr(TvmEngine, "prepare", lambda self, operators: (asked.append(operators), real(self, operators)))
+    x = torch.randn(3, 5)
+    for _ in range(2):
+        torch._dynamo.reset()
+        assert torch.equal(torch.compile(torch.relu, backend="hybrid")(x), x.relu())
+    assert len(asked) == 1

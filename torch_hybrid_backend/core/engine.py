@@ -40,6 +40,9 @@ class Engine(Protocol):
 
     `name`: lower case, stable, used in settings and reports.
     `keep_ops`: ATen operators the engine wants undecomposed.
+
+    Optional: `prepare(operators)` is called before a graph of so many operators is traced that was never compiled before; it must not wait.
+    `version` is a text: where it is equal, so are the engine's results and timings.
     """
 
     @property

@@ -14,7 +14,9 @@ from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.engines.tvm import engine as engine_module
+from torch_hybrid_backend.engines.tvm import variants as variants_module
 from torch_hybrid_backend.engines.tvm.engine import TvmEngine, TvmRegion
+from torch_hybrid_backend.engines.tvm.kernel_cache import CompiledKernel, compile_kernels
 from torch_hybrid_backend.engines.tvm.search import (
     Candidates,
     CompiledVariant,
@@ -26,6 +28,7 @@ from torch_hybrid_backend.engines.tvm.search import (
 )
 from torch_hybrid_backend.engines.tvm.variants import Variant
 from torch_hybrid_backend.errors import HybridError
+from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.partition.regions import partition
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 from torch_hybrid_backend.store import Store
@@ -80,7 +83,7 @@ class Recorded:
 
 def _engine(folder: Path, placement: str = "measure", us: Mapping[str, float] | None = None) -> TvmEngine:
     times = {} if us is None else us
-    return TvmEngine(Store(folder), 2, lambda program: Recorded(program, times), placement, lambda: "machine")
+    return TvmEngine(Store(folder), 2, lambda program: Recorded(program, times), placement, lambda: "machine", True)
 
 
 def _region(engine: TvmEngine, case: str) -> tuple[Region, TvmRegion, list[torch.Tensor]]:
@@ -100,7 +103,7 @@ def _region(engine: TvmEngine, case: str) -> tuple[Region, TvmRegion, list[torch
 @pytest.mark.parametrize("case", CASES)
 def test_every_variant_is_right(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each choice of a schedule computes what the kernel computes, in float64's eyes."""
-    monkeypatch.setattr(engine_module, "_VARIANTS", {"measure": 8})
+    monkeypatch.setattr(engine_module, "_VARIANTS", 8)
     monkeypatch.setattr(engine_module, "limit", lambda candidates: None)
     _, compiled, inputs = _region(_engine(tmp_path), case)
     assert all(len(option.compiled) > 1 for option in compiled.options)
@@ -170,8 +173,11 @@ def test_candidates_follow_what_is_known() -> None:
     assert (known.is_open, known.best, [v.name for v in known.variants]) == (False, 0, ["a"])
     inexact = Candidates.of("k", names, {"": 10.0, "b": 5.0})
     assert (inexact.is_open, inexact.best, [v.name for v in inexact.variants]) == (False, 1, ["", "b"])
-    complete = Candidates.of("k", names, {"": 10.0, "b": 5.0}, complete=True)
-    assert (complete.is_open, complete.best, [v.name for v in complete.variants]) == (True, 1, ["", "b", "a"])
+    few = Candidates.of("k", names, {}, most=2)
+    assert (few.is_open, [v.name for v in few.variants]) == (True, ["", "a"])
+    tuned = Candidates.of("k", names, {"": 10.0, "b": 5.0}, tuned=True)
+    assert (tuned.is_open, tuned.best, [v.name for v in tuned.variants]) == (False, 1, ["", "b"])
+    assert [v.name for v in tuned.untried] == ["a"]
 
 
 def test_an_inexact_choice_can_be_taken_back() -> None:
@@ -202,3 +208,48 @@ def test_verdicts_that_make_no_sense_are_none(tmp_path: Path) -> None:
     assert (verdicts.get("k"), verdicts.get("other"), Verdicts(store, "another").get("k")) == ({"": 1.5}, {}, {})
     verdicts.put("k", {"": float("nan")})
     assert verdicts.get("k") == {}
+
+
+def test_tuning_tries_everything_and_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C keeps what was found out; the next engine tries the rest, one more has nothing to do; the gain is told."""
+    us: dict[str, float] = {}
+    monkeypatch.setattr(variants_module, "_CHOICES", 4)
+    engine = _engine(tmp_path, "tune", us)
+    _, compiled, inputs = _region(engine, "matmuls")
+    assert all(len(option.compiled) == 1 and len(option.untried) == 3 for option in compiled.options)
+    monkeypatch.setattr(engine_module, "compile_kernels", _Interrupting(us))
+    stopped = compiled.refine(inputs, 0.01)
+    assert [len(option.untried) for option in stopped.options] == [2, 2]
+    assert stopped.options[0].chosen.variant.name == "choice 1"
+    torch.testing.assert_close(stopped(inputs)[0], compiled(inputs)[0], rtol=1e-4, atol=1e-3)
+    monkeypatch.undo()
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("stopped")
+    assert said[1].startswith("tuned r0: 2 of 2 kernels faster, 0.20 ms to 0.10 ms (50.0% less)")
+    monkeypatch.setattr(variants_module, "_CHOICES", 4)
+    _, resumed, _ = _region(_engine(tmp_path, "tune", us), "matmuls")
+    assert [len(option.untried) for option in resumed.options] == [2, 2]
+    assert [option.chosen.variant.name for option in resumed.options] == ["choice 1", "choice 1"]
+    done = resumed.refine(inputs, 0.01)
+    assert not any(option.untried for option in done.options)
+    _, again, _ = _region(_engine(tmp_path, "tune", us), "matmuls")
+    assert again.refine(inputs, 0.01) is again
+    _, measured, _ = _region(_engine(tmp_path, "measure", us), "matmuls")
+    assert [option.chosen.variant.name for option in measured.options] == ["choice 1", "choice 1"]
+
+
+class _Interrupting:
+    """Compiles once, says that the kernels are fast, and is interrupted as a user would the second time."""
+
+    def __init__(self, us: dict[str, float]) -> None:
+        self.us, self.calls = us, 0
+
+    def __call__(self, kernels: Sequence[Kernel], *how: object) -> list[CompiledKernel | Exception]:
+        self.calls += 1
+        if self.calls > 1:
+            raise KeyboardInterrupt
+        made = compile_kernels(kernels, *how)  # type: ignore[arg-type]
+        self.us.update({kernel.symbol: 50.0 for kernel in made if isinstance(kernel, CompiledKernel)})
+        return made

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from torch_hybrid_backend.engines.tvm.compile_pool import KernelCompiler
 from torch_hybrid_backend.engines.tvm.kernel_cache import CompiledKernel, compile_kernels
 from torch_hybrid_backend.engines.tvm.kernel_key import engine_version, kernel_key, tvm_version
 from torch_hybrid_backend.engines.tvm.search import (
+    LEAST_WORK,
     Candidates,
     Options,
     ProgramCall,
@@ -35,6 +37,7 @@ from torch_hybrid_backend.engines.tvm.search import (
     search,
 )
 from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.engines.tvm.tune import tune
 from torch_hybrid_backend.engines.tvm.variants import variants, work
 from torch_hybrid_backend.errors import CompileError
 from torch_hybrid_backend.loops import lowering
@@ -44,8 +47,9 @@ from torch_hybrid_backend.store import Store
 log = logging.getLogger(__name__)
 
 
-# How many variants of a kernel are tried, the first included.
-_VARIANTS = {"estimate": 1, "measure": 3, "tune": 1000}
+_OPERATORS_PER_KERNEL = 4  # about: fused, and equal ones once
+_VARIANTS = 3  # of a kernel that are tried where it is not tuned, the first included
+_TUNE_DEADLINE_S = 600.0  # for one variant of every kernel
 
 
 @functools.cache
@@ -81,7 +85,7 @@ class TvmRegion:
 
     def refine(self, inputs: Sequence[torch.Tensor], budget_s: float) -> TvmRegion:
         """The region with the fastest variants of its kernels, timed on `inputs` for about `budget_s` seconds."""
-        if not any(option.is_open for option in self.options):
+        if not any(option.is_open or option.untried for option in self.options):
             return self
         return self.engine.refined(self, inputs, budget_s)
 
@@ -105,13 +109,16 @@ class TvmEngine:
         run_program: RunProgram,
         placement: str = "estimate",
         machine: Callable[[], str] = lambda: "",
+        progress: bool = False,
     ) -> None:
-        """placement: the setting; it decides how many variants of each kernel are tried. machine: what timings depend on, as a text."""
+        """placement: the setting; it decides how many variants of each kernel are tried. machine: what timings depend on, as a text.
+        progress: tell how far tuning is, on standard error."""
         self._store = store
         self._compiler = _compiler(compile_threads)
         self._run_program = run_program
         self._placement = placement
         self._machine = machine
+        self._progress = progress
         self._target: Target | None = None
 
     @property
@@ -122,7 +129,7 @@ class TvmEngine:
     @property
     def version(self) -> str:
         """What timings of this engine's kernels depend on: its own sources, TVM, the target."""
-        return f"{engine_version()} tvm {tvm_version()} {self.target.fingerprint} {self._placement}"
+        return f"{engine_version()} tvm {tvm_version()} {self.target.fingerprint}"
 
     @property
     def target(self) -> Target:
@@ -137,6 +144,10 @@ class TvmEngine:
             )
         return Supported()
 
+    def prepare(self, operators: int) -> None:
+        """Start the kernel compiler for a graph of so many operators, without waiting for it: it needs a second to import TVM."""
+        self._compiler.start(math.ceil(operators / _OPERATORS_PER_KERNEL))
+
     def supports(self, node: torch.fx.Node) -> Verdict:
         return lowering.supports(node)
 
@@ -145,7 +156,7 @@ class TvmEngine:
         start = time.monotonic()
         assembled = [self._assemble(region) for region in regions]
         ready = [item for item in assembled if isinstance(item, _Assembled)]
-        if self._placement == "measure":
+        if self._placement != "estimate":
             limit([each for item in ready for each in item.candidates])
         kernels = [k for item in ready for each in item.candidates for v in each.variants for k in v.kernels]
         left = max(0.0, deadline_s - (time.monotonic() - start))
@@ -174,8 +185,19 @@ class TvmEngine:
         """See `TvmRegion.refine`. What was found out is kept."""
         start = time.monotonic()
         region.release()
-        found = search(region.kernels, region.options, self._run_program, inputs, budget_s)
         verdicts = self._verdicts()
+        if self._placement == "tune":
+            options = tune(
+                region.kernels,
+                region.options,
+                lambda kernels: compile_kernels(kernels, self.target, self._compiler, self._store, _TUNE_DEADLINE_S),
+                self._run_program,
+                inputs,
+                verdicts,
+                progress_shown=self._progress,
+            )
+            return self.region(region.kernels, options)
+        found = search(region.kernels, region.options, self._run_program, inputs, budget_s)
         options = [option.decided(found.get(option.key, {})) for option in region.options]
         for option in {option.key: option for option in options if option.key in found}.values():
             verdicts.put(option.key, option.times)
@@ -187,20 +209,18 @@ class TvmEngine:
 
     def _candidates(self, region: RegionKernels) -> tuple[Candidates, ...]:
         """What to compile of each kernel: the variant known to be fastest, or those to find out about."""
-        most = _VARIANTS[self._placement]
         constants = {id(packed.buffer): packed for packed in region.packed}
         verdicts = self._verdicts()
         result = []
         for kernel in region.kernels:
-            found = variants(kernel, constants, self.target, most)
-            if most == 1 or len(found) == 1 or kernel_sizes(kernel):
-                result.append(Candidates.of("", found, {}))
+            found = variants(kernel, constants, self.target)
+            if self._placement == "estimate" or len(found) == 1 or kernel_sizes(kernel):
+                result.append(Candidates.of("", found, {}, most=1))
                 result[-1].close()  # by estimate
                 continue
             key = kernel_key(kernel, self.target)
-            result.append(
-                Candidates.of(key, found, verdicts.get(key), work(kernel), complete=self._placement == "tune")
-            )
+            tuned = self._placement == "tune" and work(kernel) >= LEAST_WORK
+            result.append(Candidates.of(key, found, verdicts.get(key), work(kernel), most=_VARIANTS, tuned=tuned))
         return tuple(result)
 
     def _assemble(self, region: Region) -> _Assembled | Exception:

@@ -14,7 +14,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -34,7 +34,7 @@ _MOST_ROUNDS = 20
 _LEAST_GAIN = 0.02
 # A kernel with a smaller share of its region's multiply-adds is not worth the time to compile variants of it.
 _LEAST_SHARE = 0.01
-_LEAST_WORK = 1e6  # multiply-adds: some 10 us on one core
+LEAST_WORK = 1e6  # multiply-adds: some 10 us on one core
 
 
 class ProgramCall(Protocol):
@@ -58,13 +58,13 @@ class Verdicts:
         self._machine = machine
 
     def get(self, kernel_key: str) -> dict[str, float]:
-        """Microseconds by the name of the variant; empty where the kernel was never timed."""
+        """Microseconds by the name of the variant, infinity for one that cannot run; empty where the kernel was never timed."""
         data = self._store.get(_KIND, self._key(kernel_key))
         try:
             times = {str(name): float(us) for name, us in json.loads(data or b"{}").items()}
         except (ValueError, AttributeError, TypeError):
             return {}
-        return times if all(0 <= us < math.inf for us in times.values()) else {}
+        return times if all(us >= 0 for us in times.values()) else {}
 
     def put(self, kernel_key: str, times: Mapping[str, float]) -> None:
         """In place of what there was."""
@@ -93,20 +93,30 @@ class Candidates:
     is_open: bool = False
     times: Mapping[str, float] = field(default_factory=dict)
     work: float = 0.0
+    untried: tuple[Variant, ...] = ()
 
     @staticmethod
     def of(
-        key: str, variants: Sequence[Variant], times: Mapping[str, float], work: float = 0.0, *, complete: bool = False
+        key: str,
+        variants: Sequence[Variant],
+        times: Mapping[str, float],
+        work: float = 0.0,
+        *,
+        most: int = 3,
+        tuned: bool = False,
     ) -> Candidates:
-        """`times` are what earlier searches found. complete: variants without a time are to be timed, too."""
+        """`times` are what earlier searches found. Where they found nothing, `most` variants, the first included, are to be compiled and
+        timed; where the kernel is to be tuned, those without a time are left `untried`."""
         first = variants[0]
         winner = fastest(variants, times)
         kept = (first,) if winner is first else (winner,) if winner.is_exact else (first, winner)
-        untimed = [v for v in variants if v.name not in times] if complete or not times else []
-        left = [v for v in untimed if v not in kept]
+        left = tuple(v for v in variants if v.name not in times and v is not winner)
+        if tuned:
+            return Candidates(key, kept, len(kept) - 1, False, times, work, left)
+        new = () if times else tuple(v for v in left if v not in kept)[: max(0, most - len(kept))]
         # What is taken by estimate is still to be timed, against the kernel itself if there is nothing else.
-        is_open = bool(left) or (winner in untimed and len(kept) > 1)
-        return Candidates(key, (*kept, *left), len(kept) - 1, is_open, times, work)
+        is_open = bool(new) or (not times and len(kept) > 1)
+        return Candidates(key, (*kept, *new), len(kept) - 1, is_open, times, work)
 
     def close(self) -> None:
         """Leave the choice as it is."""
@@ -130,6 +140,7 @@ class Options:
     best: int
     is_open: bool
     times: Mapping[str, float]
+    untried: tuple[Variant, ...] = ()
 
     @staticmethod
     def of(candidates: Candidates, made: Sequence[Sequence[CompiledKernel | Exception]]) -> Options | Exception:
@@ -137,17 +148,16 @@ class Options:
         compiled: list[CompiledVariant] = []
         best = 0
         for number, (variant, kernels) in enumerate(zip(candidates.variants, made, strict=True)):
-            failed = next((kernel for kernel in kernels if isinstance(kernel, Exception)), None)
-            if failed is not None and number <= candidates.best:
-                return failed
-            if failed is not None:
-                _log.debug("the variant %r of a kernel is left out: %s", variant.name, failed)
+            each = compiled_variant(variant, kernels)
+            if isinstance(each, Exception):
+                if number <= candidates.best:
+                    return each
+                _log.debug("the variant %r of a kernel is left out: %s", variant.name, each)
                 continue
             best = len(compiled) if number == candidates.best else best
-            libraries = tuple((k.library, k.symbol) for k in kernels if not isinstance(k, Exception))
-            compiled.append(CompiledVariant(variant, libraries))
+            compiled.append(each)
         is_open = candidates.is_open and len(compiled) > 1
-        return Options(candidates.key, tuple(compiled), best, is_open, candidates.times)
+        return Options(candidates.key, tuple(compiled), best, is_open, candidates.times, candidates.untried)
 
     @property
     def chosen(self) -> CompiledVariant:
@@ -156,14 +166,22 @@ class Options:
     def exact(self) -> Options:
         """The fastest of those that round as the kernel itself does."""
         exact = tuple(compiled for compiled in self.compiled if compiled.variant.is_exact)
-        return Options(self.key, exact, 0, False, self.times).decided({})
+        return replace(self, compiled=exact, best=0).decided({})
 
     def decided(self, times: Mapping[str, float]) -> Options:
         """The choice by `times`, and by earlier ones of variants that were not timed now."""
         known = {**self.times, **times}
         winner = fastest([compiled.variant for compiled in self.compiled], known)
         best = next(i for i, compiled in enumerate(self.compiled) if compiled.variant is winner)
-        return Options(self.key, self.compiled, best, False, known)
+        return replace(self, best=best, is_open=False, times=known)
+
+
+def compiled_variant(variant: Variant, kernels: Sequence[CompiledKernel | Exception]) -> CompiledVariant | Exception:
+    """The variant with its kernels, or what stopped the first that was not compiled."""
+    failed = next((kernel for kernel in kernels if isinstance(kernel, Exception)), None)
+    if failed is not None:
+        return failed
+    return CompiledVariant(variant, tuple((k.library, k.symbol) for k in kernels if not isinstance(k, Exception)))
 
 
 def limit(candidates: Sequence[Candidates], least: int = 6) -> None:
@@ -180,7 +198,7 @@ def limit(candidates: Sequence[Candidates], least: int = 6) -> None:
         left -= max(len(equal[0].times), len(equal[0].variants)) - 1
         if not equal[0].is_open:
             continue
-        if left < 0 or sum(each.work for each in equal) < max(_LEAST_SHARE * total, _LEAST_WORK):
+        if left < 0 or sum(each.work for each in equal) < max(_LEAST_SHARE * total, LEAST_WORK):
             for each in equal:
                 each.close()
 
@@ -209,12 +227,13 @@ def search(
     run_program: RunProgram,
     inputs: Sequence[torch.Tensor],
     budget_s: float,
+    least_rounds: int = 1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, dict[str, float]]:
     """Microseconds of the variants of every open kernel: kernel key -> variant name -> time.
 
-    The region runs with every kernel's first variant, with every kernel's second, and so on, in rounds, at least once each after
-    a run to warm up. A run that raises HybridError gives no times.
+    The region runs with every kernel's first variant, with every kernel's second, and so on, in `least_rounds` rounds or more
+    after one to warm up. A run that raises HybridError gives no times.
     """
     runs: list[tuple[list[CompiledVariant], ProgramCall]] = []
     for number in range(max((len(option.compiled) for option in options if option.is_open), default=0)):
@@ -223,7 +242,7 @@ def search(
     samples: dict[tuple[int, str], list[float]] = {}
     start = clock()
     rounds = 0
-    while rounds < 2 or (rounds < _MOST_ROUNDS and clock() - start < budget_s):
+    while rounds <= least_rounds or (rounds < _MOST_ROUNDS and clock() - start < budget_s):
         for chosen, run in runs:
             try:
                 times = iter(run.kernel_us(inputs))

@@ -47,10 +47,10 @@ Packable = TypeVar("Packable", ConvKernel, MatMulKernel)
 Alternatives = Callable[..., Sequence[Variant]]
 
 
-def variants(kernel: Kernel, constants: Mapping[int, Packed], target: Target, most: int) -> tuple[Variant, ...]:
+def variants(kernel: Kernel, constants: Mapping[int, Packed], target: Target) -> tuple[Variant, ...]:
     """The variants of a kernel: itself first, then the preferred one. `constants`: what is packed ahead, by the identity of its buffer.
 
-    At most `most`, and none but these two where sizes are known only at run time: those of the call that is timed say little of those to come.
+    None but these two where sizes are known only at run time: those of the call that is timed say little of those to come.
     """
     weight = constants.get(id(kernel.packed)) if isinstance(kernel, ConvKernel | MatMulKernel) else None
     found: list[Variant] = []
@@ -59,8 +59,7 @@ def variants(kernel: Kernel, constants: Mapping[int, Packed], target: Target, mo
             found += alternatives(kernel, weight, target)
     found.sort(key=lambda variant: not variant.is_preferred)
     preferred = [variant for variant in found if variant.is_preferred]
-    others = preferred if kernel_sizes(kernel) else found[: max(most - 1, len(preferred))]
-    return Variant("", (kernel,)), *others
+    return Variant("", (kernel,)), *(preferred if kernel_sizes(kernel) else found)
 
 
 def with_weight(kernel: Packable, weight: Packed) -> Packable:
