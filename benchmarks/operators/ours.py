@@ -231,7 +231,7 @@ class Bench:
         constants = {id(packed.buffer): packed for packed in assembled.packed}
         plain = [Variant("", (kernel,)) for kernel in assembled.kernels]
         heaviest = max(range(len(plain)), key=lambda i: variant_work(assembled.kernels[i]))
-        tried = variants(assembled.kernels[heaviest], constants, self.target, _VARIANTS)
+        tried = variants(assembled.kernels[heaviest], constants, self.target)[:_VARIANTS]
         return [assembled.with_variants([*plain[:heaviest], variant, *plain[heaviest + 1 :]]) for variant in tried]
 
     def ours(self, problem: Problem, assembled: RegionKernels) -> Ours:
