@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.engines.tvm.schedule_runner import HOST, NARROW, compile_kernel, index_of, row_major, run_kernel
-from torch_hybrid_backend.engines.tvm import packing, tiles, winograd
+from torch_hybrid_backend.engines.tvm import packing, tiles
 from torch_hybrid_backend.engines.tvm.schedules import convolution
 from torch_hybrid_backend.engines.tvm.schedules.conv_geometry import Axis, column_tiles
 from torch_hybrid_backend.engines.tvm.target import Target
@@ -72,7 +72,7 @@ def make(case: Case, target: Target) -> Made:
     residual, bias = Buffer(out.shape, case.dtype, "residual"), Buffer((case.o,), case.dtype, "bias")
     ahead = packing.pack_conv_weight(wt, case.groups, block)
     if case.winograd:
-        ahead = winograd.pack_winograd_weight(wt, case.winograd, block)
+        ahead = packing.pack_winograd_weight(wt, case.winograd, block)
     packed = Buffer(tuple(ahead.shape), case.dtype, "packed")
     accumulator = Buffer(out.shape, compute, "acc")
     domain = tuple(LoopVar(f"d{i}", n) for i, n in enumerate(out.shape))

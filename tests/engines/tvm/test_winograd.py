@@ -9,11 +9,11 @@ import torch
 
 from torch_hybrid_backend.core.size import symbol
 from torch_hybrid_backend.engines.tvm.conv_choice import winograd_gains, winograd_tasks
+from torch_hybrid_backend.engines.tvm.packing import pack_winograd_weight
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.winograd import (
     POINTS,
     even_polynomial,
-    pack_winograd_weight,
     packed_winograd_shape,
     weight_matrix,
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from torch_hybrid_backend.core.size import Dim, ceil_div
+from torch_hybrid_backend.engines.tvm.winograd import packed_winograd_shape, weight_matrix
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import Index
 from torch_hybrid_backend.loops.ir import Expr, Map, Value, compute_dtype
@@ -85,3 +86,18 @@ def pack_conv_weight(w: torch.Tensor, groups: int, block: int) -> torch.Tensor:
     padded[:, :per_group] = w.reshape(groups, per_group, inputs, height, width)
     blocked = padded.reshape(groups, blocks, block, inputs, height, width)
     return blocked.permute(0, 1, 4, 3, 5, 2).contiguous()
+
+
+def pack_winograd_weight(w: torch.Tensor, m: int, lanes: int) -> torch.Tensor:
+    """Transforms the weight (O, I, 3, 3) of a Winograd convolution, in float64, and packs it in the order in which the kernel reads it.
+
+    Returns a contiguous tensor of `packed_winograd_shape`, same dtype; output channels beyond the last are zero.
+    """
+    parts, positions, inputs, width = packed_winograd_shape(tuple(w.shape), m, lanes)
+    g = torch.tensor([[float(value) for value in row] for row in weight_matrix(m)], dtype=torch.float64)
+    packed = w.new_zeros((parts, positions, inputs, width))
+    for part in range(parts):  # part by part: the whole weight in float64 would be eight times its size
+        rows = w[part * width : (part + 1) * width]
+        transformed = torch.einsum("ij,ocjk,lk->ilco", g, rows.double(), g)
+        packed[part, :, :, : rows.shape[0]] = transformed.reshape(positions, inputs, rows.shape[0]).to(w.dtype)
+    return packed

@@ -18,9 +18,10 @@ from typing import TypeVar
 
 from torch_hybrid_backend.core.size import known, typical
 from torch_hybrid_backend.engines.tvm.conv_choice import winograd_gains
+from torch_hybrid_backend.engines.tvm.packing import pack_winograd_weight
 from torch_hybrid_backend.engines.tvm.prepare import Packed
 from torch_hybrid_backend.engines.tvm.target import Target
-from torch_hybrid_backend.engines.tvm.winograd import pack_winograd_weight, packed_winograd_shape
+from torch_hybrid_backend.engines.tvm.winograd import packed_winograd_shape
 from torch_hybrid_backend.loops.ir import Buffer
 from torch_hybrid_backend.loops.kernels import Argument, ConvKernel, Kernel, MatMulKernel, kernel_sizes
 from torch_hybrid_backend.loops.layout import contiguous

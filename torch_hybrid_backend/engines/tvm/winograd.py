@@ -1,4 +1,4 @@
-"""Winograd convolution F(m x m, 3x3): its matrices, and how its weights are packed.
+"""Winograd convolution F(m x m, 3x3): its matrices.
 
 A tile of m x m outputs of a 3x3 kernel with stride 1 takes (m + 2)^2 multiplications per pair of channels instead of 9 m^2: 2.25 times
 fewer for m = 2, 4 times fewer for m = 4. With `d` an (m + 2) x (m + 2) tile of the input and `g` the kernel,
@@ -12,7 +12,7 @@ The points for m = 4 are +-5/8 and +-3/2: the usual +-1 and +-2 more than double
 Sources: Winograd, "Arithmetic Complexity of Computations", 1980; Lavin & Gray, "Fast Algorithms for Convolutional Neural Networks",
 CVPR 2016; Barabasz et al., "Error Analysis and Improving the Accuracy of Winograd Convolution for DNNs", ACM TOMS 2020.
 
-Nothing here imports TVM.
+Nothing here imports TVM or torch: the kernel compiler has none; `packing` transforms the weights.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ import functools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-
-import torch
 
 # Outputs along one side of a tile -> the positive points p; each stands for p and -p, besides 0 and infinity.
 POINTS: dict[int, tuple[Fraction, ...]] = {2: (Fraction(1),), 4: (Fraction(5, 8), Fraction(3, 2))}
@@ -67,18 +65,3 @@ def packed_winograd_shape(weight_shape: tuple[int, ...], m: int, lanes: int) -> 
     outputs, inputs, _, _ = weight_shape
     width = lanes * output_blocks(outputs, lanes)
     return -(-outputs // width), tile_size(m) ** 2, inputs, width
-
-
-def pack_winograd_weight(w: torch.Tensor, m: int, lanes: int) -> torch.Tensor:
-    """Transforms a weight (O, I, 3, 3) ahead of time, in float64, and packs it in the order in which the kernel reads it.
-
-    Returns a contiguous tensor of `packed_winograd_shape`, same dtype; output channels beyond the last are zero.
-    """
-    parts, positions, inputs, width = packed_winograd_shape(tuple(w.shape), m, lanes)
-    g = torch.tensor([[float(value) for value in row] for row in weight_matrix(m)], dtype=torch.float64)
-    packed = w.new_zeros((parts, positions, inputs, width))
-    for part in range(parts):  # part by part: the whole weight in float64 would be eight times its size
-        rows = w[part * width : (part + 1) * width]
-        transformed = torch.einsum("ij,ocjk,lk->ilco", g, rows.double(), g)
-        packed[part, :, :, : rows.shape[0]] = transformed.reshape(positions, inputs, rows.shape[0]).to(w.dtype)
-    return packed
