@@ -316,6 +316,10 @@ class HybridGraph:
         # The machine as it is now: threads may have been set since the last graph.
         verdicts = VerdictCache(self._session.store, machine_fingerprint()) if self._config.cache else None
         pricing = Pricing(verdicts, self._session.versions())
+        chosen: dict[
+            str, CompiledSegment
+        ] = {}  # kept once all is chosen: an interrupted first call leaves nothing behind
+        decisions: dict[str, RegionDecision] = {}
 
         def place(_index: int, segment: Segment, arguments: Sequence[Any]) -> Sequence[Any]:
             region = segment.region
@@ -323,14 +327,15 @@ class HybridGraph:
             if not candidates:
                 return region.graph_module(*arguments)  # type: ignore[no-any-return]
             choice = choose(region, candidates, arguments, self._config, pricing)
-            self._decisions[region.name] = choice.decision
+            decisions[region.name] = choice.decision
             if choice.compiled is not None:
-                self._chosen[region.name] = self._checked(segment, choice.decision.engine, choice.compiled)
+                chosen[region.name] = self._checked(segment, choice.decision.engine, choice.compiled)
             return choice.outputs
 
         outputs = self._python_executor(self._segments()).run(inputs, place)
-        self._candidates = {}  # what was not chosen is not needed any more
+        self._chosen, self._decisions = chosen, decisions
         self._install()
+        self._candidates = {}  # what was not chosen is not needed any more
         log.info("%s graph: engines chosen in %.2f s", self._kind, time.perf_counter() - start)
         return outputs
 
@@ -346,24 +351,25 @@ class HybridGraph:
         """Build the fast path from the choices made, and the plan that tells of them."""
         segments = self._segments()
         build = build_executor if self._partition.graph.is_static else SymbolicExecutor
+        run: Callable[[Sequence[Any]], list[Any]]
         try:
-            titles = self._titles()
-            self._run = build(self._partition.graph, segments, self._hoisted.inputs, self._fold, titles)
+            run = build(self._partition.graph, segments, self._hoisted.inputs, self._fold, self._titles())
         except StaticLayoutError as error:
             log.info("this graph runs from Python, segment by segment: %s", error)
-            self._run = self._python_executor(segments)
+            run = self._python_executor(segments)
         except HybridError as error:
             if self._config.strict:
                 raise
             log.warning("this graph runs from Python, segment by segment: %s", error)
-            self._run = self._python_executor(segments)
+            run = self._python_executor(segments)
         for compiled in self._chosen.values():
             release = getattr(compiled, "release", None)
-            if release is not None and not isinstance(self._run, PythonExecutor):
+            if release is not None and not isinstance(run, PythonExecutor):
                 release()  # what calling it from Python packed, the plan packs for itself
         self.plan = make_plan(self._name, self._kind, self._partition, list(self._decisions.values()))
         if self._on_plan is not None:
             self._on_plan(self.plan)
+        self._run = run  # last: interrupted before, the next call is a first call again
 
     def _recover(self, inputs: Sequence[Any], error: HybridError) -> list[Any]:
         """A call failed: run it segment by segment, give to eager what fails, and build the fast path anew."""

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.end_to_end import models
 from torch_hybrid_backend import backend
+from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.errors import HybridError
 
 LOGGER = "torch_hybrid_backend"
@@ -117,3 +125,50 @@ def test_faulty_engine(
         assert code in caplog.records[0].message
     finally:
         backend._sessions.clear()
+
+
+@pytest.mark.fault("Ctrl-C (SIGINT) at any line of placement", "KeyboardInterrupt; the next call is right")
+def test_interrupted_at_every_line(settings: pytest.MonkeyPatch) -> None:
+    """KeyboardInterrupt before each line, in turn, of what a first call runs in backend.py; the next call is right, and fast."""
+    model = nn.Sequential(nn.Linear(24, 16), nn.GELU(), nn.Linear(16, 8)).eval()
+    x = torch.randn(3, 24)
+    expected = model(x)
+    line = 0
+
+    def at_the_line(frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
+        nonlocal line
+        if frame.f_code.co_filename != backend.__file__:
+            return None
+        line -= event == "line"
+        if event == "line" and line == 0:
+            raise KeyboardInterrupt
+        return at_the_line
+
+    def interrupted(call: Callable[[], object]) -> bool:
+        outer = sys.gettrace()
+        sys.settrace(at_the_line)
+        try:
+            call()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(outer)
+        return False
+
+    with torch.no_grad():
+        for at in range(1, 1000):
+            graphs: list[Plan] = []
+            graph = torch.fx.symbolic_trace(model)
+            (output,) = graph.graph.find_nodes(op="output")
+            output.args = ((output.args[0],),)  # a tuple, as Dynamo's graphs return
+            graph.recompile()
+            compiled = backend.compile_graph(graph, [x], Config.from_env(os.environ), graphs.append)
+            line = at
+            if not interrupted(lambda compiled=compiled: compiled(x)):
+                break
+            (answer,) = compiled(x)
+            torch.testing.assert_close(answer, expected, rtol=1e-4, atol=1e-5)
+            (again,) = compiled(x)
+            torch.testing.assert_close(again, expected, rtol=1e-4, atol=1e-5)
+            assert [region.engine for region in graphs[-1].regions] == ["tvm"]
+    assert 20 < at < 999
