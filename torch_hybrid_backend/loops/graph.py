@@ -3,7 +3,8 @@
 What stays lazy (a `Map` inlined into whatever reads it) and what gets memory is decided here, node by node:
 - a view never gets memory; its base does where an anchor (matmul, convolution, attention) reads it;
 - a computed value gets memory when several operators read it, when it would be recomputed for every element of a larger tensor
-  (broadcast, pooling window), or when its expression has grown long;
+  (broadcast, pooling window), when its expression has grown long, or when it is the epilogue of a convolution that a concatenation reads:
+  the convolution writes as much either way, and the concatenation is left a copy;
 - everything else is inlined.
 """
 
@@ -25,6 +26,7 @@ from torch_hybrid_backend.loops.ir import (
     AttentionOp,
     Buffer,
     ConvOp,
+    Expr,
     Load,
     LoopOp,
     Map,
@@ -72,6 +74,7 @@ _WINDOWS = frozenset(
         aten.upsample_bilinear2d.vec,
     )
 )
+_CONCATENATIONS = frozenset((aten.cat.default, aten.stack.default))
 MAX_INLINE_CALLS = 160  # scalar operations; longer expressions cost more to print and compile than a pass over memory
 MAX_INLINE_LOADS = 12
 
@@ -99,6 +102,8 @@ class _Lowerer:
         self._region = region
         self._ops: list[LoopOp] = []
         self._ctx = Context(self._emit)
+        self._convolved: set[int] = set()  # identities of what convolutions write
+        self._concatenated: set[int] = set()  # identities of the values that are concatenations
 
     def run(self) -> LoopGraph:
         values: dict[torch.fx.Node, Any] = {}
@@ -147,8 +152,9 @@ class _Lowerer:
                 op.a = self._rows(self._operand(op.a))
                 op.b = self._operand(op.b)
             case ConvOp():
-                op.x = self._ctx.materialize(self._operand(op.x))
+                op.x = self._image(op.x)
                 op.w = self._operand(op.w)
+                self._convolved.add(id(op.out))
             case AttentionOp():
                 op.q, op.k, op.v = self._operand(op.q), self._operand(op.k), self._operand(op.v)
         self._ops.append(op)
@@ -165,12 +171,16 @@ class _Lowerer:
 
     def _operand(self, value: Value) -> Value:
         """An anchor's operand: a buffer or a view of one."""
-        root = value
-        while isinstance(root, Map) and root.realized is None and root.base is not None:
-            root = root.base
+        root = _root(value)
         if isinstance(root, Map) and root.realized is None:
             self._realize(root)
         return value
+
+    def _image(self, value: Value) -> Buffer:
+        """A convolution's input, in memory. A shuffled concatenation is written as it is read, once for all its readers."""
+        if isinstance(value, Map) and value.realized is None and id(_root(value)) in self._concatenated:
+            return self._realize(value)
+        return self._ctx.materialize(self._operand(value))
 
     def _rows(self, value: Value) -> Value:
         """The left operand of a matmul, copied unless its rows are contiguous in k."""
@@ -197,15 +207,39 @@ class _Lowerer:
             return
         if calls == 0:
             return
+        if node.target in _CONCATENATIONS:
+            self._concatenated.add(id(value))
         readers = _readers(node)
-        if len(readers) > 1 or any(self._repeats(reader, value) for reader in readers):
+        if (
+            len({_read_as(reader) for reader in readers}) > 1
+            or any(self._repeats(reader, value) for reader in readers)
+            or (any(reader.target in _CONCATENATIONS for reader in readers) and self._is_epilogue(value, expr))
+        ):
             self._realize(value)
+
+    def _is_epilogue(self, value: Map, expr: Expr) -> bool:
+        """Whether a value is computed element by element from what a convolution writes."""
+        index = domain_vars(value.shape)
+        return any(id(load.buffer) in self._convolved and load.index == index for load in loads_of(expr))
 
     def _repeats(self, reader: torch.fx.Node, value: Value) -> bool:
         if reader.target in _WINDOWS:
             return True
         meta = reader.meta.get("val")
         return isinstance(meta, torch.Tensor) and _elements(meta) > 2 * typical(product(value.shape))
+
+
+def _root(value: Value) -> Value:
+    """What a view is a view of."""
+    while isinstance(value, Map) and value.realized is None and value.base is not None:
+        value = value.base
+    return value
+
+
+def _read_as(reader: torch.fx.Node) -> torch.fx.Node:
+    """The same for convolutions of one image: it is in memory once."""
+    image = reader.args[0] if reader.target is aten.convolution.default else None
+    return image if isinstance(image, torch.fx.Node) else reader
 
 
 def _elements(tensor: torch.Tensor) -> int:

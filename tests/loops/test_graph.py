@@ -1,0 +1,70 @@
+"""What gets memory when a region is lowered, and that the operations compute what the region does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from loops.interpret import evaluate, trace
+from tests.partition.engines_for_tests import FakeEngine
+from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.loops.graph import LoopGraph, lower_region
+from torch_hybrid_backend.loops.ir import ConvOp, MapOp, domain_vars, loads_of
+from torch_hybrid_backend.partition.regions import partition
+
+aten = torch.ops.aten
+Fn = Callable[..., torch.Tensor]
+
+
+def lowered(fn: Fn, *inputs: torch.Tensor) -> LoopGraph:
+    """The loop graph of `fn`, whose results were compared with eager's."""
+    module = trace(fn, inputs)
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    tensors = {node.name: tensor for node, tensor in zip(placeholders, inputs, strict=True)}
+    (segment,) = partition(module, [FakeEngine()], Config()).graph.segments
+    graph = lower_region(segment.region)
+    env = {buffer: tensors[buffer.name] for buffer in graph.inputs}
+    for op in graph.ops:
+        evaluate(op, env)
+    torch.testing.assert_close(env[graph.outputs[0]], fn(*inputs), rtol=1e-4, atol=1e-4)
+    return graph
+
+
+def convolution(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return aten.relu(aten.convolution(x, w, b, [1, 1], [0, 0], [1, 1], False, [0, 0], 1))
+
+
+def shuffled(x: torch.Tensor) -> torch.Tensor:
+    n, c, *side = x.shape
+    return aten.clone(x.view(n, 2, c // 2, *side).transpose(1, 2)).reshape(n, c, *side)
+
+
+def units(x: torch.Tensor, w: torch.Tensor, wide: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Two of ShuffleNetV2's units, and two convolutions of what they return."""
+    for _ in range(2):
+        left, right = aten.split(x, w.shape[0], 1)
+        x = shuffled(aten.cat([left, convolution(right, w, b)], 1))
+    return convolution(x, wide, b) - convolution(x, wide, b * 2)
+
+
+@pytest.mark.parametrize(("batch", "channels", "side"), [(2, 5, (3, 4)), (1, 7, (1, 1)), (3, 1, (5, 2))])
+def test_convolutions_keep_their_epilogue_before_a_concatenation(
+    batch: int, channels: int, side: tuple[int, int]
+) -> None:
+    """Bias and ReLU are written with the convolution: what joins and shuffles is a copy, made once for all its readers."""
+    x, w = torch.randn(batch, 2 * channels, *side), torch.randn(channels, channels, 1, 1)
+    graph = lowered(units, x, w, torch.randn(channels, 2 * channels, 1, 1), torch.randn(channels))
+    convolved = {id(op.out) for op in graph.ops if isinstance(op, ConvOp)}
+    copies = []
+    for op in graph.ops:
+        if isinstance(op, MapOp) and len(op.out.shape) == 4:
+            index = domain_vars(op.out.shape)
+            loads = loads_of(op.value.at(index))
+            if any(id(load.buffer) in convolved for load in loads):
+                assert all(load.index == index for load in loads if id(load.buffer) in convolved), "no epilogue"
+            else:
+                copies.append(op)
+    # The right half of the second unit's input, and the input of the last two convolutions; the first unit's is a slice.
+    assert len(copies) == 3
