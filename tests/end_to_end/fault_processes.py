@@ -25,7 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 HANG_S = 150  # a child that is not done by then hangs: on an idle machine each takes a few seconds
 
 _NURSERY = """
-import json, os, sys, tempfile, time
+import json, os, signal, sys, tempfile, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts jobs in the background with it ignored
 import torch, torch._dynamo
 import torch_hybrid_backend.backend
 from tests.end_to_end import models
