@@ -52,6 +52,7 @@ from torch_hybrid_backend.passes.pipeline import PASSES, run_passes
 from torch_hybrid_backend.report import Explanation
 from torch_hybrid_backend.runtime.executor import CompiledSegment, build_executor
 from torch_hybrid_backend.runtime.layout import StaticLayoutError
+from torch_hybrid_backend.runtime.made_once import MadeOnce, give_back_freed_memory
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 from torch_hybrid_backend.runtime.python_executor import PythonExecutor
 from torch_hybrid_backend.runtime.symbolic_executor import SymbolicExecutor
@@ -327,15 +328,18 @@ class HybridGraph:
             if not candidates:
                 return region.graph_module(*arguments)  # type: ignore[no-any-return]
             choice = choose(region, candidates, arguments, self._config, pricing)
+            once.let_go()
             decisions[region.name] = choice.decision
             if choice.compiled is not None:
                 chosen[region.name] = self._checked(segment, choice.decision.engine, choice.compiled)
             return choice.outputs
 
-        outputs = self._python_executor(self._segments()).run(inputs, place)
-        self._chosen, self._decisions = chosen, decisions
-        self._install()
+        with MadeOnce() as once:
+            outputs = self._python_executor(self._segments()).run(inputs, place)
+            self._chosen, self._decisions = chosen, decisions
+            self._install(inputs)
         self._candidates = {}  # what was not chosen is not needed any more
+        give_back_freed_memory()
         log.info("%s graph: engines chosen in %.2f s", self._kind, time.perf_counter() - start)
         return outputs
 
@@ -347,13 +351,14 @@ class HybridGraph:
     def _python_executor(self, segments: Sequence[CompiledSegment]) -> PythonExecutor:
         return PythonExecutor(self._partition.graph, segments, self._hoisted.inputs, self._fold, self._titles())
 
-    def _install(self) -> None:
-        """Build the fast path from the choices made, and the plan that tells of them."""
+    def _install(self, inputs: Sequence[Any]) -> None:
+        """Build the fast path from the choices made, with the constants of a call's inputs, and the plan that tells of them."""
         segments = self._segments()
         build = build_executor if self._partition.graph.is_static else SymbolicExecutor
         run: Callable[[Sequence[Any]], list[Any]]
         try:
             run = build(self._partition.graph, segments, self._hoisted.inputs, self._fold, self._titles())
+            run.bind(inputs)
         except StaticLayoutError as error:
             log.info("this graph runs from Python, segment by segment: %s", error)
             run = self._python_executor(segments)
@@ -365,7 +370,7 @@ class HybridGraph:
         for compiled in self._chosen.values():
             release = getattr(compiled, "release", None)
             if release is not None and not isinstance(run, PythonExecutor):
-                release()  # what calling it from Python packed, the plan packs for itself
+                release()  # the plan keeps packed constants of its own, or shares these
         self.plan = make_plan(self._name, self._kind, self._partition, list(self._decisions.values()))
         if self._on_plan is not None:
             self._on_plan(self.plan)
@@ -393,7 +398,7 @@ class HybridGraph:
             log.warning("this graph runs from Python, segment by segment, from now on: %s", error)
             self._run = self._python_executor(self._segments())
             return outputs
-        self._install()
+        self._install(inputs)
         return outputs
 
     def _give_to_eager(self, segment: Segment, cause: Exception) -> None:

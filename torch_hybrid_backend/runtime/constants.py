@@ -20,6 +20,7 @@ import torch
 
 from torch_hybrid_backend.core.hoisted_inputs import CallInput, FoldedValue, HoistedInputs
 from torch_hybrid_backend.errors import HybridError
+from torch_hybrid_backend.runtime.made_once import made_once
 from torch_hybrid_backend.runtime.native import Guard
 
 Made = TypeVar("Made")
@@ -177,8 +178,9 @@ def run_fold(hoisted: HoistedInputs, fold: Fold | None, inputs: Sequence[Any]) -
         if any(isinstance(source, FoldedValue) for source in hoisted.main):
             raise HybridError("the main graph reads folded values, but there is no function to fold them")
         return []
+    constants = [inputs[position].detach() for position in hoisted.fold]
     with torch.no_grad():
-        return list(fold([inputs[position].detach() for position in hoisted.fold]))
+        return made_once(hoisted, constants, lambda: list(fold(constants)), lasting=True)
 
 
 def without_owning(

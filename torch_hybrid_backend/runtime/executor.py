@@ -38,6 +38,7 @@ from torch_hybrid_backend.runtime.layout import (
     lay_out,
     same_memory,
 )
+from torch_hybrid_backend.runtime.made_once import made_once
 from torch_hybrid_backend.runtime.native import Binding, Callback, Guard, Plan, ValueKind
 
 # A region an engine compiled, an eager graph module, or any function from the list of a segment's inputs to its outputs.
@@ -162,6 +163,11 @@ class Executor:
                 return self._call(inputs)
         return self._call(inputs)
 
+    def bind(self, inputs: Sequence[Any]) -> None:
+        """Folds and packs the constants among a call's inputs now, not in that call. Raises as a call does."""
+        with torch.no_grad():
+            self._constants.get(inputs).binding(self._plan)
+
     def release(self) -> None:
         """Frees packed constants; the next call makes them again."""
         self._constants.clear()
@@ -270,7 +276,8 @@ def _slot_tensor(slot: ConstantSlot, tensors: Sequence[torch.Tensor]) -> torch.T
     """The tensor that fills `slot`: packed, or the only source itself where its memory is laid out as expected."""
     spec = slot.spec
     if slot.pack is not None:
-        packed = slot.pack(*tensors)
+        pack = slot.pack
+        [packed] = made_once(pack, tensors, lambda: [pack(*tensors)])
         if packed.numel() != spec.span or packed.dtype != spec.torch_dtype or not packed.is_contiguous():
             raise HybridError(
                 f"packing {', '.join(slot.sources)} gave {packed.dtype} {tuple(packed.shape)} with strides {packed.stride()};"

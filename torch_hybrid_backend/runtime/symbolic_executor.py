@@ -63,6 +63,15 @@ class SymbolicExecutor:
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """The graph's outputs at this call's sizes. Raises as `Executor` does."""
+        return self._plan_for(inputs)(inputs)
+
+    def bind(self, inputs: Sequence[Any]) -> None:
+        """Makes the plan for a call's sizes, and its constants, now, not in that call. Raises as a call does."""
+        run = self._plan_for(inputs)
+        if isinstance(run, Executor):
+            run.bind(inputs)
+
+    def _plan_for(self, inputs: Sequence[Any]) -> Run:
         sizes = self._reader.read(inputs)
         run = self._plans.get(sizes)
         if run is None:
@@ -72,7 +81,7 @@ class SymbolicExecutor:
             with self._lock:
                 if sizes in self._plans:
                     self._plans.move_to_end(sizes)
-        return run(inputs)
+        return run
 
     @property
     def plans(self) -> int:
