@@ -1,0 +1,47 @@
+"""Weights are folded and packed once: by the first call, for itself and for the plan of all later ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.end_to_end import models
+from torch_hybrid_backend.engines.tvm import prepare
+from torch_hybrid_backend.runtime import constants
+
+
+@pytest.mark.parametrize("placement", ["estimate", "measure"])
+def test_once_for_every_variant_and_the_plan(placement: str, settings: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whatever the first call tries, each weight is packed once, and once more when it changed."""
+    made: Counter[str] = Counter()
+
+    def counting(name: str, pack: object) -> object:
+        def counted(*arguments: object, **settings: object) -> object:
+            made[name] += 1
+            return pack(*arguments, **settings)  # type: ignore[operator]
+
+        return counted
+
+    settings.setenv("HYBRID_CACHE_DIR", str(tmp_path))  # nothing is known yet: variants are tried
+    settings.setattr(prepare, "pack_conv_weight", counting("packed", prepare.pack_conv_weight))
+    settings.setattr(prepare, "pack_b", counting("packed", prepare.pack_b))
+    model, images = models.convolutional(), models.images()
+    plain = constants.run_fold
+
+    def run_fold(hoisted: object, fold: object, inputs: object) -> object:
+        return plain(hoisted, None if fold is None else counting("folded", fold), inputs)  # type: ignore[arg-type]
+
+    settings.setattr("torch_hybrid_backend.runtime.executor.run_fold", run_fold)
+    settings.setattr("torch_hybrid_backend.runtime.python_executor.run_fold", run_fold)
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="hybrid", options={"placement": placement})
+        for _ in range(3):
+            torch.testing.assert_close(compiled(images), model(images), rtol=1e-4, atol=1e-4)
+        assert made == {"folded": 1, "packed": 3}
+        model.stem.weight.mul_(-2)
+        torch.testing.assert_close(compiled(images), model(images), rtol=1e-4, atol=1e-4)
+        if placement == "estimate":  # where it is timed, eager may be faster
+            assert made == {"folded": 2, "packed": 6}
