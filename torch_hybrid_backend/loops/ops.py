@@ -20,7 +20,8 @@ FLOAT_UNARY = frozenset(
     "exp exp2 expm1 log log2 log10 log1p sqrt rsqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh "
     "erf erfc sigmoid floor ceil round_even trunc".split()
 )
-UNARY = FLOAT_UNARY | frozenset(("neg", "abs", "sign", "bitnot"))
+# exp_nonpositive: e^x where x <= 0 is known, with 0 in the place of denormals.
+UNARY = FLOAT_UNARY | frozenset(("neg", "abs", "sign", "bitnot", "exp_nonpositive"))
 BINARY = frozenset("add sub mul div floordiv truncdiv mod fmod pow atan2 max min bitand bitor bitxor shl shr".split())
 COMPARE = frozenset("eq ne lt le gt ge".split())
 LOGICAL = frozenset("and or xor not".split())

@@ -56,6 +56,8 @@ def emit(op: str, dtype: str, args: tuple[TirExpr, ...], operand: str, let: Let)
         return tirx.EQ(tirx.abs(args[0]), literal(pymath.inf, operand)) if is_float(operand) else tirx.IntImm("bool", 0)
     if dtype == "float32" and op in math.UNARY:
         return math.UNARY[op](let, args[0])
+    if op == "exp_nonpositive":
+        op = "exp"
     if is_float(dtype) and op in _LLVM:
         return _llvm(op, dtype, args[0])
     if dtype == "float64" and op in ("erf", "erfc"):

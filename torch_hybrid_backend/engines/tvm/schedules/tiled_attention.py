@@ -225,9 +225,11 @@ class TiledAttention(AttentionParts):
         return b.seq(*[halve(self.panel >> step) for step in range(1, self.panel.bit_length())])
 
     def _exp(self, value: TirExpr, use: Callable[[TirExpr], Stmt]) -> Stmt:
-        """A statement that uses e^value."""
+        """A statement that uses e^value, of a value that is not positive."""
         self.printer.locals[id(self._operand)] = lambda _: value
-        return self.printer.evaluate([ops.call("exp", self._operand.at(()))], {}, lambda values: use(values[0]))
+        return self.printer.evaluate(
+            [ops.call("exp_nonpositive", self._operand.at(()))], {}, lambda values: use(values[0])
+        )
 
     def _softmax_row(self, r: Index, rows: int, each_panel: Callable[[Callable[[Index, Index], Stmt]], Stmt]) -> Stmt:
         """scores = e^(scores - maximum); the row's running maximum and sum, and what it has summed so far, follow."""
