@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+
 import pytest
 import torch
 
@@ -139,3 +142,25 @@ def test_the_next_panel_is_prefetched(n: int, prefetches: bool) -> None:
     """Where a core goes through several panels, it asks for the next while it works on one."""
     assembly = compile_kernel(kernel_of((1, 30, 64, n)), matmul.emit).inspect_source("asm")
     assert ("prefetch" in assembly) == prefetches
+
+
+@pytest.mark.parametrize("mcpu", ["x86-64-v4", "x86-64-v3"])
+def test_accumulators_stay_in_registers_beside_a_long_epilogue(mcpu: str) -> None:
+    """The loop over k of a product followed by GELU touches the stack for no accumulator, however many rows a tile has."""
+    lanes = 16 if mcpu == "x86-64-v4" else 8
+    target = Target(mcpu, HOST.cpu, HOST.features, lanes, 2, 32 << 10, 512 << 10)
+    kernel = kernel_of((1, 28 * 13, 96, 128), target)
+    (store,) = kernel.stores
+    half, one = ops.const(0.5, "float32"), ops.const(1.0, "float32")
+    value = ops.mul(ops.mul(store.value, half), ops.add(ops.call("erf", ops.mul(store.value, half)), one))
+    kernel = dataclasses.replace(kernel, stores=(dataclasses.replace(store, value=value),))
+    assembly = compile_kernel(kernel, matmul.emit, target).inspect_source("asm")
+    labels = re.split(r"^(\.L\w+):", assembly, flags=re.MULTILINE)
+    loops = []
+    for label, body in zip(labels[1::2], labels[2::2], strict=True):
+        end = re.search(rf"\tj\w+\s+{re.escape(label)}$", body, flags=re.MULTILINE)
+        if end is not None and "vfmadd231ps" in body[: end.start()] and "vbroadcastss" in body[: end.start()]:
+            loops.append(body[: end.start()])
+    assert loops
+    for loop in loops:
+        assert not re.findall(r"vmovups\s+(?:-?\d*\(%rsp\), %[yz]mm|%[yz]mm\d+, -?\d*\(%rsp\))", loop), loop

@@ -47,6 +47,8 @@ _LINE_BYTES = 64
 
 # An epilogue of more scalar operations than this is emitted once as a loop over a spilled tile, not once per register.
 _LONG_EPILOGUE = 4
+# With 28 accumulators and such an epilogue, LLVM 22 keeps 16 of them in memory while it multiplies (3136 x 384 x 96 with GELU: twice the time).
+_LONG_EPILOGUE_ACCUMULATORS = 26
 
 
 def emit(kernel: MatMulKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
@@ -119,7 +121,8 @@ class _MatMul:
         return b.fused((self.b.extent, blocks, self.panels, per_block), tile)
 
     def _most_rows(self) -> int:
-        return max_rows(1 if self.is_dot else self.vectors, self.target)
+        most = max_rows(1 if self.is_dot else self.vectors, self.target)
+        return min(most, _LONG_EPILOGUE_ACCUMULATORS // self.vectors) if self.long_epilogue else most
 
     def _fitting(self, rows: int) -> int:
         """Tiles of `rows` rows of A that fit half the second-level cache."""
