@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
-import pytest
-import torch
+from tests.compiling import fresh_dynamo, kernel_cache
+
+__all__ = ["fresh_dynamo", "kernel_cache", "run_together"]
 
 # Long enough for any of these tests on a loaded machine: what takes longer is a deadlock.
 DEADLINE_S = 240.0
-
-
-@pytest.fixture(scope="session", autouse=True)
-def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One kernel cache for the session, which processes started by tests use too."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HYBRID_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
-        patch.setenv("HYBRID_PLACEMENT", "estimate")  # by measurement, eager would win some of these small regions
-        yield
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    """Every test compiles anew, and leaves nothing to the next."""
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def run_together(tasks: Sequence[Callable[[], object]]) -> None:

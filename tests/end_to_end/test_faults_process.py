@@ -22,19 +22,16 @@ def limit(more_mib):
 """
 
 
-@fault("no memory for a call's outputs", "PyTorch's RuntimeError, as of eager; the next call that fits is right")
-def test_out_of_memory_in_a_call(nursery: Nursery, tmp_path: Path) -> None:
-    """The call raises what eager would raise, and the function works on when there is memory again."""
-    script = (
-        _LIMIT
-        + """
+def _meets_the_limit(before: str, mebibytes: int) -> str:
+    """A script that runs `before`, leaves the process so much more memory, calls, lifts the limit and calls again."""
+    return f"""{_LIMIT}
 def outer(a, b):
     return torch.relu(a[:, None] * b[None, :]) + 1
 a, b = torch.randn(5000), torch.randn(5000)
 fast, plans = compiled(outer, dynamic=False)
 with torch.no_grad():
-    assert (fast(a, b) - outer(a, b)).abs().max() < 1e-5
-    limit(16)
+    {before}
+    limit({mebibytes})
     try:
         fast(a, b)
     except RuntimeError as error:
@@ -43,7 +40,12 @@ with torch.no_grad():
     assert (fast(a, b) - outer(a, b)).abs().max() < 1e-5
 say("right")
 """
-    )
+
+
+@fault("no memory for a call's outputs", "PyTorch's RuntimeError, as of eager; the next call that fits is right")
+def test_out_of_memory_in_a_call(nursery: Nursery, tmp_path: Path) -> None:
+    """The call raises what eager would raise, and the function works on when there is memory again."""
+    script = _meets_the_limit("assert (fast(a, b) - outer(a, b)).abs().max() < 1e-5", 16)
     done = nursery.run(script, tmp_path)
     assert (done.answers, done.status) == (["True", "right"], 0), done
 
@@ -52,25 +54,8 @@ say("right")
 @fault("no memory for a first call", "PyTorch's RuntimeError, as of eager; the next call that fits is right")
 def test_out_of_memory_in_the_first_call(nursery: Nursery, tmp_path: Path) -> None:
     """The graph is not broken by a first call that found no memory."""
-    script = (
-        _LIMIT
-        + """
-def outer(a, b):
-    return torch.relu(a[:, None] * b[None, :]) + 1
-a, b = torch.randn(5000), torch.randn(5000)
-fast, plans = compiled(outer, dynamic=False)
-with torch.no_grad():
-    torch.randn(1 << 20).exp().sum()  # its threads take memory too, and libgomp ends the process where it cannot start one
-    limit(110)
-    try:
-        fast(a, b)
-    except RuntimeError as error:
-        say("memory" in str(error).lower())
-    limit(0)
-    assert (fast(a, b) - outer(a, b)).abs().max() < 1e-5
-say("right")
-"""
-    )
+    # Threads take memory too, and libgomp ends the process where it cannot start one: they are started before.
+    script = _meets_the_limit("torch.randn(1 << 20).exp().sum()", 110)
     done = nursery.run(script, tmp_path)
     assert (done.answers, done.status) == (["True", "right"], 0), done
 

@@ -2,26 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from tests.compiling import fresh_dynamo, kernel_cache
 
-import pytest
-import torch
-
-
-@pytest.fixture(scope="session", autouse=True)
-def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One kernel cache for the session: several tests train one model, whose kernels are compiled once."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HYBRID_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
-        # By measurement, eager would win some of these small regions, on some days: their kernels would go untested.
-        patch.setenv("HYBRID_PLACEMENT", "estimate")
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        yield
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    """Every test compiles anew, and leaves nothing to the next."""
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
+__all__ = ["fresh_dynamo", "kernel_cache"]

@@ -25,6 +25,14 @@ ROOT = Path(__file__).parents[3]
 PATIENCE_S = 60
 
 
+@pytest.fixture(autouse=True)
+def interrupts() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also where a shell started pytest in the background and thus with it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def job(tmp_path: Path) -> Callable[..., Job]:
     def make(size: int, key: str = "") -> Job:

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 
 import torch
 
-from torch_hybrid_backend.core.size import Dim, at_most, known
+from torch_hybrid_backend.core.size import at_most, known
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.index import Index, as_index, contiguous_strides
 from torch_hybrid_backend.loops.ir import Buffer, Const, Expr, Map, ReduceOp, Value, compute_dtype, scalar_index
 from torch_hybrid_backend.loops.lowering import Context, Refuse, lowers, reindex
 from torch_hybrid_backend.loops.lowerings.arithmetic import lit
 from torch_hybrid_backend.loops.lowerings.convolution import per_dimension
+from torch_hybrid_backend.loops.lowerings.windows import Size, inside, pooled_dimensions
 from torch_hybrid_backend.loops.ops import (
     add,
     call,
@@ -26,7 +27,6 @@ from torch_hybrid_backend.loops.ops import (
     div,
     from_index,
     guard,
-    index_in,
     is_float,
     logical_and,
     mul,
@@ -36,21 +36,12 @@ from torch_hybrid_backend.loops.ops import (
 
 aten = torch.ops.aten
 
-Size = int | Sequence[int]
-
 
 def lowest(dtype: str) -> float:
     """The neutral element of max."""
     if is_float(compute_dtype(dtype)):
         return -math.inf
     return torch.iinfo(getattr(torch, dtype)).min
-
-
-def _inside(place: Sequence[Index], shape: Sequence[Dim]) -> Expr:
-    result: Expr = const(True, "bool")
-    for i, n in zip(place, shape, strict=True):
-        result = logical_and(result, index_in(i, 0, n))
-    return result
 
 
 # Maximum
@@ -67,7 +58,7 @@ def max_pool(
     ceil_mode: bool = False,
 ) -> tuple[Value, Value | None]:
     """(maxima, their positions in the flattened spatial dimensions). NaN wins over everything; the first of equals counts."""
-    rank = 3 if ctx.node is not None and ctx.node.target is aten.max_pool3d_with_indices.default else 2
+    rank = pooled_dimensions(ctx)
     kernel = per_dimension(kernel_size, rank)
     strides = kernel if not isinstance(stride, int) and len(stride) == 0 else per_dimension(stride, rank)
     paddings, dilations = per_dimension(padding, rank), per_dimension(dilation, rank)
@@ -81,7 +72,7 @@ def max_pool(
     def body(index: tuple[Index, ...]) -> Expr:
         place = source(index[: lead + rank], index[lead + rank :])
         return guard(
-            _inside(place, spatial), x.at((*index[:lead], *place)), const(lowest(x.dtype), compute_dtype(x.dtype))
+            inside(place, spatial), x.at((*index[:lead], *place)), const(lowest(x.dtype), compute_dtype(x.dtype))
         )
 
     domain, axes = (*ctx.shape, *kernel), tuple(range(lead + rank, lead + 2 * rank))
@@ -96,8 +87,8 @@ def max_pool(
         total: Expr = const(0, "int64")
         for i, n, s in zip(source(index, offset), spatial, contiguous_strides(spatial), strict=True):
             # A window of nothing but -inf may name a place in the padding: clamped, it is the first inside, as in eager.
-            inside = call("min", call("max", from_index(i), from_index(0)), from_index(n - 1))
-            total = add(total, mul(inside, from_index(s)))
+            clamped = call("min", call("max", from_index(i), from_index(0)), from_index(n - 1))
+            total = add(total, mul(clamped, from_index(s)))
         return total
 
     return values, Map(ctx.shape, "int64", position)
@@ -113,21 +104,8 @@ def adaptive_max_pool2d(ctx: Context, x: Value, output_size: Sequence[int]) -> t
 # Average
 
 
-@lowers(aten.avg_pool1d.default)
-def avg_pool1d(
-    ctx: Context,
-    x: Value,
-    kernel_size: Size,
-    stride: Size = (),
-    padding: Size = 0,
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-) -> Value:
-    return _avg_pool(ctx, x, 1, kernel_size, stride, padding, count_include_pad, None)
-
-
-@lowers(aten.avg_pool2d.default)
-def avg_pool2d(
+@lowers(aten.avg_pool1d.default, aten.avg_pool2d.default, aten.avg_pool3d.default)
+def avg_pool(
     ctx: Context,
     x: Value,
     kernel_size: Size,
@@ -136,36 +114,10 @@ def avg_pool2d(
     ceil_mode: bool = False,
     count_include_pad: bool = True,
     divisor_override: int | None = None,
-) -> Value:
-    return _avg_pool(ctx, x, 2, kernel_size, stride, padding, count_include_pad, divisor_override)
-
-
-@lowers(aten.avg_pool3d.default)
-def avg_pool3d(
-    ctx: Context,
-    x: Value,
-    kernel_size: Size,
-    stride: Size = (),
-    padding: Size = 0,
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-    divisor_override: int | None = None,
-) -> Value:
-    return _avg_pool(ctx, x, 3, kernel_size, stride, padding, count_include_pad, divisor_override)
-
-
-def _avg_pool(
-    ctx: Context,
-    x: Value,
-    rank: int,
-    kernel_size: Size,
-    stride: Size,
-    padding: Size,
-    count_include_pad: bool,
-    divisor_override: int | None,
 ) -> Value:
     if not is_float(compute_dtype(x.dtype)):
         raise Refuse(Reason.DTYPE, f"average pooling of {x.dtype} is left to eager")
+    rank = pooled_dimensions(ctx)
     kernel = per_dimension(kernel_size, rank)
     strides = kernel if not isinstance(stride, int) and len(stride) == 0 else per_dimension(stride, rank)
     paddings = per_dimension(padding, rank)
@@ -183,7 +135,7 @@ def _avg_pool(
             k if one else o * s - p + k
             for one, o, k, s, p in zip(single, outer, offset, strides, paddings, strict=True)
         )
-        return guard(_inside(place, spatial), x.at((*index[:lead], *place)), const(0, dtype))
+        return guard(inside(place, spatial), x.at((*index[:lead], *place)), const(0, dtype))
 
     domain, axes = (*ctx.shape, *window), tuple(range(lead + rank, lead + 2 * rank))
     total = ctx.realize(ReduceOp(Buffer(ctx.shape, dtype), domain, axes, "sum", body))
@@ -253,14 +205,14 @@ def _adaptive(ctx: Context, x: Value, rank: int, combiner: str) -> Value:
     neutral = const(0 if combiner == "sum" else lowest(x.dtype), dtype)
 
     def body(index: tuple[Index, ...]) -> Expr:
-        inside: Expr = const(True, "bool")
+        covered: Expr = const(True, "bool")
         place = []
         for o, k, n, m in zip(index[lead : lead + rank], index[lead + rank :], spatial, outs, strict=True):
             i = o * n // m + k
             if n % m:
-                inside = logical_and(inside, call("lt", from_index(i), from_index(_end_index(o, n, m))))
+                covered = logical_and(covered, call("lt", from_index(i), from_index(_end_index(o, n, m))))
             place.append(i)
-        return guard(inside, x.at((*index[:lead], *place)), neutral)
+        return guard(covered, x.at((*index[:lead], *place)), neutral)
 
     domain, axes = (*ctx.shape, *kernel), tuple(range(lead + rank, lead + 2 * rank))
     out_dtype = x.dtype if combiner == "max" else dtype

@@ -39,6 +39,13 @@ Size = int | Sequence[int]
 _MOST_GATHERED = 65_536
 
 
+def pooled_dimensions(ctx: Context) -> int:
+    """How many dimensions the node's operator pools over: the digit in its name."""
+    assert ctx.node is not None
+    assert isinstance(ctx.node.target, torch._ops.OpOverload)
+    return next(int(letter) for letter in ctx.node.target._opname if letter.isdigit())
+
+
 def inside(place: Sequence[Index], shape: Sequence[Dim]) -> Expr:
     """Whether a place lies within a shape, in every dimension."""
     result: Expr = const(True, "bool")
@@ -135,7 +142,7 @@ def max_pool_backward(
 
     grad, positions: (*lead, *out_spatial), the latter in the flattened spatial dimensions as the forward operator gives them.
     """
-    rank = 3 if ctx.node is not None and ctx.node.target is aten.max_pool3d_with_indices_backward.default else 2
+    rank = pooled_dimensions(ctx)
     kernel = per_dimension(kernel_size, rank)
     strides = kernel if not isinstance(stride, int) and len(stride) == 0 else per_dimension(stride, rank)
     paddings, dilations = per_dimension(padding, rank), per_dimension(dilation, rank)
@@ -175,7 +182,7 @@ def avg_pool_backward(
     divisor_override: int | None,
 ) -> Value:
     """Each pixel receives its share of the gradients of the windows that cover it; what they are divided by is the forward operator's rule."""
-    rank = 3 if ctx.node is not None and ctx.node.target is aten.avg_pool3d_backward.default else 2
+    rank = pooled_dimensions(ctx)
     kernel = per_dimension(kernel_size, rank)
     strides = kernel if not isinstance(stride, int) and len(stride) == 0 else per_dimension(stride, rank)
     paddings = per_dimension(padding, rank)

@@ -15,6 +15,7 @@ from torch_hybrid_backend.engines.tvm.schedules.reduction_parts import (
     Combiner,
     beats,
     computed,
+    element_of,
     held,
     held_value,
 )
@@ -102,23 +103,13 @@ class VectorOfRows:
         size = product(v.extent for v in self.reduced)
         buffer = self.b.local(size * self.width, held(local.dtype), "row")
         self.allocated.append(buffer)
-        positions = {v: d for d, v in enumerate(self.rows.kernel.domain)}
+        lane = self.rows.kernel.domain.index(self.inner)
 
-        def offset(index: tuple[Index, ...]) -> Index:
-            total = as_index(0)
-            for variable in self.reduced:
-                total = total * variable.extent + index[positions[variable]]
-            return total * self.width + index[positions[self.inner]] - self.base
+        def place(row: Index, index: tuple[Index, ...]) -> Index:
+            return row * self.width + index[lane] - self.base
 
-        self.p.locals[id(local)] = lambda index: held_value(self.b.load(buffer, offset(index)), local.dtype)
-
-        def body(lane: Index, env: Env) -> Stmt:
-            at = tuple(env.get(v, as_index(0)) for v in self.rows.kernel.domain)
-            return computed(
-                self.p, stage.value, env, local.dtype, lambda value: self.b.store(buffer, offset(at), value)
-            )
-
-        return self._each(body)
+        element = element_of(self.p, self.b, self.rows.kernel.domain, stage, buffer, self.reduced, place)
+        return self._each(lambda _, env: element(env))
 
     def _reduce(self, stage: Stage) -> Stmt:
         local = stage.local

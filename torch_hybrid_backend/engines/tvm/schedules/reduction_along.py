@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from torch_hybrid_backend.core.size import Dim, Size, product, typical
 from torch_hybrid_backend.engines.tvm.builder import Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.tvm.schedules.axes import Chunk, Env, Flat, chunks, vectors
-from torch_hybrid_backend.engines.tvm.schedules.reduction_parts import Combiner, computed, held, held_value
-from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
+from torch_hybrid_backend.engines.tvm.schedules.reduction_parts import Combiner, computed, element_of, held, held_value
+from torch_hybrid_backend.loops.index import Index, LoopVar
 from torch_hybrid_backend.loops.ir import Buffer
 from torch_hybrid_backend.loops.kernels import Stage
 
@@ -92,23 +92,7 @@ class Row:
         assert local is not None
         order = [*self.rest, *self.flat.variables]
         buffer = self._local(product(v.extent for v in order), local.dtype, "row")
-        positions = {v: d for d, v in enumerate(self.rows.kernel.domain)}
-
-        def offset(index: tuple[Index, ...]) -> Index:
-            total = as_index(0)
-            for variable in order:
-                total = total * variable.extent + index[positions[variable]]
-            return total
-
-        self.p.locals[id(local)] = lambda index: held_value(self.b.load(buffer, offset(index)), local.dtype)
-
-        def body(env: Env) -> Stmt:
-            at = tuple(env.get(v, as_index(0)) for v in self.rows.kernel.domain)
-            return computed(
-                self.p, stage.value, env, local.dtype, lambda value: self.b.store(buffer, offset(at), value)
-            )
-
-        return self._each(body)
+        return self._each(element_of(self.p, self.b, self.rows.kernel.domain, stage, buffer, order))
 
     def _reduce(self, stage: Stage) -> Stmt:
         local = stage.local

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import tvm
 from tvm import tirx
 
-from torch_hybrid_backend.engines.tvm.builder import Stmt, TirExpr
+from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.tvm.math import is_nan
 from torch_hybrid_backend.engines.tvm.printer import Printer
 from torch_hybrid_backend.engines.tvm.schedules.axes import Env
+from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
 from torch_hybrid_backend.loops.ir import Expr
+from torch_hybrid_backend.loops.kernels import Stage
 
 # What finds the position of an extreme -> what finds the extreme.
 EXTREMES = {"argmax": "max", "argmin": "min"}
@@ -31,6 +33,39 @@ def beats(combiner: str, value: TirExpr, old: TirExpr, dtype: str) -> TirExpr:
     if dtype not in ("float32", "float64"):
         return wins
     return tirx.Or(wins, tirx.And(is_nan(value, dtype), tirx.Not(is_nan(old, dtype))))
+
+
+def element_of(
+    printer: Printer,
+    builder: Builder,
+    domain: Sequence[LoopVar],
+    stage: Stage,
+    buffer: TirBuffer,
+    order: Sequence[LoopVar],
+    place: Callable[[Index, tuple[Index, ...]], Index] = lambda row, _: row,
+) -> Callable[[Env], Stmt]:
+    """What computes and keeps one element of a `map` stage. From here on its local is read from `buffer`.
+
+    order: the loops that tell an element's place in the row, outermost first; place: where in `buffer` that is, from the place in the
+    row and the element's index over `domain`.
+    """
+    local = stage.local
+    assert local is not None
+    positions = {v: d for d, v in enumerate(domain)}
+
+    def offset(index: tuple[Index, ...]) -> Index:
+        row = as_index(0)
+        for variable in order:
+            row = row * variable.extent + index[positions[variable]]
+        return place(row, index)
+
+    printer.locals[id(local)] = lambda index: held_value(builder.load(buffer, offset(index)), local.dtype)
+
+    def body(env: Env) -> Stmt:
+        at = tuple(env.get(v, as_index(0)) for v in domain)
+        return computed(printer, stage.value, env, local.dtype, lambda value: builder.store(buffer, offset(at), value))
+
+    return body
 
 
 class Combiner:
