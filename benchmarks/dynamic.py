@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
 import sys
 import time
@@ -120,8 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.write("  ".join(f"{key} {value}" for key, value in record.items()) + "\n")
             sys.stdout.flush()
     if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps({"machine": machine.describe(), "records": records}, indent=2) + "\n")
+        machine.write_record(arguments.out, records=records)
     return 0
 
 

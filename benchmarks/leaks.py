@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import json
 import multiprocessing
 import os
 import sys
@@ -199,18 +198,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     unknown = [name for name in names if name not in SCENARIOS]
     if unknown:
         parser.error(f"unknown scenario {unknown[0]!r}; legal: {', '.join(SCENARIOS)}")
-    record: dict[str, Any] = {"machine": machine.describe(), "backend": arguments.backend, "scenarios": {}}
+    scenarios: dict[str, Any] = {}
     print("| scenario | repetitions | first | half-way | last | highest | bytes per repetition |")
     print("|---|--:|--:|--:|--:|--:|--:|", flush=True)
     for name in names:
         count = max(4, arguments.count or SCENARIOS[name].count)
         memory = run(name, count, arguments.backend)
-        record["scenarios"][name] = {"repetitions": count, **asdict(memory)}
+        scenarios[name] = {"repetitions": count, **asdict(memory)}
         figures = (memory.first, memory.middle, memory.last, memory.highest)
         cells = (name, str(count), *(f"{value / _MIB:.1f}" for value in figures), f"{memory.bytes_per_repetition:.0f}")
         print("| " + " | ".join(cells) + " |", flush=True)
         if arguments.out:
-            arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+            machine.write_record(arguments.out, backend=arguments.backend, scenarios=scenarios)
     return 0
 
 

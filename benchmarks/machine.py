@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import json
 import os
 import platform
 import re
@@ -72,3 +73,11 @@ def slug() -> str:
     """A folder's name for results of machines like this one: "amd-epyc-2core-avx512"."""
     name = re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)|processor|cpu|@.*", "", cpu_name().lower())).strip("-")
     return f"{name}-{os.cpu_count()}core-{torch.backends.cpu.get_cpu_capability().lower()}"
+
+
+def write_record(path: Path, **figures: object) -> None:
+    """Write {"machine": ..., **figures} as JSON, in one step: a run that is stopped leaves the last complete file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps({"machine": describe(), **figures}, indent=1) + "\n")
+    os.replace(new, path)

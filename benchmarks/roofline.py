@@ -240,9 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for found in peaks:
         rates = [f"{found.gbytes[level][p]:.1f}" for level in found.gbytes for p in PATTERNS]
         print(f"| {found.threads} | {found.gflops:.0f} | {' | '.join(rates)} |")
-    record = {"machine": machine.describe(), "unit": "GB/s", "peaks": [asdict(found) for found in peaks]}
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+    machine.write_record(arguments.out, unit="GB/s", peaks=[asdict(found) for found in peaks])
     return 0
 
 

@@ -17,7 +17,6 @@ otherwise idle machine.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -156,8 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for count in sorted({1, cores}):
                 tell(together(MODELS[name], arguments.size, backend, count, cores, arguments.seconds))
     if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps({"machine": machine.describe(), "records": records}, indent=2) + "\n")
+        machine.write_record(arguments.out, records=records)
     return 0
 
 

@@ -15,7 +15,6 @@ import argparse
 import collections
 import copy
 import functools
-import json
 import os
 import statistics
 import sys
@@ -262,7 +261,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Time the models and print a table. `ratio` is hybrid's time over eager's, the median over the rounds: below 1 is faster."""
     arguments = _arguments(argv)
     results: list[dict[str, object]] = []
-    record: dict[str, Any] = {"machine": machine.describe(), "results": results}
     print("| model | optimiser | eager ms | hybrid ms | ratio | first step s |\n|---|---|--:|--:|--:|--:|", flush=True)
     for name in arguments.models:
         plans: list[Plan] = []
@@ -273,8 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.plans:
             print("\n".join(map(describe_plan, plans)), flush=True)
         if arguments.out:
-            arguments.out.parent.mkdir(parents=True, exist_ok=True)
-            arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+            machine.write_record(arguments.out, results=results)
     return 0
 
 

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypedDict, Unpack
 
 # Returns nanoseconds that only grow; tests pass a fake.
 Clock = Callable[[], int]
@@ -31,27 +32,19 @@ class Timing:
     low_us: float
 
 
-def measure(
-    callables: Sequence[Callable[[], object]],
-    budget_s: float,
-    *,
-    min_rounds: int = 3,
-    max_rounds: int = _MAX_ROUNDS,
-    warmup_rounds: int = 1,
-    until_decided: bool = False,
-    clock: Clock = time.perf_counter_ns,
-) -> tuple[Timing, ...]:
+class Rounds(TypedDict, total=False):
+    """How many rounds `measure` and `sample` take; where one is not given, `sample`'s default holds."""
+
+    min_rounds: int
+    max_rounds: int
+    warmup_rounds: int
+    until_decided: bool
+    clock: Clock
+
+
+def measure(callables: Sequence[Callable[[], object]], budget_s: float, **rounds: Unpack[Rounds]) -> tuple[Timing, ...]:
     """Time the callables against each other for about `budget_s` seconds, warm-up included; see `sample`."""
-    samples = sample(
-        callables,
-        budget_s,
-        min_rounds=min_rounds,
-        max_rounds=max_rounds,
-        warmup_rounds=warmup_rounds,
-        until_decided=until_decided,
-        clock=clock,
-    )
-    return tuple(map(_timing, samples))
+    return tuple(map(_timing, sample(callables, budget_s, **rounds)))
 
 
 def sample(

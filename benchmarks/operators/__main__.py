@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -214,9 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     print(table(results), losses(results, arguments.models), sep="\n\n")
     if arguments.out:
-        record = {"machine": machine.describe(), "results": [r.row() for r in results]}
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(record, indent=1) + "\n")
+        machine.write_record(arguments.out, results=[r.row() for r in results])
     return 1 if any(r.error for r in results) else 0
 
 
