@@ -9,12 +9,13 @@ from tvm import tirx
 from torch_hybrid_backend.core.size import Dim, Size, ceil_div, known
 from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.tvm.printer import Printer
-from torch_hybrid_backend.engines.tvm.schedules.axes import vectors
+from torch_hybrid_backend.engines.tvm.schedules.axes import is_free_of, vectors
 from torch_hybrid_backend.engines.tvm.schedules.registers import lanes_of, zero
+from torch_hybrid_backend.engines.tvm.schedules.transposition import transposed
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tiles import max_rows
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
-from torch_hybrid_backend.loops.ir import Buffer, Expr, compute_dtype
+from torch_hybrid_backend.loops.ir import Buffer, Expr, Load, compute_dtype
 from torch_hybrid_backend.loops.kernels import AttentionKernel
 
 # Up to this many keys, a tile's scores are kept whole (14 rows: 56 KiB); beyond, in blocks of half as many.
@@ -80,35 +81,86 @@ class AttentionParts:
         if self.whole_panels == 0:
             return body(self.tail)
         whole, ragged = body(self.panel), body(self.tail)
-        assert ragged is not None
+        if ragged is None:
+            assert whole is None
+            return None
         is_ragged = self.builder.index(panel) >= self.builder.size(self.whole_panels)
         return self.builder.when(is_ragged, ragged, whole)
 
+    def by_length(self, panel: Index, body: Callable[[Dim], Stmt | None]) -> Stmt | None:
+        """`by_panel` where that saves work: a ragged panel of a length known only at run time is computed whole, and masked."""
+        return body(self.panel) if isinstance(self.tail, Size) else self.by_panel(panel, body)
+
+    def vectors_of(self, keys: Dim) -> int:
+        """Vectors of a panel that hold its first `keys` keys."""
+        return -(-keys // self.lanes) if isinstance(keys, int) else self.panel_vectors
+
     def pack_k(self, batch: Index, head: Index) -> Stmt:
-        """kt[panel][d][key of the panel]; keys beyond the last are zero."""
+        """kt[panel][d][key of the panel]; keys beyond the last are zero, or as the last."""
         b, kernel = self.builder, self.kernel
+        squares = self._squares()
+        whole = self.whole_panels
+
+        def at(panel: Index, count: Dim, d: Index) -> Stmt:
+            start = panel * (self.depth * self.panel) + d * self.panel
+
+            def one(i: Index) -> Stmt:
+                key = panel * self.panel + i
+                return b.store(self.packed_k, start + i, self.read(kernel.k, kernel.k_vars, batch, head, key, d))
+
+            clear = self.fill(self.packed_k, start, self.panel, zero(self.dtype)) if count != self.panel else None
+            return b.seq(clear, self.along(count, one))
 
         def of(panel: Index, count: Dim) -> Stmt:
-            def at(d: Index) -> Stmt:
-                start = panel * (self.depth * self.panel) + d * self.panel
+            done = squares * self.lanes if isinstance(count, int) else 0
+            in_squares = (
+                self._transpose(batch, head, panel, count, squares) if done and isinstance(count, int) else None
+            )
+            left = self.depth - done
+            return b.seq(
+                in_squares, b.loop(left, lambda d: at(panel, count, d + done), name="d") if left != 0 else None
+            )
 
-                def one(i: Index) -> Stmt:
-                    key = panel * self.panel + i
-                    return b.store(self.packed_k, start + i, self.read(kernel.k, kernel.k_vars, batch, head, key, d))
-
-                clear = self.fill(self.packed_k, start, self.panel, zero(self.dtype)) if count != self.panel else None
-                return b.seq(clear, self.along(count, one))
-
-            return b.loop(self.depth, at, name="d")
-
-        whole = self.whole_panels
         loop = b.loop(whole, lambda p: of(p, self.panel), name="p") if whole != 0 else None
         if isinstance(self.tail, Size):
             return b.seq(loop, b.when(b.size(self.tail) > 0, of(as_index(whole), self.tail)))
         return b.seq(loop, of(as_index(whole), self.tail) if self.tail else None)
 
+    def _squares(self) -> int:
+        """How many squares of `lanes` elements along a head's dimension can be loaded as vectors of keys and transposed."""
+        k, d = self.kernel.k, self.kernel.k_vars[3]
+        if not isinstance(k, Load) or k.buffer.dtype != "float32" or self.lanes % 4 or not isinstance(d.extent, int):
+            return 0
+        terms = self.printer.offset(k.buffer, k.index, {}).terms
+        is_dense = all(coefficient == 1 if atom == d else is_free_of(atom, d) for atom, coefficient in terms)
+        return d.extent // self.lanes if is_dense else 0
+
+    def _transpose(self, batch: Index, head: Index, panel: Index, count: int, squares: int) -> Stmt:
+        """The first `squares * lanes` elements of a panel's first `count` keys; in vectors of which some exist, the others are as the last."""
+        b, k, lanes = self.builder, self.kernel.k, self.lanes
+        assert isinstance(k, Load)
+        array = self.printer.arguments[id(k.buffer)][0]
+
+        def square(number: Index, vector: int) -> Stmt:
+            rows, loads = [], []
+            for lane in range(lanes):
+                point = (batch, head, panel * self.panel + min(vector * lanes + lane, count - 1), number * lanes)
+                start = self.printer.offset(k.buffer, k.index, dict(zip(self.kernel.k_vars, point, strict=True)))
+                row = tirx.Var(b.fresh("row"), f"float32x{lanes}")
+                loads.append(tirx.stmt.Bind(row, tirx.BufferLoad(array, [tirx.Ramp(b.index(start), 1, lanes)])))
+                rows.append(row)
+            first = panel * (self.depth * self.panel) + number * (lanes * self.panel) + vector * lanes
+            stores = [
+                tirx.BufferStore(self.packed_k, value, [tirx.Ramp(b.index(first + j * self.panel), 1, lanes)])
+                for j, value in enumerate(transposed(rows))
+            ]
+            return b.seq(*loads, *stores)
+
+        vectors = range(self.vectors_of(count))
+        return b.loop(squares, lambda number: b.seq(*(square(number, v) for v in vectors)), name="d")
+
     def pack_v(self, batch: Index, head: Index) -> Stmt:
-        """v[key][padded width]; what is padded is zero, keys beyond the last too (their weights are zero, and 0 * NaN is not)."""
+        """v[key][padded width]; what is padded is zero, keys beyond the last too where they are read (0 * NaN is not 0)."""
         b, kernel, padded = self.builder, self.kernel, self.value_vectors * self.lanes
 
         def row(t: Index) -> Stmt:
@@ -121,5 +173,6 @@ class AttentionParts:
 
         beyond = self.panels * self.panel - self.keys
         start = as_index(self.keys * padded)
-        rest = self.fill(self.packed_v, start, beyond * padded, zero(self.dtype)) if beyond != 0 else None
+        is_read = isinstance(self.tail, Size)
+        rest = self.fill(self.packed_v, start, beyond * padded, zero(self.dtype)) if is_read and beyond != 0 else None
         return b.seq(b.loop(self.keys, row, name="t"), rest)

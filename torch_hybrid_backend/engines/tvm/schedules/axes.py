@@ -70,6 +70,16 @@ def depends(index: Index, variable: LoopVar) -> bool:
     return False
 
 
+def is_free_of(atom: object, variable: LoopVar) -> bool:
+    """Whether an index's atom certainly does not depend on a loop variable; what is read from a tensor may."""
+    match atom:
+        case LoopVar():
+            return atom != variable
+        case FloorDiv() | Mod():
+            return all(is_free_of(inner, variable) for inner, _ in atom.numerator.terms)
+    return False
+
+
 def fastest(offsets: Sequence[Index], variables: Sequence[LoopVar]) -> LoopVar | None:
     """The variable along which most memory is run through one element at a time; later dimensions win ties.
 

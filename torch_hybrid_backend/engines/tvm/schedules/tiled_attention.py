@@ -2,12 +2,13 @@
 
 Pattern: an `AttentionKernel`. Steps:
 1. One parallel loop over (batch, head), and pieces of the query rows where there are fewer heads than cores. A task packs its keys,
-   transposed, into panels of two vectors of keys, and its values, dense and padded, into a workspace. Transposing costs T x D element
-   moves against S x T x D multiply-adds, works for any head size, and makes both products the register-tiled outer product of `matmul`;
-   a dot product over D lanes would end every score in a horizontal sum.
+   transposed, into panels of two vectors of keys, and its values, dense and padded, into a workspace. Transposing (squares of vectors in
+   registers, where a head's dimension is dense) makes both products the register-tiled outer product of `matmul`, for any head size; a dot
+   product over D lanes would end every score in a horizontal sum.
 2. Query rows go in register tiles: scores of a tile against every panel, then row maximum, exponential, sum, then times the values.
 3. Longer than 1024 keys: in blocks of keys with a running maximum and sum, so that the scores stay in the second-level cache.
-4. Causal: panels wholly in the future are skipped, the others masked. Keys beyond the last are masked with minus infinity.
+4. Causal: panels wholly in the future are skipped, those wholly in the past are not masked. The last panel has as many vectors as its keys
+   need; keys beyond the last are masked with minus infinity.
 A row whose every key is masked with minus infinity gives zeros, as eager's scaled_dot_product_attention does.
 Source: online softmax, Milakov & Gimelshein 2018; FlashAttention-2, Dao 2023.
 """
@@ -127,7 +128,7 @@ class TiledAttention(AttentionParts):
             )
 
         def block(number: Index) -> Stmt:
-            def each_panel(body: Callable[[Index, Index], Stmt]) -> Stmt:
+            def each_panel(body: Callable[[Index, Index], Stmt | None]) -> Stmt:
                 return self._each_panel(number, first, rows, body)
 
             scores = each_panel(lambda panel, column: self._scores(batch, head, first, rows, panel, column))
@@ -143,7 +144,7 @@ class TiledAttention(AttentionParts):
             b.loop(rows, lambda r: self._write_row(batch, head, first, rows, r), name="r"),
         )
 
-    def _each_panel(self, block: Index, first: Index, rows: int, body: Callable[[Index, Index], Stmt]) -> Stmt:
+    def _each_panel(self, block: Index, first: Index, rows: int, body: Callable[[Index, Index], Stmt | None]) -> Stmt:
         """`body(panel, its first column in the scores)` for the panels of a block that some row of the tile sees."""
         b = self.builder
 
@@ -168,23 +169,26 @@ class TiledAttention(AttentionParts):
     def _scores(self, batch: Index, head: Index, first: Index, rows: int, panel: Index, column: Index) -> Stmt:
         """scores[row][column ...] = q k^T for one panel, masked."""
         b = self.builder
-        tile = self._tile(rows, self.panel_vectors, self.depth)
 
-        def step(d: Index, way: int) -> Stmt | None:
-            start = panel * (self.depth * self.panel) + d * self.panel
+        def of(keys: Dim) -> Stmt:
+            tile = self._tile(rows, self.vectors_of(keys), self.depth)
 
-            def q(row: int, _: Index) -> TirExpr:
-                return b.load(self.q, d + row * self.depth)
+            def step(d: Index, way: int) -> Stmt | None:
+                start = panel * (self.depth * self.panel) + d * self.panel
 
-            def k(vector: int, lane: Index) -> TirExpr:
-                return b.load(self.packed_k, start + lane + vector * self.lanes)
+                def q(row: int, _: Index) -> TirExpr:
+                    return b.load(self.q, d + row * self.depth)
 
-            return tile.accumulate(partials(q, rows), partials(k, tile.vectors), way)
+                def k(vector: int, lane: Index) -> TirExpr:
+                    return b.load(self.packed_k, start + lane + vector * self.lanes)
 
-        compute = b.seq(tile.declare(), tile.clear(), tile.reduce(self.depth, step))
-        spill = tile.spill(self.scores, column, self.stride)
+                return tile.accumulate(partials(q, rows), partials(k, tile.vectors), way)
+
+            compute = b.seq(tile.declare(), tile.clear(), tile.reduce(self.depth, step))
+            return b.seq(compute, tile.spill(self.scores, column, self.stride))
+
         mask = partial(self._mask, batch, head, first, rows, panel, column)
-        return b.seq(compute, spill, self.by_panel(panel, mask))
+        return b.seq(self.by_length(panel, of), self.by_panel(panel, mask))
 
     def _mask(
         self, batch: Index, head: Index, first: Index, rows: int, panel: Index, column: Index, keys: Dim
@@ -192,7 +196,7 @@ class TiledAttention(AttentionParts):
         """Masks a panel of which the first `keys` keys exist."""
         b, kernel = self.builder, self.kernel
         is_masked = kernel.mask is not None or kernel.causal
-        if not is_masked and keys == self.panel:
+        if not is_masked and keys == self.vectors_of(keys) * self.lanes:
             return None
         never = literal(-math.inf, self.dtype)
 
@@ -208,10 +212,15 @@ class TiledAttention(AttentionParts):
                     value = tirx.Select(b.index(key) <= b.index(first + r), value, never)
                 return b.store(self.scores, start + i, value)
 
-            beyond = self.fill(self.scores, start + keys, self.panel - keys, never) if keys != self.panel else None
+            missing = self.vectors_of(keys) * self.lanes - keys
+            beyond = self.fill(self.scores, start + keys, missing, never) if missing != 0 else None
             return b.seq(self.along(keys, one) if is_masked else None, beyond)
 
-        return b.loop(rows, row, name="r")
+        statement = b.loop(rows, row, name="r")
+        if kernel.causal and kernel.mask is None and keys == self.panel:
+            # Panels wholly in the past are seen by every row.
+            return b.when(b.index(panel * self.panel + (self.panel - 1)) > b.index(first), statement)
+        return statement
 
     def _horizontal(self, vector: TirBuffer, combine: Callable[[TirExpr, TirExpr], TirExpr]) -> Stmt:
         """vector[0] = all of its lanes combined, by halves."""
@@ -231,20 +240,24 @@ class TiledAttention(AttentionParts):
             [ops.call("exp_nonpositive", self._operand.at(()))], {}, lambda values: use(values[0])
         )
 
-    def _softmax_row(self, r: Index, rows: int, each_panel: Callable[[Callable[[Index, Index], Stmt]], Stmt]) -> Stmt:
+    def _softmax_row(
+        self, r: Index, rows: int, each_panel: Callable[[Callable[[Index, Index], Stmt | None]], Stmt]
+    ) -> Stmt:
         """scores = e^(scores - maximum); the row's running maximum and sum, and what it has summed so far, follow."""
         b, dtype = self.builder, self.dtype
         top, total = b.local(self.panel, dtype, "top"), b.local(self.panel, dtype, "total")
         old, shift = tirx.Var(b.fresh("old"), dtype), tirx.Var(b.fresh("shift"), dtype)
 
-        def each_vector(body: Callable[[Index, Index], Stmt]) -> Stmt:
-            def at(_: Index, column: Index) -> Stmt:
+        def each_vector(body: Callable[[Index, Index], Stmt | None]) -> Stmt:
+            def at(panel: Index, column: Index) -> Stmt | None:
                 start = r * self.stride + column
 
                 def vector(first: int) -> Stmt:
                     return self.vector(self.lanes, lambda lane: body(lane + first, start + lane + first))
 
-                return b.seq(*[vector(v * self.lanes) for v in range(self.panel_vectors)])
+                return self.by_length(
+                    panel, lambda keys: b.seq(*[vector(v * self.lanes) for v in range(self.vectors_of(keys))])
+                )
 
             return each_panel(at)
 
@@ -298,7 +311,7 @@ class TiledAttention(AttentionParts):
         return [(v, min(2, self.value_vectors - v)) for v in range(0, self.value_vectors, 2)]
 
     def _times_v(
-        self, batch: Index, head: Index, rows: int, each_panel: Callable[[Callable[[Index, Index], Stmt]], Stmt]
+        self, batch: Index, head: Index, rows: int, each_panel: Callable[[Callable[[Index, Index], Stmt | None]], Stmt]
     ) -> Stmt:
         """out[group][row] += scores v."""
         b = self.builder
@@ -326,9 +339,9 @@ class TiledAttention(AttentionParts):
 
         return b.seq(*[group(first, vectors) for first, vectors in self._groups()])
 
-    def _over_keys(self, panel: Index, body: Callable[[Dim], Stmt]) -> Stmt:
-        """`body` with how many values of a panel there are to sum: the padding's are zero."""
-        return body(self.panel)
+    def _over_keys(self, panel: Index, body: Callable[[Dim], Stmt]) -> Stmt | None:
+        """`body` with how many values of a panel there are to sum."""
+        return self.by_length(panel, body)
 
     def _value(self, batch: Index, head: Index, panel: Index, t: Index, vector: int, lane: Index) -> TirExpr:
         """One element of the values of a panel's key `t`."""
