@@ -86,13 +86,26 @@ Atom = LoopVar | FloorDiv | Mod | Scalar
 class Index:
     """An immutable sum of atoms; `low` and `high` bound its values, both included."""
 
-    __slots__ = ("_hash", "const", "high", "low", "terms")
+    # Most are an intermediate sum whose bounds and hash nobody asks for: both are found when first wanted.
+    __slots__ = ("_bounds", "_hash", "const", "terms")
 
     def __init__(self, terms: tuple[tuple[Atom, Dim], ...], const: Dim) -> None:
         self.terms = terms
         self.const = const
-        low = high = const
-        for atom, coefficient in terms:
+        self._bounds: tuple[Dim, Dim] | None = None
+        self._hash: int | None = None
+
+    @property
+    def low(self) -> Dim:
+        return (self._bounds or self._find_bounds())[0]
+
+    @property
+    def high(self) -> Dim:
+        return (self._bounds or self._find_bounds())[1]
+
+    def _find_bounds(self) -> tuple[Dim, Dim]:
+        low = high = self.const
+        for atom, coefficient in self.terms:
             first, last = atom.range
             if isinstance(coefficient, int):
                 is_positive = coefficient > 0
@@ -103,17 +116,19 @@ class Index:
                 continue
             low += coefficient * (first if is_positive else last)
             high += coefficient * (last if is_positive else first)
-        self.low, self.high = low, high
-        self._hash = hash((frozenset(terms), const))
+        self._bounds = low, high
+        return self._bounds
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, int | Size):
             return self.is_const and self.const == other
-        if not isinstance(other, Index) or self._hash != other._hash:
+        if not isinstance(other, Index) or len(self.terms) != len(other.terms) or self.const != other.const:
             return False
-        return self.const == other.const and frozenset(self.terms) == frozenset(other.terms)
+        return self.terms == other.terms or frozenset(self.terms) == frozenset(other.terms)
 
     def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = hash((frozenset(self.terms), self.const))
         return self._hash
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -269,11 +284,14 @@ def _common(coefficient: Dim, divisor: Dim) -> Dim:
 
 def _merge_split(index: Index) -> Index:
     """`x//d*d + x%d` is x: undo a split that turned out not to be needed."""
-    for atom, coefficient in index.terms:
+    for atom, coefficient in index.terms if len(index.terms) > 1 else ():
         if not isinstance(atom, Mod):
             continue
+        step = atom.divisor * coefficient
+        if isinstance(step, int) and all(a is atom or (isinstance(c, int) and c % step) for a, c in index.terms):
+            continue  # no other term is `step` times anything
         # `x // d` may itself have been simplified to a sum: compare by value, not by atom.
-        whole = (atom.numerator // atom.divisor) * (atom.divisor * coefficient)
+        whole = (atom.numerator // atom.divisor) * step
         if not whole.terms:
             continue
         terms = dict(index.terms)

@@ -169,11 +169,11 @@ class Builder:
         for atom, coefficient in index.terms:
             part = self._atom(atom)
             if coefficient != 1:
-                part = part * self.size(coefficient)
-            total = part if total is None else total + part
+                part = tirx.Mul(part, self.size(coefficient))
+            total = part if total is None else tirx.Add(total, part)
         if total is None:
             return self.size(index.const)
-        return total + self.size(index.const) if index.const != 0 else total
+        return tirx.Add(total, self.size(index.const)) if index.const != 0 else total
 
     def _atom(self, atom: object) -> TirExpr:
         match atom:
