@@ -15,6 +15,7 @@ from torch_hybrid_backend.passes.fold_batch_norm import fold_batch_norm
 from torch_hybrid_backend.passes.fold_constants import fold_constants
 from torch_hybrid_backend.passes.merge_siblings import merge_siblings
 from torch_hybrid_backend.passes.remove_no_ops import remove_no_ops
+from torch_hybrid_backend.passes.resample_last import resample_last
 from torch_hybrid_backend.passes.simplify import simplify
 from torch_hybrid_backend.passes.verify import Contract, verify
 
@@ -30,6 +31,7 @@ PASSES: tuple[tuple[Pass, str], ...] = (
         "before patterns are looked for: aliases and casts to the same type hide a convolution from its batch norm",
     ),
     (fold_batch_norm, "before simplify and cse, which may give the convolution a second user"),
+    (resample_last, "after fold_batch_norm, which looks for the convolution before a batch norm"),
     (simplify, "before fold_constants: less to evaluate"),
     (fold_constants, "before cse: equal constants become one"),
     (cse, "after all that makes expressions equal"),

@@ -1,0 +1,127 @@
+"""Convolutions of one pixel work on what is resampled, not on the result: resampling acts on pixels, they act on channels.
+
+    conv1x1(cat(a, up(b)))   ->   conv1x1(a, W[:, :n]) + up(conv1x1(b, W[:, n:]))
+
+The multiply-adds of each resampled part shrink by the factor its pixels grow (16 for a side 4 times as long), and the concatenation is never
+made. So end the decoders of SegFormer and of feature pyramids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.fx
+
+from torch_hybrid_backend.passes.context import PassContext
+from torch_hybrid_backend.passes.purity import constant_nodes, has_mutation
+from torch_hybrid_backend.passes.rewrite import insert, same_spec
+
+aten = torch.ops.aten
+Node = torch.fx.Node
+
+# Each weighs pixels with weights that sum to 1, the same for every channel. Their first argument is the image.
+_RESAMPLING = frozenset(
+    (
+        aten.upsample_bilinear2d.default,
+        aten.upsample_bilinear2d.vec,
+        aten.upsample_nearest2d.default,
+        aten.upsample_nearest2d.vec,
+    )
+)
+# What a convolution of one pixel has as stride, padding, dilation, transposed, output padding and groups.
+_ONE_PIXEL = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+# Images that grow less save less than the additions of the parts cost.
+_LEAST_GROWTH = 2
+
+
+def resample_last(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
+    """Rewrite convolutions of one pixel with constant weights that read resampled images, alone or concatenated, and are all that reads them.
+
+    Only where no more channels are resampled than before, for sizes known beforehand, in float32 and float64: a half type would be rounded
+    once more.
+    """
+    if has_mutation(gm) or not ctx.constants:
+        return False
+    constant = constant_nodes(gm, ctx.constants)
+    found = gm.graph.find_nodes(op="call_function", target=aten.convolution.default)
+    changed = [_rewrite(gm, node) for node in found if _is_candidate(node, constant)]
+    return any(changed)
+
+
+def _is_candidate(node: Node, constant: set[Node]) -> bool:
+    x, weight, bias, *geometry = node.args
+    values = [argument.meta["val"] for argument in node.all_input_nodes]
+    plain = all(v.dim() in (1, 4) and v.dtype in (torch.float32, torch.float64) for v in values)
+    known = all(isinstance(size, int) for v in values for size in v.shape)
+    if not plain or not known or weight not in constant or (bias is not None and bias not in constant) or x in constant:
+        return False
+    return tuple(geometry) == _ONE_PIXEL and tuple(weight.meta["val"].shape[2:]) == (1, 1)  # type: ignore[union-attr]
+
+
+def _parts(x: Node) -> list[Node]:
+    """The tensors that `x` is the concatenation of, along the channels; itself where it is none."""
+    if x.target is not aten.cat.default or len(x.users) != 1 or not isinstance(x.args[0], list | tuple):
+        return [x]
+    dimension = x.args[1] if len(x.args) > 1 else 0
+    return [part for part in x.args[0] if isinstance(part, Node)] if dimension in (1, -3) else [x]
+
+
+def _is_resampled(part: Node, channels: int) -> bool:
+    """Whether a part is better resampled after the convolution to `channels` channels."""
+    if part.target not in _RESAMPLING or len(part.users) != 1:
+        return False
+    image, result = part.args[0].meta["val"], part.meta["val"]  # type: ignore[union-attr]
+    return bool(result.numel() >= _LEAST_GROWTH * image.numel() > 0 and channels <= image.shape[1])
+
+
+def _rewrite(gm: torch.fx.GraphModule, node: Node) -> bool:
+    x, weight, bias, *geometry = node.args
+    assert isinstance(x, Node)
+    assert isinstance(weight, Node)
+    channels = weight.meta["val"].shape[0]
+    parts = _parts(x)
+    if not any(_is_resampled(part, channels) for part in parts):
+        return False
+    before = set(gm.graph.nodes)
+    total: Node | None = None
+    start = 0
+    for is_resampled, run in groupby(parts, lambda part: _is_resampled(part, channels)):
+        together = list(run)
+        for group in [[part] for part in together] if is_resampled else [together]:
+            end = start + sum(part.meta["val"].shape[1] for part in group)
+            own = weight if len(parts) == 1 else _columns(node, weight, start, end)
+            # The bias once: weights that sum to 1 leave it as it is.
+            term = _term(node, group, is_resampled, own, bias if total is None else None, geometry)
+            total = term if total is None else insert(node, aten.add.Tensor, total, term)
+            start = end
+    assert total is not None
+    if not same_spec(total.meta["val"], node.meta["val"]):
+        for new in reversed([n for n in gm.graph.nodes if n not in before]):
+            gm.graph.erase_node(new)
+        return False
+    node.replace_all_uses_with(total)
+    for old in dict.fromkeys((node, x, *parts)):
+        if not old.users and old.op == "call_function":
+            gm.graph.erase_node(old)
+    return True
+
+
+def _columns(node: Node, weight: Node, start: int, end: int) -> Node:
+    columns = insert(node, aten.slice.Tensor, weight, 1, start, end)
+    return insert(node, aten.clone.default, columns, memory_format=torch.contiguous_format)
+
+
+def _term(
+    node: Node, group: Sequence[Node], is_resampled: bool, weight: Node, bias: Any, geometry: Sequence[Any]
+) -> Node:
+    """The convolution of some of the parts, resampled afterwards where they were before."""
+    if is_resampled:
+        (part,) = group
+        projected = insert(node, aten.convolution.default, part.args[0], weight, bias, *geometry)
+        assert isinstance(part.target, torch._ops.OpOverload)
+        return insert(node, part.target, projected, *part.args[1:], origin=part, **part.kwargs)
+    image = group[0] if len(group) == 1 else insert(node, aten.cat.default, list(group), 1)
+    return insert(node, aten.convolution.default, image, weight, bias, *geometry)
