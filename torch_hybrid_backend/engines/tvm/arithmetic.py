@@ -1,6 +1,6 @@
 """One TIR expression for each scalar operation of `loops.ops`.
 
-Operands are variables or literals: they may be used twice. `emit` raises ScheduleError for an operation and dtype that have no meaning
+Operands are variables or literals, and may be used twice, but for the operations of `prints_operands_once`. `emit` raises ScheduleError for an operation and dtype that have no meaning
 together (the lowerings never ask for one).
 """
 
@@ -63,6 +63,11 @@ def emit(op: str, dtype: str, args: tuple[TirExpr, ...], operand: str, let: Let)
     if dtype == "float64" and op in ("erf", "erfc"):
         return tirx.call_pure_extern(dtype, op, args[0])
     raise ScheduleError(f"the scalar operation {op!r} has no code for dtype {dtype}")
+
+
+def prints_operands_once(op: str, dtype: str) -> bool:
+    """Whether `emit` uses each operand once, so that any expression will do for one."""
+    return op in _COMPARE or (is_float(dtype) and op in ("add", "sub", "mul", "fma", "where"))
 
 
 def splits_vectors(op: str, dtype: str) -> bool:

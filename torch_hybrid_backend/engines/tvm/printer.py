@@ -342,7 +342,9 @@ class Printer:
                 dtype = ROUND_TARGETS[int(target.value)]
                 return widen(narrow(self._print(x), dtype), dtype)
         assert isinstance(e, Call)
-        args = tuple(self._bind(self._print(a), a.dtype) for a in e.args)
+        # What is printed once needs no variable: each is five more statements for TVM and LLVM to see through.
+        once = arithmetic.prints_operands_once(e.op, e.dtype)
+        args = tuple(self._print(a) if once else self._bind(self._print(a), a.dtype) for a in e.args)
         return arithmetic.emit(e.op, e.dtype, args, e.args[0].dtype, self._bind)
 
     def _load(self, e: Load) -> TirExpr:
