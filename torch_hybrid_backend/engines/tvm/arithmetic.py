@@ -1,7 +1,7 @@
 """One TIR expression for each scalar operation of `loops.ops`.
 
-Operands are variables or literals, and may be used twice, but for the operations of `prints_operands_once`. `emit` raises ScheduleError for an operation and dtype that have no meaning
-together (the lowerings never ask for one).
+Operands are variables or literals, and may be used twice, but for the operations of `prints_operands_once`. `emit` raises ScheduleError
+for an operation and dtype that have no meaning together (the lowerings never ask for one).
 """
 
 from __future__ import annotations

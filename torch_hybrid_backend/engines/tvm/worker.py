@@ -103,6 +103,8 @@ def _import_compiler() -> None:
 
     That would take two more seconds and twice the memory, and may start a C++ build of tvm_ffi's extension for torch.
     """
+    # Collections were a quarter of the time that importing, and emitting a kernel, takes, and found next to nothing.
+    gc.set_threshold(100_000)
     hide = "torch" not in sys.modules
     if hide:
         sys.modules["torch"] = None  # type: ignore[assignment]
@@ -114,9 +116,7 @@ def _import_compiler() -> None:
             del sys.modules["torch"]
     import torch_hybrid_backend.engines.tvm.emit  # noqa: F401
 
-    # What was imported stays: collections, a quarter of the time that emitting a kernel took, need not walk it.
-    gc.freeze()
-    gc.set_threshold(100_000)
+    gc.freeze()  # what was imported stays
 
 
 def _end_with_parent(lifeline: int) -> None:
