@@ -97,6 +97,7 @@ def check(
         (1, 7, 5, 3),  # less than a vector of columns
         (1, 29, 67, 37),  # ragged rows, k and columns
         (1, 50, 64, 64),
+        (1, 23, 1024, 40),  # rows of A compete for the first-level cache
         (1, 1, 130, 70),  # one row: several accumulators per column
         (3, 2, 31, 48),
         (2, 30, 200, 1),  # one column: a dot product
@@ -144,6 +145,28 @@ def test_the_next_panel_is_prefetched(n: int, prefetches: bool) -> None:
     assert ("prefetch" in assembly) == prefetches
 
 
+def product_loops(assembly: str) -> list[str]:
+    """The loops over k of a kernel for x86."""
+    labels = re.split(r"^(\.L\w+):", assembly, flags=re.MULTILINE)
+    loops = []
+    for label, body in zip(labels[1::2], labels[2::2], strict=True):
+        end = re.search(rf"\tj\w+\s+{re.escape(label)}$", body, flags=re.MULTILINE)
+        if end is not None and "vfmadd231ps" in body[: end.start()] and "vbroadcastss" in body[: end.start()]:
+            loops.append(body[: end.start()])
+    return loops
+
+
+@pytest.mark.parametrize(("k", "l1_kib", "most"), [(1040, 48, 28), (1024, 48, 20), (1024, 32, 12), (512, 32, 24)])
+def test_no_more_rows_than_the_first_level_cache_holds(k: int, l1_kib: int, most: int) -> None:
+    """Rows 4 KiB apart share the places of one set, two of which the panel needs: tiles have so many rows, of two accumulators each."""
+    target = Target("x86-64-v4", HOST.cpu, HOST.features, 16, 2, l1_kib << 10, 1 << 20)
+    loops = product_loops(
+        compile_kernel(kernel_of((1, 28 * 12, k, 32), target), matmul.emit, target).inspect_source("asm")
+    )
+    accumulators = [len(set(re.findall(r"vfmadd231ps.*(%zmm\d+)$", loop, flags=re.MULTILINE))) for loop in loops]
+    assert max(accumulators) == most
+
+
 @pytest.mark.parametrize("mcpu", ["x86-64-v4", "x86-64-v3"])
 def test_accumulators_stay_in_registers_beside_a_long_epilogue(mcpu: str) -> None:
     """The loop over k of a product followed by GELU touches the stack for no accumulator, however many rows a tile has."""
@@ -155,12 +178,7 @@ def test_accumulators_stay_in_registers_beside_a_long_epilogue(mcpu: str) -> Non
     value = ops.mul(ops.mul(store.value, half), ops.add(ops.call("erf", ops.mul(store.value, half)), one))
     kernel = dataclasses.replace(kernel, stores=(dataclasses.replace(store, value=value),))
     assembly = compile_kernel(kernel, matmul.emit, target).inspect_source("asm")
-    labels = re.split(r"^(\.L\w+):", assembly, flags=re.MULTILINE)
-    loops = []
-    for label, body in zip(labels[1::2], labels[2::2], strict=True):
-        end = re.search(rf"\tj\w+\s+{re.escape(label)}$", body, flags=re.MULTILINE)
-        if end is not None and "vfmadd231ps" in body[: end.start()] and "vbroadcastss" in body[: end.start()]:
-            loops.append(body[: end.start()])
+    loops = product_loops(assembly)
     assert loops
     for loop in loops:
         assert not re.findall(r"vmovups\s+(?:-?\d*\(%rsp\), %[yz]mm|%[yz]mm\d+, -?\d*\(%rsp\))", loop), loop

@@ -1,8 +1,9 @@
 """MatMul: C[b, m, n] = sum over k of A[b, m, k] * B[b, k, n], with B packed in panels of `tile_n` columns.
 
 Pattern: a `MatMulKernel`. Steps:
-1. Rows are cut into register tiles as equal as can be (197 rows are 2 tiles of 14 and 13 of 13), so there is no ragged last tile; columns
-   are the panels of the packed B, the last of which computes only the vectors that hold columns.
+1. Rows are cut into register tiles as equal as can be (197 rows are 2 tiles of 14 and 13 of 13), so there is no ragged last tile, and of
+   no more rows than the first-level cache holds lines of; columns are the panels of the packed B, the last of which computes only the
+   vectors that hold columns.
 2. Tiles are visited in the order (batch, block of rows, panel, tile of rows) by one parallel loop: a core keeps a panel of B in its
    second-level cache while it goes through the rows of the block, and the block of A stays there too.
 3. In a tile, k runs outside an outer product held in registers; short tiles keep several copies to hide the latency of multiply-adds.
@@ -16,6 +17,7 @@ Source: Goto & van de Geijn, "Anatomy of High-Performance Matrix Multiplication"
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +28,7 @@ from tvm import tirx
 from torch_hybrid_backend.core.size import Dim, Size, ceil_div, function, typical
 from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirExpr
 from torch_hybrid_backend.engines.tvm.printer import Printer
-from torch_hybrid_backend.engines.tvm.schedules.axes import Chunk, chunks
+from torch_hybrid_backend.engines.tvm.schedules.axes import Chunk, chunks, step
 from torch_hybrid_backend.engines.tvm.schedules.registers import (
     IN_FLIGHT,
     RegisterTile,
@@ -40,10 +42,12 @@ from torch_hybrid_backend.engines.tvm.schedules.registers import (
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tiles import Split, max_rows, split_at_most, split_into
 from torch_hybrid_backend.loops.index import Index, as_index
-from torch_hybrid_backend.loops.ir import Load, compute_dtype, count_calls
+from torch_hybrid_backend.loops.ir import Load, compute_dtype, count_calls, loads_of
 from torch_hybrid_backend.loops.kernels import MatMulKernel
 
 _LINE_BYTES = 64
+# Sets times line: that of x86's first-level caches is a page, for they are looked up before the address is translated.
+_L1_WAY_BYTES = 4096
 
 # An epilogue of more scalar operations than this is emitted once as a loop over a spilled tile, not once per register.
 _LONG_EPILOGUE = 4
@@ -121,8 +125,30 @@ class _MatMul:
         return b.fused((self.b.extent, blocks, self.panels, per_block), tile)
 
     def _most_rows(self) -> int:
-        most = max_rows(1 if self.is_dot else self.vectors, self.target)
+        most = min(max_rows(1 if self.is_dot else self.vectors, self.target), self._most_cached_rows())
         return min(most, _LONG_EPILOGUE_ACCUMULATORS // self.vectors) if self.long_epilogue else most
+
+    def _most_cached_rows(self) -> int:
+        """Rows of A whose cache lines find a place in the first-level cache beside those of a panel.
+
+        Rows a multiple of 4 KiB apart (k a multiple of 1,024 float32) all compete for one set: of more rows than it has places every line is
+        gone before its next element is read.
+        """
+        sets = [
+            _L1_WAY_BYTES // math.gcd(_L1_WAY_BYTES, distance)
+            for distance in self._row_distances()
+            if distance >= _LINE_BYTES
+        ]
+        return min(sets, default=_L1_WAY_BYTES) * max(1, self.target.l1_bytes // _L1_WAY_BYTES - 2)
+
+    def _row_distances(self) -> list[int]:
+        """Bytes from one row to the next of what A is computed from."""
+        found = []
+        for load in loads_of(self.kernel.a):
+            if id(load.buffer) in self.printer.arguments:
+                itemsize = max(1, int(tvm.DataType(load.buffer.dtype).bits) // 8)
+                found.append(step(self.printer.offset(load.buffer, load.index, {}), self.m) * itemsize)
+        return found
 
     def _fitting(self, rows: int) -> int:
         """Tiles of `rows` rows of A that fit half the second-level cache."""
