@@ -1,7 +1,8 @@
 // What a TVM kernel asks of its runtime, answered by PyTorch: threads and scratch memory.
 //
-// Every parallel loop runs on PyTorch's own threads and honours torch.set_num_threads; a launch
-// inside a parallel region runs serially on the calling thread. No second thread pool exists.
+// Every parallel loop runs on PyTorch's own threads and honours torch.set_num_threads: on those of
+// the team that the calling thread leads (team.h), else in a parallel region of its own; a launch
+// inside another's region runs serially on the calling thread. No second thread pool exists.
 //
 // Ownership: scratch memory belongs to the calling thread, which keeps it for the next kernel.
 //

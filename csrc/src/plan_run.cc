@@ -1,6 +1,7 @@
 // The running half of plan.h; plan.cc builds.
 #include <torch/csrc/stable/library.h>
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <memory>
@@ -10,6 +11,7 @@
 
 #include "plan.h"
 #include "profiler_range.h"
+#include "team.h"
 
 namespace torch_hybrid_backend {
 namespace {
@@ -165,8 +167,19 @@ bool Plan::RunStep(Frame& frame, int64_t key, const Step& step) const {
 }
 
 bool Plan::RunSteps(Frame& frame, int64_t key) const {
-  for (const Step& step : steps_) {
-    if (!RunStep(frame, key, step)) return false;
+  const auto is_kernel = [](const Step& step) {
+    return std::holds_alternative<Kernel>(step.action);
+  };
+  for (auto step = steps_.begin(); step != steps_.end();) {
+    // Other steps start parallel regions of their own.
+    const auto end = std::find_if_not(step, steps_.end(), is_kernel);
+    if (end - step > 1) {
+      RunInTeam([&] {
+        for (; step != end; ++step) RunStep(frame, key, *step);
+      });
+    } else if (!RunStep(frame, key, *step++)) {
+      return false;
+    }
   }
   return true;
 }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "aligned_block.h"
+#include "team.h"
 
 namespace torch_hybrid_backend {
 namespace {
@@ -55,6 +56,9 @@ Workspace& ThisThreadsWorkspace() {
 }  // namespace
 
 int ParallelLaunch(ParallelLambda lambda, void* closure, int num_task) {
+  if (Team* team = Team::Led()) {
+    return team->Launch(lambda, closure, num_task > 0 ? num_task : team->threads());
+  }
   try {
     const int tasks = num_task > 0 ? num_task : static_cast<int>(torch::stable::get_num_threads());
     std::atomic<int> status{0};
