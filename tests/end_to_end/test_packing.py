@@ -1,4 +1,4 @@
-"""Weights are folded and packed once: by the first call, for itself and for the plan of all later ones."""
+"""Weights are folded and packed once: by the first call, for itself and for the plan of all later ones. Or not at all."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from tests.end_to_end import models
 from torch_hybrid_backend.engines.tvm import prepare
+from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.runtime import constants
 
 
@@ -45,3 +46,20 @@ def test_once_for_every_variant_and_the_plan(placement: str, settings: pytest.Mo
         torch.testing.assert_close(compiled(images), model(images), rtol=1e-4, atol=1e-4)
         if placement == "estimate":  # where it is timed, eager may be faster
             assert made == {"folded": 2, "packed": 6}
+
+
+def test_linear_layers_of_many_rows_read_their_own_weight(settings: pytest.MonkeyPatch) -> None:
+    """Nothing is packed, and a changed weight is seen."""
+
+    def refuse(*_: object, **__: object) -> object:
+        raise AssertionError("a weight was packed")
+
+    settings.setattr(prepare, "pack_b", refuse)
+    columns = 24 * 16 * Target.host().cores
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(torch.nn.Linear(72, columns), torch.nn.GELU()), torch.randn(2, 64, 72)
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="hybrid", options={"placement": "estimate", "strict": True})
+        for _ in range(2):
+            torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
+            model[0].weight.mul_(-2)

@@ -102,6 +102,22 @@ class MatMulKernel(Kernel):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PlainMatMulKernel(Kernel):
+    """Domain (b, m, n), one b: accumulator[0, m, n] = sum over `k` of a * w[n, k], then the stores read `accumulator`.
+
+    `a` is over (b, m, k). w[n, k] is element `offset + n * row_stride + k` of the argument `weight`, float32, which nothing has packed.
+    """
+
+    k: LoopVar
+    a: Expr
+    weight: Buffer
+    offset: int
+    row_stride: int
+    accumulator: Buffer
+    stores: tuple[Store, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ConvKernel(Kernel):
     """Domain (n, o, *out_spatial): the accumulator, then the stores.
 
@@ -183,7 +199,7 @@ def kernel_exprs(kernel: Kernel) -> list[tuple[str, Expr]]:
         case RowKernel():
             for i, stage in enumerate(kernel.stages):
                 found.append((f"stage{i}:{stage.kind}:{stage.combiner}", stage.value))
-        case MatMulKernel():
+        case MatMulKernel() | PlainMatMulKernel():
             found.append(("a", kernel.a))
         case ConvKernel():
             found.append(("x", kernel.x))

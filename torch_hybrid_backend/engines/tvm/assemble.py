@@ -14,6 +14,7 @@ import torch
 from torch_hybrid_backend.core.program import Kernel as KernelCall
 from torch_hybrid_backend.core.program import PackedConstant, Program
 from torch_hybrid_backend.core.region import Region
+from torch_hybrid_backend.core.size import known
 from torch_hybrid_backend.core.size import symbol as symbol_
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.engines.tvm.layouts import assign_layouts
@@ -42,6 +43,7 @@ from torch_hybrid_backend.loops.kernels import (
     Kernel,
     MapKernel,
     MatMulKernel,
+    PlainMatMulKernel,
     RowKernel,
     Stage,
     Store,
@@ -125,8 +127,6 @@ def _physical(buffer: Buffer, layout: Layout) -> TensorSpec:
 def assemble(region: Region, target: Target) -> RegionKernels:
     """The kernels of a region; raises loops.lowering.Refuse where an operator is not taken."""
     lowered = lower_region(region)
-    prepared = prepare(lowered, target)
-    groups = fuse(prepared.graph)
     fixed: dict[int, Layout] = {}
     for buffer, region_input in zip(lowered.inputs, region.inputs, strict=True):
         if region_input.spec is None:
@@ -137,7 +137,11 @@ def assemble(region: Region, target: Target) -> RegionKernels:
         fixed[id(buffer)] = Strided(spec.strides)
     for buffer, _ in lowered.literals:
         fixed[id(buffer)] = contiguous(buffer.shape)
+    prepared = prepare(lowered, target, fixed)
+    groups = fuse(prepared.graph)
     for op in prepared.graph.ops:
+        if id(op) in prepared.plain:
+            continue
         operand = op.b if isinstance(op, MatMulOp) else op.w if isinstance(op, ConvOp) else None
         if isinstance(operand, Buffer):
             fixed[id(operand)] = contiguous(operand.shape)
@@ -168,6 +172,13 @@ def _kernel(group: Group, needed: set[int], layouts: dict[int, Layout], prepared
             k = LoopVar("k", op.a.shape[2])
             b, m, _ = group.point
             a = op.a.at((b, m, _index(k)))
+            if (view := prepared.plain.get(id(op))) is not None:
+                reads = _arguments([a, *exprs], [view.buffer], group, layouts)
+                _, _, n_stride = map(known, view.strides)
+                weight, offset = view.buffer, known(view.offset)
+                return PlainMatMulKernel(
+                    reads, writes, group.variables, k, a, weight, offset, n_stride, accumulator, stores
+                )
             assert isinstance(op.b, Buffer)
             reads = _arguments([a, *exprs], [op.b], group, layouts)
             batched = op.b.shape[0] != 1

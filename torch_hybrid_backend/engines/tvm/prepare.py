@@ -1,12 +1,13 @@
 """Preparing a loop graph for the TVM schedules: operands of matmuls and convolutions are packed.
 
 A matmul's right operand and a convolution's weight are read from packed buffers. Where the operand is a constant of the region, packing
-happens outside the hot path (`PackedConstant`); otherwise an elementwise operation packs it on every call.
+happens outside the hot path (`PackedConstant`); otherwise an elementwise operation packs it on every call. A linear layer's weight that is
+read as fast where it lies (`reads_plain`) is not packed: no second copy of it exists.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -21,7 +22,7 @@ from torch_hybrid_backend.engines.tvm.packing import (
     packed_conv_shape,
 )
 from torch_hybrid_backend.engines.tvm.target import Target
-from torch_hybrid_backend.engines.tvm.tiles import output_block, tile_n
+from torch_hybrid_backend.engines.tvm.tiles import output_block, reads_plain, tile_n
 from torch_hybrid_backend.loops import ops as scalar
 from torch_hybrid_backend.loops.graph import LoopGraph
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index, contiguous_strides, linear
@@ -38,6 +39,7 @@ from torch_hybrid_backend.loops.ir import (
     compute_dtype,
     domain_vars,
 )
+from torch_hybrid_backend.loops.layout import Layout, Strided
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,24 +82,29 @@ class Packed:
 
 @dataclass(slots=True, eq=False)
 class Prepared:
-    """A graph whose matmuls and convolutions read packed operands; `tiles` says how each was packed, by operation identity."""
+    """A graph whose matmuls and convolutions read packed operands; `tiles` says how each was packed, by operation identity.
+
+    `plain`: right operands that are read where they lie instead, by operation identity, as views of memory.
+    """
 
     graph: LoopGraph
     packed: list[Packed] = field(default_factory=list)
     tiles: dict[int, int] = field(default_factory=dict)
+    plain: dict[int, StridedView] = field(default_factory=dict)
     # Kernel sizes of convolutions, by operation identity: a packed weight no longer shows them.
     kernel_sizes: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
 
-def strided_view(value: Value) -> StridedView | None:
-    """`value` as a strided view of one buffer, or None where it is something else."""
+def strided_view(value: Value, layout: Strided | None = None) -> StridedView | None:
+    """`value` as a strided view of one buffer, or None where it is something else. With `layout`, the buffer's: as a view of its memory."""
     if isinstance(value, Buffer):
-        return StridedView(value, value.shape, contiguous_strides(value.shape), 0)
+        strides = contiguous_strides(value.shape) if layout is None else layout.strides
+        return StridedView(value, value.shape, strides, 0)
     index = domain_vars(value.shape)
     expr = value.at(index)
     if not isinstance(expr, Load):
         return None
-    offset = linear(expr.index, contiguous_strides(expr.buffer.shape))
+    offset = linear(expr.index, contiguous_strides(expr.buffer.shape) if layout is None else layout.strides)
     by_var = dict(offset.terms)
     if not all(isinstance(atom, LoopVar) for atom in by_var):
         return None
@@ -129,12 +136,34 @@ def packed_conv_weight_value(w: Value, groups: int, block: int) -> Map:
     return Map(shape, w.dtype, at)
 
 
-def prepare(graph: LoopGraph, target: Target) -> Prepared:
-    """Pack the operands of every matmul and convolution; `graph`'s operations are rewritten in place."""
+def plain_view(op: MatMulOp, layouts: Mapping[int, Layout], target: Target) -> StridedView | None:
+    """A matmul's right operand, (1, k, n), as a view of the memory it is read from, or None where it is to be packed."""
+    logical = strided_view(op.b)
+    layout = None if logical is None else layouts.get(id(logical.buffer))
+    if logical is None or not logical.buffer.constant or not isinstance(layout, Strided):
+        return None
+    if op.b.dtype != "float32" or op.a.dtype != "float32" or op.a.shape[0] != 1:
+        return None
+    view = strided_view(op.b, layout)
+    if view is None or not view.is_static:
+        return None
+    _, k, n = view.shape
+    _, k_stride, n_stride = view.strides
+    is_rows = k_stride == 1 and isinstance(k, int) and at_most(k, n_stride)
+    return view if is_rows and reads_plain(op.a.shape[1], k, n, target) else None
+
+
+def prepare(graph: LoopGraph, target: Target, layouts: Mapping[int, Layout]) -> Prepared:
+    """Pack the operands of every matmul and convolution; `graph`'s operations are rewritten in place.
+
+    `layouts`: how constants lie, by the identity of their buffer.
+    """
     prepared = Prepared(graph)
     packer = _Packer(prepared)
     for op in graph.ops:
-        if isinstance(op, MatMulOp):
+        if isinstance(op, MatMulOp) and (plain := plain_view(op, layouts, target)) is not None:
+            prepared.plain[id(op)] = plain
+        elif isinstance(op, MatMulOp):
             tile = tile_n(op.out.shape[2], target)
             prepared.tiles[id(op)] = tile
             op.b = packer.pack(op.b, partial(pack_b, tile_n=tile), partial(packed_b_value, tile_n=tile), ("b", tile))

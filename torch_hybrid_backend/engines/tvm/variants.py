@@ -23,7 +23,14 @@ from torch_hybrid_backend.engines.tvm.prepare import Packed
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.winograd import packed_winograd_shape
 from torch_hybrid_backend.loops.ir import Buffer
-from torch_hybrid_backend.loops.kernels import Argument, ConvKernel, Kernel, MatMulKernel, kernel_sizes
+from torch_hybrid_backend.loops.kernels import (
+    Argument,
+    ConvKernel,
+    Kernel,
+    MatMulKernel,
+    PlainMatMulKernel,
+    kernel_sizes,
+)
 from torch_hybrid_backend.loops.layout import contiguous
 
 
@@ -118,7 +125,7 @@ def work(kernel: Kernel) -> float:
     """Multiply-adds of a convolution or matmul in one call, at typical sizes; 0 for other kernels."""
     points = math.prod(float(typical(variable.extent)) for variable in kernel.domain)
     match kernel:
-        case MatMulKernel():
+        case MatMulKernel() | PlainMatMulKernel():
             return points * typical(kernel.k.extent)
         case ConvKernel():
             return points * typical(kernel.x_vars[1].extent) / kernel.groups * math.prod(kernel.kernel)

@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch_hybrid_backend.engines.tvm.schedules import attention, convolution, elementwise, matmul, reduction
+from torch_hybrid_backend.engines.tvm.schedules import (
+    attention,
+    convolution,
+    elementwise,
+    matmul,
+    plain_matmul,
+    reduction,
+)
 from torch_hybrid_backend.loops.kernels import (
     AttentionKernel,
     ConvKernel,
     Kernel,
     MapKernel,
     MatMulKernel,
+    PlainMatMulKernel,
     RowKernel,
 )
 
@@ -19,6 +27,7 @@ SCHEDULES: tuple[tuple[type[Kernel], Callable[..., Any]], ...] = (
     (MapKernel, elementwise.emit),
     (RowKernel, reduction.emit),
     (MatMulKernel, matmul.emit),
+    (PlainMatMulKernel, plain_matmul.emit),
     (ConvKernel, convolution.emit),
     (AttentionKernel, attention.emit),
 )

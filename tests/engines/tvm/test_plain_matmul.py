@@ -1,0 +1,147 @@
+"""Plain matmul schedule: every tile and edge against float64 eager."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import re
+
+import pytest
+import torch
+
+from tests.engines.tvm.schedule_runner import HOST, NARROW, compile_kernel, index_of, row_major, run_kernel
+from torch_hybrid_backend.core.size import known, symbol
+from torch_hybrid_backend.engines.tvm.schedules import plain_matmul
+from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.engines.tvm.tiles import reads_plain
+from torch_hybrid_backend.loops import ops
+from torch_hybrid_backend.loops.index import LoopVar
+from torch_hybrid_backend.loops.ir import Buffer, Expr, Load
+from torch_hybrid_backend.loops.kernels import Argument, PlainMatMulKernel, Store
+from torch_hybrid_backend.loops.layout import Blocked, Layout, Strided, contiguous
+
+_FLOAT = "float32"
+
+
+def kernel_of(
+    m: int,
+    k: int,
+    n: int,
+    *,
+    offset: int = 0,
+    row_stride: int = 0,
+    a_layout: Layout | None = None,
+    out: Layout | None = None,
+) -> PlainMatMulKernel:
+    """out = relu(a @ w.t() + bias) * residual; reads a, weight, bias, residual."""
+    row_stride = row_stride or k
+    a, bias, residual, result = (
+        Buffer(s, _FLOAT, name)
+        for s, name in [((1, m, k), "a"), ((n,), "bias"), ((1, m, n), "residual"), ((1, m, n), "out")]
+    )
+    weight = Buffer((offset + n * row_stride,), _FLOAT, "weight")
+    accumulator = Buffer((1, m, n), _FLOAT, "acc")
+    domain = (LoopVar("b", 1), LoopVar("m", m), LoopVar("n", n))
+    depth = LoopVar("k", k)
+    point = tuple(map(index_of, domain))
+    value: Expr = ops.call("max", ops.add(accumulator.at(point), bias.at(point[2:])), ops.const(0, _FLOAT))
+    value = ops.mul(value, residual.at(point))
+    return PlainMatMulKernel(
+        (Argument(a, a_layout or contiguous(a.shape)), row_major(weight), row_major(bias), row_major(residual)),
+        (Argument(result, out or contiguous(result.shape)),),
+        domain,
+        depth,
+        Load(_FLOAT, a, (*point[:2], index_of(depth))),
+        weight,
+        offset,
+        row_stride,
+        accumulator,
+        (Store(result, point, value),),
+    )
+
+
+def check(kernel: PlainMatMulKernel, target: Target = HOST) -> None:
+    """The kernel's result is within 1e-5 of float64 eager."""
+    a, weight, bias, residual = (argument.buffer for argument in kernel.reads)
+    _, _, k = a.shape
+    k, n = known(k), known(bias.shape[0])
+    torch.manual_seed(0)
+    inputs = {buffer: torch.randn([int(size) for size in buffer.shape]) for buffer in (a, weight, bias, residual)}
+    (got,) = run_kernel(kernel, plain_matmul.emit, inputs, target)
+    w = inputs[weight].as_strided((n, k), (kernel.row_stride, 1), kernel.offset)
+    want = torch.relu(inputs[a].double() @ w.double().t() + inputs[bias].double()) * inputs[residual].double()
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5 * max(1.0, float(want.abs().max())))
+
+
+@pytest.mark.parametrize("target", [HOST, NARROW], ids=["host", "narrow"])
+@pytest.mark.parametrize(
+    ("m", "k", "n"),
+    [
+        (1, 16, 16),  # one row: the other lanes are padding
+        (16, 1, 16),  # one step of k
+        (7, 5, 17),  # less than a vector of rows and of k; the last columns overlap
+        (29, 67, 37),  # ragged everything
+        (48, 64, 64),
+        (197, 96, 80),  # panels of three and of two vectors, the last ragged
+        (311, 300, 131),  # several groups of panels (narrow), several parts of k
+    ],
+)
+def test_matches_eager(m: int, k: int, n: int, target: Target) -> None:
+    """Every tile, pad and overlap."""
+    check(kernel_of(m, k, n), target)
+
+
+def test_deep() -> None:
+    """k in several parts, the last of which is shorter and no whole number of cache lines."""
+    check(kernel_of(50, 1619, 48))
+
+
+def test_weight_inside_a_larger_one() -> None:
+    """Rows lie apart, and begin inside the array."""
+    check(kernel_of(33, 40, 50, offset=3, row_stride=53))
+
+
+@pytest.mark.parametrize("layout", [Strided((33 * 40, 1, 33)), Blocked(4)])
+def test_any_layout_of_the_left_operand(layout: Layout) -> None:
+    """What is not contiguous along k is packed element by element."""
+    check(kernel_of(33, 40, 32, a_layout=layout))
+
+
+@pytest.mark.parametrize("layout", [Strided((13 * 40, 1, 13)), Blocked(4)])
+def test_any_output_layout(layout: Layout) -> None:
+    """The stores go where the layout says, vectorised or not."""
+    check(kernel_of(13, 20, 40, out=layout))
+
+
+def test_accumulators_stay_in_registers() -> None:
+    """Multiply-adds read no sums from memory: each has registers only, or a broadcast element of W."""
+    if platform.machine().lower() not in ("x86_64", "amd64") or HOST.lanes < 8:
+        pytest.skip("looks for x86's multiply-adds in vectors")
+    assembly = compile_kernel(kernel_of(96, 256, 64), plain_matmul.emit).inspect_source("asm")
+    multiply_adds = re.findall(r"vfmadd\w*ps\s+(.*)", assembly)
+    # Two tiles (one shape of panel), each with four steps of k in its innermost loop.
+    assert len(multiply_adds) >= 4 * (HOST.lanes // 2) * 3
+    assert not [line for line in multiply_adds if "%rsp" in line]
+    assert "prefetch" in assembly
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "n", "plain"),
+    [
+        (128, 768, 768, True),
+        (1024, 768, 3072, True),
+        (197, 768, 3072, False),  # padding to 208 rows costs more than a thirtieth
+        (8, 768, 3072, False),
+        (128, 32, 3072, False),
+        (128, 768, 700, False),  # each core would pack A for too few columns
+    ],
+)
+def test_where_the_plain_weight_is_read(m: int, k: int, n: int, plain: bool) -> None:
+    """The rule, for two cores with AVX-512."""
+    target = dataclasses.replace(HOST, lanes=16, cores=2)
+    assert reads_plain(m, k, n, target) == plain
+
+
+def test_sizes_known_at_run_time_are_packed() -> None:
+    """The schedule is for sizes that are numbers."""
+    assert not reads_plain(symbol("s0", 128), 768, 768, HOST)
