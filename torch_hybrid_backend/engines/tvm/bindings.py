@@ -8,10 +8,12 @@ stand, a value is a `Let`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tvm import tirx
 
 from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirExpr
-from torch_hybrid_backend.loops.index import Index
+from torch_hybrid_backend.loops.index import Index, as_index
 
 
 class Bindings:
@@ -33,6 +35,10 @@ class Bindings:
         self._bound.append((variable, value))
         return variable
 
+    def hoisted(self, compute: Callable[[], TirExpr], dtype: str) -> TirExpr | None:
+        """A variable that holds what `compute` gives, the same for every lane; None where there is no vector loop to compute it before."""
+        return None
+
     def around(self, result: TirExpr) -> TirExpr:
         """`result` as an expression of its own."""
         for variable, value in reversed(self._bound):
@@ -43,7 +49,8 @@ class Bindings:
 class StatementBindings(Bindings):
     """Values bound before a statement, each in a local array of `width` elements indexed by `lane`.
 
-    `allocations` collects the arrays' declarations: they belong in front of the vector loop around the statement.
+    `allocations` collects the arrays' declarations, and the computation of what is `hoisted`: they belong in front of the vector loop
+    around the statement.
     """
 
     def __init__(self, builder: Builder, lane: Index, width: int, allocations: list[Stmt]) -> None:
@@ -51,6 +58,7 @@ class StatementBindings(Bindings):
         self._lane, self._width, self._allocations = lane, width, allocations
         self._stores: list[Stmt] = []
         self._kept: dict[int, TirExpr] = {}  # what `let` returned, by identity: binding it again is free
+        self._is_hoisting = False
 
     def let(self, value: TirExpr, dtype: str) -> TirExpr:
         if isinstance(value, (tirx.Var, tirx.IntImm, tirx.FloatImm)) or id(value) in self._kept:
@@ -59,12 +67,23 @@ class StatementBindings(Bindings):
             zero, one = tirx.IntImm("uint8", 0), tirx.IntImm("uint8", 1)
             kept = tirx.NE(self.let(tirx.Select(value, one, zero), "uint8"), zero)
         else:
-            array = self._builder.local(self._width, dtype, "t")
+            lane, width = (as_index(0), 1) if self._is_hoisting else (self._lane, self._width)
+            array = self._builder.local(width, dtype, "t")
             self._allocations.append(self._builder.alloc(array))
-            self._stores.append(self._builder.store(array, self._lane, value))
-            kept = self._builder.load(array, self._lane)
+            place = self._allocations if self._is_hoisting else self._stores
+            place.append(self._builder.store(array, lane, value))
+            kept = self._builder.load(array, lane)
         self._kept[id(kept)] = kept
         return kept
+
+    def hoisted(self, compute: Callable[[], TirExpr], dtype: str) -> TirExpr | None:
+        if self._is_hoisting or self._width == 1:
+            return None
+        self._is_hoisting = True
+        try:
+            return self.let(compute(), dtype)
+        finally:
+            self._is_hoisting = False
 
     def before(self, statement: Stmt) -> Stmt:
         """`statement` after the statements that compute the values."""

@@ -106,6 +106,7 @@ class Printer:
         self._kept: list[Expr] = []  # keeps ids alive
         self._uses: dict[int, int] = {}
         self._masks: list[TirExpr] = []
+        self._uniform: dict[int, bool] = {}
         self._lane: tuple[Index, int] = (as_index(0), 1)
         self._allocations: list[Stmt] | None = None  # of the vector loop being emitted
         builder.print_scalar = self._print_scalar
@@ -262,8 +263,8 @@ class Printer:
     @contextmanager
     def _printing(self, exprs: Sequence[Expr], env: Env, bindings: Bindings) -> Iterator[tuple[list[Expr], _Scope]]:
         """A fresh top scope for expressions printed with `env`; yields the expressions with equal parts shared."""
-        outer = (self._env, self._scope, self._uses, self._masks)
-        self._env, self._uses, self._masks = dict(env), {}, []
+        outer = (self._env, self._scope, self._uses, self._masks, self._uniform)
+        self._env, self._uses, self._masks, self._uniform = dict(env), {}, [], {}
         scope = self._scope = _Scope(bindings, None)
         try:
             roots = [self._canon(e) for e in exprs]
@@ -272,7 +273,7 @@ class Printer:
                 self._count_uses(root, seen)
             yield roots, scope
         finally:
-            self._env, self._scope, self._uses, self._masks = outer
+            self._env, self._scope, self._uses, self._masks, self._uniform = outer
 
     def _canon(self, e: Expr) -> Expr:
         """The first expression seen that computes the same."""
@@ -314,10 +315,31 @@ class Printer:
         known = self._scope.find(id(e))
         if known is not None:
             return known
+        if isinstance(e, Call) and e.dtype != "bool" and self._is_uniform(e):
+            # A place between pixels, say: once before the vector loop, and what is read there is a vector, not a gather.
+            hoisted = self._scope.bindings.hoisted(lambda: self._print_new(e), e.dtype)
+            if hoisted is not None:
+                self._scope.known[id(e)] = hoisted
+                return hoisted
         value = self._print_new(e)
         if self._uses.get(id(e), 2) > 1:
             value = self._scope.known[id(e)] = self._bind(value, e.dtype)
         return value
+
+    def _is_uniform(self, e: Expr) -> bool:
+        """Whether a scalar is computed from indices other than the lane alone."""
+        known = self._uniform.get(id(e))
+        if known is None:
+            match e:
+                case Call():
+                    known = e.op != "guard" and all(map(self._is_uniform, e.args))
+                case FromIndex():
+                    leaves = _leaves(self.index(e.index, self._env))
+                    known = all(isinstance(a, LoopVar) and a not in self.lanes for a in leaves)
+                case _:
+                    known = isinstance(e, Const)
+            self._uniform[id(e)] = known
+        return known
 
     def _print_new(self, e: Expr) -> TirExpr:
         match e:
