@@ -244,6 +244,11 @@ class Index:
             result = result + part * coefficient
         return result
 
+    def divides(self, variable: LoopVar) -> bool:
+        """Whether it holds a quotient or a remainder of what `variable` occurs in."""
+        divided = [atom.numerator for atom, _ in self.terms if isinstance(atom, FloorDiv | Mod)]
+        return any(inner.divides(variable) or variable in (atom for atom, _ in inner.terms) for inner in divided)
+
     def __repr__(self) -> str:
         def show(atom: Atom) -> str:
             match atom:

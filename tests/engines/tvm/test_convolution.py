@@ -222,6 +222,14 @@ def test_dtypes(dtype: str) -> None:
     check(Case((1, 20, 6, 10), 20, (3, 3), padding=1, groups=20, dtype=dtype))
 
 
+@pytest.mark.parametrize("blocked_x", [True, False])
+def test_the_next_block_of_channels_is_prefetched(blocked_x: bool) -> None:
+    """What lies far from what is being read is asked for ahead, where the input is in blocks of channels."""
+    kernel, _, _ = make(Case((1, 48, 9, 9), 32, (3, 3), stride=2, padding=1, blocked_x=blocked_x), HOST)
+    assembly = compile_kernel(kernel, convolution.emit).inspect_source("asm")
+    assert ("prefetch" in assembly) == blocked_x
+
+
 def test_column_tiles_say_which_columns_read_inside() -> None:
     """Borders have tiles of their own, the tiles between share one."""
     found = column_tiles(Axis(size=40, out=40, kernel=3, stride=1, padding=1, dilation=1), 5)

@@ -198,11 +198,11 @@ class Builder:
     def store(self, buffer: TirBuffer, offset: Index | int, value: TirExpr) -> Stmt:
         return tirx.BufferStore(buffer, value, [self.index(offset)])
 
-    def prefetch(self, buffer: TirBuffer, offset: TirExpr) -> Stmt:
-        """Asks for the cache line of element `offset`, an int32 that may lie outside the buffer, into the second-level cache."""
+    def prefetch(self, buffer: TirBuffer, offset: TirExpr, level: int = 2) -> Stmt:
+        """Asks for the cache line of element `offset`, an int32 that may lie outside the buffer, into the cache of that level."""
         address = tirx.address_of(tirx.BufferLoad(buffer, [offset]))
-        read, second_level, data = (tirx.const(flag, "int32") for flag in (0, 2, 1))
-        return tirx.Evaluate(tirx.call_intrin("void", "tirx.prefetch", address, read, second_level, data))
+        read, locality, data = (tirx.const(flag, "int32") for flag in (0, 4 - level, 1))
+        return tirx.Evaluate(tirx.call_intrin("void", "tirx.prefetch", address, read, locality, data))
 
     def when(self, condition: TirExpr, then: Stmt, otherwise: Stmt | None = None) -> Stmt:
         return tirx.IfThenElse(condition, then, otherwise)

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
 from tvm import tirx
 
 from torch_hybrid_backend.core.size import known
@@ -18,9 +19,11 @@ from torch_hybrid_backend.engines.tvm.tiles import lane_chunks
 from torch_hybrid_backend.loops.index import Index, LoopVar
 from torch_hybrid_backend.loops.ir import Load, compute_dtype, count_calls
 from torch_hybrid_backend.loops.kernels import ConvKernel
+from torch_hybrid_backend.loops.layout import Blocked
 
 # An epilogue of more scalar operations than this is emitted once as a loop over a spilled tile, not once per register.
 _LONG_EPILOGUE = 4
+_LINE_BYTES = 64
 
 
 class ConvParts:
@@ -46,6 +49,34 @@ class ConvParts:
     def x(self, image: Index, channel: Index, row: Index, column: Index) -> TirExpr:
         """One input element; the position must lie inside the input."""
         return self.printer.expr(self.kernel.x, self.x_env(image, channel, row, column))
+
+    def fetch(
+        self,
+        width: int,
+        condition: TirExpr,
+        then: Callable[[int], tuple[Index, ...]],
+        otherwise: Callable[[int], tuple[Index, ...]],
+    ) -> Stmt | None:
+        """Asks for the cache lines of `width` neighbouring columns of a block of channels, the first of which is at `then(0)` or at
+        `otherwise(0)`: (image, channel, row, column), which may lie outside the input. None where the input is not blocked.
+
+        What is behind them lies far away, in the next row or block of channels: hardware has nothing to guess it by, and the first step
+        there would wait for all of them.
+        """
+        load = self.kernel.x
+        if not isinstance(load, Load):
+            return None
+        array, layout, _ = self.printer.arguments[id(load.buffer)]
+        if not isinstance(layout, Blocked):
+            return None
+
+        def offset(place: tuple[Index, ...]) -> TirExpr:
+            return self.builder.index(self.printer.offset(load.buffer, load.index, self.x_env(*place)))
+
+        step = max(1, _LINE_BYTES // (layout.block * getattr(torch, load.buffer.dtype).itemsize))
+        lines = range(0, width, step)
+        choices = [tirx.Select(condition, offset(then(i)), offset(otherwise(i))) for i in lines]
+        return self.builder.seq(*[self.builder.prefetch(array, choice, level=1) for choice in choices])
 
     def weight(self, *position: Index) -> TirExpr:
         """One element of the packed weight."""

@@ -16,6 +16,7 @@ Architectures", SC 2018.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +27,7 @@ from torch_hybrid_backend.engines.tvm.schedules.conv_geometry import Axis, Colum
 from torch_hybrid_backend.engines.tvm.schedules.conv_parts import ConvParts
 from torch_hybrid_backend.engines.tvm.schedules.registers import IN_FLIGHT, RegisterTile, by_part, lanes_of
 from torch_hybrid_backend.engines.tvm.tiles import Split, max_rows, register_count, split_into
-from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, as_index
+from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
 from torch_hybrid_backend.loops.ir import loads_of
 from torch_hybrid_backend.loops.layout import Blocked
 
@@ -89,7 +90,7 @@ class _Direct:
         )
         for load in loads_of(parts.kernel.x):
             offset = parts.printer.offset(load.buffer, load.index, env)
-            if any(isinstance(atom, FloorDiv | Mod) and _mentions(atom, pixel) for atom, _ in offset.terms):
+            if offset.divides(pixel):
                 return False
         return True
 
@@ -122,8 +123,7 @@ class _Direct:
         if is_wide(self.columns):
             return most
         registers = register_count(self.target) - 1 - vectors
-        fitting = (c for c in range(most, 0, -1) if c * vectors + self.columns.shared(c) <= registers)
-        return next(fitting, 1)
+        return next((c for c in range(most, 0, -1) if c * vectors + self.columns.shared(c) <= registers), 1)
 
     def _chunks(self, blocks: Split) -> tuple[int, int]:
         """Input channels and output rows per chunk; (all channels, 0) where the weight of one task fits the cache."""
@@ -168,9 +168,7 @@ class _Direct:
 
             return self._by_blocks(image, group, part, at)
 
-        weight_bytes = (
-            4 * self.groups * self.blocks * self.block * self.rows.kernel * self.columns.kernel * self.channels
-        )
+        weight_bytes = 4 * math.prod(map(known, parts.kernel.packed.shape))
         if weight_bytes <= self.target.l2_bytes // 2:
             order = (parts.images, inner, self.groups, tiling.blocks.parts)
             return self.builder.fused(order, lambda at: task(at[0], at[2], at[3], at[1]))
@@ -277,6 +275,7 @@ class _Direct:
                 channels,
                 unroll,
                 lambda channel: b.seq(*[step(kh, source, channel, as_index(kw), inside[kw]) for kw in taps]),
+                partial(self._fetch_ahead, tile.rows, task, source, first, first_channel),
             )
 
         def looped(kh: Index, source: Index) -> Stmt:
@@ -304,8 +303,15 @@ class _Direct:
 
         return b.loop(self.rows.kernel, kernel_row, name="kh")
 
-    def _each_channel(self, first: Index, count: int, unroll: int, body: Callable[[Index], Stmt | None]) -> Stmt:
-        """`body` for `count` channels from `first`, block by block."""
+    def _each_channel(
+        self,
+        first: Index,
+        count: int,
+        unroll: int,
+        body: Callable[[Index], Stmt | None],
+        ahead: Callable[[Index, TirExpr], Stmt | None] = lambda channel, is_last: None,
+    ) -> Stmt:
+        """`body` for `count` channels from `first`, block by block. `ahead(channel, is_last)`: prefetches, before the block of `channel`."""
         b, block = self.builder, self._channel_block()
 
         def run(start: Index, length: int) -> Stmt:
@@ -315,9 +321,26 @@ class _Direct:
             )
             return b.seq(whole, *[body(start + (length - length % step + u)) for u in range(length % step)])
 
+        def whole_block(i: Index) -> Stmt:
+            channel = first + i * block
+            return b.seq(ahead(channel, b.index(i) == blocks - 1), run(channel, block))
+
         blocks = count // block
-        loop = b.loop(blocks, lambda i: run(first + i * block, block), name="cb") if blocks else None
+        loop = b.loop(blocks, whole_block, name="cb") if blocks else None
         return b.seq(loop, run(first + blocks * block, count % block) if count % block else None)
+
+    def _fetch_ahead(
+        self, columns: int, task: _Task, row: Index, first: Index, channels: Index, channel: Index, is_last: TirExpr
+    ) -> Stmt | None:
+        """Asks for what a tile of `columns` reads after the block of `channel`: the next block, or the first of the next kernel row."""
+        axis, group = self.columns, task.group * self.channels
+        width = (columns - 1) * axis.stride + (axis.kernel - 1) * axis.dilation + 1
+
+        def at(row: Index, channel: Index) -> Callable[[int], tuple[Index, ...]]:
+            return lambda i: (task.image, group + channel, *self._pixel(row, axis.source(first, 0) + i))
+
+        below = at(row + self.rows.dilation, channels)
+        return self.parts.fetch(width, is_last, below, at(row, channel + self._channel_block()))
 
     # Weights larger than the cache.
 
@@ -376,10 +399,3 @@ class _Direct:
 def _tile_time(vectors: int, columns: int) -> float:
     """Half cycles per step of the reduction: two multiply-adds and two loads per cycle; short tiles wait for the last sum."""
     return max(vectors * columns, vectors + columns, IN_FLIGHT) + 0.1 * (vectors + columns)
-
-
-def _mentions(atom: FloorDiv | Mod, variable: LoopVar) -> bool:
-    return any(
-        inner == variable or (isinstance(inner, FloorDiv | Mod) and _mentions(inner, variable))
-        for inner, _ in atom.numerator.terms
-    )
