@@ -13,6 +13,7 @@ sizes known only at run time (`core.size`); what is simplified holds at every va
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -244,10 +245,17 @@ class Index:
             result = result + part * coefficient
         return result
 
+    def leaves(self) -> Iterator[LoopVar | Scalar]:
+        """What it is computed from; one that occurs twice comes twice."""
+        for atom, _ in self.terms:
+            if isinstance(atom, FloorDiv | Mod):
+                yield from atom.numerator.leaves()
+            else:
+                yield atom
+
     def divides(self, variable: LoopVar) -> bool:
         """Whether it holds a quotient or a remainder of what `variable` occurs in."""
-        divided = [atom.numerator for atom, _ in self.terms if isinstance(atom, FloorDiv | Mod)]
-        return any(inner.divides(variable) or variable in (atom for atom, _ in inner.terms) for inner in divided)
+        return any(variable in atom.numerator.leaves() for atom, _ in self.terms if isinstance(atom, FloorDiv | Mod))
 
     def __repr__(self) -> str:
         def show(atom: Atom) -> str:
@@ -370,3 +378,21 @@ def reshape_index(index: tuple[Index, ...], source: tuple[Dim, ...], target: tup
             result.append(offset // stride % size if size != 1 else as_index(0))
         s, t = s_end, t_end
     return tuple(result)
+
+
+def compare_ranges(op: str, a: Index, b: Index) -> bool | None:
+    """What the comparison `op` ("lt", "le", "gt", "ge", "eq", "ne") gives for all values of two indices, if always the same."""
+    if op in ("gt", "ge"):
+        return compare_ranges("lt" if op == "gt" else "le", b, a)
+    difference = a - b
+    low, high = difference.low, difference.high
+    is_below, is_above = below(high, 0), below(0, low)
+    match op:
+        case "lt":
+            return True if is_below else False if at_most(0, low) else None
+        case "le":
+            return True if at_most(high, 0) else False if is_above else None
+        case "eq":
+            return True if low == high == 0 else False if is_below or is_above else None
+    equal = compare_ranges("eq", a, b)
+    return None if equal is None else not equal

@@ -9,7 +9,8 @@ import torch
 
 from torch_hybrid_backend.engines.tvm.builder import Builder, argument, prim_func
 from torch_hybrid_backend.engines.tvm.pipeline import build
-from torch_hybrid_backend.engines.tvm.printer import Printer, storage_dtype
+from torch_hybrid_backend.engines.tvm.printer import Printer
+from torch_hybrid_backend.engines.tvm.storage import storage_dtype
 from torch_hybrid_backend.engines.tvm.target import Target, tvm_target
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
 from torch_hybrid_backend.loops.ir import Buffer

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch_hybrid_backend.engines.tvm.builder import Builder, TirBuffer, argument, prim_func
-from torch_hybrid_backend.engines.tvm.printer import Printer, storage_dtype
+from torch_hybrid_backend.engines.tvm.printer import Printer
 from torch_hybrid_backend.engines.tvm.schedules import SCHEDULES
+from torch_hybrid_backend.engines.tvm.storage import storage_dtype
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.errors import ScheduleError
 from torch_hybrid_backend.loops.ir import Buffer

@@ -5,9 +5,6 @@ store, or as a chain of `Let`s in an expression. Equal subexpressions (same oper
 
     printer = Printer(builder, {id(x): (x_array, layout, x)})
     body = builder.loop(16, lambda i: printer.store(store, {store_var: i}), "vectorized")
-
-Arrays hold bool as uint8; every other dtype as itself. bfloat16 and float16 are widened to float32 at loads and rounded to nearest even at
-stores.
 """
 
 from __future__ import annotations
@@ -17,13 +14,12 @@ from contextlib import contextmanager
 
 from tvm import tirx
 
-from torch_hybrid_backend.core.size import at_most, below
 from torch_hybrid_backend.engines.tvm import arithmetic
 from torch_hybrid_backend.engines.tvm.bindings import Bindings, StatementBindings
 from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirBuffer, TirExpr
-from torch_hybrid_backend.engines.tvm.math import is_nan
-from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, Scalar, as_index
-from torch_hybrid_backend.loops.ir import Buffer, Call, Const, Expr, FromIndex, Load, compute_dtype
+from torch_hybrid_backend.engines.tvm.storage import narrow, widen
+from torch_hybrid_backend.loops.index import Index, LoopVar, Scalar, as_index, compare_ranges
+from torch_hybrid_backend.loops.ir import Buffer, Call, Const, Expr, FromIndex, Load
 from torch_hybrid_backend.loops.kernels import Store
 from torch_hybrid_backend.loops.layout import Layout, offset_of
 from torch_hybrid_backend.loops.ops import COMPARE, ROUND_TARGETS
@@ -36,39 +32,6 @@ _COMPARISONS = {"eq": tirx.EQ, "ne": tirx.NE, "lt": tirx.LT, "le": tirx.LE, "gt"
 LocalLoad = Callable[[tuple[Index, ...]], TirExpr]
 
 
-# bfloat16 is handled as bits: TVM's legaliser of bfloat16 leaves a bound load (`Bind(v, Cast("float32", load))`) as an integer converted to
-# float (apache-tvm 0.27).
-_STORAGE = {"bool": "uint8", "bfloat16": "uint16"}
-
-
-def storage_dtype(dtype: str) -> str:
-    """The dtype of the array that holds a tensor's elements."""
-    return _STORAGE.get(dtype, dtype)
-
-
-def narrow(value: TirExpr, dtype: str) -> TirExpr:
-    """A scalar of the compute dtype of `dtype` as the array stores it, rounded to nearest even."""
-    if dtype == "bool":
-        return tirx.Select(value, tirx.IntImm("uint8", 1), tirx.IntImm("uint8", 0))
-    if dtype == "bfloat16":
-        bits = tirx.reinterpret("uint32", value)
-        sixteen, one = tirx.IntImm("uint32", 16), tirx.IntImm("uint32", 1)
-        odd = tirx.bitwise_and(tirx.shift_right(bits, sixteen), one)
-        rounded = tirx.shift_right(bits + tirx.IntImm("uint32", 0x7FFF) + odd, sixteen)
-        # Rounding could carry a NaN over into infinity.
-        return tirx.Cast("uint16", tirx.Select(is_nan(value, "float32"), tirx.IntImm("uint32", 0x7FC0), rounded))
-    return value if compute_dtype(dtype) == dtype else tirx.Cast(dtype, value)
-
-
-def widen(value: TirExpr, dtype: str) -> TirExpr:
-    """What the array holds as a scalar of the compute dtype of `dtype`."""
-    if dtype == "bool":
-        return tirx.NE(value, tirx.IntImm("uint8", 0))
-    if dtype == "bfloat16":
-        return tirx.reinterpret("float32", tirx.shift_left(tirx.Cast("uint32", value), tirx.IntImm("uint32", 16)))
-    return value if compute_dtype(dtype) == dtype else tirx.Cast(compute_dtype(dtype), value)
-
-
 class _Scope:
     """Values bound so far at one place; a branch of a guard has its own: what it loads is masked."""
 
@@ -78,12 +41,9 @@ class _Scope:
         self.known: dict[int, TirExpr] = {}  # canonical expression -> variable or literal
 
     def find(self, key: int) -> TirExpr | None:
-        scope: _Scope | None = self
-        while scope is not None:
-            if key in scope.known:
-                return scope.known[key]
-            scope = scope.outer
-        return None
+        if key in self.known:
+            return self.known[key]
+        return None if self.outer is None else self.outer.find(key)
 
 
 class Printer:
@@ -190,7 +150,7 @@ class Printer:
         if sides is None:
             return True
         # What an index reads from a tensor is read where the expression is printed: not before it, and perhaps for each lane.
-        return any(isinstance(a, Scalar) or a in self.lanes for side in sides for a in _leaves(side))
+        return any(isinstance(a, Scalar) or a in self.lanes for side in sides for a in side.leaves())
 
     def _decided(self, e: Expr, guard: Call, branch: int) -> Expr:
         """The expression with one guard replaced by one of its branches."""
@@ -246,7 +206,7 @@ class Printer:
             inner = self.decide(condition.args[0], env)
             return None if inner is None else not inner
         bounds = self.index_sides(condition, env)
-        return None if bounds is None else _compare_ranges(condition.op, *bounds)
+        return None if bounds is None else compare_ranges(condition.op, *bounds)
 
     # Stores.
 
@@ -334,7 +294,7 @@ class Printer:
                 case Call():
                     known = e.op != "guard" and all(map(self._is_uniform, e.args))
                 case FromIndex():
-                    leaves = _leaves(self.index(e.index, self._env))
+                    leaves = self.index(e.index, self._env).leaves()
                     known = all(isinstance(a, LoopVar) and a not in self.lanes for a in leaves)
                 case _:
                     known = isinstance(e, Const)
@@ -352,7 +312,7 @@ class Printer:
                 return index if e.dtype == "int32" else tirx.Cast(e.dtype, index)
             case Call("bool", op, _) if op in COMPARE:
                 if (sides := self.index_sides(e, self._env)) is not None:
-                    decided = _compare_ranges(op, *sides)
+                    decided = compare_ranges(op, *sides)
                     if decided is not None:
                         return tirx.IntImm("bool", decided)
                     # In int32, in which the indices are: half as wide as the int64 they stand for.
@@ -437,29 +397,3 @@ class Printer:
             # `block * 16 + lane < 64` is `block < 4`: the lane drops out.
             left, right = left.coarse_bound(right.const)
         return left, right
-
-
-def _leaves(index: Index) -> Iterator[LoopVar | Scalar]:
-    for atom, _ in index.terms:
-        if isinstance(atom, FloorDiv | Mod):
-            yield from _leaves(atom.numerator)
-        else:
-            yield atom
-
-
-def _compare_ranges(op: str, a: Index, b: Index) -> bool | None:
-    """What a comparison of two indices gives for all their values, if always the same."""
-    if op in ("gt", "ge"):
-        return _compare_ranges("lt" if op == "gt" else "le", b, a)
-    difference = a - b
-    low, high = difference.low, difference.high
-    is_below, is_above = below(high, 0), below(0, low)
-    match op:
-        case "lt":
-            return True if is_below else False if at_most(0, low) else None
-        case "le":
-            return True if at_most(high, 0) else False if is_above else None
-        case "eq":
-            return True if low == high == 0 else False if is_below or is_above else None
-    equal = _compare_ranges("eq", a, b)
-    return None if equal is None else not equal

@@ -129,12 +129,12 @@ class _Direct:
         """Input channels and output rows per chunk; (all channels, 0) where the weight of one task fits the cache."""
         l2, row_bytes = self.target.l2_bytes, self.columns.out * blocks.size * self.block * 4
         channel_bytes = blocks.size * self.block * self.rows.kernel * self.columns.kernel * 4
-        step = self._channel_block()
-        sizes = [c for c in range(step, self.channels, step) if self.channels % c == 0 and c * channel_bytes <= l2 // 4]
+        smaller = range(self._channel_block(), self.channels, self._channel_block())
+        sizes = [c for c in smaller if self.channels % c == 0 and c * channel_bytes <= l2 // 4]
         if self.channels * channel_bytes <= l2 // 2 or not sizes or self.rows.out == 1 or row_bytes > l2 // 8:
             return self.channels, 0
-        tasks = typical(self.parts.images) * self.groups * blocks.parts
-        pieces = max(1, -(-2 * self.target.cores // tasks), -(-self.rows.out * row_bytes // (l2 // 4)))
+        wanted = -(-2 * self.target.cores // (typical(self.parts.images) * self.groups * blocks.parts))
+        pieces = max(1, wanted, -(-self.rows.out * row_bytes // (l2 // 4)))
         return sizes[-1], -(-self.rows.out // min(pieces, self.rows.out))
 
     def _channel_block(self) -> int:
@@ -145,9 +145,7 @@ class _Direct:
             if isinstance(layout := self.parts.printer.arguments[id(load.buffer)][1], Blocked)
         }
         block = max(found, default=self.channels)
-        if self.groups > 1 and self.channels % block:
-            return self.channels
-        return min(block, self.channels)
+        return self.channels if self.groups > 1 and self.channels % block else min(block, self.channels)
 
     # Emission.
 
@@ -339,8 +337,8 @@ class _Direct:
         def at(row: Index, channel: Index) -> Callable[[int], tuple[Index, ...]]:
             return lambda i: (task.image, group + channel, *self._pixel(row, axis.source(first, 0) + i))
 
-        below = at(row + self.rows.dilation, channels)
-        return self.parts.fetch(width, is_last, below, at(row, channel + self._channel_block()))
+        behind = at(row, channel + self._channel_block())
+        return self.parts.fetch(width, is_last, at(row + self.rows.dilation, channels), behind)
 
     # Weights larger than the cache.
 
