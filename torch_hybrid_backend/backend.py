@@ -52,7 +52,8 @@ from torch_hybrid_backend.passes.pipeline import PASSES, run_passes
 from torch_hybrid_backend.report import Explanation
 from torch_hybrid_backend.runtime.executor import CompiledSegment, build_executor
 from torch_hybrid_backend.runtime.layout import StaticLayoutError
-from torch_hybrid_backend.runtime.made_once import MadeOnce, give_back_freed_memory
+from torch_hybrid_backend.runtime.made_once import MadeOnce
+from torch_hybrid_backend.runtime.native import give_back_freed_memory
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 from torch_hybrid_backend.runtime.python_executor import PythonExecutor
 from torch_hybrid_backend.runtime.symbolic_executor import SymbolicExecutor
@@ -339,7 +340,8 @@ class HybridGraph:
             self._chosen, self._decisions = chosen, decisions
             self._install(inputs)
         self._candidates = {}  # what was not chosen is not needed any more
-        give_back_freed_memory()
+        if self._chosen:  # else nothing was packed, and the C++ runtime may not even be there
+            give_back_freed_memory()
         log.info("%s graph: engines chosen in %.2f s", self._kind, time.perf_counter() - start)
         return outputs
 

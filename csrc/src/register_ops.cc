@@ -7,11 +7,16 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
+#include <cstdlib>
 #include <memory>
 #include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
+
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
 
 #include "binding.h"
 #include "guard.h"
@@ -104,6 +109,12 @@ int64_t BindingNew(int64_t plan, int64_t guard, Numbers owned_slots, std::vector
 
 void BindingFree(int64_t binding) { Bindings().Remove(binding); }
 
+void GiveBackFreedMemory() {
+#ifdef __GLIBC__
+  malloc_trim(0);
+#endif
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(torch_hybrid_backend, m) {
@@ -130,6 +141,7 @@ STABLE_TORCH_LIBRARY(torch_hybrid_backend, m) {
       "binding_new(int plan, int guard, int[] owned_slots, Tensor[] owned, "
       "int[] borrowed_slots, int[] borrowed) -> int");
   m.def("binding_free(int binding) -> ()");
+  m.def("give_back_freed_memory() -> ()");
 }
 
 // One kernel for every backend and for calls without any tensor.
@@ -151,6 +163,7 @@ STABLE_TORCH_LIBRARY_IMPL(torch_hybrid_backend, CompositeExplicitAutograd, m) {
   m.impl("guard_free", TORCH_BOX(&GuardFree));
   m.impl("binding_new", TORCH_BOX(&BindingNew));
   m.impl("binding_free", TORCH_BOX(&BindingFree));
+  m.impl("give_back_freed_memory", TORCH_BOX(&GiveBackFreedMemory));
 }
 
 }  // namespace torch_hybrid_backend

@@ -12,8 +12,6 @@ Outside of it every plan makes its own, when its parameters change.
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar, Token
@@ -98,20 +96,3 @@ def _same(entry: _Entry, sources: Sequence[torch.Tensor]) -> bool:
 
 def _versions(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     return tuple(-1 if tensor.is_inference() else tensor._version for tensor in tensors)
-
-
-@functools.cache
-def _malloc_trim() -> Callable[[int], object] | None:
-    trim: Callable[[int], object] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    return trim
-
-
-def give_back_freed_memory() -> None:
-    """Returns memory that the C library keeps after it was freed to the operating system; glibc only, elsewhere nothing happens.
-
-    glibc maps blocks of their own only above a threshold that rises to 32 MiB as such blocks are freed; what is below stays with the
-    process, however large the sum: BERT-base kept 840 MiB after its first call.
-    """
-    trim = _malloc_trim()
-    if trim is not None:
-        trim(0)
