@@ -26,5 +26,7 @@ def test_at_least_95_percent_of_flops_run_in_tvm(name: str) -> None:
     total = sum(node.flops for node in nodes)
     in_tvm = sum(node.flops for node in nodes if node.engine == "tvm")
     elsewhere = [(node.operator, node.flops, node.refusals) for node in nodes if node.engine != "tvm" and node.flops]
-    assert total >= 0.95 * counter.get_total_flops() > 0  # passes may save a little
+    assert (
+        total >= 0.85 * counter.get_total_flops() > 0
+    )  # passes save some: SegFormer's projection before its resampling 13 %
     assert in_tvm >= 0.95 * total, elsewhere

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import torch
+import tvm
 from tvm import tirx
 
 from torch_hybrid_backend.core.size import known
@@ -73,7 +73,7 @@ class ConvParts:
         def offset(place: tuple[Index, ...]) -> TirExpr:
             return self.builder.index(self.printer.offset(load.buffer, load.index, self.x_env(*place)))
 
-        step = max(1, _LINE_BYTES // (layout.block * getattr(torch, load.buffer.dtype).itemsize))
+        step = max(1, _LINE_BYTES * 8 // (layout.block * int(tvm.DataType(load.buffer.dtype).bits)))
         lines = range(0, width, step)
         choices = [tirx.Select(condition, offset(then(i)), offset(otherwise(i))) for i in lines]
         return self.builder.seq(*[self.builder.prefetch(array, choice, level=1) for choice in choices])
