@@ -104,6 +104,22 @@ def test_letting_go(lasting: bool) -> None:
     assert reference() is None
 
 
+def test_an_interrupt_at_the_end_leaves_nothing() -> None:
+    """Where the block's end never ran, nothing is shared or held once nobody refers to it."""
+    double = Doubling(torch.randn(5))
+    once = MadeOnce()
+    once.__enter__()
+    reference = weakref.ref(double())
+    assert reference() is not None
+    del once
+    gc.collect()
+    assert reference() is None
+    assert double() is not double()
+    with MadeOnce():
+        assert double() is double()
+    assert double.made == 4
+
+
 def test_inference_tensors_have_no_versions() -> None:
     """They are told apart by what they hold."""
     with torch.inference_mode():

@@ -22,7 +22,8 @@ import torch
 
 from torch_hybrid_backend.runtime.native import Guard
 
-_active: ContextVar[MadeOnce | None] = ContextVar("torch_hybrid_backend_made_once", default=None)
+# By weak reference: where an interrupt keeps `__exit__` from its work, sharing ends with the one who shared.
+_active: ContextVar[weakref.ref[MadeOnce] | None] = ContextVar("torch_hybrid_backend_made_once", default=None)
 
 Make = Callable[[], list[torch.Tensor]]
 
@@ -44,10 +45,10 @@ class MadeOnce:
         self._entries: dict[Hashable, _Entry] = {}
         self._held: list[torch.Tensor] = []
         self._lasting: list[torch.Tensor] = []
-        self._token: Token[MadeOnce | None] | None = None
+        self._token: Token[weakref.ref[MadeOnce] | None] | None = None
 
     def __enter__(self) -> MadeOnce:
-        self._token = _active.set(self)
+        self._token = _active.set(weakref.ref(self))
         return self
 
     def __exit__(
@@ -83,7 +84,8 @@ def made_once(
     how: Hashable, sources: Sequence[torch.Tensor], make: Make, *, lasting: bool = False
 ) -> list[torch.Tensor]:
     """`make()`, shared inside `with MadeOnce()`: see `MadeOnce.get`. `lasting`: kept until its end."""
-    active = _active.get()
+    reference = _active.get()
+    active = reference() if reference is not None else None
     return make() if active is None else active.get(how, sources, make, lasting=lasting)
 
 
