@@ -18,6 +18,8 @@ from typing import Any
 _log = logging.getLogger(__name__)
 
 NATIVE = "native"
+# Of the caches of x86 and of ARM servers.
+LINE_BYTES = 64
 # What LLVM calls an instruction set extension -> what Linux calls it. Only those that LLVM might use in a kernel unasked.
 _X86_FEATURES = {
     "adx": "adx",

@@ -62,12 +62,7 @@ def _stride(coefficient: Dim) -> int:
 
 def depends(index: Index, variable: LoopVar) -> bool:
     """Whether an index depends on a loop variable."""
-    for atom, _ in index.terms:
-        if atom == variable:
-            return True
-        if isinstance(atom, FloorDiv | Mod) and depends(atom.numerator, variable):
-            return True
-    return False
+    return variable in index.leaves()
 
 
 def is_free_of(atom: object, variable: LoopVar) -> bool:

@@ -14,7 +14,7 @@ from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirBuffer, T
 from torch_hybrid_backend.engines.tvm.printer import Printer
 from torch_hybrid_backend.engines.tvm.schedules.conv_geometry import Axis, axes
 from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, zero
-from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.engines.tvm.target import LINE_BYTES, Target
 from torch_hybrid_backend.engines.tvm.tiles import lane_chunks
 from torch_hybrid_backend.loops.index import Index, LoopVar
 from torch_hybrid_backend.loops.ir import Load, compute_dtype, count_calls
@@ -23,7 +23,6 @@ from torch_hybrid_backend.loops.layout import Blocked
 
 # An epilogue of more scalar operations than this is emitted once as a loop over a spilled tile, not once per register.
 _LONG_EPILOGUE = 4
-_LINE_BYTES = 64
 
 
 class ConvParts:
@@ -73,7 +72,7 @@ class ConvParts:
         def offset(place: tuple[Index, ...]) -> TirExpr:
             return self.builder.index(self.printer.offset(load.buffer, load.index, self.x_env(*place)))
 
-        step = max(1, _LINE_BYTES * 8 // (layout.block * int(tvm.DataType(load.buffer.dtype).bits)))
+        step = max(1, LINE_BYTES * 8 // (layout.block * int(tvm.DataType(load.buffer.dtype).bits)))
         lines = range(0, width, step)
         choices = [tirx.Select(condition, offset(then(i)), offset(otherwise(i))) for i in lines]
         return self.builder.seq(*[self.builder.prefetch(array, choice, level=1) for choice in choices])

@@ -39,13 +39,12 @@ from torch_hybrid_backend.engines.tvm.schedules.registers import (
     tile_start,
     zero,
 )
-from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.engines.tvm.target import LINE_BYTES, Target
 from torch_hybrid_backend.engines.tvm.tiles import Split, max_rows, split_at_most, split_into
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import Load, compute_dtype, count_calls, loads_of
 from torch_hybrid_backend.loops.kernels import MatMulKernel
 
-_LINE_BYTES = 64
 # Sets times line: that of x86's first-level caches is a page, for they are looked up before the address is translated.
 _L1_WAY_BYTES = 4096
 
@@ -137,7 +136,7 @@ class _MatMul:
         sets = [
             _L1_WAY_BYTES // math.gcd(_L1_WAY_BYTES, distance)
             for distance in self._row_distances()
-            if distance >= _LINE_BYTES
+            if distance >= LINE_BYTES
         ]
         return min(sets, default=_L1_WAY_BYTES) * max(1, self.target.l1_bytes // _L1_WAY_BYTES - 2)
 
@@ -236,7 +235,7 @@ class _MatMul:
         unroll = tile.unrolled(k_extent)
         # Lines of a panel for one unrolled step, and how many of them each of the tiles fetches.
         itemsize = max(1, int(tvm.DataType(kernel.packed.dtype).bits) // 8)
-        line = _LINE_BYTES // itemsize
+        line = LINE_BYTES // itemsize
         lines = -(-unroll * kernel.tile_n // line)
         if typical(panels) <= self.target.cores or typical(k_extent) < unroll:
             return None, None

@@ -27,13 +27,13 @@ from torch_hybrid_backend.engines.tvm.printer import Printer
 from torch_hybrid_backend.engines.tvm.schedules.axes import offsets_of, step
 from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, by_part, partials
 from torch_hybrid_backend.engines.tvm.schedules.transposition import transposed
-from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.engines.tvm.target import LINE_BYTES, Target
 from torch_hybrid_backend.engines.tvm.tiles import Split, split_at_most
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.kernels import PlainMatMulKernel
 
 _ITEMSIZE = 4
-_LINE = 16  # elements of a cache line
+_LINE = LINE_BYTES // _ITEMSIZE  # elements of a cache line
 _VECTORS = 3
 _UNROLL = 4
 
