@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_hybrid_backend.core import size as sizes
+from torch_hybrid_backend.core import size_forms
 from torch_hybrid_backend.core.size import Dim, Size, Undecided, evaluate, function, symbol
 
 S, T = symbol("s0", 7), symbol("s1", 5)
@@ -64,7 +65,7 @@ def test_comparisons_hold_at_every_value(a: Dim, b: Dim) -> None:
 @given(expressions())
 def test_texts_and_pickles_come_back(a: Dim) -> None:
     """A size is read back from its text and its pickle as the equal size."""
-    assert sizes.parse(str(a)) == a
+    assert size_forms.parse(str(a)) == a
     assert pickle.loads(pickle.dumps(a)) == a  # within one process's test: nothing is unpickled from disk
 
 
@@ -100,9 +101,9 @@ def test_symbols_and_typical_values() -> None:
     assert isinstance(size, Size)
     assert {s.name for s in sizes.symbols([size, S])} == {"s0", "s1"}
     assert sizes.typical(size) == 3 + 5
-    renamed = sizes.render(size, lambda s: s.name.upper())
+    renamed = size_forms.render(size, lambda s: s.name.upper())
     assert "S0" in renamed
-    assert sizes.render(sizes.ceil_div(S * T, 16) + T, lambda s: s.name.upper()) == renamed
+    assert size_forms.render(sizes.ceil_div(S * T, 16) + T, lambda s: s.name.upper()) == renamed
 
 
 def test_hints_of_equal_sizes_stay_apart() -> None:
@@ -120,4 +121,4 @@ def test_hints_of_equal_sizes_stay_apart() -> None:
 def test_other_texts_are_refused(text: str) -> None:
     """What is no size is a ValueError, and nothing of it is run."""
     with pytest.raises(ValueError, match="is no size"):
-        sizes.parse(text)
+        size_forms.parse(text)

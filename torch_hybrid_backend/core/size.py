@@ -13,11 +13,8 @@ equal means equal at every value (and unequal means: not equal at every value).
 
 from __future__ import annotations
 
-import ast
 import functools
 import math
-import operator
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -279,39 +276,6 @@ def _divide(size: Dim, divisor: Dim) -> tuple[Dim, Dim]:
     return (whole, 0) if rest_of == 0 else (0, size)
 
 
-def from_sympy(expression: Any, hint: Callable[[Any], int | None]) -> Dim | None:
-    """A sympy expression of torch's symbolic shapes as a size; `hint` gives a symbol's example value. None for what has no such form."""
-    if expression.is_Integer:
-        return int(expression)
-    if expression.is_Symbol:
-        value = hint(expression)
-        return symbol(str(expression)) if value is None else symbol(str(expression), value)
-    parts = [from_sympy(part, hint) for part in expression.args]
-    if any(part is None for part in parts):
-        return None
-    sizes = [part for part in parts if part is not None]
-    name = type(expression).__name__
-    if name == "Add":
-        total: Dim = 0
-        for part in sizes:
-            total = total + part
-        return total
-    if name == "Mul":
-        return product(sizes)
-    if name == "Pow" and isinstance(sizes[1], int) and sizes[1] >= 0:
-        return product([sizes[0]] * sizes[1])
-    if name in ("FloorDiv", "CleanDiv"):
-        return function("floordiv", sizes[0], sizes[1])
-    if name in ("Mod", "PythonMod"):
-        return function("mod", sizes[0], sizes[1])
-    if name in ("Max", "Min"):
-        total = sizes[0]
-        for part in sizes[1:]:
-            total = function(name.lower(), total, part)
-        return total
-    return None
-
-
 @_remembered
 def _sum(a: Size, b: Dim) -> Dim:
     total = dict(a.terms)
@@ -339,42 +303,6 @@ def _lower_bound(size: Size) -> int:
             return -(1 << 62)  # a symbol has no upper bound
         total += coefficient * math.prod(lows)
     return total
-
-
-def parse(text: str) -> Dim:
-    """The inverse of `str` of a size; its symbols get the default hint. Raises ValueError for other texts."""
-    try:
-        return _parsed(ast.parse(_FREE_TEXT.sub(lambda m: f"_free({m.group()[1:-1]!r})", text), mode="eval").body)
-    except SyntaxError as error:
-        raise ValueError(f"{text!r} is no size") from error
-
-
-# A symbol that only an expression's text names ("[u0 + 1]").
-_FREE_TEXT = re.compile(r"\[.*\]")
-_OPERATORS: Mapping[type[ast.operator], Callable[[Dim, Dim], Dim]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: lambda a, b: function("floordiv", a, b),
-    ast.Mod: lambda a, b: function("mod", a, b),
-}
-
-
-def _parsed(node: ast.expr) -> Dim:
-    match node:
-        case ast.Constant(int() as number):
-            return number
-        case ast.Name(name):
-            return symbol(name)
-        case ast.UnaryOp(ast.USub(), operand):
-            return _parsed(operand) * -1
-        case ast.BinOp(left, kind, right) if type(kind) in _OPERATORS:
-            return _OPERATORS[type(kind)](_parsed(left), _parsed(right))
-        case ast.Call(ast.Name("max" | "min" as name), [left, right]):
-            return function(name, _parsed(left), _parsed(right))
-        case ast.Call(ast.Name("_free"), [ast.Constant(str() as name)]):
-            return symbol(f"[{name}]")
-    raise ValueError(f"{ast.unparse(node)!r} is no size")
 
 
 def _terms(size: Dim) -> Iterable[tuple[Monomial, int]]:
@@ -459,22 +387,6 @@ def _atoms(size: Dim) -> Iterator[Atom]:
                 yield from _atoms(atom.left)
                 yield from _atoms(atom.right)
             yield atom
-
-
-def render(size: Dim, name: Callable[[Symbol], str]) -> str:
-    """The size as text under other names of its symbols; equal sizes give equal texts."""
-    if isinstance(size, int):
-        return str(size)
-
-    def atom(a: Atom) -> str:
-        return name(a) if isinstance(a, Symbol) else f"{a.name}({render(a.left, name)}, {render(a.right, name)})"
-
-    return " + ".join(
-        sorted(
-            f"{c}" + "".join(f"*{atom(a)}^{p}" for a, p in sorted(m, key=lambda item: atom(item[0])))
-            for m, c in size.terms.items()
-        )
-    )
 
 
 def _order(monomial: Monomial) -> tuple[bool, str]:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from torch_hybrid_backend.core.size import Dim, Size, evaluate, from_sympy, symbol, symbols
+from torch_hybrid_backend.core.size import Dim, Size, evaluate, symbol, symbols
+from torch_hybrid_backend.core.size_forms import from_sympy
 
 
 def dim(value: int | torch.SymInt) -> Dim:

@@ -15,7 +15,8 @@ import importlib.metadata
 from pathlib import Path
 
 from torch_hybrid_backend import __version__, loops
-from torch_hybrid_backend.core.size import Dim, Size, render
+from torch_hybrid_backend.core.size import Dim, Size
+from torch_hybrid_backend.core.size_forms import render
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, Scalar
 from torch_hybrid_backend.loops.ir import Buffer, Call, Const, Expr, FromIndex, Load
