@@ -1,20 +1,24 @@
-"""Operator benchmarks: every schedule against oneDNN, ATen and inductor, over the shapes of the zoo's models.
+"""Operator benchmarks: every schedule against oneDNN, MKL, ATen and inductor, over the shapes of the zoo's models.
 
     python -m benchmarks.operators --only conv --models resnet50 --batch 1
     python -m benchmarks.operators --only norm softmax --inductor --out results.json
+    python -m benchmarks.operators --representative 6 --epilogues none relu --inductor --out operators.json
 
 Each operator runs with nothing behind it, with relu, and with a residual addition and relu, on all sides in turn (interleaved rounds
-in one process). Results are compared with ATen's before anything is timed. "peak" is the share of what the machine's measured ceilings
-allow for its arithmetic and its least traffic (benchmarks.roofline); "best other / ours" is above 1 where we are faster. The second table
-adds up, model by model, the time lost to the best other side.
+in one process). Results of all sides are compared with ATen's before anything is timed. "peak" is the share of what the machine's
+measured ceilings allow for its arithmetic and its least traffic (benchmarks.roofline); "best other / ours" is above 1 where we are
+faster. The last table adds up, model by model, the time lost to the best other side. A long run may be cut into pieces: --stop-after-s
+ends one, --resume goes on; --warm compiles ahead.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,9 +26,13 @@ from typing import Any
 import torch
 
 from benchmarks import machine, roofline
+from benchmarks import results as records
 from benchmarks.models import ZOO
+from benchmarks.operators import tables
 from benchmarks.operators.ours import EPILOGUES, Bench, Problem, problem
 from benchmarks.operators.peers import peers
+from benchmarks.operators.results import OURS, Key, Result
+from benchmarks.operators.selection import representative
 from benchmarks.operators.shapes import KINDS, Case, load
 from benchmarks.operators.work import level, work
 from torch_hybrid_backend.config import Config
@@ -37,58 +45,44 @@ from torch_hybrid_backend.store import Store
 _TOLERANCE = 2e-3
 # What operators with an epilogue are: those that a model fuses one into.
 _FUSED = ("conv", "grouped", "depthwise", "linear")
-_BATCH_SIZE = 64
+# Compiled together, and held in memory together: large images at batch 8 are 100 MB each.
+_BATCH_SIZE = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Result:
-    """One operator: microseconds by side, or why there are none."""
+class Effort:
+    """`budget_s`: of one operator, all sides together. `warm_only`: compile, time nothing. `until_s`: on the clock of
+    `time.monotonic`, after which no further operator is begun."""
 
-    case: Case
-    epilogue: str
-    microseconds: dict[str, float]
-    flops: float
-    size_bytes: float
-    peak_share: float
-    error: str = ""
-
-    @property
-    def best_other(self) -> tuple[str, float]:
-        """The fastest side beside ours, and its time."""
-        return min(((k, us) for k, us in self.microseconds.items() if k != "ours"), key=lambda item: item[1])
-
-    @property
-    def ratio(self) -> float:
-        """Best other / ours."""
-        return self.best_other[1] / self.microseconds["ours"]
-
-    def row(self) -> dict[str, Any]:
-        """The result as JSON."""
-        found: dict[str, Any] = {"kind": self.case.kind, "operator": self.case.title, "batch": self.case.batch}
-        found |= {"epilogue": self.epilogue, "counts": dict(self.case.counts)}
-        if self.error:
-            return found | {"error": self.error}
-        found |= {"flops": self.flops, "bytes": self.size_bytes, "peak_share": round(self.peak_share, 3)}
-        return found | {"us": {side: round(us, 2) for side, us in self.microseconds.items()}}
+    budget_s: float
+    inductor: bool
+    warm_only: bool
+    until_s: float
 
 
-def run(
-    cases: Sequence[Case], epilogues: Sequence[str], bench: Bench, *, budget_s: float, inductor: bool, warm_only: bool
-) -> list[Result]:
-    """Compile, check and time. `budget_s`: of one operator, all sides together."""
-    wanted = [(c, e) for c in cases for e in (epilogues if c.kind in _FUSED else ("none",))]
-    ceiling = None if warm_only else roofline.known_peak(torch.get_num_threads())
-    results: list[Result] = []
-    for start in range(0, len(wanted), _BATCH_SIZE):
-        some = [problem(case, epilogue) for case, epilogue in wanted[start : start + _BATCH_SIZE]]
+def wanted(cases: Sequence[Case], epilogues: Sequence[str]) -> list[tuple[Case, str]]:
+    """Each case with each epilogue; those that models fuse nothing into, alone."""
+    return [(c, e) for c in cases for e in (epilogues if c.kind in _FUSED else ("none",))]
+
+
+def run(todo: Sequence[tuple[Case, str]], bench: Bench, effort: Effort, out: Run) -> None:
+    """Compile, check, time, and add the results to `out` one by one."""
+    ceiling = None if effort.warm_only else roofline.known_peak(torch.get_num_threads())
+    for start in range(0, len(todo), _BATCH_SIZE):
+        if time.monotonic() > effort.until_s:
+            return
+        some = [problem(case, epilogue) for case, epilogue in todo[start : start + _BATCH_SIZE]]
         assembled = [_assembled(bench, made) for made in some]
         bench.compile([a for a in assembled if isinstance(a, RegionKernels)])
-        if ceiling is None:
-            print(f"{start + len(some)} of {len(wanted)} compiled", file=sys.stderr)
-            continue
         for made, kernels in zip(some, assembled, strict=True):
-            results.append(_measured(bench, made, kernels, ceiling, budget_s, inductor=inductor))
-    return results
+            if time.monotonic() > effort.until_s:
+                return
+            if ceiling is None:
+                peers(made, inductor=effort.inductor)
+            else:
+                out.add(_measured(bench, made, kernels, ceiling, effort))
+        if ceiling is None:
+            print(f"{start + len(some)} of {len(todo)} compiled", file=sys.stderr)
 
 
 def _assembled(bench: Bench, made: Problem) -> RegionKernels | str:
@@ -98,70 +92,50 @@ def _assembled(bench: Bench, made: Problem) -> RegionKernels | str:
         return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _measured(
-    bench: Bench, made: Problem, kernels: RegionKernels | str, peak: roofline.Peak, budget_s: float, *, inductor: bool
-) -> Result:
-    case = made.case
-    flops, size_bytes = work(case)
-    nothing = Result(case, made.epilogue, {}, flops, size_bytes, 0.0)
+def _measured(bench: Bench, made: Problem, kernels: RegionKernels | str, peak: roofline.Peak, effort: Effort) -> Result:
+    flops, size_bytes = work(made.case)
     if isinstance(kernels, str):
-        return dataclasses.replace(nothing, error=kernels)
+        return Result.of(made.case, made.epilogue, error=kernels)
     try:
         ours = bench.ours(made, kernels)
         expected, result = made.eager()(), ours.result()
     except (HybridError, RuntimeError, IndexError) as error:
-        return dataclasses.replace(nothing, error=f"{type(error).__name__}: {error}".splitlines()[0])
-    scale = max(1.0, expected.abs().max().item()) if expected.dtype.is_floating_point and expected.numel() else 1.0
-    if not torch.allclose(result, expected, atol=_TOLERANCE * scale, rtol=0.0, equal_nan=True):
-        return dataclasses.replace(nothing, error="the result differs from ATen's")
-    sides = {"ours": ours.run, **peers(made, inductor=inductor)}
-    timings = measure(list(sides.values()), budget_s, min_rounds=5, max_rounds=2000, warmup_rounds=2)
+        return Result.of(made.case, made.epilogue, error=f"{type(error).__name__}: {error}".splitlines()[0])
+    if not _close(result, expected):
+        return Result.of(made.case, made.epilogue, error="the result differs from ATen's")
+    others = peers(made, inductor=effort.inductor)
+    sides = {OURS: ours.run, **{side: call for side, call in others.items() if _close(call(), expected)}}
+    timings = measure(list(sides.values()), effort.budget_s, min_rounds=5, max_rounds=2000, warmup_rounds=2)
     us = {side: timing.median_us for side, timing in zip(sides, timings, strict=True)}
     least = peak.seconds(flops, size_bytes, level(size_bytes / peak.threads, bench.target))
-    return Result(case, made.epilogue, us, flops, size_bytes, least / (us["ours"] / 1e6))
+    share = least / (us[OURS] / 1e6)
+    return Result.of(made.case, made.epilogue, flops=flops, size_bytes=size_bytes, peak_share=share, microseconds=us)
 
 
-def table(results: Sequence[Result]) -> str:
-    """One line an operator, in Markdown."""
-    sides = [s for s in ("aten", "onednn", "inductor") if any(s in r.microseconds for r in results)]
-    lines = ["| kind | operator | epilogue | ours, us | rate | peak | " + " | ".join(sides) + " | best other / ours |"]
-    lines.append("|---" * (7 + len(sides)) + "|")
-    for r in results:
-        if r.error:
-            lines.append(f"| {r.case.kind} | {r.case.title} | {r.epilogue} | {r.error} |" + " |" * (3 + len(sides)))
-            continue
-        us = r.microseconds["ours"]
-        rate = f"{r.flops / us / 1e3:.0f} GFLOP/s" if r.flops else f"{r.size_bytes / us / 1e3:.1f} GB/s"
-        others = " | ".join(f"{r.microseconds[s]:.1f}" if s in r.microseconds else "-" for s in sides)
-        name, _ = r.best_other
-        lines.append(
-            f"| {r.case.kind} | {r.case.title} | {r.epilogue} | {us:.1f} | {rate} | {r.peak_share:.0%} | {others} "
-            f"| {r.ratio:.2f} ({name}) |"
-        )
-    return "\n".join(lines)
+def _close(result: torch.Tensor, expected: torch.Tensor) -> bool:
+    scale = max(1.0, expected.abs().max().item()) if expected.dtype.is_floating_point and expected.numel() else 1.0
+    return torch.allclose(result, expected, atol=_TOLERANCE * scale, rtol=0.0, equal_nan=True)
 
 
-def losses(results: Sequence[Result], models: Sequence[str]) -> str:
-    """Time lost to the best other side in one call of each model, largest first.
+class Run:
+    """The results of a run, earlier pieces included, and the file they are kept in, if any."""
 
-    An operator that models run with several epilogues is counted with the mean over them.
-    """
-    by_case: dict[tuple[Any, ...], list[Result]] = {}
-    for r in results:
-        if not r.error:
-            by_case.setdefault((r.case.kind, r.case.title, r.case.batch), []).append(r)
-    rows = []
-    for (kind, title, batch), some in by_case.items():
-        lost = sum(r.microseconds["ours"] - r.best_other[1] for r in some) / len(some)
-        ours = sum(r.microseconds["ours"] for r in some) / len(some)
-        for model, count in some[0].case.counts:
-            if model in models and lost > 0:
-                rows.append((lost * count, count, lost / ours, model, batch, kind, title, some[0].best_other[0]))
-    rows.sort(key=lambda row: -row[0])
-    lines = ["| lost, us a call | model | batch | kind | operator | count | share lost | to |", "|---" * 8 + "|"]
-    for total, count, share, model, batch, kind, title, other in rows:
-        lines.append(f"| {total:.0f} | {model} | {batch} | {kind} | {title} | {count} | {share:.0%} | {other} |")
-    return "\n".join(lines)
+    def __init__(self, settings: dict[str, Any], path: Path | None, *, resume: bool) -> None:
+        """Raises ValueError where what is to be resumed was made on another machine, or with other settings."""
+        fresh: records.Record = {"machine": machine.describe(), "settings": settings, "results": []}
+        record = records.resumed(path, fresh) if path and resume else fresh
+        self._settings, self._path = settings, path
+        self.results = [Result.read(row) for row in record["results"]]
+
+    def done(self) -> set[Key]:
+        """What has a result, or an error."""
+        return {r.key for r in self.results}
+
+    def add(self, result: Result) -> None:
+        """One more; with a file, it is there when this returns."""
+        self.results.append(result)
+        if self._path:
+            machine.write_record(self._path, settings=self._settings, results=[r.row() for r in self.results])
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -170,19 +144,28 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=list(ZOO), default=list(ZOO), metavar="MODEL")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--epilogues", nargs="+", choices=EPILOGUES, default=list(EPILOGUES))
+    parser.add_argument(
+        "--representative",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of each kind and batch size only the N operators with most of the models' work; 0: all",
+    )
     parser.add_argument("--match", default="", help="only operators whose title contains this")
     parser.add_argument("--inductor", action="store_true", help="compile with inductor too, where it generates code")
     parser.add_argument("--threads", type=int, default=0, help="default: torch's")
     parser.add_argument("--budget-s", type=float, default=0.1, help="seconds for one operator, all sides together")
     parser.add_argument("--warm", action="store_true", help="compile into the cache (HYBRID_CACHE_DIR), time nothing")
-    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--out", type=Path, help="JSON file to write, after each operator; beside it, Markdown")
+    parser.add_argument("--resume", action="store_true", help="keep the operators that are in the file already")
+    parser.add_argument("--stop-after-s", type=float, default=math.inf, help="begin no operator after so many seconds")
     return parser.parse_args(argv)
 
 
 def chosen(arguments: argparse.Namespace) -> list[Case]:
     """The table's cases that the command line asks for."""
     models = set(arguments.models)
-    return [
+    cases = [
         case
         for case in load()
         if case.kind in arguments.only
@@ -190,31 +173,46 @@ def chosen(arguments: argparse.Namespace) -> list[Case]:
         and models & {model for model, _ in case.counts}
         and arguments.match in case.title
     ]
+    return representative(cases, arguments.representative) if arguments.representative else cases
+
+
+def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    number = arguments.representative
+    rule = (
+        f"Of each kind and batch size, the {number} operators with the largest share of the models' work."
+        if number
+        else ""
+    )
+    return {"threads": torch.get_num_threads(), "budget_s": arguments.budget_s, "selection": rule}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, print the tables, write the file. Returns 1 where an operator failed."""
+    """Run, print the tables, write the files. Returns 1 where an operator failed, 2 for arguments that do not go together."""
     arguments = _arguments(argv)
+    until_s = time.monotonic() + arguments.stop_after_s
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
+    try:
+        found = Run(_settings(arguments), None if arguments.warm else arguments.out, resume=arguments.resume)
+    except ValueError as error:
+        print(f"benchmarks.operators: {error}", file=sys.stderr)
+        return 2
     config = Config.from_env(os.environ)
     limit_bytes = config.cache_limit_mib << 20
     bench = Bench(Store.open(config.cache_dir, enabled=config.cache, strict=config.strict, limit_bytes=limit_bytes))
+    asked = wanted(chosen(arguments), arguments.epilogues)
+    done = found.done()
+    todo = [(c, e) for c, e in asked if (c.kind, c.title, c.batch, e) not in done]
     with torch.no_grad():
-        results = run(
-            chosen(arguments),
-            arguments.epilogues,
-            bench,
-            budget_s=arguments.budget_s,
-            inductor=arguments.inductor,
-            warm_only=arguments.warm,
-        )
+        run(todo, bench, Effort(arguments.budget_s, arguments.inductor, arguments.warm, until_s), found)
     if arguments.warm:
         return 0
-    print(table(results), losses(results, arguments.models), sep="\n\n")
-    if arguments.out:
-        machine.write_record(arguments.out, results=[r.row() for r in results])
-    return 1 if any(r.error for r in results) else 0
+    print(tables.by_kind(found.results), tables.table(found.results), sep="\n\n")
+    print(f"\n{tables.losses(found.results, arguments.models)}")
+    if arguments.out and found.results:
+        tables.write(arguments.out)
+    print(f"{len(found.results)} of {len(asked)} operators", file=sys.stderr)
+    return 1 if any(r.error for r in found.results) else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The other sides: oneDNN with weights packed ahead, ATen, inductor's generated code."""
+"""The other sides: ATen, oneDNN and MKL with weights packed ahead, inductor's generated code."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.operators import inductor as generated_code
 from benchmarks.operators.ours import Problem
 
 Call = Callable[[], Any]
@@ -20,9 +21,9 @@ def peers(problem: Problem, *, inductor: bool) -> dict[str, Call]:
     if kind in _CONVOLUTIONS:
         found |= _onednn_convolution(problem)
     elif kind == "linear" and problem.case.tensors[-1].constant:
-        found |= _onednn_linear(problem)
-    if inductor and kind not in (*_CONVOLUTIONS, "linear", "bmm"):
-        found["inductor"] = torch.compile(problem.eager(), dynamic=False)
+        found |= _packed_linear(problem)
+    if inductor and (call := generated_code.generated(problem)):
+        found["inductor"] = call
     return found
 
 
@@ -52,18 +53,41 @@ def _onednn_convolution(problem: Problem) -> dict[str, Call]:
     return {"onednn": call(channels_last, last(problem.residual))}
 
 
-def _onednn_linear(problem: Problem) -> dict[str, Call]:
+def _packed_linear(problem: Problem) -> dict[str, Call]:
     arguments = problem.arguments()[0]
     bias, x, weight = arguments if problem.case.op.startswith("aten.addmm") else (None, *arguments)
     if x.dim() != 2 or (bias is not None and bias.dim() != 1):
         return {}
+    plain = weight.t().contiguous()
+    return {
+        "onednn": _onednn_linear(x, plain, bias, problem.residual, problem.epilogue),
+        "mkl": _mkl_linear(x, plain, bias, problem.residual, problem.epilogue),
+    }
+
+
+def _onednn_linear(
+    x: torch.Tensor, plain: torch.Tensor, bias: torch.Tensor | None, other: torch.Tensor | None, epilogue: str
+) -> Call:
     ops = torch.ops.mkldnn
-    packed = ops._reorder_linear_weight(weight.t().contiguous(), x.shape[0])
-    other = problem.residual
+    packed = ops._reorder_linear_weight(plain, x.shape[0])
     if other is not None:
         # oneDNN adds and activates in one call only as add, then relu on the result.
-        return {
-            "onednn": lambda: torch.relu_(ops._linear_pointwise.binary(x, other, packed, bias, "add")),
-        }
-    attribute = "none" if problem.epilogue == "none" else "relu"
-    return {"onednn": lambda: ops._linear_pointwise(x, packed, bias, attribute, [], "")}
+        return lambda: torch.relu_(ops._linear_pointwise.binary(x, other, packed, bias, "add"))
+    attribute = "none" if epilogue == "none" else "relu"
+    return lambda: ops._linear_pointwise(x, packed, bias, attribute, [], "")
+
+
+def _mkl_linear(
+    x: torch.Tensor, plain: torch.Tensor, bias: torch.Tensor | None, other: torch.Tensor | None, epilogue: str
+) -> Call:
+    """MKL fuses nothing behind a product: what follows works on its result in place."""
+    ops, rows = torch.ops.mkl, x.shape[0]
+    packed = ops._mkl_reorder_linear_weight(plain, rows)
+
+    def call() -> torch.Tensor:
+        product: torch.Tensor = ops._mkl_linear(x, packed, plain, bias, rows)
+        if other is not None:
+            product.add_(other)
+        return product if epilogue == "none" else product.relu_()
+
+    return call

@@ -81,6 +81,8 @@ _REDUCTIONS = (
     "any",
     "all",
 )
+# A view in all but its promise to autograd: no peer moves anything.
+_VIEW = "aten._unsafe_view.default"
 # Elementwise operators on less are part of a fused kernel, or cost a call and no work.
 _LEAST_BYTES = 64 << 10
 KINDS = (
@@ -245,6 +247,8 @@ def graph_cases(graph: torch.fx.Graph, model: str, batch: int) -> list[Case]:
         if not any(isinstance(leaf, Tensor) for leaf in torch.utils._pytree.tree_leaves(arguments)):
             continue
         name = str(node.target)
+        if name == _VIEW:
+            continue
         case = Case(_kind(name.split(".")[1], arguments), name, batch, arguments, keywords, ((model, 1),))
         if case.kind != "elementwise" or max(tensor.size_bytes for tensor in case.tensors) >= _LEAST_BYTES:
             found.append(case)
