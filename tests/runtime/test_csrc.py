@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,30 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.skipif(not (shutil.which("make") and shutil.which("g++")), reason="needs make and g++")
 def test_the_cpp_unit_tests_pass(tmp_path: Path) -> None:
     """csrc/tests pass under the address and undefined-behaviour sanitisers."""
-    command = ["make", "-C", str(ROOT / "csrc"), "test", f"OUT={tmp_path}"]
+    _make("test", tmp_path)
+
+
+@pytest.mark.skipif(
+    not (shutil.which("make") and shutil.which("g++") and shutil.which("setarch")), reason="needs make, g++ and setarch"
+)
+def test_the_cpp_unit_tests_pass_under_the_thread_sanitiser(tmp_path: Path) -> None:
+    """No data race between a team's threads, its leader and their scratch memory, nor between two teams at once."""
+    if _compiles_with_tsan(tmp_path):
+        _make("tsan", tmp_path)
+    else:
+        pytest.skip("the compiler has no thread sanitiser")
+
+
+def _make(target: str, out: Path) -> None:
+    command = ["make", "-C", str(ROOT / "csrc"), target, f"OUT={out}", f"PYTHON={sys.executable}"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def _compiles_with_tsan(folder: Path) -> bool:
+    (folder / "empty.cc").write_text("int main() {}\n")
+    command = ["g++", "-fsanitize=thread", str(folder / "empty.cc"), "-o", str(folder / "empty")]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 @pytest.mark.skipif(not shutil.which("nm"), reason="needs nm")
