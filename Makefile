@@ -4,7 +4,7 @@
 #   make test-full   the tests marked full, then PyTorch's own operators and modules on every dtype: hours; writes docs/correctness.md
 #   make lint    style, types, spelling
 #   make bench   all models against all peers: hours; results are kept, and --resume goes on   (ARGS="--models resnet50 --batch 1 --resume")
-#   make docs    renew the README's generated tables
+#   make docs    renew the README's generated tables, and the tables and pictures beside recorded results
 #   make clean   remove what was built; make distclean removes .venv as well
 
 PYTHON ?= python3
@@ -84,9 +84,11 @@ $(VENV)/.bench: $(VENV)/.installed
 bench: $(VENV)/.built $(VENV)/.bench $(VENV)/peers $(VENV)/torchvision
 	$(PY) -m benchmarks.run $(ARGS)
 
-docs: $(VENV)/.built
+docs: $(VENV)/.built $(VENV)/.bench
 	$(PY) -m torch_hybrid_backend.config README.md
 	$(PY) -m benchmarks.table README.md
+	$(PY) -m benchmarks.picture
+	$(PY) -m benchmarks.operators.tables
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis $(VENV)/.installed $(VENV)/.built $(VENV)/.bench

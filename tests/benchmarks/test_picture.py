@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,23 @@ def test_a_panel_for_each_batch(tmp_path: Path) -> None:
     )
     assert picture.draw(record, tmp_path / "below" / "zoo.svg") == ""
     drawn = (tmp_path / "below" / "zoo.svg").read_text()
+    picture.draw(record, tmp_path / "again.svg")
+    assert (tmp_path / "again.svg").read_text() == drawn
     for text in ("LSTM classifier", "U-Net", "batch 1", "batch 8", "hybrid", "other", "A CPU"):
         assert f"<!-- {text}" in drawn  # how the library notes what the outlines spell
+
+
+def test_every_record_has_its_picture_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command draws all machines' records; one without figures is an error."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(picture, "RESULTS", tmp_path)
+    for machine in "ab":
+        (tmp_path / machine).mkdir()
+        (tmp_path / machine / "zoo.json").write_text(json.dumps(_record(("lstm", 1, "eager", 2.0))))
+    assert picture.main() == 0
+    assert all((tmp_path / machine / "zoo.svg").exists() for machine in "ab")
+    (tmp_path / "b" / "zoo.json").write_text(json.dumps(_record(("lstm", 1, "hybrid", 2.0))))
+    assert picture.main() == 1
 
 
 def test_without_eager_there_is_nothing_to_draw(tmp_path: Path) -> None:
