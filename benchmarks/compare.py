@@ -20,14 +20,14 @@ from benchmarks.worker import Account, Prepare, Ready, Reference, Round, Work, e
 class Effort:
     """How long to measure. `seconds`: timing of one model, all peers together; `timeout_s`: longest wait for one peer's answer.
 
-    `warm`: also start a second process on the caches that the first one filled, for its compile time.
+    `warm`: names of peers for which a second process is started on the caches that the first one filled, for its compile time.
     """
 
     threads: int
     seconds: float = 20.0
     rounds: int = 5
     timeout_s: float = 300.0
-    warm: bool = True
+    warm: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
@@ -91,7 +91,7 @@ def compare(
                 runner.account = runner.ask(Account(), effort.timeout_s) or {}
             runner.worker.end()
         for runner in runners:
-            if effort.warm and runner.peer.keeps_cache and not runner.gap:
+            if runner.peer.name in effort.warm and runner.peer.keeps_cache and not runner.gap:
                 say(f"{runner.peer.title}: preparing again, from its cache")
                 with contextlib.suppress(WorkerError), start(runner.peer.name) as worker:
                     again = worker.ask(

@@ -27,6 +27,8 @@ from benchmarks.progress import Progress
 from benchmarks.results import OURS, Record, Row
 from benchmarks.roofline import peak
 
+# Of the peers that keep a cache, those whose second process is worth its time in every row.
+_WARM = ("hybrid", "inductor")
 _STOPPED = 130  # what shells report after an interrupt
 
 
@@ -77,7 +79,15 @@ def _parser(known: dict[str, Peer]) -> argparse.ArgumentParser:
     )
     parser.add_argument("--rounds", type=_positive(int), default=5, help="in which the peers take turns; default: 5")
     parser.add_argument("--timeout", type=_positive(float), default=600.0, help="seconds to wait for one peer")
-    parser.add_argument("--no-warm", action="store_true", help="leave out compile times with a filled cache")
+    keeping = [name for name, peer in known.items() if peer.keeps_cache]
+    parser.add_argument(
+        "--warm",
+        type=_listed(keeping),
+        default=[name for name in _WARM if name in keeping],
+        metavar="PEERS",
+        help=f"whose compile time with a filled cache is measured, in a second process; default: {','.join(_WARM)}",
+    )
+    parser.add_argument("--no-warm", action="store_const", dest="warm", const=[], help="leave these compile times out")
     parser.add_argument("--no-overhead", action="store_true", help="leave out the cost of a call of ten tiny operators")
     parser.add_argument("--resume", action="store_true", help="keep the rows that are in the file already")
     default = table.RESULTS / machine.slug() / "zoo.json"
@@ -99,7 +109,9 @@ def main(argv: Sequence[str] | None = None, known: dict[str, Peer] | None = None
     known = known or by_name()
     arguments = _parser(known).parse_args(argv)
     asked = [known[name] for name in arguments.peers]
-    effort = Effort(arguments.threads, arguments.seconds, arguments.rounds, arguments.timeout, not arguments.no_warm)
+    effort = Effort(
+        arguments.threads, arguments.seconds, arguments.rounds, arguments.timeout, frozenset(arguments.warm)
+    )
     torch.set_num_threads(arguments.threads)
     record: Record = {
         "machine": machine.describe(),

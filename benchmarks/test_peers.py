@@ -45,7 +45,7 @@ def results(
     """The row's results, by peer."""
     option = request.config.getoption
     peers = [by_name()[name] for name in chosen(request.config, "--peers", list(by_name()))]
-    effort = Effort(option("--threads") or torch.get_num_threads(), option("--seconds"), warm=False)
+    effort = Effort(option("--threads") or torch.get_num_threads(), option("--seconds"))
     log: Path = tmp_path_factory.mktemp("benchmarks") / "log"
     found = compare(row[0], option("--size"), row[1], peers, effort, log, lambda _: None)
     return {result["peer"]: result for result in found}

@@ -19,7 +19,7 @@ def test_gaps_do_not_stop_the_others(tmp_path: Path) -> None:
     """A peer that is right is timed; one that is wrong, refuses, dies or is not installed has a gap that says why, and no figures."""
     absent = Peer("absent", "absent", "benchmarks.peers.eager", (("no_such_package", "no-such-package"),))
     peers = [planted("wrong"), EAGER, planted("refusing"), planted("dying"), absent]
-    effort = Effort(threads=1, seconds=0.05, rounds=3, timeout_s=120, warm=False)
+    effort = Effort(threads=1, seconds=0.05, rounds=3, timeout_s=120)
     said: list[str] = []
     results = compare("lstm", "small", 1, peers, effort, tmp_path / "log", said.append)
     assert [result["peer"] for result in results] == ["wrong", "eager", "refusing", "dying", "absent"]

@@ -103,6 +103,26 @@ def test_a_stopped_run_goes_on_where_it_was(
     assert len(json.loads(out.read_text())["results"]) == 6
 
 
+@pytest.mark.parametrize(
+    ("given", "warm"),
+    [([], {"hybrid", "inductor"}), (["--no-warm"], set()), (["--warm", "inductor_freezing"], {"inductor_freezing"})],
+)
+def test_second_processes_are_started_for_the_peers_named(
+    tmp_path: Path, compared: list[Any], monkeypatch: pytest.MonkeyPatch, given: list[str], warm: set[str]
+) -> None:
+    """Warm compile times cost a process each: by default those of hybrid and inductor are measured."""
+    asked: list[frozenset[str]] = []
+    whole = run.compare
+
+    def noted(*rest: Any) -> list[dict[str, Any]]:
+        asked.append(rest[4].warm)
+        return whole(*rest)
+
+    monkeypatch.setattr(run, "compare", noted)
+    run.main([*_OPTIONS, "--out", str(tmp_path / "zoo.json"), *given])
+    assert asked == [warm, warm]
+
+
 def test_resuming_refuses_another_setting(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], compared: list[Any]
 ) -> None:

@@ -116,6 +116,20 @@ def test_thirty_lengths_and_batches_are_one_compilation() -> None:
     assert fast.left_to_eager() == set()
 
 
+@pytest.mark.parametrize("depth", [1024, 1030])
+def test_limited_heights_of_tiles_are_right_at_every_count_of_rows(depth: int) -> None:
+    """Rows whose number a call tells: tiles as tall as the first-level cache holds (1,024), or as a long epilogue leaves room for."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(depth, 101), nn.GELU()).eval()
+    fast = Counted(model, dynamic=True)
+    with torch.no_grad():
+        for rows in (401, *range(2, 32)):  # many first: they are what the estimate sees
+            x = torch.randn(rows, depth)
+            _check(model, fast.call(x), x)
+    assert len(fast.plans) == 1
+    assert fast.left_to_eager() == set()
+
+
 @pytest.mark.full
 def test_zero_and_one_are_right() -> None:
     """Dynamo compiles graphs of their own for 0 and 1; they and the sizes after them are right."""

@@ -13,16 +13,13 @@ from torch_hybrid_backend.core.size import known
 from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.tvm.printer import Printer
 from torch_hybrid_backend.engines.tvm.schedules.conv_geometry import Axis, axes
-from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, zero
+from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, has_long_epilogue, zero
 from torch_hybrid_backend.engines.tvm.target import LINE_BYTES, Target
 from torch_hybrid_backend.engines.tvm.tiles import lane_chunks
 from torch_hybrid_backend.loops.index import Index, LoopVar
-from torch_hybrid_backend.loops.ir import Load, compute_dtype, count_calls
+from torch_hybrid_backend.loops.ir import Load, compute_dtype
 from torch_hybrid_backend.loops.kernels import ConvKernel
 from torch_hybrid_backend.loops.layout import Blocked
-
-# An epilogue of more scalar operations than this is emitted once as a loop over a spilled tile, not once per register.
-_LONG_EPILOGUE = 4
 
 
 class ConvParts:
@@ -35,7 +32,7 @@ class ConvParts:
         self.in_channels = known(kernel.x_vars[1].extent)
         self.dtype = compute_dtype(kernel.accumulator.dtype)
         self.block = kernel.block
-        self.long_epilogue = sum(count_calls(store.value) for store in kernel.stores) > _LONG_EPILOGUE
+        self.long_epilogue = has_long_epilogue(kernel.stores)
 
     def _spatial(self, variables: tuple[LoopVar, ...], row: Index, column: Index) -> dict[LoopVar, Index]:
         return dict(zip(variables[2:], (row, column)[4 - len(variables) :], strict=True))

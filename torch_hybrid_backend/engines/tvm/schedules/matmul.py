@@ -34,6 +34,7 @@ from torch_hybrid_backend.engines.tvm.schedules.registers import (
     RegisterTile,
     by_height,
     by_part,
+    has_long_epilogue,
     lanes_of,
     partials,
     tile_start,
@@ -42,15 +43,13 @@ from torch_hybrid_backend.engines.tvm.schedules.registers import (
 from torch_hybrid_backend.engines.tvm.target import LINE_BYTES, Target
 from torch_hybrid_backend.engines.tvm.tiles import Split, max_rows, split_at_most, split_into
 from torch_hybrid_backend.loops.index import Index, as_index
-from torch_hybrid_backend.loops.ir import Load, compute_dtype, count_calls, loads_of
+from torch_hybrid_backend.loops.ir import Load, compute_dtype, loads_of
 from torch_hybrid_backend.loops.kernels import MatMulKernel
 
 # Sets times line: that of x86's first-level caches is a page, for they are looked up before the address is translated.
 _L1_WAY_BYTES = 4096
 
-# An epilogue of more scalar operations than this is emitted once as a loop over a spilled tile, not once per register.
-_LONG_EPILOGUE = 4
-# With 28 accumulators and such an epilogue, LLVM 22 keeps 16 of them in memory while it multiplies (3136 x 384 x 96 with GELU: twice the time).
+# With 28 accumulators and a long epilogue, LLVM 22 keeps 16 of them in memory while it multiplies (3136 x 384 x 96 with GELU: twice the time).
 _LONG_EPILOGUE_ACCUMULATORS = 26
 
 
@@ -90,7 +89,7 @@ class _MatMul:
         # Columns of the last panel; of one that is not whole where that is only known at run time.
         whole = self.n.extent // kernel.tile_n if isinstance(self.n.extent, Size) else self.panels - 1
         self.last = self.n.extent - whole * kernel.tile_n
-        self.long_epilogue = sum(count_calls(store.value) for store in kernel.stores) > _LONG_EPILOGUE
+        self.long_epilogue = has_long_epilogue(kernel.stores)
         self.is_dot = kernel.tile_n == 1 and typical(kernel.k.extent) >= 2 * lanes_of(target, self.dtype)
 
     def emit(self) -> Stmt:

@@ -24,11 +24,16 @@ from torch_hybrid_backend.engines.tvm.printer import Printer
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tiles import Split
 from torch_hybrid_backend.loops.index import Index, as_index
+from torch_hybrid_backend.loops.ir import count_calls
+from torch_hybrid_backend.loops.kernels import Store
 
 # Multiply-adds in flight that keep both units of a core busy: latency 4, two units (Zen 3-5, Skylake and later).
 IN_FLIGHT = 8
 # Steps emitted one after the other, unless that is more multiply-adds than the second number: they hide the loop by themselves.
 _UNROLL, _UNROLLED_MULTIPLY_ADDS = 4, 64
+
+# An epilogue of more scalar operations than this is emitted once as a loop over a spilled tile, not once per register.
+_LONG_EPILOGUE = 4
 
 # lane index -> the scalar of that lane
 LaneFn = Callable[[Index], TirExpr]
@@ -38,6 +43,11 @@ def lanes_of(target: Target, dtype: str) -> int:
     """Elements of a compute dtype in one vector register."""
     width = max(4, int(tvm.DataType(dtype).bits) // 8)
     return max(1, target.lanes * 4 // width)
+
+
+def has_long_epilogue(stores: Sequence[Store]) -> bool:
+    """Whether what follows a tile is spilled first: too long to be repeated for each register."""
+    return sum(count_calls(store.value) for store in stores) > _LONG_EPILOGUE
 
 
 def by_part(builder: Builder, split: Split, part: Index, body: Callable[[Index, int], Stmt]) -> Stmt:
