@@ -32,7 +32,7 @@ def fold_constants(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
     """
     if has_mutation(gm):
         return False
-    constant = _constant_nodes(gm, ctx)
+    constant = input_free(gm, ctx)
     for node in returned_roots(gm):
         constant.pop(node, None)
     roots = [
@@ -46,13 +46,13 @@ def fold_constants(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
     ]
     if not roots:
         return False
-    values = _evaluate(gm, roots)
+    values = evaluate(gm, roots)
     for node in roots:
         _install(gm, node, values[node])
     return True
 
 
-def _constant_nodes(gm: torch.fx.GraphModule, ctx: PassContext) -> dict[torch.fx.Node, None]:
+def input_free(gm: torch.fx.GraphModule, ctx: PassContext) -> dict[torch.fx.Node, None]:
     """Nodes that depend on no placeholder, are pure, static and small; in graph order."""
     constant: dict[torch.fx.Node, None] = {}
     for node in gm.graph.nodes:
@@ -96,7 +96,8 @@ def _reaches_variable(node: torch.fx.Node, constant: dict[torch.fx.Node, None]) 
     return any(user not in constant or (is_view(user) and _reaches_variable(user, constant)) for user in node.users)
 
 
-def _evaluate(gm: torch.fx.GraphModule, roots: list[torch.fx.Node]) -> dict[torch.fx.Node, torch.Tensor]:
+def evaluate(gm: torch.fx.GraphModule, roots: list[torch.fx.Node]) -> dict[torch.fx.Node, torch.Tensor]:
+    """The values of nodes among `input_free`'s, and of all that they are made of."""
     needed: set[torch.fx.Node] = set()
     pending = list(roots)
     while pending:

@@ -9,10 +9,12 @@ import torch.fx
 
 from torch_hybrid_backend.errors import PassError
 from torch_hybrid_backend.passes.context import PassContext
+from torch_hybrid_backend.passes.contiguous_tables import contiguous_tables
 from torch_hybrid_backend.passes.cse import cse
 from torch_hybrid_backend.passes.dead_code import dead_code
 from torch_hybrid_backend.passes.fold_batch_norm import fold_batch_norm
 from torch_hybrid_backend.passes.fold_constants import fold_constants
+from torch_hybrid_backend.passes.index_to_views import index_to_views
 from torch_hybrid_backend.passes.merge_siblings import merge_siblings
 from torch_hybrid_backend.passes.remove_no_ops import remove_no_ops
 from torch_hybrid_backend.passes.resample_last import resample_last
@@ -34,12 +36,14 @@ PASSES: tuple[tuple[Pass, str], ...] = (
     (resample_last, "after fold_batch_norm, which looks for the convolution before a batch norm"),
     (simplify, "before fold_constants: less to evaluate"),
     (fold_constants, "before cse: equal constants become one"),
+    (index_to_views, "after fold_constants, which computes the indices; before cse: equal views become one"),
     (cse, "after all that makes expressions equal"),
     (remove_no_ops, "again: copies of folded constants, views that simplify brought together"),
     (
         merge_siblings,
         "after cse, which makes equal views of one tensor one input",
     ),
+    (contiguous_tables, "after remove_no_ops, to which its copies would be copies of constants like others"),
     (dead_code, "last: sweeps what the others left"),
 )
 

@@ -1,0 +1,85 @@
+"""Computed constants lie in memory in the order in which calls read them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx
+
+from torch_hybrid_backend.passes.context import PassContext
+from torch_hybrid_backend.passes.purity import constant_nodes, has_mutation, is_view, storage_root
+from torch_hybrid_backend.passes.rewrite import insert, same_spec
+
+aten = torch.ops.aten
+Node = torch.fx.Node
+
+
+def contiguous_tables(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
+    """Copy transposed views of what parameters and constants alone decide to contiguous memory, where only elementwise operators read them.
+
+    T5's position bias is rows of a table of (buckets, heads), seen as (1, heads, queries, keys): read as it lies, each element is of
+    another row. The copy is a constant like the rest, made once (see `passes.hoist`).
+
+    Left as they are: views of parameters themselves (no second copy of a weight), what is not static or larger than `ctx.fold_limit_bytes`,
+    and values whose strides an output or a view would show.
+    """
+    if has_mutation(gm):
+        return False
+    constants = constant_nodes(gm, ctx.constants)
+    changed = False
+    for node in [n for n in gm.graph.nodes if n in constants and _is_transposed(n, ctx.fold_limit_bytes)]:
+        readers = [user for user in node.users if user not in constants]
+        if not readers:
+            continue
+        copy = insert(node.next, aten.clone.default, node, origin=node, memory_format=torch.contiguous_format)
+        values = _strides_after(readers, node, copy)
+        if values is None:
+            gm.graph.erase_node(copy)
+            continue
+        for reader in readers:
+            reader.replace_input_with(node, copy)
+        for affected, value in values.items():
+            affected.meta["val"] = value
+        changed = True
+    return changed
+
+
+def _is_transposed(node: Node, limit_bytes: int) -> bool:
+    """Whether the node is a view, in another order of dimensions than memory's, of a computed or lifted tensor."""
+    value = node.meta.get("val")
+    if not is_view(node) or not isinstance(value, torch.Tensor) or storage_root(node).op == "placeholder":
+        return False
+    if not all(isinstance(dim, int) for dim in (*value.shape, *value.stride())):
+        return False
+    steps = [step for size, step in zip(value.shape, value.stride(), strict=True) if size != 1]
+    return 0 not in steps and steps != sorted(steps, reverse=True) and value.numel() * value.itemsize <= limit_bytes
+
+
+def _strides_after(readers: list[Node], old: Node, new: Node) -> dict[Node, Any] | None:
+    """The values, as fake tensors, of all whose strides change when `readers` read `new` for `old`; None where others would see it."""
+    values: dict[Node, Any] = {}
+    pending = list(readers)
+    while pending:
+        node = min(pending)
+        pending.remove(node)
+        if not _is_elementwise(node):
+            return None
+
+        def value_of(argument: Node) -> Any:
+            return new.meta["val"] if argument is old else values.get(argument, argument.meta["val"])
+
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value_of)
+        with new.meta["val"].fake_mode:
+            value = node.target(*args, **kwargs)  # type: ignore[operator]
+        if not same_spec(value, node.meta["val"]):
+            values[node] = value
+            pending.extend(user for user in node.users if user not in pending)
+    return values
+
+
+def _is_elementwise(node: Node) -> bool:
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or is_view(node):
+        return False
+    return torch.Tag.pointwise in target.tags or target is aten.clone.default
