@@ -68,7 +68,7 @@ class _Compiled:
         function = prim_func("ceiling", arrays, emit(Builder(), arrays))
         self._folder = tempfile.TemporaryDirectory(prefix="roofline-")
         library = Path(self._folder.name) / "ceiling.so"
-        built = build("ceiling", function, tvm_target(Target.host()))
+        built = build("ceiling", function, tvm_target(_target()))
         built.write_to_file(str(library.with_suffix(".o")), "o")
         link(library.with_suffix(".o"), library)
         specs = tuple(TensorSpec((span,), "float32", (1,)) for span in spans)
@@ -176,7 +176,7 @@ def _stream(pattern: str, threads: int, lanes: int, elements: int, repeats: int)
 @functools.cache
 def peak(threads: int) -> Peak:
     """The ceilings of this machine for `threads` threads, measured now: about ten seconds. Sets torch's thread count meanwhile."""
-    target = Target.host()
+    target = _target()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -228,13 +228,17 @@ def known_peak(threads: int) -> Peak:
     return next((Peak(**entry) for entry in kept if entry["threads"] == threads), None) or peak(threads)
 
 
+def _target() -> Target:
+    return Target.host().within(torch.backends.cpu.get_cpu_capability())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.roofline", description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, action="append", help="default: 1 to the number of cores")
     parser.add_argument("--out", type=Path, default=path())
     arguments = parser.parse_args(argv)
-    peaks = [peak(threads) for threads in arguments.threads or range(1, Target.host().cores + 1)]
+    peaks = [peak(threads) for threads in arguments.threads or range(1, _target().cores + 1)]
     print("| threads | GFLOP/s | " + " | ".join(f"{level} {p}" for level in peaks[0].gbytes for p in PATTERNS) + " |")
     print("|---|---|" + "---|" * (len(PATTERNS) * len(peaks[0].gbytes)))
     for found in peaks:

@@ -2,14 +2,19 @@
 
     hybrid bench --models resnet50,bert_base --peers eager,hybrid,openvino --batch 1,8 --threads 2 --out zoo.json
     hybrid bench --resume                     # go on where a run was stopped
+    hybrid bench --isa avx2                   # as on a processor without AVX-512
 
 Each peer runs in a process of its own; rounds are interleaved. The results are written after every model: as JSON, beside it as
 Markdown and as a picture. What the peers print goes to a .log beside them.
+
+--isa avx2 holds PyTorch, hybrid, inductor's vectors (not what g++ makes of its scalar code), oneDNN and with it OpenVINO to AVX2. ONNX
+Runtime chooses its kernels by the processor alone and stays as fast as it is; its row then is no comparison.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -29,6 +34,8 @@ from benchmarks.roofline import peak
 
 # Of the peers that keep a cache, those whose second process is worth its time in every row.
 _WARM = ("hybrid", "inductor")
+# Instruction set -> how the libraries are told to use no more than that.
+_ISA = {"avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}}
 _STOPPED = 130  # what shells report after an interrupt
 
 
@@ -78,6 +85,7 @@ def _parser(known: dict[str, Peer]) -> argparse.ArgumentParser:
         "--seconds", type=_positive(float), default=20.0, help="timing of one model, all peers together"
     )
     parser.add_argument("--rounds", type=_positive(int), default=5, help="in which the peers take turns; default: 5")
+    parser.add_argument("--isa", choices=list(_ISA), help="hold the peers that can be held to this instruction set")
     parser.add_argument("--timeout", type=_positive(float), default=600.0, help="seconds to wait for one peer")
     keeping = [name for name, peer in known.items() if peer.keeps_cache]
     parser.add_argument(
@@ -107,6 +115,11 @@ def main(argv: Sequence[str] | None = None, known: dict[str, Peer] | None = None
     `known`: the peers that can be named; default: all.
     """
     known = known or by_name()
+    before = argparse.ArgumentParser(
+        add_help=False
+    )  # PyTorch reads its part once, with the first question about the machine
+    before.add_argument("--isa", choices=list(_ISA))
+    os.environ.update(_ISA.get(before.parse_known_args(argv)[0].isa, {}))
     arguments = _parser(known).parse_args(argv)
     asked = [known[name] for name in arguments.peers]
     effort = Effort(

@@ -209,7 +209,7 @@ class Bench:
     """Compiles operators. Owns the compiler processes and names the cache that libraries go to."""
 
     def __init__(self, store: Store) -> None:
-        self.target = Target.host()
+        self.target = Target.host().within(torch.backends.cpu.get_cpu_capability())
         self._store, self._compiler = store, KernelCompiler(torch.get_num_threads())
 
     def kernels(self, problem: Problem) -> RegionKernels:

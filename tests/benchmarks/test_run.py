@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from benchmarks.compare import Effort
 from benchmarks.peers import Peer
 from benchmarks.roofline import Peak
 
+ROOT = Path(__file__).resolve().parents[2]
 Say = Callable[[str], None]
 _OPTIONS = [
     "--models",
@@ -148,3 +152,18 @@ def test_unknown_names_are_refused_with_the_legal_ones(text: str) -> None:
     """A misspelt model is an error, not an empty benchmark."""
     with pytest.raises(argparse.ArgumentTypeError, match="legal: resnet50, bert_base"):
         run._listed(["resnet50", "bert_base"])(text)
+
+
+def test_an_instruction_set_holds_for_the_whole_run(tmp_path: Path) -> None:
+    """--isa reaches every peer's process, PyTorch's own part included, and names the place of the results."""
+    code = (
+        "import os, torch\n"
+        "from benchmarks import run\n"
+        "run.compare = lambda *rest: print(torch.backends.cpu.get_cpu_capability(), os.environ['ONEDNN_MAX_CPU_ISA']) or []\n"
+        "run.write = lambda out, record: print(out, record['machine']['capability'])\n"
+        "run.peak = lambda threads: __import__('benchmarks.roofline').roofline.Peak(threads, 500.0, {})\n"
+        "raise SystemExit(run.main(['--models', 'lstm', '--batch', '1', '--isa', 'avx2', '--no-overhead']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert "AVX2 AVX2\n" in done.stdout
+    assert re.search(r"-avx2/zoo.json AVX2\n", done.stdout)

@@ -138,3 +138,25 @@ def test_tvm_target_of_a_named_cpu() -> None:
     """A name other than "native" is handed to LLVM as it is."""
     pytest.importorskip("tvm")
     assert tvm_target(dataclasses.replace(Target.host(), mcpu="x86-64-v3")).attrs["mcpu"] == "x86-64-v3"
+
+
+def test_vectors_are_no_wider_than_pytorchs(tmp_path: Path) -> None:
+    """Held to AVX2, a processor with AVX-512 is compiled for without it, and its kernels are others; what has none stays as it is."""
+    wide = Target.host(machine(tmp_path / "wide", X86.format(more="avx512f avx512vl avx512_vnni amx_tile avx_vnni")))
+    narrow = Target.host(machine(tmp_path / "narrow", X86.format(more="avx_vnni")))
+    held = wide.within("AVX2")
+    assert (wide.lanes, held.lanes, held.features) == (16, 8, narrow.features)
+    assert held.fingerprint != wide.fingerprint
+    assert wide.within("AVX512") == wide
+    assert narrow.within("AVX2") == narrow
+
+
+@pytest.mark.skipif(lanes_of(Target.host().features) < 16, reason="needs AVX-512")
+def test_kernels_of_a_process_held_to_avx2_have_no_wider_vectors() -> None:
+    """ATEN_CPU_CAPABILITY=avx2 holds the kernels as it holds PyTorch's own: LLVM is told so."""
+    from tvm.target import codegen
+
+    target = Target.host().within("AVX2")
+    used = {str(feature) for feature in codegen.llvm_get_cpu_features(tvm_target(target))}
+    assert "avx2" in used
+    assert not any(feature.startswith("avx512") for feature in used)

@@ -134,7 +134,7 @@ class TvmEngine:
     @property
     def target(self) -> Target:
         if self._target is None:
-            self._target = Target.host()
+            self._target = Target.host().within(torch.backends.cpu.get_cpu_capability())
         return self._target
 
     def available(self) -> Verdict:

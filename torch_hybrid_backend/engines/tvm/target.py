@@ -11,7 +11,7 @@ import logging
 import os
 import platform
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,16 @@ class Target:
         features = tuple(sorted(flags.intersection(relevant)))
         l1_bytes, l2_bytes = _cache_bytes(root)
         return Target(NATIVE, cpu, features, lanes_of(features), _cores(root), l1_bytes, l2_bytes)
+
+    def within(self, capability: str) -> Target:
+        """This processor with no more than what PyTorch uses of it (`torch.backends.cpu.get_cpu_capability()`).
+
+        PyTorch can be held to AVX2 where there is AVX-512 (ATEN_CPU_CAPABILITY=avx2): kernels then have vectors of 8 lanes too.
+        """
+        if capability != "AVX2":
+            return self
+        features = tuple(name for name in self.features if not name.startswith(("avx512", "amx")))
+        return replace(self, features=features, lanes=lanes_of(features))
 
     @property
     def fingerprint(self) -> str:
