@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from torch_hybrid_backend.bisection import bisected_engines, bisected_passes
 from torch_hybrid_backend.capture.aot import capture
+from torch_hybrid_backend.capture.kept_graphs import KeptGraphs
 from torch_hybrid_backend.config import Config, apply_log_level
 from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.engine import CompiledRegion, Engine
@@ -91,15 +92,16 @@ def compile_graph(
         return HybridGraph(captured, shared, config, on_plan)
 
     keep_ops = frozenset[torch._ops.OpOverload]().union(*(engine.keep_ops for engine in shared.engines))
+    kept = KeptGraphs(shared.store) if config.cache else None
     known = KnownGraphs(shared.store)
     key = graph_key(gm, example_inputs, f"{shared.versions()}")
     if key in known:
-        return capture(gm, example_inputs, compile_captured, keep_ops)
+        return capture(gm, example_inputs, compile_captured, keep_ops, kept)
     for engine in shared.engines:
         prepare = getattr(engine, "prepare", None)
         if prepare is not None:
             prepare(len(gm.graph.nodes))  # what it needs to compile starts while AOTAutograd traces
-    compiled = capture(gm, example_inputs, compile_captured, keep_ops)
+    compiled = capture(gm, example_inputs, compile_captured, keep_ops, kept)
     known.add(key)
     return compiled
 

@@ -29,11 +29,13 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext, detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_hybrid_backend.capture.decompositions import decomposition_table, whole_upsampling
+from torch_hybrid_backend.capture.kept_graphs import KeptGraphs, capture_key
 from torch_hybrid_backend.capture.norm_statistics import correct_statistics
 from torch_hybrid_backend.capture.output_aliases import separate_aliases
 from torch_hybrid_backend.capture.overlap import watch_overlaps
@@ -50,6 +52,7 @@ def capture(
     example_inputs: Sequence[Any],
     compile_graph: CompileGraph,
     keep_ops: Iterable[torch._ops.OpOverload],
+    kept_graphs: KeptGraphs | None = None,
 ) -> Callable[..., Any]:
     """Compile Dynamo's graph through `compile_graph`; returns the callable that Dynamo installs.
 
@@ -57,10 +60,17 @@ def capture(
     backward graph, now or in the first backward call. The callable it returns takes one list of inputs, which it may
     clear to free them early (torch's "boxed" convention), and returns the outputs in order.
 
-    `keep_ops`: ATen operators that are never decomposed.
+    `keep_ops`: ATen operators that are never decomposed. `kept_graphs`: where AOTAutograd's graphs are looked up and kept.
 
     Whatever `compile_graph` raises reaches Dynamo unchanged.
     """
+    operators = frozenset(keep_ops)
+    key = capture_key(gm, example_inputs, operators) if kept_graphs is not None else None
+    if kept_graphs is not None and key is not None:
+        with_kept = _with_kept(kept_graphs, key, gm, compile_graph)
+        if with_kept is not None:
+            return with_kept
+
     from functorch.compile import min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
 
@@ -74,36 +84,15 @@ def capture(
         else:
             static = _static_inputs(placeholders)
             forward_static.update(static)
-        complete_metadata(graph_module)
-        correct_statistics(graph_module)
-        restore = separate_aliases(graph_module)
-        compiled = compile_graph(CapturedGraph(graph_module, kind, frozenset(static)))
-
-        ordered = any(node.target is torch.ops.higher_order.with_effects for node in graph_module.graph.nodes)
-
-        subclasses: list[int] | None = None  # found in the first call; Dynamo guards types
-
-        def boxed(inputs: list[Any]) -> list[Any] | tuple[Any, ...]:
-            nonlocal subclasses
-            if subclasses is None:
-                subclasses = [k for k, value in enumerate(inputs) if _is_plain_subclass(value)]
-            for k in subclasses:
-                # The graph was traced without them: what they override has been applied, and must not be once more.
-                inputs[k] = inputs[k].as_subclass(torch.Tensor)
-            if ordered:
-                # AOTAutograd traces effect tokens as empty tensors and passes None for them.
-                inputs = [torch.empty(0) if value is None else value for value in inputs]
-            outputs = compiled(inputs)
-            return outputs if restore is None else restore(outputs)
-
-        boxed._boxed_call = True  # type: ignore[attr-defined]  # tells AOTAutograd not to unpack the list
-        return boxed
+        if kept_graphs is not None and key is not None and kind == "inference":
+            kept_graphs.add(key, graph_module, frozenset(static))
+        return _boxed(graph_module, kind, frozenset(static), compile_graph)
 
     backend = aot_autograd(
         fw_compiler=partial(compile_as, "forward"),
         bw_compiler=partial(compile_as, "backward"),
         inference_compiler=partial(compile_as, "inference"),
-        decompositions=decomposition_table(frozenset(keep_ops)),
+        decompositions=decomposition_table(operators),
         partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
         keep_inference_input_mutations=False,
     )
@@ -114,6 +103,57 @@ def capture(
     # believes the mark, calls the wrapper with a list, and takes the error for one that does not matter.
     captured._boxed_call = False  # type: ignore[attr-defined]
     return watch_overlaps(captured, gm, example_inputs)
+
+
+def _boxed(
+    graph_module: torch.fx.GraphModule, kind: GraphKind, static: frozenset[str], compile_graph: CompileGraph
+) -> CompiledGraph:
+    """AOTAutograd's graph, corrected and compiled, as AOTAutograd calls it."""
+    complete_metadata(graph_module)
+    correct_statistics(graph_module)
+    restore = separate_aliases(graph_module)
+    compiled = compile_graph(CapturedGraph(graph_module, kind, static))
+
+    ordered = any(node.target is torch.ops.higher_order.with_effects for node in graph_module.graph.nodes)
+
+    subclasses: list[int] | None = None  # found in the first call; Dynamo guards types
+
+    def boxed(inputs: list[Any]) -> list[Any] | tuple[Any, ...]:
+        nonlocal subclasses
+        if subclasses is None:
+            subclasses = [k for k, value in enumerate(inputs) if _is_plain_subclass(value)]
+        for k in subclasses:
+            # The graph was traced without them: what they override has been applied, and must not be once more.
+            inputs[k] = inputs[k].as_subclass(torch.Tensor)
+        if ordered:
+            # AOTAutograd traces effect tokens as empty tensors and passes None for them.
+            inputs = [torch.empty(0) if value is None else value for value in inputs]
+        outputs = compiled(inputs)
+        return outputs if restore is None else restore(outputs)
+
+    boxed._boxed_call = True  # type: ignore[attr-defined]  # tells AOTAutograd not to unpack the list
+    return boxed
+
+
+def _with_kept(
+    kept_graphs: KeptGraphs, key: str, gm: torch.fx.GraphModule, compile_graph: CompileGraph
+) -> Callable[..., Any] | None:
+    """Dynamo's graph compiled from the ATen graph that an earlier trace left, or None where there is none."""
+    fake_mode = detect_fake_mode([node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")])
+    found = kept_graphs.get(key, fake_mode) if fake_mode is not None else None
+    if found is None or fake_mode is None:
+        return None
+    graph_module, static = found
+    with fake_mode, enable_python_dispatcher():  # as AOTAutograd calls compilers
+        boxed = _boxed(graph_module, "inference", static, compile_graph)
+
+    def run(*inputs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return boxed(list(inputs))
+        with torch.no_grad():  # inputs need no gradients, or there would be no inference graph
+            return boxed(list(inputs))
+
+    return run
 
 
 def _is_plain_subclass(value: object) -> bool:
