@@ -23,6 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"core", "errors"},
     "measure": {"core", "errors"},
     "progress": {"core", "errors"},
+    "garbage": set(),
     "store": {"core", "errors"},
     "bisection": {"core", "errors"},
     "report": {"core", "errors"},

@@ -39,6 +39,7 @@ from torch_hybrid_backend.engines.eager import EagerEngine
 from torch_hybrid_backend.engines.tvm.engine import TvmEngine
 from torch_hybrid_backend.engines.unusable import UnusableEngine
 from torch_hybrid_backend.errors import ConfigError, HybridError
+from torch_hybrid_backend.garbage import collector_paused
 from torch_hybrid_backend.partition.cost_cache import VerdictCache, machine_fingerprint
 from torch_hybrid_backend.partition.fallback import ReportedRegion, demote, run_refusal
 from torch_hybrid_backend.partition.known_graphs import KnownGraphs, graph_key
@@ -81,6 +82,7 @@ def hybrid(
     return compile_graph(gm, example_inputs, Config.from_env(os.environ).with_options(options, mode))
 
 
+@collector_paused()
 def compile_graph(
     gm: torch.fx.GraphModule, example_inputs: Sequence[Any], config: Config, on_plan: OnPlan | None = None
 ) -> Callable[..., Any]:
@@ -315,6 +317,7 @@ class HybridGraph:
         names = (segment.region.name for segment in self._partition.graph.segments)
         return [f"hybrid::{name} {engine(name)}" for name in names]
 
+    @collector_paused()
     def _first_call(self, inputs: Sequence[Any]) -> list[Any]:
         start = time.perf_counter()
         # The machine as it is now: threads may have been set since the last graph.

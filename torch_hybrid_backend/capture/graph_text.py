@@ -4,7 +4,7 @@ Text (JSON), not a pickle: nothing that is read can run, and an operator is look
 raises `NotTextError`: symbolic sizes, sub-graphs, operators of other libraries, constants that are large or lie elsewhere than on the CPU.
 
     text = graph_to_text(graph_module)
-    same = graph_from_text(text, fake_mode)      # names, arguments, stack traces; meta["val"] with the same strides, and sharing the same storages
+    same = graph_from_text(text, fake_mode)   # names, arguments, stack traces; meta["val"] of the same strides, sharing the same storages
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class _Reader:
             return items if kind == "list" else tuple(items)
         dtype, device, place, rank, size_bytes, offset, *lengths = value
         if place not in self._storages:
-            self._storages[place] = torch.UntypedStorage(size_bytes, device="meta")
+            self._storages[place] = torch.UntypedStorage(size_bytes, device="meta")  # type: ignore[no-untyped-call]
         tensor = torch.empty(0, dtype=_singleton("dtype", dtype), device="meta")
         tensor.set_(self._storages[place], offset, lengths[:rank], lengths[rank:])
         return FakeTensor(self._fake_mode, tensor, torch.device(device))

@@ -1,10 +1,10 @@
 """AOTAutograd's result kept between processes, where nothing but its graph is needed: tracing a model takes it a second.
 
-Kept are inference graphs whose run-time wrapper does nothing: no input is written to, no output is a view of an input, no tensor is made
-of others, no size is symbolic. All else is traced anew in each process. The key covers whatever shapes the result: Dynamo's graph with the lines
-it comes from, the inputs' metadata and which of them share memory, torch's settings, the sources of this package's capture, and the versions.
-What cannot be keyed (another library's operator, a decomposition or kernel that a program registers for ATen, active modes) has no key.
-`docs/adr/0011-kept-graphs.md` gives the reasons.
+Kept are inference graphs whose run-time wrapper does nothing: no input is written to, no output is a view of an input, no tensor is
+made of others, no size is symbolic. All else is traced anew in each process. The key covers whatever shapes the result: Dynamo's graph
+with the lines it comes from, the inputs' metadata and which of them share memory, torch's settings, the sources of this package's
+capture, and the versions. What cannot be keyed (another library's operator, a decomposition or kernel that a program registers for ATen,
+active modes) has no key. `docs/adr/0010-kept-graphs.md` gives the reasons.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ from torch_hybrid_backend.store import Store
 
 _log = logging.getLogger(__name__)
 _KIND = "captures"
-_KEYS_OF_TORCH = {"Meta", "MPS", "CUDA"}  # dispatch keys of the kernels that torch itself registers for ATen from Python
+_KEYS_OF_TORCH = {
+    "Meta",
+    "MPS",
+    "CUDA",
+}  # dispatch keys of the kernels that torch itself registers for ATen from Python
 
 
 _COMPILED = (type(torch.Tensor.add), type(torch.add), type(torch.Tensor.__add__))
@@ -78,7 +82,10 @@ def capture_key(
         parts = [*_versions(), *sorted(map(str, keep_ops)), *_settings(), gm.code]
         parts += [part for node in gm.graph.nodes for part in _node_parts(node)]
         parts += _input_parts(gm, example_inputs)
-    except (_UnkeyedError, AttributeError) as error:  # what another version of torch calls otherwise is not known for sure either
+    except (
+        _UnkeyedError,
+        AttributeError,
+    ) as error:  # what another version of torch calls otherwise is not known for sure either
         _log.debug("no key for AOTAutograd's graph: %s", error)
         return None
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
@@ -105,7 +112,6 @@ def _settings() -> Iterator[str]:
     if torch._functorch.config.functionalize_rng_ops or torch._dynamo.compiled_autograd.in_compiled_autograd_region:
         raise _UnkeyedError("random numbers are functionalised, or autograd is compiled")
     _check_registrations()
-    backends = torch.backends
     yield torch._functorch.config.get_hash().hex()
     yield repr(
         (
@@ -115,14 +121,14 @@ def _settings() -> Iterator[str]:
             torch.get_default_device(),
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
-            torch.utils.deterministic.fill_uninitialized_memory,
+            torch._C._get_deterministic_fill_uninitialized_memory(),
             torch.get_float32_matmul_precision(),
-            backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled(),
-            backends.mha.get_fastpath_enabled(),
-            backends.cuda.flash_sdp_enabled(),
-            backends.cuda.mem_efficient_sdp_enabled(),
-            backends.cuda.math_sdp_enabled(),
-            backends.cuda.cudnn_sdp_enabled(),
+            torch._C._get_mkldnn_enabled(),
+            torch.backends.mha.get_fastpath_enabled(),
+            torch._C._get_flash_sdp_enabled(),
+            torch._C._get_mem_efficient_sdp_enabled(),
+            torch._C._get_math_sdp_enabled(),
+            torch._C._get_cudnn_sdp_enabled(),
         )
     )
 
@@ -175,7 +181,8 @@ def _check_argument(value: object) -> None:
         value is None
         or value is Ellipsis
         or isinstance(
-            value, Node | bool | int | float | complex | str | torch.dtype | torch.device | torch.layout | torch.memory_format
+            value,
+            Node | bool | int | float | complex | str | torch.dtype | torch.device | torch.layout | torch.memory_format,
         )
     ):
         raise _UnkeyedError(f"an argument of type {type(value).__name__}")
@@ -186,8 +193,8 @@ def _is_torchs(function: object) -> bool:
     if isinstance(function, torch._ops.OpOverload):
         return function.namespace in ("aten", "prims")
     name = getattr(function, "__name__", "")
-    torchs = (torch, torch.functional, torch.nn.functional, torch._C, torch._C._nn, torch._C._special, torch.amp.autocast_mode)
-    places: tuple[Any, ...] = (operator, *torchs)
+    functions = (torch, torch.functional, torch.nn.functional, torch._C, torch._C._nn, torch.amp.autocast_mode)
+    places: tuple[Any, ...] = (operator, *functions, getattr(torch._C, "_special", None))
     return any(getattr(place, name, None) is function for place in places) and _is_unchanged(function)
 
 

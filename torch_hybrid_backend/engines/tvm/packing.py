@@ -82,10 +82,14 @@ def pack_conv_weight(w: torch.Tensor, groups: int, block: int) -> torch.Tensor:
         padded[:o] = w[:, 0]
         return padded.reshape(shape[0], block, height, width).permute(0, 2, 3, 1).contiguous()
     per_group, blocks = o // groups, shape[1]
-    padded = w.new_zeros((groups, blocks * block, inputs, height, width))
-    padded[:, :per_group] = w.reshape(groups, per_group, inputs, height, width)
-    blocked = padded.reshape(groups, blocks, block, inputs, height, width)
-    return blocked.permute(0, 1, 4, 3, 5, 2).contiguous()
+    whole = per_group // block
+    packed = w.new_empty(shape) if whole == blocks else w.new_zeros(shape)
+    grouped = w.reshape(groups, per_group, inputs, height, width)
+    full = grouped[:, : whole * block].reshape(groups, whole, block, inputs, height, width)
+    packed[:, :whole] = full.permute(0, 1, 4, 3, 5, 2)
+    if whole < blocks:
+        packed[:, whole, ..., : per_group - whole * block] = grouped[:, whole * block :].permute(0, 3, 2, 4, 1)
+    return packed
 
 
 def pack_winograd_weight(w: torch.Tensor, m: int, lanes: int) -> torch.Tensor:
