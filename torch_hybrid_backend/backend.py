@@ -317,7 +317,6 @@ class HybridGraph:
         names = (segment.region.name for segment in self._partition.graph.segments)
         return [f"hybrid::{name} {engine(name)}" for name in names]
 
-    @collector_paused()
     def _first_call(self, inputs: Sequence[Any]) -> list[Any]:
         start = time.perf_counter()
         # The machine as it is now: threads may have been set since the last graph.
