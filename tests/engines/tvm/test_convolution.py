@@ -225,9 +225,34 @@ def test_dtypes(dtype: str) -> None:
 @pytest.mark.parametrize("blocked_x", [True, False])
 def test_the_next_block_of_channels_is_prefetched(blocked_x: bool) -> None:
     """What lies far from what is being read is asked for ahead, where the input is in blocks of channels."""
-    kernel, _, _ = make(Case((1, 48, 9, 9), 32, (3, 3), stride=2, padding=1, blocked_x=blocked_x), HOST)
+    kernel, _, _ = make(Case((1, 48, 25, 25), 32, (3, 3), stride=2, padding=1, blocked_x=blocked_x), HOST)
     assembly = compile_kernel(kernel, convolution.emit).inspect_source("asm")
     assert ("prefetch" in assembly) == blocked_x
+
+
+@pytest.mark.parametrize("target", [HOST, NARROW], ids=["host", "narrow"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((1, 53, 3, 5), 171, (1, 1)),
+        Case((3, 96, 3, 3), 80, (1, 1), blocked_x=False),
+        Case((2, 37, 5, 3), 101, (3, 3), padding=1),
+        Case((1, 96, 5, 5), 144, (3, 3), 2, 1, groups=3),
+        Case((1, 70, 1, 1), 130, (1, 1), blocked_out=False),
+        Case((1, 48, 7), 96, (5,), padding=2, dtype="bfloat16"),
+    ],
+)
+def test_weights_larger_than_the_input_stream(case: Case, target: Target) -> None:
+    """Small images: whatever tile, image, group or ragged block comes next, results are right."""
+    check(case, target)
+
+
+@pytest.mark.parametrize(("pixels", "streaming"), [((7, 7), True), ((56, 56), False)])
+def test_streaming_weights_are_prefetched(pixels: tuple[int, int], streaming: bool) -> None:
+    """A weight larger than the input asks for its next blocks, into the second-level cache; one that stays in the cache does not."""
+    kernel, _, _ = make(Case((1, 64, *pixels), 128, (1, 1)), HOST)
+    assembly = compile_kernel(kernel, convolution.emit).inspect_source("asm")
+    assert ("prefetcht1" in assembly) == streaming
 
 
 def test_column_tiles_say_which_columns_read_inside() -> None:

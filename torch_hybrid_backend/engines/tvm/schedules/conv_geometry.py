@@ -59,6 +59,10 @@ class ColumnTiles:
     columns: int
     inside: tuple[tuple[bool, ...], ...]
 
+    def start(self, tile: Index) -> Index:
+        """The first column of a tile."""
+        return tile * self.columns + self.first
+
 
 def is_wide(axis: Axis) -> bool:
     """Whether the kernel is too wide to be unrolled: its columns are then tested as the kernel runs."""

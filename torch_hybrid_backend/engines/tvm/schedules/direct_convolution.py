@@ -4,7 +4,7 @@ Pattern: a `ConvKernel` whose packed weight is (groups, channel blocks, kh, inpu
 1. Vector lanes are the output channels of a block. A register tile is some output columns of one row times some channel blocks, chosen by
    counting multiply-adds, loads and tasks (`_choose`): small images need several blocks to have enough accumulators.
 2. A 1x1 kernel with stride 1 sees one long row: its tiles are cut from height x width.
-3. One parallel loop over (image, group, blocks, row), ordered so that the smaller of weight and input is what stays in the cache.
+3. One parallel loop over (image, group, blocks, row), ordered so that the smaller of weight and input stays in the cache (`weight_stream`).
 4. Around the registers: kernel rows, input channels, and, unrolled, kernel columns: the order in which the weight is packed, so it streams.
    The input is read as broadcast scalars, so its layout is free.
 5. Padding: columns that read outside leave the step out (`conv_geometry`), rows outside skip a kernel row.
@@ -16,7 +16,6 @@ Architectures", SC 2018.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,12 +25,13 @@ from torch_hybrid_backend.engines.tvm.builder import Stmt, TirExpr
 from torch_hybrid_backend.engines.tvm.schedules.conv_geometry import Axis, ColumnTiles, column_tiles, is_wide
 from torch_hybrid_backend.engines.tvm.schedules.conv_parts import ConvParts
 from torch_hybrid_backend.engines.tvm.schedules.registers import IN_FLIGHT, RegisterTile, by_part, lanes_of
+from torch_hybrid_backend.engines.tvm.schedules.weight_stream import Task, WeightStream, streams
 from torch_hybrid_backend.engines.tvm.tiles import Split, max_rows, register_count, split_into
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
 from torch_hybrid_backend.loops.ir import loads_of
 from torch_hybrid_backend.loops.layout import Blocked
 
-# Multiply-adds in one body of the loop over input channels: enough to hide the loop itself.
+# Multiply-adds in one body of the loop over input channels: enough to hide it.
 _UNROLLED_MULTIPLY_ADDS = 56
 
 
@@ -48,17 +48,6 @@ class _Tiling:
     column_tiles: int
     chunk: int
     chunk_rows: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Task:
-    """Where a task writes: image, group, first channel block and how many, and which part of the channel blocks that is."""
-
-    image: Index
-    group: Index
-    first_block: Index
-    blocks: int
-    part: Index
 
 
 class _Direct:
@@ -161,57 +150,56 @@ class _Direct:
         inner = columns.parts if self.is_flat else self.rows.out
 
         def task(image: Index, group: Index, part: Index, position: Index) -> Stmt:
-            def at(where: _Task) -> Stmt:
+            def at(where: Task) -> Stmt:
                 return self._flat_tile(where, columns, position) if self.is_flat else self._row(where, position)
 
             return self._by_blocks(image, group, part, at)
 
-        weight_bytes = 4 * math.prod(map(known, parts.kernel.packed.shape))
-        if weight_bytes <= self.target.l2_bytes // 2:
+        if not streams(parts):
             order = (parts.images, inner, self.groups, tiling.blocks.parts)
             return self.builder.fused(order, lambda at: task(at[0], at[2], at[3], at[1]))
         order = (parts.images, self.groups, tiling.blocks.parts, inner)
         return self.builder.fused(order, lambda at: task(*at))
 
-    def _by_blocks(self, image: Index, group: Index, part: Index, body: Callable[[_Task], Stmt]) -> Stmt:
+    def _by_blocks(self, image: Index, group: Index, part: Index, body: Callable[[Task], Stmt]) -> Stmt:
         """`body` for a part of the channel blocks."""
         return by_part(
             self.builder,
             self.tiling.blocks,
             part,
-            lambda first, blocks: body(_Task(image, group, first, blocks, part)),
+            lambda first, blocks: body(Task(image, group, first, blocks, part)),
         )
 
-    def _flat_tile(self, task: _Task, columns: Split, part: Index) -> Stmt:
+    def _flat_tile(self, task: Task, columns: Split, part: Index) -> Stmt:
         """One tile of the single long row of a 1x1 kernel."""
         return by_part(
             self.builder,
             columns,
             part,
-            lambda first, count: self._tile(task, as_index(0), first, count, ((True,) * count,)),
+            lambda first, count: self._tile(task, as_index(0), first, count, ((True,) * count,), part),
         )
 
-    def _row(self, task: _Task, row: Index) -> Stmt:
+    def _row(self, task: Task, row: Index) -> Stmt:
         """One output row: its column tiles, kind by kind."""
         b = self.builder
 
         def of(kind: ColumnTiles) -> Stmt:
             return b.loop(
-                kind.count,
-                lambda t: self._tile(task, row, t * kind.columns + kind.first, kind.columns, kind.inside),
-                name="t",
+                kind.count, lambda t: self._tile(task, row, kind.start(t), kind.columns, kind.inside, row), name="t"
             )
 
         return b.seq(*[of(kind) for kind in column_tiles(self.columns, self.tiling.column_tiles)])
 
-    def _register_tile(self, task: _Task, columns: int) -> RegisterTile:
+    def _register_tile(self, task: Task, columns: int) -> RegisterTile:
         return RegisterTile(self.builder, self.parts.printer, columns, task.blocks, self.block, self.parts.dtype)
 
-    def _tile(self, task: _Task, row: Index, first: Index, columns: int, inside: tuple[tuple[bool, ...], ...]) -> Stmt:
-        """One register tile, from zero to its stores."""
+    def _tile(
+        self, task: Task, row: Index, first: Index, columns: int, inside: tuple[tuple[bool, ...], ...], turn: Index
+    ) -> Stmt:
+        """One register tile, from zero to its stores; `turn`: of the inner loop over the input."""
         b = self.builder
         tile = self._register_tile(task, columns)
-        reduce = self._reduce(tile, task, row, first, inside, as_index(0), self.channels)
+        reduce = self._reduce(tile, task, row, first, inside, as_index(0), self.channels, turn)
 
         def place(vector: int, lane: Index, column: int | Index) -> tuple[Index, ...]:
             return task.image, self._channel(task, vector, lane), *self._pixel(row, first + column)
@@ -219,14 +207,14 @@ class _Direct:
         write = self._with_tail(task, lambda channels: self.parts.write_tile(tile, channels, place))
         return b.seq(tile.declare(), tile.clear(), reduce, write)
 
-    def _with_tail(self, task: _Task, body: Callable[[int], Stmt]) -> Stmt:
+    def _with_tail(self, task: Task, body: Callable[[int], Stmt]) -> Stmt:
         """`body(channels of the task's last block)`: the very last block may be padded."""
         parts = self.tiling.blocks.parts
         if self.tail == self.block or parts == 1:
             return body(self.tail)
         return self.builder.when(self.builder.index(task.part) < parts - 1, body(self.block), body(self.tail))
 
-    def _channel(self, task: _Task, vector: int, lane: Index) -> Index:
+    def _channel(self, task: Task, vector: int, lane: Index) -> Index:
         return task.group * self.per_group + (task.first_block + vector) * self.block + lane
 
     def _pixel(self, row: Index, column: Index) -> tuple[Index, Index]:
@@ -239,12 +227,13 @@ class _Direct:
     def _reduce(
         self,
         tile: RegisterTile,
-        task: _Task,
+        task: Task,
         row: Index,
         first: Index,
         inside: tuple[tuple[bool, ...], ...],
         first_channel: Index,
         channels: int,
+        turn: Index | None = None,
     ) -> Stmt | None:
         """Adds the sums over the window and `channels` input channels to a tile."""
         b, parts = self.builder, self.parts
@@ -273,7 +262,10 @@ class _Direct:
                 channels,
                 unroll,
                 lambda channel: b.seq(*[step(kh, source, channel, as_index(kw), inside[kw]) for kw in taps]),
-                partial(self._fetch_ahead, tile.rows, task, source, first, first_channel),
+                lambda channel, is_last: [
+                    self._fetch_ahead(tile.rows, task, source, first, first_channel, channel, is_last),
+                    None if turn is None else self._fetch_weight(task, turn, kh, channel),
+                ],
             )
 
         def looped(kh: Index, source: Index) -> Stmt:
@@ -307,7 +299,7 @@ class _Direct:
         count: int,
         unroll: int,
         body: Callable[[Index], Stmt | None],
-        ahead: Callable[[Index, TirExpr], Stmt | None] = lambda channel, is_last: None,
+        ahead: Callable[[Index, TirExpr], Sequence[Stmt | None]] = lambda channel, is_last: (),
     ) -> Stmt:
         """`body` for `count` channels from `first`, block by block. `ahead(channel, is_last)`: prefetches, before the block of `channel`."""
         b, block = self.builder, self._channel_block()
@@ -321,14 +313,13 @@ class _Direct:
 
         def whole_block(i: Index) -> Stmt:
             channel = first + i * block
-            return b.seq(ahead(channel, b.index(i) == blocks - 1), run(channel, block))
+            return b.seq(*ahead(channel, b.index(i) == blocks - 1), run(channel, block))
 
-        blocks = count // block
-        loop = b.loop(blocks, whole_block, name="cb") if blocks else None
+        loop = b.loop(blocks, whole_block, name="cb") if (blocks := count // block) else None
         return b.seq(loop, run(first + blocks * block, count % block) if count % block else None)
 
     def _fetch_ahead(
-        self, columns: int, task: _Task, row: Index, first: Index, channels: Index, channel: Index, is_last: TirExpr
+        self, columns: int, task: Task, row: Index, first: Index, channels: Index, channel: Index, is_last: TirExpr
     ) -> Stmt | None:
         """Asks for what a tile of `columns` reads after the block of `channel`: the next block, or the first of the next kernel row."""
         axis, group = self.columns, task.group * self.channels
@@ -340,9 +331,19 @@ class _Direct:
         behind = at(row, channel + self._channel_block())
         return self.parts.fetch(width, is_last, at(row + self.rows.dilation, channels), behind)
 
+    def _fetch_weight(self, task: Task, turn: Index, kh: Index, channel: Index) -> Stmt | None:
+        """A share of the weight that this core reads next, unless it stays in the cache. All tiles of a row ask for the same."""
+        if not streams(self.parts):
+            return None
+        turns = self.tiling.column_tiles if self.is_flat else self.rows.out
+        channel_steps = max(1, self.channels // self._channel_block())
+        stream = WeightStream(self.parts, self.tiling.blocks.parts, turns, self.rows.kernel * channel_steps)
+        step = (turn * self.rows.kernel + kh) * channel_steps + channel // self._channel_block()
+        return stream.prefetch(task, step)
+
     # Weights larger than the cache.
 
-    def _chunked(self, task: _Task, piece: Index) -> Stmt:
+    def _chunked(self, task: Task, piece: Index) -> Stmt:
         """Some output rows of a task, input channels chunk by chunk, partial sums in a buffer."""
         b, tiling, columns = self.builder, self.tiling, self.columns.out
         width = task.blocks * self.block
@@ -359,7 +360,7 @@ class _Direct:
 
         def add(chunk: Index, row: Index, r: Index, kind: ColumnTiles) -> Stmt:
             def at(t: Index) -> Stmt:
-                first = t * kind.columns + kind.first
+                first = kind.start(t)
                 tile = self._register_tile(task, kind.columns)
                 start = (r * columns + first) * width
                 reduce = self._reduce(tile, task, row, first, kind.inside, chunk * tiling.chunk, tiling.chunk)

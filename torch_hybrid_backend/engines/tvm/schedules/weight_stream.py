@@ -1,0 +1,70 @@
+"""The weight of a direct convolution on its way through a core's cache: when it streams, and its prefetch.
+
+A parallel loop over (part of the channel blocks, turn of the input) goes through the weight once, and through the whole input for every part;
+the other order is the other way round. Where the weight streams, each turn asks for a share of what the same core reads next: in a network
+larger than the caches weights come from memory in every call, and the first turn of each part would wait for all of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import tvm
+from tvm import tirx
+
+from torch_hybrid_backend.core.size import known, typical
+from torch_hybrid_backend.engines.tvm.builder import Stmt, TirExpr
+from torch_hybrid_backend.engines.tvm.schedules.conv_parts import ConvParts
+from torch_hybrid_backend.engines.tvm.target import LINE_BYTES
+from torch_hybrid_backend.loops.index import Index
+
+# In one step: more would be much code, and wait for each other.
+_MOST_LINES = 64
+
+
+def streams(parts: ConvParts) -> bool:
+    """Whether the weight is gone through once: it is larger than an image of the input, or than half the cache, where it could stay."""
+    weight, (rows, columns) = math.prod(map(known, parts.kernel.packed.shape)), (parts.rows, parts.columns)
+    return 4 * weight > min(parts.target.l2_bytes // 2, 4 * parts.in_channels * rows.size * columns.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Where a task writes: image, group, first channel block and how many, and which part of the channel blocks that is."""
+
+    image: Index
+    group: Index
+    first_block: Index
+    blocks: int
+    part: Index
+
+
+@dataclass(frozen=True, slots=True)
+class WeightStream:
+    """The parallel loop over (image, group, `blocks` parts, `turns`), whose every turn takes `steps` steps that may prefetch."""
+
+    parts: ConvParts
+    blocks: int
+    turns: int
+    steps: int
+
+    def prefetch(self, task: Task, step: Index) -> Stmt | None:
+        """A share of the blocks behind the task's; of its own where another core takes those. None where shares would be too large.
+
+        `step`: its number among those of the part, all turns counted.
+        """
+        groups, group_blocks, *inner = map(known, self.parts.kernel.packed.shape)
+        block_size, line = math.prod(inner), LINE_BYTES * 8 // int(tvm.DataType(self.parts.kernel.packed.dtype).bits)
+        share = -(-task.blocks * block_size // (line * self.turns * self.steps))
+        if share > _MOST_LINES:
+            return None
+        first = ((task.image * groups + task.group) * self.blocks + task.part) * self.turns
+        per_core = -(-typical(self.parts.images) * groups * self.blocks * self.turns // self.parts.target.cores)
+        block = task.group * group_blocks + task.first_block
+        b, following = self.parts.builder, (block + task.blocks) % (groups * group_blocks)
+        mine = tirx.EQ(b.index((first + self.turns) // per_core), b.index((first + step // self.steps) // per_core))
+        start: TirExpr = tirx.Select(mine, b.index(following * block_size), b.index(block * block_size))
+        array = self.parts.printer.arguments[id(self.parts.kernel.packed)][0]
+        places = [start + b.index(step * (share * line) + i * line) for i in range(share)]
+        return b.seq(*[b.prefetch(array, place) for place in places])
