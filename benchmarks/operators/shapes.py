@@ -124,10 +124,11 @@ class Tensor:
             dense = torch.randint(0, below, self.shape, generator=generator).to(dtype)
         if not self.strides:
             return dense
+        # Where elements share memory, what lies there is random, not what each of them would be.
         span = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) if dense.numel() else 0
-        return (
-            dense.new_zeros(span).as_strided(self.shape, self.strides).copy_(dense) if 0 not in self.strides else dense
-        )
+        if 0 in self.strides:
+            return dense.flatten()[:span].clone().as_strided(self.shape, self.strides)
+        return dense.new_zeros(span).as_strided(self.shape, self.strides).copy_(dense)
 
 
 @dataclass(frozen=True, slots=True)

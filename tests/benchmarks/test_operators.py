@@ -84,6 +84,15 @@ def test_the_table_holds_operators_of_every_kind_of_model() -> None:
     assert all(shapes._decode(shapes._encode(case)) == case for case in (*table[:50], *_CASES))
 
 
+def test_tensors_have_the_strides_they_had_in_the_model() -> None:
+    """Transposed ones, and expanded ones whose elements share memory."""
+    generator = torch.Generator().manual_seed(0)
+    for strides in ((1, 5), (0, 1), (2, 0)):
+        made = Tensor((5, 2), "float32", strides).make(generator)
+        assert (made.shape, made.stride()) == ((5, 2), strides)
+        assert made.unique().numel() == 10 // (1 if 0 not in strides else made.shape[strides.index(0)])
+
+
 def test_equal_operators_are_counted_together() -> None:
     """One entry for each distinct operator, with its count in every model."""
     once, again = _convolution((1, 16, 9, 9), (24, 16, 3, 3), 1), _convolution((1, 16, 9, 9), (24, 16, 3, 3), 1)
