@@ -109,7 +109,8 @@ def watch(event, arguments):
 sys.addaudithook(watch)
 check(6)
 say(seen)
-say(bool(loaded) and all(re.fullmatch(r".*/(captures|graphs|kernels|variants|verdicts)/[0-9a-f]{64}/[0-9a-f]{64}\\.(so|json)", path) for path in loaded))
+entry = r".*/(captures|graphs|kernels|variants|verdicts)/[0-9a-f]{64}/[0-9a-f]{64}\\.(so|json)"
+say(bool(loaded) and all(re.fullmatch(entry, path) for path in loaded))
 maps = open("/proc/self/maps").read()
 say(root in maps, "memfd:" in maps)
 """
