@@ -79,6 +79,10 @@ def check(kernel: PlainMatMulKernel, target: Target = HOST) -> None:
     [
         (1, 16, 16),  # one row: the other lanes are padding
         (16, 1, 16),  # one step of k
+        (1, 331, 48),  # dot products; k is no whole number of vectors
+        (2, 64, 200),
+        (6, 80, 33),  # the last columns overlap
+        (7, 300, 131),
         (7, 5, 17),  # less than a vector of rows and of k; the last columns overlap
         (29, 67, 37),  # ragged everything
         (48, 64, 64),
@@ -91,6 +95,12 @@ def test_matches_eager(m: int, k: int, n: int, target: Target) -> None:
     check(kernel_of(m, k, n), target)
 
 
+@pytest.mark.parametrize("m", [8, 12, 15])
+def test_dot_products_of_many_rows(m: int) -> None:
+    """More rows, fewer of W's at once."""
+    check(kernel_of(m, 131, 67))
+
+
 def test_deep() -> None:
     """k in several parts, the last of which is shorter and no whole number of cache lines."""
     check(kernel_of(50, 1619, 48))
@@ -99,11 +109,13 @@ def test_deep() -> None:
 def test_weight_inside_a_larger_one() -> None:
     """Rows lie apart, and begin inside the array."""
     check(kernel_of(33, 40, 50, offset=3, row_stride=53))
+    check(kernel_of(3, 40, 50, offset=3, row_stride=53))
 
 
 @pytest.mark.parametrize("layout", [Strided((33 * 40, 1, 33)), Blocked(4)])
 def test_any_layout_of_the_left_operand(layout: Layout) -> None:
-    """What is not contiguous along k is packed element by element."""
+    """What is not contiguous along k is packed, or copied, element by element."""
+    check(kernel_of(1, 40, 32, a_layout=Strided((40, 1, 1))))
     check(kernel_of(33, 40, 32, a_layout=layout))
 
 
@@ -132,6 +144,9 @@ def test_accumulators_stay_in_registers() -> None:
         (1024, 768, 3072, True),
         (197, 768, 3072, False),  # padding to 208 rows costs more than a thirtieth
         (8, 768, 3072, False),
+        (1, 2048, 1000, True),  # dot products, as fast as memory
+        (1, 2048, 100, False),  # too few columns to matter
+        (1, 32, 1000, False),
         (128, 32, 3072, False),
         (128, 768, 700, False),  # each core would pack A for too few columns
     ],

@@ -27,11 +27,14 @@ def max_rows(vectors: int, target: Target) -> int:
 def reads_plain(m: Dim, k: Dim, n: Dim, target: Target) -> bool:
     """Whether a constant (N, K) weight is read as fast where it lies as from packed panels, by a product of m rows.
 
-    It pads the rows to whole vectors: where that adds a thirtieth it is slower, and so it is below four vectors of them. Each core packs all of
-    them, 0.3 cycles an element, for its share of the columns, half a cycle a vector of them: 2.5 % for 384 columns a core with 16 lanes.
+    One row is as fast as the weight comes from memory, either way. A product of many pads the rows to whole vectors: where that adds a
+    thirtieth it is slower, and so it is below four vectors of them. Each core packs all of them, 0.3 cycles an element, for its share of
+    the columns, half a cycle a vector of them: 2.5 % for 384 columns a core with 16 lanes.
     """
     if not (isinstance(m, int) and isinstance(k, int) and isinstance(n, int)) or target.lanes < 8:
         return False
+    if m == 1:
+        return k >= 4 * target.lanes and n >= 4 * target.lanes * target.cores
     padded = -(-m // target.lanes) * target.lanes
     return (
         m >= 4 * target.lanes
