@@ -181,6 +181,23 @@ def guard(condition: Expr, inside: Expr, outside: Expr) -> Expr:
     return call("guard", condition, inside, outside, dtype=inside.dtype)
 
 
+def decided(e: Expr, guard: Call, branch: int) -> Expr:
+    """The expression with one guard replaced by its `inside` (branch 1) or its `outside` (branch 2)."""
+    done: dict[int, Expr] = {id(guard): guard.args[branch]}
+
+    def visit(x: Expr) -> Expr:
+        if id(x) not in done:
+            result = x
+            if isinstance(x, Call):
+                args = tuple(visit(a) for a in x.args)
+                if any(a is not b for a, b in zip(args, x.args, strict=True)):
+                    result = Call(x.dtype, x.op, args)
+            done[id(x)] = result
+        return done[id(x)]
+
+    return visit(e)
+
+
 def logical_and(a: Expr, b: Expr) -> Expr:
     for x, y in ((a, b), (b, a)):
         if isinstance(x, Const):

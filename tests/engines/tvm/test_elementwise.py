@@ -18,6 +18,8 @@ from torch_hybrid_backend.loops.index import Index, LoopVar, reshape_index
 from torch_hybrid_backend.loops.ir import Buffer, Expr, Load, compute_dtype, scalar_index
 from torch_hybrid_backend.loops.kernels import Argument, MapKernel, Store
 from torch_hybrid_backend.loops.layout import Blocked, Layout, Strided, contiguous
+from torch_hybrid_backend.loops.lowerings.arithmetic import lit
+from torch_hybrid_backend.loops.lowerings.indexing import bounded
 
 Value = Callable[[tuple[Index, ...]], Expr]
 
@@ -239,6 +241,52 @@ def test_embedding_reads_through_an_index() -> None:
     kernel = kernel_of((4, 6, 33), [table, ids], [("float32", None, value)])
     out = run_kernel(kernel, elementwise.emit, {table.buffer: weights, ids.buffer: rows})[0]
     torch.testing.assert_close(out, weights[rows] + 1)
+
+
+@pytest.mark.parametrize("target", [HOST, NARROW], ids=["host", "narrow"])
+@pytest.mark.parametrize("shape", [(4, 6, 33), (1, 1, 1), (3, 1, 16), (2, 7, 131)])
+def test_row_number_read_once_for_all_lanes(shape: tuple[int, ...], target: Target) -> None:
+    """A row's number, wrapped and clamped: also used as a value and in a comparison, in and out of a guard; nothing outside is read."""
+    batch, length, width = shape
+    table, ids = tensor((50, width)), tensor((batch, length), "int64")
+
+    def value(i: tuple[Index, ...]) -> Expr:
+        number = ids.buffer.at(i[:2])
+        row = table.buffer.at((bounded(number, 50, wrap=True), i[2]))
+        marked = ops.where(ops.call("eq", number, lit(number, 3)), ops.const(0, "float32"), row)
+        # Before the first position the index itself would be read outside its tensor.
+        before = ids.buffer.at((i[0], i[1] - 1))
+        shifted = table.buffer.at((bounded(before, 50, wrap=True), i[2]))
+        has_one = ops.call("ge", ops.from_index(i[1]), ops.from_index(1))
+        return ops.add(
+            ops.mul(marked, ops.cast(number, "float32")), ops.guard(has_one, shifted, ops.const(1, "float32"))
+        )
+
+    weights, rows = torch.randn(50, width), torch.randint(-60, 60, (batch, length))
+    rows[0, 0] = 3
+    kernel = kernel_of(shape, [table, ids], [("float32", None, value)])
+    out = run_kernel(kernel, elementwise.emit, {table.buffer: weights, ids.buffer: rows}, target)[0]
+    found = weights[torch.where(rows < 0, rows + 50, rows).clamp(0, 49)]
+    want = torch.where(rows[..., None] == 3, 0, found) * rows[..., None]
+    want[:, 0] += 1
+    want[:, 1:] += found[:, :-1]
+    torch.testing.assert_close(out, want)
+
+
+def test_rows_are_copied_by_vectors() -> None:
+    """The row's number is read before the vector loop, and the row with whole-vector loads: no gather."""
+    table, ids = tensor((50, 768)), tensor((4, 128), "int64")
+    kernel = kernel_of(
+        (4, 128, 768),
+        [table, ids],
+        [("float32", None, lambda i: table.buffer.at((bounded(ids.buffer.at(i[:2]), 50, wrap=False), i[2])))],
+    )
+    script = str(emit_kernel(kernel, "k", HOST).script())
+    before, _, vectors = script.partition("vectorized")
+    assert "arg1[" in before
+    assert "arg1[" not in vectors
+    assembly = build("k", emit_kernel(kernel, "k", HOST), tvm_target(HOST)).inspect_source("asm")
+    assert "gather" not in assembly
 
 
 def test_gather_along_the_vector_axis() -> None:

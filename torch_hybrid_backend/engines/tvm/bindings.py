@@ -90,5 +90,19 @@ class StatementBindings(Bindings):
         return self._builder.seq(*self._stores, statement)
 
 
+class Scope:
+    """Values bound so far at one place; a branch of a guard has its own: what it loads is masked."""
+
+    def __init__(self, bindings: Bindings, outer: Scope | None) -> None:
+        self.outer = outer
+        self.bindings = bindings
+        self.known: dict[int, TirExpr] = {}  # canonical expression -> variable or literal
+
+    def find(self, key: int) -> TirExpr | None:
+        if key in self.known:
+            return self.known[key]
+        return None if self.outer is None else self.outer.find(key)
+
+
 def _is_held_bool(value: TirExpr) -> bool:
     return isinstance(value, tirx.NE) and isinstance(value.a, tirx.Var) and isinstance(value.b, tirx.IntImm)

@@ -15,14 +15,14 @@ from contextlib import contextmanager
 from tvm import tirx
 
 from torch_hybrid_backend.engines.tvm import arithmetic
-from torch_hybrid_backend.engines.tvm.bindings import Bindings, StatementBindings
+from torch_hybrid_backend.engines.tvm.bindings import Bindings, Scope, StatementBindings
 from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.tvm.storage import narrow, widen
 from torch_hybrid_backend.loops.index import Index, LoopVar, Scalar, as_index, compare_ranges
 from torch_hybrid_backend.loops.ir import Buffer, Call, Const, Expr, FromIndex, Load
 from torch_hybrid_backend.loops.kernels import Store
 from torch_hybrid_backend.loops.layout import Layout, offset_of
-from torch_hybrid_backend.loops.ops import COMPARE, ROUND_TARGETS
+from torch_hybrid_backend.loops.ops import COMPARE, ROUND_TARGETS, decided
 
 Env = Mapping[LoopVar, Index]
 # Branches around vectors for guards: of more, the rest is computed with masks. A concatenation of 32 tensors needs as many.
@@ -30,20 +30,6 @@ _MOST_CASES = 64
 _COMPARISONS = {"eq": tirx.EQ, "ne": tirx.NE, "lt": tirx.LT, "le": tirx.LE, "gt": tirx.GT, "ge": tirx.GE}
 # The value of a kernel-local buffer at a logical index (over schedule indices).
 LocalLoad = Callable[[tuple[Index, ...]], TirExpr]
-
-
-class _Scope:
-    """Values bound so far at one place; a branch of a guard has its own: what it loads is masked."""
-
-    def __init__(self, bindings: Bindings, outer: _Scope | None) -> None:
-        self.outer = outer
-        self.bindings = bindings
-        self.known: dict[int, TirExpr] = {}  # canonical expression -> variable or literal
-
-    def find(self, key: int) -> TirExpr | None:
-        if key in self.known:
-            return self.known[key]
-        return None if self.outer is None else self.outer.find(key)
 
 
 class Printer:
@@ -60,13 +46,15 @@ class Printer:
         self.locals: dict[int, LocalLoad] = {}
         self.lanes: set[LoopVar] = set()
         self._env: dict[LoopVar, Index] = {}
-        self._scope: _Scope | None = None
+        self._scope: Scope | None = None
         self._canonical: dict[int, Expr] = {}
         self._by_key: dict[tuple[object, ...], Expr] = {}
         self._kept: list[Expr] = []  # keeps ids alive
         self._uses: dict[int, int] = {}
         self._masks: list[TirExpr] = []
         self._uniform: dict[int, bool] = {}
+        self._hoisted: dict[int, TirExpr] = {}  # canonical expression -> its value before the vector loop
+        self._is_hoisting = self._is_in_branch = False
         self._lane: tuple[Index, int] = (as_index(0), 1)
         self._allocations: list[Stmt] | None = None  # of the vector loop being emitted
         builder.print_scalar = self._print_scalar
@@ -116,9 +104,12 @@ class Printer:
         if found is None:
             return build(exprs)
         guard, test = found
+        outer, self._is_in_branch = self._is_in_branch, True
         inside, outside = (
-            self._split([self._decided(e, guard, branch) for e in exprs], env, build, budget // 2) for branch in (1, 2)
+            self._split([self._canon(decided(e, guard, branch)) for e in exprs], env, build, budget // 2)
+            for branch in (1, 2)
         )
+        self._is_in_branch = outer
         return self.builder.when(test, inside, outside)
 
     def _uniform_guard(self, exprs: Sequence[Expr], env: Env) -> tuple[Call, TirExpr] | None:
@@ -151,22 +142,6 @@ class Printer:
             return True
         # What an index reads from a tensor is read where the expression is printed: not before it, and perhaps for each lane.
         return any(isinstance(a, Scalar) or a in self.lanes for side in sides for a in side.leaves())
-
-    def _decided(self, e: Expr, guard: Call, branch: int) -> Expr:
-        """The expression with one guard replaced by one of its branches."""
-        done: dict[int, Expr] = {id(guard): guard.args[branch]}
-
-        def visit(x: Expr) -> Expr:
-            if id(x) not in done:
-                result = x
-                if isinstance(x, Call):
-                    args = tuple(visit(a) for a in x.args)
-                    if any(a is not b for a, b in zip(args, x.args, strict=True)):
-                        result = Call(x.dtype, x.op, args)
-                done[id(x)] = result
-            return done[id(x)]
-
-        return self._canon(visit(e))
 
     def store(self, store: Store, env: Env) -> Stmt:
         """buffer[index] = value."""
@@ -221,11 +196,11 @@ class Printer:
     # Expressions.
 
     @contextmanager
-    def _printing(self, exprs: Sequence[Expr], env: Env, bindings: Bindings) -> Iterator[tuple[list[Expr], _Scope]]:
+    def _printing(self, exprs: Sequence[Expr], env: Env, bindings: Bindings) -> Iterator[tuple[list[Expr], Scope]]:
         """A fresh top scope for expressions printed with `env`; yields the expressions with equal parts shared."""
-        outer = (self._env, self._scope, self._uses, self._masks, self._uniform)
-        self._env, self._uses, self._masks, self._uniform = dict(env), {}, [], {}
-        scope = self._scope = _Scope(bindings, None)
+        outer = (self._env, self._scope, self._uses, self._masks, self._uniform, self._hoisted)
+        self._env, self._uses, self._masks, self._uniform, self._hoisted = dict(env), {}, [], {}, {}
+        scope = self._scope = Scope(bindings, None)
         try:
             roots = [self._canon(e) for e in exprs]
             seen: set[int] = set()
@@ -233,7 +208,7 @@ class Printer:
                 self._count_uses(root, seen)
             yield roots, scope
         finally:
-            self._env, self._scope, self._uses, self._masks, self._uniform = outer
+            self._env, self._scope, self._uses, self._masks, self._uniform, self._hoisted = outer
 
     def _canon(self, e: Expr) -> Expr:
         """The first expression seen that computes the same."""
@@ -272,34 +247,58 @@ class Printer:
 
     def _print(self, e: Expr) -> TirExpr:
         assert self._scope is not None
-        known = self._scope.find(id(e))
+        known = self._hoisted.get(id(e))
+        if known is None and not self._is_hoisting:
+            known = self._scope.find(id(e))
         if known is not None:
             return known
         if isinstance(e, Call) and e.dtype != "bool" and self._is_uniform(e):
-            # A place between pixels, say: once before the vector loop, and what is read there is a vector, not a gather.
-            hoisted = self._scope.bindings.hoisted(lambda: self._print_new(e), e.dtype)
+            # A place between pixels or a row's number, say: once before the vector loop, and what is read there is a vector, not a gather.
+            hoisted = self._scope.bindings.hoisted(lambda: self._print_before(e), e.dtype)
             if hoisted is not None:
-                self._scope.known[id(e)] = hoisted
+                self._hoisted[id(e)] = hoisted
                 return hoisted
         value = self._print_new(e)
         if self._uses.get(id(e), 2) > 1:
-            value = self._scope.known[id(e)] = self._bind(value, e.dtype)
+            value = self._bind(value, e.dtype)
+            (self._hoisted if self._is_hoisting else self._scope.known)[id(e)] = value
+        return value
+
+    def _print_before(self, e: Expr) -> TirExpr:
+        """A uniform scalar as the code before the vector loop computes it: from nothing that is kept for each lane."""
+        self._is_hoisting = True
+        value = self._print_new(e)
+        self._is_hoisting = False
         return value
 
     def _is_uniform(self, e: Expr) -> bool:
-        """Whether a scalar is computed from indices other than the lane alone."""
+        """Whether a scalar is computed from indices other than the lane alone, and from integers read at such indices."""
         known = self._uniform.get(id(e))
         if known is None:
             match e:
                 case Call():
                     known = e.op != "guard" and all(map(self._is_uniform, e.args))
                 case FromIndex():
-                    leaves = self.index(e.index, self._env).leaves()
-                    known = all(isinstance(a, LoopVar) and a not in self.lanes for a in leaves)
+                    known = self._is_uniform_index(e.index)
+                case Load():
+                    # Inside a guard a place may be outside the tensor: nothing is read there before the guard.
+                    known = (
+                        e.dtype in ("int32", "int64")
+                        and id(e.buffer) in self.arguments
+                        and id(e.buffer) not in self.locals
+                        and not (self._masks or self._is_in_branch)
+                        and all(map(self._is_uniform_index, e.index))
+                    )
                 case _:
                     known = isinstance(e, Const)
             self._uniform[id(e)] = known
         return known
+
+    def _is_uniform_index(self, index: Index) -> bool:
+        leaves = self.index(index, self._env).leaves()
+        return all(
+            self._is_uniform(self._canon(a.expr)) if isinstance(a, Scalar) else a not in self.lanes for a in leaves
+        )
 
     def _print_new(self, e: Expr) -> TirExpr:
         match e:
@@ -312,9 +311,9 @@ class Printer:
                 return index if e.dtype == "int32" else tirx.Cast(e.dtype, index)
             case Call("bool", op, _) if op in COMPARE:
                 if (sides := self.index_sides(e, self._env)) is not None:
-                    decided = compare_ranges(op, *sides)
-                    if decided is not None:
-                        return tirx.IntImm("bool", decided)
+                    known = compare_ranges(op, *sides)
+                    if known is not None:
+                        return tirx.IntImm("bool", known)
                     # In int32, in which the indices are: half as wide as the int64 they stand for.
                     left, right = (self.builder.index(side) for side in sides)
                     return arithmetic.emit(op, "bool", (left, right), "int32", self._bind)
@@ -340,22 +339,22 @@ class Printer:
 
     def _guard(self, e: Call) -> TirExpr:
         condition, inside, outside = e.args
-        decided = self.decide(condition, self._env)
-        if decided is not None:
-            return self._print(inside if decided else outside)
+        known = self.decide(condition, self._env)
+        if known is not None:
+            return self._print(inside if known else outside)
         # A condition on indices is cheap: it is printed where it is used, and TVM need not bind a bool.
         test = self.index_test(condition, self._env)
         if test is None:
             test = self._bind(self._print(condition), "bool")
         # Both sides are computed; what the guarded side loads is moved inside its buffer where the condition fails.
         self._masks.append(test)
-        scope = self._scope
+        scope, uniform = self._scope, self._uniform
         assert scope is not None
-        self._scope = _Scope(scope.bindings, scope)
+        self._scope, self._uniform = Scope(scope.bindings, scope), {}
         try:
             first = self._print(inside)
         finally:
-            self._scope = scope
+            self._scope, self._uniform = scope, uniform
             self._masks.pop()
         return tirx.Select(test, first, self._print(outside))
 
