@@ -113,6 +113,8 @@ class Plan {
   const torch::stable::Tensor& TensorOf(Frame& frame, size_t value) const;
   void RunKernel(Frame& frame, const Kernel& kernel) const;
   bool RunCallback(Frame& frame, int64_t key, const Callback& callback) const;
+  static size_t SizeBytes(const Value& value);
+  torch::stable::Tensor NewTensor(const Value& value) const;
   bool RunStep(Frame& frame, int64_t key, const Step& step) const;
   bool RunSteps(Frame& frame, int64_t key) const;
   bool RunStepsProfiled(Frame& frame, int64_t key) const;
@@ -129,6 +131,7 @@ class Plan {
   size_t arena_bytes_ = 0;
   bool sealed_ = false;
   FramePool frames_;
+  std::shared_ptr<KeptBlocks> kept_;  // null where no fresh value is large
 };
 
 }  // namespace torch_hybrid_backend

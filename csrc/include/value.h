@@ -8,9 +8,12 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
+
+#include "kept_blocks.h"
 
 namespace torch_hybrid_backend {
 
@@ -60,6 +63,11 @@ DLDataType ToDlpack(torch::headeronly::ScalarType dtype);
 
 // A new tensor on the CPU, not initialised.
 torch::stable::Tensor Empty(const Layout& layout);
+
+// A tensor over the block, not initialised; the block goes back to `kept`, while that lives, with
+// the last tensor that shares its memory.
+torch::stable::Tensor Over(AlignedBlock block, const Layout& layout,
+                           const std::shared_ptr<KeptBlocks>& kept);
 
 // A copy with the expected strides; the shape must already be as expected.
 torch::stable::Tensor Restride(const torch::stable::Tensor& tensor, const Layout& expected);

@@ -100,7 +100,16 @@ void Plan::Seal(int64_t inputs, int64_t constants, int64_t arena_bytes,
   constants_ = constants;
   arena_bytes_ = arena_bytes;
   FindLifetimes();
+  for (const Value& value : values_) {
+    if (value.kind != ValueKind::kFresh || SizeBytes(value) <= kLargeBytes) continue;
+    if (!kept_) kept_ = KeptBlocks::OfProcess();
+    kept_->Expect(SizeBytes(value));
+  }
   sealed_ = true;
+}
+
+size_t Plan::SizeBytes(const Value& value) {
+  return static_cast<size_t>(value.span * ElementBytes(value.layout.dtype));
 }
 
 size_t Plan::Checked(int64_t value) const {

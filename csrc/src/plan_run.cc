@@ -144,9 +144,15 @@ const Tensor& Plan::TensorOf(Frame& frame, size_t value) const {
   return *tensor;
 }
 
+Tensor Plan::NewTensor(const Value& value) const {
+  const size_t size_bytes = SizeBytes(value);
+  if (size_bytes <= kLargeBytes) return Empty(value.layout);
+  return Over(kept_->Take(size_bytes), value.layout, kept_);
+}
+
 bool Plan::RunStep(Frame& frame, int64_t key, const Step& step) const {
   for (const size_t v : step.allocates) {
-    frame.tensors[v] = Empty(values_[v].layout);
+    frame.tensors[v] = NewTensor(values_[v]);
     SetData(frame, v, frame.tensors[v]->data_ptr());
   }
   if (const auto* kernel = std::get_if<Kernel>(&step.action)) {

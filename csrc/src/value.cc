@@ -1,5 +1,6 @@
 #include "value.h"
 
+#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/stableivalue_conversions.h>
 
 #include <algorithm>
@@ -113,6 +114,18 @@ Tensor Empty(const Layout& layout) {
       static_cast<int64_t>(layout.sizes.size()), layout.sizes.data(), layout.strides.data(),
       ShimDtype(layout.dtype), aoti_torch_device_type_cpu(), 0, &handle));
   return Tensor(handle);
+}
+
+Tensor Over(AlignedBlock block, const Layout& layout, const std::shared_ptr<KeptBlocks>& kept) {
+  void* const data = block.data();
+  // Shared: a deleter must be copyable, a block is not.
+  auto owned = std::make_shared<AlignedBlock>(std::move(block));
+  const auto give_back = [owned = std::move(owned), kept = std::weak_ptr(kept)](void*) {
+    if (const auto alive = kept.lock()) alive->GiveBack(std::move(*owned));
+  };
+  return torch::stable::from_blob(data, layout.sizes, layout.strides,
+                                  torch::stable::Device(torch::headeronly::DeviceType::CPU),
+                                  layout.dtype, give_back);
 }
 
 Tensor Restride(const Tensor& tensor, const Layout& expected) {

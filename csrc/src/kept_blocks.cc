@@ -1,0 +1,56 @@
+#include "kept_blocks.h"
+
+#include <algorithm>
+#include <new>
+#include <utility>
+
+namespace torch_hybrid_backend {
+
+std::shared_ptr<KeptBlocks> KeptBlocks::OfProcess() {
+  static std::mutex mutex;
+  static std::weak_ptr<KeptBlocks> current;
+  const std::lock_guard<std::mutex> lock(mutex);
+  std::shared_ptr<KeptBlocks> kept = current.lock();
+  if (!kept) current = kept = std::make_shared<KeptBlocks>();
+  return kept;
+}
+
+void KeptBlocks::Expect(size_t size_bytes) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  limit_bytes_ = std::max(limit_bytes_, size_bytes);
+}
+
+AlignedBlock KeptBlocks::Take(size_t size_bytes) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto fits = [size_bytes](const AlignedBlock& block) {
+      return block.size_bytes() >= size_bytes && block.size_bytes() - size_bytes <= size_bytes / 4;
+    };
+    const auto found = std::find_if(idle_.begin(), idle_.end(), fits);
+    if (found != idle_.end()) {
+      AlignedBlock block = std::move(*found);
+      idle_.erase(found);
+      idle_bytes_ -= block.size_bytes();
+      return block;
+    }
+  }
+  return AlignedBlock(size_bytes);
+}
+
+void KeptBlocks::GiveBack(AlignedBlock block) noexcept {
+  const size_t size_bytes = block.size_bytes();
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (size_bytes > limit_bytes_) return;
+  try {
+    idle_.push_back(std::move(block));
+  } catch (const std::bad_alloc&) {
+    return;  // the block is freed instead of kept
+  }
+  idle_bytes_ += size_bytes;
+  while (idle_bytes_ > limit_bytes_) {
+    idle_bytes_ -= idle_.front().size_bytes();
+    idle_.erase(idle_.begin());
+  }
+}
+
+}  // namespace torch_hybrid_backend
