@@ -279,6 +279,40 @@ def test_pooling_with_padding(combiner: str, layout: Layout | None) -> None:
     torch.testing.assert_close(rows.run(data)[0], expected)
 
 
+@pytest.mark.parametrize("target", [HOST, NARROW], ids=["host", "narrow"])
+@pytest.mark.parametrize("layout", [None, Blocked(16)])
+@pytest.mark.parametrize("shape", [(3, 37, 11, 13), (1, 48, 3, 2), (2, 5, 1, 31)])
+def test_maxima_of_windows_side_by_side(shape: tuple[int, ...], layout: Layout | None, target: Target) -> None:
+    """2x2 windows over several blocks of channels, enough rows of windows for the cores and too few; NaN wins in any place."""
+    n, c, out_h, out_w = shape
+    rows = Rows((n, c, out_h, out_w, 2, 2), (4, 5))
+    image = Buffer((n, c, 2 * out_h, 2 * out_w), "float32", "image")
+    rows.input, rows.reads = image, [Argument(image, layout or contiguous(image.shape))]
+    i = rows.index
+    value = image.at((i[0], i[1], i[2] * 2 + i[4], i[3] * 2 + i[5]))
+    rows.store_scalar(rows.reduce("max", value), layout=layout)
+    data = torch.randn(image.shape)
+    data.view(-1)[::7] = math.nan
+    torch.testing.assert_close(rows.run(data, target)[0], torch.nn.functional.max_pool2d(data, 2), equal_nan=True)
+
+
+@pytest.mark.parametrize("combiner", ["sum", "max"])
+@pytest.mark.parametrize(
+    ("shape", "axes"),
+    [((17, 37), (0,)), ((23, 3, 19), (0, 1)), ((5, 7, 40), (0, 1)), ((18, 3, 8), (0,))],
+)
+def test_large_windows_have_several_accumulators(shape: tuple[int, ...], axes: tuple[int, ...], combiner: str) -> None:
+    """Rows reduced side by side, in lengths that no number of accumulators divides; a NaN in any accumulator wins."""
+    rows = Rows(shape, axes)
+    rows.store_scalar(rows.reduce(combiner, rows.x))
+    assert "acc" in emitted(rows, HOST)
+    x = torch.rand(shape) + 0.5
+    for column in range(6):
+        x[(column * 7) % shape[0], ..., column] = math.nan
+    expected = COMBINERS[combiner](x.double(), axes).float()
+    torch.testing.assert_close(rows.run(x)[0], expected, rtol=1e-5, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("layout", [None, Blocked(16), Blocked(8)])
 def test_global_average_pooling(layout: Layout | None) -> None:
     """The mean over pixels, read from a blocked layout, written plainly."""

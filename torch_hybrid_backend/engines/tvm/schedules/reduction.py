@@ -9,7 +9,7 @@ Strategy
    keeps several vector accumulators, so that additions overlap, and combines them by halves at the end of the row.
    Where rows are fewer than cores and long, all threads share each row (`SplitRow`).
 3. It is kept (pooling, means over rows or pixels, anything in NCHW16c): a task handles one vector of rows at once; reduced axes are serial
-   loops inside, small windows unrolled; the accumulator is one vector.
+   loops inside, small windows unrolled; the accumulator is one vector, of a large window several.
 4. A guard around an element (a window's padding) that does not depend on the lane becomes a branch around the vector step.
 5. Values that later stages read stay in a buffer of the row.
 6. Along a row the position of an extreme is found in two passes, both in vectors: the extreme, then the first position that holds it.
@@ -17,10 +17,11 @@ Strategy
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from torch_hybrid_backend.core.size import below, typical
+from torch_hybrid_backend.core.size import Size, below, product, typical
 from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt
 from torch_hybrid_backend.engines.tvm.printer import Printer
 from torch_hybrid_backend.engines.tvm.schedules.axes import (
@@ -34,7 +35,7 @@ from torch_hybrid_backend.engines.tvm.schedules.axes import (
     point,
     step,
 )
-from torch_hybrid_backend.engines.tvm.schedules.reduction_across import VectorOfRows
+from torch_hybrid_backend.engines.tvm.schedules.reduction_across import UNROLLED, VectorOfRows
 from torch_hybrid_backend.engines.tvm.schedules.reduction_along import Row, SplitRow
 from torch_hybrid_backend.engines.tvm.schedules.reduction_parts import EXTREMES
 from torch_hybrid_backend.engines.tvm.target import Target
@@ -44,6 +45,8 @@ from torch_hybrid_backend.loops.ir import INDEX_DTYPE, Buffer, Expr, Load
 from torch_hybrid_backend.loops.kernels import RowKernel, Stage
 
 _NO_POSITION = (1 << 63) - 1
+# Tasks a core gets at least, so that none waits long for the slowest.
+_TASKS = 4
 
 
 def emit(kernel: RowKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
@@ -101,22 +104,40 @@ class Rows:
     # The vector axis is kept.
 
     def _across_rows(self, inner: LoopVar) -> Stmt:
-        others = [v for v in self.kept if v.extent != 1 and v is not inner]
         # A blocked dimension's lanes must not straddle blocks; vectors of that many lanes from 0 on do not.
         lanes = self.target.lanes
-        extents = [v.extent for v in others]
         whole = inner.extent // lanes
+        vectors = LoopVar("vectors", whole)
+        # As the result lies in memory, the largest steps outermost: channel blocks outside pixels. The other way round neighbouring
+        # tasks are whole images apart, in one and the same set of the cache where an image is a multiple of a page.
+        offset = self.written[0].substitute({inner: point(vectors) * lanes}) if self.written else as_index(0)
+        others = [v for v in self.kept if v.extent != 1 and v is not inner]
+        ordered = sorted([*others, vectors] if whole != 0 else others, key=lambda v: -step(offset, v))
 
-        def at(place: tuple[Index, ...], base: Index, width: int) -> Stmt:
-            return VectorOfRows(self, dict(zip(others, place, strict=True)), inner, base, width).emit()
+        def at(variables: Sequence[LoopVar], place: tuple[Index, ...], base: Index | None, width: int) -> Stmt:
+            env = dict(zip(variables, place, strict=True))
+            first = base if base is not None else env.pop(vectors) * lanes
+            return VectorOfRows(self, env, inner, first, width).emit()
 
         parts: list[Stmt] = []
         if whole != 0:
-            parts.append(self.b.fused([*extents, whole], lambda p: at(p[:-1], p[-1] * lanes, lanes), self.kind))
+            parts.append(self._over(ordered, lambda place: at(ordered, place, None, lanes)))
+        others = [v for v in ordered if v is not vectors]
         for chunk in chunks(self.b, inner.extent - whole * lanes, lanes if isinstance(whole, int) else lanes // 2):
-            tail = partial(at, base=chunk.start + whole * lanes, width=chunk.width)
-            parts.append(chunk.around(self.b, self.b.fused(extents, tail, self.kind if extents else "serial")))
+            tail = partial(at, others, base=chunk.start + whole * lanes, width=chunk.width)
+            parts.append(chunk.around(self.b, self._over(others, tail)))
         return self.b.seq(*parts)
+
+    def _over(self, variables: Sequence[LoopVar], body: Callable[[tuple[Index, ...]], Stmt]) -> Stmt:
+        """`body` at every point, in parallel; where rows are short the last loop is one task's, which then counts addresses up."""
+        extents = [v.extent for v in variables]
+        kind = self.kind if extents else "serial"
+        outer, window = typical(product(extents[:-1])), product(v.extent for v in self.reduced)
+        if outer < _TASKS * self.target.cores or isinstance(window, Size) or window > UNROLLED:
+            return self.b.fused(extents, body, kind)
+        return self.b.fused(
+            extents[:-1], lambda place: self.b.loop(extents[-1], lambda last: body((*place, last))), kind
+        )
 
 
 def _without_positions(kernel: RowKernel) -> RowKernel:

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 from tvm import tirx
 
-from torch_hybrid_backend.core.size import Size, product
+from torch_hybrid_backend.core.size import Size, product, typical
 from torch_hybrid_backend.engines.tvm.builder import Stmt, TirBuffer, TirExpr
-from torch_hybrid_backend.engines.tvm.schedules.axes import Env
+from torch_hybrid_backend.engines.tvm.schedules.axes import Env, Flat, depends, flatten, offsets_of, step
 from torch_hybrid_backend.engines.tvm.schedules.reduction_parts import (
     EXTREMES,
+    WAYS,
     Combiner,
     beats,
     computed,
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from torch_hybrid_backend.engines.tvm.schedules.reduction import Rows
 
 # Windows of at most this many elements are unrolled.
-_UNROLLED = 16
+UNROLLED = 16
 
 
 class VectorOfRows:
@@ -78,8 +79,7 @@ class VectorOfRows:
     def _window(self, body: Callable[[Env], Stmt]) -> Stmt:
         """`body` at every point of the reduced axes; a small window is unrolled."""
         extents = [v.extent for v in self.reduced]
-        total = product(extents)
-        if isinstance(total, Size) or total > _UNROLLED:
+        if self._is_long:
             return self.b.nest(extents, lambda place: body({**self.env, **dict(zip(self.reduced, place, strict=True))}))
         points: list[Env] = [{}]
         for variable in self.reduced:
@@ -118,21 +118,66 @@ class VectorOfRows:
             return self._arg(stage)
         buffer = self._lanes_of(local)
         combine = Combiner(stage.combiner, local.dtype, self.p)
+        flat, rest = self._flat_window(stage)
+        ways = WAYS if typical(flat.extent) >= WAYS and self._is_long else 1
+        accumulators = buffer
+        if ways > 1:
+            accumulators = self.b.local(ways * self.width, held(local.dtype), "acc")
+            self.allocated.append(accumulators)
 
-        def add(env: Env) -> Stmt:
-            return self._vector(
-                lambda lane, inside: computed(
-                    self.p,
-                    stage.value,
-                    inside,
-                    local.dtype,
-                    lambda x: self.b.store(buffer, lane, combine(self.b.load(buffer, lane), x)),
-                ),
-                env,
+        def add(env: Env, way: int = 0) -> Stmt:
+            def combined(lane: Index, inside: Env) -> Stmt:
+                place = lane + way * self.width
+
+                def put(x: TirExpr) -> Stmt:
+                    return self.b.store(accumulators, place, combine(self.b.load(accumulators, place), x))
+
+                return computed(self.p, stage.value, inside, local.dtype, put)
+
+            return self._vector(combined, env)
+
+        def clear(way: int) -> Stmt:
+            return self._vector(lambda lane, _: self.b.store(accumulators, lane + way * self.width, combine.identity))
+
+        clears = [clear(way) for way in range(ways)]
+        if ways == 1:
+            return self.b.seq(*clears, self._window(add))
+
+        def along(place: tuple[Index, ...]) -> Stmt:
+            env = {**self.env, **dict(zip(rest, place, strict=True))}
+            whole = flat.extent // ways
+
+            def several(v: Index) -> Stmt:
+                return self.b.seq(*(add({**env, **flat.env(v * ways + way)}, way) for way in range(ways)))
+
+            left = flat.extent - whole * ways
+            return self.b.seq(
+                self.b.loop(whole, several),
+                self.b.loop(left, lambda i: add({**env, **flat.env(i + whole * ways)})) if left != 0 else None,
             )
 
-        clear = self._vector(lambda lane, _: self.b.store(buffer, lane, combine.identity))
-        return self.b.seq(clear, self._window(add))
+        def folded(lane: Index, _: Env) -> Stmt:
+            parts = [self.b.load(accumulators, lane + way * self.width) for way in range(ways)]
+            while len(parts) > 1:
+                parts = [combine(*parts[i : i + 2]) for i in range(0, len(parts), 2)]
+            return self.b.store(buffer, lane, parts[0])
+
+        return self.b.seq(*clears, self.b.nest([v.extent for v in rest], along), self._vector(folded))
+
+    @property
+    def _is_long(self) -> bool:
+        """Whether a window is more than is unrolled."""
+        total = product(v.extent for v in self.reduced)
+        return isinstance(total, Size) or total > UNROLLED
+
+    def _flat_window(self, stage: Stage) -> tuple[Flat, list[LoopVar]]:
+        """The reduced dimensions that are walked as one, innermost, and the others; as the values lie in memory."""
+        offsets = offsets_of(self.p, [stage.value])
+        order = sorted(self.reduced, key=lambda v: -max((step(o, v) for o in offsets), default=0))
+        if not order:
+            return Flat(()), []
+        flat = flatten(order[-1], order[:-1], [o for o in offsets if depends(o, order[-1])], [stage.value])
+        return flat, [v for v in order if v not in flat.variables]
 
     def _arg(self, stage: Stage) -> Stmt:
         """The position of each row's largest or smallest element: the first of equals, a NaN before everything."""

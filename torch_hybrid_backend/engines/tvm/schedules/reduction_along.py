@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING
 from torch_hybrid_backend.core.size import Dim, Size, product, typical
 from torch_hybrid_backend.engines.tvm.builder import Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.tvm.schedules.axes import Chunk, Env, Flat, chunks, vectors
-from torch_hybrid_backend.engines.tvm.schedules.reduction_parts import Combiner, computed, element_of, held, held_value
+from torch_hybrid_backend.engines.tvm.schedules.reduction_parts import (
+    WAYS,
+    Combiner,
+    computed,
+    element_of,
+    held,
+    held_value,
+)
 from torch_hybrid_backend.loops.index import Index, LoopVar
 from torch_hybrid_backend.loops.ir import Buffer
 from torch_hybrid_backend.loops.kernels import Stage
@@ -17,8 +24,6 @@ from torch_hybrid_backend.loops.kernels import Stage
 if TYPE_CHECKING:
     from torch_hybrid_backend.engines.tvm.schedules.reduction import Rows
 
-# Independent accumulators of a row: latency of an addition (4) on current x86 cores.
-WAYS = 4
 # Elements that are worth a thread of their own: waking it costs some microseconds, in which one core adds up this many.
 PIECE = 16_384
 
