@@ -1,0 +1,50 @@
+"""The memory between the kernels of real models is as small as the lifetimes in their plans allow."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+import torch_hybrid_backend.backend
+from benchmarks.models import ZOO
+from torch_hybrid_backend.runtime.executor import Executor, build_executor
+from torch_hybrid_backend.runtime.layout import KernelStep, StaticLayout
+from torch_hybrid_backend.runtime.memory import ALIGNMENT
+from torch_hybrid_backend.runtime.native import ValueKind
+
+
+def _most_alive(layout: StaticLayout) -> int:
+    """Bytes of the arena's values, each rounded up to ALIGNMENT, at the step with the most between first and last use."""
+    uses: dict[int, list[int]] = {}
+    for step, kernel in enumerate(layout.steps):
+        for number in kernel.values if isinstance(kernel, KernelStep) else ():
+            value = layout.values[number]
+            root = value.payload if value.kind is ValueKind.ALIAS else number
+            if layout.values[root].kind is ValueKind.ARENA:
+                uses.setdefault(root, []).append(step)
+    alive: Counter[int] = Counter()
+    for root, steps in uses.items():
+        size = -(-layout.values[root].spec.size_bytes // ALIGNMENT) * ALIGNMENT
+        alive.update(dict.fromkeys(range(min(steps), max(steps) + 1), size))
+    return max(alive.values())
+
+
+@pytest.mark.parametrize("name", ["resnet50", "swin_tiny", "bert_base", "lstm", "unet"])
+def test_the_arena_is_the_minimum_for_the_lifetimes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arena is no larger than what is alive at one step of the plan, which no placement can go below."""
+    built: list[Executor] = []
+
+    def record(*arguments: Any) -> Executor:
+        built.append(build_executor(*arguments))
+        return built[-1]
+
+    monkeypatch.setattr(torch_hybrid_backend.backend, "build_executor", record)
+    with torch.no_grad():
+        torch.compile(ZOO[name].build("small"), backend="hybrid")(*ZOO[name].inputs("small", batch=8))
+    arenas = [executor.layout for executor in built if executor.layout.arena_bytes]
+    assert arenas
+    for layout in arenas:
+        assert layout.arena_bytes == _most_alive(layout)
