@@ -75,6 +75,7 @@ CASES = {
     "flat": Case(lambda x: x.reshape(-1).sin() + 1, [NTC]),
     "cat": Case(lambda x, y: torch.cat([x, y, x * 2], 1), [NTC, ("n", "2t", 24)]),
     "cat batch": Case(lambda x, y: torch.cat([x, y], 0) + 1, [("n", 6), ("t", 6)]),
+    "cat columns": Case(lambda x, y: torch.cat([x, y], 1) * 2, [("n", "t"), ("n", "2t")]),
     "stack": Case(lambda x, y: torch.stack([x, y], -1), [NT, NT]),
     "slice": Case(lambda x: x[:, 1:] - x[:, :-1], [("n", "t+1", 24)]),
     "last": Case(lambda x: x[:, -1] * 2, [NTC], nonempty=True),
@@ -144,7 +145,7 @@ CASES = {
 # One of each kind; the others are in `make test-full`.
 _ALWAYS = (
     "inner axis", "slice", "compared with a size",
-    "cat", "embedding", "softmax", "softmax over middle", "layer norm", "deviation", "position of maximum",
+    "cat", "cat columns", "embedding", "softmax", "softmax over middle", "layer norm", "deviation", "position of maximum",
     "linear gelu", "columns", "depth", "masked attention", "two convolutions",
 )  # fmt: skip
 

@@ -244,6 +244,44 @@ def test_embedding_reads_through_an_index() -> None:
 
 
 @pytest.mark.parametrize("target", [HOST, NARROW], ids=["host", "narrow"])
+@pytest.mark.parametrize("sizes", [(10_007, 9_000, 5), (1, 1, 1), (64, 1, 31), (3,) * 20])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_concatenation_along_the_vector_axis(rows: int, sizes: tuple[int, ...], target: Target) -> None:
+    """Pieces of whole chunks, of single elements, and more of them than are cut."""
+    parts = [tensor((rows, n)) for n in sizes]
+    starts = [sum(sizes[:k]) for k in range(len(sizes))]
+
+    def value(i: tuple[Index, ...]) -> Expr:
+        found = parts[0].buffer.at(i)
+        for part, start in zip(parts[1:], starts[1:], strict=True):
+            inside = ops.index_in(i[1], start, start + part.buffer.shape[1])
+            found = ops.guard(inside, part.buffer.at((i[0], i[1] - start)), found)
+        first = ops.call("lt", ops.from_index(i[1]), ops.from_index(sizes[0]))
+        return ops.where(first, ops.mul(found, ops.const(2, "float32")), found)
+
+    data = [torch.randn(rows, n) for n in sizes]
+    inputs = {p.buffer: d for p, d in zip(parts, data, strict=True)}
+    out = run_kernel(kernel_of((rows, sum(sizes)), parts, [("float32", None, value)]), elementwise.emit, inputs, target)
+    assert torch.equal(out[0], torch.cat([data[0] * 2, *data[1:]], 1))
+
+
+def test_padded_rows_are_copied_by_vectors() -> None:
+    """Margins on both sides of both dimensions: between them whole vectors, neither gathered nor masked."""
+    x = tensor((6, 56, 56))
+
+    def value(i: tuple[Index, ...]) -> Expr:
+        place = (i[0], i[1] - 1, i[2] - 1)
+        inside = ops.logical_and(ops.index_in(place[1], 0, 56), ops.index_in(place[2], 0, 56))
+        return ops.guard(inside, x.buffer.at(place), ops.const(0, "float32"))
+
+    kernel = kernel_of((6, 58, 58), [x], [("float32", None, value)])
+    assert "Select" not in str(emit_kernel(kernel, "k", HOST).script())
+    a = torch.randn(6, 56, 56)
+    out = run_kernel(kernel, elementwise.emit, {x.buffer: a})[0]
+    assert torch.equal(out, torch.nn.functional.pad(a, (1, 1, 1, 1)))
+
+
+@pytest.mark.parametrize("target", [HOST, NARROW], ids=["host", "narrow"])
 @pytest.mark.parametrize("shape", [(4, 6, 33), (1, 1, 1), (3, 1, 16), (2, 7, 131)])
 def test_row_number_read_once_for_all_lanes(shape: tuple[int, ...], target: Target) -> None:
     """A row's number, wrapped and clamped: also used as a value and in a comparison, in and out of a guard; nothing outside is read."""

@@ -136,7 +136,7 @@ class Printer:
 
     def _depends_on_lane(self, condition: Expr, env: Env) -> bool:
         if isinstance(condition, Call) and condition.op in ("and", "or"):
-            return any(self._depends_on_lane(a, env) for a in condition.args)
+            return any(self._depends_on_lane(a, env) for a in condition.args if self.decide(a, env) is None)
         sides = self.index_sides(condition, env) if isinstance(condition, Call) else None
         if sides is None:
             return True
@@ -368,9 +368,11 @@ class Printer:
         if not isinstance(condition, Call):
             return None
         if condition.op in ("and", "or"):
-            sides = [self.index_test(a, env) for a in condition.args]
-            if None in sides:
-                return None
+            # The side that is decided, to what leaves it to the other, drops out.
+            undecided = [a for a in condition.args if self.decide(a, env) is None]
+            sides = [self.index_test(a, env) for a in undecided or condition.args]
+            if None in sides or len(sides) == 1:
+                return None if None in sides else sides[0]
             return (tirx.And if condition.op == "and" else tirx.Or)(*sides)
         bounds = self.index_sides(condition, env)
         if bounds is None:

@@ -6,21 +6,23 @@ memory order a dimension has is read off the offsets of the kernel's accesses, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from torch_hybrid_backend.core.size import Dim, Size, product, typical
+from torch_hybrid_backend.core.size import Dim, Size, at_most, product, typical
 from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirExpr
 from torch_hybrid_backend.engines.tvm.printer import Printer
 from torch_hybrid_backend.engines.tvm.tiles import lane_chunks
 from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, as_index
-from torch_hybrid_backend.loops.ir import Expr, FromIndex, count_calls, loads_of
+from torch_hybrid_backend.loops.ir import Call, Expr, FromIndex, count_calls, loads_of
 from torch_hybrid_backend.loops.kernels import Kernel
 
 Env = dict[LoopVar, Index]
 
 # Below this many scalar operations a kernel runs on one thread: waking the others costs some microseconds, the work about as much.
 PARALLEL_WORK = 16_384
+# Each piece of a vector axis is code of its own.
+_MOST_PIECES = 16
 
 
 def point(variable: LoopVar) -> Index:
@@ -122,12 +124,14 @@ class Flat:
 def flatten(inner: LoopVar, candidates: Sequence[LoopVar], offsets: Sequence[Index], exprs: Sequence[Expr]) -> Flat:
     """The widest flat axis ending in `inner` along which every access stays a plain sum.
 
-    `candidates` are dimensions outside `inner`, the nearest last. Expressions that compute with indices keep their dimensions apart.
+    `candidates` are dimensions outside `inner`, the nearest last. Those that an expression computes with keep apart.
     """
-    flat = Flat((inner,))
-    if any(_uses_indices(expr) for expr in exprs):
+    flat, apart = Flat((inner,)), _computed_with(exprs)
+    if inner in apart:
         return flat
     for variable in reversed(candidates):
+        if variable in apart:
+            break
         wider = Flat((variable, *flat.variables))
         probe = LoopVar("flat", wider.extent)
         env = wider.env(point(probe))
@@ -141,17 +145,60 @@ def _touches(offset: Index, flat: Flat) -> bool:
     return any(depends(offset, v) for v in flat.variables)
 
 
-def _uses_indices(expr: Expr) -> bool:
-    stack, seen = [expr], set()
+def _computed_with(exprs: Sequence[Expr]) -> set[LoopVar]:
+    """The variables whose values expressions compute with, rather than only read at."""
+    return {a for e in _parts(exprs) if isinstance(e, FromIndex) for a in e.index.leaves() if isinstance(a, LoopVar)}
+
+
+def _parts(exprs: Sequence[Expr]) -> Iterator[Expr]:
+    """Every distinct subexpression, those inside indices left out."""
+    stack, seen = list(exprs), set()
     while stack:
         e = stack.pop()
-        if id(e) in seen:
+        if id(e) not in seen:
+            seen.add(id(e))
+            yield e
+            stack.extend(getattr(e, "args", ()))
+
+
+def pieces(printer: Printer, exprs: Sequence[Expr], variable: LoopVar) -> list[tuple[Dim, Dim]]:
+    """A dimension as pieces (start, extent) within which the guards that depend on it alone are decided, in order.
+
+    A concatenation along the vector axis is one piece for each part, a padded row is its two margins and what lies between: each is a plain
+    copy, where a guard in the vector loop would read element by element. The whole dimension where the pieces are too many, or its size is
+    known only at run time.
+    """
+    if isinstance(variable.extent, Size):
+        return [(0, variable.extent)]
+    found: set[Dim] = set()
+    conditions = [e.args[0] for e in _parts(exprs) if isinstance(e, Call) and e.op == "guard"]
+    for comparison in _parts(conditions):
+        sides = printer.index_sides(comparison, {}) if isinstance(comparison, Call) else None
+        if sides is None or not isinstance(comparison, Call):
             continue
-        seen.add(id(e))
-        if isinstance(e, FromIndex):
-            return True
-        stack.extend(getattr(e, "args", ()))
-    return False
+        difference = sides[0] - sides[1]
+        if len(difference.terms) == 1 and difference.terms[0] in ((variable, 1), (variable, -1)):
+            found.update(_turns(comparison.op, difference))
+    ends: list[Dim] = []
+    for end in sorted(found, key=typical):
+        if at_most(end, 0) or at_most(variable.extent, end):
+            continue
+        if isinstance(end, Size):
+            return [(0, variable.extent)]
+        ends.append(end)
+    if len(ends) >= _MOST_PIECES:
+        return [(0, variable.extent)]
+    starts = [0, *ends]
+    return [(start, end - start) for start, end in zip(starts, [*ends, variable.extent], strict=True)]
+
+
+def _turns(comparison: str, difference: Index) -> list[Dim]:
+    """Where along its variable `difference OP 0` changes; the difference is the variable, or minus it, and a constant."""
+    is_rising = difference.terms[0][1] == 1
+    zero = -difference.const if is_rising else difference.const
+    if comparison in ("eq", "ne"):
+        return [zero, zero + 1]
+    return [zero if (comparison in ("lt", "ge")) == is_rising else zero + 1]
 
 
 def is_large(kernel: Kernel, exprs: Sequence[Expr]) -> bool:

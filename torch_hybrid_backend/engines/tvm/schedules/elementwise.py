@@ -7,8 +7,9 @@ Strategy
 2. Dimensions outside it join it as long as every access stays a plain sum: contiguous tensors become one long axis.
 3. A blocked dimension (NCHW16c) is walked as (block, lane): its lanes are the vector; copies that move channels between lanes are left to
    `channel_moves`.
-4. The other dimensions, and blocks of a long vector axis, are one parallel loop; small kernels stay on one thread.
-5. What does not fill a vector is done by ever narrower vectors, without predicates.
+4. Where guards depend on the vector axis, it is cut where they turn: parts of a concatenation, margins and middle of a padded row.
+5. The other dimensions, and blocks of a long vector axis, are one parallel loop; small kernels stay on one thread.
+6. What does not fill a vector is done by ever narrower vectors, without predicates.
 
 Not used: tiling of transposes (both sides of a transposed copy cannot be contiguous; one side is gathered).
 """
@@ -27,6 +28,7 @@ from torch_hybrid_backend.engines.tvm.schedules.axes import (
     flatten,
     is_large,
     offsets_of,
+    pieces,
     point,
     step,
     vectors,
@@ -57,13 +59,14 @@ def emit(kernel: MapKernel, builder: Builder, printer: Printer, target: Target) 
     if block is None:
         flat = flatten(inner, outer, offsets, exprs)
         outer = [v for v in outer if v not in flat.variables]
-        return _outer(
-            builder,
-            outer,
-            is_parallel,
-            lambda env: _along(kernel, builder, printer, target, flat, env),
-            chunked=(flat, kernel, printer, target) if is_parallel and _is_long(flat, outer) else None,
-        )
+        parts = pieces(printer, exprs, inner) if flat.variables == (inner,) else [(0, flat.extent)]
+
+        def along(env: Env, start: Index | Dim, extent: Dim) -> Stmt:
+            return _along(kernel, builder, printer, target, flat, env, start, extent)
+
+        if is_parallel and _is_long(flat, outer):
+            return builder.seq(*(_chunked(builder, outer, along, *part) for part in parts))
+        return _outer(builder, outer, is_parallel, lambda env: builder.seq(*(along(env, *part) for part in parts)))
     moved = channel_moves(kernel, builder, printer, inner, "parallel" if is_parallel else "serial")
     return moved or _blocked(kernel, builder, printer, block, inner, outer, is_parallel)
 
@@ -92,49 +95,49 @@ def _along(
     target: Target,
     flat: Flat,
     env: Env,
-    extent: Dim | None = None,
-    start: Index | Dim = 0,
+    start: Index | Dim,
+    extent: Dim,
 ) -> Stmt:
     def body(base: Index, lane: Index, width: int) -> Stmt:
         return printer.stores(kernel.stores, {**env, **flat.env(base + lane + start)})
 
-    return vectors(builder, printer, flat.extent if extent is None else extent, target.lanes, body)
+    return vectors(builder, printer, extent, target.lanes, body)
 
 
-def _outer(
+def _outer(builder: Builder, variables: Sequence[LoopVar], is_parallel: bool, body: Callable[[Env], Stmt]) -> Stmt:
+    """The loops around the vector axis, one parallel loop where the kernel is large."""
+    return builder.fused(
+        [v.extent for v in variables],
+        lambda at: body(dict(zip(variables, at, strict=True))),
+        "parallel" if is_parallel else "serial",
+    )
+
+
+def _chunked(
     builder: Builder,
     variables: Sequence[LoopVar],
-    is_parallel: bool,
-    body: Callable[[Env], Stmt],
-    chunked: tuple[Flat, MapKernel, Printer, Target] | None = None,
+    along: Callable[[Env, Index | Dim, Dim], Stmt],
+    start: Dim,
+    extent: Dim,
 ) -> Stmt:
-    """The loops around the vector axis, one parallel loop where the kernel is large; `chunked`: a long vector axis is cut for it."""
+    """The same around a piece of a long vector axis, which is cut: `along` runs through a part of it."""
     extents = [v.extent for v in variables]
-    kind = "parallel" if is_parallel else "serial"
+    whole = extent // _CHUNK
+    rest = extent - whole * _CHUNK
+    parts: list[Stmt] = []
 
     def env_at(coordinates: tuple[Index, ...]) -> Env:
         return dict(zip(variables, coordinates, strict=True))
 
-    if chunked is None:
-        return builder.fused(extents, lambda at: body(env_at(at)), kind)
-    flat, kernel, printer, target = chunked
-    whole = flat.extent // _CHUNK
-    rest = flat.extent - whole * _CHUNK
-    parts = [
-        builder.fused(
-            [*extents, whole],
-            lambda at: _along(kernel, builder, printer, target, flat, env_at(at[:-1]), _CHUNK, at[-1] * _CHUNK),
-            kind,
-        )
-    ]
-    if rest != 0:
+    if whole != 0:
         parts.append(
             builder.fused(
-                extents,
-                lambda at: _along(kernel, builder, printer, target, flat, env_at(at), rest, whole * _CHUNK),
-                kind if len(variables) else "serial",
+                [*extents, whole], lambda at: along(env_at(at[:-1]), at[-1] * _CHUNK + start, _CHUNK), "parallel"
             )
         )
+    if rest != 0:
+        kind = "parallel" if len(variables) else "serial"
+        parts.append(builder.fused(extents, lambda at: along(env_at(at), start + whole * _CHUNK, rest), kind))
     return builder.seq(*parts)
 
 
