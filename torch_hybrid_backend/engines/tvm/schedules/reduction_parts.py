@@ -107,8 +107,8 @@ class Combiner:
                 return tirx.Min(a, b)
         if self.dtype not in ("float32", "float64"):
             return tirx.Max(a, b) if self.name == "max" else tirx.Min(a, b)
-        # NaN wins: a comparison with NaN is false, so `a` stays where it is one, and `b` must be taken where it is. In this order the
-        # inner choice is one instruction of x86 (vmaxps), and whether a new element is NaN is known before the accumulator is.
+        # NaN wins: a comparison with NaN is false, so `a` stays where it is one, and `b` must be taken where it is. Whether a new
+        # element is NaN is known before the accumulator is: one comparison less between one element and the next.
         beats = tirx.GT(b, a) if self.name == "max" else tirx.LT(b, a)
         return tirx.Select(is_nan(b, self.dtype), b, tirx.Select(beats, b, a))
 
