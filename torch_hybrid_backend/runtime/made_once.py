@@ -89,6 +89,14 @@ def made_once(
     return make() if active is None else active.get(how, sources, make, lasting=lasting)
 
 
+def let_go() -> None:
+    """`MadeOnce.let_go` of the block that this thread is in, if it is in one."""
+    reference = _active.get()
+    active = reference() if reference is not None else None
+    if active is not None:
+        active.let_go()
+
+
 def _same(entry: _Entry, sources: Sequence[torch.Tensor]) -> bool:
     return len(entry.sources) == len(sources) and all(
         (a.data_ptr(), a.dtype, a.shape, a.stride()) == (b.data_ptr(), b.dtype, b.shape, b.stride()) and version == now

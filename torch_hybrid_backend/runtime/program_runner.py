@@ -16,6 +16,8 @@ from torch_hybrid_backend.core.size import symbols
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.runtime.executor import Executor
 from torch_hybrid_backend.runtime.layout import Piece
+from torch_hybrid_backend.runtime.made_once import let_go
+from torch_hybrid_backend.runtime.native import give_back_freed_memory
 from torch_hybrid_backend.runtime.sizes import SizeReader
 from torch_hybrid_backend.runtime.symbolic_executor import concrete_program
 
@@ -82,7 +84,12 @@ class ProgramRunner:
     def release(self) -> None:
         """Frees the plan, its arena and its packed constants; the next call makes them again."""
         with self._building:
-            self._executor = None
+            held, self._executor = self._executor, None
+        if held is None:
+            return  # nothing to free, and the runtime may not even be there
+        del held
+        let_go()  # else a variant that lost would keep its weights until the region is placed
+        give_back_freed_memory()
 
     def _build(self, program: Program) -> Executor:
         names = tuple(f"input{position}" for position in range(len(program.inputs)))

@@ -142,6 +142,34 @@ def test_an_estimate_compiles_no_alternatives(tmp_path: Path) -> None:
     assert not (tmp_path / "variants").exists()
 
 
+@pytest.mark.parametrize(("budget_s", "one_by_one"), [(0.0, True), (10.0, False)])
+def test_one_run_is_held_at_a_time_where_one_round_spends_the_budget(
+    budget_s: float, one_by_one: bool, tmp_path: Path
+) -> None:
+    """Each set of variants then gives back its memory before the next is made; else all take turns, round after round."""
+    alive: set[int] = set()
+    held: list[int] = []
+
+    class Counted(ProgramRunner):
+        def kernel_us(self, inputs: Sequence[torch.Tensor]) -> list[float]:
+            alive.add(id(self))
+            held.append(len(alive))
+            return super().kernel_us(inputs)
+
+        def release(self) -> None:
+            alive.discard(id(self))
+            super().release()
+
+    engine = TvmEngine(Store(tmp_path), 2, Counted, "measure", lambda: "machine", True)
+    _, compiled, inputs = _region(engine, "convolutions")
+    sets = max(len(option.compiled) for option in compiled.options)
+    assert sets > 1
+    refined = compiled.refine(inputs, budget_s)
+    assert not alive
+    assert all(option.times for option in refined.options if option.key)
+    assert held[: 2 * sets] == ([1] * 2 * sets if one_by_one else [1 + i // 2 for i in range(2 * sets)])
+
+
 def test_runs_that_fail_choose_nothing(tmp_path: Path) -> None:
     """Where no set of variants can be timed, the first variants stay, and nothing is remembered."""
     _, compiled, inputs = _region(_engine(tmp_path, us={"fail": 2}), "convolutions")

@@ -234,25 +234,48 @@ def search(
 
     The region runs with every kernel's first variant, with every kernel's second, and so on, in `least_rounds` rounds or more
     after one to warm up. A run that raises HybridError gives no times.
+
+    Each run packs its weights and has an arena of its own. Where one round spends the budget no second would follow, and there is nothing to
+    gain from having all of them at once: each is then freed before the next is made.
     """
-    runs: list[tuple[list[CompiledVariant], ProgramCall]] = []
+    sets: list[list[CompiledVariant]] = []
     for number in range(max((len(option.compiled) for option in options if option.is_open), default=0)):
-        chosen = [o.compiled[number] if o.is_open and number < len(o.compiled) else o.chosen for o in options]
-        runs.append((chosen, run_program(program_of(kernels, chosen))))
+        sets.append([o.compiled[number] if o.is_open and number < len(o.compiled) else o.chosen for o in options])
     samples: dict[tuple[int, str], list[float]] = {}
+
+    def time_once(chosen: Sequence[CompiledVariant], run: ProgramCall) -> list[tuple[tuple[int, str], float]]:
+        try:
+            times = iter(run.kernel_us(inputs))
+        except HybridError as error:
+            _log.info("a set of variants cannot run: %s", error)
+            return []
+        spent = [sum(next(times, math.nan) for _ in compiled.libraries) for compiled in chosen]
+        named = [(position, compiled.variant.name) for position, compiled in enumerate(chosen)]
+        timed = zip(named, spent, strict=True)
+        return [(name, us) for name, us in timed if options[name[0]].is_open and not math.isnan(us)]
+
+    def sample(chosen: Sequence[CompiledVariant], run: ProgramCall) -> None:
+        for name, us in time_once(chosen, run):
+            samples.setdefault(name, []).append(us)
+
     start = clock()
-    rounds = 0
-    while rounds <= least_rounds or (rounds < _MOST_ROUNDS and clock() - start < budget_s):
+    runs: list[tuple[list[CompiledVariant], ProgramCall]] = []
+    one_by_one = False
+    for number, chosen in enumerate(sets):
+        run = run_program(program_of(kernels, chosen))
+        time_once(chosen, run)  # memory is new
+        began = clock()
+        sample(chosen, run)
+        if number == 0:
+            one_by_one = least_rounds <= 1 and 2 * len(sets) * (clock() - began) >= budget_s
+        if one_by_one:
+            run.release()
+        else:
+            runs.append((chosen, run))
+    rounds = 2
+    while runs and (rounds <= least_rounds or (rounds < _MOST_ROUNDS and clock() - start < budget_s)):
         for chosen, run in runs:
-            try:
-                times = iter(run.kernel_us(inputs))
-            except HybridError as error:
-                _log.info("a set of variants cannot run: %s", error)
-                continue
-            for position, compiled in enumerate(chosen):
-                spent = sum(next(times, math.nan) for _ in compiled.libraries)
-                if rounds and options[position].is_open and not math.isnan(spent):  # memory is new in the first round
-                    samples.setdefault((position, compiled.variant.name), []).append(spent)
+            sample(chosen, run)
         rounds += 1
     for _, run in runs:
         run.release()
