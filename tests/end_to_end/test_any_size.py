@@ -80,6 +80,7 @@ CASES = {
     "slice": Case(lambda x: x[:, 1:] - x[:, :-1], [("n", "t+1", 24)]),
     "last": Case(lambda x: x[:, -1] * 2, [NTC], nonempty=True),
     "pad": Case(lambda x: F.pad(x, (0, 0, 2, 1)), [NTC]),
+    "pad columns": Case(lambda x: F.pad(x, (1, 2, 0, 1)) + 1, [("n", "t")]),
     "flip": Case(lambda x: x.flip(1) + 1, [NTC]),
     "roll": Case(lambda x: x.roll(1, 1) + 1, [NTC], nonempty=True),
     "positions": Case(lambda x: x + torch.arange(x.shape[1]).unsqueeze(-1), [NTC]),
@@ -145,7 +146,7 @@ CASES = {
 # One of each kind; the others are in `make test-full`.
 _ALWAYS = (
     "inner axis", "slice", "compared with a size",
-    "cat", "cat columns", "embedding", "softmax", "softmax over middle", "layer norm", "deviation", "position of maximum",
+    "cat", "cat columns", "pad columns", "embedding", "softmax", "softmax over middle", "layer norm", "deviation", "position of maximum",
     "linear gelu", "columns", "depth", "masked attention", "two convolutions",
 )  # fmt: skip
 
