@@ -40,6 +40,7 @@ from torch_hybrid_backend.loops.ir import (
     domain_vars,
     loads_of,
 )
+from torch_hybrid_backend.loops.layout import MOST_CHANNELS_TOGETHER
 from torch_hybrid_backend.loops.lowering import Context, lower_node
 
 aten = torch.ops.aten
@@ -111,6 +112,7 @@ class _Lowerer:
         self._ops: list[LoopOp] = []
         self._ctx = Context(self._emit)
         self._convolved: set[int] = set()  # identities of what convolutions write
+        self._images: set[int] = set()  # the same, and of what their epilogues write
         self._concatenated: set[int] = set()  # identities of the values that are concatenations
         self._for_one: dict[int, Map] = {}  # values that one operator reads, a convolution, by identity
 
@@ -161,10 +163,11 @@ class _Lowerer:
                 op.a = self._rows(self._operand(op.a))
                 op.b = self._operand(op.b)
             case ConvOp():
-                if not self._is_prologue(op):
+                if not self._is_prologue(op) and not self._is_part(op):
                     op.x = self._image(op.x)
                 op.w = self._operand(op.w)
                 self._convolved.add(id(op.out))
+                self._images.add(id(op.out))
             case AttentionOp():
                 op.q, op.k, op.v = self._operand(op.q), self._operand(op.k), self._operand(op.v)
         self._ops.append(op)
@@ -210,6 +213,21 @@ class _Lowerer:
                 return False  # a window, or another shape
         return True
 
+    def _is_part(self, op: ConvOp) -> bool:
+        """Whether a convolution's input is some channels of what another one writes, in whole blocks: its kernel reads them in place."""
+        value = op.x
+        if op.groups != 1 or not isinstance(value, Map) or value.realized is not None or len(value.shape) != 4:
+            return False
+        index = domain_vars(value.shape)
+        load = value.at(index)
+        if not isinstance(load, Load) or id(load.buffer) not in self._images or len(load.index) != 4:
+            return False
+        shift = load.index[1] - index[1]
+        in_place = (load.index[0], *load.index[2:]) == (index[0], *index[2:])
+        return (
+            in_place and not shift.terms and isinstance(shift.const, int) and shift.const % MOST_CHANNELS_TOGETHER == 0
+        )
+
     def _rows(self, value: Value) -> Value:
         """The left operand of a matmul, copied unless its rows are contiguous in k."""
         if isinstance(value, Buffer):
@@ -243,7 +261,9 @@ class _Lowerer:
             or any(self._repeats(reader, value) for reader in readers)
             or (any(reader.target in _CONCATENATIONS for reader in readers) and self._is_epilogue(value, expr))
         ):
-            self._realize(value)
+            buffer = self._realize(value)
+            if self._is_epilogue(value, expr):
+                self._images.add(id(buffer))
         elif len(readers) == 1 and readers[0].target is aten.convolution.default:
             self._for_one[id(value)] = value
 

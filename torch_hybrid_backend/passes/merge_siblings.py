@@ -73,7 +73,7 @@ def _is_candidate(node: Node, constant: set[Node]) -> bool:
     if bias is not None and (bias not in constant or tuple(bias.meta["val"].shape) != (columns,)):
         return False
     same = node.meta["val"].dtype == weight.meta["val"].dtype == x.meta["val"].dtype
-    return same and (bias is None or bias.meta["val"].dtype == weight.meta["val"].dtype) and not _feeds_epilogue(node)
+    return same and (bias is None or bias.meta["val"].dtype == weight.meta["val"].dtype) and not feeds_epilogue(node)
 
 
 def _flops(product: Node) -> float:
@@ -85,7 +85,7 @@ def _flops(product: Node) -> float:
     return 2.0 * float(rows_and_columns) * float(depth)
 
 
-def _feeds_epilogue(node: Node) -> bool:
+def feeds_epilogue(node: Node) -> bool:
     """Whether the only reader, seen through views, computes element by element."""
     readers = list(node.users)
     while len(readers) == 1 and is_view(readers[0]):
@@ -100,7 +100,7 @@ def _merge(gm: torch.fx.GraphModule, group: Sequence[Node]) -> bool:
     _, weight_at, bias_at, columns_at = _PRODUCTS[first.target]
     operands = [_operands(node) for node in group]
     for wanted in [*(weight for _, weight, _ in operands), *(bias for *_, bias in operands if bias is not None)]:
-        _move_before(first, wanted)
+        move_before(first, wanted)
     weight = insert(first, aten.cat.default, [weight for _, weight, _ in operands], columns_at)
     arguments, new = list(first.args), [weight]
     arguments[weight_at] = weight
@@ -114,7 +114,7 @@ def _merge(gm: torch.fx.GraphModule, group: Sequence[Node]) -> bool:
         end = start + node.meta["val"].shape[-1]
         parts.append(insert(first, aten.slice.Tensor, merged, merged.meta["val"].dim() - 1, start, end, origin=node))
         start = end
-    values = _values_with(gm, dict(zip(group, (part.meta["val"] for part in parts), strict=True)))
+    values = values_with(gm, dict(zip(group, (part.meta["val"] for part in parts), strict=True)))
     if values is None:
         for node in reversed([*new, merged, *parts]):
             gm.graph.erase_node(node)
@@ -127,16 +127,16 @@ def _merge(gm: torch.fx.GraphModule, group: Sequence[Node]) -> bool:
     return True
 
 
-def _move_before(place: Node, node: Node) -> None:
+def move_before(place: Node, node: Node) -> None:
     """Moves a constant that is made after `place`, and what it is made of, in front of it."""
     if node < place:
         return
     for argument in node.all_input_nodes:
-        _move_before(place, argument)
+        move_before(place, argument)
     place.prepend(node)
 
 
-def _values_with(gm: torch.fx.GraphModule, changed: dict[Node, Any]) -> dict[Node, Any] | None:
+def values_with(gm: torch.fx.GraphModule, changed: dict[Node, Any]) -> dict[Node, Any] | None:
     """The new `meta["val"]` of the views of `changed` nodes, whose strides change; None where a view is not possible any more, or
     where another operator would return something else."""
     known = dict(changed)

@@ -15,6 +15,7 @@ from torch_hybrid_backend.passes.dead_code import dead_code
 from torch_hybrid_backend.passes.fold_batch_norm import fold_batch_norm
 from torch_hybrid_backend.passes.fold_constants import fold_constants
 from torch_hybrid_backend.passes.index_to_views import index_to_views
+from torch_hybrid_backend.passes.merge_convolutions import merge_convolutions
 from torch_hybrid_backend.passes.merge_siblings import merge_siblings
 from torch_hybrid_backend.passes.remove_no_ops import remove_no_ops
 from torch_hybrid_backend.passes.resample_last import resample_last
@@ -43,6 +44,7 @@ PASSES: tuple[tuple[Pass, str], ...] = (
         merge_siblings,
         "after cse, which makes equal views of one tensor one input",
     ),
+    (merge_convolutions, "after fold_batch_norm, behind which their activations are, and cse"),
     (contiguous_tables, "after remove_no_ops, to which its copies would be copies of constants like others"),
     (dead_code, "last: sweeps what the others left"),
 )
