@@ -32,7 +32,8 @@ class KeptBlocks {
   // a training step, which drops all its activations one by one, does not leave them all here.
   void Expect(size_t size_bytes);
 
-  // A kept block of at least this size, and at most a quarter more; else a new one.
+  // A kept block of at least this size, and at most a quarter more; else a new one. Kept blocks are
+  // freed where there is no memory for it otherwise.
   AlignedBlock Take(size_t size_bytes);
 
   // Keeps the block; the oldest ones are freed where that would be too many.

@@ -34,6 +34,13 @@ AlignedBlock KeptBlocks::Take(size_t size_bytes) {
       return block;
     }
   }
+  try {
+    return AlignedBlock(size_bytes);
+  } catch (const std::bad_alloc&) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    idle_.clear();
+    idle_bytes_ = 0;
+  }
   return AlignedBlock(size_bytes);
 }
 

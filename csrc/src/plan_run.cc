@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstddef>
 #include <memory>
+#include <new>
 #include <optional>
 #include <stdexcept>
 #include <utility>
@@ -151,7 +152,11 @@ const Tensor& Plan::TensorOf(Frame& frame, size_t value) const {
 Tensor Plan::NewTensor(const Value& value) const {
   const size_t size_bytes = SizeBytes(value);
   if (size_bytes <= kLargeBytes) return Empty(value.layout);
-  return Over(kept_->Take(size_bytes), value.layout, kept_);
+  try {
+    return Over(kept_->Take(size_bytes), value.layout, kept_);
+  } catch (const std::bad_alloc&) {
+    return Empty(value.layout);  // raises the error that PyTorch raises without memory
+  }
 }
 
 bool Plan::RunStep(Frame& frame, int64_t key, const Step& step) const {

@@ -1,4 +1,5 @@
 #include <cstring>
+#include <new>
 #include <utility>
 
 #include "check.h"
@@ -31,6 +32,13 @@ int main() {
   kept->GiveBack(std::move(late));  // 1,400 bytes are more than the largest tensor
   const AlignedBlock kept_late = kept->Take(400);
   Check(kept_late.data() == late_memory, "what was given back last is kept");
+  bool refused = false;
+  try {
+    kept->Take(size_t{1} << 60);
+  } catch (const std::bad_alloc&) {
+    refused = true;
+  }
+  Check(refused, "more memory than there is raises");
   kept->GiveBack(AlignedBlock(1001));
   kept->GiveBack(AlignedBlock(1000));
   kept->GiveBack(AlignedBlock());

@@ -66,8 +66,9 @@ def test_convolutions_keep_their_epilogue_before_a_concatenation(
                 assert all(load.index == index for load in loads if id(load.buffer) in convolved), "no epilogue"
             else:
                 copies.append(op)
-    # The right half of the second unit's input, and the input of the last two convolutions; the first unit's is a slice.
-    assert len(copies) == 3
+    # The right half of the second unit's input, and the input of the last two convolutions; the first unit's is a slice. Of two channels
+    # a shuffle moves none, so that the right half is what the first unit's convolution wrote, read in place.
+    assert len(copies) == (2 if channels == 1 else 3)
 
 
 @pytest.mark.parametrize("computes", [True, False])
