@@ -46,7 +46,9 @@ say("right")
 def test_out_of_memory_in_a_call(nursery: Nursery, tmp_path: Path) -> None:
     """The call raises what eager would raise, and the function works on when there is memory again."""
     # Held: memory of a large result that nobody holds would serve the next call.
-    script = _meets_the_limit("held = [fast(a, b) for _ in range(3)]; assert (held[2] - outer(a, b)).abs().max() < 1e-5", 16)
+    script = _meets_the_limit(
+        "held = [fast(a, b) for _ in range(3)]; assert (held[2] - outer(a, b)).abs().max() < 1e-5", 16
+    )
     done = nursery.run(script, tmp_path)
     assert (done.answers, done.status) == (["True", "right"], 0), done
 

@@ -12,6 +12,9 @@ import torch
 from torch_hybrid_backend.core.size import Dim, Size, evaluate, symbol, symbols
 from torch_hybrid_backend.core.size_forms import from_sympy
 
+# No layout keeps more channels together: channels from a multiple of it on are whole blocks (AVX-512 has 16 lanes of float32).
+MOST_CHANNELS_TOGETHER = 16
+
 
 def dim(value: int | torch.SymInt) -> Dim:
     """A size or stride of a tensor, real or fake, as a number or a `Size`; installs no guard.

@@ -22,7 +22,7 @@ import torch.fx
 
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.size import product, typical
-from torch_hybrid_backend.core.tensor_spec import dim
+from torch_hybrid_backend.core.tensor_spec import MOST_CHANNELS_TOGETHER, dim
 from torch_hybrid_backend.loops.index import LoopVar, contiguous_strides, linear
 from torch_hybrid_backend.loops.ir import (
     AttentionOp,
@@ -40,7 +40,6 @@ from torch_hybrid_backend.loops.ir import (
     domain_vars,
     loads_of,
 )
-from torch_hybrid_backend.loops.layout import MOST_CHANNELS_TOGETHER
 from torch_hybrid_backend.loops.lowering import Context, lower_node
 
 aten = torch.ops.aten

@@ -7,9 +7,6 @@ from dataclasses import dataclass
 from torch_hybrid_backend.core.size import Dim, ceil_div, product
 from torch_hybrid_backend.loops.index import Index, as_index, contiguous_strides, linear
 
-# No block of channels is longer: channels from a multiple of it on are whole blocks (AVX-512 has 16 lanes of float32).
-MOST_CHANNELS_TOGETHER = 16
-
 
 @dataclass(frozen=True, slots=True)
 class Strided:
