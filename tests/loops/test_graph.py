@@ -11,20 +11,20 @@ from loops.interpret import evaluate, trace
 from tests.partition.engines_for_tests import FakeEngine
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.loops.graph import LoopGraph, lower_region
-from torch_hybrid_backend.loops.ir import Buffer, ConvOp, Map, MapOp, domain_vars, loads_of
+from torch_hybrid_backend.loops.ir import ConvOp, MapOp, domain_vars, loads_of
 from torch_hybrid_backend.partition.regions import partition
 
 aten = torch.ops.aten
 Fn = Callable[..., torch.Tensor]
 
 
-def lowered(fn: Fn, *inputs: torch.Tensor, computes_input: Callable[[ConvOp], bool] = lambda op: False) -> LoopGraph:
+def lowered(fn: Fn, *inputs: torch.Tensor) -> LoopGraph:
     """The loop graph of `fn`, whose results were compared with eager's."""
     module = trace(fn, inputs)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     tensors = {node.name: tensor for node, tensor in zip(placeholders, inputs, strict=True)}
     (segment,) = partition(module, [FakeEngine()], Config()).graph.segments
-    graph = lower_region(segment.region, computes_input)
+    graph = lower_region(segment.region)
     env = {buffer: tensors[buffer.name] for buffer in graph.inputs}
     for op in graph.ops:
         evaluate(op, env)
@@ -69,18 +69,3 @@ def test_convolutions_keep_their_epilogue_before_a_concatenation(
     # The right half of the second unit's input, and the input of the last two convolutions; the first unit's is a slice. Of two channels
     # a shuffle moves none, so that the right half is what the first unit's convolution wrote, read in place.
     assert len(copies) == (2 if channels == 1 else 3)
-
-
-@pytest.mark.parametrize("computes", [True, False])
-def test_an_input_that_the_convolution_computes_gets_no_memory(computes: bool) -> None:
-    """DenseNet's: normalised and activated behind a concatenation of what convolutions wrote; with another reader it is in memory."""
-
-    def dense(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
-        parts = aten.cat([convolution(x, w, b), convolution(x, w, b * 2)], 1)
-        return convolution(aten.relu(parts * b[0]), wide, b)
-
-    x, w, b, wide = torch.randn(2, 3, 5, 7), torch.randn(4, 3, 1, 1), torch.randn(4), torch.randn(4, 8, 1, 1)
-    graph = lowered(dense, x, w, b, wide, computes_input=lambda op: computes)
-    last = next(op for op in reversed(graph.ops) if isinstance(op, ConvOp))
-    assert isinstance(last.x, Map if computes else Buffer)
-    assert [buffer.shape for buffer in last.reads()].count((2, 4, 5, 7)) == (2 if computes else 0)

@@ -169,10 +169,8 @@ def _join(
 
 
 def _outside_reads(group: Group, reads: Sequence[Buffer]) -> int:
-    """How many buffers the group would read with an operation that reads `reads`; the operands of an anchor do not count."""
     own = {id(m.op.out) for m in group.members}
-    members = group.members[1:] if group.accumulator is not None else group.members
-    return len(({id(b) for m in members for b in m.reads} | {id(b) for b in reads}) - own)
+    return len({id(b) for b in group.reads()} | {id(b) for b in reads} - own)
 
 
 def _join_reduce(group: Group, op: ReduceOp, reads: Sequence[Buffer]) -> Group | tuple[Group, Group] | None:

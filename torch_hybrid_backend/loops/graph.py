@@ -5,15 +5,13 @@ What stays lazy (a `Map` inlined into whatever reads it) and what gets memory is
 - a computed value gets memory when several operators read it, when it would be recomputed for every element of a larger tensor
   (broadcast, pooling window), when its expression has grown long, or when it is the epilogue of a convolution that a concatenation reads:
   the convolution writes as much either way, and the concatenation is left a copy;
-- the input of a convolution that alone reads it stays lazy where the engine's kernel computes it (`computes_input`) and it is computed pixel
-  by pixel from tensors of this region;
 - everything else is inlined.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +25,6 @@ from torch_hybrid_backend.loops.index import LoopVar, contiguous_strides, linear
 from torch_hybrid_backend.loops.ir import (
     AttentionOp,
     Buffer,
-    Call,
     ConvOp,
     Expr,
     Load,
@@ -66,10 +63,6 @@ _VIEWS = frozenset(
         operator.getitem,
     )
 )
-# Concatenated images that a convolution may read in place of their concatenation: each is a piece of its kernel's code. Without this limit
-# DenseNet-121, whose concatenations have up to 25 parts, took 74 s to compile instead of 21, for 1 % of its time.
-_MOST_IMAGES_READ = 4
-
 # Operators that read each element several times.
 _WINDOWS = frozenset(
     (
@@ -83,8 +76,7 @@ _WINDOWS = frozenset(
 )
 _CONCATENATIONS = frozenset((aten.cat.default, aten.stack.default))
 MAX_INLINE_CALLS = 160  # scalar operations; longer expressions cost more to print and compile than a pass over memory
-MAX_INLINE_LOADS = 12  # for one element
-_MAX_SOURCES = 48  # tensors of which each element reads some: a kernel branches between the parts of a concatenation
+MAX_INLINE_LOADS = 12
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,24 +92,19 @@ class LoopGraph:
     ops: tuple[LoopOp, ...]
 
 
-def lower_region(region: Region, computes_input: Callable[[ConvOp], bool] = lambda op: False) -> LoopGraph:
-    """Lower a region whose every node has a lowering; raises lowering.Refuse where one has not.
-
-    `computes_input`: whether the kernel of a convolution computes an input that nothing else reads, so that it needs no memory.
-    """
-    return _Lowerer(region, computes_input).run()
+def lower_region(region: Region) -> LoopGraph:
+    """Lower a region whose every node has a lowering; raises lowering.Refuse where one has not."""
+    return _Lowerer(region).run()
 
 
 class _Lowerer:
-    def __init__(self, region: Region, computes_input: Callable[[ConvOp], bool]) -> None:
+    def __init__(self, region: Region) -> None:
         self._region = region
-        self._computes_input = computes_input
         self._ops: list[LoopOp] = []
         self._ctx = Context(self._emit)
         self._convolved: set[int] = set()  # identities of what convolutions write
         self._images: set[int] = set()  # the same, and of what their epilogues write
         self._concatenated: set[int] = set()  # identities of the values that are concatenations
-        self._for_one: dict[int, Map] = {}  # values that one operator reads, a convolution, by identity
 
     def run(self) -> LoopGraph:
         values: dict[torch.fx.Node, Any] = {}
@@ -166,7 +153,7 @@ class _Lowerer:
                 op.a = self._rows(self._operand(op.a))
                 op.b = self._operand(op.b)
             case ConvOp():
-                if not self._is_prologue(op) and not self._is_part(op):
+                if not self._is_part(op):
                     op.x = self._image(op.x)
                 op.w = self._operand(op.w)
                 self._convolved.add(id(op.out))
@@ -197,27 +184,6 @@ class _Lowerer:
         if isinstance(value, Map) and value.realized is None and id(_root(value)) in self._concatenated:
             return self._realize(value)
         return self._ctx.materialize(self._operand(value))
-
-    def _is_prologue(self, op: ConvOp) -> bool:
-        """Whether a convolution's input stays as it is computed: pixel by pixel from images that this region writes."""
-        value = op.x
-        if id(value) not in self._for_one or not isinstance(value, Map) or value.realized is not None:
-            return False
-        if not self._computes_input(op):
-            return False
-        images = {id(other.out) for other in self._ops if not isinstance(other, (MatMulOp, AttentionOp))}
-        index = domain_vars(value.shape)
-        pixel = (index[0], *index[2:])
-        loads = loads_of(value.at(index))
-        if len({id(load.buffer) for load in loads} & images) > _MOST_IMAGES_READ:
-            return False
-        for load in loads:
-            place = (load.index[0], *load.index[2:]) if len(load.index) == len(index) else ()
-            if place == pixel and id(load.buffer) not in images:
-                return False  # another layout than the engine's own, as likely as not
-            if place != pixel and typical(product(load.buffer.shape)) * 8 > typical(product(value.shape)):
-                return False  # a window, or another shape
-        return True
 
     def _is_part(self, op: ConvOp) -> bool:
         """Whether a convolution's input is some channels of what another one writes, in whole blocks: its kernel reads them in place."""
@@ -254,7 +220,7 @@ class _Lowerer:
             return
         expr = value.at(domain_vars(value.shape))
         calls = count_calls(expr)
-        if calls > MAX_INLINE_CALLS or len(loads_of(expr)) > _MAX_SOURCES or _most_loads(expr) > MAX_INLINE_LOADS:
+        if calls > MAX_INLINE_CALLS or len(loads_of(expr)) > MAX_INLINE_LOADS:
             self._realize(value)
             return
         if calls == 0:
@@ -270,8 +236,6 @@ class _Lowerer:
             buffer = self._realize(value)
             if self._is_epilogue(value, expr):
                 self._images.add(id(buffer))
-        elif len(readers) == 1 and readers[0].target is aten.convolution.default:
-            self._for_one[id(value)] = value
 
     def _is_epilogue(self, value: Map, expr: Expr) -> bool:
         """Whether a value is computed element by element from what a convolution writes."""
@@ -283,24 +247,6 @@ class _Lowerer:
             return True
         meta = reader.meta.get("val")
         return isinstance(meta, torch.Tensor) and _elements(meta) > 2 * typical(product(value.shape))
-
-
-def _most_loads(expr: Expr) -> int:
-    """How many distinct loads one element needs at most: of the two sides of a guard the one with more."""
-    found: dict[int, frozenset[int]] = {}
-
-    def visit(e: Expr) -> frozenset[int]:
-        if id(e) not in found:
-            match e:
-                case Call(_, "guard", (condition, inside, outside)):
-                    found[id(e)] = visit(condition) | max(visit(inside), visit(outside), key=len)
-                case Call():
-                    found[id(e)] = frozenset[int]().union(*map(visit, e.args))
-                case _:
-                    found[id(e)] = frozenset(map(id, loads_of(e)))
-        return found[id(e)]
-
-    return len(visit(expr))
 
 
 def _root(value: Value) -> Value:

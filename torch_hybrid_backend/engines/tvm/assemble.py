@@ -18,7 +18,7 @@ from torch_hybrid_backend.core.size import known
 from torch_hybrid_backend.core.size import symbol as symbol_
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.engines.tvm.layouts import assign_layouts
-from torch_hybrid_backend.engines.tvm.prepare import Packed, Prepared, computes_input, prepare
+from torch_hybrid_backend.engines.tvm.prepare import Packed, Prepared, prepare
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.variants import Variant
 from torch_hybrid_backend.loops.fusion import Group, fuse, inlined, needed_outside, replace_loads
@@ -126,7 +126,7 @@ def _physical(buffer: Buffer, layout: Layout) -> TensorSpec:
 
 def assemble(region: Region, target: Target) -> RegionKernels:
     """The kernels of a region; raises loops.lowering.Refuse where an operator is not taken."""
-    lowered = lower_region(region, partial(computes_input, target=target))
+    lowered = lower_region(region)
     fixed: dict[int, Layout] = {}
     for buffer, region_input in zip(lowered.inputs, region.inputs, strict=True):
         if region_input.spec is None:

@@ -7,7 +7,6 @@ read as fast where it lies (`reads_plain`) is not packed: no second copy of it e
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +22,7 @@ from torch_hybrid_backend.engines.tvm.packing import (
     packed_conv_shape,
 )
 from torch_hybrid_backend.engines.tvm.target import Target
-from torch_hybrid_backend.engines.tvm.tiles import fuses_input, output_block, reads_plain, tile_n
+from torch_hybrid_backend.engines.tvm.tiles import output_block, reads_plain, tile_n
 from torch_hybrid_backend.loops import ops as scalar
 from torch_hybrid_backend.loops.graph import LoopGraph
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index, contiguous_strides, linear
@@ -152,15 +151,6 @@ def plain_view(op: MatMulOp, layouts: Mapping[int, Layout], target: Target) -> S
     _, k_stride, n_stride = view.strides
     is_rows = k_stride == 1 and isinstance(k, int) and at_most(k, n_stride)
     return view if is_rows and reads_plain(op.a.shape[1], k, n, target) else None
-
-
-def computes_input(op: ConvOp, target: Target) -> bool:
-    """Whether a convolution's kernel is to compute the input that it alone reads: see `fuses_input`."""
-    outputs, channels, *kernel = op.w.shape
-    if op.groups != 1 or {*kernel, *op.stride} != {1} or any(op.padding) or op.x.shape[2:] != op.out.shape[2:]:
-        return False
-    pixels = math.prod(map(known, op.out.shape[2:]))
-    return fuses_input(op.out.shape[0], known(channels), known(outputs), pixels, target)
 
 
 def prepare(graph: LoopGraph, target: Target, layouts: Mapping[int, Layout]) -> Prepared:

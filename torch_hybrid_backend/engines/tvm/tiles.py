@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch_hybrid_backend.core.size import Dim, Size, typical
+from torch_hybrid_backend.core.size import Dim, Size
 from torch_hybrid_backend.engines.tvm.target import Target
 
 # Taller register tiles gain nothing: the vectors' own loads are already 1/14 of the work.
@@ -53,18 +53,6 @@ def tile_n(n: Dim, target: Target) -> int:
     if isinstance(n, Size) or n > target.lanes:
         return 2 * target.lanes
     return 1 << (n - 1).bit_length()
-
-
-def fuses_input(images: Dim, channels: int, outputs: int, pixels: int, target: Target) -> bool:
-    """Whether a 1x1 convolution with stride 1 computes its input itself, where that is computed element by element.
-
-    Every tile of pixels then reads the whole weight, which must stay in a core's second-level cache; each core needs tiles enough; and a vector
-    of the input costs some 4 cycles, of which eight blocks of outputs make 64 of multiply-adds. With fewer (24 to 112 channels behind
-    squeeze-and-excitation) EfficientNet-B0 took 1.01 of the time before.
-    """
-    weight_bytes = 4 * channels * -(-outputs // target.lanes) * target.lanes
-    tiles = typical(images) * -(-pixels // _MOST_ROWS)
-    return outputs >= 8 * target.lanes and weight_bytes <= target.l2_bytes // 2 and tiles >= 2 * target.cores
 
 
 def output_block(o: int, groups: int, target: Target) -> int:

@@ -24,7 +24,7 @@ from torch_hybrid_backend.core.size import known, typical
 from torch_hybrid_backend.engines.tvm.builder import Stmt, TirExpr
 from torch_hybrid_backend.engines.tvm.schedules.conv_geometry import Axis, ColumnTiles, column_tiles, is_wide
 from torch_hybrid_backend.engines.tvm.schedules.conv_parts import ConvParts
-from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, by_part, lanes_of, tile_time
+from torch_hybrid_backend.engines.tvm.schedules.registers import IN_FLIGHT, RegisterTile, by_part, lanes_of
 from torch_hybrid_backend.engines.tvm.schedules.weight_stream import Task, WeightStream, streams
 from torch_hybrid_backend.engines.tvm.tiles import Split, max_rows, register_count, split_into
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
@@ -93,7 +93,7 @@ class _Direct:
             columns = split_into(self.columns.out, tiles)
             tasks = typical(parts.images) * self.groups * blocks.parts * (tiles if self.is_flat else self.rows.out)
             work = sum(
-                n_blocks * n_columns * tile_time(b * vectors, c)
+                n_blocks * n_columns * _tile_time(b * vectors, c)
                 for _, n_blocks, b in blocks.runs()
                 for _, n_columns, c in columns.runs()
             )
@@ -393,3 +393,8 @@ class _Direct:
             name="chunk",
         )
         return b.seq(b.alloc(sums), zero, chunks, each_row(write))
+
+
+def _tile_time(vectors: int, columns: int) -> float:
+    """Half cycles per step of the reduction: two multiply-adds and two loads per cycle; short tiles wait for the last sum."""
+    return max(vectors * columns, vectors + columns, IN_FLIGHT) + 0.1 * (vectors + columns)

@@ -98,11 +98,6 @@ def partials(of: Callable[[int, Index], TirExpr], count: int) -> list[LaneFn]:
     return [partial(of, number) for number in range(count)]
 
 
-def tile_time(vectors: int, columns: int) -> float:
-    """Half cycles per step of the reduction: two multiply-adds and two loads per cycle; short tiles wait for the last sum."""
-    return max(vectors * columns, vectors + columns, IN_FLIGHT) + 0.1 * (vectors + columns)
-
-
 def zero(dtype: str) -> TirExpr:
     return tirx.const(0, dtype)
 
