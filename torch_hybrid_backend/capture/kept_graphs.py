@@ -30,13 +30,8 @@ from torch_hybrid_backend.store import Store
 
 _log = logging.getLogger(__name__)
 _KIND = "captures"
-_KEYS_OF_TORCH = {
-    "Meta",
-    "MPS",
-    "CUDA",
-}  # dispatch keys of the kernels that torch itself registers for ATen from Python
-
-
+# Dispatch keys of the kernels that torch itself registers for ATen from Python.
+_KEYS_OF_TORCH = {"Meta", "MPS", "CUDA"}
 _COMPILED = (type(torch.Tensor.add), type(torch.add), type(torch.Tensor.__add__))
 
 
@@ -82,10 +77,8 @@ def capture_key(
         parts = [*_versions(), *sorted(map(str, keep_ops)), *_settings(), gm.code]
         parts += [part for node in gm.graph.nodes for part in _node_parts(node)]
         parts += _input_parts(gm, example_inputs)
-    except (
-        _UnkeyedError,
-        AttributeError,
-    ) as error:  # what another version of torch calls otherwise is not known for sure either
+    except (_UnkeyedError, AttributeError) as error:
+        # What another version of torch calls otherwise is not known for sure either.
         _log.debug("no key for AOTAutograd's graph: %s", error)
         return None
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

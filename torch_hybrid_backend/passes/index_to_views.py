@@ -56,9 +56,8 @@ def _rewrite(gm: torch.fx.GraphModule, node: Node, ranges: dict[int, range]) -> 
         if counted != range(x.meta["val"].shape[dim]):
             made.append(insert(node, aten.slice.Tensor, result, dim, counted.start, counted.stop, counted.step))
             result = made[-1]
-    made.append(
-        insert(node, aten.view.default, result, list(shape))
-    )  # but for dimensions of one element the shape is the same
+    # But for dimensions of one element the shape is the same.
+    made.append(insert(node, aten.view.default, result, list(shape)))
     if not may_replace(gm, node, made[-1]):
         made.append(insert(node, aten.clone.default, made[-1], memory_format=torch.contiguous_format))
     if not may_replace(gm, node, made[-1]):
