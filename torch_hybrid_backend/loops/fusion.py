@@ -33,7 +33,9 @@ from torch_hybrid_backend.loops.ir import (
     MatMulOp,
     ReduceOp,
     compute_dtype,
+    indices,
     loads_of,
+    parts,
 )
 
 MAX_MEMBERS = 16
@@ -236,7 +238,8 @@ def _consistent(group: Group, expr: Expr) -> bool:
 
     A member's result used inside an index (an embedding's row number) does not qualify: indices are read from memory.
     """
-    in_indices = {id(load) for index in _indices(expr) for load in loads_of(FromIndex(INDEX_DTYPE, index))}
+    at = [FromIndex(INDEX_DTYPE, index) for part in parts([expr]) for index in indices(part)]
+    in_indices = {id(part) for part in parts(at, within_indices=True)}
     for load in loads_of(expr):
         member = group.member_of(load.buffer)
         if member is not None and (load.index != member.index or id(load) in in_indices):
@@ -270,26 +273,6 @@ def inlined(group: Group) -> dict[int, Expr]:
     for member in group.members:
         values[id(member.op.out)] = replace_loads(member.expr, lambda load: values.get(id(load.buffer)))
     return values
-
-
-def _indices(expr: Expr) -> list[Index]:
-    """The indices an expression computes with or loads at; not those inside of them."""
-    found: list[Index] = []
-    seen: set[int] = set()
-    stack = [expr]
-    while stack:
-        e = stack.pop()
-        if id(e) in seen:
-            continue
-        seen.add(id(e))
-        match e:
-            case Load():
-                found.extend(e.index)
-            case FromIndex():
-                found.append(e.index)
-            case Call():
-                stack.extend(e.args)
-    return found
 
 
 def needed_outside(groups: Sequence[Group], outputs: Sequence[Buffer]) -> set[int]:

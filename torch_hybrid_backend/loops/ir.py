@@ -12,7 +12,7 @@ stores narrow; only an explicit cast rounds in between (`Call("round", ...)`), s
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch_hybrid_backend.core.size import Dim
@@ -281,26 +281,35 @@ def buffers_of(value: Value) -> list[Buffer]:
     return buffers_of_expr(value.at(domain_vars(value.shape)))
 
 
-def loads_of(expr: Expr) -> list[Load]:
-    """Every distinct load of an expression, those inside indices included."""
-    found: dict[int, Load] = {}
-    seen: set[int] = set()
-    stack: list[Expr] = [expr]
+def parts(exprs: Iterable[Expr], *, within_indices: bool = False) -> Iterator[Expr]:
+    """Every distinct part of expressions in first-use order, the expressions themselves included."""
+    stack, seen = [*exprs][::-1], set[int]()
     while stack:
         e = stack.pop()
         if id(e) in seen:
             continue
         seen.add(id(e))
-        match e:
-            case Load():
-                found[id(e)] = e
-                for index in e.index:
-                    stack.extend(_scalars(index))
-            case FromIndex():
-                stack.extend(_scalars(e.index))
-            case Call():
-                stack.extend(reversed(e.args))
-    return list(found.values())
+        yield e
+        if isinstance(e, Call):
+            stack.extend(reversed(e.args))
+        elif within_indices:
+            for index in indices(e):
+                stack.extend(_scalars(index))
+
+
+def indices(expr: Expr) -> tuple[Index, ...]:
+    """The indices that one part of an expression loads at or computes with."""
+    match expr:
+        case Load():
+            return expr.index
+        case FromIndex():
+            return (expr.index,)
+    return ()
+
+
+def loads_of(expr: Expr) -> list[Load]:
+    """Every distinct load of an expression, those inside indices included."""
+    return [e for e in parts([expr], within_indices=True) if isinstance(e, Load)]
 
 
 def _scalars(index: Index) -> list[Expr]:
@@ -320,18 +329,7 @@ def buffers_of_expr(expr: Expr) -> list[Buffer]:
 
 def count_calls(expr: Expr) -> int:
     """Distinct scalar operations in an expression, casts not counted."""
-    seen: set[int] = set()
-    stack: list[Expr] = [expr]
-    calls = 0
-    while stack:
-        e = stack.pop()
-        if id(e) in seen:
-            continue
-        seen.add(id(e))
-        if isinstance(e, Call):
-            calls += e.op not in ("cast", "round")
-            stack.extend(e.args)
-    return calls
+    return sum(isinstance(e, Call) and e.op not in ("cast", "round") for e in parts([expr]))
 
 
 def canonical(expr: Expr, buffer_names: Mapping[int, str]) -> str:

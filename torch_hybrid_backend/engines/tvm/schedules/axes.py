@@ -6,7 +6,7 @@ memory order a dimension has is read off the offsets of the kernel's accesses, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch_hybrid_backend.core.size import Dim, Size, at_most, product, typical
@@ -14,7 +14,7 @@ from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirExpr
 from torch_hybrid_backend.engines.tvm.printer import Printer
 from torch_hybrid_backend.engines.tvm.tiles import lane_chunks
 from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, as_index
-from torch_hybrid_backend.loops.ir import Call, Expr, FromIndex, count_calls, loads_of
+from torch_hybrid_backend.loops.ir import Call, Expr, FromIndex, count_calls, loads_of, parts
 from torch_hybrid_backend.loops.kernels import Kernel
 
 Env = dict[LoopVar, Index]
@@ -147,18 +147,7 @@ def _touches(offset: Index, flat: Flat) -> bool:
 
 def _computed_with(exprs: Sequence[Expr]) -> set[LoopVar]:
     """The variables whose values expressions compute with, rather than only read at."""
-    return {a for e in _parts(exprs) if isinstance(e, FromIndex) for a in e.index.leaves() if isinstance(a, LoopVar)}
-
-
-def _parts(exprs: Sequence[Expr]) -> Iterator[Expr]:
-    """Every distinct subexpression, those inside indices left out."""
-    stack, seen = list(exprs), set()
-    while stack:
-        e = stack.pop()
-        if id(e) not in seen:
-            seen.add(id(e))
-            yield e
-            stack.extend(getattr(e, "args", ()))
+    return {a for e in parts(exprs) if isinstance(e, FromIndex) for a in e.index.leaves() if isinstance(a, LoopVar)}
 
 
 def pieces(printer: Printer, exprs: Sequence[Expr], variable: LoopVar) -> list[tuple[Dim, Dim]]:
@@ -171,8 +160,8 @@ def pieces(printer: Printer, exprs: Sequence[Expr], variable: LoopVar) -> list[t
     if isinstance(variable.extent, Size):
         return [(0, variable.extent)]
     found: set[Dim] = set()
-    conditions = [e.args[0] for e in _parts(exprs) if isinstance(e, Call) and e.op == "guard"]
-    for comparison in _parts(conditions):
+    conditions = [e.args[0] for e in parts(exprs) if isinstance(e, Call) and e.op == "guard"]
+    for comparison in parts(conditions):
         sides = printer.index_sides(comparison, {}) if isinstance(comparison, Call) else None
         if sides is None or not isinstance(comparison, Call):
             continue
