@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,10 @@ from typing import Any
 from benchmarks.models import Size
 from benchmarks.peers import Peer
 from benchmarks.process import WorkerError, WorkerProcess, wait_until_quiet
+from benchmarks.results import OURS
 from benchmarks.worker import Account, Prepare, Ready, Reference, Round, Work, environment
+
+_FILLED = "filled"  # an empty file in a cache from which the peer has prepared a model to the end
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +25,8 @@ class Effort:
     """How long to measure. `seconds`: timing of one model, all peers together; `timeout_s`: longest wait for one peer's answer.
 
     `warm`: names of peers for which a second process is started on the caches that the first one filled, for its compile time.
+    `caches`: folder where the caches of all peers but ours outlive the run; one that finds its own filled has a warm compile time and
+    no cold one. None: every run starts without.
     """
 
     threads: int
@@ -28,6 +34,18 @@ class Effort:
     rounds: int = 5
     timeout_s: float = 300.0
     warm: frozenset[str] = frozenset()
+    caches: Path | None = None
+
+    def cache(self, work: Work, peer: Peer) -> Path:
+        """Where the peer keeps what it compiles for this work: filled (`_is_filled`), or empty."""
+        if self.caches is None or peer.name == OURS or not peer.keeps_cache:
+            return work.folder / peer.name
+        cache = self.caches / f"{work.model}-{work.size}-{work.batch}-{peer.name}"
+        if not _is_filled(
+            cache
+        ):  # what a run that was stopped left would make the next one's compile time neither cold nor warm
+            shutil.rmtree(cache, ignore_errors=True)
+        return cache
 
 
 @dataclass(slots=True)
@@ -37,6 +55,7 @@ class _Runner:
     peer: Peer
     worker: WorkerProcess
     cache: Path
+    was_filled: bool
     gap: str = ""
     ready: Ready | None = None
     warm_s: float | None = None
@@ -64,13 +83,13 @@ def compare(
         work = Work(model, size, batch, effort.threads, folder)
 
         @contextlib.contextmanager
-        def start(cache: str) -> Iterator[WorkerProcess]:
-            with WorkerProcess(environment(effort.threads, folder / cache), log) as worker:
+        def start(cache: Path) -> Iterator[WorkerProcess]:
+            with WorkerProcess(environment(effort.threads, cache), log) as worker:
                 yield worker
 
         say("reference")
         try:
-            with start("reference") as worker:
+            with start(folder / "reference") as worker:
                 flops = worker.ask(Reference(work), effort.timeout_s)
         except WorkerError as error:
             flops = f"eager has no result: {error}"
@@ -81,9 +100,12 @@ def compare(
             if peer.missing():
                 continue
             say(f"{peer.title}: preparing")
-            runner = _Runner(peer, stack.enter_context(start(peer.name)), folder / peer.name)
+            cache = effort.cache(work, peer)
+            runner = _Runner(peer, stack.enter_context(start(cache)), cache, was_filled=_is_filled(cache))
             runner.ready = runner.ask(Prepare(work, peer, folder / f"{peer.name}-files"), effort.timeout_s)
             runner.gap = runner.gap or (runner.ready.error if runner.ready else "")
+            if not runner.gap and cache.exists():
+                (cache / _FILLED).touch()
             runners.append(runner)
         _time(runners, effort, say)
         for runner in runners:
@@ -91,15 +113,19 @@ def compare(
                 runner.account = runner.ask(Account(), effort.timeout_s) or {}
             runner.worker.end()
         for runner in runners:
-            if runner.peer.name in effort.warm and runner.peer.keeps_cache and not runner.gap:
+            if runner.peer.name in effort.warm and runner.peer.keeps_cache and not (runner.gap or runner.was_filled):
                 say(f"{runner.peer.title}: preparing again, from its cache")
-                with contextlib.suppress(WorkerError), start(runner.peer.name) as worker:
+                with contextlib.suppress(WorkerError), start(runner.cache) as worker:
                     again = worker.ask(
                         Prepare(work, runner.peer, folder / f"{runner.peer.name}-files"), effort.timeout_s
                     )
                     runner.warm_s = None if again.error else again.compile_s
         results = {runner.peer.name: _result(work, runner, flops) for runner in runners}
         return [results.get(peer.name) or _identity(work, peer) | {"gap": peer.missing()} for peer in peers]
+
+
+def _is_filled(cache: Path) -> bool:
+    return (cache / _FILLED).exists()
 
 
 def _time(runners: Sequence[_Runner], effort: Effort, say: Callable[[str], None]) -> None:
@@ -136,7 +162,7 @@ def _result(work: Work, runner: _Runner, flops: int) -> dict[str, Any]:
         "items_per_s": round(work.batch / median * 1e3, 3),
         "rounds": len(medians),
         "calls": len(samples),
-        "compile_cold_s": round(runner.ready.compile_s, 3),
+        "compile_warm_s" if runner.was_filled else "compile_cold_s": round(runner.ready.compile_s, 3),
         "import_s": round(runner.ready.import_s, 3),
         "max_error": runner.ready.max_error,
         "gflop": round(flops / 1e9, 4),

@@ -2,6 +2,7 @@
 
     hybrid bench --models resnet50,bert_base --peers eager,hybrid,openvino --batch 1,8 --threads 2 --out zoo.json
     hybrid bench --resume                     # go on where a run was stopped
+    hybrid bench --caches FOLDER              # peers find what they compiled in earlier runs
     hybrid bench --isa avx2                   # as on a processor without AVX-512
 
 Each peer runs in a process of its own; rounds are interleaved. The results are written after every model: as JSON, beside it as
@@ -96,6 +97,12 @@ def _parser(known: dict[str, Peer]) -> argparse.ArgumentParser:
         help=f"whose compile time with a filled cache is measured, in a second process; default: {','.join(_WARM)}",
     )
     parser.add_argument("--no-warm", action="store_const", dest="warm", const=[], help="leave these compile times out")
+    parser.add_argument(
+        "--caches",
+        type=Path,
+        metavar="FOLDER",
+        help="keep the caches of hybrid's peers there for later runs, which then start faster and have no cold compile time for them",
+    )
     parser.add_argument("--no-overhead", action="store_true", help="leave out the cost of a call of ten tiny operators")
     parser.add_argument("--resume", action="store_true", help="keep the rows that are in the file already")
     default = table.RESULTS / machine.slug() / "zoo.json"
@@ -123,7 +130,12 @@ def main(argv: Sequence[str] | None = None, known: dict[str, Peer] | None = None
     arguments = _parser(known).parse_args(argv)
     asked = [known[name] for name in arguments.peers]
     effort = Effort(
-        arguments.threads, arguments.seconds, arguments.rounds, arguments.timeout, frozenset(arguments.warm)
+        arguments.threads,
+        arguments.seconds,
+        arguments.rounds,
+        arguments.timeout,
+        frozenset(arguments.warm),
+        arguments.caches and arguments.caches.resolve(),
     )
     torch.set_num_threads(arguments.threads)
     record: Record = {

@@ -39,3 +39,24 @@ def test_gaps_do_not_stop_the_others(tmp_path: Path) -> None:
     assert (
         "the whole graph" in (tmp_path / "log").read_text()
     )  # the first line is the gap, the rest is for who looks into it
+
+
+def test_kept_caches_make_compile_times_warm(tmp_path: Path) -> None:
+    """The second run finds what the first one compiled and says so; what a stopped run left is not taken for a filled cache."""
+    peer = Peer("caching", "caching", "tests.benchmarks.planted.caching", keeps_cache=True)
+    effort = Effort(threads=1, seconds=0.05, rounds=1, timeout_s=120, warm=frozenset({"caching"}), caches=tmp_path)
+
+    def run(batch: int) -> dict[str, object]:
+        [result] = compare("lstm", "small", batch, [peer], effort, tmp_path / "log", lambda text: None)
+        return result
+
+    left = tmp_path / "lstm-small-1-caching" / "inductor"
+    left.mkdir(parents=True)
+    (left / "compiled").touch()
+    first, second, other = run(1), run(1), run(2)
+    assert [r["found"] for r in (first, second, other)] == [False, True, False]
+    assert "compile_cold_s" in first
+    assert "compile_warm_s" in first
+    assert "compile_cold_s" not in second
+    assert "compile_warm_s" in second
+    assert "compile_cold_s" in other
