@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks import machine
 from benchmarks.models import Size
 from benchmarks.peers import Peer
 from benchmarks.process import WorkerError, WorkerProcess, wait_until_quiet
@@ -144,7 +145,10 @@ def _time(runners: Sequence[_Runner], effort: Effort, say: Callable[[str], None]
 
 
 def _identity(work: Work, peer: Peer) -> dict[str, Any]:
-    return {"model": work.model, "batch": work.batch, "peer": peer.name, "size": work.size, "threads": work.threads}
+    return {"model": work.model, "batch": work.batch, "peer": peer.name, "size": work.size, "threads": work.threads} | {
+        "day": machine.today(),
+        "revision": machine.revision(),
+    }
 
 
 def _result(work: Work, runner: _Runner, flops: int) -> dict[str, Any]:

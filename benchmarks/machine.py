@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -65,8 +66,22 @@ def describe() -> dict[str, object]:
         "capability": torch.backends.cpu.get_cpu_capability(),
         "system": f"{platform.system()} {platform.machine()}",
         "versions": versions(),
-        "day": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "day": today(),
     }
+
+
+def today() -> str:
+    """The day (UTC)."""
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
+def revision() -> str:
+    """The commit of the clone that is measured, with "-dirty" where files differ from it; empty outside of a clone."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 def slug() -> str:

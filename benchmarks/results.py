@@ -3,6 +3,7 @@
     {"machine": {...}, "settings": {...}, "overhead": [...], "results": [...], "summary": {...}}
 
 `results` are those of `benchmarks.compare`, one for each model, batch and peer; a result without figures has a "gap", which says why.
+Each has the day and the revision of this project it was measured on, since rows are measured anew one by one.
 `overhead` are the costs of a call with next to no work in it (`benchmarks.overhead`). `summary` is derived, for those who read the file.
 """
 
@@ -125,9 +126,12 @@ def resumed(path: Path, fresh: Record) -> Record:
     return found
 
 
-def without(record: Record, row: Row) -> Record:
-    """The record without one row, which is about to be measured anew."""
-    return record | {"results": [r for r in record["results"] if (r["model"], r["batch"]) != row]}
+def replaced(record: Record, row: Row, found: Sequence[dict[str, Any]]) -> Record:
+    """The record with one row's results instead of those it had, in their place; a new row comes last."""
+    kept = [r for r in record["results"] if (r["model"], r["batch"]) != row]
+    before = [r for r in record["results"] if (r["model"], r["batch"]) == row]
+    place = record["results"].index(before[0]) if before else len(kept)
+    return record | {"results": [*kept[:place], *found, *kept[place:]]}
 
 
 def complete(record: Record, row: Row, wanted: Sequence[str]) -> bool:

@@ -2,6 +2,7 @@
 
     hybrid bench --models resnet50,bert_base --peers eager,hybrid,openvino --batch 1,8 --threads 2 --out zoo.json
     hybrid bench --resume                     # go on where a run was stopped
+    hybrid bench --models unet --again        # measure some rows of the file anew
     hybrid bench --caches FOLDER              # peers find what they compiled in earlier runs
     hybrid bench --isa avx2                   # as on a processor without AVX-512
 
@@ -104,7 +105,9 @@ def _parser(known: dict[str, Peer]) -> argparse.ArgumentParser:
         help="keep the caches of hybrid's peers there for later runs, which then start faster and have no cold compile time for them",
     )
     parser.add_argument("--no-overhead", action="store_true", help="leave out the cost of a call of ten tiny operators")
-    parser.add_argument("--resume", action="store_true", help="keep the rows that are in the file already")
+    rows = parser.add_mutually_exclusive_group()
+    rows.add_argument("--resume", action="store_true", help="keep the rows that are in the file already")
+    rows.add_argument("--again", action="store_true", help="measure the named rows anew, keep the others of the file")
     default = table.RESULTS / machine.slug() / "zoo.json"
     parser.add_argument(
         "--out", type=Path, default=default, metavar="FILE", help=f"JSON; default: {_relative(default)}"
@@ -144,20 +147,22 @@ def main(argv: Sequence[str] | None = None, known: dict[str, Peer] | None = None
         "overhead": [],
         "results": [],
     }
-    if arguments.resume:
+    if arguments.resume or arguments.again:
         try:
             record = results.resumed(arguments.out, record)
         except ValueError as error:
             print(f"hybrid bench: {error}", file=sys.stderr)
             return 2
     wanted: list[Row] = [(name, batch) for name in arguments.models for batch in arguments.batch]
-    wanted = [row for row in wanted if not results.complete(record, row, arguments.peers)]
+    if arguments.resume:
+        wanted = [row for row in wanted if not results.complete(record, row, arguments.peers)]
     progress = Progress(len(wanted) + (not arguments.no_overhead))
     try:
         record = _run(record, wanted, asked, effort, arguments, progress)
     except KeyboardInterrupt:
         progress.end()
-        print(f"stopped; what is complete is in {arguments.out}, go on with --resume", file=sys.stderr)
+        way = "--again and the models left" if arguments.again else "--resume"
+        print(f"stopped; what is complete is in {arguments.out}, go on with {way}", file=sys.stderr)
         return _STOPPED
     progress.end()
     print(table.report(record))
@@ -192,8 +197,7 @@ def _run(
             progress.at(f"{title}: {text}")
 
         found = compare(model, arguments.size, batch, asked, effort, log, say)
-        record = results.without(record, (model, batch))
-        record["results"] += found
+        record = results.replaced(record, (model, batch), found)
         write(arguments.out, record)
         progress.step(f"{title}: {_brief(found)}")
     write(arguments.out, record)

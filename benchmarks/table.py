@@ -113,8 +113,15 @@ def _caption(record: Record) -> str:
     measured = f", FMA peak {peak:.0f} GFLOP/s measured" if peak else ""
     return (
         f"{about['cpu']}, {about['cores']} cores, {about['threads']} threads, {about['capability']}{measured}; float32; "
-        f"{versions}; {about['day']}. Median of one call in milliseconds; a ratio above 1 means that hybrid is faster."
+        f"{versions}; {_when(record)}. Median of one call in milliseconds; a ratio above 1 means that hybrid is faster."
     )
+
+
+def _when(record: Record) -> str:
+    """The days on which the rows were measured, and the revisions of this project."""
+    days = sorted({result.get("day", record["machine"]["day"]) for result in record["results"]})
+    revisions = dict.fromkeys(result.get("revision") or "unknown" for result in record["results"])
+    return f"{' to '.join(dict.fromkeys((days[0], days[-1])))}, revision {', '.join(revisions)}" if days else ""
 
 
 def _table(header: Sequence[str], body: Sequence[Sequence[str]], left: int) -> str:

@@ -107,6 +107,18 @@ def test_a_stopped_run_goes_on_where_it_was(
     assert len(json.loads(out.read_text())["results"]) == 6
 
 
+def test_rows_are_measured_again_in_their_place(tmp_path: Path, compared: list[Any]) -> None:
+    """The named ones only; a row that the file has not had comes last."""
+    out = tmp_path / "zoo.json"
+    names = ["--peers", "eager", "--no-overhead", "--size", "small", "--out", str(out)]
+    run.main(["--models", "lstm,unet", "--batch", "1,8", *names])
+    compared.clear()
+    assert run.main(["--models", "lstm,minilm", "--batch", "1", "--again", *names]) == 0
+    assert compared == [("lstm", 1), ("minilm", 1)]
+    found = [(r["model"], r["batch"]) for r in json.loads(out.read_text())["results"]]
+    assert found == [("lstm", 1), ("lstm", 8), ("unet", 1), ("unet", 8), ("minilm", 1)]
+
+
 @pytest.mark.parametrize(
     ("given", "warm"),
     [([], {"hybrid", "inductor"}), (["--no-warm"], set()), (["--warm", "inductor_freezing"], {"inductor_freezing"})],

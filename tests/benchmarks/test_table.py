@@ -79,3 +79,10 @@ def test_a_file_without_markers_is_refused() -> None:
     """Nothing is written where the table has no place."""
     with pytest.raises(ValueError, match="markers"):
         table.with_results("no markers", [_RECORD])
+
+
+def test_the_caption_says_when_each_row_was_measured() -> None:
+    """Rows measured later carry their own day and revision; what an older file does not tell is unknown."""
+    [eager, *rest] = _RECORD["results"]
+    record = {**_RECORD, "results": [{**eager, "day": "2026-02-03", "revision": "abc"}, *rest]}
+    assert "; 2026-01-01 to 2026-02-03, revision abc, unknown. Median" in table.latency(record)
