@@ -1,8 +1,8 @@
 """Builds csrc/ into torch_hybrid_backend/_runtime.so; everything else is in pyproject.toml.
 
-The library is no Python module (torch.ops.load_library opens it) and uses LibTorch's stable ABI only, so one build serves
-every Python and torch from 2.11 on. In place: `python setup.py build_ext --inplace`; with HYBRID_BUILD_ASAN=1 it
-is built with AddressSanitizer.
+The library registers operators when torch.ops.load_library opens it, and is a Python module on the limited API; of LibTorch it
+uses the stable ABI only. So one build serves every Python from 3.11 and torch from 2.11 on. In place:
+`python setup.py build_ext --inplace`; with HYBRID_BUILD_ASAN=1 it is built with AddressSanitizer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class BuildRuntime(build_ext):
         return f"{fullname.replace('.', os.sep)}.so"
 
     def get_export_symbols(self, ext: Extension) -> list[str]:
-        return []  # no PyInit function: the library registers operators when it is opened
+        return []  # what is visible says so itself
 
 
 class AnyPythonWheel(bdist_wheel):

@@ -22,11 +22,12 @@ from torch_hybrid_backend.core.hoisted_inputs import CallInput, FoldedValue, Hoi
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.runtime.made_once import made_once
 from torch_hybrid_backend.runtime.native import Guard
+from torch_hybrid_backend.runtime.tensor_states import snapshot
 
 Made = TypeVar("Made")
 Fold = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
-# Unbound and mapped: these run for every parameter in every call.
+# Unbound and mapped: where there is no snapshot, these run for every parameter in every call.
 _data_ptr = torch.Tensor.data_ptr
 _version = attrgetter("_version")
 _NO_VERSION = -1
@@ -48,6 +49,9 @@ class _Entry(Generic[Made]):
     guard: Guard
     made: Made
     storages: tuple[weakref.ref[torch.UntypedStorage], ...]
+    is_of: (
+        Callable[[Sequence[Any]], bool] | None
+    )  # `versions` and the key, compared in C++ where it can read the tensors
 
 
 class LiveConstants(Generic[Made]):
@@ -65,11 +69,14 @@ class LiveConstants(Generic[Made]):
         make: Callable[[Sequence[Any], Guard], Made],
         capacity: int = 64,
     ) -> None:
+        self._positions, self._guarded_positions = tuple(positions), frozenset(guarded)
         self._constants = _picker(positions)
         self._guarded = _picker(guarded)
         self._make = make
         self._capacity = capacity
         self._entries: OrderedDict[tuple[int, ...], _Entry[Made]] = OrderedDict()
+        # Of `_entries` the last used, which the next call most likely uses too.
+        self._recent: _Entry[Made] | None = None
         # Re-entrant: a parameter may die, and call _drop, while this thread holds it.
         self._lock = threading.RLock()
 
@@ -87,13 +94,17 @@ class LiveConstants(Generic[Made]):
         return self._remake(self._key(inputs), inputs).made
 
     def _current(self, inputs: Sequence[Any]) -> _Entry[Made]:
+        recent = self._recent
+        if recent is not None and recent.is_of is not None and recent.is_of(inputs):
+            return recent
         key = self._key(inputs)
         entry = self._entries.get(key)
         if entry is None or entry.versions != self._versions(inputs):
             return self._remake(key, inputs)
         with self._lock:
-            if key in self._entries:
+            if self._entries.get(key) is entry:
                 self._entries.move_to_end(key)
+                self._recent = entry
         return entry
 
     def _key(self, inputs: Sequence[Any]) -> tuple[int, ...]:
@@ -109,6 +120,7 @@ class LiveConstants(Generic[Made]):
     def _remake(self, key: tuple[int, ...], inputs: Sequence[Any]) -> _Entry[Made]:
         # Before making: a change while `make` runs must be seen by the next call.
         versions = self._versions(inputs)
+        is_of = snapshot(inputs, self._positions, self._guarded_positions)
         guard = Guard(self._guarded(inputs))
         with torch.no_grad():
             made = self._make(inputs, guard)
@@ -116,9 +128,10 @@ class LiveConstants(Generic[Made]):
         storages = {
             id(storage): storage for storage in (tensor.untyped_storage() for tensor in self._constants(inputs))
         }
-        entry = _Entry(versions, guard, made, tuple(weakref.ref(storage, drop) for storage in storages.values()))
+        watched = tuple(weakref.ref(storage, drop) for storage in storages.values())
+        entry = _Entry(versions, guard, made, watched, is_of)
         with self._lock:
-            self._entries[key] = entry
+            self._entries[key] = self._recent = entry
             self._entries.move_to_end(key)
             while len(self._entries) > self._capacity:
                 self._entries.popitem(last=False)
@@ -130,6 +143,8 @@ class LiveConstants(Generic[Made]):
             # By identity: the same addresses may meanwhile belong to new parameters.
             if entry is not None and any(storage is died for storage in entry.storages):
                 del self._entries[key]
+                if self._recent is entry:
+                    self._recent = None
 
     def all_made(self) -> list[Made]:
         """Everything made and kept."""
@@ -140,6 +155,7 @@ class LiveConstants(Generic[Made]):
         """Forgets everything made; the next call makes it again."""
         with self._lock:
             self._entries.clear()
+            self._recent = None
 
     def __len__(self) -> int:
         return len(self._entries)
