@@ -1,23 +1,28 @@
-// The Python module torch_hybrid_backend._runtime: what must not cost a dispatcher's call for each
-// tensor. It is built on Python's limited API, so one build serves every Python from 3.11 on.
+// The Python module torch_hybrid_backend._runtime: what must not cost a dispatcher's call, in each
+// call of a graph or for each tensor. It is built on Python's limited API, so one build serves
+// every Python from 3.11 on.
 //
 // Where in a Python tensor its C++ tensor lies is for Python to find out and to tell (`learn`; see
-// runtime/tensor_states.py): the only knowledge of its layout. All else that is no plain tensor or
-// parameter, or no list, is "cannot tell", and the caller looks in Python.
+// runtime/native_module.py): the only knowledge of its layout. What is no plain tensor or
+// parameter, or no list, cannot be read here, and the caller goes another way.
 //
-// Failure: a Python exception for wrong arguments, as of any function.
+// Failure: a Python exception for wrong arguments, as of any function, and RuntimeError for what
+// the plan throws.
 #define Py_LIMITED_API 0x030b0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <dlfcn.h>
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <new>
 #include <optional>
 #include <vector>
 
+#include "handle_tables.h"
 #include "tensor_states.h"
 
 namespace torch_hybrid_backend {
@@ -43,13 +48,18 @@ struct Snapshot {
   Py_ssize_t shortest = 0;  // list that has all positions
 };
 
-std::optional<TensorState> StateOfItem(PyObject* list, Py_ssize_t position, bool counted) {
+// The C++ tensor inside a list's item, as long as that lives; null where it is no plain tensor.
+AtenTensorHandle TensorIn(PyObject* list, Py_ssize_t position) {
   PyObject* const item = PyList_GetItem(list, position);
   // Subclasses may override what reading them means; Parameter is known not to.
-  if (Py_TYPE(item) != layout.tensor && Py_TYPE(item) != layout.parameter) return std::nullopt;
-  return StateOf(
-      reinterpret_cast<AtenTensorHandle>(reinterpret_cast<std::byte*>(item) + layout.offset),
-      counted);
+  if (Py_TYPE(item) != layout.tensor && Py_TYPE(item) != layout.parameter) return nullptr;
+  return reinterpret_cast<AtenTensorHandle>(reinterpret_cast<std::byte*>(item) + layout.offset);
+}
+
+std::optional<TensorState> StateOfItem(PyObject* list, Py_ssize_t position, bool counted) {
+  const AtenTensorHandle tensor = TensorIn(list, position);
+  if (tensor == nullptr) return std::nullopt;
+  return StateOf(tensor, counted);
 }
 
 PyObject* Learn(PyObject*, PyObject* arguments) {
@@ -124,6 +134,85 @@ PyObject* Unchanged(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   Py_RETURN_TRUE;
 }
 
+// PyTorch's THPVariable_Wrap: a new reference to the Python object of a C++ tensor. Null where this
+// torch has none of that name.
+using Wrap = PyObject* (*)(const AtenTensorOpaque*);
+
+Wrap FindWrap() {
+  void* const library = dlopen("libtorch_python.so", RTLD_NOLOAD | RTLD_LAZY);
+  if (library == nullptr) return nullptr;
+  void* const function = dlsym(library, "_Z16THPVariable_WrapRKN2at10TensorBaseE");
+  dlclose(library);  // PyTorch keeps it
+  return reinterpret_cast<Wrap>(function);
+}
+
+Wrap Wrapper() {
+  static const Wrap wrap = FindWrap();
+  return wrap;
+}
+
+PyObject* AsList(const std::vector<torch::stable::Tensor>& tensors) {
+  PyObject* const list = PyList_New(static_cast<Py_ssize_t>(tensors.size()));
+  if (list == nullptr) return nullptr;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    PyObject* const tensor = Wrapper()(tensors[i].get());
+    if (tensor == nullptr) {
+      Py_DecRef(list);
+      return nullptr;
+    }
+    PyList_SetItem(list, static_cast<Py_ssize_t>(i), tensor);  // takes the reference
+  }
+  return list;
+}
+
+// Lets other threads into the interpreter while it lives.
+class InterpreterUnlocked {
+ public:
+  InterpreterUnlocked() : state_(PyEval_SaveThread()) {}
+  InterpreterUnlocked(const InterpreterUnlocked&) = delete;
+  InterpreterUnlocked& operator=(const InterpreterUnlocked&) = delete;
+  ~InterpreterUnlocked() { PyEval_RestoreThread(state_); }
+
+ private:
+  PyThreadState* state_;
+};
+
+PyObject* Run(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 3) {
+    PyErr_SetString(PyExc_TypeError, "run takes a plan, a binding and a list");
+    return nullptr;
+  }
+  const int64_t plan = PyLong_AsLongLong(arguments[0]);
+  const int64_t binding = PyLong_AsLongLong(arguments[1]);
+  if (PyErr_Occurred() != nullptr) return nullptr;
+  PyObject* const list = arguments[2];
+  if (Wrapper() == nullptr || !PyList_Check(list)) return Py_NewRef(Py_NotImplemented);
+  try {
+    const Py_ssize_t size = PyList_Size(list);
+    std::vector<torch::stable::Tensor> inputs;
+    inputs.reserve(static_cast<size_t>(size));
+    for (Py_ssize_t i = 0; i < size; ++i) {
+      const AtenTensorHandle tensor = TensorIn(list, i);
+      if (tensor == nullptr) return Py_NewRef(Py_NotImplemented);
+      AtenTensorHandle owned = nullptr;
+      STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(tensor, &owned));
+      inputs.emplace_back(owned);
+    }
+    const std::shared_ptr<Plan> running = Plans().Get(plan);
+    const std::shared_ptr<const Binding> bound = Bindings().Get(binding);
+    std::optional<RunResult> result;
+    {
+      const InterpreterUnlocked unlocked;
+      result = running->Run(plan, *bound, inputs, /*profiled=*/false);
+    }
+    if (result->status == RunStatus::kDone) return AsList(result->outputs);
+    return PyLong_FromLongLong(static_cast<int64_t>(result->status));
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
+}
+
 // Python's table of methods has one type for all ways of being called.
 PyCFunction AsMethod(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
@@ -139,6 +228,9 @@ PyModuleDef* Definition() {
        "snapshot(tensors, positions, counted) -> object or None where a state cannot be read."},
       {"unchanged", AsMethod(&Unchanged), METH_FASTCALL,
        "unchanged(snapshot, tensors) -> bool: whether each has the memory and version it had."},
+      {"run", AsMethod(&Run), METH_FASTCALL,
+       "run(plan, binding, inputs) -> list of outputs, the status of a run that was not done, or "
+       "NotImplemented where an input cannot be read."},
       {nullptr, nullptr, 0, nullptr}};
   static PyModuleDef definition = {
       PyModuleDef_HEAD_INIT, "_runtime", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};

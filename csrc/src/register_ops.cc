@@ -20,7 +20,7 @@
 
 #include "binding.h"
 #include "guard.h"
-#include "handle_table.h"
+#include "handle_tables.h"
 #include "kernel_library.h"
 #include "plan.h"
 
@@ -30,20 +30,6 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Numbers = std::vector<int64_t>;
-
-// Never destroyed: Python's finalisers may free handles while the process exits.
-HandleTable<Plan>& Plans() {
-  static auto* const table = new HandleTable<Plan>("plan");
-  return *table;
-}
-HandleTable<const Guard>& Guards() {
-  static auto* const table = new HandleTable<const Guard>("guard");
-  return *table;
-}
-HandleTable<const Binding>& Bindings() {
-  static auto* const table = new HandleTable<const Binding>("binding");
-  return *table;
-}
 
 void LoadTvmFfiOp(std::string path) { LoadTvmFfi(path); }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import weakref
 from collections.abc import Callable
@@ -12,8 +11,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torch_hybrid_backend.runtime import tensor_states
 from torch_hybrid_backend.runtime.constants import LiveConstants
+from torch_hybrid_backend.runtime.native_module import native_module
 from torch_hybrid_backend.runtime.tensor_states import snapshot
 
 
@@ -100,7 +99,7 @@ def test_wrong_arguments_raise() -> None:
         snapshot([torch.ones(1)], [1], frozenset())
     with pytest.raises(IndexError, match="no such position"):
         snapshot([torch.ones(1)], [-2], frozenset())
-    module = tensor_states._module()
+    module = native_module()
     assert module is not None
     with pytest.raises(ValueError, match="a byte"):
         module.snapshot([torch.ones(1)], (0,), b"")
@@ -120,27 +119,3 @@ def test_no_tensor_is_kept_alive() -> None:
     gc.collect()
     assert storage() is None
     assert made() is None
-
-
-@pytest.mark.parametrize(
-    "mode",
-    [contextlib.nullcontext, torch.inference_mode, FakeTensorMode, lambda: torch.device("meta"), torch.no_grad],
-    ids=["none", "inference", "fake", "default device", "no grad"],
-)
-def test_the_layout_is_learned_in_any_mode(mode: Callable[[], contextlib.AbstractContextManager[object]]) -> None:
-    """Whatever mode the first call is made in, plain tensors are what is looked at."""
-    with mode():
-        assert tensor_states._module.__wrapped__() is not None
-
-
-def test_a_torch_of_another_layout_is_read_from_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the C++ tensor is not found in its Python object, constants follow their parameters as before."""
-    monkeypatch.setattr(tensor_states, "_payload_offset", lambda: None)
-    monkeypatch.setattr(tensor_states, "_module", tensor_states._module.__wrapped__)
-    weight = torch.randn(4)
-    assert same(weight) is None
-    constants: LiveConstants[torch.Tensor] = LiveConstants([0], [0], lambda inputs, _: inputs[0] * 2)
-    kept = constants.get([weight])
-    assert constants.get([weight]) is kept
-    weight.mul_(2)
-    torch.testing.assert_close(constants.get([weight]), weight * 2)

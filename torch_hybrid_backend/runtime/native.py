@@ -20,6 +20,7 @@ import torch
 
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.runtime.kernel_files import OpenLibrary, use_library
+from torch_hybrid_backend.runtime.native_module import native_module
 
 Callback = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -193,6 +194,8 @@ class Plan:
         ops = _ops()
         self._ops = ops
         self._run = ops.plan_run
+        module = native_module()
+        self._run_directly = module.run if module is not None else _not_implemented
         self._libraries: set[OpenLibrary] = set()
         self.handle: int = ops.plan_new()
         _callbacks[self.handle] = tuple(callbacks)
@@ -240,8 +243,15 @@ class Plan:
         Raises HybridError for inputs that do not fit and for a kernel that fails, by its name; what a callback
         raised is raised as it was.
         """
+        profiled = _profiler_enabled()  # it shows the dispatcher's call
         try:
-            outputs, status = self._run(self.handle, binding.handle, inputs, _profiler_enabled())
+            results = NotImplemented if profiled else self._run_directly(self.handle, binding.handle, inputs)
+            if type(results) is list:
+                return results
+            if results is NotImplemented:
+                outputs, status = self._run(self.handle, binding.handle, inputs, profiled)
+            else:
+                outputs, status = [], results
         except RuntimeError as error:
             raise HybridError(str(error)) from error
         if status == RunStatus.DONE:
@@ -277,6 +287,10 @@ class Binding:
             list(borrowed.values()),
         )
         weakref.finalize(self, ops.binding_free, self.handle).atexit = False
+
+
+def _not_implemented(*_: object) -> object:
+    return NotImplemented
 
 
 def _building(operator: Callable[..., Any], *arguments: object) -> Any:
