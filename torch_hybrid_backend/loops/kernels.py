@@ -140,6 +140,16 @@ class ConvKernel(Kernel):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ConvChainKernel(Kernel):
+    """Convolutions one after the other: each reads what the one before it stores, which nothing else does and which lies in no memory.
+
+    Each stage is a kernel of its own, with one store and, from the second on, an `x` that is one load; `domain` is that of the last.
+    """
+
+    stages: tuple[ConvKernel, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class AttentionKernel(Kernel):
     """Domain (b, h, s, e): softmax(q k^T * scale + mask) v, then the stores read `accumulator`."""
 
@@ -188,23 +198,3 @@ def kernel_sizes(kernel: Kernel) -> list[Symbol]:
     visit([(argument.buffer.shape, argument.layout) for argument in (*kernel.reads, *kernel.writes)])
     visit(kernel)
     return list(found)
-
-
-def kernel_exprs(kernel: Kernel) -> list[tuple[str, Expr]]:
-    """Every expression of a kernel with a label, in a fixed order (for canonical text)."""
-    found: list[tuple[str, Expr]] = []
-    match kernel:
-        case MapKernel():
-            pass
-        case RowKernel():
-            for i, stage in enumerate(kernel.stages):
-                found.append((f"stage{i}:{stage.kind}:{stage.combiner}", stage.value))
-        case MatMulKernel() | PlainMatMulKernel():
-            found.append(("a", kernel.a))
-        case ConvKernel():
-            found.append(("x", kernel.x))
-        case AttentionKernel():
-            found += [("q", kernel.q), ("k", kernel.k), ("v", kernel.v)]
-            if kernel.mask is not None:
-                found.append(("mask", kernel.mask))
-    return found

@@ -46,17 +46,17 @@ def layout_of(buffer: Buffer, block: int, blocked: bool) -> Layout:
 Made = tuple[ConvKernel, dict[Buffer, torch.Tensor], torch.Tensor]
 
 
-def make(case: Case, target: Target) -> Made:
+def make(case: Case, target: Target, x_values: torch.Tensor | None = None) -> Made:
     """(kernel, inputs, result in float64) of out = relu(conv(x, w) + bias + residual), and more of it in long epilogues.
 
-    The residual lies in the other layout than the output.
+    The residual lies in the other layout than the output. x_values: the input, random where it is not given.
     """
     dims = len(case.kernel)
     stride, dilation = (case.stride,) * dims, (case.dilation,) * dims
     padding = (case.padding,) * dims if isinstance(case.padding, int) else case.padding
     torch.manual_seed(0)
     dtype = getattr(torch, case.dtype)
-    xt = torch.randn(case.x).to(dtype)
+    xt = torch.randn(case.x).to(dtype) if x_values is None else x_values
     wt = torch.randn(case.o, case.x[1] // case.groups, *case.kernel).to(dtype)
     bt = torch.randn(case.o).to(dtype)
     convolve = torch.nn.functional.conv1d if dims == 1 else torch.nn.functional.conv2d

@@ -17,6 +17,7 @@ from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.size import known
 from torch_hybrid_backend.core.size import symbol as symbol_
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.engines.tvm.chains import join_chains
 from torch_hybrid_backend.engines.tvm.layouts import assign_layouts
 from torch_hybrid_backend.engines.tvm.prepare import Packed, Prepared, prepare
 from torch_hybrid_backend.engines.tvm.target import Target
@@ -147,7 +148,7 @@ def assemble(region: Region, target: Target) -> RegionKernels:
             fixed[id(operand)] = contiguous(operand.shape)
     layouts = assign_layouts(groups, fixed, prepared.tiles, target)
     needed = needed_outside(groups, lowered.outputs)
-    kernels = tuple(_kernel(group, needed, layouts, prepared) for group in groups)
+    kernels = join_chains([_kernel(group, needed, layouts, prepared) for group in groups], lowered.outputs, target)
     return RegionKernels(
         region, kernels, lowered.inputs, lowered.outputs, prepared.graph.literals, tuple(prepared.packed), layouts
     )

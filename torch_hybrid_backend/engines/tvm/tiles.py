@@ -5,9 +5,10 @@ Nothing here imports TVM.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from torch_hybrid_backend.core.size import Dim, Size
+from torch_hybrid_backend.core.size import Dim, Size, typical
 from torch_hybrid_backend.engines.tvm.target import Target
 
 # Taller register tiles gain nothing: the vectors' own loads are already 1/14 of the work.
@@ -53,6 +54,11 @@ def tile_n(n: Dim, target: Target) -> int:
     if isinstance(n, Size) or n > target.lanes:
         return 2 * target.lanes
     return 1 << (n - 1).bit_length()
+
+
+def strips(images: Dim, rows: int, target: Target) -> int:
+    """Strips into which the rows of an image are cut, where a parallel loop goes over (image, strip): the fewest that keep all cores busy."""
+    return min(rows, target.cores // math.gcd(typical(images), target.cores))
 
 
 def output_block(o: int, groups: int, target: Target) -> int:

@@ -25,6 +25,7 @@ from torch_hybrid_backend.engines.tvm.winograd import packed_winograd_shape
 from torch_hybrid_backend.loops.ir import Buffer
 from torch_hybrid_backend.loops.kernels import (
     Argument,
+    ConvChainKernel,
     ConvKernel,
     Kernel,
     MatMulKernel,
@@ -111,12 +112,18 @@ def winograd(kernel: ConvKernel, weight: Packed | None, target: Target) -> list[
     return found
 
 
+def apart(kernel: ConvChainKernel, weight: Packed | None, target: Target) -> list[Variant]:
+    """The convolutions of a chain one after the other, with the tensors between them in memory."""
+    return [Variant("apart", kernel.stages)]
+
+
 # The estimates of `winograd_gains` are right within a quarter for most layers (docs/performance.md).
 _CONCEIVABLE_GAIN, _CERTAIN_GAIN = 0.8, 1.15
 _CHOICES = 8  # beyond the eighth best by estimate nothing has won
 ALTERNATIVES: tuple[tuple[type[Kernel], Alternatives], ...] = (
     (ConvKernel, winograd),
     (ConvKernel, other_choices),
+    (ConvChainKernel, apart),
     (MatMulKernel, other_choices),
 )
 
@@ -127,6 +134,8 @@ def work(kernel: Kernel) -> float:
     match kernel:
         case MatMulKernel() | PlainMatMulKernel():
             return points * typical(kernel.k.extent)
+        case ConvChainKernel():
+            return sum(map(work, kernel.stages))
         case ConvKernel():
             return points * typical(kernel.x_vars[1].extent) / kernel.groups * math.prod(kernel.kernel)
     return 0.0

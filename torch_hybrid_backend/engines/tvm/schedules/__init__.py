@@ -7,6 +7,7 @@ from typing import Any
 
 from torch_hybrid_backend.engines.tvm.schedules import (
     attention,
+    conv_chain,
     convolution,
     elementwise,
     matmul,
@@ -15,6 +16,7 @@ from torch_hybrid_backend.engines.tvm.schedules import (
 )
 from torch_hybrid_backend.loops.kernels import (
     AttentionKernel,
+    ConvChainKernel,
     ConvKernel,
     Kernel,
     MapKernel,
@@ -29,5 +31,6 @@ SCHEDULES: tuple[tuple[type[Kernel], Callable[..., Any]], ...] = (
     (MatMulKernel, matmul.emit),
     (PlainMatMulKernel, plain_matmul.emit),
     (ConvKernel, convolution.emit),
+    (ConvChainKernel, conv_chain.emit),
     (AttentionKernel, attention.emit),
 )

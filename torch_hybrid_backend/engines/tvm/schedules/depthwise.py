@@ -11,7 +11,7 @@ The work is one load per multiply-add: the schedule runs at the speed of the fir
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from torch_hybrid_backend.core.size import known
@@ -28,9 +28,29 @@ _UNROLLED_TAPS = 9
 
 def depthwise(parts: ConvParts) -> Stmt | None:
     """The kernel's body, or None where it is no depthwise convolution."""
+    row = _row(parts)
+    return None if row is None else parts.builder.fused((parts.images, _blocks(parts), parts.rows.out), row)
+
+
+def depthwise_row(parts: ConvParts) -> Callable[[Index, Index], Stmt] | None:
+    """All channels of one output row of an image, or None where it is no depthwise convolution."""
+    row = _row(parts)
+    if row is None:
+        return None
+    return lambda image, out_row: parts.builder.loop(
+        _blocks(parts), lambda block: row((image, block, out_row)), name="b"
+    )
+
+
+def _blocks(parts: ConvParts) -> int:
+    return known(parts.kernel.packed.shape[0])
+
+
+def _row(parts: ConvParts) -> Callable[[tuple[Index, ...]], Stmt] | None:
+    """One output row of a channel block: (image, block, output row)."""
     if len(parts.kernel.packed.shape) != 4:
         return None
-    b, blocks = parts.builder, known(parts.kernel.packed.shape[0])
+    b, blocks = parts.builder, _blocks(parts)
     tail = parts.out_channels - (blocks - 1) * parts.block
     tiles = column_tiles(parts.columns, -(-parts.columns.out // max_rows(1, parts.target)))
 
@@ -46,7 +66,7 @@ def depthwise(parts: ConvParts) -> Stmt | None:
             return last
         return b.when(b.index(block) < blocks - 1, lanes(0, parts.block), last)
 
-    return b.fused((parts.images, blocks, parts.rows.out), row)
+    return row
 
 
 def _tiles(

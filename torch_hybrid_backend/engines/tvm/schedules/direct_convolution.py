@@ -2,7 +2,7 @@
 
 Pattern: a `ConvKernel` whose packed weight is (groups, channel blocks, kh, input channels of the group, kw, block). Steps:
 1. Vector lanes are the output channels of a block. A register tile is some output columns of one row times some channel blocks, chosen by
-   counting multiply-adds, loads and tasks (`_choose`): small images need several blocks to have enough accumulators.
+   counting multiply-adds, loads and tasks (`conv_tiling`): small images need several blocks to have enough accumulators.
 2. A 1x1 kernel with stride 1 sees one long row: its tiles are cut from height x width.
 3. One parallel loop over (image, group, blocks, row), ordered so that the smaller of weight and input stays in the cache (`weight_stream`).
 4. Around the registers: kernel rows, input channels, and, unrolled, kernel columns: the order in which the weight is packed, so it streams.
@@ -17,19 +17,17 @@ Architectures", SC 2018.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
-from torch_hybrid_backend.core.size import known, typical
+from torch_hybrid_backend.core.size import known
 from torch_hybrid_backend.engines.tvm.builder import Stmt, TirExpr
 from torch_hybrid_backend.engines.tvm.schedules.conv_geometry import Axis, ColumnTiles, column_tiles, is_wide
 from torch_hybrid_backend.engines.tvm.schedules.conv_parts import ConvParts
-from torch_hybrid_backend.engines.tvm.schedules.registers import IN_FLIGHT, RegisterTile, by_part, lanes_of
+from torch_hybrid_backend.engines.tvm.schedules.conv_tiling import channel_block, choose_tiling, reads_one_long_row
+from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, by_part
 from torch_hybrid_backend.engines.tvm.schedules.weight_stream import Task, WeightStream, streams
-from torch_hybrid_backend.engines.tvm.tiles import Split, max_rows, register_count, split_into
-from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
-from torch_hybrid_backend.loops.ir import loads_of
-from torch_hybrid_backend.loops.layout import Blocked
+from torch_hybrid_backend.engines.tvm.tiles import Split, split_into
+from torch_hybrid_backend.loops.index import Index, as_index
 
 # Multiply-adds in one body of the loop over input channels: enough to hide it.
 _UNROLLED_MULTIPLY_ADDS = 56
@@ -40,101 +38,26 @@ def direct(parts: ConvParts) -> Stmt:
     return _Direct(parts).emit()
 
 
-@dataclass(frozen=True, slots=True)
-class _Tiling:
-    """Channel blocks per task, the number of column tiles, input channels per chunk, output rows per chunked task (0: not chunked)."""
-
-    blocks: Split
-    column_tiles: int
-    chunk: int
-    chunk_rows: int
+def direct_row(parts: ConvParts) -> Callable[[Index, Index], Stmt]:
+    """All channels of one output row of an image."""
+    return _Direct(parts, is_flat=False).whole_row
 
 
 class _Direct:
     """The emission of one kernel."""
 
-    def __init__(self, parts: ConvParts) -> None:
+    def __init__(self, parts: ConvParts, is_flat: bool = True) -> None:
         self.parts, self.builder, self.target = parts, parts.builder, parts.target
         self.groups, self.blocks, _, self.channels, _, self.block = map(known, parts.kernel.packed.shape)
         self.per_group = parts.out_channels // self.groups
         self.tail = self.per_group - (self.blocks - 1) * self.block
-        self.is_flat = self._reads_one_long_row()
+        self.is_flat = is_flat and reads_one_long_row(parts)
         self.rows, self.columns = parts.rows, parts.columns
         if self.is_flat:
             pixels = parts.rows.out * parts.columns.out
             self.rows, self.columns = Axis(1, 1, 1, 1, 0, 1), Axis(pixels, pixels, 1, 1, 0, 1)
-        self.tiling = self._choose()
-
-    # Decisions.
-
-    def _reads_one_long_row(self) -> bool:
-        """Whether the kernel is 1x1 with stride 1 and no index of the input has to divide a position into row and column."""
-        parts = self.parts
-        if not (parts.rows.is_pointwise and parts.columns.is_pointwise) or parts.rows.out == 1:
-            return False
-        pixel = LoopVar("pixel", parts.rows.out * parts.columns.out)
-        position = Index(((pixel, 1),), 0)
-        env = dict(
-            zip(parts.kernel.x_vars[-2:], (position // parts.columns.out, position % parts.columns.out), strict=True)
-        )
-        for load in loads_of(parts.kernel.x):
-            offset = parts.printer.offset(load.buffer, load.index, env)
-            if offset.divides(pixel):
-                return False
-        return True
-
-    def _choose(self) -> _Tiling:
-        """Blocks and columns per register tile: the kernel's `choice` of those there are, by estimated time; ties go to fewer loads."""
-        parts, vectors = self.parts, max(1, self.block // lanes_of(self.target, self.parts.dtype))
-        found: dict[tuple[Split, int], float] = {}
-        for most in range(1, min(self.blocks, register_count(self.target) // 4) + 1):
-            blocks = split_into(self.blocks, -(-self.blocks // most))
-            tiles = -(-self.columns.out // self._most_columns(blocks.size * vectors))
-            columns = split_into(self.columns.out, tiles)
-            tasks = typical(parts.images) * self.groups * blocks.parts * (tiles if self.is_flat else self.rows.out)
-            work = sum(
-                n_blocks * n_columns * _tile_time(b * vectors, c)
-                for _, n_blocks, b in blocks.runs()
-                for _, n_columns, c in columns.runs()
-            )
-            idle = -(-tasks // self.target.cores) * self.target.cores / tasks
-            found.setdefault((blocks, tiles), work * idle)
-        blocks, tiles = self.builder.choose(found)
-        return _Tiling(blocks, tiles, *self._chunks(blocks))
-
-    def _most_columns(self, vectors: int) -> int:
-        """The most output columns of a register tile.
-
-        LLVM keeps an input element in a register that several columns read at different taps of an unrolled kernel row: those need
-        room beside the accumulators, or accumulators are stored and loaded in every step (3x the time for 3x3 and 2 blocks of 14 columns).
-        """
-        most = max_rows(vectors, self.target)
-        if is_wide(self.columns):
-            return most
-        registers = register_count(self.target) - 1 - vectors
-        return next((c for c in range(most, 0, -1) if c * vectors + self.columns.shared(c) <= registers), 1)
-
-    def _chunks(self, blocks: Split) -> tuple[int, int]:
-        """Input channels and output rows per chunk; (all channels, 0) where the weight of one task fits the cache."""
-        l2, row_bytes = self.target.l2_bytes, self.columns.out * blocks.size * self.block * 4
-        channel_bytes = blocks.size * self.block * self.rows.kernel * self.columns.kernel * 4
-        smaller = range(self._channel_block(), self.channels, self._channel_block())
-        sizes = [c for c in smaller if self.channels % c == 0 and c * channel_bytes <= l2 // 4]
-        if self.channels * channel_bytes <= l2 // 2 or not sizes or self.rows.out == 1 or row_bytes > l2 // 8:
-            return self.channels, 0
-        wanted = -(-2 * self.target.cores // (typical(self.parts.images) * self.groups * blocks.parts))
-        pieces = max(1, wanted, -(-self.rows.out * row_bytes // (l2 // 4)))
-        return sizes[-1], -(-self.rows.out // min(pieces, self.rows.out))
-
-    def _channel_block(self) -> int:
-        """Input channels that lie together: the loop over channels is split there, so that no address needs a division."""
-        found = {
-            layout.block
-            for load in loads_of(self.parts.kernel.x)
-            if isinstance(layout := self.parts.printer.arguments[id(load.buffer)][1], Blocked)
-        }
-        block = max(found, default=self.channels)
-        return self.channels if self.groups > 1 and self.channels % block else min(block, self.channels)
+        self.tiling = choose_tiling(parts, self.rows, self.columns, self.is_flat)
+        self.channel_block = channel_block(parts)
 
     # Emission.
 
@@ -160,6 +83,14 @@ class _Direct:
             return self.builder.fused(order, lambda at: task(at[0], at[2], at[3], at[1]))
         order = (parts.images, self.groups, tiling.blocks.parts, inner)
         return self.builder.fused(order, lambda at: task(*at))
+
+    def whole_row(self, image: Index, row: Index) -> Stmt:
+        """One output row, all groups and blocks of channels one after the other."""
+        return self.builder.nest(
+            (self.groups, self.tiling.blocks.parts),
+            lambda at: self._by_blocks(image, at[0], at[1], lambda task: self._row(task, row)),
+            name="o",
+        )
 
     def _by_blocks(self, image: Index, group: Index, part: Index, body: Callable[[Task], Stmt]) -> Stmt:
         """`body` for a part of the channel blocks."""
@@ -302,7 +233,7 @@ class _Direct:
         ahead: Callable[[Index, TirExpr], Sequence[Stmt | None]] = lambda channel, is_last: (),
     ) -> Stmt:
         """`body` for `count` channels from `first`, block by block. `ahead(channel, is_last)`: prefetches, before the block of `channel`."""
-        b, block = self.builder, self._channel_block()
+        b, block = self.builder, self.channel_block
 
         def run(start: Index, length: int) -> Stmt:
             step = min(unroll, length)
@@ -328,7 +259,7 @@ class _Direct:
         def at(row: Index, channel: Index) -> Callable[[int], tuple[Index, ...]]:
             return lambda i: (task.image, group + channel, *self._pixel(row, axis.source(first, 0) + i))
 
-        behind = at(row, channel + self._channel_block())
+        behind = at(row, channel + self.channel_block)
         return self.parts.fetch(width, is_last, at(row + self.rows.dilation, channels), behind)
 
     def _fetch_weight(self, task: Task, turn: Index, kh: Index, channel: Index) -> Stmt | None:
@@ -336,9 +267,9 @@ class _Direct:
         if not streams(self.parts):
             return None
         turns = self.tiling.column_tiles if self.is_flat else self.rows.out
-        channel_steps = max(1, self.channels // self._channel_block())
+        channel_steps = max(1, self.channels // self.channel_block)
         stream = WeightStream(self.parts, self.tiling.blocks.parts, turns, self.rows.kernel * channel_steps)
-        step = (turn * self.rows.kernel + kh) * channel_steps + channel // self._channel_block()
+        step = (turn * self.rows.kernel + kh) * channel_steps + channel // self.channel_block
         return stream.prefetch(task, step)
 
     # Weights larger than the cache.
@@ -393,8 +324,3 @@ class _Direct:
             name="chunk",
         )
         return b.seq(b.alloc(sums), zero, chunks, each_row(write))
-
-
-def _tile_time(vectors: int, columns: int) -> float:
-    """Half cycles per step of the reduction: two multiply-adds and two loads per cycle; short tiles wait for the last sum."""
-    return max(vectors * columns, vectors + columns, IN_FLIGHT) + 0.1 * (vectors + columns)
