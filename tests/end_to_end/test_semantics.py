@@ -125,6 +125,17 @@ def test_strided_inputs() -> None:
     torch.testing.assert_close(compiled(fn)(*arguments), fn(*arguments), rtol=1e-4, atol=1e-4)
 
 
+def test_lazily_negated_inputs(caplog: pytest.LogCaptureFixture) -> None:
+    """A view whose memory holds the negated values (the imaginary part of a conjugate) is refused, not read as it is."""
+    view = models.rows().to(torch.complex64).mul(1j).conj().imag
+    assert view.is_neg()
+    fast = compiled(lambda x: x * 2 + 1)
+    with torch.no_grad():
+        for x in (models.rows(), view, view):
+            torch.testing.assert_close(fast(x), x * 2 + 1)
+    assert not caplog.records
+
+
 def test_dynamic_sizes() -> None:
     """Symbolic sizes reach the backend without a crash, and every size gives eager's values."""
     model = models.perceptron()
