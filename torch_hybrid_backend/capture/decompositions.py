@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch._decomp import core_aten_decompositions, get_decompositions
 
+from torch_hybrid_backend.capture.encoder_layers import native_multi_head_attention, transformer_encoder_layer
+
 Operator = torch._ops.OperatorBase
 Table = Mapping[Operator, Callable[..., object]]
 
@@ -314,6 +316,8 @@ def _own_formulas() -> Table:
         aten.t.default: _t,
         aten.native_group_norm.default: _native_group_norm,
         aten.convolution_backward.default: _convolution_backward,
+        aten._transformer_encoder_layer_fwd.default: transformer_encoder_layer,
+        aten._native_multi_head_attention.default: native_multi_head_attention,
         # Scalar overloads: one spelling of each arithmetic operator.
         aten.add.Scalar: _addition(aten.add.Tensor),
         aten.sub.Scalar: _addition(aten.sub.Tensor),
