@@ -39,7 +39,7 @@ from torch_hybrid_backend.engines.eager import EagerEngine
 from torch_hybrid_backend.engines.tvm.engine import TvmEngine
 from torch_hybrid_backend.engines.unusable import UnusableEngine
 from torch_hybrid_backend.errors import ConfigError, HybridError
-from torch_hybrid_backend.garbage import collector_paused
+from torch_hybrid_backend.garbage import collector_paused, full_collections, hold_while_dynamo_compiles
 from torch_hybrid_backend.partition.cost_cache import VerdictCache, machine_fingerprint
 from torch_hybrid_backend.partition.fallback import ReportedRegion, demote, run_refusal
 from torch_hybrid_backend.partition.known_graphs import KnownGraphs, graph_key
@@ -64,6 +64,7 @@ from torch_hybrid_backend.store import Store
 log = logging.getLogger(__name__)
 
 ENGINE_GROUP = "torch_hybrid_backend.engines"
+hold_while_dynamo_compiles()
 OnPlan = Callable[[Plan], None]
 
 
@@ -317,6 +318,7 @@ class HybridGraph:
         names = (segment.region.name for segment in self._partition.graph.segments)
         return [f"hybrid::{name} {engine(name)}" for name in names]
 
+    @full_collections.held()
     def _first_call(self, inputs: Sequence[Any]) -> list[Any]:
         start = time.perf_counter()
         # The machine as it is now: threads may have been set since the last graph.

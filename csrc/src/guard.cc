@@ -1,6 +1,9 @@
 #include "guard.h"
 
+#include <torch/csrc/stable/ops.h>
+
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <stdexcept>
 
@@ -8,6 +11,8 @@ namespace torch_hybrid_backend {
 namespace {
 
 constexpr int64_t kSamplesPerTensor = 8;
+// A sample is 10 to 25 ns of waiting for memory, waking the other threads about a microsecond.
+constexpr int64_t kSamplesPerTask = 512;
 
 // Offset in elements of the `index`-th element in row-major order.
 int64_t Offset(int64_t index, torch::headeronly::IntHeaderOnlyArrayRef sizes,
@@ -41,9 +46,16 @@ Guard::Guard(const std::vector<torch::stable::Tensor>& tensors) {
 }
 
 bool Guard::IsStale() const {
-  return std::any_of(samples_.begin(), samples_.end(), [](const Sample& sample) {
-    return std::memcmp(sample.address, sample.value.data(), sample.size_bytes) != 0;
-  });
+  std::atomic<bool> stale{false};
+  const auto compare = [&](int64_t begin, int64_t end) {
+    const bool differs =
+        std::any_of(samples_.begin() + begin, samples_.begin() + end, [](const Sample& sample) {
+          return std::memcmp(sample.address, sample.value.data(), sample.size_bytes) != 0;
+        });
+    if (differs) stale.store(true, std::memory_order_relaxed);
+  };
+  torch::stable::parallel_for(0, static_cast<int64_t>(samples_.size()), kSamplesPerTask, compare);
+  return stale.load(std::memory_order_relaxed);
 }
 
 }  // namespace torch_hybrid_backend

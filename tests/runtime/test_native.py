@@ -265,6 +265,21 @@ def test_bindings_fill_constant_slots(kernels: str) -> None:
         Binding(plan, Guard([]), {0: owned, 1: owned}, {0: borrowed.data_ptr()})
 
 
+@pytest.mark.usefixtures("threads")
+def test_every_tensor_of_many_is_sampled() -> None:
+    """Samples enough for all threads to compare some: a change is seen wherever it is, also by several threads that ask at once."""
+    tensors = [torch.zeros(31) for _ in range(301)]
+    guard = Guard(tensors)
+    assert not guard.is_stale()
+    for changed in (0, 63, 64, 150, 300):
+        tensors[changed][30] = 1
+        assert guard.is_stale()
+        with ThreadPoolExecutor(3) as pool:
+            assert all(pool.map(lambda _: guard.is_stale(), range(30)))
+        tensors[changed][30] = 0
+        assert not guard.is_stale()
+
+
 def test_a_stale_guard_stops_a_run(kernels: str) -> None:
     """A run with a stale binding returns None instead of results."""
     plan = chain(kernels)
