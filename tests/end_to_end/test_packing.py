@@ -48,7 +48,21 @@ def test_once_for_every_variant_and_the_plan(placement: str, settings: pytest.Mo
             assert made == {"folded": 2, "packed": 6}
 
 
-def test_linear_layers_of_many_rows_read_their_own_weight(settings: pytest.MonkeyPatch) -> None:
+class _Columns(torch.nn.Module):
+    """A linear layer whose weight lies (K, N)."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(rows, columns))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+@pytest.mark.parametrize("layer", [torch.nn.Linear, _Columns])
+def test_linear_layers_of_many_rows_read_their_own_weight(
+    layer: type[torch.nn.Module], settings: pytest.MonkeyPatch
+) -> None:
     """Nothing is packed, and a changed weight is seen."""
 
     def refuse(*_: object, **__: object) -> object:
@@ -57,7 +71,7 @@ def test_linear_layers_of_many_rows_read_their_own_weight(settings: pytest.Monke
     settings.setattr(prepare, "pack_b", refuse)
     columns = 24 * 16 * Target.host().cores
     torch.manual_seed(0)
-    model, x = torch.nn.Sequential(torch.nn.Linear(72, columns), torch.nn.GELU()), torch.randn(2, 64, 72)
+    model, x = torch.nn.Sequential(layer(72, columns), torch.nn.GELU()), torch.randn(2, 64, 72)
     with torch.no_grad():
         compiled = torch.compile(model, backend="hybrid", options={"placement": "estimate", "strict": True})
         for _ in range(2):

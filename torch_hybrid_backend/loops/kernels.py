@@ -105,7 +105,8 @@ class MatMulKernel(Kernel):
 class PlainMatMulKernel(Kernel):
     """Domain (b, m, n), one b: accumulator[0, m, n] = sum over `k` of a * w[n, k], then the stores read `accumulator`.
 
-    `a` is over (b, m, k). w[n, k] is element `offset + n * row_stride + k` of the argument `weight`, float32, which nothing has packed.
+    `a` is over (b, m, k). w[n, k] is element `offset + n * row_stride + k * k_stride` of the argument `weight`, float32, which nothing has
+    packed. One of the strides is 1.
     """
 
     k: LoopVar
@@ -113,6 +114,7 @@ class PlainMatMulKernel(Kernel):
     weight: Buffer
     offset: int
     row_stride: int
+    k_stride: int
     accumulator: Buffer
     stores: tuple[Store, ...]
 

@@ -13,7 +13,7 @@ from tests.engines.tvm.schedule_runner import HOST, NARROW, compile_kernel, inde
 from torch_hybrid_backend.core.size import known, symbol
 from torch_hybrid_backend.engines.tvm.schedules import plain_matmul
 from torch_hybrid_backend.engines.tvm.target import Target
-from torch_hybrid_backend.engines.tvm.tiles import reads_plain
+from torch_hybrid_backend.engines.tvm.tiles import copies_panels, reads_plain
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import LoopVar
 from torch_hybrid_backend.loops.ir import Buffer, Expr, Load
@@ -30,16 +30,17 @@ def kernel_of(
     *,
     offset: int = 0,
     row_stride: int = 0,
+    k_stride: int = 1,
     a_layout: Layout | None = None,
     out: Layout | None = None,
 ) -> PlainMatMulKernel:
     """out = relu(a @ w.t() + bias) * residual; reads a, weight, bias, residual."""
-    row_stride = row_stride or k
+    row_stride = row_stride or (k if k_stride == 1 else 1)
     a, bias, residual, result = (
         Buffer(s, _FLOAT, name)
         for s, name in [((1, m, k), "a"), ((n,), "bias"), ((1, m, n), "residual"), ((1, m, n), "out")]
     )
-    weight = Buffer((offset + n * row_stride,), _FLOAT, "weight")
+    weight = Buffer((offset + max(n * row_stride, k * k_stride),), _FLOAT, "weight")
     accumulator = Buffer((1, m, n), _FLOAT, "acc")
     domain = (LoopVar("b", 1), LoopVar("m", m), LoopVar("n", n))
     depth = LoopVar("k", k)
@@ -55,6 +56,7 @@ def kernel_of(
         weight,
         offset,
         row_stride,
+        k_stride,
         accumulator,
         (Store(result, point, value),),
     )
@@ -68,7 +70,7 @@ def check(kernel: PlainMatMulKernel, target: Target = HOST) -> None:
     torch.manual_seed(0)
     inputs = {buffer: torch.randn([int(size) for size in buffer.shape]) for buffer in (a, weight, bias, residual)}
     (got,) = run_kernel(kernel, plain_matmul.emit, inputs, target)
-    w = inputs[weight].as_strided((n, k), (kernel.row_stride, 1), kernel.offset)
+    w = inputs[weight].as_strided((n, k), (kernel.row_stride, kernel.k_stride), kernel.offset)
     want = torch.relu(inputs[a].double() @ w.double().t() + inputs[bias].double()) * inputs[residual].double()
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5 * max(1.0, float(want.abs().max())))
 
@@ -123,6 +125,51 @@ def test_any_layout_of_the_left_operand(layout: Layout) -> None:
 def test_any_output_layout(layout: Layout) -> None:
     """The stores go where the layout says, vectorised or not."""
     check(kernel_of(13, 20, 40, out=layout))
+
+
+@pytest.mark.parametrize("target", [HOST, NARROW], ids=["host", "narrow"])
+@pytest.mark.parametrize(
+    ("m", "k", "n"),
+    [
+        (1, 16, 32),
+        (13, 5, 64),  # less than a chunk of k
+        (29, 67, 32),  # ragged rows, and steps of k beyond the last chunk
+        (197, 96, 96),  # tasks have different numbers of panels
+        (300, 2051, 96),  # several blocks of rows, several parts of k, the last of which is shorter
+    ],
+)
+def test_columns_match_eager(m: int, k: int, n: int, target: Target) -> None:
+    """A weight laid out (K, N), dense or inside a larger one, is copied by the kernel, panel by panel."""
+    check(kernel_of(m, k, n, k_stride=n), target)
+    check(kernel_of(m, k, n, k_stride=n + 5, offset=3), target)
+
+
+def test_copying_leaves_accumulators_in_registers() -> None:
+    """Multiply-adds read no sums from memory while rows of the next panel are copied between them."""
+    if platform.machine().lower() not in ("x86_64", "amd64") or HOST.lanes < 8:
+        pytest.skip("looks for x86's multiply-adds in vectors")
+    assembly = compile_kernel(kernel_of(96, 256, 64, k_stride=64), plain_matmul.emit).inspect_source("asm")
+    multiply_adds = re.findall(r"vfmadd\w*ps\s+(.*)", assembly)
+    assert len(multiply_adds) >= 20
+    assert not [line for line in multiply_adds if "%rsp" in line]
+    assert "prefetch" in assembly
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "n", "copies"),
+    [
+        (128, 768, 768, True),
+        (197, 3072, 768, True),  # rows need not fill vectors
+        (63, 768, 768, False),  # too few rows share a copy
+        (128, 768, 776, False),  # the last panel is not whole
+        (128, 768, 704, False),  # fewer than a dozen panels a core
+    ],
+)
+def test_which_products_copy_panels(m: int, k: int, n: int, copies: bool) -> None:
+    """Enough rows, whole panels, panels enough for every core."""
+    target = Target(HOST.mcpu, HOST.cpu, HOST.features, 16, 2, 32 << 10, 1 << 20)
+    assert copies_panels(m, k, n, target) == copies
+    assert not copies_panels(symbol("s0", m), k, n, target)
 
 
 def test_accumulators_stay_in_registers() -> None:

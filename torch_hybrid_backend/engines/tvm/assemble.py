@@ -175,10 +175,10 @@ def _kernel(group: Group, needed: set[int], layouts: dict[int, Layout], prepared
             a = op.a.at((b, m, _index(k)))
             if (view := prepared.plain.get(id(op))) is not None:
                 reads = _arguments([a, *exprs], [view.buffer], group, layouts)
-                _, _, n_stride = map(known, view.strides)
+                _, k_stride, n_stride = map(known, view.strides)
                 weight, offset = view.buffer, known(view.offset)
                 return PlainMatMulKernel(
-                    reads, writes, group.variables, k, a, weight, offset, n_stride, accumulator, stores
+                    reads, writes, group.variables, k, a, weight, offset, n_stride, k_stride, accumulator, stores
                 )
             assert isinstance(op.b, Buffer)
             reads = _arguments([a, *exprs], [op.b], group, layouts)

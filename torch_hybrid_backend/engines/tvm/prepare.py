@@ -22,7 +22,7 @@ from torch_hybrid_backend.engines.tvm.packing import (
     packed_conv_shape,
 )
 from torch_hybrid_backend.engines.tvm.target import Target
-from torch_hybrid_backend.engines.tvm.tiles import output_block, reads_plain, tile_n
+from torch_hybrid_backend.engines.tvm.tiles import copies_panels, output_block, reads_plain, tile_n
 from torch_hybrid_backend.loops import ops as scalar
 from torch_hybrid_backend.loops.graph import LoopGraph
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index, contiguous_strides, linear
@@ -149,8 +149,12 @@ def plain_view(op: MatMulOp, layouts: Mapping[int, Layout], target: Target) -> S
         return None
     _, k, n = view.shape
     _, k_stride, n_stride = view.strides
+    m = op.a.shape[1]
     is_rows = k_stride == 1 and isinstance(k, int) and at_most(k, n_stride)
-    return view if is_rows and reads_plain(op.a.shape[1], k, n, target) else None
+    if is_rows and reads_plain(m, k, n, target):
+        return view
+    is_columns = n_stride == 1 and isinstance(n, int) and at_most(n, k_stride)
+    return view if is_columns and copies_panels(m, k, n, target) else None
 
 
 def prepare(graph: LoopGraph, target: Target, layouts: Mapping[int, Layout]) -> Prepared:

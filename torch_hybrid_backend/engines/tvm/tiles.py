@@ -45,6 +45,19 @@ def reads_plain(m: Dim, k: Dim, n: Dim, target: Target) -> bool:
     )
 
 
+def copies_panels(m: Dim, k: Dim, n: Dim, target: Target) -> bool:
+    """Whether a constant (K, N) weight is read where it lies by a product of m rows, which copies it panel by panel on its way.
+
+    A copy is four instructions a vector (asked for ahead, addressed, read, written) against m multiply-adds: 3 % at 128 rows, some of it
+    beside them. Panels must be whole, and each core needs a dozen, for they are what is shared among cores.
+    """
+    if not (isinstance(m, int) and isinstance(k, int) and isinstance(n, int)) or target.lanes < 8:
+        return False
+    panels, left = divmod(n, tile_n(n, target))
+    waves = -(-panels // target.cores)
+    return m >= 4 * target.lanes and k >= 4 * target.lanes and not left and waves >= 12
+
+
 def tile_n(n: Dim, target: Target) -> int:
     """Columns of a packed matmul panel: two vectors, or fewer where `n` is small.
 

@@ -55,7 +55,7 @@ _LONG_EPILOGUE_ACCUMULATORS = 26
 
 def emit(kernel: MatMulKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
     """The kernel's body. Any float or integer dtype; accumulates in the compute dtype of the accumulator's dtype."""
-    return _MatMul(kernel, builder, printer, target).emit()
+    return MatMul(kernel, builder, printer, target).emit()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class _Order:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ahead:
+class Ahead:
     """Who fetches the next panel: tile number `tile` of about `tiles` that work on one panel. `repeats`: the first follows the last."""
 
     tile: Index
@@ -76,7 +76,7 @@ class _Ahead:
     repeats: bool
 
 
-class _MatMul:
+class MatMul:
     """The emission of one kernel."""
 
     def __init__(self, kernel: MatMulKernel, builder: Builder, printer: Printer, target: Target) -> None:
@@ -100,7 +100,7 @@ class _MatMul:
         def tile(position: tuple[Index, ...]) -> Stmt:
             batch, block, panel, inner = position
             part = block * order.per_block + inner
-            ahead = _Ahead(inner, order.per_block, repeats=order.blocks > 1)
+            ahead = Ahead(inner, order.per_block, repeats=order.blocks > 1)
             return by_part(
                 self.builder, order.rows, part, lambda first, count: self._by_panel(batch, first, count, panel, ahead)
             )
@@ -117,7 +117,7 @@ class _MatMul:
             batch, block, panel, inner = position
             part = block * per_block + inner
             first, begin = tile_start(b, self.m.extent, rows, part)
-            ahead = _Ahead(inner, typical(per_block), repeats=typical(blocks) > 1)
+            ahead = Ahead(inner, typical(per_block), repeats=typical(blocks) > 1)
             return b.when(b.index(part) < b.size(parts), b.seq(begin, self._by_panel(batch, first, rows, panel, ahead)))
 
         return b.fused((self.b.extent, blocks, self.panels, per_block), tile)
@@ -177,7 +177,7 @@ class _MatMul:
             return _Order(split, 1, split.parts)
         return _Order(split_into(m, blocks * per_block), blocks, per_block)
 
-    def _by_panel(self, batch: Index, first: Index, rows: int, panel: Index, ahead: _Ahead) -> Stmt:
+    def _by_panel(self, batch: Index, first: Index, rows: int, panel: Index, ahead: Ahead) -> Stmt:
         if self.is_dot:
             return self._dot_tile(batch, first, rows)
         b, full = self.builder, self.kernel.tile_n
@@ -205,7 +205,7 @@ class _MatMul:
         position = (batch if kernel.batched_b else as_index(0), panel, k, column)
         return self.printer.expr(Load(compute_dtype(kernel.packed.dtype), kernel.packed, position), {})
 
-    def _tile(self, batch: Index, first: Index, rows: int, panel: Index, columns: Dim, ahead: _Ahead) -> Stmt:
+    def _tile(self, batch: Index, first: Index, rows: int, panel: Index, columns: Dim, ahead: Ahead) -> Stmt:
         """One register tile: `rows` rows from `first`, the first `columns` columns of a panel."""
         b, k_extent = self.builder, self.kernel.k.extent
         vectors = self.vectors if isinstance(columns, Size) else -(-columns // self.lanes)
@@ -226,7 +226,7 @@ class _MatMul:
         return b.seq(compute, self._write(tile, batch, first, panel * self.kernel.tile_n, columns))
 
     def _prefetching(
-        self, tile: RegisterTile, batch: Index, panel: Index, ahead: _Ahead
+        self, tile: RegisterTile, batch: Index, panel: Index, ahead: Ahead
     ) -> tuple[Stmt | None, Callable[[Index], Stmt] | None]:
         """A statement before a tile, and what goes before each of its unrolled steps: this tile's share of the next panel."""
         b, kernel, k_extent = self.builder, self.kernel, self.kernel.k.extent

@@ -24,7 +24,7 @@ from tvm import tirx
 from torch_hybrid_backend.core.size import known
 from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.tvm.printer import Printer
-from torch_hybrid_backend.engines.tvm.schedules import dot_rows
+from torch_hybrid_backend.engines.tvm.schedules import copied_panels, dot_rows
 from torch_hybrid_backend.engines.tvm.schedules.axes import offsets_of, step
 from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, by_part, partials
 from torch_hybrid_backend.engines.tvm.schedules.transposition import transposed
@@ -40,7 +40,9 @@ _UNROLL = 4
 
 
 def emit(kernel: PlainMatMulKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
-    """The kernel's body. float32; sizes are known; at least a vector of columns."""
+    """The kernel's body. float32; sizes are known; at least a vector of columns. A weight laid out (K, N) is `copied_panels`' affair."""
+    if kernel.k_stride != 1:
+        return copied_panels.emit(kernel, builder, printer, target)
     if known(kernel.domain[1].extent) < target.lanes <= known(kernel.k.extent):
         return dot_rows.emit(kernel, builder, printer, target)
     return _PlainMatMul(kernel, builder, printer, target).emit()
