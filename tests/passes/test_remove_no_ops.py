@@ -97,3 +97,26 @@ def test_as_strided_reshape_becomes_view(captured):
     assert subject.apply(remove_no_ops, exact=True)
     assert subject.operators()["view.default"] == 1
     assert subject.operators()["as_strided.default"] == 1
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_nothing_is_joined(captured, dynamic, transposed):
+    """What has no elements is not joined; a concatenation of one tensor is that tensor, or keeps the strides it had."""
+
+    def rotated(x):
+        y = x.cos().transpose(0, 1) if transposed else x.cos()
+        return torch.cat([y, y[..., 6:]], -1) + 1, torch.cat([y[..., 6:], y, y.sin()], -1)
+
+    subject = captured(rotated, torch.randn(4, 3, 6), dynamic=dynamic)
+    assert subject.apply(remove_no_ops, exact=True)
+    nodes = subject.gm.graph.find_nodes(op="call_function", target=aten.cat.default)
+    assert all(part.meta["val"].numel() for node in nodes for part in node.args[0])
+
+
+def test_one_tensor_joined_with_nothing_is_a_new_one(captured):
+    """What is returned shares no memory with an input."""
+    subject = captured(lambda x: torch.cat([x, x[:0]]), torch.randn(4, 6), dynamic=False)
+    subject.apply(remove_no_ops, exact=True)
+    (result,) = subject.run()
+    assert result.data_ptr() != subject.inputs[0].data_ptr()

@@ -20,6 +20,7 @@ from torch_hybrid_backend.passes.merge_siblings import merge_siblings
 from torch_hybrid_backend.passes.remove_no_ops import remove_no_ops
 from torch_hybrid_backend.passes.resample_last import resample_last
 from torch_hybrid_backend.passes.simplify import simplify
+from torch_hybrid_backend.passes.transposed_convolutions import transposed_convolutions
 from torch_hybrid_backend.passes.verify import Contract, verify
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,10 @@ PASSES: tuple[tuple[Pass, str], ...] = (
     ),
     (fold_batch_norm, "before simplify and cse, which may give the convolution a second user"),
     (resample_last, "after fold_batch_norm, which looks for the convolution before a batch norm"),
+    (
+        transposed_convolutions,
+        "after fold_batch_norm, which scales their weights; before fold_constants and cse: weights alone",
+    ),
     (simplify, "before fold_constants: less to evaluate"),
     (fold_constants, "before cse: equal constants become one"),
     (index_to_views, "after fold_constants, which computes the indices; before cse: equal views become one"),

@@ -22,8 +22,8 @@ RESHAPES = frozenset(
 
 
 def remove_no_ops(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
-    """Remove casts to the same dtype, copies, and views that change nothing (same shape, full slice, identity
-    permutation); merge view-of-view and permute-of-permute.
+    """Remove casts to the same dtype, copies, views that change nothing (same shape, full slice, identity
+    permutation) and what concatenations join without elements; merge view-of-view and permute-of-permute.
 
     A copy whose memory format differs from its input's stays: it is a real layout change. A copy that keeps an
     output's memory apart from an input's, a constant's or another output's stays.
@@ -32,6 +32,8 @@ def remove_no_ops(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
         return False
     changed = False
     for node in list(gm.graph.nodes):
+        if node.target is aten.cat.default:
+            changed |= _drop_empty_parts(gm, node)
         if node.op != "call_function" or not node.args or not isinstance(node.args[0], torch.fx.Node):
             continue
         if node.target in COPIES:
@@ -39,6 +41,23 @@ def remove_no_ops(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
         elif is_view(node):
             changed |= _remove_view(gm, node) or _merge_views(gm, node) or _plain_view(gm, node)
     return changed
+
+
+def _drop_empty_parts(gm: torch.fx.GraphModule, node: torch.fx.Node) -> bool:
+    """Rotary embeddings of whole heads (Phi-3) join what they rotated with the nothing that they did not."""
+    parts: Any = node.args[0]
+    kept = [part for part in parts if not same_dim(part.meta["val"].numel(), 0)]
+    if len(kept) in (0, len(parts)) or any(part.meta["val"].dtype != node.meta["val"].dtype for part in parts):
+        return False
+    if len(kept) == 1 and replace(gm, node, kept[0]):
+        return True
+    shorter = insert(node, aten.cat.default, kept, *node.args[1:], origin=node, **node.kwargs)
+    if same_spec(shorter.meta["val"], node.meta["val"]):
+        node.replace_all_uses_with(shorter)
+        gm.graph.erase_node(node)
+        return True
+    gm.graph.erase_node(shorter)
+    return False
 
 
 def _remove_view(gm: torch.fx.GraphModule, node: torch.fx.Node) -> bool:

@@ -1,0 +1,192 @@
+"""Transposed convolutions as convolutions of the small image, whose channels are then spread over pixels.
+
+    conv_transpose(x, W, stride=s)   ->   pixel_shuffle(conv(x, W'), s)
+
+A pixel of the result depends on every s-th element of the kernel only, and on which of them by its place modulo s. So one convolution computes
+the s * s places as channels, without the zeros that an input stretched by s would have. W' depends on parameters alone: hoisting makes it
+outside the call.
+Source: Shi et al., "Is the deconvolution layer the same as a convolutional layer?", 2016.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+
+from torch_hybrid_backend.passes.context import PassContext
+from torch_hybrid_backend.passes.purity import constant_nodes, has_mutation
+from torch_hybrid_backend.passes.rewrite import insert, same_spec
+
+aten = torch.ops.aten
+Node = torch.fx.Node
+
+# From so many channels on Winograd's algorithm computes a 3x3 kernel with less work than four products a pixel.
+_WINOGRAD_CHANNELS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """One spatial dimension: input and result sizes, kernel, stride, and padding (`before` the result's first element)."""
+
+    size: int
+    result: int
+    kernel: int
+    stride: int
+    before: int
+
+    def without_padding(self) -> _Axis:
+        """The same with all elements that padding would cut off."""
+        return _Axis(self.size, self.before + self.result, self.kernel, self.stride, 0)
+
+    @property
+    def first(self) -> int:
+        """How many input pixels beyond its own place an output reads to the right."""
+        return -(-self.before // self.stride)
+
+    @property
+    def last(self) -> int:
+        """The same to the left: the convolution's padding."""
+        return (self.kernel - 1 - self.before) // self.stride
+
+    @property
+    def taps(self) -> int:
+        return self.first + self.last + 1
+
+    @property
+    def places(self) -> int:
+        """Results of the convolution: each makes `stride` elements."""
+        return -(-self.result // self.stride)
+
+    @property
+    def margins(self) -> tuple[int, int]:
+        """Zeros before and after the kernel that make it `taps * stride` long."""
+        before = self.first * self.stride - self.before
+        return before, self.taps * self.stride - self.kernel - before
+
+    @property
+    def after(self) -> int:
+        """Zeros the convolution reads after the input; `last` before it. Negative: the input's end is not read."""
+        return self.places + self.taps - 1 - self.size - self.last
+
+
+def transposed_convolutions(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
+    """Rewrite transposed convolutions of one group and no dilation, 1-D and 2-D, by constant weights.
+
+    Left alone: kernels that tile the result (a matrix product already), and results that would have other strides.
+    """
+    if has_mutation(gm) or not ctx.constants:
+        return False
+    constant = constant_nodes(gm, ctx.constants)
+    changed = False
+    for node in gm.graph.find_nodes(op="call_function", target=aten.convolution.default):
+        axes = _axes(node, constant)
+        if axes is not None:
+            changed |= _rewrite(gm, node, axes)
+    return changed
+
+
+def _axes(node: Node, constant: set[Node]) -> list[_Axis] | None:
+    x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = node.args
+    if not transposed or groups != 1 or weight not in constant or (bias is not None and bias not in constant):
+        return None
+    shape, kernel = x.meta["val"].shape[2:], weight.meta["val"].shape[2:]  # type: ignore[union-attr]
+    result = node.meta["val"].shape[2:]
+    rank = len(kernel)
+    if rank not in (1, 2) or len(shape) != rank or not node.meta["val"].is_floating_point():
+        return None
+    sizes = [*x.meta["val"].shape, *result, *weight.meta["val"].shape]  # type: ignore[union-attr]
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        return None
+    s, p, d, o = (_each(value, rank) for value in (stride, padding, dilation, output_padding))
+    if any(each != 1 for each in d) or (tuple(kernel) == tuple(s) and not any(p) and not any(o)):
+        return None
+    padded = [_Axis(*each) for each in zip(shape, result, kernel, s, p, strict=True)]
+    if any(axis.last < 0 for axis in padded):
+        return None
+    cut = [axis.without_padding() for axis in padded]
+    outputs = weight.meta["val"].shape[1] * math.prod(s)  # type: ignore[union-attr]
+    quick = [axis.taps for axis in padded] == [3, 3] and min(outputs, x.meta["val"].shape[1]) >= _WINOGRAD_CHANNELS  # type: ignore[union-attr]
+    axes = [a if quick or a.taps <= b.taps else b for a, b in zip(padded, cut, strict=True)]
+    return axes if all(axis.after >= 0 for axis in axes) else None
+
+
+def _each(value: Any, rank: int) -> list[int]:
+    values = list(value)
+    return values * rank if len(values) == 1 else values
+
+
+def _rewrite(gm: torch.fx.GraphModule, node: Node, axes: list[_Axis]) -> bool:
+    x, weight, bias = node.args[:3]
+    mark = node.prev
+    result = _spread(node, _convolved(node, x, weight, bias, axes), axes)
+    for dim, (axis, size) in enumerate(zip(axes, node.meta["val"].shape[2:], strict=True), 2):
+        have = axis.places * axis.stride
+        if have != size:
+            cut = axis.result - size  # what the padding leaves out before the first
+            result = insert(node, aten.slice.Tensor, result, dim, cut, axis.result)
+    if result.target is aten.slice.Tensor:
+        result = insert(node, aten.clone.default, result, memory_format=torch.contiguous_format)
+    if not same_spec(result.meta["val"], node.meta["val"]):
+        while node.prev is not mark:
+            gm.graph.erase_node(node.prev)
+        return False
+    node.replace_all_uses_with(result)
+    gm.graph.erase_node(node)
+    return True
+
+
+def _convolved(node: Node, x: Any, weight: Any, bias: Any, axes: list[_Axis]) -> Node:
+    """(N, O * strides, *places): the convolution of the small image."""
+    rank = len(axes)
+    outputs = weight.meta["val"].shape[1]
+    strides = [axis.stride for axis in axes]
+    margins = [size for axis in reversed(axes) for size in axis.margins]
+    if any(margins):
+        weight = insert(node, aten.constant_pad_nd.default, weight, margins, 0.0)
+    channels = weight.meta["val"].shape[0]
+    cut = [size for axis in axes for size in (axis.taps, axis.stride)]
+    weight = insert(node, aten.view.default, weight, [channels, outputs, *cut])
+    places, taps = list(range(3, 2 * rank + 2, 2)), list(range(2, 2 * rank + 2, 2))
+    weight = insert(node, aten.flip.default, weight, taps)
+    weight = insert(node, aten.permute.default, weight, [1, *places, 0, *taps])
+    shape = [outputs * math.prod(strides), channels, *(axis.taps for axis in axes)]
+    weight = insert(node, aten.clone.default, weight, memory_format=torch.contiguous_format)
+    weight = insert(node, aten.view.default, weight, shape)
+    if bias is not None:
+        bias = insert(
+            node, aten.expand.default, insert(node, aten.view.default, bias, [-1, 1]), [-1, math.prod(strides)]
+        )
+        bias = insert(node, aten.clone.default, bias, memory_format=torch.contiguous_format)
+        bias = insert(node, aten.view.default, bias, [-1])
+    after = [axis.after - axis.last for axis in axes]
+    padding = [axis.last for axis in axes]
+    if any(after):
+        padding = [min(axis.last, axis.after) for axis in axes]
+        zeros = [
+            size
+            for axis, p in zip(reversed(axes), reversed(padding), strict=True)
+            for size in (axis.last - p, axis.after - p)
+        ]
+        x = insert(node, aten.constant_pad_nd.default, x, zeros, 0.0)
+    ones = [1] * rank
+    return insert(
+        node, aten.convolution.default, x, weight, bias, ones, padding, ones, False, [0] * rank, 1, origin=node
+    )
+
+
+def _spread(node: Node, y: Node, axes: list[_Axis]) -> Node:
+    """(N, O * strides, *places) -> (N, O, *(places * stride))."""
+    rank = len(axes)
+    strides, places = [axis.stride for axis in axes], [axis.places for axis in axes]
+    batch, outputs = y.meta["val"].shape[0], y.meta["val"].shape[1] // math.prod(strides)
+    if all(stride == 1 for stride in strides):
+        return y
+    y = insert(node, aten.view.default, y, [batch, outputs, *strides, *places])
+    order = [each for axis in range(rank) for each in (2 + rank + axis, 2 + axis)]
+    y = insert(node, aten.permute.default, y, [0, 1, *order])
+    y = insert(node, aten.clone.default, y, memory_format=torch.contiguous_format)
+    return insert(node, aten.view.default, y, [batch, outputs, *(p * s for p, s in zip(places, strides, strict=True))])
