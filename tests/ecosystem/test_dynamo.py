@@ -283,3 +283,33 @@ def test_vmap_and_grad_around() -> None:
     torch.testing.assert_close(
         compiled(per_row)(weight, models.rows()), per_row(weight, models.rows()), rtol=1e-4, atol=1e-4
     )
+
+
+def test_guards_may_be_left_out() -> None:
+    """Without Dynamo's guards on modules, parameters are followed all the same (written to, loaded, moved, replaced), and inputs' shapes."""
+    model, x = models.convolutional(), models.images()
+    fast = compiled(model, options={"guard_filter_fn": torch.compiler.skip_guard_on_inbuilt_nn_modules_unsafe})
+    assert_same(fast, model, x)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+        assert_same(fast, model, x)
+        model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+        assert_same(fast, model, x)
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 1.25
+        assert_same(fast, model, x)
+        for module in list(model.modules()):
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(parameter * 0.75))
+        assert_same(fast, model, x)
+    assert_same(fast, model, torch.cat([x, x]))
+
+
+def test_a_weight_of_another_shape_behind_left_out_guards_runs_in_eager() -> None:
+    """What the guards would have noticed is refused before kernels read beyond a smaller weight's end."""
+    model, x = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).eval(), torch.randn(4, 64)
+    fast = compiled(model, options={"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe})
+    assert_same(fast, model, x)
+    model[0], model[2] = nn.Linear(64, 32), nn.Linear(32, 10)
+    assert_same(fast, model, x)
