@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -99,6 +100,22 @@ def test_an_undecided_comparison_takes_more_rounds() -> None:
         rounds(2000.0, other=2100.0),
         rounds(2000.0, other=2100.0, until_decided=False),
     ) == (1, 2, 1)
+
+
+def test_a_clear_comparison_ends_early() -> None:
+    """With `clear_ratio` the least rounds are enough where one is always so many times faster than the others, and the budget else."""
+
+    def rounds(clear_ratio: float, *others: float) -> int:
+        clock = FakeClock()
+        calls = [clock.taking(*others), clock.taking(100.0, 90.0), clock.taking(500.0)]
+        return measure(calls, 10e-3, clear_ratio=clear_ratio, clock=clock)[0].rounds
+
+    assert rounds(1.5, 150.0) == 3
+    whole = rounds(math.inf, 150.0)
+    assert whole > 3
+    assert rounds(1.7, 150.0) == whole
+    assert rounds(1.5, 140.0, 150.0) == 3, "the warm-up does not count"
+    assert rounds(1.5, 150.0, 150.0, 130.0) == whole
 
 
 def test_an_exception_passes_through() -> None:

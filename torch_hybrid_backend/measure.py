@@ -7,6 +7,7 @@ machine only ever adds time, so the fast rounds tell the candidates apart where 
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -39,6 +40,7 @@ class Rounds(TypedDict, total=False):
     max_rounds: int
     warmup_rounds: int
     until_decided: bool
+    clear_ratio: float
     clock: Clock
 
 
@@ -55,11 +57,14 @@ def sample(
     max_rounds: int = _MAX_ROUNDS,
     warmup_rounds: int = 1,
     until_decided: bool = False,
+    clear_ratio: float = math.inf,
     clock: Clock = time.perf_counter_ns,
 ) -> list[list[int]]:
     """Nanoseconds of each round of each callable, in about `budget_s` seconds.
 
     until_decided: go on, for up to three times the budget or to `min_rounds`, while the two fastest differ by less than their spread.
+    clear_ratio: stop within the budget, after `min_rounds`, once all others took so many times as long in their best round as the fastest in
+    its worst.
 
     At least `min_rounds` rounds are taken even over budget; only where one warm-up round already exceeded the
     budget is a single round taken. An exception of a callable passes through.
@@ -75,8 +80,10 @@ def sample(
 
     def goes_on() -> bool:
         spent = clock() - start
-        if rounds < needed or spent < budget_ns:
+        if rounds < needed:
             return True
+        if spent < budget_ns:
+            return not _is_clear(samples, clear_ratio)
         if not until_decided or _decided(samples):
             return False
         return spent < _MOST_EXTENSION * budget_ns or rounds < min_rounds
@@ -88,6 +95,11 @@ def sample(
             taken.append(clock() - before)
         rounds += 1
     return samples
+
+
+def _is_clear(samples: Sequence[Sequence[int]], ratio: float) -> bool:
+    fastest = min(samples, key=min)
+    return len(samples) > 1 and all(min(taken) >= ratio * max(fastest) for taken in samples if taken is not fastest)
 
 
 def _decided(samples: Sequence[Sequence[int]]) -> bool:

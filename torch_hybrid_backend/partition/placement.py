@@ -23,7 +23,7 @@ from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason, Refused
-from torch_hybrid_backend.measure import Clock, measure
+from torch_hybrid_backend.measure import Clock, Rounds, measure
 from torch_hybrid_backend.partition.accuracy import compare
 from torch_hybrid_backend.partition.cost_cache import VerdictCache
 from torch_hybrid_backend.partition.estimate import eager_us, engine_us
@@ -32,6 +32,9 @@ from torch_hybrid_backend.partition.flops import node_flops
 from torch_hybrid_backend.partition.regions import EAGER
 
 _log = logging.getLogger(__name__)
+
+# A candidate that takes so many times as long in its best round as another in its worst has lost, whatever further rounds say.
+_CLEAR_RATIO = 1.3
 
 # Runs a region on its inputs, in order, and returns its outputs, in order.
 Runner = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
@@ -203,7 +206,8 @@ def _price(
         runners[EAGER] = functools.partial(_run_eager, region)
         try:
             calls = [functools.partial(_guarded, engine, run, inputs) for engine, run in runners.items()]
-            timings = measure(calls, config.measure_budget_s, until_decided=True, clock=pricing.clock)
+            rounds = Rounds(until_decided=True, clear_ratio=_CLEAR_RATIO, clock=pricing.clock)
+            timings = measure(calls, config.measure_budget_s, **rounds)
         except _CandidateError as failed:
             if failed.engine == EAGER:
                 raise failed.error from None

@@ -99,9 +99,10 @@ def pack_winograd_weight(w: torch.Tensor, m: int, lanes: int) -> torch.Tensor:
     """
     parts, positions, inputs, width = packed_winograd_shape(tuple(w.shape), m, lanes)
     g = torch.tensor([[float(value) for value in row] for row in weight_matrix(m)], dtype=torch.float64)
+    both = torch.kron(g, g)  # (positions, 9): the transform of rows and of columns as one matrix product
     packed = w.new_zeros((parts, positions, inputs, width))
     for part in range(parts):  # part by part: the whole weight in float64 would be eight times its size
         rows = w[part * width : (part + 1) * width]
-        transformed = torch.einsum("ij,ocjk,lk->ilco", g, rows.double(), g)
-        packed[part, :, :, : rows.shape[0]] = transformed.reshape(positions, inputs, rows.shape[0]).to(w.dtype)
+        taps = rows.permute(2, 3, 1, 0).reshape(9, -1).double()
+        packed[part, :, :, : rows.shape[0]] = (both @ taps).reshape(positions, inputs, rows.shape[0])
     return packed
