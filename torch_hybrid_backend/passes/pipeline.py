@@ -22,6 +22,7 @@ from torch_hybrid_backend.passes.resample_last import resample_last
 from torch_hybrid_backend.passes.simplify import simplify
 from torch_hybrid_backend.passes.transposed_convolutions import transposed_convolutions
 from torch_hybrid_backend.passes.verify import Contract, verify
+from torch_hybrid_backend.passes.volume_convolutions import volume_convolutions
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ PASSES: tuple[tuple[Pass, str], ...] = (
         transposed_convolutions,
         "after fold_batch_norm, which scales their weights; before fold_constants and cse: weights alone",
     ),
+    (volume_convolutions, "after fold_batch_norm, as transposed_convolutions"),
     (simplify, "before fold_constants: less to evaluate"),
     (fold_constants, "before cse: equal constants become one"),
     (index_to_views, "after fold_constants, which computes the indices; before cse: equal views become one"),
