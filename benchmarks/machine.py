@@ -76,12 +76,19 @@ def today() -> str:
 
 
 def revision() -> str:
-    """The commit of the clone that is measured, with "-dirty" where files differ from it; empty outside of a clone."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
+    """The commit of the clone that is measured, with "-dirty" where files other than results differ from it; empty outside of a clone."""
+    git = ["git", "-C", str(Path(__file__).resolve().parents[1])]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
     except (OSError, subprocess.CalledProcessError):
         return ""
+    return commit.stdout.strip() + ("-dirty" if changed.stdout.strip() else "")
 
 
 def slug() -> str:

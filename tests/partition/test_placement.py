@@ -118,6 +118,14 @@ def test_a_second_process_does_not_time_again(tmp_path: Path) -> None:
     assert [(cost.microseconds, cost.kind) for cost in again.costs] == [(10.0, "cached"), (30.0, "cached")]
 
 
+def test_implausible_costs_are_not_kept(tmp_path: Path) -> None:
+    """Kernels far slower than eager lose, but on a loaded machine that may be chance: the next process times them again."""
+    cache = VerdictCache(Store(tmp_path), "machine")
+    assert _choose(30.0, cache=cache, first=3000.0).decision.engine == "eager"
+    again = _choose(30.0, cache=cache, first=10.0).decision
+    assert (again.engine, again.costs[0].kind) == ("first", "measured")
+
+
 def test_an_estimate_runs_nothing_twice() -> None:
     """placement=estimate: the verification's run is the only one; costs are said to be estimated."""
     region = _region()

@@ -35,6 +35,9 @@ _log = logging.getLogger(__name__)
 
 # A candidate that takes so many times as long in its best round as another in its worst has lost, whatever further rounds say.
 _CLEAR_RATIO = 1.3
+# An engine so many times as slow as eager tells more of the machine's load (a core that others held, for which its threads waited) than of
+# its kernels: it loses now, and is timed again by the next process.
+_IMPLAUSIBLE_RATIO = 10.0
 
 # Runs a region on its inputs, in order, and returns its outputs, in order.
 Runner = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
@@ -214,7 +217,7 @@ def _price(
             drop(failed.engine, run_refusal(failed.error), failed.error)
             continue
         measured = {engine: timing.low_us for engine, timing in zip(runners, timings, strict=True)}
-        if cache is not None:
+        if cache is not None and max(measured.values()) < _IMPLAUSIBLE_RATIO * measured[EAGER]:
             cache.put(region.key, contenders, measured)
         return tuple(Cost(engine, cost, "measured") for engine, cost in measured.items())
     return ()
