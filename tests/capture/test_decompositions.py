@@ -199,3 +199,11 @@ def test_other_convolution_gradients_stay_whole(recorder, module):
     y.backward()
     assert "aten.convolution_backward.default" in recorder.operators(1)
     assert "aten.mm.default" not in recorder.operators(1)
+
+
+@pytest.mark.parametrize(("count", "operator"), [(4, "aten.index_put.default"), (5, "aten.index_add.default")])
+def test_additions_of_many_slices_stay_whole(recorder, count, operator):
+    """What engines do not take is left to eager's own kernel, not to its slower index_put."""
+    index, source = torch.arange(count) % 3, torch.randn(count, 6)
+    assert operator in run(recorder, lambda x: x.index_add(0, index, source, alpha=2), torch.randn(7, 6))
+    assert operator in run(recorder, lambda x: x.index_add(-1, index, source.T), torch.randn(6, 7))
