@@ -96,3 +96,12 @@ def replace(gm: torch.fx.GraphModule, node: torch.fx.Node, by: torch.fx.Node) ->
     node.replace_all_uses_with(by)
     gm.graph.erase_node(node)
     return True
+
+
+def replace_by_new(gm: torch.fx.GraphModule, node: torch.fx.Node, by: torch.fx.Node, after: torch.fx.Node) -> bool:
+    """`replace` by what was inserted between `after` and `node`; where it may not stand in, all of that is erased."""
+    if replace(gm, node, by):
+        return True
+    while node.prev is not after:
+        gm.graph.erase_node(node.prev)
+    return False

@@ -19,7 +19,7 @@ import torch.fx
 
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.purity import constant_nodes, has_mutation
-from torch_hybrid_backend.passes.rewrite import insert, same_spec
+from torch_hybrid_backend.passes.rewrite import insert, replace_by_new
 
 aten = torch.ops.aten
 Node = torch.fx.Node
@@ -121,7 +121,7 @@ def _each(value: Any, rank: int) -> list[int]:
 
 def _rewrite(gm: torch.fx.GraphModule, node: Node, axes: list[_Axis]) -> bool:
     x, weight, bias = node.args[:3]
-    mark = node.prev
+    before = node.prev
     result = _spread(node, _convolved(node, x, weight, bias, axes), axes)
     for dim, (axis, size) in enumerate(zip(axes, node.meta["val"].shape[2:], strict=True), 2):
         have = axis.places * axis.stride
@@ -130,13 +130,7 @@ def _rewrite(gm: torch.fx.GraphModule, node: Node, axes: list[_Axis]) -> bool:
             result = insert(node, aten.slice.Tensor, result, dim, cut, axis.result)
     if result.target is aten.slice.Tensor:
         result = insert(node, aten.clone.default, result, memory_format=torch.contiguous_format)
-    if not same_spec(result.meta["val"], node.meta["val"]):
-        while node.prev is not mark:
-            gm.graph.erase_node(node.prev)
-        return False
-    node.replace_all_uses_with(result)
-    gm.graph.erase_node(node)
-    return True
+    return replace_by_new(gm, node, result, before)
 
 
 def _convolved(node: Node, x: Any, weight: Any, bias: Any, axes: list[_Axis]) -> Node:

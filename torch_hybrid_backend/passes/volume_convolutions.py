@@ -15,7 +15,7 @@ import torch.fx
 
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.purity import constant_nodes, has_mutation
-from torch_hybrid_backend.passes.rewrite import insert, same_spec
+from torch_hybrid_backend.passes.rewrite import insert, replace_by_new
 
 aten = torch.ops.aten
 Node = torch.fx.Node
@@ -43,19 +43,13 @@ def _is_candidate(node: Node, constant: set[Node]) -> bool:
 
 
 def _rewrite(gm: torch.fx.GraphModule, node: Node) -> bool:
-    mark = node.prev
+    before = node.prev
     geometry = [_each(value) for value in node.args[3:6]]
     kernel = node.args[1].meta["val"].shape[2:]  # type: ignore[union-attr]
     strides, padding, _ = geometry
     flat = tuple(kernel[1:]) == (1, 1) and strides[1:] == [1, 1] and not any(padding[1:])
     result = _along_depth(node, geometry) if flat else _by_depth(node, geometry)
-    if not same_spec(result.meta["val"], node.meta["val"]):
-        while node.prev is not mark:
-            gm.graph.erase_node(node.prev)
-        return False
-    node.replace_all_uses_with(result)
-    gm.graph.erase_node(node)
-    return True
+    return replace_by_new(gm, node, result, before)
 
 
 def _each(value: Any) -> list[int]:
