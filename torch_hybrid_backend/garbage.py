@@ -66,9 +66,8 @@ full_collections = FullCollections()
 
 def hold_while_dynamo_compiles() -> None:
     """Hold full collections whenever Dynamo compiles something, for whichever backend; until `torch._dynamo.reset()` forgets all callbacks."""
-    running: list[
-        object
-    ] = []  # where this is called, or forgotten, in the middle of a compilation one of the two calls is missing
+    # Where this is called, or forgotten, in the middle of a compilation one of the two calls is missing.
+    running: list[object] = []
 
     def start(args: object) -> None:
         running.append(args)

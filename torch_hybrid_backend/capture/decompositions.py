@@ -23,6 +23,7 @@ import torch
 from torch._decomp import core_aten_decompositions, get_decompositions
 
 from torch_hybrid_backend.capture.encoder_layers import native_multi_head_attention, transformer_encoder_layer
+from torch_hybrid_backend.core.tensor_spec import MOST_SCATTERED_SLICES
 
 Operator = torch._ops.OperatorBase
 Table = Mapping[Operator, Callable[..., object]]
@@ -106,10 +107,6 @@ EXTRA: tuple[torch._ops.OpOverloadPacket, ...] = (
     aten.bitwise_or_,
     aten.clamp_min_,
 )
-
-
-# Slices that are written one by one (as in loops/lowerings/scatters.py).
-_FEW_SLICES = 4
 
 
 def decomposition_table(keep_ops: frozenset[torch._ops.OpOverload]) -> dict[Operator, Callable[..., object]]:
@@ -307,7 +304,7 @@ def _is_static(*tensors: torch.Tensor) -> bool:
 
 def _index_add(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: float = 1) -> Any:
     """Few slices by torch's formula, whose `index_put` engines take; more stay whole: with `accumulate` that takes eager six times as long."""
-    if not isinstance(index.numel(), int) or index.numel() > _FEW_SLICES:
+    if not isinstance(index.numel(), int) or index.numel() > MOST_SCATTERED_SLICES:
         return NotImplemented
     formula = get_decompositions([aten.index_add.default])[aten.index_add.default]
     return formula(x, dim, index, source, alpha=alpha)

@@ -14,6 +14,8 @@ from torch_hybrid_backend.core.size_forms import from_sympy
 
 # No layout keeps more channels together: channels from a multiple of it on are whole blocks (AVX-512 has 16 lanes of float32).
 MOST_CHANNELS_TOGETHER = 16
+# Slices that a scatter writes one by one, each at the cost of a comparison for every element; with more it is left to eager.
+MOST_SCATTERED_SLICES = 4
 
 
 def dim(value: int | torch.SymInt) -> Dim:

@@ -9,7 +9,7 @@ import torch.fx
 
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.purity import has_mutation, is_view
-from torch_hybrid_backend.passes.rewrite import insert, replace, same_dim, same_spec
+from torch_hybrid_backend.passes.rewrite import insert, replace, replace_by_new, same_dim, same_spec
 
 aten = torch.ops.aten
 
@@ -51,13 +51,9 @@ def _drop_empty_parts(gm: torch.fx.GraphModule, node: torch.fx.Node) -> bool:
         return False
     if len(kept) == 1 and replace(gm, node, kept[0]):
         return True
+    before = node.prev
     shorter = insert(node, aten.cat.default, kept, *node.args[1:], origin=node, **node.kwargs)
-    if same_spec(shorter.meta["val"], node.meta["val"]):
-        node.replace_all_uses_with(shorter)
-        gm.graph.erase_node(node)
-        return True
-    gm.graph.erase_node(shorter)
-    return False
+    return replace_by_new(gm, node, shorter, before)
 
 
 def _remove_view(gm: torch.fx.GraphModule, node: torch.fx.Node) -> bool:

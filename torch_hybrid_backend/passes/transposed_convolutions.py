@@ -90,15 +90,16 @@ def transposed_convolutions(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
 
 
 def _axes(node: Node, constant: set[Node]) -> list[_Axis] | None:
-    x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = node.args
+    arguments: Any = node.args
+    x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = arguments
     if not transposed or groups != 1 or weight not in constant or (bias is not None and bias not in constant):
         return None
-    shape, kernel = x.meta["val"].shape[2:], weight.meta["val"].shape[2:]  # type: ignore[union-attr]
+    shape, kernel = x.meta["val"].shape[2:], weight.meta["val"].shape[2:]
     result = node.meta["val"].shape[2:]
     rank = len(kernel)
     if rank not in (1, 2) or len(shape) != rank or not node.meta["val"].is_floating_point():
         return None
-    sizes = [*x.meta["val"].shape, *result, *weight.meta["val"].shape]  # type: ignore[union-attr]
+    sizes = [*x.meta["val"].shape, *result, *weight.meta["val"].shape]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         return None
     s, p, d, o = (_each(value, rank) for value in (stride, padding, dilation, output_padding))
@@ -108,8 +109,8 @@ def _axes(node: Node, constant: set[Node]) -> list[_Axis] | None:
     if any(axis.last < 0 for axis in padded):
         return None
     cut = [axis.without_padding() for axis in padded]
-    outputs = weight.meta["val"].shape[1] * math.prod(s)  # type: ignore[union-attr]
-    quick = [axis.taps for axis in padded] == [3, 3] and min(outputs, x.meta["val"].shape[1]) >= _WINOGRAD_CHANNELS  # type: ignore[union-attr]
+    outputs = weight.meta["val"].shape[1] * math.prod(s)
+    quick = [axis.taps for axis in padded] == [3, 3] and min(outputs, x.meta["val"].shape[1]) >= _WINOGRAD_CHANNELS
     axes = [a if quick or a.taps <= b.taps else b for a, b in zip(padded, cut, strict=True)]
     return axes if all(axis.after >= 0 for axis in axes) else None
 

@@ -34,10 +34,11 @@ def volume_convolutions(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
 
 
 def _is_candidate(node: Node, constant: set[Node]) -> bool:
-    x, weight, bias, _, _, _, transposed, _, groups = node.args
+    arguments: Any = node.args
+    x, weight, bias, _, _, _, transposed, _, groups = arguments
     if transposed or groups != 1 or weight not in constant or (bias is not None and bias not in constant):
         return False
-    shapes = [value.meta["val"].shape for value in (x, weight, node)]  # type: ignore[union-attr]
+    shapes = [value.meta["val"].shape for value in (x, weight, node)]
     static = all(isinstance(size, int) and size > 0 for shape in shapes for size in shape)
     return static and all(len(shape) == 5 for shape in shapes) and node.meta["val"].is_floating_point()
 
@@ -45,7 +46,8 @@ def _is_candidate(node: Node, constant: set[Node]) -> bool:
 def _rewrite(gm: torch.fx.GraphModule, node: Node) -> bool:
     before = node.prev
     geometry = [_each(value) for value in node.args[3:6]]
-    kernel = node.args[1].meta["val"].shape[2:]  # type: ignore[union-attr]
+    weight: Any = node.args[1]
+    kernel = weight.meta["val"].shape[2:]
     strides, padding, _ = geometry
     flat = tuple(kernel[1:]) == (1, 1) and strides[1:] == [1, 1] and not any(padding[1:])
     result = _along_depth(node, geometry) if flat else _by_depth(node, geometry)
@@ -63,9 +65,10 @@ def _copied(node: Node, x: Any) -> Node:
 
 def _along_depth(node: Node, geometry: list[list[int]]) -> Node:
     """Kernels of (depth, 1, 1)."""
-    x, weight, bias = node.args[:3]
-    n, channels, depth, height, width = x.meta["val"].shape  # type: ignore[union-attr]
-    outputs, _, taps, _, _ = weight.meta["val"].shape  # type: ignore[union-attr]
+    arguments: Any = node.args[:3]
+    x, weight, bias = arguments
+    n, channels, depth, height, width = x.meta["val"].shape
+    outputs, _, taps, _, _ = weight.meta["val"].shape
     image = insert(node, aten.view.default, _copied(node, x), [n, channels, depth, height * width])
     columns = insert(node, aten.view.default, _copied(node, weight), [outputs, channels, taps, 1])
     (stride, *_), (padding, *_), (dilation, *_) = geometry
@@ -75,10 +78,11 @@ def _along_depth(node: Node, geometry: list[list[int]]) -> Node:
 
 
 def _by_depth(node: Node, geometry: list[list[int]]) -> Node:
-    x, weight, bias = node.args[:3]
+    arguments: Any = node.args[:3]
+    x, weight, bias = arguments
     (stride, *strides), (padding, *paddings), (dilation, *dilations) = geometry
-    n, channels, _, height, width = x.meta["val"].shape  # type: ignore[union-attr]
-    outputs, _, taps, *window = weight.meta["val"].shape  # type: ignore[union-attr]
+    n, channels, _, height, width = x.meta["val"].shape
+    outputs, _, taps, *window = weight.meta["val"].shape
     depth, *size = node.meta["val"].shape[2:]
     if padding:
         x = insert(node, aten.constant_pad_nd.default, x, [0, 0, 0, 0, padding, padding], 0.0)

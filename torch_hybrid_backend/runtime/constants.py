@@ -49,9 +49,8 @@ class _Entry(Generic[Made]):
     guard: Guard
     made: Made
     storages: tuple[weakref.ref[torch.UntypedStorage], ...]
-    is_of: (
-        Callable[[Sequence[Any]], bool] | None
-    )  # `versions` and the key, compared in C++ where it can read the tensors
+    # `versions` and the key, compared in C++ where it can read the tensors.
+    is_of: Callable[[Sequence[Any]], bool] | None
 
 
 class LiveConstants(Generic[Made]):

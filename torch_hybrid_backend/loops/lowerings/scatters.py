@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from torch_hybrid_backend.core.size import Dim, known
+from torch_hybrid_backend.core.tensor_spec import MOST_SCATTERED_SLICES
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import Expr, Map, Value, compute_dtype
@@ -21,8 +22,6 @@ from torch_hybrid_backend.loops.lowerings.views import axis
 from torch_hybrid_backend.loops.ops import add, call, cast, const, from_index, guard, index_in, logical_and, where
 
 aten = torch.ops.aten
-
-MOST = 4  # slices: each costs a comparison per element
 
 
 @lowers(aten.scatter.value)
@@ -125,5 +124,5 @@ def diagonal_scatter(ctx: Context, x: Value, source: Value, offset: int = 0, dim
 
 def _check(count: Dim) -> None:
     count = known(count)
-    if count > MOST:
-        raise Refuse(Reason.ARGUMENT, f"writing {count} slices, more than {MOST}, is left to eager")
+    if count > MOST_SCATTERED_SLICES:
+        raise Refuse(Reason.ARGUMENT, f"writing {count} slices, more than {MOST_SCATTERED_SLICES}, is left to eager")
