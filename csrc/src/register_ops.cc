@@ -33,8 +33,6 @@ using Numbers = std::vector<int64_t>;
 
 void LoadTvmFfiOp(std::string path) { LoadTvmFfi(path); }
 
-void CloseLibraryOp(std::string path) { CloseLibrary(path); }
-
 int64_t PlanNew() { return Plans().Add(std::make_shared<Plan>()); }
 
 int64_t PlanAddValue(int64_t plan, int64_t kind, int64_t payload, ScalarType dtype, Numbers sizes,
@@ -64,8 +62,6 @@ void PlanSeal(int64_t plan, int64_t inputs, int64_t constants, int64_t arena_byt
   Plans().Get(plan)->Seal(inputs, constants, arena_bytes, outputs);
 }
 
-void PlanFree(int64_t plan) { Plans().Remove(plan); }
-
 void PlanAddRange(int64_t plan, std::string name) { Plans().Get(plan)->AddRange(std::move(name)); }
 
 std::tuple<std::vector<Tensor>, int64_t> PlanRun(int64_t plan, int64_t binding,
@@ -84,8 +80,6 @@ int64_t GuardNew(std::vector<Tensor> tensors) {
 
 bool GuardIsStale(int64_t guard) { return Guards().Get(guard)->IsStale(); }
 
-void GuardFree(int64_t guard) { Guards().Remove(guard); }
-
 int64_t BindingNew(int64_t plan, int64_t guard, Numbers owned_slots, std::vector<Tensor> owned,
                    Numbers borrowed_slots, Numbers borrowed) {
   return Bindings().Add(
@@ -93,7 +87,19 @@ int64_t BindingNew(int64_t plan, int64_t guard, Numbers owned_slots, std::vector
                                       owned_slots, std::move(owned), borrowed_slots, borrowed));
 }
 
-void BindingFree(int64_t binding) { Bindings().Remove(binding); }
+// The functions that Python's finalizers call, by address: the garbage collector runs finalizers
+// wherever it likes, also while the thread traces, and an operator would then become a node of
+// somebody else's graph.
+Numbers Finalizers() {
+  void (*const free_plan)(int64_t) = [](int64_t plan) noexcept { Plans().Remove(plan); };
+  void (*const free_guard)(int64_t) = [](int64_t guard) noexcept { Guards().Remove(guard); };
+  void (*const free_binding)(int64_t) = [](int64_t binding) noexcept {
+    Bindings().Remove(binding);
+  };
+  void (*const close_library)(const char*) = [](const char* path) noexcept { CloseLibrary(path); };
+  return {reinterpret_cast<int64_t>(free_plan), reinterpret_cast<int64_t>(free_guard),
+          reinterpret_cast<int64_t>(free_binding), reinterpret_cast<int64_t>(close_library)};
+}
 
 void GiveBackFreedMemory() {
 #ifdef __GLIBC__
@@ -105,7 +111,6 @@ void GiveBackFreedMemory() {
 
 STABLE_TORCH_LIBRARY(torch_hybrid_backend, m) {
   m.def("load_tvm_ffi(str path) -> ()");
-  m.def("close_library(str path) -> ()");
   m.def("plan_new() -> int");
   m.def(
       "plan_add_value(int plan, int kind, int payload, ScalarType dtype, int[] sizes, "
@@ -114,7 +119,6 @@ STABLE_TORCH_LIBRARY(torch_hybrid_backend, m) {
   m.def("plan_add_callback(int plan, int segment, int[] inputs, int[] outputs) -> ()");
   m.def("plan_add_copy(int plan, int source, int destination) -> ()");
   m.def("plan_seal(int plan, int inputs, int constants, int arena_bytes, int[] outputs) -> ()");
-  m.def("plan_free(int plan) -> ()");
   m.def("plan_add_range(int plan, str name) -> ()");
   m.def(
       "plan_run(int plan, int binding, Tensor[] inputs, bool profiled) -> (Tensor[] outputs, int "
@@ -122,33 +126,29 @@ STABLE_TORCH_LIBRARY(torch_hybrid_backend, m) {
   m.def("plan_time(int plan, int binding, Tensor[] inputs) -> int[]");
   m.def("guard_new(Tensor[] tensors) -> int");
   m.def("guard_is_stale(int guard) -> bool");
-  m.def("guard_free(int guard) -> ()");
   m.def(
       "binding_new(int plan, int guard, int[] owned_slots, Tensor[] owned, "
       "int[] borrowed_slots, int[] borrowed) -> int");
-  m.def("binding_free(int binding) -> ()");
+  m.def("finalizers() -> int[]");
   m.def("give_back_freed_memory() -> ()");
 }
 
 // One kernel for every backend and for calls without any tensor.
 STABLE_TORCH_LIBRARY_IMPL(torch_hybrid_backend, CompositeExplicitAutograd, m) {
   m.impl("load_tvm_ffi", TORCH_BOX(&LoadTvmFfiOp));
-  m.impl("close_library", TORCH_BOX(&CloseLibraryOp));
   m.impl("plan_new", TORCH_BOX(&PlanNew));
   m.impl("plan_add_value", TORCH_BOX(&PlanAddValue));
   m.impl("plan_add_kernel", TORCH_BOX(&PlanAddKernel));
   m.impl("plan_add_callback", TORCH_BOX(&PlanAddCallback));
   m.impl("plan_add_copy", TORCH_BOX(&PlanAddCopy));
   m.impl("plan_seal", TORCH_BOX(&PlanSeal));
-  m.impl("plan_free", TORCH_BOX(&PlanFree));
   m.impl("plan_add_range", TORCH_BOX(&PlanAddRange));
   m.impl("plan_run", TORCH_BOX(&PlanRun));
   m.impl("plan_time", TORCH_BOX(&PlanTime));
   m.impl("guard_new", TORCH_BOX(&GuardNew));
   m.impl("guard_is_stale", TORCH_BOX(&GuardIsStale));
-  m.impl("guard_free", TORCH_BOX(&GuardFree));
   m.impl("binding_new", TORCH_BOX(&BindingNew));
-  m.impl("binding_free", TORCH_BOX(&BindingFree));
+  m.impl("finalizers", TORCH_BOX(&Finalizers));
   m.impl("give_back_freed_memory", TORCH_BOX(&GiveBackFreedMemory));
 }
 

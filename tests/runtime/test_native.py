@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.runtime import native
@@ -322,6 +323,27 @@ def test_handles_are_freed() -> None:
     with pytest.raises(RuntimeError, match="no guard has the handle"):
         torch.ops.torch_hybrid_backend.guard_is_stale(guard_handle)
     assert handle not in native._callbacks
+
+
+def test_finalizers_leave_no_trace() -> None:
+    """What is collected while a graph is traced is freed, and is no part of that graph."""
+    plan, guard = Plan(), Guard([torch.ones(3)])
+    plan.seal(0, 0, 0, [])
+    garbage = [plan, guard, Binding(plan, guard, {}, {})]
+    handle, guard_handle = plan.handle, guard.handle
+    del plan, guard
+
+    def collects(x: torch.Tensor) -> torch.Tensor:
+        garbage.clear()
+        gc.collect()
+        return x + 1
+
+    traced = make_fx(collects)(torch.ones(2))
+    assert [node.target for node in traced.graph.nodes if node.op == "call_function"] == [torch.ops.aten.add.Tensor]
+    with pytest.raises(RuntimeError, match="no plan has the handle"):
+        torch.ops.torch_hybrid_backend.plan_seal(handle, 0, 0, 0, [])
+    with pytest.raises(RuntimeError, match="no guard has the handle"):
+        torch.ops.torch_hybrid_backend.guard_is_stale(guard_handle)
 
 
 def test_a_missing_runtime_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ of the C++ side and frees it when it is collected. The library `_runtime.so` is 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 import os
@@ -29,6 +30,8 @@ _profiler_enabled = torch._C._autograd._profiler_enabled
 
 _LIBRARY = Path(__file__).resolve().parents[1] / "_runtime.so"
 _NAMESPACE = "torch_hybrid_backend"
+_FREE = ctypes.CFUNCTYPE(None, ctypes.c_int64)
+_CLOSE = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 
 
 class ValueKind(IntEnum):
@@ -120,11 +123,19 @@ def _load_tvm_ffi() -> None:
 
 
 class _Operators:
-    """Operators resolved to their one overload: the lookup by packet costs more than some calls."""
+    """Operators resolved to their one overload: the lookup by packet costs more than some calls; and what finalizers call.
+
+    Finalizers call C functions by address: the collector runs them at any moment, and while a graph is traced an operator would become
+    a node of it.
+    """
 
     def __init__(self, library: torch.library.Library, ops: Any) -> None:
         self._library = library
-        self.close_library = ops.close_library.default
+        free_plan, free_guard, free_binding, close_library = ops.finalizers.default()
+        self.free_plan = _FREE(free_plan)
+        self.free_guard = _FREE(free_guard)
+        self.free_binding = _FREE(free_binding)
+        self._close_library = _CLOSE(close_library)
         self.plan_new = ops.plan_new.default
         self.plan_add_value = ops.plan_add_value.default
         self.plan_add_kernel = ops.plan_add_kernel.default
@@ -132,15 +143,15 @@ class _Operators:
         self.plan_add_copy = ops.plan_add_copy.default
         self.plan_add_range = ops.plan_add_range.default
         self.plan_seal = ops.plan_seal.default
-        self.plan_free = ops.plan_free.default
         self.plan_run = ops.plan_run.default
         self.plan_time = ops.plan_time.default
         self.guard_new = ops.guard_new.default
         self.guard_is_stale = ops.guard_is_stale.default
-        self.guard_free = ops.guard_free.default
         self.binding_new = ops.binding_new.default
-        self.binding_free = ops.binding_free.default
         self.give_back_freed_memory = ops.give_back_freed_memory.default
+
+    def close_library(self, path: str) -> None:
+        self._close_library(os.fsencode(path))
 
 
 def _tvm_ffi_library() -> str:
@@ -168,7 +179,7 @@ class Guard:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         ops = _ops()
         self.handle: int = ops.guard_new(list(tensors))
-        weakref.finalize(self, ops.guard_free, self.handle).atexit = False
+        weakref.finalize(self, ops.free_guard, self.handle).atexit = False
         self._is_stale = ops.guard_is_stale
 
     def is_stale(self) -> bool:
@@ -286,7 +297,7 @@ class Binding:
             list(borrowed),
             list(borrowed.values()),
         )
-        weakref.finalize(self, ops.binding_free, self.handle).atexit = False
+        weakref.finalize(self, ops.free_binding, self.handle).atexit = False
 
 
 def _not_implemented(*_: object) -> object:
@@ -301,5 +312,5 @@ def _building(operator: Callable[..., Any], *arguments: object) -> Any:
 
 
 def _free_plan(ops: _Operators, handle: int) -> None:
-    ops.plan_free(handle)
+    ops.free_plan(handle)
     _callbacks.pop(handle, None)
