@@ -42,9 +42,8 @@ class Effort:
         if self.caches is None or peer.name == OURS or not peer.keeps_cache:
             return work.folder / peer.name
         cache = self.caches / f"{work.model}-{work.size}-{work.batch}-{peer.name}"
-        if not _is_filled(
-            cache
-        ):  # what a run that was stopped left would make the next one's compile time neither cold nor warm
+        # What a run that was stopped left would make the next one's compile time neither cold nor warm.
+        if not _is_filled(cache):
             shutil.rmtree(cache, ignore_errors=True)
         return cache
 

@@ -55,10 +55,10 @@ def _listed(legal: Sequence[str]) -> Any:
 
 
 def _counts(text: str) -> list[int]:
-    counts = [int(part) for part in text.split(",")]
-    if any(count < 1 for count in counts):
-        raise argparse.ArgumentTypeError(f"{text}: batch sizes are at least 1")
-    return list(dict.fromkeys(counts))
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text}: legal are whole numbers, at least 1, separated by commas")
+    return list(dict.fromkeys(map(int, parts)))
 
 
 def _positive(kind: Callable[[str], Any]) -> Any:
@@ -125,9 +125,8 @@ def main(argv: Sequence[str] | None = None, known: dict[str, Peer] | None = None
     `known`: the peers that can be named; default: all.
     """
     known = known or by_name()
-    before = argparse.ArgumentParser(
-        add_help=False
-    )  # PyTorch reads its part once, with the first question about the machine
+    # First: PyTorch reads its part once, with the first question about the machine.
+    before = argparse.ArgumentParser(add_help=False)
     before.add_argument("--isa", choices=list(_ISA))
     os.environ.update(_ISA.get(before.parse_known_args(argv)[0].isa, {}))
     arguments = _parser(known).parse_args(argv)

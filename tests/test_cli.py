@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,6 +29,11 @@ def with_names():
     return torch.nn.Linear(2, 2), (), {"input": torch.zeros(1, 2)}
 def wrong():
     return torch.nn.Linear(2, 2)
+def no_model():
+    return 3, (torch.zeros(1, 2),)
+def from_beside():
+    import beside_script_for_cli
+    return beside_script_for_cli.MODEL, (torch.zeros(1, 2),)
 constant = 3
 """
 
@@ -62,6 +68,14 @@ def test_explain_a_module_of_the_current_folder(script: Path, monkeypatch: pytes
     assert _run("explain", f"{script.stem}:make")[0] == 0
 
 
+def test_explain_a_script_that_imports_what_lies_beside_it(script: Path) -> None:
+    """As when Python runs the script, wherever that is done; and nothing of it stays on the path."""
+    (script.parent / "beside_script_for_cli.py").write_text("import torch\nMODEL = torch.nn.Linear(2, 2)\n")
+    before = list(sys.path)
+    assert _run("explain", f"{script}:from_beside")[0] == 0
+    assert sys.path == before
+
+
 def test_explain_as_json_and_html(script: Path, tmp_path: Path) -> None:
     """--json prints the plans; --html writes the picture to a file."""
     status, text = _run("explain", f"{script}:make", "--json")
@@ -79,7 +93,9 @@ def test_explain_as_json_and_html(script: Path, tmp_path: Path) -> None:
         ("no_such_module_anywhere:make", "cannot import"),
         ("script_for_cli.py:missing", "no callable named 'missing'"),
         ("script_for_cli.py:constant", "no callable named 'constant'"),
-        ("script_for_cli.py:wrong", r"legal is (model, args)"),
+        ("script_for_cli.py:wrong", r"returned Linear; legal is (model, args)"),
+        ("script_for_cli.py:no_model", r"returned (int, tuple); legal is (model, args)"),
+        (".script_for_cli:make", "legal is module:factory"),
     ],
 )
 def test_a_wrong_target_is_one_clear_line(

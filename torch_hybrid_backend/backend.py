@@ -1,4 +1,4 @@
-"""The backend: the one file that imports every stage and wires them together. Read it first.
+"""The backend: the file that imports every stage and wires them together. Read it first.
 
 torch.compile(model, backend="hybrid")
   -> capture      Dynamo's graph -> functional ATen graphs
@@ -17,8 +17,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import torch
@@ -30,15 +28,11 @@ from torch_hybrid_backend.capture.aot import capture
 from torch_hybrid_backend.capture.kept_graphs import KeptGraphs
 from torch_hybrid_backend.config import Config, apply_log_level
 from torch_hybrid_backend.core.captured import CapturedGraph
-from torch_hybrid_backend.core.engine import CompiledRegion, Engine
+from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.plan import Plan, RegionDecision
 from torch_hybrid_backend.core.region import Segment
-from torch_hybrid_backend.core.verdict import Refused
 from torch_hybrid_backend.engines.deadline import compile_in_time
-from torch_hybrid_backend.engines.eager import EagerEngine
-from torch_hybrid_backend.engines.tvm.engine import TvmEngine
-from torch_hybrid_backend.engines.unusable import UnusableEngine
-from torch_hybrid_backend.errors import ConfigError, HybridError
+from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.garbage import collector_paused, full_collections, hold_while_dynamo_compiles
 from torch_hybrid_backend.partition.cost_cache import VerdictCache, machine_fingerprint
 from torch_hybrid_backend.partition.fallback import ReportedRegion, demote, run_refusal
@@ -56,14 +50,12 @@ from torch_hybrid_backend.runtime.executor import CompiledSegment, build_executo
 from torch_hybrid_backend.runtime.layout import StaticLayoutError
 from torch_hybrid_backend.runtime.made_once import MadeOnce
 from torch_hybrid_backend.runtime.native import give_back_freed_memory
-from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 from torch_hybrid_backend.runtime.python_executor import PythonExecutor
 from torch_hybrid_backend.runtime.symbolic_executor import SymbolicExecutor
-from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.session import Session, open_session
 
 log = logging.getLogger(__name__)
 
-ENGINE_GROUP = "torch_hybrid_backend.engines"
 hold_while_dynamo_compiles()
 OnPlan = Callable[[Plan], None]
 
@@ -100,10 +92,7 @@ def compile_graph(
     key = graph_key(gm, example_inputs, f"{shared.versions()}")
     if key in known:
         return capture(gm, example_inputs, compile_captured, keep_ops, kept)
-    for engine in shared.engines:
-        prepare = getattr(engine, "prepare", None)
-        if prepare is not None:
-            prepare(len(gm.graph.nodes))  # what it needs to compile starts while AOTAutograd traces
+    shared.prepare(len(gm.graph.nodes))  # what engines need to compile starts while AOTAutograd traces
     compiled = capture(gm, example_inputs, compile_captured, keep_ops, kept)
     known.add(key)
     return compiled
@@ -132,92 +121,6 @@ def explain(
     backend = functools.partial(compile_graph, config=config, on_plan=plans.append)
     torch.compile(model, backend=backend, dynamic=dynamic)(*args, **kwargs)
     return Explanation(tuple(plans))
-
-
-# The engines, in order; the order only breaks ties, measured cost decides. Third parties add theirs through the entry-point
-# group `torch_hybrid_backend.engines`.
-ENGINES: tuple[tuple[str, Callable[[Config, Store], Engine]], ...] = (
-    (
-        "tvm",
-        lambda config, store: TvmEngine(
-            store, config.compile_threads, ProgramRunner, config.placement, machine_fingerprint, config.progress
-        ),
-    ),
-    (EAGER, lambda config, store: EagerEngine()),
-)
-
-
-def engine_factories() -> dict[str, Callable[[Config, Store], Engine]]:
-    """Every known engine by name, third parties' included. Raises ConfigError for two engines of one name."""
-    factories = dict(ENGINES)
-    for entry in entry_points(group=ENGINE_GROUP):
-        if entry.name in factories:
-            raise ConfigError(f"two engines are called {entry.name!r}; uninstall one of the packages that bring them")
-        factories[entry.name] = lambda config, store, entry=entry: _third_party(entry, config)  # type: ignore[misc]
-    return factories
-
-
-def _third_party(entry: EntryPoint, config: Config) -> Engine:
-    try:
-        engine: Engine = entry.load()(config)
-        engine.available()
-    except Exception as error:  # a third party's package may fail in any way; that costs its engine only
-        return UnusableEngine(entry.name, error)
-    return engine
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Session:
-    """What graphs compiled under equal settings share: the engines that can run here, and the cache."""
-
-    engines: tuple[Engine, ...]
-    store: Store
-
-    def versions(self) -> dict[str, str]:
-        """What an engine's kernels and timings depend on, where the engine says so (`version`)."""
-        return {e.name: version for e in self.engines if (version := getattr(e, "version", ""))}
-
-
-_sessions: dict[tuple[object, ...], Session] = {}
-_sessions_lock = threading.Lock()
-
-
-def open_session(config: Config) -> Session:
-    """The engines and the cache for settings; one for all graphs compiled under equal ones in this process."""
-    factories = engine_factories()
-    names = config.select(tuple(factories))
-    key = (
-        os.getpid(),
-        names,
-        config.cache,
-        config.cache_dir,
-        config.cache_limit_mib,
-        config.compile_threads,
-        config.placement,
-        config.progress,
-    )
-    with _sessions_lock:
-        if key not in _sessions:
-            _sessions[key] = _new_session(config, names, factories)
-        return _sessions[key]
-
-
-def _new_session(
-    config: Config, names: Sequence[str], factories: Mapping[str, Callable[[Config, Store], Engine]]
-) -> Session:
-    limit_bytes = config.cache_limit_mib << 20
-    store = Store.open(config.cache_dir, enabled=config.cache, strict=config.strict, limit_bytes=limit_bytes)
-    engines = []
-    for name in names:
-        engine = factories[name](config, store)
-        available = engine.available()
-        if isinstance(available, Refused):
-            if config.strict:
-                raise HybridError(f"the engine {name} cannot run here: {available.why}")
-            log.warning("the engine %s cannot run here, what it would take runs in eager: %s", name, available.why)
-            continue
-        engines.append(engine)
-    return Session(tuple(engines), store)
 
 
 class HybridGraph:
@@ -268,7 +171,9 @@ class HybridGraph:
             if self._config.strict:
                 raise
             with self._lock:
-                return self._recover(inputs, error)
+                if self._run is run:
+                    return self._recover(inputs, error)
+        return self(inputs)  # another thread, which met the same fault, has put something else in its place
 
     def _compile_body(self, name: str, body: CapturedGraph) -> Callable[[list[Any]], list[Any]] | None:
         """A branch or loop body as a graph of its own; None where that fails, so that eager runs it."""
@@ -324,9 +229,8 @@ class HybridGraph:
         # The machine as it is now: threads may have been set since the last graph.
         verdicts = VerdictCache(self._session.store, machine_fingerprint()) if self._config.cache else None
         pricing = Pricing(verdicts, self._session.versions())
-        chosen: dict[
-            str, CompiledSegment
-        ] = {}  # kept once all is chosen: an interrupted first call leaves nothing behind
+        # Kept once all is chosen: an interrupted first call leaves nothing behind.
+        chosen: dict[str, CompiledSegment] = {}
         decisions: dict[str, RegionDecision] = {}
 
         def place(_index: int, segment: Segment, arguments: Sequence[Any]) -> Sequence[Any]:

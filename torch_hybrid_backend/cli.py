@@ -22,10 +22,10 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 
@@ -102,15 +102,15 @@ def _bench(arguments: Sequence[str]) -> int:
 
 
 def _explain(parsed: argparse.Namespace, explain: Explain, out: TextIO) -> int:
-    made = _factory(parsed.target)()
-    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[1], list | tuple):
-        raise ConfigError(
-            f"{parsed.target} returned {type(made).__name__}; legal is (model, args) or (model, args, kwargs), args a tuple"
-        )
-    model, args = made[:2]
-    kwargs = made[2] if len(made) == 3 else {}
-    with torch.no_grad():
-        explanation = explain(model, *args, **kwargs)
+    place, name = _parts(parsed.target)
+    # As Python runs a script or `-m module`: what lies beside them can be imported, in the factory and the model too.
+    sys.path.insert(0, str(Path(place).resolve().parent) if place.endswith(".py") else os.getcwd())
+    try:
+        model, args, kwargs = _made(parsed.target, _factory(place, name)())
+        with torch.no_grad():
+            explanation = explain(model, *args, **kwargs)
+    finally:
+        sys.path.pop(0)
     if parsed.html is not None:
         try:
             parsed.html.write_text(explanation.to_html())
@@ -121,12 +121,30 @@ def _explain(parsed: argparse.Namespace, explain: Explain, out: TextIO) -> int:
     return 0
 
 
-def _factory(target: str) -> Callable[[], object]:
-    """The callable that "module:name" or "path/script.py:name" names; the current folder is searched for modules
-    too."""
+def _parts(target: str) -> tuple[str, str]:
+    """Module or script, and the name in it, of "module:name" or "path/script.py:name"."""
     place, separator, name = target.rpartition(":")
-    if not separator or not place or not name:
+    if not separator or not place or (place.startswith(".") and not place.endswith(".py")) or not name:
         raise ConfigError(f"{target!r} names no factory; legal is module:factory or script.py:factory")
+    return place, name
+
+
+def _made(target: str, made: object) -> tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]:
+    """Model, positional and named arguments, of what a factory returned."""
+    match made:
+        case (model, list() | tuple() as args) if callable(model):
+            return model, args, {}
+        case (model, list() | tuple() as args, dict() as kwargs) if callable(model):
+            return model, args, kwargs
+    kinds = ", ".join(type(part).__name__ for part in made) if isinstance(made, tuple) else ""
+    found = f"({kinds})" if kinds else type(made).__name__
+    raise ConfigError(
+        f"{target} returned {found}; legal is (model, args) or (model, args, kwargs), args a tuple, kwargs a dict"
+    )
+
+
+def _factory(place: str, name: str) -> Callable[[], object]:
+    """The callable `name` of a module, or of a script by its path."""
     if place.endswith(".py"):
         if not Path(place).is_file():
             raise ConfigError(f"there is no file {place}")
@@ -137,21 +155,18 @@ def _factory(target: str) -> Callable[[], object]:
         sys.modules.setdefault(spec.name, module)  # what the script defines must be found by its module's name
         spec.loader.exec_module(module)
     else:
-        sys.path.insert(0, os.getcwd())
         try:
             module = importlib.import_module(place)
         except ModuleNotFoundError as error:
             raise ConfigError(f"cannot import {place}: {error}") from error
-        finally:
-            sys.path.pop(0)
-    factory = getattr(module, name, None)
+    factory: Callable[[], object] | None = getattr(module, name, None)
     if not callable(factory):
         raise ConfigError(f"{place} has no callable named {name!r}")
-    return factory  # type: ignore[no-any-return]
+    return factory
 
 
 def _all_engines(config: Config) -> Sequence[Engine]:
-    from torch_hybrid_backend.backend import engine_factories  # heavy, so not imported for --help
+    from torch_hybrid_backend.session import engine_factories  # heavy, so not imported for --help
 
     store = Store.open(config.cache_dir, enabled=config.cache)
     return [make(config, store) for make in engine_factories().values()]

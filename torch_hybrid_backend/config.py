@@ -107,9 +107,8 @@ def _default_cache_dir(environ: Mapping[str, str] | None = None) -> Path:
         return Path(base) / _CACHE_NAME
     try:
         return Path.home() / ".cache" / _CACHE_NAME
-    except (
-        RuntimeError
-    ):  # a user without HOME and without an entry in the system's list of users, as in some containers
+    except RuntimeError:
+        # A user without HOME and without an entry in the system's list of users, as in some containers.
         # Anybody may make that directory first: the store refuses one that is not this user's.
         return Path(tempfile.gettempdir()) / f"{_CACHE_NAME}-{os.getuid() if hasattr(os, 'getuid') else 'user'}"
 

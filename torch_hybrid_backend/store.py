@@ -34,9 +34,8 @@ _UNFINISHED = (".hybrid-", ".part")
 # Not through a link, and not stopping at a pipe. Windows has no such flags.
 _OPEN_FLAGS = os.O_RDONLY | sum(getattr(os, flag, 0) for flag in ("O_NOFOLLOW", "O_CLOEXEC", "O_NONBLOCK", "O_BINARY"))
 _ELSEWHERE = "HYBRID_CACHE_DIR sets another directory"
-_UNCHECKED_SHARE = (
-    16  # the size is looked at again when so small a share of the limit was written: looking costs a walk
-)
+# The size is looked at again when so small a share of the limit was written: looking costs a walk.
+_UNCHECKED_SHARE = 16
 _IN_USE_S = 600.0  # what was used so recently may be about to be opened: it stays
 _ABANDONED_S = 3600.0  # a temporary file as old as that has no writer any more
 

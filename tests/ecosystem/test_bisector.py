@@ -9,7 +9,7 @@ import torch
 
 import torch_hybrid_backend
 from tests.ecosystem.planted_engine import PlantedEngine
-from torch_hybrid_backend import backend
+from torch_hybrid_backend import backend, session
 from torch_hybrid_backend.passes import pipeline
 from torch_hybrid_backend.passes.context import PassContext
 
@@ -33,11 +33,11 @@ def works() -> bool:
 @pytest.fixture
 def planted(settings: pytest.MonkeyPatch) -> Iterator[None]:
     """The only engine has a bug, and nobody checks results."""
-    settings.setattr(backend, "ENGINES", (("planted", lambda config, store: PlantedEngine()), *backend.ENGINES[-1:]))
+    settings.setattr(session, "ENGINES", (("planted", lambda config, store: PlantedEngine()), *session.ENGINES[-1:]))
     settings.setenv("HYBRID_VERIFY", "off")
-    backend._sessions.clear()
+    session._sessions.clear()
     yield
-    backend._sessions.clear()
+    session._sessions.clear()
 
 
 @pytest.mark.usefixtures("planted")

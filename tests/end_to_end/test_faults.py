@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -16,7 +18,7 @@ import torch
 from torch import nn
 
 from tests.end_to_end import models
-from torch_hybrid_backend import backend
+from torch_hybrid_backend import backend, session
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.errors import HybridError
@@ -53,13 +55,14 @@ def test_libraries_deleted_between_compilation_and_call(
 
 
 class _WrongEngine:
-    """An engine that returns wrong numbers, or raises where `fault` says so."""
+    """An engine that returns wrong numbers, or raises where `fault` says so; "later call": while `meeting` is there to wait for others."""
 
     keep_ops: frozenset[torch._ops.OpOverload] = frozenset()
     name = "wrong"
 
     def __init__(self, fault: str) -> None:
         self.fault = fault
+        self.meeting: threading.Barrier | None = None
 
     def available(self) -> object:
         from torch_hybrid_backend.core.verdict import Supported
@@ -74,8 +77,7 @@ class _WrongEngine:
     def compile(self, regions: list, deadline_s: float) -> list:
         if self.fault == "compile":
             raise ValueError("cannot compile")
-        calls = 0
-        fault = self.fault
+        engine, fault = self, self.fault
 
         class Region:
             program = None
@@ -84,10 +86,13 @@ class _WrongEngine:
                 self.graph_module = graph_module
 
             def __call__(self, inputs: list) -> list:
-                nonlocal calls
-                calls += 1
-                if fault == "first call" or (fault == "later call" and calls > 1):
+                if fault == "first call":
                     raise ValueError("cannot run")
+                if fault == "later call" and engine.meeting is not None:
+                    with contextlib.suppress(threading.BrokenBarrierError):
+                        engine.meeting.wait(20)
+                        engine.meeting.abort()  # they meet once
+                    raise ValueError("cannot run any more")
                 outputs = list(self.graph_module(*inputs))
                 return [o + 1 for o in outputs] if fault == "wrong numbers" else outputs
 
@@ -108,8 +113,8 @@ def test_faulty_engine(
     fault: str, code: str, strict: bool, settings: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An engine that fails in any of its phases is replaced by eager with one warning; under strict the fault is raised."""
-    settings.setattr(backend, "ENGINES", (("wrong", lambda config, store: _WrongEngine(fault)), *backend.ENGINES[-1:]))
-    backend._sessions.clear()
+    settings.setattr(session, "ENGINES", (("wrong", lambda config, store: _WrongEngine(fault)), *session.ENGINES[-1:]))
+    session._sessions.clear()
     settings.setenv("HYBRID_STRICT", str(int(strict)))
     model, x = models.perceptron(), models.rows()
     fast = torch.compile(model, backend="hybrid")
@@ -124,7 +129,40 @@ def test_faulty_engine(
         assert len(caplog.records) == 1
         assert code in caplog.records[0].message
     finally:
-        backend._sessions.clear()
+        session._sessions.clear()
+
+
+def test_region_that_fails_in_two_threads_at_once(
+    settings: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One region goes to eager, with one warning; the thread that comes second calls the plan that the first one has made."""
+    engine = _WrongEngine("later call")
+    settings.setattr(session, "ENGINES", (("wrong", lambda config, store: engine), *session.ENGINES[-1:]))
+    session._sessions.clear()
+    model, x = models.perceptron(), models.rows()
+    fast = torch.compile(model, backend="hybrid")
+    answers: list[torch.Tensor] = []
+
+    def call() -> None:
+        with torch.no_grad():
+            answers.append(fast(x))
+
+    try:
+        call()
+        engine.meeting = threading.Barrier(2)
+        threads = [threading.Thread(target=call) for _ in range(2)]
+        with caplog.at_level(logging.WARNING, LOGGER):
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    finally:
+        session._sessions.clear()
+    (record,) = caplog.records
+    assert "runtime_error" in record.message
+    assert len(answers) == 3
+    for answer in answers:
+        torch.testing.assert_close(answer, model(x))
 
 
 @pytest.mark.fault("Ctrl-C (SIGINT) at any line of placement", "KeyboardInterrupt; the next call is right")

@@ -20,9 +20,8 @@ from torch_hybrid_backend.backend import compile_graph
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.plan import Plan
 
-CALLS = (
-    3  # the first goes through the Python executor, the second is the C++ plan's first, the third finds everything warm
-)
+# The first goes through the Python executor, the second is the C++ plan's first, the third finds everything warm.
+CALLS = 3
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,8 @@ class PassContext:
 
     kind: GraphKind = "inference"
     constants: frozenset[str] = frozenset()
-    fold_limit_bytes: int = (
-        16 << 20
-    )  # a causal mask of 4,096 x 4,096 booleans; beyond, computing costs less than the memory
+    # A causal mask of 4,096 x 4,096 booleans; beyond, computing costs less than the memory.
+    fold_limit_bytes: int = 16 << 20
 
     @staticmethod
     def of(captured: CapturedGraph) -> PassContext:

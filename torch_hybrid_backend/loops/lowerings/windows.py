@@ -100,9 +100,8 @@ def col2im(
 
     def body(index: tuple[Index, ...]) -> Expr:
         *lead, channel, h, w, kh, kw = index
-        offsets = [
-            i + p - k * d for i, p, k, d in zip((h, w), paddings, (kh, kw), dilations, strict=True)
-        ]  # from the first window's start to this window's
+        # From the first window's start to this window's.
+        offsets = [i + p - k * d for i, p, k, d in zip((h, w), paddings, (kh, kw), dilations, strict=True)]
         place = [offset // s for offset, s in zip(offsets, strides, strict=True)]
         covered = inside(place, counts)
         for offset, s in zip(offsets, strides, strict=True):
