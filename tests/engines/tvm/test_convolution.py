@@ -72,7 +72,7 @@ def make(case: Case, target: Target, x_values: torch.Tensor | None = None) -> Ma
     residual, bias = Buffer(out.shape, case.dtype, "residual"), Buffer((case.o,), case.dtype, "bias")
     ahead = packing.pack_conv_weight(wt, case.groups, block)
     if case.winograd:
-        ahead = packing.pack_winograd_weight(wt, case.winograd, block)
+        ahead = packing.pack_winograd_weight(wt, case.winograd, block, case.groups)
     packed = Buffer(tuple(ahead.shape), case.dtype, "packed")
     accumulator = Buffer(out.shape, compute, "acc")
     domain = tuple(LoopVar(f"d{i}", n) for i, n in enumerate(out.shape))
@@ -184,6 +184,8 @@ def test_depthwise(case: Case, target: Target) -> None:
         Case((1, 64, 1, 1), 37, (3, 3), padding=1, long_epilogue=True),
         Case((2, 16, 9, 4), 33, (3, 3), padding=(1, 2), blocked_x=False),
         Case((1, 128, 17, 18), 96, (3, 3), padding=1),  # several runs of tiles
+        Case((2, 96, 9, 7), 144, (3, 3), padding=1, groups=3),  # a group's last part is half empty
+        Case((1, 80, 1, 5), 80, (3, 3), padding=1, groups=5, blocked_x=False, blocked_out=False),
     ],
 )
 def test_winograd(case: Case, m: int, target: Target) -> None:

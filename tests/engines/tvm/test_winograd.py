@@ -56,6 +56,8 @@ def test_packed_weights_are_padded_with_zeros(m: int) -> None:
     assert packed.shape == packed_winograd_shape((5, 3, 3, 3), m, 4) == (1, (m + 2) ** 2, 3, 8)
     assert (packed[..., 5:] == 0).all()
     torch.testing.assert_close(packed[0, -1, :, :5], w[:, :, 2, 2].T)
+    grouped = pack_winograd_weight(torch.cat([w, 2 * w]), m, 4, groups=2)
+    assert torch.equal(grouped, torch.cat([packed, 2 * packed]))
 
 
 def test_estimates_follow_the_arithmetic() -> None:
@@ -66,6 +68,13 @@ def test_estimates_follow_the_arithmetic() -> None:
     assert winograd_gains(1, 512, 512, (7, 7), TARGET)[4] < 1
     assert not winograd_gains(1, 64, 3, (224, 224), TARGET)
     assert not winograd_gains(0, 64, 64, (56, 56), TARGET)
+
+
+def test_estimates_of_groups() -> None:
+    """Groups gain as one convolution of their channels does; those whose channels do not fill vectors are left to the direct sum."""
+    assert winograd_gains(1, 64, 64, (28, 28), TARGET, groups=3)[4] > 2
+    assert winograd_gains(1, 64, 64, (14, 14), TARGET, groups=8)[2] > 1.15
+    assert not winograd_gains(1, 24, 16, (28, 28), TARGET, groups=3)
 
 
 def test_tasks_cover_every_tile() -> None:

@@ -8,6 +8,7 @@ Nothing here imports TVM.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch_hybrid_backend.core.size import Dim, ceil_div, typical
@@ -30,14 +31,14 @@ class WinogradTasks:
 
 
 def winograd_tasks(
-    images: Dim, outputs: int, inputs: int, size: tuple[int, int], m: int, target: Target
+    images: Dim, outputs: int, inputs: int, size: tuple[int, int], m: int, target: Target, groups: int = 1
 ) -> WinogradTasks:
-    """The cut of a kernel with `size` (rows, columns) of output: see `schedules.winograd`."""
-    return _tasks(images, outputs, inputs, size, m, target)[1]
+    """The cut of each of `groups` with `size` (rows, columns) of output: see `schedules.winograd`. outputs, inputs: channels of one group."""
+    return _tasks(images, outputs, inputs, size, m, target, groups)[1]
 
 
 def _tasks(
-    images: Dim, outputs: int, inputs: int, size: tuple[int, int], m: int, target: Target
+    images: Dim, outputs: int, inputs: int, size: tuple[int, int], m: int, target: Target, groups: int
 ) -> tuple[float, WinogradTasks]:
     """(estimated cycles, cut); the cheapest of sharing tiles and of sharing output channels among the cores."""
     total = images * (-(-size[0] // m) * -(-size[1] // m))
@@ -49,18 +50,19 @@ def _tasks(
     )
     parts = -(-outputs // (output_blocks(outputs, target.lanes) * target.lanes))
     best: tuple[float, WinogradTasks] | None = None
-    for groups in {1, min(target.cores, parts)}:
+    for channel_groups in {1, min(target.cores, parts)}:
         runs = -(-count // most)
-        if groups == 1:
-            runs = min(count, -(-runs // target.cores) * target.cores)
+        if channel_groups == 1:
+            even = target.cores // math.gcd(target.cores, groups)
+            runs = min(count, -(-runs // even) * even)
         tiles = -(-count // runs)
-        waves = -(-runs * groups // target.cores)
-        cycles = waves * _task_cycles(tiles, -(-parts // groups) / parts * outputs, inputs, m, target)
-        tasks = WinogradTasks(tiles, ceil_div(total, tiles), groups)
+        waves = -(-runs * groups * channel_groups // target.cores)
+        cycles = waves * _task_cycles(tiles, -(-parts // channel_groups) / parts * outputs, inputs, m, target)
+        tasks = WinogradTasks(tiles, ceil_div(total, tiles), channel_groups)
         if best is None or cycles < best[0]:
             best = cycles, tasks
     assert best is not None
-    weights = 4 * positions * inputs * outputs
+    weights = 4 * positions * groups * inputs * outputs
     return best[0] + 0.5 * weights / (_MEMORY_BYTES * target.cores), best[1]
 
 
@@ -73,18 +75,23 @@ def _task_cycles(tiles: int, outputs: float, inputs: int, m: int, target: Target
     return max(products, weights) + transforms
 
 
-def _direct_cycles(images: Dim, outputs: int, inputs: int, size: tuple[int, int], target: Target) -> float:
-    multiply_adds = typical(images) * size[0] * size[1] * 9 * inputs * outputs
-    weights = 4 * 9 * inputs * outputs
+def _direct_cycles(images: Dim, outputs: int, inputs: int, size: tuple[int, int], target: Target, groups: int) -> float:
+    multiply_adds = typical(images) * size[0] * size[1] * 9 * groups * inputs * outputs
+    weights = 4 * 9 * groups * inputs * outputs
     compute = multiply_adds / (2 * target.lanes * _DIRECT_SHARE * target.cores)
     return compute + 0.5 * weights / (_MEMORY_BYTES * target.cores)
 
 
-def winograd_gains(images: Dim, outputs: int, inputs: int, size: tuple[int, int], target: Target) -> dict[int, float]:
-    """How many times faster than a direct sum F(m x m) is by estimate, by m and best first: for a 3x3 convolution with stride 1, one group and
-    `size` (rows, columns) of output. Empty where its schedule does not serve: channels that do not fill vectors, nothing to compute."""
+def winograd_gains(
+    images: Dim, outputs: int, inputs: int, size: tuple[int, int], target: Target, groups: int = 1
+) -> dict[int, float]:
+    """How many times faster than a direct sum F(m x m) is by estimate, by m and best first: for a 3x3 convolution with stride 1 and `size`
+    (rows, columns) of output. outputs, inputs: channels of one group. Empty where its schedule does not serve: channels that do not fill
+    vectors (those of all groups but one must), nothing to compute."""
     if inputs % target.lanes or outputs < target.lanes or not typical(images) or not all(size):
         return {}
-    direct = _direct_cycles(images, outputs, inputs, size, target)
-    gains = {m: direct / _tasks(images, outputs, inputs, size, m, target)[0] for m in POINTS}
+    if groups > 1 and outputs % target.lanes:
+        return {}
+    direct = _direct_cycles(images, outputs, inputs, size, target, groups)
+    gains = {m: direct / _tasks(images, outputs, inputs, size, m, target, groups)[0] for m in POINTS}
     return dict(sorted(gains.items(), key=lambda item: -item[1]))

@@ -89,23 +89,23 @@ def winograd(kernel: ConvKernel, weight: Packed | None, target: Target) -> list[
     if (
         weight is None
         or kernel.kernel != (3, 3)
-        or kernel.groups != 1
         or {*kernel.stride, *kernel.dilation} != {1}
         or {kernel.accumulator.dtype, kernel.packed.dtype} != {"float32"}
     ):
         return []
-    images, outputs, *size = (variable.extent for variable in kernel.domain)
+    images, all_outputs, *size = (variable.extent for variable in kernel.domain)
     rows, columns = map(known, size)
-    inputs = known(kernel.x_vars[1].extent)
-    gains = winograd_gains(images, known(outputs), inputs, (rows, columns), target)
+    groups, outputs = kernel.groups, known(all_outputs)
+    inputs = known(kernel.x_vars[1].extent) // groups
+    gains = winograd_gains(images, outputs // groups, inputs, (rows, columns), target, groups)
     best = next(iter(gains), 0)
     found = []
     for m, gain in gains.items():
         if gain < _CONCEIVABLE_GAIN:
             continue
-        shape = packed_winograd_shape((known(outputs), inputs, 3, 3), m, target.lanes)
+        shape = packed_winograd_shape((outputs, inputs, 3, 3), m, target.lanes, groups)
         buffer = Buffer(shape, kernel.packed.dtype, "transformed", constant=True)
-        transformed = weight.repacked(buffer, partial(pack_winograd_weight, m=m, lanes=target.lanes))
+        transformed = weight.repacked(buffer, partial(pack_winograd_weight, m=m, lanes=target.lanes, groups=groups))
         other = dataclasses.replace(with_weight(kernel, transformed), winograd=m)
         is_preferred = m == best and gain > _CERTAIN_GAIN
         found.append(Variant(f"winograd {m}", (other,), (transformed,), is_exact=False, is_preferred=is_preferred))

@@ -60,8 +60,12 @@ def output_blocks(outputs: int, lanes: int) -> int:
     return min(2, -(-outputs // lanes))
 
 
-def packed_winograd_shape(weight_shape: tuple[int, ...], m: int, lanes: int) -> tuple[int, int, int, int]:
-    """(parts, (m + 2)^2, I, vectors * lanes) for a weight (O, I, 3, 3): parts of `output_blocks` vectors of output channels."""
+def packed_winograd_shape(
+    weight_shape: tuple[int, ...], m: int, lanes: int, groups: int = 1
+) -> tuple[int, int, int, int]:
+    """(parts, (m + 2)^2, I / groups, vectors * lanes) for a weight (O, I / groups, 3, 3): parts of `output_blocks` vectors of output channels,
+    group by group."""
     outputs, inputs, _, _ = weight_shape
-    width = lanes * output_blocks(outputs, lanes)
-    return -(-outputs // width), tile_size(m) ** 2, inputs, width
+    per_group = outputs // groups
+    width = lanes * output_blocks(per_group, lanes)
+    return groups * -(-per_group // width), tile_size(m) ** 2, inputs, width

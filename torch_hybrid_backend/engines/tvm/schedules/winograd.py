@@ -1,7 +1,7 @@
 """Winograd convolution of 3x3 kernels with stride 1: F(2x2, 3x3) and F(4x4, 3x3).
 
 Pattern: a `ConvKernel` with `winograd` = m and a weight transformed ahead (`engines.tvm.winograd`). Tiles of m x m outputs of all images are
-numbered through; a task takes a run of them and some of the output channels:
+numbered through; a task takes a run of them, a group of the convolution and some of its output channels:
 1. Input transform: B^T d B of each tile and input channel into a buffer (position, channel block, tile, lane). Vector lanes are channels.
    Where a tile reaches outside the input, elements are zero.
 2. For each part of the output channels and each of the (m + 2)^2 positions: a matrix product (tiles x input channels) @ (input channels x
@@ -48,14 +48,15 @@ class _Winograd:
         self.parts, self.builder, self.target = parts, parts.builder, parts.target
         self.m, self.dtype, self.lanes = parts.kernel.winograd, parts.dtype, parts.block
         self.n = tile_size(self.m)
-        self.out_parts, self.positions, self.channels, self.width = map(known, parts.kernel.packed.shape)
+        all_parts, self.positions, self.channels, self.width = map(known, parts.kernel.packed.shape)
+        self.groups = parts.kernel.groups
+        self.out_parts, self.out_channels = all_parts // self.groups, parts.out_channels // self.groups  # of a group
         self.vectors = self.width // self.lanes
         self.tile_rows, self.tile_columns = -(-parts.rows.out // self.m), -(-parts.columns.out // self.m)
         self.total = parts.images * (self.tile_rows * self.tile_columns)
-        tasks = winograd_tasks(
-            parts.images, parts.out_channels, self.channels, (parts.rows.out, parts.columns.out), self.m, self.target
-        )
-        self.tiles, self.runs, self.groups = tasks.tiles, tasks.runs, tasks.channel_groups
+        size = (parts.rows.out, parts.columns.out)
+        tasks = winograd_tasks(parts.images, self.out_channels, self.channels, size, self.m, self.target, self.groups)
+        self.tiles, self.runs, self.channel_groups = tasks.tiles, tasks.runs, tasks.channel_groups
         self.channel_blocks = self.channels // self.lanes  # `conv_choice` takes whole blocks only
         # One vector more than full: a power of two would put all positions of a tile into one set of the cache.
         self.v_stride = (self.channel_blocks * self.tiles + 1) * self.lanes
@@ -63,16 +64,19 @@ class _Winograd:
 
     def emit(self) -> Stmt:
         b = self.builder
-        per_group = -(-self.out_parts // self.groups)
+        per_task = -(-self.out_parts // self.channel_groups)
 
         def task(at: tuple[Index, ...]) -> Stmt:
-            run, group = at
+            group, run, channel_group = at
             transformed = b.local(self.positions * self.v_stride, self.dtype, "v")
             products = b.local(self.positions * self.m_stride, self.dtype, "m")
 
             def part(i: Index) -> Stmt:
-                out_part = group * per_group + i
-                body = b.seq(self._multiply(transformed, products, out_part), self._output(products, run, out_part))
+                out_part = channel_group * per_task + i
+                body = b.seq(
+                    self._multiply(transformed, products, group, out_part),
+                    self._output(products, run, group, out_part),
+                )
                 if out_part.high < self.out_parts:
                     return body
                 return b.when(b.index(out_part) < self.out_parts, body)
@@ -80,11 +84,11 @@ class _Winograd:
             return b.seq(
                 b.alloc(transformed),
                 b.alloc(products),
-                self._input(transformed, run),
-                b.loop(per_group, part, name="o"),
+                self._input(transformed, run, group),
+                b.loop(per_task, part, name="o"),
             )
 
-        return b.fused((self.runs, self.groups), task)
+        return b.fused((self.groups, self.runs, self.channel_groups), task)
 
     def _each_tile(self, run: Index, body: Callable[[Index, Index, Index, Index], Stmt]) -> Stmt:
         """`body(tile of the run, image, tile row, tile column)` for the tiles of a run that exist."""
@@ -104,14 +108,15 @@ class _Winograd:
 
     # Step 1.
 
-    def _input(self, out: TirBuffer, run: Index) -> Stmt:
+    def _input(self, out: TirBuffer, run: Index, group: Index) -> Stmt:
         b = self.builder
 
         def tile(t: Index, image: Index, tile_row: Index, tile_column: Index) -> Stmt:
             def blocks(is_masked: bool) -> Stmt:
                 def block(number: Index) -> Stmt:
                     def read(column: TirBuffer, j: Index) -> Stmt:
-                        return self._read(column, image, number, tile_row, tile_column, j, is_masked)
+                        source = group * self.channel_blocks + number
+                        return self._read(column, image, source, tile_row, tile_column, j, is_masked)
 
                     return self._transform_block(out, (number * self.tiles + t) * self.lanes, read)
 
@@ -225,8 +230,9 @@ class _Winograd:
 
     # Step 2.
 
-    def _multiply(self, transformed: TirBuffer, products: TirBuffer, out_part: Index) -> Stmt:
+    def _multiply(self, transformed: TirBuffer, products: TirBuffer, group: Index, out_part: Index) -> Stmt:
         b, parts = self.builder, self.parts
+        part = group * self.out_parts + out_part
         split = split_at_most(self.tiles, max_rows(self.vectors, self.target))
 
         def position(p: Index) -> Stmt:
@@ -240,9 +246,7 @@ class _Winograd:
                         return lambda _: b.load(transformed, start + row * self.lanes)
 
                     def vector(v: int) -> Callable[[Index], TirExpr]:
-                        return lambda lane: parts.weight(
-                            out_part, p, block * self.lanes + channel, lane + v * self.lanes
-                        )
+                        return lambda lane: parts.weight(part, p, block * self.lanes + channel, lane + v * self.lanes)
 
                     return tile.accumulate([scalar(r) for r in range(count)], [vector(v) for v in range(self.vectors)])
 
@@ -265,12 +269,12 @@ class _Winograd:
 
     # Step 3.
 
-    def _output(self, products: TirBuffer, run: Index, out_part: Index) -> Stmt:
+    def _output(self, products: TirBuffer, run: Index, group: Index, out_part: Index) -> Stmt:
         """A^T m A of each tile and the epilogue."""
         b, parts, m, lanes = self.builder, self.parts, self.m, self.lanes
         result = b.local(m * m * self.width, self.dtype, "y")
         half = b.local(m * self.n * lanes, self.dtype, "half")
-        tail = parts.out_channels - (self.out_parts - 1) * self.width
+        tail = self.out_channels - (self.out_parts - 1) * self.width
         tail_widths = [min(lanes, tail - v * lanes) for v in range(self.vectors) if tail > v * lanes]
 
         def transform(t: Index, v: int) -> Stmt:
@@ -299,7 +303,8 @@ class _Winograd:
                     row, column = tile_row * m + i, tile_column * m + j
 
                     def place(vector: int, lane: Index) -> tuple[Index, ...]:
-                        return image, out_part * self.width + lane + vector * lanes, row, column
+                        channel = group * self.out_channels + out_part * self.width + vector * lanes
+                        return image, channel + lane, row, column
 
                     body = parts.write_vectors(result, (i * m + j) * self.width, lanes, widths, place)
                     tests = [*_tests(parts, row, parts.rows.out), *_tests(parts, column, parts.columns.out)]
