@@ -261,6 +261,13 @@ def test_kernels_registered_for_aten_have_no_key(compiler):
     assert compiler.keys == [None]
 
 
+def test_kernels_that_vmap_registers_are_torchs(compiler):
+    """A process that has used vmap, as transformers' masks do, keeps graphs."""
+    torch.vmap(torch.relu)(torch.ones(2, 2))
+    assert any(name.endswith("/FuncTorchBatched") for name in torch.library._impls)
+    assert _key(compiler, torch.relu, torch.ones(2)) is not None
+
+
 def _key(compiler: Compiler, function: Callable[..., Any], *inputs: torch.Tensor) -> str | None:
     with torch.no_grad():
         compiler(function)(*inputs)
