@@ -257,6 +257,13 @@ def test_streaming_weights_are_prefetched(pixels: tuple[int, int], streaming: bo
     assert ("prefetcht1" in assembly) == streaming
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_winograd_prefetches_its_weights(groups: int) -> None:
+    """The next panel of weights is asked for, into the second-level cache."""
+    kernel, _, _ = make(Case((1, 32, 14, 14), 32, (3, 3), padding=1, groups=groups, winograd=2), HOST)
+    assert "prefetcht1" in compile_kernel(kernel, convolution.emit).inspect_source("asm")
+
+
 def test_column_tiles_say_which_columns_read_inside() -> None:
     """Borders have tiles of their own, the tiles between share one."""
     found = column_tiles(Axis(size=40, out=40, kernel=3, stride=1, padding=1, dilation=1), 5)

@@ -5,7 +5,8 @@ numbered through; a task takes a run of them, a group of the convolution and som
 1. Input transform: B^T d B of each tile and input channel into a buffer (position, channel block, tile, lane). Vector lanes are channels.
    Where a tile reaches outside the input, elements are zero.
 2. For each part of the output channels and each of the (m + 2)^2 positions: a matrix product (tiles x input channels) @ (input channels x
-   output channels) in register tiles. Weights stream in the order of their packing.
+   output channels) in register tiles. Weights stream in the order of their packing: while a panel of them is multiplied, the tiles ask for
+   the next one, a share each. In a network larger than the caches they come from memory in every call.
 3. Output transform A^T m A of each tile, then the epilogue.
 A task has as many tiles as fit the second-level cache after step 1: what one step writes the next reads from there, and weights are read
 once per task.
@@ -27,6 +28,7 @@ from torch_hybrid_backend.engines.tvm.conv_choice import winograd_tasks
 from torch_hybrid_backend.engines.tvm.schedules.conv_geometry import Axis
 from torch_hybrid_backend.engines.tvm.schedules.conv_parts import ConvParts
 from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, zero
+from torch_hybrid_backend.engines.tvm.target import LINE_BYTES
 from torch_hybrid_backend.engines.tvm.tiles import max_rows, split_at_most
 from torch_hybrid_backend.engines.tvm.winograd import POINTS, even_polynomial, tile_size
 from torch_hybrid_backend.loops.index import Index, as_index
@@ -236,7 +238,7 @@ class _Winograd:
         split = split_at_most(self.tiles, max_rows(self.vectors, self.target))
 
         def position(p: Index) -> Stmt:
-            def rows(first: Index, count: int) -> Stmt:
+            def rows(number: Index, first: Index, count: int) -> Stmt:
                 tile = RegisterTile(b, parts.printer, count, self.vectors, self.lanes, self.dtype)
 
                 def step(block: Index, channel: Index) -> Stmt | None:
@@ -251,7 +253,8 @@ class _Winograd:
                     return tile.accumulate([scalar(r) for r in range(count)], [vector(v) for v in range(self.vectors)])
 
                 def steps(block: Index) -> Stmt:
-                    return tile.steps(self.lanes, lambda channel, _: step(block, channel))
+                    begin, ahead = self._prefetching(tile, part * self.positions + p + 1, block, number, split.parts)
+                    return b.seq(begin, tile.steps(self.lanes, lambda channel, _: step(block, channel), ahead))
 
                 return b.seq(
                     tile.declare(),
@@ -260,12 +263,31 @@ class _Winograd:
                     tile.spill(products, p * self.m_stride + first * self.width, self.width),
                 )
 
-            def run(start: int, count: int, size: int) -> Stmt:
-                return b.loop(count, lambda i: rows(i * size + start, size), name="r")
+            def run(tile: int, count: int, size: int) -> Stmt:
+                return b.loop(count, lambda i: rows(i + tile, i * size + split.start(tile), size), name="r")
 
-            return b.seq(*[run(split.start(part), count, size) for part, count, size in split.runs()])
+            return b.seq(*[run(*each) for each in split.runs()])
 
         return b.loop(self.positions, position, name="p")
+
+    def _prefetching(
+        self, tile: RegisterTile, panel: Index, block: Index, number: Index, tiles: int
+    ) -> tuple[Stmt, Callable[[Index], Stmt]]:
+        """A statement before the steps of a block of channels, and what goes before each unrolled one: the share of tile `number` of `tiles`
+        in the next panel of weights, which comes from memory while this one is multiplied."""
+        b, unroll = self.builder, tile.unrolled(self.lanes)
+        array = self.parts.printer.arguments[id(self.parts.kernel.packed)][0]
+        line = LINE_BYTES // 4
+        share = -(-unroll * self.width // (line * tiles))
+        each, per_block = self.channels // unroll * (share * line), self.lanes // unroll * (share * line)
+        start = tirx.Var(b.fresh("next"), "int32")
+        first = panel * (self.channels * self.width) + number * each + block * per_block
+        begin = tirx.stmt.Bind(start, b.index(first))
+
+        def ahead(k: Index) -> Stmt:
+            return b.seq(*[b.prefetch(array, start + b.index(k * (share * line) + i * line)) for i in range(share)])
+
+        return begin, ahead
 
     # Step 3.
 
