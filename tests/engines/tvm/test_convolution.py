@@ -11,8 +11,11 @@ import torch
 
 from tests.engines.tvm.schedule_runner import HOST, NARROW, compile_kernel, index_of, row_major, run_kernel
 from torch_hybrid_backend.engines.tvm import packing, tiles
+from torch_hybrid_backend.engines.tvm.builder import Stmt
 from torch_hybrid_backend.engines.tvm.schedules import convolution
 from torch_hybrid_backend.engines.tvm.schedules.conv_geometry import Axis, column_tiles
+from torch_hybrid_backend.engines.tvm.schedules.conv_parts import ConvParts
+from torch_hybrid_backend.engines.tvm.schedules.few_outputs import few_outputs
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import LoopVar
@@ -283,3 +286,48 @@ def test_accumulators_stay_in_registers() -> None:
     multiply_adds = re.findall(r"vfmadd\w+\s+.*%zmm", assembly)
     assert len(multiply_adds) >= 54
     assert len(spills) <= len(multiply_adds) // 20
+
+
+def is_computed_for_few_outputs(case: Case, target: Target, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the rule for few output channels computes the case; that its result is right is checked in any case."""
+    computed = []
+
+    def noted(parts: ConvParts) -> Stmt | None:
+        body = few_outputs(parts)
+        computed.append(body is not None)
+        return body
+
+    monkeypatch.setattr(convolution, "few_outputs", noted)
+    check(case, target)
+    return any(computed)
+
+
+@pytest.mark.parametrize("target", [HOST, NARROW], ids=["host", "narrow"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((1, 32, 9, 37), 3, (3, 3), padding=1),
+        Case((2, 32, 11, 17), 1, (3, 3), padding=1, blocked_out=False),
+        Case((1, 64, 27, 39), 2, (3, 5), 2, (0, 2), long_epilogue=True),
+        Case((3, 64, 7, 13), 2, (3, 3), padding=2, dilation=2, dtype="bfloat16"),
+        Case((1, 64, 41), 2, (5,), padding=2),
+        Case((1, 32, 3, 3), 1, (3, 3), padding=3),  # tiles that read nothing but padding
+    ],
+)
+def test_few_outputs(case: Case, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less than a vector of output channels: input channels are the lanes, whatever stride, padding, dilation and width."""
+    assert is_computed_for_few_outputs(case, target, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((1, 40, 9, 9), 2, (3, 3)),  # input channels that do not fill vectors
+        Case((1, 64, 9, 9), 2, (3, 3), blocked_x=False),
+        Case((1, 64, 9, 9), 16, (3, 3)),
+        Case((1, 64, 2, 2), 3, (1, 1)),  # copying the weight would take longer
+    ],
+)
+def test_few_outputs_leaves_others(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is no faster so, or cannot be read in vectors, is left to the direct rule."""
+    assert not is_computed_for_few_outputs(case, HOST, monkeypatch)
