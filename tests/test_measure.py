@@ -41,6 +41,14 @@ def test_median_and_spread_are_in_microseconds() -> None:
     assert (timing.median_us, timing.spread_us, timing.rounds) == (12.0, 2.0, 5)
 
 
+def test_a_first_round_over_budget_is_enough_without_warm_up() -> None:
+    """Calls that were warm already take part in one round where that spends the budget, in all of `min_rounds` where it does not."""
+    for budget_s, rounds in ((60e-6, 1), (200e-6, 2)):
+        clock = FakeClock()
+        (timing,) = measure([clock.taking(100)], budget_s, warmup_rounds=0, min_rounds=2, max_rounds=2, clock=clock)
+        assert (timing.median_us, timing.rounds) == (100.0, rounds)
+
+
 def test_rounds_are_interleaved() -> None:
     """Every callable runs once per round, in order, so that a slow phase of the machine hits all alike."""
     order: list[str] = []

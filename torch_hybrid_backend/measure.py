@@ -66,7 +66,7 @@ def sample(
     clear_ratio: stop within the budget, after `min_rounds`, once all others took so many times as long in their best round as the fastest in
     its worst.
 
-    At least `min_rounds` rounds are taken even over budget; only where one warm-up round already exceeded the
+    At least `min_rounds` rounds are taken even over budget; only where one round, of warm-up or the first, already exceeded the
     budget is a single round taken. An exception of a callable passes through.
     """
     start = clock()
@@ -80,7 +80,7 @@ def sample(
 
     def goes_on() -> bool:
         spent = clock() - start
-        if rounds < needed:
+        if rounds < needed and not (rounds == 1 and not warmup_rounds and spent > budget_ns):
             return True
         if spent < budget_ns:
             return not _is_clear(samples, clear_ratio)

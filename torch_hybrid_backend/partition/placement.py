@@ -209,7 +209,7 @@ def _price(
         runners[EAGER] = functools.partial(_run_eager, region)
         try:
             calls = [functools.partial(_guarded, engine, run, inputs) for engine, run in runners.items()]
-            rounds = Rounds(until_decided=True, clear_ratio=_CLEAR_RATIO, clock=pricing.clock)
+            rounds = Rounds(until_decided=True, clear_ratio=_CLEAR_RATIO, clock=pricing.clock, **_warm(config))
             timings = measure(calls, config.measure_budget_s, **rounds)
         except _CandidateError as failed:
             if failed.engine == EAGER:
@@ -221,6 +221,11 @@ def _price(
             cache.put(region.key, contenders, measured)
         return tuple(Cost(engine, cost, "measured") for engine, cost in measured.items())
     return ()
+
+
+def _warm(config: Config) -> Rounds:
+    """All have run on these very inputs when they were compared: no round to warm up, and two that agree clearly are enough."""
+    return Rounds() if config.verify == "off" else Rounds(warmup_rounds=0, min_rounds=2)
 
 
 def _guarded(engine: str, run: Runner, inputs: Sequence[torch.Tensor]) -> None:

@@ -35,6 +35,9 @@ _LEAST_GAIN = 0.02
 # A kernel with a smaller share of its region's multiply-adds is not worth the time to compile variants of it.
 _LEAST_SHARE = 0.01
 LEAST_WORK = 1e6  # multiply-adds: some 10 us on one core
+# An alternative that takes so many times as long by estimate is not timed. Two ways whose estimates are that far apart were never the other
+# way round: the largest error of a ratio was 1.4 (docs/performance.md).
+_CONCEIVABLE_COST = 1.6
 
 
 class ProgramCall(Protocol):
@@ -84,7 +87,8 @@ class Candidates:
     """One kernel of a region and what is to be compiled of it: variants, of which `best` is the one to use as far as is known: timed, or by
     estimate.
 
-    `key` is the kernel's, "" where there is nothing to choose. With `is_open` the choice is still to be made, by `search`.
+    `key` is the kernel's, "" where there is nothing to choose. With `is_open` the choice is still to be made, by `search`. `exact`: the kernel
+    itself, where no variant here is exact; it is compiled when the accuracy check asks for it, which is seldom.
     """
 
     key: str
@@ -94,6 +98,7 @@ class Candidates:
     times: Mapping[str, float] = field(default_factory=dict)
     work: float = 0.0
     untried: tuple[Variant, ...] = ()
+    exact: Variant | None = None
 
     @staticmethod
     def of(
@@ -105,18 +110,16 @@ class Candidates:
         most: int = 3,
         tuned: bool = False,
     ) -> Candidates:
-        """`times` are what earlier searches found. Where they found nothing, `most` variants, the first included, are to be compiled and
-        timed; where the kernel is to be tuned, those without a time are left `untried`."""
-        first = variants[0]
+        """`times` are what earlier searches found. Where they found nothing, `most` variants, the one in use included, are to be compiled
+        and timed; where the kernel is to be tuned, those without a time are left `untried`."""
         winner = fastest(variants, times)
-        kept = (first,) if winner is first else (winner,) if winner.is_exact else (first, winner)
-        left = tuple(v for v in variants if v.name not in times and v is not winner)
+        exact = None if winner.is_exact else variants[0]
+        left = tuple(v for v in (*variants[1:], variants[0]) if v.name not in times and v is not winner)
         if tuned:
-            return Candidates(key, kept, len(kept) - 1, False, times, work, left)
-        new = () if times else tuple(v for v in left if v not in kept)[: max(0, most - len(kept))]
-        # What is taken by estimate is still to be timed, against the kernel itself if there is nothing else.
-        is_open = bool(new) or (not times and len(kept) > 1)
-        return Candidates(key, (*kept, *new), len(kept) - 1, is_open, times, work)
+            return Candidates(key, (winner,), 0, False, times, work, left, exact)
+        near = (v for v in left if v.cost <= _CONCEIVABLE_COST * winner.cost)
+        new = () if times else tuple(near)[: most - 1]
+        return Candidates(key, (winner, *new), 0, bool(new), times, work, (), exact)
 
     def close(self) -> None:
         """Leave the choice as it is."""
@@ -141,6 +144,7 @@ class Options:
     is_open: bool
     times: Mapping[str, float]
     untried: tuple[Variant, ...] = ()
+    exact: Variant | None = None
 
     @staticmethod
     def of(candidates: Candidates, made: Sequence[Sequence[CompiledKernel | Exception]]) -> Options | Exception:
@@ -157,15 +161,21 @@ class Options:
             best = len(compiled) if number == candidates.best else best
             compiled.append(each)
         is_open = candidates.is_open and len(compiled) > 1
-        return Options(candidates.key, tuple(compiled), best, is_open, candidates.times, candidates.untried)
+        of = candidates
+        return Options(of.key, tuple(compiled), best, is_open, of.times, of.untried, of.exact)
 
     @property
     def chosen(self) -> CompiledVariant:
         return self.compiled[self.best]
 
-    def exact(self) -> Options:
-        """The fastest of those that round as the kernel itself does."""
-        exact = tuple(compiled for compiled in self.compiled if compiled.variant.is_exact)
+    @property
+    def missing(self) -> Variant | None:
+        """What is still to be compiled before `with_exact`: the kernel itself, where nothing that was compiled is exact."""
+        return None if any(compiled.variant.is_exact for compiled in self.compiled) else self.exact
+
+    def with_exact(self, made: CompiledVariant | None) -> Options:
+        """The fastest of those that round as the kernel itself does; `made` is what was `missing`."""
+        exact = tuple(compiled for compiled in (*self.compiled, made) if compiled and compiled.variant.is_exact)
         return replace(self, compiled=exact, best=0).decided({})
 
     def decided(self, times: Mapping[str, float]) -> Options:
@@ -184,18 +194,18 @@ def compiled_variant(variant: Variant, kernels: Sequence[CompiledKernel | Except
     return CompiledVariant(variant, tuple((k.library, k.symbol) for k in kernels if not isinstance(k, Exception)))
 
 
-def limit(candidates: Sequence[Candidates], least: int = 6) -> None:
-    """Close the choices that are not worth compiling for: those of kernels with little work, and those that would make it more alternatives
-    than half the number of kernels (and than `least`)."""
+def limit(candidates: Sequence[Candidates], least: int = 4) -> None:
+    """Close the choices that are not worth compiling for: those of kernels with little work, and those for which more kernels would be compiled
+    than a quarter of their number (and than `least`)."""
     total = sum(each.work for each in candidates)
     by_key: dict[str, list[Candidates]] = {}
     for each in candidates:
         by_key.setdefault(each.key or f"closed {id(each)}", []).append(each)
     most_work_first = sorted(by_key.values(), key=lambda equal: -sum(each.work for each in equal))
-    left = max(least, -(-len(by_key) // 2))
+    left = max(least, -(-len(by_key) // 4))
     for equal in most_work_first:
         # What an earlier process timed counts, too: this one is not to go on where that stopped.
-        left -= max(len(equal[0].times), len(equal[0].variants)) - 1
+        left -= max(len(equal[0].times) - 1, sum(max(1, len(v.kernels)) for v in equal[0].variants[1:]))
         if not equal[0].is_open:
             continue
         if left < 0 or sum(each.work for each in equal) < max(_LEAST_SHARE * total, LEAST_WORK):

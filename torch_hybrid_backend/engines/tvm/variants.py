@@ -42,7 +42,7 @@ class Variant:
     `name` is unique among a kernel's variants and stable: verdicts are kept under it. `packed`: constants that only this variant reads.
     Between its kernels it may use buffers of its own. `is_exact`: it rounds as the kernel itself does; a region with one that is not
     falls back to those that are, where its results are too far from eager's. `is_preferred`: by estimate it is the fastest, and taken where
-    nothing was timed.
+    nothing was timed. `cost`: its estimated time over the kernel's own.
     """
 
     name: str
@@ -50,6 +50,7 @@ class Variant:
     packed: tuple[Packed, ...] = ()
     is_exact: bool = True
     is_preferred: bool = False
+    cost: float = 1.0
 
 
 Packable = TypeVar("Packable", ConvKernel, MatMulKernel)
@@ -108,7 +109,7 @@ def winograd(kernel: ConvKernel, weight: Packed | None, target: Target) -> list[
         transformed = weight.repacked(buffer, partial(pack_winograd_weight, m=m, lanes=target.lanes, groups=groups))
         other = dataclasses.replace(with_weight(kernel, transformed), winograd=m)
         is_preferred = m == best and gain > _CERTAIN_GAIN
-        found.append(Variant(f"winograd {m}", (other,), (transformed,), is_exact=False, is_preferred=is_preferred))
+        found.append(Variant(f"winograd {m}", (other,), (transformed,), False, is_preferred, 1 / gain))
     return found
 
 
