@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from torch_hybrid_backend.core.size import Dim, product, typical
 from torch_hybrid_backend.loops.graph import LoopGraph
-from torch_hybrid_backend.loops.index import Index, LoopVar, as_index, reshape_index
+from torch_hybrid_backend.loops.index import Index, LoopVar, index_of, reshape_index
 from torch_hybrid_backend.loops.ir import (
     INDEX_DTYPE,
     AttentionOp,
@@ -76,7 +76,7 @@ class Group:
     @property
     def point(self) -> tuple[Index, ...]:
         """The domain's variables as an index."""
-        return tuple(as_index(0) if v.extent == 1 else Index(((v, 1),), 0) for v in self.variables)
+        return tuple(map(index_of, self.variables))
 
     @property
     def kept_point(self) -> tuple[Index, ...]:

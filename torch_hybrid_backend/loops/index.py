@@ -324,9 +324,14 @@ def as_index(value: Index | Dim) -> Index:
     return Index((), value if isinstance(value, Size) else int(value))
 
 
+def index_of(variable: LoopVar) -> Index:
+    """A loop variable as an index; a loop of one iteration is the constant 0."""
+    return as_index(0) if variable.extent == 1 else Index(((variable, 1),), 0)
+
+
 def var(name: str, extent: Dim) -> Index:
-    """A fresh loop variable as an index; a loop of one iteration is the constant 0."""
-    return as_index(0) if extent == 1 else Index(((LoopVar(name, extent), 1),), 0)
+    """A fresh loop variable as an index: see `index_of`."""
+    return index_of(LoopVar(name, extent))
 
 
 def linear(index: tuple[Index, ...], strides: tuple[Dim, ...]) -> Index:

@@ -3,8 +3,8 @@
 A kernel is one anchor (nothing, a reduction, a matmul, a convolution, attention) with what is fused around it. Everything is spelled
 out over the kernel's own loop variables, so a kernel can be pickled to a compiler process and has a canonical text for caches.
 
-`Ref`s stand for buffers: their position in `Kernel.buffers` is the position of the kernel's argument. Loads in expressions refer to
-`Buffer` objects; `KernelBuffers.position` maps them. A buffer marked `local` lives inside the kernel only (an accumulator, a row scalar).
+Loads in expressions name `Buffer` objects. Those in `reads` and `writes` are the kernel's arguments, by position; any other lives inside the
+kernel only: an accumulator, what a stage of a row kernel keeps.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from torch_hybrid_backend.engines.tvm.pipeline import build
 from torch_hybrid_backend.engines.tvm.printer import Printer
 from torch_hybrid_backend.engines.tvm.storage import storage_dtype
 from torch_hybrid_backend.engines.tvm.target import Target, tvm_target
-from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
 from torch_hybrid_backend.loops.ir import Buffer
 from torch_hybrid_backend.loops.kernels import Argument, Kernel
 from torch_hybrid_backend.loops.layout import Blocked, Layout, contiguous
@@ -20,11 +19,6 @@ from torch_hybrid_backend.loops.layout import Blocked, Layout, contiguous
 HOST = Target.host()
 # Narrower vectors, another number of cores and small caches: other tiles, and the same results. Runs wherever HOST runs.
 NARROW = Target(HOST.mcpu, HOST.cpu, HOST.features, 8, 3, 16 << 10, 64 << 10)
-
-
-def index_of(variable: LoopVar) -> Index:
-    """A domain variable as an index."""
-    return as_index(0) if variable.extent == 1 else Index(((variable, 1),), 0)
 
 
 def row_major(buffer: Buffer) -> Argument:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.engines.tvm.schedule_runner import HOST, NARROW, index_of, run_kernel
+from tests.engines.tvm.schedule_runner import HOST, NARROW, run_kernel
 from torch_hybrid_backend.engines.tvm.schedules import attention
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops import ops
-from torch_hybrid_backend.loops.index import LoopVar, as_index
+from torch_hybrid_backend.loops.index import LoopVar, as_index, index_of
 from torch_hybrid_backend.loops.ir import Buffer, compute_dtype
 from torch_hybrid_backend.loops.kernels import Argument, AttentionKernel, Store
 from torch_hybrid_backend.loops.layout import Layout, Strided, contiguous

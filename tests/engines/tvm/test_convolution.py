@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tests.engines.tvm.schedule_runner import HOST, NARROW, compile_kernel, index_of, row_major, run_kernel
+from tests.engines.tvm.schedule_runner import HOST, NARROW, compile_kernel, row_major, run_kernel
 from torch_hybrid_backend.engines.tvm import packing, tiles
 from torch_hybrid_backend.engines.tvm.builder import Stmt
 from torch_hybrid_backend.engines.tvm.schedules import convolution
@@ -18,7 +18,7 @@ from torch_hybrid_backend.engines.tvm.schedules.conv_parts import ConvParts
 from torch_hybrid_backend.engines.tvm.schedules.few_outputs import few_outputs
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops import ops
-from torch_hybrid_backend.loops.index import LoopVar
+from torch_hybrid_backend.loops.index import LoopVar, index_of
 from torch_hybrid_backend.loops.ir import Buffer, compute_dtype
 from torch_hybrid_backend.loops.kernels import Argument, ConvKernel, Store
 from torch_hybrid_backend.loops.layout import Blocked, Layout, contiguous

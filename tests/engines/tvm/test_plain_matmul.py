@@ -9,13 +9,13 @@ import re
 import pytest
 import torch
 
-from tests.engines.tvm.schedule_runner import HOST, NARROW, compile_kernel, index_of, row_major, run_kernel
+from tests.engines.tvm.schedule_runner import HOST, NARROW, compile_kernel, row_major, run_kernel
 from torch_hybrid_backend.core.size import known, symbol
 from torch_hybrid_backend.engines.tvm.schedules import plain_matmul
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tiles import copies_panels, reads_plain
 from torch_hybrid_backend.loops import ops
-from torch_hybrid_backend.loops.index import LoopVar
+from torch_hybrid_backend.loops.index import LoopVar, index_of
 from torch_hybrid_backend.loops.ir import Buffer, Expr, Load
 from torch_hybrid_backend.loops.kernels import Argument, PlainMatMulKernel, Store
 from torch_hybrid_backend.loops.layout import Blocked, Layout, Strided, contiguous

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.engines.tvm.schedule_runner import index_of
 from torch_hybrid_backend.engines.tvm.builder import Builder, argument, prim_func
 from torch_hybrid_backend.engines.tvm.pipeline import build
 from torch_hybrid_backend.engines.tvm.printer import Printer
 from torch_hybrid_backend.engines.tvm.target import Target, tvm_target
 from torch_hybrid_backend.loops import ops
-from torch_hybrid_backend.loops.index import LoopVar, as_index
+from torch_hybrid_backend.loops.index import LoopVar, as_index, index_of
 from torch_hybrid_backend.loops.ir import Buffer, Const, Expr, scalar_index
 from torch_hybrid_backend.loops.kernels import Store
 from torch_hybrid_backend.loops.layout import contiguous

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from tests.engines.tvm.schedule_runner import HOST, NARROW, index_of, run_kernel
+from tests.engines.tvm.schedule_runner import HOST, NARROW, run_kernel
 from torch_hybrid_backend.engines.tvm.emit import emit_kernel
 from torch_hybrid_backend.engines.tvm.schedules import reduction
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops import ops
-from torch_hybrid_backend.loops.index import Index, LoopVar
+from torch_hybrid_backend.loops.index import Index, LoopVar, index_of
 from torch_hybrid_backend.loops.ir import Buffer, Expr, Load, compute_dtype
 from torch_hybrid_backend.loops.kernels import Argument, RowKernel, Stage, Store
 from torch_hybrid_backend.loops.layout import Blocked, Layout, Strided, contiguous

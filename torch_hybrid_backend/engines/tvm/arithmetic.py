@@ -14,15 +14,12 @@ from tvm import tirx
 from torch_hybrid_backend.engines.tvm import math
 from torch_hybrid_backend.engines.tvm.math import Let, TirExpr, opaque
 from torch_hybrid_backend.errors import ScheduleError
+from torch_hybrid_backend.loops.ops import is_float
 
 # Elementary functions that LLVM has intrinsics for: on vectors it calls libm for each lane by itself.
 _LLVM = frozenset("exp exp2 log log2 log10 sin cos tan asin acos atan sinh cosh tanh".split())
 _ROUNDING = {"floor": tirx.floor, "ceil": tirx.ceil, "trunc": tirx.trunc}
-_COMPARE = {"eq": tirx.EQ, "ne": tirx.NE, "lt": tirx.LT, "le": tirx.LE, "gt": tirx.GT, "ge": tirx.GE}
-
-
-def is_float(dtype: str) -> bool:
-    return dtype in ("float32", "float64")
+COMPARISONS = {"eq": tirx.EQ, "ne": tirx.NE, "lt": tirx.LT, "le": tirx.LE, "gt": tirx.GT, "ge": tirx.GE}
 
 
 def literal(value: float, dtype: str) -> TirExpr:
@@ -34,7 +31,7 @@ def literal(value: float, dtype: str) -> TirExpr:
 
 def emit(op: str, dtype: str, args: tuple[TirExpr, ...], operand: str, let: Let) -> TirExpr:
     """`op(*args)` of result dtype `dtype`; `operand` is the first argument's dtype. "guard" and "round" are the printer's own."""
-    if op in _COMPARE:
+    if op in COMPARISONS:
         return _compare(op, args[0], args[1], operand)
     if op in _BINARY:
         return _BINARY[op](args[0], args[1], dtype, let)
@@ -67,12 +64,7 @@ def emit(op: str, dtype: str, args: tuple[TirExpr, ...], operand: str, let: Let)
 
 def prints_operands_once(op: str, dtype: str) -> bool:
     """Whether `emit` uses each operand once, so that any expression will do for one."""
-    return op in _COMPARE or (is_float(dtype) and op in ("add", "sub", "mul", "fma", "where"))
-
-
-def splits_vectors(op: str, dtype: str) -> bool:
-    """Whether TVM computes the operation lane by lane, splitting the vector loop around it."""
-    return (is_float(dtype) and op in ("fmod", "mod", "floordiv")) or (dtype == "float64" and op in ("erf", "erfc"))
+    return op in COMPARISONS or (is_float(dtype) and op in ("add", "sub", "mul", "fma", "where"))
 
 
 def _llvm(name: str, dtype: str, *args: TirExpr) -> TirExpr:
@@ -88,7 +80,7 @@ def _compare(op: str, a: TirExpr, b: TirExpr, operand: str) -> TirExpr:
     if operand == "bool":
         # TVM compiles comparisons of bool to comparisons of floats, which LLVM refuses.
         a, b = cast(a, "bool", "int32"), cast(b, "bool", "int32")
-    return _COMPARE[op](a, b)
+    return COMPARISONS[op](a, b)
 
 
 def cast(x: TirExpr, source: str, target: str) -> TirExpr:

@@ -15,7 +15,7 @@ from torch_hybrid_backend.core.program import Kernel as KernelCall
 from torch_hybrid_backend.core.program import PackedConstant, Program
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.size import known
-from torch_hybrid_backend.core.size import symbol as symbol_
+from torch_hybrid_backend.core.size import symbol as size_symbol
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.engines.tvm.chains import join_chains
 from torch_hybrid_backend.engines.tvm.layouts import assign_layouts
@@ -24,7 +24,7 @@ from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.variants import Variant
 from torch_hybrid_backend.loops.fusion import Group, fuse, inlined, needed_outside, replace_loads
 from torch_hybrid_backend.loops.graph import lower_region
-from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
+from torch_hybrid_backend.loops.index import LoopVar, index_of
 from torch_hybrid_backend.loops.ir import (
     AttentionOp,
     Buffer,
@@ -88,7 +88,7 @@ class RegionKernels:
         calls = []
         for kernel, (library, symbol) in zip(self.kernels, compiled, strict=True):
             arguments = tuple(number(a.buffer) for a in (*kernel.reads, *kernel.writes))
-            sizes = tuple(symbol_(s.name, s.hint) for s in kernel_sizes(kernel))
+            sizes = tuple(size_symbol(s.name, s.hint) for s in kernel_sizes(kernel))
             calls.append(KernelCall(library, symbol, arguments, len(kernel.writes), sizes))
         read = {id(a.buffer) for kernel in self.kernels for a in kernel.reads}
         sources = {id(b): position for position, b in enumerate(self.inputs)}
@@ -172,7 +172,7 @@ def _kernel(group: Group, needed: set[int], layouts: dict[int, Layout], prepared
         case MatMulOp():
             k = LoopVar("k", op.a.shape[2])
             b, m, _ = group.point
-            a = op.a.at((b, m, _index(k)))
+            a = op.a.at((b, m, index_of(k)))
             if (view := prepared.plain.get(id(op))) is not None:
                 reads = _arguments([a, *exprs], [view.buffer], group, layouts)
                 _, k_stride, n_stride = map(known, view.strides)
@@ -230,13 +230,9 @@ def _kernel(group: Group, needed: set[int], layouts: dict[int, Layout], prepared
     raise TypeError(f"a group of kind {group.kind} has no kernel")
 
 
-def _index(variable: LoopVar) -> Index:
-    return as_index(0) if variable.extent == 1 else Index(((variable, 1),), 0)
-
-
 def _over(value: Value, prefix: str) -> tuple[tuple[LoopVar, ...], Expr]:
     variables = tuple(LoopVar(f"{prefix}{d}", n) for d, n in enumerate(value.shape))
-    return variables, value.at(tuple(map(_index, variables)))
+    return variables, value.at(tuple(map(index_of, variables)))
 
 
 def _arguments(
@@ -275,7 +271,9 @@ def _stages(group: Group, needed: set[int]) -> tuple[Stage, ...]:
         if member.role == "reduce" or read_later:
             shape = group.shape if member.role == "full" else group.kept_shape
             local = Buffer(
-                shape, compute_dtype(out.dtype) if member.role != "reduce" else value_dtype(member.op, value), out.name
+                shape,
+                compute_dtype(out.dtype) if member.role != "reduce" else _result_dtype(member.op, value),
+                out.name,
             )
             kind = {"full": "map", "scalar": "scalar", "reduce": "reduce"}[member.role]
             combiner = member.op.combiner if isinstance(member.op, ReduceOp) else ""
@@ -290,7 +288,7 @@ def _stages(group: Group, needed: set[int]) -> tuple[Stage, ...]:
     return tuple(stages)
 
 
-def value_dtype(op: object, value: Expr) -> str:
+def _result_dtype(op: object, value: Expr) -> str:
     """The dtype a reduction's result has inside the kernel."""
     if isinstance(op, ReduceOp) and op.combiner in ("argmax", "argmin"):
         return "int64"

@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 from torch_hybrid_backend.core.size import known, typical
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tiles import strips
-from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
+from torch_hybrid_backend.loops.index import index_of
 from torch_hybrid_backend.loops.ir import Buffer, Load, buffers_of_expr
 from torch_hybrid_backend.loops.kernels import ConvChainKernel, ConvKernel, Kernel
 from torch_hybrid_backend.loops.layout import Blocked
@@ -105,14 +105,10 @@ def _passes_on(first: ConvKernel, second: ConvKernel) -> bool:
     return (
         isinstance(argument.layout, Blocked)
         and x.buffer is store.buffer
-        and store.index == tuple(map(_position, first.domain))
-        and x.index == tuple(map(_position, second.x_vars))
+        and store.index == tuple(map(index_of, first.domain))
+        and x.index == tuple(map(index_of, second.x_vars))
         and all(store.buffer not in buffers_of_expr(s.value) for s in second.stores)
     )
-
-
-def _position(variable: LoopVar) -> Index:
-    return as_index(0) if variable.extent == 1 else Index(((variable, 1),), 0)
 
 
 def _overlap(stages: Sequence[ConvKernel], target: Target) -> float:

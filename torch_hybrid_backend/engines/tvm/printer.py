@@ -27,7 +27,6 @@ from torch_hybrid_backend.loops.ops import COMPARE, ROUND_TARGETS, decided
 Env = Mapping[LoopVar, Index]
 # Branches around vectors for guards: of more, the rest is computed with masks. A concatenation of 32 tensors needs as many.
 _MOST_CASES = 64
-_COMPARISONS = {"eq": tirx.EQ, "ne": tirx.NE, "lt": tirx.LT, "le": tirx.LE, "gt": tirx.GT, "ge": tirx.GE}
 # The value of a kernel-local buffer at a logical index (over schedule indices).
 LocalLoad = Callable[[tuple[Index, ...]], TirExpr]
 
@@ -378,7 +377,7 @@ class Printer:
         if bounds is None:
             return None
         left, right = (self.builder.index(side) for side in bounds)
-        return _COMPARISONS[condition.op](left, right)
+        return arithmetic.COMPARISONS[condition.op](left, right)
 
     def index_sides(self, comparison: Call, env: Env) -> tuple[Index, Index] | None:
         """Both sides of a comparison as indices, where they are."""

@@ -1,6 +1,6 @@
 """What the process that needs kernels and its compiler processes say to each other.
 
-Frames of an 8-byte little-endian length and so many bytes. To the worker: a pickled `Job`. Back: JSON, so that nothing a crashing
+Frames of an 8-byte little-endian length and so many bytes. To the worker: a pickled `Order`. Back: JSON, so that nothing a crashing
 compiler writes is ever unpickled:
 
     {"ready": true, "version": ...}                             once, when TVM is imported; `kernel_key.compiler_version()`

@@ -13,7 +13,7 @@ from torch_hybrid_backend.core.size import Dim, Size, at_most, product, typical
 from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirExpr
 from torch_hybrid_backend.engines.tvm.printer import Printer
 from torch_hybrid_backend.engines.tvm.tiles import lane_chunks
-from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, as_index
+from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, as_index, index_of
 from torch_hybrid_backend.loops.ir import Call, Expr, FromIndex, count_calls, loads_of, parts
 from torch_hybrid_backend.loops.kernels import Kernel
 
@@ -23,11 +23,6 @@ Env = dict[LoopVar, Index]
 PARALLEL_WORK = 16_384
 # Each piece of a vector axis is code of its own.
 _MOST_PIECES = 16
-
-
-def point(variable: LoopVar) -> Index:
-    """A domain variable as an index."""
-    return as_index(0) if variable.extent == 1 else Index(((variable, 1),), 0)
 
 
 def offsets_of(printer: Printer, exprs: Sequence[Expr]) -> list[Index]:
@@ -134,7 +129,7 @@ def flatten(inner: LoopVar, candidates: Sequence[LoopVar], offsets: Sequence[Ind
             break
         wider = Flat((variable, *flat.variables))
         probe = LoopVar("flat", wider.extent)
-        env = wider.env(point(probe))
+        env = wider.env(index_of(probe))
         if not all(is_plain(offset.substitute(env)) for offset in offsets if _touches(offset, wider)):
             break
         flat = wider

@@ -29,13 +29,12 @@ from torch_hybrid_backend.engines.tvm.schedules.axes import (
     is_large,
     offsets_of,
     pieces,
-    point,
     step,
     vectors,
 )
 from torch_hybrid_backend.engines.tvm.schedules.channel_moves import channel_moves
 from torch_hybrid_backend.engines.tvm.target import Target
-from torch_hybrid_backend.loops.index import Index, LoopVar
+from torch_hybrid_backend.loops.index import Index, LoopVar, index_of
 from torch_hybrid_backend.loops.kernels import MapKernel
 from torch_hybrid_backend.loops.layout import Blocked
 
@@ -83,7 +82,7 @@ def _block(kernel: MapKernel, inner: LoopVar) -> int | None:
         return None  # a plain result may have another rank than the domain
     return (
         layout.block
-        if kernel.domain[1] == inner and isinstance(inner.extent, int) and kernel.stores[0].index[1] == point(inner)
+        if kernel.domain[1] == inner and isinstance(inner.extent, int) and kernel.stores[0].index[1] == index_of(inner)
         else None
     )
 

@@ -32,7 +32,6 @@ from torch_hybrid_backend.engines.tvm.schedules.axes import (
     flatten,
     is_large,
     offsets_of,
-    point,
     step,
 )
 from torch_hybrid_backend.engines.tvm.schedules.reduction_across import UNROLLED, VectorOfRows
@@ -40,7 +39,7 @@ from torch_hybrid_backend.engines.tvm.schedules.reduction_along import Row, Spli
 from torch_hybrid_backend.engines.tvm.schedules.reduction_parts import EXTREMES
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops import ops
-from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
+from torch_hybrid_backend.loops.index import Index, LoopVar, as_index, index_of
 from torch_hybrid_backend.loops.ir import INDEX_DTYPE, Buffer, Expr, Load
 from torch_hybrid_backend.loops.kernels import RowKernel, Stage
 
@@ -110,7 +109,7 @@ class Rows:
         vectors = LoopVar("vectors", whole)
         # As the result lies in memory, the largest steps outermost: channel blocks outside pixels. The other way round neighbouring
         # tasks are whole images apart, in one and the same set of the cache where an image is a multiple of a page.
-        offset = self.written[0].substitute({inner: point(vectors) * lanes}) if self.written else as_index(0)
+        offset = self.written[0].substitute({inner: index_of(vectors) * lanes}) if self.written else as_index(0)
         others = [v for v in self.kept if v.extent != 1 and v is not inner]
         ordered = sorted([*others, vectors] if whole != 0 else others, key=lambda v: -step(offset, v))
 
@@ -148,7 +147,7 @@ def _without_positions(kernel: RowKernel) -> RowKernel:
     if not any(stage.combiner in EXTREMES for stage in kernel.stages):
         return kernel
     shape = tuple(v.extent for v in kernel.domain)
-    index = tuple(map(point, kernel.domain))
+    index = tuple(map(index_of, kernel.domain))
     kept = tuple(i for d, i in enumerate(index) if d not in kernel.axes)
     position = as_index(0)
     for axis in kernel.axes:

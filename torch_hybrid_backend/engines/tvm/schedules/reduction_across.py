@@ -17,9 +17,8 @@ from torch_hybrid_backend.engines.tvm.schedules.reduction_parts import (
     beats,
     computed,
     element_of,
-    held,
-    held_value,
 )
+from torch_hybrid_backend.engines.tvm.storage import storage_dtype, widen
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
 from torch_hybrid_backend.loops.ir import Buffer
 from torch_hybrid_backend.loops.kernels import Stage
@@ -87,9 +86,9 @@ class VectorOfRows:
         return self.b.seq(*(body({**self.env, **p}) for p in points))
 
     def _lanes_of(self, local: Buffer) -> TirBuffer:
-        buffer = self.b.local(self.width, held(local.dtype), "lanes")
+        buffer = self.b.local(self.width, storage_dtype(local.dtype), "lanes")
         self.allocated.append(buffer)
-        self.p.locals[id(local)] = lambda index: held_value(self.b.load(buffer, self._lane(index, local)), local.dtype)
+        self.p.locals[id(local)] = lambda index: widen(self.b.load(buffer, self._lane(index, local)), local.dtype)
         return buffer
 
     def _lane(self, index: tuple[Index, ...], local: Buffer) -> Index:
@@ -101,7 +100,7 @@ class VectorOfRows:
         local = stage.local
         assert local is not None
         size = product(v.extent for v in self.reduced)
-        buffer = self.b.local(size * self.width, held(local.dtype), "row")
+        buffer = self.b.local(size * self.width, storage_dtype(local.dtype), "row")
         self.allocated.append(buffer)
         lane = self.rows.kernel.domain.index(self.inner)
 
@@ -122,7 +121,7 @@ class VectorOfRows:
         ways = WAYS if typical(flat.extent) >= WAYS and self._is_long else 1
         accumulators = buffer
         if ways > 1:
-            accumulators = self.b.local(ways * self.width, held(local.dtype), "acc")
+            accumulators = self.b.local(ways * self.width, storage_dtype(local.dtype), "acc")
             self.allocated.append(accumulators)
 
         def add(env: Env, way: int = 0) -> Stmt:
@@ -184,7 +183,7 @@ class VectorOfRows:
         local = stage.local
         assert local is not None
         dtype = stage.value.dtype
-        best, positions = self.b.local(self.width, held(dtype), "best"), self._lanes_of(local)
+        best, positions = self.b.local(self.width, storage_dtype(dtype), "best"), self._lanes_of(local)
         self.allocated.append(best)
         first = {v: as_index(0) for v in self.reduced}
 

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 
 from torch_hybrid_backend.core.size import Dim, Size, product, typical
 from torch_hybrid_backend.engines.tvm.builder import Stmt, TirBuffer, TirExpr
-from torch_hybrid_backend.engines.tvm.schedules.axes import Chunk, Env, Flat, chunks, vectors
+from torch_hybrid_backend.engines.tvm.schedules.axes import Env, Flat, chunks, vectors
 from torch_hybrid_backend.engines.tvm.schedules.reduction_parts import (
     WAYS,
     Combiner,
     computed,
     element_of,
-    held,
-    held_value,
 )
+from torch_hybrid_backend.engines.tvm.storage import storage_dtype, widen
 from torch_hybrid_backend.loops.index import Index, LoopVar
 from torch_hybrid_backend.loops.ir import Buffer
 from torch_hybrid_backend.loops.kernels import Stage
@@ -41,7 +40,7 @@ class Row:
         return self.b.seq(*(self.b.alloc(buffer) for buffer in self.allocated), *stages)
 
     def _local(self, size: Dim, dtype: str, name: str) -> TirBuffer:
-        buffer = self.b.local(size, held(dtype), name)
+        buffer = self.b.local(size, storage_dtype(dtype), name)
         self.allocated.append(buffer)
         return buffer
 
@@ -68,7 +67,7 @@ class Row:
 
     def _scalar(self, local: Buffer) -> TirBuffer:
         buffer = self._local(1, local.dtype, "scalar")
-        self.p.locals[id(local)] = lambda _: held_value(self.b.load(buffer, 0), local.dtype)
+        self.p.locals[id(local)] = lambda _: widen(self.b.load(buffer, 0), local.dtype)
         return buffer
 
     def _each(self, body: Callable[[Env], Stmt]) -> Stmt:
@@ -136,7 +135,7 @@ class Row:
         lanes = self.rows.target.lanes
         width = 1 << (extent.bit_length() - 1) if isinstance(extent, int) and extent < lanes else lanes
         ways = WAYS if typical(extent) >= WAYS * width else 1
-        accumulators = self.b.local(ways * width, held(combine.dtype), "acc")
+        accumulators = self.b.local(ways * width, storage_dtype(combine.dtype), "acc")
 
         def clear(lane: Index) -> Stmt:
             return self.b.seq(*(self.b.store(accumulators, lane + w * width, combine.identity) for w in range(ways)))
@@ -155,56 +154,41 @@ class Row:
             env = {**self.env, **dict(zip(self.rest, place, strict=True))}
             whole = extent // (ways * width)
 
-            def one_way(base: Index, way: int, lane: Index) -> Stmt:
-                return step_at(env, base + way * width, lane, way)
+            def vector(base: Index, way: int, most: int = width) -> Stmt:
+                return self.p.vector_loop(min(most, width), lambda lane: step_at(env, base, lane, way))
 
             parts = [
                 self.b.loop(
-                    whole,
-                    lambda v: self.b.seq(
-                        *(self.p.vector_loop(width, partial(one_way, v * (ways * width), w)) for w in range(ways))
-                    ),
+                    whole, lambda v: self.b.seq(*(vector(v * (ways * width) + w * width, w) for w in range(ways)))
                 )
             ]
             done = whole * ways * width
             # Less than `ways` vectors are left; of a row whose length only the running kernel knows, `ways` is a power of two too.
             for chunk in chunks(self.b, extent - done, width if isinstance(extent, int) else ways * width // 2):
-
-                def narrow(chunk: Chunk = chunk) -> Stmt:
-                    return self.b.seq(
-                        *(
-                            self.p.vector_loop(
-                                min(chunk.width, width),
-                                lambda lane, f=first: step_at(env, chunk.start + (done + f), lane, 0),  # type: ignore[misc]
-                            )
-                            for first in range(0, chunk.width, width)
-                        )
-                    )
-
-                parts.append(chunk.around(self.b, narrow()))
+                left = (vector(chunk.start + (done + first), 0, chunk.width) for first in range(0, chunk.width, width))
+                parts.append(chunk.around(self.b, self.b.seq(*left)))
             return self.b.seq(*parts)
 
-        folds = []
-        size = ways * width
-        while size > 1:
-            size //= 2
-            folds.append(
-                self.p.vector_loop(
-                    size,
-                    lambda lane, s=size: self.b.store(  # type: ignore[misc]
-                        accumulators,
-                        lane,
-                        combine(self.b.load(accumulators, lane), self.b.load(accumulators, lane + s)),
-                    ),
-                )
-            )
         return self.b.seq(
             self.b.alloc(accumulators),
             self.p.vector_loop(width, clear),
             self.b.nest([v.extent for v in self.rest], along),
-            *folds,
+            self._fold(accumulators, combine, ways * width),
             use(self.b.load(accumulators, 0)),
         )
+
+    def _fold(self, accumulators: TirBuffer, combine: Combiner, size: int) -> Stmt:
+        """Combines the accumulators, a power of two of them, into the first: half of them with the other half, and so on."""
+
+        def onto_first(half: int, lane: Index) -> Stmt:
+            both = self.b.load(accumulators, lane), self.b.load(accumulators, lane + half)
+            return self.b.store(accumulators, lane, combine(*both))
+
+        halves = []
+        while size > 1:
+            size //= 2
+            halves.append(self.p.vector_loop(size, partial(onto_first, size)))
+        return self.b.seq(*halves)
 
 
 class SplitRow(Row):

@@ -1,4 +1,4 @@
-"""What reductions along rows and across them share: how partial results combine, and in what form locals hold values."""
+"""What reductions along rows and across them share: how partial results combine, and values in locals, in the form of `storage`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirBuffer, T
 from torch_hybrid_backend.engines.tvm.math import is_nan
 from torch_hybrid_backend.engines.tvm.printer import Printer
 from torch_hybrid_backend.engines.tvm.schedules.axes import Env
+from torch_hybrid_backend.engines.tvm.storage import narrow, storage_dtype, widen
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
 from torch_hybrid_backend.loops.ir import Expr
 from torch_hybrid_backend.loops.kernels import Stage
+from torch_hybrid_backend.loops.ops import is_float
 
 # Independent accumulators of a row: latency of an addition (4) on current x86 cores.
 WAYS = 4
@@ -25,14 +27,14 @@ EXTREMES = {"argmax": "max", "argmin": "min"}
 def computed(printer: Printer, expr: Expr, env: Env, dtype: str, use: Callable[[TirExpr], Stmt]) -> Stmt:
     """`use` of a value as locals hold it; guards that no lane decides become branches."""
     return printer.cases(
-        [expr], env, lambda exprs: printer.evaluate(exprs, env, lambda values: use(hold(values[0], dtype)))
+        [expr], env, lambda exprs: printer.evaluate(exprs, env, lambda values: use(narrow(values[0], dtype)))
     )
 
 
 def beats(combiner: str, value: TirExpr, old: TirExpr, dtype: str) -> TirExpr:
     """Whether a later element replaces the best so far: a NaN does, unless that is one."""
     wins = tirx.GT(value, old) if combiner == "argmax" else tirx.LT(value, old)
-    if dtype not in ("float32", "float64"):
+    if not is_float(dtype):
         return wins
     return tirx.Or(wins, tirx.And(is_nan(value, dtype), tirx.Not(is_nan(old, dtype))))
 
@@ -61,7 +63,7 @@ def element_of(
             row = row * variable.extent + index[positions[variable]]
         return place(row, index)
 
-    printer.locals[id(local)] = lambda index: held_value(builder.load(buffer, offset(index)), local.dtype)
+    printer.locals[id(local)] = lambda index: widen(builder.load(buffer, offset(index)), local.dtype)
 
     def body(env: Env) -> Stmt:
         at = tuple(env.get(v, as_index(0)) for v in domain)
@@ -78,7 +80,7 @@ class Combiner:
 
     @property
     def identity(self) -> TirExpr:
-        return tvm.tirx.const(self._identity(), held(self.dtype))
+        return tvm.tirx.const(self._identity(), storage_dtype(self.dtype))
 
     def _identity(self) -> float | int:
         if self.name in ("sum", "any"):
@@ -86,7 +88,7 @@ class Combiner:
         if self.name in ("prod", "all"):
             return 1
         lowest = self.name == "max"
-        if self.dtype in ("float32", "float64"):
+        if is_float(self.dtype):
             return -math.inf if lowest else math.inf
         if self.dtype == "bool":
             return 0 if lowest else 1
@@ -105,26 +107,9 @@ class Combiner:
                 return tirx.Max(a, b)
             case "all":
                 return tirx.Min(a, b)
-        if self.dtype not in ("float32", "float64"):
+        if not is_float(self.dtype):
             return tirx.Max(a, b) if self.name == "max" else tirx.Min(a, b)
         # NaN wins: a comparison with NaN is false, so `a` stays where it is one, and `b` must be taken where it is. Whether a new
         # element is NaN is known before the accumulator is: one comparison less between one element and the next.
         beats = tirx.GT(b, a) if self.name == "max" else tirx.LT(b, a)
         return tirx.Select(is_nan(b, self.dtype), b, tirx.Select(beats, b, a))
-
-
-def held(dtype: str) -> str:
-    """The dtype a local holds values of `dtype` in."""
-    return "uint8" if dtype == "bool" else dtype
-
-
-def hold(value: TirExpr, dtype: str) -> TirExpr:
-    """A value as a local of `dtype` holds it."""
-    if dtype == "bool":
-        return tirx.Select(value, tirx.IntImm("uint8", 1), tirx.IntImm("uint8", 0))
-    return value
-
-
-def held_value(value: TirExpr, dtype: str) -> TirExpr:
-    """What a local of `dtype` holds, as a value."""
-    return tirx.NE(value, tirx.IntImm("uint8", 0)) if dtype == "bool" else value
