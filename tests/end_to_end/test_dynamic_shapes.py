@@ -273,3 +273,21 @@ def test_sizes_are_outputs(wrap: Callable[[torch.Tensor], Any]) -> None:
         x = torch.randn(shape)
         torch.testing.assert_close(fast.call(x), wrap(x))
     assert len(fast.plans) == 1
+
+
+def test_ragged_dimensions() -> None:
+    """Nested tensors whose sequences differ in length: results and gradients are eager's, whatever the lengths."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 8))
+    compiled = torch.compile(model, backend="hybrid")
+    for lengths in [(3, 5), (4, 7, 1), (2, 2, 2)]:
+        x = torch.nested.nested_tensor([torch.randn(length, 8) for length in lengths], layout=torch.jagged)
+        mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+        result, expected = compiled(mine), model(theirs)
+        assert result.shape == expected.shape
+        torch.testing.assert_close(result.values(), expected.values())
+        for values in (result.values(), expected.values()):
+            (values * torch.arange(8.0)).sum().backward()
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        torch.testing.assert_close(mine.grad.values(), theirs.grad.values())

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.passes.values import verify_values
 from torch_hybrid_backend.capture.aot import capture
 from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.passes.context import PassContext
-from torch_hybrid_backend.passes.verify import Contract, verify, verify_values
+from torch_hybrid_backend.passes.verify import Contract, verify
 
 
 class Subject:

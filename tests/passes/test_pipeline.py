@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.passes.values import verify_values
 from torch_hybrid_backend.errors import PassError
 from torch_hybrid_backend.passes.pipeline import PASSES, run_passes
-from torch_hybrid_backend.passes.verify import verify, verify_values
+from torch_hybrid_backend.passes.verify import verify
 
 aten = torch.ops.aten
 

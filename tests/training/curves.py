@@ -26,7 +26,6 @@ from benchmarks.training import OPTIMISERS, Batch, Forward, TrainingCase
 
 STEPS = 50
 FACTOR = 8.0
-STATE_FACTOR = 32.0
 PERTURBED = 4
 # What one rounding of the loss itself is worth: eager may hit the reference exactly by chance.
 _ROUNDINGS = 16

@@ -23,7 +23,7 @@ import torch
 from torch._decomp import core_aten_decompositions, get_decompositions
 
 from torch_hybrid_backend.capture.encoder_layers import native_multi_head_attention, transformer_encoder_layer
-from torch_hybrid_backend.core.tensor_spec import MOST_SCATTERED_SLICES
+from torch_hybrid_backend.core.limits import MOST_SCATTERED_SLICES
 
 Operator = torch._ops.OperatorBase
 Table = Mapping[Operator, Callable[..., object]]

@@ -11,9 +11,9 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from torch_hybrid_backend.core.size import Size
+from torch_hybrid_backend.core.size import Dim, Size
 from torch_hybrid_backend.core.size_forms import parse
-from torch_hybrid_backend.core.tensor_spec import Dim, TensorSpec
+from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason, Refused
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import torch.fx
 
-from torch_hybrid_backend.core.tensor_spec import Dim, TensorSpec
+from torch_hybrid_backend.core.size import Dim
+from torch_hybrid_backend.core.tensor_spec import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)

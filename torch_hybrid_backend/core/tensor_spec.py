@@ -9,19 +9,15 @@ from typing import Any
 
 import torch
 
-from torch_hybrid_backend.core.size import Dim, Size, evaluate, symbol, symbols
+from torch_hybrid_backend.core.size import Dim, evaluate, symbol, symbols
 from torch_hybrid_backend.core.size_forms import from_sympy
-
-# No layout keeps more channels together: channels from a multiple of it on are whole blocks (AVX-512 has 16 lanes of float32).
-MOST_CHANNELS_TOGETHER = 16
-# Slices that a scatter writes one by one, each at the cost of a comparison for every element; with more it is left to eager.
-MOST_SCATTERED_SLICES = 4
 
 
 def dim(value: int | torch.SymInt) -> Dim:
     """A size or stride of a tensor, real or fake, as a number or a `Size`; installs no guard.
 
-    What has no form as a `Size`, or depends on data (unbacked symbols), becomes a symbol that only the expression's text names.
+    What has no form as a `Size`, or depends on data (unbacked symbols, ragged dimensions), becomes a symbol that only the
+    expression's text names.
     """
     if isinstance(value, int):
         return value
@@ -30,7 +26,8 @@ def dim(value: int | torch.SymInt) -> Dim:
     # The name changed with torch 2.12.
     known: Mapping[Any, Any] = getattr(environment, "backed_var_to_val", None)  # type: ignore[assignment]
     known = environment.var_to_val if known is None else known
-    hints = {s: int(known[s]) for s in expression.free_symbols if s in known}
+    # A nested tensor's ragged dimension has a size that is no number.
+    hints = {s: int(known[s]) for s in expression.free_symbols if s in known and known[s].is_Integer}
     size = from_sympy(expression, hints.get) if len(hints) == len(expression.free_symbols) else None
     return symbol(f"[{expression}]") if size is None else size
 
@@ -99,6 +96,3 @@ class TensorSpec:
     @property
     def size_bytes(self) -> int:
         return self.span * self.torch_dtype.itemsize
-
-
-__all__ = ["Dim", "Size", "TensorSpec", "dim"]

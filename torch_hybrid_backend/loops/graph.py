@@ -18,9 +18,10 @@ from typing import Any
 import torch
 import torch.fx
 
+from torch_hybrid_backend.core.limits import MOST_CHANNELS_TOGETHER
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.size import product, typical
-from torch_hybrid_backend.core.tensor_spec import MOST_CHANNELS_TOGETHER, dim
+from torch_hybrid_backend.core.tensor_spec import dim
 from torch_hybrid_backend.loops.index import LoopVar, contiguous_strides, linear
 from torch_hybrid_backend.loops.ir import (
     AttentionOp,

@@ -40,7 +40,8 @@ def is_float(dtype: str) -> bool:
     return dtype in _FLOATS
 
 
-_INTEGER_BITS = {"int64": 64, "int32": 32, "int16": 16, "int8": 8, "uint8": 8}
+# The width of every integer dtype.
+INTEGER_BITS = {"int64": 64, "int32": 32, "int16": 16, "int8": 8, "uint8": 8}
 
 
 def const(value: float | Size, dtype: str) -> Expr:
@@ -59,7 +60,7 @@ def literal(value: float, dtype: str) -> Const:
             return Const(dtype, float(struct.unpack("f", struct.pack("f", value))[0]))
         except OverflowError:
             return Const(dtype, math.copysign(math.inf, value))
-    bits = _INTEGER_BITS[dtype]
+    bits = INTEGER_BITS[dtype]
     wrapped = int(value) & ((1 << bits) - 1)
     return Const(dtype, wrapped - (1 << bits) if dtype != "uint8" and wrapped >> (bits - 1) else wrapped)
 

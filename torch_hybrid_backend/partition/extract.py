@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,8 +14,8 @@ from torch.fx import Node
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 from torch_hybrid_backend.core.region import Region, RegionInput, Segment
-from torch_hybrid_backend.core.size import symbols
-from torch_hybrid_backend.core.tensor_spec import Dim, TensorSpec, dim, is_computable
+from torch_hybrid_backend.core.size import Dim, symbols
+from torch_hybrid_backend.core.tensor_spec import TensorSpec, dim, is_computable
 from torch_hybrid_backend.partition.dependencies import is_operator
 from torch_hybrid_backend.partition.region_key import region_key
 
@@ -54,10 +55,10 @@ def extract(
     attributes: dict[str, object] = {}
     for node in nodes:
         if node.op == "get_attr":
-            attributes[str(node.target)] = _attribute(whole, str(node.target))
+            attributes[str(node.target)] = operator.attrgetter(str(node.target))(whole)
         for source in node.all_input_nodes:
             if source.op == "get_attr":
-                attributes[str(source.target)] = _attribute(whole, str(source.target))
+                attributes[str(source.target)] = operator.attrgetter(str(source.target))(whole)
             elif source not in inside:
                 sources[source] = None
     if engine != "eager":
@@ -135,13 +136,6 @@ def _size_inputs(nodes: Sequence[Node], sources: Sequence[Node], whole: torch.fx
         return []
     placeholders = [node for node in whole.graph.nodes if node.op == "placeholder" and node not in sources]
     return [node for node in placeholders if str(size_of(node)) in needed]
-
-
-def _attribute(module: torch.nn.Module, target: str) -> object:
-    found: object = module
-    for part in target.split("."):
-        found = getattr(found, part)
-    return found
 
 
 def outputs_of(graph: torch.fx.Graph) -> tuple[object, ...]:

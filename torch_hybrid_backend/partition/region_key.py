@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import operator
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -37,20 +38,13 @@ def _add_graph(digest: hashlib._Hash, graph_module: torch.fx.GraphModule) -> Non
         number[node] = len(number)
         parts = [node.op]
         if node.op == "get_attr":
-            _add_attribute(digest, _attribute(graph_module, str(node.target)))
+            _add_attribute(digest, operator.attrgetter(str(node.target))(graph_module))
         elif node.op != "placeholder":
             parts.append(str(node.target))
             parts.append(_token(node.args, number))
             parts.append(_token(node.kwargs, number))
         parts.append(_value_token(node.meta.get("val")))
         digest.update("|".join(parts).encode() + b"\n")
-
-
-def _attribute(module: torch.nn.Module, target: str) -> object:
-    found: object = module
-    for part in target.split("."):
-        found = getattr(found, part)
-    return found
 
 
 def _add_attribute(digest: hashlib._Hash, value: object) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.purity import constant_nodes, has_mutation, is_view, storage_root
 from torch_hybrid_backend.passes.rewrite import insert, same_spec
@@ -50,7 +51,7 @@ def _is_transposed(node: Node, limit_bytes: int) -> bool:
     value = node.meta.get("val")
     if not is_view(node) or not isinstance(value, torch.Tensor) or storage_root(node).op == "placeholder":
         return False
-    if not all(isinstance(dim, int) for dim in (*value.shape, *value.stride())):
+    if not TensorSpec.of(value).is_static:
         return False
     steps = [step for size, step in zip(value.shape, value.stride(), strict=True) if size != 1]
     return 0 not in steps and steps != sorted(steps, reverse=True) and value.numel() * value.itemsize <= limit_bytes

@@ -9,6 +9,7 @@ import torch
 import torch.fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.purity import has_mutation, is_pure, is_view, returned_roots
 from torch_hybrid_backend.passes.rewrite import ORIGIN_KEYS
@@ -85,7 +86,7 @@ def _tensors(value: Any) -> list[Any]:
 def _is_small(value: Any, limit_bytes: int) -> bool:
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return False
-    if not all(isinstance(dim, int) for dim in (*value.shape, *value.stride())):
+    if not TensorSpec.of(value).is_static:
         return False
     return value.numel() * value.itemsize <= limit_bytes
 

@@ -34,14 +34,12 @@ class Hoisted:
     tensor.
 
     `fold`: takes the constant placeholders it needs, returns a tuple of folded values; views of its inputs where the
-    value is one. None where there is nothing to fold. `inputs` says how the two connect; `constant_inputs` are the
-    positions, among the original placeholders, of all constants: a change of any of them makes folded values stale.
+    value is one. None where there is nothing to fold. `inputs` says how the two connect.
     """
 
     main: torch.fx.GraphModule
     fold: torch.fx.GraphModule | None
     inputs: HoistedInputs
-    constant_inputs: tuple[int, ...]
 
 
 def hoist(gm: torch.fx.GraphModule, constant_names: frozenset[str]) -> Hoisted:
@@ -62,8 +60,7 @@ def hoist(gm: torch.fx.GraphModule, constant_names: frozenset[str]) -> Hoisted:
         *(FoldedValue(j) for j in range(len(folded))),
     )
     inputs = HoistedInputs(sources, tuple(position[node] for node in fold_inputs))
-    constants = tuple(position[node] for node in placeholders if node.name in constant_names)
-    return Hoisted(main, fold, inputs, constants)
+    return Hoisted(main, fold, inputs)
 
 
 def _size_bytes(value: Any) -> int | None:

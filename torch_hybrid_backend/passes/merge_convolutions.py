@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx
 
-from torch_hybrid_backend.core.tensor_spec import MOST_CHANNELS_TOGETHER
+from torch_hybrid_backend.core.limits import MOST_CHANNELS_TOGETHER
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.merge_siblings import feeds_epilogue, move_before, values_with
 from torch_hybrid_backend.passes.purity import constant_nodes, has_mutation, returned_roots

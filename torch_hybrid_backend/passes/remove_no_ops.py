@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.purity import has_mutation, is_view
 from torch_hybrid_backend.passes.rewrite import insert, replace, replace_by_new, same_dim, same_spec
@@ -78,7 +79,7 @@ def _merge_views(gm: torch.fx.GraphModule, node: torch.fx.Node) -> bool:
     else:
         return False
     source: Any = inner.args[0]
-    if not all(isinstance(dim, int) for dim in (*source.meta["val"].shape, *source.meta["val"].stride())):
+    if not TensorSpec.of(source.meta["val"]).is_static:
         return False  # finding out whether the step is a view could add guards
     try:
         merged = insert(node, target, source, *rest)

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import PassError
@@ -104,20 +102,3 @@ def _returns_nothing(node: torch.fx.Node) -> bool:
     if isinstance(target, torch._ops.OpOverload):
         return not target._schema.returns
     return True
-
-
-def verify_values(gm: torch.fx.GraphModule) -> None:
-    """Check that every operator's `meta["val"]` is what the operator returns for its arguments' (slow: runs the whole
-    graph on fake tensors; for tests). Raises PassError naming the first node that differs."""
-    mode = detect_fake_mode([node.meta.get("val") for node in gm.graph.nodes]) or FakeTensorMode()
-    for node in gm.graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-            continue
-        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        with mode:
-            value = node.target(*args, **kwargs)
-        known = node.meta["val"]
-        if isinstance(value, torch.Tensor) and TensorSpec.of(value) != TensorSpec.of(known):
-            raise PassError(
-                f"node {node.name} yields {TensorSpec.of(value)}; its meta['val'] says {TensorSpec.of(known)}"
-            )

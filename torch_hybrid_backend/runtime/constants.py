@@ -150,12 +150,6 @@ class LiveConstants(Generic[Made]):
         with self._lock:
             return [entry.made for entry in self._entries.values()]
 
-    def clear(self) -> None:
-        """Forgets everything made; the next call makes it again."""
-        with self._lock:
-            self._entries.clear()
-            self._recent = None
-
     def __len__(self) -> int:
         return len(self._entries)
 

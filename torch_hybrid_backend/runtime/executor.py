@@ -168,10 +168,6 @@ class Executor:
         with torch.no_grad():
             self._constants.get(inputs).binding(self._plan)
 
-    def release(self) -> None:
-        """Frees packed constants; the next call makes them again."""
-        self._constants.clear()
-
     def retire(self) -> None:
         """Lets go of shared constants: this executor is not called any more, others like it are."""
         for made in self._constants.all_made():

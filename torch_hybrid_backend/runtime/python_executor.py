@@ -78,10 +78,6 @@ class PythonExecutor:
                     del values[name]
             return [self._output(output, values) for output in self._graph.outputs]
 
-    def release(self) -> None:
-        """Frees folded values; the next call makes them again."""
-        self._folded.clear()
-
     def _output(self, output: object, values: dict[str, Any]) -> Any:
         if not isinstance(output, str):
             return output

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch_hybrid_backend.core.size import Size, Symbol
-from torch_hybrid_backend.core.tensor_spec import Dim, TensorSpec
+from torch_hybrid_backend.core.size import Dim, Size, Symbol
+from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import HybridError
 
 

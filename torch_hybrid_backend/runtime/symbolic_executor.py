@@ -88,11 +88,6 @@ class SymbolicExecutor:
         """How many sets of sizes have a plan."""
         return len(self._plans)
 
-    def release(self) -> None:
-        """Frees plans and packed constants; the next call makes them again."""
-        with self._lock:
-            self._plans.clear()
-
     def _find_sizes(self) -> SizeReader:
         """Where the call's inputs tell the sizes that the graph's specs are made of."""
         described: dict[str, TensorSpec | Dim | None] = dict(self._graph.sizes)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from torch_hybrid_backend.engines.tvm import target as target_module
-from torch_hybrid_backend.engines.tvm.target import Target, lanes_of, tvm_target
+from torch_hybrid_backend.engines.tvm.target import Target, tvm_target, widest_lanes
 
 X86 = """processor\t: 0
 vendor_id\t: GenuineIntel
@@ -70,7 +70,7 @@ def test_arm(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("features", "lanes"), [(("avx512f", "avx2"), 16), (("avx2",), 8), (("sse4_2",), 4), ((), 4)])
 def test_lanes(features: tuple[str, ...], lanes: int) -> None:
     """The widest extension decides the vector length."""
-    assert lanes_of(features) == lanes
+    assert widest_lanes(features) == lanes
 
 
 def test_hyperthreads_are_one_core(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_vectors_are_no_wider_than_pytorchs(tmp_path: Path) -> None:
     assert narrow.within("AVX2") == narrow
 
 
-@pytest.mark.skipif(lanes_of(Target.host().features) < 16, reason="needs AVX-512")
+@pytest.mark.skipif(widest_lanes(Target.host().features) < 16, reason="needs AVX-512")
 def test_kernels_of_a_process_held_to_avx2_have_no_wider_vectors() -> None:
     """ATEN_CPU_CAPABILITY=avx2 holds the kernels as it holds PyTorch's own: LLVM is told so."""
     from tvm.target import codegen

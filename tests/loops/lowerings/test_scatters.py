@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from loops.check import EVERYTHING, FLOATS, check, sample
-from torch_hybrid_backend.core.tensor_spec import MOST_SCATTERED_SLICES
+from torch_hybrid_backend.core.limits import MOST_SCATTERED_SLICES
 from torch_hybrid_backend.loops.lowering import supports
 
 aten = torch.ops.aten

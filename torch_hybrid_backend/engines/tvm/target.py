@@ -85,7 +85,7 @@ class Target:
         relevant = (*_X86_FEATURES.values(), *_ARM_FEATURES)
         features = tuple(sorted(flags.intersection(relevant)))
         l1_bytes, l2_bytes = _cache_bytes(root)
-        return Target(NATIVE, cpu, features, lanes_of(features), _cores(root), l1_bytes, l2_bytes)
+        return Target(NATIVE, cpu, features, widest_lanes(features), _cores(root), l1_bytes, l2_bytes)
 
     def within(self, capability: str) -> Target:
         """This processor with no more than what PyTorch uses of it (`torch.backends.cpu.get_cpu_capability()`).
@@ -95,7 +95,7 @@ class Target:
         if capability != "AVX2":
             return self
         features = tuple(name for name in self.features if not name.startswith(("avx512", "amx")))
-        return replace(self, features=features, lanes=lanes_of(features))
+        return replace(self, features=features, lanes=widest_lanes(features))
 
     @property
     def fingerprint(self) -> str:
@@ -104,7 +104,7 @@ class Target:
         return "|".join(map(str, parts))
 
 
-def lanes_of(features: tuple[str, ...]) -> int:
+def widest_lanes(features: tuple[str, ...]) -> int:
     """float32 lanes of the widest vectors: 16 with AVX-512, 8 with AVX2, else 4 (SSE, NEON)."""
     if "avx512f" in features:
         return 16

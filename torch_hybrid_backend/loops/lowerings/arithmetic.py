@@ -9,10 +9,21 @@ import math
 
 from torch_hybrid_backend.core.size import Size
 from torch_hybrid_backend.loops.ir import Const, Expr
-from torch_hybrid_backend.loops.ops import add, call, cast, const, div, is_float, logical_and, mul, sub, where
+from torch_hybrid_backend.loops.ops import (
+    INTEGER_BITS,
+    add,
+    call,
+    cast,
+    const,
+    div,
+    is_float,
+    logical_and,
+    mul,
+    sub,
+    where,
+)
 
 _SIGNED = ("int8", "int16", "int32", "int64")
-_BITS = {"int8": 8, "uint8": 8, "int16": 16, "int32": 32, "int64": 64}
 
 
 def lit(like: Expr, value: float | Size) -> Expr:
@@ -131,7 +142,7 @@ def power(a: Expr, exponent: float) -> Expr:
 
 def shift(op: str, a: Expr, b: Expr) -> Expr:
     """a << b ("shl") or a >> b ("shr"); a shift by fewer than 0 or too many places gives 0 or, rightwards, the sign."""
-    bits = _BITS[a.dtype]
+    bits = INTEGER_BITS[a.dtype]
     places = call("min", call("max", b, lit(b, 0)), lit(b, bits - 1))
     legal = call("lt", b, lit(b, bits))
     if b.dtype in _SIGNED:

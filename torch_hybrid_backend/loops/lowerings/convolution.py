@@ -11,8 +11,7 @@ from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.index import Index, as_index, contiguous_strides, linear
 from torch_hybrid_backend.loops.ir import Buffer, ConvOp, Map, MatMulOp, Value, compute_dtype
 from torch_hybrid_backend.loops.lowering import Context, Refuse, lowers, reindex
-from torch_hybrid_backend.loops.lowerings.reductions import channelwise
-from torch_hybrid_backend.loops.lowerings.views import permuted, reshaped
+from torch_hybrid_backend.loops.lowerings.views import channelwise, permuted, reshaped
 from torch_hybrid_backend.loops.ops import add, is_float
 
 aten = torch.ops.aten

@@ -11,14 +11,20 @@ from collections.abc import Sequence
 
 import torch
 
-from torch_hybrid_backend.core.size import at_most, known
+from torch_hybrid_backend.core.size import known
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.index import Index, as_index, contiguous_strides
-from torch_hybrid_backend.loops.ir import Buffer, Const, Expr, Map, ReduceOp, Value, compute_dtype, scalar_index
+from torch_hybrid_backend.loops.ir import Buffer, Expr, Map, ReduceOp, Value, compute_dtype, scalar_index
 from torch_hybrid_backend.loops.lowering import Context, Refuse, lowers, reindex
 from torch_hybrid_backend.loops.lowerings.arithmetic import lit
 from torch_hybrid_backend.loops.lowerings.convolution import per_dimension
-from torch_hybrid_backend.loops.lowerings.windows import Size, inside, pooled_dimensions
+from torch_hybrid_backend.loops.lowerings.windows import (
+    PerDimension,
+    inside,
+    pooled_dimensions,
+    strides_of,
+    window_size,
+)
 from torch_hybrid_backend.loops.ops import (
     add,
     call,
@@ -51,16 +57,16 @@ def lowest(dtype: str) -> float:
 def max_pool(
     ctx: Context,
     x: Value,
-    kernel_size: Size,
-    stride: Size = (),
-    padding: Size = 0,
-    dilation: Size = 1,
+    kernel_size: PerDimension,
+    stride: PerDimension = (),
+    padding: PerDimension = 0,
+    dilation: PerDimension = 1,
     ceil_mode: bool = False,
 ) -> tuple[Value, Value | None]:
     """(maxima, their positions in the flattened spatial dimensions). NaN wins over everything; the first of equals counts."""
     rank = pooled_dimensions(ctx)
     kernel = per_dimension(kernel_size, rank)
-    strides = kernel if not isinstance(stride, int) and len(stride) == 0 else per_dimension(stride, rank)
+    strides = strides_of(stride, kernel)
     paddings, dilations = per_dimension(padding, rank), per_dimension(dilation, rank)
     lead, spatial = len(x.shape) - rank, x.shape[len(x.shape) - rank :]
 
@@ -108,9 +114,9 @@ def adaptive_max_pool2d(ctx: Context, x: Value, output_size: Sequence[int]) -> t
 def avg_pool(
     ctx: Context,
     x: Value,
-    kernel_size: Size,
-    stride: Size = (),
-    padding: Size = 0,
+    kernel_size: PerDimension,
+    stride: PerDimension = (),
+    padding: PerDimension = 0,
     ceil_mode: bool = False,
     count_include_pad: bool = True,
     divisor_override: int | None = None,
@@ -119,7 +125,7 @@ def avg_pool(
         raise Refuse(Reason.DTYPE, f"average pooling of {x.dtype} is left to eager")
     rank = pooled_dimensions(ctx)
     kernel = per_dimension(kernel_size, rank)
-    strides = kernel if not isinstance(stride, int) and len(stride) == 0 else per_dimension(stride, rank)
+    strides = strides_of(stride, kernel)
     paddings = per_dimension(padding, rank)
     lead = len(x.shape) - rank
     spatial, outs = tuple(map(known, x.shape[lead:])), tuple(map(known, ctx.shape[lead:]))
@@ -140,22 +146,11 @@ def avg_pool(
     domain, axes = (*ctx.shape, *window), tuple(range(lead + rank, lead + 2 * rank))
     total = ctx.realize(ReduceOp(Buffer(ctx.shape, dtype), domain, axes, "sum", body))
 
-    def counted(outer: Index, k: int, s: int, p: int, n: int) -> Expr:
-        """Elements of one window in one dimension; windows that ceil_mode lets stick out of the padding are cut there."""
-        start = outer * s - p
-        end = _least(start + k, n + p)
-        if count_include_pad:
-            return sub(end, from_index(start))
-        return sub(_least_scalar(end, n), _most(start, 0))
-
     def divisor(index: tuple[Index, ...]) -> Expr:
         if divisor_override is not None:
             return const(divisor_override, dtype)
-        count: Expr | None = None
-        for outer, k, s, p, n in zip(index[lead:], kernel, strides, paddings, spatial, strict=True):
-            size = counted(outer, k, s, p, n)
-            count = size if count is None else mul(count, size)
-        return cast(count if count is not None else const(1, "int64"), dtype)
+        windows = zip(index[lead:], kernel, strides, paddings, spatial, strict=True)
+        return cast(functools.reduce(mul, [window_size(*w, count_include_pad) for w in windows]), dtype)
 
     exact = all(
         (out - 1) * s + k <= n + 2 * p and (count_include_pad or p == 0)
@@ -166,24 +161,6 @@ def avg_pool(
         return ctx.pointwise(lambda a: div(a, lit(a, count)), total)
     divisors = Map(ctx.shape, dtype, divisor)
     return ctx.pointwise(div, total, divisors)
-
-
-def _least(index: Index, bound: int) -> Expr:
-    if at_most(index.high, bound) or at_most(bound, index.low):
-        return from_index(index if at_most(index.high, bound) else bound)
-    return call("min", from_index(index), from_index(bound))
-
-
-def _least_scalar(scalar: Expr, bound: int) -> Expr:
-    if isinstance(scalar, Const):
-        return from_index(min(int(scalar.value), bound))
-    return call("min", scalar, from_index(bound))
-
-
-def _most(index: Index, bound: int) -> Expr:
-    if at_most(bound, index.low) or at_most(index.high, bound):
-        return from_index(index if at_most(bound, index.low) else bound)
-    return call("max", from_index(index), from_index(bound))
 
 
 @lowers(aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool3d.default)

@@ -27,7 +27,7 @@ from torch_hybrid_backend.loops.lowerings.reducing import (
     reduced,
     reduced_body,
 )
-from torch_hybrid_backend.loops.lowerings.views import reshaped
+from torch_hybrid_backend.loops.lowerings.views import channelwise, reshaped
 from torch_hybrid_backend.loops.ops import add, call, cast, div, mul, sub, where
 
 aten = torch.ops.aten
@@ -362,11 +362,6 @@ def group_norm(
 
     y = _affine(ctx, x, per_group(average), per_group(scale), per_channel(weight), per_channel(bias))
     return y, _as_result(ctx, 1, average), _as_result(ctx, 2, scale)
-
-
-def channelwise(value: Value, shape: tuple[Dim, ...]) -> Value:
-    """A vector along dimension 1 of a tensor of the given shape."""
-    return reindex(value, shape, lambda index: (index[1],))
 
 
 @lowers(aten._native_batch_norm_legit_no_training.default)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from torch_hybrid_backend.core.limits import MOST_SCATTERED_SLICES
 from torch_hybrid_backend.core.size import Dim, known
-from torch_hybrid_backend.core.tensor_spec import MOST_SCATTERED_SLICES
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import Expr, Map, Value, compute_dtype

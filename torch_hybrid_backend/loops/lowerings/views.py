@@ -47,6 +47,11 @@ def permuted(value: Value, order: Sequence[int]) -> Value:
     )
 
 
+def channelwise(value: Value, shape: tuple[Dim, ...]) -> Value:
+    """A vector along dimension 1 of a tensor of the given shape."""
+    return reindex(value, shape, lambda index: (index[1],))
+
+
 def expanded(value: Value, shape: tuple[Dim, ...]) -> Value:
     """The value broadcast to `shape`; a bijection, with its inverse, where no dimension is stretched."""
     if shape == value.shape:

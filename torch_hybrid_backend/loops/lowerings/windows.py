@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import torch
 
-from torch_hybrid_backend.core.size import Dim, known, product, typical
+from torch_hybrid_backend.core.size import Dim, at_most, known, product, typical
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.index import Index, contiguous_strides
-from torch_hybrid_backend.loops.ir import Buffer, Expr, Map, ReduceOp, Value, compute_dtype
+from torch_hybrid_backend.loops.ir import Buffer, Const, Expr, Map, ReduceOp, Value, compute_dtype
 from torch_hybrid_backend.loops.lowering import Context, Refuse, lowers
 from torch_hybrid_backend.loops.lowerings.convolution import per_dimension
 from torch_hybrid_backend.loops.ops import (
@@ -32,7 +32,8 @@ from torch_hybrid_backend.loops.ops import (
 
 aten = torch.ops.aten
 
-Size = int | Sequence[int]
+# One number for all dimensions pooled over, or one each.
+PerDimension = int | Sequence[int]
 
 # Pixels up to which asking every window that covers one, for its maximum's place, is cheaper than a region of its own for eager,
 # which visits each window once: 13 cycles a pixel against 3 (3x3 windows, stride 2, of 32 x 64 x 32 x 32).
@@ -44,6 +45,38 @@ def pooled_dimensions(ctx: Context) -> int:
     assert ctx.node is not None
     assert isinstance(ctx.node.target, torch._ops.OpOverload)
     return next(int(letter) for letter in ctx.node.target._opname if letter.isdigit())
+
+
+def strides_of(stride: PerDimension, kernel: tuple[int, ...]) -> tuple[int, ...]:
+    """From one window to the next; not given, windows lie side by side."""
+    return kernel if not isinstance(stride, int) and len(stride) == 0 else per_dimension(stride, len(kernel))
+
+
+def window_size(window: Index, k: int, s: int, p: int, n: int, count_include_pad: bool) -> Expr:
+    """Elements of one window in one dimension of an average; what ceil_mode lets stick out of the padding does not count."""
+    start = window * s - p
+    end = _least(start + k, n + p)
+    if count_include_pad:
+        return sub(end, from_index(start))
+    return sub(_least_scalar(end, n), _most(start, 0))
+
+
+def _least(index: Index, bound: int) -> Expr:
+    if at_most(index.high, bound) or at_most(bound, index.low):
+        return from_index(index if at_most(index.high, bound) else bound)
+    return call("min", from_index(index), from_index(bound))
+
+
+def _least_scalar(scalar: Expr, bound: int) -> Expr:
+    if isinstance(scalar, Const):
+        return from_index(min(int(scalar.value), bound))
+    return call("min", scalar, from_index(bound))
+
+
+def _most(index: Index, bound: int) -> Expr:
+    if at_most(bound, index.low) or at_most(index.high, bound):
+        return from_index(index if at_most(bound, index.low) else bound)
+    return call("max", from_index(index), from_index(bound))
 
 
 def inside(place: Sequence[Index], shape: Sequence[Dim]) -> Expr:
@@ -130,10 +163,10 @@ def max_pool_backward(
     ctx: Context,
     grad: Value,
     x: Value,
-    kernel_size: Size,
-    stride: Size,
-    padding: Size,
-    dilation: Size,
+    kernel_size: PerDimension,
+    stride: PerDimension,
+    padding: PerDimension,
+    dilation: PerDimension,
     ceil_mode: bool,
     positions: Value,
 ) -> Value:
@@ -143,7 +176,7 @@ def max_pool_backward(
     """
     rank = pooled_dimensions(ctx)
     kernel = per_dimension(kernel_size, rank)
-    strides = kernel if not isinstance(stride, int) and len(stride) == 0 else per_dimension(stride, rank)
+    strides = strides_of(stride, kernel)
     paddings, dilations = per_dimension(padding, rank), per_dimension(dilation, rank)
     lead, spatial, outs = len(x.shape) - rank, x.shape[len(x.shape) - rank :], grad.shape[len(x.shape) - rank :]
     # So many windows in a row cover a pixel at most; the last of them begins at or before it.
@@ -173,9 +206,9 @@ def avg_pool_backward(
     ctx: Context,
     grad: Value,
     x: Value,
-    kernel_size: Size,
-    stride: Size,
-    padding: Size,
+    kernel_size: PerDimension,
+    stride: PerDimension,
+    padding: PerDimension,
     ceil_mode: bool,
     count_include_pad: bool,
     divisor_override: int | None,
@@ -183,7 +216,7 @@ def avg_pool_backward(
     """Each pixel receives its share of the gradients of the windows that cover it; what they are divided by is the forward operator's rule."""
     rank = pooled_dimensions(ctx)
     kernel = per_dimension(kernel_size, rank)
-    strides = kernel if not isinstance(stride, int) and len(stride) == 0 else per_dimension(stride, rank)
+    strides = strides_of(stride, kernel)
     paddings = per_dimension(padding, rank)
     lead = len(x.shape) - rank
     spatial, outs = tuple(map(known, x.shape[lead:])), tuple(map(known, grad.shape[lead:]))
@@ -192,13 +225,6 @@ def avg_pool_backward(
     covering = tuple(-(-k // s) for k, s in zip(kernel, strides, strict=True))
     dtype = compute_dtype(grad.dtype)
     zero = const(0, dtype)
-
-    def size(window: Index, k: int, s: int, p: int, n: int) -> Expr:
-        """Elements of one window in one dimension; those that stick out of the padding do not count."""
-        start, end = window * s - p, call("min", from_index(window * s - p + k), from_index(n + p))
-        if count_include_pad:
-            return sub(end, from_index(start))
-        return sub(call("min", end, from_index(n)), call("max", from_index(start), from_index(0)))
 
     def body(index: tuple[Index, ...]) -> Expr:
         pixel, offset = index[lead : lead + rank], index[lead + rank :]
@@ -209,7 +235,7 @@ def avg_pool_backward(
         divisor: Expr = const(divisor_override or 1, "int64")
         if divisor_override is None:
             for item in zip(place, kernel, strides, paddings, spatial, strict=True):
-                divisor = mul(divisor, size(*item))
+                divisor = mul(divisor, window_size(*item, count_include_pad))
         return guard(covers, div(grad.at((*index[:lead], *place)), cast(divisor, dtype)), zero)
 
     axes = tuple(range(lead + rank, lead + 2 * rank))
