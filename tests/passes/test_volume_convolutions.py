@@ -38,14 +38,35 @@ def test_volumes(captured, options, batch):
 
 
 @pytest.mark.parametrize(
+    "model",
+    [
+        nn.Conv3d(6, 6, 3, padding=1, groups=6),
+        nn.Conv3d(6, 4, 3, stride=2, groups=2, bias=False),
+        nn.Conv3d(6, 12, (3, 5, 3), padding=(2, 0, 1), dilation=(2, 1, 1), groups=6),
+        nn.Conv3d(6, 6, (1, 3, 3), stride=(2, 1, 1), groups=3),
+        nn.Conv3d(6, 6, (3, 1, 1), padding=(1, 0, 0), groups=6),
+        nn.ConvTranspose3d(6, 5, 2, 2),
+        nn.ConvTranspose3d(6, 5, (1, 2, 3), (1, 2, 3), bias=False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_groups_and_windows(captured, model, batch):
+    """Groups of channels; transposed convolutions whose windows do not overlap."""
+    subject = captured(model, torch.randn(batch, 6, 7, 9, 11), dynamic=False)
+    assert subject.apply(volume_convolutions)
+    assert _ranks(subject) == {4}
+
+
+@pytest.mark.parametrize(
     ("model", "batch", "dynamic"),
     [
-        (nn.Conv3d(4, 4, 3, groups=4), 2, False),
-        (nn.ConvTranspose3d(4, 6, 2, 2), 2, False),
+        (nn.ConvTranspose3d(4, 6, 3, 2), 2, False),
+        (nn.ConvTranspose3d(4, 6, 2, 2, groups=2), 2, False),
         (nn.Conv2d(4, 6, 3), 2, False),
         (nn.Conv3d(4, 6, 3), 2, True),
     ],
-    ids=["groups", "transposed", "images", "symbolic batch"],
+    ids=["overlapping windows", "windows of groups", "images", "symbolic batch"],
 )
 def test_left_alone(captured, model, batch, dynamic):
     """What this formula does not cover."""

@@ -2,12 +2,14 @@
 
     conv3d(x, W)   ->   conv2d(cat(x at depth d, x at depth d + 1, ...), W')
 
-Kernels of one pixel read no neighbours within an image: (depth, height * width) is an image to them, without a copy. W' depends on
-parameters alone: hoisting makes it outside the call.
+Kernels of one pixel read no neighbours within an image: (depth, height * width) is an image to them, without a copy. Channels in groups would
+be interleaved with depths: there the convolutions of the single depths are added instead. Transposed convolutions whose windows do not overlap
+are matrix products: every pixel makes its window alone. W' depends on parameters alone: hoisting makes it outside the call.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ Node = torch.fx.Node
 
 
 def volume_convolutions(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
-    """Rewrite 3-D convolutions of one group by constant weights, of static sizes. Left alone: results that would have other strides."""
+    """Rewrite 3-D convolutions by constant weights, of static sizes. Left alone: results that would have other strides."""
     if has_mutation(gm) or not ctx.constants:
         return False
     constant = constant_nodes(gm, ctx.constants)
@@ -35,12 +37,16 @@ def volume_convolutions(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
 
 def _is_candidate(node: Node, constant: set[Node]) -> bool:
     arguments: Any = node.args
-    x, weight, bias, _, _, _, transposed, _, groups = arguments
-    if transposed or groups != 1 or weight not in constant or (bias is not None and bias not in constant):
+    x, weight, bias, strides, padding, dilation, transposed, extra, groups = arguments
+    if weight not in constant or (bias is not None and bias not in constant):
+        return False
+    if transposed and (groups != 1 or any([*padding, *extra]) or {*dilation} != {1}):
         return False
     shapes = [value.meta["val"].shape for value in (x, weight, node)]
     static = all(isinstance(size, int) and size > 0 for shape in shapes for size in shape)
-    return static and all(len(shape) == 5 for shape in shapes) and node.meta["val"].is_floating_point()
+    if not static or any(len(shape) != 5 for shape in shapes) or not node.meta["val"].is_floating_point():
+        return False
+    return not transposed or list(shapes[1][2:]) == _each(strides)
 
 
 def _rewrite(gm: torch.fx.GraphModule, node: Node) -> bool:
@@ -50,7 +56,14 @@ def _rewrite(gm: torch.fx.GraphModule, node: Node) -> bool:
     kernel = weight.meta["val"].shape[2:]
     strides, padding, _ = geometry
     flat = tuple(kernel[1:]) == (1, 1) and strides[1:] == [1, 1] and not any(padding[1:])
-    result = _along_depth(node, geometry) if flat else _by_depth(node, geometry)
+    if node.args[6]:
+        result = _windows(node)
+    elif flat:
+        result = _along_depth(node, geometry)
+    elif node.args[8] == 1 or kernel[0] == 1:
+        result = _by_depth(node, geometry)
+    else:
+        result = _sum_over_depths(node, geometry)
     return replace_by_new(gm, node, result, before)
 
 
@@ -68,11 +81,11 @@ def _along_depth(node: Node, geometry: list[list[int]]) -> Node:
     arguments: Any = node.args[:3]
     x, weight, bias = arguments
     n, channels, depth, height, width = x.meta["val"].shape
-    outputs, _, taps, _, _ = weight.meta["val"].shape
+    outputs, inputs, taps, _, _ = weight.meta["val"].shape
     image = insert(node, aten.view.default, _copied(node, x), [n, channels, depth, height * width])
-    columns = insert(node, aten.view.default, _copied(node, weight), [outputs, channels, taps, 1])
+    columns = insert(node, aten.view.default, _copied(node, weight), [outputs, inputs, taps, 1])
     (stride, *_), (padding, *_), (dilation, *_) = geometry
-    rest = ([stride, 1], [padding, 0], [dilation, 1], False, [0, 0], 1)
+    rest = ([stride, 1], [padding, 0], [dilation, 1], False, [0, 0], node.args[8])
     y = insert(node, aten.convolution.default, image, columns, bias, *rest, origin=node)
     return insert(node, aten.view.default, y, list(node.meta["val"].shape))
 
@@ -82,11 +95,9 @@ def _by_depth(node: Node, geometry: list[list[int]]) -> Node:
     x, weight, bias = arguments
     (stride, *strides), (padding, *paddings), (dilation, *dilations) = geometry
     n, channels, _, height, width = x.meta["val"].shape
-    outputs, _, taps, *window = weight.meta["val"].shape
-    depth, *size = node.meta["val"].shape[2:]
-    if padding:
-        x = insert(node, aten.constant_pad_nd.default, x, [0, 0, 0, 0, padding, padding], 0.0)
-    images: Any = insert(node, aten.permute.default, x, [0, 2, 1, 3, 4])
+    outputs, inputs, taps, *window = weight.meta["val"].shape
+    depth = node.meta["val"].shape[2]
+    images = _images(node, x, padding)
     if taps > 1 or stride > 1:
         last = (depth - 1) * stride + 1
         starts = [tap * dilation for tap in range(taps)]
@@ -94,8 +105,67 @@ def _by_depth(node: Node, geometry: list[list[int]]) -> Node:
         images = insert(node, aten.cat.default, parts, 2) if taps > 1 else parts[0]
     images = insert(node, aten.view.default, _copied(node, images), [n * depth, taps * channels, height, width])
     kernel = _copied(node, insert(node, aten.permute.default, weight, [0, 2, 1, 3, 4]))
-    kernel = insert(node, aten.view.default, kernel, [outputs, taps * channels, *window])
-    rest = (strides, paddings, dilations, False, [0, 0], 1)
+    kernel = insert(node, aten.view.default, kernel, [outputs, taps * inputs, *window])
+    rest = (strides, paddings, dilations, False, [0, 0], node.args[8])
     y = insert(node, aten.convolution.default, images, kernel, bias, *rest, origin=node)
-    y = insert(node, aten.view.default, y, [n, depth, outputs, *size])
+    return _volume(node, y)
+
+
+def _images(node: Node, x: Any, padding: int) -> Any:
+    """x, padded in depth, as (n, depth, channels, height, width)."""
+    if padding:
+        x = insert(node, aten.constant_pad_nd.default, x, [0, 0, 0, 0, padding, padding], 0.0)
+    return insert(node, aten.permute.default, x, [0, 2, 1, 3, 4])
+
+
+def _volume(node: Node, images: Node) -> Node:
+    """The result of the images (n * depth, channels, height, width)."""
+    n, outputs, depth, *size = node.meta["val"].shape
+    y = insert(node, aten.view.default, images, [n, depth, outputs, *size])
     return _copied(node, insert(node, aten.permute.default, y, [0, 2, 1, 3, 4]))
+
+
+def _sum_over_depths(node: Node, geometry: list[list[int]]) -> Node:
+    """One convolution for each depth of the kernel."""
+    arguments: Any = node.args[:3]
+    x, weight, bias = arguments
+    (stride, *strides), (padding, *paddings), (dilation, *dilations) = geometry
+    n, channels, depths, height, width = x.meta["val"].shape
+    depth = node.meta["val"].shape[2]
+    padded = depths + 2 * padding
+    shape = [n * padded, channels, height, width]
+    images = insert(node, aten.view.default, _copied(node, _images(node, x, padding)), shape)
+    total: Any = None
+    for tap in range(weight.meta["val"].shape[2]):
+        first, last = tap * dilation, tap * dilation + (depth - 1) * stride + 1
+        if n == 1:
+            read = insert(node, aten.slice.Tensor, images, 0, first, last, stride)
+        else:
+            split = insert(node, aten.view.default, images, [n, padded, *shape[1:]])
+            read = insert(node, aten.slice.Tensor, split, 1, first, last, stride)
+            read = insert(node, aten.view.default, _copied(node, read), [n * depth, *shape[1:]])
+        kernel = insert(node, aten.select.int, weight, 2, tap)
+        rest = (strides, paddings, dilations, False, [0, 0], node.args[8])
+        y = insert(node, aten.convolution.default, read, kernel, None if tap else bias, *rest, origin=node)
+        total = y if total is None else insert(node, aten.add.Tensor, total, y)
+    return _volume(node, total)
+
+
+def _windows(node: Node) -> Node:
+    """A transposed convolution whose windows do not overlap: outputs and window as channels of one pixel, then moved to their places."""
+    arguments: Any = node.args[:3]
+    x, weight, bias = arguments
+    n, channels, depth, height, width = x.meta["val"].shape
+    _, outputs, *window = weight.meta["val"].shape
+    image = insert(node, aten.view.default, _copied(node, x), [n, channels, depth, height * width])
+    kernel = _copied(node, insert(node, aten.permute.default, weight, [1, 2, 3, 4, 0]))
+    kernel = insert(node, aten.view.default, kernel, [outputs * math.prod(window), channels, 1, 1])
+    y = insert(
+        node, aten.convolution.default, image, kernel, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, origin=node
+    )
+    y = insert(node, aten.view.default, y, [n, outputs, *window, depth, height, width])
+    y = _copied(node, insert(node, aten.permute.default, y, [0, 1, 5, 2, 6, 3, 7, 4]))
+    y = insert(node, aten.view.default, y, list(node.meta["val"].shape))
+    if bias is None:
+        return y
+    return insert(node, aten.add.Tensor, y, insert(node, aten.view.default, bias, [1, outputs, 1, 1, 1]))
