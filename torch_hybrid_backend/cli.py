@@ -187,7 +187,7 @@ def _doctor(engines: Engines, out: TextIO) -> int:
     lines.append(f"  {'hybrid':<10} {torch_hybrid_backend.__version__}")
     lines.append(f"  {'python':<10} {sys.version.split()[0]}")
     lines.append(f"  {'torch':<10} {torch.__version__}")
-    lines += [f"  {name:<10} {_version(distribution)}" for name, distribution in _OPTIONAL]
+    lines.append(f"  {'tvm':<10} {_version('apache-tvm')}")
     lines.append("machine:")
     lines.append(f"  {'threads':<10} {torch.get_num_threads()} for kernels, {config.compile_threads} for compilation")
     lines.append(f"  {'processor':<10} {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} CPUs")
@@ -200,8 +200,6 @@ def _doctor(engines: Engines, out: TextIO) -> int:
 
 
 _LINKERS = ("ld", "cc", "gcc", "clang", "c++", "g++")
-# Shown name and distribution of what engines are built on.
-_OPTIONAL = (("tvm", "apache-tvm"), ("triton", "triton"), ("tensorrt", "tensorrt-rtx"))
 
 
 def _version(distribution: str) -> str:
