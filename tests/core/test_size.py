@@ -69,6 +69,12 @@ def test_texts_and_pickles_come_back(a: Dim) -> None:
     assert pickle.loads(pickle.dumps(a)) == a  # within one process's test: nothing is unpickled from disk
 
 
+def test_symbols_that_only_a_text_names_come_back() -> None:
+    """Two of them in one size stay two."""
+    a = symbol("[u0 + 1]") * symbol("[u1]") + S
+    assert size_forms.parse(str(a)) == a
+
+
 @pytest.mark.parametrize(
     ("found", "expected"),
     [

@@ -53,7 +53,7 @@ def parse(text: str) -> Dim:
 
 
 # A symbol that only an expression's text names ("[u0 + 1]").
-_FREE_TEXT = re.compile(r"\[.*\]")
+_FREE_TEXT = re.compile(r"\[[^\[\]]*\]")
 _OPERATORS: Mapping[type[ast.operator], Callable[[Dim, Dim], Dim]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
