@@ -27,7 +27,11 @@ class Binding {
           const std::vector<int64_t>& borrowed_slots, const std::vector<int64_t>& borrowed);
 
   bool IsStale() const { return guard_->IsStale(); }
+  // Null for a tensor that has no memory of its own that others could read (oneDNN's packed
+  // weights).
   void* data(size_t slot) const { return data_[slot]; }
+  // Throws std::runtime_error for a slot that is borrowed.
+  const torch::stable::Tensor& tensor(size_t slot) const;
   size_t size() const { return data_.size(); }
 
  private:
@@ -35,6 +39,7 @@ class Binding {
 
   std::shared_ptr<const Guard> guard_;
   std::vector<torch::stable::Tensor> owned_;
+  std::vector<int64_t> owned_slots_;
   std::vector<void*> data_;
   std::vector<bool> filled_;
 };

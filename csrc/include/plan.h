@@ -1,15 +1,15 @@
 // Plan: the steps of one static graph, built once, then run from any number of threads at once.
 //
-// Use: AddValue / AddKernel / AddCallback / AddCopy / AddRange in execution order, Seal once, then
-// Run.
+// Use: AddValue / AddKernel / AddOperator / AddCallback / AddCopy / AddRange in execution order,
+// Seal once, then Run.
 //
 // Ownership: the plan owns its values, steps and idle frames (see frame.h); its kernels
 // share their libraries.
 //
 // Failure: building throws std::runtime_error for what could never run. Run throws
-// std::runtime_error for inputs that do not fit and for a kernel that fails, by its name; a stale
-// binding and a callback that raised are statuses, because the first is routine and the second has
-// its exception in Python.
+// std::runtime_error for inputs that do not fit and for a kernel or operator that fails, by its
+// name; a stale binding and a callback that raised are statuses, because the first is routine and
+// the second has its exception in Python.
 #ifndef TORCH_HYBRID_BACKEND_PLAN_H_
 #define TORCH_HYBRID_BACKEND_PLAN_H_
 
@@ -24,6 +24,7 @@
 #include "binding.h"
 #include "frame.h"
 #include "kernel_library.h"
+#include "operator_call.h"
 #include "value.h"
 
 namespace torch_hybrid_backend {
@@ -46,6 +47,9 @@ class Plan {
   // `sizes` are further arguments, after the values: sizes that the kernel takes at run time.
   void AddKernel(const std::string& library, const std::string& symbol,
                  const std::vector<int64_t>& values, std::vector<int64_t> sizes);
+  // `tensors` are what the call takes, constants among them; its result becomes `result`, a
+  // returned value.
+  void AddOperator(OperatorCall call, const std::vector<int64_t>& tensors, int64_t result);
   // Runs segment number `segment` of the plan's Python side.
   void AddCallback(int64_t segment, const std::vector<int64_t>& inputs,
                    const std::vector<int64_t>& outputs);
@@ -79,6 +83,11 @@ class Plan {
 
     size_t arguments() const { return values.size() + sizes.size(); }
   };
+  struct Operator {
+    OperatorCall call;
+    std::vector<size_t> tensors;
+    size_t result;
+  };
   struct Callback {
     int64_t segment;
     std::vector<size_t> inputs;
@@ -93,7 +102,7 @@ class Plan {
     std::string name;
   };
   struct Step {
-    std::variant<Kernel, Callback, Copy> action;
+    std::variant<Kernel, Operator, Callback, Copy> action;
     std::vector<size_t> allocates;  // fresh values first touched here
     std::vector<size_t> releases;   // tensors last touched here
   };
@@ -112,6 +121,9 @@ class Plan {
   void SetData(Frame& frame, size_t root, void* data) const;
   const torch::stable::Tensor& TensorOf(Frame& frame, size_t value) const;
   void RunKernel(Frame& frame, const Kernel& kernel) const;
+  void RunOperator(Frame& frame, const Operator& step) const;
+  void Receive(Frame& frame, size_t value, torch::stable::Tensor tensor,
+               const std::string& from) const;
   bool RunCallback(Frame& frame, int64_t key, const Callback& callback) const;
   static size_t SizeBytes(const Value& value);
   torch::stable::Tensor NewTensor(const Value& value) const;
@@ -123,7 +135,8 @@ class Plan {
   std::vector<Value> values_;
   std::vector<std::vector<size_t>> aliases_;  // of each root
   std::vector<Step> steps_;
-  std::vector<Range> ranges_;  // in order of their first steps
+  std::vector<size_t> tensor_constants_;  // constants that operators take
+  std::vector<Range> ranges_;             // in order of their first steps
   std::vector<size_t> outputs_;
   size_t arguments_ = 0;
   size_t inputs_ = 0;

@@ -20,10 +20,10 @@ namespace torch_hybrid_backend {
 // The numbers are those of ValueKind in torch_hybrid_backend/runtime/native.py.
 enum class ValueKind : int64_t {
   kInput = 0,     // payload: position among the inputs of a call; copied where its strides differ
-  kConstant = 1,  // payload: slot of the binding; only kernels read it
+  kConstant = 1,  // payload: slot of the binding; only kernels and operators read it
   kArena = 2,     // payload: byte offset in the arena; only kernels read and write it
   kFresh = 3,     // a new tensor in each call
-  kReturned = 4,  // a tensor that a callback returns
+  kReturned = 4,  // a tensor that a callback or operator returns
   kAlias = 5,     // payload: the value whose memory it shares, from its first element on
   kRawInput = 6,  // payload: as kInput; never copied, so that a callback can write to it; only
                   // callbacks read it

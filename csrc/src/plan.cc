@@ -52,6 +52,25 @@ void Plan::AddKernel(const std::string& library, const std::string& symbol,
   steps_.push_back({std::move(kernel), {}, {}});
 }
 
+void Plan::AddOperator(OperatorCall call, const std::vector<int64_t>& tensors, int64_t result) {
+  if (sealed_) Refuse("a sealed plan takes no more steps");
+  Operator step{std::move(call), Checked(tensors), Checked(result)};
+  if (step.tensors.size() != step.call.tensors()) {
+    Refuse(step.call.name() + " takes " + std::to_string(step.call.tensors()) + " tensors, not " +
+           std::to_string(step.tensors.size()));
+  }
+  if (values_[step.result].kind != ValueKind::kReturned)
+    Refuse("an operator fills only returned values");
+  for (const size_t value : step.tensors) {
+    if (values_[value].kind == ValueKind::kConstant) {
+      tensor_constants_.push_back(value);
+    } else {
+      RequireTensor(value, "an operator reads");
+    }
+  }
+  steps_.push_back({std::move(step), {}, {}});
+}
+
 void Plan::AddCallback(int64_t segment, const std::vector<int64_t>& inputs,
                        const std::vector<int64_t>& outputs) {
   if (sealed_) Refuse("a sealed plan takes no more steps");
@@ -136,6 +155,11 @@ void Plan::RequireTensor(size_t value, const char* user) const {
 std::vector<size_t> Plan::Touched(const Step& step) {
   if (const auto* kernel = std::get_if<Kernel>(&step.action)) return kernel->values;
   if (const auto* copy = std::get_if<Copy>(&step.action)) return {copy->source, copy->destination};
+  if (const auto* call = std::get_if<Operator>(&step.action)) {
+    std::vector<size_t> touched = call->tensors;
+    touched.push_back(call->result);
+    return touched;
+  }
   const auto& callback = std::get<Callback>(step.action);
   std::vector<size_t> touched = callback.inputs;
   touched.insert(touched.end(), callback.outputs.begin(), callback.outputs.end());

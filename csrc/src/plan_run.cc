@@ -108,6 +108,9 @@ void Plan::BindConstants(Frame& frame, const Binding& binding) const {
     if (values_[v].kind == ValueKind::kConstant)
       SetData(frame, v, binding.data(values_[v].payload));
   }
+  for (const size_t v : tensor_constants_) {
+    frame.tensors[v] = binding.tensor(values_[v].payload);
+  }
 }
 
 void Plan::BindInputs(Frame& frame, const std::vector<Tensor>& inputs) const {
@@ -166,6 +169,8 @@ bool Plan::RunStep(Frame& frame, int64_t key, const Step& step) const {
   }
   if (const auto* kernel = std::get_if<Kernel>(&step.action)) {
     RunKernel(frame, *kernel);
+  } else if (const auto* call = std::get_if<Operator>(&step.action)) {
+    RunOperator(frame, *call);
   } else if (const auto* callback = std::get_if<Callback>(&step.action)) {
     if (!RunCallback(frame, key, *callback)) return false;
   } else {
@@ -224,6 +229,26 @@ void Plan::RunKernel(Frame& frame, const Kernel& kernel) const {
          (message.empty() ? "" : ": " + message));
 }
 
+void Plan::RunOperator(Frame& frame, const Operator& step) const {
+  const auto tensor = [&](size_t i) -> const Tensor& { return TensorOf(frame, step.tensors[i]); };
+  Receive(frame, step.result, step.call.Call(tensor), "the result of " + step.call.name());
+}
+
+void Plan::Receive(Frame& frame, size_t value, Tensor tensor, const std::string& from) const {
+  const Layout& expected = values_[value].layout;
+  const Match match = Compare(tensor, expected);
+  if (match == Match::kDifferent) {
+    Refuse(from + " is " + Describe(tensor) + " instead of " + expected.ToString());
+  }
+  if (match == Match::kExact) {
+    frame.tensors[value] = std::move(tensor);
+  } else {
+    frame.tensors[value] =
+        match == Match::kSameMemory ? Reinterpret(tensor, expected) : Restride(tensor, expected);
+  }
+  SetData(frame, value, frame.tensors[value]->data_ptr());
+}
+
 bool Plan::RunCallback(Frame& frame, int64_t key, const Callback& callback) const {
   std::vector<Tensor> inputs;
   inputs.reserve(callback.inputs.size());
@@ -241,20 +266,8 @@ bool Plan::RunCallback(Frame& frame, int64_t key, const Callback& callback) cons
   std::vector<Tensor> outputs = to<std::vector<Tensor>>(stack[0]);
   if (outputs.size() != callback.outputs.size()) return false;
   for (size_t i = 0; i < outputs.size(); ++i) {
-    const size_t v = callback.outputs[i];
-    const Layout& expected = values_[v].layout;
-    const Match match = Compare(outputs[i], expected);
-    if (match == Match::kDifferent) {
-      Refuse("output " + std::to_string(i) + " of segment " + std::to_string(callback.segment) +
-             " is " + Describe(outputs[i]) + " instead of " + expected.ToString());
-    }
-    if (match == Match::kExact) {
-      frame.tensors[v] = std::move(outputs[i]);
-    } else {
-      frame.tensors[v] = match == Match::kSameMemory ? Reinterpret(outputs[i], expected)
-                                                     : Restride(outputs[i], expected);
-    }
-    SetData(frame, v, frame.tensors[v]->data_ptr());
+    Receive(frame, callback.outputs[i], std::move(outputs[i]),
+            "output " + std::to_string(i) + " of segment " + std::to_string(callback.segment));
   }
   return true;
 }

@@ -49,6 +49,12 @@ void PlanAddKernel(int64_t plan, std::string library, std::string symbol, Number
   Plans().Get(plan)->AddKernel(library, symbol, values, std::move(sizes));
 }
 
+void PlanAddOperator(int64_t plan, std::string name, std::string arguments, Numbers numbers,
+                     Numbers tensors, int64_t result) {
+  Plans().Get(plan)->AddOperator(OperatorCall(std::move(name), arguments, numbers), tensors,
+                                 result);
+}
+
 void PlanAddCallback(int64_t plan, int64_t segment, Numbers inputs, Numbers outputs) {
   Plans().Get(plan)->AddCallback(segment, inputs, outputs);
 }
@@ -116,6 +122,9 @@ STABLE_TORCH_LIBRARY(torch_hybrid_backend, m) {
       "plan_add_value(int plan, int kind, int payload, ScalarType dtype, int[] sizes, "
       "int[] strides) -> int");
   m.def("plan_add_kernel(int plan, str library, str symbol, int[] values, int[] sizes) -> ()");
+  m.def(
+      "plan_add_operator(int plan, str name, str arguments, int[] numbers, int[] tensors, int "
+      "result) -> ()");
   m.def("plan_add_callback(int plan, int segment, int[] inputs, int[] outputs) -> ()");
   m.def("plan_add_copy(int plan, int source, int destination) -> ()");
   m.def("plan_seal(int plan, int inputs, int constants, int arena_bytes, int[] outputs) -> ()");
@@ -139,6 +148,7 @@ STABLE_TORCH_LIBRARY_IMPL(torch_hybrid_backend, CompositeExplicitAutograd, m) {
   m.impl("plan_new", TORCH_BOX(&PlanNew));
   m.impl("plan_add_value", TORCH_BOX(&PlanAddValue));
   m.impl("plan_add_kernel", TORCH_BOX(&PlanAddKernel));
+  m.impl("plan_add_operator", TORCH_BOX(&PlanAddOperator));
   m.impl("plan_add_callback", TORCH_BOX(&PlanAddCallback));
   m.impl("plan_add_copy", TORCH_BOX(&PlanAddCopy));
   m.impl("plan_seal", TORCH_BOX(&PlanSeal));

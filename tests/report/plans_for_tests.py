@@ -32,7 +32,8 @@ PLAN = Plan(
     (
         RegionDecision(
             "r0", "tvm", "ab" * 32, ("mm", "relu"), (_SPEC, _SPEC), (_SPEC,),
-            (Cost("tvm", 12.34, "measured"), Cost("eager", 31.5, "measured")), (), 1.5e-6, 3_000_000, 1, _LINE,
+            (Cost("tvm", 12.34, "measured"), Cost("eager", 31.5, "measured")), (), 1.5e-6, 3_000_000, 4, _LINE,
+            ("mkldnn::_linear_pointwise: linear layer of 8x8 by 8x8",) * 2,
         ),
         RegionDecision(
             "r2", "eager", "cd" * 32, ("mm_1",), (_SPEC, _SPEC), (_SPEC,), (),

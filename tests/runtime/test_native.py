@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from torch_hybrid_backend.core.program import OperatorArgument, TensorArgument
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.runtime import native
 from torch_hybrid_backend.runtime.native import Binding, Guard, Plan, ValueKind
@@ -164,6 +165,58 @@ def test_missing_libraries_and_kernels_are_named(kernels: str, tmp_path: Path) -
         plan.add_kernel(str(tmp_path / "text.so"), "double", [x])
     with pytest.raises(HybridError, match='has no kernel "halve"'):
         plan.add_kernel(kernels, "halve", [x])
+
+
+def test_operators_read_constants_and_are_read_by_kernels(kernels: str) -> None:
+    """An operator's tensors are inputs and constants, oneDNN's packed ones included; kernels read its result."""
+    x, weight = torch.randn(64, 32), torch.randn(64, 32)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, 64)
+    plan = Plan()
+    given = plan.add_value(ValueKind.INPUT, 0, F32, [64, 32], [32, 1])
+    constant = flat(plan, ValueKind.CONSTANT, 0, 64 * 32)
+    product = plan.add_value(ValueKind.RETURNED, 0, F32, [64, 64], [64, 1])
+    out = flat(plan, ValueKind.FRESH)
+    arguments = (TensorArgument(0, None), TensorArgument(1, None), None, "none", (), None)
+    plan.add_operator("mkldnn::_linear_pointwise", arguments, [given, constant], product)
+    plan.add_kernel(kernels, "double", [product, out])
+    plan.seal(1, 1, 0, [out])
+    [result] = plan.run(Binding(plan, Guard([]), {0: packed}, {}), [x])
+    torch.testing.assert_close(result, (2 * x @ weight.t()).flatten())
+    with pytest.raises(HybridError, match="constant slot 0 is borrowed"):
+        plan.run(Binding(plan, Guard([]), {}, {0: weight.data_ptr()}), [x])
+
+
+def test_operators_that_fail_say_so() -> None:
+    """Arguments that do not fit are refused while building; what the operator raises, and another result than expected, by the run."""
+    x, y = TensorArgument(0, None), TensorArgument(1, None)
+
+    def plan_of(name: str, arguments: tuple[OperatorArgument, ...], tensors: int) -> Plan:
+        plan = Plan()
+        values = [flat(plan, ValueKind.INPUT, position) for position in range(tensors)]
+        result = flat(plan, ValueKind.RETURNED)
+        plan.add_operator(name, arguments, values, result)
+        plan.seal(tensors, 0, 0, [result])
+        return plan
+
+    with pytest.raises(HybridError, match="takes 2 tensors, not 1"):
+        plan_of("aten::maximum", (x, y), 1)
+    plan = Plan()
+    arena, result = flat(plan, ValueKind.ARENA), flat(plan, ValueKind.RETURNED)
+    with pytest.raises(HybridError, match="must be a tensor"):
+        plan.add_operator("aten::abs", (x,), [arena], result)
+    with pytest.raises(HybridError, match="only returned values"):
+        plan.add_operator("aten::abs", (x,), [result], arena)
+    with pytest.raises(HybridError, match="no argument of an operator"):
+        plan.add_operator("aten::abs", (x, "two words"), [result], result)
+    a, b = torch.randn(N), torch.randn(N)
+    plan = plan_of("aten::maximum", (x, y), 2)
+    torch.testing.assert_close(plan.run(unbound(plan), [a, b])[0], torch.maximum(a, b))
+    plan = plan_of("aten::diagflat", (x, 1), 1)
+    with pytest.raises(HybridError, match=r"the result of aten::diagflat is .* instead of"):
+        plan.run(unbound(plan), [a])
+    plan = plan_of("aten::narrow_copy", (x, 7, 0, 1), 1)
+    with pytest.raises(HybridError):
+        plan.run(unbound(plan), [a])
 
 
 def test_plans_that_could_never_run_are_refused(kernels: str) -> None:

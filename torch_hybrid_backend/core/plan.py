@@ -54,7 +54,10 @@ class NodeDecision:
 
 @dataclass(frozen=True, slots=True)
 class RegionDecision:
-    """Where one region runs: the candidates' costs, and the refusals of those that lost or failed."""
+    """Where one region runs: the candidates' costs, and the refusals of those that lost or failed.
+
+    `operators`: its layers that an operator of PyTorch's computes in place of a kernel, as "mkldnn::_linear_pointwise: linear layer of ...".
+    """
 
     name: str
     engine: str
@@ -68,6 +71,7 @@ class RegionDecision:
     flops: int
     kernels: int
     source: str
+    operators: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +104,7 @@ class Plan:
                 **{
                     **r,
                     "node_names": tuple(r["node_names"]),
+                    "operators": tuple(r["operators"]),
                     "inputs": tuple(map(spec, r["inputs"])),
                     "outputs": tuple(map(spec, r["outputs"])),
                     "costs": tuple(Cost(**c) for c in r["costs"]),

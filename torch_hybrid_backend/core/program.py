@@ -27,10 +27,40 @@ class Kernel:
 
 
 @dataclass(frozen=True, slots=True)
+class TensorArgument:
+    """A buffer as an operator takes it: with the sizes and strides of `spec`, or where that is None as the constant that it is."""
+
+    buffer: int
+    spec: TensorSpec | None
+
+
+OperatorArgument = TensorArgument | int | tuple[int, ...] | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorCall:
+    """An operator of PyTorch's where else kernels would be. Its result is a new tensor in each call.
+
+    `name`: "namespace::operator", its default overload. `title`: what it stands for, for people.
+    """
+
+    name: str
+    arguments: tuple[OperatorArgument, ...]  # in the order of its schema
+    result: int  # a buffer that nothing else writes
+    title: str
+
+    @property
+    def tensors(self) -> tuple[TensorArgument, ...]:
+        """The tensors among its arguments, in order."""
+        return tuple(argument for argument in self.arguments if isinstance(argument, TensorArgument))
+
+
+@dataclass(frozen=True, slots=True)
 class PackedConstant:
     """A buffer computed from constant region inputs whenever they change, outside the hot path.
 
-    `pack` takes the tensors of `sources` (region input positions) and returns a contiguous tensor for the buffer.
+    `pack` takes the tensors of `sources` (region input positions) and returns a contiguous tensor for the buffer, or for one that only
+    operators read oneDNN's own.
     """
 
     buffer: int
@@ -52,7 +82,7 @@ class Program:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     constants: tuple[PackedConstant, ...]
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[Kernel | OperatorCall, ...]
     # Of a program with sizes known only at run time: what they are read from, the region's inputs as tensors or sizes.
     signature: tuple[TensorSpec | Dim | None, ...] = ()
 
@@ -60,7 +90,9 @@ class Program:
         """The program for values of the size symbols, by name; KeyError for one that is missing."""
         buffers = tuple(buffer.at(values) for buffer in self.buffers)
         kernels = tuple(
-            replace(kernel, sizes=tuple(evaluate(size, values) for size in kernel.sizes)) if kernel.sizes else kernel
+            replace(kernel, sizes=tuple(evaluate(size, values) for size in kernel.sizes))
+            if isinstance(kernel, Kernel) and kernel.sizes
+            else kernel
             for kernel in self.kernels
         )
         return replace(self, buffers=buffers, kernels=kernels)

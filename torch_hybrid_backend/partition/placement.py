@@ -19,7 +19,7 @@ import torch
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.plan import Cost, Refusal, RegionDecision
-from torch_hybrid_backend.core.program import Program
+from torch_hybrid_backend.core.program import OperatorCall, Program
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason, Refused
@@ -145,6 +145,7 @@ def decide(
     max_error: float | None = None,
 ) -> RegionDecision:
     """The plan's entry for a region that `engine` runs."""
+    kernels = compiled.program.kernels if compiled is not None and compiled.program is not None else ()
     return RegionDecision(
         name=region.name,
         engine=engine,
@@ -156,8 +157,9 @@ def decide(
         refusals=refusals,
         max_error=max_error,
         flops=sum(map(node_flops, region.graph_module.graph.nodes)),
-        kernels=len(compiled.program.kernels) if compiled is not None and compiled.program is not None else 0,
+        kernels=len(kernels),
         source=region.source,
+        operators=tuple(f"{call.name}: {call.title}" for call in kernels if isinstance(call, OperatorCall)),
     )
 
 

@@ -67,7 +67,7 @@ def _section(plan: Plan, colours: dict[str, str]) -> Iterable[str]:
         yield f'<div class="segment">{label}{"".join(_cell(node, colours) for node in nodes)}</div>'
     yield "</div>"
     yield _table(
-        ("region", "engine", "operators", "flops", "kernels", "cost", "max error", "not run by", "source"),
+        ("region", "engine", "operators", "flops", "kernels", "calls", "cost", "max error", "not run by", "source"),
         (
             (
                 decision.name,
@@ -75,6 +75,7 @@ def _section(plan: Plan, colours: dict[str, str]) -> Iterable[str]:
                 len(decision.node_names),
                 flops_in_words(decision.flops),
                 decision.kernels,
+                "; ".join(decision.operators),
                 costs_in_words(decision),
                 "not verified" if decision.max_error is None else f"{decision.max_error:.2g}",
                 "; ".join(f"{r.engine}: {r.code}: {r.why}" for r in decision.refusals),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from torch_hybrid_backend.core.plan import Plan, RegionDecision
@@ -50,5 +51,7 @@ def _region(decision: RegionDecision) -> Iterable[str]:
     error = "not verified" if decision.max_error is None else f"max error {decision.max_error:.2g}"
     where = f" [{decision.source}]" if decision.source else ""
     yield f"    {decision.name}: {decision.engine}, {size}{kernels}; {costs_in_words(decision)}; {error}{where}"
+    for operator, count in Counter(decision.operators).items():
+        yield f"      calls {operator}{f' ({count} times)' if count > 1 else ''}"
     for refusal in decision.refusals:
         yield f"      not {refusal.engine}: {refusal.code}: {refusal.why}"

@@ -33,6 +33,7 @@ from torch_hybrid_backend.runtime.layout import (
     CallbackStep,
     ConstantSlot,
     KernelStep,
+    OperatorStep,
     Piece,
     StaticLayout,
     lay_out,
@@ -187,7 +188,7 @@ class Executor:
         )
 
     def kernel_us(self, inputs: Sequence[Any]) -> list[float]:
-        """The microseconds that each kernel takes in one call, in the order of the pieces' kernels.
+        """The microseconds that each kernel, or operator in its place, takes in one call, in the order of the pieces' kernels.
 
         Empty where the call came to no end: its parameters changed, or an eager segment raised. Raises as a call does.
         """
@@ -195,7 +196,9 @@ class Executor:
             bound = self._constants.get(inputs)
             times = self._plan.time(bound.binding(self._plan), self._plan_inputs(bound, inputs))
         return [
-            ns / 1e3 for ns, step in zip(times, self._layout.steps, strict=bool(times)) if isinstance(step, KernelStep)
+            ns / 1e3
+            for ns, step in zip(times, self._layout.steps, strict=bool(times))
+            if isinstance(step, KernelStep | OperatorStep)
         ]
 
     def _plan_inputs(self, bound: Made, inputs: Sequence[Any]) -> list[torch.Tensor]:
@@ -274,6 +277,8 @@ def _slot_tensor(slot: ConstantSlot, tensors: Sequence[torch.Tensor]) -> torch.T
     if slot.pack is not None:
         pack = slot.pack
         [packed] = made_once(pack, tensors, lambda: [pack(*tensors)])
+        if packed.layout is torch._mkldnn:  # type: ignore[attr-defined]
+            return packed  # only operators read it, and only they know how it lies
         if packed.numel() != spec.span or packed.dtype != spec.torch_dtype or not packed.is_contiguous():
             raise HybridError(
                 f"packing {', '.join(slot.sources)} gave {packed.dtype} {tuple(packed.shape)} with strides {packed.stride()};"
@@ -309,6 +314,8 @@ def _native_plan(layout: StaticLayout, callbacks: Sequence[Callback]) -> Plan:
             title = next(titles, None)
         if isinstance(step, KernelStep):
             plan.add_kernel(step.library, step.symbol, step.values, step.sizes)
+        elif isinstance(step, OperatorStep):
+            plan.add_operator(step.name, step.arguments, step.values, step.result)
         elif isinstance(step, CallbackStep):
             plan.add_callback(step.segment, step.inputs, step.outputs)
         else:

@@ -1,20 +1,20 @@
 """One static graph as values and steps: the programs of all segments merged, every buffer given a place.
 
 Enters: pieces in execution order, each a program (kernel calls over buffers) or a callback, wired by names. Leaves: a
-`StaticLayout`, which the executor hands to the C++ plan one to one. Values that a callback reads or the graph returns
+`StaticLayout`, which the executor hands to the C++ plan one to one. Values that a callback or operator reads or the graph returns
 are tensors of their own in each call (a view of one may outlive the call); all else that kernels write lies in the
 arena. Illegal: a symbolic or missing spec (`StaticLayoutError`); the Python executor runs such graphs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import torch
 
-from torch_hybrid_backend.core.program import Kernel, PackedConstant, Program
+from torch_hybrid_backend.core.program import Kernel, OperatorArgument, OperatorCall, PackedConstant, Program
 from torch_hybrid_backend.core.size import Size
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import HybridError
@@ -56,6 +56,16 @@ class KernelStep:
 
 
 @dataclass(frozen=True, slots=True)
+class OperatorStep:
+    """`arguments` as in `core.program.OperatorCall`; `values` are its tensors."""
+
+    name: str
+    arguments: tuple[OperatorArgument, ...]
+    values: tuple[int, ...]
+    result: int
+
+
+@dataclass(frozen=True, slots=True)
 class CallbackStep:
     """`segment` is the position of the piece."""
 
@@ -70,6 +80,9 @@ class CopyStep:
 
     source: int
     destination: int
+
+
+Step = KernelStep | OperatorStep | CallbackStep | CopyStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +111,7 @@ class StaticLayout:
     """`inputs` names the graph inputs that each call passes to the plan; `outputs` are value numbers."""
 
     values: tuple[PlanValue, ...]
-    steps: tuple[KernelStep | CallbackStep | CopyStep, ...]
+    steps: tuple[Step, ...]
     inputs: tuple[str, ...]
     slots: tuple[ConstantSlot, ...]
     outputs: tuple[int, ...]
@@ -137,7 +150,7 @@ class _Builder:
         self._graph_inputs = inputs
         self._constants = constants
         self._drafts: list[_Draft] = []
-        self._steps: list[KernelStep | CallbackStep | CopyStep] = []
+        self._steps: list[Step] = []
         self._computed: dict[str, int] = {}  # value of each name that a piece computed
         self._plan_inputs: dict[str, int] = {}  # position among the plan's inputs
         self._input_values: dict[tuple[str, TensorSpec, ValueKind], int] = {}
@@ -168,16 +181,32 @@ class _Builder:
                 local[buffer] = self._for_kernels(name, _static(spec, name), program.buffers[buffer], returned)
         for constant in program.constants:
             local[constant.buffer] = self._packed(piece, constant, program.buffers[constant.buffer])
-        for buffer in (buffer for kernel in program.kernels for buffer in kernel.arguments):
+        for call in program.kernels:
+            if isinstance(call, OperatorCall):
+                local[call.result] = self._new(ValueKind.RETURNED, 0, program.buffers[call.result])
+        for buffer in (b for kernel in program.kernels if isinstance(kernel, Kernel) for b in kernel.arguments):
             if buffer not in local:
                 local[buffer] = self._new(None, 0, _static(program.buffers[buffer], f"buffer {buffer}"))
         for kernel in program.kernels:
+            if isinstance(kernel, OperatorCall):
+                self._add_operator(kernel, local)
+                continue
             values = tuple(local[buffer] for buffer in kernel.arguments)
             self._steps.append(KernelStep(kernel.library, kernel.symbol, values, _numbers(kernel)))
         for name, spec, buffer in zip(piece.outputs, output_specs, program.outputs, strict=True):
             if buffer not in local:
                 raise HybridError(f"no kernel writes {name}: its program gives it buffer {buffer}, which nothing uses")
             self._computed[name] = self._as_output(local[buffer], spec, name)
+
+    def _add_operator(self, call: OperatorCall, local: Mapping[int, int]) -> None:
+        values = []
+        for tensor in call.tensors:
+            value = local[tensor.buffer]
+            if tensor.spec is not None:
+                self._escape(value)
+                value = self._alias(value, tensor.spec)
+            values.append(value)
+        self._steps.append(OperatorStep(call.name, call.arguments, tuple(values), local[call.result]))
 
     def finish(self, outputs: Sequence[str]) -> StaticLayout:
         numbers = []

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from torch_hybrid_backend.core.program import OperatorArgument
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.runtime.kernel_files import OpenLibrary, use_library
 from torch_hybrid_backend.runtime.native_module import native_module
@@ -139,6 +140,7 @@ class _Operators:
         self.plan_new = ops.plan_new.default
         self.plan_add_value = ops.plan_add_value.default
         self.plan_add_kernel = ops.plan_add_kernel.default
+        self.plan_add_operator = ops.plan_add_operator.default
         self.plan_add_callback = ops.plan_add_callback.default
         self.plan_add_copy = ops.plan_add_copy.default
         self.plan_add_range = ops.plan_add_range.default
@@ -233,6 +235,14 @@ class Plan:
         if opened is not None:
             self._libraries.add(opened)
 
+    def add_operator(
+        self, name: str, arguments: Sequence[OperatorArgument], values: Sequence[int], result: int
+    ) -> None:
+        """`name` is "namespace::operator". Of its arguments each `TENSOR` stands for the next of `values`; `result` is a returned value."""
+        numbers: list[int] = []
+        words = [_word(argument, numbers) for argument in arguments]
+        _building(self._ops.plan_add_operator, self.handle, name, " ".join(words), numbers, values, result)
+
     def add_callback(self, segment: int, inputs: Sequence[int], outputs: Sequence[int]) -> None:
         """`segment` is the callback's position among those given to the constructor."""
         _building(self._ops.plan_add_callback, self.handle, segment, inputs, outputs)
@@ -298,6 +308,23 @@ class Binding:
             list(borrowed.values()),
         )
         weakref.finalize(self, ops.free_binding, self.handle).atexit = False
+
+
+def _word(argument: OperatorArgument, numbers: list[int]) -> str:
+    """The argument as csrc/include/operator_call.h reads it; `numbers` grows by those in it."""
+    match argument:
+        case None:
+            return "none"
+        case str():
+            return f"'{argument}'"
+        case int():
+            numbers.append(argument)
+            return "int"
+        case tuple():
+            numbers.extend((len(argument), *argument))
+            return "ints"
+        case _:
+            return "tensor"
 
 
 def _not_implemented(*_: object) -> object:

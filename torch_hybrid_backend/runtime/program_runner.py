@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torch_hybrid_backend.core.program import Program
+from torch_hybrid_backend.core.program import Kernel, Program
 from torch_hybrid_backend.core.size import symbols
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.runtime.executor import Executor
@@ -43,7 +43,9 @@ class ProgramRunner:
         self._executor: Executor | None = None
         self._building = threading.Lock()
         self._values: Mapping[str, int] = {}
-        needed = {s.name: None for kernel in program.kernels for s in symbols(kernel.sizes)}
+        needed = {
+            s.name: None for kernel in program.kernels if isinstance(kernel, Kernel) for s in symbols(kernel.sizes)
+        }
         needed |= {s.name: None for spec in program.buffers for s in symbols((*spec.shape, *spec.strides))}
         self._reader = SizeReader(program.signature, needed) if needed else None
 

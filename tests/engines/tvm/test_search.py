@@ -11,7 +11,7 @@ import torch
 
 from tests.partition.engines_for_tests import trace
 from torch_hybrid_backend.config import Config
-from torch_hybrid_backend.core.program import Program
+from torch_hybrid_backend.core.program import OperatorCall, Program
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.engines.tvm import engine as engine_module
 from torch_hybrid_backend.engines.tvm import variants as variants_module
@@ -78,7 +78,8 @@ class Recorded:
         real = self.run.kernel_us(inputs)
         assert len(real) == len(self.program.kernels)
         assert all(us > 0 for us in real)
-        return [self.us.get(kernel.symbol, 100.0) for kernel in self.program.kernels]
+        names = [k.name if isinstance(k, OperatorCall) else k.symbol for k in self.program.kernels]
+        return [self.us.get(name, 100.0) for name in names]
 
 
 def _engine(folder: Path, placement: str = "measure", us: Mapping[str, float] | None = None) -> TvmEngine:
@@ -276,15 +277,17 @@ def test_verdicts_that_make_no_sense_are_none(tmp_path: Path) -> None:
 def test_tuning_tries_everything_and_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ctrl-C keeps what was found out; the next engine tries the rest, one more has nothing to do; the gain is told."""
+    """Ctrl-C keeps what was found out; the next engine tries the rest, one more has nothing to do; the gain is told.
+
+    Three other choices of the schedule, and oneDNN's operator."""
     us: dict[str, float] = {}
     monkeypatch.setattr(variants_module, "_CHOICES", 4)
     engine = _engine(tmp_path, "tune", us)
     _, compiled, inputs = _region(engine, "matmuls")
-    assert all(len(option.compiled) == 1 and len(option.untried) == 3 for option in compiled.options)
+    assert all(len(option.compiled) == 1 and len(option.untried) == 4 for option in compiled.options)
     monkeypatch.setattr(engine_module, "compile_kernels", _Interrupting(us))
     stopped = compiled.refine(inputs, 0.01)
-    assert [len(option.untried) for option in stopped.options] == [2, 2]
+    assert [len(option.untried) for option in stopped.options] == [3, 3]
     assert stopped.options[0].chosen.variant.name == "choice 1"
     torch.testing.assert_close(stopped(inputs)[0], compiled(inputs)[0], rtol=1e-4, atol=1e-3)
     monkeypatch.undo()
@@ -293,7 +296,7 @@ def test_tuning_tries_everything_and_goes_on_where_it_stopped(
     assert said[1].startswith("tuned r0: 2 of 2 kernels faster, 0.20 ms to 0.10 ms (50.0% less)")
     monkeypatch.setattr(variants_module, "_CHOICES", 4)
     _, resumed, _ = _region(_engine(tmp_path, "tune", us), "matmuls")
-    assert [len(option.untried) for option in resumed.options] == [2, 2]
+    assert [len(option.untried) for option in resumed.options] == [3, 3]
     assert [option.chosen.variant.name for option in resumed.options] == ["choice 1", "choice 1"]
     done = resumed.refine(inputs, 0.01)
     assert not any(option.untried for option in done.options)

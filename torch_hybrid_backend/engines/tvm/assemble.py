@@ -12,13 +12,14 @@ from functools import partial
 import torch
 
 from torch_hybrid_backend.core.program import Kernel as KernelCall
-from torch_hybrid_backend.core.program import PackedConstant, Program
+from torch_hybrid_backend.core.program import OperatorArgument, OperatorCall, PackedConstant, Program, TensorArgument
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.size import known
 from torch_hybrid_backend.core.size import symbol as size_symbol
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.engines.tvm.chains import join_chains
 from torch_hybrid_backend.engines.tvm.layouts import assign_layouts
+from torch_hybrid_backend.engines.tvm.onednn import Operand, OperatorKernel
 from torch_hybrid_backend.engines.tvm.prepare import Packed, Prepared, prepare
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.variants import Variant
@@ -68,9 +69,10 @@ class RegionKernels:
     def with_variants(self, chosen: Sequence[Variant]) -> RegionKernels:
         """The region computed by one variant of each kernel."""
         kernels = tuple(kernel for variant in chosen for kernel in variant.kernels)
+        # Last: buffers that no kernel uses are gone, and a variant's own may have their identities.
         own = {id(a.buffer): a.layout for kernel in kernels for a in (*kernel.reads, *kernel.writes)}
         packed = (*self.packed, *(packed for variant in chosen for packed in variant.packed))
-        return replace(self, kernels=kernels, packed=packed, layouts={**own, **self.layouts})
+        return replace(self, kernels=kernels, packed=packed, layouts={**self.layouts, **own})
 
     def program(self, compiled: Sequence[tuple[str, str]]) -> Program:
         """The program, given each kernel's (library path, symbol)."""
@@ -85,8 +87,19 @@ class RegionKernels:
                 specs.append(spec if spec is not None else _physical(buffer, self.layouts[id(buffer)]))
             return numbers[id(buffer)]
 
-        calls = []
+        def argument(item: Operand | OperatorArgument) -> OperatorArgument:
+            if not isinstance(item, Operand):
+                return item
+            spec = TensorSpec(item.shape, item.buffer.dtype, item.strides) if item.strides else None
+            return TensorArgument(number(item.buffer), spec)
+
+        calls: list[KernelCall | OperatorCall] = []
         for kernel, (library, symbol) in zip(self.kernels, compiled, strict=True):
+            if isinstance(kernel, OperatorKernel):
+                result = number(kernel.result.buffer)
+                specs[result] = TensorSpec(kernel.result.shape, kernel.result.buffer.dtype, kernel.result.strides)
+                calls.append(OperatorCall(kernel.name, tuple(map(argument, kernel.arguments)), result, kernel.title))
+                continue
             arguments = tuple(number(a.buffer) for a in (*kernel.reads, *kernel.writes))
             sizes = tuple(size_symbol(s.name, s.hint) for s in kernel_sizes(kernel))
             calls.append(KernelCall(library, symbol, arguments, len(kernel.writes), sizes))

@@ -25,6 +25,7 @@ from torch_hybrid_backend.engines.tvm.assemble import RegionKernels, assemble
 from torch_hybrid_backend.engines.tvm.compile_pool import KernelCompiler
 from torch_hybrid_backend.engines.tvm.kernel_cache import CompiledKernel, compile_kernels
 from torch_hybrid_backend.engines.tvm.kernel_key import engine_version, kernel_key, tvm_version
+from torch_hybrid_backend.engines.tvm.screen import screen
 from torch_hybrid_backend.engines.tvm.search import (
     LEAST_WORK,
     Candidates,
@@ -38,11 +39,11 @@ from torch_hybrid_backend.engines.tvm.search import (
     search,
 )
 from torch_hybrid_backend.engines.tvm.target import Target
-from torch_hybrid_backend.engines.tvm.tune import tune
+from torch_hybrid_backend.engines.tvm.tune import contest, tune
 from torch_hybrid_backend.engines.tvm.variants import variants, work
 from torch_hybrid_backend.errors import CompileError
 from torch_hybrid_backend.loops import lowering
-from torch_hybrid_backend.loops.kernels import kernel_sizes
+from torch_hybrid_backend.loops.kernels import Kernel, kernel_sizes
 from torch_hybrid_backend.store import Store
 
 log = logging.getLogger(__name__)
@@ -194,7 +195,7 @@ class TvmEngine:
             options = tune(
                 region.kernels,
                 region.options,
-                lambda kernels: compile_kernels(kernels, self.target, self._compiler, self._store, _TUNE_DEADLINE_S),
+                self.compiled_again,
                 self._run_program,
                 inputs,
                 verdicts,
@@ -203,7 +204,11 @@ class TvmEngine:
             return self.region(region.kernels, options)
         found = search(region.kernels, region.options, self._run_program, inputs, budget_s)
         options = [option.decided(found.get(option.key, {})) for option in region.options]
-        for option in {option.key: option for option in options if option.key in found}.values():
+        options = screen(options)
+        if any(option.untried for option in options):
+            options = contest(region.kernels, options, self.compiled_again, self._run_program, inputs)
+        before = {option.key: option.times for option in region.options}
+        for option in {option.key: option for option in options if option.times != before[option.key]}.values():
             verdicts.put(option.key, option.times)
         log.info("variants of %d kernels timed in %.2f s", len(found), time.monotonic() - start)
         return self.region(region.kernels, options)
@@ -211,7 +216,7 @@ class TvmEngine:
     def exact(self, region: TvmRegion) -> TvmRegion:
         """See `TvmRegion.exact`."""
         kernels = [k for option in region.options if option.missing for k in option.missing.kernels]
-        made = iter(compile_kernels(kernels, self.target, self._compiler, self._store, _TUNE_DEADLINE_S))
+        made = iter(self.compiled_again(kernels))
         options = []
         for option in region.options:
             missing = option.missing
@@ -220,6 +225,9 @@ class TvmEngine:
                 raise found
             options.append(option.with_exact(found))
         return self.region(region.kernels, options)
+
+    def compiled_again(self, kernels: Sequence[Kernel]) -> list[CompiledKernel | Exception]:
+        return compile_kernels(kernels, self.target, self._compiler, self._store, _TUNE_DEADLINE_S)
 
     def _verdicts(self) -> Verdicts:
         return Verdicts(self._store, self._machine())

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from torch_hybrid_backend.engines.tvm.compile_pool import KernelCompiler
 from torch_hybrid_backend.engines.tvm.kernel_key import kernel_key
+from torch_hybrid_backend.engines.tvm.onednn import OperatorKernel
 from torch_hybrid_backend.engines.tvm.protocol import Job
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.errors import CacheError, CompileError
@@ -25,6 +26,7 @@ from torch_hybrid_backend.store import Store
 _log = logging.getLogger(__name__)
 
 KIND = "kernels"
+_NOTHING = ""  # the key of what needs no library: an operator of PyTorch's
 
 # (store, key) -> library. Writes of single items are atomic; two threads that compile one kernel at once write equal things.
 _memo: dict[tuple[str, str], CompiledKernel] = {}
@@ -33,7 +35,7 @@ _spares: dict[tuple[int, str], Store] = {}  # (process, store) -> what takes its
 
 @dataclass(frozen=True, slots=True)
 class CompiledKernel:
-    """A kernel in a shared library: the entry point is `__tvm_ffi_<symbol>`."""
+    """A kernel in a shared library: the entry point is `__tvm_ffi_<symbol>`. All empty for an operator of PyTorch's."""
 
     library: str
     symbol: str
@@ -54,7 +56,7 @@ def compile_kernels(
     """
     start = time.monotonic()
     keys = [_key(kernel, target) for kernel in kernels]
-    found: dict[str, CompiledKernel | Exception] = {}
+    found: dict[str, CompiledKernel | Exception] = {_NOTHING: CompiledKernel("", "", _NOTHING)}
     missing: dict[str, Kernel] = {}
     for key, kernel in zip(keys, kernels, strict=True):
         if isinstance(key, Exception) or key in found or key in missing:
@@ -71,6 +73,8 @@ def compile_kernels(
 
 
 def _key(kernel: Kernel, target: Target) -> str | CompileError:
+    if isinstance(kernel, OperatorKernel):
+        return _NOTHING
     try:
         return kernel_key(kernel, target)
     except (TypeError, RecursionError) as error:

@@ -38,6 +38,8 @@ LEAST_WORK = 1e6  # multiply-adds: some 10 us on one core
 # An alternative that takes so many times as long by estimate is not timed. Two ways whose estimates are that far apart were never the other
 # way round: the largest error of a ratio was 1.4 (docs/performance.md).
 _CONCEIVABLE_COST = 1.6
+# Behind a variant's name: the time of its operator alone, by which `screen` saw whether it was worth more.
+ALONE = " alone"
 
 
 class ProgramCall(Protocol):
@@ -111,19 +113,21 @@ class Candidates:
         tuned: bool = False,
     ) -> Candidates:
         """`times` are what earlier searches found. Where they found nothing, `most` variants, the one in use included, are to be compiled
-        and timed; where the kernel is to be tuned, those without a time are left `untried`."""
+        and timed; where the kernel is to be tuned, those without a time are left `untried`, else operators that were not screened."""
         winner = fastest(variants, times)
         exact = None if winner.is_exact else variants[0]
         left = tuple(v for v in (*variants[1:], variants[0]) if v.name not in times and v is not winner)
         if tuned:
             return Candidates(key, (winner,), 0, False, times, work, left, exact)
-        near = (v for v in left if v.cost <= _CONCEIVABLE_COST * winner.cost)
+        near = (v for v in left if v.cost <= _CONCEIVABLE_COST * winner.cost and not v.is_operator)
         new = () if times else tuple(near)[: most - 1]
-        return Candidates(key, (winner, *new), 0, bool(new), times, work, (), exact)
+        unscreened = tuple(v for v in left if v.is_operator and v.name + ALONE not in times)
+        is_open = not times and bool(new or unscreened)
+        return Candidates(key, (winner, *new), 0, is_open, times, work, unscreened, exact)
 
     def close(self) -> None:
         """Leave the choice as it is."""
-        self.variants, self.is_open = self.variants[: self.best + 1], False
+        self.variants, self.is_open, self.untried = self.variants[: self.best + 1], False, ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,7 +164,7 @@ class Options:
                 continue
             best = len(compiled) if number == candidates.best else best
             compiled.append(each)
-        is_open = candidates.is_open and len(compiled) > 1
+        is_open = candidates.is_open and bool(len(compiled) > 1 or candidates.untried)
         of = candidates
         return Options(of.key, tuple(compiled), best, is_open, of.times, of.untried, of.exact)
 
@@ -205,7 +209,8 @@ def limit(candidates: Sequence[Candidates], least: int = 4) -> None:
     left = max(least, -(-len(by_key) // 4))
     for equal in most_work_first:
         # What an earlier process timed counts, too: this one is not to go on where that stopped.
-        left -= max(len(equal[0].times) - 1, sum(max(1, len(v.kernels)) for v in equal[0].variants[1:]))
+        timed = sum(not name.endswith(ALONE) for name in equal[0].times)
+        left -= max(timed - 1, sum(max(1, len(v.kernels)) for v in equal[0].variants[1:]))
         if not equal[0].is_open:
             continue
         if left < 0 or sum(each.work for each in equal) < max(_LEAST_SHARE * total, LEAST_WORK):
@@ -283,7 +288,7 @@ def search(
         else:
             runs.append((chosen, run))
     rounds = 2
-    while runs and (rounds <= least_rounds or (rounds < _MOST_ROUNDS and clock() - start < budget_s)):
+    while runs and len(sets) > 1 and (rounds <= least_rounds or (rounds < _MOST_ROUNDS and clock() - start < budget_s)):
         for chosen, run in runs:
             sample(chosen, run)
         rounds += 1

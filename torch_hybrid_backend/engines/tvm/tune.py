@@ -50,7 +50,7 @@ def tune(
         try:
             while any(option.untried for option in found):
                 tried = {option.key for option in found if option.untried}
-                found = _round(kernels, found, compile_kernels, run_program, inputs)
+                found = contest(kernels, found, compile_kernels, run_program, inputs)
                 for option in {option.key: option for option in found if option.key in tried}.values():
                     verdicts.put(option.key, option.times)
                     progress.step(_gain(options, found))
@@ -60,7 +60,7 @@ def tune(
     return found
 
 
-def _round(
+def contest(
     kernels: RegionKernels,
     options: Sequence[Options],
     compile_kernels: Compile,

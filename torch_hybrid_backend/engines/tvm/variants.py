@@ -16,8 +16,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+import torch
+
 from torch_hybrid_backend.core.size import known, typical
 from torch_hybrid_backend.engines.tvm.conv_choice import winograd_gains
+from torch_hybrid_backend.engines.tvm.onednn import onednn_convolution, onednn_linear
 from torch_hybrid_backend.engines.tvm.packing import pack_winograd_weight
 from torch_hybrid_backend.engines.tvm.prepare import Packed
 from torch_hybrid_backend.engines.tvm.target import Target
@@ -42,7 +45,8 @@ class Variant:
     `name` is unique among a kernel's variants and stable: verdicts are kept under it. `packed`: constants that only this variant reads.
     Between its kernels it may use buffers of its own. `is_exact`: it rounds as the kernel itself does; a region with one that is not
     falls back to those that are, where its results are too far from eager's. `is_preferred`: by estimate it is the fastest, and taken where
-    nothing was timed. `cost`: its estimated time over the kernel's own.
+    nothing was timed. `cost`: its estimated time over the kernel's own. `is_operator`: it calls one of PyTorch's, and is tried only where the
+    kernel is found slow (`screen`): kernels around it, which convert operands, are compiled for it.
     """
 
     name: str
@@ -51,6 +55,7 @@ class Variant:
     is_exact: bool = True
     is_preferred: bool = False
     cost: float = 1.0
+    is_operator: bool = False
 
 
 Packable = TypeVar("Packable", ConvKernel, MatMulKernel)
@@ -118,6 +123,16 @@ def apart(kernel: ConvChainKernel, weight: Packed | None, target: Target) -> lis
     return [Variant("apart", kernel.stages)]
 
 
+def onednn(
+    kernel: ConvKernel | MatMulKernel | PlainMatMulKernel, weight: Packed | None, target: Target
+) -> list[Variant]:
+    """oneDNN's own, where PyTorch has it and may use it."""
+    if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):  # type: ignore[no-untyped-call]
+        return []
+    found = onednn_convolution(kernel, weight) if isinstance(kernel, ConvKernel) else onednn_linear(kernel, weight)
+    return [Variant("onednn", found.kernels, (found.packed,), is_exact=False, is_operator=True)] if found else []
+
+
 # The estimates of `winograd_gains` are right within a quarter for most layers (docs/performance.md).
 _CONCEIVABLE_GAIN, _CERTAIN_GAIN = 0.8, 1.15
 _CHOICES = 8  # beyond the eighth best by estimate nothing has won
@@ -126,6 +141,10 @@ ALTERNATIVES: tuple[tuple[type[Kernel], Alternatives], ...] = (
     (ConvKernel, other_choices),
     (ConvChainKernel, apart),
     (MatMulKernel, other_choices),
+    # Last: the others are kernels of ours.
+    (ConvKernel, onednn),
+    (MatMulKernel, onednn),
+    (PlainMatMulKernel, onednn),
 )
 
 

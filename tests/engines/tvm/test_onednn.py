@@ -1,0 +1,201 @@
+"""oneDNN in place of single kernels: right for every shape it takes, and taken where it is faster."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.partition.engines_for_tests import trace
+from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.program import OperatorCall, Program
+from torch_hybrid_backend.core.region import Region
+from torch_hybrid_backend.engines.tvm import engine as engine_module
+from torch_hybrid_backend.engines.tvm import screen as screen_module
+from torch_hybrid_backend.engines.tvm.engine import TvmEngine, TvmRegion
+from torch_hybrid_backend.engines.tvm.screen import operator_us
+from torch_hybrid_backend.engines.tvm.search import ALONE, CompiledVariant, compiled_variant, program_of
+from torch_hybrid_backend.engines.tvm.variants import Variant
+from torch_hybrid_backend.partition.placement import decide
+from torch_hybrid_backend.partition.regions import partition
+from torch_hybrid_backend.runtime.program_runner import ProgramRunner
+from torch_hybrid_backend.store import Store
+
+pytest.importorskip("tvm")
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch was built without oneDNN")
+
+Arguments = tuple[torch.Tensor, ...]
+
+
+def _conv(
+    x: torch.Tensor, w: torch.Tensor, stride: int = 1, padding: int = 0, dilation: int = 1, groups: int = 1
+) -> torch.Tensor:
+    each = x.dim() - 2
+    return torch.convolution(
+        x, w, None, [stride] * each, [padding] * each, [dilation] * each, False, [0] * each, groups
+    )
+
+
+def _randn(*shapes: tuple[int, ...]) -> Callable[[], Arguments]:
+    return lambda: tuple(map(torch.randn, shapes))
+
+
+# The first argument changes from call to call, the others are constants, and so is what is named `b` (a bias of the last layer).
+CASES: dict[str, tuple[Callable[..., torch.Tensor], Callable[[], Arguments]]] = {
+    "two layers": (
+        lambda x, v, w: _conv(_conv(x, v, padding=1).relu(), w, groups=3).sigmoid(),
+        _randn((2, 19, 13, 11), (21, 19, 3, 3), (33, 7, 1, 1)),
+    ),
+    "one channel": (lambda x, w: _conv(x, w, padding=2).relu(), _randn((1, 1, 31, 29), (5, 1, 5, 5))),
+    "one pixel": (lambda x, w: _conv(x, w, padding=1), _randn((1, 17, 1, 1), (23, 17, 3, 3))),
+    "strided, dilated": (
+        lambda x, w: _conv(x, w, stride=3, padding=4, dilation=2),
+        _randn((3, 8, 23, 37), (16, 8, 3, 3)),
+    ),
+    "depthwise": (lambda x, w: _conv(x, w, padding=1, groups=37), _randn((1, 37, 9, 10), (37, 1, 3, 3))),
+    "one dimension": (lambda x, w: _conv(x, w, stride=2, padding=1).exp(), _randn((2, 13, 41), (7, 13, 3))),
+    "residual": (
+        lambda x, v, w: (_conv(_conv(x, v), w) + _conv(x, v)).relu(),
+        _randn((1, 32, 7, 7), (48, 32, 1, 1), (48, 48, 1, 1)),
+    ),
+    "channels last": (
+        lambda x, w: _conv(x, w, padding=1),
+        lambda: (
+            torch.randn(1, 16, 8, 9).contiguous(memory_format=torch.channels_last),
+            torch.randn(8, 16, 3, 3).contiguous(memory_format=torch.channels_last),
+        ),
+    ),
+    "linear": (
+        lambda x, w, b: torch.nn.functional.gelu(torch.mm(x, w) + b),
+        lambda: (torch.randn(31, 67), torch.randn(53, 67).t(), torch.randn(53)),
+    ),
+    "one row": (torch.mm, lambda: (torch.randn(1, 128), torch.randn(96, 128).t())),
+    "plain (N, K)": (
+        lambda x, w: torch.mm(x.relu(), w),
+        lambda: (torch.randn(128, 256), torch.randn(1536, 256).t()),
+    ),
+    "plain (K, N)": (lambda x, w: torch.mm(x, w).relu(), _randn((128, 256), (256, 1536))),
+    "two equal layers": (
+        lambda x, v, w: torch.mm(torch.mm(x, v).relu(), w).tanh(),
+        lambda: (torch.randn(64, 200), torch.randn(200, 200).t() / 14, torch.randn(200, 200) / 14),
+    ),
+}
+
+
+def _counted(case: str) -> int:
+    return {"two layers": 2, "residual": 3, "two equal layers": 2}.get(case, 1)
+
+
+def _region(engine: TvmEngine, case: str) -> tuple[Region, TvmRegion, list[torch.Tensor]]:
+    function, make = CASES[case]
+    torch.manual_seed(0)
+    inputs = list(make())
+    (segment,) = partition(trace(function, *inputs), [engine], Config()).graph.segments
+    region = dataclasses.replace(
+        segment.region,
+        inputs=tuple(dataclasses.replace(i, is_constant=n > 0) for n, i in enumerate(segment.region.inputs)),
+    )
+    (compiled,) = engine.compile([region], 120.0)
+    assert isinstance(compiled, TvmRegion), compiled
+    return region, compiled, inputs
+
+
+def _engine(folder: Path, placement: str = "measure") -> TvmEngine:
+    return TvmEngine(Store(folder), 2, ProgramRunner, placement, lambda: "machine")
+
+
+def _with_operators(engine: TvmEngine, compiled: TvmRegion) -> tuple[Program, int]:
+    """The region's program with oneDNN wherever it has an operator, and how many they are."""
+    chosen: list[CompiledVariant] = []
+    for option in compiled.options:
+        for variant in option.untried:
+            assert operator_us(variant) > 0
+            made = compiled_variant(variant, engine.compiled_again(variant.kernels))
+            assert isinstance(made, CompiledVariant), made
+            chosen.append(made)
+        if not option.untried:
+            chosen.append(option.chosen)
+    program = program_of(compiled.kernels, chosen)
+    return program, sum(isinstance(kernel, OperatorCall) for kernel in program.kernels)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_operators_compute_what_kernels_compute(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Odd sizes, strides, groups, all ways that weights and images lie; and a weight that changes is seen."""
+    monkeypatch.setattr(engine_module, "limit", lambda candidates: None)
+    monkeypatch.setattr(engine_module, "_VARIANTS", 1)
+    engine = _engine(tmp_path)
+    _, compiled, inputs = _region(engine, case)
+    program, operators = _with_operators(engine, compiled)
+    assert operators == _counted(case)
+    run = ProgramRunner(program)
+    for _ in range(2):
+        exact = CASES[case][0](*(value.double() for value in inputs))
+        (result,) = run(inputs)
+        torch.testing.assert_close(result.double(), exact, rtol=1e-4, atol=1e-4)
+        inputs[1].mul_(1.5)
+    assert len(run.kernel_us(inputs)) == len(program.kernels)
+
+
+@pytest.mark.parametrize(
+    ("alone_us", "in_place_us", "is_taken"),
+    [(95.0, 60.0, True), (950.0, 60.0, False), (95.0, 1000.0, False), (None, 60.0, False)],
+)
+def test_a_slow_kernel_gives_way(
+    alone_us: float | None, in_place_us: float, is_taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two layers with as much work one is slow. Its operator is tried where it is faster alone (None: it cannot run), taken where it is so
+    in the kernel's place; the other layer's is not even timed. The plan names what was taken, and the next process knows all of it."""
+    us: dict[str, float] = {"mkldnn::_linear_pointwise": in_place_us}
+    asked: list[str] = []
+
+    class Timed(ProgramRunner):
+        def __init__(self, program: Program) -> None:
+            super().__init__(program)
+            self._names = [k.name if isinstance(k, OperatorCall) else k.symbol for k in program.kernels]
+
+        def kernel_us(self, inputs: Sequence[torch.Tensor]) -> list[float]:
+            assert len(super().kernel_us(inputs)) == len(self._names)
+            return [us.get(name, 100.0) for name in self._names]
+
+    def alone(variant: Variant) -> float:
+        asked.append(variant.name)
+        if alone_us is None:
+            raise RuntimeError("there is no such operator")
+        return alone_us
+
+    monkeypatch.setattr(screen_module, "operator_us", alone)
+    monkeypatch.setattr(engine_module, "_VARIANTS", 1)
+    engine = TvmEngine(Store(tmp_path), 2, Timed, "measure", lambda: "machine")
+    _, compiled, inputs = _region(engine, "two equal layers")
+    slow, _ = compiled.options
+    us[slow.chosen.libraries[0][1]] = 1000.0
+    refined = compiled.refine(inputs, 0.0)
+    assert asked == ["onednn"]
+    assert refined.options[1].times == {"": 100.0, "onednn" + ALONE: math.inf}
+    expected = {"": 1000.0, "onednn" + ALONE: math.inf if alone_us is None else alone_us}
+    if alone_us == 95.0:  # what is behind it takes 100
+        expected["onednn"] = in_place_us + 100.0
+    assert refined.options[0].times == pytest.approx(expected)
+    named = ("mkldnn::_linear_pointwise: linear layer of 64x200 by 200x200",) if is_taken else ()
+    assert decide(compiled.kernels.region, "tvm", refined).operators == named
+    (result,) = refined(inputs)
+    torch.testing.assert_close(result, CASES["two equal layers"][0](*inputs), rtol=1e-4, atol=1e-3)
+
+    _, again, _ = _region(engine, "two equal layers")
+    assert again.refine(inputs, 0.0) is again
+    assert decide(again.kernels.region, "tvm", again).operators == named
+    exact = again.exact()
+    assert (exact is not None) == is_taken
+    assert exact is None or not decide(again.kernels.region, "tvm", exact).operators
+
+
+def test_an_estimate_takes_no_operator(tmp_path: Path) -> None:
+    """HYBRID_PLACEMENT=estimate tries nothing."""
+    _, compiled, inputs = _region(_engine(tmp_path, "estimate"), "two equal layers")
+    assert compiled.refine(inputs, 0.01) is compiled
+    assert not any(option.untried or option.is_open for option in compiled.options)

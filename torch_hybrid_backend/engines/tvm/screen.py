@@ -1,0 +1,89 @@
+"""Screening: which kernels an operator of PyTorch's might beat, found out without compiling anything.
+
+The operator of the kernel that takes longest is timed alone: its tensors warm, nothing to convert before and behind it. Then those of the
+kernels that lose most against the best rate seen so far, of a kernel or an operator; one within a tenth of it has nothing to gain, and most
+are. Only where the operator is faster than the kernel in its place are the kernels around it compiled, and the whole is timed in the
+kernel's place (`tune.contest`). Times alone are kept with the others, under the variant's name and `ALONE`; infinite where the operator was
+not timed, or cannot run.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from torch_hybrid_backend.engines.tvm.onednn import Operand, OperatorKernel
+from torch_hybrid_backend.engines.tvm.search import ALONE, Options
+from torch_hybrid_backend.engines.tvm.variants import Variant, work
+
+_log = logging.getLogger(__name__)
+
+_LEAST_GAIN = 0.1  # less would be lost in converting its operands
+_BUDGET_S = 0.05  # for all kernels of a region together: ResNet-50's are done in that
+_ROUNDS = 3
+
+
+def screen(options: Sequence[Options]) -> list[Options]:
+    """The options, of which those only keep operators `untried` that may win; what was found out is in their times."""
+    known = {o.key: us for o in options if (us := o.times.get(o.chosen.variant.name)) and math.isfinite(us)}
+    works = {o.key: sum(map(work, o.chosen.variant.kernels)) for o in options}
+    asked = {o.key: o.untried[0] for o in options if o.untried and o.key in known}
+    # Winograd's algorithm multiplies less: no other algorithm reaches its rate.
+    best = max(
+        (works[o.key] / known[o.key] for o in options if o.key in known and o.chosen.variant.is_exact), default=0
+    )
+
+    def lost_us(key: str) -> float:
+        return known[key] - works[key] / best
+
+    alone: dict[str, float] = {}
+    start = time.perf_counter()
+    while (left := asked.keys() - alone.keys()) and time.perf_counter() - start < _BUDGET_S:
+        key = max(sorted(left), key=lost_us if alone else lambda key: known[key])
+        if alone and lost_us(key) < _LEAST_GAIN * known[key]:
+            break
+        try:
+            alone[key] = operator_us(asked[key])
+        except RuntimeError as error:  # PyTorch was built without it, or it does not take such tensors
+            _log.info("%s cannot run: %s", asked[key].name, error)
+            alone[key] = math.inf
+        best = max(best, works[key] / alone[key])
+    return [_screened(option, alone.get(option.key, math.inf), known.get(option.key)) for option in options]
+
+
+def _screened(option: Options, alone_us: float, us: float | None) -> Options:
+    """The option, given its operator's time and its kernel's; None for one that could not be timed."""
+    if not option.untried or us is None:
+        return replace(option, untried=())
+    name = option.untried[0].name
+    _log.debug("%s alone takes %.1f us, the kernel %.1f us", name, alone_us, us)
+    may_win = alone_us < (1 - _LEAST_GAIN) * us
+    return replace(option, times={**option.times, name + ALONE: alone_us}, untried=option.untried if may_win else ())
+
+
+def operator_us(variant: Variant) -> float:
+    """Microseconds of the variant's operator alone, the best of a few calls. Raises RuntimeError where it cannot run."""
+    call = next(kernel for kernel in variant.kernels if isinstance(kernel, OperatorKernel))
+    packed = {id(p.buffer): p for p in variant.packed}
+
+    def made(operand: Operand) -> torch.Tensor:
+        if (constant := packed.get(id(operand.buffer))) is not None:
+            return constant.ahead(torch.ones([int(n) for n in constant.view.shape]))
+        return torch.empty_strided(operand.shape, operand.strides).fill_(1.0)
+
+    with torch.no_grad():
+        arguments = [made(a) if isinstance(a, Operand) else a for a in call.arguments]
+        namespace, name = call.name.split("::")
+        operator = getattr(getattr(torch.ops, namespace), name).default
+        operator(*arguments)  # oneDNN makes a kernel on the first
+        times = []
+        for _ in range(_ROUNDS):
+            start = time.perf_counter()
+            operator(*arguments)
+            times.append(time.perf_counter() - start)
+    return min(times) * 1e6
