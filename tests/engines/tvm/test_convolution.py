@@ -260,6 +260,17 @@ def test_streaming_weights_are_prefetched(pixels: tuple[int, int], streaming: bo
     assert ("prefetcht1" in assembly) == streaming
 
 
+@pytest.mark.parametrize(
+    "case", [Case((1, 128, 7, 7), 96, (3, 3), padding=1), Case((2, 512, 5, 3), 64, (3, 3), 2, 1, groups=2)]
+)
+def test_chunks_of_weights_are_prefetched(case: Case) -> None:
+    """The next chunk of input channels is asked for, and results are right whichever task, group or image comes next."""
+    target = dataclasses.replace(HOST, l2_bytes=256 << 10)
+    check(case, target)
+    kernel, _, _ = make(case, target)
+    assert "prefetcht1" in compile_kernel(kernel, convolution.emit, target).inspect_source("asm")
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_winograd_prefetches_its_weights(groups: int) -> None:
     """The next panel of weights is asked for, into the second-level cache."""

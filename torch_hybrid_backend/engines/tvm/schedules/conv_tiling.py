@@ -8,10 +8,14 @@ from torch_hybrid_backend.core.size import known, typical
 from torch_hybrid_backend.engines.tvm.schedules.conv_geometry import Axis, is_wide
 from torch_hybrid_backend.engines.tvm.schedules.conv_parts import ConvParts
 from torch_hybrid_backend.engines.tvm.schedules.registers import IN_FLIGHT, lanes_of
+from torch_hybrid_backend.engines.tvm.schedules.weight_stream import streams
 from torch_hybrid_backend.engines.tvm.tiles import Split, max_rows, register_count, split_into
 from torch_hybrid_backend.loops.index import Index, LoopVar
 from torch_hybrid_backend.loops.ir import loads_of
 from torch_hybrid_backend.loops.layout import Blocked
+
+# How much longer a kernel takes whose streamed weights push each other out of the cache: 2048x7x7 to 512, 1x1 (docs/performance.md).
+_CROWDED = 1.15
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +65,20 @@ def choose_tiling(parts: ConvParts, rows: Axis, columns: Axis, is_flat: bool) ->
         blocks = split_into(all_blocks, -(-all_blocks // most))
         tiles = -(-columns.out // _most_columns(parts, columns, blocks.size * vectors))
         split = split_into(columns.out, tiles)
-        tasks = typical(parts.images) * groups * blocks.parts * (tiles if is_flat else rows.out)
+        chunk_rows = _chunks(parts, rows, columns, blocks)[1]
+        turns = -(-rows.out // chunk_rows) if chunk_rows else tiles if is_flat else rows.out
+        tasks = typical(parts.images) * groups * blocks.parts * turns
+        weight = 4 * blocks.size * parts.block * known(parts.kernel.packed.shape[3]) * rows.kernel * columns.kernel
+        is_far = weight > target.l1_bytes // 2 and rows.out * columns.out > 1
         work = sum(
-            n_blocks * n_columns * _tile_time(b * vectors, c)
+            n_blocks * n_columns * _tile_time(b * vectors, c, b * parts.block if is_far else 0)
             for _, n_blocks, b in blocks.runs()
             for _, n_columns, c in split.runs()
         )
         idle = -(-tasks // target.cores) * target.cores / tasks
-        found.setdefault((blocks, tiles), work * idle)
+        # The weight of a task and the one that it asks for ahead must stay in the cache beside the input, tile after tile.
+        crowded = not chunk_rows and streams(parts) and 3 * weight > target.l2_bytes
+        found.setdefault((blocks, tiles), work * idle * (_CROWDED if crowded else 1.0))
     blocks, tiles = parts.builder.choose(found)
     return Tiling(blocks, tiles, *_chunks(parts, rows, columns, blocks))
 
@@ -100,6 +110,7 @@ def _chunks(parts: ConvParts, rows: Axis, columns: Axis, blocks: Split) -> tuple
     return sizes[-1], -(-rows.out // min(pieces, rows.out))
 
 
-def _tile_time(vectors: int, columns: int) -> float:
-    """Half cycles per step of the reduction: two multiply-adds and two loads per cycle; short tiles wait for the last sum."""
-    return max(vectors * columns, vectors + columns, IN_FLIGHT) + 0.1 * (vectors + columns)
+def _tile_time(vectors: int, columns: int, far: int) -> float:
+    """Half cycles per step of the reduction: two multiply-adds and two loads per cycle; short tiles wait for the last sum; `far` elements of
+    the weight from the second-level cache, eight a cycle, come beside the multiply-adds."""
+    return max(vectors * columns, vectors + columns, IN_FLIGHT, far / 4) + 0.1 * (vectors + columns)

@@ -9,7 +9,7 @@ Pattern: a `ConvKernel` whose packed weight is (groups, channel blocks, kh, inpu
    The input is read as broadcast scalars, so its layout is free.
 5. Padding: columns that read outside leave the step out (`conv_geometry`), rows outside skip a kernel row.
 6. Where the weight of one tile's blocks exceeds the cache, input channels are cut into chunks, and the whole image goes through each chunk
-   with its partial sums in a buffer.
+   with its partial sums in a buffer. While rows go through a chunk, they ask for the next one, a share each.
 Source: NeoCPU (Liu et al., USENIX ATC 2019); Georganas et al., "Anatomy of High-Performance Deep Learning Convolutions on SIMD
 Architectures", SC 2018.
 """
@@ -25,7 +25,7 @@ from torch_hybrid_backend.engines.tvm.schedules.conv_geometry import Axis, Colum
 from torch_hybrid_backend.engines.tvm.schedules.conv_parts import ConvParts
 from torch_hybrid_backend.engines.tvm.schedules.conv_tiling import channel_block, choose_tiling, reads_one_long_row
 from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, by_part
-from torch_hybrid_backend.engines.tvm.schedules.weight_stream import Task, WeightStream, streams
+from torch_hybrid_backend.engines.tvm.schedules.weight_stream import Task, WeightChunks, WeightStream, streams
 from torch_hybrid_backend.engines.tvm.tiles import Split, split_into
 from torch_hybrid_backend.loops.index import Index, as_index
 
@@ -130,7 +130,11 @@ class _Direct:
         """One register tile, from zero to its stores; `turn`: of the inner loop over the input."""
         b = self.builder
         tile = self._register_tile(task, columns)
-        reduce = self._reduce(tile, task, row, first, inside, as_index(0), self.channels, turn)
+
+        def ahead(kh: Index, channel: Index) -> Stmt | None:
+            return self._fetch_weight(task, turn, kh, channel)
+
+        reduce = self._reduce(tile, task, row, first, inside, as_index(0), self.channels, ahead)
 
         def place(vector: int, lane: Index, column: int | Index) -> tuple[Index, ...]:
             return task.image, self._channel(task, vector, lane), *self._pixel(row, first + column)
@@ -164,9 +168,9 @@ class _Direct:
         inside: tuple[tuple[bool, ...], ...],
         first_channel: Index,
         channels: int,
-        turn: Index | None = None,
+        ahead: Callable[[Index, Index], Stmt | None],
     ) -> Stmt | None:
-        """Adds the sums over the window and `channels` input channels to a tile."""
+        """Adds the sums over the window and `channels` input channels to a tile; `ahead(kernel row, channel)`: before a block of channels."""
         b, parts = self.builder, self.parts
         wide = is_wide(self.columns)
         taps = [kw for kw in range(self.columns.kernel) if any(inside[kw])] if not wide else []
@@ -195,7 +199,7 @@ class _Direct:
                 lambda channel: b.seq(*[step(kh, source, channel, as_index(kw), inside[kw]) for kw in taps]),
                 lambda channel, is_last: [
                     self._fetch_ahead(tile.rows, task, source, first, first_channel, channel, is_last),
-                    None if turn is None else self._fetch_weight(task, turn, kh, channel),
+                    ahead(kh, channel),
                 ],
             )
 
@@ -294,7 +298,8 @@ class _Direct:
                 first = kind.start(t)
                 tile = self._register_tile(task, kind.columns)
                 start = (r * columns + first) * width
-                reduce = self._reduce(tile, task, row, first, kind.inside, chunk * tiling.chunk, tiling.chunk)
+                ahead = partial(chunks.prefetch, task, chunk, r)
+                reduce = self._reduce(tile, task, row, first, kind.inside, chunk * tiling.chunk, tiling.chunk, ahead)
                 return b.seq(tile.declare(), tile.restore(sums, start), reduce, tile.spill(sums, start))
 
             return b.loop(kind.count, at, name="t")
@@ -315,12 +320,14 @@ class _Direct:
                 ),
             )
 
+        pieces = -(-self.rows.out // tiling.chunk_rows)
+        chunks = WeightChunks(self.parts, self.channels // tiling.chunk, tiling.chunk_rows, pieces, self.channel_block)
         zero = b.loop(
             tiling.chunk_rows * columns * task.blocks, lambda i: self.parts.clear(sums, i * self.block), name="z"
         )
-        chunks = b.loop(
+        each_chunk = b.loop(
             self.channels // tiling.chunk,
             lambda chunk: each_row(lambda row, r: b.seq(*[add(chunk, row, r, kind) for kind in kinds])),
             name="chunk",
         )
-        return b.seq(b.alloc(sums), zero, chunks, each_row(write))
+        return b.seq(b.alloc(sums), zero, each_chunk, each_row(write))

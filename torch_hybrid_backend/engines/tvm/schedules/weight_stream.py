@@ -68,3 +68,39 @@ class WeightStream:
         array = self.parts.printer.arguments[id(self.parts.kernel.packed)][0]
         places = [start + b.index(step * (share * line) + i * line) for i in range(share)]
         return b.seq(*[b.prefetch(array, place) for place in places])
+
+
+@dataclass(frozen=True, slots=True)
+class WeightChunks:
+    """A task that goes through its weight in `chunks` of the input channels, and with each through `rows` rows of output.
+
+    `pieces`: tasks that go through the same weight. `together`: input channels between two places that may prefetch.
+    """
+
+    parts: ConvParts
+    chunks: int
+    rows: int
+    pieces: int
+    together: int
+
+    def prefetch(self, task: Task, chunk: Index, row: Index, kh: Index, channel: Index) -> Stmt | None:
+        """A row's share of the next chunk, or of the next task's first: what lies there as kernel row `kh` and `channel` do here."""
+        groups, blocks, kernel_rows, channels, columns, block = map(known, self.parts.kernel.packed.shape)
+        line = LINE_BYTES * 8 // int(tvm.DataType(self.parts.kernel.packed.dtype).bits)
+        share = -(-self.together * columns * block // (line * self.rows))
+        if share * task.blocks > _MOST_LINES:
+            return None
+        b, size = self.parts.builder, kernel_rows * channels * columns * block
+        own = task.group * blocks + task.first_block
+        following = own if self.pieces > 1 else (own + task.blocks) % (groups * blocks)
+        step = channels // self.chunks
+        within = (kh * channels + channel) * (columns * block) + row * (share * line)
+        is_last = b.index(chunk).equal(b.index(self.chunks - 1))
+        start: TirExpr = tirx.Select(
+            is_last,
+            b.index(following * size + within - (self.chunks - 1) * step * columns * block),
+            b.index(own * size + within + step * columns * block),
+        )
+        array = self.parts.printer.arguments[id(self.parts.kernel.packed)][0]
+        places = [start + b.index(v * size + i * line) for v in range(task.blocks) for i in range(share)]
+        return b.seq(*[b.prefetch(array, place) for place in places])
