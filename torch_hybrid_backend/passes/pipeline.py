@@ -12,6 +12,7 @@ from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.contiguous_tables import contiguous_tables
 from torch_hybrid_backend.passes.cse import cse
 from torch_hybrid_backend.passes.dead_code import dead_code
+from torch_hybrid_backend.passes.dilated_convolutions import dilated_convolutions
 from torch_hybrid_backend.passes.fold_batch_norm import fold_batch_norm
 from torch_hybrid_backend.passes.fold_constants import fold_constants
 from torch_hybrid_backend.passes.index_to_views import index_to_views
@@ -42,6 +43,10 @@ PASSES: tuple[tuple[Pass, str], ...] = (
         "after fold_batch_norm, which scales their weights; before fold_constants and cse: weights alone",
     ),
     (volume_convolutions, "after fold_batch_norm, as transposed_convolutions"),
+    (
+        dilated_convolutions,
+        "after fold_batch_norm, as transposed_convolutions; after volume_convolutions, whose results may be dilated",
+    ),
     (simplify, "before fold_constants: less to evaluate"),
     (fold_constants, "before cse: equal constants become one"),
     (index_to_views, "after fold_constants, which computes the indices; before cse: equal views become one"),
