@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,10 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.partition.engines_for_tests import trace
-from torch_hybrid_backend.config import Config
+from tests.engines.tvm.regions_for_tests import compiled_region
 from torch_hybrid_backend.core.program import OperatorCall, Program
-from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.engines.tvm import engine as engine_module
 from torch_hybrid_backend.engines.tvm import screen as screen_module
 from torch_hybrid_backend.engines.tvm.engine import TvmEngine, TvmRegion
@@ -21,7 +18,6 @@ from torch_hybrid_backend.engines.tvm.screen import operator_us
 from torch_hybrid_backend.engines.tvm.search import ALONE, CompiledVariant, compiled_variant, program_of
 from torch_hybrid_backend.engines.tvm.variants import Variant
 from torch_hybrid_backend.partition.placement import decide
-from torch_hybrid_backend.partition.regions import partition
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 from torch_hybrid_backend.store import Store
 
@@ -90,20 +86,6 @@ def _counted(case: str) -> int:
     return {"two layers": 2, "residual": 3, "two equal layers": 2}.get(case, 1)
 
 
-def _region(engine: TvmEngine, case: str) -> tuple[Region, TvmRegion, list[torch.Tensor]]:
-    function, make = CASES[case]
-    torch.manual_seed(0)
-    inputs = list(make())
-    (segment,) = partition(trace(function, *inputs), [engine], Config()).graph.segments
-    region = dataclasses.replace(
-        segment.region,
-        inputs=tuple(dataclasses.replace(i, is_constant=n > 0) for n, i in enumerate(segment.region.inputs)),
-    )
-    (compiled,) = engine.compile([region], 120.0)
-    assert isinstance(compiled, TvmRegion), compiled
-    return region, compiled, inputs
-
-
 def _engine(folder: Path, placement: str = "measure") -> TvmEngine:
     return TvmEngine(Store(folder), 2, ProgramRunner, placement, lambda: "machine")
 
@@ -129,7 +111,7 @@ def test_operators_compute_what_kernels_compute(case: str, tmp_path: Path, monke
     monkeypatch.setattr(engine_module, "limit", lambda candidates: None)
     monkeypatch.setattr(engine_module, "_VARIANTS", 1)
     engine = _engine(tmp_path)
-    _, compiled, inputs = _region(engine, case)
+    _, compiled, inputs = compiled_region(engine, CASES[case])
     program, operators = _with_operators(engine, compiled)
     assert operators == _counted(case)
     run = ProgramRunner(program)
@@ -171,7 +153,7 @@ def test_a_slow_kernel_gives_way(
     monkeypatch.setattr(screen_module, "operator_us", alone)
     monkeypatch.setattr(engine_module, "_VARIANTS", 1)
     engine = TvmEngine(Store(tmp_path), 2, Timed, "measure", lambda: "machine")
-    _, compiled, inputs = _region(engine, "two equal layers")
+    _, compiled, inputs = compiled_region(engine, CASES["two equal layers"])
     slow, _ = compiled.options
     us[slow.chosen.libraries[0][1]] = 1000.0
     refined = compiled.refine(inputs, 0.0)
@@ -186,7 +168,7 @@ def test_a_slow_kernel_gives_way(
     (result,) = refined(inputs)
     torch.testing.assert_close(result, CASES["two equal layers"][0](*inputs), rtol=1e-4, atol=1e-3)
 
-    _, again, _ = _region(engine, "two equal layers")
+    _, again, _ = compiled_region(engine, CASES["two equal layers"])
     assert again.refine(inputs, 0.0) is again
     assert decide(again.kernels.region, "tvm", again).operators == named
     exact = again.exact()
@@ -196,6 +178,6 @@ def test_a_slow_kernel_gives_way(
 
 def test_an_estimate_takes_no_operator(tmp_path: Path) -> None:
     """HYBRID_PLACEMENT=estimate tries nothing."""
-    _, compiled, inputs = _region(_engine(tmp_path, "estimate"), "two equal layers")
+    _, compiled, inputs = compiled_region(_engine(tmp_path, "estimate"), CASES["two equal layers"])
     assert compiled.refine(inputs, 0.01) is compiled
     assert not any(option.untried or option.is_open for option in compiled.options)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.engines.tvm.regions_for_tests import compiled_region
 from tests.partition.engines_for_tests import trace
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.program import OperatorCall, Program
-from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.engines.tvm import engine as engine_module
 from torch_hybrid_backend.engines.tvm import variants as variants_module
 from torch_hybrid_backend.engines.tvm.engine import TvmEngine, TvmRegion
@@ -87,26 +87,12 @@ def _engine(folder: Path, placement: str = "measure", us: Mapping[str, float] | 
     return TvmEngine(Store(folder), 2, lambda program: Recorded(program, times), placement, lambda: "machine", True)
 
 
-def _region(engine: TvmEngine, case: str) -> tuple[Region, TvmRegion, list[torch.Tensor]]:
-    function, make = CASES[case]
-    torch.manual_seed(0)
-    inputs = list(make())
-    (segment,) = partition(trace(function, *inputs), [engine], Config()).graph.segments
-    region = dataclasses.replace(
-        segment.region,
-        inputs=tuple(dataclasses.replace(i, is_constant=n > 0) for n, i in enumerate(segment.region.inputs)),
-    )
-    (compiled,) = engine.compile([region], 120.0)
-    assert isinstance(compiled, TvmRegion), compiled
-    return region, compiled, inputs
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_every_variant_is_right(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each choice of a schedule computes what the kernel computes, in float64's eyes."""
     monkeypatch.setattr(engine_module, "_VARIANTS", 8)
     monkeypatch.setattr(engine_module, "limit", lambda candidates: None)
-    _, compiled, inputs = _region(_engine(tmp_path), case)
+    _, compiled, inputs = compiled_region(_engine(tmp_path), CASES[case])
     assert all(len(option.compiled) > 1 for option in compiled.options)
     exact = CASES[case][0](*(value.double() for value in inputs))
     for position, option in enumerate(compiled.options):
@@ -119,7 +105,7 @@ def test_every_variant_is_right(case: str, tmp_path: Path, monkeypatch: pytest.M
 def test_the_fastest_variant_is_used_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second engine compiles the winner alone and has nothing to find out."""
     us: dict[str, float] = {}
-    _, compiled, inputs = _region(_engine(tmp_path, us=us), "convolutions")
+    _, compiled, inputs = compiled_region(_engine(tmp_path, us=us), CASES["convolutions"])
     first = compiled.options[0]
     assert first.is_open
     assert compiled.program.kernels[0].symbol == first.compiled[0].libraries[0][1]
@@ -129,7 +115,7 @@ def test_the_fastest_variant_is_used_and_remembered(tmp_path: Path, monkeypatch:
     assert refined.program.kernels[0].symbol == first.compiled[1].libraries[0][1]
     assert not any(option.is_open for option in refined.options)
     torch.testing.assert_close(refined(inputs)[0], compiled(inputs)[0], rtol=1e-4, atol=1e-3)
-    _, again, _ = _region(_engine(tmp_path), "convolutions")
+    _, again, _ = compiled_region(_engine(tmp_path), CASES["convolutions"])
     assert [kernel.symbol for kernel in again.program.kernels] == [kernel.symbol for kernel in refined.program.kernels]
     assert again.refine(inputs, 0.01) is again
     assert len(again.options[0].compiled) == 1
@@ -137,7 +123,7 @@ def test_the_fastest_variant_is_used_and_remembered(tmp_path: Path, monkeypatch:
 
 def test_an_estimate_compiles_no_alternatives(tmp_path: Path) -> None:
     """HYBRID_PLACEMENT=estimate takes the first variant of everything."""
-    _, compiled, inputs = _region(_engine(tmp_path, "estimate"), "convolutions")
+    _, compiled, inputs = compiled_region(_engine(tmp_path, "estimate"), CASES["convolutions"])
     assert all(len(option.compiled) == 1 for option in compiled.options)
     assert compiled.refine(inputs, 0.01) is compiled
     assert not (tmp_path / "variants").exists()
@@ -162,7 +148,7 @@ def test_one_run_is_held_at_a_time_where_one_round_spends_the_budget(
             super().release()
 
     engine = TvmEngine(Store(tmp_path), 2, Counted, "measure", lambda: "machine", True)
-    _, compiled, inputs = _region(engine, "convolutions")
+    _, compiled, inputs = compiled_region(engine, CASES["convolutions"])
     sets = max(len(option.compiled) for option in compiled.options)
     assert sets > 1
     refined = compiled.refine(inputs, budget_s)
@@ -173,7 +159,7 @@ def test_one_run_is_held_at_a_time_where_one_round_spends_the_budget(
 
 def test_runs_that_fail_choose_nothing(tmp_path: Path) -> None:
     """Where no set of variants can be timed, the first variants stay, and nothing is remembered."""
-    _, compiled, inputs = _region(_engine(tmp_path, us={"fail": 2}), "convolutions")
+    _, compiled, inputs = compiled_region(_engine(tmp_path, us={"fail": 2}), CASES["convolutions"])
     assert len(compiled.program.kernels) == 2
     refined = compiled.refine(inputs, 0.01)
     assert refined.program == compiled.program
@@ -283,7 +269,7 @@ def test_tuning_tries_everything_and_goes_on_where_it_stopped(
     us: dict[str, float] = {}
     monkeypatch.setattr(variants_module, "_CHOICES", 4)
     engine = _engine(tmp_path, "tune", us)
-    _, compiled, inputs = _region(engine, "matmuls")
+    _, compiled, inputs = compiled_region(engine, CASES["matmuls"])
     assert all(len(option.compiled) == 1 and len(option.untried) == 4 for option in compiled.options)
     monkeypatch.setattr(engine_module, "compile_kernels", _Interrupting(us))
     stopped = compiled.refine(inputs, 0.01)
@@ -295,14 +281,14 @@ def test_tuning_tries_everything_and_goes_on_where_it_stopped(
     assert said[0].startswith("stopped")
     assert said[1].startswith("tuned r0: 2 of 2 kernels faster, 0.20 ms to 0.10 ms (50.0% less)")
     monkeypatch.setattr(variants_module, "_CHOICES", 4)
-    _, resumed, _ = _region(_engine(tmp_path, "tune", us), "matmuls")
+    _, resumed, _ = compiled_region(_engine(tmp_path, "tune", us), CASES["matmuls"])
     assert [len(option.untried) for option in resumed.options] == [3, 3]
     assert [option.chosen.variant.name for option in resumed.options] == ["choice 1", "choice 1"]
     done = resumed.refine(inputs, 0.01)
     assert not any(option.untried for option in done.options)
-    _, again, _ = _region(_engine(tmp_path, "tune", us), "matmuls")
+    _, again, _ = compiled_region(_engine(tmp_path, "tune", us), CASES["matmuls"])
     assert again.refine(inputs, 0.01) is again
-    _, measured, _ = _region(_engine(tmp_path, "measure", us), "matmuls")
+    _, measured, _ = compiled_region(_engine(tmp_path, "measure", us), CASES["matmuls"])
     assert [option.chosen.variant.name for option in measured.options] == ["choice 1", "choice 1"]
 
 

@@ -50,9 +50,8 @@ log = logging.getLogger(__name__)
 
 
 _OPERATORS_PER_KERNEL = 4  # about: fused, and equal ones once
-_VARIANTS = (
-    2  # of a kernel that are tried where it is not tuned, the one in use included (the third gained 0.0 to 0.8 %)
-)
+# Of a kernel that are tried where it is not tuned, the one in use included; a third is worth 0.8 % at most (docs/performance.md).
+_VARIANTS = 2
 _TUNE_DEADLINE_S = 600.0  # for one variant of every kernel, in the first call
 
 
