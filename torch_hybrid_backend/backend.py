@@ -34,6 +34,7 @@ from torch_hybrid_backend.core.region import Segment
 from torch_hybrid_backend.engines.deadline import compile_in_time
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.garbage import collector_paused, full_collections, hold_while_dynamo_compiles
+from torch_hybrid_backend.graph.values import holds_collectives
 from torch_hybrid_backend.partition.cost_cache import VerdictCache, machine_fingerprint
 from torch_hybrid_backend.partition.fallback import ReportedRegion, demote, run_refusal
 from torch_hybrid_backend.partition.known_graphs import KnownGraphs, graph_key
@@ -50,7 +51,7 @@ from torch_hybrid_backend.runtime.executor import CompiledSegment, build_executo
 from torch_hybrid_backend.runtime.layout import StaticLayoutError
 from torch_hybrid_backend.runtime.made_once import MadeOnce
 from torch_hybrid_backend.runtime.native import give_back_freed_memory
-from torch_hybrid_backend.runtime.python_executor import PythonExecutor
+from torch_hybrid_backend.runtime.python_executor import PythonExecutor, checked
 from torch_hybrid_backend.runtime.symbolic_executor import SymbolicExecutor
 from torch_hybrid_backend.session import Session, open_session
 
@@ -127,6 +128,9 @@ class HybridGraph:
     """One captured graph. The first call chooses engines on the real inputs; later calls run the resulting plan.
 
     Takes the graph's inputs as a list and returns its outputs as a list. Threads may call it at once.
+
+    A graph with collectives never runs anything twice: the other ranks would not take part. It runs segment by segment from Python,
+    where a region that fails is run by eager in that very call, and no other segment again.
     """
 
     def __init__(
@@ -145,12 +149,14 @@ class HybridGraph:
         self._on_plan = on_plan
         inline_subgraphs(captured.graph_module)
         run_passes(captured.graph_module, PassContext.of(captured), bisected_passes(PASSES))
+        # Sub-graphs are looked into, so before they are compiled.
+        self._has_collectives = holds_collectives(captured.graph_module)
         compile_bodies(captured, self._compile_body)
         constants = captured.static_inputs if captured.kind == "inference" else frozenset[str]()
         self._hoisted: Hoisted = hoist(captured.graph_module, constants)
         self._partition: Partition = partition(self._hoisted.main, bisected_engines(session.engines), config)
         self._candidates = self._compile()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._run: Callable[[Sequence[Any]], list[Any]] | None = None
         self._chosen: dict[str, CompiledSegment] = {}
         self._decisions: dict[str, RegionDecision] = {}
@@ -168,7 +174,7 @@ class HybridGraph:
         try:
             return run(inputs)
         except HybridError as error:
-            if self._config.strict:
+            if self._config.strict or self._has_collectives:
                 raise
             with self._lock:
                 if self._run is run:
@@ -246,9 +252,11 @@ class HybridGraph:
             return choice.outputs
 
         with MadeOnce() as once:
-            outputs = self._python_executor(self._segments()).run(inputs, place)
+            outputs = self._python_executor().run(inputs, place)
             self._chosen, self._decisions = chosen, decisions
-            self._install(inputs)
+            run = self._segment_by_segment() if self._has_collectives else self._whole(inputs)
+            self._tell()
+            self._run = run  # last: interrupted before, the next call is a first call again
         self._candidates = {}  # what was not chosen is not needed any more
         if self._chosen:  # else nothing was packed, and the C++ runtime may not even be there
             give_back_freed_memory()
@@ -260,64 +268,73 @@ class HybridGraph:
             return compiled if compiled.program is not None else ReportedRegion(compiled)
         return CheckedRegion(segment.region, engine, compiled, strict=self._config.strict)
 
-    def _python_executor(self, segments: Sequence[CompiledSegment]) -> PythonExecutor:
-        return PythonExecutor(self._partition.graph, segments, self._hoisted.inputs, self._fold, self._titles())
+    def _python_executor(self) -> PythonExecutor:
+        return PythonExecutor(self._partition.graph, self._segments(), self._hoisted.inputs, self._fold, self._titles())
 
-    def _install(self, inputs: Sequence[Any]) -> None:
-        """Build the fast path from the choices made, with the constants of a call's inputs, and the plan that tells of them."""
+    def _whole(self, inputs: Sequence[Any]) -> Callable[[Sequence[Any]], list[Any]]:
+        """The fast path: one C++ plan of the choices made, with the constants of a call's inputs. From Python where that cannot be."""
         segments = self._segments()
         build = build_executor if self._partition.graph.is_static else SymbolicExecutor
-        run: Callable[[Sequence[Any]], list[Any]]
         try:
             run = build(self._partition.graph, segments, self._hoisted.inputs, self._fold, self._titles())
             run.bind(inputs)
         except StaticLayoutError as error:
             log.info("this graph runs from Python, segment by segment: %s", error)
-            run = self._python_executor(segments)
+            return self._python_executor()
         except HybridError as error:
             if self._config.strict:
                 raise
             log.warning("this graph runs from Python, segment by segment: %s", error)
-            run = self._python_executor(segments)
+            return self._python_executor()
         for compiled in self._chosen.values():
             release = getattr(compiled, "release", None)
-            if release is not None and not isinstance(run, PythonExecutor):
+            if release is not None:
                 release()  # the plan keeps packed constants of its own, or shares these
+        return run
+
+    def _segment_by_segment(self) -> Callable[[Sequence[Any]], list[Any]]:
+        """Runs from Python; a region that fails goes to eager, in that call and from then on."""
+        executor = self._python_executor()
+        return lambda inputs: executor.run(inputs, self._guarded)
+
+    def _tell(self) -> None:
+        """Make the plan that tells of the choices."""
         self.plan = make_plan(self._name, self._kind, self._partition, list(self._decisions.values()))
         if self._on_plan is not None:
             self._on_plan(self.plan)
-        self._run = run  # last: interrupted before, the next call is a first call again
 
     def _recover(self, inputs: Sequence[Any], error: HybridError) -> list[Any]:
         """A call failed: run it segment by segment, give to eager what fails, and build the fast path anew."""
-        failed: list[str] = []
-
-        def guarded(_index: int, segment: Segment, arguments: Sequence[Any]) -> Sequence[Any]:
-            region = segment.region
-            compiled = self._chosen.get(region.name)
-            if compiled is None:
-                return region.graph_module(*arguments)  # type: ignore[no-any-return]
-            try:
-                return compiled(arguments)
-            except Exception as cause:  # whatever a compiled region raises, eager is there for it
-                failed.append(region.name)
-                self._give_to_eager(segment, cause)
-                return region.graph_module(*arguments)  # type: ignore[no-any-return]
-
-        outputs = self._python_executor(self._segments()).run(inputs, guarded)
-        if not failed:
+        chosen = set(self._chosen)
+        outputs = self._segment_by_segment()(inputs)
+        if chosen != set(self._chosen):
+            self._run = self._whole(inputs)
+        else:
             # Every segment ran: the fault was in the plan around them. Stay in Python rather than fail again.
             log.warning("this graph runs from Python, segment by segment, from now on: %s", error)
-            self._run = self._python_executor(self._segments())
-            return outputs
-        self._install(inputs)
+            self._run = self._python_executor()
         return outputs
+
+    def _guarded(self, _index: int, segment: Segment, arguments: Sequence[Any]) -> Sequence[Any]:
+        """One segment's results, of eager where what it was compiled to fails."""
+        region = segment.region
+        compiled = self._chosen.get(region.name)
+        if compiled is not None:
+            try:
+                return checked(segment, compiled(arguments))
+            except Exception as cause:  # whatever a compiled region raises, eager is there for it
+                self._give_to_eager(segment, cause)
+        return region.graph_module(*arguments)  # type: ignore[no-any-return]
 
     def _give_to_eager(self, segment: Segment, cause: Exception) -> None:
         region = segment.region
-        before = self._decisions[region.name]
-        refusal = demote(region, before.engine, run_refusal(cause), strict=self._config.strict, cause=cause)
-        del self._chosen[region.name]
-        self._decisions[region.name] = decide(
-            region, EAGER, None, before.costs, (*before.refusals, refusal), before.max_error
-        )
+        with self._lock:
+            if region.name not in self._chosen:
+                return  # another thread met the same fault
+            before = self._decisions[region.name]
+            refusal = demote(region, before.engine, run_refusal(cause), strict=self._config.strict, cause=cause)
+            del self._chosen[region.name]
+            self._decisions[region.name] = decide(
+                region, EAGER, None, before.costs, (*before.refusals, refusal), before.max_error
+            )
+            self._tell()

@@ -23,12 +23,12 @@ import torch.fx
 from benchmarks.models import ZOO, Size
 from torch_hybrid_backend.capture.aot import capture
 from torch_hybrid_backend.core.captured import CapturedGraph
+from torch_hybrid_backend.graph.schema import is_view
 from torch_hybrid_backend.loops import lowering
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.hoist import hoist
 from torch_hybrid_backend.passes.inline_subgraphs import inline_subgraphs
 from torch_hybrid_backend.passes.pipeline import run_passes
-from torch_hybrid_backend.passes.purity import is_view
 
 TABLE = Path(__file__).with_name("shapes.json")
 

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (as everyone writes it)
 from torch import nn
 
-from torch_hybrid_backend.capture.decompositions import KEPT, decomposition_table, is_random
+from torch_hybrid_backend.capture.decompositions import KEPT, decomposition_table
+from torch_hybrid_backend.graph.schema import is_random
 
 aten = torch.ops.aten
 

@@ -24,6 +24,7 @@ from torch._decomp import core_aten_decompositions, get_decompositions
 
 from torch_hybrid_backend.capture.encoder_layers import native_multi_head_attention, transformer_encoder_layer
 from torch_hybrid_backend.core.limits import MOST_SCATTERED_SLICES
+from torch_hybrid_backend.graph.schema import is_random
 
 Operator = torch._ops.OperatorBase
 Table = Mapping[Operator, Callable[..., object]]
@@ -124,11 +125,6 @@ def _full_table() -> Table:
     table.update(_own_formulas())
     kept = {overload for packet in KEPT for overload in _overloads(packet)}
     return MappingProxyType({op: formula for op, formula in table.items() if op not in kept and not is_random(op)})
-
-
-def is_random(operator: object) -> bool:
-    """Whether the operator draws from a random generator."""
-    return isinstance(operator, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in operator.tags
 
 
 def _overloads(packet: torch._ops.OpOverloadPacket) -> list[torch._ops.OpOverload]:

@@ -3,8 +3,8 @@
 Kept are inference graphs whose run-time wrapper does nothing: no input is written to, no output is a view of an input, no tensor is
 made of others, no size is symbolic. All else is traced anew in each process. The key covers whatever shapes the result: Dynamo's graph
 with the lines it comes from, the inputs' metadata and which of them share memory, torch's settings, the sources of this package's
-capture, and the versions. What cannot be keyed (another library's operator, a decomposition or kernel that a program registers for ATen,
-active modes) has no key. `docs/adr/0010-kept-graphs.md` gives the reasons.
+capture and of the rooms that it imports, and the versions. What cannot be keyed (another library's operator, a collective, a decomposition
+or kernel that a program registers for ATen, active modes) has no key. `docs/adr/0010-kept-graphs.md` gives the reasons.
 """
 
 from __future__ import annotations
@@ -87,8 +87,9 @@ def capture_key(
 
 @functools.cache
 def _versions() -> tuple[str, ...]:
-    here = Path(__file__).parent
-    sources = [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(here.glob("*.py"))]
+    package = Path(__file__).parents[1]
+    paths = [path for room in ("capture", "core", "graph") for path in sorted((package / room).glob("*.py"))]
+    sources = [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
     return torch.__version__, str(torch.version.git_version), *sources
 
 

@@ -11,7 +11,7 @@ from torch.fx import Node
 from torch_hybrid_backend.core.engine import Engine
 from torch_hybrid_backend.core.verdict import Reason, Refused, Verdict
 from torch_hybrid_backend.errors import RegionError
-from torch_hybrid_backend.partition.dependencies import has_effects, is_item
+from torch_hybrid_backend.graph.schema import has_effects, is_in_flight, is_item
 
 _log = logging.getLogger(__name__)
 
@@ -22,8 +22,8 @@ def capability(
     """The verdict of each engine on each operator; every engine is asked at most once per operator.
 
     What picks one of several outputs (getitem) goes with its operator. Operators with effects are eager's: a region
-    means the same each time it runs. An engine that raises instead of answering is taken to refuse, with one WARNING
-    for that engine, or RegionError under `strict`.
+    means the same each time it runs. So are views of what a collective still writes: an engine might copy it. An engine
+    that raises instead of answering is taken to refuse, with one WARNING for that engine, or RegionError under `strict`.
     """
     verdicts: dict[Node, tuple[Verdict, ...]] = {}
     broken: set[str] = set()
@@ -41,8 +41,12 @@ def capability(
             verdicts[node] = (refusal,) * len(engines)
         elif has_effects(node):
             refusal = Refused(
-                Reason.UNKNOWN_OPERATOR, f"{node.target} writes in place, draws random numbers or asserts"
+                Reason.UNKNOWN_OPERATOR,
+                f"{node.target} writes in place, draws random numbers, asserts or works with other processes",
             )
+            verdicts[node] = (refusal,) * len(engines)
+        elif any(is_in_flight(source) for source in node.all_input_nodes):
+            refusal = Refused(Reason.ARGUMENT, "an argument is still being written by a collective")
             verdicts[node] = (refusal,) * len(engines)
         else:
             verdicts[node] = tuple(_ask(engine, node, broken, strict) for engine in engines)

@@ -16,7 +16,7 @@ import torch.fx
 
 from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.region import Region
-from torch_hybrid_backend.partition.dependencies import is_item, is_view
+from torch_hybrid_backend.graph.schema import is_item, is_view
 from torch_hybrid_backend.partition.flops import node_flops
 
 # Only ratios matter. One thread of a current x86 server core: two 16-lane multiply-adds per cycle at 3 GHz, halved for

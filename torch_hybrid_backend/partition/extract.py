@@ -16,6 +16,7 @@ from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_modu
 from torch_hybrid_backend.core.region import Region, RegionInput, Segment
 from torch_hybrid_backend.core.size import Dim, symbols
 from torch_hybrid_backend.core.tensor_spec import TensorSpec, dim, is_computable
+from torch_hybrid_backend.graph.schema import is_in_flight
 from torch_hybrid_backend.partition.dependencies import is_operator
 from torch_hybrid_backend.partition.region_key import region_key
 
@@ -98,8 +99,9 @@ def _leaves(user: Node, inside: set[Node]) -> bool:
 
 
 def _spec(node: Node) -> TensorSpec | None:
+    """None where the value is no strided tensor, or one that must not be copied to the strides of its spec yet."""
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+    if is_in_flight(node) or not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
     return TensorSpec.of(value)
 
@@ -136,13 +138,6 @@ def _size_inputs(nodes: Sequence[Node], sources: Sequence[Node], whole: torch.fx
         return []
     placeholders = [node for node in whole.graph.nodes if node.op == "placeholder" and node not in sources]
     return [node for node in placeholders if str(size_of(node)) in needed]
-
-
-def outputs_of(graph: torch.fx.Graph) -> tuple[object, ...]:
-    """What the graph returns: names of values, and literals as they are."""
-    returned = next(node for node in reversed(graph.nodes) if node.op == "output").args[0]
-    items = returned if isinstance(returned, list | tuple) else (returned,)
-    return tuple(item.name if isinstance(item, Node) else item for item in items)
 
 
 def constants_of(graph: torch.fx.Graph) -> frozenset[str]:

@@ -19,13 +19,14 @@ from torch_hybrid_backend.core.engine import Engine
 from torch_hybrid_backend.core.plan import NodeDecision, Refusal
 from torch_hybrid_backend.core.region import PartitionedGraph, Segment
 from torch_hybrid_backend.core.verdict import Reason, Refused, Verdict
+from torch_hybrid_backend.graph.schema import is_item, is_view
+from torch_hybrid_backend.graph.values import outputs_of
 from torch_hybrid_backend.partition.capability import capability
-from torch_hybrid_backend.partition.dependencies import Dependencies, dependencies, is_item, is_view
+from torch_hybrid_backend.partition.dependencies import Dependencies, dependencies
 from torch_hybrid_backend.partition.extract import (
     by_level,
     constants_of,
     extract,
-    outputs_of,
     size_of,
     sizes_of,
     source_line,
@@ -85,9 +86,8 @@ def partition(graph_module: torch.fx.GraphModule, engines: Sequence[Engine], con
         home.update(dict.fromkeys(nodes, segment))
     decisions = tuple(_decision(node, home[node], verdicts[node], names, flops[node]) for node in needs.operators)
     inputs = tuple(node.name for node in graph.nodes if node.op == "placeholder")
-    return Partition(
-        PartitionedGraph(inputs, constants, tuple(cut), outputs_of(graph), sizes_of(graph)), decisions, able
-    )
+    outputs = tuple(value.name if isinstance(value, Node) else value for value in outputs_of(graph_module))
+    return Partition(PartitionedGraph(inputs, constants, tuple(cut), outputs, sizes_of(graph)), decisions, able)
 
 
 def _colour(verdicts: Sequence[Verdict]) -> int:

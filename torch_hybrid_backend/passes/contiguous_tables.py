@@ -8,8 +8,9 @@ import torch
 import torch.fx
 
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.graph.schema import is_view
+from torch_hybrid_backend.graph.values import constant_nodes, has_mutation, storage_root
 from torch_hybrid_backend.passes.context import PassContext
-from torch_hybrid_backend.passes.purity import constant_nodes, has_mutation, is_view, storage_root
 from torch_hybrid_backend.passes.rewrite import insert, same_spec
 
 aten = torch.ops.aten

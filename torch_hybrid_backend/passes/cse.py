@@ -7,8 +7,9 @@ from typing import Any
 import torch
 import torch.fx
 
+from torch_hybrid_backend.graph.schema import is_pure
+from torch_hybrid_backend.graph.values import has_mutation, returned_roots
 from torch_hybrid_backend.passes.context import PassContext
-from torch_hybrid_backend.passes.purity import has_mutation, is_pure, returned_roots
 from torch_hybrid_backend.passes.rewrite import replace
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch.fx
 
+from torch_hybrid_backend.graph.schema import is_pure
 from torch_hybrid_backend.passes.context import PassContext
-from torch_hybrid_backend.passes.purity import is_pure
 
 
 def dead_code(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:

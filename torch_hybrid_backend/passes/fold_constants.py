@@ -10,8 +10,9 @@ import torch.fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.graph.schema import is_pure, is_view
+from torch_hybrid_backend.graph.values import has_mutation, returned_roots
 from torch_hybrid_backend.passes.context import PassContext
-from torch_hybrid_backend.passes.purity import has_mutation, is_pure, is_view, returned_roots
 from torch_hybrid_backend.passes.rewrite import ORIGIN_KEYS
 
 aten = torch.ops.aten

@@ -9,9 +9,9 @@ import torch
 import torch.fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from torch_hybrid_backend.graph.values import has_mutation
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.fold_constants import evaluate, input_free
-from torch_hybrid_backend.passes.purity import has_mutation
 from torch_hybrid_backend.passes.rewrite import insert, may_replace
 
 aten = torch.ops.aten

@@ -19,7 +19,7 @@ import torch
 import torch.fx
 
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
-from torch_hybrid_backend.passes.purity import outputs_of
+from torch_hybrid_backend.graph.values import outputs_of
 
 Node = torch.fx.Node
 

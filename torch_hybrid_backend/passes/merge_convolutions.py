@@ -15,9 +15,10 @@ import torch
 import torch.fx
 
 from torch_hybrid_backend.core.limits import MOST_CHANNELS_TOGETHER
+from torch_hybrid_backend.graph.schema import is_random
+from torch_hybrid_backend.graph.values import constant_nodes, has_mutation, returned_roots
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.merge_siblings import feeds_epilogue, move_before, values_with
-from torch_hybrid_backend.passes.purity import constant_nodes, has_mutation, returned_roots
 from torch_hybrid_backend.passes.rewrite import insert
 
 aten = torch.ops.aten
@@ -71,7 +72,7 @@ def _epilogue(node: Node) -> tuple[Node, ...]:
         if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
             break
         others = [*node.args[1:], *node.kwargs.values()]
-        if torch.Tag.nondeterministic_seeded in target.tags or any(isinstance(other, Node) for other in others):
+        if is_random(target) or any(isinstance(other, Node) for other in others):
             break
         found.append(node)
     return tuple(found)

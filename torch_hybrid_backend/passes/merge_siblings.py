@@ -19,8 +19,9 @@ import torch.fx
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from torch_hybrid_backend.graph.schema import is_view
+from torch_hybrid_backend.graph.values import constant_nodes, has_mutation, returned_roots
 from torch_hybrid_backend.passes.context import PassContext
-from torch_hybrid_backend.passes.purity import constant_nodes, has_mutation, is_view, returned_roots
 from torch_hybrid_backend.passes.rewrite import insert, same_spec
 
 aten = torch.ops.aten

@@ -8,8 +8,9 @@ import torch
 import torch.fx
 
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.graph.schema import is_view
+from torch_hybrid_backend.graph.values import has_mutation
 from torch_hybrid_backend.passes.context import PassContext
-from torch_hybrid_backend.passes.purity import has_mutation, is_view
 from torch_hybrid_backend.passes.rewrite import insert, replace, replace_by_new, same_dim, same_spec
 
 aten = torch.ops.aten

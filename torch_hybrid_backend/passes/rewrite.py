@@ -10,7 +10,8 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from torch_hybrid_backend.passes.purity import is_view, output_nodes, returned_roots, storage_root
+from torch_hybrid_backend.graph.schema import is_view
+from torch_hybrid_backend.graph.values import output_nodes, returned_roots, storage_root
 
 # Metadata that says where in the user's code a node came from: a rewritten node inherits it.
 ORIGIN_KEYS = ("stack_trace", "nn_module_stack", "source_fn_stack", "original_aten", "seq_nr", "from_node")

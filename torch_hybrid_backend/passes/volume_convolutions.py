@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.fx
 
+from torch_hybrid_backend.graph.values import constant_nodes, has_mutation
 from torch_hybrid_backend.passes.context import PassContext
-from torch_hybrid_backend.passes.purity import constant_nodes, has_mutation
 from torch_hybrid_backend.passes.rewrite import insert, replace_by_new
 
 aten = torch.ops.aten

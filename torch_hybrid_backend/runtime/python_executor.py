@@ -1,4 +1,5 @@
-"""The executor in plain Python: the first call, graphs of dynamic sizes, and the oracle of the C++ executor's tests.
+"""The executor in plain Python: the first call, graphs with collectives, sizes that depend on data, and the oracle of the C++ executor's
+tests.
 
 Enters: a `PartitionedGraph` and what each segment compiled to. Leaves: a callable from a list of inputs to the list of the
 graph's outputs, with the semantics of `Executor` and no demands on specs: sizes may be symbolic, values may be numbers.
@@ -73,7 +74,7 @@ class PythonExecutor:
                 with _profiled(self._titles[index]):
                     results = on_segment(index, segment, arguments) if on_segment else run(arguments)
                 del arguments
-                values.update(_checked(segment, results))
+                values.update(zip(segment.outputs, checked(segment, results), strict=True))
                 for name in self._dying[index]:
                     del values[name]
             return [self._output(output, values) for output in self._graph.outputs]
@@ -107,15 +108,16 @@ def _dying_after(graph: PartitionedGraph) -> list[list[str]]:
     return dying
 
 
-def _checked(segment: Segment, results: Sequence[Any]) -> dict[str, Any]:
+def checked(segment: Segment, results: Sequence[Any]) -> list[Any]:
+    """A segment's results with the strides of their static specs. Raises HybridError where they do not fit."""
     if len(results) != len(segment.outputs):
         raise HybridError(
             f"region {segment.region.name} returned {len(results)} values instead of {len(segment.outputs)}"
         )
-    checked = {}
-    for name, result, spec in zip(segment.outputs, results, segment.region.outputs, strict=True):
-        checked[name] = _conform(segment, result, spec) if spec is not None and spec.is_static else result
-    return checked
+    return [
+        _conform(segment, result, spec) if spec is not None and spec.is_static else result
+        for result, spec in zip(results, segment.region.outputs, strict=True)
+    ]
 
 
 def _conform(segment: Segment, result: Any, spec: TensorSpec) -> Any:

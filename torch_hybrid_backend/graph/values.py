@@ -1,0 +1,65 @@
+"""What a whole graph says of its values: which are returned, whose memory they live in, which follow from constants alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch.fx
+from torch.fx import Node
+
+from torch_hybrid_backend.graph.schema import is_collective, is_item, is_mutating, is_pure, is_view, shared_arguments
+
+
+def outputs_of(gm: torch.fx.GraphModule) -> tuple[object, ...]:
+    """The graph's outputs in order: nodes and literals."""
+    (returned,) = gm.graph.output_node().args
+    return tuple(returned) if isinstance(returned, list | tuple) else (returned,)
+
+
+def output_nodes(gm: torch.fx.GraphModule) -> Iterator[Node]:
+    """The nodes among the graph's outputs, in order, repeated where the graph returns one twice."""
+    return (value for value in outputs_of(gm) if isinstance(value, Node))
+
+
+def storage_root(node: Node) -> Node:
+    """The node that made the memory which this node's value lives in: itself, unless it is a view or writes in place."""
+    while True:
+        if is_item(node):
+            base = node.all_input_nodes[0]
+            shared = [base] if is_view(base) else []
+        else:
+            shared = shared_arguments(node)
+        if not shared:
+            return node
+        node = shared[0]
+
+
+def returned_roots(gm: torch.fx.GraphModule) -> dict[Node, int]:
+    """Makers of the memory that the graph returns -> how many outputs live in it."""
+    counts: dict[Node, int] = {}
+    for node in output_nodes(gm):
+        root = storage_root(node)
+        counts[root] = counts.get(root, 0) + 1
+    return counts
+
+
+def has_mutation(gm: torch.fx.GraphModule) -> bool:
+    """Whether any node of the graph writes to an argument: values are then not only what their expression says."""
+    return any(is_mutating(node) for node in gm.graph.nodes)
+
+
+def constant_nodes(gm: torch.fx.GraphModule, constants: frozenset[str]) -> set[Node]:
+    """Nodes that depend on the placeholders `constants`, and on buffers, alone."""
+    found: set[Node] = set()
+    for node in gm.graph.nodes:
+        if (node.op == "placeholder" and node.name in constants) or (
+            is_pure(node) and all(argument in found for argument in node.all_input_nodes)
+        ):
+            found.add(node)
+    return found
+
+
+def holds_collectives(gm: torch.fx.GraphModule) -> bool:
+    """Whether the graph, or a sub-graph that it calls, works with other processes: no call of it may be repeated on one rank alone."""
+    graphs = (module.graph for module in gm.modules() if isinstance(module, torch.fx.GraphModule))
+    return any(is_collective(node) for graph in graphs for node in graph.nodes)
