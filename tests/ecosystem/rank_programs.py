@@ -1,16 +1,43 @@
-"""What the ranks of tests/ecosystem/test_distributed.py run: each function is one rank's program (see `ranks.run_ranks`)."""
+"""What the ranks of tests/ecosystem/test_distributed.py run: `ranks.run_ranks` calls one function in each process, with the rank."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed
 import torch.distributed._functional_collectives as functional
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
-# Since torch 2.13 the old name warns.
-all_gather = getattr(functional, "all_gather_single", functional.all_gather_tensor)
+import torch_hybrid_backend
+from torch_hybrid_backend import session
+from torch_hybrid_backend.core.engine import CompiledRegion
+from torch_hybrid_backend.core.region import Region
+from torch_hybrid_backend.core.verdict import Supported, Verdict
+
+WORLD, STEPS, RATE = 2, 3, 0.1
+
+Gradients = dict[str, torch.Tensor]
+
+
+def all_gather(tensor: torch.Tensor) -> torch.Tensor:
+    """All ranks' tensors, one below the other."""
+    gather = getattr(
+        functional, "all_gather_single", functional.all_gather_tensor
+    )  # the old name warns since torch 2.13
+    return gather(tensor, 0, torch.distributed.group.WORLD)
+
+
+def all_reduce(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of all ranks' tensors."""
+    return functional.all_reduce(tensor, "sum", torch.distributed.group.WORLD)
 
 
 class Gathering(nn.Module):
@@ -21,7 +48,7 @@ class Gathering(nn.Module):
         self.w = nn.Parameter(torch.randn(8, 16, generator=torch.Generator().manual_seed(rank)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(x @ all_gather(self.w, 0, torch.distributed.group.WORLD).t())
+        return torch.relu(x @ all_gather(self.w).t())
 
 
 def gathered_parameter(rank: int) -> dict[str, Any]:
@@ -36,3 +63,185 @@ def gathered_parameter(rank: int) -> dict[str, Any]:
                 model.w.mul_(2)
             results.append(fast(x))
     return {"results": results, "w": model.w.detach()}
+
+
+class Chain(nn.Module):
+    """Three collectives. The last waits for no other: cut into as few regions as can be, it could run before the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("w", torch.randn(16, 16, generator=torch.Generator().manual_seed(7)) / 4)
+
+    def forward(self, x: torch.Tensor, reduce: Callable[[torch.Tensor], torch.Tensor] = all_reduce) -> torch.Tensor:
+        first = reduce(torch.tanh(x @ self.w))
+        second = reduce(torch.tanh(first @ self.w))
+        third = reduce(torch.sigmoid(x @ self.w + 1))
+        return torch.cat([second, third]) @ self.w
+
+
+def _run_chain(model: Chain, rank: int) -> list[torch.Tensor]:
+    fast = torch.compile(model, backend="hybrid")
+    with torch.no_grad():
+        return [fast(x) for x in chain_inputs(rank)]
+
+
+def chain_inputs(rank: int) -> list[torch.Tensor]:
+    """What one rank calls the chain with."""
+    return [torch.full((4, 16), float(rank + call)) for call in range(4)]
+
+
+def chain(rank: int) -> dict[str, Any]:
+    """The results of some calls, and who runs the operators."""
+    model = Chain()
+    results = _run_chain(model, rank)
+    with torch.no_grad():
+        (plan,) = torch_hybrid_backend.explain(model, chain_inputs(rank)[0]).plans
+    return {"results": results, "engines": {node.engine for node in plan.nodes}}
+
+
+class _FailingEngine:
+    """Takes every operator; on rank 0 each of its regions raises in its third call."""
+
+    name = "failing"
+    keep_ops: frozenset[torch._ops.OpOverload] = frozenset()
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.failed = 0
+
+    def available(self) -> Verdict:
+        return Supported()
+
+    def supports(self, node: torch.fx.Node) -> Verdict:
+        return Supported()
+
+    def compile(self, regions: Sequence[Region], deadline_s: float) -> list[CompiledRegion | Exception]:
+        return [_FailingRegion(self, region, 3 if self._rank == 0 else 0) for region in regions]
+
+
+class _FailingRegion:
+    program = None
+
+    def __init__(self, engine: _FailingEngine, region: Region, fails_in: int) -> None:
+        self._engine, self._region, self._calls_left = engine, region, fails_in
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        self._calls_left -= 1
+        if self._calls_left == 0:
+            self._engine.failed += 1
+            raise ValueError("the engine's third call fails")
+        return [output.clone() for output in self._region.graph_module(*inputs)]
+
+
+def failing_regions(rank: int) -> dict[str, Any]:
+    """The results of some calls, in whose third the regions of rank 0 fail; the error that ended them; how many regions failed."""
+    engine = _FailingEngine(rank)
+    session.ENGINES = (("failing", lambda config, store: engine), *session.ENGINES[-1:])
+    results: list[torch.Tensor] = []
+    error = ""
+    try:
+        results = _run_chain(Chain(), rank)
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    return {"results": results, "error": error, "failed": engine.failed}
+
+
+def _train(
+    model: nn.Module, fast: Callable[..., torch.Tensor], batches: list[torch.Tensor], gradients: Callable[[], Gradients]
+) -> list[Gradients]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    history = []
+    for x in batches:
+        optimizer.zero_grad()
+        fast(x).square().mean().backward()
+        history.append(gradients())
+        optimizer.step()
+    return history
+
+
+def gradients_of(model: nn.Module) -> Gradients:
+    """Copies of the whole gradients, by parameter."""
+    return {
+        name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).clone()
+        for name, p in model.named_parameters()
+    }
+
+
+def batches(rank: int) -> list[torch.Tensor]:
+    """What one rank trains on."""
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(6, 24, generator=generator) for _ in range(STEPS)]
+
+
+class Network(nn.Module):
+    """Layers large enough to fill DDP's buckets of 1 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(24, 512), nn.LayerNorm(512))
+        self.middle = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512), nn.GELU())
+        self.last = nn.Linear(512, 5)
+
+    # Its own code, not nn.Sequential's: DDP's forward breaks the graph, and Dynamo begins anew with the user's code only.
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.middle(self.first(x)))
+
+
+def network() -> nn.Module:
+    """The same weights on each call."""
+    torch.manual_seed(0)
+    return Network()
+
+
+def data_parallel(rank: int) -> dict[str, Any]:
+    """The gradients of every step, and how many graphs DDPOptimizer cut: at the borders of the buckets, so that gradients travel early."""
+    model = network()
+    counter = CompileCounterWithBackend("hybrid")
+    fast = torch.compile(DistributedDataParallel(model, bucket_cap_mb=1), backend=counter)
+    history = _train(model, fast, batches(rank), lambda: gradients_of(model))
+    return {"gradients": history, "graphs": counter.frame_count}
+
+
+class Block(nn.Module):
+    """The two layers of a transformer's feed-forward part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(24), nn.Linear(24, 64), nn.Linear(64, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def blocks() -> nn.Sequential:
+    """The same weights on each call."""
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block())
+
+
+def fully_sharded(rank: int) -> dict[str, Any]:
+    """FSDP2, each block sharded and compiled by itself: the gradients of every step, and how many graphs were compiled."""
+    model = blocks()
+    mesh = init_device_mesh("cpu", (WORLD,))
+    counter = CompileCounterWithBackend("hybrid")
+    for block in model:
+        fully_shard(block, mesh=mesh)
+        block.compile(backend=counter)
+    fully_shard(model, mesh=mesh)
+    history = _train(model, model, batches(rank), lambda: gradients_of(model))
+    return {"gradients": history, "graphs": counter.frame_count}
+
+
+def tensor_parallel(rank: int) -> dict[str, Any]:
+    """Each rank holds half of the rows of `up` and of the columns of `down`: the gradients of every step, an inference, and how many graphs
+    were compiled."""
+    model = blocks()
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for block in model:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    counter = CompileCounterWithBackend("hybrid")
+    fast = torch.compile(model, backend=counter)
+    history = _train(model, fast, batches(0), lambda: gradients_of(model))
+    with torch.no_grad():
+        inference = [fast(x) for x in batches(0)]
+    return {"gradients": history, "inference": inference, "graphs": counter.frame_count}

@@ -22,7 +22,7 @@ import torch
 
 _ROOT = Path(__file__).resolve().parents[2]
 # A rank that waits this long for another one hangs: gloo raises in it, and says in which collective.
-_HANG_S = 60
+_HANG_S = 120
 
 needs_gloo = pytest.mark.skipif(
     not (torch.distributed.is_available() and torch.distributed.is_gloo_available()), reason="needs gloo"
@@ -33,7 +33,7 @@ def run_ranks(
     program: Callable[[int], Any],
     folder: Path,
     settings: Sequence[Mapping[str, str]] = ({}, {}),
-    timeout_s: float = 240,
+    timeout_s: float = 280,
     hang_s: float = _HANG_S,
 ) -> list[Any]:
     """What `program` returned on each rank; `settings[rank]` are environment variables for that rank alone.

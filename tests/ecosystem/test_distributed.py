@@ -1,12 +1,17 @@
-"""Several processes that compute together over gloo."""
+"""Several processes that compute together over gloo: what rank_programs.py runs on each rank, against eager in one process."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+from torch import nn
 
 from tests.ecosystem import rank_programs
+from tests.ecosystem.rank_programs import RATE, STEPS, WORLD, Chain, Gradients, batches, blocks, chain_inputs, network
 from tests.ecosystem.ranks import needs_gloo, run_ranks
 
 pytestmark = needs_gloo
@@ -19,3 +24,90 @@ def test_a_parameter_that_changes_on_one_rank(tmp_path: Path) -> None:
     before, after = (torch.relu(torch.ones(4, 16) @ torch.cat([w, second]).t()) for w in (first / 2, first))
     for rank in ranks:
         torch.testing.assert_close(rank["results"], [before, before, after, after])
+
+
+def _chain_reference() -> list[list[torch.Tensor]]:
+    """What each rank's calls return: the chain over all ranks' inputs at once, where a reduction sums the ranks' rows."""
+
+    def reduce(rows: torch.Tensor) -> torch.Tensor:
+        return rows.view(WORLD, 4, -1).sum(0).repeat(WORLD, 1)
+
+    calls = zip(*(chain_inputs(rank) for rank in range(WORLD)), strict=True)
+    results = [Chain()(torch.cat(inputs), reduce) for inputs in calls]
+    second_and_third = [result.view(2, WORLD, 4, -1) for result in results]
+    return [[parts[:, rank].flatten(0, 1) for parts in second_and_third] for rank in range(WORLD)]
+
+
+def test_engines_that_differ_between_the_ranks(tmp_path: Path) -> None:
+    """The ranks issue the same collectives in the same order, whoever runs what is between them."""
+    ranks = run_ranks(rank_programs.chain, tmp_path, ({"HYBRID_DISABLE_ENGINES": "tvm"}, {}))
+    assert [rank["engines"] for rank in ranks] == [{"eager"}, {"eager", "tvm"}]
+    torch.testing.assert_close([rank["results"] for rank in ranks], _chain_reference())
+
+
+def test_regions_that_fail_on_one_rank(tmp_path: Path) -> None:
+    """Regions that raise in a later call on one rank are run by eager there, in that very call, and no collective runs twice."""
+    ranks = run_ranks(rank_programs.failing_regions, tmp_path)
+    assert [rank["failed"] for rank in ranks] == [3, 0]
+    torch.testing.assert_close([rank["results"] for rank in ranks], _chain_reference())
+
+
+def test_an_error_on_one_rank_reaches_the_others(tmp_path: Path) -> None:
+    """Under HYBRID_STRICT a region that fails raises on its rank; the others raise, and do not wait, as soon as that rank has left."""
+    failed, left = run_ranks(rank_programs.failing_regions, tmp_path, ({"HYBRID_STRICT": "1"},) * WORLD)
+    assert "RegionError" in failed["error"]
+    assert "the engine's third call fails" in failed["error"]
+    assert "by peer" in left["error"]
+
+
+def _gradients(
+    model: nn.Module, ranks: Sequence[int], gradients: Callable[[nn.Module], Gradients] = rank_programs.gradients_of
+) -> list[Gradients]:
+    """The gradients of each step, averaged over the ranks' batches, in eager and one process."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    history = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in ranks:
+            (model(batches(rank)[step]).square().mean() / len(ranks)).backward()
+        history.append(gradients(model))
+        optimizer.step()
+    return history
+
+
+def _check_gradients(ranks: Sequence[dict[str, Any]], expected: list[Gradients]) -> None:
+    for rank in ranks:
+        torch.testing.assert_close(rank["gradients"], expected, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(ranks[0]["gradients"], ranks[1]["gradients"], rtol=0, atol=0)
+
+
+@pytest.mark.full  # two processes that both compile
+def test_data_parallel(tmp_path: Path) -> None:
+    """DDP: each rank compiles the pieces that DDPOptimizer cuts; the gradients of every step equal eager's, and are the same on both."""
+    ranks = run_ranks(rank_programs.data_parallel, tmp_path)
+    _check_gradients(ranks, _gradients(network(), range(WORLD)))
+    assert all(rank["graphs"] >= 3 for rank in ranks)
+
+
+@pytest.mark.full
+def test_fully_sharded_by_block(tmp_path: Path) -> None:
+    """FSDP2: blocks sharded and compiled one by one; the gradients of every step equal eager's, and are the same on both ranks."""
+    ranks = run_ranks(rank_programs.fully_sharded, tmp_path)
+    _check_gradients(ranks, _gradients(blocks(), range(WORLD)))
+    assert all(rank["graphs"] >= 1 for rank in ranks)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [({}, {}), pytest.param(({"HYBRID_DISABLE_ENGINES": "tvm"}, {}), marks=pytest.mark.full)],
+    ids=["same engines", "other engines"],
+)
+def test_tensor_parallel(settings: Sequence[dict[str, str]], tmp_path: Path) -> None:
+    """DTensor, the collectives in the graph: gradients and results equal eager's, and are the same on both ranks, whoever runs what."""
+    ranks = run_ranks(rank_programs.tensor_parallel, tmp_path, settings)
+    model = blocks()
+    _check_gradients(ranks, _gradients(model, [0]))
+    for rank in ranks:
+        with torch.no_grad():
+            torch.testing.assert_close(rank["inference"], [model(x) for x in batches(0)], rtol=1e-3, atol=1e-5)
+        assert rank["graphs"] >= 2
