@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -369,3 +370,15 @@ def test_sources_are_part_of_the_key(compiler, monkeypatch):
     before = _key(compiler, _scaled, torch.ones(2), torch.ones(2))
     monkeypatch.setattr(kept_graphs, "_versions", lambda: ("another",))
     assert _key(compiler, _scaled, torch.ones(2), torch.ones(2)) not in (before, None)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+def test_collectives_are_not_kept(compiler):
+    """A graph with a collective names a process group of this process: it is traced anew in each."""
+
+    def program(x):
+        return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(x, "sum", "no such group"))
+
+    with torch.no_grad(), pytest.raises((RuntimeError, ValueError), match="no such group"):
+        compiler(program)(torch.ones(3))
+    assert compiler.keys == [None]

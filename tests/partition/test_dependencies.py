@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
+import pytest
 import torch
+import torch.distributed
 
 from tests.partition.engines_for_tests import trace
 from torch_hybrid_backend.partition.dependencies import Dependencies, dependencies
@@ -69,3 +73,35 @@ def test_pure_operators_depend_on_their_inputs_alone() -> None:
     """Readers of one value do not wait for each other."""
     needs = dependencies(trace(lambda x: (x.sin(), x.cos(), x.exp()), torch.zeros(4)).graph)
     assert needs.before == ((), (), ())
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+def test_collectives_keep_their_order() -> None:
+    """Collectives that do not depend on each other, and the waits for them, run in the graph's order."""
+
+    def program(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        started = [c10d.all_reduce(value, "sum", "0") for value in (x.sin(), x)]
+        return tuple(c10d.wait_tensor(value) for value in started)
+
+    c10d = torch.ops._c10d_functional
+    needs = dependencies(trace(program, torch.zeros(4)).graph)
+    ordered = [i for i, is_ordered in enumerate(needs.ordered) if is_ordered]
+    assert len(ordered) == 4
+    assert all(before in needs.before[after] for before, after in itertools.pairwise(ordered))
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+def test_readers_of_what_a_collective_wrote_wait() -> None:
+    """What reads a collective's memory after the wait, without a wire from it, runs after it."""
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        reduced = c10d.all_reduce(x, "sum", "0")
+        view = aten.view.default(reduced, [2, 2])
+        c10d.wait_tensor(reduced)
+        return aten.sin.default(view)
+
+    c10d = torch.ops._c10d_functional
+    needs = dependencies(trace(program, torch.zeros(4)).graph)
+    wait = _position(needs, c10d.wait_tensor.default)
+    assert wait in needs.before[_position(needs, aten.sin.default)]
+    assert _position(needs, aten.view.default) in needs.before[wait]

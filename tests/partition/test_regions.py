@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+import torch.distributed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,13 +20,17 @@ from torch_hybrid_backend.errors import RegionError
 from torch_hybrid_backend.partition import levels
 from torch_hybrid_backend.partition.regions import Partition, partition
 
-aten = torch.ops.aten
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 
 def _partition(
     function: Callable[..., object], *inputs: torch.Tensor, engines: Sequence[Engine], config: Config | None = None
 ) -> Partition:
     return partition(trace(function, *inputs), engines, config or Config())
+
+
+def _reduced(x: torch.Tensor, group: str) -> torch.Tensor:
+    return c10d.wait_tensor(c10d.all_reduce(x, "sum", group))
 
 
 def _run(graph: PartitionedGraph, inputs: Sequence[torch.Tensor]) -> list[object]:
@@ -297,3 +302,44 @@ def test_ten_thousand_nodes_take_few_sweeps(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(found.graph.segments) == 201
     assert sweeps <= 2 * 3  # two rotations per cut, and no more than three cuts
     assert spent < 10
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+@pytest.mark.parametrize("takes", [("",), ("mm", "sin"), ()])
+def test_collectives_run_in_the_graphs_order_whoever_runs_the_rest(takes: tuple[str, ...]) -> None:
+    """The last reduction waits for nothing between, so that it could join the first one's segment: it must not."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        first = _reduced(x @ x, "first")
+        second = _reduced(first.sin() @ x, "second")
+        third = _reduced((x @ x).sin() @ x, "third")
+        return second @ third
+
+    found = _partition(function, torch.randn(3, 3), engines=[FakeEngine(takes=takes)])
+    nodes = [node for segment in found.graph.segments for node in segment.region.graph_module.graph.nodes]
+    groups = [node.args[2] for node in nodes if node.target is c10d.all_reduce.default]
+    assert groups == ["first", "second", "third"]
+    assert ("fake" in _engines(found)) == bool(takes)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+def test_engines_do_not_touch_what_a_collective_still_writes() -> None:
+    """A view between a collective and its wait is eager's, and nobody copies it to other strides; what comes after the wait may be an
+    engine's."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        started = c10d.all_reduce(x, "sum", "0")
+        view = started.view(-1)
+        between = _reduced((_reduced(x, "1") @ x).sin(), "2")  # so that what was started leaves its segment
+        return c10d.wait_tensor(view).view(3, 3) @ between
+
+    found = _partition(function, torch.randn(3, 3), engines=[FakeEngine()])
+    assert [node.engine for node in found.nodes if node.name == "view"] == ["eager"]
+    assert [node.engine for node in found.nodes if node.operator == "aten.mm.default"] == ["fake", "fake"]
+    specs = {
+        name: spec
+        for segment in found.graph.segments
+        for name, spec in zip(segment.outputs, segment.region.outputs, strict=True)
+    }
+    assert specs["all_reduce"] is None
+    assert specs["wait_tensor"] is not None

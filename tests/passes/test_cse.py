@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+import torch.distributed
 from torch.nn import functional
 
+from tests.partition.engines_for_tests import trace
+from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.cse import cse
 
 
@@ -43,3 +47,19 @@ def test_random_operators_do_not_merge(captured):
     before = subject.operators()
     cse(subject.gm, subject.ctx)
     assert subject.operators()["native_dropout.default"] == before["native_dropout.default"] == 2
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+def test_collectives_do_not_merge():
+    """Two reductions of one tensor are two: the other ranks take part in both."""
+
+    def program(x):
+        c10d = torch.ops._c10d_functional
+        first, second = (c10d.wait_tensor(c10d.all_reduce(x.sin(), "sum", "0")) for _ in range(2))
+        return first + second
+
+    gm = trace(program, torch.ones(3))
+    assert cse(gm, PassContext())  # the two sines
+    targets = [str(node.target) for node in gm.graph.nodes if node.op == "call_function"]
+    reduced = ["_c10d_functional.all_reduce.default", "_c10d_functional.wait_tensor.default"]
+    assert targets == ["aten.sin.default", *reduced, *reduced, "aten.add.Tensor"]

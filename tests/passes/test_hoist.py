@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed
 from torch import nn
 
+from tests.partition.engines_for_tests import trace
 from torch_hybrid_backend.core.hoisted_inputs import CallInput
 from torch_hybrid_backend.passes.hoist import Hoisted, hoist
 from torch_hybrid_backend.passes.pipeline import run_passes
@@ -156,3 +159,25 @@ def test_random_operators_stay(captured):
     run_passes(subject.gm, subject.ctx)
     hoisted = hoist(subject.gm, subject.ctx.constants)
     assert subject.operators(hoisted.main)["native_dropout.default"] == 1
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+def test_collectives_of_parameters_stay():
+    """All ranks gather a parameter in every call: only what comes before may be folded, for it concerns this rank alone."""
+
+    def program(w, x):
+        c10d = torch.ops._c10d_functional
+        return x @ c10d.wait_tensor(c10d.all_gather_into_tensor(w.sin(), 2, "0")).t()
+
+    gm = trace(program, torch.ones(3, 4), torch.ones(2, 4))
+    hoisted = hoist(gm, frozenset({"w_1"}))
+    assert [str(n.target) for n in hoisted.fold.graph.nodes if n.op == "call_function"] == ["aten.sin.default"]
+    main = [str(n.target) for n in hoisted.main.graph.nodes if n.op == "call_function"]
+    assert main[:2] == ["_c10d_functional.all_gather_into_tensor.default", "_c10d_functional.wait_tensor.default"]
+
+
+def test_what_is_returned_through_a_hidden_view_stays():
+    """Each call returns memory of its own, also where the result is an `_unsafe_view`, whose schema hides that it shares memory."""
+    gm = trace(lambda w, x: (torch.ops.aten._unsafe_view(w.sin(), [12]), x.cos()), torch.ones(3, 4), torch.ones(2))
+    hoisted = hoist(gm, frozenset({"w_1"}))
+    assert hoisted.fold is None
