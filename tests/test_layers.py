@@ -75,7 +75,7 @@ def test_every_room_has_a_rule() -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=_named)
 def test_rooms_import_only_what_they_may(path: Path) -> None:
-    """Stages speak through core/; utilities import core and errors at most; loops serve engines alone."""
+    """Stages speak through core/ and ask graph/; utilities import core and errors at most; loops serve engines alone."""
     room = _room(path)
     if room in WIRING:
         return
