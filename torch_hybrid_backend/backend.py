@@ -110,8 +110,9 @@ def explain(
 
     The model is compiled anew (earlier compilations of it stay valid) and called once, in the caller's grad mode; under grad mode
     only the forward graph is compiled by the call, as nothing calls backward. `options` and `dynamic` as for `torch.compile`: Dynamo
-    makes sizes symbolic that it has seen vary, also in earlier compilations of the same code, unless `dynamic=False`. The result prints
-    as text; `to_json()` and `to_html()` give the other forms.
+    makes sizes symbolic that it has seen vary, also in earlier compilations of the same code, unless `dynamic=False`. A model whose graphs
+    hold collectives is explained by all ranks or by none: the call is a call. The result prints as text; `to_json()` and `to_html()` give
+    the other forms.
 
         with torch.no_grad():
             print(torch_hybrid_backend.explain(model, x))
@@ -172,7 +173,7 @@ class HybridGraph:
                     return self._first_call(inputs)
                 run = self._run
         try:
-            return run(inputs)
+            return run.run(inputs, self._guarded) if isinstance(run, PythonExecutor) else run(inputs)
         except HybridError as error:
             if self._config.strict or self._has_collectives:
                 raise
@@ -254,7 +255,7 @@ class HybridGraph:
         with MadeOnce() as once:
             outputs = self._python_executor().run(inputs, place)
             self._chosen, self._decisions = chosen, decisions
-            run = self._segment_by_segment() if self._has_collectives else self._whole(inputs)
+            run = self._python_executor() if self._has_collectives else self._whole(inputs)
             self._tell()
             self._run = run  # last: interrupted before, the next call is a first call again
         self._candidates = {}  # what was not chosen is not needed any more
@@ -292,11 +293,6 @@ class HybridGraph:
                 release()  # the plan keeps packed constants of its own, or shares these
         return run
 
-    def _segment_by_segment(self) -> Callable[[Sequence[Any]], list[Any]]:
-        """Runs from Python; a region that fails goes to eager, in that call and from then on."""
-        executor = self._python_executor()
-        return lambda inputs: executor.run(inputs, self._guarded)
-
     def _tell(self) -> None:
         """Make the plan that tells of the choices."""
         self.plan = make_plan(self._name, self._kind, self._partition, list(self._decisions.values()))
@@ -306,7 +302,7 @@ class HybridGraph:
     def _recover(self, inputs: Sequence[Any], error: HybridError) -> list[Any]:
         """A call failed: run it segment by segment, give to eager what fails, and build the fast path anew."""
         chosen = set(self._chosen)
-        outputs = self._segment_by_segment()(inputs)
+        outputs = self._python_executor().run(inputs, self._guarded)
         if chosen != set(self._chosen):
             self._run = self._whole(inputs)
         else:
@@ -316,7 +312,7 @@ class HybridGraph:
         return outputs
 
     def _guarded(self, _index: int, segment: Segment, arguments: Sequence[Any]) -> Sequence[Any]:
-        """One segment's results, of eager where what it was compiled to fails."""
+        """One segment's results; a region that fails goes to eager, in this call and from then on."""
         region = segment.region
         compiled = self._chosen.get(region.name)
         if compiled is not None:
