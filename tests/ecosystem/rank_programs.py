@@ -146,6 +146,32 @@ def failing_regions(rank: int) -> dict[str, Any]:
     return {"results": results, "error": error, "failed": engine.failed}
 
 
+def _overlapping(x: torch.Tensor, group: str) -> tuple[torch.Tensor, ...]:
+    """Collectives that are waited for late, through views, as lists and in given memory, with products between."""
+    c10d = torch.ops._c10d_functional
+    reduced = c10d.all_reduce(x.t() @ x, "sum", group)
+    flat = reduced.view(-1)
+    scattered = c10d.reduce_scatter_tensor(torch.tanh(x @ x), "sum", WORLD, group)
+    gathered = c10d.all_gather_into_tensor_coalesced([x.sin(), x @ x], WORLD, group)
+    middle = torch.tanh(c10d.wait_tensor(scattered) @ x)
+    given = torch.empty_like(x)
+    filled = c10d.all_gather_into_tensor_out(middle, WORLD, group, out=given)
+    rest = [c10d.wait_tensor(value) + 1 for value in (*gathered, filled)]
+    return c10d.wait_tensor(flat), *rest
+
+
+def overlapping(rank: int) -> dict[str, Any]:
+    """The results of some calls in eager and compiled, by an engine that takes whatever it is offered."""
+    session.ENGINES = (("failing", lambda config, store: _FailingEngine(rank=-1)), *session.ENGINES[-1:])
+    group = torch.distributed.group.WORLD.group_name
+    fast = torch.compile(_overlapping, backend="hybrid")
+    generator = torch.Generator().manual_seed(rank)
+    # Large enough to be in flight for a while.
+    inputs = [torch.randn(512, 512, generator=generator) for _ in range(3)]
+    with torch.no_grad():
+        return {"results": [fast(x, group) for x in inputs], "expected": [_overlapping(x, group) for x in inputs]}
+
+
 def _train(
     model: nn.Module, fast: Callable[..., torch.Tensor], batches: list[torch.Tensor], gradients: Callable[[], Gradients]
 ) -> list[Gradients]:

@@ -52,6 +52,12 @@ def test_regions_that_fail_on_one_rank(tmp_path: Path) -> None:
     torch.testing.assert_close([rank["results"] for rank in ranks], _chain_reference())
 
 
+def test_collectives_waited_for_late(tmp_path: Path) -> None:
+    """Nothing touches what a collective still writes: results behind views, in lists and in given memory are complete when they are read."""
+    for rank in run_ranks(rank_programs.overlapping, tmp_path):
+        torch.testing.assert_close(rank["results"], rank["expected"])
+
+
 def test_an_error_on_one_rank_reaches_the_others(tmp_path: Path) -> None:
     """Under HYBRID_STRICT a region that fails raises on its rank; the others raise, and do not wait, as soon as that rank has left."""
     failed, left = run_ranks(rank_programs.failing_regions, tmp_path, ({"HYBRID_STRICT": "1"},) * WORLD)
