@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,18 @@ import torch
 from torch import nn
 
 from tests.ecosystem import rank_programs
-from tests.ecosystem.rank_programs import RATE, STEPS, WORLD, Chain, Gradients, batches, blocks, chain_inputs, network
+from tests.ecosystem.rank_programs import (
+    RATE,
+    STEPS,
+    WORLD,
+    Chain,
+    Gradients,
+    batches,
+    blocks,
+    chain_inputs,
+    gradients_of,
+    network,
+)
 from tests.ecosystem.ranks import needs_gloo, run_ranks
 
 pytestmark = needs_gloo
@@ -66,9 +77,7 @@ def test_an_error_on_one_rank_reaches_the_others(tmp_path: Path) -> None:
     assert "by peer" in left["error"]
 
 
-def _gradients(
-    model: nn.Module, ranks: Sequence[int], gradients: Callable[[nn.Module], Gradients] = rank_programs.gradients_of
-) -> list[Gradients]:
+def _gradients(model: nn.Module, ranks: Sequence[int]) -> list[Gradients]:
     """The gradients of each step, averaged over the ranks' batches, in eager and one process."""
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     history = []
@@ -76,15 +85,16 @@ def _gradients(
         optimizer.zero_grad()
         for rank in ranks:
             (model(batches(rank)[step]).square().mean() / len(ranks)).backward()
-        history.append(gradients(model))
+        history.append(gradients_of(model))
         optimizer.step()
     return history
 
 
-def _check_gradients(ranks: Sequence[dict[str, Any]], expected: list[Gradients]) -> None:
+def _check_gradients(ranks: Sequence[dict[str, Any]], expected: list[Gradients], same: bool = True) -> None:
     for rank in ranks:
         torch.testing.assert_close(rank["gradients"], expected, rtol=1e-3, atol=1e-6)
-    torch.testing.assert_close(ranks[0]["gradients"], ranks[1]["gradients"], rtol=0, atol=0)
+    if same:
+        torch.testing.assert_close(ranks[0]["gradients"], ranks[1]["gradients"], rtol=0, atol=0)
 
 
 @pytest.mark.full  # two processes that both compile
@@ -109,10 +119,11 @@ def test_fully_sharded_by_block(tmp_path: Path) -> None:
     ids=["same engines", "other engines"],
 )
 def test_tensor_parallel(settings: Sequence[dict[str, str]], tmp_path: Path) -> None:
-    """DTensor, the collectives in the graph: gradients and results equal eager's, and are the same on both ranks, whoever runs what."""
+    """DTensor, the collectives in the graph: gradients and results equal eager's on both ranks, whoever runs what. What both ranks compute
+    for themselves, as a bias's gradient, is the same to the last bit where the same engines run."""
     ranks = run_ranks(rank_programs.tensor_parallel, tmp_path, settings)
     model = blocks()
-    _check_gradients(ranks, _gradients(model, [0]))
+    _check_gradients(ranks, _gradients(model, [0]), same=settings[0] == settings[1])
     for rank in ranks:
         with torch.no_grad():
             torch.testing.assert_close(rank["inference"], [model(x) for x in batches(0)], rtol=1e-3, atol=1e-5)
