@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -44,24 +45,22 @@ def run_ranks(
     world = len(settings)
     deadline = time.monotonic() + timeout_s
     names = [program.__module__, program.__name__]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", __name__, *names, str(rank), str(world), str(folder), str(hang_s)],
-            cwd=_ROOT,
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", **own},
-            stderr=(folder / f"{rank}.err").open("w"),
-        )
-        for rank, own in enumerate(settings)
-    ]
-    try:
-        for rank in ranks:
-            rank.wait(max(deadline - time.monotonic(), 1))
-    except subprocess.TimeoutExpired:
-        pytest.fail(f"a rank ran for more than {timeout_s} s\n{_written(folder, world)}")
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    with ExitStack() as stack:
+        ranks = []
+        for rank, own in enumerate(settings):
+            process = subprocess.Popen(
+                [sys.executable, "-m", __name__, *names, str(rank), str(world), str(folder), str(hang_s)],
+                cwd=_ROOT,
+                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", **own},
+                stderr=stack.enter_context((folder / f"{rank}.err").open("w")),
+            )
+            ranks.append(stack.enter_context(process))
+            stack.callback(process.kill)  # before the process is waited for
+        try:
+            for process in ranks:
+                process.wait(max(deadline - time.monotonic(), 1))
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"a rank ran for more than {timeout_s} s\n{_written(folder, world)}")
     assert all(rank.returncode == 0 for rank in ranks), _written(folder, world)
     return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
 
