@@ -15,7 +15,7 @@ from torch_hybrid_backend.core.plan import Refusal
 from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason, Refused
-from torch_hybrid_backend.errors import CompilerCrashError, DeadlineError, HybridError, RegionError
+from torch_hybrid_backend.errors import CompileError, CompilerCrashError, DeadlineError, HybridError, RegionError
 
 _log = logging.getLogger(__name__)
 
@@ -50,8 +50,10 @@ def compile_refusal(error: Exception) -> Refused:
 
 
 def run_refusal(error: Exception) -> Refused:
-    """The refusal that an exception from running a compiled region stands for."""
-    return Refused(Reason.RUNTIME_ERROR, _sentence(error))
+    """The refusal that an exception from running a compiled region stands for, or from what its engine compiled only then."""
+    return (
+        compile_refusal(error) if isinstance(error, CompileError) else Refused(Reason.RUNTIME_ERROR, _sentence(error))
+    )
 
 
 def _sentence(error: Exception) -> str:

@@ -12,6 +12,7 @@ import torch
 from tests.engines.tvm.regions_for_tests import compiled_region
 from tests.partition.engines_for_tests import trace
 from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.program import OperatorCall, Program
 from torch_hybrid_backend.engines.tvm import engine as engine_module
 from torch_hybrid_backend.engines.tvm import variants as variants_module
@@ -218,7 +219,7 @@ def test_the_exact_kernel_is_compiled_when_it_is_asked_for(tmp_path: Path) -> No
     engine = _engine(tmp_path, "estimate")
     (segment,) = partition(trace(convolution, *inputs), [engine], Config()).graph.segments
     constants = (segment.region.inputs[0], dataclasses.replace(segment.region.inputs[1], is_constant=True))
-    (compiled,) = engine.compile([dataclasses.replace(segment.region, inputs=constants)], 120.0)
+    (compiled,) = engine.compile([dataclasses.replace(segment.region, inputs=constants)], Deadline(120.0))
     assert isinstance(compiled, TvmRegion)
     assert compiled.options[0].chosen.variant.name.startswith("winograd")
     assert len(list((tmp_path / "kernels").rglob("*.so"))) == 1
