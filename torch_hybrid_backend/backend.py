@@ -34,7 +34,7 @@ from torch_hybrid_backend.core.plan import Plan, RegionDecision
 from torch_hybrid_backend.core.region import Segment
 from torch_hybrid_backend.engines.deadline import compile_in_time
 from torch_hybrid_backend.errors import HybridError
-from torch_hybrid_backend.garbage import collector_paused, full_collections, hold_while_dynamo_compiles
+from torch_hybrid_backend.garbage import collector_paused, full_collections
 from torch_hybrid_backend.partition.cost_cache import VerdictCache, machine_fingerprint
 from torch_hybrid_backend.partition.fallback import ReportedRegion, demote, run_refusal
 from torch_hybrid_backend.partition.known_graphs import KnownGraphs, graph_key
@@ -57,7 +57,6 @@ from torch_hybrid_backend.session import Session, open_session
 
 log = logging.getLogger(__name__)
 
-hold_while_dynamo_compiles()
 OnPlan = Callable[[Plan], None]
 
 
@@ -86,6 +85,7 @@ def compile_graph(
 
     deadline = Deadline(config.compile_deadline_s)
 
+    @collector_paused()  # a backward graph may be compiled later, when backward is called
     def compile_captured(captured: CapturedGraph) -> Callable[[list[Any]], list[Any]]:
         return HybridGraph(captured, shared, config, on_plan, deadline=deadline)
 
