@@ -49,7 +49,7 @@ def test_an_edit_is_another_version(parts: Sequence[str], edited: str, package: 
     source.write_bytes(text + b"\n")
     assert read_sources_version(*parts) != before
     source.write_bytes(text)
-    assert read_sources_version(*parts) == before == sources_version(*parts)
+    assert read_sources_version(*parts) == before
 
 
 @pytest.mark.parametrize("parts", _PARTS.values(), ids=_PARTS)

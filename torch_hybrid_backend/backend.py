@@ -82,7 +82,6 @@ def compile_graph(
     """Compile one Dynamo graph under `config`; `on_plan` gets each plan when it is made (in the graph's first call)."""
     apply_log_level(config)
     shared = open_session(config)
-
     deadline = Deadline(config.compile_deadline_s)
 
     @collector_paused()  # a backward graph may be compiled later, when backward is called

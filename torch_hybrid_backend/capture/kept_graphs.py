@@ -259,4 +259,4 @@ def _check_trivial(graph_module: torch.fx.GraphModule) -> None:
         raise _UnkeyedError("the graph has other inputs than the user's")
 
 
-_versions()  # now: see `sources_version`
+sources_version(*SOURCES)  # now: as they are imported

@@ -42,10 +42,8 @@ def compile_in_time(
         thread.join(left_s + _GRACE_S)
     if made:
         return made[0]
-    late = (
-        f"{engine.name} compiles on after the {left_s:.3g} s it had of {deadline.limit_s:g} (HYBRID_COMPILE_DEADLINE_S)"
-    )
-    return [DeadlineError(f"{late}; it is not waited for")] * len(regions)
+    had = f"{left_s:.3g} s it had of {deadline.limit_s:g} (HYBRID_COMPILE_DEADLINE_S)"
+    return [DeadlineError(f"{engine.name} compiles on after the {had}; it is not waited for")] * len(regions)
 
 
 def _compiled(engine: Engine, regions: Sequence[Region], deadline: Deadline) -> Sequence[CompiledRegion | Exception]:

@@ -51,9 +51,9 @@ def compile_refusal(error: Exception) -> Refused:
 
 def run_refusal(error: Exception) -> Refused:
     """The refusal that an exception from running a compiled region stands for, or from what its engine compiled only then."""
-    return (
-        compile_refusal(error) if isinstance(error, CompileError) else Refused(Reason.RUNTIME_ERROR, _sentence(error))
-    )
+    if isinstance(error, CompileError):
+        return compile_refusal(error)
+    return Refused(Reason.RUNTIME_ERROR, _sentence(error))
 
 
 def _sentence(error: Exception) -> str:

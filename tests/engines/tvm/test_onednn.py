@@ -98,7 +98,7 @@ def _with_operators(engine: TvmEngine, compiled: TvmRegion) -> tuple[Program, in
     for option in compiled.options:
         for variant in option.untried:
             assert operator_us(variant) > 0
-            made = compiled_variant(variant, engine.compiled(variant.kernels, Deadline(120.0)))
+            made = compiled_variant(variant, engine.built(variant.kernels, Deadline(120.0)))
             assert isinstance(made, CompiledVariant), made
             chosen.append(made)
         if not option.untried:

@@ -53,9 +53,8 @@ log = logging.getLogger(__name__)
 _OPERATORS_PER_KERNEL = 4  # about: fused, and equal ones once
 # Of a kernel that are tried where it is not tuned, the one in use included; a third is worth 0.8 % at most (docs/performance.md).
 _VARIANTS = 2
-_TUNING_ROUND_S = (
-    600.0  # for compiling one variant of every kernel: a compiler that hangs must not hold up tuning for ever
-)
+# For compiling one variant of every kernel while tuning, which no deadline ends: a compiler that hangs must not hold it up for ever.
+_TUNING_ROUND_S = 600.0
 
 
 @functools.cache
@@ -168,7 +167,7 @@ class TvmEngine:
         if self._placement != "estimate":
             limit([each for item in ready for each in item.candidates])
         kernels = [k for item in ready for each in item.candidates for v in each.variants for k in v.kernels]
-        made = iter(self.compiled(kernels, deadline))
+        made = iter(self.built(kernels, deadline))
         results = [self._compiled(item, made, deadline) if isinstance(item, _Assembled) else item for item in assembled]
         log.info("%d regions, %d kernels in %.2f s", len(regions), len(kernels), time.monotonic() - start)
         return results
@@ -198,7 +197,7 @@ class TvmEngine:
             options = tune(
                 region.kernels,
                 region.options,
-                lambda kernels: self.compiled(kernels, Deadline(_TUNING_ROUND_S)),
+                lambda kernels: self.built(kernels, Deadline(_TUNING_ROUND_S)),
                 self._run_program,
                 inputs,
                 verdicts,
@@ -210,7 +209,7 @@ class TvmEngine:
         if not region.deadline.is_over():
             options = screen(options)
             if any(option.untried for option in options):
-                compile_more = functools.partial(self.compiled, deadline=region.deadline)
+                compile_more = functools.partial(self.built, deadline=region.deadline)
                 options = contest(region.kernels, options, compile_more, self._run_program, inputs)
         before = {option.key: option.times for option in region.options}
         for option in {option.key: option for option in options if option.times != before[option.key]}.values():
@@ -221,7 +220,7 @@ class TvmEngine:
     def exact(self, region: TvmRegion) -> TvmRegion:
         """See `TvmRegion.exact`."""
         kernels = [k for option in region.options if option.missing for k in option.missing.kernels]
-        made = iter(self.compiled(kernels, region.deadline))
+        made = iter(self.built(kernels, region.deadline))
         options = []
         for option in region.options:
             missing = option.missing
@@ -231,7 +230,7 @@ class TvmEngine:
             options.append(option.with_exact(found))
         return self._region(region.kernels, options, region.deadline)
 
-    def compiled(self, kernels: Sequence[Kernel], deadline: Deadline) -> list[CompiledKernel | Exception]:
+    def built(self, kernels: Sequence[Kernel], deadline: Deadline) -> list[CompiledKernel | Exception]:
         """See `compile_kernels`; in what is left of the deadline, and at its expense."""
         with deadline.running():
             return compile_kernels(kernels, self.target, self._compiler, self._store, deadline.left_s())

@@ -89,9 +89,8 @@ def _decided(option: Options, new: Sequence[CompiledVariant | Exception], now: M
         return option
     name, chosen = option.untried[0].name, option.chosen.variant.name
     times, left = dict(option.times), option.untried[1:]
-    if isinstance(
-        new[0], DeadlineError
-    ):  # nothing was found out, not even whether it is worth compiling: a later process does
+    if isinstance(new[0], DeadlineError):
+        # Nothing was found out. Without the operator's time alone a later process takes it for new, and tries again.
         times.pop(name + ALONE, None)
         return replace(option, times=times, untried=left)
     if not isinstance(new[0], CompiledVariant) or name not in now or chosen not in now:
