@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import gc
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-import torch
 
-from torch_hybrid_backend import garbage
 from torch_hybrid_backend.garbage import FullCollections
 
 
@@ -62,22 +65,62 @@ def test_a_threshold_set_meanwhile_stays() -> None:
     assert gc.get_threshold() == (500, 5, 7)
 
 
-def test_dynamo_holds_them(thresholds: tuple[int, int, int]) -> None:
-    """A compilation by any backend holds them from its first step to its last, also where it fails."""
-    torch._dynamo.reset()
-    garbage.hold_while_dynamo_compiles()
-    seen: list[int] = []
+_WATCHED = """
+import gc, torch
+import torch_hybrid_backend.backend
+from torch._dynamo.callback import callback_handler
+from torch_hybrid_backend import session
+from torch_hybrid_backend.engines.eager import EagerEngine, EagerRegion
 
-    def backend(gm: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
-        seen.append(gc.get_threshold()[2])
-        if len(seen) == 2:
-            raise RuntimeError("on purpose")
-        return gm
+def state():
+    return gc.isenabled(), gc.get_threshold()
 
-    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(3))
-    assert seen[0] > thresholds[2]
-    assert gc.get_threshold() == thresholds
-    with pytest.raises(Exception, match="on purpose"):
-        torch.compile(lambda x: x + 2, backend=backend)(torch.ones(3))
-    assert gc.get_threshold() == thresholds
-    torch._dynamo.reset()
+seen = {}
+
+def another(gm, example_inputs):
+    seen["another backend"] = state()
+    return gm
+
+class Region(EagerRegion):
+    def __call__(self, inputs):
+        seen["first call"] = state()
+        return super().__call__(inputs)
+
+class Engine(EagerEngine):
+    name = "watching"
+    def compile(self, regions, deadline):
+        seen["ours"] = state()
+        return [Region(region.graph_module) for region in regions]
+
+session.ENGINES = (("watching", lambda config, store: Engine()), *session.ENGINES[-1:])
+before = state()
+x = torch.ones(3)
+with torch.no_grad():
+    assert torch.equal(torch.compile(lambda x: x.sin() + 1, backend=another)(x), x.sin() + 1)
+    after_another = state()
+    assert torch.equal(torch.compile(lambda x: x.cos() + 2, backend="hybrid")(x), x.cos() + 2)
+callbacks = len(callback_handler.start_callbacks) + len(callback_handler.end_callbacks)
+print({**seen, "before": before, "after another": after_another, "after ours": state(), "callbacks": callbacks})
+"""
+
+
+def test_other_backends_are_left_alone(tmp_path: Path) -> None:
+    """With this package imported another backend's compilation finds the collector as the program has it. Ours finds it off, the graph's first
+    call without full collections; afterwards all is as before."""
+    done = subprocess.run(
+        [sys.executable, "-c", _WATCHED],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HYBRID_CACHE_DIR": str(tmp_path / "cache")},
+    )
+    seen = ast.literal_eval(done.stdout)
+    as_before = seen.pop("before")
+    on, (young, middle, oldest) = as_before
+    assert on
+    assert seen.pop("callbacks") == 0
+    assert seen.pop("ours")[0] is False
+    call_on, (call_young, call_middle, call_oldest) = seen.pop("first call")
+    assert (call_on, call_young, call_middle) == (True, young, middle)
+    assert call_oldest > oldest
+    assert seen == {"another backend": as_before, "after another": as_before, "after ours": as_before}

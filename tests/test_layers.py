@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "torch_hybrid_backend"
 
-_UTILITIES = {"config", "errors", "measure", "progress", "store"}
+_UTILITIES = {"config", "errors", "measure", "progress", "sources", "store"}
 # Room -> the other rooms it may import. The wiring (backend, session, cli and the package itself) may import all.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
@@ -23,6 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"core", "errors"},
     "measure": {"core", "errors"},
     "progress": {"core", "errors"},
+    "sources": set(),
     "garbage": set(),
     "store": {"core", "errors"},
     "bisection": {"core", "errors"},
@@ -39,13 +40,13 @@ WIRING = {"backend", "session", "cli", "__init__"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
-def _room(path: Path) -> str:
+def room_of(path: Path) -> str:
     """The room a source file lies in: the folder below the package, or the module's own name."""
     first = path.relative_to(PACKAGE).parts[0]
     return first.removesuffix(".py")
 
 
-def _imports(path: Path) -> Iterator[tuple[str, ...]]:
+def imports_of(path: Path) -> Iterator[tuple[str, ...]]:
     """Every import of the package in a file, inside functions and TYPE_CHECKING too, as parts below the package."""
     here = path.relative_to(ROOT).with_suffix("").parts
     package = here[:-1]
@@ -70,17 +71,19 @@ def _named(path: Path) -> str:
 
 def test_every_room_has_a_rule() -> None:
     """A new folder or module at the top of the package states what it may import, here."""
-    assert {_room(path) for path in MODULES} <= ALLOWED.keys() | WIRING
+    assert {room_of(path) for path in MODULES} <= ALLOWED.keys() | WIRING
 
 
 @pytest.mark.parametrize("path", MODULES, ids=_named)
 def test_rooms_import_only_what_they_may(path: Path) -> None:
     """Stages speak through core/ and ask graph/; utilities import core and errors at most; loops serve engines alone."""
-    room = _room(path)
+    room = room_of(path)
     if room in WIRING:
         return
     legal = ALLOWED[room] | {room}
-    broken = {".".join(parts) for parts in _imports(path) if parts[0] not in legal and parts[0] not in ("__version__",)}
+    broken = {
+        ".".join(parts) for parts in imports_of(path) if parts[0] not in legal and parts[0] not in ("__version__",)
+    }
     assert not broken, f"{_named(path)} imports {sorted(broken)}; {room} may import {sorted(legal)}"
 
 
@@ -89,7 +92,7 @@ def test_engines_do_not_import_each_other(path: Path) -> None:
     """An engine knows nothing of the others; only session.py names them all."""
     parts = path.relative_to(PACKAGE / "engines").parts
     own = parts[0].removesuffix(".py")
-    others = {".".join(p) for p in _imports(path) if p[0] == "engines" and len(p) > 1 and p[1] != own}
+    others = {".".join(p) for p in imports_of(path) if p[0] == "engines" and len(p) > 1 and p[1] != own}
     assert not others, f"engine {own} imports {sorted(others)}"
 
 
@@ -115,7 +118,7 @@ def _reads_environment(tree: ast.AST) -> bool:
 
 def test_only_config_and_wiring_read_the_environment() -> None:
     """Settings are read once and passed down: no room looks at os.environ itself."""
-    rooms = [path for path in MODULES if _room(path) not in WIRING | {"config"}]
+    rooms = [path for path in MODULES if room_of(path) not in WIRING | {"config"}]
     assert not [_named(path) for path in rooms if _reads_environment(ast.parse(path.read_text()))]
 
 

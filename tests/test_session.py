@@ -13,6 +13,7 @@ from torch_hybrid_backend import session
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.session import Session, open_session
+from torch_hybrid_backend.sources import sources_version
 from torch_hybrid_backend.store import Store
 
 
@@ -60,3 +61,13 @@ def test_engine_that_cannot_get_ready(caplog: pytest.LogCaptureFixture) -> None:
     (record,) = caplog.records
     assert "unready" in record.message
     assert "no licence" in record.message
+
+
+def test_timings_belong_to_the_engine_and_to_what_runs_its_kernels() -> None:
+    """Timings are kept under the engine's own version and that of the runtime; those of an engine without a version are not kept."""
+
+    class Versioned(FakeEngine):
+        version = "7"
+
+    versions = Session((Versioned("versioned"), FakeEngine("plain")), Store.temporary()).versions()
+    assert versions == {"versioned": f"7 {sources_version(*session.TIMING_SOURCES)}"}

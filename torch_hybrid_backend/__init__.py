@@ -3,6 +3,7 @@
 The line needs no import of this package. What the package offers beside it:
 
     explain(model, *args)    where every operator runs, and why
+    refresh(model)           use the weights as they are now, however they were changed
     bisect(works)            which pass or operator makes a program wrong
     Config                   the settings
 """
@@ -18,9 +19,10 @@ if TYPE_CHECKING:
     from torch_hybrid_backend.backend import explain
     from torch_hybrid_backend.bisection import bisect
     from torch_hybrid_backend.config import Config
+    from torch_hybrid_backend.runtime.constants import refresh
 
-_HOMES = {"Config": "config", "bisect": "bisection", "explain": "backend"}
-__all__ = ["Config", "__version__", "bisect", "explain"]
+_HOMES = {"Config": "config", "bisect": "bisection", "explain": "backend", "refresh": "runtime.constants"}
+__all__ = ["Config", "__version__", "bisect", "explain", "refresh"]
 
 
 def __getattr__(name: str) -> Any:

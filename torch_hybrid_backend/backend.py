@@ -28,12 +28,13 @@ from torch_hybrid_backend.capture.aot import capture
 from torch_hybrid_backend.capture.kept_graphs import KeptGraphs
 from torch_hybrid_backend.config import Config, apply_log_level
 from torch_hybrid_backend.core.captured import CapturedGraph
+from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.plan import Plan, RegionDecision
 from torch_hybrid_backend.core.region import Segment
 from torch_hybrid_backend.engines.deadline import compile_in_time
 from torch_hybrid_backend.errors import HybridError
-from torch_hybrid_backend.garbage import collector_paused, full_collections, hold_while_dynamo_compiles
+from torch_hybrid_backend.garbage import collector_paused, full_collections
 from torch_hybrid_backend.graph.values import holds_collectives
 from torch_hybrid_backend.partition.cost_cache import VerdictCache, machine_fingerprint
 from torch_hybrid_backend.partition.fallback import ReportedRegion, demote, run_refusal
@@ -57,7 +58,6 @@ from torch_hybrid_backend.session import Session, open_session
 
 log = logging.getLogger(__name__)
 
-hold_while_dynamo_compiles()
 OnPlan = Callable[[Plan], None]
 
 
@@ -83,9 +83,11 @@ def compile_graph(
     """Compile one Dynamo graph under `config`; `on_plan` gets each plan when it is made (in the graph's first call)."""
     apply_log_level(config)
     shared = open_session(config)
+    deadline = Deadline(config.compile_deadline_s)
 
+    @collector_paused()  # a backward graph may be compiled later, when backward is called
     def compile_captured(captured: CapturedGraph) -> Callable[[list[Any]], list[Any]]:
-        return HybridGraph(captured, shared, config, on_plan)
+        return HybridGraph(captured, shared, config, on_plan, deadline=deadline)
 
     keep_ops = frozenset[torch._ops.OpOverload]().union(*(engine.keep_ops for engine in shared.engines))
     kept = KeptGraphs(shared.store) if config.cache else None
@@ -141,13 +143,16 @@ class HybridGraph:
         config: Config,
         on_plan: OnPlan | None = None,
         name: str = "graph",
+        deadline: Deadline | None = None,
     ) -> None:
+        """`deadline`: for the kernels of this graph and of others that are compiled with it; None: of `config`, for this one."""
         start = time.perf_counter()
         self._name = name
         self._kind = captured.kind
         self._config = config
         self._session = session
         self._on_plan = on_plan
+        self._deadline = deadline or Deadline(config.compile_deadline_s)
         inline_subgraphs(captured.graph_module)
         run_passes(captured.graph_module, PassContext.of(captured), bisected_passes(PASSES))
         # Sub-graphs are looked into, so before they are compiled.
@@ -185,7 +190,7 @@ class HybridGraph:
     def _compile_body(self, name: str, body: CapturedGraph) -> Callable[[list[Any]], list[Any]] | None:
         """A branch or loop body as a graph of its own; None where that fails, so that eager runs it."""
         try:
-            return HybridGraph(body, self._session, self._config, self._on_plan, f"{self._name}.{name}")
+            return HybridGraph(body, self._session, self._config, self._on_plan, f"{self._name}.{name}", self._deadline)
         except HybridError as error:
             if self._config.strict:
                 raise
@@ -203,7 +208,7 @@ class HybridGraph:
             if not regions:
                 continue
             with unset_fake_temporarily():  # AOTAutograd is still tracing: an engine's own tensors would be fake
-                compiled = compile_in_time(engine, regions, self._config.compile_deadline_s)
+                compiled = compile_in_time(engine, regions, self._deadline)
             for region, result in zip(regions, compiled, strict=True):
                 results[region.name][engine.name] = result
         return results

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.fx import Node
 
+from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.engine import CompiledRegion, Engine
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason, Refused, Verdict
@@ -100,8 +101,8 @@ class _Bisected:
             return Refused(Reason.DISABLED, "the compiler bisector has switched it off")
         return verdict
 
-    def compile(self, regions: Sequence[Region], deadline_s: float) -> list[CompiledRegion | Exception]:
-        return self._engine.compile(regions, deadline_s)
+    def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[CompiledRegion | Exception]:
+        return self._engine.compile(regions, deadline)
 
 
 def _source(node: Node) -> str:

@@ -35,6 +35,7 @@ from torch_hybrid_backend.core.engine import Engine
 from torch_hybrid_backend.core.verdict import Refused
 from torch_hybrid_backend.errors import CacheError, ConfigError, HybridError
 from torch_hybrid_backend.report import Explanation
+from torch_hybrid_backend.runtime.native import CALLS_PER_ROUND, watches_writes
 from torch_hybrid_backend.store import Store
 
 Explain = Callable[..., Explanation]
@@ -194,9 +195,22 @@ def _doctor(engines: Engines, out: TextIO) -> int:
     linker = next(filter(None, map(shutil.which, _LINKERS)), None)
     lines.append(f"  {'linker':<10} {linker or 'none; kernels need one of ' + ', '.join(_LINKERS)}")
     lines.append(f"  {'gpu':<10} {torch.cuda.get_device_name() if torch.cuda.is_available() else 'none'}")
+    lines.append(f"  {'weights':<10} {_weights_state()}")
     lines.append(f"  {'cache':<10} {_cache_state(config)}")
     out.write("\n".join(lines) + "\n")
     return 0
+
+
+def _weights_state() -> str:
+    try:
+        if watches_writes():
+            return "every change is seen by the next call: the kernel watches their memory"
+    except HybridError as error:
+        return f"unknown: {error}"
+    return (
+        f"changes that bypass PyTorch's version counters may be seen up to {CALLS_PER_ROUND} calls late (Linux 6.7 and the right to"
+        " call userfaultfd are needed to watch memory); call torch_hybrid_backend.refresh(model) after them"
+    )
 
 
 _LINKERS = ("ld", "cc", "gcc", "clang", "c++", "g++")

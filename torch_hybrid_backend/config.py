@@ -192,7 +192,10 @@ class Config:
     compile_deadline_s: float = dataclasses.field(
         default=300.0,
         metadata=_setting(
-            _seconds, "seconds", "time that one graph's kernels may take to compile; late ones run in eager"
+            _seconds,
+            "seconds",
+            "time that one graph's kernels may take to compile, of all engines, backward graphs and first calls together (tuning excepted); "
+            "late ones run in eager",
         ),
     )
     log: str = dataclasses.field(

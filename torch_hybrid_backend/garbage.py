@@ -1,8 +1,10 @@
-"""Python's garbage collector, held back while a graph is compiled.
+"""Python's garbage collector, held back while this backend compiles a graph and in that graph's first call.
 
 A compilation makes hundreds of thousands of objects that stay, beside those of torch that are there already: every full collection walks
-them all and finds nothing. ResNet-50, seconds: of the 1.06 that AOTAutograd took, 0.35; of a first call of 2.9 with a full cache,
-one collection in Dynamo's trace 0.25, one in the graph's first call 0.30.
+them all and finds nothing. ResNet-50, seconds: of the 1.06 that AOTAutograd took, 0.35; one collection in the graph's first call 0.30.
+
+Not while Dynamo traces: it does not say for which backend, and others' compilations are not ours to change. Nothing is lost by that. Held
+until Dynamo has ended, the one full collection that comes in its trace comes right after (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -11,8 +13,6 @@ import contextlib
 import gc
 import threading
 from collections.abc import Iterator
-
-from torch._dynamo.callback import callback_handler
 
 _NEVER = (1 << 31) - 1
 
@@ -62,21 +62,3 @@ class FullCollections:
 
 
 full_collections = FullCollections()
-
-
-def hold_while_dynamo_compiles() -> None:
-    """Hold full collections whenever Dynamo compiles something, for whichever backend; until `torch._dynamo.reset()` forgets all callbacks."""
-    # Where this is called, or forgotten, in the middle of a compilation one of the two calls is missing.
-    running: list[object] = []
-
-    def start(args: object) -> None:
-        running.append(args)
-        full_collections.hold()
-
-    def end(_args: object) -> None:
-        while running:
-            running.pop()
-            full_collections.let_go()
-
-    callback_handler.register_start_callback(start)
-    callback_handler.register_end_callback(end)

@@ -20,10 +20,15 @@ from torch_hybrid_backend.errors import ConfigError, HybridError
 from torch_hybrid_backend.partition.cost_cache import machine_fingerprint
 from torch_hybrid_backend.partition.regions import EAGER
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
+from torch_hybrid_backend.sources import sources_version
 from torch_hybrid_backend.store import Store
 
 log = logging.getLogger(__name__)
 
+# A region's time beside eager's is also that of the plan which runs its kernels. Times of a kernel's variants, all run by one plan, are kept
+# under the kernel's key alone: they are what tuning takes minutes for.
+TIMING_SOURCES = ("runtime", "_runtime.so", "measure.py")
+_TIMED_BY = sources_version(*TIMING_SOURCES)
 ENGINE_GROUP = "torch_hybrid_backend.engines"
 EngineFactory = Callable[[Config, Store], Engine]
 
@@ -67,8 +72,8 @@ class Session:
     store: Store
 
     def versions(self) -> dict[str, str]:
-        """What an engine's kernels and timings depend on, where the engine says so (`version`)."""
-        return {e.name: version for e in self.engines if (version := getattr(e, "version", ""))}
+        """What an engine's kernels and their timings depend on, where the engine says so (`version`): that, and what runs and times them."""
+        return {e.name: f"{version} {_TIMED_BY}" for e in self.engines if (version := getattr(e, "version", ""))}
 
     def prepare(self, operators: int) -> None:
         """Have the engines that ask for it get ready for a graph of so many operators, without waiting for them."""

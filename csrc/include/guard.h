@@ -1,41 +1,88 @@
 // Guard: notices that tensors changed behind the version counter (`p.data.mul_(2)`, a write
-// through numpy).
+// through numpy or from C).
 //
-// It remembers a few elements of each tensor, spread over its extent, and compares them byte for
-// byte. It does not see a change that leaves all of those elements as they were; version counters,
-// checked in Python, see most of them.
+// It remembers a hash of each page that they lie in. Which pages to compare is the kind's matter:
+//
+//   kEveryByte  all of them, each time it is asked
+//   kLive       the pages that the kernel says were written to (see write_watch.h). Where the
+//   kernel
+//               cannot say, a few elements of each tensor and a part of the pages, another one each
+//               time, so that all were compared after kCallsPerRound calls at most.
 //
 // Ownership: it holds addresses, not tensors, so that it keeps no parameter alive. Whoever asks
 // must have made sure that each tensor is alive and still has the data pointer it had when the
-// guard was made.
+// guard was made. Threads may ask at once.
 //
-// Failure: the constructor throws std::runtime_error for a tensor that is not on the CPU.
+// Tensors that are not in the host's memory are not looked at: reading them would wait for their
+// device. Their address and version counter are all there is to tell.
 #ifndef TORCH_HYBRID_BACKEND_GUARD_H_
 #define TORCH_HYBRID_BACKEND_GUARD_H_
 
 #include <torch/csrc/stable/tensor.h>
 
 #include <array>
+#include <atomic>
+#include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <mutex>
 #include <vector>
+
+#include "write_watch.h"
 
 namespace torch_hybrid_backend {
 
+// The numbers are those of GuardKind in torch_hybrid_backend/runtime/native.py.
+enum class GuardKind : int64_t {
+  kEveryByte = 0,
+  kLive = 1,
+  kLiveUnwatched = 2,  // as kLive where the kernel cannot tell
+};
+
 class Guard {
  public:
-  explicit Guard(const std::vector<torch::stable::Tensor>& tensors);
+  static constexpr size_t kCallsPerRound = 256;
 
+  Guard(const std::vector<torch::stable::Tensor>& tensors, GuardKind kind);
+
+  // Whether the tensors changed since the guard was made; once true, always true.
   bool IsStale() const;
 
+  // Whether an earlier call may have missed the change that IsStale found.
+  bool IsLate() const { return late_; }
+
  private:
+  // A part of a tensor's memory that lies in one page.
+  struct Segment {
+    const std::byte* address;
+    size_t size_bytes;
+    uint64_t hash;
+  };
   // complex128 is the widest element.
   static constexpr size_t kMaxElementBytes = 16;
   struct Sample {
     const void* address;
     size_t size_bytes;
-    std::array<unsigned char, kMaxElementBytes> value;
+    std::array<std::byte, kMaxElementBytes> value;
   };
+  using Segments = std::vector<Segment>;
+
+  static Segments Split(std::vector<AddressRange> ranges);
+  void TakeSamples(const torch::stable::Tensor& tensor);
+
+  bool IsWatchedMemoryStale() const;
+  bool IsUnwatchedMemoryStale() const;
+
+  Segments watched_;    // sorted by address
+  Segments unwatched_;  // likewise
   std::vector<Sample> samples_;
+  std::unique_ptr<WriteWatch> watch_;
+  size_t per_call_ = 0;  // of `unwatched_`
+  mutable std::atomic<size_t> next_{0};
+  mutable std::mutex comparing_;
+  mutable std::atomic<bool> is_comparing_{false};
+  mutable std::atomic<bool> stale_{false};
+  mutable std::atomic<bool> late_{false};
 };
 
 }  // namespace torch_hybrid_backend

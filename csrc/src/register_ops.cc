@@ -80,11 +80,18 @@ Numbers PlanTime(int64_t plan, int64_t binding, std::vector<Tensor> inputs) {
   return Plans().Get(plan)->Time(plan, *Bindings().Get(binding), inputs);
 }
 
-int64_t GuardNew(std::vector<Tensor> tensors) {
-  return Guards().Add(std::make_shared<const Guard>(tensors));
+int64_t GuardNew(std::vector<Tensor> tensors, int64_t kind) {
+  if (kind < 0 || kind > static_cast<int64_t>(GuardKind::kLiveUnwatched)) {
+    throw std::runtime_error("no kind of guard has the number " + std::to_string(kind));
+  }
+  return Guards().Add(std::make_shared<const Guard>(tensors, static_cast<GuardKind>(kind)));
 }
 
 bool GuardIsStale(int64_t guard) { return Guards().Get(guard)->IsStale(); }
+
+bool WatchesWrites() { return WriteWatch::IsSupported(); }
+
+bool GuardIsLate(int64_t guard) { return Guards().Get(guard)->IsLate(); }
 
 int64_t BindingNew(int64_t plan, int64_t guard, Numbers owned_slots, std::vector<Tensor> owned,
                    Numbers borrowed_slots, Numbers borrowed) {
@@ -133,8 +140,10 @@ STABLE_TORCH_LIBRARY(torch_hybrid_backend, m) {
       "plan_run(int plan, int binding, Tensor[] inputs, bool profiled) -> (Tensor[] outputs, int "
       "status)");
   m.def("plan_time(int plan, int binding, Tensor[] inputs) -> int[]");
-  m.def("guard_new(Tensor[] tensors) -> int");
+  m.def("guard_new(Tensor[] tensors, int kind) -> int");
   m.def("guard_is_stale(int guard) -> bool");
+  m.def("guard_is_late(int guard) -> bool");
+  m.def("watches_writes() -> bool");
   m.def(
       "binding_new(int plan, int guard, int[] owned_slots, Tensor[] owned, "
       "int[] borrowed_slots, int[] borrowed) -> int");
@@ -157,6 +166,8 @@ STABLE_TORCH_LIBRARY_IMPL(torch_hybrid_backend, CompositeExplicitAutograd, m) {
   m.impl("plan_time", TORCH_BOX(&PlanTime));
   m.impl("guard_new", TORCH_BOX(&GuardNew));
   m.impl("guard_is_stale", TORCH_BOX(&GuardIsStale));
+  m.impl("guard_is_late", TORCH_BOX(&GuardIsLate));
+  m.impl("watches_writes", TORCH_BOX(&WatchesWrites));
   m.impl("binding_new", TORCH_BOX(&BindingNew));
   m.impl("finalizers", TORCH_BOX(&Finalizers));
   m.impl("give_back_freed_memory", TORCH_BOX(&GiveBackFreedMemory));

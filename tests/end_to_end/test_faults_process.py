@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -151,3 +152,43 @@ def test_runtime_library(how: str, tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "HybridError" in done.stderr
     assert "pip install ." in done.stderr
+
+
+_FORBID_USERFAULTFD = """
+class Instruction(ctypes.Structure):
+    _fields_ = [("code", ctypes.c_ushort), ("jt", ctypes.c_ubyte), ("jf", ctypes.c_ubyte), ("k", ctypes.c_uint)]
+class Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.POINTER(Instruction))]
+# The number of the system call; userfaultfd gets EPERM, all others go on.
+filter = (Instruction * 4)((0x20, 0, 0, 0), (0x15, 0, 1, 323), (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7fff0000))
+system("prctl", 38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+system("prctl", 22, 2, ctypes.byref(Program(4, filter)), 0, 0)  # PR_SET_SECCOMP: a filter
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or platform.system() != "Linux", reason="the filter is x86-64's")
+@fault(
+    "a container that forbids userfaultfd (seccomp)",
+    "nothing; a write that PyTorch does not count is seen within 256 calls, with one warning",
+)
+def test_userfaultfd_is_forbidden(nursery: Nursery, tmp_path: Path) -> None:
+    """Live weights stay live: late, with a warning that says so, or at once after `refresh`."""
+    script = f"""{_FORBID_USERFAULTFD}
+from torch_hybrid_backend import refresh
+from torch_hybrid_backend.runtime.native import CALLS_PER_ROUND, watches_writes
+say(watches_writes())
+module = nn.Sequential(nn.Conv2d(128, 256, 3, bias=False), nn.BatchNorm2d(256)).eval()  # the one is folded into the other
+fast, plans = compiled(module)
+x = torch.randn(1, 128, 5, 5)
+right = lambda: bool((fast(x) - module(x)).abs().max() < 1e-3)
+with torch.no_grad():
+    assert right()
+    module[0].weight.data[133, 5] += 100
+    refresh(module)
+    say(right())
+    module[0].weight.data[133, 5] += 100
+    say(any(right() for _ in range(CALLS_PER_ROUND)))
+"""
+    done = nursery.run(script, tmp_path)
+    assert (done.answers, done.status) == (["False", "True", "True"], 0), done
+    assert sum("refresh(model)" in warning for warning in done.warnings) == 1

@@ -12,6 +12,8 @@ from torch import nn
 
 import torch_hybrid_backend
 from tests.end_to_end import models
+from torch_hybrid_backend.runtime import constants, native
+from torch_hybrid_backend.runtime.native import Guard, GuardKind
 
 
 def compiled(model: nn.Module | Callable[..., object], **kwargs: object) -> Callable[..., torch.Tensor]:
@@ -56,6 +58,55 @@ def test_weights_are_live(change: Callable[[nn.Module], None]) -> None:
         after = fast(x)
         torch.testing.assert_close(after, model(x), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(before, after)
+
+
+class Head(nn.Module):
+    """Layers whose weights are folded, packed or read in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU())
+        self.deep = nn.Sequential(nn.Conv2d(64, 96, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.last = nn.Linear(96, 40)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.deep(self.stem(x)))
+
+
+def _add_through_data(parameter: torch.Tensor, index: tuple[int, ...]) -> None:
+    parameter.data[index] += 100
+
+
+def _add_through_numpy(parameter: torch.Tensor, index: tuple[int, ...]) -> None:
+    parameter.detach().numpy()[index] += 100
+
+
+def _add_row_through_data(parameter: torch.Tensor, index: tuple[int, ...]) -> None:
+    parameter.data[index[0]] += 10
+
+
+@pytest.mark.parametrize("kernel_watches", [True, False])
+@pytest.mark.parametrize("write", [_add_through_data, _add_through_numpy, _add_row_through_data])
+def test_one_weight_is_live(
+    write: Callable[[torch.Tensor, tuple[int, ...]], None], kernel_watches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A single weight written behind PyTorch's counters is seen by the next call; where the kernel cannot watch, after `refresh`."""
+    if kernel_watches and not native.watches_writes():
+        pytest.skip("this kernel does not watch writes")
+    if not kernel_watches:
+        monkeypatch.setattr(constants, "Guard", lambda tensors: Guard(tensors, GuardKind.LIVE_UNWATCHED))
+    torch.manual_seed(0)
+    model = Head().eval()
+    x = torch.randn(2, 3, 20, 20)
+    fast = compiled(model)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
+        for name, parameter in model.named_parameters():
+            index = tuple(int(torch.randint(size, ())) for size in parameter.shape)
+            write(parameter, index)
+            if not kernel_watches:
+                torch_hybrid_backend.refresh(fast)
+            torch.testing.assert_close(fast(x), model(x), rtol=1e-3, atol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_instances_share_one_graph() -> None:

@@ -6,6 +6,7 @@ import torch
 
 from tests.partition.engines_for_tests import FakeEngine, trace
 from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.engine import CompiledRegion, Engine
 from torch_hybrid_backend.engines.eager import EagerEngine
 from torch_hybrid_backend.partition.regions import partition
@@ -25,7 +26,7 @@ def test_a_compiled_region_computes_its_graph_without_gradients() -> None:
     x = torch.randn(3, 4, requires_grad=True)
     module = trace(lambda v: (v.sin(), v.sum(0)), torch.randn(3, 4))
     (segment,) = partition(module, [FakeEngine()], Config()).graph.segments
-    (compiled,) = EagerEngine().compile([segment.region], deadline_s=1.0)
+    (compiled,) = EagerEngine().compile([segment.region], Deadline(1.0))
     assert isinstance(compiled, CompiledRegion)
     assert compiled.program is None
     sine, total = compiled([x])

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tests.loops.interpret import evaluate
+from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.region import Region
@@ -29,7 +30,7 @@ class BatchedTvm(TvmEngine):
         super().__init__(store, compile_threads, ProgramRunner)
         self._waiting: list[_Awaited] = []
 
-    def compile(self, regions: Sequence[Region], deadline_s: float) -> list[CompiledRegion | Exception]:
+    def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[CompiledRegion | Exception]:
         regions_ = [_Awaited(region, self) for region in regions]
         self._waiting += regions_
         return list(regions_)
@@ -37,7 +38,7 @@ class BatchedTvm(TvmEngine):
     def flush(self) -> None:
         """Compile what waits."""
         waiting, self._waiting = self._waiting, []
-        compiled = super().compile([awaited.region for awaited in waiting], DEADLINE_S) if waiting else []
+        compiled = super().compile([awaited.region for awaited in waiting], Deadline(DEADLINE_S)) if waiting else []
         for awaited, made in zip(waiting, compiled, strict=True):
             awaited.made = made
 
@@ -108,7 +109,7 @@ class InterpreterEngine:
     def supports(self, node: torch.fx.Node) -> Verdict:
         return lowering.supports(node)
 
-    def compile(self, regions: Sequence[Region], deadline_s: float) -> list[Any]:
+    def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[Any]:
         results: list[Any] = []
         for region in regions:
             try:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.region import Region
@@ -49,7 +50,7 @@ class FakeEngine:
             return Supported()
         return Refused(Reason.UNKNOWN_OPERATOR, f"{target} has no lowering")
 
-    def compile(self, regions: Sequence[Region], deadline_s: float) -> list[CompiledRegion | Exception]:
+    def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[CompiledRegion | Exception]:
         return [FakeRegion(region, lambda outputs: outputs) for region in regions]
 
 

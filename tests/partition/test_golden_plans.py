@@ -15,6 +15,7 @@ from torch import nn
 from tests.conftest import Golden
 from tests.partition.engines_for_tests import FakeEngine, trace
 from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.plan import RegionDecision
 from torch_hybrid_backend.partition.placement import Pricing, choose
 from torch_hybrid_backend.partition.plan_builder import make_plan
@@ -85,7 +86,7 @@ def test_plan(case: str, golden: Golden) -> None:
         if segment.engine_hint == "eager":
             outputs = segment.region.graph_module(*inputs)
         else:
-            (compiled,) = engine.compile([segment.region], 1.0)
+            (compiled,) = engine.compile([segment.region], Deadline(1.0))
             pricing = Pricing(clock=lambda: next(ticks))
             choice = choose(segment.region, {"engine": compiled}, inputs, Config(measure_budget_s=1e-5), pricing)
             decisions.append(choice.decision)

@@ -203,6 +203,30 @@ def test_a_wrong_answer_falls_back(caplog: pytest.LogCaptureFixture) -> None:
     assert len(caplog.records) == 1
 
 
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (DeadlineError("late"), Reason.DEADLINE),
+        (CompilerCrashError("signal 11"), Reason.COMPILER_CRASHED),
+        (KeyError("unexpected"), Reason.RUNTIME_ERROR),
+    ],
+)
+def test_what_the_first_call_cannot_compile(error: Exception, code: Reason) -> None:
+    """A region that is too far off, and whose exact form is not ready by the deadline or is not compiled at all: eager runs it, and the plan
+    says why."""
+    region = _region()
+
+    class Rounding(FakeRegion):
+        def exact(self) -> CompiledRegion:
+            raise error
+
+    rounding = Rounding(region, lambda outputs: [output + 1 for output in outputs])
+    choice = choose(region, {"fake": rounding}, [X], CONFIG, Pricing())
+    assert choice.decision.engine == "eager"
+    assert [refusal.code for refusal in choice.decision.refusals] == [code]
+    assert torch.equal(choice.outputs[0], (X @ X).sin())
+
+
 class Refinable(FakeRegion):
     """A region with a faster form, which a more accurate one backs."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,9 +15,11 @@ from torch_hybrid_backend.runtime.constants import (
     LiveConstants,
     ViewOfInput,
     main_inputs,
+    refresh,
     run_fold,
     without_owning,
 )
+from torch_hybrid_backend.runtime.native import CALLS_PER_ROUND, Guard, GuardKind
 
 
 def doubling(guarded: bool = True) -> tuple[LiveConstants[torch.Tensor], list[int]]:
@@ -61,11 +63,11 @@ def test_changes_are_seen(change: Callable[[torch.nn.Linear], object]) -> None:
     """Every usual way of changing a parameter makes the next call make its constants again."""
     module = torch.nn.Linear(4, 4)
     constants, made = doubling()
-    constants.sampled([module.weight])
-    constants.sampled([module.weight])
+    constants.compared([module.weight])
+    constants.compared([module.weight])
     assert made == [1]
     change(module)
-    torch.testing.assert_close(constants.sampled([module.weight]), module.weight.detach() * 2)
+    torch.testing.assert_close(constants.compared([module.weight]), module.weight.detach() * 2)
     assert made == [2]
 
 
@@ -73,12 +75,12 @@ def test_unguarded_contents_do_not_matter() -> None:
     """Where only the address matters, a change in place makes nothing anew, another address does."""
     weight = torch.nn.Parameter(torch.randn(4))
     constants, made = doubling(guarded=False)
-    constants.sampled([weight])
+    constants.compared([weight])
     weight.data.mul_(2)
-    constants.sampled([weight])
+    constants.compared([weight])
     assert made == [1]
     weight.data = torch.randn(4)
-    constants.sampled([weight])
+    constants.compared([weight])
     assert made == [2]
 
 
@@ -87,8 +89,8 @@ def test_instances_have_constants_of_their_own() -> None:
     a, b = torch.nn.Parameter(torch.randn(4)), torch.nn.Parameter(torch.randn(4))
     constants, made = doubling()
     for _ in range(3):
-        torch.testing.assert_close(constants.sampled([a]), a.detach() * 2)
-        torch.testing.assert_close(constants.sampled([b.detach()]), b.detach() * 2)
+        torch.testing.assert_close(constants.compared([a]), a.detach() * 2)
+        torch.testing.assert_close(constants.compared([b.detach()]), b.detach() * 2)
     assert made == [2]
     assert len(constants) == 2
 
@@ -115,25 +117,25 @@ def test_the_least_recently_used_go_first() -> None:
     assert len(constants) == 2
 
 
-def test_inference_tensors_are_guarded_by_samples() -> None:
+def test_inference_tensors_are_guarded_by_contents() -> None:
     """Tensors made under inference_mode count no versions; their contents are still watched."""
     with torch.inference_mode():
         weight = torch.randn(4)
     constants, made = doubling()
-    constants.sampled([weight])
-    constants.sampled([weight])
+    constants.compared([weight])
+    constants.compared([weight])
     assert made == [1]
     with torch.inference_mode():
         weight.mul_(2)
-    torch.testing.assert_close(constants.sampled([weight]), weight * 2)
+    torch.testing.assert_close(constants.compared([weight]), weight * 2)
 
 
 def test_no_constants_are_made_once() -> None:
     """A graph without parameters has one set, for ever."""
     made: list[int] = []
     constants: LiveConstants[None] = LiveConstants([], [], lambda inputs, guard: made.append(1))
-    constants.sampled([torch.ones(1)])
-    constants.sampled([torch.ones(2)])
+    constants.compared([torch.ones(1)])
+    constants.compared([torch.ones(2)])
     assert made == [1]
 
 
@@ -156,3 +158,73 @@ def test_folded_values_need_a_fold() -> None:
     """A main graph that reads folded values without a fold function is an error."""
     with pytest.raises(HybridError, match="no function to fold"):
         run_fold(HoistedInputs((FoldedValue(0),), ()), None, [])
+
+
+def write_one(module: torch.nn.Linear) -> None:
+    module.weight.detach().numpy()[700, 5] += 1
+
+
+@pytest.fixture
+def unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards as they are where the kernel does not watch memory."""
+
+    def guard(tensors: Sequence[torch.Tensor]) -> Guard:
+        return Guard(tensors, GuardKind.LIVE_UNWATCHED)
+
+    monkeypatch.setattr("torch_hybrid_backend.runtime.constants.Guard", guard)
+
+
+@pytest.mark.usefixtures("unwatched")
+def test_late_news_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Without the kernel's help one element's change is seen within a round of calls, with one warning that says what to do."""
+    module = torch.nn.Linear(1000, 1000)
+    constants, made = doubling()
+    constants.compared([module.weight])
+    write_one(module)
+    calls = next(n for n in range(CALLS_PER_ROUND) if constants.compared([module.weight]) is not None and made == [2])
+    assert calls > 0
+    torch.testing.assert_close(constants.compared([module.weight]), module.weight.detach() * 2)
+    [record] = caplog.records
+    assert "refresh(model)" in record.message
+    assert str(CALLS_PER_ROUND) in record.message
+
+
+@pytest.mark.usefixtures("unwatched")
+@pytest.mark.parametrize("what", ["module", "tensor", "tensors"])
+def test_refresh(what: str, caplog: pytest.LogCaptureFixture) -> None:
+    """After `refresh` the next call has the new contents, whatever the machine sees; other models' constants stay."""
+    module, other = torch.nn.Linear(1000, 1000), torch.nn.Linear(4, 4)
+    constants, made = doubling()
+    constants.compared([module.weight])
+    constants.compared([other.weight])
+    write_one(module)
+    refresh({"module": module, "tensor": module.weight, "tensors": [module.weight, module.bias]}[what])
+    torch.testing.assert_close(constants.compared([module.weight]), module.weight.detach() * 2)
+    assert made == [3]
+    constants.compared([other.weight])
+    assert made == [3]
+    assert not caplog.records
+
+
+def test_refresh_while_constants_are_made() -> None:
+    """What was being made when `refresh` was called serves its own call, and none after it."""
+    weight = torch.zeros(4)
+    made: list[int] = []
+
+    def make(inputs: Any, guard: object) -> None:
+        made.append(1)
+        if len(made) == 1:
+            refresh(weight)
+
+    constants: LiveConstants[None] = LiveConstants([0], [0], make)
+    constants.compared([weight])
+    constants.compared([weight])
+    constants.compared([weight])
+    assert made == [1, 1]
+
+
+def test_refresh_takes_tensors_only() -> None:
+    """Anything else raises a TypeError that says what is legal."""
+    for wrong in ("model", 3, [torch.ones(1), "x"]):
+        with pytest.raises(TypeError, match="refresh takes a module, a tensor or tensors"):
+            refresh(wrong)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import os
+import platform
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,7 +17,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch_hybrid_backend.core.program import OperatorArgument, TensorArgument
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.runtime import native
-from torch_hybrid_backend.runtime.native import Binding, Guard, Plan, ValueKind
+from torch_hybrid_backend.runtime.native import (
+    CALLS_PER_ROUND,
+    Binding,
+    Guard,
+    GuardKind,
+    Plan,
+    ValueKind,
+    watches_writes,
+)
 
 N = 4096  # as in conftest.py
 F32 = torch.float32
@@ -319,19 +331,112 @@ def test_bindings_fill_constant_slots(kernels: str) -> None:
         Binding(plan, Guard([]), {0: owned, 1: owned}, {0: borrowed.data_ptr()})
 
 
+KINDS = pytest.mark.parametrize("kind", GuardKind)
+
+
+def sees(guard: Guard, asked: int = CALLS_PER_ROUND) -> bool:
+    """Whether the guard sees a change when it is asked so often."""
+    return any(guard.is_stale() for _ in range(asked))
+
+
 @pytest.mark.usefixtures("threads")
-def test_every_tensor_of_many_is_sampled() -> None:
-    """Samples enough for all threads to compare some: a change is seen wherever it is, also by several threads that ask at once."""
-    tensors = [torch.zeros(31) for _ in range(301)]
-    guard = Guard(tensors)
-    assert not guard.is_stale()
+@KINDS
+def test_every_tensor_of_many_is_guarded(kind: GuardKind) -> None:
+    """A change is seen in the next call wherever it is, also by several threads that ask at once."""
     for changed in (0, 63, 64, 150, 300):
-        tensors[changed][30] = 1
-        assert guard.is_stale()
+        tensors = [torch.zeros(31) for _ in range(301)]
+        guard = Guard(tensors, kind)
+        assert not sees(guard)
+        tensors[changed].data[30] = 1
         with ThreadPoolExecutor(3) as pool:
-            assert all(pool.map(lambda _: guard.is_stale(), range(30)))
-        tensors[changed][30] = 0
-        assert not guard.is_stale()
+            assert all(pool.map(lambda _, g=guard: g.is_stale(), range(30)))
+
+
+@pytest.mark.usefixtures("threads")
+@KINDS
+@pytest.mark.parametrize("element", [1, 100_003, 3_999_999])
+def test_one_element_of_a_large_tensor(kind: GuardKind, element: int) -> None:
+    """A change of one element among millions is seen: at once where the kernel watches, else within a round, and then it says so."""
+    tensor = torch.zeros(4_000_000)
+    guard = Guard([tensor], kind)
+    assert not sees(guard)
+    tensor.numpy()[element] = 1
+    if kind == GuardKind.LIVE_UNWATCHED:
+        assert sees(guard)
+        assert guard.is_late() or element == tensor.numel() - 1  # the last element is a sample
+    elif kind == GuardKind.EVERY_BYTE or watches_writes():
+        assert guard.is_stale()
+        assert not guard.is_late()
+    assert guard.is_stale(), "once stale, always stale"
+
+
+def test_the_kernel_watches() -> None:
+    """On a kernel that can watch writes, and may, it does: the tests of watching test something."""
+    release = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
+    if platform.system() != "Linux" or platform.machine() != "x86_64" or release < (6, 7):
+        pytest.skip("Linux 6.7 is the first to watch writes")
+    userfaultfd, user_mode_only = 323, 1
+    libc = ctypes.CDLL(None, use_errno=True)
+    descriptor = libc.syscall(userfaultfd, os.O_CLOEXEC | user_mode_only)
+    if descriptor < 0:
+        pytest.skip(f"this process may not watch writes: {os.strerror(ctypes.get_errno())}")
+    os.close(descriptor)
+    assert watches_writes()
+
+
+@KINDS
+def test_what_neighbours_write_does_not_count(kind: GuardKind) -> None:
+    """Writes to the same pages but not to the tensor, and writes of what was there already, change nothing."""
+    whole = torch.zeros(64, 1000)
+    guarded = whole[:, 3:500]
+    guard = Guard([guarded], kind)
+    whole[:, 2] = 1
+    whole[:, 500:] = 1
+    guarded.data.copy_(guarded.clone())
+    assert not sees(guard)
+    whole[63, 499] = 1
+    assert sees(guard)
+
+
+@KINDS
+@pytest.mark.parametrize("flip", [slice(None), slice(1, None, 2), slice(0, 1)])
+def test_signs_count(kind: GuardKind, flip: slice) -> None:
+    """Weights whose signs alone change are seen, of all or of every second one."""
+    tensor = torch.ones(70_000)
+    guard = Guard([tensor], kind)
+    tensor[flip].neg_()
+    assert sees(guard)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_shared_memory_is_compared() -> None:
+    """Memory that other processes may write to is not left to the kernel's watch, which sees this process only."""
+    tensor = torch.zeros(300_000).share_memory_()
+    guard = Guard([tensor])
+    assert not sees(guard)
+    child = os.fork()
+    if child == 0:
+        tensor.numpy()[123_457] = 1
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert sees(guard)
+
+
+def test_a_guard_of_a_forked_child() -> None:
+    """A guard made before a fork is stale in the child, where it cannot know what was written; its parent's goes on."""
+    tensor = torch.zeros(300_000)
+    guard = Guard([tensor])
+    child = os.fork()
+    if child == 0:
+        tensor[100_001] = 1
+        os._exit(0 if sees(guard) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert not sees(guard)
+
+
+def test_tensors_of_other_devices_are_not_read() -> None:
+    """What lies on another device is guarded by address and version alone, which others compare."""
+    assert not sees(Guard([torch.empty(1000, device="meta"), torch.ones(3)]))
 
 
 def test_a_stale_guard_stops_a_run(kernels: str) -> None:
@@ -348,12 +453,13 @@ def test_a_stale_guard_stops_a_run(kernels: str) -> None:
     "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64]
 )
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (100, 3), (0, 2)])
-def test_guards_sample_first_and_last_element(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """A change of the first or last element is seen for every dtype and shape, strided ones too."""
+@KINDS
+def test_guards_see_the_last_element(dtype: torch.dtype, shape: tuple[int, ...], kind: GuardKind) -> None:
+    """A change of the last element is seen for every dtype and shape, strided ones too."""
     tensor = torch.zeros(shape, dtype=dtype)
     strided = torch.zeros((*shape, 2), dtype=dtype)[..., 1]
     for guarded in (tensor, strided):
-        guard = Guard([guarded])
+        guard = Guard([guarded], kind)
         assert not guard.is_stale()
         if guarded.numel() == 0:
             continue

@@ -2,14 +2,13 @@
 
 Kept are inference graphs whose run-time wrapper does nothing: no input is written to, no output is a view of an input, no tensor is
 made of others, no size is symbolic. All else is traced anew in each process. The key covers whatever shapes the result: Dynamo's graph
-with the lines it comes from, the inputs' metadata and which of them share memory, torch's settings, the sources of this package's
-capture and of the rooms that it imports, and the versions. What cannot be keyed (another library's operator, a collective, a decomposition
-or kernel that a program registers for ATen, active modes) has no key. `docs/adr/0010-kept-graphs.md` gives the reasons.
+with the lines it comes from, the inputs' metadata and which of them share memory, torch's settings, the sources of this package that
+make it (`SOURCES`), and the versions. What cannot be keyed (another library's operator, a collective, a decomposition or kernel that a
+program registers for ATen, active modes) has no key. `docs/adr/0010-kept-graphs.md` gives the reasons.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import logging
@@ -27,10 +26,12 @@ from torch.fx import Node
 
 from torch_hybrid_backend.capture.graph_text import NotTextError, graph_from_text, graph_to_text
 from torch_hybrid_backend.errors import CacheError
+from torch_hybrid_backend.sources import sources_version
 from torch_hybrid_backend.store import Store
 
 _log = logging.getLogger(__name__)
 _KIND = "captures"
+SOURCES = ("capture", "core", "graph")  # what the graph that is kept is made by
 # Dispatch keys of the kernels that torch itself registers for ATen from Python.
 _KEYS_OF_TORCH = {"Meta", "MPS", "CUDA"}
 _COMPILED = (type(torch.Tensor.add), type(torch.add), type(torch.Tensor.__add__))
@@ -85,12 +86,8 @@ def capture_key(
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-@functools.cache
 def _versions() -> tuple[str, ...]:
-    package = Path(__file__).parents[1]
-    paths = [path for room in ("capture", "core", "graph") for path in sorted((package / room).glob("*.py"))]
-    sources = [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
-    return torch.__version__, str(torch.version.git_version), *sources
+    return torch.__version__, str(torch.version.git_version), sources_version(*SOURCES)
 
 
 def _settings() -> Iterator[str]:
@@ -260,3 +257,6 @@ def _check_trivial(graph_module: torch.fx.GraphModule) -> None:
         raise _UnkeyedError("the graph has other outputs than the user's")
     if len(graph_module.graph.find_nodes(op="placeholder")) != len(metadata.input_info):
         raise _UnkeyedError("the graph has other inputs than the user's")
+
+
+sources_version(*SOURCES)  # now: as they are imported

@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 import torch
 import torch.fx
 
+from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Verdict
@@ -25,7 +26,8 @@ class CompiledRegion(Protocol):
     same work from Python (slower; used for the first call, for checks and as the oracle of tests).
     Three optional members help placement. `release()` frees what calling it holds. `refine(inputs, budget_s)` is the region made faster by
     trying alternatives on a call's inputs. `exact()` is the region made more accurate, for where its results are too far from eager's, or
-    None.
+    None; a DeadlineError says that there was no time for it. What these two compile they compile inside `deadline.running()` of the deadline
+    that the region was compiled under, while something of it is left.
     """
 
     @property
@@ -59,8 +61,11 @@ class Engine(Protocol):
         """Whether the engine takes one ATen node, judged by its target, arguments and `meta["val"]`."""
         ...
 
-    def compile(self, regions: Sequence[Region], deadline_s: float) -> list[CompiledRegion | Exception]:
+    def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[CompiledRegion | Exception]:
         """Compile regions together (so that kernels are built in parallel and equal ones once).
+
+        `deadline` is the graph's, and running: engines before this one may have left little of it, or nothing. An engine that is content with a
+        number calls the parameter `deadline_s` and gets the seconds that are left.
 
         Returns, region by region, the compiled region or the exception that stopped it; never raises for a region. An engine
         that is done by the deadline whatever happens says so by an attribute `keeps_deadline = True`; it is trusted.

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 import torch.fx
 
+from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.region import Region
@@ -43,5 +44,5 @@ class EagerEngine:
     def supports(self, node: torch.fx.Node) -> Verdict:
         return Supported()
 
-    def compile(self, regions: Sequence[Region], deadline_s: float) -> list[CompiledRegion | Exception]:
+    def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[CompiledRegion | Exception]:
         return [EagerRegion(region.graph_module) for region in regions]

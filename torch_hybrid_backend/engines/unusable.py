@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.fx
 
+from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason, Refused, Verdict
@@ -29,5 +30,5 @@ class UnusableEngine:
     def supports(self, node: torch.fx.Node) -> Verdict:
         return self._refused
 
-    def compile(self, regions: Sequence[Region], deadline_s: float) -> list[CompiledRegion | Exception]:
+    def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[CompiledRegion | Exception]:
         return [CompileError(self._refused.why)] * len(regions)

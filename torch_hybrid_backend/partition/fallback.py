@@ -15,7 +15,7 @@ from torch_hybrid_backend.core.plan import Refusal
 from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason, Refused
-from torch_hybrid_backend.errors import CompilerCrashError, DeadlineError, HybridError, RegionError
+from torch_hybrid_backend.errors import CompileError, CompilerCrashError, DeadlineError, HybridError, RegionError
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +50,9 @@ def compile_refusal(error: Exception) -> Refused:
 
 
 def run_refusal(error: Exception) -> Refused:
-    """The refusal that an exception from running a compiled region stands for."""
+    """The refusal that an exception from running a compiled region stands for, or from what its engine compiled only then."""
+    if isinstance(error, CompileError):
+        return compile_refusal(error)
     return Refused(Reason.RUNTIME_ERROR, _sentence(error))
 
 

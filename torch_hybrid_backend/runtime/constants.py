@@ -2,16 +2,19 @@
 
 Parameters are recognised by their memory (data pointers), so that one compiled graph serves several instances of a module,
 and change is seen three ways, in this order of cost: another data pointer (`p.data = q`), another version counter
-(`optimizer.step`, `load_state_dict`, any in-place operator), other sampled elements (`p.data.mul_(2)`, which bumps no
-counter; see `native.Guard`). Shapes, strides and dtypes are not compared: whoever compiled the graph guards them.
+(`optimizer.step`, `load_state_dict`, any in-place operator), other contents (`p.data.mul_(2)` and `p.numpy()[0] = 1` bump no
+counter; see `native.Guard` and docs/adr/0014-writes-watched-by-the-kernel.md). Shapes, strides and dtypes are not compared: whoever
+compiled the graph guards them.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 from typing import Any, Generic, TypeVar
@@ -21,8 +24,10 @@ import torch
 from torch_hybrid_backend.core.hoisted_inputs import CallInput, FoldedValue, HoistedInputs
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.runtime.made_once import made_once
-from torch_hybrid_backend.runtime.native import Guard
+from torch_hybrid_backend.runtime.native import CALLS_PER_ROUND, Guard
 from torch_hybrid_backend.runtime.tensor_states import snapshot
+
+_log = logging.getLogger(__name__)
 
 Made = TypeVar("Made")
 Fold = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
@@ -76,21 +81,42 @@ class LiveConstants(Generic[Made]):
         self._entries: OrderedDict[tuple[int, ...], _Entry[Made]] = OrderedDict()
         # Of `_entries` the last used, which the next call most likely uses too.
         self._recent: _Entry[Made] | None = None
+        self._forgotten = 0  # how often `forget` was called
         # Re-entrant: a parameter may die, and call _drop, while this thread holds it.
         self._lock = threading.RLock()
+        with _everywhere_lock:
+            _everywhere.add(self)
 
     def get(self, inputs: Sequence[Any]) -> Made:
-        """What was made from these inputs' constants, or is made now. Sampled elements are not compared: see `sampled`."""
+        """What was made from these inputs' constants, or is made now. Contents are not compared: see `compared`."""
         return self._current(inputs).made
 
-    def sampled(self, inputs: Sequence[Any]) -> Made:
-        """As `get`, with sampled elements compared too."""
+    def compared(self, inputs: Sequence[Any]) -> Made:
+        """As `get`, with contents compared too."""
         entry = self._current(inputs)
         return self.refresh(inputs) if entry.guard.is_stale() else entry.made
 
     def refresh(self, inputs: Sequence[Any]) -> Made:
-        """Makes it anew, whatever was there."""
-        return self._remake(self._key(inputs), inputs).made
+        """Makes it anew, whatever was there. One WARNING where calls before this one may have used old contents."""
+        key = self._key(inputs)
+        entry = self._entries.get(key)
+        if entry is not None and entry.guard.is_late():
+            _log.warning(
+                "weights were changed without PyTorch's version counters (through .data, .numpy() or C code): up to %d calls before"
+                " this one may have used the old values. After such a change call torch_hybrid_backend.refresh(model)",
+                CALLS_PER_ROUND,
+            )
+        return self._remake(key, inputs).made
+
+    def forget(self, storages: AbstractSet[int]) -> None:
+        """What was made of constants in these storages, by `_cdata`, is made anew by the next call."""
+        with self._lock:
+            for key, entry in list(self._entries.items()):
+                alive = (storage() for storage in entry.storages)
+                if any(storage is not None and storage._cdata in storages for storage in alive):
+                    del self._entries[key]
+            self._recent = None
+            self._forgotten += 1
 
     def _current(self, inputs: Sequence[Any]) -> _Entry[Made]:
         recent = self._recent
@@ -118,6 +144,7 @@ class LiveConstants(Generic[Made]):
 
     def _remake(self, key: tuple[int, ...], inputs: Sequence[Any]) -> _Entry[Made]:
         # Before making: a change while `make` runs must be seen by the next call.
+        forgotten = self._forgotten
         versions = self._versions(inputs)
         is_of = snapshot(inputs, self._positions, self._guarded_positions)
         guard = Guard(self._guarded(inputs))
@@ -130,6 +157,8 @@ class LiveConstants(Generic[Made]):
         watched = tuple(weakref.ref(storage, drop) for storage in storages.values())
         entry = _Entry(versions, guard, made, watched, is_of)
         with self._lock:
+            if self._forgotten != forgotten:
+                return entry  # good for the call that it was made in, not for later ones
             self._entries[key] = self._recent = entry
             self._entries.move_to_end(key)
             while len(self._entries) > self._capacity:
@@ -152,6 +181,40 @@ class LiveConstants(Generic[Made]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+# All there are, for `refresh`.
+_everywhere: weakref.WeakSet[LiveConstants[Any]] = weakref.WeakSet()
+_everywhere_lock = threading.RLock()
+
+
+def refresh(model: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> None:
+    """Makes calls from here on use the present contents of these weights, however they were changed.
+
+    model: a module, compiled or not, for all its parameters and buffers; or the tensors. Needed only after changes that PyTorch does
+    not count (through `.data`, `.numpy()` or C code) where the kernel cannot watch memory; see "Live weights" in the README. What was
+    folded or packed from these weights is made anew by the next call. Threads may call it; calls that run meanwhile may use either.
+    Raises TypeError for anything else.
+
+        model.layer.weight.data[3, 5] += 100
+        torch_hybrid_backend.refresh(model)
+    """
+    if isinstance(model, torch.nn.Module):
+        tensors = [*model.parameters(), *model.buffers()]
+    elif isinstance(model, torch.Tensor):
+        tensors = [model]
+    elif isinstance(model, Iterable):
+        tensors = list(model)
+    else:
+        tensors = [model]
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"refresh takes a module, a tensor or tensors, not {type(tensor).__name__}")
+    storages = {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided}
+    with _everywhere_lock:
+        caches = list(_everywhere)
+    for cache in caches:
+        cache.forget(storages)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

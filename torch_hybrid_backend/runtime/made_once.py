@@ -20,7 +20,7 @@ from types import TracebackType
 
 import torch
 
-from torch_hybrid_backend.runtime.native import Guard
+from torch_hybrid_backend.runtime.native import Guard, GuardKind
 
 # By weak reference: where an interrupt keeps `__exit__` from its work, sharing ends with the one who shared.
 _active: ContextVar[weakref.ref[MadeOnce] | None] = ContextVar("torch_hybrid_backend_made_once", default=None)
@@ -73,7 +73,10 @@ class MadeOnce:
             made = [tensor for tensor in (reference() for reference in found.made) if tensor is not None]
             if len(made) == len(found.made):
                 return made
-        versions, guard = _versions(sources), Guard(sources)  # before making: a change meanwhile must be seen
+        versions, guard = (
+            _versions(sources),
+            Guard(sources, GuardKind.EVERY_BYTE),
+        )  # before making: a change meanwhile must be seen
         made = make()
         self._entries[how] = _Entry(tuple(sources), versions, guard, tuple(weakref.ref(tensor) for tensor in made))
         (self._lasting if lasting else self._held).extend(made)

@@ -31,6 +31,10 @@ _profiler_enabled = torch._C._autograd._profiler_enabled
 
 _LIBRARY = Path(__file__).resolve().parents[1] / "_runtime.so"
 _NAMESPACE = "torch_hybrid_backend"
+
+# After so many calls a guard has compared every byte where the kernel does not say what was written to (Guard::kCallsPerRound).
+CALLS_PER_ROUND = 256
+
 _FREE = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 _CLOSE = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 
@@ -45,6 +49,14 @@ class ValueKind(IntEnum):
     RETURNED = 4
     ALIAS = 5  # payload: the value whose memory it shares
     RAW_INPUT = 6  # payload: as INPUT; passed to callbacks as it is
+
+
+class GuardKind(IntEnum):
+    """Which bytes a guard compares when it is asked; the numbers are those of csrc/include/guard.h."""
+
+    EVERY_BYTE = 0
+    LIVE = 1  # the pages that the kernel says were written to; where it cannot say, as the next
+    LIVE_UNWATCHED = 2  # some, others each time: all within `CALLS_PER_ROUND` calls
 
 
 class RunStatus(IntEnum):
@@ -149,6 +161,8 @@ class _Operators:
         self.plan_time = ops.plan_time.default
         self.guard_new = ops.guard_new.default
         self.guard_is_stale = ops.guard_is_stale.default
+        self.guard_is_late = ops.guard_is_late.default
+        self.watches_writes = ops.watches_writes.default
         self.binding_new = ops.binding_new.default
         self.give_back_freed_memory = ops.give_back_freed_memory.default
 
@@ -172,20 +186,30 @@ def load() -> None:
 
 
 class Guard:
-    """Notices content changes that bump no version counter, by a few sampled elements of each tensor.
+    """Notices changes of tensors' contents that bump no version counter: see csrc/include/guard.h.
 
-    It keeps no tensor alive: ask `is_stale` only while all of them live and have the data pointers they had.
-    Raises RuntimeError for tensors that are not on the CPU.
+    It keeps no tensor alive: ask `is_stale` only while all of them live and have the data pointers they had. Tensors that are not
+    on the CPU are not looked at.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], kind: GuardKind = GuardKind.LIVE) -> None:
         ops = _ops()
-        self.handle: int = ops.guard_new(list(tensors))
+        self.handle: int = ops.guard_new(list(tensors), int(kind))
         weakref.finalize(self, ops.free_guard, self.handle).atexit = False
         self._is_stale = ops.guard_is_stale
+        self._is_late = ops.guard_is_late
 
     def is_stale(self) -> bool:
         return bool(self._is_stale(self.handle))
+
+    def is_late(self) -> bool:
+        """Whether calls before the one that found the change may have missed it, of up to `CALLS_PER_ROUND`."""
+        return bool(self._is_late(self.handle))
+
+
+def watches_writes() -> bool:
+    """Whether the kernel tells which pages were written to, so that guards see every write (Linux 6.7 and later, unless it is forbidden)."""
+    return bool(_ops().watches_writes())
 
 
 def give_back_freed_memory() -> None:

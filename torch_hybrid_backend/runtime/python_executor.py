@@ -65,7 +65,7 @@ class PythonExecutor:
         Raises HybridError for a wrong number of inputs or outputs and for outputs that do not fit their specs.
         """
         with torch.no_grad():
-            folded = self._folded.sampled(inputs) if self._folded_names else []
+            folded = self._folded.compared(inputs) if self._folded_names else []
             main = main_inputs(self._hoisted, folded, inputs)
             values: dict[str, Any] = dict(zip(self._graph.inputs, main, strict=True))
             for index, segment in enumerate(self._graph.segments):

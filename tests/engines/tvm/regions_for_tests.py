@@ -9,6 +9,7 @@ import torch
 
 from tests.partition.engines_for_tests import trace
 from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.engines.tvm.engine import TvmEngine, TvmRegion
 from torch_hybrid_backend.partition.regions import partition
@@ -27,6 +28,6 @@ def compiled_region(engine: TvmEngine, case: RegionCase) -> tuple[Region, TvmReg
         segment.region,
         inputs=tuple(dataclasses.replace(i, is_constant=n > 0) for n, i in enumerate(segment.region.inputs)),
     )
-    (compiled,) = engine.compile([region], 120.0)
+    (compiled,) = engine.compile([region], Deadline(120.0))
     assert isinstance(compiled, TvmRegion), compiled
     return region, compiled, inputs

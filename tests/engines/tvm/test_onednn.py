@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from tests.engines.tvm.regions_for_tests import compiled_region
+from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.program import OperatorCall, Program
 from torch_hybrid_backend.engines.tvm import engine as engine_module
 from torch_hybrid_backend.engines.tvm import screen as screen_module
@@ -96,7 +98,7 @@ def _with_operators(engine: TvmEngine, compiled: TvmRegion) -> tuple[Program, in
     for option in compiled.options:
         for variant in option.untried:
             assert operator_us(variant) > 0
-            made = compiled_variant(variant, engine.compiled_again(variant.kernels))
+            made = compiled_variant(variant, engine.built(variant.kernels, Deadline(120.0)))
             assert isinstance(made, CompiledVariant), made
             chosen.append(made)
         if not option.untried:
@@ -174,6 +176,44 @@ def test_a_slow_kernel_gives_way(
     exact = again.exact()
     assert (exact is not None) == is_taken
     assert exact is None or not decide(again.kernels.region, "tvm", exact).operators
+
+
+@pytest.mark.parametrize("spent", [True, False])
+def test_an_operator_too_late(spent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first call compiles nothing after the deadline, nor on while it passes: the kernels that are there are used, and nothing is kept
+    against the operator. The next process, which has time, takes it."""
+    slow: list[str] = []
+
+    class Timed(ProgramRunner):
+        def __init__(self, program: Program) -> None:
+            super().__init__(program)
+            self._names = [k.name if isinstance(k, OperatorCall) else k.symbol for k in program.kernels]
+
+        def kernel_us(self, inputs: Sequence[torch.Tensor]) -> list[float]:
+            return [1000.0 if name in slow else 100.0 for name in self._names]
+
+    monkeypatch.setattr(screen_module, "operator_us", lambda variant: 90.0)
+    monkeypatch.setattr(engine_module, "_VARIANTS", 1)
+    engine = TvmEngine(Store(tmp_path), 2, Timed, "measure", lambda: "machine")
+    _, compiled, inputs = compiled_region(engine, CASES["two equal layers"])
+    slow.append(compiled.options[0].chosen.libraries[0][1])
+    compiled.deadline = Deadline(1e-9)
+    if spent:
+        with compiled.deadline.running():
+            time.sleep(0.001)
+    kernels = len(list((tmp_path / "kernels").rglob("*.so")))
+    late = compiled.refine(inputs, 0.0)
+    assert compiled.deadline.is_over()
+    assert len(list((tmp_path / "kernels").rglob("*.so"))) == kernels
+    assert late.program == compiled.program
+    assert late.options[0].times == {"": 1000.0}
+    wanted = CASES["two equal layers"][0](*inputs)
+    torch.testing.assert_close(late(inputs)[0], wanted, rtol=1e-4, atol=1e-3)
+
+    _, again, _ = compiled_region(engine, CASES["two equal layers"])
+    in_time = again.refine(inputs, 0.0)
+    assert in_time.options[0].chosen.variant.name == "onednn"
+    torch.testing.assert_close(in_time(inputs)[0], wanted, rtol=1e-4, atol=1e-3)
 
 
 def test_an_estimate_takes_no_operator(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from tests.engines.tvm.regions_for_tests import compiled_region
 from tests.partition.engines_for_tests import trace
 from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.program import OperatorCall, Program
 from torch_hybrid_backend.engines.tvm import engine as engine_module
 from torch_hybrid_backend.engines.tvm import variants as variants_module
@@ -27,7 +29,7 @@ from torch_hybrid_backend.engines.tvm.search import (
     program_of,
 )
 from torch_hybrid_backend.engines.tvm.variants import Variant
-from torch_hybrid_backend.errors import HybridError
+from torch_hybrid_backend.errors import DeadlineError, HybridError
 from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.partition.regions import partition
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
@@ -208,26 +210,46 @@ def test_what_is_far_behind_by_estimate_is_not_timed() -> None:
     assert timed(0.7, 1.2) == ["w0", ""]
 
 
-def test_the_exact_kernel_is_compiled_when_it_is_asked_for(tmp_path: Path) -> None:
-    """Where Winograd's algorithm is in use and the accuracy check refuses it: then the direct sum is compiled, and right."""
+def _winograd(engine: TvmEngine, deadline: Deadline) -> tuple[TvmRegion, list[torch.Tensor], torch.Tensor]:
+    """A convolution for which Winograd's algorithm is in use, its inputs, and its result in float64."""
 
     def convolution(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return torch.convolution(x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
 
     inputs = [torch.randn(1, 32, 23, 29), torch.randn(32, 32, 3, 3)]
-    engine = _engine(tmp_path, "estimate")
     (segment,) = partition(trace(convolution, *inputs), [engine], Config()).graph.segments
     constants = (segment.region.inputs[0], dataclasses.replace(segment.region.inputs[1], is_constant=True))
-    (compiled,) = engine.compile([dataclasses.replace(segment.region, inputs=constants)], 120.0)
+    (compiled,) = engine.compile([dataclasses.replace(segment.region, inputs=constants)], deadline)
     assert isinstance(compiled, TvmRegion)
     assert compiled.options[0].chosen.variant.name.startswith("winograd")
+    return compiled, inputs, torch.conv2d(inputs[0].double(), inputs[1].double(), padding=1)
+
+
+def test_the_exact_kernel_is_compiled_when_it_is_asked_for(tmp_path: Path) -> None:
+    """Where Winograd's algorithm is in use and the accuracy check refuses it: then the direct sum is compiled, and right."""
+    compiled, inputs, wanted = _winograd(_engine(tmp_path, "estimate"), Deadline(120.0))
     assert len(list((tmp_path / "kernels").rglob("*.so"))) == 1
     exact = compiled.exact()
     assert exact is not None
     assert len(list((tmp_path / "kernels").rglob("*.so"))) == 2
     assert exact.exact() is None
-    wanted = torch.conv2d(inputs[0].double(), inputs[1].double(), padding=1)
     torch.testing.assert_close(exact(inputs)[0].double(), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_an_exact_kernel_too_late(tmp_path: Path) -> None:
+    """The time that compiling the region took is gone, when the first call asks for more; the region itself still runs. What the cache has
+    is there without any time."""
+    later_s = 0.0
+    deadline = Deadline(120.0, lambda: time.monotonic() + later_s)
+    engine = _engine(tmp_path, "estimate")
+    compiled, inputs, wanted = _winograd(engine, deadline)
+    with deadline.running():
+        later_s = 120.0
+    with pytest.raises(DeadlineError, match="left for it"):
+        compiled.exact()
+    torch.testing.assert_close(compiled(inputs)[0].double(), wanted, rtol=1e-4, atol=1e-3)
+    again, inputs, wanted = _winograd(engine, deadline)
+    torch.testing.assert_close(again(inputs)[0].double(), wanted, rtol=1e-4, atol=1e-3)
 
 
 def test_an_inexact_choice_can_be_taken_back() -> None:

@@ -313,7 +313,7 @@ class _Batch:
         late = [worker.job for worker in self.workers if worker.job is not None]
         for job in (*late, *self._pending):
             self._made[job.key] = DeadlineError(
-                f"{job.symbol} was not compiled within {self._deadline_s:.3g} s (HYBRID_COMPILE_DEADLINE_S)"
+                f"{job.symbol} was not compiled within the {self._deadline_s:.3g} s that were left for it (HYBRID_COMPILE_DEADLINE_S)"
             )
         self._pending.clear()
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx
 
+from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.region import Region
@@ -52,7 +53,8 @@ log = logging.getLogger(__name__)
 _OPERATORS_PER_KERNEL = 4  # about: fused, and equal ones once
 # Of a kernel that are tried where it is not tuned, the one in use included; a third is worth 0.8 % at most (docs/performance.md).
 _VARIANTS = 2
-_TUNE_DEADLINE_S = 600.0  # for one variant of every kernel, in the first call
+# For compiling one variant of every kernel while tuning, which no deadline ends: a compiler that hangs must not hold it up for ever.
+_TUNING_ROUND_S = 600.0
 
 
 @functools.cache
@@ -71,13 +73,14 @@ class _Assembled:
 
 @dataclass(slots=True)
 class TvmRegion:
-    """A region as a program of kernels; `run` executes it from Python. `options`: the variants of each kernel."""
+    """A region as a program of kernels; `run` executes it from Python. `options`: the variants of each kernel. `deadline`: its graph's."""
 
     program: Program
     run: ProgramCall
     kernels: RegionKernels
     options: tuple[Options, ...]
     engine: TvmEngine
+    deadline: Deadline
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return self.run(inputs)
@@ -87,14 +90,15 @@ class TvmRegion:
         self.run.release()
 
     def refine(self, inputs: Sequence[torch.Tensor], budget_s: float) -> TvmRegion:
-        """The region with the fastest variants of its kernels, timed on `inputs` for about `budget_s` seconds."""
+        """The region with the fastest variants of its kernels, timed on `inputs` for about `budget_s` seconds; those that would have to be
+        compiled after the deadline are left out. Under `placement=tune` all are timed, however long that takes."""
         if not any(option.is_open or option.untried for option in self.options):
             return self
         return self.engine.refined(self, inputs, budget_s)
 
     def exact(self) -> TvmRegion | None:
         """The region with the variants only that round as its kernels do; None where it has no others. Compiles what is missing of them; raises
-        CompileError where that fails."""
+        CompileError where that fails, DeadlineError where there is no time left for it."""
         if all(option.chosen.variant.is_exact for option in self.options):
             return None
         return self.engine.exact(self)
@@ -155,7 +159,7 @@ class TvmEngine:
     def supports(self, node: torch.fx.Node) -> Verdict:
         return lowering.supports(node)
 
-    def compile(self, regions: Sequence[Region], deadline_s: float) -> list[CompiledRegion | Exception]:
+    def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[CompiledRegion | Exception]:
         """Lower the regions to kernels and compile those together, equal ones once."""
         start = time.monotonic()
         assembled = [self._assemble(region) for region in regions]
@@ -163,14 +167,13 @@ class TvmEngine:
         if self._placement != "estimate":
             limit([each for item in ready for each in item.candidates])
         kernels = [k for item in ready for each in item.candidates for v in each.variants for k in v.kernels]
-        left = max(0.0, deadline_s - (time.monotonic() - start))
-        compiled = iter(compile_kernels(kernels, self.target, self._compiler, self._store, left))
-        results = [self._compiled(item, compiled) if isinstance(item, _Assembled) else item for item in assembled]
+        made = iter(self.built(kernels, deadline))
+        results = [self._compiled(item, made, deadline) if isinstance(item, _Assembled) else item for item in assembled]
         log.info("%d regions, %d kernels in %.2f s", len(regions), len(kernels), time.monotonic() - start)
         return results
 
     def _compiled(
-        self, assembled: _Assembled, compiled: Iterator[CompiledKernel | Exception]
+        self, assembled: _Assembled, compiled: Iterator[CompiledKernel | Exception], deadline: Deadline
     ) -> CompiledRegion | Exception:
         """The region, given its kernels in the order of its candidates and their variants."""
         options = [
@@ -178,12 +181,12 @@ class TvmEngine:
             for each in assembled.candidates
         ]
         failed = next((option for option in options if isinstance(option, Exception)), None)
-        return failed or self.region(assembled.kernels, [o for o in options if isinstance(o, Options)])
+        return failed or self._region(assembled.kernels, [o for o in options if isinstance(o, Options)], deadline)
 
-    def region(self, kernels: RegionKernels, options: Sequence[Options]) -> TvmRegion:
+    def _region(self, kernels: RegionKernels, options: Sequence[Options], deadline: Deadline) -> TvmRegion:
         """A region with the chosen variants."""
         program = program_of(kernels, [option.chosen for option in options])
-        return TvmRegion(program, self._run_program(program), kernels, tuple(options), self)
+        return TvmRegion(program, self._run_program(program), kernels, tuple(options), self, deadline)
 
     def refined(self, region: TvmRegion, inputs: Sequence[torch.Tensor], budget_s: float) -> TvmRegion:
         """See `TvmRegion.refine`. What was found out is kept."""
@@ -194,28 +197,30 @@ class TvmEngine:
             options = tune(
                 region.kernels,
                 region.options,
-                self.compiled_again,
+                lambda kernels: self.built(kernels, Deadline(_TUNING_ROUND_S)),
                 self._run_program,
                 inputs,
                 verdicts,
                 progress_shown=self._progress,
             )
-            return self.region(region.kernels, options)
+            return self._region(region.kernels, options, region.deadline)
         found = search(region.kernels, region.options, self._run_program, inputs, budget_s)
         options = [option.decided(found.get(option.key, {})) for option in region.options]
-        options = screen(options)
-        if any(option.untried for option in options):
-            options = contest(region.kernels, options, self.compiled_again, self._run_program, inputs)
+        if not region.deadline.is_over():
+            options = screen(options)
+            if any(option.untried for option in options):
+                compile_more = functools.partial(self.built, deadline=region.deadline)
+                options = contest(region.kernels, options, compile_more, self._run_program, inputs)
         before = {option.key: option.times for option in region.options}
         for option in {option.key: option for option in options if option.times != before[option.key]}.values():
             verdicts.put(option.key, option.times)
         log.info("variants of %d kernels timed in %.2f s", len(found), time.monotonic() - start)
-        return self.region(region.kernels, options)
+        return self._region(region.kernels, options, region.deadline)
 
     def exact(self, region: TvmRegion) -> TvmRegion:
         """See `TvmRegion.exact`."""
         kernels = [k for option in region.options if option.missing for k in option.missing.kernels]
-        made = iter(self.compiled_again(kernels))
+        made = iter(self.built(kernels, region.deadline))
         options = []
         for option in region.options:
             missing = option.missing
@@ -223,10 +228,12 @@ class TvmEngine:
             if isinstance(found, Exception):
                 raise found
             options.append(option.with_exact(found))
-        return self.region(region.kernels, options)
+        return self._region(region.kernels, options, region.deadline)
 
-    def compiled_again(self, kernels: Sequence[Kernel]) -> list[CompiledKernel | Exception]:
-        return compile_kernels(kernels, self.target, self._compiler, self._store, _TUNE_DEADLINE_S)
+    def built(self, kernels: Sequence[Kernel], deadline: Deadline) -> list[CompiledKernel | Exception]:
+        """See `compile_kernels`; in what is left of the deadline, and at its expense."""
+        with deadline.running():
+            return compile_kernels(kernels, self.target, self._compiler, self._store, deadline.left_s())
 
     def _verdicts(self) -> Verdicts:
         return Verdicts(self._store, self._machine())

@@ -12,40 +12,32 @@ import dataclasses
 import functools
 import hashlib
 import importlib.metadata
-from pathlib import Path
 
-from torch_hybrid_backend import __version__, loops
 from torch_hybrid_backend.core.size import Dim, Size
 from torch_hybrid_backend.core.size_forms import render
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, Scalar
 from torch_hybrid_backend.loops.ir import Buffer, Call, Const, Expr, FromIndex, Load
 from torch_hybrid_backend.loops.kernels import Kernel, kernel_sizes
+from torch_hybrid_backend.sources import sources_version
+
+# All that a kernel's text and its machine code are made by; engines import nothing else but utilities.
+SOURCES = ("core", "loops", "engines/tvm")
 
 
 def kernel_key(kernel: Kernel, target: Target) -> str:
     """SHA-256 (64 hexadecimal digits) of all that decides a kernel's machine code.
 
-    That is: the kernel, the target, the sources of this engine and of `loops`, and the installed version of TVM.
+    That is: the kernel, the target, the sources of this engine and of what it imports (`SOURCES`), and the installed version of TVM.
     Raises TypeError where a kernel holds something that has no canonical text (a function, say).
     """
     parts = (canonical_text(kernel), target.fingerprint, engine_version(), tvm_version())
     return hashlib.sha256("\x00".join(parts).encode()).hexdigest()
 
 
-@functools.cache
 def engine_version() -> str:
-    """SHA-256 of the sources that turn a kernel into machine code: an edited schedule must not find what it made before.
-
-    They are read when this module is imported, as the others are: an editor that changes them later changes nothing in this process.
-    """
-    # The package's version tells releases apart where the sources cannot be read (a zip file).
-    digest = hashlib.sha256(__version__.encode())
-    for folder in (Path(loops.__file__).parent, Path(__file__).parent):
-        for path in sorted(folder.rglob("*.py")):
-            digest.update(f"{folder.name}/{path.relative_to(folder).as_posix()}\x00".encode())
-            digest.update(hashlib.sha256(path.read_bytes()).digest())
-    return digest.hexdigest()
+    """SHA-256 of the sources that turn a region into machine code: an edited schedule must not find what it made before."""
+    return sources_version(*SOURCES)
 
 
 @functools.cache
@@ -167,4 +159,4 @@ class _Text:
         return render(size, self._sizes.__getitem__)
 
 
-compiler_version()  # now: see `engine_version`
+compiler_version()  # now: see `sources_version`

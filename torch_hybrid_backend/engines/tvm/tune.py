@@ -15,6 +15,7 @@ import torch
 from torch_hybrid_backend.engines.tvm.assemble import RegionKernels
 from torch_hybrid_backend.engines.tvm.kernel_cache import CompiledKernel
 from torch_hybrid_backend.engines.tvm.search import (
+    ALONE,
     CompiledVariant,
     Options,
     RunProgram,
@@ -22,6 +23,7 @@ from torch_hybrid_backend.engines.tvm.search import (
     compiled_variant,
     search,
 )
+from torch_hybrid_backend.errors import DeadlineError
 from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.progress import Progress
 
@@ -87,6 +89,10 @@ def _decided(option: Options, new: Sequence[CompiledVariant | Exception], now: M
         return option
     name, chosen = option.untried[0].name, option.chosen.variant.name
     times, left = dict(option.times), option.untried[1:]
+    if isinstance(new[0], DeadlineError):
+        # Nothing was found out. Without the operator's time alone a later process takes it for new, and tries again.
+        times.pop(name + ALONE, None)
+        return replace(option, times=times, untried=left)
     if not isinstance(new[0], CompiledVariant) or name not in now or chosen not in now:
         return replace(option, times={**times, name: math.inf}, untried=left)  # it does not exist, or cannot run
     # Times of different rounds are compared through the best's: the machine may be slower now.

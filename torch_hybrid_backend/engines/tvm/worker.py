@@ -21,11 +21,12 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from torch_hybrid_backend.engines.tvm.kernel_key import compiler_version, engine_version
+from torch_hybrid_backend.engines.tvm.kernel_key import SOURCES, compiler_version, engine_version
 from torch_hybrid_backend.engines.tvm.linker import link
 from torch_hybrid_backend.engines.tvm.protocol import IDLE_EXIT_STATUS, Job, Order, frame, split_frame
 from torch_hybrid_backend.engines.tvm.target import Target, tvm_target
 from torch_hybrid_backend.errors import CompileError
+from torch_hybrid_backend.sources import read_sources_version
 
 _CHUNK_BYTES = 1 << 16
 
@@ -45,7 +46,7 @@ def main(idle_s: float, lifeline: int) -> None:
     os.dup2(2, 1)
     try:
         _import_compiler()
-        if engine_version.__wrapped__() != engine_version():
+        if read_sources_version(*SOURCES) != engine_version():
             raise CompileError("the package's source files changed while the kernel compiler was starting")
     except Exception as error:  # whatever an installation can get wrong: it is reported, not swallowed
         _answer(answers, {"ready": False, "error": _described(error)})

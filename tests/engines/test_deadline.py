@@ -1,0 +1,86 @@
+"""Compilation in time: every engine of a graph has what those before it have left."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from tests.partition.engines_for_tests import FakeEngine, trace
+from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.deadline import Deadline
+from torch_hybrid_backend.core.region import Region
+from torch_hybrid_backend.engines.deadline import compile_in_time
+from torch_hybrid_backend.errors import DeadlineError
+from torch_hybrid_backend.partition.regions import partition
+
+
+class Clock:
+    """Moved by the engines."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Slow(FakeEngine):
+    """Takes so many seconds of the test's clock to compile, and keeps what it was given."""
+
+    keeps_deadline = True
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        super().__init__()
+        self.clock, self.seconds, self.given = clock, seconds, -1.0
+
+    def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[Any]:
+        self.given = deadline.left_s()
+        self.clock.now += self.seconds
+        return super().compile(regions, deadline)
+
+
+class SlowStranger(Slow):
+    """Written by somebody who is content with a number, and says nothing of keeping it."""
+
+    keeps_deadline = False
+
+    def compile(self, regions: Sequence[Region], deadline_s: float) -> list[Any]:  # type: ignore[override]
+        self.given = deadline_s
+        self.clock.now += self.seconds
+        return [None] * len(regions)
+
+
+@pytest.fixture
+def region() -> Region:
+    (segment,) = partition(trace(lambda x: x.sin(), torch.ones(2)), [FakeEngine()], Config()).graph.segments
+    return segment.region
+
+
+def test_the_next_engine_has_what_is_left(region: Region) -> None:
+    """One deadline for all, whether an engine takes the deadline itself or its seconds; the last, too late, is asked all the same."""
+    clock = Clock()
+    deadline = Deadline(10.0, clock)
+    engines = [Slow(clock, 3), SlowStranger(clock, 4), Slow(clock, 5), SlowStranger(clock, 1)]
+    for engine in engines:
+        assert len(compile_in_time(engine, [region], deadline)) == 1
+        clock.now += 100  # what happens between is no compilation
+    assert [engine.given for engine in engines] == [10.0, 7.0, 3.0, 0.0]
+    assert deadline.is_over()
+
+
+def test_an_engine_that_hangs_is_not_waited_for(region: Region) -> None:
+    """Each of its regions has a DeadlineError that says how long it had, and of how much."""
+    enough = threading.Event()
+
+    class Hanging(FakeEngine):
+        def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[Any]:
+            enough.wait()
+            return []
+
+    late = compile_in_time(Hanging("hanging"), [region, region], Deadline(0.25))
+    enough.set()
+    assert [type(error) for error in late] == [DeadlineError, DeadlineError]
+    assert "hanging compiles on after the 0.25 s it had of 0.25 (HYBRID_COMPILE_DEADLINE_S)" in str(late[0])

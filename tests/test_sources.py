@@ -1,0 +1,89 @@
+"""Versions of sources: which edit is noticed, and that nothing is left out that decides what is kept."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.test_layers import PACKAGE, imports_of, room_of
+from torch_hybrid_backend import session, sources
+from torch_hybrid_backend.capture import kept_graphs
+from torch_hybrid_backend.engines.tvm import kernel_key
+from torch_hybrid_backend.sources import read_sources_version, sources_version
+
+# Utilities that may be edited freely: they say how something is kept, shown or refused, not what.
+_DECIDE_NOTHING = {"errors", "progress", "store", "sources", "__version__"}
+_PARTS = {"kernels": kernel_key.SOURCES, "kept graphs": kept_graphs.SOURCES}
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the package, whose versions are asked for instead."""
+    copy = tmp_path / "torch_hybrid_backend"
+    shutil.copytree(PACKAGE, copy)
+    monkeypatch.setattr(sources, "_PACKAGE", copy)
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("parts", "edited"),
+    [
+        (kernel_key.SOURCES, "core/size.py"),
+        (kernel_key.SOURCES, "core/limits.py"),
+        (kernel_key.SOURCES, "loops/lowerings/matmul.py"),
+        (kernel_key.SOURCES, "engines/tvm/schedules/registers.py"),
+        (kept_graphs.SOURCES, "core/hoisted_inputs.py"),
+        (kept_graphs.SOURCES, "capture/decompositions.py"),
+        (session.TIMING_SOURCES, "runtime/layout.py"),
+        (session.TIMING_SOURCES, "measure.py"),
+        (session.TIMING_SOURCES, "_runtime.so"),
+    ],
+)
+def test_an_edit_is_another_version(parts: Sequence[str], edited: str, package: Path) -> None:
+    """One byte more in a source, or in the built runtime, is enough; taken back, the version is the one before."""
+    source = package / edited
+    text, before = source.read_bytes(), read_sources_version(*parts)
+    source.write_bytes(text + b"\n")
+    assert read_sources_version(*parts) != before
+    source.write_bytes(text)
+    assert read_sources_version(*parts) == before
+
+
+@pytest.mark.parametrize("parts", _PARTS.values(), ids=_PARTS)
+def test_an_edit_elsewhere_is_no_other_version(parts: Sequence[str], package: Path) -> None:
+    """Reports, the wiring, files beside the package: what was kept stays in use."""
+    before = read_sources_version(*parts)
+    for name in ("report/text.py", "backend.py", "../benchmarks/models.py", "../tests/test_sources.py"):
+        (package / name).parent.mkdir(exist_ok=True)
+        (package / name).write_text("# edited")
+    assert read_sources_version(*parts) == before
+
+
+def test_a_file_added_removed_or_renamed_is_another_version(package: Path) -> None:
+    """Also where the bytes of all files together stay the same."""
+    versions = {read_sources_version("core")}
+    (package / "core" / "added.py").write_text("")
+    versions.add(read_sources_version("core"))
+    (package / "core" / "added.py").rename(package / "core" / "renamed.py")
+    versions.add(read_sources_version("core"))
+    (package / "core" / "renamed.py").unlink()
+    assert len(versions) == 3
+    assert read_sources_version("core") in versions
+
+
+@pytest.mark.parametrize("parts", _PARTS.values(), ids=_PARTS)
+def test_nothing_that_decides_is_left_out(parts: Sequence[str]) -> None:
+    """What the named parts import of the package is among them, or a utility that decides nothing."""
+    paths = [path for part in parts for path in (PACKAGE / part).rglob("*.py")]
+    rooms = {room_of(path) for path in paths}
+    beyond = {(path.name, *parts_) for path in paths for parts_ in imports_of(path) if parts_[0] not in rooms}
+    assert not {each for each in beyond if each[1] not in _DECIDE_NOTHING}
+
+
+def test_what_is_kept_is_kept_under_these_versions() -> None:
+    """The keys of kernels, of kept graphs and of timings hold them."""
+    assert kernel_key.engine_version() == sources_version(*kernel_key.SOURCES)
+    assert sources_version(*kept_graphs.SOURCES) in kept_graphs._versions()
