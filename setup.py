@@ -21,20 +21,14 @@ ASAN = ["-g", "-fsanitize=address", "-fno-omit-frame-pointer"] if os.environ.get
 
 
 class BuildRuntime(build_ext):
-    """Finds the headers of torch and tvm_ffi when building (not before: metadata must not need them)."""
+    """Finds torch's headers when building (not before: metadata must not need them)."""
 
     def build_extension(self, ext: Extension) -> None:
         import torch
-        import tvm_ffi.libinfo
 
         torch_root = Path(torch.__file__).parent
-        headers = [
-            str(torch_root / "include"),
-            tvm_ffi.libinfo.find_include_path(),
-            tvm_ffi.libinfo.find_dlpack_include_path(),
-        ]
         # As system headers: their warnings are not ours.
-        ext.extra_compile_args += [argument for path in headers for argument in ("-isystem", path)]
+        ext.extra_compile_args += ["-isystem", str(torch_root / "include")]
         ext.library_dirs.append(str(torch_root / "lib"))
         super().build_extension(ext)
 

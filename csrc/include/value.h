@@ -4,7 +4,6 @@
 #ifndef TORCH_HYBRID_BACKEND_VALUE_H_
 #define TORCH_HYBRID_BACKEND_VALUE_H_
 
-#include <dlpack/dlpack.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
@@ -14,6 +13,7 @@
 #include <vector>
 
 #include "kept_blocks.h"
+#include "kernel_abi.h"
 
 namespace torch_hybrid_backend {
 

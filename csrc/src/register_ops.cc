@@ -31,8 +31,6 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Numbers = std::vector<int64_t>;
 
-void LoadTvmFfiOp(std::string path) { LoadTvmFfi(path); }
-
 int64_t PlanNew() { return Plans().Add(std::make_shared<Plan>()); }
 
 int64_t PlanAddValue(int64_t plan, int64_t kind, int64_t payload, ScalarType dtype, Numbers sizes,
@@ -123,7 +121,6 @@ void GiveBackFreedMemory() {
 }  // namespace
 
 STABLE_TORCH_LIBRARY(torch_hybrid_backend, m) {
-  m.def("load_tvm_ffi(str path) -> ()");
   m.def("plan_new() -> int");
   m.def(
       "plan_add_value(int plan, int kind, int payload, ScalarType dtype, int[] sizes, "
@@ -153,7 +150,6 @@ STABLE_TORCH_LIBRARY(torch_hybrid_backend, m) {
 
 // One kernel for every backend and for calls without any tensor.
 STABLE_TORCH_LIBRARY_IMPL(torch_hybrid_backend, CompositeExplicitAutograd, m) {
-  m.impl("load_tvm_ffi", TORCH_BOX(&LoadTvmFfiOp));
   m.impl("plan_new", TORCH_BOX(&PlanNew));
   m.impl("plan_add_value", TORCH_BOX(&PlanAddValue));
   m.impl("plan_add_kernel", TORCH_BOX(&PlanAddKernel));

@@ -110,7 +110,7 @@ DLDataType ToDlpack(ScalarType dtype) {
 
 Tensor Empty(const Layout& layout) {
   AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
       static_cast<int64_t>(layout.sizes.size()), layout.sizes.data(), layout.strides.data(),
       ShimDtype(layout.dtype), aoti_torch_device_type_cpu(), 0, &handle));
   return Tensor(handle);
@@ -130,13 +130,13 @@ Tensor Over(AlignedBlock block, const Layout& layout, const std::shared_ptr<Kept
 
 Tensor Restride(const Tensor& tensor, const Layout& expected) {
   Tensor copy = Empty(expected);
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(copy.get(), tensor.get(), /*non_blocking=*/0));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(copy.get(), tensor.get(), /*non_blocking=*/0));
   return copy;
 }
 
 Tensor Reinterpret(const Tensor& tensor, const Layout& layout) {
   AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
+  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
       tensor.get(), static_cast<int64_t>(layout.sizes.size()), layout.sizes.data(),
       layout.strides.data(), /*storage_offset (added to the tensor's own)=*/0, &handle));
   return Tensor(handle);

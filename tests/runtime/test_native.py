@@ -156,14 +156,17 @@ def test_inputs_that_do_not_fit_are_refused(kernels: str) -> None:
 
 
 def test_a_failing_kernel_is_named(kernels: str) -> None:
-    """A kernel that refuses its buffers fails by name and with TVM's reason; the plan can run on."""
+    """A kernel that gets no scratch memory fails by name and status; the plan, and other kernels, can run on."""
     plan = Plan()
-    x, out = flat(plan, ValueKind.INPUT, elements=7), flat(plan, ValueKind.FRESH, elements=7)
-    plan.add_kernel(kernels, "double", [x, out])
+    x, out = flat(plan, ValueKind.INPUT), flat(plan, ValueKind.FRESH)
+    plan.add_kernel(kernels, "starve", [x, out])
     plan.seal(1, 0, 0, [out])
+    given = torch.randn(N)
     for _ in range(2):
-        with pytest.raises(HybridError, match=r"(?s)kernel double failed with status -1: .*expected 4096"):
-            plan.run(unbound(plan), [torch.randn(7)])
+        with pytest.raises(HybridError, match=r"kernel starve failed with status -1: .* too little memory"):
+            plan.run(unbound(plan), [given])
+    working = chain(kernels)
+    torch.testing.assert_close(working.run(unbound(working), [given])[0], 3 * given + 1)
 
 
 def test_missing_libraries_and_kernels_are_named(kernels: str, tmp_path: Path) -> None:
