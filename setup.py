@@ -15,10 +15,12 @@ import setuptools
 from setuptools import Extension, setup
 
 if int(setuptools.__version__.partition(".")[0]) < 77:  # without build isolation it is whatever is installed
-    sys.exit(f"setuptools {setuptools.__version__} cannot read pyproject.toml: pip install 'setuptools>=77', then try again")
+    sys.exit(
+        f"setuptools {setuptools.__version__} cannot read pyproject.toml: pip install 'setuptools>=77', then try again"
+    )
 
-from setuptools.command.bdist_wheel import bdist_wheel  # noqa: E402
-from setuptools.command.build_ext import build_ext  # noqa: E402
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
 
 # torch 2.11, the oldest that is supported: newer functions of the stable ABI are then not even declared.
 TORCH_TARGET_VERSION = "0x020b000000000000"

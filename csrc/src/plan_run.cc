@@ -130,7 +130,9 @@ void Plan::BindInputs(Frame& frame, const std::vector<Tensor>& inputs) const {
     } else {
       frame.tensors[v] = Restride(input, value.layout);
     }
-    if (value.kind == ValueKind::kInput) SetData(frame, v, frame.tensors[v]->data_ptr());
+    if (value.kind == ValueKind::kInput) {
+      SetData(frame, v, HostData(*frame.tensors[v], value.layout));
+    }
   }
 }
 
@@ -245,7 +247,7 @@ void Plan::Receive(Frame& frame, size_t value, Tensor tensor, const std::string&
     frame.tensors[value] =
         match == Match::kSameMemory ? Reinterpret(tensor, expected) : Restride(tensor, expected);
   }
-  SetData(frame, value, frame.tensors[value]->data_ptr());
+  SetData(frame, value, HostData(*frame.tensors[value], expected));
 }
 
 bool Plan::RunCallback(Frame& frame, int64_t key, const Callback& callback) const {

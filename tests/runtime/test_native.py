@@ -297,6 +297,55 @@ def test_what_a_callback_returns_is_checked_and_restrided() -> None:
         plan.run(binding, [])
 
 
+def test_values_that_are_not_on_the_cpu() -> None:
+    """Callbacks read and return them, aliases and outputs share them, and other strides are restored where they are."""
+    seen: list[torch.Tensor] = []
+
+    def callback(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        seen.extend(inputs)
+        return [torch.empty(3, 2, device="meta").t(), inputs[0] + 1]
+
+    plan = Plan([callback])
+    x = plan.add_value(ValueKind.RAW_INPUT, 0, F32, [2, 3], [3, 1], on_cpu=False)
+    restrided = plan.add_value(ValueKind.RETURNED, 0, F32, [2, 3], [3, 1], on_cpu=False)
+    returned = plan.add_value(ValueKind.RETURNED, 0, F32, [2, 3], [3, 1], on_cpu=False)
+    flattened = plan.add_value(ValueKind.ALIAS, returned, F32, [6], [1], on_cpu=False)
+    plan.add_callback(0, [x], [restrided, returned])
+    plan.seal(1, 0, 0, [x, restrided, returned, flattened])
+    given = torch.empty(2, 3, device="meta")
+    outputs = plan.run(unbound(plan), [given])
+    assert outputs is not None
+    assert seen[0] is outputs[0] is given
+    assert [(str(o.device), tuple(o.shape), o.stride()) for o in outputs[1:]] == [
+        ("meta", (2, 3), (3, 1)),
+        ("meta", (2, 3), (3, 1)),
+        ("meta", (6,), (1,)),
+    ]
+    with pytest.raises(
+        HybridError, match=r"input 0 is Double.* on another device than the CPU, but the plan was built for"
+    ):
+        plan.run(unbound(plan), [given.double()])
+
+
+def test_kernels_stay_on_the_cpu(kernels: str) -> None:
+    """A plan whose kernels would read or write another device's memory is not built, and its inputs and results cannot be moved there."""
+    plan = Plan([lambda inputs: [torch.empty(N, device="meta")]])
+    elsewhere = plan.add_value(ValueKind.INPUT, 0, F32, [N], [1], on_cpu=False)
+    x, out, returned = (flat(plan, kind) for kind in (ValueKind.INPUT, ValueKind.FRESH, ValueKind.RETURNED))
+    with pytest.raises(HybridError, match=r"cannot read a value that is elsewhere"):
+        plan.add_kernel(kernels, "double", [elsewhere, out])
+    for kind in (ValueKind.ARENA, ValueKind.FRESH):
+        with pytest.raises(HybridError, match="makes memory on the CPU only"):
+            plan.add_value(kind, 0, F32, [N], [1], on_cpu=False)
+    plan.add_kernel(kernels, "double", [x, out])
+    plan.add_callback(0, [], [returned])
+    plan.seal(1, 0, 0, [out, returned])
+    with pytest.raises(HybridError, match=r"input 0 is .* on another device than the CPU"):
+        plan.run(unbound(plan), [torch.empty(N, device="meta")])
+    with pytest.raises(HybridError, match=r"output 0 of segment 0 is .* on another device than the CPU instead of"):
+        plan.run(unbound(plan), [torch.randn(N)])
+
+
 def test_a_callbacks_exception_arrives_unchanged() -> None:
     """The user's exception comes through C++ with its type, message and traceback; the plan can run on."""
     raising = [True]

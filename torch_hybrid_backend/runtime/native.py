@@ -84,7 +84,7 @@ def _run_segment(plan: int, segment: int, outputs: int, inputs: list[torch.Tenso
             raise HybridError(f"segment {segment} returned {len(results)} values instead of {outputs}")
     except BaseException as error:  # carried to Plan.run, which raises it unchanged
         _raised.error = error
-        return [torch.empty(0)] * (outputs + 1)
+        return [torch.empty(0, device="cpu")] * (outputs + 1)
     return results
 
 
@@ -222,10 +222,19 @@ class Plan:
         weakref.finalize(self, _free_plan, ops, self.handle).atexit = False
 
     def add_value(
-        self, kind: ValueKind, payload: int, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int]
+        self,
+        kind: ValueKind,
+        payload: int,
+        dtype: torch.dtype,
+        sizes: Sequence[int],
+        strides: Sequence[int],
+        on_cpu: bool = True,
     ) -> int:
-        """Returns the number of the new value. `sizes` and `strides` are in elements."""
-        number: int = _building(self._ops.plan_add_value, self.handle, int(kind), payload, dtype, sizes, strides)
+        """Returns the number of the new value. `sizes` and `strides` are in elements. Only callbacks and operators read what is not
+        `on_cpu`."""
+        number: int = _building(
+            self._ops.plan_add_value, self.handle, int(kind), payload, dtype, sizes, strides, on_cpu
+        )
         return number
 
     def add_kernel(self, library: str, symbol: str, values: Sequence[int], sizes: Sequence[int] = ()) -> None:
