@@ -32,7 +32,7 @@ $(VENV)/bin/python:
 $(VENV)/.installed: constraints.txt pyproject.toml setup.py | $(VENV)/bin/python
 	torch=$$($(PY) -c 'import importlib.metadata as m; print(m.version("torch"))' 2>/dev/null) || torch=$$(sed -n 's/^torch==//p' constraints.txt); \
 	sed "s/^torch==.*/torch==$$torch/" constraints.txt > $(VENV)/constraints.txt
-	$(PIP) install -q -c $(VENV)/constraints.txt setuptools wheel numpy torch apache-tvm
+	$(PIP) install -q -c $(VENV)/constraints.txt setuptools wheel numpy torch
 	$(PIP) install -q -c $(VENV)/constraints.txt --no-build-isolation -e '.[test,lint,bench-min,ecosystem]'
 	touch $@
 

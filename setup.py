@@ -8,9 +8,17 @@ uses the stable ABI only. So one build serves every Python from 3.11 and torch f
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, setup
+
+if int(setuptools.__version__.partition(".")[0]) < 77:  # without build isolation it is whatever is installed
+    sys.exit(
+        f"setuptools {setuptools.__version__} cannot read pyproject.toml: pip install 'setuptools>=77', then try again"
+    )
+
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
@@ -21,20 +29,14 @@ ASAN = ["-g", "-fsanitize=address", "-fno-omit-frame-pointer"] if os.environ.get
 
 
 class BuildRuntime(build_ext):
-    """Finds the headers of torch and tvm_ffi when building (not before: metadata must not need them)."""
+    """Finds torch's headers when building (not before: metadata must not need them)."""
 
     def build_extension(self, ext: Extension) -> None:
         import torch
-        import tvm_ffi.libinfo
 
         torch_root = Path(torch.__file__).parent
-        headers = [
-            str(torch_root / "include"),
-            tvm_ffi.libinfo.find_include_path(),
-            tvm_ffi.libinfo.find_dlpack_include_path(),
-        ]
         # As system headers: their warnings are not ours.
-        ext.extra_compile_args += [argument for path in headers for argument in ("-isystem", path)]
+        ext.extra_compile_args += ["-isystem", str(torch_root / "include")]
         ext.library_dirs.append(str(torch_root / "lib"))
         super().build_extension(ext)
 

@@ -9,9 +9,7 @@
 #ifndef TORCH_HYBRID_BACKEND_FRAME_H_
 #define TORCH_HYBRID_BACKEND_FRAME_H_
 
-#include <dlpack/dlpack.h>
 #include <torch/csrc/stable/tensor.h>
-#include <tvm/ffi/c_api.h>
 
 #include <memory>
 #include <mutex>
@@ -19,6 +17,7 @@
 #include <vector>
 
 #include "aligned_block.h"
+#include "kernel_abi.h"
 
 namespace torch_hybrid_backend {
 

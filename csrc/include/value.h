@@ -4,7 +4,6 @@
 #ifndef TORCH_HYBRID_BACKEND_VALUE_H_
 #define TORCH_HYBRID_BACKEND_VALUE_H_
 
-#include <dlpack/dlpack.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
@@ -14,6 +13,7 @@
 #include <vector>
 
 #include "kept_blocks.h"
+#include "kernel_abi.h"
 
 namespace torch_hybrid_backend {
 
@@ -29,11 +29,15 @@ enum class ValueKind : int64_t {
                   // callbacks read it
 };
 
-// Sizes and strides in elements.
+// Sizes and strides in elements. Of a value that is not on the CPU nothing is asked but that: only
+// callbacks and operators read it, which find its device in the tensor, and which device it really
+// is is not always known before the call (attention's random seed is on the CPU or on the GPU,
+// whatever its fake tensor says). The host never reads such memory and never waits for its device.
 struct Layout {
   torch::headeronly::ScalarType dtype;
   std::vector<int64_t> sizes;
   std::vector<int64_t> strides;
+  bool on_cpu;
 
   // Elements from the first to the last one addressed; 0 when empty.
   int64_t Span() const;
@@ -52,7 +56,7 @@ struct Value {
 enum class Match { kExact, kSameMemory, kOtherStrides, kDifferent };
 
 // kSameMemory: strides differ only in dimensions of size 1, where they address nothing.
-// kDifferent: another dtype, device or shape.
+// kDifferent: another dtype or shape, or not on the CPU where it must be.
 Match Compare(const torch::stable::Tensor& tensor, const Layout& expected);
 
 std::string Describe(const torch::stable::Tensor& tensor);
@@ -64,12 +68,15 @@ DLDataType ToDlpack(torch::headeronly::ScalarType dtype);
 // A new tensor on the CPU, not initialised.
 torch::stable::Tensor Empty(const Layout& layout);
 
+// Where the tensor's elements begin for kernels, null where they are not on the CPU.
+void* HostData(const torch::stable::Tensor& tensor, const Layout& layout);
+
 // A tensor over the block, not initialised; the block goes back to `kept`, while that lives, with
 // the last tensor that shares its memory.
 torch::stable::Tensor Over(AlignedBlock block, const Layout& layout,
                            const std::shared_ptr<KeptBlocks>& kept);
 
-// A copy with the expected strides; the shape must already be as expected.
+// A copy on the same device with the expected strides; the shape must already be as expected.
 torch::stable::Tensor Restride(const torch::stable::Tensor& tensor, const Layout& expected);
 
 // A tensor over the memory of `tensor`, from its first element on.

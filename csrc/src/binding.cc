@@ -10,7 +10,7 @@ namespace {
 
 void* DataOf(const torch::stable::Tensor& tensor) {
   int32_t layout = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
   return layout == aoti_torch_layout_strided() ? tensor.mutable_data_ptr() : nullptr;
 }
 

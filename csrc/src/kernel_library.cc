@@ -3,7 +3,6 @@
 #include <dlfcn.h>
 
 #include <array>
-#include <atomic>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
@@ -14,17 +13,6 @@
 
 namespace torch_hybrid_backend {
 namespace {
-
-using MoveFromRaised = decltype(&TVMFFIErrorMoveFromRaised);
-using DecRef = decltype(&TVMFFIObjectDecRef);
-
-struct TvmFfi {
-  MoveFromRaised move_from_raised = nullptr;
-  DecRef dec_ref = nullptr;
-};
-
-// Written once by LoadTvmFfi, read by any thread whose kernel failed.
-std::atomic<const TvmFfi*> tvm_ffi{nullptr};
 
 std::string LoaderError() {
   const char* reason = dlerror();
@@ -92,21 +80,6 @@ std::shared_ptr<void> OpenOnce(const std::string& path) {
 
 }  // namespace
 
-void LoadTvmFfi(const std::string& path) {
-  if (tvm_ffi.load() != nullptr) return;
-  // Python may have loaded it already with local visibility; opening it again raises it to global.
-  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL);
-  if (library == nullptr) throw std::runtime_error("cannot open " + path + ": " + LoaderError());
-  static TvmFfi functions;
-  functions.move_from_raised =
-      reinterpret_cast<MoveFromRaised>(dlsym(library, "TVMFFIErrorMoveFromRaised"));
-  functions.dec_ref = reinterpret_cast<DecRef>(dlsym(library, "TVMFFIObjectDecRef"));
-  if (functions.move_from_raised == nullptr || functions.dec_ref == nullptr) {
-    throw std::runtime_error(path + " is not a tvm_ffi library this runtime knows");
-  }
-  tvm_ffi.store(&functions);
-}
-
 LoadedKernel FindKernel(const std::string& path, const std::string& symbol) {
   std::shared_ptr<void> library = OpenOnce(path);
   void* function = dlsym(library.get(), ("__tvm_ffi_" + symbol).c_str());
@@ -124,20 +97,6 @@ void CloseLibrary(const std::string& path) {
   if (found == libraries.by_path.end()) return;
   last = std::move(found->second);
   libraries.by_path.erase(found);
-}
-
-std::string TakeKernelError() {
-  const TvmFfi* functions = tvm_ffi.load();
-  if (functions == nullptr) return "";
-  TVMFFIObjectHandle error = nullptr;
-  functions->move_from_raised(&error);
-  if (error == nullptr) return "";
-  // An error object is its header followed by its cell.
-  const auto* cell = reinterpret_cast<const TVMFFIErrorCell*>(static_cast<const char*>(error) +
-                                                              sizeof(TVMFFIObject));
-  std::string message(cell->message.data, cell->message.size);
-  functions->dec_ref(error);
-  return message;
 }
 
 }  // namespace torch_hybrid_backend

@@ -61,8 +61,7 @@ Tensor OperatorCall::Call(const std::function<const Tensor&(size_t)>& tensor) co
       stack.push_back(from(std::nullopt));
     }
   }
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      torch_call_dispatcher(name_.c_str(), "", stack.data(), TORCH_ABI_VERSION));
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name_.c_str(), "", stack.data(), TORCH_ABI_VERSION));
   return to<Tensor>(stack[0]);
 }
 

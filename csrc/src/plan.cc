@@ -21,6 +21,8 @@ size_t Plan::AddValue(ValueKind kind, int64_t payload, Layout layout) {
   if (layout.sizes.size() != layout.strides.size())
     Refuse("a value needs one stride for each size");
   if (payload < 0) Refuse("a value's payload cannot be negative");
+  if (!layout.on_cpu && (kind == ValueKind::kArena || kind == ValueKind::kFresh))
+    Refuse("a plan makes memory on the CPU only");
   const size_t number = values_.size();
   size_t root = number;
   const int64_t span = layout.Span();
@@ -44,6 +46,8 @@ void Plan::AddKernel(const std::string& library, const std::string& symbol,
   std::vector<size_t> checked = Checked(values);
   for (const size_t value : checked) {
     if (values_[value].kind == ValueKind::kRawInput) Refuse("kernels cannot read a raw input");
+    if (!values_[value].layout.on_cpu)
+      Refuse("kernels run on the CPU and cannot read a value that is elsewhere");
   }
   LoadedKernel loaded = FindKernel(library, symbol);  // may throw: the plan is unchanged
   Kernel kernel{loaded.function, std::move(loaded.library), symbol,

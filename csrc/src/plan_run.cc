@@ -130,7 +130,9 @@ void Plan::BindInputs(Frame& frame, const std::vector<Tensor>& inputs) const {
     } else {
       frame.tensors[v] = Restride(input, value.layout);
     }
-    if (value.kind == ValueKind::kInput) SetData(frame, v, frame.tensors[v]->data_ptr());
+    if (value.kind == ValueKind::kInput) {
+      SetData(frame, v, HostData(*frame.tensors[v], value.layout));
+    }
   }
 }
 
@@ -175,9 +177,9 @@ bool Plan::RunStep(Frame& frame, int64_t key, const Step& step) const {
     if (!RunCallback(frame, key, *callback)) return false;
   } else {
     const auto& copy = std::get<Copy>(step.action);
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(TensorOf(frame, copy.destination).get(),
-                                                   TensorOf(frame, copy.source).get(),
-                                                   /*non_blocking=*/0));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(TensorOf(frame, copy.destination).get(),
+                                            TensorOf(frame, copy.source).get(),
+                                            /*non_blocking=*/0));
   }
   for (const size_t v : step.releases) {
     frame.tensors[v].reset();
@@ -224,9 +226,8 @@ void Plan::RunKernel(Frame& frame, const Kernel& kernel) const {
   const int status = kernel.function(nullptr, frame.arguments.data() + kernel.first_argument,
                                      static_cast<int32_t>(kernel.arguments()), &result);
   if (status == 0) return;
-  const std::string message = TakeKernelError();
   Refuse("the kernel " + kernel.symbol + " failed with status " + std::to_string(status) +
-         (message.empty() ? "" : ": " + message));
+         ": kernels fail only where there is too little memory for their scratch space");
 }
 
 void Plan::RunOperator(Frame& frame, const Operator& step) const {
@@ -246,7 +247,7 @@ void Plan::Receive(Frame& frame, size_t value, Tensor tensor, const std::string&
     frame.tensors[value] =
         match == Match::kSameMemory ? Reinterpret(tensor, expected) : Restride(tensor, expected);
   }
-  SetData(frame, value, frame.tensors[value]->data_ptr());
+  SetData(frame, value, HostData(*frame.tensors[value], expected));
 }
 
 bool Plan::RunCallback(Frame& frame, int64_t key, const Callback& callback) const {
@@ -261,8 +262,8 @@ bool Plan::RunCallback(Frame& frame, int64_t key, const Callback& callback) cons
   const auto expected_count = static_cast<int64_t>(callback.outputs.size());
   std::array<StableIValue, 4> stack{from(key), from(callback.segment), from(expected_count),
                                     from(inputs)};
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("torch_hybrid_backend::run_segment", "",
-                                                      stack.data(), TORCH_ABI_VERSION));
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("torch_hybrid_backend::run_segment", "",
+                                               stack.data(), TORCH_ABI_VERSION));
   std::vector<Tensor> outputs = to<std::vector<Tensor>>(stack[0]);
   if (outputs.size() != callback.outputs.size()) return false;
   for (size_t i = 0; i < outputs.size(); ++i) {

@@ -195,7 +195,7 @@ PyObject* Run(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
       const AtenTensorHandle tensor = TensorIn(list, i);
       if (tensor == nullptr) return Py_NewRef(Py_NotImplemented);
       AtenTensorHandle owned = nullptr;
-      STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(tensor, &owned));
+      TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(tensor, &owned));
       inputs.emplace_back(owned);
     }
     const std::shared_ptr<Plan> running = Plans().Get(plan);

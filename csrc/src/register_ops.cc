@@ -31,17 +31,16 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Numbers = std::vector<int64_t>;
 
-void LoadTvmFfiOp(std::string path) { LoadTvmFfi(path); }
-
 int64_t PlanNew() { return Plans().Add(std::make_shared<Plan>()); }
 
 int64_t PlanAddValue(int64_t plan, int64_t kind, int64_t payload, ScalarType dtype, Numbers sizes,
-                     Numbers strides) {
+                     Numbers strides, bool on_cpu) {
   if (kind < 0 || kind > static_cast<int64_t>(ValueKind::kRawInput)) {
     throw std::runtime_error("no kind of value has the number " + std::to_string(kind));
   }
-  return static_cast<int64_t>(Plans().Get(plan)->AddValue(
-      static_cast<ValueKind>(kind), payload, Layout{dtype, std::move(sizes), std::move(strides)}));
+  return static_cast<int64_t>(
+      Plans().Get(plan)->AddValue(static_cast<ValueKind>(kind), payload,
+                                  Layout{dtype, std::move(sizes), std::move(strides), on_cpu}));
 }
 
 void PlanAddKernel(int64_t plan, std::string library, std::string symbol, Numbers values,
@@ -123,11 +122,10 @@ void GiveBackFreedMemory() {
 }  // namespace
 
 STABLE_TORCH_LIBRARY(torch_hybrid_backend, m) {
-  m.def("load_tvm_ffi(str path) -> ()");
   m.def("plan_new() -> int");
   m.def(
       "plan_add_value(int plan, int kind, int payload, ScalarType dtype, int[] sizes, "
-      "int[] strides) -> int");
+      "int[] strides, bool on_cpu) -> int");
   m.def("plan_add_kernel(int plan, str library, str symbol, int[] values, int[] sizes) -> ()");
   m.def(
       "plan_add_operator(int plan, str name, str arguments, int[] numbers, int[] tensors, int "
@@ -153,7 +151,6 @@ STABLE_TORCH_LIBRARY(torch_hybrid_backend, m) {
 
 // One kernel for every backend and for calls without any tensor.
 STABLE_TORCH_LIBRARY_IMPL(torch_hybrid_backend, CompositeExplicitAutograd, m) {
-  m.impl("load_tvm_ffi", TORCH_BOX(&LoadTvmFfiOp));
   m.impl("plan_new", TORCH_BOX(&PlanNew));
   m.impl("plan_add_value", TORCH_BOX(&PlanAddValue));
   m.impl("plan_add_kernel", TORCH_BOX(&PlanAddKernel));

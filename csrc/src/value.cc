@@ -19,8 +19,18 @@ void Print(std::ostream& out, const Dims& dims) {
   out << ')';
 }
 
+constexpr const char* kElsewhere = " on another device than the CPU";
+
 int32_t ShimDtype(ScalarType dtype) {
   return torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+}
+
+Tensor EmptyOn(int32_t device_type, int32_t device_index, const Layout& layout) {
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      static_cast<int64_t>(layout.sizes.size()), layout.sizes.data(), layout.strides.data(),
+      ShimDtype(layout.dtype), device_type, device_index, &handle));
+  return Tensor(handle);
 }
 
 }  // namespace
@@ -40,13 +50,14 @@ std::string Layout::ToString() const {
   Print(out, sizes);
   out << " with strides ";
   Print(out, strides);
+  if (!on_cpu) out << kElsewhere;
   return out.str();
 }
 
 Match Compare(const Tensor& tensor, const Layout& expected) {
   const auto sizes = tensor.sizes();
   const auto strides = tensor.strides();
-  if (!tensor.is_cpu() || tensor.scalar_type() != expected.dtype ||
+  if ((expected.on_cpu && !tensor.is_cpu()) || tensor.scalar_type() != expected.dtype ||
       sizes.size() != expected.sizes.size() ||
       !std::equal(sizes.begin(), sizes.end(), expected.sizes.begin())) {
     return Match::kDifferent;
@@ -65,7 +76,7 @@ std::string Describe(const Tensor& tensor) {
   Print(out, tensor.sizes());
   out << " with strides ";
   Print(out, tensor.strides());
-  if (!tensor.is_cpu()) out << " on another device than the CPU";
+  if (!tensor.is_cpu()) out << kElsewhere;
   return out.str();
 }
 
@@ -108,12 +119,10 @@ DLDataType ToDlpack(ScalarType dtype) {
   }
 }
 
-Tensor Empty(const Layout& layout) {
-  AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      static_cast<int64_t>(layout.sizes.size()), layout.sizes.data(), layout.strides.data(),
-      ShimDtype(layout.dtype), aoti_torch_device_type_cpu(), 0, &handle));
-  return Tensor(handle);
+Tensor Empty(const Layout& layout) { return EmptyOn(aoti_torch_device_type_cpu(), 0, layout); }
+
+void* HostData(const Tensor& tensor, const Layout& layout) {
+  return layout.on_cpu ? tensor.data_ptr() : nullptr;
 }
 
 Tensor Over(AlignedBlock block, const Layout& layout, const std::shared_ptr<KeptBlocks>& kept) {
@@ -129,14 +138,19 @@ Tensor Over(AlignedBlock block, const Layout& layout, const std::shared_ptr<Kept
 }
 
 Tensor Restride(const Tensor& tensor, const Layout& expected) {
-  Tensor copy = Empty(expected);
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(copy.get(), tensor.get(), /*non_blocking=*/0));
+  // By number: the stable ABI's own type of devices knows only the commonest.
+  int32_t type = 0;
+  int32_t index = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &index));
+  Tensor copy = EmptyOn(type, index, expected);
+  TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(copy.get(), tensor.get(), /*non_blocking=*/0));
   return copy;
 }
 
 Tensor Reinterpret(const Tensor& tensor, const Layout& layout) {
   AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
+  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
       tensor.get(), static_cast<int64_t>(layout.sizes.size()), layout.sizes.data(),
       layout.strides.data(), /*storage_offset (added to the tensor's own)=*/0, &handle));
   return Tensor(handle);

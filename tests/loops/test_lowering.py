@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from loops.check import sample
@@ -46,6 +47,32 @@ def test_refusals_have_codes(fn: Callable[..., object], x: torch.Tensor, code: R
     assert verdict.code is code
     assert verdict.why
     assert not verdict.why.endswith(".")
+
+
+@pytest.mark.parametrize("device", ["cuda:1", "xpu", "mps", "meta"])
+def test_other_devices_are_refused(device: str) -> None:
+    """Generated loops run on the CPU: what reads, makes, or moves tensors to or from another device is refused, whatever its kind."""
+
+    def fn(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        values, _ = aten.max.dim(y, 0)
+        return (
+            aten.relu(y),
+            values,
+            aten.where(aten.gt(x, 0), x, 1.0),
+            aten._to_copy(x, device=device),
+            aten._to_copy(y, device="cpu"),
+            aten.zeros([3], device=device),
+            aten.arange.start_step(0, 3, 1, device=device),
+        )
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        inputs = torch.empty(4, device="cpu"), torch.empty(4, device=device)
+        graph = make_fx(fn)(*inputs).graph
+    verdicts = {n: supports(n) for n in graph.nodes if n.op == "call_function"}
+    taken = {n.target for n, verdict in verdicts.items() if verdict}
+    assert taken == {aten.gt.Scalar, aten.where.self, aten.scalar_tensor.default}
+    assert {verdict.code for verdict in verdicts.values() if not verdict} == {Reason.DEVICE}
+    assert len(verdicts) == len(taken) + 8
 
 
 def test_symbolic_shapes_are_taken_where_their_form_tells_enough() -> None:

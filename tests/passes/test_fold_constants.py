@@ -61,3 +61,19 @@ def test_views_keep_their_base(captured):
     subject = captured(lambda x: x * torch.arange(3).cos().expand(1000, 3), torch.randn(1000, 3))
     assert subject.apply(fold_constants, dead_code, exact=True)
     assert all(buffer.numel() == 3 for buffer in subject.gm.buffers())
+
+
+def test_other_devices_are_not_read(captured):
+    """A constant on another device stays an expression, as it was: its elements would have to be waited for, and meta has none."""
+
+    def elsewhere(x: torch.Tensor) -> torch.Tensor:
+        return x.to("meta") * torch.arange(3, device="meta").cos() + torch.ones(3).cumsum(0).to("meta")
+
+    subject = captured(elsewhere, torch.randn(3))
+    before = subject.operators()
+    assert fold_constants(subject.gm, subject.ctx)  # the sum, which is on the CPU
+    dead_code(subject.gm, subject.ctx)
+    assert {
+        name: count for name, count in before.items() if name not in ("ones.default", "full.default", "cumsum.default")
+    } == {name: count for name, count in subject.operators().items() if name != "full.default"}
+    assert [buffer.device.type for buffer in subject.gm.buffers()] == ["cpu"]

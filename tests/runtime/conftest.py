@@ -17,11 +17,13 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Path of a library over float32 buffers of N elements.
 
     double(x, o): o = 2 x. add(a, b, o): o = a + b. scratch(x, o): o = x + 1 by way of a workspace as large as x.
-    grow(x, o): o = x, where o has 2 N elements and only its first half is written.
+    grow(x, o): o = x, where o has 2 N elements and only its first half is written. starve(x, o): as scratch, with a workspace of 2^60 bytes.
     """
     tvm = pytest.importorskip("tvm")
     from tvm import tirx
     from tvm.tirx import AllocBuffer, BufferLoad, BufferStore, FloatImm, For, ForKind, PrimFunc, SeqStmt, Var
+
+    from torch_hybrid_backend.engines.tvm.pipeline import build_all
 
     def buffer(name: str, elements: int = N) -> Any:
         return tirx.decl_buffer((elements,), "float32", name, data_alignment=4)
@@ -36,21 +38,23 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> str:
 
     x, y, out, wide = buffer("x"), buffer("y"), buffer("out"), buffer("wide", 2 * N)
     workspace = tirx.decl_buffer((N,), "float32", "workspace", scope="global")
+    endless = tirx.decl_buffer((tirx.IntImm("int64", 1 << 58),), "float32", "endless", scope="global")
     double = loop(lambda i: BufferStore(out, BufferLoad(x, [i]) * FloatImm("float32", 2), [i]))
     add = loop(lambda i: BufferStore(out, BufferLoad(x, [i]) + BufferLoad(y, [i]), [i]))
     one = FloatImm("float32", 1)
     fill = loop(lambda i: BufferStore(workspace, BufferLoad(x, [i]) + one, [i]), ForKind.SERIAL)
     drain = loop(lambda i: BufferStore(out, BufferLoad(workspace, [i]), [i]))
-    module = tvm.IRModule(
-        {
-            "double": function("double", [x, out], double),
-            "add": function("add", [x, y, out], add),
-            "scratch": function("scratch", [x, out], SeqStmt([AllocBuffer(workspace), fill, drain])),
-            "grow": function("grow", [x, wide], loop(lambda i: BufferStore(wide, BufferLoad(x, [i]), [i]))),
-        }
-    )
+    touch = loop(lambda i: BufferStore(endless, BufferLoad(x, [i]), [i]), ForKind.SERIAL)
+    leave = loop(lambda i: BufferStore(out, BufferLoad(endless, [i]), [i]))
+    functions = {
+        "double": function("double", [x, out], double),
+        "add": function("add", [x, y, out], add),
+        "scratch": function("scratch", [x, out], SeqStmt([AllocBuffer(workspace), fill, drain])),
+        "starve": function("starve", [x, out], SeqStmt([AllocBuffer(endless), touch, leave])),
+        "grow": function("grow", [x, wide], loop(lambda i: BufferStore(wide, BufferLoad(x, [i]), [i]))),
+    }
     path = Path(tmp_path_factory.mktemp("kernels")) / "kernels.so"
-    tvm.compile(module, target="llvm").export_library(str(path))
+    build_all(functions, tvm.target.Target("llvm")).export_library(str(path))
     return str(path)
 
 

@@ -117,6 +117,24 @@ def test_the_least_recently_used_go_first() -> None:
     assert len(constants) == 2
 
 
+def test_constants_elsewhere_are_known_by_version() -> None:
+    """Contents on another device are not read; those that count no versions either are made anew in each call."""
+    constants, made = doubling()
+    weight = torch.empty(3, device="meta")
+    for _ in range(3):
+        assert constants.compared([weight]).is_meta
+    assert made == [1]
+    weight.add_(1)
+    constants.compared([weight])
+    constants.compared([weight])
+    assert made == [2]
+    with torch.inference_mode():
+        uncounted = torch.empty(3, device="meta")
+    constants.compared([uncounted])
+    constants.compared([uncounted])
+    assert made == [4]
+
+
 def test_inference_tensors_are_guarded_by_contents() -> None:
     """Tensors made under inference_mode count no versions; their contents are still watched."""
     with torch.inference_mode():

@@ -43,6 +43,47 @@ def _compiles_with_tsan(folder: Path) -> bool:
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+def test_kernels_are_called_as_tvm_lays_it_down() -> None:
+    """The structs and numbers of csrc/include/kernel_abi.h are those of the installed tvm_ffi's headers: a change there is noticed here."""
+    libinfo = pytest.importorskip("tvm_ffi.libinfo")
+    headers = {libinfo.find_include_path(), libinfo.find_dlpack_include_path()}
+    command = ["g++", "-std=c++20", "-fsyntax-only", "-Iinclude", *(f"-I{path}" for path in headers)]
+    result = subprocess.run(
+        [*command, "tests/same_abi_as_tvm.cc"], cwd=ROOT / "csrc", capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+
+
+_BUILD_WITHOUT_TVM = """
+import runpy, sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("tvm", "tvm_ffi"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+sys.argv[1:] = ["-q", "build_ext", "--build-temp", "temp", "--build-lib", "lib"]
+runpy.run_path("setup.py", run_name="__main__")
+"""
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+def test_the_library_is_built_from_pytorchs_headers_alone(tmp_path: Path) -> None:
+    """`pip install --no-build-isolation .` beside an installed torch needs nothing else: TVM's packages cannot be imported here."""
+    for name in ("setup.py", "pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ("csrc", "torch_hybrid_backend"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    (tmp_path / "build.py").write_text(_BUILD_WITHOUT_TVM)
+    result = subprocess.run([sys.executable, "build.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    load = f"import torch; torch.ops.load_library({str(tmp_path / 'lib/torch_hybrid_backend/_runtime.so')!r})"
+    subprocess.run([sys.executable, "-c", f"{load}; torch.ops.torch_hybrid_backend.plan_new()"], check=True)
+
+
 @pytest.mark.skipif(not shutil.which("nm"), reason="needs nm")
 def test_the_library_uses_the_stable_abi_only() -> None:
     """No C++ symbol of PyTorch is needed, so that one build serves every torch from 2.11 on."""

@@ -156,14 +156,17 @@ def test_inputs_that_do_not_fit_are_refused(kernels: str) -> None:
 
 
 def test_a_failing_kernel_is_named(kernels: str) -> None:
-    """A kernel that refuses its buffers fails by name and with TVM's reason; the plan can run on."""
+    """A kernel that gets no scratch memory fails by name and status; the plan, and other kernels, can run on."""
     plan = Plan()
-    x, out = flat(plan, ValueKind.INPUT, elements=7), flat(plan, ValueKind.FRESH, elements=7)
-    plan.add_kernel(kernels, "double", [x, out])
+    x, out = flat(plan, ValueKind.INPUT), flat(plan, ValueKind.FRESH)
+    plan.add_kernel(kernels, "starve", [x, out])
     plan.seal(1, 0, 0, [out])
+    given = torch.randn(N)
     for _ in range(2):
-        with pytest.raises(HybridError, match=r"(?s)kernel double failed with status -1: .*expected 4096"):
-            plan.run(unbound(plan), [torch.randn(7)])
+        with pytest.raises(HybridError, match=r"kernel starve failed with status -1: .* too little memory"):
+            plan.run(unbound(plan), [given])
+    working = chain(kernels)
+    torch.testing.assert_close(working.run(unbound(working), [given])[0], 3 * given + 1)
 
 
 def test_missing_libraries_and_kernels_are_named(kernels: str, tmp_path: Path) -> None:
@@ -292,6 +295,55 @@ def test_what_a_callback_returns_is_checked_and_restrided() -> None:
     returns[0] = torch.randn(2, 2)
     with pytest.raises(HybridError, match=r"output 0 of segment 0 is Float\(2, 2\)"):
         plan.run(binding, [])
+
+
+def test_values_that_are_not_on_the_cpu() -> None:
+    """Callbacks read and return them, aliases and outputs share them, and other strides are restored where they are."""
+    seen: list[torch.Tensor] = []
+
+    def callback(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        seen.extend(inputs)
+        return [torch.empty(3, 2, device="meta").t(), inputs[0] + 1]
+
+    plan = Plan([callback])
+    x = plan.add_value(ValueKind.RAW_INPUT, 0, F32, [2, 3], [3, 1], on_cpu=False)
+    restrided = plan.add_value(ValueKind.RETURNED, 0, F32, [2, 3], [3, 1], on_cpu=False)
+    returned = plan.add_value(ValueKind.RETURNED, 0, F32, [2, 3], [3, 1], on_cpu=False)
+    flattened = plan.add_value(ValueKind.ALIAS, returned, F32, [6], [1], on_cpu=False)
+    plan.add_callback(0, [x], [restrided, returned])
+    plan.seal(1, 0, 0, [x, restrided, returned, flattened])
+    given = torch.empty(2, 3, device="meta")
+    outputs = plan.run(unbound(plan), [given])
+    assert outputs is not None
+    assert seen[0] is outputs[0] is given
+    assert [(str(o.device), tuple(o.shape), o.stride()) for o in outputs[1:]] == [
+        ("meta", (2, 3), (3, 1)),
+        ("meta", (2, 3), (3, 1)),
+        ("meta", (6,), (1,)),
+    ]
+    with pytest.raises(
+        HybridError, match=r"input 0 is Double.* on another device than the CPU, but the plan was built for"
+    ):
+        plan.run(unbound(plan), [given.double()])
+
+
+def test_kernels_stay_on_the_cpu(kernels: str) -> None:
+    """A plan whose kernels would read or write another device's memory is not built, and its inputs and results cannot be moved there."""
+    plan = Plan([lambda inputs: [torch.empty(N, device="meta")]])
+    elsewhere = plan.add_value(ValueKind.INPUT, 0, F32, [N], [1], on_cpu=False)
+    x, out, returned = (flat(plan, kind) for kind in (ValueKind.INPUT, ValueKind.FRESH, ValueKind.RETURNED))
+    with pytest.raises(HybridError, match=r"cannot read a value that is elsewhere"):
+        plan.add_kernel(kernels, "double", [elsewhere, out])
+    for kind in (ValueKind.ARENA, ValueKind.FRESH):
+        with pytest.raises(HybridError, match="makes memory on the CPU only"):
+            plan.add_value(kind, 0, F32, [N], [1], on_cpu=False)
+    plan.add_kernel(kernels, "double", [x, out])
+    plan.add_callback(0, [], [returned])
+    plan.seal(1, 0, 0, [out, returned])
+    with pytest.raises(HybridError, match=r"input 0 is .* on another device than the CPU"):
+        plan.run(unbound(plan), [torch.empty(N, device="meta")])
+    with pytest.raises(HybridError, match=r"output 0 of segment 0 is .* on another device than the CPU instead of"):
+        plan.run(unbound(plan), [torch.randn(N)])
 
 
 def test_a_callbacks_exception_arrives_unchanged() -> None:

@@ -127,7 +127,7 @@ def _boxed(
             inputs[k] = inputs[k].as_subclass(torch.Tensor)
         if ordered:
             # AOTAutograd traces effect tokens as empty tensors and passes None for them.
-            inputs = [torch.empty(0) if value is None else value for value in inputs]
+            inputs = [torch.empty(0, device="cpu") if value is None else value for value in inputs]
         outputs = compiled(inputs)
         return outputs if restore is None else restore(outputs)
 

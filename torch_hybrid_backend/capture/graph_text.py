@@ -211,5 +211,5 @@ def _singleton(kind: str, name: str) -> Any:
 def _constant(dtype: str, shape: list[int], data: str) -> torch.Tensor:
     content = bytearray(base64.b64decode(data))
     if not content:
-        return torch.empty(shape, dtype=_singleton("dtype", dtype))
+        return torch.empty(shape, dtype=_singleton("dtype", dtype), device="cpu")
     return torch.frombuffer(content, dtype=torch.uint8).clone().view(_singleton("dtype", dtype)).reshape(shape)

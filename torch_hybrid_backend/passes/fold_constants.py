@@ -30,7 +30,8 @@ def fold_constants(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
     by a `get_attr` buffer of its value, or by `full` where all its elements are equal.
 
     Left as they are: fills and ranges (free in a loop), views of constants (their base is folded), what is returned
-    (every call must return fresh memory), what is not static, and what exceeds `ctx.fold_limit_bytes`.
+    (every call must return fresh memory), what is not static, what exceeds `ctx.fold_limit_bytes`, and what lies on
+    another device than the CPU: reading it would wait for that device (`passes.hoist` has it made once all the same).
     """
     if has_mutation(gm):
         return False
@@ -55,17 +56,17 @@ def fold_constants(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
 
 
 def input_free(gm: torch.fx.GraphModule, ctx: PassContext) -> dict[torch.fx.Node, None]:
-    """Nodes that depend on no placeholder, are pure, static and small; in graph order."""
+    """Nodes that depend on no placeholder, are pure, static, small and on the CPU; in graph order."""
     constant: dict[torch.fx.Node, None] = {}
     for node in gm.graph.nodes:
         value = node.meta.get("val")
         if node.op == "get_attr":
-            foldable = isinstance(value, torch.Tensor)
+            foldable = isinstance(value, torch.Tensor) and value.device.type == "cpu"
         else:
             foldable = (
                 is_deterministic(node)
                 and all(argument in constant for argument in node.all_input_nodes)
-                and all(_is_small(tensor, ctx.fold_limit_bytes) for tensor in _tensors(value))
+                and all(_can_be_read(tensor, ctx.fold_limit_bytes) for tensor in _tensors(value))
             )
         if foldable:
             constant[node] = None
@@ -84,8 +85,8 @@ def _tensors(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _is_small(value: Any, limit_bytes: int) -> bool:
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+def _can_be_read(value: Any, limit_bytes: int) -> bool:
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.device.type != "cpu":
         return False
     if not TensorSpec.of(value).is_static:
         return False

@@ -38,6 +38,15 @@ _version = attrgetter("_version")
 _NO_VERSION = -1
 
 
+def _without_version(tensor: torch.Tensor) -> object:
+    """What stands for the version of a tensor that counts none.
+
+    The guard compares the contents of those on the CPU; one whose contents only its device can read equals no version, not even
+    its own: what is made of it is made anew in each call.
+    """
+    return _NO_VERSION if tensor.device.type == "cpu" else object()
+
+
 def _picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """The items at `positions` as a tuple; itemgetter is the fastest, where there are two of them or more."""
     if len(positions) > 1:
@@ -50,7 +59,7 @@ def _picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ..
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Entry(Generic[Made]):
-    versions: tuple[int, ...]
+    versions: tuple[object, ...]
     guard: Guard
     made: Made
     storages: tuple[weakref.ref[torch.UntypedStorage], ...]
@@ -135,12 +144,12 @@ class LiveConstants(Generic[Made]):
     def _key(self, inputs: Sequence[Any]) -> tuple[int, ...]:
         return tuple(map(_data_ptr, self._constants(inputs)))
 
-    def _versions(self, inputs: Sequence[Any]) -> tuple[int, ...]:
+    def _versions(self, inputs: Sequence[Any]) -> tuple[object, ...]:
         tensors = self._guarded(inputs)
         try:
             return tuple(map(_version, tensors))
-        except RuntimeError:  # inference tensors count no versions: the samples alone guard them
-            return tuple(_NO_VERSION if tensor.is_inference() else tensor._version for tensor in tensors)
+        except RuntimeError:  # inference tensors count no versions
+            return tuple(_without_version(tensor) if tensor.is_inference() else tensor._version for tensor in tensors)
 
     def _remake(self, key: tuple[int, ...], inputs: Sequence[Any]) -> _Entry[Made]:
         # Before making: a change while `make` runs must be seen by the next call.

@@ -287,12 +287,13 @@ def _slot_tensor(slot: ConstantSlot, tensors: Sequence[torch.Tensor]) -> torch.T
         return packed
     tensor = tensors[0]
     given = TensorSpec.of(tensor)
-    if same_memory(given, spec):
+    if given.device == spec.device and same_memory(given, spec):
         return tensor
-    if given.shape != spec.shape or given.dtype != spec.dtype or not slot.is_copy:
+    described = (given.shape, given.dtype, given.device)
+    if described != (spec.shape, spec.dtype, spec.device) or not slot.is_copy:
         raise HybridError(f"constant {slot.sources[0]} is {given}; the graph was compiled for {spec}")
     sizes, strides = static_dims(spec.shape), static_dims(spec.strides)
-    return torch.empty_strided(sizes, strides, dtype=tensor.dtype).copy_(tensor)
+    return torch.empty_strided(sizes, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def static_dims(dims: Sequence[Dim]) -> list[int]:
@@ -304,7 +305,12 @@ def _native_plan(layout: StaticLayout, callbacks: Sequence[Callback]) -> Plan:
     for value in layout.values:
         spec = value.spec
         plan.add_value(
-            ValueKind(value.kind), value.payload, spec.torch_dtype, static_dims(spec.shape), static_dims(spec.strides)
+            ValueKind(value.kind),
+            value.payload,
+            spec.torch_dtype,
+            static_dims(spec.shape),
+            static_dims(spec.strides),
+            spec.device == "cpu",
         )
     titles = iter(layout.titles)
     title = next(titles, None)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
 import os
 import threading
 import weakref
@@ -85,7 +84,7 @@ def _run_segment(plan: int, segment: int, outputs: int, inputs: list[torch.Tenso
             raise HybridError(f"segment {segment} returned {len(results)} values instead of {outputs}")
     except BaseException as error:  # carried to Plan.run, which raises it unchanged
         _raised.error = error
-        return [torch.empty(0)] * (outputs + 1)
+        return [torch.empty(0, device="cpu")] * (outputs + 1)
     return results
 
 
@@ -129,12 +128,6 @@ def _run_on_one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@functools.cache
-def _load_tvm_ffi() -> None:
-    """Load what kernels report their errors through: only where there are kernels, for it may be missing with TVM."""
-    _building(torch.ops.torch_hybrid_backend.load_tvm_ffi, _tvm_ffi_library())
-
-
 class _Operators:
     """Operators resolved to their one overload: the lookup by packet costs more than some calls; and what finalizers call.
 
@@ -168,16 +161,6 @@ class _Operators:
 
     def close_library(self, path: str) -> None:
         self._close_library(os.fsencode(path))
-
-
-def _tvm_ffi_library() -> str:
-    """Path of libtvm_ffi; found without importing TVM (two seconds)."""
-    spec = importlib.util.find_spec("tvm_ffi")
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        path = Path(folder) / "lib" / "libtvm_ffi.so"
-        if path.exists():
-            return str(path)
-    raise HybridError("libtvm_ffi.so, which TVM's kernels need, was not found: pip install apache-tvm-ffi")
 
 
 def load() -> None:
@@ -239,10 +222,19 @@ class Plan:
         weakref.finalize(self, _free_plan, ops, self.handle).atexit = False
 
     def add_value(
-        self, kind: ValueKind, payload: int, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int]
+        self,
+        kind: ValueKind,
+        payload: int,
+        dtype: torch.dtype,
+        sizes: Sequence[int],
+        strides: Sequence[int],
+        on_cpu: bool = True,
     ) -> int:
-        """Returns the number of the new value. `sizes` and `strides` are in elements."""
-        number: int = _building(self._ops.plan_add_value, self.handle, int(kind), payload, dtype, sizes, strides)
+        """Returns the number of the new value. `sizes` and `strides` are in elements. Only callbacks and operators read what is not
+        `on_cpu`."""
+        number: int = _building(
+            self._ops.plan_add_value, self.handle, int(kind), payload, dtype, sizes, strides, on_cpu
+        )
         return number
 
     def add_kernel(self, library: str, symbol: str, values: Sequence[int], sizes: Sequence[int] = ()) -> None:
@@ -250,7 +242,6 @@ class Plan:
 
         Raises HybridError too where `library` is named as an entry of the cache and is not what was put there.
         """
-        _load_tvm_ffi()
         opened = use_library(
             library,
             lambda name: _building(self._ops.plan_add_kernel, self.handle, name, symbol, values, sizes),

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from tests.engines.tvm.kernels_for_tests import scale_kernel
-from torch_hybrid_backend.engines.tvm import linker
 from torch_hybrid_backend.engines.tvm.compile_pool import KernelCompiler
 from torch_hybrid_backend.engines.tvm.compiler_process import CompilerProcess
 from torch_hybrid_backend.engines.tvm.protocol import Job, Order, frame, split_frame
@@ -116,25 +115,6 @@ def test_without_a_linker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert "no linker" in str(failed)
     assert "cc, gcc, clang" in str(failed)
     assert "binutils" in str(failed) or sys.platform == "darwin"
-
-
-def test_a_linker_that_fails_is_quoted(tmp_path: Path) -> None:
-    """What every linker said about a file that is no object is in the message."""
-    (tmp_path / "bad.o").write_bytes(b"not an object file")
-    with pytest.raises(CompileError, match=r"cannot be linked[\s\S]*bad\.o"):
-        linker.link(tmp_path / "bad.o", tmp_path / "bad.so")
-
-
-def test_symbols_that_nobody_provides_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library that would fail when it is loaded is not made: its undefined symbols are named."""
-    warning = "ld: warning: undefined reference to `__divti3'\nld: warning: undefined reference to `TVMFFIErrorSetRaisedFromCStrParts'"
-
-    class Done:
-        returncode, stderr = 0, warning
-
-    monkeypatch.setattr(linker.subprocess, "run", lambda *_, **__: Done())
-    with pytest.raises(CompileError, match="leaves __divti3 undefined"):
-        linker.link(tmp_path / "x.o", tmp_path / "x.so")
 
 
 def test_frames() -> None:

@@ -99,7 +99,9 @@ def pack_winograd_weight(w: torch.Tensor, m: int, lanes: int, groups: int = 1) -
     """
     parts, positions, inputs, width = packed_winograd_shape(tuple(w.shape), m, lanes, groups)
     per_group, in_group = parts // groups, w.shape[0] // groups
-    g = torch.tensor([[float(value) for value in row] for row in weight_matrix(m)], dtype=torch.float64)
+    g = torch.tensor(
+        [[float(value) for value in row] for row in weight_matrix(m)], dtype=torch.float64, device=w.device
+    )
     both = torch.kron(g, g)  # (positions, 9): the transform of rows and of columns as one matrix product
     packed = w.new_zeros((parts, positions, inputs, width))
     for part in range(parts):  # part by part: the whole weight in float64 would be eight times its size

@@ -15,6 +15,7 @@ instruction), or do harm:
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -30,7 +31,7 @@ def _passes() -> tuple[Any, ...]:
         tirx.transform.MakePackedAPI(),
         # Kernels are called by the runtime alone, which makes their arguments from the same description: TVM's checks of each argument's
         # type, shape, strides and device at every call are left out. They are most of a small kernel's code and compile time (8 arguments:
-        # 63 ms with, 34 ms without, 2-core Zen 5), and the only thing that would tie a kernel library to libtvm_ffi.
+        # 63 ms with, 34 ms without, 2-core Zen 5), and the only thing that would tie a kernel library to libtvm_ffi, which `linker` refuses.
         tirx.transform.SkipAssert(),
         tirx.transform.LowerTVMBuiltin(),
         tirx.transform.LowerIntrin(),
@@ -39,11 +40,16 @@ def _passes() -> tuple[Any, ...]:
 
 def build(name: str, function: Any, target: Any) -> Any:
     """A PrimFunc compiled for a `tvm.target.Target`: an executable module. Raises what TVM raises."""
+    return build_all({name: function}, target)
+
+
+def build_all(functions: Mapping[str, Any], target: Any) -> Any:
+    """As `build`, several functions in one module, by their names."""
     import tvm
 
     target = target.with_host(target)
     with tvm.transform.PassContext(opt_level=3):
-        module = tvm.tirx.transform.BindTarget(target)(tvm.IRModule({name: function}))
+        module = tvm.tirx.transform.BindTarget(target)(tvm.IRModule(dict(functions)))
         for lower in _passes():
             module = lower(module)
         return tvm.get_global_func(f"target.build.{target.kind.name}")(module, target)

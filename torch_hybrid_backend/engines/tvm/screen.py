@@ -73,8 +73,8 @@ def operator_us(variant: Variant) -> float:
 
     def made(operand: Operand) -> torch.Tensor:
         if (constant := packed.get(id(operand.buffer))) is not None:
-            return constant.ahead(torch.ones([int(n) for n in constant.view.shape]))
-        return torch.empty_strided(operand.shape, operand.strides).fill_(1.0)
+            return constant.ahead(torch.ones([int(n) for n in constant.view.shape], device="cpu"))
+        return torch.empty_strided(operand.shape, operand.strides, device="cpu").fill_(1.0)
 
     with torch.no_grad():
         arguments = [made(a) if isinstance(a, Operand) else a for a in call.arguments]

@@ -17,18 +17,12 @@ prims = torch.ops.prims
 
 def _filled(ctx: Context, value: float | Size) -> Value:
     """Every element is `value`, rounded to the result's dtype."""
-    _check_device(ctx)
     if isinstance(value, Size):
         size = round_to(const(value, compute_dtype(ctx.out.dtype)), ctx.out.dtype)
         return Map(ctx.shape, ctx.out.dtype, lambda index: size)
-    number = torch.tensor(value, dtype=ctx.out.torch_dtype).item()
+    number = torch.tensor(value, dtype=ctx.out.torch_dtype, device="cpu").item()
     scalar = const(number, compute_dtype(ctx.out.dtype))
     return Map(ctx.shape, ctx.out.dtype, lambda index: scalar)
-
-
-def _check_device(ctx: Context) -> None:
-    if ctx.out.device != "cpu":
-        raise Refuse(Reason.DEVICE, f"the tensor is made on {ctx.out.device}")
 
 
 @lowers(aten.full.default, aten.full_like.default, aten.new_full.default, aten.fill.Scalar)
@@ -77,7 +71,6 @@ def iota(ctx: Context, length: int, *, start: int, step: int, **_options: object
 
 def _progression(ctx: Context, start: float | Dim, step: float) -> Value:
     """start + i * step; floats are computed in float64 and rounded once, as eager accumulates them."""
-    _check_device(ctx)
     dtype = ctx.out.dtype
 
     def at(index: tuple[Index, ...]) -> Expr:
@@ -97,7 +90,6 @@ def _whole(number: float | Dim) -> Dim:
 
 @lowers(aten.eye.default, aten.eye.m)
 def eye(ctx: Context, *_sizes: int, **_options: object) -> Value:
-    _check_device(ctx)
     dtype = compute_dtype(ctx.out.dtype)
 
     def at(index: tuple[Index, ...]) -> Expr:

@@ -261,7 +261,8 @@ def _nearest(ctx: Context, x: Value, scales: Sequence[float | None], shift: floa
         if n == m and factor in (None, 1.0):
             return o
         ratio = _scale(n, m, factor)
-        table = ((torch.arange(m, dtype=torch.float32) + shift) * torch.tensor(ratio, dtype=torch.float32)).floor()
+        places = torch.arange(m, dtype=torch.float32, device="cpu") + shift
+        table = (places * torch.tensor(ratio, dtype=torch.float32, device="cpu")).floor()
         if [min(int(i), n - 1) for i in table] == [i * n // m for i in range(m)]:
             return o * n // m
         # A scale that is no ratio of the sizes: as eager, in float32.

@@ -27,7 +27,7 @@ aten = torch.ops.aten
 @lowers(aten.scatter.value)
 def scatter_value(ctx: Context, x: Value, dim: int, index: Value, value: float) -> Value:
     """x with `value` at the positions `index` gives along one dimension."""
-    number = const(torch.tensor(value, dtype=ctx.out.torch_dtype).item(), compute_dtype(ctx.out.dtype))
+    number = const(torch.tensor(value, dtype=ctx.out.torch_dtype, device="cpu").item(), compute_dtype(ctx.out.dtype))
     return _scattered(ctx, x, dim, index, lambda place: number, accumulate=False)
 
 
