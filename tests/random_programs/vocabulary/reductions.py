@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tests.random_programs.scope import MOVE, REDUCTION, SMOOTH, STEP, SUM, Scope, Step, Value
+from tests.random_programs.noise import MOVE, REDUCTION, SMOOTH, STEP, SUM
+from tests.random_programs.scope import Scope, Step, Value
 from tests.random_programs.vocabulary.pointwise import is_integer
 
 OVER_DIM = """
