@@ -89,7 +89,8 @@ def _fault(program: Program, backend: Any, mode: str) -> str:
             if found:
                 return f"call with {size} as {size + 1}: {found}"
     except Exception as error:  # whatever a compiled program raises, the program as written did not
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
+        cause = getattr(error, "inner_exception", error)  # Dynamo's own words are long, and the same for all
+        return f"{type(cause).__name__}: {' '.join(str(cause).split())[:600]}"
     return ""
 
 

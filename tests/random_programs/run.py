@@ -62,7 +62,7 @@ class Row:
         return bool(self.why) and not self.upstream
 
 
-def run(task: Task, engine: str, cache_dir: str) -> Row:
+def run(task: Task, engine: str, cache_dir: str, attempts: int) -> Row:
     """Generate, check and, where it fails, minimise."""
     start = time.monotonic()
     program = seeded(task.seed, task.length, task.profile)
@@ -74,7 +74,7 @@ def run(task: Task, engine: str, cache_dir: str) -> Row:
     small = small_why = ""
     upstream = bool(report.why) and fails_upstream(program, task.mode)
     if report.why and not upstream:
-        least = minimise(program, lambda candidate: _kind(why(candidate)) == _kind(report.why))
+        least = minimise(program, lambda candidate: _kind(why(candidate)) == _kind(report.why), attempts)
         small, small_why = str(least), why(least)
     return Row(
         task,
@@ -97,7 +97,9 @@ def _kind(why: str) -> str:
     return " ".join([*codes, *re.findall(r"[A-Za-z]+(?:Error|Warning)", why)])
 
 
-def run_all(tasks: Sequence[Task], engine: str, cache_dir: str, budget_s: float, program_s: float) -> Iterator[Row]:
+def run_all(
+    tasks: Sequence[Task], engine: str, cache_dir: str, budget_s: float, program_s: float, attempts: int
+) -> Iterator[Row]:
     """The rows in order; no program is begun once the budget is spent."""
     start = time.monotonic()
     pool: ProcessPoolExecutor | None = None
@@ -111,7 +113,7 @@ def run_all(tasks: Sequence[Task], engine: str, cache_dir: str, budget_s: float,
                 pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
             done += 1
             try:
-                yield pool.submit(run, task, engine, cache_dir).result(program_s)
+                yield pool.submit(run, task, engine, cache_dir, attempts).result(program_s)
             except (TimeoutError, BrokenProcessPool) as error:
                 _stop(pool)
                 pool = None
@@ -146,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         cache = str(options.cache_dir or Path(scratch) / "cache")
-        for row in run_all(tasks, options.engine, cache, options.budget_s, options.program_s):
+        for row in run_all(tasks, options.engine, cache, options.budget_s, options.program_s, options.attempts):
             rows.append(row)
             _progress(row, rows, time.monotonic() - start)
             if options.out is not None:
@@ -206,6 +208,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--budget-s", type=float, default=float("inf"), help="start no further program after so many seconds"
     )
     parser.add_argument("--program-s", type=float, default=600.0, help="seconds after which a program counts as hung")
+    parser.add_argument("--attempts", type=int, default=80, help="at making a failing program smaller")
     parser.add_argument("--length", type=int, help="lines of each program; default: several in turn")
     parser.add_argument("--profiles", default=",".join(PROFILES), help="profiles, comma separated, in turn")
     parser.add_argument("--modes", default=",".join(MODES), help="static, dynamic, training: comma separated, in turn")

@@ -114,8 +114,7 @@ def views_of_views(scope: Scope) -> Step | None:
     if value is None:
         return None
     for _ in range(scope.draw.integer(2, 4)):
-        step = shapes.view_of(scope, value)
-        if value.rank <= 5 and scope.apply(step):
+        if 1 <= value.rank <= 5 and scope.apply(shapes.view_of(scope, value)):
             value = scope.last
     form = scope.draw.integer(0, 4)
     if form == 0 and value.dtype.is_floating_point and scope.is_writable(value):

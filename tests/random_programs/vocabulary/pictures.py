@@ -165,7 +165,7 @@ def boxes(scope: Scope) -> None:
     bins = scope.draw.choose([2, 4])
     y = scope.let(f"{conv(scope, x, 4 * bins, 1)}.view({batch}, 4, {bins}, {height * width})", MOVE)
     y = scope.let(f"{y}.transpose(2, 1).softmax(1)", REDUCTION)
-    distance = scope.let(f"({y} * torch.arange({bins}, dtype={'float32'}).view(1, {bins}, 1, 1)).sum(1)", REDUCTION)
+    distance = scope.let(f"({y} * torch.arange({bins}, dtype=float32).view(1, {bins}, 1, 1)).sum(1)", REDUCTION)
     left, right = scope.several(f"{distance}.chunk(2, 1)", MOVE, 2)
     grid = scope.several(
         f"torch.meshgrid(torch.arange({height}) + 0.5, torch.arange({width}) + 0.5, indexing='ij')", MOVE, 2
