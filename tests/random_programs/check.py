@@ -202,7 +202,9 @@ def _written(program: Program) -> set[str]:
     before = {name: tensor._version for name, tensor in given.items()}
     scope.update(given)
     run_lines(program.lines, scope, wide=False)
-    return {name for name, tensor in given.items() if tensor._version != before[name]}
+    values = {item.name: item.tensor() for item in program.inputs}
+    # Batch norms count no version of the statistics that they write.
+    return {n for n, tensor in given.items() if tensor._version != before[n] or not torch.equal(tensor, values[n])}
 
 
 def _gradients(outputs: Sequence[torch.Tensor], leaves: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -11,8 +11,8 @@ views of inputs from the input itself, and re-applies autograd. Hence:
 
 - Outputs must have the strides of their `meta["val"]`; the wrapper's `as_strided` and the backward graph's
   placeholders rely on them, saved activations included.
-- Outputs share storage when run exactly where they do in `meta["val"]`: `output_aliases` sees to the former, and graphs that leave here
-  have no two outputs that share it.
+- Outputs share storage when run exactly where they do in `meta["val"]`, pieces of inputs under training included, which the wrapper leaves
+  alone: `output_aliases` sees to both, and graphs that leave here have no two outputs that share storage.
 - Tangents (`tangents_k` of the backward graph) are coerced at run time to the traced memory format, not to the traced
   strides: the stride of a dimension of size 1 may differ from `meta["val"]`, and a tangent may be an expanded tensor
   made contiguous. Guard on strides only where the size is above 1.

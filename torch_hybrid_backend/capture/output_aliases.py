@@ -14,6 +14,7 @@ Illegal: outputs that share memory with a lifted constant.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,7 +71,7 @@ def separate_aliases(graph_module: torch.fx.GraphModule, returned: int = 0) -> R
     originals: tuple[Any, ...] = tuple(output.args[0])
     owners = _owners(graph_module)
     bases = [_base(result, owners, position < returned) for position, result in enumerate(originals)]
-    shared = {base for base in bases if base is not None and (base.op == "placeholder" or bases.count(base) > 1)}
+    shared = {b for b, uses in Counter(bases).items() if b is not None and (b.op == "placeholder" or uses > 1)}
     if not shared:
         return None
     kept: list[Any] = []
@@ -100,10 +101,10 @@ def separate_aliases(graph_module: torch.fx.GraphModule, returned: int = 0) -> R
 
 def _base(result: object, owners: dict[Node, Node], is_returned: bool) -> Node | None:
     """The node whose memory an output is to be made from; None where it is an output of its own."""
-    owner = owners.get(result) if isinstance(result, Node) else None
-    if owner is None or (owner.op == "placeholder" and (owner is result or not is_returned)):
+    if not isinstance(result, Node) or result.op == "placeholder":
         return None
-    return owner
+    owner = owners.get(result)
+    return None if owner is None or (owner.op == "placeholder" and not is_returned) else owner
 
 
 def _owners(graph_module: torch.fx.GraphModule) -> dict[Node, Node]:

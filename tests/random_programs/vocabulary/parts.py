@@ -94,7 +94,8 @@ def channel_norm(scope: Scope, x: Value) -> Value:
     if form <= 1:
         mean, variance = weight(scope, [channels], dtype), weight(scope, [channels], dtype)
         return scope.let(
-            f"F.batch_norm({x}, {mean}, {variance}.abs() + 0.5, {scale}, {shift}, False, 0.1, {eps})", REDUCTION
+            f"F.batch_norm({x}, {mean}.detach(), {variance}.detach().abs() + 0.5, {scale}, {shift}, False, 0.1, {eps})",
+            REDUCTION,
         )
     if form == 2:
         return scope.let(f"F.batch_norm({x}, None, None, {scale}, {shift}, True, 0.1, {eps})", REDUCTION)

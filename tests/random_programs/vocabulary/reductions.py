@@ -151,7 +151,10 @@ def normalisation(scope: Scope) -> Step | None:
         return Step(f"F.instance_norm({a}, eps=0.1)", REDUCTION)
     mean, variance = scope.fresh([channels], dtype, weight=True), scope.fresh([channels], dtype, weight=True)
     scale = scope.fresh([channels], dtype, weight=True)
-    return Step(f"F.batch_norm({a}, {mean}, {variance}.abs() + 0.5, {scale}, None, False, 0.1, 0.1)", REDUCTION)
+    return Step(
+        f"F.batch_norm({a}, {mean}.detach(), {variance}.detach().abs() + 0.5, {scale}, None, False, 0.1, 0.1)",
+        REDUCTION,
+    )
 
 
 def loss(scope: Scope) -> Step | None:
