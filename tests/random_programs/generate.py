@@ -10,9 +10,20 @@ from hypothesis import strategies as st
 
 from tests.random_programs.draw import Draw
 from tests.random_programs.program import Program
-from tests.random_programs.scope import Scope, Step
-from tests.random_programs.vocabulary import layers, mutation, pointwise, reductions, shapes
+from tests.random_programs.scope import Scope, Step, TakenBackError
+from tests.random_programs.vocabulary import (
+    layers,
+    mutation,
+    networks,
+    parts,
+    pictures,
+    pointwise,
+    reductions,
+    sequences,
+    shapes,
+)
 
+# One operator, which the template proposes, or an idiom: several that belong together, written by the template itself.
 Template = Callable[[Scope], "Step | None"]
 GROUPS: dict[str, tuple[tuple[Template, int], ...]] = {
     "pointwise": pointwise.TEMPLATES,
@@ -20,6 +31,10 @@ GROUPS: dict[str, tuple[tuple[Template, int], ...]] = {
     "shapes": shapes.TEMPLATES,
     "layers": layers.TEMPLATES,
     "mutation": mutation.TEMPLATES,
+    "pictures": pictures.TEMPLATES,
+    "sequences": sequences.TEMPLATES,
+    "networks": networks.TEMPLATES,
+    "chains": ((parts.views_of_views, 1),),
 }
 SIZES = (1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 33)
 
@@ -45,6 +60,14 @@ PROFILES: dict[str, Profile] = {
         {"pointwise": 6, "reductions": 2, "shapes": 3, "layers": 1}, (torch.float16, torch.bfloat16, torch.float32)
     ),
     "doubles": Profile({"pointwise": 6, "reductions": 3, "shapes": 3, "layers": 2}, (torch.float64, torch.float32)),
+    "pictures": Profile({"pictures": 6, "shapes": 1, "chains": 1, "pointwise": 1, "mutation": 1}),
+    "sequences": Profile({"sequences": 6, "shapes": 1, "chains": 1, "pointwise": 1, "reductions": 1}),
+    "networks": Profile({"networks": 6, "chains": 1, "pointwise": 1, "reductions": 1}),
+    "libraries": Profile(
+        {"pictures": 3, "sequences": 3, "networks": 3, "chains": 2, "mutation": 2, "pointwise": 2, "layers": 1},
+        (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64),
+        sizes=(1, 1, 2, 3, 4, 6, 8, 16),
+    ),
     "small": Profile(
         {"pointwise": 6, "reductions": 4, "shapes": 5, "layers": 1, "mutation": 1},
         sizes=(0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 3),
@@ -53,7 +76,7 @@ PROFILES: dict[str, Profile] = {
 
 
 def generate(draw: Draw, length: int, profile: Profile) -> Program:
-    """A program of `length` lines, or a few less where lines were taken back too often."""
+    """A program of `length` lines: a few less where lines were taken back too often, or an idiom more."""
     scope = Scope(draw, profile.dtypes, profile.sizes)
     for _ in range(draw.integer(1, 3)):
         rank = draw.choose([1, 2, 2, 3, 3, 4])
@@ -66,7 +89,10 @@ def generate(draw: Draw, length: int, profile: Profile) -> Program:
             break
         templates = GROUPS[draw.choose(groups)]
         template = draw.choose([template for template, weight in templates for _ in range(weight)])
-        step = template(scope)
+        try:
+            step = template(scope)
+        except TakenBackError:
+            continue
         if step is not None:
             scope.apply(step)
     return _finished(scope, draw)

@@ -73,6 +73,15 @@ def _candidates(program: Program) -> list[Program]:
         for other in program.inputs
         if other.layout != "contiguous"
     ]
+    # Values that follow from a seed: the fault is not one of these very values.
+    found += [
+        replace(
+            program,
+            inputs=tuple(replace(item, values=None, scale=0.5) if item is other else item for item in program.inputs),
+        )
+        for other in program.inputs
+        if other.values is not None
+    ]
     # An earlier value instead of the output: a fault before it.
     found += [live(replace(program, outputs=(name,))) for line in lines[:-1] for name in line.targets]
     return found

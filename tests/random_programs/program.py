@@ -15,16 +15,30 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.random_programs.noise import REDUCTION
+
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-LAYOUTS = ("contiguous", "transposed", "strided", "offset", "expanded", "reversed", "channels_last")
+LAYOUTS = (
+    "contiguous",
+    "transposed",
+    "strided",
+    "offset",
+    "expanded",
+    "reversed",
+    "channels_last",
+    "sliced",
+    "sliced_last",
+)
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 @dataclass(frozen=True)
 class Input:
     """A tensor that the program is given. Its values follow from the seed: multiples of 1/8 up to 2 in magnitude, small integers, or bits.
 
-    `weight`: handed over as a parameter of a module, which the program does not write to. `values` overrule the seed (`minimise`).
+    `weight`: handed over as a parameter of a module, which the program does not write to. `scale` multiplies the values of floats.
+    `values` overrule seed and scale (`minimise`).
     """
 
     name: str
@@ -33,6 +47,7 @@ class Input:
     layout: str = "contiguous"
     seed: int = 0
     weight: bool = False
+    scale: float = 1.0
     values: torch.Tensor | None = field(default=None, compare=False)
 
     def tensor(self, wide: bool = False) -> torch.Tensor:
@@ -44,7 +59,7 @@ class Input:
         if self.dtype is torch.bool:
             values = torch.randint(0, 2, self.shape, generator=generator).bool()
         elif self.dtype.is_floating_point:
-            values = torch.randint(-16, 17, self.shape, generator=generator) / 8
+            values = torch.randint(-16, 17, self.shape, generator=generator) / 8 * self.scale
         else:
             values = torch.randint(0 if self.dtype is torch.uint8 else -8, 9, self.shape, generator=generator)
         return arranged(values.to(dtype), self.layout)
@@ -71,18 +86,26 @@ def arranged(values: torch.Tensor, layout: str) -> torch.Tensor:
         return room[3:].view(values.shape).copy_(values)
     if layout == "expanded" and rank >= 1 and values.shape[0] > 1:
         return values[:1].clone().expand(values.shape)
-    if layout == "channels_last" and rank == 4:
-        return values.clone(memory_format=torch.channels_last)
+    if layout == "channels_last" and rank in _CHANNELS_LAST:
+        return values.clone(memory_format=_CHANNELS_LAST[rank])
+    if (
+        layout in ("sliced", "sliced_last") and rank >= 1
+    ):  # no stride is what the sizes suggest, nor are those of dimensions of size 1
+        room = torch.zeros([size + 2 for size in values.shape], dtype=values.dtype)
+        if layout == "sliced_last" and rank in _CHANNELS_LAST:
+            room = room.contiguous(memory_format=_CHANNELS_LAST[rank])
+        return room[tuple(slice(1, 1 + size) for size in values.shape)].copy_(values)
     return values.clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True)
 class Line:
-    """`targets = expression`; without targets a statement, which writes in place. `reads` are the names it mentions."""
+    """`targets = expression`; without targets a statement, which writes in place. `reads` are the names it mentions, `kind` one of `noise`."""
 
     targets: tuple[str, ...]
     expression: str
     reads: tuple[str, ...]
+    kind: str = REDUCTION
 
     def __str__(self) -> str:
         return f"{', '.join(self.targets)} = {self.expression}" if self.targets else self.expression
@@ -122,15 +145,15 @@ class Program:
 
 
 class Module(nn.Module):
-    """A program whose weights are parameters (buffers, where they take no gradient)."""
+    """A program whose weights are parameters, which are trained or not."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, trained: bool = False) -> None:
         super().__init__()
         self._function = program.function()
         self._order = [(item.name, item.weight) for item in program.inputs]
         for item in program.inputs:
             if item.weight:
-                self.register_parameter(item.name, nn.Parameter(item.tensor(), requires_grad=False))
+                self.register_parameter(item.name, nn.Parameter(item.tensor(), requires_grad=trained))
 
     def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         arguments = iter(given)
@@ -161,9 +184,9 @@ def widths(wide: bool) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def run_lines(lines: Sequence[Line], scope: dict[str, Any], wide: bool) -> None:
-    """Execute the lines in a namespace that holds what they read."""
-    with widths(wide), torch.no_grad(), warnings.catch_warnings():
+def run_lines(lines: Sequence[Line], scope: dict[str, Any], wide: bool, trained: bool = False) -> None:
+    """Execute the lines in a namespace that holds what they read; `trained`: such that gradients can be taken."""
+    with widths(wide), torch.set_grad_enabled(trained), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for line in lines:
             exec(compile(str(line), "<line>", "exec"), scope)

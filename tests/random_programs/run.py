@@ -4,8 +4,9 @@
     python -m tests.random_programs.run --engine '' --programs 200               the backend as users have it
     python -m tests.random_programs.run --seed 41 --programs 1 --profiles views  one program again
 
-Programs follow from (seed, length, profile) alone. They run in a worker process: what kills or hangs it counts as the program's failure. Exits
-with 1 where something failed; the folder gets report.txt, and failures.txt with the small programs.
+Programs follow from (seed, length, profile) alone; each is run in one mode: its sizes fixed, symbolic, or trained. They run in a worker
+process: what kills or hangs it counts as the program's failure. Exits with 1 where something failed; the folder gets report.txt, and
+failures.txt with the small programs.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.random_programs.check import check, fails_upstream
+from tests.random_programs.check import MODES, check, fails_upstream
 from tests.random_programs.generate import PROFILES, seeded
 from tests.random_programs.minimise import minimise
+from tests.random_programs.program import Program
+from torch_hybrid_backend.core.verdict import Reason
 
 PROGRAMS_PER_WORKER = 60  # kernels once loaded stay loaded: a worker's memory grows
 LENGTHS = (8, 25, 60, 160)  # cycled through with the seeds
@@ -37,6 +40,7 @@ class Task:
     seed: int
     length: int
     profile: str
+    mode: str = MODES[0]
 
 
 @dataclass(frozen=True)
@@ -58,18 +62,20 @@ class Row:
         return bool(self.why) and not self.upstream
 
 
-def run(task: Task, engine: str, cache_dir: str) -> Row:
+def run(task: Task, engine: str, cache_dir: str, attempts: int) -> Row:
     """Generate, check and, where it fails, minimise."""
     start = time.monotonic()
     program = seeded(task.seed, task.length, task.profile)
-    report = check(program, engine, Path(cache_dir))
+
+    def why(candidate: Program) -> str:
+        return check(candidate, engine, Path(cache_dir), task.mode).why
+
+    report = check(program, engine, Path(cache_dir), task.mode)
     small = small_why = ""
-    upstream = bool(report.why) and fails_upstream(program)
+    upstream = bool(report.why) and fails_upstream(program, task.mode)
     if report.why and not upstream:
-        least = minimise(
-            program, lambda candidate: _kind(check(candidate, engine, Path(cache_dir)).why) == _kind(report.why)
-        )
-        small, small_why = str(least), check(least, engine, Path(cache_dir)).why
+        least = minimise(program, lambda candidate: _kind(why(candidate)) == _kind(report.why), attempts)
+        small, small_why = str(least), why(least)
     return Row(
         task,
         report.why,
@@ -85,10 +91,15 @@ def run(task: Task, engine: str, cache_dir: str) -> Row:
 
 def _kind(why: str) -> str:
     """What a smaller program must share with the failure: the error's name, or being wrong."""
-    return "wrong" if why.startswith("call ") else " ".join(re.findall(r"[A-Za-z]+Error", why))
+    if why.startswith("call "):
+        return "wrong"
+    codes = [reason for reason in Reason if f": {reason}: " in why]
+    return " ".join([*codes, *re.findall(r"[A-Za-z]+(?:Error|Warning)", why)])
 
 
-def run_all(tasks: Sequence[Task], engine: str, cache_dir: str, budget_s: float, program_s: float) -> Iterator[Row]:
+def run_all(
+    tasks: Sequence[Task], engine: str, cache_dir: str, budget_s: float, program_s: float, attempts: int
+) -> Iterator[Row]:
     """The rows in order; no program is begun once the budget is spent."""
     start = time.monotonic()
     pool: ProcessPoolExecutor | None = None
@@ -102,7 +113,7 @@ def run_all(tasks: Sequence[Task], engine: str, cache_dir: str, budget_s: float,
                 pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
             done += 1
             try:
-                yield pool.submit(run, task, engine, cache_dir).result(program_s)
+                yield pool.submit(run, task, engine, cache_dir, attempts).result(program_s)
             except (TimeoutError, BrokenProcessPool) as error:
                 _stop(pool)
                 pool = None
@@ -123,16 +134,21 @@ def _stop(pool: ProcessPoolExecutor | None) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
-    profiles = options.profiles.split(",")
+    profiles, modes = options.profiles.split(","), options.modes.split(",")
     tasks = [
-        Task(options.seed + k, options.length or LENGTHS[k % len(LENGTHS)], profiles[k % len(profiles)])
+        Task(
+            options.seed + k,
+            options.length or LENGTHS[k % len(LENGTHS)],
+            profiles[k % len(profiles)],
+            modes[k % len(modes)],
+        )
         for k in range(options.programs)
     ]
     rows: list[Row] = []
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         cache = str(options.cache_dir or Path(scratch) / "cache")
-        for row in run_all(tasks, options.engine, cache, options.budget_s, options.program_s):
+        for row in run_all(tasks, options.engine, cache, options.budget_s, options.program_s, options.attempts):
             rows.append(row)
             _progress(row, rows, time.monotonic() - start)
             if options.out is not None:
@@ -167,7 +183,7 @@ def _progress(row: Row, rows: Sequence[Row], seconds: float) -> None:
 
 def _summary(rows: Sequence[Row], engine: str, seconds: float) -> str:
     operators, taken = sum(row.operators for row in rows), sum(row.taken for row in rows)
-    by_profile = Counter(row.task.profile for row in rows)
+    by_profile, by_mode = Counter(row.task.profile for row in rows), Counter(row.task.mode for row in rows)
     head = (
         f"engine {engine or 'default'}: {len(rows)} programs in {seconds:.0f} s, {sum(row.lines for row in rows)} lines, "
         f"{operators} operators, {taken} of them ({taken / max(operators, 1):.0%}) on the engine; "
@@ -176,6 +192,7 @@ def _summary(rows: Sequence[Row], engine: str, seconds: float) -> str:
     lines = [
         head,
         "by profile: " + ", ".join(f"{name} {count}" for name, count in sorted(by_profile.items())),
+        "by mode: " + ", ".join(f"{name} {count}" for name, count in sorted(by_mode.items())),
         *(f"failed: {row.task} {row.why}" for row in rows if row.failed),
     ]
     return "\n".join(lines)
@@ -191,8 +208,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--budget-s", type=float, default=float("inf"), help="start no further program after so many seconds"
     )
     parser.add_argument("--program-s", type=float, default=600.0, help="seconds after which a program counts as hung")
+    parser.add_argument("--attempts", type=int, default=80, help="at making a failing program smaller")
     parser.add_argument("--length", type=int, help="lines of each program; default: several in turn")
     parser.add_argument("--profiles", default=",".join(PROFILES), help="profiles, comma separated, in turn")
+    parser.add_argument("--modes", default=",".join(MODES), help="static, dynamic, training: comma separated, in turn")
     parser.add_argument("--engine", default="tvm", help="tvm, or empty for the backend as it is")
     parser.add_argument("--cache-dir", type=Path, help="kernel cache to use; default: a fresh one")
     parser.add_argument("--out", type=Path, help="folder for the report and the failures")

@@ -22,18 +22,10 @@ from typing import Any
 import torch
 
 from tests.random_programs.draw import Draw
+from tests.random_programs.noise import LARGEST_EXACT, MOVE, REDUCTION, SMOOTH, STEP, SUM, add_noise, on_grid
 from tests.random_programs.program import LAYOUTS, Input, Line, Program, namespace, run_lines
 
-# What a line does to its values' errors.
-MOVE = "move"  # takes some of the operands' values: exact where they are
-ARITHMETIC = "arithmetic"  # exact where the operands are and the result is on the grid, else rounded
-SUM = "sum"  # as arithmetic, over many elements in any order
-SMOOTH = "smooth"  # a function whose last digits are everyone's own
-REDUCTION = "reduction"  # as smooth, and errors scale with the largest element
-STEP = "step"  # exact in, exact out: comparisons, rounding, positions, integers
-
 LARGEST = 1000.0
-LARGEST_EXACT = 4096.0
 MOST_ELEMENTS = 6000
 # Relative to the largest element: a noisier value tells nothing any more.
 MOST_NOISE = {torch.float32: 1e-3, torch.float64: 1e-9, torch.float16: 0.04, torch.bfloat16: 0.1}
@@ -41,11 +33,19 @@ MOST_NOISE = {torch.float32: 1e-3, torch.float64: 1e-9, torch.float16: 0.04, tor
 
 @dataclass(frozen=True)
 class Step:
-    """What a template proposes. `targets` names are made up by the scope: as many as there are results."""
+    """What a template proposes. Names of the results are made up by the scope.
+
+    `results`: 0 is a statement, which writes to the first value that it mentions. `writes`: further values that the line writes to.
+    """
 
     expression: str
     kind: str
-    results: int = 1  # 0: a statement in place
+    results: int = 1
+    writes: tuple[str, ...] = ()
+
+
+class TakenBackError(Exception):
+    """A line that an idiom needs leads nowhere. The idiom's lines before it stay."""
 
 
 @dataclass(frozen=True)
@@ -100,13 +100,15 @@ class Scope:
         places = torch.arange(span).as_strided(tensor.shape, tensor.stride())
         return int(places.unique().numel()) == tensor.numel()
 
-    def fresh(self, shape: Sequence[int], dtype: torch.dtype, *, weight: bool = False, layout: str = "") -> Value:
-        """A new input."""
+    def fresh(
+        self, shape: Sequence[int], dtype: torch.dtype, *, weight: bool = False, layout: str = "", scale: float = 1.0
+    ) -> Value:
+        """A new input. `scale` multiplies its values: a power of two."""
         name = f"{'w' if weight else 'x'}{len(self.inputs)}"
         chosen = (
             "contiguous" if weight else layout or (self.draw.choose(LAYOUTS) if self.draw.chance(3) else "contiguous")
         )
-        item = Input(name, tuple(shape), dtype, chosen, self.draw.integer(0, 10**6), weight)
+        item = Input(name, tuple(shape), dtype, chosen, self.draw.integer(0, 10**6), weight, scale)
         self.inputs.append(item)
         self._eager[name], self._wide[name], self._noisy[name] = item.tensor(), item.tensor(True), item.tensor(True)
         if weight:
@@ -123,19 +125,17 @@ class Scope:
             f"t{len(self.lines)}" + (f"{'abcdefghij'[i]}" if step.results > 1 else "") for i in range(step.results)
         )
         targets = tuple(self._fresh_name(target) for target in targets)
-        line = Line(targets, step.expression, reads)
-        # A statement writes to its first operand; all that share its memory change.
-        written = self._sharing(reads[0]) if not targets else []
+        line = Line(targets, step.expression, reads, step.kind)
+        writes = step.writes if targets else (reads[0], *step.writes)
+        # All that share memory with what is written to change.
+        written = tuple(dict.fromkeys(other for name in writes for other in self._sharing(name)))
         saved = [
-            (s[name].untyped_storage(), s[name].untyped_storage().clone())
-            for name in reads[:1]
-            if not targets
-            for s in self._spaces
+            (s[name].untyped_storage(), s[name].untyped_storage().clone()) for name in writes for s in self._spaces
         ]
         try:
             for space, wide in ((self._eager, False), (self._wide, True), (self._noisy, True)):
                 run_lines([line], space, wide)
-            values = self._judged(line, step.kind, [self._values[name] for name in reads], targets or tuple(written))
+            values = self._judged(line, step.kind, [self._values[name] for name in reads], (*targets, *written), writes)
         except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError):
             values = None
         if values is None:
@@ -149,6 +149,21 @@ class Scope:
         self._read.update(reads)
         self._values.update({value.name: value for value in values})
         return True
+
+    @property
+    def last(self) -> Value:
+        """The first result of the last line."""
+        return self._values[self.lines[-1].targets[0]]
+
+    def let(self, expression: str, kind: str, writes: tuple[str, ...] = ()) -> Value:
+        """The value of a line of an idiom. Raises TakenBackError."""
+        return self.several(expression, kind, 1, writes)[0]
+
+    def several(self, expression: str, kind: str, results: int, writes: tuple[str, ...] = ()) -> list[Value]:
+        """The values of a line of an idiom; none of a statement. Raises TakenBackError."""
+        if not self.apply(Step(expression, kind, results, writes)):
+            raise TakenBackError(expression)
+        return [self._values[name] for name in self.lines[-1].targets]
 
     def _fresh_name(self, name: str) -> str:
         # "t12a" would not match the pattern of names: number results instead.
@@ -164,8 +179,10 @@ class Scope:
         storage = self._eager[name].untyped_storage().data_ptr()
         return [other for other in self._values if self._eager[other].untyped_storage().data_ptr() == storage]
 
-    def _judged(self, line: Line, kind: str, operands: list[Value], targets: tuple[str, ...]) -> list[Value] | None:
-        """The line's results, or None where it must be taken back."""
+    def _judged(
+        self, line: Line, kind: str, operands: list[Value], targets: tuple[str, ...], writes: tuple[str, ...]
+    ) -> list[Value] | None:
+        """The line's results and what else it changed, or None where it must be taken back."""
         exact_operands = all(operand.exact for operand in operands)
         values = []
         for target in targets:
@@ -184,32 +201,21 @@ class Scope:
             exact = exact_operands and self._is_exact(eager, wide, kind, operands)
             if kind == STEP and not exact:
                 return None
-            if not exact and kind != MOVE and (line.targets or target == line.reads[0]):
-                self._add_noise(eager.dtype, noisy, kind)
+            if not exact and kind != MOVE and target in (*line.targets, *writes):
+                add_noise(noisy, eager.dtype, kind, self._noise)
             if not self._is_bounded(eager, wide, noisy):
                 return None
             values.append(Value(target, tuple(eager.shape), eager.dtype, exact))
         return values
 
     def _is_exact(self, eager: torch.Tensor, wide: torch.Tensor, kind: str, operands: list[Value]) -> bool:
-        if kind in (SMOOTH, REDUCTION) or (wide.numel() and float(wide.abs().max()) > LARGEST_EXACT):
+        if kind in (SMOOTH, REDUCTION):
             return False
         if kind == SUM:
             magnitudes = [self._wide[o.name].abs().sum() for o in operands if o.dtype.is_floating_point]
             if any(float(m) > 4 * LARGEST_EXACT for m in magnitudes):
                 return False
-        grid = wide * 256
-        return bool(torch.equal(grid, grid.round())) and bool(torch.equal(eager.double(), wide))
-
-    def _add_noise(self, dtype: torch.dtype, noisy: torch.Tensor, kind: str) -> None:
-        if not noisy.numel() or any(
-            step == 0 and size > 1 for step, size in zip(noisy.stride(), noisy.shape, strict=True)
-        ):
-            return
-        share = (
-            4 * torch.finfo(dtype).eps * (torch.rand(noisy.shape, generator=self._noise, dtype=torch.float64) * 2 - 1)
-        )
-        noisy += share * (noisy.abs().max() if kind in (REDUCTION, SUM) else noisy)
+        return on_grid(wide) and bool(torch.equal(eager.double(), wide))
 
     def _is_bounded(self, eager: torch.Tensor, wide: torch.Tensor, noisy: torch.Tensor) -> bool:
         if not eager.numel():

@@ -35,7 +35,7 @@ def _deterministic(examples: int) -> settings:
 
 
 @given(program=programs(14))
-@_deterministic(8)
+@_deterministic(3)
 def test_engine(kernel_cache: Path, program: Program) -> None:
     """Short programs on the TVM engine, forced and unverified."""
     report = check(program, "tvm", kernel_cache)
@@ -51,8 +51,18 @@ def test_engine_runs_most_of_it(profile: str, kernel_cache: Path) -> None:
     assert 2 * report.taken >= report.operators > 0
 
 
+@pytest.mark.parametrize("mode", ["dynamic", "training"])
+def test_whole_graphs(mode: str, kernel_cache: Path) -> None:
+    """Idioms of libraries, 25 operators and more: with symbolic sizes at several of them, and trained, with their gradients."""
+    program = seeded(7, 25, "libraries")
+    report = check(program, "tvm", kernel_cache, mode)
+    assert not report.why, program
+    assert report.operators >= 25
+    assert 2 * report.taken >= report.operators
+
+
 @given(program=programs(14))
-@_deterministic(3)
+@_deterministic(2)
 def test_default(kernel_cache: Path, program: Program) -> None:
     """The backend as users have it."""
     report = check(program, "", kernel_cache)
@@ -62,7 +72,7 @@ def test_default(kernel_cache: Path, program: Program) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("engine", ["tvm", ""])
 def test_many(engine: str, tmp_path: Path) -> None:
-    """Half an hour of programs of up to 160 lines."""
+    """Half an hour of programs of up to 160 lines, their sizes fixed, symbolic, and trained in turn."""
     assert main(["--engine", engine, "--budget-s", "1800", "--out", str(tmp_path)]) == 0, (
         tmp_path / "report.txt"
     ).read_text()

@@ -11,8 +11,8 @@ views of inputs from the input itself, and re-applies autograd. Hence:
 
 - Outputs must have the strides of their `meta["val"]`; the wrapper's `as_strided` and the backward graph's
   placeholders rely on them, saved activations included.
-- Outputs share storage when run exactly where they do in `meta["val"]`: `output_aliases` sees to the former, and graphs that leave here
-  have no two outputs that share it.
+- Outputs share storage when run exactly where they do in `meta["val"]`, pieces of inputs under training included, which the wrapper leaves
+  alone: `output_aliases` sees to both, and graphs that leave here have no two outputs that share storage.
 - Tangents (`tangents_k` of the backward graph) are coerced at run time to the traced memory format, not to the traced
   strides: the stride of a dimension of size 1 may differ from `meta["val"]`, and a tangent may be an expanded tensor
   made contiguous. Guard on strides only where the size is above 1.
@@ -86,7 +86,7 @@ def capture(
             forward_static.update(static)
         if kept_graphs is not None and key is not None and kind == "inference":
             kept_graphs.add(key, graph_module, frozenset(static))
-        return _boxed(graph_module, kind, frozenset(static), compile_graph)
+        return _boxed(graph_module, kind, frozenset(static), compile_graph, _returned() if kind == "forward" else 0)
 
     backend = aot_autograd(
         fw_compiler=partial(compile_as, "forward"),
@@ -106,12 +106,16 @@ def capture(
 
 
 def _boxed(
-    graph_module: torch.fx.GraphModule, kind: GraphKind, static: frozenset[str], compile_graph: CompileGraph
+    graph_module: torch.fx.GraphModule,
+    kind: GraphKind,
+    static: frozenset[str],
+    compile_graph: CompileGraph,
+    returned: int = 0,
 ) -> CompiledGraph:
-    """AOTAutograd's graph, corrected and compiled, as AOTAutograd calls it."""
+    """AOTAutograd's graph, corrected and compiled, as AOTAutograd calls it; `returned` as for `separate_aliases`."""
     complete_metadata(graph_module)
     correct_statistics(graph_module)
-    restore = separate_aliases(graph_module)
+    restore = separate_aliases(graph_module, returned)
     compiled = compile_graph(CapturedGraph(graph_module, kind, static))
 
     ordered = any(node.target is torch.ops.higher_order.with_effects for node in graph_module.graph.nodes)
@@ -128,8 +132,10 @@ def _boxed(
         if ordered:
             # AOTAutograd traces effect tokens as empty tensors and passes None for them.
             inputs = [torch.empty(0, device="cpu") if value is None else value for value in inputs]
-        outputs = compiled(inputs)
-        return outputs if restore is None else restore(outputs)
+        if restore is None:
+            return compiled(inputs)
+        viewed = [inputs[k] for k in restore.inputs]  # the list may be cleared
+        return restore(compiled(inputs), viewed)
 
     boxed._boxed_call = True  # type: ignore[attr-defined]  # tells AOTAutograd not to unpack the list
     return boxed
@@ -161,6 +167,13 @@ def _is_plain_subclass(value: object) -> bool:
     if not isinstance(value, torch.Tensor) or type(value) is torch.Tensor:
         return False
     return not isinstance(value, torch.nn.Parameter | FakeTensor) and not is_traceable_wrapper_subclass(value)
+
+
+def _returned() -> int:
+    """How many of a forward graph's outputs, its first, AOTAutograd returns to the caller; the others are saved for backward."""
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    return 0 if metadata is None else metadata.num_forward
 
 
 def _static_inputs(placeholders: Sequence[str]) -> set[str]:

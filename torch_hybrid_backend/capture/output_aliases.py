@@ -2,15 +2,19 @@
 
 Enters: a functional graph whose outputs may be views of one another or of a common intermediate value (`y = x * 2; return y[1:], y.t()`; saved
 activations of a forward graph are so too). Leaves: the same graph with one output for each such piece of memory, the value that allocated it,
-and a function that makes the original outputs of its outputs. So a write to one of the results is seen through the others, as in eager, and
+and what makes the original outputs of its outputs. So a write to one of the results is seen through the others, as in eager, and
 engines need not know of aliases.
 
-Illegal: outputs that share memory with a placeholder or a lifted constant; AOTAutograd handles the former, and they are left alone.
+Outputs that share memory with an input are AOTAutograd's to make, with one exception: where gradients flow, pieces of an input (`x.split(2)`)
+are left to the forward graph. They are made from the input here. What is saved for backward is not: the input may be written to before.
+
+Illegal: outputs that share memory with a lifted constant.
 """
 
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,51 +22,93 @@ from typing import Any
 import torch
 import torch.fx
 from torch.fx import Node
+from torch.fx.node import map_aggregate
 
-Restore = Callable[[Sequence[Any]], list[Any]]
+# (the tensor viewed, the graph's outputs) -> the view
+_Make = Callable[[torch.Tensor, Sequence[Any]], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
-    """An output made from output number `source` of the graph: itself where `size` is None. `offset` counts from the source's first element."""
+class _Output:
+    """An argument of a view: the graph's output of that number, a size that is only known at run time."""
+
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """An original output: the graph's output number `source`, or its input where `of_input`; seen through `make` where that is given."""
 
     source: int
-    size: tuple[int, ...] | None = None
-    stride: tuple[int, ...] = ()
-    offset: int = 0
+    of_input: bool = False
+    make: _Make | None = None
 
 
-def separate_aliases(graph_module: torch.fx.GraphModule) -> Restore | None:
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Makes a graph's original outputs from those that it has now and from its inputs number `inputs`."""
+
+    results: tuple[_Result, ...]
+    inputs: tuple[int, ...]
+
+    def __call__(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+        """`inputs` are those that `self.inputs` names, in that order."""
+        given = dict(zip(self.inputs, inputs, strict=True))
+        sources = ((given if result.of_input else outputs)[result.source] for result in self.results)
+        return [
+            source if result.make is None else result.make(source, outputs)
+            for result, source in zip(self.results, sources, strict=True)
+        ]
+
+
+def separate_aliases(graph_module: torch.fx.GraphModule, returned: int = 0) -> Restore | None:
     """Edits the graph's outputs in place; returns what makes the original ones, or None where nothing shares memory.
 
-    Views of symbolic sizes, and those of another dtype than the memory they lie in, stay outputs of their own.
+    `returned`: so many of a forward graph's first outputs are returned to the caller; the others are saved for backward.
     """
     (output,) = graph_module.graph.find_nodes(op="output")
-    results: tuple[Any, ...] = tuple(output.args[0])
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    originals: tuple[Any, ...] = tuple(output.args[0])
     owners = _owners(graph_module)
-    shared = _shared_owners(results, owners)
+    bases = [_base(result, owners, position < returned) for position, result in enumerate(originals)]
+    shared = {b for b, uses in Counter(bases).items() if b is not None and (b.op == "placeholder" or uses > 1)}
     if not shared:
         return None
     kept: list[Any] = []
     position: dict[Node, int] = {}
-    views: list[_View] = []
-    for result in results:
-        owner = owners.get(result) if isinstance(result, Node) else None
-        source = owner if owner in shared else result
-        if not isinstance(source, Node) or source not in position:
-            kept.append(source)
-            views.append(_view(result, source, len(kept) - 1))
-            if isinstance(source, Node):
-                position[source] = len(kept) - 1
+
+    def keep(value: Any) -> int:
+        if not isinstance(value, Node):
+            kept.append(value)
+            return len(kept) - 1
+        if value not in position:
+            position[value] = len(kept)
+            kept.append(value)
+        return position[value]
+
+    results: list[_Result] = []
+    for original, base in zip(originals, bases, strict=True):
+        if base not in shared or base is None:
+            results.append(_Result(keep(original)))
+        elif base.op == "placeholder":
+            results.append(_Result(placeholders.index(base), True, _view(original, base, keep)))
         else:
-            views.append(_view(result, source, position[source]))
+            results.append(_Result(keep(base), False, None if original is base else _view(original, base, keep)))
     output.args = (type(output.args[0])(kept),)
     graph_module.recompile()
-    return lambda outputs: _restored(views, outputs)
+    return Restore(tuple(results), tuple(sorted({result.source for result in results if result.of_input})))
+
+
+def _base(result: object, owners: dict[Node, Node], is_returned: bool) -> Node | None:
+    """The node whose memory an output is to be made from; None where it is an output of its own."""
+    if not isinstance(result, Node) or result.op == "placeholder":
+        return None
+    owner = owners.get(result)
+    return None if owner is None or (owner.op == "placeholder" and not is_returned) else owner
 
 
 def _owners(graph_module: torch.fx.GraphModule) -> dict[Node, Node]:
-    """For each node that can be made of it by `as_strided`, the node that allocated its memory."""
+    """For each node that can be made of it, the node that allocated its memory, or the placeholder that it lies in."""
     first: dict[int, Node] = {}
     owners: dict[Node, Node] = {}
     unknown: set[int] = set()
@@ -77,40 +123,66 @@ def _owners(graph_module: torch.fx.GraphModule) -> dict[Node, Node]:
         if memory in unknown:
             continue
         owner = first.setdefault(memory, node)
-        whole = owner.meta["val"]
-        if owner.op == "call_function" and value.dtype == whole.dtype and _is_static(value) and _is_static(whole):
+        if owner.op in ("call_function", "placeholder") and (
+            _is_strided(node, owner) or _steps(node, owner) is not None
+        ):
             owners[node] = owner
     return owners
 
 
-def _is_static(value: torch.Tensor) -> bool:
-    return all(isinstance(number, int) for number in (*value.shape, *value.stride(), value.storage_offset()))
+def _is_strided(node: Node, owner: Node) -> bool:
+    """Whether `as_strided` with numbers known now makes the node of its owner."""
+    value, whole = node.meta["val"], owner.meta["val"]
+    numbers = (n for tensor in (value, whole) for n in (*tensor.shape, *tensor.stride(), tensor.storage_offset()))
+    return value.dtype == whole.dtype and all(isinstance(number, int) for number in numbers)
 
 
-def _shared_owners(results: Sequence[Any], owners: dict[Node, Node]) -> set[Node]:
-    """Owners of the memory that several outputs lie in."""
-    seen: set[Node] = set()
-    shared: set[Node] = set()
-    for result in results:
-        owner = owners.get(result) if isinstance(result, Node) else None
-        if owner is not None:
-            (shared if owner in seen else seen).add(owner)
-    return shared
+def _steps(node: Node, owner: Node) -> list[Node] | None:
+    """The operators that lead from the owner to the node, each a view of the one before; None where they are not such."""
+    steps: list[Node] = []
+    while node is not owner:
+        if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
+            return None
+        if any(not isinstance(n.meta.get("val"), int | torch.SymInt) for n in _nodes((node.args[1:], node.kwargs))):
+            return None
+        steps.append(node)
+        node = node.args[0]
+    return steps[::-1]
 
 
-def _view(result: Any, source: Any, position: int) -> _View:
-    if result is source:
-        return _View(position)
-    value, whole = result.meta["val"], source.meta["val"]
-    return _View(position, tuple(value.shape), value.stride(), value.storage_offset() - whole.storage_offset())
+def _nodes(arguments: Any) -> list[Node]:
+    found: list[Node] = []
+    torch.fx.map_arg(arguments, found.append)
+    return found
 
 
-def _restored(views: Sequence[_View], outputs: Sequence[Any]) -> list[Any]:
-    return [
-        outputs[view.source]
-        if view.size is None
-        else outputs[view.source].as_strided(
-            view.size, view.stride, outputs[view.source].storage_offset() + view.offset
-        )
-        for view in views
-    ]
+def _view(result: Node, source: Node, keep: Callable[[Any], int]) -> _Make:
+    """What makes an output of its owner: `as_strided`, or, where sizes are symbols, the views that the graph makes."""
+    if _is_strided(result, source):
+        value, whole = result.meta["val"], source.meta["val"]
+        offset = value.storage_offset() - whole.storage_offset()
+        size, stride = tuple(value.shape), value.stride()
+        return lambda tensor, _outputs: tensor.as_strided(size, stride, tensor.storage_offset() + offset)
+    steps = _steps(result, source)
+    assert steps is not None  # or it would have no owner
+    # Kept apart from the nodes: those that no output needs any more are erased, and lose their arguments.
+    outputs_of = {node: _Output(keep(node)) for step in steps for node in _nodes((step.args[1:], step.kwargs))}
+
+    def known_later(argument: Any) -> Any:
+        return outputs_of[argument] if isinstance(argument, Node) else argument
+
+    calls: list[tuple[Callable[..., Any], Any, Any]] = []
+    for step in steps:
+        assert callable(step.target)
+        calls.append((step.target, map_aggregate(step.args[1:], known_later), map_aggregate(step.kwargs, known_later)))
+
+    def make(tensor: torch.Tensor, outputs: Sequence[Any]) -> torch.Tensor:
+        def known(argument: Any) -> Any:
+            return outputs[argument.position] if isinstance(argument, _Output) else argument
+
+        value: Any = tensor
+        for target, args, kwargs in calls:
+            value = target(value, *map_aggregate(args, known), **map_aggregate(kwargs, known))
+        return value  # type: ignore[no-any-return]
+
+    return make

@@ -4,3 +4,5 @@
 MOST_CHANNELS_TOGETHER = 16
 # Slices that a scatter writes one by one, each at the cost of a comparison for every element; with more it is left to eager.
 MOST_SCATTERED_SLICES = 4
+# Elements that kernels address: their indices are int32. A position at or beyond it (INT64_MAX is "to the end") is behind every dimension.
+MOST_ELEMENTS = (1 << 31) - 1

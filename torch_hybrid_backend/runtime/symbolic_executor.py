@@ -16,6 +16,7 @@ import torch
 import torch.fx
 
 from torch_hybrid_backend.core.hoisted_inputs import CallInput, HoistedInputs
+from torch_hybrid_backend.core.limits import MOST_ELEMENTS
 from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.region import PartitionedGraph, Segment
 from torch_hybrid_backend.core.size import Dim, evaluate, symbols
@@ -31,8 +32,6 @@ log = logging.getLogger(__name__)
 
 # Plans kept: as many, and as long as their arenas together hold no more than this.
 MOST_PLANS, MOST_ARENA_BYTES = 64, 256 << 20
-# Kernels address elements by 32-bit numbers.
-_MOST_ELEMENTS = (1 << 31) - 1
 
 Run = Callable[[Sequence[Any]], list[Any]]
 
@@ -146,8 +145,8 @@ def concrete_program(program: Program, values: Mapping[str, int]) -> Program:
     """The program at given sizes. Raises StaticLayoutError for tensors of more elements than its kernels can address."""
     concrete = program.at(values)
     for spec in concrete.buffers:
-        if spec.span > _MOST_ELEMENTS:
-            raise StaticLayoutError(f"a tensor of {spec.span} elements is more than kernels address ({_MOST_ELEMENTS})")
+        if spec.span > MOST_ELEMENTS:
+            raise StaticLayoutError(f"a tensor of {spec.span} elements is more than kernels address ({MOST_ELEMENTS})")
     return concrete
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tests.random_programs.scope import MOVE, REDUCTION, Scope, Step, Value
+from tests.random_programs.noise import MOVE, REDUCTION
+from tests.random_programs.scope import Scope, Step, Value
 
 
 def _float(scope: Scope, rank: int, most: int = 0) -> Value | None:

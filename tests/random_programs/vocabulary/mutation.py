@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tests.random_programs.scope import ARITHMETIC, MOVE, SMOOTH, Scope, Step
+from tests.random_programs.noise import ARITHMETIC, MOVE, SMOOTH
+from tests.random_programs.scope import Scope, Step
 from tests.random_programs.vocabulary.pointwise import partner
 
 SIMPLE = (
@@ -22,6 +23,17 @@ SIMPLE = (
     ("{0}.T.add_(0.5)", ARITHMETIC),
     ("{0}.flatten()[0] = 1", MOVE),
     ("F.silu({0}, inplace=True)", SMOOTH),
+    ("{0}.select(-1, 0).add_(1)", ARITHMETIC),
+    ("{0}.narrow(0, 0, 1).mul_(2)", ARITHMETIC),
+    ("{0}.unsqueeze(0).transpose(0, -1).mul_(0.5)", ARITHMETIC),
+    ("{0}.chunk(2, -1)[0].zero_()", MOVE),
+    ("{0}.diagonal().fill_(0.5)", MOVE),
+    ("{0}.unflatten(-1, (-1, 1)).squeeze(-1).abs_()", MOVE),
+    ("{0}.index_fill_(0, torch.zeros(1, dtype=torch.int64), 0.5)", MOVE),
+    ("{0}.scatter_(-1, torch.zeros({0}.shape[:-1] + (1,), dtype=torch.int64), 0.25)", MOVE),
+    ("{0}.masked_fill_(torch.arange({0}.shape[-1]) % 2 == 0, 0.5)", MOVE),
+    ("{0}[torch.arange({0}.shape[0]).flip(0)] = 0.5 * {0}", ARITHMETIC),
+    ("{0}.index_add_(0, torch.arange({0}.shape[0]).flip(0), {0}.clone())", ARITHMETIC),
 )
 PAIRED = (
     ("{0}.add_({1})", ARITHMETIC),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from tests.random_programs.noise import ARITHMETIC, MOVE, SMOOTH, STEP
 from tests.random_programs.program import INTEGERS, dtype_text
-from tests.random_programs.scope import ARITHMETIC, MOVE, SMOOTH, STEP, Scope, Step, Value
+from tests.random_programs.scope import Scope, Step, Value
 
 UNARY_SMOOTH = """
 torch.sin({0}) | torch.cos({0}) | torch.tan({0} * 0.25) | torch.tanh({0}) | torch.sigmoid({0}) | torch.erf({0}) | torch.erfc({0})

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tests.random_programs.scope import MOVE, REDUCTION, SMOOTH, STEP, SUM, Scope, Step, Value
+from tests.random_programs.noise import MOVE, REDUCTION, SMOOTH, STEP, SUM
+from tests.random_programs.scope import Scope, Step, Value
 from tests.random_programs.vocabulary.pointwise import is_integer
 
 OVER_DIM = """
@@ -150,7 +151,10 @@ def normalisation(scope: Scope) -> Step | None:
         return Step(f"F.instance_norm({a}, eps=0.1)", REDUCTION)
     mean, variance = scope.fresh([channels], dtype, weight=True), scope.fresh([channels], dtype, weight=True)
     scale = scope.fresh([channels], dtype, weight=True)
-    return Step(f"F.batch_norm({a}, {mean}, {variance}.abs() + 0.5, {scale}, None, False, 0.1, 0.1)", REDUCTION)
+    return Step(
+        f"F.batch_norm({a}, {mean}.detach(), {variance}.detach().abs() + 0.5, {scale}, None, False, 0.1, 0.1)",
+        REDUCTION,
+    )
 
 
 def loss(scope: Scope) -> Step | None:

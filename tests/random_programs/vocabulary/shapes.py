@@ -6,7 +6,8 @@ import math
 
 import torch
 
-from tests.random_programs.scope import ARITHMETIC, MOVE, SUM, Scope, Step, Value
+from tests.random_programs.noise import ARITHMETIC, MOVE, SUM
+from tests.random_programs.scope import Scope, Step, Value
 from tests.random_programs.vocabulary.pointwise import is_integer
 
 
@@ -16,8 +17,11 @@ def _any(scope: Scope, rank: int = 1, most: int = 5) -> Value | None:
 
 def view(scope: Scope) -> Step | None:
     a = _any(scope)
-    if a is None:
-        return None
+    return None if a is None else view_of(scope, a)
+
+
+def view_of(scope: Scope, a: Value) -> Step:
+    """A view of a value of one dimension or more (a copy, where `reshape` needs one)."""
     rank, draw = a.rank, scope.draw
     d, e = draw.integer(-rank, rank - 1), draw.integer(-rank, rank - 1)
     n = a.shape[d]
@@ -48,8 +52,30 @@ def view(scope: Scope) -> Step | None:
         f"{a}.t()" if rank == 2 else "",
         f"torch.atleast_3d({a})",
         f"{a}.unflatten({d}, {_factors(scope, n)})",
+        f"{a}.chunk(2, {d})[-1]",
+        f"{a}.split({max(1, n // 2)}, {d})[0]",
+        f"{a}.swapaxes({d}, {e})",
+        f"{a}.unsqueeze({d}).squeeze({e})",
+        f"{a}.expand(1, *{a}.shape)",
+        *_of_size_one(scope, a, d),
     ]
     return Step(draw.choose([text for text in texts if text]), MOVE)
+
+
+def _of_size_one(scope: Scope, a: Value, d: int) -> list[str]:
+    """Views with a dimension of size 1: its stride is what the cut or the expansion has left there."""
+    n = a.shape[d]
+    at = scope.draw.integer(0, max(0, n - 1))
+    return [
+        f"{a}.narrow({d}, {at}, 1)",
+        f"{a}.select({d}, {at}).unsqueeze({d})",
+        f"{a}[-1:]",
+        f"{a}[..., :1]",
+        f"{a}[..., ::{max(1, a.shape[-1])}]",
+        f"{a}[None].transpose(0, {d})",
+        f"{a}.unfold({d}, {n}, 1)",
+        f"{a}[..., None].expand(*{a}.shape, 2)[..., 1:]",
+    ]
 
 
 def _expansion(scope: Scope, a: Value, d: int) -> tuple[int, ...]:
@@ -74,6 +100,11 @@ def _reshaped(scope: Scope, a: Value) -> tuple[int, ...]:
     )
 
 
+def formats(scope: Scope) -> Step | None:
+    a = _any(scope, 4)
+    return None if a is None else Step(scope.draw.choose(_in_format(scope, a)), MOVE)
+
+
 def copy(scope: Scope) -> Step | None:
     a = _any(scope)
     if a is None:
@@ -92,7 +123,7 @@ def copy(scope: Scope) -> Step | None:
         f"{a}.triu({draw.integer(-1, 1)})" if rank >= 2 else "",
         f"torch.rot90({a})" if rank >= 2 else "",
         f"{a}.contiguous()",
-        f"{a}.contiguous(memory_format=torch.channels_last)" if rank == 4 else "",
+        *_in_format(scope, a),
         f"torch.diag_embed({a})" if rank <= 2 else "",
         f"torch.tile({a}, (2,))",
         f"F.pad({a}, (1, 2), mode='reflect')" if rank in (2, 3) else "",
@@ -108,6 +139,21 @@ def copy(scope: Scope) -> Step | None:
     ]
     text = draw.choose([text for text in texts if text])
     return Step(text, ARITHMETIC if "+" in text or "cumsum" in text else MOVE)
+
+
+def _in_format(scope: Scope, a: Value) -> list[str]:
+    """Copies in a memory format."""
+    memory_format = {4: "torch.channels_last", 5: "torch.channels_last_3d"}.get(a.rank)
+    if memory_format is None:
+        return [f"{a}.clone(memory_format=torch.preserve_format)"]
+    texts = [
+        f"{a}.contiguous(memory_format={memory_format})",
+        f"{a}.to(memory_format={memory_format})",
+        f"{a}.clone(memory_format={memory_format})",
+        f"torch.zeros_like({a}, memory_format={memory_format})",
+        f"{a}.to(memory_format=torch.contiguous_format)",
+    ]
+    return [scope.draw.choose(texts) for _ in range(3)]
 
 
 def join(scope: Scope) -> Step | None:
@@ -200,4 +246,4 @@ def gather(scope: Scope) -> Step | None:
     return Step(draw.choose(texts), SUM)
 
 
-TEMPLATES = ((view, 10), (copy, 4), (join, 4), (cut, 3), (index, 3), (gather, 2))
+TEMPLATES = ((view, 10), (formats, 1), (copy, 4), (join, 4), (cut, 3), (index, 3), (gather, 2))

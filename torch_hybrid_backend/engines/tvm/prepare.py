@@ -57,9 +57,10 @@ class StridedView:
         return not any(isinstance(n, Size) for n in (*self.shape, *self.strides, self.offset))
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The view of a tensor with the buffer's shape (any strides)."""
+        """The view of a tensor with the buffer's shape (any strides, beginning anywhere in its storage)."""
         sizes, strides = [int(n) for n in self.shape], [int(s) for s in self.strides]
-        return tensor.contiguous().as_strided(sizes, strides, int(self.offset))
+        whole = tensor.contiguous()  # which may begin in the middle of its storage, as a piece of a parameter does
+        return whole.as_strided(sizes, strides, whole.storage_offset() + int(self.offset))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from torch_hybrid_backend.core.limits import MOST_ELEMENTS
 from torch_hybrid_backend.core.size import Dim, Size, at_most, function, known
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason
@@ -93,6 +94,8 @@ def slice_bounds(size: Dim, start: Dim | None, end: Dim | None) -> tuple[Dim, Di
 
 
 def _clipped(position: Dim, size: Dim) -> Dim:
+    if isinstance(position, int) and abs(position) >= MOST_ELEMENTS:  # no number for a kernel, and none is needed
+        return size if position > 0 else 0
     if isinstance(position, int) and position < 0:
         return function("max", size + position, 0)
     if at_most(0, position):

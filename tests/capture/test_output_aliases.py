@@ -1,0 +1,82 @@
+"""Results that share memory in eager share it when compiled: a write to one is seen through the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from torch_hybrid_backend.backend import compile_graph
+from torch_hybrid_backend.config import Config
+
+Function = Callable[..., Sequence[torch.Tensor]]
+
+
+def _compiled(function: Function, cache_dir: Path, *, dynamic: bool = False) -> Function:
+    torch._dynamo.reset()
+    config = Config(cache_dir=cache_dir, placement="estimate", strict=True)
+    return torch.compile(function, backend=partial(compile_graph, config=config), dynamic=dynamic, fullgraph=True)
+
+
+def _rows(x: torch.Tensor) -> list[torch.Tensor]:
+    y = x * 2
+    return [y[0], y[1:].t(), y]
+
+
+def _cut(x: torch.Tensor) -> list[torch.Tensor]:
+    first, second = (x + 1).chunk(2, 1)
+    return [second, first.unflatten(0, (-1, 1))]
+
+
+def _as_bits(x: torch.Tensor) -> list[torch.Tensor]:
+    y = x * 2
+    return [y.view(torch.int32)[1:], y]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("function", [_rows, _cut, _as_bits])
+def test_views_of_an_intermediate_value(function: Function, dynamic: bool, tmp_path: Path) -> None:
+    """All results of equal memory in eager are so when compiled, at the traced sizes and at others, where sizes are symbols."""
+    run = _compiled(function, tmp_path, dynamic=dynamic)
+    for rows in (4, 4, 6):
+        x = torch.arange(rows * 6.0).view(rows, 6)
+        results, expected = run(x), function(x)
+        for result, wanted in zip(results, expected, strict=True):
+            torch.testing.assert_close(result, wanted)
+            assert result.stride() == wanted.stride()
+            assert result.untyped_storage().data_ptr() == results[0].untyped_storage().data_ptr()
+        results[0].fill_(7)
+        expected[0].fill_(7)
+        for result, wanted in zip(results, expected, strict=True):
+            torch.testing.assert_close(result, wanted)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_views_of_an_input_under_training(dynamic: bool, tmp_path: Path) -> None:
+    """Pieces of an input, which AOTAutograd leaves to the graph where gradients flow, lie in the input's memory."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        first, second = x.split(2)
+        return [second[:, 1:], first, x @ w]
+
+    run = _compiled(function, tmp_path, dynamic=dynamic)
+    for columns in (3, 3, 5):
+        room = torch.arange(5.0 * columns).view(5, columns)
+        x, w = room[1:].requires_grad_(), torch.ones(columns, 2, requires_grad=True)
+        results = run(x, w)
+        for result, wanted in zip(results, function(x, w), strict=True):
+            torch.testing.assert_close(result, wanted)
+        assert [t.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for t in results] == [
+            True,
+            True,
+            False,
+        ]
+        (gradient,) = torch.autograd.grad(sum(t.sum() for t in results), [x])
+        (wanted,) = torch.autograd.grad(sum(t.sum() for t in function(x, w)), [x])
+        torch.testing.assert_close(gradient, wanted)
+        with torch.no_grad():
+            x.zero_()
+        assert not results[0].any()
