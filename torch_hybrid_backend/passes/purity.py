@@ -13,6 +13,7 @@ import torch
 import torch.fx
 
 aten = torch.ops.aten
+_OWN = frozenset({"aten", "prims"})
 
 
 def is_random(node: torch.fx.Node) -> bool:
@@ -46,6 +47,18 @@ def is_pure(node: torch.fx.Node) -> bool:
         return not (is_random(node) or is_mutating(node) or node.is_impure())
     return node.target is operator.getitem or isinstance(
         node.meta.get("val"), torch.SymInt | torch.SymFloat | int | float
+    )
+
+
+def is_repeatable(gm: torch.fx.GraphModule) -> bool:
+    """Whether a call of the graph can be repeated unnoticed: all it does is compute, by operators that PyTorch itself answers for.
+
+    What another library's operators do besides computing is not known, whatever their schemas declare.
+    """
+    return all(
+        is_pure(node) and (not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace in _OWN)
+        for node in gm.graph.nodes
+        if node.op not in ("placeholder", "output")
     )
 
 
