@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
@@ -12,24 +12,26 @@ from torch._dynamo.utils import same
 
 import torch_hybrid_backend
 from torch_hybrid_backend import session
+from torch_hybrid_backend.core.plan import Cost
 from torch_hybrid_backend.core.program import OperatorCall, Program
 from torch_hybrid_backend.engines.tvm import screen
+from torch_hybrid_backend.partition import placement, whole_call
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch was built without oneDNN")
 
 
 class Network(nn.Module):
-    """Convolutions with batch norms, and a classifier. x: (batch, 3, 16, 16).  Returns: (batch, 10)."""
+    """Convolutions with batch norms, and a classifier. x: (batch, 3, 40, 40).  Returns: (batch, 10)."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.features = nn.Sequential(
-            nn.Conv2d(3, 16, 3, padding=1, bias=False),
-            nn.BatchNorm2d(16),
+            nn.Conv2d(3, 32, 3, padding=1, bias=False),
+            nn.BatchNorm2d(32),
             nn.ReLU(),
-            nn.Conv2d(16, 32, 3, stride=2),
+            nn.Conv2d(32, 32, 3, stride=2),
             nn.ReLU(),
         )
         self.classes = nn.Linear(32, 10)
@@ -39,7 +41,9 @@ class Network(nn.Module):
         return result
 
 
-X = torch.randn(2, 3, 16, 16)
+X = torch.randn(
+    2, 3, 40, 40, generator=torch.Generator().manual_seed(1)
+)  # less work is not worth trying alternatives for
 
 
 def _assert_near(result: torch.Tensor, model: nn.Module) -> None:
@@ -75,6 +79,12 @@ def test_the_faster_of_operators_and_kernels_runs_a_layer(faster: str, settings:
             return [operator_us if call else 1.0 if any(calls) else 1000.0 for call in calls]
 
     operator_us = 1.0 if faster == "operators" else 5000.0
+
+    def costs(key: str, contenders: Mapping[str, str], *_: object) -> tuple[Cost, ...]:
+        return tuple(Cost(name, float(number), "measured") for number, name in enumerate(contenders))  # eager is last
+
+    settings.setattr(placement, "priced", costs)
+    settings.setattr(whole_call, "priced", costs)
     settings.setattr(session, "ProgramRunner", Timed)
     settings.setattr(session, "_sessions", {})
     settings.setattr(screen, "operator_us", lambda variant: operator_us)
