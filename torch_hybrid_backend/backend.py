@@ -7,6 +7,7 @@ torch.compile(model, backend="hybrid")
   -> engines      regions -> compiled regions
   -> first call   every candidate checked against eager and priced (partition.placement), on the real inputs
   -> runtime      the winners as one C++ plan
+  -> whole call   the plan priced against Dynamo's graph in eager (partition.whole_call)
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from typing import Any
 import torch
 import torch.fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._pytree import tree_leaves
 
-from torch_hybrid_backend.bisection import bisected_engines, bisected_passes
+from torch_hybrid_backend.bisection import bisected_engines, bisected_passes, is_running
 from torch_hybrid_backend.capture.aot import capture
 from torch_hybrid_backend.capture.kept_graphs import KeptGraphs
 from torch_hybrid_backend.config import Config, apply_log_level
@@ -35,13 +37,14 @@ from torch_hybrid_backend.core.region import Segment
 from torch_hybrid_backend.engines.deadline import compile_in_time
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.garbage import collector_paused, full_collections
-from torch_hybrid_backend.graph.values import holds_collectives
+from torch_hybrid_backend.graph.values import holds_collectives, is_repeatable
 from torch_hybrid_backend.partition.cost_cache import VerdictCache, machine_fingerprint
 from torch_hybrid_backend.partition.fallback import ReportedRegion, demote, run_refusal
 from torch_hybrid_backend.partition.known_graphs import KnownGraphs, graph_key
 from torch_hybrid_backend.partition.placement import CheckedRegion, Pricing, choose, decide
 from torch_hybrid_backend.partition.plan_builder import make_plan
 from torch_hybrid_backend.partition.regions import EAGER, Partition, partition
+from torch_hybrid_backend.partition.whole_call import PricedCall
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.control_flow import compile_bodies
 from torch_hybrid_backend.passes.hoist import Hoisted, hoist
@@ -84,21 +87,50 @@ def compile_graph(
     apply_log_level(config)
     shared = open_session(config)
     deadline = Deadline(config.compile_deadline_s)
+    key = graph_key(gm, example_inputs, f"{shared.versions()}")
+    calls: list[PricedCall] = []
 
     @collector_paused()  # a backward graph may be compiled later, when backward is called
     def compile_captured(captured: CapturedGraph) -> Callable[[list[Any]], list[Any]]:
-        return HybridGraph(captured, shared, config, on_plan, deadline=deadline)
+        if not _is_priced_whole(captured, config):
+            return HybridGraph(captured, shared, config, on_plan, deadline=deadline)
+        sizes = [k for k, value in enumerate(example_inputs) if isinstance(value, int | torch.SymInt)]
+        pricing = functools.partial(_pricing, shared, config)
+        call = PricedCall(gm.forward, key, sizes, config.measure_budget_s, pricing, on_plan)
+        calls.append(call)
+        return HybridGraph(captured, shared, config, call.take_plan, deadline=deadline)
+
+    def compiled_whole() -> Callable[..., Any]:
+        planned = capture(gm, example_inputs, compile_captured, keep_ops, kept)
+        return calls[0].around(planned) if calls else planned
 
     keep_ops = frozenset[torch._ops.OpOverload]().union(*(engine.keep_ops for engine in shared.engines))
     kept = KeptGraphs(shared.store) if config.cache else None
     known = KnownGraphs(shared.store)
-    key = graph_key(gm, example_inputs, f"{shared.versions()}")
     if key in known:
-        return capture(gm, example_inputs, compile_captured, keep_ops, kept)
+        return compiled_whole()
     shared.prepare(len(gm.graph.nodes))  # what engines need to compile starts while AOTAutograd traces
-    compiled = capture(gm, example_inputs, compile_captured, keep_ops, kept)
+    compiled = compiled_whole()
     known.add(key)
     return compiled
+
+
+def _is_priced_whole(captured: CapturedGraph, config: Config) -> bool:
+    """Whether whole calls of the graph can be timed, and are to be: not where nothing is timed, or all is compared with eager anyway."""
+    if captured.kind != "inference" or captured.writes_inputs or is_running():
+        return False
+    if config.placement == "estimate" or config.verify == "always":
+        return False
+    graph = captured.graph_module.graph
+    values = [value for node in graph.nodes for value in tree_leaves(node.meta.get("val"))]
+    on_cpu = all(value.device.type == "cpu" for value in values if isinstance(value, torch.Tensor))
+    return on_cpu and is_repeatable(captured.graph_module)
+
+
+def _pricing(session: Session, config: Config) -> Pricing:
+    """What is needed to price on the machine as it is now: threads may have been set since the last graph."""
+    verdicts = VerdictCache(session.store, machine_fingerprint()) if config.cache else None
+    return Pricing(verdicts, session.versions())
 
 
 def explain(
@@ -238,9 +270,7 @@ class HybridGraph:
     @full_collections.held()
     def _first_call(self, inputs: Sequence[Any]) -> list[Any]:
         start = time.perf_counter()
-        # The machine as it is now: threads may have been set since the last graph.
-        verdicts = VerdictCache(self._session.store, machine_fingerprint()) if self._config.cache else None
-        pricing = Pricing(verdicts, self._session.versions())
+        pricing = _pricing(self._session, self._config)
         # Kept once all is chosen: an interrupted first call leaves nothing behind.
         chosen: dict[str, CompiledSegment] = {}
         decisions: dict[str, RegionDecision] = {}

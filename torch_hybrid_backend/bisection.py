@@ -64,7 +64,8 @@ def _is_off(subsystem: str, what: Callable[[], str]) -> bool:
     return CompilerBisector.disable_subsystem(BACKEND, subsystem, what)
 
 
-def _is_running() -> bool:
+def is_running() -> bool:
+    """Whether a bisector runs the program."""
     from torch._inductor.compiler_bisector import CompilerBisector
 
     return CompilerBisector.bisection_enabled
@@ -74,14 +75,14 @@ def bisected_passes(
     passes: Sequence[tuple[Callable[..., bool], str]],
 ) -> Sequence[tuple[Callable[..., bool], str]]:
     """The passes less those that a running bisector has switched off."""
-    if not _is_running():
+    if not is_running():
         return passes
     return [entry for entry in passes if not _is_off(PASSES, functools.partial(getattr, entry[0], "__name__"))]
 
 
 def bisected_engines(engines: Sequence[Engine]) -> Sequence[Engine]:
     """The engines; while a bisector runs, each refuses the operators that the bisector has switched off."""
-    return [_Bisected(engine) for engine in engines] if _is_running() else engines
+    return [_Bisected(engine) for engine in engines] if is_running() else engines
 
 
 class _Bisected:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torch_hybrid_backend.core.plan import Cost, NodeDecision, Plan, Refusal, RegionDecision
+import dataclasses
+
+from torch_hybrid_backend.core.plan import CallDecision, Cost, NodeDecision, Plan, Refusal, RegionDecision
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason
 
@@ -42,3 +44,9 @@ PLAN = Plan(
     ),
 )  # fmt: skip
 EMPTY = Plan("graph", "backward", (), ())
+_TIMES = (Cost("plan", 70.0, "measured"), Cost("eager", 48.5, "measured"))
+_LOST = Refusal("plan", Reason.NOT_PROFITABLE, "a call takes 70.0 us, in eager 48.5 us")
+_EAGER_NODES = tuple(dataclasses.replace(node, engine="eager") for node in PLAN.nodes)
+NOT_USED = dataclasses.replace(PLAN, nodes=_EAGER_NODES, call=CallDecision("eager", _TIMES, (_LOST,)))
+_WON = (Cost("plan", 40.0, "cached"), Cost("eager", 48.5, "cached"))
+USED = dataclasses.replace(PLAN, call=CallDecision("plan", _WON, ()))

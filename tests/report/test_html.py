@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
-from tests.report.plans_for_tests import EMPTY, PLAN
+from tests.report.plans_for_tests import EMPTY, NOT_USED, PLAN, USED
 from torch_hybrid_backend.report import render_html
 
 _VOID = {"meta"}
@@ -42,6 +42,18 @@ def test_every_operator_is_a_cell_in_well_formed_html() -> None:
     text = " ".join(parser.text)
     for shown in ("tvm 12.3 us, eager 31.5 us (measured)", "deadline", "belongs to <is> & stays"):
         assert shown in text
+
+
+def test_a_plan_that_is_not_used_is_said_to_be() -> None:
+    """As in the text."""
+    page = render_html([NOT_USED])
+    for shown in (
+        "whole call: eager; plan 70.0 us",
+        "not_profitable: a call takes 70.0 us",
+        "the plan, which is not used",
+    ):
+        assert shown in page
+    assert "not used" not in render_html([PLAN, USED])
 
 
 def test_the_page_loads_nothing() -> None:

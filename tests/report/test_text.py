@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from tests.conftest import Golden
-from tests.report.plans_for_tests import EMPTY, PLAN
+from tests.report.plans_for_tests import EMPTY, NOT_USED, PLAN, USED
 from torch_hybrid_backend.report import render_text
 
 
 def test_text(golden: Golden) -> None:
     """Operators per kind inside and outside regions, engine and cost per region, every refusal with code and line."""
     golden.check(render_text([PLAN, EMPTY]))
+
+
+def test_whole_calls(golden: Golden) -> None:
+    """Who runs whole calls, at what cost; of a plan that is not used it is said why, and its regions are shown."""
+    golden.check(render_text([USED, NOT_USED]))
 
 
 def test_no_plans() -> None:

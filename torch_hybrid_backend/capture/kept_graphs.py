@@ -60,15 +60,17 @@ class KeptGraphs:
             self._store.remove(_KIND, key)
             return None
 
-    def add(self, key: str, graph_module: torch.fx.GraphModule, static: frozenset[str]) -> None:
+    def add(self, key: str, graph_module: torch.fx.GraphModule, static: frozenset[str]) -> bool:
         """Keep the graph where its run-time wrapper does nothing and it has a textual form; called while AOTAutograd compiles it, before
-        anything changed it."""
+        anything changed it. Returns whether it is kept."""
         try:
             _check_trivial(graph_module)
             text = json.dumps(sorted(static)).encode() + b"\n" + graph_to_text(graph_module)
             self._store.put(_KIND, key, text, suffix=".json")
         except (_UnkeyedError, NotTextError, CacheError) as error:
             _log.debug("AOTAutograd's graph is not kept: %s", error)
+            return False
+        return True
 
 
 def capture_key(

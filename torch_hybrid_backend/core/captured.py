@@ -22,8 +22,11 @@ class CapturedGraph:
 
     `static_inputs`: names of placeholders that hold parameters or buffers which this graph does not mutate. They keep
     their identity from call to call; their contents may change between calls (an optimizer's step, `load_state_dict`).
+
+    `writes_inputs`: whether a call changes what the user passed or a buffer; the graph only computes what is written. True where unknown.
     """
 
     graph_module: torch.fx.GraphModule
     kind: GraphKind
     static_inputs: frozenset[str]
+    writes_inputs: bool = True

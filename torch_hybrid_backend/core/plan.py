@@ -75,13 +75,27 @@ class RegionDecision:
 
 
 @dataclass(frozen=True, slots=True)
+class CallDecision:
+    """Who runs whole calls: "plan", or "eager" where that was faster with the whole graph; a refusal of "plan" then says so."""
+
+    engine: str
+    costs: tuple[Cost, ...]
+    refusals: tuple[Refusal, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """All decisions for one graph. `kind` is "inference", "forward" or "backward"."""
+    """All decisions for one graph. `kind` is "inference", "forward" or "backward".
+
+    `call` is None where whole calls were not priced: the plan runs them. Where eager runs them, every node is eager's, and `regions` tell
+    what the plan would have done.
+    """
 
     graph: str
     kind: str
     nodes: tuple[NodeDecision, ...]
     regions: tuple[RegionDecision, ...]
+    call: CallDecision | None = None
 
     def to_json(self) -> str:
         """Stable JSON (sorted keys, two spaces)."""
@@ -98,6 +112,9 @@ class Plan:
         def refusals(items: list[dict[str, Any]]) -> tuple[Refusal, ...]:
             return tuple(Refusal(r["engine"], Reason(r["code"]), r["why"]) for r in items)
 
+        def costs(items: list[dict[str, Any]]) -> tuple[Cost, ...]:
+            return tuple(Cost(**c) for c in items)
+
         nodes = tuple(NodeDecision(**{**n, "refusals": refusals(n["refusals"])}) for n in raw["nodes"])
         regions = tuple(
             RegionDecision(
@@ -107,13 +124,15 @@ class Plan:
                     "operators": tuple(r["operators"]),
                     "inputs": tuple(map(spec, r["inputs"])),
                     "outputs": tuple(map(spec, r["outputs"])),
-                    "costs": tuple(Cost(**c) for c in r["costs"]),
+                    "costs": costs(r["costs"]),
                     "refusals": refusals(r["refusals"]),
                 }
             )
             for r in raw["regions"]
         )
-        return Plan(raw["graph"], raw["kind"], nodes, regions)
+        decided = raw["call"]
+        call = decided and CallDecision(decided["engine"], costs(decided["costs"]), refusals(decided["refusals"]))
+        return Plan(raw["graph"], raw["kind"], nodes, regions, call)
 
 
 def _shown(value: object) -> str:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 import torch.fx
 from torch.fx import Node
 
 from torch_hybrid_backend.graph.schema import is_collective, is_item, is_mutating, is_pure, is_view, shared_arguments
+
+_OF_PYTORCH = frozenset({"aten", "prims"})
 
 
 def outputs_of(gm: torch.fx.GraphModule) -> tuple[object, ...]:
@@ -57,6 +60,18 @@ def constant_nodes(gm: torch.fx.GraphModule, constants: frozenset[str]) -> set[N
         ):
             found.add(node)
     return found
+
+
+def is_repeatable(gm: torch.fx.GraphModule) -> bool:
+    """Whether a call of the graph can be repeated unnoticed: all it does is compute, by operators that PyTorch itself answers for.
+
+    What another library's operators do besides computing is not known, whatever their schemas declare.
+    """
+    return all(
+        is_pure(node) and (not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace in _OF_PYTORCH)
+        for node in gm.graph.nodes
+        if node.op not in ("placeholder", "output")
+    )
 
 
 def holds_collectives(gm: torch.fx.GraphModule) -> bool:

@@ -202,27 +202,42 @@ def _price(
             estimated = [Cost(engine, engine_us(region, compiled), "estimated") for engine, compiled in alive.items()]
             return (*estimated, Cost(EAGER, eager_us(region), "estimated"))
         contenders = {engine: pricing.versions.get(engine, "") for engine in alive}
-        cache = pricing.cache if all(contenders.values()) else None
         contenders[EAGER] = torch.__version__
-        known = cache.get(region.key, contenders) if cache is not None else None
-        if known is not None:
-            return tuple(Cost(engine, known[engine], "cached") for engine in contenders)
         runners = {engine: pricing.runner(compiled) for engine, compiled in alive.items()}
         runners[EAGER] = functools.partial(_run_eager, region)
+        calls = {engine: functools.partial(_guarded, engine, run, inputs) for engine, run in runners.items()}
         try:
-            calls = [functools.partial(_guarded, engine, run, inputs) for engine, run in runners.items()]
-            rounds = Rounds(until_decided=True, clear_ratio=_CLEAR_RATIO, clock=pricing.clock, **_warm(config))
-            timings = measure(calls, config.measure_budget_s, **rounds)
+            rounds = Rounds(clear_ratio=_CLEAR_RATIO, **_warm(config))
+            return priced(region.key, contenders, calls, config.measure_budget_s, pricing, rounds)
         except _CandidateError as failed:
             if failed.engine == EAGER:
                 raise failed.error from None
             drop(failed.engine, run_refusal(failed.error), failed.error)
-            continue
-        measured = {engine: timing.low_us for engine, timing in zip(runners, timings, strict=True)}
-        if cache is not None and max(measured.values()) < _IMPLAUSIBLE_RATIO * measured[EAGER]:
-            cache.put(region.key, contenders, measured)
-        return tuple(Cost(engine, cost, "measured") for engine, cost in measured.items())
     return ()
+
+
+def priced(
+    key: str,
+    contenders: Mapping[str, str],
+    calls: Mapping[str, Callable[[], object]],
+    budget_s: float,
+    pricing: Pricing,
+    rounds: Rounds,
+) -> tuple[Cost, ...]:
+    """The costs of `calls`, one for each of the contenders (name -> version) and in their order, eager among them.
+
+    They are looked up under `key`, or timed against each other and kept; an exception of a call passes through.
+    """
+    cache = pricing.cache if all(contenders.values()) else None
+    known = cache.get(key, contenders) if cache is not None else None
+    if known is not None:
+        return tuple(Cost(name, known[name], "cached") for name in contenders)
+    how = Rounds(until_decided=True, clock=pricing.clock, **rounds)
+    timings = measure([calls[name] for name in contenders], budget_s, **how)
+    measured = {name: timing.low_us for name, timing in zip(contenders, timings, strict=True)}
+    if cache is not None and max(measured.values()) < _IMPLAUSIBLE_RATIO * measured[EAGER]:
+        cache.put(key, contenders, measured)
+    return tuple(Cost(name, cost, "measured") for name, cost in measured.items())
 
 
 def _warm(config: Config) -> Rounds:

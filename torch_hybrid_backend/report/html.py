@@ -12,10 +12,12 @@ from itertools import groupby
 
 from torch_hybrid_backend.core.plan import NodeDecision, Plan
 from torch_hybrid_backend.report.share import (
+    call_in_words,
     costs_in_words,
     flops_in_words,
     operator_kinds,
     refused_operators,
+    regions_title,
     shares,
     summary,
 )
@@ -53,6 +55,8 @@ def render_html(plans: Sequence[Plan]) -> str:
 
 def _section(plan: Plan, colours: dict[str, str]) -> Iterable[str]:
     yield f"<section><h2>{escape(plan.graph)} ({escape(plan.kind)})</h2><p>{escape(summary(plan))}</p>"
+    for line in call_in_words(plan):
+        yield f"<p>{escape(line)}</p>"
     parts = [share for share in shares(plan) if share.fraction]
     if parts:
         cells = "".join(
@@ -66,6 +70,8 @@ def _section(plan: Plan, colours: dict[str, str]) -> Iterable[str]:
         label = f"<b>{escape(region)}</b>" if region else ""
         yield f'<div class="segment">{label}{"".join(_cell(node, colours) for node in nodes)}</div>'
     yield "</div>"
+    if plan.regions:
+        yield f"<p>{escape(regions_title(plan))}</p>"
     yield _table(
         ("region", "engine", "operators", "flops", "kernels", "calls", "cost", "max error", "not run by", "source"),
         (
@@ -76,7 +82,7 @@ def _section(plan: Plan, colours: dict[str, str]) -> Iterable[str]:
                 flops_in_words(decision.flops),
                 decision.kernels,
                 "; ".join(decision.operators),
-                costs_in_words(decision),
+                costs_in_words(decision.costs),
                 "not verified" if decision.max_error is None else f"{decision.max_error:.2g}",
                 "; ".join(f"{r.engine}: {r.code}: {r.why}" for r in decision.refusals),
                 decision.source,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch_hybrid_backend.core.plan import Plan, Refusal, RegionDecision
+from torch_hybrid_backend.core.plan import Cost, Plan, Refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +62,25 @@ def operator_kinds(plan: Plan) -> tuple[tuple[str, int, int], ...]:
     return tuple((kind, inside[kind], outside[kind]) for kind in sorted(total, key=lambda kind: (-total[kind], kind)))
 
 
-def costs_in_words(decision: RegionDecision) -> str:
+def costs_in_words(costs: Sequence[Cost]) -> str:
     """For example "tvm 12.0 us, eager 31.5 us (measured)", or "not timed"."""
-    if not decision.costs:
+    if not costs:
         return "not timed"
-    prices = ", ".join(f"{cost.engine} {cost.microseconds:.1f} us" for cost in decision.costs)
-    return f"{prices} ({decision.costs[0].kind})"
+    prices = ", ".join(f"{cost.engine} {cost.microseconds:.1f} us" for cost in costs)
+    return f"{prices} ({costs[0].kind})"
+
+
+def call_in_words(plan: Plan) -> tuple[str, ...]:
+    """Who runs whole calls and at what cost, then why the plan does not where it lost; empty where calls were not priced."""
+    if plan.call is None:
+        return ()
+    lost = (f"not the {r.engine}: {r.code}: {r.why}" for r in plan.call.refusals)
+    return f"whole call: {plan.call.engine}; {costs_in_words(plan.call.costs)}", *lost
+
+
+def regions_title(plan: Plan) -> str:
+    """What the table of regions is headed by."""
+    return "regions" if plan.call is None or plan.call.engine == "plan" else "regions of the plan, which is not used"
 
 
 def flops_in_words(flops: int) -> str:

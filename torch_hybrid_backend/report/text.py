@@ -7,11 +7,13 @@ from collections.abc import Iterable, Sequence
 
 from torch_hybrid_backend.core.plan import Plan, RegionDecision
 from torch_hybrid_backend.report.share import (
+    call_in_words,
     costs_in_words,
     counted,
     flops_in_words,
     operator_kinds,
     refused_operators,
+    regions_title,
     summary,
 )
 
@@ -25,8 +27,10 @@ def render_text(plans: Sequence[Plan]) -> str:
 
 def _plan(plan: Plan) -> Iterable[str]:
     yield summary(plan)
+    for number, line in enumerate(call_in_words(plan)):
+        yield f"{'    ' if number else '  '}{line}"
     if plan.regions:
-        yield "  regions:"
+        yield f"  {regions_title(plan)}:"
         for decision in plan.regions:
             yield from _region(decision)
     kinds = operator_kinds(plan)
@@ -50,7 +54,7 @@ def _region(decision: RegionDecision) -> Iterable[str]:
     kernels = f", {counted(decision.kernels, 'kernel')}" if decision.kernels else ""
     error = "not verified" if decision.max_error is None else f"max error {decision.max_error:.2g}"
     where = f" [{decision.source}]" if decision.source else ""
-    yield f"    {decision.name}: {decision.engine}, {size}{kernels}; {costs_in_words(decision)}; {error}{where}"
+    yield f"    {decision.name}: {decision.engine}, {size}{kernels}; {costs_in_words(decision.costs)}; {error}{where}"
     for operator, count in Counter(decision.operators).items():
         yield f"      calls {operator}{f' ({count} times)' if count > 1 else ''}"
     for refusal in decision.refusals:

@@ -76,7 +76,7 @@ def make(case: Case, target: Target, x_values: torch.Tensor | None = None) -> Ma
     ahead = packing.pack_conv_weight(wt, case.groups, block)
     if case.winograd:
         ahead = packing.pack_winograd_weight(wt, case.winograd, block, case.groups)
-    packed = Buffer(tuple(ahead.shape), case.dtype, "packed")
+    packed = Buffer(tuple(ahead.shape), str(ahead.dtype).removeprefix("torch."), "packed")
     accumulator = Buffer(out.shape, compute, "acc")
     domain = tuple(LoopVar(f"d{i}", n) for i, n in enumerate(out.shape))
     x_vars = tuple(LoopVar(f"x{i}", n) for i, n in enumerate(x.shape))
@@ -189,6 +189,7 @@ def test_depthwise(case: Case, target: Target) -> None:
         Case((1, 128, 17, 18), 96, (3, 3), padding=1),  # several runs of tiles
         Case((2, 96, 9, 7), 144, (3, 3), padding=1, groups=3),  # a group's last part is half empty
         Case((1, 80, 1, 5), 80, (3, 3), padding=1, groups=5, blocked_x=False, blocked_out=False),
+        Case((1, 32, 9, 10), 32, (3, 3), padding=1, dtype="bfloat16"),  # its transformed weight is float32
     ],
 )
 def test_winograd(case: Case, m: int, target: Target) -> None:

@@ -19,6 +19,7 @@ from torch_hybrid_backend.engines.tvm.engine import TvmEngine, TvmRegion
 from torch_hybrid_backend.engines.tvm.screen import operator_us
 from torch_hybrid_backend.engines.tvm.search import ALONE, CompiledVariant, compiled_variant, program_of
 from torch_hybrid_backend.engines.tvm.variants import Variant
+from torch_hybrid_backend.partition.accuracy import compare
 from torch_hybrid_backend.partition.placement import decide
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 from torch_hybrid_backend.store import Store
@@ -84,8 +85,38 @@ CASES: dict[str, tuple[Callable[..., torch.Tensor], Callable[[], Arguments]]] = 
 }
 
 
+def _narrow(dtype: torch.dtype, *shapes: tuple[int, ...]) -> Callable[[], Arguments]:
+    return lambda: tuple(torch.randn(shape).to(dtype) for shape in shapes)
+
+
+# Layers that multiply narrow floats: as autocast leaves them, casts around them included.
+LOW = torch.bfloat16
+NARROW: dict[str, tuple[Callable[..., torch.Tensor], Callable[[], Arguments]]] = {
+    "bfloat16 layers": (
+        lambda x, v, w: _conv(_conv(x, v, padding=1).relu(), w, groups=3).sigmoid(),
+        _narrow(LOW, (2, 19, 13, 11), (21, 19, 3, 3), (33, 7, 1, 1)),
+    ),
+    "bfloat16 of a float32 image": (
+        lambda x, w: _conv(x.to(LOW), w, stride=2, padding=1).float().exp(),
+        lambda: (torch.randn(1, 16, 9, 9), torch.randn(8, 16, 3, 3).div(8).to(LOW)),
+    ),
+    "bfloat16 channels last": (
+        lambda x, w: _conv(x, w, padding=1),
+        lambda: (
+            torch.randn(1, 16, 8, 9).to(LOW, memory_format=torch.channels_last),
+            torch.randn(8, 16, 3, 3).to(LOW, memory_format=torch.channels_last),
+        ),
+    ),
+    "bfloat16 linear": (
+        lambda x, b, w: torch.nn.functional.gelu(torch.addmm(b, x.to(LOW), w)),
+        lambda: (torch.randn(31, 67), torch.randn(53).to(LOW), torch.randn(53, 67).to(LOW).t()),
+    ),
+    "float16 linear": (torch.mm, _narrow(torch.float16, (16, 64), (64, 48))),
+}
+
+
 def _counted(case: str) -> int:
-    return {"two layers": 2, "residual": 3, "two equal layers": 2}.get(case, 1)
+    return {"two layers": 2, "residual": 3, "two equal layers": 2, "bfloat16 layers": 2}.get(case, 1)
 
 
 def _engine(folder: Path, placement: str = "measure") -> TvmEngine:
@@ -123,6 +154,28 @@ def test_operators_compute_what_kernels_compute(case: str, tmp_path: Path, monke
         torch.testing.assert_close(result.double(), exact, rtol=1e-4, atol=1e-4)
         inputs[1].mul_(1.5)
     assert len(run.kernel_us(inputs)) == len(program.kernels)
+
+
+@pytest.mark.parametrize("case", NARROW)
+def test_narrow_floats_are_multiplied_as_they_are(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator gets narrow operands and gives results about as near to float64's as eager's are; eager's layer rounds as often."""
+    monkeypatch.setattr(engine_module, "limit", lambda candidates: None)
+    monkeypatch.setattr(engine_module, "_VARIANTS", 1)
+    engine = _engine(tmp_path)
+    region, compiled, inputs = compiled_region(engine, NARROW[case])
+    variants = [variant for option in compiled.options for variant in option.untried]
+    assert len(variants) == _counted(case)
+    try:
+        program, operators = _with_operators(engine, compiled)
+    except RuntimeError as error:
+        pytest.skip(f"oneDNN does not multiply such numbers on this processor: {error}")
+    assert operators == _counted(case)
+    run = ProgramRunner(program)
+    for _ in range(2):
+        comparison = compare(region, inputs, list(region.graph_module(*inputs)), run(inputs))
+        assert not comparison.why
+        for constant in inputs[1:]:
+            constant.mul_(1.5)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,9 @@ with a ReLU behind it, inside a region whose tensors lie in blocked channels:
 
     MapKernel: x as NHWC    OperatorKernel: mkldnn::_convolution_pointwise    MapKernel: the ReLU, and back to blocked channels
 
-An input that lies in memory as the operator takes it is read there. Illegal: dtypes other than float32, sizes known only at run time,
-weights known only at run time. Nothing here imports TVM.
+An input that lies in memory as the operator takes it is read there. The layer's dtype, float32, bfloat16 or float16, is that of its weight:
+our kernels multiply narrow ones in float32, oneDNN multiplies them as they are where the processor can, and refuses when timed where it
+cannot. Illegal: other dtypes, sizes known only at run time, weights known only at run time. Nothing here imports TVM.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch_hybrid_backend.core.size import known
 from torch_hybrid_backend.engines.tvm.prepare import Packed, StridedView
 from torch_hybrid_backend.loops.fusion import replace_loads
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index, contiguous_strides
-from torch_hybrid_backend.loops.ir import Buffer, Expr, Load, buffers_of_expr
+from torch_hybrid_backend.loops.ir import Buffer, Expr, Load, buffers_of_expr, compute_dtype
 from torch_hybrid_backend.loops.kernels import (
     Argument,
     ConvKernel,
@@ -33,7 +34,7 @@ from torch_hybrid_backend.loops.kernels import (
 )
 from torch_hybrid_backend.loops.layout import Strided, contiguous, offset_of
 
-_FLOAT = "float32"
+_DTYPES = frozenset({"float32", "bfloat16", "float16"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +70,8 @@ class Replacement:
 def onednn_convolution(kernel: ConvKernel, weight: Packed | None) -> Replacement | None:
     """The convolution by `mkldnn::_convolution_pointwise`, images and result NHWC; None where it has no such form."""
     sizes = _known([v.extent for v in (*kernel.x_vars, *kernel.domain)])
-    if weight is None or sizes is None or not _is_float(kernel, kernel.packed, kernel.x):
+    dtype = kernel.packed.dtype
+    if weight is None or sizes is None or not _is_taken(kernel, dtype, kernel.x):
         return None
     rank = len(kernel.x_vars)
     (images, channels, *size), (_, outputs, *out) = sizes[:rank], sizes[rank:]
@@ -82,7 +84,7 @@ def onednn_convolution(kernel: ConvKernel, weight: Packed | None) -> Replacement
         stride, padding, dilation = (1, *stride), (0, *padding), (1, *dilation)
     image = images, channels, *size
     result = images, outputs, *out
-    border, read, x = _in_memory(kernel, kernel.x, _two_dimensional(kernel.x_vars), image, _nhwc(image))
+    border, read, x = _in_memory(kernel, kernel.x, _two_dimensional(kernel.x_vars), image, _nhwc(image), dtype)
     shape = (outputs, channels // kernel.groups, *kernel_size)
     ahead = partial(
         _pack_convolution,
@@ -93,8 +95,8 @@ def onednn_convolution(kernel: ConvKernel, weight: Packed | None) -> Replacement
         groups=kernel.groups,
         image=image,
     )
-    packed = weight.repacked(Buffer(shape, _FLOAT, "packed by oneDNN", constant=True), ahead)
-    y = _result_of(result, _nhwc(result))
+    packed = weight.repacked(Buffer(shape, dtype, "packed by oneDNN", constant=True), ahead)
+    y = _result_of(result, _nhwc(result), dtype)
     arguments = (x, Operand(packed.buffer, shape), None, padding, stride, dilation, kernel.groups, "none", (), None)
     title = f"convolution of {_shown(image)} by {_shown(shape)}"
     title += f", stride {_shown(stride)}, dilation {_shown(dilation)}, groups {kernel.groups}"
@@ -105,10 +107,11 @@ def onednn_linear(kernel: MatMulKernel | PlainMatMulKernel, weight: Packed | Non
     """The product with a constant weight by `mkldnn::_linear_pointwise`; None where it has no such form."""
     sizes = _known([v.extent for v in (*kernel.domain, kernel.k)])
     operand = kernel.weight if isinstance(kernel, PlainMatMulKernel) else kernel.packed
-    if sizes is None or sizes[0] != 1 or not _is_float(kernel, operand, kernel.a):
+    dtype = operand.dtype
+    if sizes is None or sizes[0] != 1 or not _is_taken(kernel, dtype, kernel.a):
         return None
     _, rows, columns, depth = sizes
-    buffer = Buffer((columns, depth), _FLOAT, "packed by oneDNN", constant=True)
+    buffer = Buffer((columns, depth), dtype, "packed by oneDNN", constant=True)
     if isinstance(kernel, PlainMatMulKernel):
         packed = _of_plain(kernel, buffer, rows)
     elif weight is not None:
@@ -118,9 +121,9 @@ def onednn_linear(kernel: MatMulKernel | PlainMatMulKernel, weight: Packed | Non
     if packed is None:
         return None
     border, read, x = _in_memory(
-        kernel, kernel.a, (kernel.domain[1], kernel.k), (rows, depth), contiguous((rows, depth))
+        kernel, kernel.a, (kernel.domain[1], kernel.k), (rows, depth), contiguous((rows, depth)), dtype
     )
-    y = _result_of((rows, columns), contiguous((rows, columns)))
+    y = _result_of((rows, columns), contiguous((rows, columns)), dtype)
     arguments = (x, Operand(buffer, (columns, depth)), None, "none", (), None)
     title = f"linear layer of {_shown((rows, depth))} by {_shown((columns, depth))}"
     return _replacement(kernel, border, read, packed, "mkldnn::_linear_pointwise", arguments, y, title)
@@ -142,8 +145,8 @@ def _replacement(
     return Replacement((*border, call, _behind(kernel, y)), packed)
 
 
-def _result_of(shape: tuple[int, ...], layout: Strided) -> Operand:
-    return Operand(Buffer(shape, _FLOAT, "result of oneDNN"), shape, tuple(map(known, layout.strides)))
+def _result_of(shape: tuple[int, ...], layout: Strided, dtype: str) -> Operand:
+    return Operand(Buffer(shape, dtype, "result of oneDNN"), shape, tuple(map(known, layout.strides)))
 
 
 def _known(sizes: Sequence[object]) -> list[int] | None:
@@ -152,8 +155,9 @@ def _known(sizes: Sequence[object]) -> list[int] | None:
     return found if len(found) == len(sizes) else None
 
 
-def _is_float(kernel: ConvKernel | MatMulKernel | PlainMatMulKernel, weight: Buffer, x: Expr) -> bool:
-    return {kernel.accumulator.dtype, weight.dtype, x.dtype} == {_FLOAT}
+def _is_taken(kernel: ConvKernel | MatMulKernel | PlainMatMulKernel, dtype: str, x: Expr) -> bool:
+    """Whether oneDNN multiplies this dtype, and the kernel computes what it does."""
+    return dtype in _DTYPES and {kernel.accumulator.dtype, x.dtype} == {compute_dtype(dtype)}
 
 
 def _shown(sizes: Sequence[int]) -> str:
@@ -177,17 +181,22 @@ def _index(variables: Sequence[LoopVar | None]) -> tuple[Index, ...]:
 
 
 def _in_memory(
-    kernel: Kernel, value: Expr, variables: Sequence[LoopVar | None], shape: tuple[int, ...], layout: Strided
+    kernel: Kernel,
+    value: Expr,
+    variables: Sequence[LoopVar | None],
+    shape: tuple[int, ...],
+    layout: Strided,
+    dtype: str,
 ) -> tuple[tuple[Kernel, ...], Argument, Operand]:
-    """The tensor value[variables] of `shape`, laid out so: where it lies already, or what a kernel before the operator writes."""
+    """The tensor value[variables] of `shape` and `dtype`, laid out so: where it lies already, or what a kernel before the operator writes."""
     index, strides = _index(variables), tuple(map(known, layout.strides))
-    if isinstance(value, Load) and not value.buffer.constant:
+    if isinstance(value, Load) and not value.buffer.constant and value.buffer.dtype == dtype:
         own = next(a.layout for a in kernel.reads if a.buffer is value.buffer)
         lies = offset_of(own, value.buffer.shape, value.index)
         wanted = offset_of(layout, shape, index)
         if lies.const == wanted.const == 0 and dict(lies.terms) == dict(wanted.terms):
             return (), Argument(value.buffer, own), Operand(value.buffer, shape, strides)
-    buffer = Buffer(shape, _FLOAT, "operand of oneDNN")
+    buffer = Buffer(shape, dtype, "operand of oneDNN")
     argument = Argument(buffer, layout)
     domain = tuple(v for v in variables if v is not None)
     border = MapKernel(_reads(kernel, [value]), (argument,), domain, (Store(buffer, index, value),))

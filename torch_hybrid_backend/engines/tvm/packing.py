@@ -95,7 +95,8 @@ def pack_conv_weight(w: torch.Tensor, groups: int, block: int) -> torch.Tensor:
 def pack_winograd_weight(w: torch.Tensor, m: int, lanes: int, groups: int = 1) -> torch.Tensor:
     """Transforms the weight (O, I / groups, 3, 3) of a Winograd convolution, in float64, and packs it in the order of the kernel.
 
-    Returns a contiguous tensor of `packed_winograd_shape`, same dtype; output channels beyond a group's last are zero.
+    Returns a contiguous tensor of `packed_winograd_shape`, same dtype, float32 of a narrower one: transformed it has more digits. Output
+    channels beyond a group's last are zero.
     """
     parts, positions, inputs, width = packed_winograd_shape(tuple(w.shape), m, lanes, groups)
     per_group, in_group = parts // groups, w.shape[0] // groups
@@ -103,7 +104,7 @@ def pack_winograd_weight(w: torch.Tensor, m: int, lanes: int, groups: int = 1) -
         [[float(value) for value in row] for row in weight_matrix(m)], dtype=torch.float64, device=w.device
     )
     both = torch.kron(g, g)  # (positions, 9): the transform of rows and of columns as one matrix product
-    packed = w.new_zeros((parts, positions, inputs, width))
+    packed = w.new_zeros((parts, positions, inputs, width), dtype=torch.promote_types(w.dtype, torch.float32))
     for part in range(parts):  # part by part: the whole weight in float64 would be eight times its size
         group, number = divmod(part, per_group)
         rows = w[group * in_group : (group + 1) * in_group][number * width : (number + 1) * width]

@@ -72,9 +72,10 @@ def operator_us(variant: Variant) -> float:
     packed = {id(p.buffer): p for p in variant.packed}
 
     def made(operand: Operand) -> torch.Tensor:
+        dtype = getattr(torch, operand.buffer.dtype)
         if (constant := packed.get(id(operand.buffer))) is not None:
-            return constant.ahead(torch.ones([int(n) for n in constant.view.shape], device="cpu"))
-        return torch.empty_strided(operand.shape, operand.strides, device="cpu").fill_(1.0)
+            return constant.ahead(torch.ones([int(n) for n in constant.view.shape], dtype=dtype, device="cpu"))
+        return torch.empty_strided(operand.shape, operand.strides, dtype=dtype, device="cpu").fill_(1.0)
 
     with torch.no_grad():
         arguments = [made(a) if isinstance(a, Operand) else a for a in call.arguments]

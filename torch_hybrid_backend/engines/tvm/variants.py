@@ -25,7 +25,7 @@ from torch_hybrid_backend.engines.tvm.packing import pack_winograd_weight
 from torch_hybrid_backend.engines.tvm.prepare import Packed
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.winograd import packed_winograd_shape
-from torch_hybrid_backend.loops.ir import Buffer
+from torch_hybrid_backend.loops.ir import Buffer, compute_dtype
 from torch_hybrid_backend.loops.kernels import (
     Argument,
     ConvChainKernel,
@@ -96,7 +96,7 @@ def winograd(kernel: ConvKernel, weight: Packed | None, target: Target) -> list[
         weight is None
         or kernel.kernel != (3, 3)
         or {*kernel.stride, *kernel.dilation} != {1}
-        or {kernel.accumulator.dtype, kernel.packed.dtype} != {"float32"}
+        or {kernel.accumulator.dtype, compute_dtype(kernel.packed.dtype)} != {"float32"}
     ):
         return []
     images, all_outputs, *size = (variable.extent for variable in kernel.domain)
@@ -110,7 +110,7 @@ def winograd(kernel: ConvKernel, weight: Packed | None, target: Target) -> list[
         if gain < _CONCEIVABLE_GAIN:
             continue
         shape = packed_winograd_shape((outputs, inputs, 3, 3), m, target.lanes, groups)
-        buffer = Buffer(shape, kernel.packed.dtype, "transformed", constant=True)
+        buffer = Buffer(shape, "float32", "transformed", constant=True)
         transformed = weight.repacked(buffer, partial(pack_winograd_weight, m=m, lanes=target.lanes, groups=groups))
         other = dataclasses.replace(with_weight(kernel, transformed), winograd=m)
         is_preferred = m == best and gain > _CERTAIN_GAIN

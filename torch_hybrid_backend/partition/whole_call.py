@@ -1,0 +1,163 @@
+"""Who runs a whole call: the plan, or eager with the whole graph.
+
+Regions are priced one by one. What a call costs besides shows in whole calls only: AOTAutograd's wrapper, the plan's own inputs and outputs,
+and that eager makes one call of an operator which AOTAutograd took apart. So after the first call both are timed on its inputs, or looked up;
+where eager is faster the plan is let go of.
+
+    PricedCall: first call -> the plan's results -> plan 101 us, eager 62 us -> every call after it: Dynamo's graph in eager
+
+Illegal: calls that cannot be repeated unnoticed, for they write to inputs, draw random numbers or have other effects
+(`graph.values.is_repeatable`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from torch_hybrid_backend.core.plan import CallDecision, Plan, Refusal
+from torch_hybrid_backend.core.verdict import Reason
+from torch_hybrid_backend.measure import Rounds
+from torch_hybrid_backend.partition.placement import Pricing, priced
+from torch_hybrid_backend.partition.regions import EAGER
+
+_log = logging.getLogger(__name__)
+
+PLAN = "plan"
+# Enough for 200 rounds of calls that overhead decides (0.5 ms in all); of the others a few rounds tell.
+_BUDGET_S = 0.1
+# What eager gains is overhead, which smaller calls have too, and those that are not so many times as large.
+_LARGER = 2
+
+
+class PricedCall:
+    """Dynamo's graph as Dynamo calls it: the first call by the plan, the others by whoever is faster. Threads may call it at once.
+
+    eager: Dynamo's graph. planned: the same compiled; its first call hands the plan to `take_plan`. key: what verdicts are kept under.
+    sizes: positions of the inputs that are sizes known only at run time. budget_s: seconds that timing may take, at most. on_plan: gets the
+    plan with what was decided.
+
+    Without such sizes the loser is let go of. With them both stay: eager, where it has won, runs calls up to that size, and for the time
+    being those less than twice as large; larger ones are priced, until the plan wins one and runs all that are larger than what eager won.
+    """
+
+    def __init__(
+        self,
+        eager: Callable[..., Any],
+        key: str,
+        sizes: Sequence[int],
+        budget_s: float,
+        pricing: Callable[[], Pricing],
+        on_plan: Callable[[Plan], None] | None = None,
+    ) -> None:
+        self._eager = eager
+        self._key = key
+        self._sizes = tuple(sizes)
+        self._budget_s = budget_s
+        self._pricing = pricing
+        self._on_plan = on_plan
+        self._lock = threading.Lock()
+        self._plan: Plan | None = None
+        self._decision: CallDecision | None = None
+        self._planned: Callable[..., Any] | None = None
+        self._settled: Callable[..., Any] | None = None  # who runs calls of every size
+        self._is_open = True
+        self._eager_up_to = 0
+
+    def around(self, planned: Callable[..., Any]) -> Callable[..., Any]:
+        """The callable for Dynamo to install."""
+        self._planned = planned
+        # Not an object: Dynamo's wrapper copies its attributes (functools.wraps), and would keep the plan.
+        return self._call
+
+    def take_plan(self, plan: Plan) -> None:
+        """The plan was made, or, after a region failed in a later call, made anew."""
+        self._plan = plan
+        if self._decision is not None or not self._is_open:
+            self._tell()
+
+    def _call(self, *inputs: Any) -> Any:
+        settled = self._settled
+        return self._by_size(inputs) if settled is None else settled(*inputs)
+
+    def _by_size(self, inputs: Sequence[Any]) -> Any:
+        size = max(1, math.prod(int(inputs[position]) for position in self._sizes))
+        planned = self._planned
+        if planned is None or size <= self._eager_up_to or not self._is_far(size):
+            return self._eager(*inputs)
+        outputs = planned(*inputs)
+        if self._is_open:
+            with self._lock:
+                if self._is_open and self._is_far(size):  # no other thread has priced meanwhile
+                    self._price(planned, inputs, size)
+        return outputs
+
+    def _is_far(self, size: int) -> bool:
+        """Whether what eager has won says nothing of this size."""
+        return not self._is_open or size >= _LARGER * self._eager_up_to
+
+    def _price(self, planned: Callable[..., Any], inputs: Sequence[Any], size: int) -> None:
+        """Decide, by calls on these inputs, who runs those of this size and what follows from it."""
+        assert self._plan is not None  # of `planned`'s first call
+        calls = {PLAN: lambda: planned(*inputs), EAGER: lambda: self._eager(*inputs)}
+        key = f"{self._key} {[inputs[position] for position in self._sizes]}"
+        try:
+            self._decision = price_call(key, self._plan, calls, self._budget_s, self._pricing())
+            engine = self._decision.engine
+        except Exception as error:  # no memory for both, say: what has worked goes on
+            _log.info("whole calls are not priced: %s: %s", type(error).__name__, error)
+            engine = PLAN
+        if engine == EAGER:
+            self._eager_up_to = size
+        self._is_open = engine == EAGER and bool(self._sizes)
+        if not self._sizes or (engine == PLAN and not self._eager_up_to):
+            self._settled = self._eager if engine == EAGER else planned
+            self._planned = None
+        self._tell()
+
+    def _tell(self) -> None:
+        plan, decision = self._plan, self._decision
+        if plan is not None and self._on_plan is not None:
+            self._on_plan(plan if decision is None else with_call(plan, decision))
+
+
+def price_call(
+    key: str, plan: Plan, calls: Mapping[str, Callable[[], object]], budget_s: float, pricing: Pricing
+) -> CallDecision:
+    """Price the calls PLAN and EAGER; equal ones go to the plan. What a call raises passes through."""
+    contenders = {PLAN: _version(plan, pricing.versions), EAGER: torch.__version__}
+    rounds = Rounds(warmup_rounds=0, min_rounds=2)
+    costs = priced(key, contenders, calls, min(budget_s, _BUDGET_S), pricing, rounds)
+    planned, eager = (cost.microseconds for cost in costs)
+    if planned <= eager:
+        return CallDecision(PLAN, costs, ())
+    why = f"a call takes {planned:.1f} us, in eager {eager:.1f} us"
+    _log.info("calls run in eager, not as planned: %s", why)
+    return CallDecision(EAGER, costs, (Refusal(PLAN, Reason.NOT_PROFITABLE, why),))
+
+
+def with_call(plan: Plan, decision: CallDecision) -> Plan:
+    """The plan of a graph, with who runs its calls."""
+    nodes = plan.nodes
+    if decision.engine == EAGER:
+        nodes = tuple(dataclasses.replace(node, engine=EAGER) for node in nodes)
+    return dataclasses.replace(plan, nodes=nodes, call=decision)
+
+
+def _version(plan: Plan, versions: Mapping[str, str]) -> str:
+    """What the plan's time depends on besides the graph; "" where an engine has no version."""
+    parts = [
+        (region.name, region.key, region.engine, versions.get(region.engine, ""), region.kernels, region.operators)
+        for region in plan.regions
+    ]
+    if any(region.engine != EAGER and not versions.get(region.engine) for region in plan.regions):
+        return ""
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
