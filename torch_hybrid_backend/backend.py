@@ -205,8 +205,7 @@ class HybridGraph:
 
     def _segments(self) -> list[CompiledSegment]:
         return [
-            self._chosen.get(segment.region.name, segment.region.eager)
-            for segment in self._partition.graph.segments
+            self._chosen.get(segment.region.name, segment.region.eager) for segment in self._partition.graph.segments
         ]
 
     def _titles(self) -> list[str]:

@@ -36,6 +36,7 @@ class EagerGraph:
 
     An operator that does not take the form (dtype, layout, strides) of its inputs, whatever values they hold, is computed by PyTorch's
     decomposition of it. Where sizes are known only at run time, it is the first call's that show which values differ from the trace.
+    Placeholders with `meta["loose_strides"]` may have other strides in each call, in dimensions of size 1.
     """
 
     def __init__(self, graph_module: torch.fx.GraphModule) -> None:
@@ -123,7 +124,7 @@ class TracedRun(torch.fx.Interpreter):
         if strides is None or any(s.name not in self._sizes for s in symbols(strides)):
             return value  # nothing so far tells what they are in this call
         result = with_strides(value, [evaluate(stride, self._sizes) for stride in strides])
-        if result is not value:
+        if result is not value or (n.meta.get("loose_strides") and 1 in value.shape):
             self._restrided[n] = strides
         return result
 
@@ -216,7 +217,7 @@ def _refuses_form(node: Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     What raises for some values only (an index out of range, a singular matrix, an assertion) is the user's own fault to see.
     """
     operator = node.target
-    if is_out_of_memory(error) or isinstance(error, torch.linalg.LinAlgError):
+    if is_out_of_memory(error) or isinstance(error, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
         return False
     if not isinstance(operator, torch._ops.OpOverload) or operator._schema.is_mutable or not operator._schema.returns:
         return False

@@ -54,7 +54,9 @@ def capability(
 def _ask(engine: Engine, node: Node, broken: set[str], strict: bool) -> Verdict:
     # Engines come from third parties too: whatever one raises may cost that operator, never the model.
     try:
-        with unset_fake_temporarily():  # AOTAutograd is still tracing: tensors that an engine computes with would be fake
+        with (
+            unset_fake_temporarily()
+        ):  # AOTAutograd is still tracing: tensors that an engine computes with would be fake
             return engine.supports(node)
     except (GuardOnDataDependentSymNode, DataDependentOutputException) as error:
         return Refused(Reason.SYMBOLIC_SHAPE, f"{node.target} depends on a number that only its data tell: {error}")

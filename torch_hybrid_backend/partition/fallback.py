@@ -62,7 +62,9 @@ def _sentence(error: Exception) -> str:
 
 def report_unchecked(region: Region, engine: str, unable: Refused) -> None:
     """Log one WARNING that `engine` runs the region although eager, being `unable` to, has nothing to check it with."""
-    _log.warning("%s runs %s unchecked, as eager cannot run it: %s: %s", engine, _named(region), unable.code, unable.why)
+    _log.warning(
+        "%s runs %s unchecked, as eager cannot run it: %s: %s", engine, _named(region), unable.code, unable.why
+    )
 
 
 def _named(region: Region) -> str:

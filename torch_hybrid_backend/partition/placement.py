@@ -26,7 +26,7 @@ from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.errors import OperatorRefusedError, is_out_of_memory
 from torch_hybrid_backend.measure import Clock, Rounds, measure
-from torch_hybrid_backend.partition.accuracy import compare
+from torch_hybrid_backend.partition.accuracy import Comparison, compare
 from torch_hybrid_backend.partition.cost_cache import VerdictCache
 from torch_hybrid_backend.partition.estimate import eager_us, engine_us
 from torch_hybrid_backend.partition.fallback import compile_refusal, demote, report_unchecked, run_refusal
@@ -104,34 +104,21 @@ def choose(
         else:
             alive[engine] = candidate
 
-    outputs: list[torch.Tensor] | None = None
-    unable: Refused | None = None  # why eager is no candidate
-    if not alive:
-        outputs = _run_eager(region, inputs)
-    elif config.verify != "off":
-        reference = _reference(region, inputs)
-        if isinstance(reference, Refused):
-            unable = reference
-            refusals.append(Refusal.of(EAGER, unable))
-        else:
-            outputs = reference
+    reference = _reference(region, inputs) if alive and config.verify != "off" else None
+    unable = reference if isinstance(reference, Refused) else None  # why eager is no candidate
+    if unable is not None:
+        refusals.append(Refusal.of(EAGER, unable))
+    expected = None if isinstance(reference, Refused) else reference
+    outputs = expected
     errors: dict[str, float] = {}
     for engine in list(alive):
         try:
-            with torch.no_grad():
-                alive[engine] = compiled = _refined(alive[engine], inputs, config)
-                results = list(compiled(inputs))
-            if config.verify == "off" or unable:
-                outputs = results if outputs is None else outputs
-                continue
-            comparison = compare(region, inputs, outputs or [], results)
-            if comparison.why and (exact := _exact(compiled)) is not None:
-                _log.info("region %s needs %s's exact kernels: %s", region.name, engine, comparison.why)
-                alive[engine] = exact
-                with torch.no_grad():
-                    comparison = compare(region, inputs, outputs or [], list(exact(inputs)))
+            alive[engine], results, comparison = _tried(region, alive[engine], inputs, config, expected)
         except Exception as error:  # an engine's kernels or code may fail in any way; eager is there for it
             drop(engine, run_refusal(error), error)
+            continue
+        outputs = outputs or results
+        if comparison is None:
             continue
         errors[engine] = comparison.max_error
         if comparison.refused is not None:
@@ -147,9 +134,7 @@ def choose(
     if unable is not None and compiled_winner is not None:
         report_unchecked(region, winner, unable)
     decision = decide(region, winner, compiled_winner, costs, tuple(refusals), errors.get(winner))
-    if outputs is None or (unable is not None and compiled_winner is None):
-        outputs = _run_eager(region, inputs)
-    return Choice(decision, compiled_winner, outputs)
+    return Choice(decision, compiled_winner, _run_eager(region, inputs) if outputs is None else outputs)
 
 
 def decide(
@@ -189,10 +174,36 @@ def _reference(region: Region, inputs: Sequence[torch.Tensor]) -> list[torch.Ten
     try:
         with torch.no_grad():
             return region.eager.run(inputs)
-    except (RuntimeError, MemoryError) as error:
-        if isinstance(error, OperatorRefusedError) or is_out_of_memory(error):
-            return run_refusal(error)
-        raise
+    except Exception as error:
+        if (unable := _unable(error)) is None:
+            raise
+        return unable
+
+
+def _unable(error: Exception) -> Refused | None:
+    """Why eager cannot run a region although nothing is wrong with its inputs' values; None where `error` is about those."""
+    return run_refusal(error) if isinstance(error, OperatorRefusedError) or is_out_of_memory(error) else None
+
+
+def _tried(
+    region: Region,
+    compiled: CompiledRegion,
+    inputs: Sequence[torch.Tensor],
+    config: Config,
+    expected: Sequence[torch.Tensor] | None,
+) -> tuple[CompiledRegion, list[torch.Tensor], Comparison | None]:
+    """A candidate refined and run once: what it became, its outputs, and their comparison with those that are `expected`, if any are."""
+    with torch.no_grad():
+        compiled = _refined(compiled, inputs, config)
+        results = list(compiled(inputs))
+        if expected is None:
+            return compiled, results, None
+        comparison = compare(region, inputs, expected, results)
+        if comparison.why and (exact := _exact(compiled)) is not None:
+            _log.info("region %s needs exact kernels: %s", region.name, comparison.why)
+            compiled, results = exact, list(exact(inputs))
+            comparison = compare(region, inputs, expected, results)
+    return compiled, results, comparison
 
 
 def _refined(compiled: CompiledRegion, inputs: Sequence[torch.Tensor], config: Config) -> CompiledRegion:
@@ -241,14 +252,17 @@ def _price(
             return tuple(Cost(engine, known[engine], "cached") for engine in contenders)
         runners = {engine: pricing.runner(compiled) for engine, compiled in alive.items()}
         if eager_runs:
-            runners[EAGER] = functools.partial(_run_eager, region)
+            runners[EAGER] = region.eager.run
         try:
             calls = [functools.partial(_guarded, engine, run, inputs) for engine, run in runners.items()]
             rounds = Rounds(until_decided=True, clear_ratio=_CLEAR_RATIO, clock=pricing.clock, **_warm(config))
             timings = measure(calls, config.measure_budget_s, **rounds)
         except _CandidateError as failed:
             if failed.engine == EAGER:
-                raise failed.error from None
+                if _unable(failed.error) is None:
+                    raise failed.error from None
+                eager_runs = False
+                continue
             drop(failed.engine, run_refusal(failed.error), failed.error)
             continue
         measured = {engine: timing.low_us for engine, timing in zip(runners, timings, strict=True)}

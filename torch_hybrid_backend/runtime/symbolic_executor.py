@@ -179,14 +179,15 @@ def _at(spec: TensorSpec | None, values: Mapping[str, int]) -> TensorSpec | None
 def _callback_at(
     segment: Segment, compiled: CompiledSegment, sizes: Mapping[str, int]
 ) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
+    run: Callable[[Sequence[Any]], Sequence[Any]] = compiled
     if not any(name in sizes for name in (*segment.inputs, *segment.outputs)):
-        return compiled
+        return run
     given = [sizes.get(name) for name in segment.inputs]
     kept = [i for i, name in enumerate(segment.outputs) if name not in sizes]
 
     def call(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         rest = iter(tensors)
-        results = compiled([next(rest) if size is None else size for size in given])
+        results = run([next(rest) if size is None else size for size in given])
         return [results[i] for i in kept]
 
     return call
