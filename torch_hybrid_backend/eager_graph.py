@@ -48,7 +48,11 @@ class EagerGraph:
         try:
             return self.run(inputs)
         except OperatorRefusedError as refused:
-            raise refused.error from None
+            error = refused.error
+        try:
+            raise error
+        finally:
+            del error  # it and this frame would keep each other alive, and with them the run's tensors
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:
         """As a call, but raises OperatorRefusedError where the fault is not in the values: an operator does not take the form of its inputs,
@@ -115,7 +119,10 @@ class TracedRun(torch.fx.Interpreter):
         try:
             value = super().run_node(n)
         except _REFUSALS as error:
-            value = self._decomposed(n, error)
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            if not _refuses_form(n, args, kwargs, error):
+                raise
+            value = self._decomposed(n, args, kwargs, error)
         traced = n.meta.get("val")
         self._learn_sizes(n, traced, value)
         if not _is_strided(traced) or not _is_strided(value):
@@ -160,11 +167,8 @@ class TracedRun(torch.fx.Interpreter):
                 self._places[solved[0]] = place
                 self._sizes[solved[0]] = place.read(value)
 
-    def _decomposed(self, node: Node, error: Exception) -> Any:
+    def _decomposed(self, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
         """What the operator's decomposition makes of the inputs that the operator itself refused with `error`."""
-        args, kwargs = self.fetch_args_kwargs_from_env(node)
-        if not _refuses_form(node, args, kwargs, error):
-            raise error
         decomposition = decomposition_table.get(node.target)  # type: ignore[call-overload]
         if decomposition is None:
             raise OperatorRefusedError(f"{node.target}", error) from error

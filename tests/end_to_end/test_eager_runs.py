@@ -136,3 +136,52 @@ def test_tangents_with_other_strides_in_each_call() -> None:
         tangent = memory.as_strided(memory.shape, (batch_stride, 1, 16 * size, 16))
         (found,) = torch.autograd.grad(fast(x), x, tangent)
         torch.testing.assert_close(found, functional.group_norm(tangent.contiguous(), 4), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, IN_EAGER])
+def test_an_operator_that_eager_has_no_kernel_for(options: dict[str, Any]) -> None:
+    """Integers enlarged: the trace takes them, eager's kernel does not. An engine runs them, or eager by the operator's decomposition."""
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return functional.interpolate(x + 1, scale_factor=2) * 2
+
+    x = torch.arange(24).reshape(1, 2, 3, 4)
+    with pytest.raises(NotImplementedError):
+        model(x)
+    fast = torch.compile(model, backend="hybrid", options=options)
+    for _ in range(2):
+        assert torch.equal(fast(x), (x + 1).repeat_interleave(2, 2).repeat_interleave(2, 3) * 2)
+
+
+@pytest.mark.parametrize("options", [{}, IN_EAGER])
+@pytest.mark.parametrize("index", [9, -1])
+def test_an_index_out_of_range_is_the_users(options: dict[str, Any], index: int) -> None:
+    """In the first call and in later ones, whoever runs the region, the user sees eager's own error."""
+    table = torch.randn(4, 3)
+
+    def model(i: torch.Tensor) -> torch.Tensor:
+        return functional.embedding(i, table).sin() * 2
+
+    with pytest.raises(IndexError) as expected:
+        model(torch.tensor([1, index]))
+    fast = torch.compile(model, backend="hybrid", options=options)
+    with pytest.raises(IndexError) as found:
+        fast(torch.tensor([1, index]))
+    assert str(found.value) == str(expected.value)
+    torch.testing.assert_close(fast(torch.tensor([1, 2])), model(torch.tensor([1, 2])))
+
+
+def test_an_assertion_is_the_users() -> None:
+    """An assertion that fails in a call raises in that call, and in no other."""
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        torch._assert_async(x.sum() > 0, "the sum must be positive")
+        return x.sin() * 2
+
+    fast = torch.compile(model, backend="hybrid")
+    for x in (torch.ones(3), -torch.ones(3), torch.ones(3)):
+        if x.sum() > 0:
+            torch.testing.assert_close(fast(x), model(x))
+        else:
+            with pytest.raises(RuntimeError, match="the sum must be positive"):
+                fast(x)
