@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 
 from torch_hybrid_backend.core.size import Dim, evaluate, symbols
 from torch_hybrid_backend.core.size_forms import from_sympy, linear
-from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.core.tensor_spec import TensorSpec, dim, is_computable
 from torch_hybrid_backend.errors import OperatorRefusedError, is_out_of_memory
 
 # What operators raise for a dtype, layout or stride that they do not take. (An IndexError is always about values.)
@@ -227,20 +227,23 @@ def _refuses_form(node: Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
         return False
     if torch.Tag.nondeterministic_seeded in operator.tags:
         return False
-    if not all(_is_strided(source.meta.get("val")) for source in node.all_input_nodes):
-        return False  # a number may be what is wrong
+    if not all(_is_form(source.meta.get("val")) for source in node.all_input_nodes):
+        return False  # a number that depends on data may be what is wrong
     for number in (0, 1):
         fill = functools.partial(_filled, number)
         try:
             operator(*tree_map(fill, args), **tree_map(fill, dict(kwargs)))
-        except _REFUSALS as again:
-            if is_out_of_memory(again):
+        except Exception as again:
+            if is_out_of_memory(again) or not isinstance(again, _REFUSALS):
                 return False
-        except IndexError:
-            return False
         else:
             return False
     return True
+
+
+def _is_form(traced: object) -> bool:
+    """Whether a traced value is a plain tensor, or a size that the graph's inputs tell."""
+    return _is_strided(traced) or (isinstance(traced, int | torch.SymInt) and is_computable(dim(traced)))
 
 
 def _filled(number: int, value: Any) -> Any:

@@ -53,5 +53,5 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory could not be had: by Python, by an allocator of PyTorch's (which raises RuntimeError on CPU)."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    # "DefaultCPUAllocator: can't allocate memory: ..." and what C++ throws where PyTorch's allocator is not asked.
-    return isinstance(error, RuntimeError) and any(s in str(error) for s in ("can't allocate memory", "std::bad_alloc"))
+    # "DefaultCPUAllocator: can't allocate memory: ...", and what C++ throws where PyTorch's allocator is not asked.
+    return isinstance(error, RuntimeError) and any(s in str(error) for s in ("DefaultCPUAllocator", "std::bad_alloc"))

@@ -25,7 +25,7 @@ def capability(
 
     What picks one of several outputs (getitem) goes with its operator. Operators with effects are eager's: a region
     means the same each time it runs. An engine that raises instead of answering is taken to refuse, with one WARNING
-    for that engine, or RegionError under `strict`.
+    for that engine, or RegionError under `strict`; where it stumbled over a size that depends on data, without.
     """
     verdicts: dict[Node, tuple[Verdict, ...]] = {}
     broken: set[str] = set()
@@ -54,9 +54,8 @@ def capability(
 def _ask(engine: Engine, node: Node, broken: set[str], strict: bool) -> Verdict:
     # Engines come from third parties too: whatever one raises may cost that operator, never the model.
     try:
-        with (
-            unset_fake_temporarily()
-        ):  # AOTAutograd is still tracing: tensors that an engine computes with would be fake
+        # AOTAutograd is still tracing: tensors that an engine computes with would be fake.
+        with unset_fake_temporarily():
             return engine.supports(node)
     except (GuardOnDataDependentSymNode, DataDependentOutputException) as error:
         return Refused(Reason.SYMBOLIC_SHAPE, f"{node.target} depends on a number that only its data tell: {error}")
