@@ -34,6 +34,7 @@ from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.plan import Plan, RegionDecision
 from torch_hybrid_backend.core.region import Segment
+from torch_hybrid_backend.eager_graph import EagerGraph
 from torch_hybrid_backend.engines.deadline import compile_in_time
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.garbage import collector_paused, full_collections
@@ -192,6 +193,7 @@ class HybridGraph:
         compile_bodies(captured, self._compile_body)
         constants = captured.static_inputs if captured.kind == "inference" else frozenset[str]()
         self._hoisted: Hoisted = hoist(captured.graph_module, constants)
+        self._fold = EagerGraph(self._hoisted.fold) if self._hoisted.fold is not None else None
         self._partition: Partition = partition(self._hoisted.main, bisected_engines(session.engines), config)
         self._candidates = self._compile()
         self._lock = threading.RLock()
@@ -219,15 +221,15 @@ class HybridGraph:
                     return self._recover(inputs, error)
         return self(inputs)  # another thread, which met the same fault, has put something else in its place
 
-    def _compile_body(self, name: str, body: CapturedGraph) -> Callable[[list[Any]], list[Any]] | None:
-        """A branch or loop body as a graph of its own; None where that fails, so that eager runs it."""
+    def _compile_body(self, name: str, body: CapturedGraph) -> Callable[[list[Any]], list[Any]]:
+        """A branch or loop body as a graph of its own, which eager runs where compiling it fails."""
         try:
             return HybridGraph(body, self._session, self._config, self._on_plan, f"{self._name}.{name}", self._deadline)
         except HybridError as error:
             if self._config.strict:
                 raise
             log.warning("the sub-graph %s of a control flow operator runs in eager: %s", name, error)
-            return None
+            return EagerGraph(body.graph_module)
 
     def _compile(self) -> dict[str, dict[str, CompiledRegion | Exception]]:
         """Every candidate engine's compilation of every region: region name -> engine name -> result."""
@@ -245,15 +247,9 @@ class HybridGraph:
                 results[region.name][engine.name] = result
         return results
 
-    @property
-    def _fold(self) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]] | None:
-        fold = self._hoisted.fold
-        return None if fold is None else lambda arguments: fold(*arguments)
-
     def _segments(self) -> list[CompiledSegment]:
         return [
-            self._chosen.get(segment.region.name, segment.region.graph_module)
-            for segment in self._partition.graph.segments
+            self._chosen.get(segment.region.name, segment.region.eager) for segment in self._partition.graph.segments
         ]
 
     def _titles(self) -> list[str]:
@@ -279,7 +275,7 @@ class HybridGraph:
             region = segment.region
             candidates = self._candidates[region.name]
             if not candidates:
-                return region.graph_module(*arguments)  # type: ignore[no-any-return]
+                return region.eager(arguments)
             choice = choose(region, candidates, arguments, self._config, pricing)
             once.let_go()
             decisions[region.name] = choice.decision
@@ -355,7 +351,7 @@ class HybridGraph:
                 return checked(segment, compiled(arguments))
             except Exception as cause:  # whatever a compiled region raises, eager is there for it
                 self._give_to_eager(segment, cause)
-        return region.graph_module(*arguments)  # type: ignore[no-any-return]
+        return region.eager(arguments)
 
     def _give_to_eager(self, segment: Segment, cause: Exception) -> None:
         region = segment.region

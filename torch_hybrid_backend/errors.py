@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 
 class HybridError(RuntimeError):
     """Base of every error this package raises on purpose."""
@@ -37,3 +39,19 @@ class ScheduleError(CompileError):
 
 class RegionError(HybridError):
     """Under HYBRID_STRICT=1: a region failed where it would otherwise have fallen back to eager."""
+
+
+class OperatorRefusedError(HybridError):
+    """PyTorch's `operator` raised `error` for the form of its inputs, not for their values, and has no decomposition that could stand in."""
+
+    def __init__(self, operator: str, error: Exception) -> None:
+        super().__init__(f"{operator} does not take these inputs, whatever values they hold: {error}")
+        self.error = error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory could not be had: by Python, by an allocator of PyTorch's (which raises RuntimeError on CPU)."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    # "DefaultCPUAllocator: can't allocate memory: ...", and what C++ throws where PyTorch's allocator is not asked.
+    return isinstance(error, RuntimeError) and any(s in str(error) for s in ("DefaultCPUAllocator", "std::bad_alloc"))

@@ -291,3 +291,72 @@ def test_ragged_dimensions() -> None:
         assert mine.grad is not None
         assert theirs.grad is not None
         torch.testing.assert_close(mine.grad.values(), theirs.grad.values())
+
+
+@pytest.mark.parametrize("arguments", [{"size": 21}, {"scale_factor": 2.0}, {"size": 5, "mode": "linear"}])
+def test_resampling_of_any_batch_runs_on_the_engine(
+    arguments: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The sizes that are resampled are numbers, the batch is not: an engine takes it, without a warning."""
+    plans: list[Plan] = []
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.interpolate(x.sin(), **arguments).cos()
+
+    backend = functools.partial(compile_graph, config=Config.from_env(os.environ), on_plan=plans.append)
+    fast = torch.compile(model, backend=backend)
+    for batch in (3, 5):
+        x = torch.randn(batch, 3, 8)
+        torch._dynamo.mark_dynamic(x, 0)
+        torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
+    assert {node.engine for plan in plans for node in plan.nodes if "upsample" in node.operator} == {"tvm"}
+    assert len(plans) == 1
+    assert not caplog.records
+
+
+def _resample(mode: str, scaled: bool) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    def model(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+        if scaled:
+            return nn.functional.interpolate(x.sin(), scale_factor=n.item(), mode=mode, recompute_scale_factor=True)
+        return nn.functional.interpolate(x.sin(), size=int(n.item()), mode=mode).cos()
+
+    return model
+
+
+def _size(n: torch.Tensor) -> int:
+    size = int(n.item())
+    torch._check(size >= 2)
+    torch._check(size <= 8)
+    return size
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        _resample("nearest", False),
+        _resample("nearest", True),
+        _resample("linear", False),
+        lambda x, n: nn.functional.pad(x.sin(), (0, _size(n))).cos(),
+        lambda x, n: nn.functional.pad(x.sin(), (0, _size(n)), mode="replicate").cos(),
+        lambda x, n: x.sin()[:, :, : _size(n)].softmax(-1),
+        lambda x, n: x.sin().unsqueeze(0).expand(_size(n), *x.shape).cos(),
+        lambda x, n: torch.arange(_size(n)).float().cos() + x.sum(),
+        lambda x, n: nn.functional.avg_pool1d(nn.functional.pad(x.sin(), (0, _size(n))), 2).cos(),
+        lambda x, n: nn.functional.max_pool2d(nn.functional.pad(x.sin(), (0, _size(n))), (1, 2)).cos(),
+    ],
+    ids="nearest scale linear pad replicate slice expand arange average maximum".split(),
+)
+def test_sizes_that_depend_on_data(model: Callable[..., torch.Tensor], caplog: pytest.LogCaptureFixture) -> None:
+    """A size that only a tensor's value tells: right at every value, refused with a code where engines refuse it, without a warning."""
+    plans: list[Plan] = []
+    backend = functools.partial(compile_graph, config=Config.from_env(os.environ), on_plan=plans.append)
+    fast = torch.compile(model, backend=backend)
+    x = torch.randn(2, 3, 8)
+    with torch.no_grad(), torch._dynamo.config.patch(capture_scalar_outputs=True):
+        for value in (5.0, 3.0):
+            torch.testing.assert_close(
+                fast(x, torch.tensor(value)), model(x, torch.tensor(value)), rtol=1e-4, atol=1e-5
+            )
+    assert len(plans) == 1
+    assert "symbolic_shape" in {r.code for node in plans[0].nodes for r in node.refusals}
+    assert not caplog.records

@@ -147,3 +147,24 @@ def test_a_region_that_reinterprets_bits_has_no_float64_run() -> None:
     """Then allclose alone decides."""
     x = torch.randn(4)
     assert float64_run(_region(lambda v: v.view(torch.int32) + 1, x).graph_module, [x]) is None
+
+
+def test_an_operator_without_float64_has_no_float64_run() -> None:
+    """Nothing takes it in float64: allclose alone decides. What fails for another reason is raised."""
+
+    @torch.library.custom_op("hybrid_tests::single", mutates_args=())
+    def single(x: torch.Tensor) -> torch.Tensor:
+        if x.dtype is not torch.float32:
+            raise RuntimeError(f"single is not implemented for {x.dtype}")
+        return x * 2
+
+    @single.register_fake
+    def _(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    x = torch.randn(4)
+    assert float64_run(_region(single, x).graph_module, [x]) is None
+    table = torch.randn(4, 2)
+    region = _region(lambda t, i: t[i], table, torch.tensor([0, 1]))
+    with pytest.raises(IndexError):
+        float64_run(region.graph_module, [table, torch.tensor([0, 9])])

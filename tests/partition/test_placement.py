@@ -344,3 +344,72 @@ def test_the_plan_follows_the_choices() -> None:
         ("aten.mm.default", "fake", "r2"),
     ]
     assert Plan.from_json(plan.to_json()) == plan
+
+
+# Where eager cannot run the region
+
+
+@torch.library.custom_op("hybrid_tests::no_kernel", mutates_args=())
+def no_kernel(x: torch.Tensor) -> torch.Tensor:
+    """An operator that eager has no kernel for."""
+    raise NotImplementedError("no kernel for this dtype")
+
+
+@no_kernel.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _doubled(region: Region) -> CompiledRegion:
+    class Doubled(FakeRegion):
+        def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            self.calls += 1
+            return [inputs[0] * 2]
+
+    return Doubled(region, lambda outputs: outputs)
+
+
+@pytest.mark.parametrize("placement", ["measure", "estimate"])
+@pytest.mark.parametrize("verify", ["first", "always", "off"])
+def test_an_engine_runs_what_eager_cannot(placement: str, verify: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Eager refuses the form of the inputs: there is nothing to compare with, and the engine runs it, unchecked; the plan says why."""
+    region = _region(no_kernel)
+    config = Config(placement=placement, verify=verify, measure_budget_s=0.001)
+    choice = choose(region, {"fake": _doubled(region)}, [X], config, Pricing())
+    assert torch.equal(choice.outputs[0], X * 2)
+    if verify == "off" and placement == "estimate":
+        return  # nobody asked eager
+    assert (choice.decision.engine, choice.decision.max_error) == ("fake", None)
+    assert [cost.engine for cost in choice.decision.costs] == ["fake"]
+    assert choice.compiled is not None
+    if verify == "off":
+        return
+    assert [(r.engine, r.code) for r in choice.decision.refusals] == [("eager", Reason.RUNTIME_ERROR)]
+    (warning,) = caplog.messages
+    assert "unchecked" in warning
+    assert "no kernel for this dtype" in warning
+    checked = CheckedRegion(region, "fake", choice.compiled, strict=False)
+    assert torch.equal(checked([X])[0], X * 2)
+
+
+def test_what_eager_cannot_run_and_no_engine_can() -> None:
+    """The user sees eager's own error."""
+    region = _region(no_kernel)
+
+    def fail(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        raise ValueError("the engine cannot either")
+
+    for candidates in ({}, {"fake": FakeRegion(region, fail)}):
+        with pytest.raises(NotImplementedError, match=r"^no kernel for this dtype$"):
+            choose(region, candidates, [X], CONFIG, Pricing())
+
+
+def test_a_fault_of_the_values_is_not_hidden_by_an_engine() -> None:
+    """An index out of range raises as in eager, though the engine would return something."""
+
+    def pick(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.embedding(x[0].long(), x)
+
+    region = _region(pick)
+    with pytest.raises(IndexError, match="out of range"):
+        choose(region, {"fake": _doubled(region)}, [torch.full((8, 8), 9.0)], CONFIG, Pricing())

@@ -28,17 +28,13 @@ def mapped(x: torch.Tensor) -> torch.Tensor:
     return map_rows(_LAYER, x)
 
 
-def run(
-    program: Callable[..., Any], x: torch.Tensor, refuse: str = ""
-) -> tuple[torch.Tensor, dict[str, CapturedGraph], list[str]]:
+def run(program: Callable[..., Any], x: torch.Tensor) -> tuple[torch.Tensor, dict[str, CapturedGraph], list[str]]:
     """The program's value with each body run by a function of ours; the bodies by name; and which of them ran."""
     bodies: dict[str, CapturedGraph] = {}
     ran: list[str] = []
 
-    def compile_body(name: str, body: CapturedGraph) -> Callable[[list[Any]], list[Any]] | None:
+    def compile_body(name: str, body: CapturedGraph) -> Callable[[list[Any]], list[Any]]:
         bodies[name] = body
-        if name == refuse:
-            return None
 
         def call(operands: list[Any]) -> list[Any]:
             ran.append(name)
@@ -81,9 +77,3 @@ def test_parameters_are_static_inputs_of_bodies() -> None:
             inputs = body.graph_module.graph.find_nodes(op="placeholder")
             static = [tuple(node.meta["val"].shape) for node in inputs if node.name in body.static_inputs]
             assert sorted(static) == [(4,), (4, 4)], name
-
-
-def test_a_refused_body_stays() -> None:
-    """A body that is not compiled runs as it is."""
-    _, _, ran = run(branches, torch.ones(2, 4), refuse="true_graph_0")
-    assert ran == []

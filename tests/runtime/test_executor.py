@@ -19,6 +19,7 @@ from torch_hybrid_backend.core.program import Kernel, PackedConstant, Program
 from torch_hybrid_backend.core.region import PartitionedGraph, Region, RegionInput, Segment
 from torch_hybrid_backend.core.size import symbol
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.eager_graph import EagerGraph
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.runtime.executor import Executor, build_executor
 from torch_hybrid_backend.runtime.layout import StaticLayoutError
@@ -54,7 +55,7 @@ def segment(
 ) -> Segment:
     graph_module = torch.fx.symbolic_trace(function)
     region_inputs = tuple(RegionInput(name, spec) for name, spec in inputs.items())
-    region = Region("region", graph_module, region_inputs, tuple(outputs.values()), (), "")
+    region = Region("region", graph_module, EagerGraph(graph_module), region_inputs, tuple(outputs.values()), (), "")
     return Segment(region, tuple(inputs), tuple(outputs), "eager")
 
 
@@ -82,7 +83,7 @@ def linear_chain(kernels: str) -> tuple[PartitionedGraph, list[Any]]:
         kernels=(Kernel(kernels, "double", (0, 2), 1), Kernel(kernels, "add", (2, 1, 3), 1)),
     )
     graph = PartitionedGraph(("x", "w"), frozenset({"w"}), (first, eager, last), ("out", "y"))
-    segments = [compiled(first_program, first), eager.region.graph_module, compiled(last_program, last)]
+    segments = [compiled(first_program, first), eager.region.eager, compiled(last_program, last)]
     return graph, segments
 
 
@@ -181,7 +182,7 @@ def hoisted_graph(kernels: str) -> tuple[PartitionedGraph, list[Any], HoistedInp
         ("n", "x", "a", "b"), frozenset({"a", "b"}), (add, sine), ("out", "s", "a", "x", None, 3, "b", "n", "out")
     )
     hoisted = HoistedInputs((CallInput(2), CallInput(0), FoldedValue(0), FoldedValue(1)), (1,))
-    return graph, [compiled(program, add), sine.region.graph_module], hoisted, lambda raw: [raw[0] + 1, raw[0].t()]
+    return graph, [compiled(program, add), sine.region.eager], hoisted, lambda raw: [raw[0] + 1, raw[0].t()]
 
 
 @pytest.mark.parametrize("make", [build_executor, PythonExecutor], ids=["C++", "Python"])
@@ -227,7 +228,7 @@ def test_strides_are_changed_between_segments(kernels: str) -> None:
     double = segment(lambda t: (2 * t,), {"t": TRANSPOSED}, {"out": SQUARE})
     program = Program((SQUARE, SQUARE), (0,), (1,), (), (Kernel(kernels, "double", (0, 1), 1),))
     graph = PartitionedGraph(("x",), frozenset(), (transpose, double), ("out",))
-    executor = build_executor(graph, [transpose.region.graph_module, compiled(program, double)])
+    executor = build_executor(graph, [transpose.region.eager, compiled(program, double)])
     x = torch.randn(64, 64)
     for given in (x, x.t(), x.expand(64, 64)[:, torch.arange(64)]):
         [result] = executor([given])
@@ -240,7 +241,7 @@ def test_an_eager_segment_may_write_to_an_input() -> None:
     write = segment(lambda x, y: (x.copy_(y),), {"x": SQUARE, "y": SQUARE}, {"written": SQUARE})
     graph = PartitionedGraph(("x", "y"), frozenset(), (write,), ())
     x, y = torch.zeros(64, 64).t(), torch.randn(64, 64)
-    build_executor(graph, [write.region.graph_module])([x, y])
+    build_executor(graph, [write.region.eager])([x, y])
     torch.testing.assert_close(x, y)
 
 
@@ -250,7 +251,7 @@ def test_eager_views_of_intermediate_values_stay_valid(kernels: str) -> None:
     view = segment(lambda d: (d.t(),), {"d": SQUARE}, {"v": TRANSPOSED})
     program = Program((SQUARE, SQUARE), (0,), (1,), (), (Kernel(kernels, "double", (0, 1), 1),))
     graph = PartitionedGraph(("x",), frozenset(), (double, view), ("v",))
-    executor = build_executor(graph, [compiled(program, double), view.region.graph_module])
+    executor = build_executor(graph, [compiled(program, double), view.region.eager])
     x = torch.randn(64, 64)
     [result] = executor([x])
     for _ in range(3):
@@ -264,9 +265,9 @@ def test_dynamic_graphs_are_refused_and_run_in_python() -> None:
     narrow = segment(lambda x, n: (x[:n], n + 1), {"x": dynamic, "n": None}, {"y": dynamic, "m": None})
     graph = PartitionedGraph(("x", "n"), frozenset(), (narrow,), ("y", "m"))
     with pytest.raises(StaticLayoutError, match="run time"):
-        build_executor(graph, [narrow.region.graph_module])
+        build_executor(graph, [narrow.region.eager])
     x = torch.randn(5)
-    y, m = PythonExecutor(graph, [narrow.region.graph_module])([x, 3])
+    y, m = PythonExecutor(graph, [narrow.region.eager])([x, 3])
     torch.testing.assert_close(y, x[:3])
     assert m == 4
 
@@ -310,7 +311,7 @@ def test_the_first_call_can_be_watched(kernels: str) -> None:
 
     def watch(index: int, part: Segment, inputs: Sequence[Any]) -> Sequence[Any]:
         seen.append((index, part.inputs))
-        result: Sequence[Any] = part.region.graph_module(*inputs)
+        result: Sequence[Any] = part.region.eager(inputs)
         return result
 
     x, w = torch.randn(64, 64), torch.randn(64, 64)

@@ -15,7 +15,7 @@ views of inputs from the input itself, and re-applies autograd. Hence:
   alone: `output_aliases` sees to both, and graphs that leave here have no two outputs that share storage.
 - Tangents (`tangents_k` of the backward graph) are coerced at run time to the traced memory format, not to the traced
   strides: the stride of a dimension of size 1 may differ from `meta["val"]`, and a tangent may be an expanded tensor
-  made contiguous. Guard on strides only where the size is above 1.
+  made contiguous. Guard on strides only where the size is above 1. They carry `meta["loose_strides"] = True`.
 - Tensors that Dynamo lifted into the graph (`torch.tensor([1., 2.])` in the user's code) stay `get_attr` nodes
   (`_tensor_constant0`); they are given `meta["val"]` here. They never change.
 """
@@ -82,6 +82,9 @@ def capture(
         if kind == "backward":
             # The partitioner gives a parameter saved for backward the name it has in the forward graph.
             static = forward_static.intersection(placeholders)
+            for node in graph_module.graph.find_nodes(op="placeholder"):
+                if node.name.startswith("tangents_"):
+                    node.meta["loose_strides"] = True
         else:
             static = _static_inputs(placeholders)
             forward_static.update(static)

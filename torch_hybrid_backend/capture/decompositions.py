@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch._decomp import core_aten_decompositions, get_decompositions
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from torch_hybrid_backend.capture.encoder_layers import native_multi_head_attention, transformer_encoder_layer
 from torch_hybrid_backend.core.limits import MOST_SCATTERED_SLICES
@@ -167,7 +168,8 @@ def _upsample_by_sizes(
 ) -> torch.Tensor:
     """What a `vec` overload does: `arguments` are align_corners, where the operator has it, and the scale factors.
 
-    The backward operators refuse symbolic sizes: where those meet a gradient, torch's `formula` takes upsampling apart.
+    The backward operators refuse symbolic sizes: where those meet a gradient, torch's `formula` takes upsampling apart. So it does where a
+    size depends on data and nothing says that it is positive, which the operator insists on while it is traced.
     """
     *flags, scale_factors = arguments
     sizes = output_size
@@ -175,6 +177,8 @@ def _upsample_by_sizes(
         sizes = [_whole(size * scale) for size, scale in zip(x.shape[2:], scale_factors, strict=True)]
     symbolic = any(isinstance(size, torch.SymInt) for size in (*x.shape, *sizes))
     if symbolic and x.requires_grad and torch.is_grad_enabled():
+        return formula(x, output_size, *arguments)
+    if not all(guard_or_false(size > 0) for size in sizes):
         return formula(x, output_size, *arguments)
     scales = scale_factors if scale_factors is not None else [None] * len(sizes)
     result: torch.Tensor = upsample(x, sizes, *flags, *scales)

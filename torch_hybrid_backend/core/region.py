@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch.fx
 
 from torch_hybrid_backend.core.size import Dim
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
+
+
+class EagerRun(Protocol):
+    """A graph as PyTorch runs it, on the list of its inputs, all values with their traced strides (`eager_graph.EagerGraph`).
+
+    A call raises what PyTorch raises; `run` tells OperatorRefusedError apart: a fault that lies in the form of the values.
+    """
+
+    def __call__(self, inputs: Sequence[Any]) -> list[Any]: ...
+
+    def run(self, inputs: Sequence[Any]) -> list[Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +38,7 @@ class RegionInput:
 class Region:
     """A functional ATen graph with static meaning: same inputs, same outputs, no mutation.
 
-    `graph_module` takes `inputs` in order and returns a tuple of `outputs`; every node carries `meta["val"]`.
+    `graph_module` takes `inputs` in order and returns a tuple of `outputs`; every node carries `meta["val"]`. `eager` runs it.
     `node_names` are the names of the covered nodes in the partitioned graph; `source` is the user's line that
     the first of them came from ("model.py:12 in forward"), or "".
     `key` is the canonical form's SHA-256: it changes with any operator, wire, constant, dtype, shape or stride.
@@ -34,6 +46,7 @@ class Region:
 
     name: str
     graph_module: torch.fx.GraphModule = field(compare=False, repr=False)
+    eager: EagerRun = field(compare=False, repr=False)
     inputs: tuple[RegionInput, ...]
     outputs: tuple[TensorSpec | None, ...]
     node_names: tuple[str, ...]

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch_hybrid_backend.core.size import Atom, Dim, Symbol, function, product, symbol
+from torch_hybrid_backend.core.size import Atom, Dim, Size, Symbol, function, product, symbol
 
 
 def from_sympy(expression: Any, hint: Callable[[Any], int | None]) -> Dim | None:
@@ -94,3 +94,18 @@ def render(size: Dim, name: Callable[[Symbol], str]) -> str:
             for m, c in size.terms.items()
         )
     )
+
+
+def linear(size: Dim | None) -> tuple[str, int, int] | None:
+    """(name, factor, offset) of a size `factor * name + offset`."""
+    if not isinstance(size, Size):
+        return None
+    terms = dict(size.terms)
+    offset = terms.pop((), 0)
+    if len(terms) != 1:
+        return None
+    (monomial, factor), *_ = terms.items()
+    (atom, power), *others = monomial
+    if others or power != 1 or not isinstance(atom, Symbol):
+        return None
+    return atom.name, factor, offset

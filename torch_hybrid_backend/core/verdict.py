@@ -24,6 +24,9 @@ class Reason(StrEnum):
     COMPILER_CRASHED = "compiler_crashed"  # the kernel compiler's process died
     DEADLINE = "deadline"  # compilation exceeded HYBRID_COMPILE_DEADLINE_S
     ACCURACY = "accuracy"  # the region's outputs differ from eager's
+    OUT_OF_MEMORY = (
+        "out_of_memory"  # there was no memory to run the region, or to find out whether its outputs are right
+    )
     RUNTIME_ERROR = "runtime_error"  # the compiled region raised while running
 
 

@@ -13,22 +13,22 @@ import torch.fx
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.program import Program
-from torch_hybrid_backend.core.region import Region
+from torch_hybrid_backend.core.region import EagerRun, Region
 from torch_hybrid_backend.core.verdict import Supported, Verdict
 
 
 class EagerRegion:
-    """A region run by PyTorch, operator by operator, through the code that fx generated for its graph."""
+    """A region run by PyTorch, operator by operator."""
 
     program: Program | None = None
 
-    def __init__(self, graph_module: torch.fx.GraphModule) -> None:
-        self._graph_module = graph_module
+    def __init__(self, eager: EagerRun) -> None:
+        self._eager = eager
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run on the region's inputs, in order; returns its outputs, in order. Records no gradient."""
         with torch.no_grad():
-            return list(self._graph_module(*inputs))
+            return self._eager(inputs)
 
 
 class EagerEngine:
@@ -45,4 +45,4 @@ class EagerEngine:
         return Supported()
 
     def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[CompiledRegion | Exception]:
-        return [EagerRegion(region.graph_module) for region in regions]
+        return [EagerRegion(region.eager) for region in regions]

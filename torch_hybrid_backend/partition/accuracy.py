@@ -2,7 +2,8 @@
 
 Shapes, dtypes and strides must be equal; integers and booleans exactly so. Floating-point outputs pass
 `torch._dynamo.utils.same`: allclose first, and where that fails, the root mean square error against a float64 run of
-the region may not be much larger than eager's own. NaN equals NaN.
+the region may not be much larger than eager's own. NaN equals NaN. Where memory does not suffice to compare, nothing was found out about
+the outputs: that is a verdict of its own, never one about accuracy.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from torch._dynamo.utils import same
 
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.core.verdict import Reason, Refused
+from torch_hybrid_backend.eager_graph import TracedRun
+from torch_hybrid_backend.errors import OperatorRefusedError, is_out_of_memory
 
 _TOLERANCE = 1e-4  # the default of `same`, absolute and relative
 _LOW = frozenset({torch.float32, torch.float16, torch.bfloat16})
@@ -25,11 +29,17 @@ _LOW = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """`why` tells what differs, "" where nothing does. `max_error` is the largest absolute difference of any
-    element."""
+    """`why` tells why the outputs do not pass, "" where they do: `code` is ACCURACY where they differ, OUT_OF_MEMORY where there was no memory
+    to find out. `max_error` is the largest absolute difference of any element seen."""
 
     why: str
     max_error: float
+    code: Reason = Reason.ACCURACY
+
+    @property
+    def refused(self) -> Refused | None:
+        """The refusal that it stands for; None where the outputs pass."""
+        return Refused(self.code, self.why) if self.why else None
 
 
 @torch.no_grad()
@@ -38,8 +48,20 @@ def compare(
 ) -> Comparison:
     """Compare an engine's outputs (`actual`) with eager's (`expected`), both made from `inputs`.
 
-    The float64 run costs a third run of the region, and happens only where allclose fails.
+    The float64 run costs a third run of the region, with twice the memory of eager's, and happens only where allclose fails.
     """
+    try:
+        return _compare(region, inputs, expected, actual)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        why = "there is no memory to compare its outputs with eager's and with a float64 run, so that nothing shows that they are right"
+        return Comparison(why, 0.0, Reason.OUT_OF_MEMORY)
+
+
+def _compare(
+    region: Region, inputs: Sequence[object], expected: Sequence[object], actual: Sequence[object]
+) -> Comparison:
     if len(expected) != len(actual):
         return Comparison(f"it returned {len(actual)} outputs, eager {len(expected)}", 0.0)
     exact = functools.cache(lambda: float64_run(region.graph_module, inputs) or [None] * len(expected))
@@ -116,7 +138,8 @@ def _max_error(reference: torch.Tensor, result: torch.Tensor) -> float:
 def float64_run(graph_module: torch.fx.GraphModule, inputs: Sequence[object]) -> list[object] | None:
     """The region's outputs computed in float64: inputs, constants and dtype arguments below it are widened.
 
-    None where the region cannot be run so (an operator reinterprets bits, or does not take float64).
+    None where the region cannot be run so (an operator reinterprets bits, or does not take float64). Raises what operators raise for
+    other reasons: for want of memory, say.
     """
     bits = torch.ops.aten.view.dtype
     if any(node.target is bits for node in graph_module.graph.nodes):
@@ -124,7 +147,7 @@ def float64_run(graph_module: torch.fx.GraphModule, inputs: Sequence[object]) ->
     try:
         with torch.no_grad():
             return list(_Widened(graph_module).run(*(_widen(value) for value in inputs)))
-    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+    except OperatorRefusedError:
         return None
 
 
@@ -138,7 +161,7 @@ def _widen(value: Any) -> Any:
     return value
 
 
-class _Widened(torch.fx.Interpreter):
+class _Widened(TracedRun):
     """Runs a graph with every floating-point dtype argument and constant replaced by float64."""
 
     def fetch_args_kwargs_from_env(self, n: torch.fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -6,7 +6,9 @@ import logging
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, unset_fake_temporarily
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from torch_hybrid_backend.core.engine import Engine
 from torch_hybrid_backend.core.verdict import Reason, Refused, Verdict
@@ -23,7 +25,8 @@ def capability(
 
     What picks one of several outputs (getitem) goes with its operator. Operators with effects are eager's: a region
     means the same each time it runs. So are views of what a collective still writes: an engine might copy it. An engine
-    that raises instead of answering is taken to refuse, with one WARNING for that engine, or RegionError under `strict`.
+    that raises instead of answering is taken to refuse, with one WARNING for that engine, or RegionError under `strict`;
+    where it stumbled over a size that depends on data, without.
     """
     verdicts: dict[Node, tuple[Verdict, ...]] = {}
     broken: set[str] = set()
@@ -56,7 +59,11 @@ def capability(
 def _ask(engine: Engine, node: Node, broken: set[str], strict: bool) -> Verdict:
     # Engines come from third parties too: whatever one raises may cost that operator, never the model.
     try:
-        return engine.supports(node)
+        # AOTAutograd is still tracing: tensors that an engine computes with would be fake.
+        with unset_fake_temporarily():
+            return engine.supports(node)
+    except (GuardOnDataDependentSymNode, DataDependentOutputException) as error:
+        return Refused(Reason.SYMBOLIC_SHAPE, f"{node.target} depends on a number that only its data tell: {error}")
     except Exception as error:
         why = f"engine {engine.name} raised when asked about {node.target}: {type(error).__name__}: {error}"
         if strict:

@@ -16,6 +16,7 @@ from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_modu
 from torch_hybrid_backend.core.region import Region, RegionInput, Segment
 from torch_hybrid_backend.core.size import Dim, symbols
 from torch_hybrid_backend.core.tensor_spec import TensorSpec, dim, is_computable
+from torch_hybrid_backend.eager_graph import EagerGraph
 from torch_hybrid_backend.graph.schema import is_in_flight
 from torch_hybrid_backend.partition.dependencies import is_operator
 from torch_hybrid_backend.partition.region_key import region_key
@@ -85,6 +86,7 @@ def extract(
     region = Region(
         name=name,
         graph_module=module,
+        eager=EagerGraph(module),
         inputs=inputs,
         outputs=tuple(_spec(node) for node in outputs),
         node_names=tuple(node.name for node in nodes),

@@ -15,7 +15,14 @@ from torch_hybrid_backend.core.plan import Refusal
 from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason, Refused
-from torch_hybrid_backend.errors import CompileError, CompilerCrashError, DeadlineError, HybridError, RegionError
+from torch_hybrid_backend.errors import (
+    CompileError,
+    CompilerCrashError,
+    DeadlineError,
+    HybridError,
+    RegionError,
+    is_out_of_memory,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -50,15 +57,27 @@ def compile_refusal(error: Exception) -> Refused:
 
 
 def run_refusal(error: Exception) -> Refused:
-    """The refusal that an exception from running a compiled region stands for, or from what its engine compiled only then."""
+    """The refusal that an exception from running a region stands for, or from what its engine compiled only then."""
     if isinstance(error, CompileError):
         return compile_refusal(error)
-    return Refused(Reason.RUNTIME_ERROR, _sentence(error))
+    code = Reason.OUT_OF_MEMORY if is_out_of_memory(error) else Reason.RUNTIME_ERROR
+    return Refused(code, _sentence(error))
 
 
 def _sentence(error: Exception) -> str:
     text = " ".join(str(error).split())  # one line: it becomes part of a log line
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def report_unchecked(region: Region, engine: str, unable: Refused) -> None:
+    """Log one WARNING that `engine` runs the region although eager, being `unable` to, has nothing to check it with."""
+    _log.warning(
+        "%s runs %s unchecked, as eager cannot run it: %s: %s", engine, _named(region), unable.code, unable.why
+    )
+
+
+def _named(region: Region) -> str:
+    return f"region {region.name} ({region.source})" if region.source else f"region {region.name}"
 
 
 def demote(region: Region, engine: str, refused: Refused, *, strict: bool, cause: Exception | None = None) -> Refusal:
@@ -67,8 +86,7 @@ def demote(region: Region, engine: str, refused: Refused, *, strict: bool, cause
     Logs one WARNING that names region, reason code and the user's line; raises RegionError with the same text under
     `strict`.
     """
-    where = f" ({region.source})" if region.source else ""
-    line = f"region {region.name}{where} is not run by {engine}: {refused.code}: {refused.why}"
+    line = f"{_named(region)} is not run by {engine}: {refused.code}: {refused.why}"
     if strict:
         raise RegionError(f"{line}. HYBRID_STRICT=0 runs it in eager instead") from cause
     _log.warning("%s; eager runs it unless another engine does", line)

@@ -3,7 +3,8 @@
 On the first call each compiled candidate runs on the real inputs and is compared with eager. Those that fail are
 demoted (`fallback`). The others and eager are priced: by timing them against each other, by timings an earlier process
 left in the cache, or by a roofline estimate. Eager is a candidate like any other; of equally cheap ones the first in
-order wins.
+order wins. Where eager cannot run the region although nothing is wrong with the values (it needs more memory than there is, or an operator
+does not take its inputs' form), an engine that can runs it unchecked.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from torch_hybrid_backend.core.program import OperatorCall, Program
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason, Refused
+from torch_hybrid_backend.errors import OperatorRefusedError, is_out_of_memory
 from torch_hybrid_backend.measure import Clock, Rounds, measure
-from torch_hybrid_backend.partition.accuracy import compare
+from torch_hybrid_backend.partition.accuracy import Comparison, compare
 from torch_hybrid_backend.partition.cost_cache import VerdictCache
 from torch_hybrid_backend.partition.estimate import eager_us, engine_us
-from torch_hybrid_backend.partition.fallback import compile_refusal, demote, run_refusal
+from torch_hybrid_backend.partition.fallback import compile_refusal, demote, report_unchecked, run_refusal
 from torch_hybrid_backend.partition.flops import node_flops
 from torch_hybrid_backend.partition.regions import EAGER
 
@@ -86,7 +88,8 @@ def choose(
     """Choose the engine of `region` and run it once on `inputs`.
 
     `candidates`: engine name -> what `Engine.compile` returned, in order of preference; eager is implied. Raises
-    RegionError under `config.strict` where a candidate fails; what eager raises passes through.
+    RegionError under `config.strict` where a candidate fails. What eager raises for the values passes through; for other reasons where no
+    engine can run the region either.
     """
     refusals: list[Refusal] = []
 
@@ -101,39 +104,37 @@ def choose(
         else:
             alive[engine] = candidate
 
-    eager = functools.partial(_run_eager, region)
-    outputs = eager(inputs) if config.verify != "off" or not alive else None
+    reference = _reference(region, inputs) if alive and config.verify != "off" else None
+    unable = reference if isinstance(reference, Refused) else None  # why eager is no candidate
+    if unable is not None:
+        refusals.append(Refusal.of(EAGER, unable))
+    expected = None if isinstance(reference, Refused) else reference
+    outputs = expected
     errors: dict[str, float] = {}
     for engine in list(alive):
         try:
-            with torch.no_grad():
-                alive[engine] = compiled = _refined(alive[engine], inputs, config)
-                results = list(compiled(inputs))
-            if config.verify == "off":
-                outputs = results if outputs is None else outputs
-                continue
-            comparison = compare(region, inputs, outputs or [], results)
-            if comparison.why and (exact := _exact(compiled)) is not None:
-                _log.info("region %s needs %s's exact kernels: %s", region.name, engine, comparison.why)
-                alive[engine] = exact
-                with torch.no_grad():
-                    comparison = compare(region, inputs, outputs or [], list(exact(inputs)))
+            alive[engine], results, comparison = _tried(region, alive[engine], inputs, config, expected)
         except Exception as error:  # an engine's kernels or code may fail in any way; eager is there for it
             drop(engine, run_refusal(error), error)
             continue
+        outputs = outputs or results
+        if comparison is None:
+            continue
         errors[engine] = comparison.max_error
-        if comparison.why:
-            drop(engine, Refused(Reason.ACCURACY, comparison.why))
+        if comparison.refused is not None:
+            drop(engine, comparison.refused)
 
-    costs = _price(region, alive, inputs, config, pricing, drop)
+    costs = _price(region, alive, inputs, config, pricing, drop, eager_runs=unable is None)
     winner = min(costs, key=lambda cost: cost.microseconds).engine if costs else EAGER
     spent = {cost.engine: cost.microseconds for cost in costs}
     for engine in alive:
         if engine != winner:
             refusals.append(_lost(region, engine, winner, spent))
     compiled_winner = alive.get(winner)
+    if unable is not None and compiled_winner is not None:
+        report_unchecked(region, winner, unable)
     decision = decide(region, winner, compiled_winner, costs, tuple(refusals), errors.get(winner))
-    return Choice(decision, compiled_winner, eager(inputs) if outputs is None else outputs)
+    return Choice(decision, compiled_winner, _run_eager(region, inputs) if outputs is None else outputs)
 
 
 def decide(
@@ -165,7 +166,44 @@ def decide(
 
 def _run_eager(region: Region, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     with torch.no_grad():
-        return list(region.graph_module(*inputs))
+        return region.eager(inputs)
+
+
+def _reference(region: Region, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | Refused:
+    """Eager's outputs, or why it cannot compute them, where nothing is wrong with the values; raises what it raises for those."""
+    try:
+        with torch.no_grad():
+            return region.eager.run(inputs)
+    except Exception as error:
+        if (unable := _unable(error)) is None:
+            raise
+        return unable
+
+
+def _unable(error: Exception) -> Refused | None:
+    """Why eager cannot run a region although nothing is wrong with its inputs' values; None where `error` is about those."""
+    return run_refusal(error) if isinstance(error, OperatorRefusedError) or is_out_of_memory(error) else None
+
+
+def _tried(
+    region: Region,
+    compiled: CompiledRegion,
+    inputs: Sequence[torch.Tensor],
+    config: Config,
+    expected: Sequence[torch.Tensor] | None,
+) -> tuple[CompiledRegion, list[torch.Tensor], Comparison | None]:
+    """A candidate refined and run once: what it became, its outputs, and their comparison with those that are `expected`, if any are."""
+    with torch.no_grad():
+        compiled = _refined(compiled, inputs, config)
+        results = list(compiled(inputs))
+        if expected is None:
+            return compiled, results, None
+        comparison = compare(region, inputs, expected, results)
+        if comparison.why and (exact := _exact(compiled)) is not None:
+            _log.info("region %s needs exact kernels: %s", region.name, comparison.why)
+            compiled, results = exact, list(exact(inputs))
+            comparison = compare(region, inputs, expected, results)
+    return compiled, results, comparison
 
 
 def _refined(compiled: CompiledRegion, inputs: Sequence[torch.Tensor], config: Config) -> CompiledRegion:
@@ -195,23 +233,29 @@ def _price(
     config: Config,
     pricing: Pricing,
     drop: Callable[[str, Refused, Exception], None],
+    *,
+    eager_runs: bool,
 ) -> tuple[Cost, ...]:
-    """The cost of each living candidate and of eager, which is last. A candidate that raises while timed is dropped."""
+    """The cost of each living candidate and of eager, where it runs, which is last. A candidate that raises while timed is dropped."""
     while alive:
         if config.placement == "estimate":
             estimated = [Cost(engine, engine_us(region, compiled), "estimated") for engine, compiled in alive.items()]
-            return (*estimated, Cost(EAGER, eager_us(region), "estimated"))
+            return (*estimated, Cost(EAGER, eager_us(region), "estimated")) if eager_runs else tuple(estimated)
         contenders = {engine: pricing.versions.get(engine, "") for engine in alive}
-        contenders[EAGER] = torch.__version__
         runners = {engine: pricing.runner(compiled) for engine, compiled in alive.items()}
-        runners[EAGER] = functools.partial(_run_eager, region)
+        if eager_runs:
+            contenders[EAGER] = torch.__version__
+            runners[EAGER] = region.eager.run
         calls = {engine: functools.partial(_guarded, engine, run, inputs) for engine, run in runners.items()}
         try:
             rounds = Rounds(clear_ratio=_CLEAR_RATIO, **_warm(config))
             return priced(region.key, contenders, calls, config.measure_budget_s, pricing, rounds)
         except _CandidateError as failed:
             if failed.engine == EAGER:
-                raise failed.error from None
+                if _unable(failed.error) is None:
+                    raise failed.error from None
+                eager_runs = False
+                continue
             drop(failed.engine, run_refusal(failed.error), failed.error)
     return ()
 
@@ -224,11 +268,12 @@ def priced(
     pricing: Pricing,
     rounds: Rounds,
 ) -> tuple[Cost, ...]:
-    """The costs of `calls`, one for each of the contenders (name -> version) and in their order, eager among them.
+    """The costs of `calls`, one for each of the contenders (name -> version) and in their order.
 
-    They are looked up under `key`, or timed against each other and kept; an exception of a call passes through.
+    They are looked up under `key`, or timed against each other and kept, where eager is among them: what is kept is compared with
+    eager. An exception of a call passes through.
     """
-    cache = pricing.cache if all(contenders.values()) else None
+    cache = pricing.cache if EAGER in contenders and all(contenders.values()) else None
     known = cache.get(key, contenders) if cache is not None else None
     if known is not None:
         return tuple(Cost(name, known[name], "cached") for name in contenders)
@@ -254,7 +299,7 @@ def _guarded(engine: str, run: Runner, inputs: Sequence[torch.Tensor]) -> None:
 
 
 class CheckedRegion:
-    """A compiled region compared with eager on every call (`verify=always`); eager's outputs are what it returns."""
+    """A compiled region compared with eager on every call (`verify=always`); eager's outputs are what it returns, where it has any."""
 
     program: Program | None = None
 
@@ -267,14 +312,15 @@ class CheckedRegion:
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run both and compare. The first failure is reported (RegionError under strict); from then on only eager
         runs."""
-        expected = _run_eager(self._region, inputs)
         compiled = self._compiled
         if compiled is None:
-            return expected
+            return _run_eager(self._region, inputs)
+        expected = _reference(self._region, inputs)
+        if isinstance(expected, Refused):
+            return list(compiled(inputs))
         cause: Exception | None = None
         try:
-            why = compare(self._region, inputs, expected, list(compiled(inputs))).why
-            refused = Refused(Reason.ACCURACY, why) if why else None
+            refused = compare(self._region, inputs, expected, list(compiled(inputs))).refused
         except Exception as error:  # as in `choose`
             refused, cause = run_refusal(error), error
         if refused is not None:

@@ -68,8 +68,8 @@ class CompiledBody(torch.nn.Module):
         return self._pack(self._run(list(operands)))
 
 
-def compile_bodies(captured: CapturedGraph, compile_body: Callable[[str, CapturedGraph], Run | None]) -> None:
-    """Replace each body in the captured graph by what `compile_body` makes of it; None leaves it to eager.
+def compile_bodies(captured: CapturedGraph, compile_body: Callable[[str, CapturedGraph], Run]) -> None:
+    """Replace each body in the captured graph by what `compile_body` makes of it.
 
     `compile_body` gets the body's name and the body as a graph of the outer one's kind. Parameters that the outer graph hands
     to a body are its static inputs, unless two calls hand it different ones.
@@ -86,8 +86,7 @@ def compile_bodies(captured: CapturedGraph, compile_body: Callable[[str, Capture
             if isinstance(operand, Node) and operand.op == "placeholder" and operand.name in captured.static_inputs
         )
         run = compile_body(name, CapturedGraph(body, captured.kind, frozenset(static)))
-        if run is not None:
-            setattr(gm, name, CompiledBody(run, body.graph.output_node().args[0]))
+        setattr(gm, name, CompiledBody(run, body.graph.output_node().args[0]))
 
 
 def _bodies(gm: torch.fx.GraphModule) -> dict[str, tuple[Any, ...]]:

@@ -10,6 +10,7 @@ import torch.fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.eager_graph import TracedRun
 from torch_hybrid_backend.graph.schema import is_pure, is_view
 from torch_hybrid_backend.graph.values import has_mutation, returned_roots
 from torch_hybrid_backend.passes.context import PassContext
@@ -108,17 +109,12 @@ def evaluate(gm: torch.fx.GraphModule, roots: list[torch.fx.Node]) -> dict[torch
         if node not in needed:
             needed.add(node)
             pending.extend(node.all_input_nodes)
-    values: dict[torch.fx.Node, Any] = {}
+    run = TracedRun(gm)
     with unset_fake_temporarily(), torch.no_grad():
         for node in gm.graph.nodes:
-            if node not in needed:
-                continue
-            if node.op == "get_attr":
-                values[node] = operator.attrgetter(str(node.target))(gm)
-            else:
-                args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-                values[node] = node.target(*args, **kwargs)
-    return values
+            if node in needed:
+                run.env[node] = run.run_node(node)
+    return run.env
 
 
 def _install(gm: torch.fx.GraphModule, node: torch.fx.Node, value: torch.Tensor) -> None:

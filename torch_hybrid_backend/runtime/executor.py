@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.fx
 
 from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.hoisted_inputs import CallInput, FoldedValue, HoistedInputs
@@ -42,19 +41,11 @@ from torch_hybrid_backend.runtime.layout import (
 from torch_hybrid_backend.runtime.made_once import made_once
 from torch_hybrid_backend.runtime.native import Binding, Callback, Guard, Plan, ValueKind
 
-# A region an engine compiled, an eager graph module, or any function from the list of a segment's inputs to its outputs.
-CompiledSegment = CompiledRegion | torch.fx.GraphModule | Callable[[Sequence[Any]], Sequence[Any]]
+# A region an engine compiled, or any function from the list of a segment's inputs to its outputs (`Region.eager`).
+CompiledSegment = CompiledRegion | Callable[[Sequence[Any]], Sequence[Any]]
 
 # Another thread may change the parameters between a repack and the run; that cannot go on for ever.
 _MOST_REBINDS = 16
-
-
-def as_callback(segment: CompiledSegment) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """The segment as a function of the list of its inputs."""
-    if isinstance(segment, torch.fx.GraphModule):
-        # Not .forward: fx may generate a module's code on its first call.
-        return lambda inputs: segment(*inputs)
-    return segment
 
 
 def build_executor(
@@ -82,8 +73,7 @@ def build_executor(
         )
         for segment, compiled, title in zip(graph.segments, segments, titles or [""] * len(segments), strict=True)
     ]
-    callbacks = [as_callback(compiled) for compiled in segments]
-    return Executor(graph.inputs, graph.constants, pieces, callbacks, graph.outputs, hoisted, fold)
+    return Executor(graph.inputs, graph.constants, pieces, segments, graph.outputs, hoisted, fold)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,10 +16,10 @@ import torch
 from torch_hybrid_backend.core.hoisted_inputs import FoldedValue, HoistedInputs
 from torch_hybrid_backend.core.region import PartitionedGraph, Segment
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.eager_graph import with_strides
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.runtime.constants import Fold, LiveConstants, main_inputs, run_fold, without_owning
-from torch_hybrid_backend.runtime.executor import CompiledSegment, as_callback, static_dims
-from torch_hybrid_backend.runtime.layout import same_memory
+from torch_hybrid_backend.runtime.executor import CompiledSegment, static_dims
 
 # Runs one segment in place of the executor: (position, segment, its inputs) -> its outputs.
 OnSegment = Callable[[int, Segment, Sequence[Any]], Sequence[Any]]
@@ -42,7 +42,7 @@ class PythonExecutor:
     ) -> None:
         self._graph = graph
         self._titles = tuple(titles) or ("",) * len(segments)
-        self._segments = tuple(as_callback(segment) for segment in segments)
+        self._segments = tuple(segments)
         self._hoisted = hoisted if hoisted is not None else HoistedInputs.identity(len(graph.inputs))
         self._dying = _dying_after(graph)
         sources = zip(graph.inputs, self._hoisted.main, strict=True)
@@ -125,9 +125,4 @@ def _conform(segment: Segment, result: Any, spec: TensorSpec) -> Any:
         raise HybridError(f"region {segment.region.name} returned {result!r} instead of a tensor of {spec}")
     if tuple(result.shape) != spec.shape or result.dtype != spec.torch_dtype:
         raise HybridError(f"region {segment.region.name} returned {TensorSpec.of(result)} instead of {spec}")
-    if result.stride() == spec.strides or result.layout is not torch.strided:
-        return result
-    sizes, strides = static_dims(spec.shape), static_dims(spec.strides)
-    if same_memory(TensorSpec.of(result), spec):
-        return result.as_strided(sizes, strides)  # a copy could not be written where elements share memory
-    return torch.empty_strided(sizes, strides, dtype=result.dtype, device=result.device).copy_(result)
+    return result if result.layout is not torch.strided else with_strides(result, static_dims(spec.strides))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch_hybrid_backend.core.size import Dim, Size, Symbol
+from torch_hybrid_backend.core.size import Dim
+from torch_hybrid_backend.core.size_forms import linear
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import HybridError
 
@@ -22,7 +23,7 @@ class SizeReader:
         for position, described in enumerate(inputs):
             dims = described.shape if isinstance(described, TensorSpec) else (described,)
             for dimension, size in enumerate(dims):
-                if (solved := _solved(size)) is not None and solved[0] not in found:
+                if (solved := linear(size)) is not None and solved[0] not in found:
                     place = dimension if isinstance(described, TensorSpec) else -1
                     found[solved[0]] = (position, place, solved[1], solved[2])
         needed = tuple(needed)
@@ -41,18 +42,3 @@ class SizeReader:
     def values(self, inputs: Sequence[Any]) -> Mapping[str, int]:
         """As `read`, by name."""
         return dict(zip(self.names, self.read(inputs), strict=True))
-
-
-def _solved(size: Dim | None) -> tuple[str, int, int] | None:
-    """(name, factor, offset) of a size `factor * name + offset`."""
-    if not isinstance(size, Size):
-        return None
-    terms = dict(size.terms)
-    offset = terms.pop((), 0)
-    if len(terms) != 1:
-        return None
-    (monomial, factor), *_ = terms.items()
-    (atom, power), *others = monomial
-    if others or power != 1 or not isinstance(atom, Symbol):
-        return None
-    return atom.name, factor, offset

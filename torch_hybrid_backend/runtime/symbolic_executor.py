@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.fx
 
 from torch_hybrid_backend.core.hoisted_inputs import CallInput, HoistedInputs
 from torch_hybrid_backend.core.limits import MOST_ELEMENTS
@@ -23,7 +22,7 @@ from torch_hybrid_backend.core.size import Dim, evaluate, symbols
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.runtime.constants import Fold
-from torch_hybrid_backend.runtime.executor import CompiledSegment, Executor, as_callback
+from torch_hybrid_backend.runtime.executor import CompiledSegment, Executor
 from torch_hybrid_backend.runtime.layout import Piece, StaticLayoutError
 from torch_hybrid_backend.runtime.python_executor import PythonExecutor
 from torch_hybrid_backend.runtime.sizes import SizeReader
@@ -114,7 +113,7 @@ class SymbolicExecutor:
             run: Run = self._executor_at(values)
         except StaticLayoutError as error:
             log.info("at the sizes %s this graph runs in eager: %s", values, error)
-            eager = [segment.region.graph_module for segment in self._graph.segments]
+            eager = [segment.region.eager for segment in self._graph.segments]
             run = PythonExecutor(self._graph, eager, self._hoisted, self._fold, self._titles)
         self._plans[sizes] = run
         while len(self._plans) > 1 and (len(self._plans) > MOST_PLANS or self._arena_bytes() > MOST_ARENA_BYTES):
@@ -179,7 +178,7 @@ def _at(spec: TensorSpec | None, values: Mapping[str, int]) -> TensorSpec | None
 def _callback_at(
     segment: Segment, compiled: CompiledSegment, sizes: Mapping[str, int]
 ) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
-    run = as_callback(compiled)
+    run: Callable[[Sequence[Any]], Sequence[Any]] = compiled
     if not any(name in sizes for name in (*segment.inputs, *segment.outputs)):
         return run
     given = [sizes.get(name) for name in segment.inputs]

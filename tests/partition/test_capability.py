@@ -1,0 +1,51 @@
+"""Asking engines: what they may do while they are asked, and what becomes of an engine that raises."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tests.partition.engines_for_tests import FakeEngine
+from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
+from torch_hybrid_backend.partition.capability import capability
+
+
+class _Branching(FakeEngine):
+    """An engine that looks at a size as if it were a number."""
+
+    def supports(self, node: torch.fx.Node) -> Verdict:
+        value = node.meta["val"]
+        return Supported() if not isinstance(value, torch.Tensor) or value.shape[0] > 3 else super().supports(node)
+
+
+class _Computing(FakeEngine):
+    """An engine that computes with tensors of its own."""
+
+    def supports(self, node: torch.fx.Node) -> Verdict:
+        return Supported() if float(torch.arange(3).sum()) == 3.0 else super().supports(node)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_size_that_only_data_tell_is_a_refusal(strict: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """The engine's question has no answer yet: refused with a code, without a warning, under strict too."""
+    gm = make_fx(lambda x: x.nonzero() + 1, tracing_mode="symbolic")(torch.ones(5))
+    operators = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)
+    with caplog.at_level(logging.WARNING):
+        ((verdict,),) = capability(operators, [_Branching()], strict=strict).values()
+    assert isinstance(verdict, Refused)
+    assert verdict.code is Reason.SYMBOLIC_SHAPE
+    assert "aten.add.Tensor" in verdict.why
+    assert not caplog.records
+
+
+def test_an_engine_may_compute_while_it_is_asked() -> None:
+    """AOTAutograd's fake tensors are not imposed on an engine's own."""
+    gm = make_fx(torch.sin, tracing_mode="fake")(torch.ones(5))
+    operators = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
+    with FakeTensorMode():
+        ((verdict,),) = capability(operators, [_Computing()], strict=True).values()
+    assert verdict
