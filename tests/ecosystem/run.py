@@ -32,6 +32,7 @@ from tests.ecosystem.catalogue import CASES, find
 from tests.ecosystem.libraries import missing
 from tests.ecosystem.trial import Trial
 
+_LIBRARIES = ("diffusers", "sentence-transformers", "timm", "torch-geometric", "transformers", "ultralytics")
 _SECONDS = 8.0  # of timing a model
 _TIMEOUT_S = 600.0  # for a model, all of it
 
@@ -88,10 +89,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         outcome = try_alone(case.name, arguments.seconds, arguments.threads, log)
         found[case.name] = outcome | {"day": machine.today(), "revision": machine.revision()}
         known = [*CASES, *(name for name in found if name not in CASES)]  # in the catalogue's order
-        machine.write_record(arguments.out, models=[found[name] for name in known if name in found])
+        models = [found[name] for name in known if name in found]
+        machine.write_record(arguments.out, libraries=machine.versions(_LIBRARIES), models=models)
         progress.step(f"{case.name}: {report.brief(found[case.name])}")
     progress.end()
-    print(report.table(list(found.values())))
+    print(report.table([entry for name, entry in found.items() if re.search(arguments.models, name)]))
     return int(any(report.unexplained(entry) for entry in found.values()))
 
 

@@ -6,14 +6,11 @@ run here, in every run of the tests. The judge is that of the zoo (`trial`); spe
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import multiprocessing
 from pathlib import Path
 
 import pytest
 
-from tests.ecosystem import report
 from tests.ecosystem.case import Case
 from tests.ecosystem.catalogue import CASES, images
 from tests.ecosystem.libraries import missing
@@ -21,6 +18,12 @@ from tests.ecosystem.run import try_alone
 from tests.ecosystem.trial import Outcome, attempt, faults
 
 _THREADS = 2
+
+
+@pytest.fixture(autouse=True)
+def placement_of_users(settings: pytest.MonkeyPatch) -> None:
+    """Placement times its candidates, as it does for users: estimates leave the small products of text generation to eager."""
+    settings.delenv("HYBRID_PLACEMENT")
 
 
 def _judge(case: Case, outcome: Outcome) -> None:

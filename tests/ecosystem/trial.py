@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -31,8 +31,8 @@ class Outcome:
 
     graphs: compiled by the backend, backward ones included. breaks: Dynamo's reasons for cutting the model, and how often.
     operators, in_regions: of all graphs, and how many of them an engine runs; flops_share of the floating-point operations, 0 to 1.
-    refused: operators that run in eager, by "operator: code"; lost: regions that eager runs, by code.
-    compile_s: what the first calls took beyond steady ones. eager_ms, hybrid_ms: medians of one call, in interleaved rounds; None where not timed.
+    refused: operators that run in eager, by "operator: code"; lost: the same of whole regions, by code.
+    compile_s: what the first calls took beyond steady ones. eager_ms, hybrid_ms: medians of one call, in interleaved rounds, if timed.
     """
 
     name: str
@@ -110,7 +110,9 @@ def _demand_sense(case: Case, expected: list[torch.Tensor]) -> None:
     if not expected or not all(value.isfinite().any() for value in floats):
         raise ValueError(f"{case.name} returns nothing to compare: mend its weights or inputs")
     if floats and max(value.abs().max().item() for value in floats if value.numel()) < 1e-2:
-        raise ValueError(f"{case.name} returns next to nothing, in which an error of 1e-4 would not show: mend its weights")
+        raise ValueError(
+            f"{case.name} returns next to nothing, in which an error of 1e-4 would not show: mend its weights"
+        )
 
 
 @contextmanager
@@ -187,5 +189,3 @@ def _account(outcome: Outcome, plans: list[Plan]) -> None:
 def faults(case: Case, outcome: Outcome) -> list[str]:
     """The backend's warnings that the catalogue does not explain."""
     return [fault for fault in outcome.faults if not any(known in fault for known in case.faults)]
-
-

@@ -166,7 +166,12 @@ CASES = (
     Case(
         "diffusers/dit",
         _model(
-            "DiTTransformer2DModel", num_attention_heads=6, attention_head_dim=64, num_layers=6, sample_size=32, num_embeds_ada_norm=1000
+            "DiTTransformer2DModel",
+            num_attention_heads=6,
+            attention_head_dim=64,
+            num_layers=6,
+            sample_size=32,
+            num_embeds_ada_norm=1000,
         ),
         lambda: {
             "hidden_states": torch.randn(1, 4, 32, 32),

@@ -188,7 +188,17 @@ CASES = (
     Case("torch_geometric/sage", _stack("GraphSAGE", norm="layer_norm"), _graph),
     Case("torch_geometric/gat", _stack("GAT", heads=4), _graph),
     Case("torch_geometric/gat_v2", _stack("GAT", v2=True, heads=4), _graph),
-    Case("torch_geometric/pna", _stack("PNA", layers=2, aggregators=["mean", "max", "std"], scalers=["identity", "amplification"], deg=torch.arange(40)), _graph),
+    Case(
+        "torch_geometric/pna",
+        _stack(
+            "PNA",
+            layers=2,
+            aggregators=["mean", "max", "std"],
+            scalers=["identity", "amplification"],
+            deg=torch.arange(40),
+        ),
+        _graph,
+    ),
     Case("torch_geometric/relational", _convolutions("RGCNConv", num_relations=_RELATIONS), _typed),
     Case("torch_geometric/transformer", _convolutions("TransformerConv", heads=1, edge_dim=4), _weighted),
     Case("torch_geometric/chebyshev", _convolutions("ChebConv", K=3), _graph),
@@ -198,5 +208,9 @@ CASES = (
     Case("torch_geometric/heterogeneous_attention", HeterogeneousAttention, _literature),
     Case("torch_geometric/schnet", _schnet, _atoms),
     Case("torch_geometric/gcn_training", _stack("GCN", layers=2), _graph, train=True),
-    Case("torch_geometric/light_gcn", lambda: load("torch_geometric.nn").LightGCN(400, 64, 3), lambda: (_edges(4000, 400, 400), _edges(256, 400, 400))),
+    Case(
+        "torch_geometric/light_gcn",
+        lambda: load("torch_geometric.nn").LightGCN(400, 64, 3),
+        lambda: (_edges(4000, 400, 400), _edges(256, 400, 400)),
+    ),
 )

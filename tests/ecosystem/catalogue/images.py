@@ -1,7 +1,7 @@
 """timm: forty models, drawn by a seed, each from another file of the library.
 
-    python -m tests.ecosystem.catalogue.images 7          what another seed draws (minutes)
-    python -m tests.ecosystem.run --models timm/NAME      tries any model of the library
+python -m tests.ecosystem.catalogue.images 7          what another seed draws (minutes)
+python -m tests.ecosystem.run --models timm/NAME      tries any model of the library
 """
 
 from __future__ import annotations

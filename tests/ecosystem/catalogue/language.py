@@ -355,7 +355,9 @@ _MIXTURES = (
     ),
     Case(
         "transformers/qwen3_moe",
-        _model("Qwen3MoeForCausalLM", "Qwen3MoeConfig", **_EXPERTS, num_experts=8, num_experts_per_tok=2, use_cache=False),
+        _model(
+            "Qwen3MoeForCausalLM", "Qwen3MoeConfig", **_EXPERTS, num_experts=8, num_experts_per_tok=2, use_cache=False
+        ),
         _tokens(2, 32),
     ),
     Case(
@@ -404,10 +406,18 @@ _MIXTURES = (
     ),
 )
 _VISION_LANGUAGE = (
-    Case("transformers/clip", _by_modality("CLIPModel", "CLIPConfig", projection_dim=64), _pictures_and_text(64, 16), quick=True),
+    Case(
+        "transformers/clip",
+        _by_modality("CLIPModel", "CLIPConfig", projection_dim=64),
+        _pictures_and_text(64, 16),
+        quick=True,
+    ),
     Case("transformers/siglip", _by_modality("SiglipModel", "SiglipConfig"), _pictures_and_text(64, 64)),
-    Case("transformers/blip", _by_modality("BlipForImageTextRetrieval", "BlipConfig"), lambda: {
-        "input_ids": torch.randint(5, _VOCABULARY, (1, 16)), "pixel_values": torch.randn(1, 3, 64, 64)}),
+    Case(
+        "transformers/blip",
+        _by_modality("BlipForImageTextRetrieval", "BlipConfig"),
+        lambda: {"input_ids": torch.randint(5, _VOCABULARY, (1, 16)), "pixel_values": torch.randn(1, 3, 64, 64)},
+    ),
     Case("transformers/llava", _llava, _llava_inputs),
     _generation("transformers/llava_generate", _llava, _llava_inputs, tokens=6),
 )
@@ -443,41 +453,106 @@ _GENERATION = (
     _generation("transformers/bart_beams", _BART, _tokens(1, 16), num_beams=3),
     _generation(
         "transformers/gemma3_generate",
-        _model("Gemma3ForCausalLM", "Gemma3TextConfig", **_DECODER, head_dim=64, sliding_window=16, layer_types=["sliding_attention", "full_attention"] * 3),
+        _model(
+            "Gemma3ForCausalLM",
+            "Gemma3TextConfig",
+            **_DECODER,
+            head_dim=64,
+            sliding_window=16,
+            layer_types=["sliding_attention", "full_attention"] * 3,
+        ),
         _tokens(1, 24),
     ),
-    _generation("transformers/qwen3_generate", _model("Qwen3ForCausalLM", "Qwen3Config", **_DECODER, head_dim=64), _tokens(2, 16)),
+    _generation(
+        "transformers/qwen3_generate",
+        _model("Qwen3ForCausalLM", "Qwen3Config", **_DECODER, head_dim=64),
+        _tokens(2, 16),
+    ),
 )
 _OTHERS = (
     Case(
         "transformers/deberta",
-        _model("DebertaV2ForSequenceClassification", "DebertaV2Config", **_ENCODER, relative_attention=True, position_buckets=32,
-               pos_att_type=["p2c", "c2p"], norm_rel_ebd="layer_norm", share_att_key=True),
+        _model(
+            "DebertaV2ForSequenceClassification",
+            "DebertaV2Config",
+            **_ENCODER,
+            relative_attention=True,
+            position_buckets=32,
+            pos_att_type=["p2c", "c2p"],
+            norm_rel_ebd="layer_norm",
+            share_att_key=True,
+        ),
         _tokens(2, 48),
     ),
     Case(
         "transformers/longformer",
-        _model("LongformerModel", "LongformerConfig", **{**_ENCODER, "num_hidden_layers": 3}, attention_window=[16] * 3),
+        _model(
+            "LongformerModel", "LongformerConfig", **{**_ENCODER, "num_hidden_layers": 3}, attention_window=[16] * 3
+        ),
         lambda: {"input_ids": torch.randint(5, _VOCABULARY, (1, 64))},
     ),
-    Case("transformers/modern_bert", _model("ModernBertModel", "ModernBertConfig", **_ENCODER, local_attention=32, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2), _tokens(2, 64)),
+    Case(
+        "transformers/modern_bert",
+        _model(
+            "ModernBertModel",
+            "ModernBertConfig",
+            **_ENCODER,
+            local_attention=32,
+            bos_token_id=1,
+            eos_token_id=2,
+            cls_token_id=1,
+            sep_token_id=2,
+        ),
+        _tokens(2, 64),
+    ),
     Case(
         "transformers/patch_time_series",
-        _model("PatchTSTForPrediction", "PatchTSTConfig", num_input_channels=4, context_length=128, patch_length=16, patch_stride=8,
-               prediction_length=24, d_model=64, num_attention_heads=4, ffn_dim=128, num_hidden_layers=3),
+        _model(
+            "PatchTSTForPrediction",
+            "PatchTSTConfig",
+            num_input_channels=4,
+            context_length=128,
+            patch_length=16,
+            patch_stride=8,
+            prediction_length=24,
+            d_model=64,
+            num_attention_heads=4,
+            ffn_dim=128,
+            num_hidden_layers=3,
+        ),
         lambda: {"past_values": torch.randn(4, 128, 4)},
     ),
     Case(
         "transformers/bert_training",
-        _model("BertForSequenceClassification", "BertConfig", **_ENCODER, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
+        _model(
+            "BertForSequenceClassification",
+            "BertConfig",
+            **_ENCODER,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        ),
         _tokens(4, 32),
         train=True,
     ),
     Case(
         "transformers/mixtral_training",
-        _model("MixtralForCausalLM", "MixtralConfig", **{**_DECODER, "num_hidden_layers": 2}, num_local_experts=4, use_cache=False),
+        _model(
+            "MixtralForCausalLM",
+            "MixtralConfig",
+            **{**_DECODER, "num_hidden_layers": 2},
+            num_local_experts=4,
+            use_cache=False,
+        ),
         _tokens(2, 32),
         train=True,
     ),
 )
-CASES: tuple[Case, ...] = (*_SPEECH, *_STATE_SPACE, *_MIXTURES, *_VISION_LANGUAGE, *_VISION_ONLY, *_GENERATION, *_OTHERS)
+CASES: tuple[Case, ...] = (
+    *_SPEECH,
+    *_STATE_SPACE,
+    *_MIXTURES,
+    *_VISION_LANGUAGE,
+    *_VISION_ONLY,
+    *_GENERATION,
+    *_OTHERS,
+)

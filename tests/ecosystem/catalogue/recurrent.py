@@ -123,7 +123,11 @@ def _words(batch: int, length: int) -> torch.Tensor:
 
 
 CASES = (
-    Case("recurrent/tagger", Tagger, lambda: (_words(8, 40), torch.randint(5, 40, (8,)).index_fill(0, torch.tensor(0), 40))),
+    Case(
+        "recurrent/tagger",
+        Tagger,
+        lambda: (_words(8, 40), torch.randint(5, 40, (8,)).index_fill(0, torch.tensor(0), 40)),
+    ),
     Case("recurrent/speech_gru", SpeechGru, lambda: (torch.randn(2, 1, 80, 120),), quick=True),
     Case("recurrent/translator", Translator, lambda: (_words(4, 20),)),
     Case("recurrent/letters", Letters, lambda: (_words(4, 24),)),

@@ -42,7 +42,12 @@ def _dense() -> nn.Module:
     models = load("sentence_transformers.models")
     encoder = _encoder()
     width = encoder.get_embedding_dimension()
-    parts = [encoder, models.Pooling(width, pooling_mode=("mean", "max")), models.Dense(2 * width, 256), models.Normalize()]
+    parts = [
+        encoder,
+        models.Pooling(width, pooling_mode=("mean", "max")),
+        models.Dense(2 * width, 256),
+        models.Normalize(),
+    ]
     model: nn.Module = load("sentence_transformers").SentenceTransformer(modules=parts, device="cpu")
     return model
 
