@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ class Case:
     name: "library/model". make: the model as its author initialises it. example: inputs, drawn from torch's generator.
     part: what is compiled, in place: an attribute of the model ("forward", "unet"); "" stands for the model itself.
     method: what is called of the model, compiled. train: one step without an optimiser; results are the loss, all gradients and the buffers.
+    dynamo: settings of `torch._dynamo.config` under which it runs, all others as they are.
     keep_weights: only disturb the author's weights: some (decay rates, codebooks) mean nothing when they are drawn at random.
     quick: small enough for every run of the tests. reason: why the table says that it is wrong, raises or is slower than eager.
     faults: pieces of the backend's warnings that `reason` explains; any other warning fails the test.
@@ -35,6 +36,7 @@ class Case:
     part: str = ""
     method: str = "__call__"
     train: bool = False
+    dynamo: Mapping[str, Any] = field(default_factory=dict)
     keep_weights: bool = False
     quick: bool = False
     reason: str = ""

@@ -89,7 +89,7 @@ def _row(entry: Entry) -> str:
         "wrong" if entry["wrong"] else "right",
         "" if ratio is None else f"{ratio:.2f}",
         "" if ratio is None else f"{entry['eager_ms']:.3g}",
-        f"{entry['compile_s']:.1f}",
+        "" if ratio is None else f"{entry['compile_s']:.1f}",
         str(entry["graphs"]),
         f"{entry['in_regions'] / entry['operators']:.0%}" if entry["operators"] else "",
         _cell("; ".join(filter(None, remarks))),

@@ -77,7 +77,7 @@ def attempt(case: Case, seconds: float = 0.0) -> Outcome:
     plans: list[Plan] = []
     backend = functools.partial(compile_graph, config=Config.from_env(os.environ), on_plan=plans.append)
     counters.clear()
-    with torch.no_grad(), _warnings() as outcome.faults:
+    with torch.no_grad(), torch._dynamo.config.patch(**case.dynamo), _warnings() as outcome.faults:
         model = case.build()
         outcome.parameters = sum(parameter.numel() for parameter in model.parameters())
         eager = case.function(model, lambda part: part)

@@ -185,6 +185,7 @@ def _schnet() -> nn.Module:
 
 CASES = (
     Case("torch_geometric/gcn", _stack("GCN"), _graph),
+    Case("torch_geometric/gcn_whole", _stack("GCN"), _graph, dynamo={"capture_dynamic_output_shape_ops": True}),
     Case("torch_geometric/sage", _stack("GraphSAGE", norm="layer_norm"), _graph),
     Case("torch_geometric/gat", _stack("GAT", heads=4), _graph),
     Case("torch_geometric/gat_v2", _stack("GAT", v2=True, heads=4), _graph),

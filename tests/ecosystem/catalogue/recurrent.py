@@ -122,14 +122,20 @@ def _words(batch: int, length: int) -> torch.Tensor:
     return torch.randint(0, _VOCABULARY, (batch, length))
 
 
+_TRACED = {"allow_rnn": True}
+_UNTRACED = "Dynamo leaves torch's recurrent layers, and what stands beside them, to eager unless its allow_rnn is set"
+
 CASES = (
     Case(
         "recurrent/tagger",
         Tagger,
         lambda: (_words(8, 40), torch.randint(5, 40, (8,)).index_fill(0, torch.tensor(0), 40)),
+        reason=_UNTRACED,
     ),
     Case("recurrent/speech_gru", SpeechGru, lambda: (torch.randn(2, 1, 80, 120),), quick=True),
-    Case("recurrent/translator", Translator, lambda: (_words(4, 20),)),
+    Case("recurrent/translator", Translator, lambda: (_words(4, 20),), reason=_UNTRACED),
+    Case("recurrent/speech_gru_traced", SpeechGru, lambda: (torch.randn(2, 1, 80, 120),), dynamo=_TRACED),
+    Case("recurrent/translator_traced", Translator, lambda: (_words(4, 20),), dynamo=_TRACED),
     Case("recurrent/letters", Letters, lambda: (_words(4, 24),)),
     Case("recurrent/letters_training", Letters, lambda: (_words(4, 16),), train=True),
     Case("recurrent/convolutional_lstm", ConvolutionalLstm, lambda: (torch.randn(2, 6, 1, 32, 32),)),
