@@ -183,8 +183,11 @@ def _schnet() -> nn.Module:
     return model
 
 
+# Of the same kind, but faster than eager: graphs that Dynamo takes whole (`gcn_whole`).
+_CUT = "Dynamo cuts it where a size depends on data; what is left between the cuts are sums over edges, for which engines have no kernel"
+
 CASES = (
-    Case("torch_geometric/gcn", _stack("GCN"), _graph),
+    Case("torch_geometric/gcn", _stack("GCN"), _graph, reason=_CUT),
     Case("torch_geometric/gcn_whole", _stack("GCN"), _graph, dynamo={"capture_dynamic_output_shape_ops": True}),
     Case("torch_geometric/sage", _stack("GraphSAGE", norm="layer_norm"), _graph),
     Case("torch_geometric/gat", _stack("GAT", heads=4), _graph),
@@ -200,15 +203,15 @@ CASES = (
         ),
         _graph,
     ),
-    Case("torch_geometric/relational", _convolutions("RGCNConv", num_relations=_RELATIONS), _typed),
+    Case("torch_geometric/relational", _convolutions("RGCNConv", num_relations=_RELATIONS), _typed, reason=_CUT),
     Case("torch_geometric/transformer", _convolutions("TransformerConv", heads=1, edge_dim=4), _weighted),
-    Case("torch_geometric/chebyshev", _convolutions("ChebConv", K=3), _graph),
+    Case("torch_geometric/chebyshev", _convolutions("ChebConv", K=3), _graph, reason=_CUT),
     Case("torch_geometric/edge_networks", _edge_networks, _weighted),
     Case("torch_geometric/graph_classifier", GraphClassifier, _molecules),
     Case("torch_geometric/heterogeneous", Heterogeneous, _literature),
-    Case("torch_geometric/heterogeneous_attention", HeterogeneousAttention, _literature),
+    Case("torch_geometric/heterogeneous_attention", HeterogeneousAttention, _literature, reason=_CUT),
     Case("torch_geometric/schnet", _schnet, _atoms),
-    Case("torch_geometric/gcn_training", _stack("GCN", layers=2), _graph, train=True),
+    Case("torch_geometric/gcn_training", _stack("GCN", layers=2), _graph, train=True, reason=_CUT),
     Case(
         "torch_geometric/light_gcn",
         lambda: load("torch_geometric.nn").LightGCN(400, 64, 3),
