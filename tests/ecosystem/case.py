@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +46,10 @@ class Case:
     def library(self) -> str:
         """The package that defines the model, or its kind where it is written here."""
         return self.name.partition("/")[0]
+
+    def unexplained(self, warnings: Sequence[str]) -> list[str]:
+        """The backend's warnings that `faults` does not name."""
+        return [warning for warning in warnings if not any(known in warning for known in self.faults)]
 
     def inputs(self, seed: int) -> Inputs:
         """Fresh inputs: a model may write into them."""

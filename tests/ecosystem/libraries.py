@@ -24,12 +24,14 @@ _OURS = ("recommender", "recurrent")  # kinds of models whose cases are written 
 def load(name: str) -> Any:
     """The package or submodule `name` ("diffusers", "torch_geometric.nn"). Raises ModuleNotFoundError where it is not installed.
 
-    What is imported so stays in this process: call it in one that runs nothing else.
+    The folder apart stays on the path: load what is there only in a process that runs nothing else.
     """
+    package = name.partition(".")[0]
     folder = str(Path(sys.prefix) / "ecosystem")
-    if folder not in sys.path:
+    # What is installed as usual is imported as usual: with the folder, others would find in it what they then cannot import.
+    if folder not in sys.path and PathFinder.find_spec(package) is None:
         sys.path.append(folder)
-    if name.partition(".")[0] in _WITH_TORCHVISION:
+    if package in _WITH_TORCHVISION:
         import_torchvision()
     os.environ.setdefault("YOLO_CONFIG_DIR", tempfile.gettempdir())  # ultralytics writes its settings on import
     os.environ.setdefault("YOLO_OFFLINE", "true")

@@ -48,8 +48,7 @@ def speed(entry: Entry) -> float | None:
 def unexplained(entry: Entry) -> bool:
     """Whether the entry needs a reason that the catalogue does not give: for its verdict, or for a warning of the backend."""
     case = find(entry["name"])
-    unknown = [fault for fault in entry.get("faults", ()) if not any(known in fault for known in case.faults)]
-    return bool(unknown) or (verdict(entry) != "right" and not case.reason)
+    return bool(case.unexplained(entry.get("faults", ()))) or (verdict(entry) != "right" and not case.reason)
 
 
 def brief(entry: Entry) -> str:
