@@ -70,9 +70,8 @@ def case(name: str) -> Case:
 
     def example() -> Inputs:
         channels, height, width = load("timm").get_pretrained_cfg(name, allow_unregistered=True).input_size
-        return (
-            torch.randn(2, channels, height, width),
-        )  # one would leave batch norms behind a pooling without a variance
+        # Two: of one, batch norms behind a pooling have no variance to measure.
+        return (torch.randn(2, channels, height, width),)
 
     return Case(f"timm/{name}", make, example)
 
