@@ -4,6 +4,7 @@
 #   make test-full   the tests marked full, then PyTorch's own operators and modules on every dtype: hours; writes docs/correctness.md
 #   make lint    style, types, spelling
 #   make bench   all models against all peers: hours; results are kept, and --resume goes on   (ARGS="--models resnet50 --batch 1 --resume")
+#   make ecosystem   models of other libraries beside eager, over an hour; writes docs/ecosystem.md
 #   make docs    renew the README's generated tables, and the tables and pictures beside recorded results
 #   make clean   remove what was built; make distclean removes .venv as well
 
@@ -16,10 +17,10 @@ CXX_SOURCES := $(shell find csrc -name '*.cc' -o -name '*.cpp' -o -name '*.h')
 FULL_OUT ?= build/test-full
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full lint format bench docs clean distclean
+.PHONY: help setup demo test test-full lint format bench ecosystem docs clean distclean
 
 help:
-	@sed -n '2,8s/^# *//p' Makefile
+	@sed -n '2,10s/^# *//p' Makefile
 
 setup: $(VENV)/.built
 
@@ -51,8 +52,17 @@ $(VENV)/torchvision: | $(VENV)/.installed
 	$(PIP) install -q --no-deps --target $@.new torchvision==0.28.0 pillow==13.0.0
 	mv $@.new $@
 
+# The libraries of tests/ecosystem/catalogue, in a folder apart: nothing but the processes that run their models imports them. Without their
+# dependencies, most of which are there; the rest of what they import is named here.
+ECOSYSTEM := diffusers timm torch-geometric ultralytics opencv-python-headless xxhash importlib_metadata zipp requests urllib3 \
+	charset-normalizer certifi pillow
+$(VENV)/ecosystem: constraints.txt | $(VENV)/.installed
+	rm -rf $@ $@.new
+	$(PIP) install -q --no-deps --target $@.new $(foreach library,$(ECOSYSTEM),$(shell grep -ix '$(library)==.*' constraints.txt))
+	mv $@.new $@
+
 # An interrupted run goes on where it stopped; delete the folder to start anew.
-test-full: $(VENV)/.built $(VENV)/torchvision
+test-full: $(VENV)/.built $(VENV)/torchvision $(VENV)/ecosystem
 	$(PY) -m pytest -m full
 	$(PY) -m tests.operators.run --out $(FULL_OUT)/operators $(ARGS); status=$$?; \
 	$(PY) -m tests.operators.report $(FULL_OUT)/operators; exit $$status
@@ -84,11 +94,16 @@ $(VENV)/.bench: $(VENV)/.installed
 bench: $(VENV)/.built $(VENV)/.bench $(VENV)/peers $(VENV)/torchvision
 	$(PY) -m benchmarks.run $(ARGS)
 
+# Each model of tests/ecosystem/catalogue beside eager, in a process of its own: over an hour, on an otherwise idle machine. --resume goes on.
+ecosystem: $(VENV)/.built $(VENV)/torchvision $(VENV)/ecosystem
+	$(PY) -m tests.ecosystem.run $(ARGS); status=$$?; $(PY) -m tests.ecosystem.report; exit $$status
+
 docs: $(VENV)/.built $(VENV)/.bench
 	$(PY) -m torch_hybrid_backend.config README.md
 	$(PY) -m benchmarks.table README.md
 	$(PY) -m benchmarks.picture
 	$(PY) -m benchmarks.operators.tables
+	$(PY) -m tests.ecosystem.report
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis $(VENV)/.installed $(VENV)/.built $(VENV)/.bench

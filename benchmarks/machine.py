@@ -10,6 +10,7 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -28,14 +29,14 @@ _PACKAGES = (
 )
 
 # Packages that would disturb others lie below sys.prefix, each in a folder that only its users look into.
-FOLDERS_APART = ("peers", "torchvision")
+FOLDERS_APART = ("peers", "torchvision", "ecosystem")
 
 
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide speed, in folders apart too; absent ones are left out."""
+def versions(packages: Sequence[str] = _PACKAGES) -> dict[str, str]:
+    """Versions of Python and of the packages (those that decide speed), in folders apart too; absent ones are left out."""
     found = {"python": platform.python_version()}
     path = [*sys.path, *(str(Path(sys.prefix) / name) for name in FOLDERS_APART)]
-    for package in _PACKAGES:
+    for package in packages:
         distribution = next(iter(importlib.metadata.distributions(name=package, path=path)), None)
         if distribution is not None:
             found[package] = distribution.version
