@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.fx.traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
@@ -53,6 +54,25 @@ def test_a_graph_that_runs_as_traced_is_left_alone() -> None:
     for _ in range(2):
         graph([torch.randn(3, 4)])
     assert graph._module is module
+
+
+def test_a_first_run_beside_another_threads_trace() -> None:
+    """A run leaves alone what PyTorch records, for the whole process, of the graph that is being traced."""
+    module = traced(lambda x: x.sin(), torch.randn(3))
+    seen: list[object] = []
+    [node] = (n for n in module.graph.nodes if n.target is aten.sin.default)
+
+    def watched(x: torch.Tensor) -> torch.Tensor:
+        seen.append(dict(torch.fx.traceback.current_meta))
+        return x.sin()
+
+    node.target = watched
+    module.recompile()
+    with torch.fx.traceback.preserve_node_meta():  # as AOTAutograd traces
+        before = dict(torch.fx.traceback.current_meta)
+        EagerGraph(module)([torch.randn(3)])
+        assert torch.fx.traceback.current_meta == before
+    assert seen == [before]
 
 
 def test_strides_that_depend_on_sizes_known_at_run_time() -> None:

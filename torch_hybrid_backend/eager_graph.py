@@ -117,10 +117,11 @@ class TracedRun(torch.fx.Interpreter):
 
     def run_node(self, n: Node) -> Any:
         """The node's value. Raises OperatorRefusedError as `EagerGraph.run` does."""
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
         try:
-            value = super().run_node(n)
+            # Not Interpreter.run_node: it writes to a record of the process (torch.fx.traceback) that another thread's tracing relies on.
+            value = getattr(self, n.op)(n.target, args, kwargs)
         except _REFUSALS as error:
-            args, kwargs = self.fetch_args_kwargs_from_env(n)
             if not _refuses_form(n, args, kwargs, error):
                 raise
             value = self._decomposed(n, args, kwargs, error)

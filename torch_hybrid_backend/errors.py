@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 
 class HybridError(RuntimeError):
     """Base of every error this package raises on purpose."""
@@ -51,6 +49,8 @@ class OperatorRefusedError(HybridError):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory could not be had: by Python, by an allocator of PyTorch's (which raises RuntimeError on CPU)."""
+    import torch  # not above: processes that compile kernels import this module, and must stay small
+
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     # "DefaultCPUAllocator: can't allocate memory: ...", and what C++ throws where PyTorch's allocator is not asked.

@@ -304,6 +304,11 @@ def test_interrupts_at_any_time(tmp_path: Path) -> None:
     """Ctrl-C wherever it strikes, twice in a row too: the one process of the pool is never lost, and nothing is left at work."""
     interrupts = """
 import random, signal, threading
+armed = False
+def strike(*_):
+    if armed:  # one that comes late, when nothing is compiled any more, shows nothing
+        raise KeyboardInterrupt
+signal.signal(signal.SIGINT, strike)
 def interrupt():
     time.sleep(random.random() * 0.05)
     for _ in range(2):
@@ -313,20 +318,16 @@ struck = 0
 for size in range(64, 80):
     random.seed(size)
     striking = threading.Thread(target=interrupt)
-    while True:
-        try:
-            striking.start()
-            compile_one(size)
-            striking.join()
-            break
-        except KeyboardInterrupt:
-            struck += 1
-            while striking.is_alive():
-                try:
-                    striking.join()
-                except KeyboardInterrupt:
-                    pass
-            break
+    armed = True
+    try:
+        striking.start()
+        compile_one(size)
+        striking.join()
+    except KeyboardInterrupt:
+        armed = False
+        struck += 1
+    armed = False
+    striking.join()
 compile_one(200)
 print(struck, len(compiler.process_ids()))
 """
