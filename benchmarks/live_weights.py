@@ -68,7 +68,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--models", default="mobilenet_v2,resnet50,bert_base,vgg19", help="names in benchmarks/models.py"
+        "--models", default="mobilenet_v2,resnet50,convnext_tiny,bert_base", help="names in benchmarks/models.py"
     )
     parser.add_argument("--seconds", type=float, default=4.0, help="for each model")
     arguments = parser.parse_args()

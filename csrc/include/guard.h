@@ -26,6 +26,8 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "write_watch.h"
@@ -68,10 +70,16 @@ class Guard {
   using Segments = std::vector<Segment>;
 
   static Segments Split(std::vector<AddressRange> ranges);
+  static bool IsChanged(const Segment& segment);
+  // Those that begin in the range.
+  static std::pair<Segments::const_iterator, Segments::const_iterator> In(
+      const Segments& segments, const AddressRange& range);
   void TakeSamples(const torch::stable::Tensor& tensor);
 
   bool IsWatchedMemoryStale() const;
   bool IsUnwatchedMemoryStale() const;
+
+  void LeaveIfNoisy(const AddressRange& written) const;
 
   Segments watched_;    // sorted by address
   Segments unwatched_;  // likewise
@@ -79,6 +87,10 @@ class Guard {
   std::unique_ptr<WriteWatch> watch_;
   size_t per_call_ = 0;  // of `unwatched_`
   mutable std::atomic<size_t> next_{0};
+  // Of `watched_`, segments in pages that are written to all the time, by others than us: they are
+  // compared in each call. Replaced as a whole.
+  mutable std::atomic<std::shared_ptr<const Segments>> noisy_;
+  mutable std::unordered_map<uintptr_t, int> false_alarms_;  // by page; guarded by comparing_
   mutable std::mutex comparing_;
   mutable std::atomic<bool> is_comparing_{false};
   mutable std::atomic<bool> stale_{false};

@@ -2,8 +2,9 @@
 //
 // The kernel write-protects the pages, lets the first write to each go through, and remembers it
 // (Linux 6.7: userfaultfd's asynchronous write protection and the ioctl PAGEMAP_SCAN). Asking costs
-// about 0.3 us for each run of neighbouring pages and 1 ns for each page; the first write to a page
-// after each answer costs its writer a page fault, about 1 us.
+// about 0.3 us for each run of neighbouring pages and 1 ns for each page, 15 where the page table
+// is in no cache; the first write to a page after each answer costs its writer a page fault, about
+// 1 us.
 //
 // Seen is every write of this process, system calls included. Not seen are writes of other
 // processes to shared memory, which is not watched therefore, and those of a device to memory that
@@ -19,6 +20,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -46,22 +48,28 @@ class WriteWatch {
   // Whether this process may watch memory, and its kernel can.
   static bool IsSupported();
 
-  // What is watched: whole pages, sorted and disjoint.
+  // What is watched: whole pages, sorted and disjoint. Not while another thread calls Leave.
   const std::vector<AddressRange>& pages() const { return pages_; }
 
-  // False where no page was written to since it was last among TakeWritten's.
+  // False where no page was written to since it was last among TakeWritten's. Looks on PyTorch's
+  // threads.
   bool MayBeWritten() const;
 
   // The pages written to since they were last returned. Nothing where that is not known any more:
   // in a forked child, or where the memory was unmapped.
   std::optional<std::vector<AddressRange>> TakeWritten();
 
+  // Watches these pages no more.
+  void Leave(const AddressRange& pages);
+
  private:
   friend class WriteTracker;
 
   WriteTracker* tracker_;
+  // Guarded by the tracker, but for parts_, which is replaced as a whole.
   std::vector<AddressRange> pages_;
-  std::vector<AddressRange> pending_;  // taken by another watch; guarded by the tracker
+  std::atomic<std::shared_ptr<const std::vector<AddressRange>>> parts_;  // of bounded size
+  std::vector<AddressRange> pending_;                                    // taken by another watch
   std::atomic<bool> has_pending_{false};
 };
 

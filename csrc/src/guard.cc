@@ -8,6 +8,8 @@
 #include <cstring>
 #include <utility>
 
+#include "any_in_parallel.h"
+
 namespace torch_hybrid_backend {
 namespace {
 
@@ -21,6 +23,13 @@ constexpr int64_t kSamplesPerTask = 512;
 constexpr int64_t kSegmentsPerTask = 32;
 // Small models are compared whole in each call: 64 KiB of 4 KiB pages take about 5 us.
 constexpr size_t kMinSegmentsPerCall = 16;
+
+// A page that was written to so often while none of its weights changed belongs to others as well:
+// comparing it in each call (0.3 us) is cheaper than the two scans and the page fault that each of
+// its writes costs. Not more than so many: all pages may be written to with what they hold.
+constexpr int kFalseAlarms = 3;
+constexpr size_t kMaxNoisySegments = 128;
+constexpr uintptr_t kMaxNoisyRun = 8;  // pages
 
 // Equal where all bytes are equal; where one word of eight bytes differs, always different: each
 // step maps different values to different ones. The rotation brings high bits (signs) to bear on
@@ -90,23 +99,6 @@ void AddRanges(const Tensor& tensor, std::vector<AddressRange>& ranges) {
     const uintptr_t first = begin + static_cast<uintptr_t>(start) * element;
     ranges.push_back({first, first + static_cast<uintptr_t>(run) * element});
   }
-}
-
-bool Differs(const std::byte* address, size_t bytes, uint64_t hash) {
-  return Hash(address, bytes) != hash;
-}
-
-// Whether `differs(i)` holds for any i of [begin, end), on all threads where there are several
-// tasks of `per_task` each.
-template <typename Differs>
-bool AnyInParallel(int64_t begin, int64_t end, int64_t per_task, const Differs& differs) {
-  std::atomic<bool> found{false};
-  torch::stable::parallel_for(begin, end, per_task, [&](int64_t from, int64_t to) {
-    for (int64_t i = from; i < to; ++i) {
-      if (differs(i)) found.store(true, std::memory_order_relaxed);
-    }
-  });
-  return found.load(std::memory_order_relaxed);
 }
 
 }  // namespace
@@ -182,6 +174,19 @@ void Guard::TakeSamples(const Tensor& tensor) {
   }
 }
 
+bool Guard::IsChanged(const Segment& segment) {
+  return Hash(segment.address, segment.size_bytes) != segment.hash;
+}
+
+std::pair<Guard::Segments::const_iterator, Guard::Segments::const_iterator> Guard::In(
+    const Segments& segments, const AddressRange& range) {
+  const auto before = [](const Segment& segment, uintptr_t address) {
+    return reinterpret_cast<uintptr_t>(segment.address) < address;
+  };
+  const auto first = std::lower_bound(segments.begin(), segments.end(), range.begin, before);
+  return {first, std::lower_bound(first, segments.end(), range.end, before)};
+}
+
 bool Guard::IsStale() const {
   if (stale_) return true;
   if (IsWatchedMemoryStale() || IsUnwatchedMemoryStale()) stale_ = true;
@@ -189,43 +194,59 @@ bool Guard::IsStale() const {
 }
 
 bool Guard::IsWatchedMemoryStale() const {
+  if (watched_.empty()) return false;
   // In this order: another thread that has taken the written pages, so that they look clean, is
-  // either still comparing or has said what it found.
-  if (watched_.empty() || (!watch_->MayBeWritten() && !is_comparing_)) return false;
-  const std::lock_guard<std::mutex> lock(comparing_);
-  is_comparing_ = true;
-  const auto written = watch_->TakeWritten();
-  const auto changed = [this](const AddressRange& range) {
-    const auto before = [](const Segment& segment, uintptr_t address) {
-      return reinterpret_cast<uintptr_t>(segment.address) < address;
+  // either still comparing or has said what it found; what it has left to comparing is noisy.
+  if (watch_->MayBeWritten() || is_comparing_) {
+    const std::lock_guard<std::mutex> lock(comparing_);
+    is_comparing_ = true;
+    const auto written = watch_->TakeWritten();
+    const auto changed = [this](const AddressRange& range) {
+      const auto [first, last] = In(watched_, range);
+      const auto differs = [first = first](size_t i) { return IsChanged(first[i]); };
+      return AnyInParallel(last - first, kSegmentsPerTask, differs);
     };
-    const auto first = std::lower_bound(watched_.begin(), watched_.end(), range.begin, before);
-    const auto last = std::lower_bound(first, watched_.end(), range.end, before);
-    return AnyInParallel(0, last - first, kSegmentsPerTask, [&](int64_t i) {
-      return Differs(first[i].address, first[i].size_bytes, first[i].hash);
-    });
-  };
-  if (!written || std::any_of(written->begin(), written->end(), changed)) stale_ = true;
-  is_comparing_ = false;
-  return stale_;
+    if (!written || std::any_of(written->begin(), written->end(), changed)) stale_ = true;
+    if (!stale_) {
+      for (const AddressRange& range : *written) LeaveIfNoisy(range);
+    }
+    is_comparing_ = false;
+  }
+  const std::shared_ptr<const Segments> noisy = noisy_;
+  return stale_ || (noisy && std::any_of(noisy->begin(), noisy->end(), IsChanged));
+}
+
+void Guard::LeaveIfNoisy(const AddressRange& written) const {
+  const auto page_bytes = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  if (written.end - written.begin > kMaxNoisyRun * page_bytes) return;
+  for (uintptr_t begin = written.begin; begin < written.end; begin += page_bytes) {
+    if (++false_alarms_[begin] < kFalseAlarms) continue;
+    const AddressRange page{begin, begin + page_bytes};
+    const auto [first, last] = In(watched_, page);
+    const std::shared_ptr<const Segments> before = noisy_;
+    auto noisy = before ? std::make_shared<Segments>(*before) : std::make_shared<Segments>();
+    noisy->insert(noisy->end(), first, last);
+    if (noisy->size() > kMaxNoisySegments) return;
+    noisy_ = std::move(noisy);  // before the page is left: somebody always looks at it
+    watch_->Leave(page);
+  }
 }
 
 bool Guard::IsUnwatchedMemoryStale() const {
-  const auto is_sample_changed = [this](int64_t i) {
+  const auto is_sample_changed = [this](size_t i) {
     const Sample& sample = samples_[i];
     return std::memcmp(sample.address, sample.value.data(), sample.size_bytes) != 0;
   };
-  if (AnyInParallel(0, static_cast<int64_t>(samples_.size()), kSamplesPerTask, is_sample_changed)) {
+  if (AnyInParallel(samples_.size(), kSamplesPerTask, is_sample_changed)) {
     return true;
   }
   if (unwatched_.empty()) return false;
   const size_t count = unwatched_.size();
   const size_t first = next_.fetch_add(per_call_) % count;
-  const auto is_segment_changed = [&](int64_t i) {
-    const Segment& segment = unwatched_[(first + i) % count];
-    return Differs(segment.address, segment.size_bytes, segment.hash);
+  const auto is_segment_changed = [&](size_t i) {
+    return IsChanged(unwatched_[(first + i) % count]);
   };
-  if (!AnyInParallel(0, static_cast<int64_t>(per_call_), kSegmentsPerTask, is_segment_changed)) {
+  if (!AnyInParallel(per_call_, kSegmentsPerTask, is_segment_changed)) {
     return false;
   }
   if (per_call_ < count) late_ = true;

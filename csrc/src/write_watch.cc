@@ -15,6 +15,8 @@
 #include <mutex>
 #include <utility>
 
+#include "any_in_parallel.h"
+
 namespace torch_hybrid_backend {
 namespace {
 
@@ -56,6 +58,10 @@ const unsigned long kPagemapScan = _IOWR('f', 16, ScanArguments);
 
 // Each run is a mapping of its own to the kernel, of which a process may have 65,530.
 constexpr size_t kMaxRuns = 2048;
+// A page table's worth: 6 us where it is in no cache. Waking the other threads takes a microsecond
+// or a few.
+constexpr uintptr_t kPagesPerPart = 512;
+constexpr int64_t kPartsPerTask = 8;
 
 uintptr_t PageBytes() {
   static const auto bytes = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
@@ -88,6 +94,18 @@ Ranges Without(const Ranges& ranges, const Ranges& others) {
     if (range.begin < range.end) left.push_back(range);
   }
   return left;
+}
+
+// The ranges, cut into pieces of at most `size` bytes.
+Ranges Cut(const Ranges& ranges, uintptr_t size) {
+  Ranges pieces;
+  for (AddressRange range : ranges) {
+    for (; range.end - range.begin > size; range.begin += size) {
+      pieces.push_back({range.begin, range.begin + size});
+    }
+    pieces.push_back(range);
+  }
+  return pieces;
 }
 
 // What of this process's memory other processes may write to.
@@ -193,6 +211,15 @@ class WriteTracker {
       Unregister(watch.pages_);
       watch.pages_.clear();
     }
+    CutIntoParts(watch);
+  }
+
+  void Leave(WriteWatch& watch, const Ranges& pages) {
+    const Taking taking(*this);
+    watch.pages_ = Without(watch.pages_, pages);
+    watch.pending_ = Without(PagesOf(std::move(watch.pending_)), pages);
+    Unregister(pages);
+    CutIntoParts(watch);
   }
 
   void Remove(WriteWatch& watch) {
@@ -235,6 +262,10 @@ class WriteTracker {
 #endif
     userfault_ = std::make_unique<FileDescriptor>(userfault);
     pagemap_ = std::make_unique<FileDescriptor>(pagemap);
+  }
+
+  static void CutIntoParts(WriteWatch& watch) {
+    watch.parts_ = std::make_shared<const Ranges>(Cut(watch.pages_, kPagesPerPart * PageBytes()));
   }
 
   bool Register(const AddressRange& range) const {
@@ -359,15 +390,20 @@ WriteWatch::~WriteWatch() {
 
 bool WriteWatch::MayBeWritten() const {
   if (tracker_ != &WriteTracker::OfProcess()) return true;
-  const auto is_written = [this](const auto& range) { return tracker_->IsWritten(range); };
+  const std::shared_ptr<const Ranges> parts = parts_;
+  const auto is_written = [&](size_t part) { return tracker_->IsWritten((*parts)[part]); };
   // In this order: what another thread takes while the pages are looked at is seen behind them.
-  return std::any_of(pages_.begin(), pages_.end(), is_written) || tracker_->is_taking() ||
+  return AnyInParallel(parts->size(), kPartsPerTask, is_written) || tracker_->is_taking() ||
          has_pending_;
 }
 
 std::optional<std::vector<AddressRange>> WriteWatch::TakeWritten() {
   if (tracker_ != &WriteTracker::OfProcess()) return std::nullopt;
   return tracker_->Take(*this);
+}
+
+void WriteWatch::Leave(const AddressRange& pages) {
+  if (tracker_ == &WriteTracker::OfProcess()) tracker_->Leave(*this, {pages});
 }
 
 }  // namespace torch_hybrid_backend

@@ -121,6 +121,23 @@ void TestLifetimes() {
   Check(Equal(both.pages(), {own.all()}), "what other processes may write to is not watched");
 }
 
+void TestLeave() {
+  Memory memory;
+  WriteWatch watch({memory.all()});
+  WriteWatch other({memory.all()});
+  memory.at(4) = 1;
+  memory.at(5) = 1;
+  Check(other.TakeWritten().has_value(), "another watch takes both");
+  watch.Leave(memory.pages(5, 1));
+  Check(Equal(watch.TakeWritten().value(), {memory.pages(4, 1)}), "a page that was left is gone");
+  memory.at(5) = 2;
+  Check(!watch.MayBeWritten(), "its writes do not count");
+  Check(Equal(other.TakeWritten().value(), {memory.pages(5, 1)}), "but for other watches");
+  other.Leave(memory.pages(0, kPages));
+  memory.at(6) = 1;
+  Check(Equal(watch.TakeWritten().value(), {memory.pages(6, 1)}), "nor do others end the watch");
+}
+
 void TestFork() {
   Memory memory;
   WriteWatch watch({memory.all()});
@@ -178,6 +195,7 @@ int main() {
   }
   TestWrites();
   TestSharedPages();
+  TestLeave();
   TestLifetimes();
   TestFork();
   TestThreads();

@@ -451,6 +451,22 @@ def test_what_neighbours_write_does_not_count(kind: GuardKind) -> None:
 
 
 @KINDS
+def test_a_page_that_others_write_to_all_the_time(kind: GuardKind) -> None:
+    """A weight beside busy memory is guarded all the same, however often the neighbour was written to."""
+    whole = torch.zeros(100_000)
+    guarded = whole[5000:90_000]
+    for changed in (0, 40_000, 84_999):
+        guard = Guard([guarded], kind)
+        for _ in range(20):
+            whole[4998:5000] += 1
+            whole[90_000:90_002] += 1
+            assert not guard.is_stale()
+        guarded.data[changed] += 1
+        assert sees(guard)
+        assert guard.is_stale()
+
+
+@KINDS
 @pytest.mark.parametrize("flip", [slice(None), slice(1, None, 2), slice(0, 1)])
 def test_signs_count(kind: GuardKind, flip: slice) -> None:
     """Weights whose signs alone change are seen, of all or of every second one."""
