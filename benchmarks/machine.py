@@ -48,20 +48,25 @@ def hybrid_settings() -> dict[str, str]:
     return {k: v for k, v in sorted(os.environ.items()) if k.startswith("HYBRID_") and k != "HYBRID_CACHE_DIR"}
 
 
+def _cpu_info() -> dict[str, str]:
+    """What the system tells of its first processor; nothing where it tells nothing."""
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return {}
+    first = info.read_text().partition("\n\n")[0].splitlines()
+    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first)}
+
+
 def cpu_name() -> str:
     """The processor's marketing name where the system tells it, else its architecture."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
+    return _cpu_info().get("model name", platform.machine())
 
 
 def describe() -> dict[str, object]:
     """Processor, cores, threads, vector instructions, system, versions and the day (UTC)."""
     return {
         "cpu": cpu_name(),
+        "cpu_model": "/".join(_cpu_info().get(key, "") for key in ("cpu family", "model")),  # virtual machines hide the rest
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "capability": torch.backends.cpu.get_cpu_capability(),

@@ -123,7 +123,8 @@ def page(records: Sequence[Mapping[str, Any]]) -> str:
         days = sorted({entry["day"] for entry in record["models"]})
         revisions = ", ".join(dict.fromkeys(entry["revision"] for entry in record["models"]))
         parts.append(
-            f"## {about['cpu']}, {about['cores']} cores, {about['threads']} threads, {about['capability']}\n\n"
+            f"## {about['cpu']} (family/model {about['cpu_model']}), {about['cores']} cores, {about['threads']} threads,"
+            f" {about['capability']}\n\n"
             f"{' to '.join(dict.fromkeys((days[0], days[-1])))}, revision {revisions}; {libraries}."
         )
         parts.append(table(record["models"]))
