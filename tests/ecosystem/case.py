@@ -40,6 +40,9 @@ class Case:
     keep_weights: bool = False
     quick: bool = False
     reason: str = ""
+    ill_conditioned: bool = (
+        False  # eager's own result is far from float64: being wrong says nothing, and `reason` says so
+    )
     faults: tuple[str, ...] = ()
 
     @property

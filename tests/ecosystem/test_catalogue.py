@@ -27,7 +27,7 @@ def placement_of_users(settings: pytest.MonkeyPatch) -> None:
 
 
 def _judge(case: Case, outcome: Outcome) -> None:
-    assert not outcome.wrong
+    assert not outcome.wrong or case.ill_conditioned
     assert not case.unexplained(outcome.faults)
     assert outcome.graphs or case.reason  # else nothing was compiled, and eager was compared with itself
 

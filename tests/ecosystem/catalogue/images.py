@@ -61,6 +61,12 @@ def _is_small(timm: Any, name: str) -> bool:
     return side <= _MOST_SIDE and sum(parameter.numel() for parameter in model.parameters()) <= _MOST_PARAMETERS
 
 
+_REASONS = {
+    "levit_128s": "Ill-conditioned with these random weights: eager itself is up to 13 % from float64, and PyTorch's check allows no more than"
+    " a few times its mean error",
+}
+
+
 def case(name: str) -> Case:
     """The case of any model of the library."""
 
@@ -73,7 +79,7 @@ def case(name: str) -> Case:
         # Two: of one, batch norms behind a pooling have no variance to measure.
         return (torch.randn(2, channels, height, width),)
 
-    return Case(f"timm/{name}", make, example)
+    return Case(f"timm/{name}", make, example, reason=_REASONS.get(name, ""), ill_conditioned=name in _REASONS)
 
 
 CASES = tuple(map(case, DRAWN))

@@ -546,6 +546,7 @@ _OTHERS = (
             use_cache=False,
         ),
         _tokens(2, 32),
+        reason="Grouped products of experts run in eager, forward and backward",
         train=True,
     ),
 )
