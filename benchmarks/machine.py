@@ -66,7 +66,9 @@ def describe() -> dict[str, object]:
     """Processor, cores, threads, vector instructions, system, versions and the day (UTC)."""
     return {
         "cpu": cpu_name(),
-        "cpu_model": "/".join(_cpu_info().get(key, "") for key in ("cpu family", "model")),  # virtual machines hide the rest
+        "cpu_model": "/".join(
+            _cpu_info().get(key, "") for key in ("cpu family", "model")
+        ),  # virtual machines hide the rest
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "capability": torch.backends.cpu.get_cpu_capability(),
