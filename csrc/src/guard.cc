@@ -108,10 +108,9 @@ Guard::Guard(const std::vector<Tensor>& tensors, GuardKind kind) {
   for (const Tensor& tensor : tensors) {
     if (tensor.is_cpu()) AddRanges(tensor, ranges);
   }
-  Segments segments;
   // Watched before it is read: what is written meanwhile counts as a change.
   if (kind == GuardKind::kLive) watch_ = std::make_unique<WriteWatch>(ranges);
-  segments = Split(std::move(ranges));
+  Segments segments = Split(std::move(ranges));
   const auto is_watched = [this](const Segment& segment) {
     if (!watch_) return false;
     const auto address = reinterpret_cast<uintptr_t>(segment.address);

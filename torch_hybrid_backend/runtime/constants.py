@@ -210,9 +210,7 @@ def refresh(model: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> N
     """
     if isinstance(model, torch.nn.Module):
         tensors = [*model.parameters(), *model.buffers()]
-    elif isinstance(model, torch.Tensor):
-        tensors = [model]
-    elif isinstance(model, Iterable):
+    elif isinstance(model, Iterable) and not isinstance(model, torch.Tensor):
         tensors = list(model)
     else:
         tensors = [model]
