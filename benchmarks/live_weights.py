@@ -18,7 +18,7 @@ import time
 import torch
 
 from benchmarks.models import ZOO
-from torch_hybrid_backend.runtime.native import CALLS_PER_ROUND, Guard, GuardKind, watches_writes
+from torch_hybrid_backend.runtime.native.ops import CALLS_PER_ROUND, Guard, GuardKind, watches_writes
 
 _TITLES = {
     GuardKind.LIVE: "watched",

@@ -59,10 +59,10 @@ class _Compiled:
     """A hand-written TIR kernel on PyTorch's threads. Owns the folder its library lies in."""
 
     def __init__(self, spans: Sequence[int], emit: Callable[[Any, list[Any]], Any]) -> None:
-        from torch_hybrid_backend.engines.tvm.builder import Builder, argument, prim_func
-        from torch_hybrid_backend.engines.tvm.linker import link
-        from torch_hybrid_backend.engines.tvm.pipeline import build
         from torch_hybrid_backend.engines.tvm.target import tvm_target
+        from torch_hybrid_backend.engines.tvm.tir.builder import Builder, argument, prim_func
+        from torch_hybrid_backend.engines.tvm.tir.linker import link
+        from torch_hybrid_backend.engines.tvm.tir.pipeline import build
 
         arrays = [argument(span, "float32", f"arg{i}") for i, span in enumerate(spans)]
         function = prim_func("ceiling", arrays, emit(Builder(), arrays))

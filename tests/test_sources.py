@@ -10,13 +10,13 @@ import pytest
 
 from tests.test_layers import PACKAGE, imports_of, room_of
 from torch_hybrid_backend import session, sources
-from torch_hybrid_backend.capture import kept_graphs
+from torch_hybrid_backend.capture.cache import aot_cache
 from torch_hybrid_backend.engines.tvm import kernel_key
 from torch_hybrid_backend.sources import read_sources_version, sources_version
 
 # Utilities that may be edited freely: they say how something is kept, shown or refused, not what.
 _DECIDE_NOTHING = {"errors", "progress", "store", "sources", "__version__"}
-_PARTS = {"kernels": kernel_key.SOURCES, "kept graphs": kept_graphs.SOURCES}
+_PARTS = {"kernels": kernel_key.SOURCES, "kept graphs": aot_cache.SOURCES}
 
 
 @pytest.fixture
@@ -31,13 +31,13 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("parts", "edited"),
     [
-        (kernel_key.SOURCES, "core/size.py"),
+        (kernel_key.SOURCES, "sizes/size.py"),
         (kernel_key.SOURCES, "core/limits.py"),
         (kernel_key.SOURCES, "loops/lowerings/matmul.py"),
         (kernel_key.SOURCES, "engines/tvm/schedules/registers.py"),
-        (kept_graphs.SOURCES, "core/hoisted_inputs.py"),
-        (kept_graphs.SOURCES, "capture/decompositions.py"),
-        (session.TIMING_SOURCES, "runtime/layout.py"),
+        (aot_cache.SOURCES, "core/hoisted_inputs.py"),
+        (aot_cache.SOURCES, "capture/decompositions.py"),
+        (session.TIMING_SOURCES, "runtime/plan_layout.py"),
         (session.TIMING_SOURCES, "measure.py"),
         (session.TIMING_SOURCES, "_runtime.so"),
     ],
@@ -86,4 +86,4 @@ def test_nothing_that_decides_is_left_out(parts: Sequence[str]) -> None:
 def test_what_is_kept_is_kept_under_these_versions() -> None:
     """The keys of kernels, of kept graphs and of timings hold them."""
     assert kernel_key.engine_version() == sources_version(*kernel_key.SOURCES)
-    assert sources_version(*kept_graphs.SOURCES) in kept_graphs._versions()
+    assert sources_version(*aot_cache.SOURCES) in aot_cache._versions()

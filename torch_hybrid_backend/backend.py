@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.bisection import bisected_engines, bisected_passes, is_running
 from torch_hybrid_backend.capture.aot import capture
-from torch_hybrid_backend.capture.kept_graphs import KeptGraphs
+from torch_hybrid_backend.capture.cache.aot_cache import KeptGraphs
 from torch_hybrid_backend.config import Config, apply_log_level
 from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.deadline import Deadline
@@ -52,10 +52,10 @@ from torch_hybrid_backend.passes.hoist import Hoisted, hoist
 from torch_hybrid_backend.passes.inline_subgraphs import inline_subgraphs
 from torch_hybrid_backend.passes.pipeline import PASSES, run_passes
 from torch_hybrid_backend.report import Explanation
+from torch_hybrid_backend.runtime.constant_pool import MadeOnce
 from torch_hybrid_backend.runtime.executor import CompiledSegment, build_executor
-from torch_hybrid_backend.runtime.layout import StaticLayoutError
-from torch_hybrid_backend.runtime.made_once import MadeOnce
-from torch_hybrid_backend.runtime.native import give_back_freed_memory
+from torch_hybrid_backend.runtime.native.ops import give_back_freed_memory
+from torch_hybrid_backend.runtime.plan_layout import StaticLayoutError
 from torch_hybrid_backend.runtime.python_executor import PythonExecutor, checked
 from torch_hybrid_backend.runtime.symbolic_executor import SymbolicExecutor
 from torch_hybrid_backend.session import Session, open_session

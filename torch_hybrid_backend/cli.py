@@ -35,7 +35,7 @@ from torch_hybrid_backend.core.engine import Engine
 from torch_hybrid_backend.core.verdict import Refused
 from torch_hybrid_backend.errors import CacheError, ConfigError, HybridError
 from torch_hybrid_backend.report import Explanation
-from torch_hybrid_backend.runtime.native import CALLS_PER_ROUND, watches_writes
+from torch_hybrid_backend.runtime.native.ops import CALLS_PER_ROUND, watches_writes
 from torch_hybrid_backend.store import Store
 
 Explain = Callable[..., Explanation]

@@ -22,11 +22,11 @@ from torch.fx import Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._pytree import tree_map
 
-from torch_hybrid_backend.core.size import Dim, evaluate, symbols
-from torch_hybrid_backend.core.size_forms import from_sympy, linear
 from torch_hybrid_backend.core.tensor_spec import TensorSpec, dim, is_computable
 from torch_hybrid_backend.errors import OperatorRefusedError, is_out_of_memory
 from torch_hybrid_backend.graph.schema import has_effects, is_in_flight
+from torch_hybrid_backend.sizes.forms import from_sympy, linear
+from torch_hybrid_backend.sizes.size import Dim, evaluate, symbols
 
 # What operators raise for a dtype, layout or stride that they do not take. (An IndexError is always about values.)
 _REFUSALS = (RuntimeError, TypeError, ValueError)

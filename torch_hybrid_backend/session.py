@@ -15,7 +15,7 @@ from torch_hybrid_backend.core.engine import Engine
 from torch_hybrid_backend.core.verdict import Refused
 from torch_hybrid_backend.engines.eager import EagerEngine
 from torch_hybrid_backend.engines.tvm.engine import TvmEngine
-from torch_hybrid_backend.engines.unusable import UnusableEngine
+from torch_hybrid_backend.engines.unavailable import UnusableEngine
 from torch_hybrid_backend.errors import ConfigError, HybridError
 from torch_hybrid_backend.partition.cost_cache import machine_fingerprint
 from torch_hybrid_backend.partition.regions import EAGER

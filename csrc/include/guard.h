@@ -34,7 +34,7 @@
 
 namespace torch_hybrid_backend {
 
-// The numbers are those of GuardKind in torch_hybrid_backend/runtime/native.py.
+// The numbers are those of GuardKind in torch_hybrid_backend/runtime/native/ops.py.
 enum class GuardKind : int64_t {
   kEveryByte = 0,
   kLive = 1,

@@ -29,7 +29,7 @@
 
 namespace torch_hybrid_backend {
 
-// The numbers are those of RunStatus in torch_hybrid_backend/runtime/native.py.
+// The numbers are those of RunStatus in torch_hybrid_backend/runtime/native/ops.py.
 enum class RunStatus : int64_t { kDone = 0, kStaleBinding = 1, kCallbackRaised = 2 };
 
 struct RunResult {

@@ -17,7 +17,7 @@
 
 namespace torch_hybrid_backend {
 
-// The numbers are those of ValueKind in torch_hybrid_backend/runtime/native.py.
+// The numbers are those of ValueKind in torch_hybrid_backend/runtime/native/ops.py.
 enum class ValueKind : int64_t {
   kInput = 0,     // payload: position among the inputs of a call; copied where its strides differ
   kConstant = 1,  // payload: slot of the binding; only kernels and operators read it

@@ -3,7 +3,7 @@
 // every Python from 3.11 on.
 //
 // Where in a Python tensor its C++ tensor lies is for Python to find out and to tell (`learn`; see
-// runtime/native_module.py): the only knowledge of its layout. What is no plain tensor or
+// runtime/native/module.py): the only knowledge of its layout. What is no plain tensor or
 // parameter, or no list, cannot be read here, and the caller goes another way.
 //
 // Failure: a Python exception for wrong arguments, as of any function, and RuntimeError for what

@@ -88,7 +88,7 @@ def test_nothing_is_unpickled_or_evaluated() -> None:
 
 
 def test_libraries_are_opened_in_one_place() -> None:
-    """Only the C++ loader opens kernel libraries, and only `runtime/kernel_files.py` says which. Elsewhere PyTorch's own are looked into,
+    """Only the C++ loader opens kernel libraries, and only `runtime/native/libraries.py` says which. Elsewhere PyTorch's own are looked into,
     which the process has open already: RTLD_NOLOAD opens none."""
     opens = {
         path.name: re.findall(r"dlopen\(([^;]*);", path.read_text()) for path in (ROOT / "csrc" / "src").glob("*.cc")
@@ -98,7 +98,7 @@ def test_libraries_are_opened_in_one_place() -> None:
     }
     assert not [path for path in MODULES if "CDLL" in path.read_text() or "load_module(" in path.read_text()]
     callers = {path.name for path in MODULES if "plan_add_kernel, self.handle" in path.read_text()}
-    assert callers == {"native.py"}
+    assert callers == {"ops.py"}
 
 
 def test_a_cached_start_unpickles_nothing(nursery: Nursery, filled_cache: Path, tmp_path: Path) -> None:

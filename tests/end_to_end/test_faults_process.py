@@ -175,7 +175,7 @@ def test_userfaultfd_is_forbidden(nursery: Nursery, tmp_path: Path) -> None:
     """Live weights stay live: late, with a warning that says so, or at once after `refresh`."""
     script = f"""{_FORBID_USERFAULTFD}
 from torch_hybrid_backend import refresh
-from torch_hybrid_backend.runtime.native import CALLS_PER_ROUND, watches_writes
+from torch_hybrid_backend.runtime.native.ops import CALLS_PER_ROUND, watches_writes
 say(watches_writes())
 module = nn.Sequential(nn.Conv2d(128, 256, 3, bias=False), nn.BatchNorm2d(256)).eval()  # the one is folded into the other
 fast, plans = compiled(module)

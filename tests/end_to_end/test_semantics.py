@@ -12,8 +12,9 @@ from torch import nn
 
 import torch_hybrid_backend
 from tests.end_to_end import models
-from torch_hybrid_backend.runtime import constants, native
-from torch_hybrid_backend.runtime.native import Guard, GuardKind
+from torch_hybrid_backend.runtime import constants
+from torch_hybrid_backend.runtime.native import ops
+from torch_hybrid_backend.runtime.native.ops import Guard, GuardKind
 
 
 def compiled(model: nn.Module | Callable[..., object], **kwargs: object) -> Callable[..., torch.Tensor]:
@@ -91,7 +92,7 @@ def test_one_weight_is_live(
     write: Callable[[torch.Tensor, tuple[int, ...]], None], kernel_watches: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A single weight written behind PyTorch's counters is seen by the next call; where the kernel cannot watch, after `refresh`."""
-    if kernel_watches and not native.watches_writes():
+    if kernel_watches and not ops.watches_writes():
         pytest.skip("this kernel does not watch writes")
     if not kernel_watches:
         monkeypatch.setattr(constants, "Guard", lambda tensors: Guard(tensors, GuardKind.LIVE_UNWATCHED))

@@ -11,9 +11,9 @@ import torch
 import torch_hybrid_backend.backend
 from benchmarks.models import ZOO
 from torch_hybrid_backend.runtime.executor import Executor, build_executor
-from torch_hybrid_backend.runtime.layout import KernelStep, StaticLayout
 from torch_hybrid_backend.runtime.memory import ALIGNMENT
-from torch_hybrid_backend.runtime.native import ValueKind
+from torch_hybrid_backend.runtime.native.ops import ValueKind
+from torch_hybrid_backend.runtime.plan_layout import KernelStep, StaticLayout
 
 
 def _most_alive(layout: StaticLayout) -> int:

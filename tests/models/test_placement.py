@@ -14,7 +14,7 @@ from benchmarks.models import ZOO
 from torch_hybrid_backend.capture.aot import capture
 from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.passes.context import PassContext
-from torch_hybrid_backend.passes.resample_last import resample_last
+from torch_hybrid_backend.passes.cpu.resample_last import resample_last
 
 
 def saved_by_resampling_last(model: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> int:

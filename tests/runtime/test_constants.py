@@ -19,7 +19,7 @@ from torch_hybrid_backend.runtime.constants import (
     run_fold,
     without_owning,
 )
-from torch_hybrid_backend.runtime.native import CALLS_PER_ROUND, Guard, GuardKind
+from torch_hybrid_backend.runtime.native.ops import CALLS_PER_ROUND, Guard, GuardKind
 
 
 def doubling(guarded: bool = True) -> tuple[LiveConstants[torch.Tensor], list[int]]:

@@ -17,15 +17,15 @@ import torch.fx
 from torch_hybrid_backend.core.hoisted_inputs import CallInput, FoldedValue, HoistedInputs
 from torch_hybrid_backend.core.program import Kernel, PackedConstant, Program
 from torch_hybrid_backend.core.region import PartitionedGraph, Region, RegionInput, Segment
-from torch_hybrid_backend.core.size import symbol
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.eager_graph import EagerGraph
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.runtime.executor import Executor, build_executor
-from torch_hybrid_backend.runtime.layout import StaticLayoutError
-from torch_hybrid_backend.runtime.native import ValueKind
+from torch_hybrid_backend.runtime.native.ops import ValueKind
+from torch_hybrid_backend.runtime.plan_layout import StaticLayoutError
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 from torch_hybrid_backend.runtime.python_executor import PythonExecutor
+from torch_hybrid_backend.sizes.size import symbol
 
 SQUARE = TensorSpec((64, 64), "float32", (64, 1))
 TRANSPOSED = TensorSpec((64, 64), "float32", (1, 64))

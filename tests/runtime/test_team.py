@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torch_hybrid_backend.errors import HybridError
-from torch_hybrid_backend.runtime.native import Binding, Guard, Plan, ValueKind
+from torch_hybrid_backend.runtime.native.ops import Binding, Guard, Plan, ValueKind
 
 N = 4096  # as in conftest.py
 

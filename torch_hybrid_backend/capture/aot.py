@@ -34,11 +34,11 @@ from torch._guards import TracingContext, detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from torch_hybrid_backend.capture.cache.aot_cache import KeptGraphs, capture_key
 from torch_hybrid_backend.capture.decompositions import decomposition_table, whole_upsampling
-from torch_hybrid_backend.capture.kept_graphs import KeptGraphs, capture_key
-from torch_hybrid_backend.capture.norm_statistics import correct_statistics
-from torch_hybrid_backend.capture.output_aliases import separate_aliases
-from torch_hybrid_backend.capture.overlap import watch_overlaps
+from torch_hybrid_backend.capture.fixes.norm_statistics import correct_statistics
+from torch_hybrid_backend.capture.fixes.output_aliases import separate_aliases
+from torch_hybrid_backend.capture.fixes.overlap import watch_overlaps
 from torch_hybrid_backend.core.captured import CapturedGraph, GraphKind
 
 log = logging.getLogger(__name__)

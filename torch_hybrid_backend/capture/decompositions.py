@@ -23,7 +23,7 @@ import torch
 from torch._decomp import core_aten_decompositions, get_decompositions
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-from torch_hybrid_backend.capture.encoder_layers import native_multi_head_attention, transformer_encoder_layer
+from torch_hybrid_backend.capture.fixes.encoder_layers import native_multi_head_attention, transformer_encoder_layer
 from torch_hybrid_backend.core.limits import MOST_SCATTERED_SLICES
 from torch_hybrid_backend.graph.schema import is_random
 
@@ -76,7 +76,7 @@ KEPT: tuple[torch._ops.OpOverloadPacket, ...] = (
     aten.embedding_dense_backward,
     aten.slice_scatter,
     aten.select_scatter,
-    # Evaluated batch norm: passes/fold_batch_norm needs to see it whole; what it cannot fold it turns into one
+    # Evaluated batch norm: passes/canonical/fold_batch_norm.py needs to see it whole; what it cannot fold it turns into one
     # multiply-add.
     aten._native_batch_norm_legit_no_training,
 )

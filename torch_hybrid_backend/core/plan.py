@@ -11,10 +11,10 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from torch_hybrid_backend.core.size import Dim, Size
-from torch_hybrid_backend.core.size_forms import parse
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason, Refused
+from torch_hybrid_backend.sizes.forms import parse
+from torch_hybrid_backend.sizes.size import Dim, Size
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from torch_hybrid_backend.core.size import Dim, evaluate
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.sizes.size import Dim, evaluate
 
 
 @dataclass(frozen=True, slots=True)

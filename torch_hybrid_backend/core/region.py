@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import torch.fx
 
-from torch_hybrid_backend.core.size import Dim
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.sizes.size import Dim
 
 
 class EagerRun(Protocol):

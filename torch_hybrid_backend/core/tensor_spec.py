@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from torch_hybrid_backend.core.size import Dim, evaluate, symbol, symbols
-from torch_hybrid_backend.core.size_forms import from_sympy
+from torch_hybrid_backend.sizes.forms import from_sympy
+from torch_hybrid_backend.sizes.size import Dim, evaluate, symbol, symbols
 
 
 def dim(value: int | torch.SymInt) -> Dim:

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from torch_hybrid_backend.core.size import Dim, product, typical
 from torch_hybrid_backend.loops.graph import LoopGraph
 from torch_hybrid_backend.loops.index import Index, LoopVar, index_of, reshape_index
 from torch_hybrid_backend.loops.ir import (
@@ -37,6 +36,7 @@ from torch_hybrid_backend.loops.ir import (
     loads_of,
     parts,
 )
+from torch_hybrid_backend.sizes.size import Dim, product, typical
 
 MAX_MEMBERS = 16
 MAX_READS = 12

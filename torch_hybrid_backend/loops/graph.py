@@ -20,7 +20,6 @@ import torch.fx
 
 from torch_hybrid_backend.core.limits import MOST_CHANNELS_TOGETHER
 from torch_hybrid_backend.core.region import Region
-from torch_hybrid_backend.core.size import product, typical
 from torch_hybrid_backend.core.tensor_spec import dim
 from torch_hybrid_backend.loops.index import LoopVar, contiguous_strides, linear
 from torch_hybrid_backend.loops.ir import (
@@ -39,6 +38,7 @@ from torch_hybrid_backend.loops.ir import (
     loads_of,
 )
 from torch_hybrid_backend.loops.lowering import Context, lower_node
+from torch_hybrid_backend.sizes.size import product, typical
 
 aten = torch.ops.aten
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch_hybrid_backend.core.size import Dim, Size, Undecided, at_most, below, divide, typical
+from torch_hybrid_backend.sizes.size import Dim, Size, Undecided, at_most, below, divide, typical
 
 if TYPE_CHECKING:
     from torch_hybrid_backend.loops.ir import Expr

@@ -15,8 +15,8 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from torch_hybrid_backend.core.size import Dim
 from torch_hybrid_backend.loops.index import Index, LoopVar, Scalar, as_index, var
+from torch_hybrid_backend.sizes.size import Dim
 
 INDEX_DTYPE = "int64"
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
-from torch_hybrid_backend.core.size import Dim, Size, Symbol, symbols
 from torch_hybrid_backend.loops.index import Index, LoopVar
 from torch_hybrid_backend.loops.ir import Buffer, Expr
 from torch_hybrid_backend.loops.layout import Layout
+from torch_hybrid_backend.sizes.size import Dim, Size, Symbol, symbols
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch_hybrid_backend.core.size import Dim, ceil_div, product
 from torch_hybrid_backend.loops.index import Index, as_index, contiguous_strides, linear
+from torch_hybrid_backend.sizes.size import Dim, ceil_div, product
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,6 @@ import torch
 import torch.fx
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torch_hybrid_backend.core.size import Dim, Size, Undecided
 from torch_hybrid_backend.core.tensor_spec import TensorSpec, dim, is_computable
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
 from torch_hybrid_backend.loops.index import Index, as_index
@@ -42,6 +41,7 @@ from torch_hybrid_backend.loops.ir import (
     domain_vars,
 )
 from torch_hybrid_backend.loops.ops import cast, const
+from torch_hybrid_backend.sizes.size import Dim, Size, Undecided
 
 DTYPES = frozenset(
     "float32 float64 bfloat16 float16 int64 int32 int16 int8 uint8 bool".split()

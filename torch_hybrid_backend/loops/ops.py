@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 import struct
 
-from torch_hybrid_backend.core.size import Dim, Size, at_most, below
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import INDEX_DTYPE, Call, Const, Expr, FromIndex, Load
+from torch_hybrid_backend.sizes.size import Dim, Size, at_most, below
 
 FLOAT_UNARY = frozenset(
     "exp exp2 expm1 log log2 log10 log1p sqrt rsqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh "

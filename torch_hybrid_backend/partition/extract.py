@@ -14,12 +14,12 @@ from torch.fx import Node
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 from torch_hybrid_backend.core.region import Region, RegionInput, Segment
-from torch_hybrid_backend.core.size import Dim, symbols
 from torch_hybrid_backend.core.tensor_spec import TensorSpec, dim, is_computable
 from torch_hybrid_backend.eager_graph import EagerGraph
 from torch_hybrid_backend.graph.schema import is_in_flight
 from torch_hybrid_backend.partition.dependencies import is_operator
 from torch_hybrid_backend.partition.region_key import region_key
+from torch_hybrid_backend.sizes.size import Dim, symbols
 
 _FRAME = re.compile(r'File "(?P<path>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]+)\n?(?P<code>[^\n]*)')
 _TORCH_FOLDER = str(Path(torch.__file__).parent)

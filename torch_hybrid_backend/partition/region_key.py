@@ -16,8 +16,8 @@ import torch.fx
 from torch.fx import Node
 
 from torch_hybrid_backend.core.region import RegionInput
-from torch_hybrid_backend.core.size import typical
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.sizes.size import typical
 
 
 def region_key(graph_module: torch.fx.GraphModule, inputs: Sequence[RegionInput]) -> str:

@@ -17,7 +17,7 @@ import torch.fx
 from torch_hybrid_backend.core.hoisted_inputs import CallInput, FoldedValue, HoistedInputs
 from torch_hybrid_backend.graph.schema import is_pure, is_view
 from torch_hybrid_backend.graph.values import has_mutation, returned_roots, storage_root
-from torch_hybrid_backend.passes.fold_constants import is_deterministic
+from torch_hybrid_backend.passes.canonical.fold_constants import is_deterministic
 
 aten = torch.ops.aten
 Node = torch.fx.Node

@@ -8,22 +8,22 @@ from collections.abc import Callable, Sequence
 import torch.fx
 
 from torch_hybrid_backend.errors import PassError
+from torch_hybrid_backend.passes.canonical.cse import cse
+from torch_hybrid_backend.passes.canonical.dead_code import dead_code
+from torch_hybrid_backend.passes.canonical.fold_batch_norm import fold_batch_norm
+from torch_hybrid_backend.passes.canonical.fold_constants import fold_constants
+from torch_hybrid_backend.passes.canonical.index_to_views import index_to_views
+from torch_hybrid_backend.passes.canonical.remove_no_ops import remove_no_ops
+from torch_hybrid_backend.passes.canonical.simplify import simplify
 from torch_hybrid_backend.passes.context import PassContext
-from torch_hybrid_backend.passes.contiguous_tables import contiguous_tables
-from torch_hybrid_backend.passes.cse import cse
-from torch_hybrid_backend.passes.dead_code import dead_code
-from torch_hybrid_backend.passes.dilated_convolutions import dilated_convolutions
-from torch_hybrid_backend.passes.fold_batch_norm import fold_batch_norm
-from torch_hybrid_backend.passes.fold_constants import fold_constants
-from torch_hybrid_backend.passes.index_to_views import index_to_views
-from torch_hybrid_backend.passes.merge_convolutions import merge_convolutions
-from torch_hybrid_backend.passes.merge_siblings import merge_siblings
-from torch_hybrid_backend.passes.remove_no_ops import remove_no_ops
-from torch_hybrid_backend.passes.resample_last import resample_last
-from torch_hybrid_backend.passes.simplify import simplify
-from torch_hybrid_backend.passes.transposed_convolutions import transposed_convolutions
+from torch_hybrid_backend.passes.cpu.contiguous_tables import contiguous_tables
+from torch_hybrid_backend.passes.cpu.dilated_convolutions import dilated_convolutions
+from torch_hybrid_backend.passes.cpu.merge_convolutions import merge_convolutions
+from torch_hybrid_backend.passes.cpu.merge_siblings import merge_siblings
+from torch_hybrid_backend.passes.cpu.resample_last import resample_last
+from torch_hybrid_backend.passes.cpu.transposed_convolutions import transposed_convolutions
+from torch_hybrid_backend.passes.cpu.volume_convolutions import volume_convolutions
 from torch_hybrid_backend.passes.verify import Contract, verify
-from torch_hybrid_backend.passes.volume_convolutions import volume_convolutions
 
 log = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ import torch
 
 from torch_hybrid_backend.core.hoisted_inputs import CallInput, FoldedValue, HoistedInputs
 from torch_hybrid_backend.errors import HybridError
-from torch_hybrid_backend.runtime.made_once import made_once
-from torch_hybrid_backend.runtime.native import CALLS_PER_ROUND, Guard
-from torch_hybrid_backend.runtime.tensor_states import snapshot
+from torch_hybrid_backend.runtime.constant_pool import made_once
+from torch_hybrid_backend.runtime.native.ops import CALLS_PER_ROUND, Guard
+from torch_hybrid_backend.runtime.native.tensor_states import snapshot
 
 _log = logging.getLogger(__name__)
 

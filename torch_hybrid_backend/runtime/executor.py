@@ -17,9 +17,9 @@ import torch
 from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.hoisted_inputs import CallInput, FoldedValue, HoistedInputs
 from torch_hybrid_backend.core.region import PartitionedGraph
-from torch_hybrid_backend.core.size import Dim
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import HybridError
+from torch_hybrid_backend.runtime.constant_pool import made_once
 from torch_hybrid_backend.runtime.constants import (
     Fold,
     LiveConstants,
@@ -28,7 +28,8 @@ from torch_hybrid_backend.runtime.constants import (
     run_fold,
     without_owning,
 )
-from torch_hybrid_backend.runtime.layout import (
+from torch_hybrid_backend.runtime.native.ops import Binding, Callback, Guard, Plan, ValueKind
+from torch_hybrid_backend.runtime.plan_layout import (
     CallbackStep,
     ConstantSlot,
     KernelStep,
@@ -38,8 +39,7 @@ from torch_hybrid_backend.runtime.layout import (
     lay_out,
     same_memory,
 )
-from torch_hybrid_backend.runtime.made_once import made_once
-from torch_hybrid_backend.runtime.native import Binding, Callback, Guard, Plan, ValueKind
+from torch_hybrid_backend.sizes.size import Dim
 
 # A region an engine compiled, or any function from the list of a segment's inputs to its outputs (`Region.eager`).
 CompiledSegment = CompiledRegion | Callable[[Sequence[Any]], Sequence[Any]]

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from torch_hybrid_backend.core.program import Kernel, Program
-from torch_hybrid_backend.core.size import symbols
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.runtime.constant_pool import let_go
 from torch_hybrid_backend.runtime.executor import Executor
-from torch_hybrid_backend.runtime.layout import Piece
-from torch_hybrid_backend.runtime.made_once import let_go
-from torch_hybrid_backend.runtime.native import give_back_freed_memory
+from torch_hybrid_backend.runtime.native.ops import give_back_freed_memory
+from torch_hybrid_backend.runtime.plan_layout import Piece
 from torch_hybrid_backend.runtime.sizes import SizeReader
 from torch_hybrid_backend.runtime.symbolic_executor import concrete_program
+from torch_hybrid_backend.sizes.size import symbols
 
 
 class ProgramRunner:

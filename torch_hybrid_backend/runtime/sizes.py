@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch_hybrid_backend.core.size import Dim
-from torch_hybrid_backend.core.size_forms import linear
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import HybridError
+from torch_hybrid_backend.sizes.forms import linear
+from torch_hybrid_backend.sizes.size import Dim
 
 
 class SizeReader:

@@ -18,14 +18,14 @@ from torch_hybrid_backend.core.hoisted_inputs import CallInput, HoistedInputs
 from torch_hybrid_backend.core.limits import MOST_ELEMENTS
 from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.region import PartitionedGraph, Segment
-from torch_hybrid_backend.core.size import Dim, evaluate, symbols
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.runtime.constants import Fold
 from torch_hybrid_backend.runtime.executor import CompiledSegment, Executor
-from torch_hybrid_backend.runtime.layout import Piece, StaticLayoutError
+from torch_hybrid_backend.runtime.plan_layout import Piece, StaticLayoutError
 from torch_hybrid_backend.runtime.python_executor import PythonExecutor
 from torch_hybrid_backend.runtime.sizes import SizeReader
+from torch_hybrid_backend.sizes.size import Dim, evaluate, symbols
 
 log = logging.getLogger(__name__)
 

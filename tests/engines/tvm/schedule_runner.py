@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from torch_hybrid_backend.engines.tvm.builder import Builder, argument, prim_func
-from torch_hybrid_backend.engines.tvm.pipeline import build
-from torch_hybrid_backend.engines.tvm.printer import Printer
-from torch_hybrid_backend.engines.tvm.storage import storage_dtype
 from torch_hybrid_backend.engines.tvm.target import Target, tvm_target
+from torch_hybrid_backend.engines.tvm.tir.builder import Builder, argument, prim_func
+from torch_hybrid_backend.engines.tvm.tir.pipeline import build
+from torch_hybrid_backend.engines.tvm.tir.printer import Printer
+from torch_hybrid_backend.engines.tvm.tir.storage import storage_dtype
 from torch_hybrid_backend.loops.ir import Buffer
 from torch_hybrid_backend.loops.kernels import Argument, Kernel
 from torch_hybrid_backend.loops.layout import Blocked, Layout, contiguous

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.engines.tvm.schedule_runner import HOST, NARROW, run_kernel
-from torch_hybrid_backend.engines.tvm.schedules import attention
+from torch_hybrid_backend.engines.tvm.schedules.attention import rules
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import LoopVar, as_index, index_of
@@ -76,7 +76,7 @@ def check(
         accumulator,
         (Store(out, point, ops.mul(accumulator.at(point), ops.const(2, compute))),),
     )
-    (got,) = run_kernel(kernel, attention.emit, inputs, target)
+    (got,) = run_kernel(kernel, rules.emit, inputs, target)
     want = 2 * torch.nn.functional.scaled_dot_product_attention(
         *(inputs[b].double() for b in (q, k, v)), attn_mask=None if mask is None else mask.double(), is_causal=causal
     )

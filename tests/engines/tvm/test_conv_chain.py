@@ -12,10 +12,10 @@ from tests.engines.tvm.test_convolution import Case, make
 from tests.partition.engines_for_tests import FakeEngine, trace
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.engines.tvm.assemble import assemble
-from torch_hybrid_backend.engines.tvm.chains import chain, join_chains
-from torch_hybrid_backend.engines.tvm.schedules import conv_chain
+from torch_hybrid_backend.engines.tvm.cpu.convolution_fusion import chain, join_chains
+from torch_hybrid_backend.engines.tvm.cpu.tiles import strips
+from torch_hybrid_backend.engines.tvm.schedules.convolution import fused
 from torch_hybrid_backend.engines.tvm.target import Target
-from torch_hybrid_backend.engines.tvm.tiles import strips
 from torch_hybrid_backend.engines.tvm.variants import variants, work
 from torch_hybrid_backend.loops.ir import Buffer, Load
 from torch_hybrid_backend.loops.kernels import ConvChainKernel, ConvKernel, Kernel
@@ -70,7 +70,7 @@ INVERTED = [Case((1, 8, 40, 60), 32, (1, 1)), depthwise(32, (40, 60), stride=2),
 def test_a_chain_computes_what_its_convolutions_do(cases: list[Case], target: Target) -> None:
     """Against float64, with sizes that no block divides, strips of unequal height, padding wider than the image."""
     stages, inputs, want = make_stages(cases, target)
-    (got,) = run_kernel(chain(stages), conv_chain.emit, inputs, target)
+    (got,) = run_kernel(chain(stages), fused.emit, inputs, target)
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
 
 
@@ -79,7 +79,7 @@ def test_any_number_of_strips(cores: int) -> None:
     """Neighbouring strips compute the rows they share, also where there are more cores than rows."""
     target = dataclasses.replace(HOST, cores=cores)
     stages, inputs, want = make_stages([Case((1, 4, 7, 5), 9, (1, 1)), depthwise(9, (7, 5))], target)
-    (got,) = run_kernel(chain(stages), conv_chain.emit, inputs, target)
+    (got,) = run_kernel(chain(stages), fused.emit, inputs, target)
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
 
 

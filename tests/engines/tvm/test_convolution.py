@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from tests.engines.tvm.schedule_runner import HOST, NARROW, compile_kernel, row_major, run_kernel
-from torch_hybrid_backend.engines.tvm import packing, tiles
-from torch_hybrid_backend.engines.tvm.builder import Stmt
-from torch_hybrid_backend.engines.tvm.schedules import convolution
-from torch_hybrid_backend.engines.tvm.schedules.conv_geometry import Axis, column_tiles
-from torch_hybrid_backend.engines.tvm.schedules.conv_parts import ConvParts
-from torch_hybrid_backend.engines.tvm.schedules.few_outputs import few_outputs
+from torch_hybrid_backend.engines.tvm.cpu import packing, tiles
+from torch_hybrid_backend.engines.tvm.schedules.convolution import rules
+from torch_hybrid_backend.engines.tvm.schedules.convolution.geometry import Axis, column_tiles
+from torch_hybrid_backend.engines.tvm.schedules.convolution.parts import ConvParts
+from torch_hybrid_backend.engines.tvm.schedules.convolution.small_output_channels import few_outputs
 from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.engines.tvm.tir.builder import Stmt
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import LoopVar, index_of
 from torch_hybrid_backend.loops.ir import Buffer, compute_dtype
@@ -113,7 +113,7 @@ def make(case: Case, target: Target, x_values: torch.Tensor | None = None) -> Ma
 def check(case: Case, target: Target = HOST) -> None:
     """The kernel's result against float64."""
     kernel, inputs, want = make(case, target)
-    (got,) = run_kernel(kernel, convolution.emit, inputs, target)
+    (got,) = run_kernel(kernel, rules.emit, inputs, target)
     tolerance = 1e-2 if case.dtype == "bfloat16" else 1e-5
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance * float(want.abs().max()))
 
@@ -232,7 +232,7 @@ def test_dtypes(dtype: str) -> None:
 def test_the_next_block_of_channels_is_prefetched(blocked_x: bool) -> None:
     """What lies far from what is being read is asked for ahead, where the input is in blocks of channels."""
     kernel, _, _ = make(Case((1, 48, 25, 25), 32, (3, 3), stride=2, padding=1, blocked_x=blocked_x), HOST)
-    assembly = compile_kernel(kernel, convolution.emit).inspect_source("asm")
+    assembly = compile_kernel(kernel, rules.emit).inspect_source("asm")
     assert ("prefetch" in assembly) == blocked_x
 
 
@@ -257,7 +257,7 @@ def test_weights_larger_than_the_input_stream(case: Case, target: Target) -> Non
 def test_streaming_weights_are_prefetched(pixels: tuple[int, int], streaming: bool) -> None:
     """A weight larger than the input asks for its next blocks, into the second-level cache; one that stays in the cache does not."""
     kernel, _, _ = make(Case((1, 64, *pixels), 128, (1, 1)), HOST)
-    assembly = compile_kernel(kernel, convolution.emit).inspect_source("asm")
+    assembly = compile_kernel(kernel, rules.emit).inspect_source("asm")
     assert ("prefetcht1" in assembly) == streaming
 
 
@@ -269,14 +269,14 @@ def test_chunks_of_weights_are_prefetched(case: Case) -> None:
     target = dataclasses.replace(HOST, l2_bytes=256 << 10)
     check(case, target)
     kernel, _, _ = make(case, target)
-    assert "prefetcht1" in compile_kernel(kernel, convolution.emit, target).inspect_source("asm")
+    assert "prefetcht1" in compile_kernel(kernel, rules.emit, target).inspect_source("asm")
 
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_winograd_prefetches_its_weights(groups: int) -> None:
     """The next panel of weights is asked for, into the second-level cache."""
     kernel, _, _ = make(Case((1, 32, 14, 14), 32, (3, 3), padding=1, groups=groups, winograd=2), HOST)
-    assert "prefetcht1" in compile_kernel(kernel, convolution.emit).inspect_source("asm")
+    assert "prefetcht1" in compile_kernel(kernel, rules.emit).inspect_source("asm")
 
 
 def test_column_tiles_say_which_columns_read_inside() -> None:
@@ -293,7 +293,7 @@ def test_accumulators_stay_in_registers() -> None:
     if HOST.lanes < 16:
         pytest.skip("register names of AVX-512")
     kernel, _, _ = make(Case((1, 128, 56, 56), 32, (3, 3), 1, 1), HOST)
-    assembly = compile_kernel(kernel, convolution.emit).inspect_source("asm")
+    assembly = compile_kernel(kernel, rules.emit).inspect_source("asm")
     spills = re.findall(r"vmovup[sd]\s+(?:%zmm\d+, -?\d*\(%rsp\)|-?\d*\(%rsp\), %zmm)", assembly)
     multiply_adds = re.findall(r"vfmadd\w+\s+.*%zmm", assembly)
     assert len(multiply_adds) >= 54
@@ -309,7 +309,7 @@ def is_computed_for_few_outputs(case: Case, target: Target, monkeypatch: pytest.
         computed.append(body is not None)
         return body
 
-    monkeypatch.setattr(convolution, "few_outputs", noted)
+    monkeypatch.setattr(rules, "few_outputs", noted)
     check(case, target)
     return any(computed)
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.engines.tvm.schedule_runner import HOST, NARROW, run_kernel
-from torch_hybrid_backend.engines.tvm.emit import emit_kernel
-from torch_hybrid_backend.engines.tvm.pipeline import build
 from torch_hybrid_backend.engines.tvm.schedules import elementwise
 from torch_hybrid_backend.engines.tvm.target import Target, tvm_target
+from torch_hybrid_backend.engines.tvm.tir.emit import emit_kernel
+from torch_hybrid_backend.engines.tvm.tir.pipeline import build
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import Index, LoopVar, index_of, reshape_index
 from torch_hybrid_backend.loops.ir import Buffer, Expr, Load, compute_dtype, scalar_index

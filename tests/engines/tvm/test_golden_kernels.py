@@ -27,11 +27,11 @@ from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.engines.tvm.assemble import assemble
-from torch_hybrid_backend.engines.tvm.emit import emit_kernel
 from torch_hybrid_backend.engines.tvm.engine import TvmEngine
 from torch_hybrid_backend.engines.tvm.kernel_key import canonical_text
 from torch_hybrid_backend.engines.tvm.onednn import OperatorKernel
 from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.engines.tvm.tir.emit import emit_kernel
 from torch_hybrid_backend.engines.tvm.variants import variants
 from torch_hybrid_backend.errors import ScheduleError
 from torch_hybrid_backend.loops.kernels import Kernel

@@ -208,7 +208,7 @@ print(engine_version())
             cwd=tmp_path,
             env=environment,
         ).stdout.strip()
-        for edited in ("core/limits.py", "core/size.py", "loops/ops.py", "report/text.py", "report/text.py")
+        for edited in ("core/limits.py", "sizes/size.py", "loops/ops.py", "report/text.py", "report/text.py")
     ]
     assert versions[0] == engine_version()
     assert len(set(versions)) == 4

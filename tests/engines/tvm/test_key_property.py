@@ -37,7 +37,7 @@ def often(examples: int) -> Callable[[Check], Check]:
 
 def code(program: Program) -> list[tuple[str, str]]:
     """(key, TIR) of every kernel."""
-    from torch_hybrid_backend.engines.tvm.emit import emit_kernel
+    from torch_hybrid_backend.engines.tvm.tir.emit import emit_kernel
 
     assembled = assemble(program.region(), TARGET)
     return [

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from tests.engines.tvm.schedule_runner import HOST, NARROW, compile_kernel, row_major, run_kernel
-from torch_hybrid_backend.core.size import known, symbol
-from torch_hybrid_backend.engines.tvm.schedules import plain_matmul
+from torch_hybrid_backend.engines.tvm.cpu.tiles import copies_panels, reads_plain
+from torch_hybrid_backend.engines.tvm.schedules.matmul import unpacked
 from torch_hybrid_backend.engines.tvm.target import Target
-from torch_hybrid_backend.engines.tvm.tiles import copies_panels, reads_plain
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import LoopVar, index_of
 from torch_hybrid_backend.loops.ir import Buffer, Expr, Load
 from torch_hybrid_backend.loops.kernels import Argument, PlainMatMulKernel, Store
 from torch_hybrid_backend.loops.layout import Blocked, Layout, Strided, contiguous
+from torch_hybrid_backend.sizes.size import known, symbol
 
 _FLOAT = "float32"
 
@@ -69,7 +69,7 @@ def check(kernel: PlainMatMulKernel, target: Target = HOST) -> None:
     k, n = known(k), known(bias.shape[0])
     torch.manual_seed(0)
     inputs = {buffer: torch.randn([int(size) for size in buffer.shape]) for buffer in (a, weight, bias, residual)}
-    (got,) = run_kernel(kernel, plain_matmul.emit, inputs, target)
+    (got,) = run_kernel(kernel, unpacked.emit, inputs, target)
     w = inputs[weight].as_strided((n, k), (kernel.row_stride, kernel.k_stride), kernel.offset)
     want = torch.relu(inputs[a].double() @ w.double().t() + inputs[bias].double()) * inputs[residual].double()
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5 * max(1.0, float(want.abs().max())))
@@ -148,7 +148,7 @@ def test_copying_leaves_accumulators_in_registers() -> None:
     """Multiply-adds read no sums from memory while rows of the next panel are copied between them."""
     if platform.machine().lower() not in ("x86_64", "amd64") or HOST.lanes < 8:
         pytest.skip("looks for x86's multiply-adds in vectors")
-    assembly = compile_kernel(kernel_of(96, 256, 64, k_stride=64), plain_matmul.emit).inspect_source("asm")
+    assembly = compile_kernel(kernel_of(96, 256, 64, k_stride=64), unpacked.emit).inspect_source("asm")
     multiply_adds = re.findall(r"vfmadd\w*ps\s+(.*)", assembly)
     assert len(multiply_adds) >= 20
     assert not [line for line in multiply_adds if "%rsp" in line]
@@ -176,7 +176,7 @@ def test_accumulators_stay_in_registers() -> None:
     """Multiply-adds read no sums from memory: each has registers only, or a broadcast element of W."""
     if platform.machine().lower() not in ("x86_64", "amd64") or HOST.lanes < 8:
         pytest.skip("looks for x86's multiply-adds in vectors")
-    assembly = compile_kernel(kernel_of(96, 256, 64), plain_matmul.emit).inspect_source("asm")
+    assembly = compile_kernel(kernel_of(96, 256, 64), unpacked.emit).inspect_source("asm")
     multiply_adds = re.findall(r"vfmadd\w*ps\s+(.*)", assembly)
     # Two tiles (one shape of panel), each with four steps of k in its innermost loop.
     assert len(multiply_adds) >= 4 * (HOST.lanes // 2) * 3

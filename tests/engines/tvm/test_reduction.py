@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.engines.tvm.schedule_runner import HOST, NARROW, run_kernel
-from torch_hybrid_backend.engines.tvm.emit import emit_kernel
-from torch_hybrid_backend.engines.tvm.schedules import reduction
+from torch_hybrid_backend.engines.tvm.schedules.reduction import rows
 from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.engines.tvm.tir.emit import emit_kernel
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import Index, LoopVar, index_of
 from torch_hybrid_backend.loops.ir import Buffer, Expr, Load, compute_dtype
@@ -72,7 +72,7 @@ class Rows:
         kernel = RowKernel(
             tuple(self.reads), tuple(self.writes), self.domain, axes=self.axes, stages=tuple(self.stages)
         )
-        return run_kernel(kernel, reduction.emit, {self.input: x}, target)
+        return run_kernel(kernel, rows.emit, {self.input: x}, target)
 
 
 def emitted(rows: Rows, target: Target) -> str:

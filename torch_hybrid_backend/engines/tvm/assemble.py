@@ -14,11 +14,9 @@ import torch
 from torch_hybrid_backend.core.program import Kernel as KernelCall
 from torch_hybrid_backend.core.program import OperatorArgument, OperatorCall, PackedConstant, Program, TensorArgument
 from torch_hybrid_backend.core.region import Region
-from torch_hybrid_backend.core.size import known
-from torch_hybrid_backend.core.size import symbol as size_symbol
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
-from torch_hybrid_backend.engines.tvm.chains import join_chains
-from torch_hybrid_backend.engines.tvm.layouts import assign_layouts
+from torch_hybrid_backend.engines.tvm.cpu.convolution_fusion import join_chains
+from torch_hybrid_backend.engines.tvm.cpu.layouts import assign_layouts
 from torch_hybrid_backend.engines.tvm.onednn import Operand, OperatorKernel
 from torch_hybrid_backend.engines.tvm.prepare import Packed, Prepared, prepare
 from torch_hybrid_backend.engines.tvm.target import Target
@@ -52,6 +50,8 @@ from torch_hybrid_backend.loops.kernels import (
     kernel_sizes,
 )
 from torch_hybrid_backend.loops.layout import Layout, Strided, contiguous
+from torch_hybrid_backend.sizes.size import known
+from torch_hybrid_backend.sizes.size import symbol as size_symbol
 
 
 @dataclass(frozen=True, slots=True, eq=False)

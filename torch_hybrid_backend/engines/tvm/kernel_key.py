@@ -13,16 +13,16 @@ import functools
 import hashlib
 import importlib.metadata
 
-from torch_hybrid_backend.core.size import Dim, Size
-from torch_hybrid_backend.core.size_forms import render
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, Scalar
 from torch_hybrid_backend.loops.ir import Buffer, Call, Const, Expr, FromIndex, Load
 from torch_hybrid_backend.loops.kernels import Kernel, kernel_sizes
+from torch_hybrid_backend.sizes.forms import render
+from torch_hybrid_backend.sizes.size import Dim, Size
 from torch_hybrid_backend.sources import sources_version
 
 # All that a kernel's text and its machine code are made by; engines import nothing else but utilities.
-SOURCES = ("core", "loops", "engines/tvm")
+SOURCES = ("core", "sizes", "loops", "engines/tvm")
 
 
 def kernel_key(kernel: Kernel, target: Target) -> str:

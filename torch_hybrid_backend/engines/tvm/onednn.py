@@ -18,7 +18,6 @@ from functools import partial
 
 import torch
 
-from torch_hybrid_backend.core.size import known
 from torch_hybrid_backend.engines.tvm.prepare import Packed, StridedView
 from torch_hybrid_backend.loops.fusion import replace_loads
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index, contiguous_strides
@@ -33,6 +32,7 @@ from torch_hybrid_backend.loops.kernels import (
     Store,
 )
 from torch_hybrid_backend.loops.layout import Strided, contiguous, offset_of
+from torch_hybrid_backend.sizes.size import known
 
 _DTYPES = frozenset({"float32", "bfloat16", "float16"})
 

@@ -13,16 +13,15 @@ from functools import partial
 
 import torch
 
-from torch_hybrid_backend.core.size import Dim, Size, at_most, known
-from torch_hybrid_backend.engines.tvm.packing import (
+from torch_hybrid_backend.engines.tvm.cpu.packing import (
     is_depthwise,
     pack_b,
     pack_conv_weight,
     packed_b_value,
     packed_conv_shape,
 )
+from torch_hybrid_backend.engines.tvm.cpu.tiles import copies_panels, output_block, reads_plain, tile_n
 from torch_hybrid_backend.engines.tvm.target import Target
-from torch_hybrid_backend.engines.tvm.tiles import copies_panels, output_block, reads_plain, tile_n
 from torch_hybrid_backend.loops import ops as scalar
 from torch_hybrid_backend.loops.graph import LoopGraph
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index, contiguous_strides, linear
@@ -40,6 +39,7 @@ from torch_hybrid_backend.loops.ir import (
     domain_vars,
 )
 from torch_hybrid_backend.loops.layout import Layout, Strided
+from torch_hybrid_backend.sizes.size import Dim, Size, at_most, known
 
 
 @dataclass(frozen=True, slots=True)

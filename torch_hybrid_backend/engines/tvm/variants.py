@@ -18,13 +18,12 @@ from typing import TypeVar
 
 import torch
 
-from torch_hybrid_backend.core.size import known, typical
-from torch_hybrid_backend.engines.tvm.conv_choice import winograd_gains
+from torch_hybrid_backend.engines.tvm.cpu.packing import pack_winograd_weight
+from torch_hybrid_backend.engines.tvm.cpu.winograd_cost import winograd_gains
+from torch_hybrid_backend.engines.tvm.cpu.winograd_transform import packed_winograd_shape
 from torch_hybrid_backend.engines.tvm.onednn import onednn_convolution, onednn_linear
-from torch_hybrid_backend.engines.tvm.packing import pack_winograd_weight
 from torch_hybrid_backend.engines.tvm.prepare import Packed
 from torch_hybrid_backend.engines.tvm.target import Target
-from torch_hybrid_backend.engines.tvm.winograd import packed_winograd_shape
 from torch_hybrid_backend.loops.ir import Buffer, compute_dtype
 from torch_hybrid_backend.loops.kernels import (
     Argument,
@@ -36,6 +35,7 @@ from torch_hybrid_backend.loops.kernels import (
     kernel_sizes,
 )
 from torch_hybrid_backend.loops.layout import contiguous
+from torch_hybrid_backend.sizes.size import known, typical
 
 
 @dataclass(frozen=True, slots=True, eq=False)

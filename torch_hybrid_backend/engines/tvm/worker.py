@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from torch_hybrid_backend.engines.tvm.kernel_key import SOURCES, compiler_version, engine_version
-from torch_hybrid_backend.engines.tvm.linker import link
 from torch_hybrid_backend.engines.tvm.protocol import IDLE_EXIT_STATUS, Job, Order, frame, split_frame
 from torch_hybrid_backend.engines.tvm.target import Target, tvm_target
+from torch_hybrid_backend.engines.tvm.tir.linker import link
 from torch_hybrid_backend.errors import CompileError
 from torch_hybrid_backend.sources import read_sources_version
 
@@ -68,8 +68,8 @@ def main(idle_s: float, lifeline: int) -> None:
 
 def compile_kernel(job: Job) -> None:
     """Emit, compile and link one kernel. Raises CompileError, or whatever TVM raises."""
-    from torch_hybrid_backend.engines.tvm.emit import emit_kernel
-    from torch_hybrid_backend.engines.tvm.pipeline import build
+    from torch_hybrid_backend.engines.tvm.tir.emit import emit_kernel
+    from torch_hybrid_backend.engines.tvm.tir.pipeline import build
 
     function = emit_kernel(job.kernel, job.symbol, job.target)
     built = build(job.symbol, function, _tvm_target(job.target))
@@ -115,7 +115,7 @@ def _import_compiler() -> None:
     finally:
         if hide:
             del sys.modules["torch"]
-    import torch_hybrid_backend.engines.tvm.emit  # noqa: F401
+    import torch_hybrid_backend.engines.tvm.tir.emit  # noqa: F401
 
     gc.freeze()  # what was imported stays
 

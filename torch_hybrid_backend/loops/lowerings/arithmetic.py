@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 
-from torch_hybrid_backend.core.size import Size
 from torch_hybrid_backend.loops.ir import Const, Expr
 from torch_hybrid_backend.loops.ops import (
     INTEGER_BITS,
@@ -22,6 +21,7 @@ from torch_hybrid_backend.loops.ops import (
     sub,
     where,
 )
+from torch_hybrid_backend.sizes.size import Size
 
 _SIGNED = ("int8", "int16", "int32", "int64")
 

@@ -9,13 +9,13 @@ import math
 
 import torch
 
-from torch_hybrid_backend.core.size import Dim
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.index import as_index
 from torch_hybrid_backend.loops.ir import AttentionOp, Buffer, Value, compute_dtype
 from torch_hybrid_backend.loops.lowering import Context, Refuse, lowers, reindex
 from torch_hybrid_backend.loops.lowerings.views import expanded, reshaped
 from torch_hybrid_backend.loops.ops import cast, const, is_float, where
+from torch_hybrid_backend.sizes.size import Dim
 
 aten = torch.ops.aten
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from torch_hybrid_backend.core.size import Size, product
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.index import Index, as_index, contiguous_strides, linear
 from torch_hybrid_backend.loops.ir import Buffer, ConvOp, Map, MatMulOp, Value, compute_dtype
 from torch_hybrid_backend.loops.lowering import Context, Refuse, lowers, reindex
 from torch_hybrid_backend.loops.lowerings.views import channelwise, permuted, reshaped
 from torch_hybrid_backend.loops.ops import add, is_float
+from torch_hybrid_backend.sizes.size import Size, product
 
 aten = torch.ops.aten
 

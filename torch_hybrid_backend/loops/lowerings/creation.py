@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from torch_hybrid_backend.core.size import Dim, Size
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.index import Index
 from torch_hybrid_backend.loops.ir import Expr, Map, Value, compute_dtype
 from torch_hybrid_backend.loops.lowering import Context, Refuse, lowers
 from torch_hybrid_backend.loops.ops import add, call, cast, const, from_index, is_float, mul, round_to
+from torch_hybrid_backend.sizes.size import Dim, Size
 
 aten = torch.ops.aten
 prims = torch.ops.prims

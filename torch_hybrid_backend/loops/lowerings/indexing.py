@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from torch_hybrid_backend.core.size import Dim, at_most, below
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import INDEX_DTYPE, Const, Expr, FromIndex, Map, Value, compute_dtype, scalar_index
@@ -30,6 +29,7 @@ from torch_hybrid_backend.loops.ops import (
     sub,
     where,
 )
+from torch_hybrid_backend.sizes.size import Dim, at_most, below
 
 aten = torch.ops.aten
 

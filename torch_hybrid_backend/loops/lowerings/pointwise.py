@@ -12,13 +12,13 @@ from collections.abc import Callable
 
 import torch
 
-from torch_hybrid_backend.core.size import Size
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.ir import Expr, Value, compute_dtype
 from torch_hybrid_backend.loops.lowering import Context, Refuse, lowers
 from torch_hybrid_backend.loops.lowerings import arithmetic as formula
 from torch_hybrid_backend.loops.lowerings.arithmetic import lit
 from torch_hybrid_backend.loops.ops import FLOAT_UNARY, add, call, const, div, is_float, mul, sub, where
+from torch_hybrid_backend.sizes.size import Size
 
 aten = torch.ops.aten
 prims = torch.ops.prims

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import torch
 
-from torch_hybrid_backend.core.size import known
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.index import Index, as_index, contiguous_strides
 from torch_hybrid_backend.loops.ir import Buffer, Expr, Map, ReduceOp, Value, compute_dtype, scalar_index
@@ -39,6 +38,7 @@ from torch_hybrid_backend.loops.ops import (
     sub,
     where,
 )
+from torch_hybrid_backend.sizes.size import known
 
 aten = torch.ops.aten
 

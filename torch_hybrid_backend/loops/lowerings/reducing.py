@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from torch_hybrid_backend.core.size import Dim, product
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import Expr, ScalarFn, Value, compute_dtype
 from torch_hybrid_backend.loops.lowering import Context
 from torch_hybrid_backend.loops.lowerings.arithmetic import lit
 from torch_hybrid_backend.loops.lowerings.views import axis, reshaped
 from torch_hybrid_backend.loops.ops import cast, const, div, mul, sub
+from torch_hybrid_backend.sizes.size import Dim, product
 
 Axes = int | Sequence[int] | None
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from torch_hybrid_backend.core.size import Dim, function
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import Expr, Value, compute_dtype
@@ -29,6 +28,7 @@ from torch_hybrid_backend.loops.lowerings.reducing import (
 )
 from torch_hybrid_backend.loops.lowerings.views import channelwise, reshaped
 from torch_hybrid_backend.loops.ops import add, call, cast, div, mul, sub, where
+from torch_hybrid_backend.sizes.size import Dim, function
 
 aten = torch.ops.aten
 

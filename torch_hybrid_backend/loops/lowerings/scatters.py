@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from torch_hybrid_backend.core.limits import MOST_SCATTERED_SLICES
-from torch_hybrid_backend.core.size import Dim, known
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import Expr, Map, Value, compute_dtype
@@ -20,6 +19,7 @@ from torch_hybrid_backend.loops.lowering import Context, Refuse, broadcast, lowe
 from torch_hybrid_backend.loops.lowerings.arithmetic import lit
 from torch_hybrid_backend.loops.lowerings.views import axis
 from torch_hybrid_backend.loops.ops import add, call, cast, const, from_index, guard, index_in, logical_and, where
+from torch_hybrid_backend.sizes.size import Dim, known
 
 aten = torch.ops.aten
 

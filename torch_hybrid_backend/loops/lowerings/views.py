@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from torch_hybrid_backend.core.limits import MOST_ELEMENTS
-from torch_hybrid_backend.core.size import Dim, Size, at_most, function, known
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.index import Index, as_index, linear, reshape_index
 from torch_hybrid_backend.loops.ir import Value
 from torch_hybrid_backend.loops.lowering import Context, Refuse, lowers, reindex
+from torch_hybrid_backend.sizes.size import Dim, Size, at_most, function, known
 
 aten = torch.ops.aten
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import torch
 
-from torch_hybrid_backend.core.size import Dim, at_most, known, product, typical
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.index import Index, contiguous_strides
 from torch_hybrid_backend.loops.ir import Buffer, Const, Expr, Map, ReduceOp, Value, compute_dtype
@@ -29,6 +28,7 @@ from torch_hybrid_backend.loops.ops import (
     mul,
     sub,
 )
+from torch_hybrid_backend.sizes.size import Dim, at_most, known, product, typical
 
 aten = torch.ops.aten
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch_hybrid_backend.engines.tvm.schedules import (
-    attention,
-    conv_chain,
-    convolution,
-    elementwise,
-    matmul,
-    plain_matmul,
-    reduction,
-)
+from torch_hybrid_backend.engines.tvm.schedules.attention.rules import emit as attention
+from torch_hybrid_backend.engines.tvm.schedules.convolution.fused import emit as fused_convolution
+from torch_hybrid_backend.engines.tvm.schedules.convolution.rules import emit as convolution
+from torch_hybrid_backend.engines.tvm.schedules.elementwise import emit as elementwise
+from torch_hybrid_backend.engines.tvm.schedules.matmul.packed import emit as packed_matmul
+from torch_hybrid_backend.engines.tvm.schedules.matmul.unpacked import emit as unpacked_matmul
+from torch_hybrid_backend.engines.tvm.schedules.reduction.rows import emit as reduction
 from torch_hybrid_backend.loops.kernels import (
     AttentionKernel,
     ConvChainKernel,
@@ -26,11 +24,11 @@ from torch_hybrid_backend.loops.kernels import (
 )
 
 SCHEDULES: tuple[tuple[type[Kernel], Callable[..., Any]], ...] = (
-    (MapKernel, elementwise.emit),
-    (RowKernel, reduction.emit),
-    (MatMulKernel, matmul.emit),
-    (PlainMatMulKernel, plain_matmul.emit),
-    (ConvKernel, convolution.emit),
-    (ConvChainKernel, conv_chain.emit),
-    (AttentionKernel, attention.emit),
+    (MapKernel, elementwise),
+    (RowKernel, reduction),
+    (MatMulKernel, packed_matmul),
+    (PlainMatMulKernel, unpacked_matmul),
+    (ConvKernel, convolution),
+    (ConvChainKernel, fused_convolution),
+    (AttentionKernel, attention),
 )

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch_hybrid_backend.core.size import Dim, Size, at_most, product, typical
-from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirExpr
-from torch_hybrid_backend.engines.tvm.printer import Printer
-from torch_hybrid_backend.engines.tvm.tiles import lane_chunks
+from torch_hybrid_backend.engines.tvm.cpu.tiles import lane_chunks
+from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirExpr
+from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, as_index, index_of
 from torch_hybrid_backend.loops.ir import Call, Expr, FromIndex, count_calls, loads_of, parts
 from torch_hybrid_backend.loops.kernels import Kernel
+from torch_hybrid_backend.sizes.size import Dim, Size, at_most, product, typical
 
 Env = dict[LoopVar, Index]
 

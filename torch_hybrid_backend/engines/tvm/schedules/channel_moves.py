@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirExpr
-from torch_hybrid_backend.engines.tvm.printer import Printer
 from torch_hybrid_backend.engines.tvm.schedules.axes import Env
+from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirExpr
+from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
 from torch_hybrid_backend.loops.ir import Buffer, Call, Expr, Load
 from torch_hybrid_backend.loops.kernels import MapKernel

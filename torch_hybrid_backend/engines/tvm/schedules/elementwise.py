@@ -18,9 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from torch_hybrid_backend.core.size import Dim, Size, typical
-from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt
-from torch_hybrid_backend.engines.tvm.printer import Printer
 from torch_hybrid_backend.engines.tvm.schedules.axes import (
     Env,
     Flat,
@@ -34,9 +31,12 @@ from torch_hybrid_backend.engines.tvm.schedules.axes import (
 )
 from torch_hybrid_backend.engines.tvm.schedules.channel_moves import channel_moves
 from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt
+from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, LoopVar, index_of
 from torch_hybrid_backend.loops.kernels import MapKernel
 from torch_hybrid_backend.loops.layout import Blocked
+from torch_hybrid_backend.sizes.size import Dim, Size, typical
 
 # Elements of a long vector axis that one task runs through: enough to pay for its start, few enough to share them out.
 _CHUNK = 4_096

@@ -18,14 +18,14 @@ from functools import partial
 import tvm
 from tvm import tirx
 
-from torch_hybrid_backend.core.size import Dim, Size, ceil_div, typical
-from torch_hybrid_backend.engines.tvm.builder import Builder, Stmt, TirBuffer, TirExpr
-from torch_hybrid_backend.engines.tvm.printer import Printer
+from torch_hybrid_backend.engines.tvm.cpu.tiles import Split
 from torch_hybrid_backend.engines.tvm.target import Target
-from torch_hybrid_backend.engines.tvm.tiles import Split
+from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirBuffer, TirExpr
+from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import count_calls
 from torch_hybrid_backend.loops.kernels import Store
+from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, typical
 
 # Multiply-adds in flight that keep both units of a core busy: latency 4, two units (Zen 3-5, Skylake and later).
 IN_FLIGHT = 8

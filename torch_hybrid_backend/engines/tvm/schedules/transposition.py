@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from tvm import tirx
 
-from torch_hybrid_backend.engines.tvm.builder import TirExpr
+from torch_hybrid_backend.engines.tvm.tir.builder import TirExpr
 
 # Elements of the 128-bit pieces within which the cheap permutations move.
 _PIECE = 4

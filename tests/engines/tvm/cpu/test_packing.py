@@ -1,0 +1,57 @@
+"""Packing: the torch functions and the loops values describe the same layout."""
+
+import pytest
+import torch
+
+from torch_hybrid_backend.engines.tvm.cpu import packing
+from torch_hybrid_backend.loops.index import as_index, var
+from torch_hybrid_backend.loops.ir import Buffer, Call, Load
+
+
+@pytest.mark.parametrize(("n", "tile_n"), [(5, 4), (8, 4), (1, 1), (3, 16), (33, 16)])
+def test_pack_b_puts_columns_into_panels_and_pads_with_zeros(n: int, tile_n: int) -> None:
+    """Element (b, k, n) lies at (b, n // tile, k, n % tile); the rest is zero."""
+    b = torch.randn(2, 3, n)
+    packed = packing.pack_b(b.transpose(1, 2).contiguous().transpose(1, 2), tile_n)
+    assert packed.is_contiguous()
+    assert tuple(packed.shape) == packing.packed_b_shape(2, n, 3, tile_n)
+    flat = packed.permute(0, 2, 1, 3).reshape(2, 3, -1)
+    assert torch.equal(flat[..., :n], b)
+    assert not flat[..., n:].any()
+
+
+def test_packed_b_value_reads_the_same_element_as_pack_b() -> None:
+    """The value's element at a packed position loads exactly the source element; where padding is possible, under a guard."""
+    source = Buffer((1, 3, 5), "float32")
+    value = packing.packed_b_value(source, 4)
+    assert value.shape == (1, 2, 3, 4)
+    inside = value.at((as_index(0), as_index(0), as_index(2), as_index(1)))
+    assert isinstance(inside, Load)
+    assert [i.const for i in inside.index] == [0, 2, 1]
+    assert isinstance(value.at((as_index(0), as_index(1), as_index(2), var("lane", 4))), Call)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("kernel", [(3,), (2, 3)])
+def test_conv_weight_position(groups: int, kernel: tuple[int, ...]) -> None:
+    """Element (o, i, kh, kw) lies at (group, block, kh, i, kw, lane) and padding lanes are zero."""
+    o, inputs, block = 6 * groups, 2, 4
+    w = torch.randn(o, inputs, *kernel)
+    packed = packing.pack_conv_weight(w, groups, block)
+    assert tuple(packed.shape) == packing.packed_conv_shape(tuple(w.shape), groups, block)
+    assert packed.is_contiguous()
+    spatial = w.reshape(o, inputs, -1, kernel[-1])
+    for channel in range(o):
+        group, inner = divmod(channel, 6)
+        got = packed[group, inner // block, :, :, :, inner % block]
+        assert torch.equal(got, spatial[channel].transpose(0, 1))
+    assert not packed[:, 1, ..., 2:].any()
+
+
+def test_depthwise_weight_has_channels_innermost() -> None:
+    """One input and one output channel per group: (block, kh, kw, lane)."""
+    w = torch.randn(10, 1, 3, 2)
+    packed = packing.pack_conv_weight(w, 10, 4)
+    assert tuple(packed.shape) == (3, 3, 2, 4)
+    assert torch.equal(packed[2, :, :, 1], w[9, 0])
+    assert not packed[2, ..., 2:].any()

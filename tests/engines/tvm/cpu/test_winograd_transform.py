@@ -1,0 +1,87 @@
+"""Winograd's matrices, packing and choice; its kernels are tested with the other convolutions."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+import torch
+
+from torch_hybrid_backend.engines.tvm.cpu.packing import pack_winograd_weight
+from torch_hybrid_backend.engines.tvm.cpu.winograd_cost import winograd_gains, winograd_tasks
+from torch_hybrid_backend.engines.tvm.cpu.winograd_transform import (
+    POINTS,
+    even_polynomial,
+    packed_winograd_shape,
+    weight_matrix,
+)
+from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.sizes.size import symbol
+
+TARGET = Target("native", "test", ("avx512f",), 16, 2, 48 << 10, 1 << 20)
+
+
+def points(m: int) -> list[Fraction]:
+    """The finite points, in the order of the rows."""
+    return [Fraction(0), *(sign * p for p in POINTS[m] for sign in (1, -1))]
+
+
+@pytest.mark.parametrize("m", sorted(POINTS))
+def test_the_weight_matrix_is_exact(m: int) -> None:
+    """Row i of G is the kernel's polynomial at point i, divided by the product of the distances to the other points; the last is the leading
+    coefficient."""
+    for i, (row, p) in enumerate(zip(weight_matrix(m), points(m), strict=False)):
+        scale = Fraction(1)
+        for j, q in enumerate(points(m)):
+            scale *= p - q if i != j else 1
+        assert row == tuple(p**k / scale for k in range(3))
+    assert weight_matrix(m)[-1] == (Fraction(0), Fraction(0), Fraction(1))
+    assert len(weight_matrix(m)) == m + 2
+
+
+def test_even_polynomials_have_their_roots() -> None:
+    """The product of (x^2 - s) vanishes where x^2 is one of the s, and is monic."""
+    squares = [Fraction(1, 4), Fraction(9)]
+    coefficients = even_polynomial(squares)
+    assert coefficients[-1] == 1
+    for s in squares:
+        assert sum(c * s**k for k, c in enumerate(coefficients)) == 0
+
+
+@pytest.mark.parametrize("m", sorted(POINTS))
+def test_packed_weights_are_padded_with_zeros(m: int) -> None:
+    """Output channels beyond the last are zero; the sum over the infinite point is the kernel's last tap."""
+    w = torch.randn(5, 3, 3, 3)
+    packed = pack_winograd_weight(w, m, 4)
+    assert packed.shape == packed_winograd_shape((5, 3, 3, 3), m, 4) == (1, (m + 2) ** 2, 3, 8)
+    assert (packed[..., 5:] == 0).all()
+    torch.testing.assert_close(packed[0, -1, :, :5], w[:, :, 2, 2].T)
+    grouped = pack_winograd_weight(torch.cat([w, 2 * w]), m, 4, groups=2)
+    assert torch.equal(grouped, torch.cat([packed, 2 * packed]))
+
+
+def test_estimates_follow_the_arithmetic() -> None:
+    """Large images gain most, by F(4x4); where weights are most of the traffic, nothing is gained; and few channels fill no vector."""
+    large = winograd_gains(1, 64, 64, (56, 56), TARGET)
+    assert next(iter(large)) == 4
+    assert large[4] > large[2] > 1.5
+    assert winograd_gains(1, 512, 512, (7, 7), TARGET)[4] < 1
+    assert not winograd_gains(1, 64, 3, (224, 224), TARGET)
+    assert not winograd_gains(0, 64, 64, (56, 56), TARGET)
+
+
+def test_estimates_of_groups() -> None:
+    """Groups gain as one convolution of their channels does; those whose channels do not fill vectors are left to the direct sum."""
+    assert winograd_gains(1, 64, 64, (28, 28), TARGET, groups=3)[4] > 2
+    assert winograd_gains(1, 64, 64, (14, 14), TARGET, groups=8)[2] > 1.15
+    assert not winograd_gains(1, 24, 16, (28, 28), TARGET, groups=3)
+
+
+def test_tasks_cover_every_tile() -> None:
+    """As many runs as it takes, for a number of images known or not."""
+    for images in (1, 3, 8):
+        tasks = winograd_tasks(images, 64, 64, (13, 14), 4, TARGET)
+        assert tasks.runs * tasks.tiles >= images * 16 > (tasks.runs - 1) * tasks.tiles
+    unknown = winograd_tasks(symbol("s0", 8), 64, 64, (13, 14), 4, TARGET)
+    assert unknown.tiles >= 1
+    assert not isinstance(unknown.runs, int)

@@ -1,0 +1,122 @@
+"""Operators that change nothing go; those that only look like it stay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from torch_hybrid_backend.passes.canonical.remove_no_ops import remove_no_ops
+
+aten = torch.ops.aten
+
+
+def twice(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x, x.clone()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.clone().relu(),
+        lambda x: aten._to_copy(x, dtype=torch.float32).relu(),
+        lambda x: aten.view(x, [4, 6]).relu(),
+        lambda x: aten.expand(x, [4, 6]).relu(),
+        lambda x: aten.slice(x, 0, 0, 9223372036854775807).relu(),
+        lambda x: aten.permute(x, [0, 1]).relu(),
+        lambda x: x.t().t().relu(),
+        lambda x: x.detach().relu(),
+    ],
+)
+def test_removed(captured, function):
+    """What returns its input is dropped."""
+    subject = captured(function, torch.randn(4, 6))
+    subject.apply(remove_no_ops, remove_no_ops, exact=True)
+    assert subject.operators() == {"relu.default": 1}
+
+
+@pytest.mark.parametrize(
+    ("function", "kept"),
+    [
+        (lambda x: x.t().contiguous().view(-1).relu(), "clone.default"),  # a layout change
+        (lambda x: x.clone(), "clone.default"),  # keeps the output apart from the input
+        (lambda x: twice(x.relu()), "clone.default"),  # keeps two outputs apart
+        (lambda x: x.clone().t(), "clone.default"),  # as the first, through a view
+        (lambda x: x.double().relu(), "_to_copy.default"),
+        (lambda x: x[1:].relu(), "slice.Tensor"),
+        (lambda x: x.t().relu(), "permute.default"),
+        (lambda x: torch.tensor([1.0, 2.0]), "lift_fresh_copy.default"),  # fresh memory in every call
+    ],
+)
+def test_kept(captured, function, kept):
+    """Casts, layout changes and copies that somebody can tell from the original stay."""
+    subject = captured(function, torch.randn(4, 6))
+    subject.apply(remove_no_ops, exact=True)
+    assert subject.operators()[kept] == 1
+
+
+def test_copy_of_an_intermediate_goes_even_if_returned(captured):
+    """A returned copy of a value nobody else returns can be that value."""
+    subject = captured(lambda x: x.relu().clone(), torch.randn(4, 6))
+    assert subject.apply(remove_no_ops, exact=True)
+    assert subject.operators() == {"relu.default": 1}
+
+
+def test_views_merge(captured):
+    """Chains of views and of permutations become one each; an identity chain becomes none."""
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (
+            x.view(2, 12).view(24).unsqueeze(0).relu(),
+            x.view(2, 3, 4).permute(1, 2, 0).permute(2, 0, 1).sin(),
+            x.view(2, 3, 4).permute(1, 2, 0).permute(1, 0, 2).cos(),
+        )
+
+    subject = captured(function, torch.randn(4, 6))
+    assert subject.apply(remove_no_ops, remove_no_ops, exact=True)
+    from torch_hybrid_backend.passes.canonical.dead_code import dead_code
+
+    subject.apply(dead_code, exact=True)
+    assert subject.operators()["permute.default"] == 1
+    assert subject.operators()["view.default"] <= 3
+    assert subject.operators()["unsqueeze.default"] == 0
+
+
+def test_view_of_a_view_that_cannot_merge(captured):
+    """Halves that are views of their own inputs but not of the first stay two."""
+    subject = captured(lambda x: x.t().unsqueeze(0).squeeze(0).relu(), torch.randn(4, 6))
+    subject.apply(remove_no_ops, exact=True)
+    assert subject.operators()["relu.default"] == 1
+
+
+def test_as_strided_reshape_becomes_view(captured):
+    """as_strided that only reshapes is spelt view; one that strides is not."""
+    subject = captured(
+        lambda x: (torch.as_strided(x.sin(), (24,), (1,)).exp(), torch.as_strided(x.cos(), (2,), (3,)).exp()),
+        torch.randn(4, 6),
+    )
+    assert subject.apply(remove_no_ops, exact=True)
+    assert subject.operators()["view.default"] == 1
+    assert subject.operators()["as_strided.default"] == 1
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_nothing_is_joined(captured, dynamic, transposed):
+    """What has no elements is not joined; a concatenation of one tensor is that tensor, or keeps the strides it had."""
+
+    def rotated(x):
+        y = x.cos().transpose(0, 1) if transposed else x.cos()
+        return torch.cat([y, y[..., 6:]], -1) + 1, torch.cat([y[..., 6:], y, y.sin()], -1)
+
+    subject = captured(rotated, torch.randn(4, 3, 6), dynamic=dynamic)
+    assert subject.apply(remove_no_ops, exact=True)
+    nodes = subject.gm.graph.find_nodes(op="call_function", target=aten.cat.default)
+    assert all(part.meta["val"].numel() for node in nodes for part in node.args[0])
+
+
+def test_one_tensor_joined_with_nothing_is_a_new_one(captured):
+    """What is returned shares no memory with an input."""
+    subject = captured(lambda x: torch.cat([x, x[:0]]), torch.randn(4, 6), dynamic=False)
+    subject.apply(remove_no_ops, exact=True)
+    (result,) = subject.run()
+    assert result.data_ptr() != subject.inputs[0].data_ptr()

@@ -1,0 +1,584 @@
+"""The C++ plan, guard and binding, driven directly."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import platform
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from torch_hybrid_backend.core.program import OperatorArgument, TensorArgument
+from torch_hybrid_backend.errors import HybridError
+from torch_hybrid_backend.runtime.native import ops
+from torch_hybrid_backend.runtime.native.ops import (
+    CALLS_PER_ROUND,
+    Binding,
+    Guard,
+    GuardKind,
+    Plan,
+    ValueKind,
+    watches_writes,
+)
+
+N = 4096  # as in conftest.py
+F32 = torch.float32
+
+
+def flat(plan: Plan, kind: ValueKind, payload: int = 0, elements: int = N) -> int:
+    return plan.add_value(kind, payload, F32, [elements], [1])
+
+
+def unbound(plan: Plan) -> Binding:
+    return Binding(plan, Guard([]), {}, {})
+
+
+def chain(kernels: str) -> Plan:
+    """out = scratch(2 x) + x, with two buffers in the arena."""
+    plan = Plan()
+    x = flat(plan, ValueKind.INPUT)
+    doubled, plus_one = flat(plan, ValueKind.ARENA, 0), flat(plan, ValueKind.ARENA, 4 * N)
+    out = flat(plan, ValueKind.FRESH)
+    plan.add_kernel(kernels, "double", [x, doubled])
+    plan.add_kernel(kernels, "scratch", [doubled, plus_one])
+    plan.add_kernel(kernels, "add", [plus_one, x, out])
+    plan.seal(1, 0, 8 * N, [out])
+    return plan
+
+
+@pytest.mark.usefixtures("threads")
+def test_kernels_run_over_arena_workspace_and_fresh_outputs(kernels: str) -> None:
+    """A plan chains kernels through the arena; each call returns a tensor of its own."""
+    plan = chain(kernels)
+    binding = unbound(plan)
+    x = torch.randn(N)
+    [first] = plan.run(binding, [x])
+    [second] = plan.run(binding, [x + 1])
+    torch.testing.assert_close(first, 3 * x + 1)
+    torch.testing.assert_close(second, 3 * (x + 1) + 1)
+
+
+def test_threads_share_a_plan(kernels: str) -> None:
+    """Four threads run one plan at once, each with an arena of its own."""
+    plan = chain(kernels)
+    binding = unbound(plan)
+
+    def work(seed: int) -> bool:
+        x = torch.full((N,), float(seed))
+        return all(bool((plan.run(binding, [x])[0] == 3 * seed + 1).all()) for _ in range(200))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4)))
+
+
+def test_a_kernel_inside_a_parallel_region_still_runs(kernels: str) -> None:
+    """A callback runs a plan of its own while the outer plan runs: re-entrant on one thread, too."""
+    inner = chain(kernels)
+    inner_binding = unbound(inner)
+    outer = Plan([lambda inputs: inner.run(inner_binding, [inputs[0]])])
+    x = flat(outer, ValueKind.RAW_INPUT)
+    out = flat(outer, ValueKind.RETURNED)
+    outer.add_callback(0, [x], [out])
+    outer.seal(1, 0, 0, [out])
+    given = torch.randn(N)
+    torch.testing.assert_close(outer.run(unbound(outer), [given])[0], 3 * given + 1)
+
+
+def test_ranges_are_shown_by_a_profiler(kernels: str) -> None:
+    """Under torch.profiler the steps of a range, kernels by their symbols, lie inside it; without one nothing is recorded."""
+    plan = Plan([lambda inputs: [inputs[0] * 3]])
+    x, middle = flat(plan, ValueKind.INPUT), flat(plan, ValueKind.FRESH)
+    out = flat(plan, ValueKind.RETURNED)
+    plan.add_range("first")
+    plan.add_kernel(kernels, "double", [x, middle])
+    plan.add_range("nothing runs here")
+    plan.add_range("second")
+    plan.add_callback(0, [middle], [out])
+    plan.seal(1, 0, 0, [out])
+    binding, given = unbound(plan), torch.randn(N)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        torch.testing.assert_close(plan.run(binding, [given])[0], 6 * given)
+    torch.testing.assert_close(plan.run(binding, [given])[0], 6 * given)
+    parents = {event.name: event.cpu_parent.name for event in profiler.events() if event.cpu_parent is not None}
+    assert parents["double"] == "first"
+    assert parents["torch_hybrid_backend::run_segment"] == "second"
+    assert parents["first"] == parents["second"] == "torch_hybrid_backend::plan_run"
+    assert [event.name for event in profiler.events()].count("first") == 1
+
+
+def test_inputs_with_other_strides_are_copied(kernels: str) -> None:
+    """A kernel sees the strides it was built for, whatever the strides of the input."""
+    plan = Plan()
+    x = plan.add_value(ValueKind.INPUT, 0, F32, [64, 64], [64, 1])
+    out = plan.add_value(ValueKind.FRESH, 0, F32, [64, 64], [1, 64])
+    plan.add_kernel(kernels, "double", [x, out])
+    plan.seal(1, 0, 0, [out])
+    given = torch.randn(64, 64)
+    [result] = plan.run(unbound(plan), [given.t()])
+    assert result.stride() == (1, 64)
+    torch.testing.assert_close(result.t(), 2 * given.t())
+
+
+def test_an_output_may_alias_an_input_or_another_output(kernels: str) -> None:
+    """Aliases share memory with what they alias and have their own shape."""
+    plan = Plan()
+    x = flat(plan, ValueKind.INPUT)
+    out = flat(plan, ValueKind.FRESH)
+    view_of_x = plan.add_value(ValueKind.ALIAS, x, F32, [64, 64], [64, 1])
+    view_of_out = plan.add_value(ValueKind.ALIAS, out, F32, [2, N // 2], [N // 2, 1])
+    plan.add_kernel(kernels, "double", [x, out])
+    plan.seal(1, 0, 0, [x, view_of_x, out, view_of_out])
+    given = torch.randn(2 * N)[N:]
+    same, input_view, result, result_view = plan.run(unbound(plan), [given])
+    assert same is given
+    assert input_view.data_ptr() == given.data_ptr()
+    assert input_view.shape == (64, 64)
+    assert result_view.data_ptr() == result.data_ptr()
+    torch.testing.assert_close(result_view, 2 * given.view(2, -1))
+
+
+def test_inputs_that_do_not_fit_are_refused(kernels: str) -> None:
+    """Another shape, dtype or number of inputs is an error that names both sides."""
+    plan = chain(kernels)
+    binding = unbound(plan)
+    with pytest.raises(HybridError, match=r"input 0 is Float\(3\).*built for Float\(4096\)"):
+        plan.run(binding, [torch.randn(3)])
+    with pytest.raises(HybridError, match="input 0 is Double"):
+        plan.run(binding, [torch.randn(N, dtype=torch.float64)])
+    with pytest.raises(HybridError, match="takes 1 inputs, not 2"):
+        plan.run(binding, [torch.randn(N), torch.randn(N)])
+
+
+def test_a_failing_kernel_is_named(kernels: str) -> None:
+    """A kernel that gets no scratch memory fails by name and status; the plan, and other kernels, can run on."""
+    plan = Plan()
+    x, out = flat(plan, ValueKind.INPUT), flat(plan, ValueKind.FRESH)
+    plan.add_kernel(kernels, "starve", [x, out])
+    plan.seal(1, 0, 0, [out])
+    given = torch.randn(N)
+    for _ in range(2):
+        with pytest.raises(HybridError, match=r"kernel starve failed with status -1: .* too little memory"):
+            plan.run(unbound(plan), [given])
+    working = chain(kernels)
+    torch.testing.assert_close(working.run(unbound(working), [given])[0], 3 * given + 1)
+
+
+def test_missing_libraries_and_kernels_are_named(kernels: str, tmp_path: Path) -> None:
+    """A deleted library, one that is none, and an unknown symbol are errors when the plan is built."""
+    plan = Plan()
+    x = flat(plan, ValueKind.INPUT)
+    with pytest.raises(HybridError, match=r"cannot open the kernel library .*gone\.so"):
+        plan.add_kernel(str(tmp_path / "gone.so"), "double", [x])
+    (tmp_path / "text.so").write_text("no library")
+    with pytest.raises(HybridError, match=r"cannot open the kernel library .*text\.so"):
+        plan.add_kernel(str(tmp_path / "text.so"), "double", [x])
+    with pytest.raises(HybridError, match='has no kernel "halve"'):
+        plan.add_kernel(kernels, "halve", [x])
+
+
+def test_operators_read_constants_and_are_read_by_kernels(kernels: str) -> None:
+    """An operator's tensors are inputs and constants, oneDNN's packed ones included; kernels read its result."""
+    x, weight = torch.randn(64, 32), torch.randn(64, 32)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, 64)
+    plan = Plan()
+    given = plan.add_value(ValueKind.INPUT, 0, F32, [64, 32], [32, 1])
+    constant = flat(plan, ValueKind.CONSTANT, 0, 64 * 32)
+    product = plan.add_value(ValueKind.RETURNED, 0, F32, [64, 64], [64, 1])
+    out = flat(plan, ValueKind.FRESH)
+    arguments = (TensorArgument(0, None), TensorArgument(1, None), None, "none", (), None)
+    plan.add_operator("mkldnn::_linear_pointwise", arguments, [given, constant], product)
+    plan.add_kernel(kernels, "double", [product, out])
+    plan.seal(1, 1, 0, [out])
+    [result] = plan.run(Binding(plan, Guard([]), {0: packed}, {}), [x])
+    torch.testing.assert_close(result, (2 * x @ weight.t()).flatten())
+    with pytest.raises(HybridError, match="constant slot 0 is borrowed"):
+        plan.run(Binding(plan, Guard([]), {}, {0: weight.data_ptr()}), [x])
+
+
+def test_operators_that_fail_say_so() -> None:
+    """Arguments that do not fit are refused while building; what the operator raises, and another result than expected, by the run."""
+    x, y = TensorArgument(0, None), TensorArgument(1, None)
+
+    def plan_of(name: str, arguments: tuple[OperatorArgument, ...], tensors: int) -> Plan:
+        plan = Plan()
+        values = [flat(plan, ValueKind.INPUT, position) for position in range(tensors)]
+        result = flat(plan, ValueKind.RETURNED)
+        plan.add_operator(name, arguments, values, result)
+        plan.seal(tensors, 0, 0, [result])
+        return plan
+
+    with pytest.raises(HybridError, match="takes 2 tensors, not 1"):
+        plan_of("aten::maximum", (x, y), 1)
+    plan = Plan()
+    arena, result = flat(plan, ValueKind.ARENA), flat(plan, ValueKind.RETURNED)
+    with pytest.raises(HybridError, match="must be a tensor"):
+        plan.add_operator("aten::abs", (x,), [arena], result)
+    with pytest.raises(HybridError, match="only returned values"):
+        plan.add_operator("aten::abs", (x,), [result], arena)
+    with pytest.raises(HybridError, match="no argument of an operator"):
+        plan.add_operator("aten::abs", (x, "two words"), [result], result)
+    a, b = torch.randn(N), torch.randn(N)
+    plan = plan_of("aten::maximum", (x, y), 2)
+    torch.testing.assert_close(plan.run(unbound(plan), [a, b])[0], torch.maximum(a, b))
+    plan = plan_of("aten::diagflat", (x, 1), 1)
+    with pytest.raises(HybridError, match=r"the result of aten::diagflat is .* instead of"):
+        plan.run(unbound(plan), [a])
+    plan = plan_of("aten::narrow_copy", (x, 7, 0, 1), 1)
+    with pytest.raises(HybridError):
+        plan.run(unbound(plan), [a])
+
+
+def test_plans_that_could_never_run_are_refused(kernels: str) -> None:
+    """Building checks what running would trip over."""
+    plan = Plan([lambda inputs: inputs])
+    arena = flat(plan, ValueKind.ARENA)
+    with pytest.raises(HybridError, match="no value 9"):
+        plan.add_kernel(kernels, "double", [arena, 9])
+    with pytest.raises(HybridError, match="must be a tensor"):
+        plan.add_callback(0, [arena], [])
+    with pytest.raises(HybridError, match="must be a tensor"):
+        plan.seal(0, 0, 4 * N, [arena])
+    with pytest.raises(HybridError, match="outside the arena"):
+        plan.seal(0, 0, 4 * N - 64, [])
+    with pytest.raises(HybridError, match="fit in it"):
+        plan.add_value(ValueKind.ALIAS, arena, F32, [N + 1], [1])
+    with pytest.raises(HybridError, match="sealed before"):
+        plan.run(unbound(plan), [])
+
+
+class EagerError(ValueError):
+    """An error of the user's own."""
+
+
+def test_callbacks_run_between_kernels(kernels: str) -> None:
+    """A callback reads fresh tensors, and kernels read what it returns."""
+    seen: list[torch.Tensor] = []
+
+    def callback(inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        seen.append(inputs[0])
+        return (inputs[0] - 5,)
+
+    plan = Plan([callback])
+    x, doubled = flat(plan, ValueKind.INPUT), flat(plan, ValueKind.FRESH)
+    returned, out = flat(plan, ValueKind.RETURNED), flat(plan, ValueKind.FRESH)
+    plan.add_kernel(kernels, "double", [x, doubled])
+    plan.add_callback(0, [doubled], [returned])
+    plan.add_kernel(kernels, "double", [returned, out])
+    plan.seal(1, 0, 0, [out])
+    binding = unbound(plan)
+    given = torch.randn(N)
+    torch.testing.assert_close(plan.run(binding, [given])[0], 4 * given - 10)
+    plan.run(binding, [given + 1])
+    torch.testing.assert_close(seen[0], 2 * given)
+
+
+def test_what_a_callback_returns_is_checked_and_restrided() -> None:
+    """Strides are restored by a copy; another shape or number of tensors is an error."""
+    returns: list[torch.Tensor] = []
+    plan = Plan([lambda inputs: returns])
+    out = plan.add_value(ValueKind.RETURNED, 0, F32, [2, 3], [3, 1])
+    plan.add_callback(0, [], [out])
+    plan.seal(0, 0, 0, [out])
+    binding = unbound(plan)
+    with pytest.raises(HybridError, match="segment 0 returned 0 values instead of 1"):
+        plan.run(binding, [])
+    returns.append(torch.randn(3, 2).t())
+    [result] = plan.run(binding, [])
+    assert result.stride() == (3, 1)
+    torch.testing.assert_close(result, returns[0])
+    returns[0] = torch.randn(2, 2)
+    with pytest.raises(HybridError, match=r"output 0 of segment 0 is Float\(2, 2\)"):
+        plan.run(binding, [])
+
+
+def test_values_that_are_not_on_the_cpu() -> None:
+    """Callbacks read and return them, aliases and outputs share them, and other strides are restored where they are."""
+    seen: list[torch.Tensor] = []
+
+    def callback(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        seen.extend(inputs)
+        return [torch.empty(3, 2, device="meta").t(), inputs[0] + 1]
+
+    plan = Plan([callback])
+    x = plan.add_value(ValueKind.RAW_INPUT, 0, F32, [2, 3], [3, 1], on_cpu=False)
+    restrided = plan.add_value(ValueKind.RETURNED, 0, F32, [2, 3], [3, 1], on_cpu=False)
+    returned = plan.add_value(ValueKind.RETURNED, 0, F32, [2, 3], [3, 1], on_cpu=False)
+    flattened = plan.add_value(ValueKind.ALIAS, returned, F32, [6], [1], on_cpu=False)
+    plan.add_callback(0, [x], [restrided, returned])
+    plan.seal(1, 0, 0, [x, restrided, returned, flattened])
+    given = torch.empty(2, 3, device="meta")
+    outputs = plan.run(unbound(plan), [given])
+    assert outputs is not None
+    assert seen[0] is outputs[0] is given
+    assert [(str(o.device), tuple(o.shape), o.stride()) for o in outputs[1:]] == [
+        ("meta", (2, 3), (3, 1)),
+        ("meta", (2, 3), (3, 1)),
+        ("meta", (6,), (1,)),
+    ]
+    with pytest.raises(
+        HybridError, match=r"input 0 is Double.* on another device than the CPU, but the plan was built for"
+    ):
+        plan.run(unbound(plan), [given.double()])
+
+
+def test_kernels_stay_on_the_cpu(kernels: str) -> None:
+    """A plan whose kernels would read or write another device's memory is not built, and its inputs and results cannot be moved there."""
+    plan = Plan([lambda inputs: [torch.empty(N, device="meta")]])
+    elsewhere = plan.add_value(ValueKind.INPUT, 0, F32, [N], [1], on_cpu=False)
+    x, out, returned = (flat(plan, kind) for kind in (ValueKind.INPUT, ValueKind.FRESH, ValueKind.RETURNED))
+    with pytest.raises(HybridError, match=r"cannot read a value that is elsewhere"):
+        plan.add_kernel(kernels, "double", [elsewhere, out])
+    for kind in (ValueKind.ARENA, ValueKind.FRESH):
+        with pytest.raises(HybridError, match="makes memory on the CPU only"):
+            plan.add_value(kind, 0, F32, [N], [1], on_cpu=False)
+    plan.add_kernel(kernels, "double", [x, out])
+    plan.add_callback(0, [], [returned])
+    plan.seal(1, 0, 0, [out, returned])
+    with pytest.raises(HybridError, match=r"input 0 is .* on another device than the CPU"):
+        plan.run(unbound(plan), [torch.empty(N, device="meta")])
+    with pytest.raises(HybridError, match=r"output 0 of segment 0 is .* on another device than the CPU instead of"):
+        plan.run(unbound(plan), [torch.randn(N)])
+
+
+def test_a_callbacks_exception_arrives_unchanged() -> None:
+    """The user's exception comes through C++ with its type, message and traceback; the plan can run on."""
+    raising = [True]
+
+    def callback(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        if raising[0]:
+            raise EagerError("eager failed")
+        return inputs
+
+    plan = Plan([callback])
+    x, out = flat(plan, ValueKind.RAW_INPUT), flat(plan, ValueKind.RETURNED)
+    plan.add_callback(0, [x], [out])
+    plan.seal(1, 0, 0, [out])
+    binding = unbound(plan)
+    with pytest.raises(EagerError, match="eager failed") as raised:
+        plan.run(binding, [torch.randn(N)])
+    assert raised.traceback[-1].name == "callback"
+    raising[0] = False
+    assert plan.run(binding, [torch.randn(N)]) is not None
+
+
+def test_bindings_fill_constant_slots(kernels: str) -> None:
+    """Owned and borrowed constants reach the kernels; a slot left empty or filled twice is refused."""
+    plan = Plan()
+    a, b = flat(plan, ValueKind.CONSTANT, 0), flat(plan, ValueKind.CONSTANT, 1)
+    out = flat(plan, ValueKind.FRESH)
+    plan.add_kernel(kernels, "add", [a, b, out])
+    plan.seal(0, 2, 0, [out])
+    owned, borrowed = torch.randn(N), torch.randn(N)
+    binding = Binding(plan, Guard([]), {1: owned}, {0: borrowed.data_ptr()})
+    torch.testing.assert_close(plan.run(binding, [])[0], owned + borrowed)
+    with pytest.raises(HybridError, match="every constant slot"):
+        Binding(plan, Guard([]), {1: owned}, {})
+    with pytest.raises(HybridError, match="filled twice"):
+        Binding(plan, Guard([]), {0: owned, 1: owned}, {0: borrowed.data_ptr()})
+
+
+KINDS = pytest.mark.parametrize("kind", GuardKind)
+
+
+def sees(guard: Guard, asked: int = CALLS_PER_ROUND) -> bool:
+    """Whether the guard sees a change when it is asked so often."""
+    return any(guard.is_stale() for _ in range(asked))
+
+
+@pytest.mark.usefixtures("threads")
+@KINDS
+def test_every_tensor_of_many_is_guarded(kind: GuardKind) -> None:
+    """A change is seen in the next call wherever it is, also by several threads that ask at once."""
+    for changed in (0, 63, 64, 150, 300):
+        tensors = [torch.zeros(31) for _ in range(301)]
+        guard = Guard(tensors, kind)
+        assert not sees(guard)
+        tensors[changed].data[30] = 1
+        with ThreadPoolExecutor(3) as pool:
+            assert all(pool.map(lambda _, g=guard: g.is_stale(), range(30)))
+
+
+@pytest.mark.usefixtures("threads")
+@KINDS
+@pytest.mark.parametrize("element", [1, 100_003, 3_999_999])
+def test_one_element_of_a_large_tensor(kind: GuardKind, element: int) -> None:
+    """A change of one element among millions is seen: at once where the kernel watches, else within a round, and then it says so."""
+    tensor = torch.zeros(4_000_000)
+    guard = Guard([tensor], kind)
+    assert not sees(guard)
+    tensor.numpy()[element] = 1
+    if kind == GuardKind.LIVE_UNWATCHED:
+        assert sees(guard)
+        assert guard.is_late() or element == tensor.numel() - 1  # the last element is a sample
+    elif kind == GuardKind.EVERY_BYTE or watches_writes():
+        assert guard.is_stale()
+        assert not guard.is_late()
+    assert guard.is_stale(), "once stale, always stale"
+
+
+def test_the_kernel_watches() -> None:
+    """On a kernel that can watch writes, and may, it does: the tests of watching test something."""
+    release = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
+    if platform.system() != "Linux" or platform.machine() != "x86_64" or release < (6, 7):
+        pytest.skip("Linux 6.7 is the first to watch writes")
+    userfaultfd, user_mode_only = 323, 1
+    libc = ctypes.CDLL(None, use_errno=True)
+    descriptor = libc.syscall(userfaultfd, os.O_CLOEXEC | user_mode_only)
+    if descriptor < 0:
+        pytest.skip(f"this process may not watch writes: {os.strerror(ctypes.get_errno())}")
+    os.close(descriptor)
+    assert watches_writes()
+
+
+@KINDS
+def test_what_neighbours_write_does_not_count(kind: GuardKind) -> None:
+    """Writes to the same pages but not to the tensor, and writes of what was there already, change nothing."""
+    whole = torch.zeros(64, 1000)
+    guarded = whole[:, 3:500]
+    guard = Guard([guarded], kind)
+    whole[:, 2] = 1
+    whole[:, 500:] = 1
+    guarded.data.copy_(guarded.clone())
+    assert not sees(guard)
+    whole[63, 499] = 1
+    assert sees(guard)
+
+
+@KINDS
+def test_a_page_that_others_write_to_all_the_time(kind: GuardKind) -> None:
+    """A weight beside busy memory is guarded all the same, however often the neighbour was written to."""
+    whole = torch.zeros(100_000)
+    guarded = whole[5000:90_000]
+    for changed in (0, 40_000, 84_999):
+        guard = Guard([guarded], kind)
+        for _ in range(20):
+            whole[4998:5000] += 1
+            whole[90_000:90_002] += 1
+            assert not guard.is_stale()
+        guarded.data[changed] += 1
+        assert sees(guard)
+        assert guard.is_stale()
+
+
+@KINDS
+@pytest.mark.parametrize("flip", [slice(None), slice(1, None, 2), slice(0, 1)])
+def test_signs_count(kind: GuardKind, flip: slice) -> None:
+    """Weights whose signs alone change are seen, of all or of every second one."""
+    tensor = torch.ones(70_000)
+    guard = Guard([tensor], kind)
+    tensor[flip].neg_()
+    assert sees(guard)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_shared_memory_is_compared() -> None:
+    """Memory that other processes may write to is not left to the kernel's watch, which sees this process only."""
+    tensor = torch.zeros(300_000).share_memory_()
+    guard = Guard([tensor])
+    assert not sees(guard)
+    child = os.fork()
+    if child == 0:
+        tensor.numpy()[123_457] = 1
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert sees(guard)
+
+
+def test_a_guard_of_a_forked_child() -> None:
+    """A guard made before a fork is stale in the child, where it cannot know what was written; its parent's goes on."""
+    tensor = torch.zeros(300_000)
+    guard = Guard([tensor])
+    child = os.fork()
+    if child == 0:
+        tensor[100_001] = 1
+        os._exit(0 if sees(guard) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert not sees(guard)
+
+
+def test_tensors_of_other_devices_are_not_read() -> None:
+    """What lies on another device is guarded by address and version alone, which others compare."""
+    assert not sees(Guard([torch.empty(1000, device="meta"), torch.ones(3)]))
+
+
+def test_a_stale_guard_stops_a_run(kernels: str) -> None:
+    """A run with a stale binding returns None instead of results."""
+    plan = chain(kernels)
+    weight = torch.randn(5, 7).t()
+    binding = Binding(plan, Guard([weight]), {}, {})
+    assert plan.run(binding, [torch.randn(N)]) is not None
+    weight.data.mul_(2)
+    assert plan.run(binding, [torch.randn(N)]) is None
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64]
+)
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (100, 3), (0, 2)])
+@KINDS
+def test_guards_see_the_last_element(dtype: torch.dtype, shape: tuple[int, ...], kind: GuardKind) -> None:
+    """A change of the last element is seen for every dtype and shape, strided ones too."""
+    tensor = torch.zeros(shape, dtype=dtype)
+    strided = torch.zeros((*shape, 2), dtype=dtype)[..., 1]
+    for guarded in (tensor, strided):
+        guard = Guard([guarded], kind)
+        assert not guard.is_stale()
+        if guarded.numel() == 0:
+            continue
+        index = tuple(size - 1 for size in shape)
+        guarded[index] = 1
+        assert guard.is_stale()
+
+
+def test_handles_are_freed() -> None:
+    """Plans, guards and bindings free their C++ side and their callbacks when they are collected."""
+    plan = Plan([lambda inputs: inputs])
+    guard = Guard([torch.ones(3)])
+    handle, guard_handle = plan.handle, guard.handle
+    plan.seal(0, 0, 0, [])
+    assert plan.run(unbound(plan), []) == []
+    del plan, guard
+    gc.collect()
+    with pytest.raises(RuntimeError, match="no plan has the handle"):
+        torch.ops.torch_hybrid_backend.plan_seal(handle, 0, 0, 0, [])
+    with pytest.raises(RuntimeError, match="no guard has the handle"):
+        torch.ops.torch_hybrid_backend.guard_is_stale(guard_handle)
+    assert handle not in ops._callbacks
+
+
+def test_finalizers_leave_no_trace() -> None:
+    """What is collected while a graph is traced is freed, and is no part of that graph."""
+    plan, guard = Plan(), Guard([torch.ones(3)])
+    plan.seal(0, 0, 0, [])
+    garbage = [plan, guard, Binding(plan, guard, {}, {})]
+    handle, guard_handle = plan.handle, guard.handle
+    del plan, guard
+
+    def collects(x: torch.Tensor) -> torch.Tensor:
+        garbage.clear()
+        gc.collect()
+        return x + 1
+
+    traced = make_fx(collects)(torch.ones(2))
+    assert [node.target for node in traced.graph.nodes if node.op == "call_function"] == [torch.ops.aten.add.Tensor]
+    with pytest.raises(RuntimeError, match="no plan has the handle"):
+        torch.ops.torch_hybrid_backend.plan_seal(handle, 0, 0, 0, [])
+    with pytest.raises(RuntimeError, match="no guard has the handle"):
+        torch.ops.torch_hybrid_backend.guard_is_stale(guard_handle)
+
+
+def test_a_missing_runtime_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where _runtime.so is absent or broken the error tells how to build it."""
+    monkeypatch.setattr(ops, "_ops", ops._ops.__wrapped__)
+    monkeypatch.setattr(ops, "_LIBRARY", tmp_path / "_runtime.so")
+    with pytest.raises(HybridError, match=r"missing.*pip install \."):
+        ops.load()
+    (tmp_path / "_runtime.so").write_text("no library")
+    with pytest.raises(HybridError, match="cannot be loaded into torch"):
+        ops.load()

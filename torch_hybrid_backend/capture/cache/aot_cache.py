@@ -1,0 +1,264 @@
+"""AOTAutograd's result kept between processes, where nothing but its graph is needed: tracing a model takes it a second.
+
+Kept are inference graphs whose run-time wrapper does nothing: no input is written to, no output is a view of an input, no tensor is
+made of others, no size is symbolic. All else is traced anew in each process. The key covers whatever shapes the result: Dynamo's graph
+with the lines it comes from, the inputs' metadata and which of them share memory, torch's settings, the sources of this package that
+make it (`SOURCES`), and the versions. What cannot be keyed (another library's operator, a collective, a decomposition or kernel that a
+program registers for ATen, active modes) has no key. `docs/adr/0010-kept-graphs.md` gives the reasons.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._functorch.predispatch
+import torch.fx
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import Node
+
+from torch_hybrid_backend.capture.cache.graph_json import NotTextError, graph_from_text, graph_to_text
+from torch_hybrid_backend.errors import CacheError
+from torch_hybrid_backend.sources import sources_version
+from torch_hybrid_backend.store import Store
+
+_log = logging.getLogger(__name__)
+_KIND = "captures"
+SOURCES = ("capture", "core", "sizes", "graph")  # what the graph that is kept is made by
+# Dispatch keys of the kernels that torch itself registers for ATen from Python.
+_KEYS_OF_TORCH = {"Meta", "MPS", "CUDA"}
+_COMPILED = (type(torch.Tensor.add), type(torch.add), type(torch.Tensor.__add__))
+
+
+class _UnkeyedError(Exception):
+    """Something that the key cannot cover; the message says what."""
+
+
+class KeptGraphs:
+    """The graphs that a store has kept, under keys of `capture_key`."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def get(self, key: str, fake_mode: FakeTensorMode) -> tuple[torch.fx.GraphModule, frozenset[str]] | None:
+        """The ATen graph and the names of its static inputs, or None where there is none that can be read."""
+        text = self._store.get(_KIND, key)
+        if text is None:
+            return None
+        try:
+            head, _, graph = text.partition(b"\n")
+            return graph_from_text(graph, fake_mode), frozenset(json.loads(head))
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
+            _log.info("a kept graph cannot be read, it is traced anew: %s", error)
+            self._store.remove(_KIND, key)
+            return None
+
+    def add(self, key: str, graph_module: torch.fx.GraphModule, static: frozenset[str]) -> bool:
+        """Keep the graph where its run-time wrapper does nothing and it has a textual form; called while AOTAutograd compiles it, before
+        anything changed it. Returns whether it is kept."""
+        try:
+            _check_trivial(graph_module)
+            text = json.dumps(sorted(static)).encode() + b"\n" + graph_to_text(graph_module)
+            self._store.put(_KIND, key, text, suffix=".json")
+        except (_UnkeyedError, NotTextError, CacheError) as error:
+            _log.debug("AOTAutograd's graph is not kept: %s", error)
+            return False
+        return True
+
+
+def capture_key(
+    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], keep_ops: Iterable[torch._ops.OpOverload]
+) -> str | None:
+    """SHA-256 of all that decides what AOTAutograd makes of Dynamo's graph; None where that is not known for sure."""
+    try:
+        parts = [*_versions(), *sorted(map(str, keep_ops)), *_settings(), gm.code]
+        parts += [part for node in gm.graph.nodes for part in _node_parts(node)]
+        parts += _input_parts(gm, example_inputs)
+    except (_UnkeyedError, AttributeError) as error:
+        # What another version of torch calls otherwise is not known for sure either.
+        _log.debug("no key for AOTAutograd's graph: %s", error)
+        return None
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _versions() -> tuple[str, ...]:
+    return torch.__version__, str(torch.version.git_version), sources_version(*SOURCES)
+
+
+def _settings() -> Iterator[str]:
+    """What of torch's state decides how ATen operators are traced."""
+    context = TracingContext.try_get()
+    if context is None or context.fakify_first_call:
+        raise _UnkeyedError("not called by Dynamo alone")
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        raise _UnkeyedError("modes are active")
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise _UnkeyedError("inside a function transform")
+    if torch._C._is_any_autocast_enabled():
+        raise _UnkeyedError("autocast is on")
+    if torch._functorch.config.functionalize_rng_ops or torch._dynamo.compiled_autograd.in_compiled_autograd_region:
+        raise _UnkeyedError("random numbers are functionalised, or autograd is compiled")
+    _check_registrations()
+    yield torch._functorch.config.get_hash().hex()
+    yield repr(
+        (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.get_default_dtype(),
+            torch.get_default_device(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch._C._get_deterministic_fill_uninitialized_memory(),
+            torch.get_float32_matmul_precision(),
+            torch._C._get_mkldnn_enabled(),
+            torch.backends.mha.get_fastpath_enabled(),
+            torch._C._get_flash_sdp_enabled(),
+            torch._C._get_mem_efficient_sdp_enabled(),
+            torch._C._get_math_sdp_enabled(),
+            torch._C._get_cudnn_sdp_enabled(),
+        )
+    )
+
+
+def _check_registrations() -> None:
+    """A program may replace what ATen's operators do, or are made of; nothing says how."""
+    vmap = torch._functorch.predispatch.VMAP_DECOMPOSITIONS_LIB  # torch's own, registered by its first vmap
+    known = vmap._op_impls if vmap is not None else set()
+    kernels = [name.split("/") for name in torch.library._impls - known if name.startswith("aten/")]
+    if any(key not in _KEYS_OF_TORCH for *_, key in kernels):
+        raise _UnkeyedError("the program has kernels of its own for ATen")
+    for table in torch._decomp.global_decomposition_table.values():
+        for formula in table.values():
+            if not str(getattr(formula, "__module__", "torch")).startswith("torch"):
+                raise _UnkeyedError(f"the program has a decomposition of its own: {formula}")
+
+
+def _node_parts(node: Node) -> Iterator[str]:
+    target = node.target
+    match node.op:
+        case "placeholder":
+            marks = node.meta.get("tensor_dict", {})
+            yield repr(sorted((name, repr(mark)) for name, mark in marks.items() if name.startswith("_dynamo")))
+        case "call_function":
+            known = target in (getattr, operator.getitem) or _is_torchs(target)
+            if not known:
+                raise _UnkeyedError(f"the function {target}")
+            yield str(target) if isinstance(target, torch._ops.OpOverload) else _qualified(target)
+        case "call_method":
+            first = node.args[0]
+            if not isinstance(first, Node) or not isinstance(first.meta.get("example_value"), FakeTensor):
+                raise _UnkeyedError(f"the method {target} of no tensor")
+            if not _is_unchanged(getattr(torch.Tensor, str(target), None)):
+                raise _UnkeyedError(f"the method {target} is not torch's own")
+        case "output":
+            pass
+        case _:
+            raise _UnkeyedError(f"{node.op} {target}")
+    for argument in (*node.args, *node.kwargs.values()):
+        _check_argument(argument)
+    yield str(node.meta.get("stack_trace"))
+
+
+def _check_argument(value: object) -> None:
+    """All that Dynamo's code prints in full; whatever else there may be prints as its type or its address."""
+    if isinstance(value, list | tuple):
+        for item in value:
+            _check_argument(item)
+    elif isinstance(value, slice):
+        _check_argument((value.start, value.stop, value.step))
+    elif not (
+        value is None
+        or value is Ellipsis
+        or isinstance(
+            value,
+            Node | bool | int | float | complex | str | torch.dtype | torch.device | torch.layout | torch.memory_format,
+        )
+    ):
+        raise _UnkeyedError(f"an argument of type {type(value).__name__}")
+
+
+def _is_torchs(function: object) -> bool:
+    """Whether a function is the one of this name in Python's `operator` or in one of torch's own modules, or an operator of ATen."""
+    if isinstance(function, torch._ops.OpOverload):
+        return function.namespace in ("aten", "prims")
+    name = getattr(function, "__name__", "")
+    functions = (torch, torch.functional, torch.nn.functional, torch._C, torch._C._nn, torch.amp.autocast_mode)
+    places: tuple[Any, ...] = (operator, *functions, getattr(torch._C, "_special", None))
+    return any(getattr(place, name, None) is function for place in places) and _is_unchanged(function)
+
+
+def _is_unchanged(function: object) -> bool:
+    """Whether a function is compiled code, or Python from torch's own files."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return type(function) in _COMPILED
+    return bool(code.co_filename.startswith(str(Path(torch.__file__).parent)))
+
+
+def _qualified(function: object) -> str:
+    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
+
+
+def _input_parts(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Iterator[str]:
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    if len(placeholders) != len(example_inputs) or any(True for _ in gm.children()):
+        raise _UnkeyedError("not a flat graph")
+    first: dict[int, int] = {}
+    for k, (node, value) in enumerate(zip(placeholders, example_inputs, strict=True)):
+        fake = node.meta.get("example_value")
+        if type(value) not in (torch.Tensor, torch.nn.Parameter, FakeTensor) or not isinstance(fake, FakeTensor):
+            raise _UnkeyedError(f"an input of type {type(value).__name__}")
+        if fake.layout is not torch.strided or fake.is_quantized:
+            raise _UnkeyedError("an input that is not strided")
+        numbers = [fake.storage_offset(), *fake.shape, *fake.stride()]
+        if not all(type(number) is int for number in numbers):
+            raise _UnkeyedError("an input of symbolic size")
+        yield repr(
+            (
+                *(fake.dtype, str(fake.device), fake.dim(), numbers),
+                *(fake.requires_grad, fake.is_leaf, fake.is_conj(), fake.is_neg(), fake.is_inference()),
+                *(isinstance(value, torch.nn.Parameter), fake.untyped_storage().nbytes()),
+                first.setdefault(value.untyped_storage()._cdata, k),
+            )
+        )
+
+
+def _check_trivial(graph_module: torch.fx.GraphModule) -> None:
+    """Raises where AOTAutograd's wrapper has anything to do beside calling the graph without autograd."""
+    from torch._functorch._aot_autograd.schemas import MutationType, OutputType, PlainTensorMeta
+
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    try:
+        if context is None or metadata is None or context.guards_context.aotautograd_guards:
+            raise _UnkeyedError("AOTAutograd has set guards")
+        if any(info.mutation_type is not MutationType.NOT_MUTATED for info in metadata.input_info):
+            raise _UnkeyedError("an input is written to")
+        legal = (OutputType.non_alias, OutputType.unsafe_view_alias)
+        if any(info.output_type not in legal for info in metadata.output_info):
+            raise _UnkeyedError("an output is a view of an input, or an input")
+        if any(info.requires_grad or info.dynamic_dims for info in metadata.output_info):
+            raise _UnkeyedError("an output takes part in autograd, or its size is symbolic")
+        if any(type(meta) is not PlainTensorMeta for meta in metadata.subclass_inp_meta):
+            raise _UnkeyedError("an input is made of other tensors")
+        if metadata.tokens or metadata.num_intermediate_bases or metadata.is_rng_op_functionalized:
+            raise _UnkeyedError("the wrapper hands over more than the user's values")
+        if metadata.grad_enabled_mutation is not None:
+            raise _UnkeyedError("the graph switches autograd")
+    except AttributeError as error:  # another version of torch
+        raise _UnkeyedError(f"AOTAutograd's metadata: {error}") from error
+    (output,) = graph_module.graph.find_nodes(op="output")
+    if len(output.args[0]) != len(metadata.output_info):
+        raise _UnkeyedError("the graph has other outputs than the user's")
+    if len(graph_module.graph.find_nodes(op="placeholder")) != len(metadata.input_info):
+        raise _UnkeyedError("the graph has other inputs than the user's")
+
+
+sources_version(*SOURCES)  # now: as they are imported

@@ -1,0 +1,48 @@
+"""Layouts of a region's buffers.
+
+Inputs and outputs lie as the graph says. Inside, what convolutions write stays in blocked channels (NCHW16c), and so does everything of
+the same rank computed from it, until something of another rank (a matmul over tokens, a classifier) reads it; the rest is row-major.
+Source: NeoCPU (Liu et al., USENIX ATC 2019).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch_hybrid_backend.engines.tvm.cpu.tiles import output_block
+from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.loops.fusion import Group
+from torch_hybrid_backend.loops.ir import Buffer, ConvOp
+from torch_hybrid_backend.loops.layout import Blocked, Layout, contiguous
+from torch_hybrid_backend.sizes.size import Size
+
+
+def assign_layouts(
+    groups: Sequence[Group], fixed: Mapping[int, Layout], tiles: Mapping[int, int], target: Target
+) -> dict[int, Layout]:
+    """The layout of every buffer the groups read or write, by buffer identity; `fixed` holds inputs, outputs and packed operands."""
+    layouts = dict(fixed)
+    convolved = {id(m.op.x) for g in groups for m in g.members if isinstance(m.op, ConvOp)}
+    for group in groups:
+        blocked = [b for b in group.reads() if isinstance(layouts.get(id(b)), Blocked)]
+        for member in group.members:
+            buffer = member.op.out
+            if id(buffer) in layouts:
+                continue
+            layouts[id(buffer)] = contiguous(buffer.shape)
+            if len(buffer.shape) not in (3, 4) or buffer.shape[1] == 1 or isinstance(buffer.shape[1], Size):
+                continue
+            if group.kind == "conv" and buffer.shape == group.shape:
+                layouts[id(buffer)] = Blocked(tiles[id(group.members[0].op)])
+            elif _keeps_channels(buffer, blocked) or id(buffer) in convolved:
+                layouts[id(buffer)] = Blocked(output_block(buffer.shape[1], 1, target))
+    return layouts
+
+
+def _keeps_channels(buffer: Buffer, blocked: Sequence[Buffer]) -> bool:
+    """Whether dimension 1 of a 4-D buffer is the channels of one of the blocked tensors it is computed from.
+
+    It is where the channels or the pixels are as many; a transposed copy (NHWC, for a layer norm or a matmul over channels) has neither.
+    """
+    same = (b.shape[1] == buffer.shape[1] or b.shape[2:] == buffer.shape[2:] for b in blocked if len(b.shape) == 4)
+    return len(buffer.shape) == 4 and any(same)

@@ -1,0 +1,113 @@
+"""Packing: how constant weights (and run-time right-hand sides) lie in memory for the matmul and convolution kernels.
+
+Each packing exists twice, with one meaning: as a torch function for constants, run once ahead of time, and, for matmul, as a `Map` of the
+loops language, so that a right-hand side known only at run time is packed by an ordinary kernel.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from torch_hybrid_backend.engines.tvm.cpu.winograd_transform import packed_winograd_shape, weight_matrix
+from torch_hybrid_backend.loops import ops
+from torch_hybrid_backend.loops.index import Index
+from torch_hybrid_backend.loops.ir import Expr, Map, Value, compute_dtype
+from torch_hybrid_backend.sizes.size import Dim, ceil_div
+
+
+def packed_b_shape(batch: Dim, n: Dim, k: Dim, tile_n: int) -> tuple[Dim, Dim, Dim, int]:
+    """The shape of a packed right-hand side: (batch, ceil(n / tile_n), k, tile_n)."""
+    return batch, ceil_div(n, tile_n), k, tile_n
+
+
+def pack_b(b: torch.Tensor, tile_n: int) -> torch.Tensor:
+    """Packs a matmul's right-hand side into panels of `tile_n` columns.
+
+    b: (B, K, N), any strides.  Returns (B, ceil(N / tile_n), K, tile_n), contiguous, same dtype; columns beyond N are zero.
+    """
+    batch, k, n = b.shape
+    tiles = -(-n // tile_n)
+    packed = b.new_zeros((batch, tiles, k, tile_n))
+    whole = n // tile_n
+    packed[:, :whole] = b[:, :, : whole * tile_n].reshape(batch, k, whole, tile_n).transpose(1, 2)
+    if whole < tiles:
+        packed[:, whole, :, : n - whole * tile_n] = b[:, :, whole * tile_n :]
+    return packed
+
+
+def packed_b_value(b: Value, tile_n: int) -> Map:
+    """`pack_b` as a value: (B, K, N) -> (B, ceil(N / tile_n), K, tile_n), zero beyond N."""
+    batch, k, n = b.shape
+    zero = ops.const(0, compute_dtype(b.dtype))
+
+    def at(index: tuple[Index, ...]) -> Expr:
+        batch_index, tile, row, lane = index
+        column = tile * tile_n + lane
+        inside = ops.index_in(column, 0, n)
+        return ops.guard(inside, b.at((batch_index, row, column)), zero)
+
+    return Map(packed_b_shape(batch, n, k, tile_n), b.dtype, at)
+
+
+def is_depthwise(o: int, inputs_per_group: int, groups: int) -> bool:
+    """Whether every output channel reads exactly its own input channel."""
+    return groups > 1 and inputs_per_group == 1 and o == groups
+
+
+def packed_conv_shape(weight_shape: tuple[int, ...], groups: int, block: int) -> tuple[int, ...]:
+    """The shape of a packed convolution weight; `weight_shape` is (O, I/groups, *kernel) with one or two kernel dimensions.
+
+    Depthwise: (ceil(O / block), kh, kw, block).  Otherwise: (groups, ceil(O / groups / block), kh, I/groups, kw, block): in the order in which
+    the kernel walks it, so that the weight streams through the cache. A 1-D kernel has kh = 1.
+    """
+    o, inputs, *kernel = weight_shape
+    height, width = (1, kernel[0]) if len(kernel) == 1 else kernel
+    if is_depthwise(o, inputs, groups):
+        return -(-o // block), height, width, block
+    return groups, -(-(o // groups) // block), height, inputs, width, block
+
+
+def pack_conv_weight(w: torch.Tensor, groups: int, block: int) -> torch.Tensor:
+    """Packs a convolution weight into blocks of `block` output channels.
+
+    w: (O, I/groups, kw) or (O, I/groups, kh, kw), any strides.  Returns a contiguous tensor of `packed_conv_shape`, same dtype; output channels
+    beyond the last are zero.
+    """
+    shape = packed_conv_shape(tuple(w.shape), groups, block)
+    if w.dim() == 3:
+        w = w.unsqueeze(2)
+    o, inputs, height, width = w.shape
+    if len(shape) == 4:
+        padded = w.new_zeros((shape[0] * block, height, width))
+        padded[:o] = w[:, 0]
+        return padded.reshape(shape[0], block, height, width).permute(0, 2, 3, 1).contiguous()
+    per_group, blocks = o // groups, shape[1]
+    whole = per_group // block
+    packed = w.new_empty(shape) if whole == blocks else w.new_zeros(shape)
+    grouped = w.reshape(groups, per_group, inputs, height, width)
+    full = grouped[:, : whole * block].reshape(groups, whole, block, inputs, height, width)
+    packed[:, :whole] = full.permute(0, 1, 4, 3, 5, 2)
+    if whole < blocks:
+        packed[:, whole, ..., : per_group - whole * block] = grouped[:, whole * block :].permute(0, 3, 2, 4, 1)
+    return packed
+
+
+def pack_winograd_weight(w: torch.Tensor, m: int, lanes: int, groups: int = 1) -> torch.Tensor:
+    """Transforms the weight (O, I / groups, 3, 3) of a Winograd convolution, in float64, and packs it in the order of the kernel.
+
+    Returns a contiguous tensor of `packed_winograd_shape`, same dtype, float32 of a narrower one: transformed it has more digits. Output
+    channels beyond a group's last are zero.
+    """
+    parts, positions, inputs, width = packed_winograd_shape(tuple(w.shape), m, lanes, groups)
+    per_group, in_group = parts // groups, w.shape[0] // groups
+    g = torch.tensor(
+        [[float(value) for value in row] for row in weight_matrix(m)], dtype=torch.float64, device=w.device
+    )
+    both = torch.kron(g, g)  # (positions, 9): the transform of rows and of columns as one matrix product
+    packed = w.new_zeros((parts, positions, inputs, width), dtype=torch.promote_types(w.dtype, torch.float32))
+    for part in range(parts):  # part by part: the whole weight in float64 would be eight times its size
+        group, number = divmod(part, per_group)
+        rows = w[group * in_group : (group + 1) * in_group][number * width : (number + 1) * width]
+        taps = rows.permute(2, 3, 1, 0).reshape(9, -1).double()
+        packed[part, :, :, : rows.shape[0]] = (both @ taps).reshape(positions, inputs, rows.shape[0])
+    return packed

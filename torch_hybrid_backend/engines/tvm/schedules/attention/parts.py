@@ -1,0 +1,178 @@
+"""What an attention task works on: sizes, workspaces, packed keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tvm import tirx
+
+from torch_hybrid_backend.engines.tvm.cpu.tiles import max_rows
+from torch_hybrid_backend.engines.tvm.schedules.axes import is_free_of, vectors
+from torch_hybrid_backend.engines.tvm.schedules.registers import lanes_of, zero
+from torch_hybrid_backend.engines.tvm.schedules.transposition import transposed
+from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirBuffer, TirExpr
+from torch_hybrid_backend.engines.tvm.tir.printer import Printer
+from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
+from torch_hybrid_backend.loops.ir import Buffer, Expr, Load, compute_dtype
+from torch_hybrid_backend.loops.kernels import AttentionKernel
+from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, known
+
+# Up to this many keys, a tile's scores are kept whole (14 rows: 56 KiB); beyond, in blocks of half as many.
+_KEYS = 1024
+
+
+class AttentionParts:
+    """Sizes, workspaces and packing of one attention kernel. Workspaces belong to a task: one (batch, head, piece of rows)."""
+
+    def __init__(self, kernel: AttentionKernel, builder: Builder, printer: Printer, target: Target) -> None:
+        self.kernel, self.builder, self.printer, self.target = kernel, builder, printer, target
+        self.batch, self.heads, self.queries = (v.extent for v in kernel.domain[:3])
+        self.width = known(kernel.domain[3].extent)
+        self.keys, self.depth = kernel.k_vars[2].extent, kernel.q_vars[3].extent
+        self.dtype = compute_dtype(kernel.accumulator.dtype)
+        self.lanes = lanes_of(target, self.dtype)
+        self.panel_vectors = 1 if isinstance(self.keys, int) and self.keys <= self.lanes else 2
+        self.panel = self.panel_vectors * self.lanes
+        self.panels = ceil_div(self.keys, self.panel)
+        self.whole_panels = self.keys // self.panel
+        self.tail = self.keys - self.whole_panels * self.panel  # keys of the panel that is not whole
+        self.block_panels = self._panels_of_block()
+        self.blocks = ceil_div(self.panels, self.block_panels)
+        self.is_online = self.blocks != 1
+        # One vector more than the keys: rows a power of two apart would compete for the same lines of the cache.
+        self.stride = self.block_panels * self.panel + self.lanes
+        self.value_vectors = -(-self.width // self.lanes)
+        self.most_rows = max_rows(2, target)
+        size = min(self.queries, self.most_rows) if isinstance(self.queries, int) else self.most_rows
+        self.packed_k = self._workspace(self.panels * self.depth * self.panel, "kt")
+        self.packed_v = self._workspace(self.panels * self.panel * self.value_vectors * self.lanes, "v")
+        self.q = self._workspace(size * self.depth, "q")
+        self.scores = self._workspace(size * self.stride, "scores")
+        self.out = self._workspace(size * self.value_vectors * self.lanes, "out")
+        self.maximum, self.sum = builder.local(size, self.dtype, "max"), builder.local(size, self.dtype, "sum")
+        self._operand = Buffer((), self.dtype, "operand")
+
+    def _panels_of_block(self) -> int:
+        if isinstance(self.panels, Size) or isinstance(self.keys, Size):
+            return _KEYS // self.panel
+        return max(self.panels, 1) if self.keys <= _KEYS else _KEYS // 2 // self.panel
+
+    def _workspace(self, size: Dim, name: str) -> TirBuffer:
+        return tirx.decl_buffer((self.builder.size(size),), self.dtype, self.builder.fresh(name), scope="global")
+
+    def read(self, expr: Expr, variables: tuple[LoopVar, ...], *point: Index) -> TirExpr:
+        return self.printer.expr(expr, dict(zip(variables, point, strict=True)))
+
+    def vector(self, lanes: int, body: Callable[[Index], Stmt]) -> Stmt:
+        return self.printer.vector_loop(lanes, body)
+
+    def along(self, count: Dim, body: Callable[[Index], Stmt]) -> Stmt:
+        """`body` for 0 .. count-1 in vectors."""
+        return vectors(self.builder, self.printer, count, self.lanes, lambda base, lane, _: body(base + lane))
+
+    def fill(self, buffer: TirBuffer, start: Index, count: Dim, value: TirExpr) -> Stmt:
+        return self.along(count, lambda i: self.builder.store(buffer, start + i, value))
+
+    def by_panel(self, panel: Index, body: Callable[[Dim], Stmt | None]) -> Stmt | None:
+        """`body(keys)` of a panel, with how many keys it holds: two variants where that depends on the panel."""
+        if self.tail == 0:
+            return body(self.panel)
+        if self.whole_panels == 0:
+            return body(self.tail)
+        whole, ragged = body(self.panel), body(self.tail)
+        if ragged is None:
+            assert whole is None
+            return None
+        is_ragged = self.builder.index(panel) >= self.builder.size(self.whole_panels)
+        return self.builder.when(is_ragged, ragged, whole)
+
+    def by_length(self, panel: Index, body: Callable[[Dim], Stmt | None]) -> Stmt | None:
+        """`by_panel` where that saves work: a ragged panel of a length known only at run time is computed whole, and masked."""
+        return body(self.panel) if isinstance(self.tail, Size) else self.by_panel(panel, body)
+
+    def vectors_of(self, keys: Dim) -> int:
+        """Vectors of a panel that hold its first `keys` keys."""
+        return -(-keys // self.lanes) if isinstance(keys, int) else self.panel_vectors
+
+    def pack_k(self, batch: Index, head: Index) -> Stmt:
+        """kt[panel][d][key of the panel]; keys beyond the last are zero, or as the last."""
+        b, kernel = self.builder, self.kernel
+        squares = self._squares()
+        whole = self.whole_panels
+
+        def at(panel: Index, count: Dim, d: Index) -> Stmt:
+            start = panel * (self.depth * self.panel) + d * self.panel
+
+            def one(i: Index) -> Stmt:
+                key = panel * self.panel + i
+                return b.store(self.packed_k, start + i, self.read(kernel.k, kernel.k_vars, batch, head, key, d))
+
+            clear = self.fill(self.packed_k, start, self.panel, zero(self.dtype)) if count != self.panel else None
+            return b.seq(clear, self.along(count, one))
+
+        def of(panel: Index, count: Dim) -> Stmt:
+            done = squares * self.lanes if isinstance(count, int) else 0
+            in_squares = (
+                self._transpose(batch, head, panel, count, squares) if done and isinstance(count, int) else None
+            )
+            left = self.depth - done
+            return b.seq(
+                in_squares, b.loop(left, lambda d: at(panel, count, d + done), name="d") if left != 0 else None
+            )
+
+        loop = b.loop(whole, lambda p: of(p, self.panel), name="p") if whole != 0 else None
+        if isinstance(self.tail, Size):
+            return b.seq(loop, b.when(b.size(self.tail) > 0, of(as_index(whole), self.tail)))
+        return b.seq(loop, of(as_index(whole), self.tail) if self.tail else None)
+
+    def _squares(self) -> int:
+        """How many squares of `lanes` elements along a head's dimension can be loaded as vectors of keys and transposed."""
+        k, d = self.kernel.k, self.kernel.k_vars[3]
+        if not isinstance(k, Load) or k.buffer.dtype != "float32" or self.lanes % 4 or not isinstance(d.extent, int):
+            return 0
+        terms = self.printer.offset(k.buffer, k.index, {}).terms
+        is_dense = all(coefficient == 1 if atom == d else is_free_of(atom, d) for atom, coefficient in terms)
+        return d.extent // self.lanes if is_dense else 0
+
+    def _transpose(self, batch: Index, head: Index, panel: Index, count: int, squares: int) -> Stmt:
+        """The first `squares * lanes` elements of a panel's first `count` keys; in vectors of which some exist, the others are as the last."""
+        b, k, lanes = self.builder, self.kernel.k, self.lanes
+        assert isinstance(k, Load)
+        array = self.printer.arguments[id(k.buffer)][0]
+
+        def square(number: Index, vector: int) -> Stmt:
+            rows, loads = [], []
+            for lane in range(lanes):
+                point = (batch, head, panel * self.panel + min(vector * lanes + lane, count - 1), number * lanes)
+                start = self.printer.offset(k.buffer, k.index, dict(zip(self.kernel.k_vars, point, strict=True)))
+                row = tirx.Var(b.fresh("row"), f"float32x{lanes}")
+                loads.append(tirx.stmt.Bind(row, tirx.BufferLoad(array, [tirx.Ramp(b.index(start), 1, lanes)])))
+                rows.append(row)
+            first = panel * (self.depth * self.panel) + number * (lanes * self.panel) + vector * lanes
+            stores = [
+                tirx.BufferStore(self.packed_k, value, [tirx.Ramp(b.index(first + j * self.panel), 1, lanes)])
+                for j, value in enumerate(transposed(rows))
+            ]
+            return b.seq(*loads, *stores)
+
+        vectors = range(self.vectors_of(count))
+        return b.loop(squares, lambda number: b.seq(*(square(number, v) for v in vectors)), name="d")
+
+    def pack_v(self, batch: Index, head: Index) -> Stmt:
+        """v[key][padded width]; what is padded is zero, keys beyond the last too where they are read (0 * NaN is not 0)."""
+        b, kernel, padded = self.builder, self.kernel, self.value_vectors * self.lanes
+
+        def row(t: Index) -> Stmt:
+            def one(e: Index) -> Stmt:
+                return b.store(self.packed_v, t * padded + e, self.read(kernel.v, kernel.v_vars, batch, head, t, e))
+
+            last = t * padded + (padded - self.lanes)
+            clear = self.fill(self.packed_v, last, self.lanes, zero(self.dtype)) if self.width < padded else None
+            return b.seq(clear, self.along(self.width, one))
+
+        beyond = self.panels * self.panel - self.keys
+        start = as_index(self.keys * padded)
+        is_read = isinstance(self.tail, Size)
+        rest = self.fill(self.packed_v, start, beyond * padded, zero(self.dtype)) if is_read and beyond != 0 else None
+        return b.seq(b.loop(self.keys, row, name="t"), rest)

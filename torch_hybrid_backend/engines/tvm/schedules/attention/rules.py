@@ -1,0 +1,16 @@
+"""Attention: which of its schedules a kernel gets."""
+
+from __future__ import annotations
+
+from torch_hybrid_backend.engines.tvm.schedules.attention.decoding import DecodingAttention
+from torch_hybrid_backend.engines.tvm.schedules.attention.tiled import TiledAttention
+from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt
+from torch_hybrid_backend.engines.tvm.tir.printer import Printer
+from torch_hybrid_backend.loops.kernels import AttentionKernel
+
+
+def emit(kernel: AttentionKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
+    """The kernel's body. float32, float64, or bfloat16 and float16 computed in float32."""
+    decoding = DecodingAttention(kernel, builder, printer, target)
+    return decoding.emit() if decoding.serves() else TiledAttention(kernel, builder, printer, target).emit()

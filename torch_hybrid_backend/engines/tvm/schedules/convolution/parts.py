@@ -1,0 +1,157 @@
+"""What the convolution rules share: reading input and weight, writing output, all in two spatial dimensions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import tvm
+from tvm import tirx
+
+from torch_hybrid_backend.engines.tvm.cpu.tiles import lane_chunks
+from torch_hybrid_backend.engines.tvm.schedules.convolution.geometry import Axis, axes
+from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, has_long_epilogue, zero
+from torch_hybrid_backend.engines.tvm.target import LINE_BYTES, Target
+from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirBuffer, TirExpr
+from torch_hybrid_backend.engines.tvm.tir.printer import Printer
+from torch_hybrid_backend.loops.index import Index, LoopVar
+from torch_hybrid_backend.loops.ir import Load, compute_dtype
+from torch_hybrid_backend.loops.kernels import ConvKernel
+from torch_hybrid_backend.loops.layout import Blocked
+from torch_hybrid_backend.sizes.size import known
+
+
+class ConvParts:
+    """Reads and writes of one convolution kernel over (image, channel, row, column)."""
+
+    def __init__(self, kernel: ConvKernel, builder: Builder, printer: Printer, target: Target) -> None:
+        self.kernel, self.builder, self.printer, self.target = kernel, builder, printer, target
+        self.rows, self.columns = axes(kernel)
+        self.images, self.out_channels = kernel.domain[0].extent, known(kernel.domain[1].extent)
+        self.in_channels = known(kernel.x_vars[1].extent)
+        self.dtype = compute_dtype(kernel.accumulator.dtype)
+        self.block = kernel.block
+        self.long_epilogue = has_long_epilogue(kernel.stores)
+
+    def _spatial(self, variables: tuple[LoopVar, ...], row: Index, column: Index) -> dict[LoopVar, Index]:
+        return dict(zip(variables[2:], (row, column)[4 - len(variables) :], strict=True))
+
+    def x_env(self, image: Index, channel: Index, row: Index, column: Index) -> dict[LoopVar, Index]:
+        """The kernel's input variables at a position inside the input."""
+        variables = self.kernel.x_vars
+        return {variables[0]: image, variables[1]: channel, **self._spatial(variables, row, column)}
+
+    def x(self, image: Index, channel: Index, row: Index, column: Index) -> TirExpr:
+        """One input element; the position must lie inside the input."""
+        return self.printer.expr(self.kernel.x, self.x_env(image, channel, row, column))
+
+    def fetch(
+        self,
+        width: int,
+        condition: TirExpr,
+        then: Callable[[int], tuple[Index, ...]],
+        otherwise: Callable[[int], tuple[Index, ...]],
+    ) -> Stmt | None:
+        """Asks for the cache lines of `width` neighbouring columns of a block of channels, the first of which is at `then(0)` or at
+        `otherwise(0)`: (image, channel, row, column), which may lie outside the input. None where the input is not blocked.
+
+        What is behind them lies far away, in the next row or block of channels: hardware has nothing to guess it by, and the first step
+        there would wait for all of them.
+        """
+        load = self.kernel.x
+        if not isinstance(load, Load):
+            return None
+        array, layout, _ = self.printer.arguments[id(load.buffer)]
+        if not isinstance(layout, Blocked):
+            return None
+
+        def offset(place: tuple[Index, ...]) -> TirExpr:
+            return self.builder.index(self.printer.offset(load.buffer, load.index, self.x_env(*place)))
+
+        step = max(1, LINE_BYTES * 8 // (layout.block * int(tvm.DataType(load.buffer.dtype).bits)))
+        lines = range(0, width, step)
+        choices = [tirx.Select(condition, offset(then(i)), offset(otherwise(i))) for i in lines]
+        return self.builder.seq(*[self.builder.prefetch(array, choice, level=1) for choice in choices])
+
+    def weight(self, *position: Index) -> TirExpr:
+        """One element of the packed weight."""
+        packed = self.kernel.packed
+        return self.printer.expr(Load(compute_dtype(packed.dtype), packed, position), {})
+
+    def inside(
+        self, axis: Axis, position: Index, body: Stmt, last: Index | None = None, other: Stmt | None = None
+    ) -> Stmt:
+        """`body` where input position `position` (to `last`, if given) exists, else `other`; no test where it always does."""
+        b, tests, last = self.builder, [], position if last is None else last
+        if position.low < 0:
+            tests.append(b.index(position) >= 0)
+        if last.high >= axis.size:
+            tests.append(b.index(last) < axis.size)
+        return b.when(functools.reduce(tirx.And, tests), body, other) if tests else body
+
+    def stores(self, value: TirExpr, image: Index, channel: Index, row: Index, column: Index) -> Stmt:
+        """Every store of the kernel at one output element, with `value` as the accumulator."""
+        domain = self.kernel.domain
+        env = {domain[0]: image, domain[1]: channel, **self._spatial(domain, row, column)}
+        self.printer.locals[id(self.kernel.accumulator)] = lambda _: value
+        return self.printer.stores(self.kernel.stores, env)
+
+    def clear(self, buffer: TirBuffer, offset: Index) -> Stmt:
+        """One block of zeros."""
+        b = self.builder
+        return self.printer.vector_loop(self.block, lambda lane: b.store(buffer, offset + lane, zero(self.dtype)))
+
+    def write_vectors(
+        self,
+        buffer: TirBuffer,
+        offset: Index,
+        lanes: int,
+        widths: Sequence[int],
+        place: Callable[[int, Index], tuple[Index, ...]],
+    ) -> Stmt:
+        """The stores of neighbouring vectors of `lanes` in a buffer of sums; `widths` says how many lanes of each are real."""
+        b = self.builder
+
+        def load(start: int, lane: Index) -> TirExpr:
+            return b.load(buffer, offset + lane + start)
+
+        return b.seq(
+            *[
+                self._vector(partial(load, v * lanes + start), partial(place, v), start, count)
+                for v, width in enumerate(widths)
+                for start, count in lane_chunks(width, lanes)
+            ]
+        )
+
+    def _vector(
+        self, value: Callable[[Index], TirExpr], place: Callable[[Index], tuple[Index, ...]], start: int, lanes: int
+    ) -> Stmt:
+        return self.printer.vector_loop(lanes, lambda lane: self.stores(value(lane), *place(lane + start)))
+
+    def write_tile(
+        self, tile: RegisterTile, channels: int, place: Callable[[int, Index, int | Index], tuple[Index, ...]]
+    ) -> Stmt:
+        """The stores of a register tile whose rows are output columns and whose vectors are blocks of channels.
+
+        `channels`: real channels of the last vector. `place(vector, lane, tile row)` is the output position.
+        """
+        b, width = self.builder, tile.vectors * tile.lanes
+
+        def at(row: int | Index, vector: int, lane: Index) -> tuple[Index, ...]:
+            return place(vector, lane, row)
+
+        if not self.long_epilogue and channels == tile.lanes:
+            return b.seq(
+                *[
+                    self._vector(partial(tile.at, r, v), partial(at, r, v), 0, tile.lanes)
+                    for v in range(tile.vectors)
+                    for r in range(tile.rows)
+                ]
+            )
+        spilled = b.local(tile.size, self.dtype, "tile")
+        widths = [tile.lanes] * (tile.vectors - 1) + [channels]
+        write = b.loop(
+            tile.rows, lambda r: self.write_vectors(spilled, r * width, tile.lanes, widths, partial(at, r)), name="c"
+        )
+        return b.seq(b.alloc(spilled), tile.spill(spilled), write)

@@ -1,0 +1,27 @@
+"""Convolution: the rules in order; the first that takes a kernel emits it.
+
+`winograd` takes kernels whose weight was transformed for it; `depthwise` those without sums over channels;
+`small_output_channels` those to less than a vector of channels; `direct` every other one, with any number of groups.
+"""
+
+from __future__ import annotations
+
+from torch_hybrid_backend.engines.tvm.schedules.convolution.depthwise import depthwise
+from torch_hybrid_backend.engines.tvm.schedules.convolution.direct import direct
+from torch_hybrid_backend.engines.tvm.schedules.convolution.parts import ConvParts
+from torch_hybrid_backend.engines.tvm.schedules.convolution.small_output_channels import small_output_channels
+from torch_hybrid_backend.engines.tvm.schedules.convolution.winograd import winograd
+from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt
+from torch_hybrid_backend.engines.tvm.tir.printer import Printer
+from torch_hybrid_backend.loops.kernels import ConvKernel
+
+
+def emit(kernel: ConvKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
+    """The body of a 1-D or 2-D convolution kernel; accumulates in the compute dtype of the accumulator's dtype."""
+    parts = ConvParts(kernel, builder, printer, target)
+    for rule in (winograd, depthwise, small_output_channels):
+        body = rule(parts)
+        if body is not None:
+            return body
+    return direct(parts)

@@ -1,0 +1,226 @@
+"""Builder: TIR statements emitted directly as loops.
+
+Schedules call `loop` with a function of the loop's index; indices are `loops.Index`, so address arithmetic is simplified before TVM
+sees it. Loops of one iteration vanish.
+
+    b = Builder()
+    body = b.loop(8, lambda i: b.loop(16, lambda l: b.store(out, i * 16 + l, value), "vectorized"), "parallel")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import tvm
+from tvm import tirx
+
+from torch_hybrid_backend.errors import ScheduleError
+from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, Scalar, as_index
+from torch_hybrid_backend.sizes.size import Dim, Function, Symbol, at_most, product
+
+_KINDS = {
+    "serial": tirx.ForKind.SERIAL,
+    "parallel": tirx.ForKind.PARALLEL,
+    "vectorized": tirx.ForKind.VECTORIZED,
+    "unrolled": tirx.ForKind.UNROLLED,
+}
+
+# The largest local buffer that lives on the stack. A kernel holds a few at once, and a thread's stack is 2 MB or more.
+_STACK_BYTES = 64 << 10
+
+_ANY_LENGTH = (1 << 31) - 1
+
+Choice = TypeVar("Choice")
+Stmt = Any  # tirx.Stmt; TVM's classes carry no types
+TirExpr = Any  # tirx.Expr
+TirBuffer = Any  # a tirx buffer variable
+
+
+class Builder:
+    """Makes statements of one kernel. Owns its loop variables: an index made by another builder cannot be printed.
+
+    choice: the kernel's; `choices` is how many there were for it, 1 where the schedule has not asked.
+    """
+
+    def __init__(self, choice: int = 0) -> None:
+        self.choice = choice
+        self.choices = 1
+        self._vars: dict[LoopVar, TirExpr] = {}
+        self._sizes: dict[Symbol, TirExpr] = {}
+        self._count = 0
+        # Set by the printer: how a scalar of the loops language inside an index is printed.
+        self.print_scalar: Callable[[Scalar], TirExpr] | None = None
+
+    def fresh(self, stem: str) -> str:
+        """A name no other object of this kernel has."""
+        self._count += 1
+        return f"{stem}{self._count}"
+
+    def choose(self, estimates: Mapping[Choice, float]) -> Choice:
+        """What the kernel's `choice` stands for: the shortest estimated time, the second shortest...; of equal ones the first comes first.
+
+        Raises ScheduleError where there are not so many. A schedule asks once.
+        """
+        self.choices = len(estimates)
+        if self.choice >= self.choices:
+            raise ScheduleError(f"choice {self.choice} was asked of a schedule that has {self.choices}")
+        return sorted(estimates, key=estimates.__getitem__)[self.choice]
+
+    def argument_size(self, symbol: Symbol) -> TirExpr:
+        """A kernel argument that holds a size known only at run time."""
+        return self._sizes.setdefault(symbol, tirx.Var(self.fresh("n"), "int32"))
+
+    def size(self, size: Dim) -> TirExpr:
+        """A size as a TIR int32 expression."""
+        if isinstance(size, int):
+            return tirx.IntImm("int32", size)
+        total: TirExpr = None
+        for monomial, coefficient in size.terms.items():
+            part: TirExpr = None
+            for atom, power in monomial:
+                for _ in range(power):
+                    factor = self._size_atom(atom)
+                    part = factor if part is None else part * factor
+            number = tirx.IntImm("int32", coefficient)
+            part = number if part is None else part if coefficient == 1 else part * number
+            total = part if total is None else total + part
+        return total
+
+    def _size_atom(self, atom: Symbol | Function) -> TirExpr:
+        if isinstance(atom, Symbol):
+            return self._sizes[atom]
+        operation = {"floordiv": tirx.floordiv, "mod": tirx.floormod, "max": tirx.Max, "min": tirx.Min}[atom.name]
+        return operation(self.size(atom.left), self.size(atom.right))
+
+    def loop(self, extent: Dim, body: Callable[[Index], Stmt], kind: str = "serial", name: str = "i") -> Stmt:
+        """`for i in range(extent): body(i)`; kind is serial, parallel, vectorized or unrolled."""
+        if extent == 1:
+            return body(as_index(0))
+        variable = LoopVar(self.fresh(name), extent)
+        tir_var = tirx.Var(variable.name, "int32")
+        self._vars[variable] = tir_var
+        return tirx.For(tir_var, 0, self.size(extent), _KINDS[kind], body(Index(((variable, 1),), 0)))
+
+    def loop_until(self, limit: TirExpr, extent: Dim, body: Callable[[Index], Stmt], name: str = "i") -> Stmt:
+        """`for i in range(limit): body(i)`, where `limit` is at most `extent`."""
+        variable = LoopVar(self.fresh(name), extent)
+        self._vars[variable] = tirx.Var(variable.name, "int32")
+        return tirx.For(self._vars[variable], 0, limit, _KINDS["serial"], body(Index(((variable, 1),), 0)))
+
+    def bound(self, value: TirExpr, extent: Dim, name: str) -> tuple[Index, Stmt]:
+        """An index that holds an int32 value in 0 .. extent-1, and the statement that must come before its uses."""
+        variable = LoopVar(self.fresh(name), extent)
+        self._vars[variable] = tirx.Var(variable.name, "int32")
+        return Index(((variable, 1),), 0), tirx.stmt.Bind(self._vars[variable], value)
+
+    def nest(
+        self, extents: Sequence[Dim], body: Callable[[tuple[Index, ...]], Stmt], kind: str = "serial", name: str = "i"
+    ) -> Stmt:
+        """Nested loops, outermost first."""
+
+        def at(done: tuple[Index, ...]) -> Stmt:
+            if len(done) == len(extents):
+                return body(done)
+            return self.loop(extents[len(done)], lambda i: at((*done, i)), kind, name)
+
+        return at(())
+
+    def fused(
+        self, extents: Sequence[Dim], body: Callable[[tuple[Index, ...]], Stmt], kind: str = "parallel", name: str = "p"
+    ) -> Stmt:
+        """One loop over the row-major product of `extents`; `body` gets the coordinates."""
+        total = product(extents)
+
+        def at(flat: Index) -> Stmt:
+            coordinates: list[Index] = []
+            step = total
+            for extent in extents:
+                step = step // extent
+                coordinates.append(flat // step % extent if extent != 1 else as_index(0))
+            return body(tuple(coordinates))
+
+        return self.loop(total, at, kind, name)
+
+    def seq(self, *statements: Stmt | None) -> Stmt:
+        """Statements one after the other; None is skipped."""
+        present = [s for s in statements if s is not None]
+        return present[0] if len(present) == 1 else tirx.SeqStmt(present)
+
+    def local(self, size: Dim, dtype: str, name: str = "local") -> TirBuffer:
+        """A buffer private to the innermost enclosing loop body (declare it there with `alloc`)."""
+        scope = "local" if isinstance(size, int) else "global"  # a stack frame's size is fixed when it is compiled
+        return tirx.decl_buffer((self.size(size),), dtype, self.fresh(name), scope=scope)
+
+    def alloc(self, buffer: TirBuffer) -> Stmt:
+        """Declares a buffer made by `local`: on the stack, and so in registers where LLVM can, unless it is large."""
+        if not isinstance(buffer.shape[0], tirx.IntImm):
+            return tirx.stmt.AllocBuffer(buffer)
+        size = int(buffer.shape[0]) * int(tvm.DataType(str(buffer.dtype)).bits) // 8
+        if size > _STACK_BYTES:
+            return tirx.stmt.AllocBuffer(buffer)
+        # Without this annotation TVM 0.27 takes every local buffer, however small, from the heap: two calls each, and never a register.
+        return tirx.stmt.AllocBuffer(buffer, {"disable_lower_builtin": tirx.IntImm("bool", 1)})
+
+    def index(self, index: Index | Dim) -> TirExpr:
+        """An index as a TIR int32 expression."""
+        index = as_index(index)
+        total: TirExpr = None
+        for atom, coefficient in index.terms:
+            part = self._atom(atom)
+            if coefficient != 1:
+                part = tirx.Mul(part, self.size(coefficient))
+            total = part if total is None else tirx.Add(total, part)
+        if total is None:
+            return self.size(index.const)
+        return tirx.Add(total, self.size(index.const)) if index.const != 0 else total
+
+    def _atom(self, atom: object) -> TirExpr:
+        match atom:
+            case LoopVar():
+                return self._vars[atom]
+            case FloorDiv(numerator, divisor):
+                # Truncating division is cheaper and equal where nothing is negative.
+                divide = tvm.tirx.truncdiv if _is_positive(numerator) else tvm.tirx.floordiv
+                return divide(self.index(numerator), self.size(divisor))
+            case Mod(numerator, divisor):
+                remainder = tvm.tirx.truncmod if _is_positive(numerator) else tvm.tirx.floormod
+                return remainder(self.index(numerator), self.size(divisor))
+            case Scalar():
+                if self.print_scalar is None:
+                    raise TypeError("this kernel has no printer for scalars used as indices")
+                return self.print_scalar(atom)
+        raise TypeError(f"not an index atom: {atom!r}")
+
+    def load(self, buffer: TirBuffer, offset: Index | int) -> TirExpr:
+        return tirx.BufferLoad(buffer, [self.index(offset)])
+
+    def store(self, buffer: TirBuffer, offset: Index | int, value: TirExpr) -> Stmt:
+        return tirx.BufferStore(buffer, value, [self.index(offset)])
+
+    def prefetch(self, buffer: TirBuffer, offset: TirExpr, level: int = 2) -> Stmt:
+        """Asks for the cache line of element `offset`, an int32 that may lie outside the buffer, into the cache of that level."""
+        address = tirx.address_of(tirx.BufferLoad(buffer, [offset]))
+        read, locality, data = (tirx.const(flag, "int32") for flag in (0, 4 - level, 1))
+        return tirx.Evaluate(tirx.call_intrin("void", "tirx.prefetch", address, read, locality, data))
+
+    def when(self, condition: TirExpr, then: Stmt, otherwise: Stmt | None = None) -> Stmt:
+        return tirx.IfThenElse(condition, then, otherwise)
+
+
+def _is_positive(index: Index) -> bool:
+    return at_most(0, index.low)
+
+
+def argument(span: Dim, dtype: str, name: str) -> TirBuffer:
+    """A kernel argument: a 1-D array of `span` elements, aligned to its element only (views may start anywhere)."""
+    itemsize = max(1, tvm.DataType(dtype).bits // 8)
+    # How long an array of a size known at run time is, no access asks.
+    length = span if isinstance(span, int) else _ANY_LENGTH
+    return tirx.decl_buffer((length,), dtype, name, data_alignment=itemsize)
+
+
+def prim_func(name: str, arguments: Sequence[TirBuffer], body: Stmt) -> Any:
+    """A kernel as a TIR function; its arguments never alias."""
+    function = tirx.PrimFunc(list(arguments), body)
+    return function.with_attr({"global_symbol": name, "tirx.noalias": True, "s_tir": True})

@@ -1,0 +1,35 @@
+"""From a kernel as plain data to a TIR function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch_hybrid_backend.engines.tvm.schedules import SCHEDULES
+from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.engines.tvm.tir.builder import Builder, TirBuffer, argument, prim_func
+from torch_hybrid_backend.engines.tvm.tir.printer import Printer
+from torch_hybrid_backend.engines.tvm.tir.storage import storage_dtype
+from torch_hybrid_backend.errors import ScheduleError
+from torch_hybrid_backend.loops.ir import Buffer
+from torch_hybrid_backend.loops.kernels import Kernel, kernel_sizes
+from torch_hybrid_backend.loops.layout import Layout
+
+
+def emit_kernel(kernel: Kernel, name: str, target: Target) -> Any:
+    """The kernel as a TIR function called `name`; its arguments are 1-D arrays, those it reads first, then sizes.
+
+    Raises ScheduleError where no schedule serves it, or the one that does has no such `choice`.
+    """
+    builder = Builder(kernel.choice)
+    arrays: dict[int, tuple[TirBuffer, Layout, Buffer]] = {}
+    for number, arg in enumerate((*kernel.reads, *kernel.writes)):
+        array = argument(arg.span, storage_dtype(arg.buffer.dtype), f"arg{number}")
+        arrays[id(arg.buffer)] = (array, arg.layout, arg.buffer)
+    sizes = [builder.argument_size(symbol) for symbol in kernel_sizes(kernel)]
+    for kind, emit in SCHEDULES:
+        if isinstance(kernel, kind):
+            body = emit(kernel, builder, Printer(builder, arrays), target)
+            if kernel.choice >= builder.choices:
+                raise ScheduleError(f"the schedule of this {type(kernel).__name__} has one choice only")
+            return prim_func(name, [*(array for array, _, _ in arrays.values()), *sizes], body)
+    raise ScheduleError(f"no schedule serves a {type(kernel).__name__}")

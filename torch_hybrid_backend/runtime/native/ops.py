@@ -1,0 +1,358 @@
+"""The C++ runtime (csrc/) as Python objects: plans, guards and bindings that free themselves.
+
+Enters: numbers, tensors and paths of kernel libraries. Leaves: `Plan.run`, the hot path. Every object here owns one handle
+of the C++ side and frees it when it is collected. The library `_runtime.so` is opened on first use, never on import.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_hybrid_backend.core.program import OperatorArgument
+from torch_hybrid_backend.errors import HybridError
+from torch_hybrid_backend.runtime.native.libraries import OpenLibrary, use_library
+from torch_hybrid_backend.runtime.native.module import native_module
+
+Callback = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+
+# Whether torch.profiler (or a profiler of its kind) watches this thread.
+_profiler_enabled = torch._C._autograd._profiler_enabled
+
+_LIBRARY = Path(__file__).resolve().parents[2] / "_runtime.so"
+_NAMESPACE = "torch_hybrid_backend"
+
+# After so many calls a guard has compared every byte where the kernel does not say what was written to (Guard::kCallsPerRound).
+CALLS_PER_ROUND = 256
+
+_FREE = ctypes.CFUNCTYPE(None, ctypes.c_int64)
+_CLOSE = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+
+
+class ValueKind(IntEnum):
+    """Where a value of a plan lives; the numbers are those of csrc/include/value.h."""
+
+    INPUT = 0  # payload: position among the plan's inputs; copied where its strides differ from the expected ones
+    CONSTANT = 1  # payload: slot of the binding
+    ARENA = 2  # payload: byte offset
+    FRESH = 3
+    RETURNED = 4
+    ALIAS = 5  # payload: the value whose memory it shares
+    RAW_INPUT = 6  # payload: as INPUT; passed to callbacks as it is
+
+
+class GuardKind(IntEnum):
+    """Which bytes a guard compares when it is asked; the numbers are those of csrc/include/guard.h."""
+
+    EVERY_BYTE = 0
+    LIVE = 1  # the pages that the kernel says were written to; where it cannot say, as the next
+    LIVE_UNWATCHED = 2  # some, others each time: all within `CALLS_PER_ROUND` calls
+
+
+class RunStatus(IntEnum):
+    """How a run ended; the numbers are those of csrc/include/plan.h."""
+
+    DONE = 0
+    STALE_BINDING = 1
+    CALLBACK_RAISED = 2
+
+
+class _Raised(threading.local):
+    """The exception that this thread's last failing callback raised, on its way around the C++ frames."""
+
+    error: BaseException | None = None
+
+
+_raised = _Raised()
+_callbacks: dict[int, tuple[Callback, ...]] = {}  # by plan handle; entries go with their plan
+
+
+def _run_segment(plan: int, segment: int, outputs: int, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Runs a callback for the C++ plan. Returns `outputs` tensors, or one more where it raised (see csrc/src/plan.cc)."""
+    try:
+        results = list(_callbacks[plan][segment](inputs))
+        if len(results) != outputs:
+            raise HybridError(f"segment {segment} returned {len(results)} values instead of {outputs}")
+    except BaseException as error:  # carried to Plan.run, which raises it unchanged
+        _raised.error = error
+        return [torch.empty(0, device="cpu")] * (outputs + 1)
+    return results
+
+
+@functools.cache
+def _ops() -> Any:
+    """The operators of the C++ runtime; loads it. Raises HybridError, with what to do, where it cannot be loaded."""
+    if not _LIBRARY.exists():
+        raise HybridError(
+            f"the C++ runtime {_LIBRARY.name} is missing from {_LIBRARY.parent}: build it with `pip install .` in the source"
+            " tree (it needs a C++ compiler), or in place with `python setup.py build_ext --inplace`"
+        )
+    try:
+        torch.ops.load_library(str(_LIBRARY))  # type: ignore[no-untyped-call]
+    except OSError as error:
+        raise HybridError(
+            f"the C++ runtime {_LIBRARY} cannot be loaded into torch {torch.__version__} ({error}): build it again with"
+            " `pip install .` and a C++ compiler"
+        ) from error
+    # Kept for the life of the process by the cache of this function's result.
+    library = torch.library.Library(_NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+    schema = "run_segment(int plan, int segment, int outputs, Tensor[] inputs) -> Tensor[]"
+    library.define(schema)  # type: ignore[no-untyped-call]
+    library.impl("run_segment", _run_segment, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    ops = torch.ops.torch_hybrid_backend
+    try:
+        operators = _Operators(library, ops)
+    except AttributeError as error:
+        raise HybridError(
+            f"the C++ runtime {_LIBRARY} was built from older sources ({error}): build it again with `pip install .`, or in place"
+            " with `python setup.py build_ext --inplace`"
+        ) from error
+    os.register_at_fork(after_in_child=_run_on_one_thread)
+    return operators
+
+
+def _run_on_one_thread() -> None:
+    """In a forked child: OpenMP's threads are not copied, and the first parallel loop would wait for them for ever, eager's included.
+
+    torch's DataLoader workers do the same. Spawned processes use all threads.
+    """
+    torch.set_num_threads(1)
+
+
+class _Operators:
+    """Operators resolved to their one overload: the lookup by packet costs more than some calls; and what finalizers call.
+
+    Finalizers call C functions by address: the collector runs them at any moment, and while a graph is traced an operator would become
+    a node of it.
+    """
+
+    def __init__(self, library: torch.library.Library, ops: Any) -> None:
+        self._library = library
+        free_plan, free_guard, free_binding, close_library = ops.finalizers.default()
+        self.free_plan = _FREE(free_plan)
+        self.free_guard = _FREE(free_guard)
+        self.free_binding = _FREE(free_binding)
+        self._close_library = _CLOSE(close_library)
+        self.plan_new = ops.plan_new.default
+        self.plan_add_value = ops.plan_add_value.default
+        self.plan_add_kernel = ops.plan_add_kernel.default
+        self.plan_add_operator = ops.plan_add_operator.default
+        self.plan_add_callback = ops.plan_add_callback.default
+        self.plan_add_copy = ops.plan_add_copy.default
+        self.plan_add_range = ops.plan_add_range.default
+        self.plan_seal = ops.plan_seal.default
+        self.plan_run = ops.plan_run.default
+        self.plan_time = ops.plan_time.default
+        self.guard_new = ops.guard_new.default
+        self.guard_is_stale = ops.guard_is_stale.default
+        self.guard_is_late = ops.guard_is_late.default
+        self.watches_writes = ops.watches_writes.default
+        self.binding_new = ops.binding_new.default
+        self.give_back_freed_memory = ops.give_back_freed_memory.default
+
+    def close_library(self, path: str) -> None:
+        self._close_library(os.fsencode(path))
+
+
+def load() -> None:
+    """Loads the C++ runtime now. Raises HybridError, with what to do, where that is impossible."""
+    _ops()
+
+
+class Guard:
+    """Notices changes of tensors' contents that bump no version counter: see csrc/include/guard.h.
+
+    It keeps no tensor alive: ask `is_stale` only while all of them live and have the data pointers they had. Tensors that are not
+    on the CPU are not looked at.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], kind: GuardKind = GuardKind.LIVE) -> None:
+        ops = _ops()
+        self.handle: int = ops.guard_new(list(tensors), int(kind))
+        weakref.finalize(self, ops.free_guard, self.handle).atexit = False
+        self._is_stale = ops.guard_is_stale
+        self._is_late = ops.guard_is_late
+
+    def is_stale(self) -> bool:
+        return bool(self._is_stale(self.handle))
+
+    def is_late(self) -> bool:
+        """Whether calls before the one that found the change may have missed it, of up to `CALLS_PER_ROUND`."""
+        return bool(self._is_late(self.handle))
+
+
+def watches_writes() -> bool:
+    """Whether the kernel tells which pages were written to, so that guards see every write (Linux 6.7 and later, unless it is forbidden)."""
+    return bool(_ops().watches_writes())
+
+
+def give_back_freed_memory() -> None:
+    """Returns memory that the C library keeps after it was freed to the operating system; glibc only, elsewhere nothing happens.
+
+    glibc maps blocks of their own only above a threshold that rises to 32 MiB as such blocks are freed; what is below stays with the
+    process, however large the sum: BERT-base kept 840 MiB after its first call.
+    """
+    _ops().give_back_freed_memory()
+
+
+class Plan:
+    """The C++ plan: add values and steps in execution order, seal, run. See csrc/include/plan.h.
+
+    Every method that builds raises HybridError for what could never run, with the reason.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
+        ops = _ops()
+        self._ops = ops
+        self._run = ops.plan_run
+        module = native_module()
+        self._run_directly = module.run if module is not None else _not_implemented
+        self._libraries: set[OpenLibrary] = set()
+        self.handle: int = ops.plan_new()
+        _callbacks[self.handle] = tuple(callbacks)
+        weakref.finalize(self, _free_plan, ops, self.handle).atexit = False
+
+    def add_value(
+        self,
+        kind: ValueKind,
+        payload: int,
+        dtype: torch.dtype,
+        sizes: Sequence[int],
+        strides: Sequence[int],
+        on_cpu: bool = True,
+    ) -> int:
+        """Returns the number of the new value. `sizes` and `strides` are in elements. Only callbacks and operators read what is not
+        `on_cpu`."""
+        number: int = _building(
+            self._ops.plan_add_value, self.handle, int(kind), payload, dtype, sizes, strides, on_cpu
+        )
+        return number
+
+    def add_kernel(self, library: str, symbol: str, values: Sequence[int], sizes: Sequence[int] = ()) -> None:
+        """`sizes` are the sizes that the kernel takes after its values.
+
+        Raises HybridError too where `library` is named as an entry of the cache and is not what was put there.
+        """
+        opened = use_library(
+            library,
+            lambda name: _building(self._ops.plan_add_kernel, self.handle, name, symbol, values, sizes),
+            self._ops.close_library,
+        )
+        if opened is not None:
+            self._libraries.add(opened)
+
+    def add_operator(
+        self, name: str, arguments: Sequence[OperatorArgument], values: Sequence[int], result: int
+    ) -> None:
+        """`name` is "namespace::operator". Of its arguments each `TENSOR` stands for the next of `values`; `result` is a returned value."""
+        numbers: list[int] = []
+        words = [_word(argument, numbers) for argument in arguments]
+        _building(self._ops.plan_add_operator, self.handle, name, " ".join(words), numbers, values, result)
+
+    def add_callback(self, segment: int, inputs: Sequence[int], outputs: Sequence[int]) -> None:
+        """`segment` is the callback's position among those given to the constructor."""
+        _building(self._ops.plan_add_callback, self.handle, segment, inputs, outputs)
+
+    def add_copy(self, source: int, destination: int) -> None:
+        _building(self._ops.plan_add_copy, self.handle, source, destination)
+
+    def add_range(self, name: str) -> None:
+        """Profilers show the steps added from here to the next range, or the end, as `name`."""
+        _building(self._ops.plan_add_range, self.handle, name)
+
+    def seal(self, inputs: int, constants: int, arena_bytes: int, outputs: Sequence[int]) -> None:
+        """`inputs` and `constants` count the inputs of a call and the slots of a binding."""
+        _building(self._ops.plan_seal, self.handle, inputs, constants, arena_bytes, outputs)
+
+    def run(self, binding: Binding, inputs: list[torch.Tensor]) -> list[torch.Tensor] | None:
+        """The outputs, or None where the binding is stale: bind again and run again.
+
+        Raises HybridError for inputs that do not fit and for a kernel that fails, by its name; what a callback
+        raised is raised as it was.
+        """
+        profiled = _profiler_enabled()  # it shows the dispatcher's call
+        try:
+            results = NotImplemented if profiled else self._run_directly(self.handle, binding.handle, inputs)
+            if type(results) is list:
+                return results
+            if results is NotImplemented:
+                outputs, status = self._run(self.handle, binding.handle, inputs, profiled)
+            else:
+                outputs, status = [], results
+        except RuntimeError as error:
+            raise HybridError(str(error)) from error
+        if status == RunStatus.DONE:
+            return outputs  # type: ignore[no-any-return]
+        if status == RunStatus.STALE_BINDING:
+            return None
+        raised, _raised.error = _raised.error, None
+        assert raised is not None, "a callback that raised leaves its exception"
+        raise raised
+
+    def time(self, binding: Binding, inputs: list[torch.Tensor]) -> list[int]:
+        """The nanoseconds that each step takes in one run, whose outputs are dropped; empty where it came to no end."""
+        times: list[int] = _building(self._ops.plan_time, self.handle, binding.handle, inputs)
+        return times
+
+
+class Binding:
+    """The constants one plan runs with, and the guard of the parameters they were made from.
+
+    `owned` maps slots to tensors, which the binding keeps alive; `borrowed` maps slots to addresses, which the caller
+    keeps alive and unmoved during every run. Together they fill every slot.
+    """
+
+    def __init__(self, plan: Plan, guard: Guard, owned: dict[int, torch.Tensor], borrowed: dict[int, int]) -> None:
+        ops = _ops()
+        self.handle: int = _building(
+            ops.binding_new,
+            plan.handle,
+            guard.handle,
+            list(owned),
+            list(owned.values()),
+            list(borrowed),
+            list(borrowed.values()),
+        )
+        weakref.finalize(self, ops.free_binding, self.handle).atexit = False
+
+
+def _word(argument: OperatorArgument, numbers: list[int]) -> str:
+    """The argument as csrc/include/operator_call.h reads it; `numbers` grows by those in it."""
+    match argument:
+        case None:
+            return "none"
+        case str():
+            return f"'{argument}'"
+        case int():
+            numbers.append(argument)
+            return "int"
+        case tuple():
+            numbers.extend((len(argument), *argument))
+            return "ints"
+        case _:
+            return "tensor"
+
+
+def _not_implemented(*_: object) -> object:
+    return NotImplemented
+
+
+def _building(operator: Callable[..., Any], *arguments: object) -> Any:
+    try:
+        return operator(*arguments)
+    except RuntimeError as error:
+        raise HybridError(str(error)) from error
+
+
+def _free_plan(ops: _Operators, handle: int) -> None:
+    ops.free_plan(handle)
+    _callbacks.pop(handle, None)

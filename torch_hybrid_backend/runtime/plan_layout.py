@@ -1,0 +1,347 @@
+"""One static graph as values and steps: the programs of all segments merged, every buffer given a place.
+
+Enters: pieces in execution order, each a program (kernel calls over buffers) or a callback, wired by names. Leaves: a
+`StaticLayout`, which the executor hands to the C++ plan one to one. Values that a callback or operator reads or the graph returns
+are tensors of their own in each call (a view of one may outlive the call); all else that kernels write lies in the
+arena. Illegal: a symbolic or missing spec (`StaticLayoutError`); the Python executor runs such graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+import torch
+
+from torch_hybrid_backend.core.program import Kernel, OperatorArgument, OperatorCall, PackedConstant, Program
+from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.errors import HybridError
+from torch_hybrid_backend.runtime.memory import LiveRange, plan_arena
+from torch_hybrid_backend.runtime.native.ops import ValueKind
+from torch_hybrid_backend.sizes.size import Size
+
+
+class StaticLayoutError(HybridError):
+    """The graph cannot be laid out ahead of its calls; the message says what is only known at run time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One segment: `program` is None where it is a callback. Names are values of the graph. `title`: what profilers show."""
+
+    inputs: tuple[str, ...]
+    input_specs: tuple[TensorSpec | None, ...]
+    outputs: tuple[str, ...]
+    output_specs: tuple[TensorSpec | None, ...]
+    program: Program | None
+    title: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanValue:
+    """See csrc/include/value.h; `payload` is 0 where the kind has none."""
+
+    kind: ValueKind
+    payload: int
+    spec: TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class KernelStep:
+    library: str
+    symbol: str
+    values: tuple[int, ...]
+    sizes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorStep:
+    """`arguments` as in `core.program.OperatorCall`; `values` are its tensors."""
+
+    name: str
+    arguments: tuple[OperatorArgument, ...]
+    values: tuple[int, ...]
+    result: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallbackStep:
+    """`segment` is the position of the piece."""
+
+    segment: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyStep:
+    """Same shape, other strides."""
+
+    source: int
+    destination: int
+
+
+Step = KernelStep | OperatorStep | CallbackStep | CopyStep
+
+
+@dataclass(frozen=True, slots=True)
+class TitledSteps:
+    """Profilers show the steps from number `first` to those of the next title as `title`."""
+
+    first: int
+    title: str
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantSlot:
+    """One slot of a binding. `sources` are constant graph inputs by name; `pack` makes the slot's tensor of them.
+
+    Where `pack` is None the slot is the only source itself, or where `is_copy` a copy of it with the strides of `spec`.
+    """
+
+    sources: tuple[str, ...]
+    pack: Callable[..., torch.Tensor] | None
+    spec: TensorSpec
+    is_copy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StaticLayout:
+    """`inputs` names the graph inputs that each call passes to the plan; `outputs` are value numbers."""
+
+    values: tuple[PlanValue, ...]
+    steps: tuple[Step, ...]
+    inputs: tuple[str, ...]
+    slots: tuple[ConstantSlot, ...]
+    outputs: tuple[int, ...]
+    arena_bytes: int
+    titles: tuple[TitledSteps, ...] = ()
+
+
+def lay_out(
+    inputs: AbstractSet[str], constants: AbstractSet[str], pieces: Sequence[Piece], outputs: Sequence[str]
+) -> StaticLayout:
+    """Merges `pieces`. `inputs` are all graph inputs, `constants` those of them that rarely change.
+
+    `outputs` names values that pieces compute (graph inputs that are returned need no plan).
+    Raises StaticLayoutError where a spec is symbolic or no tensor, HybridError where a program contradicts its specs.
+    """
+    builder = _Builder(inputs, constants)
+    for number, piece in enumerate(pieces):
+        builder.add(number, piece)
+    return builder.finish(outputs)
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A value while its kind may still be open: None means written by kernels, in the arena unless it escapes."""
+
+    kind: ValueKind | None
+    payload: int
+    spec: TensorSpec
+    root: int
+    escapes: bool = False
+    named: bool = False  # it is a value of the graph: its spec stays
+
+
+class _Builder:
+    def __init__(self, inputs: AbstractSet[str], constants: AbstractSet[str]) -> None:
+        self._graph_inputs = inputs
+        self._constants = constants
+        self._drafts: list[_Draft] = []
+        self._steps: list[Step] = []
+        self._computed: dict[str, int] = {}  # value of each name that a piece computed
+        self._plan_inputs: dict[str, int] = {}  # position among the plan's inputs
+        self._input_values: dict[tuple[str, TensorSpec, ValueKind], int] = {}
+        self._slots: list[ConstantSlot] = []
+        self._titles: list[TitledSteps] = []
+        self._direct_slots: dict[tuple[str, TensorSpec], int] = {}
+
+    def add(self, number: int, piece: Piece) -> None:
+        output_specs = [_static(spec, name) for name, spec in zip(piece.outputs, piece.output_specs, strict=True)]
+        if piece.title:
+            self._titles.append(TitledSteps(len(self._steps), piece.title))
+        if piece.program is None:
+            reads = [
+                self._for_callback(name, _static(spec, name))
+                for name, spec in zip(piece.inputs, piece.input_specs, strict=True)
+            ]
+            writes = [self._new(ValueKind.RETURNED, 0, spec) for spec in output_specs]
+            self._steps.append(CallbackStep(number, tuple(reads), tuple(writes)))
+            self._computed.update(zip(piece.outputs, writes, strict=True))
+        else:
+            self._add_program(piece, piece.program, output_specs)
+
+    def _add_program(self, piece: Piece, program: Program, output_specs: Sequence[TensorSpec]) -> None:
+        local: dict[int, int] = {}  # buffer of the program -> value
+        for name, spec, buffer in zip(piece.inputs, piece.input_specs, program.inputs, strict=True):
+            if buffer >= 0 and buffer not in local:
+                returned = buffer in program.outputs
+                local[buffer] = self._for_kernels(name, _static(spec, name), program.buffers[buffer], returned)
+        for constant in program.constants:
+            local[constant.buffer] = self._packed(piece, constant, program.buffers[constant.buffer])
+        for call in program.kernels:
+            if isinstance(call, OperatorCall):
+                local[call.result] = self._new(ValueKind.RETURNED, 0, program.buffers[call.result])
+        for buffer in (b for kernel in program.kernels if isinstance(kernel, Kernel) for b in kernel.arguments):
+            if buffer not in local:
+                local[buffer] = self._new(None, 0, _static(program.buffers[buffer], f"buffer {buffer}"))
+        for kernel in program.kernels:
+            if isinstance(kernel, OperatorCall):
+                self._add_operator(kernel, local)
+                continue
+            values = tuple(local[buffer] for buffer in kernel.arguments)
+            self._steps.append(KernelStep(kernel.library, kernel.symbol, values, _numbers(kernel)))
+        for name, spec, buffer in zip(piece.outputs, output_specs, program.outputs, strict=True):
+            if buffer not in local:
+                raise HybridError(f"no kernel writes {name}: its program gives it buffer {buffer}, which nothing uses")
+            self._computed[name] = self._as_output(local[buffer], spec, name)
+
+    def _add_operator(self, call: OperatorCall, local: Mapping[int, int]) -> None:
+        values = []
+        for tensor in call.tensors:
+            value = local[tensor.buffer]
+            if tensor.spec is not None:
+                self._escape(value)
+                value = self._alias(value, tensor.spec)
+            values.append(value)
+        self._steps.append(OperatorStep(call.name, call.arguments, tuple(values), local[call.result]))
+
+    def finish(self, outputs: Sequence[str]) -> StaticLayout:
+        numbers = []
+        for name in outputs:
+            numbers.append(self._computed[name])
+            self._escape(self._computed[name])
+        for draft in self._drafts:
+            if draft.kind is None and draft.escapes:
+                draft.kind = ValueKind.FRESH
+        arena_bytes = self._place_in_arena()
+        values = tuple(PlanValue(_placed(draft), draft.payload, draft.spec) for draft in self._drafts)
+        return StaticLayout(
+            values=values,
+            steps=tuple(self._steps),
+            inputs=tuple(self._plan_inputs),
+            slots=tuple(self._slots),
+            outputs=tuple(numbers),
+            arena_bytes=arena_bytes,
+            titles=tuple(self._titles),
+        )
+
+    def _place_in_arena(self) -> int:
+        live: dict[int, tuple[int, int]] = {}
+        for time, step in enumerate(self._steps):
+            if isinstance(step, KernelStep):
+                for value in step.values:
+                    root = self._drafts[value].root
+                    live[root] = (live.get(root, (time, time))[0], time)
+        arena = [root for root in live if self._drafts[root].kind is None]
+        layout = plan_arena([LiveRange(self._drafts[root].spec.size_bytes, *live[root]) for root in arena])
+        for root, offset in zip(arena, layout.offsets, strict=True):
+            self._drafts[root].kind = ValueKind.ARENA
+            self._drafts[root].payload = offset
+        return layout.size_bytes
+
+    def _new(self, kind: ValueKind | None, payload: int, spec: TensorSpec, root: int | None = None) -> int:
+        self._drafts.append(_Draft(kind, payload, spec, len(self._drafts) if root is None else root))
+        return len(self._drafts) - 1
+
+    def _alias(self, value: int, spec: TensorSpec) -> int:
+        root = self._drafts[value].root
+        shared = self._drafts[root].spec
+        if spec.dtype != shared.dtype or spec.span > shared.span:
+            raise HybridError(f"{spec} cannot share the memory of {shared}")
+        return self._new(ValueKind.ALIAS, root, spec, root)
+
+    def _escape(self, value: int) -> None:
+        self._drafts[self._drafts[value].root].escapes = True
+
+    def _input(self, name: str, spec: TensorSpec, kind: ValueKind) -> int:
+        key = (name, spec, kind)
+        if key not in self._input_values:
+            position = self._plan_inputs.setdefault(name, len(self._plan_inputs))
+            self._input_values[key] = self._new(kind, position, spec)
+        return self._input_values[key]
+
+    def _for_callback(self, name: str, spec: TensorSpec) -> int:
+        if name in self._graph_inputs:
+            # As it is: an eager segment may write to it (an input that the graph mutates).
+            return self._input(name, spec, ValueKind.RAW_INPUT)
+        self._escape(self._computed[name])
+        return self._computed[name]
+
+    def _for_kernels(self, name: str, spec: TensorSpec, buffer: TensorSpec, returned: bool) -> int:
+        """The value that kernels built for `buffer` read as graph value `name`, whose spec in the graph is `spec`."""
+        buffer = _static(buffer, name)
+        same_shape = buffer.shape == spec.shape
+        # Kernels that see another shape address the same memory in the graph's own strides.
+        wanted = buffer if same_shape else spec
+        if name in self._constants and not returned:
+            return self._direct_slot(name, wanted, buffer, not same_memory(wanted, spec))
+        if name in self._graph_inputs:
+            value = self._input(name, wanted, ValueKind.INPUT)
+        else:
+            value = self._computed[name]
+            if not same_memory(self._drafts[value].spec, wanted):
+                value = self._copy(value, wanted)
+        return value if same_shape else self._alias(value, buffer)
+
+    def _copy(self, source: int, spec: TensorSpec) -> int:
+        self._escape(source)
+        destination = self._new(ValueKind.FRESH, 0, spec)
+        self._steps.append(CopyStep(source, destination))
+        return destination
+
+    def _direct_slot(self, name: str, spec: TensorSpec, buffer: TensorSpec, is_copy: bool) -> int:
+        if (name, spec) not in self._direct_slots:
+            self._direct_slots[name, spec] = len(self._slots)
+            self._slots.append(ConstantSlot((name,), None, spec, is_copy))
+        return self._new(ValueKind.CONSTANT, self._direct_slots[name, spec], buffer)
+
+    def _packed(self, piece: Piece, constant: PackedConstant, spec: TensorSpec) -> int:
+        sources = tuple(piece.inputs[source] for source in constant.sources)
+        changing = [name for name in sources if name not in self._constants]
+        if changing:
+            raise HybridError(f"a program packs {', '.join(changing)}, which changes from call to call")
+        self._slots.append(ConstantSlot(sources, constant.pack, _static(spec, f"packed {sources}")))
+        return self._new(ValueKind.CONSTANT, len(self._slots) - 1, spec)
+
+    def _as_output(self, value: int, spec: TensorSpec, name: str) -> int:
+        draft = self._drafts[value]
+        if self._drafts[draft.root].kind is ValueKind.CONSTANT:
+            raise HybridError(
+                f"a program returns packed constant {name}: outputs must be written by kernels or be inputs"
+            )
+        if draft.spec == spec:
+            draft.named = True
+            return value
+        if draft.kind is None and not draft.named and draft.spec.span == spec.span and draft.spec.dtype == spec.dtype:
+            draft.spec = spec  # the tensor that is made for it is then the output itself, not a view of it
+            draft.named = True
+            return value
+        return self._alias(value, spec)
+
+
+def _placed(draft: _Draft) -> ValueKind:
+    # No step touches it, so it has no place: an output that no kernel writes was refused before.
+    return ValueKind.FRESH if draft.kind is None else draft.kind
+
+
+def _numbers(kernel: Kernel) -> tuple[int, ...]:
+    if any(isinstance(size, Size) for size in kernel.sizes):
+        raise StaticLayoutError(f"the kernel {kernel.symbol} takes sizes known only at run time: {kernel.sizes}")
+    return tuple(int(size) for size in kernel.sizes)
+
+
+def _static(spec: TensorSpec | None, name: str) -> TensorSpec:
+    if spec is None:
+        raise StaticLayoutError(f"{name} is no tensor")
+    if not spec.is_static:
+        raise StaticLayoutError(f"{name} has sizes or strides known only at run time: {spec}")
+    return spec
+
+
+def same_memory(a: TensorSpec, b: TensorSpec) -> bool:
+    """Whether both address the same elements in the same order; strides of dimensions of size 1 address nothing."""
+    strides = zip(a.shape, a.strides, b.strides, strict=True) if a.shape == b.shape else ()
+    return (a.shape, a.dtype) == (b.shape, b.dtype) and all(x == y for n, x, y in strides if n != 1)
