@@ -1,8 +1,8 @@
 // The operators of the namespace torch_hybrid_backend: nothing here but translation between numbers
 // and objects.
 //
-// Python loads this library with torch.ops.load_library and uses it through runtime/native/ops.py. The
-// operator run_segment, which callbacks go through, is defined there.
+// Python loads this library with torch.ops.load_library and uses it through runtime/native/ops.py.
+// The operator run_segment, which callbacks go through, is defined there.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 

@@ -1,7 +1,7 @@
 """Device: where tensors live and kernels run, as a value.
 
-    Device("cpu")          the host: it has one memory, whatever its index
-    Device("cuda", 1)      the second GPU
+Device("cpu")          the host: it has one memory, whatever its index
+Device("cuda", 1)      the second GPU
 """
 
 from __future__ import annotations
