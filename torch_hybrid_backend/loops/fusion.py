@@ -92,20 +92,20 @@ class Group:
 
     def reads(self) -> list[Buffer]:
         """Buffers read from outside."""
-        own = {id(m.op.out) for m in self.members}
-        found: dict[int, Buffer] = {}
+        own = {m.op.out for m in self.members}
+        found: dict[Buffer, None] = {}
         for member in self.members:
             for buffer in member.reads:
-                if id(buffer) not in own:
-                    found[id(buffer)] = buffer
-        return list(found.values())
+                if buffer not in own:
+                    found[buffer] = None
+        return list(found)
 
 
 def fuse(graph: LoopGraph) -> list[Group]:
     """Groups in execution order; together they perform every operation of the graph exactly once."""
     groups: list[Group] = []
-    producer: dict[int, Group] = {}
-    readers: dict[int, list[Group]] = {}
+    producer: dict[Buffer, Group] = {}
+    readers: dict[Buffer, list[Group]] = {}
     for position, op in enumerate(graph.ops):
         reads = op.reads()
         group = _join(op, reads, producer, readers)
@@ -116,15 +116,15 @@ def fuse(graph: LoopGraph) -> list[Group]:
             old, group = group
             groups[groups.index(old)] = group
             for member in group.members:
-                producer[id(member.op.out)] = group
+                producer[member.op.out] = group
             for known in readers.values():
                 known[:] = [group if g is old else g for g in known]
         group.position = position
-        producer[id(op.out)] = group
+        producer[op.out] = group
         for buffer in reads:
-            if (source := producer.get(id(buffer))) is not None and source is not group:
+            if (source := producer.get(buffer)) is not None and source is not group:
                 source.closed = True
-            readers.setdefault(id(buffer), []).append(group)
+            readers.setdefault(buffer, []).append(group)
     return sorted(groups, key=lambda g: g.position)
 
 
@@ -146,17 +146,17 @@ def _new_group(op: LoopOp, reads: Sequence[Buffer]) -> Group:
 
 
 def _join(
-    op: LoopOp, reads: Sequence[Buffer], producer: dict[int, Group], readers: dict[int, list[Group]]
+    op: LoopOp, reads: Sequence[Buffer], producer: dict[Buffer, Group], readers: dict[Buffer, list[Group]]
 ) -> Group | tuple[Group, Group] | None:
     """The group that took `op`, (old, new) where a group had to be rebuilt, or None."""
     if not isinstance(op, (MapOp, ReduceOp)):
         return None
-    vertical = {id(g): g for b in reads if (g := producer.get(id(b))) is not None}
-    candidates = sorted(vertical.values(), key=lambda g: -g.position)
+    vertical = {g: None for b in reads if (g := producer.get(b)) is not None}
+    candidates = sorted(vertical, key=lambda g: -g.position)
     # Siblings: groups that read the same tensor over the same domain.
     for buffer in reads:
-        for group in readers.get(id(buffer), ()):
-            if id(group) not in vertical and group.kind in ("map", "row") and group not in candidates:
+        for group in readers.get(buffer, ()):
+            if group not in vertical and group.kind in ("map", "row") and group not in candidates:
                 candidates.append(group)
     for group in candidates:
         if group.closed or len(group.members) >= MAX_MEMBERS or _outside_reads(group, reads) > MAX_READS:
@@ -171,8 +171,8 @@ def _join(
 
 
 def _outside_reads(group: Group, reads: Sequence[Buffer]) -> int:
-    own = {id(m.op.out) for m in group.members}
-    return len({id(b) for b in group.reads()} | {id(b) for b in reads} - own)
+    own = {m.op.out for m in group.members}
+    return len(set(group.reads()) | set(reads) - own)
 
 
 def _join_reduce(group: Group, op: ReduceOp, reads: Sequence[Buffer]) -> Group | tuple[Group, Group] | None:
@@ -239,21 +239,21 @@ def _consistent(group: Group, expr: Expr) -> bool:
     A member's result used inside an index (an embedding's row number) does not qualify: indices are read from memory.
     """
     at = [FromIndex(INDEX_DTYPE, index) for part in parts([expr]) for index in indices(part)]
-    in_indices = {id(part) for part in parts(at, within_indices=True)}
+    in_indices = set(parts(at, within_indices=True))
     for load in loads_of(expr):
         member = group.member_of(load.buffer)
-        if member is not None and (load.index != member.index or id(load) in in_indices):
+        if member is not None and (load.index != member.index or load in in_indices):
             return False
     return True
 
 
 def replace_loads(expr: Expr, replacement: Callable[[Load], Expr | None]) -> Expr:
     """The expression with some loads replaced; shared parts stay shared. Loads inside indices are kept."""
-    done: dict[int, Expr] = {}
+    done: dict[Expr, Expr] = {}
 
     def visit(e: Expr) -> Expr:
-        if id(e) in done:
-            return done[id(e)]
+        if e in done:
+            return done[e]
         result: Expr = e
         if isinstance(e, Load):
             result = replacement(e) or e
@@ -261,23 +261,23 @@ def replace_loads(expr: Expr, replacement: Callable[[Load], Expr | None]) -> Exp
             args = tuple(visit(a) for a in e.args)
             if any(a is not b for a, b in zip(args, e.args, strict=True)):
                 result = Call(e.dtype, e.op, args)
-        done[id(e)] = result
+        done[e] = result
         return result
 
     return visit(expr)
 
 
-def inlined(group: Group) -> dict[int, Expr]:
-    """For map and anchor groups: each member's value with the other members' values substituted, by buffer identity."""
-    values: dict[int, Expr] = {}
+def inlined(group: Group) -> dict[Buffer, Expr]:
+    """For map and anchor groups: each member's value with the other members' values substituted, by the buffer it is stored in."""
+    values: dict[Buffer, Expr] = {}
     for member in group.members:
-        values[id(member.op.out)] = replace_loads(member.expr, lambda load: values.get(id(load.buffer)))
+        values[member.op.out] = replace_loads(member.expr, lambda load: values.get(load.buffer))
     return values
 
 
-def needed_outside(groups: Sequence[Group], outputs: Sequence[Buffer]) -> set[int]:
-    """Identities of the buffers that must exist in memory: read by another group, or outputs of the region."""
-    needed = {id(b) for b in outputs}
+def needed_outside(groups: Sequence[Group], outputs: Sequence[Buffer]) -> set[Buffer]:
+    """The buffers that must exist in memory: read by another group, or outputs of the region."""
+    needed = set(outputs)
     for group in groups:
-        needed.update(id(b) for b in group.reads())
+        needed.update(group.reads())
     return needed

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -103,9 +103,9 @@ class _Lowerer:
         self._region = region
         self._ops: list[LoopOp] = []
         self._ctx = Context(self._emit)
-        self._convolved: set[int] = set()  # identities of what convolutions write
-        self._images: set[int] = set()  # the same, and of what their epilogues write
-        self._concatenated: set[int] = set()  # identities of the values that are concatenations
+        self._convolved: set[Buffer] = set()  # what convolutions write
+        self._images: set[Buffer] = set()  # the same, and of what their epilogues write
+        self._concatenated: set[Value] = set()  # the values that are concatenations
 
     def run(self) -> LoopGraph:
         values: dict[torch.fx.Node, Any] = {}
@@ -133,34 +133,32 @@ class _Lowerer:
                 values[node] = lower_node(self._ctx, node, values)
                 for value in values[node] if isinstance(values[node], tuple) else (values[node],):
                     self._place(node, value)
-        taken = {id(b) for b in inputs} | {id(b) for b, _ in literals}
+        taken = set(inputs) | {b for b, _ in literals}
         results: list[Buffer] = []
         for node in outputs:
             results.append(self._output(values[node], taken))
-            taken.add(id(results[-1]))
+            taken.add(results[-1])
         return LoopGraph(tuple(inputs), tuple(results), tuple(literals), _in_order(self._ops, results))
 
-    def _output(self, value: Value, taken: set[int]) -> Buffer:
+    def _output(self, value: Value, taken: set[Buffer]) -> Buffer:
         """The value in memory of its own: AOTAutograd forbids an output that shares storage with an input or another output."""
         if isinstance(value, Map) and value.base is None:
             value = self._realize(value)
-        if isinstance(value, Buffer) and id(value) not in taken:
+        if isinstance(value, Buffer) and value not in taken:
             return value
         return self._ctx.realize(MapOp(Buffer(value.shape, value.dtype), value))
 
     def _emit(self, op: LoopOp) -> None:
         match op:
             case MatMulOp():
-                op.a = self._rows(self._operand(op.a))
-                op.b = self._operand(op.b)
+                op = replace(op, a=self._rows(self._operand(op.a)), b=self._operand(op.b))
             case ConvOp():
-                if not self._is_part(op):
-                    op.x = self._image(op.x)
-                op.w = self._operand(op.w)
-                self._convolved.add(id(op.out))
-                self._images.add(id(op.out))
+                x = op.x if self._is_part(op) else self._image(op.x)
+                op = replace(op, x=x, w=self._operand(op.w))
+                self._convolved.add(op.out)
+                self._images.add(op.out)
             case AttentionOp():
-                op.q, op.k, op.v = self._operand(op.q), self._operand(op.k), self._operand(op.v)
+                op = replace(op, q=self._operand(op.q), k=self._operand(op.k), v=self._operand(op.v))
         self._ops.append(op)
 
     def _realize(self, value: Map) -> Buffer:
@@ -182,7 +180,7 @@ class _Lowerer:
 
     def _image(self, value: Value) -> Buffer:
         """A convolution's input, in memory. A shuffled concatenation is written as it is read, once for all its readers."""
-        if isinstance(value, Map) and value.realized is None and id(_root(value)) in self._concatenated:
+        if isinstance(value, Map) and value.realized is None and _root(value) in self._concatenated:
             return self._realize(value)
         return self._ctx.materialize(self._operand(value))
 
@@ -193,7 +191,7 @@ class _Lowerer:
             return False
         index = domain_vars(value.shape)
         load = value.at(index)
-        if not isinstance(load, Load) or id(load.buffer) not in self._images or len(load.index) != 4:
+        if not isinstance(load, Load) or load.buffer not in self._images or len(load.index) != 4:
             return False
         shift = load.index[1] - index[1]
         in_place = (load.index[0], *load.index[2:]) == (index[0], *index[2:])
@@ -227,7 +225,7 @@ class _Lowerer:
         if calls == 0:
             return
         if node.target in _CONCATENATIONS:
-            self._concatenated.add(id(value))
+            self._concatenated.add(value)
         readers = _readers(node)
         if (
             len({_read_as(reader) for reader in readers}) > 1
@@ -236,12 +234,12 @@ class _Lowerer:
         ):
             buffer = self._realize(value)
             if self._is_epilogue(value, expr):
-                self._images.add(id(buffer))
+                self._images.add(buffer)
 
     def _is_epilogue(self, value: Map, expr: Expr) -> bool:
         """Whether a value is computed element by element from what a convolution writes."""
         index = domain_vars(value.shape)
-        return any(id(load.buffer) in self._convolved and load.index == index for load in loads_of(expr))
+        return any(load.buffer in self._convolved and load.index == index for load in loads_of(expr))
 
     def _repeats(self, reader: torch.fx.Node, value: Value) -> bool:
         if reader.target in _WINDOWS:
@@ -293,27 +291,27 @@ def _in_order(ops: Sequence[LoopOp], outputs: Sequence[Buffer]) -> tuple[LoopOp,
     Some nobody reads (a pooling's unused indices, a log-sum-exp). And a value may be given memory, as an output or an anchor's
     operand, after an operation was emitted that reads it: that one then reads the memory too.
     """
-    producer = {id(op.out): op for op in ops}
-    reads = {id(op): op.reads() for op in ops}
-    ordered: dict[int, LoopOp] = {}
+    producer = {op.out: op for op in ops}
+    reads = {op: op.reads() for op in ops}
+    ordered: dict[LoopOp, None] = {}
 
     def visit(op: LoopOp) -> None:
-        if id(op) in ordered:
+        if op in ordered:
             return
-        for buffer in reads[id(op)]:
-            if (source := producer.get(id(buffer))) is not None:
+        for buffer in reads[op]:
+            if (source := producer.get(buffer)) is not None:
                 visit(source)
-        ordered[id(op)] = op
+        ordered[op] = None
 
-    needed = {id(b) for b in outputs}
+    needed = set(outputs)
     pending = [producer[key] for key in needed if key in producer]
     while pending:
-        for buffer in reads[id(pending.pop())]:
-            if id(buffer) not in needed:
-                needed.add(id(buffer))
-                if (source := producer.get(id(buffer))) is not None:
+        for buffer in reads[pending.pop()]:
+            if buffer not in needed:
+                needed.add(buffer)
+                if (source := producer.get(buffer)) is not None:
                     pending.append(source)
     for op in ops:
-        if id(op.out) in needed:
+        if op.out in needed:
             visit(op)
-    return tuple(ordered.values())
+    return tuple(ordered)

@@ -152,13 +152,13 @@ class Map(Value):
     def inverse(self) -> Mapping[Buffer, InverseFn]:
         # Each value is visited once: the paths from here to a shared ancestor double with every level.
         found: dict[Buffer, InverseFn] = {}
-        seen: set[int] = set()
+        seen: set[Value] = set()
         stack: list[tuple[Value, InverseFn]] = [(self, lambda index: index)]
         while stack:
             value, to_self = stack.pop()
-            if id(value) in seen:
+            if value in seen:
                 continue
-            seen.add(id(value))
+            seen.add(value)
             if isinstance(value, Map) and value.realized is None:
                 stack.extend((parent, _compose(to_self, to_value)) for parent, to_value in reversed(value.parents))
             else:
@@ -172,7 +172,7 @@ def _compose(outer: InverseFn, inner: InverseFn) -> InverseFn:
     return lambda index: outer(inner(index))
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class LoopOp:
     """Something that fills the buffer `out`."""
 
@@ -183,7 +183,7 @@ class LoopOp:
         raise TypeError(f"{type(self).__name__} does not say what it reads")
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class MapOp(LoopOp):
     """out[i] = value[i], rounded to the buffer's dtype."""
 
@@ -193,7 +193,7 @@ class MapOp(LoopOp):
         return buffers_of(self.value)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class ReduceOp(LoopOp):
     """out[kept] = combine over the axes `axes` of domain `domain` of body(full index).
 
@@ -215,7 +215,7 @@ class ReduceOp(LoopOp):
         return buffers_of(Map(self.domain, self.out.dtype, self.body))
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class MatMulOp(LoopOp):
     """out[b, m, n] = sum over k of a[b, m, k] * b[b, k, n]. `a` is (B, M, K), `b` is (B, K, N) or (1, K, N)."""
 
@@ -226,7 +226,7 @@ class MatMulOp(LoopOp):
         return _unique(buffers_of(self.a) + buffers_of(self.b))
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class ConvOp(LoopOp):
     """A 1-D or 2-D cross-correlation with zero padding, no bias (the epilogue adds it).
 
@@ -245,7 +245,7 @@ class ConvOp(LoopOp):
         return _unique(buffers_of(self.x) + buffers_of(self.w))
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class AttentionOp(LoopOp):
     """out = softmax(q @ k^T * scale + mask) @ v per batch and head, causal where asked.
 
@@ -266,7 +266,7 @@ class AttentionOp(LoopOp):
 
 
 def _unique(buffers: list[Buffer]) -> list[Buffer]:
-    return list({id(b): b for b in buffers}.values())
+    return list(dict.fromkeys(buffers))
 
 
 def domain_vars(shape: tuple[Dim, ...], prefix: str = "i") -> tuple[Index, ...]:
@@ -283,12 +283,12 @@ def buffers_of(value: Value) -> list[Buffer]:
 
 def parts(exprs: Iterable[Expr], *, within_indices: bool = False) -> Iterator[Expr]:
     """Every distinct part of expressions in first-use order, the expressions themselves included."""
-    stack, seen = [*exprs][::-1], set[int]()
+    stack, seen = [*exprs][::-1], set[Expr]()
     while stack:
         e = stack.pop()
-        if id(e) in seen:
+        if e in seen:
             continue
-        seen.add(id(e))
+        seen.add(e)
         yield e
         if isinstance(e, Call):
             stack.extend(reversed(e.args))
@@ -332,19 +332,19 @@ def count_calls(expr: Expr) -> int:
     return sum(isinstance(e, Call) and e.op not in ("cast", "round") for e in parts([expr]))
 
 
-def canonical(expr: Expr, buffer_names: Mapping[int, str]) -> str:
+def canonical(expr: Expr, buffer_names: Mapping[Buffer, str]) -> str:
     """A text that is equal for two expressions that compute the same thing from the same-named buffers."""
     lines: list[str] = []
-    names: dict[int, str] = {}
+    names: dict[Expr, str] = {}
 
     def show(e: Expr) -> str:
-        if id(e) in names:
-            return names[id(e)]
+        if e in names:
+            return names[e]
         match e:
             case Const():
                 text = f"{e.value!r}:{e.dtype}"
             case Load():
-                text = f"{buffer_names[id(e.buffer)]}[{', '.join(show_index(i) for i in e.index)}]"
+                text = f"{buffer_names[e.buffer]}[{', '.join(show_index(i) for i in e.index)}]"
             case FromIndex():
                 text = f"index({show_index(e.index)})"
             case Call():
@@ -352,8 +352,8 @@ def canonical(expr: Expr, buffer_names: Mapping[int, str]) -> str:
             case _:
                 raise TypeError(f"not an expression of the loops language: {e!r}")
         lines.append(text)
-        names[id(e)] = f"%{len(lines) - 1}"
-        return names[id(e)]
+        names[e] = f"%{len(lines) - 1}"
+        return names[e]
 
     def show_index(index: Index) -> str:
         parts = []

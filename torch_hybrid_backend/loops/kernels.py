@@ -172,7 +172,7 @@ class AttentionKernel(Kernel):
 def kernel_sizes(kernel: Kernel) -> list[Symbol]:
     """The size symbols a kernel depends on: its further arguments, after the buffers, in this order."""
     found: dict[Symbol, None] = {}
-    seen: set[int] = set()
+    seen: set[object] = set()
 
     def visit(value: object) -> None:
         match value:
@@ -190,8 +190,8 @@ def kernel_sizes(kernel: Kernel) -> list[Symbol]:
                     visit(atom)
             case Buffer():
                 visit(value.shape)
-            case _ if dataclasses.is_dataclass(value) and id(value) not in seen:
-                seen.add(id(value))
+            case _ if dataclasses.is_dataclass(value) and value not in seen:
+                seen.add(value)
                 for member in dataclasses.fields(value):
                     visit(getattr(value, member.name))
 

@@ -184,17 +184,17 @@ def guard(condition: Expr, inside: Expr, outside: Expr) -> Expr:
 
 def decided(e: Expr, guard: Call, branch: int) -> Expr:
     """The expression with one guard replaced by its `inside` (branch 1) or its `outside` (branch 2)."""
-    done: dict[int, Expr] = {id(guard): guard.args[branch]}
+    done: dict[Expr, Expr] = {guard: guard.args[branch]}
 
     def visit(x: Expr) -> Expr:
-        if id(x) not in done:
+        if x not in done:
             result = x
             if isinstance(x, Call):
                 args = tuple(visit(a) for a in x.args)
                 if any(a is not b for a, b in zip(args, x.args, strict=True)):
                     result = Call(x.dtype, x.op, args)
-            done[id(x)] = result
-        return done[id(x)]
+            done[x] = result
+        return done[x]
 
     return visit(e)
 

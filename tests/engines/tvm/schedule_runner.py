@@ -52,12 +52,12 @@ Emit = Callable[[Any, Builder, Printer, Target], Any]
 def compile_kernel(kernel: Kernel, emit: Emit, target: Target = HOST) -> Any:
     """The module whose function `kernel` takes the arguments' 1-D arrays."""
     builder = Builder()
-    arrays: dict[int, tuple[Any, Layout, Buffer]] = {}
+    arrays: dict[Buffer, tuple[Any, Layout]] = {}
     for number, arg in enumerate((*kernel.reads, *kernel.writes)):
         array = argument(arg.span, storage_dtype(arg.buffer.dtype), f"arg{number}")
-        arrays[id(arg.buffer)] = (array, arg.layout, arg.buffer)
+        arrays[arg.buffer] = (array, arg.layout)
     body = emit(kernel, builder, Printer(builder, arrays), target)
-    function = prim_func("kernel", [array for array, _, _ in arrays.values()], body)
+    function = prim_func("kernel", [array for array, _ in arrays.values()], body)
     return build("kernel", function, tvm_target(target))
 
 

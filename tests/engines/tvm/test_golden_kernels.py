@@ -99,7 +99,7 @@ def _described(found: Partition, target: Target) -> list[str]:
             names.append(name)
             if name not in kernels:
                 kernels[name] = kernel
-                constants = {id(packed.buffer): packed for packed in assembled.packed}
+                constants = {packed.buffer: packed for packed in assembled.packed}
                 notes[name] = [
                     f"variant {v.name!r} preferred={v.is_preferred} exact={v.is_exact} cost={v.cost:.4f}: "
                     + " ".join(_shown(k, None if v.name in _RANKED else target) for k in v.kernels)

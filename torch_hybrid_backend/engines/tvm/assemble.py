@@ -5,7 +5,7 @@ region -> loops.graph.lower_region -> prepare (packed operands) -> loops.fusion.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -64,28 +64,27 @@ class RegionKernels:
     outputs: tuple[Buffer, ...]
     literals: tuple[tuple[Buffer, torch.Tensor], ...]
     packed: tuple[Packed, ...]
-    layouts: dict[int, Layout]
+    layouts: Mapping[Buffer, Layout]
 
     def with_variants(self, chosen: Sequence[Variant]) -> RegionKernels:
         """The region computed by one variant of each kernel."""
         kernels = tuple(kernel for variant in chosen for kernel in variant.kernels)
-        # Last: buffers that no kernel uses are gone, and a variant's own may have their identities.
-        own = {id(a.buffer): a.layout for kernel in kernels for a in (*kernel.reads, *kernel.writes)}
+        own = {a.buffer: a.layout for kernel in kernels for a in (*kernel.reads, *kernel.writes)}
         packed = (*self.packed, *(packed for variant in chosen for packed in variant.packed))
         return replace(self, kernels=kernels, packed=packed, layouts={**self.layouts, **own})
 
     def program(self, compiled: Sequence[tuple[str, str]]) -> Program:
         """The program, given each kernel's (library path, symbol)."""
-        numbers: dict[int, int] = {}
+        numbers: dict[Buffer, int] = {}
         specs: list[TensorSpec] = []
-        output_specs = {id(b): s for b, s in zip(self.outputs, self.region.outputs, strict=True)}
+        output_specs = dict(zip(self.outputs, self.region.outputs, strict=True))
 
         def number(buffer: Buffer) -> int:
-            if id(buffer) not in numbers:
-                numbers[id(buffer)] = len(specs)
-                spec = output_specs.get(id(buffer))
-                specs.append(spec if spec is not None else _physical(buffer, self.layouts[id(buffer)]))
-            return numbers[id(buffer)]
+            if buffer not in numbers:
+                numbers[buffer] = len(specs)
+                spec = output_specs.get(buffer)
+                specs.append(spec if spec is not None else _physical(buffer, self.layouts[buffer]))
+            return numbers[buffer]
 
         def argument(item: Operand | OperatorArgument) -> OperatorArgument:
             if not isinstance(item, Operand):
@@ -103,22 +102,22 @@ class RegionKernels:
             arguments = tuple(number(a.buffer) for a in (*kernel.reads, *kernel.writes))
             sizes = tuple(size_symbol(s.name, s.hint) for s in kernel_sizes(kernel))
             calls.append(KernelCall(library, symbol, arguments, len(kernel.writes), sizes))
-        read = {id(a.buffer) for kernel in self.kernels for a in kernel.reads}
-        sources = {id(b): position for position, b in enumerate(self.inputs)}
-        literals = {id(b): tensor for b, tensor in self.literals}
+        read = {a.buffer for kernel in self.kernels for a in kernel.reads}
+        sources = {b: position for position, b in enumerate(self.inputs)}
+        literals = dict(self.literals)
         constants = [
-            PackedConstant(number(p.buffer), (sources[id(p.source)],), p.pack)
-            if id(p.source) in sources
-            else PackedConstant(number(p.buffer), (), partial(p.pack, literals[id(p.source)]))
+            PackedConstant(number(p.buffer), (sources[p.source],), p.pack)
+            if p.source in sources
+            else PackedConstant(number(p.buffer), (), partial(p.pack, literals[p.source]))
             for p in self.packed
-            if id(p.buffer) in read
+            if p.buffer in read
         ]
         constants += [
-            PackedConstant(number(b), (), partial(_itself, tensor)) for b, tensor in self.literals if id(b) in read
+            PackedConstant(number(b), (), partial(_itself, tensor)) for b, tensor in self.literals if b in read
         ]
         inputs = []
         for buffer, region_input in zip(self.inputs, self.region.inputs, strict=True):
-            if id(buffer) not in read:
+            if buffer not in read:
                 inputs.append(-1)
                 continue
             assert region_input.spec is not None
@@ -141,24 +140,24 @@ def _physical(buffer: Buffer, layout: Layout) -> TensorSpec:
 def assemble(region: Region, target: Target) -> RegionKernels:
     """The kernels of a region; raises loops.lowering.Refuse where an operator is not taken."""
     lowered = lower_region(region)
-    fixed: dict[int, Layout] = {}
+    fixed: dict[Buffer, Layout] = {}
     for buffer, region_input in zip(lowered.inputs, region.inputs, strict=True):
         if region_input.spec is None:
             continue  # a size
-        fixed[id(buffer)] = Strided(region_input.spec.strides)
+        fixed[buffer] = Strided(region_input.spec.strides)
     for buffer, spec in zip(lowered.outputs, region.outputs, strict=True):
         assert spec is not None
-        fixed[id(buffer)] = Strided(spec.strides)
+        fixed[buffer] = Strided(spec.strides)
     for buffer, _ in lowered.literals:
-        fixed[id(buffer)] = contiguous(buffer.shape)
+        fixed[buffer] = contiguous(buffer.shape)
     prepared = prepare(lowered, target, fixed)
     groups = fuse(prepared.graph)
     for op in prepared.graph.ops:
-        if id(op) in prepared.plain:
+        if op in prepared.plain:
             continue
         operand = op.b if isinstance(op, MatMulOp) else op.w if isinstance(op, ConvOp) else None
         if isinstance(operand, Buffer):
-            fixed[id(operand)] = contiguous(operand.shape)
+            fixed[operand] = contiguous(operand.shape)
     layouts = assign_layouts(groups, fixed, prepared.tiles, target)
     needed = needed_outside(groups, lowered.outputs)
     kernels = join_chains([_kernel(group, needed, layouts, prepared) for group in groups], lowered.outputs, target)
@@ -167,14 +166,14 @@ def assemble(region: Region, target: Target) -> RegionKernels:
     )
 
 
-def _kernel(group: Group, needed: set[int], layouts: dict[int, Layout], prepared: Prepared) -> Kernel:
-    writes = tuple(Argument(m.op.out, layouts[id(m.op.out)]) for m in group.members if id(m.op.out) in needed)
+def _kernel(group: Group, needed: set[Buffer], layouts: Mapping[Buffer, Layout], prepared: Prepared) -> Kernel:
+    writes = tuple(Argument(m.op.out, layouts[m.op.out]) for m in group.members if m.op.out in needed)
     if group.kind == "row":
         stages = _stages(group, needed)
         reads = _arguments([s.value for s in stages], [], group, layouts)
         return RowKernel(reads, writes, group.variables, group.axes, stages)
     values = inlined(group)
-    stores = tuple(Store(m.op.out, m.index, values[id(m.op.out)]) for m in group.members if id(m.op.out) in needed)
+    stores = tuple(Store(m.op.out, m.index, values[m.op.out]) for m in group.members if m.op.out in needed)
     exprs = [s.value for s in stores]
     if group.kind == "map":
         return MapKernel(_arguments(exprs, [], group, layouts), writes, group.variables, stores)
@@ -186,7 +185,7 @@ def _kernel(group: Group, needed: set[int], layouts: dict[int, Layout], prepared
             k = LoopVar("k", op.a.shape[2])
             b, m, _ = group.point
             a = op.a.at((b, m, index_of(k)))
-            if (view := prepared.plain.get(id(op))) is not None:
+            if (view := prepared.plain.get(op)) is not None:
                 reads = _arguments([a, *exprs], [view.buffer], group, layouts)
                 _, k_stride, n_stride = map(known, view.strides)
                 weight, offset = view.buffer, known(view.offset)
@@ -196,7 +195,7 @@ def _kernel(group: Group, needed: set[int], layouts: dict[int, Layout], prepared
             assert isinstance(op.b, Buffer)
             reads = _arguments([a, *exprs], [op.b], group, layouts)
             batched = op.b.shape[0] != 1
-            tile = prepared.tiles[id(op)]
+            tile = prepared.tiles[op]
             return MatMulKernel(reads, writes, group.variables, k, a, op.b, tile, batched, accumulator, stores)
         case ConvOp():
             x_vars, x = _over(op.x, "x")
@@ -213,8 +212,8 @@ def _kernel(group: Group, needed: set[int], layouts: dict[int, Layout], prepared
                 op.padding,
                 op.dilation,
                 op.groups,
-                prepared.kernel_sizes[id(op)],
-                prepared.tiles[id(op)],
+                prepared.kernel_sizes[op],
+                prepared.tiles[op],
                 accumulator,
                 stores,
             )
@@ -249,38 +248,38 @@ def _over(value: Value, prefix: str) -> tuple[tuple[LoopVar, ...], Expr]:
 
 
 def _arguments(
-    exprs: Sequence[Expr], operands: Sequence[Buffer], group: Group, layouts: dict[int, Layout]
+    exprs: Sequence[Expr], operands: Sequence[Buffer], group: Group, layouts: Mapping[Buffer, Layout]
 ) -> tuple[Argument, ...]:
     """The buffers a kernel reads from outside itself."""
-    own = {id(m.op.out) for m in group.members} | {id(group.accumulator)}
-    found: dict[int, Buffer] = {id(b): b for b in operands}
+    own = {m.op.out for m in group.members} | {group.accumulator}
+    found = dict.fromkeys(operands)
     for expr in exprs:
         for buffer in buffers_of_expr(expr):
-            if id(buffer) not in own and id(buffer) in layouts:
-                found[id(buffer)] = buffer
-    return tuple(Argument(b, layouts[id(b)]) for b in found.values())
+            if buffer not in own and buffer in layouts:
+                found[buffer] = None
+    return tuple(Argument(b, layouts[b]) for b in found)
 
 
-def _stages(group: Group, needed: set[int]) -> tuple[Stage, ...]:
+def _stages(group: Group, needed: set[Buffer]) -> tuple[Stage, ...]:
     """A row group's members as stages; results that later members read get a local of their own."""
-    locals_: dict[int, Buffer] = {}
+    locals_: dict[Buffer, Buffer] = {}
 
     def rewritten(expr: Expr) -> Expr:
         def local_load(load: Load) -> Expr | None:
-            local = locals_.get(id(load.buffer))
+            local = locals_.get(load.buffer)
             if local is None:
                 return None
-            return local.at(group.point if local.shape == group.shape and id(local) in full else group.kept_point)
+            return local.at(group.point if local.shape == group.shape and local in full else group.kept_point)
 
         return replace_loads(expr, local_load)
 
-    full: set[int] = set()
+    full: set[Buffer] = set()
     stages: list[Stage] = []
     for position, member in enumerate(group.members):
         out = member.op.out
-        read_later = any(id(out) in {id(b) for b in buffers_of_expr(m.expr)} for m in group.members[position + 1 :])
+        read_later = any(out in buffers_of_expr(m.expr) for m in group.members[position + 1 :])
         value = rewritten(member.expr)
-        stored = id(out) in needed
+        stored = out in needed
         if member.role == "reduce" or read_later:
             shape = group.shape if member.role == "full" else group.kept_shape
             local = Buffer(
@@ -291,9 +290,9 @@ def _stages(group: Group, needed: set[int]) -> tuple[Stage, ...]:
             kind = {"full": "map", "scalar": "scalar", "reduce": "reduce"}[member.role]
             combiner = member.op.combiner if isinstance(member.op, ReduceOp) else ""
             stages.append(Stage(kind, local, value, combiner))
-            locals_[id(out)] = local
+            locals_[out] = local
             if member.role == "full":
-                full.add(id(local))
+                full.add(local)
             value = local.at(group.point if member.role == "full" else group.kept_point)
         if stored:
             kind = "store" if member.role == "full" else "store_scalar"

@@ -240,7 +240,7 @@ class TvmEngine:
 
     def _candidates(self, region: RegionKernels) -> tuple[Candidates, ...]:
         """What to compile of each kernel: the variant known to be fastest, or those to find out about."""
-        constants = {id(packed.buffer): packed for packed in region.packed}
+        constants = {packed.buffer: packed for packed in region.packed}
         verdicts = self._verdicts()
         result = []
         for kernel in region.kernels:

@@ -63,9 +63,9 @@ class _Text:
     """Writes one kernel. Owns the numbering of its buffers, loop variables and expressions."""
 
     def __init__(self, kernel: Kernel) -> None:
-        self._buffers: dict[int, str] = {}
+        self._buffers: dict[Buffer, str] = {}
         for position, argument in enumerate((*kernel.reads, *kernel.writes)):
-            self._buffers.setdefault(id(argument.buffer), f"arg{position}")
+            self._buffers.setdefault(argument.buffer, f"arg{position}")
         self._vars: dict[LoopVar, str] = {}
         self._lines: list[str] = []
         # Sizes by their position among the arguments, with the value that schedules take for typical.
@@ -74,7 +74,7 @@ class _Text:
         # Expressions are numbered by their text, so that a shared one and an equal copy of it look the same. `_known` spares
         # walking a shared one again.
         self._numbers: dict[str, str] = {}
-        self._known: dict[int, str] = {}
+        self._known: dict[Expr, str] = {}
         # First the loop variables a kernel declares, in the order of its fields: terms of sums are sorted by their text, which
         # must not depend on the order in which the expressions happen to be met.
         for field in dataclasses.fields(kernel):
@@ -108,10 +108,10 @@ class _Text:
         raise TypeError(f"a kernel holds {value!r}, a {type(value).__name__}, which has no canonical text")
 
     def _buffer(self, buffer: Buffer) -> str:
-        name = self._buffers.get(id(buffer))
+        name = self._buffers.get(buffer)
         if name is None:
             locals_before = sum(known.startswith("local") for known in self._buffers.values())
-            name = self._buffers[id(buffer)] = f"local{locals_before}"
+            name = self._buffers[buffer] = f"local{locals_before}"
         return f"{name} {buffer.dtype} {self._value(tuple(buffer.shape))}{' constant' if buffer.constant else ''}"
 
     def _var(self, variable: LoopVar) -> str:
@@ -119,8 +119,8 @@ class _Text:
         return f"{name} in {self._dim(variable.extent)}"
 
     def _expr(self, expr: Expr) -> str:
-        if id(expr) in self._known:
-            return self._known[id(expr)]
+        if expr in self._known:
+            return self._known[expr]
         match expr:
             case Const():
                 text = repr(expr.value)
@@ -137,7 +137,7 @@ class _Text:
         if number is None:
             number = self._numbers[text] = f"%{len(self._lines)}"
             self._lines.append(f"{number} = {text}")
-        self._known[id(expr)] = number
+        self._known[expr] = number
         return number
 
     def _index(self, index: Index) -> str:

@@ -226,8 +226,8 @@ def _behind(kernel: ConvKernel | MatMulKernel | PlainMatMulKernel, result: Argum
 
 
 def _reads(kernel: Kernel, exprs: Sequence[Expr]) -> tuple[Argument, ...]:
-    read = {id(buffer) for expr in exprs for buffer in buffers_of_expr(expr)}
-    return tuple(argument for argument in kernel.reads if id(argument.buffer) in read)
+    read = {buffer for expr in exprs for buffer in buffers_of_expr(expr)}
+    return tuple(argument for argument in kernel.reads if argument.buffer in read)
 
 
 def _of_plain(kernel: PlainMatMulKernel, buffer: Buffer, rows: int) -> Packed | None:

@@ -8,7 +8,7 @@ read as fast where it lies (`reads_plain`) is not packed: no second copy of it e
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -83,17 +83,17 @@ class Packed:
 
 @dataclass(slots=True, eq=False)
 class Prepared:
-    """A graph whose matmuls and convolutions read packed operands; `tiles` says how each was packed, by operation identity.
+    """A graph whose matmuls and convolutions read packed operands; `tiles` says how each was packed, operation by operation.
 
-    `plain`: right operands that are read where they lie instead, by operation identity, as views of memory.
+    `plain`: right operands that are read where they lie instead, operation by operation, as views of memory.
     """
 
     graph: LoopGraph
     packed: list[Packed] = field(default_factory=list)
-    tiles: dict[int, int] = field(default_factory=dict)
-    plain: dict[int, StridedView] = field(default_factory=dict)
-    # Kernel sizes of convolutions, by operation identity: a packed weight no longer shows them.
-    kernel_sizes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    tiles: dict[LoopOp, int] = field(default_factory=dict)
+    plain: dict[LoopOp, StridedView] = field(default_factory=dict)
+    # Kernel sizes of convolutions, operation by operation: a packed weight no longer shows them.
+    kernel_sizes: dict[LoopOp, tuple[int, ...]] = field(default_factory=dict)
 
 
 def strided_view(value: Value, layout: Strided | None = None) -> StridedView | None:
@@ -137,10 +137,10 @@ def packed_conv_weight_value(w: Value, groups: int, block: int) -> Map:
     return Map(shape, w.dtype, at)
 
 
-def plain_view(op: MatMulOp, layouts: Mapping[int, Layout], target: Target) -> StridedView | None:
+def plain_view(op: MatMulOp, layouts: Mapping[Buffer, Layout], target: Target) -> StridedView | None:
     """A matmul's right operand, (1, k, n), as a view of the memory it is read from, or None where it is to be packed."""
     logical = strided_view(op.b)
-    layout = None if logical is None else layouts.get(id(logical.buffer))
+    layout = None if logical is None else layouts.get(logical.buffer)
     if logical is None or not logical.buffer.constant or not isinstance(layout, Strided):
         return None
     if op.b.dtype != "float32" or op.a.dtype != "float32" or op.a.shape[0] != 1:
@@ -158,27 +158,29 @@ def plain_view(op: MatMulOp, layouts: Mapping[int, Layout], target: Target) -> S
     return view if is_columns and copies_panels(m, k, n, target) else None
 
 
-def prepare(graph: LoopGraph, target: Target, layouts: Mapping[int, Layout]) -> Prepared:
-    """Pack the operands of every matmul and convolution; `graph`'s operations are rewritten in place.
+def prepare(graph: LoopGraph, target: Target, layouts: Mapping[Buffer, Layout]) -> Prepared:
+    """The graph with the operands of every matmul and convolution packed.
 
-    `layouts`: how constants lie, by the identity of their buffer.
+    `layouts`: how constants lie.
     """
     prepared = Prepared(graph)
     packer = _Packer(prepared)
     for op in graph.ops:
         if isinstance(op, MatMulOp) and (plain := plain_view(op, layouts, target)) is not None:
-            prepared.plain[id(op)] = plain
+            prepared.plain[op] = plain
         elif isinstance(op, MatMulOp):
             tile = tile_n(op.out.shape[2], target)
-            prepared.tiles[id(op)] = tile
-            op.b = packer.pack(op.b, partial(pack_b, tile_n=tile), partial(packed_b_value, tile_n=tile), ("b", tile))
+            b = packer.pack(op.b, partial(pack_b, tile_n=tile), partial(packed_b_value, tile_n=tile), ("b", tile))
+            op = replace(op, b=b)
+            prepared.tiles[op] = tile
         elif isinstance(op, ConvOp):
             block = output_block(known(op.out.shape[1]), op.groups, target)
-            prepared.tiles[id(op)] = block
-            prepared.kernel_sizes[id(op)] = tuple(map(known, op.w.shape[2:]))
+            kernel_size = tuple(map(known, op.w.shape[2:]))
             ahead = partial(pack_conv_weight, groups=op.groups, block=block)
             each_call = partial(packed_conv_weight_value, groups=op.groups, block=block)
-            op.w = packer.pack(op.w, ahead, each_call, ("w", block, op.groups))
+            op = replace(op, w=packer.pack(op.w, ahead, each_call, ("w", block, op.groups)))
+            prepared.tiles[op] = block
+            prepared.kernel_sizes[op] = kernel_size
         packer.ops.append(op)
     prepared.graph = LoopGraph(graph.inputs, graph.outputs, graph.literals, tuple(packer.ops))
     return prepared
@@ -200,7 +202,7 @@ class _Packer:
         how: tuple[object, ...],
     ) -> Buffer:
         view = strided_view(operand)
-        identity = (id(operand),) if view is None else (id(view.buffer), view.shape, view.strides, view.offset)
+        identity = (operand,) if view is None else (view.buffer, view.shape, view.strides, view.offset)
         key = (*how, *identity)
         if key in self._known:
             return self._known[key]

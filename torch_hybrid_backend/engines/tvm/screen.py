@@ -69,11 +69,11 @@ def _screened(option: Options, alone_us: float, us: float | None) -> Options:
 def operator_us(variant: Variant) -> float:
     """Microseconds of the variant's operator alone, the best of a few calls. Raises RuntimeError where it cannot run."""
     call = next(kernel for kernel in variant.kernels if isinstance(kernel, OperatorKernel))
-    packed = {id(p.buffer): p for p in variant.packed}
+    packed = {p.buffer: p for p in variant.packed}
 
     def made(operand: Operand) -> torch.Tensor:
         dtype = getattr(torch, operand.buffer.dtype)
-        if (constant := packed.get(id(operand.buffer))) is not None:
+        if (constant := packed.get(operand.buffer)) is not None:
             return constant.ahead(torch.ones([int(n) for n in constant.view.shape], dtype=dtype, device="cpu"))
         return torch.empty_strided(operand.shape, operand.strides, dtype=dtype, device="cpu").fill_(1.0)
 

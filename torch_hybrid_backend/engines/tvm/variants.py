@@ -62,12 +62,12 @@ Packable = TypeVar("Packable", ConvKernel, MatMulKernel)
 Alternatives = Callable[..., Sequence[Variant]]
 
 
-def variants(kernel: Kernel, constants: Mapping[int, Packed], target: Target) -> tuple[Variant, ...]:
-    """The variants of a kernel: itself first, then the preferred one. `constants`: what is packed ahead, by the identity of its buffer.
+def variants(kernel: Kernel, constants: Mapping[Buffer, Packed], target: Target) -> tuple[Variant, ...]:
+    """The variants of a kernel: itself first, then the preferred one. `constants`: what is packed ahead, by its buffer.
 
     None but these two where sizes are known only at run time: those of the call that is timed say little of those to come.
     """
-    weight = constants.get(id(kernel.packed)) if isinstance(kernel, ConvKernel | MatMulKernel) else None
+    weight = constants.get(kernel.packed) if isinstance(kernel, ConvKernel | MatMulKernel) else None
     found: list[Variant] = []
     for kind, alternatives in ALTERNATIVES:
         if isinstance(kernel, kind):

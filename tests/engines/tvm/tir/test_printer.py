@@ -27,7 +27,7 @@ class One:
         self.x, self.out = Buffer((N,), "float32", "x"), Buffer((N,), "float32", "out")
         self.arrays = [argument(N, "float32", "x"), argument(N, "float32", "out")]
         pairs = zip(self.arrays, (self.x, self.out), strict=True)
-        self.printer = Printer(self.builder, {id(b): (a, contiguous((N,)), b) for a, b in pairs})
+        self.printer = Printer(self.builder, {b: (a, contiguous((N,))) for a, b in pairs})
         self.at = self.x.at((index_of(I),))
 
     def store(self, value: Expr) -> Store:
@@ -127,7 +127,7 @@ def test_locals_override_loads() -> None:
         seen.append(index)
         return one.builder.load(one.arrays[0], 3)
 
-    one.printer.locals[id(local)] = load  # type: ignore[assignment]
+    one.printer.locals[local] = load  # type: ignore[assignment]
     printed = one.printer.expr(local.at((index_of(I),)), {I: as_index(5)})
     assert seen == [(as_index(5),)]
     assert "x[3]" in str(printed)

@@ -28,29 +28,29 @@ _MOST_OVERLAP = 0.1
 
 def join_chains(kernels: Sequence[Kernel], outputs: Collection[Buffer], target: Target) -> tuple[Kernel, ...]:
     """The kernels with chains in place of the convolutions that make them, where the last of these was. `outputs`: the region's."""
-    shown = {id(buffer) for buffer in outputs}
-    readers = Counter(id(argument.buffer) for kernel in kernels for argument in kernel.reads)
-    ends: dict[int, list[ConvKernel]] = {}  # what a chain, or a convolution alone, writes -> its stages
+    shown = set(outputs)
+    readers = Counter(argument.buffer for kernel in kernels for argument in kernel.reads)
+    ends: dict[Buffer, list[ConvKernel]] = {}  # what a chain, or a convolution alone, writes -> its stages
     found: list[Kernel] = []
     for kernel in kernels:
         if isinstance(kernel, ConvKernel) and isinstance(kernel.x, Load):
             between = kernel.x.buffer
-            before = ends.get(id(between))
-            if before and readers[id(between)] == 1 and id(between) not in shown and _joins(before, kernel, target):
+            before = ends.get(between)
+            if before and readers[between] == 1 and between not in shown and _joins(before, kernel, target):
                 found = [k for k in found if k is not before[0] and not _is_chain_of(k, before)]
                 stages = [*before, kernel]
-                ends[id(kernel.writes[0].buffer)] = stages
+                ends[kernel.writes[0].buffer] = stages
                 found.append(chain(stages))
                 continue
-            ends[id(kernel.writes[0].buffer)] = [kernel]
+            ends[kernel.writes[0].buffer] = [kernel]
         found.append(kernel)
     return tuple(found)
 
 
 def chain(stages: Sequence[ConvKernel]) -> ConvChainKernel:
     """One kernel of convolutions, each of which reads what the one before it writes."""
-    inner = {id(stage.writes[0].buffer) for stage in stages[:-1]}
-    reads = {id(a.buffer): a for stage in stages for a in stage.reads if id(a.buffer) not in inner}
+    inner = {stage.writes[0].buffer for stage in stages[:-1]}
+    reads = {a.buffer: a for stage in stages for a in stage.reads if a.buffer not in inner}
     return ConvChainKernel(tuple(reads.values()), stages[-1].writes, stages[-1].domain, tuple(stages))
 
 

@@ -12,30 +12,30 @@ from collections.abc import Mapping, Sequence
 from torch_hybrid_backend.engines.tvm.cpu.tiles import output_block
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops.fusion import Group
-from torch_hybrid_backend.loops.ir import Buffer, ConvOp
+from torch_hybrid_backend.loops.ir import Buffer, ConvOp, LoopOp
 from torch_hybrid_backend.loops.layout import Blocked, Layout, contiguous
 from torch_hybrid_backend.sizes.size import Size
 
 
 def assign_layouts(
-    groups: Sequence[Group], fixed: Mapping[int, Layout], tiles: Mapping[int, int], target: Target
-) -> dict[int, Layout]:
-    """The layout of every buffer the groups read or write, by buffer identity; `fixed` holds inputs, outputs and packed operands."""
+    groups: Sequence[Group], fixed: Mapping[Buffer, Layout], tiles: Mapping[LoopOp, int], target: Target
+) -> dict[Buffer, Layout]:
+    """The layout of every buffer the groups read or write; `fixed` holds inputs, outputs and packed operands."""
     layouts = dict(fixed)
-    convolved = {id(m.op.x) for g in groups for m in g.members if isinstance(m.op, ConvOp)}
+    convolved = {m.op.x for g in groups for m in g.members if isinstance(m.op, ConvOp)}
     for group in groups:
-        blocked = [b for b in group.reads() if isinstance(layouts.get(id(b)), Blocked)]
+        blocked = [b for b in group.reads() if isinstance(layouts.get(b), Blocked)]
         for member in group.members:
             buffer = member.op.out
-            if id(buffer) in layouts:
+            if buffer in layouts:
                 continue
-            layouts[id(buffer)] = contiguous(buffer.shape)
+            layouts[buffer] = contiguous(buffer.shape)
             if len(buffer.shape) not in (3, 4) or buffer.shape[1] == 1 or isinstance(buffer.shape[1], Size):
                 continue
             if group.kind == "conv" and buffer.shape == group.shape:
-                layouts[id(buffer)] = Blocked(tiles[id(group.members[0].op)])
-            elif _keeps_channels(buffer, blocked) or id(buffer) in convolved:
-                layouts[id(buffer)] = Blocked(output_block(buffer.shape[1], 1, target))
+                layouts[buffer] = Blocked(tiles[group.members[0].op])
+            elif _keeps_channels(buffer, blocked) or buffer in convolved:
+                layouts[buffer] = Blocked(output_block(buffer.shape[1], 1, target))
     return layouts
 
 

@@ -30,7 +30,7 @@ def offsets_of(printer: Printer, exprs: Sequence[Expr]) -> list[Index]:
     found = []
     for expr in exprs:
         for load in loads_of(expr):
-            if id(load.buffer) in printer.arguments:
+            if load.buffer in printer.arguments:
                 found.append(printer.offset(load.buffer, load.index, {}))
     return found
 

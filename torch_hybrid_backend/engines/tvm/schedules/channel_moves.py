@@ -58,7 +58,7 @@ def channel_moves(kernel: MapKernel, builder: Builder, printer: Printer, channel
     if blocks is None or all(block.is_aligned for block in blocks):
         return None
     store = kernel.stores[0]
-    target = printer.arguments[id(store.buffer)][0]
+    target = printer.arguments[store.buffer][0]
     outer = [v for v in (kernel.domain[0], *kernel.domain[2:-1]) if v.extent != 1]
     column = kernel.domain[-1]
     width = len(blocks[0].lanes)
@@ -73,7 +73,7 @@ def channel_moves(kernel: MapKernel, builder: Builder, printer: Printer, channel
 
     def _gathered(one: _Block, env: Env) -> TirExpr:
         vectors = [
-            tirx.BufferLoad(printer.arguments[id(s.buffer)][0], [_ramp(s.offset.substitute(env))]) for s in one.sources
+            tirx.BufferLoad(printer.arguments[s.buffer][0], [_ramp(s.offset.substitute(env))]) for s in one.sources
         ]
         return vectors[0] if one.is_aligned else tirx.Shuffle(vectors, list(one.lanes))
 
@@ -90,7 +90,7 @@ def channel_moves(kernel: MapKernel, builder: Builder, printer: Printer, channel
 def _blocks(kernel: MapKernel, printer: Printer, channel: LoopVar) -> list[_Block] | None:
     """Where each block's lanes come from; None where some channel is anything but an element of a tensor blocked alike."""
     store, extent = kernel.stores[0], channel.extent
-    layout = printer.arguments[id(store.buffer)][1]
+    layout = printer.arguments[store.buffer][1]
     if len(kernel.stores) != 1 or not isinstance(layout, Blocked) or not isinstance(extent, int):
         return None
     if store.buffer.dtype != "float32" or extent > _MOST_BLOCKS * layout.block or len(kernel.domain) < 3:
@@ -120,9 +120,9 @@ def _element(printer: Printer, value: Expr, channel: LoopVar, c: int, block: int
         if holds is None:
             return None
         value = value.args[1] if holds else value.args[2]
-    if not isinstance(value, Load) or value.buffer.dtype != "float32" or id(value.buffer) not in printer.arguments:
+    if not isinstance(value, Load) or value.buffer.dtype != "float32" or value.buffer not in printer.arguments:
         return None
-    layout = printer.arguments[id(value.buffer)][1]
+    layout = printer.arguments[value.buffer][1]
     index = [printer.index(i, env) for i in value.index]
     if not isinstance(layout, Blocked) or layout.block != block or not index[1].is_const:
         return None

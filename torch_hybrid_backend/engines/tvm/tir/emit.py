@@ -21,15 +21,15 @@ def emit_kernel(kernel: Kernel, name: str, target: Target) -> Any:
     Raises ScheduleError where no schedule serves it, or the one that does has no such `choice`.
     """
     builder = Builder(kernel.choice)
-    arrays: dict[int, tuple[TirBuffer, Layout, Buffer]] = {}
+    arrays: dict[Buffer, tuple[TirBuffer, Layout]] = {}
     for number, arg in enumerate((*kernel.reads, *kernel.writes)):
         array = argument(arg.span, storage_dtype(arg.buffer.dtype), f"arg{number}")
-        arrays[id(arg.buffer)] = (array, arg.layout, arg.buffer)
+        arrays[arg.buffer] = (array, arg.layout)
     sizes = [builder.argument_size(symbol) for symbol in kernel_sizes(kernel)]
     for kind, emit in SCHEDULES:
         if isinstance(kernel, kind):
             body = emit(kernel, builder, Printer(builder, arrays), target)
             if kernel.choice >= builder.choices:
                 raise ScheduleError(f"the schedule of this {type(kernel).__name__} has one choice only")
-            return prim_func(name, [*(array for array, _, _ in arrays.values()), *sizes], body)
+            return prim_func(name, [*(array for array, _ in arrays.values()), *sizes], body)
     raise ScheduleError(f"no schedule serves a {type(kernel).__name__}")

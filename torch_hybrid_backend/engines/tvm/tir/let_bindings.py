@@ -14,6 +14,7 @@ from tvm import tirx
 
 from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirExpr
 from torch_hybrid_backend.loops.index import Index, as_index
+from torch_hybrid_backend.loops.ir import Expr
 
 
 class Bindings:
@@ -57,7 +58,8 @@ class StatementBindings(Bindings):
         super().__init__(builder)
         self._lane, self._width, self._allocations = lane, width, allocations
         self._stores: list[Stmt] = []
-        self._kept: dict[int, TirExpr] = {}  # what `let` returned, by identity: binding it again is free
+        # What `let` returned: binding it again is free. By identity, for `==` of two makes an expression.
+        self._kept: dict[int, TirExpr] = {}
         self._is_hoisting = False
 
     def let(self, value: TirExpr, dtype: str) -> TirExpr:
@@ -96,9 +98,9 @@ class Scope:
     def __init__(self, bindings: Bindings, outer: Scope | None) -> None:
         self.outer = outer
         self.bindings = bindings
-        self.known: dict[int, TirExpr] = {}  # canonical expression -> variable or literal
+        self.known: dict[Expr, TirExpr] = {}  # canonical expression -> variable or literal
 
-    def find(self, key: int) -> TirExpr | None:
+    def find(self, key: Expr) -> TirExpr | None:
         if key in self.known:
             return self.known[key]
         return None if self.outer is None else self.outer.find(key)

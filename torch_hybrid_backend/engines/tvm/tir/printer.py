@@ -3,7 +3,7 @@
 An expression is a graph with shared parts; TVM sees trees. So every value used twice is bound to a variable: as `Bind` statements before a
 store, or as a chain of `Let`s in an expression. Equal subexpressions (same operation, same operands) are found first, shared or not.
 
-    printer = Printer(builder, {id(x): (x_array, layout, x)})
+    printer = Printer(builder, {x: (x_array, layout)})
     body = builder.loop(16, lambda i: printer.store(store, {store_var: i}), "vectorized")
 """
 
@@ -34,25 +34,24 @@ LocalLoad = Callable[[tuple[Index, ...]], TirExpr]
 class Printer:
     """Prints the expressions of one kernel.
 
-    `arguments` maps the id of each buffer in memory to its array, its layout and itself. `locals` overrides loads of kernel-local
+    `arguments` maps each buffer in memory to its array and its layout. `locals` overrides loads of kernel-local
     buffers (accumulators, row scalars). `lanes` names the schedule's vector loop variables: a guard that depends on one is computed for all
     lanes, with its loads moved inside their buffers, because a branch would make TVM split the vector.
     """
 
-    def __init__(self, builder: Builder, arguments: Mapping[int, tuple[TirBuffer, Layout, Buffer]]) -> None:
+    def __init__(self, builder: Builder, arguments: Mapping[Buffer, tuple[TirBuffer, Layout]]) -> None:
         self.builder = builder
         self.arguments = arguments
-        self.locals: dict[int, LocalLoad] = {}
+        self.locals: dict[Buffer, LocalLoad] = {}
         self.lanes: set[LoopVar] = set()
         self._env: dict[LoopVar, Index] = {}
         self._scope: Scope | None = None
-        self._canonical: dict[int, Expr] = {}
+        self._canonical: dict[Expr, Expr] = {}
         self._by_key: dict[tuple[object, ...], Expr] = {}
-        self._kept: list[Expr] = []  # keeps ids alive
-        self._uses: dict[int, int] = {}
+        self._uses: dict[Expr, int] = {}
         self._masks: list[TirExpr] = []
-        self._uniform: dict[int, bool] = {}
-        self._hoisted: dict[int, TirExpr] = {}  # canonical expression -> its value before the vector loop
+        self._uniform: dict[Expr, bool] = {}
+        self._hoisted: dict[Expr, TirExpr] = {}  # canonical expression -> its value before the vector loop
         self._is_hoisting = self._is_in_branch = False
         self._lane: tuple[Index, int] = (as_index(0), 1)
         self._allocations: list[Stmt] | None = None  # of the vector loop being emitted
@@ -116,9 +115,9 @@ class Printer:
         stack, seen = list(exprs), set()
         while stack:
             e = stack.pop()
-            if id(e) in seen or not isinstance(e, Call):
+            if e in seen or not isinstance(e, Call):
                 continue
-            seen.add(id(e))
+            seen.add(e)
             if e.op != "guard":
                 stack.extend(e.args)
                 continue
@@ -157,7 +156,7 @@ class Printer:
 
     def offset(self, buffer: Buffer, index: tuple[Index, ...], env: Env) -> Index:
         """Where an element of an argument lies, over schedule indices."""
-        _, layout, _ = self.arguments[id(buffer)]
+        _, layout = self.arguments[buffer]
         return offset_of(layout, buffer.shape, tuple(self.index(i, env) for i in index))
 
     def index(self, index: Index, env: Env) -> Index:
@@ -185,7 +184,7 @@ class Printer:
     # Stores.
 
     def _target(self, store: Store, env: Env) -> tuple[TirBuffer, Index]:
-        array, _, _ = self.arguments[id(store.buffer)]
+        array, _ = self.arguments[store.buffer]
         return array, self.offset(store.buffer, store.index, env)
 
     def _put(self, target: tuple[TirBuffer, Index], store: Store, value: TirExpr) -> Stmt:
@@ -202,7 +201,7 @@ class Printer:
         scope = self._scope = Scope(bindings, None)
         try:
             roots = [self._canon(e) for e in exprs]
-            seen: set[int] = set()
+            seen: set[Expr] = set()
             for root in roots:
                 self._count_uses(root, seen)
             yield roots, scope
@@ -211,32 +210,31 @@ class Printer:
 
     def _canon(self, e: Expr) -> Expr:
         """The first expression seen that computes the same."""
-        if id(e) in self._canonical:
-            return self._canonical[id(e)]
+        if e in self._canonical:
+            return self._canonical[e]
         match e:
             case Const():
                 key: tuple[object, ...] = ("const", e.dtype, repr(e.value))
                 canonical: Expr = e
             case Load():
-                key, canonical = ("load", id(e.buffer), e.index), e
+                key, canonical = ("load", e.buffer, e.index), e
             case FromIndex():
                 key, canonical = ("index", e.dtype, e.index), e
             case Call():
                 args = tuple(self._canon(a) for a in e.args)
-                key = (e.op, e.dtype, *(id(a) for a in args))
+                key = (e.op, e.dtype, *args)
                 canonical = e if all(a is b for a, b in zip(args, e.args, strict=True)) else Call(e.dtype, e.op, args)
             case _:
                 raise TypeError(f"not an expression of the loops language: {e!r}")
         found = self._by_key.setdefault(key, canonical)
-        self._canonical[id(e)] = self._canonical[id(found)] = found
-        self._kept += [e, found]
+        self._canonical[e] = self._canonical[found] = found
         return found
 
-    def _count_uses(self, e: Expr, seen: set[int]) -> None:
-        self._uses[id(e)] = self._uses.get(id(e), 0) + 1
-        if id(e) in seen or not isinstance(e, Call):
+    def _count_uses(self, e: Expr, seen: set[Expr]) -> None:
+        self._uses[e] = self._uses.get(e, 0) + 1
+        if e in seen or not isinstance(e, Call):
             return
-        seen.add(id(e))
+        seen.add(e)
         for a in e.args:
             self._count_uses(a, seen)
 
@@ -246,21 +244,21 @@ class Printer:
 
     def _print(self, e: Expr) -> TirExpr:
         assert self._scope is not None
-        known = self._hoisted.get(id(e))
+        known = self._hoisted.get(e)
         if known is None and not self._is_hoisting:
-            known = self._scope.find(id(e))
+            known = self._scope.find(e)
         if known is not None:
             return known
         if isinstance(e, Call) and e.dtype != "bool" and self._is_uniform(e):
             # A place between pixels or a row's number, say: once before the vector loop, and what is read there is a vector, not a gather.
             hoisted = self._scope.bindings.hoisted(lambda: self._print_before(e), e.dtype)
             if hoisted is not None:
-                self._hoisted[id(e)] = hoisted
+                self._hoisted[e] = hoisted
                 return hoisted
         value = self._print_new(e)
-        if self._uses.get(id(e), 2) > 1:
+        if self._uses.get(e, 2) > 1:
             value = self._bind(value, e.dtype)
-            (self._hoisted if self._is_hoisting else self._scope.known)[id(e)] = value
+            (self._hoisted if self._is_hoisting else self._scope.known)[e] = value
         return value
 
     def _print_before(self, e: Expr) -> TirExpr:
@@ -272,7 +270,7 @@ class Printer:
 
     def _is_uniform(self, e: Expr) -> bool:
         """Whether a scalar is computed from indices other than the lane alone, and from integers read at such indices."""
-        known = self._uniform.get(id(e))
+        known = self._uniform.get(e)
         if known is None:
             match e:
                 case Call():
@@ -283,14 +281,14 @@ class Printer:
                     # Inside a guard a place may be outside the tensor: nothing is read there before the guard.
                     known = (
                         e.dtype in ("int32", "int64")
-                        and id(e.buffer) in self.arguments
-                        and id(e.buffer) not in self.locals
+                        and e.buffer in self.arguments
+                        and e.buffer not in self.locals
                         and not (self._masks or self._is_in_branch)
                         and all(map(self._is_uniform_index, e.index))
                     )
                 case _:
                     known = isinstance(e, Const)
-            self._uniform[id(e)] = known
+            self._uniform[e] = known
         return known
 
     def _is_uniform_index(self, index: Index) -> bool:
@@ -328,13 +326,13 @@ class Printer:
         return arithmetic.emit(e.op, e.dtype, args, e.args[0].dtype, self._bind)
 
     def _load(self, e: Load) -> TirExpr:
-        if id(e.buffer) in self.locals:
-            return self.locals[id(e.buffer)](tuple(self.index(i, self._env) for i in e.index))
-        array, _, buffer = self.arguments[id(e.buffer)]
+        if e.buffer in self.locals:
+            return self.locals[e.buffer](tuple(self.index(i, self._env) for i in e.index))
+        array, _ = self.arguments[e.buffer]
         offset = self.builder.index(self.offset(e.buffer, e.index, self._env))
         for mask in self._masks:
             offset = tirx.Select(mask, offset, tirx.IntImm("int32", 0))
-        return widen(tirx.BufferLoad(array, [offset]), buffer.dtype)
+        return widen(tirx.BufferLoad(array, [offset]), e.buffer.dtype)
 
     def _guard(self, e: Call) -> TirExpr:
         condition, inside, outside = e.args

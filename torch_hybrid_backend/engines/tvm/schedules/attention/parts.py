@@ -139,7 +139,7 @@ class AttentionParts:
         """The first `squares * lanes` elements of a panel's first `count` keys; in vectors of which some exist, the others are as the last."""
         b, k, lanes = self.builder, self.kernel.k, self.lanes
         assert isinstance(k, Load)
-        array = self.printer.arguments[id(k.buffer)][0]
+        array = self.printer.arguments[k.buffer][0]
 
         def square(number: Index, vector: int) -> Stmt:
             rows, loads = [], []

@@ -235,7 +235,7 @@ class TiledAttention(AttentionParts):
 
     def _exp(self, value: TirExpr, use: Callable[[TirExpr], Stmt]) -> Stmt:
         """A statement that uses e^value, of a value that is not positive."""
-        self.printer.locals[id(self._operand)] = lambda _: value
+        self.printer.locals[self._operand] = lambda _: value
         return self.printer.evaluate(
             [ops.call("exp_nonpositive", self._operand.at(()))], {}, lambda values: use(values[0])
         )
@@ -359,7 +359,7 @@ class TiledAttention(AttentionParts):
             def one(i: Index) -> Stmt:
                 at = r * (vectors * self.lanes) + i + first_vector * rows * self.lanes
                 value = b.load(self.out, at) * inverse
-                self.printer.locals[id(self.kernel.accumulator)] = lambda _: value
+                self.printer.locals[self.kernel.accumulator] = lambda _: value
                 point = (batch, head, first + r, i + first_vector * self.lanes)
                 return self.printer.stores(self.kernel.stores, dict(zip(self.kernel.domain, point, strict=True)))
 

@@ -64,7 +64,7 @@ class _Chain:
             stages[n], stages[n + 1], between = _through_ring(stages[n], stages[n + 1])
             span = known(layout.span(between.shape))
             self.rings.append(_Ring(builder.local(span, between.dtype, "rows"), builder.local(1, "int32", "next")))
-            arguments[id(between)] = (self.rings[-1].array, layout, between)
+            arguments[between] = (self.rings[-1].array, layout)
         self.parts = [ConvParts(stage, builder, Printer(builder, arguments), target) for stage in stages]
         self.rows: list[RowFn] = [depthwise_row(parts) or direct_row(parts) for parts in self.parts]
 

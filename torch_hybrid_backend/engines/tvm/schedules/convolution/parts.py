@@ -62,7 +62,7 @@ class ConvParts:
         load = self.kernel.x
         if not isinstance(load, Load):
             return None
-        array, layout, _ = self.printer.arguments[id(load.buffer)]
+        array, layout = self.printer.arguments[load.buffer]
         if not isinstance(layout, Blocked):
             return None
 
@@ -94,7 +94,7 @@ class ConvParts:
         """Every store of the kernel at one output element, with `value` as the accumulator."""
         domain = self.kernel.domain
         env = {domain[0]: image, domain[1]: channel, **self._spatial(domain, row, column)}
-        self.printer.locals[id(self.kernel.accumulator)] = lambda _: value
+        self.printer.locals[self.kernel.accumulator] = lambda _: value
         return self.printer.stores(self.kernel.stores, env)
 
     def clear(self, buffer: TirBuffer, offset: Index) -> Stmt:

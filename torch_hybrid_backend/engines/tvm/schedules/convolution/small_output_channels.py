@@ -46,7 +46,7 @@ def _serves(parts: ConvParts) -> bool:
         return False
     if outputs > lanes or is_wide(parts.columns) or _tile_columns(parts) is None:
         return False
-    layouts = [parts.printer.arguments[id(load.buffer)][1] for load in loads_of(kernel.x)]
+    layouts = [parts.printer.arguments[load.buffer][1] for load in loads_of(kernel.x)]
     if not layouts or not all(isinstance(layout, Blocked) and layout.block == lanes for layout in layouts):
         return False
     steps = parts.rows.kernel * parts.columns.kernel * parts.in_channels

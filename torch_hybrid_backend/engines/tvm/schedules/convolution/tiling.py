@@ -50,7 +50,7 @@ def channel_block(parts: ConvParts) -> int:
     found = {
         layout.block
         for load in loads_of(parts.kernel.x)
-        if isinstance(layout := parts.printer.arguments[id(load.buffer)][1], Blocked)
+        if isinstance(layout := parts.printer.arguments[load.buffer][1], Blocked)
     }
     block = max(found, default=channels)
     return channels if parts.kernel.groups > 1 and channels % block else min(block, channels)

@@ -65,7 +65,7 @@ class WeightStream:
         b, following = self.parts.builder, (block + task.blocks) % (groups * group_blocks)
         mine = tirx.EQ(b.index((first + self.turns) // per_core), b.index((first + step // self.steps) // per_core))
         start: TirExpr = tirx.Select(mine, b.index(following * block_size), b.index(block * block_size))
-        array = self.parts.printer.arguments[id(self.parts.kernel.packed)][0]
+        array = self.parts.printer.arguments[self.parts.kernel.packed][0]
         places = [start + b.index(step * (share * line) + i * line) for i in range(share)]
         return b.seq(*[b.prefetch(array, place) for place in places])
 
@@ -101,6 +101,6 @@ class WeightChunks:
             b.index(following * size + within - (self.chunks - 1) * step * columns * block),
             b.index(own * size + within + step * columns * block),
         )
-        array = self.parts.printer.arguments[id(self.parts.kernel.packed)][0]
+        array = self.parts.printer.arguments[self.parts.kernel.packed][0]
         places = [start + b.index(v * size + i * line) for v in range(task.blocks) for i in range(share)]
         return b.seq(*[b.prefetch(array, place) for place in places])

@@ -276,7 +276,7 @@ class _Winograd:
         """A statement before the steps of a block of channels, and what goes before each unrolled one: the share of tile `number` of `tiles`
         in the next panel of weights, which comes from memory while this one is multiplied."""
         b, unroll = self.builder, tile.unrolled(self.lanes)
-        array = self.parts.printer.arguments[id(self.parts.kernel.packed)][0]
+        array = self.parts.printer.arguments[self.parts.kernel.packed][0]
         line = LINE_BYTES // 4
         share = -(-unroll * self.width // (line * tiles))
         each, per_block = self.channels // unroll * (share * line), self.lanes // unroll * (share * line)

@@ -43,7 +43,7 @@ class _DotRows:
         self.b, self.m, self.n = kernel.domain
         self.rows, self.columns, self.depth = map(known, (self.m.extent, self.n.extent, kernel.k.extent))
         self.lanes, self.dtype = target.lanes, kernel.accumulator.dtype
-        self.weight = printer.arguments[id(kernel.weight)][0]
+        self.weight = printer.arguments[kernel.weight][0]
         self.blocks = -(-self.columns // self.lanes)
         self.tasks = min(target.cores, self.blocks)
         tall = (h for h in (_MOST_STREAMS, 2) if self.rows * h + min(self.rows, h) + 1 <= register_count(target))
@@ -151,7 +151,7 @@ class _DotRows:
 
         def store(lane: Index) -> Stmt:
             value = b.load(out, lane)
-            self.printer.locals[id(self.kernel.accumulator)] = lambda _: value
+            self.printer.locals[self.kernel.accumulator] = lambda _: value
             env = {self.b: as_index(0), self.m: row, self.n: column + lane}
             return self.printer.stores(self.kernel.stores, env)
 

@@ -143,7 +143,7 @@ class MatMul:
         """Bytes from one row to the next of what A is computed from."""
         found = []
         for load in loads_of(self.kernel.a):
-            if id(load.buffer) in self.printer.arguments:
+            if load.buffer in self.printer.arguments:
                 itemsize = max(1, int(tvm.DataType(load.buffer.dtype).bits) // 8)
                 found.append(step(self.printer.offset(load.buffer, load.index, {}), self.m) * itemsize)
         return found
@@ -248,7 +248,7 @@ class MatMul:
         start = tirx.Var(b.fresh("next"), "int32")
         mine = tirx.Min(b.index(ahead.tile), tirx.IntImm("int32", -(-lines // share) - 1)) * b.size(each)
         begin = tirx.stmt.Bind(start, b.index(following * (k_extent * kernel.tile_n)) + mine)
-        array = self.printer.arguments[id(kernel.packed)][0]
+        array = self.printer.arguments[kernel.packed][0]
 
         def prefetch(k: Index) -> Stmt:
             return b.seq(*[b.prefetch(array, start + b.index(k * (share * line) + i * line)) for i in range(share)])
@@ -287,7 +287,7 @@ class MatMul:
 
     def _stores(self, value: TirExpr, batch: Index, row: Index, column: Index) -> Stmt:
         """Every store of the kernel at one point of the domain, with `value` as the accumulator."""
-        self.printer.locals[id(self.kernel.accumulator)] = lambda _: value
+        self.printer.locals[self.kernel.accumulator] = lambda _: value
         return self.printer.stores(self.kernel.stores, {self.b: batch, self.m: row, self.n: column})
 
     def _dot_tile(self, batch: Index, first: Index, rows: int) -> Stmt:

@@ -69,7 +69,7 @@ class _CopiedPanels(MatMul):
         )  # fmt: skip
         super().__init__(as_packed, builder, printer, target)
         self.plain = kernel
-        self.weight = printer.arguments[id(kernel.weight)][0]
+        self.weight = printer.arguments[kernel.weight][0]
         self.k_extent, self.width = known(kernel.k.extent), width
         rows = min(known(self.m.extent), _SHARING_ROWS)
         parts = -(-self.k_extent // max(_CHUNK, target.l2_bytes // 2 // (4 * rows)))

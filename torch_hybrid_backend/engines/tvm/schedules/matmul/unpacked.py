@@ -93,7 +93,7 @@ class _PlainMatMul:
         self.lanes = target.lanes
         self.height = self.lanes // 2
         self.dtype = kernel.accumulator.dtype
-        self.weight = printer.arguments[id(kernel.weight)][0]
+        self.weight = printer.arguments[kernel.weight][0]
         self.depth = _depth(self.k_extent, max(_LINE, target.l1_bytes // 2 // (self.height * _ITEMSIZE)))
         self.panels: Split = split_at_most(-(-self.rows // self.lanes), _VECTORS)
         fitting = max(1, target.l2_bytes // 2 // (self.panels.size * self.lanes * self.depth.size * _ITEMSIZE))
@@ -338,7 +338,7 @@ class _PlainMatMul:
         def row(r: Index) -> Stmt:
             def store(lane: Index) -> Stmt:
                 value = b.load(out, r * lanes + lane)
-                self.printer.locals[id(kernel.accumulator)] = lambda _: value
+                self.printer.locals[kernel.accumulator] = lambda _: value
                 env = {self.b: as_index(0), self.m: first + r, self.n: block.first + lane}
                 return self.printer.stores(kernel.stores, env)
 

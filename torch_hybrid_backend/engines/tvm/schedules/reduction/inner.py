@@ -67,7 +67,7 @@ class Row:
 
     def _scalar(self, local: Buffer) -> TirBuffer:
         buffer = self._local(1, local.dtype, "scalar")
-        self.p.locals[id(local)] = lambda _: widen(self.b.load(buffer, 0), local.dtype)
+        self.p.locals[local] = lambda _: widen(self.b.load(buffer, 0), local.dtype)
         return buffer
 
     def _each(self, body: Callable[[Env], Stmt]) -> Stmt:

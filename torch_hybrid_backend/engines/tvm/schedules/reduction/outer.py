@@ -88,7 +88,7 @@ class VectorOfRows:
     def _lanes_of(self, local: Buffer) -> TirBuffer:
         buffer = self.b.local(self.width, storage_dtype(local.dtype), "lanes")
         self.allocated.append(buffer)
-        self.p.locals[id(local)] = lambda index: widen(self.b.load(buffer, self._lane(index, local)), local.dtype)
+        self.p.locals[local] = lambda index: widen(self.b.load(buffer, self._lane(index, local)), local.dtype)
         return buffer
 
     def _lane(self, index: tuple[Index, ...], local: Buffer) -> Index:

@@ -63,7 +63,7 @@ def element_of(
             row = row * variable.extent + index[positions[variable]]
         return place(row, index)
 
-    printer.locals[id(local)] = lambda index: widen(builder.load(buffer, offset(index)), local.dtype)
+    printer.locals[local] = lambda index: widen(builder.load(buffer, offset(index)), local.dtype)
 
     def body(env: Env) -> Stmt:
         at = tuple(env.get(v, as_index(0)) for v in domain)
