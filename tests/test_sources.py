@@ -11,7 +11,7 @@ import pytest
 from tests.test_layers import PACKAGE, imports_of, room_of
 from torch_hybrid_backend import session, sources
 from torch_hybrid_backend.capture.cache import aot_cache
-from torch_hybrid_backend.engines.tvm import kernel_key
+from torch_hybrid_backend.codegen import kernel_key
 from torch_hybrid_backend.sources import read_sources_version, sources_version
 
 # Utilities that may be edited freely: they say how something is kept, shown or refused, not what.

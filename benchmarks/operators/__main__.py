@@ -35,8 +35,8 @@ from benchmarks.operators.results import OURS, Key, Result
 from benchmarks.operators.selection import representative
 from benchmarks.operators.shapes import KINDS, Case, load
 from benchmarks.operators.work import level, work
+from torch_hybrid_backend.codegen.assemble import RegionKernels
 from torch_hybrid_backend.config import Config
-from torch_hybrid_backend.engines.tvm.assemble import RegionKernels
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.measure import measure
 from torch_hybrid_backend.store import Store

@@ -18,14 +18,14 @@ import torch.fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.operators.shapes import Case, Tensor
+from torch_hybrid_backend.codegen.assemble import RegionKernels, assemble
+from torch_hybrid_backend.codegen.kernel_cache import compile_kernels
+from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
 from torch_hybrid_backend.core.region import Region, RegionInput
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
-from torch_hybrid_backend.engines.tvm.assemble import RegionKernels, assemble
-from torch_hybrid_backend.engines.tvm.compile_pool import KernelCompiler
-from torch_hybrid_backend.engines.tvm.kernel_cache import compile_kernels
+from torch_hybrid_backend.engines.tvm.cpu.alternatives import Variant, variants
+from torch_hybrid_backend.engines.tvm.cpu.alternatives import work as variant_work
 from torch_hybrid_backend.engines.tvm.target import Target
-from torch_hybrid_backend.engines.tvm.variants import Variant, variants
-from torch_hybrid_backend.engines.tvm.variants import work as variant_work
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.loops.ir import Buffer
 from torch_hybrid_backend.loops.kernels import Kernel

@@ -12,9 +12,9 @@ from torch._dynamo.utils import same
 
 import torch_hybrid_backend
 from torch_hybrid_backend import session
+from torch_hybrid_backend.codegen import library_probe
 from torch_hybrid_backend.core.plan import Cost
 from torch_hybrid_backend.core.program import OperatorCall, Program
-from torch_hybrid_backend.engines.tvm import screen
 from torch_hybrid_backend.partition import placement, whole_call
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 
@@ -87,7 +87,7 @@ def test_the_faster_of_operators_and_kernels_runs_a_layer(faster: str, settings:
     settings.setattr(whole_call, "priced", costs)
     settings.setattr(session, "ProgramRunner", Timed)
     settings.setattr(session, "_sessions", {})
-    settings.setattr(screen, "operator_us", lambda variant: operator_us)
+    settings.setattr(library_probe, "operator_us", lambda variant: operator_us)
     model = Network().eval()
     with torch.no_grad():
         with torch.autocast("cpu", dtype=torch.bfloat16):

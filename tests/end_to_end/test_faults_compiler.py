@@ -142,7 +142,7 @@ def test_compiler_out_of_memory(nursery: Nursery, tmp_path: Path) -> None:
     """However it fails, as it starts or at work: eager runs the region, with one warning."""
     script = """
 import resource
-from torch_hybrid_backend.engines.tvm.compiler_process import CompilerProcess
+from torch_hybrid_backend.codegen.workers.process import CompilerProcess
 def starve():
     while not (found := workers()):
         time.sleep(0.001)

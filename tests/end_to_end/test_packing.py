@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.end_to_end import models
-from torch_hybrid_backend.engines.tvm import prepare
+from torch_hybrid_backend.engines.tvm.cpu import operands
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.runtime import constants
 
@@ -27,8 +27,8 @@ def test_once_for_every_variant_and_the_plan(placement: str, settings: pytest.Mo
         return counted
 
     settings.setenv("HYBRID_CACHE_DIR", str(tmp_path))  # nothing is known yet: variants are tried
-    settings.setattr(prepare, "pack_conv_weight", counting("packed", prepare.pack_conv_weight))
-    settings.setattr(prepare, "pack_b", counting("packed", prepare.pack_b))
+    settings.setattr(operands, "pack_conv_weight", counting("packed", operands.pack_conv_weight))
+    settings.setattr(operands, "pack_b", counting("packed", operands.pack_b))
     model, images = models.convolutional(), models.images()
     plain = constants.run_fold
 
@@ -68,7 +68,7 @@ def test_linear_layers_of_many_rows_read_their_own_weight(
     def refuse(*_: object, **__: object) -> object:
         raise AssertionError("a weight was packed")
 
-    settings.setattr(prepare, "pack_b", refuse)
+    settings.setattr(operands, "pack_b", refuse)
     columns = 24 * 16 * Target.host().cores
     torch.manual_seed(0)
     model, x = torch.nn.Sequential(layer(72, columns), torch.nn.GELU()), torch.randn(2, 64, 72)

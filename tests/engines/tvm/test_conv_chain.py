@@ -10,13 +10,13 @@ import torch
 from tests.engines.tvm.schedule_runner import HOST, NARROW, run_kernel
 from tests.engines.tvm.test_convolution import Case, make
 from tests.partition.engines_for_tests import FakeEngine, trace
+from torch_hybrid_backend.codegen.assemble import assemble
 from torch_hybrid_backend.config import Config
-from torch_hybrid_backend.engines.tvm.assemble import assemble
+from torch_hybrid_backend.engines.tvm.cpu.alternatives import variants, work
 from torch_hybrid_backend.engines.tvm.cpu.convolution_fusion import chain, join_chains
 from torch_hybrid_backend.engines.tvm.cpu.tiles import strips
 from torch_hybrid_backend.engines.tvm.schedules.convolution import fused
 from torch_hybrid_backend.engines.tvm.target import Target
-from torch_hybrid_backend.engines.tvm.variants import variants, work
 from torch_hybrid_backend.loops.ir import Buffer, Load
 from torch_hybrid_backend.loops.kernels import ConvChainKernel, ConvKernel, Kernel
 from torch_hybrid_backend.partition.regions import partition

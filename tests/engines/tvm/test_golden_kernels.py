@@ -20,19 +20,19 @@ import torch.fx
 from benchmarks.models import ZOO
 from tests.conftest import Golden
 from torch_hybrid_backend.capture.aot import capture
+from torch_hybrid_backend.codegen.assemble import assemble
+from torch_hybrid_backend.codegen.kernel_key import canonical_text
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.program import Kernel as KernelCall
 from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
-from torch_hybrid_backend.engines.tvm.assemble import assemble
+from torch_hybrid_backend.engines.tvm.cpu.alternatives import variants
+from torch_hybrid_backend.engines.tvm.cpu.onednn import OperatorKernel
 from torch_hybrid_backend.engines.tvm.engine import TvmEngine
-from torch_hybrid_backend.engines.tvm.kernel_key import canonical_text
-from torch_hybrid_backend.engines.tvm.onednn import OperatorKernel
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tir.emit import emit_kernel
-from torch_hybrid_backend.engines.tvm.variants import variants
 from torch_hybrid_backend.errors import ScheduleError
 from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.partition.regions import Partition, partition

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from tests.engines.tvm.kernels_for_tests import every_kind
 from tests.engines.tvm.programs_for_keys import DTYPES, Operation, Program, changes, programs
-from torch_hybrid_backend.engines.tvm.assemble import assemble
-from torch_hybrid_backend.engines.tvm.kernel_key import kernel_key
+from torch_hybrid_backend.codegen.assemble import assemble
+from torch_hybrid_backend.codegen.kernel_key import kernel_key
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.partition.cost_cache import VerdictCache
 from torch_hybrid_backend.store import Store

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from torch_hybrid_backend.engines.tvm.assemble import lower_region
+from torch_hybrid_backend.codegen.assemble import lower_region
 from torch_hybrid_backend.loops.ir import ConvOp, Map
 from torch_hybrid_backend.passes.canonical.cse import cse
 from torch_hybrid_backend.passes.canonical.fold_batch_norm import fold_batch_norm
@@ -128,7 +128,7 @@ def test_slices_are_read_in_place(monkeypatch, size, widths):
         slices.append(sum(isinstance(op, ConvOp) and isinstance(op.x, Map) for op in graph.ops))
         return graph
 
-    monkeypatch.setattr("torch_hybrid_backend.engines.tvm.assemble.lower_region", lower)
+    monkeypatch.setattr("torch_hybrid_backend.codegen.assemble.lower_region", lower)
     torch.manual_seed(0)
     torch._dynamo.reset()
     model, x = Branches(widths).eval(), torch.randn(batch, 7, rows, columns)

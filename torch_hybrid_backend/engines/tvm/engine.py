@@ -17,17 +17,11 @@ from dataclasses import dataclass
 import torch
 import torch.fx
 
-from torch_hybrid_backend.core.deadline import Deadline
-from torch_hybrid_backend.core.engine import CompiledRegion
-from torch_hybrid_backend.core.program import Program
-from torch_hybrid_backend.core.region import Region
-from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
-from torch_hybrid_backend.engines.tvm.assemble import RegionKernels, assemble
-from torch_hybrid_backend.engines.tvm.compile_pool import KernelCompiler
-from torch_hybrid_backend.engines.tvm.kernel_cache import CompiledKernel, compile_kernels
-from torch_hybrid_backend.engines.tvm.kernel_key import engine_version, kernel_key, tvm_version
-from torch_hybrid_backend.engines.tvm.screen import screen
-from torch_hybrid_backend.engines.tvm.search import (
+from torch_hybrid_backend.codegen.assemble import RegionKernels, assemble
+from torch_hybrid_backend.codegen.kernel_cache import CompiledKernel, compile_kernels
+from torch_hybrid_backend.codegen.kernel_key import engine_version, kernel_key, tvm_version
+from torch_hybrid_backend.codegen.library_probe import screen
+from torch_hybrid_backend.codegen.search import (
     LEAST_WORK,
     Candidates,
     Options,
@@ -39,9 +33,15 @@ from torch_hybrid_backend.engines.tvm.search import (
     program_of,
     search,
 )
+from torch_hybrid_backend.codegen.tune import contest, tune
+from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
+from torch_hybrid_backend.core.deadline import Deadline
+from torch_hybrid_backend.core.engine import CompiledRegion
+from torch_hybrid_backend.core.program import Program
+from torch_hybrid_backend.core.region import Region
+from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
+from torch_hybrid_backend.engines.tvm.cpu.alternatives import variants, work
 from torch_hybrid_backend.engines.tvm.target import Target
-from torch_hybrid_backend.engines.tvm.tune import contest, tune
-from torch_hybrid_backend.engines.tvm.variants import variants, work
 from torch_hybrid_backend.errors import CompileError
 from torch_hybrid_backend.loops import lowering
 from torch_hybrid_backend.loops.kernels import Kernel, kernel_sizes

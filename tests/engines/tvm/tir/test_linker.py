@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.engines.tvm.kernels_for_tests import every_kind
-from torch_hybrid_backend.engines.tvm.compile_pool import KernelCompiler
-from torch_hybrid_backend.engines.tvm.protocol import Job
+from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
+from torch_hybrid_backend.codegen.workers.protocol import Job
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tir import linker
 from torch_hybrid_backend.errors import CompileError

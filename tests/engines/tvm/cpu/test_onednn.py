@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from tests.engines.tvm.regions_for_tests import compiled_region
+from torch_hybrid_backend.codegen import library_probe as screen_module
+from torch_hybrid_backend.codegen.library_probe import operator_us
+from torch_hybrid_backend.codegen.search import ALONE, CompiledVariant, compiled_variant, program_of
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.program import OperatorCall, Program
 from torch_hybrid_backend.engines.tvm import engine as engine_module
-from torch_hybrid_backend.engines.tvm import screen as screen_module
+from torch_hybrid_backend.engines.tvm.cpu.alternatives import Variant
 from torch_hybrid_backend.engines.tvm.engine import TvmEngine, TvmRegion
-from torch_hybrid_backend.engines.tvm.screen import operator_us
-from torch_hybrid_backend.engines.tvm.search import ALONE, CompiledVariant, compiled_variant, program_of
-from torch_hybrid_backend.engines.tvm.variants import Variant
 from torch_hybrid_backend.partition.accuracy import compare
 from torch_hybrid_backend.partition.placement import decide
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner

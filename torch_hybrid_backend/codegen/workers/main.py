@@ -21,8 +21,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from torch_hybrid_backend.engines.tvm.kernel_key import SOURCES, compiler_version, engine_version
-from torch_hybrid_backend.engines.tvm.protocol import IDLE_EXIT_STATUS, Job, Order, frame, split_frame
+from torch_hybrid_backend.codegen.kernel_key import SOURCES, compiler_version, engine_version
+from torch_hybrid_backend.codegen.workers.protocol import IDLE_EXIT_STATUS, Job, Order, frame, split_frame
 from torch_hybrid_backend.engines.tvm.target import Target, tvm_target
 from torch_hybrid_backend.engines.tvm.tir.linker import link
 from torch_hybrid_backend.errors import CompileError

@@ -15,12 +15,12 @@ from torch_hybrid_backend.core.program import Kernel as KernelCall
 from torch_hybrid_backend.core.program import OperatorArgument, OperatorCall, PackedConstant, Program, TensorArgument
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.engines.tvm.cpu.alternatives import Variant
 from torch_hybrid_backend.engines.tvm.cpu.convolution_fusion import join_chains
 from torch_hybrid_backend.engines.tvm.cpu.layouts import assign_layouts
-from torch_hybrid_backend.engines.tvm.onednn import Operand, OperatorKernel
-from torch_hybrid_backend.engines.tvm.prepare import Packed, Prepared, prepare
+from torch_hybrid_backend.engines.tvm.cpu.onednn import Operand, OperatorKernel
+from torch_hybrid_backend.engines.tvm.cpu.operands import Packed, Prepared, prepare
 from torch_hybrid_backend.engines.tvm.target import Target
-from torch_hybrid_backend.engines.tvm.variants import Variant
 from torch_hybrid_backend.loops.fusion import Group, fuse, inlined, needed_outside, replace_loads
 from torch_hybrid_backend.loops.graph import lower_region
 from torch_hybrid_backend.loops.index import LoopVar, index_of

@@ -19,8 +19,8 @@ from tests.engines.tvm.kernels_for_tests import (
     row_sum_kernel,
     scale_kernel,
 )
-from torch_hybrid_backend.engines.tvm import kernel_key as kernel_key_module
-from torch_hybrid_backend.engines.tvm.kernel_key import canonical_text, engine_version, kernel_key, tvm_version
+from torch_hybrid_backend.codegen import kernel_key as kernel_key_module
+from torch_hybrid_backend.codegen.kernel_key import canonical_text, engine_version, kernel_key, tvm_version
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import Index, LoopVar, Scalar, var
@@ -193,7 +193,7 @@ def test_engine_version_is_that_of_what_was_imported(tmp_path: Path) -> None:
     code = """
 import sys
 from pathlib import Path
-from torch_hybrid_backend.engines.tvm.kernel_key import engine_version
+from torch_hybrid_backend.codegen.kernel_key import engine_version
 source = Path(sys.argv[1])
 source.write_text(source.read_text() + "# edited\\n")
 print(engine_version())
@@ -219,7 +219,7 @@ def test_key_needs_no_tvm() -> None:
     """A process that finds its kernels in the cache never imports TVM."""
     code = (
         "import sys; from tests.engines.tvm.kernels_for_tests import scale_kernel;"
-        "from torch_hybrid_backend.engines.tvm.kernel_key import kernel_key, tvm_version;"
+        "from torch_hybrid_backend.codegen.kernel_key import kernel_key, tvm_version;"
         "from torch_hybrid_backend.engines.tvm.target import Target;"
         "print(kernel_key(scale_kernel(), Target.host()), tvm_version());"
         "assert 'tvm' not in sys.modules"

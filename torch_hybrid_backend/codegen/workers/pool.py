@@ -25,9 +25,9 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch_hybrid_backend.engines.tvm.compiler_process import CompilerProcess
-from torch_hybrid_backend.engines.tvm.kernel_key import compiler_version
-from torch_hybrid_backend.engines.tvm.protocol import IDLE_EXIT_STATUS, Job, Order, frame
+from torch_hybrid_backend.codegen.kernel_key import compiler_version
+from torch_hybrid_backend.codegen.workers.process import CompilerProcess
+from torch_hybrid_backend.codegen.workers.protocol import IDLE_EXIT_STATUS, Job, Order, frame
 from torch_hybrid_backend.errors import CompileError, CompilerCrashError, DeadlineError, ScheduleError
 
 _log = logging.getLogger(__name__)

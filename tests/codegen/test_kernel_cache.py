@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.engines.tvm.kernels_for_tests import scale_kernel
-from torch_hybrid_backend.engines.tvm import kernel_cache
-from torch_hybrid_backend.engines.tvm.compile_pool import KernelCompiler
-from torch_hybrid_backend.engines.tvm.kernel_cache import CompiledKernel, compile_kernels
-from torch_hybrid_backend.engines.tvm.kernel_key import kernel_key
-from torch_hybrid_backend.engines.tvm.protocol import Job
+from torch_hybrid_backend.codegen import kernel_cache
+from torch_hybrid_backend.codegen.kernel_cache import CompiledKernel, compile_kernels
+from torch_hybrid_backend.codegen.kernel_key import kernel_key
+from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
+from torch_hybrid_backend.codegen.workers.protocol import Job
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.errors import CacheError, CompileError, DeadlineError
 from torch_hybrid_backend.loops.kernels import Kernel
@@ -179,8 +179,8 @@ def test_a_second_process_needs_no_tvm(compiler: CountingCompiler, store: Store)
 import sys
 from pathlib import Path
 from tests.engines.tvm.kernels_for_tests import scale_kernel
-from torch_hybrid_backend.engines.tvm.compile_pool import KernelCompiler
-from torch_hybrid_backend.engines.tvm.kernel_cache import compile_kernels
+from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
+from torch_hybrid_backend.codegen.kernel_cache import compile_kernels
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.store import Store
 

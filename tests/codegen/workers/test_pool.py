@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.engines.tvm.kernels_for_tests import scale_kernel
-from torch_hybrid_backend.engines.tvm import compile_pool
-from torch_hybrid_backend.engines.tvm.compile_pool import KernelCompiler
-from torch_hybrid_backend.engines.tvm.protocol import Job
+from torch_hybrid_backend.codegen.workers import pool
+from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
+from torch_hybrid_backend.codegen.workers.protocol import Job
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.errors import CompileError, CompilerCrashError, DeadlineError
 
@@ -204,8 +204,8 @@ def test_a_compiler_that_does_not_start(
 SCRIPT = """
 import os, sys, time
 from tests.engines.tvm.kernels_for_tests import scale_kernel
-from torch_hybrid_backend.engines.tvm.compile_pool import KernelCompiler
-from torch_hybrid_backend.engines.tvm.protocol import Job
+from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
+from torch_hybrid_backend.codegen.workers.protocol import Job
 from torch_hybrid_backend.engines.tvm.target import Target
 
 compiler = KernelCompiler(threads=1)
@@ -272,7 +272,7 @@ def test_processes_at_work_end_with_their_parent(sent: signal.Signals, tmp_path:
 
 def test_a_compiler_of_other_sources_is_refused(job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
     """Sources that were edited after this process imported them: no kernel of theirs is accepted under this process's keys."""
-    monkeypatch.setattr(compile_pool, "compiler_version", lambda: "as it was imported")
+    monkeypatch.setattr(pool, "compiler_version", lambda: "as it was imported")
     compiler = KernelCompiler(threads=1)
     made = compiler.compile([job(16), job(24)], PATIENCE_S)
     assert [type(error) for error in made] == [CompileError, CompileError]
@@ -292,7 +292,7 @@ def test_an_interrupt_while_the_last_one_is_dealt_with(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(compile_pool._Batch, "_release", interrupted)
+        patch.setattr(pool._Batch, "_release", interrupted)
         with pytest.raises(KeyboardInterrupt):
             compiler.compile([job(40)], PATIENCE_S)
     assert compiler.process_ids() == [process]

@@ -17,9 +17,9 @@ from dataclasses import replace
 
 import torch
 
-from torch_hybrid_backend.engines.tvm.onednn import Operand, OperatorKernel
-from torch_hybrid_backend.engines.tvm.search import ALONE, Options
-from torch_hybrid_backend.engines.tvm.variants import Variant, work
+from torch_hybrid_backend.codegen.search import ALONE, Options
+from torch_hybrid_backend.engines.tvm.cpu.alternatives import Variant, work
+from torch_hybrid_backend.engines.tvm.cpu.onednn import Operand, OperatorKernel
 
 _log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch_hybrid_backend
-from torch_hybrid_backend.engines.tvm.protocol import Job, split_frame
+from torch_hybrid_backend.codegen.workers.protocol import Job, split_frame
 from torch_hybrid_backend.errors import CompileError
 
 _CHUNK_BYTES = 1 << 16
@@ -31,7 +31,7 @@ sys.path.insert(0, root)
 import torch_hybrid_backend
 del sys.path[0]
 sys.path.extend(folder for folder in more if folder not in sys.path)
-from torch_hybrid_backend.engines.tvm.worker import main
+from torch_hybrid_backend.codegen.workers.main import main
 main(float(idle_s), int(lifeline))
 """
 

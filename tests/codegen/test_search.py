@@ -12,14 +12,8 @@ import torch
 
 from tests.engines.tvm.regions_for_tests import compiled_region
 from tests.partition.engines_for_tests import trace
-from torch_hybrid_backend.config import Config
-from torch_hybrid_backend.core.deadline import Deadline
-from torch_hybrid_backend.core.program import OperatorCall, Program
-from torch_hybrid_backend.engines.tvm import engine as engine_module
-from torch_hybrid_backend.engines.tvm import variants as variants_module
-from torch_hybrid_backend.engines.tvm.engine import TvmEngine, TvmRegion
-from torch_hybrid_backend.engines.tvm.kernel_cache import CompiledKernel, compile_kernels
-from torch_hybrid_backend.engines.tvm.search import (
+from torch_hybrid_backend.codegen.kernel_cache import CompiledKernel, compile_kernels
+from torch_hybrid_backend.codegen.search import (
     Candidates,
     CompiledVariant,
     Options,
@@ -28,7 +22,13 @@ from torch_hybrid_backend.engines.tvm.search import (
     limit,
     program_of,
 )
-from torch_hybrid_backend.engines.tvm.variants import Variant
+from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.deadline import Deadline
+from torch_hybrid_backend.core.program import OperatorCall, Program
+from torch_hybrid_backend.engines.tvm import engine as engine_module
+from torch_hybrid_backend.engines.tvm.cpu import alternatives as variants_module
+from torch_hybrid_backend.engines.tvm.cpu.alternatives import Variant
+from torch_hybrid_backend.engines.tvm.engine import TvmEngine, TvmRegion
 from torch_hybrid_backend.errors import DeadlineError, HybridError
 from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.partition.regions import partition

@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import torch
 
-from torch_hybrid_backend.engines.tvm.assemble import RegionKernels
-from torch_hybrid_backend.engines.tvm.kernel_cache import CompiledKernel
-from torch_hybrid_backend.engines.tvm.search import (
+from torch_hybrid_backend.codegen.assemble import RegionKernels
+from torch_hybrid_backend.codegen.kernel_cache import CompiledKernel
+from torch_hybrid_backend.codegen.search import (
     ALONE,
     CompiledVariant,
     Options,

@@ -18,11 +18,11 @@ from typing import TypeVar
 
 import torch
 
+from torch_hybrid_backend.engines.tvm.cpu.onednn import onednn_convolution, onednn_linear
+from torch_hybrid_backend.engines.tvm.cpu.operands import Packed
 from torch_hybrid_backend.engines.tvm.cpu.packing import pack_winograd_weight
 from torch_hybrid_backend.engines.tvm.cpu.winograd_cost import winograd_gains
 from torch_hybrid_backend.engines.tvm.cpu.winograd_transform import packed_winograd_shape
-from torch_hybrid_backend.engines.tvm.onednn import onednn_convolution, onednn_linear
-from torch_hybrid_backend.engines.tvm.prepare import Packed
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops.ir import Buffer, compute_dtype
 from torch_hybrid_backend.loops.kernels import (

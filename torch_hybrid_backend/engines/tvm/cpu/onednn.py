@@ -18,7 +18,7 @@ from functools import partial
 
 import torch
 
-from torch_hybrid_backend.engines.tvm.prepare import Packed, StridedView
+from torch_hybrid_backend.engines.tvm.cpu.operands import Packed, StridedView
 from torch_hybrid_backend.loops.fusion import replace_loads
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index, contiguous_strides
 from torch_hybrid_backend.loops.ir import Buffer, Expr, Load, buffers_of_expr, compute_dtype

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from tests.engines.tvm.kernels_for_tests import scale_kernel
-from torch_hybrid_backend.engines.tvm.compile_pool import KernelCompiler
-from torch_hybrid_backend.engines.tvm.compiler_process import CompilerProcess
-from torch_hybrid_backend.engines.tvm.protocol import Job, Order, frame, split_frame
+from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
+from torch_hybrid_backend.codegen.workers.process import CompilerProcess
+from torch_hybrid_backend.codegen.workers.protocol import Job, Order, frame, split_frame
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.errors import CompileError
 from torch_hybrid_backend.loops.ir import Call

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_hybrid_backend.engines.tvm.compile_pool import KernelCompiler
-from torch_hybrid_backend.engines.tvm.kernel_key import kernel_key
-from torch_hybrid_backend.engines.tvm.onednn import OperatorKernel
-from torch_hybrid_backend.engines.tvm.protocol import Job
+from torch_hybrid_backend.codegen.kernel_key import kernel_key
+from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
+from torch_hybrid_backend.codegen.workers.protocol import Job
+from torch_hybrid_backend.engines.tvm.cpu.onednn import OperatorKernel
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.errors import CacheError, CompileError
 from torch_hybrid_backend.loops.kernels import Kernel

@@ -19,10 +19,10 @@ from typing import Protocol
 
 import torch
 
+from torch_hybrid_backend.codegen.assemble import RegionKernels
+from torch_hybrid_backend.codegen.kernel_cache import CompiledKernel
 from torch_hybrid_backend.core.program import Program
-from torch_hybrid_backend.engines.tvm.assemble import RegionKernels
-from torch_hybrid_backend.engines.tvm.kernel_cache import CompiledKernel
-from torch_hybrid_backend.engines.tvm.variants import Variant
+from torch_hybrid_backend.engines.tvm.cpu.alternatives import Variant
 from torch_hybrid_backend.errors import CacheError, HybridError
 from torch_hybrid_backend.store import Store
 
