@@ -35,7 +35,8 @@ ALLOWED: dict[str, set[str]] = {
     "passes": {"core", "sizes", "eager_graph", "errors", "graph"},
     "partition": {"core", "sizes", "graph", *_UTILITIES},
     "loops": {"core", "sizes", "errors"},
-    "engines": {"core", "sizes", "loops", *_UTILITIES},
+    "codegen": {"core", "sizes", "loops", *_UTILITIES},
+    "engines": {"core", "sizes", "loops", "codegen", *_UTILITIES},
     "runtime": {"core", "sizes", *_UTILITIES},
 }
 WIRING = {"backend", "session", "cli", "__init__"}
@@ -134,6 +135,16 @@ def test_tvm_is_imported_by_its_engine_only() -> None:
         or (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "tvm")
     }
     assert all(name.startswith("torch_hybrid_backend/engines/tvm/") for name in importers)
+
+
+@pytest.mark.parametrize("room", ["codegen", "loops"])
+def test_what_engines_share_knows_none_of_them(room: str) -> None:
+    """Neither a compiler's name, nor the vector of one processor, nor a device: those are a backend's (`codegen/backend.py`)."""
+    texts = {path: path.read_text() for path in (PACKAGE / room).rglob("*.py")}
+    found = {
+        (_named(p), word) for p, text in texts.items() for word in ("tvm", "lanes", '"cpu"') if word in text.lower()
+    }
+    assert not found
 
 
 def test_library_code_does_not_print() -> None:

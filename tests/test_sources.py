@@ -11,12 +11,16 @@ import pytest
 from tests.test_layers import PACKAGE, imports_of, room_of
 from torch_hybrid_backend import session, sources
 from torch_hybrid_backend.capture.cache import aot_cache
-from torch_hybrid_backend.codegen import kernel_key
+from torch_hybrid_backend.codegen.compiler import compiler_version
+from torch_hybrid_backend.engines.tvm.engine import TvmEngine
+from torch_hybrid_backend.engines.tvm.tir import compiler
+from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 from torch_hybrid_backend.sources import read_sources_version, sources_version
+from torch_hybrid_backend.store import Store
 
 # Utilities that may be edited freely: they say how something is kept, shown or refused, not what.
 _DECIDE_NOTHING = {"errors", "progress", "store", "sources", "__version__"}
-_PARTS = {"kernels": kernel_key.SOURCES, "kept graphs": aot_cache.SOURCES}
+_PARTS = {"kernels": compiler.SOURCES, "kept graphs": aot_cache.SOURCES}
 
 
 @pytest.fixture
@@ -31,10 +35,11 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("parts", "edited"),
     [
-        (kernel_key.SOURCES, "sizes/size.py"),
-        (kernel_key.SOURCES, "core/limits.py"),
-        (kernel_key.SOURCES, "loops/lowerings/matmul.py"),
-        (kernel_key.SOURCES, "engines/tvm/schedules/registers.py"),
+        (compiler.SOURCES, "sizes/size.py"),
+        (compiler.SOURCES, "core/limits.py"),
+        (compiler.SOURCES, "loops/lowerings/matmul.py"),
+        (compiler.SOURCES, "codegen/anchors.py"),
+        (compiler.SOURCES, "engines/tvm/schedules/registers.py"),
         (aot_cache.SOURCES, "core/hoisted_inputs.py"),
         (aot_cache.SOURCES, "capture/decompositions.py"),
         (session.TIMING_SOURCES, "runtime/plan_layout.py"),
@@ -85,5 +90,6 @@ def test_nothing_that_decides_is_left_out(parts: Sequence[str]) -> None:
 
 def test_what_is_kept_is_kept_under_these_versions() -> None:
     """The keys of kernels, of kept graphs and of timings hold them."""
-    assert kernel_key.engine_version() == sources_version(*kernel_key.SOURCES)
+    assert sources_version(*compiler.SOURCES) in compiler_version(compiler)
+    assert compiler_version(compiler) in TvmEngine(Store.temporary(), 1, ProgramRunner).version
     assert sources_version(*aot_cache.SOURCES) in aot_cache._versions()

@@ -111,7 +111,7 @@ def _measured(bench: Bench, made: Problem, kernels: RegionKernels | str, peak: r
     for together in _of_like_speed(sides):
         timings = measure(list(together.values()), effort.budget_s, min_rounds=5, max_rounds=2000, warmup_rounds=2)
         us |= {side: timing.median_us for side, timing in zip(together, timings, strict=True)}
-    least = peak.seconds(flops, size_bytes, level(size_bytes / peak.threads, bench.target))
+    least = peak.seconds(flops, size_bytes, level(size_bytes / peak.threads, bench.backend.target))
     share = least / (us[OURS] / 1e6)
     return Result.of(made.case, made.epilogue, flops=flops, size_bytes=size_bytes, peak_share=share, microseconds=us)
 

@@ -20,12 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks.operators.shapes import Case, Tensor
 from torch_hybrid_backend.codegen.assemble import RegionKernels, assemble
 from torch_hybrid_backend.codegen.kernel_cache import compile_kernels
+from torch_hybrid_backend.codegen.variants import Variant, variants
 from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
 from torch_hybrid_backend.core.region import Region, RegionInput
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
-from torch_hybrid_backend.engines.tvm.cpu.alternatives import Variant, variants
-from torch_hybrid_backend.engines.tvm.cpu.alternatives import work as variant_work
-from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.engines.tvm.backend import TvmBackend
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.loops.ir import Buffer
 from torch_hybrid_backend.loops.kernels import Kernel
@@ -209,29 +208,30 @@ class Bench:
     """Compiles operators. Owns the compiler processes and names the cache that libraries go to."""
 
     def __init__(self, store: Store) -> None:
-        self.target = Target.host().within(torch.backends.cpu.get_cpu_capability())
-        self._store, self._compiler = store, KernelCompiler(torch.get_num_threads())
+        self.backend = TvmBackend()
+        self._store, self._compiler = store, KernelCompiler(self.backend.compiler, torch.get_num_threads())
 
     def kernels(self, problem: Problem) -> RegionKernels:
         """The kernels that one operator becomes, its neighbours' left out."""
         case = problem.case
         if not stands_inside(case):
-            return assemble(region_of(case, problem.epilogue, inside=False), self.target)
-        whole = assemble(region_of(case, problem.epilogue, inside=True), self.target)
+            return assemble(region_of(case, problem.epilogue, inside=False), self.backend)
+        whole = assemble(region_of(case, problem.epilogue, inside=True), self.backend)
         residual = problem.epilogue == "residual"
         return _between(whole, case.tensors[0].shape, result_shape(case), residual=residual)
 
     def compile(self, assembled: Sequence[RegionKernels]) -> None:
         """Compile the kernels of several problems together, into the cache."""
         kernels = [k for a in assembled for way in self.alternatives(a) for k in way.kernels]
-        compile_kernels(kernels, self.target, self._compiler, self._store, _DEADLINE_S)
+        compile_kernels(kernels, self.backend.target, self._compiler, self._store, _DEADLINE_S)
 
     def alternatives(self, assembled: RegionKernels) -> list[RegionKernels]:
         """The ways that a model's first call tries: every variant of the kernel with most work."""
-        constants = {id(packed.buffer): packed for packed in assembled.packed}
+        constants = {packed.buffer: packed for packed in assembled.packed}
         plain = [Variant("", (kernel,)) for kernel in assembled.kernels]
-        heaviest = max(range(len(plain)), key=lambda i: variant_work(assembled.kernels[i]))
-        tried = variants(assembled.kernels[heaviest], constants, self.target)[:_VARIANTS]
+        heaviest = max(range(len(plain)), key=lambda i: assembled.kernels[i].multiply_adds)
+        kernel = assembled.kernels[heaviest]
+        tried = variants(kernel, self.backend.alternatives(kernel, constants))[:_VARIANTS]
         return [assembled.with_variants([*plain[:heaviest], variant, *plain[heaviest + 1 :]]) for variant in tried]
 
     def ours(self, problem: Problem, assembled: RegionKernels) -> Ours:
@@ -247,11 +247,11 @@ class Bench:
         return min(zip(times, ways, strict=True), key=lambda item: item[0].median_us)[1]
 
     def _way(self, problem: Problem, assembled: RegionKernels) -> Ours:
-        compiled = compile_kernels(assembled.kernels, self.target, self._compiler, self._store, _DEADLINE_S)
+        compiled = compile_kernels(assembled.kernels, self.backend.target, self._compiler, self._store, _DEADLINE_S)
         for made in compiled:
             if isinstance(made, Exception):
                 raise HybridError(str(made)) from made
-        program = assembled.program([(k.library, k.symbol) for k in compiled if not isinstance(k, Exception)])
+        program = assembled.program([made for made in compiled if not isinstance(made, Exception)])
         runner = ProgramRunner(
             program, [i.spec for i in assembled.region.inputs], [s for s in assembled.region.outputs if s is not None]
         )
@@ -261,7 +261,7 @@ class Bench:
 
         def result() -> torch.Tensor:
             (made,) = runner(inputs)
-            return _from_memory(made, output, assembled.layouts[id(output)]) if inside else made
+            return _from_memory(made, output, assembled.layouts[output]) if inside else made
 
         return Ours(assembled.kernels, lambda: runner(inputs), result)
 
@@ -281,34 +281,31 @@ def _between(
     last = max(i for i, k in enumerate(kernels) if any(a.buffer.shape == out_shape for a in k.writes))
     # The residual, of the result's shape, is written first; where the operator keeps the shape, the operand is the second such buffer.
     operands = [a.buffer for k in kernels for a in k.writes if a.buffer.shape == x_shape]
-    reached = {id(operands[1 if residual and x_shape == out_shape else 0])}
+    reached = {operands[1 if residual and x_shape == out_shape else 0]}
     first = set(reached)
     chosen = []
     for kernel in kernels[: last + 1]:
-        if any(id(a.buffer) in reached for a in kernel.reads):
+        if any(a.buffer in reached for a in kernel.reads):
             chosen.append(kernel)
-            reached.update(id(a.buffer) for a in kernel.writes)
-    written = {id(a.buffer) for k in chosen for a in k.writes}
-    packed = {id(p.buffer) for p in whole.packed} | {id(b) for b in whole.inputs} | {id(b) for b, _ in whole.literals}
-    outside: dict[int, Buffer] = {
-        id(a.buffer): a.buffer
-        for k in chosen
-        for a in k.reads
-        if id(a.buffer) not in written and id(a.buffer) not in packed
-    }
-    outside = dict(sorted(outside.items(), key=lambda item: item[0] not in first))
+            reached.update(a.buffer for a in kernel.writes)
+    written = {a.buffer for k in chosen for a in k.writes}
+    packed = {p.buffer for p in whole.packed} | set(whole.inputs) | {b for b, _ in whole.literals}
+    outside = dict.fromkeys(
+        a.buffer for k in chosen for a in k.reads if a.buffer not in written and a.buffer not in packed
+    )
+    operands = sorted(outside, key=lambda buffer: buffer not in first)
     (output,) = (a.buffer for a in chosen[-1].writes if a.buffer.shape == out_shape)
     region = whole.region
-    activations = tuple(RegionInput(f"a{i}", _array(b, whole)) for i, b in enumerate(outside.values()))
+    activations = tuple(RegionInput(f"a{i}", _array(b, whole)) for i, b in enumerate(operands))
     region = dataclasses.replace(
         region, inputs=(*activations, *region.inputs), outputs=(_array(output, whole),), key=f"{region.key} inner"
     )
-    inputs = (*outside.values(), *whole.inputs)
+    inputs = (*operands, *whole.inputs)
     return dataclasses.replace(whole, region=region, kernels=tuple(chosen), inputs=inputs, outputs=(output,))
 
 
 def _array(buffer: Buffer, assembled: RegionKernels) -> TensorSpec:
-    span = assembled.layouts[id(buffer)].span(buffer.shape)
+    span = assembled.layouts[buffer].span(buffer.shape)
     return TensorSpec((int(span),), buffer.dtype, (1,))
 
 
@@ -322,7 +319,7 @@ def _arrays(problem: Problem, assembled: RegionKernels) -> list[torch.Tensor]:
         spec = region_input.spec
         assert spec is not None
         if region_input.name.startswith("a"):
-            found.append(_to_memory(next(activations), assembled.layouts[id(buffer)]))
+            found.append(_to_memory(next(activations), assembled.layouts[buffer]))
         elif wanted and region_input.is_constant and tuple(spec.shape) == tuple(wanted[0]):
             found.append(next(constants))
             wanted.pop(0)

@@ -12,25 +12,26 @@ import pytest
 
 from tests.engines.tvm.kernels_for_tests import scale_kernel
 from torch_hybrid_backend.codegen import kernel_cache
-from torch_hybrid_backend.codegen.kernel_cache import CompiledKernel, compile_kernels
+from torch_hybrid_backend.codegen.kernel_cache import Artifact, compile_kernels
 from torch_hybrid_backend.codegen.kernel_key import kernel_key
 from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
 from torch_hybrid_backend.codegen.workers.protocol import Job
 from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.engines.tvm.tir import compiler as tir_compiler
 from torch_hybrid_backend.errors import CacheError, CompileError, DeadlineError
 from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.store import Store
 
 pytest.importorskip("tvm")
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 class CountingCompiler(KernelCompiler):
     """A real compiler that remembers what it was asked for."""
 
     def __init__(self) -> None:
-        super().__init__(threads=1)
+        super().__init__(tir_compiler, threads=1)
         self.asked: list[str] = []
 
     def compile(self, jobs: Sequence[Job], deadline_s: float) -> list[Path | CompileError]:
@@ -57,12 +58,12 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "cache")
 
 
-def build(compiler: KernelCompiler, store: Store, *kernels: Kernel, deadline_s: float = 60) -> list[CompiledKernel]:
+def build(compiler: KernelCompiler, store: Store, *kernels: Kernel, deadline_s: float = 60) -> list[Artifact]:
     made = compile_kernels(kernels, Target.host(), compiler, store, deadline_s)
     for kernel in made:
-        assert isinstance(kernel, CompiledKernel), kernel
-        assert f"__tvm_ffi_{kernel.symbol}".encode() in Path(kernel.library).read_bytes()
-    return [kernel for kernel in made if isinstance(kernel, CompiledKernel)]
+        assert isinstance(kernel, Artifact), kernel
+        assert f"__tvm_ffi_{kernel.symbol}".encode() in Path(kernel.path).read_bytes()
+    return [kernel for kernel in made if isinstance(kernel, Artifact)]
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +75,7 @@ def test_equal_kernels_are_compiled_once(compiler: CountingCompiler, store: Stor
     """In one call, and over calls; different kernels have different libraries."""
     one, same, another = build(compiler, store, scale_kernel(64), scale_kernel(64), scale_kernel(72))
     assert one == same != another
-    assert one.key == kernel_key(scale_kernel(64), Target.host())
+    assert one.key == kernel_key(scale_kernel(64), Target.host(), tir_compiler)
     assert build(compiler, store, scale_kernel(72)) == [another]
     assert compiler.asked == [one.key, another.key]
 
@@ -95,28 +96,28 @@ def test_damaged_libraries_are_never_used(
 ) -> None:
     """A file that is not what was written is dropped and the kernel compiled anew."""
     made, other = build(compiler, store, scale_kernel(64), scale_kernel(72))
-    good = Path(made.library).read_bytes()
+    good = Path(made.path).read_bytes()
     harm = {
         "truncated": good[: len(good) // 2],
         "garbage": os.urandom(len(good)),
         "empty": b"",
-        "swapped": Path(other.library).read_bytes(),
+        "swapped": Path(other.path).read_bytes(),
     }
-    Path(made.library).unlink()
-    Path(made.library).write_bytes(harm[damage])
+    Path(made.path).unlink()
+    Path(made.path).write_bytes(harm[damage])
     forget(monkeypatch)
     compiler.asked.clear()
     (again,) = build(compiler, store, scale_kernel(64))
     assert compiler.asked == [made.key]
-    assert f"__tvm_ffi_{made.symbol}".encode() in Path(again.library).read_bytes()
+    assert f"__tvm_ffi_{made.symbol}".encode() in Path(again.path).read_bytes()
 
 
 def test_a_library_that_was_removed_is_made_again(compiler: CountingCompiler, store: Store) -> None:
     """Clearing the cache directory under a running process does no harm."""
     (made,) = build(compiler, store, scale_kernel())
-    Path(made.library).unlink()
+    Path(made.path).unlink()
     (again,) = build(compiler, store, scale_kernel())
-    assert Path(again.library).is_file()
+    assert Path(again.path).is_file()
     assert len(compiler.asked) == 2
 
 
@@ -125,8 +126,8 @@ def test_two_stores_are_filled(compiler: CountingCompiler, store: Store, tmp_pat
     second = Store(tmp_path / "second")
     (one,) = build(compiler, store, scale_kernel())
     (two,) = build(compiler, second, scale_kernel())
-    assert Path(one.library).is_relative_to(store.root)
-    assert Path(two.library).is_relative_to(second.root)
+    assert Path(one.path).is_relative_to(store.root)
+    assert Path(two.path).is_relative_to(second.root)
 
 
 def test_failures_are_per_kernel_and_not_remembered(compiler: CountingCompiler, store: Store) -> None:
@@ -149,7 +150,7 @@ def test_a_store_that_cannot_be_written(
         made = build(compiler, store, scale_kernel(64), scale_kernel(72))
     assert len(caplog.records) == 1
     assert "temporary directory" in caplog.text
-    assert not any(Path(kernel.library).is_relative_to(store.root) for kernel in made)
+    assert not any(Path(kernel.path).is_relative_to(store.root) for kernel in made)
     compiler.asked.clear()
     assert build(compiler, store, scale_kernel(64)) == made[:1]  # found again by this process
     assert compiler.asked == []
@@ -182,11 +183,12 @@ from tests.engines.tvm.kernels_for_tests import scale_kernel
 from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
 from torch_hybrid_backend.codegen.kernel_cache import compile_kernels
 from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.engines.tvm.tir import compiler as tir_compiler
 from torch_hybrid_backend.store import Store
 
-compiler = KernelCompiler(threads=1)
+compiler = KernelCompiler(tir_compiler, threads=1)
 (found,) = compile_kernels([scale_kernel()], Target.host(), compiler, Store(Path({str(store.root)!r})), 60)
-assert found.library == {made.library!r}, found
+assert found.path == {made.path!r}, found
 assert compiler.process_ids() == []
 assert not {{"tvm", "tvm_ffi"}} & set(sys.modules)
 """

@@ -19,17 +19,24 @@ from tests.engines.tvm.kernels_for_tests import (
     row_sum_kernel,
     scale_kernel,
 )
-from torch_hybrid_backend.codegen import kernel_key as kernel_key_module
-from torch_hybrid_backend.codegen.kernel_key import canonical_text, engine_version, kernel_key, tvm_version
+from torch_hybrid_backend.codegen import compiler as compiler_module
+from torch_hybrid_backend.codegen.kernel_key import canonical_text
+from torch_hybrid_backend.codegen.kernel_key import kernel_key as key_for
 from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.engines.tvm.tir import compiler as tir_compiler
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import Index, LoopVar, Scalar, var
 from torch_hybrid_backend.loops.ir import Buffer, FromIndex, Load
 from torch_hybrid_backend.loops.kernels import Argument, Kernel, MapKernel, Stage, Store
 from torch_hybrid_backend.loops.layout import Blocked, Strided
+from torch_hybrid_backend.sources import sources_version
 
 TARGET = Target("native", "a processor", ("avx2",), 8, 2, 32 << 10, 1 << 20)
 KINDS = list(every_kind())
+
+
+def kernel_key(kernel: Kernel, target: Target) -> str:
+    return key_for(kernel, target, tir_compiler)
 
 
 def other(value: object) -> Any:
@@ -177,26 +184,27 @@ def test_target_and_versions_count(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = scale_kernel()
     keys = {kernel_key(kernel, TARGET), kernel_key(kernel, dataclasses.replace(TARGET, cores=3))}
     with monkeypatch.context() as patch:
-        patch.setattr(kernel_key_module, "tvm_version", lambda: "0.0")
+        patch.setattr(tir_compiler, "version", lambda: "0.0")
         keys.add(kernel_key(kernel, TARGET))
     with monkeypatch.context() as patch:
-        patch.setattr(kernel_key_module, "engine_version", lambda: "edited")
+        patch.setattr(compiler_module, "sources_version", lambda *_: "edited")
         keys.add(kernel_key(kernel, TARGET))
     assert len(keys) == 4
 
 
-def test_engine_version_is_that_of_what_was_imported(tmp_path: Path) -> None:
+def test_the_version_of_sources_is_that_of_what_was_imported(tmp_path: Path) -> None:
     """Sources edited after the import: the version stays, as does the code that runs in this process; a new process has another. So it is
     for all that kernels are made by, `core` included, and for nothing else."""
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[2]
     package = shutil.copytree(root / "torch_hybrid_backend", tmp_path / "torch_hybrid_backend")
     code = """
 import sys
 from pathlib import Path
-from torch_hybrid_backend.codegen.kernel_key import engine_version
+from torch_hybrid_backend.engines.tvm.tir import compiler
+from torch_hybrid_backend.sources import sources_version
 source = Path(sys.argv[1])
 source.write_text(source.read_text() + "# edited\\n")
-print(engine_version())
+print(sources_version(*compiler.SOURCES))
 """
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     versions = [
@@ -208,25 +216,33 @@ print(engine_version())
             cwd=tmp_path,
             env=environment,
         ).stdout.strip()
-        for edited in ("core/limits.py", "sizes/size.py", "loops/ops.py", "report/text.py", "report/text.py")
+        for edited in (
+            "core/limits.py",
+            "sizes/size.py",
+            "loops/ops.py",
+            "codegen/assemble.py",
+            "report/text.py",
+            "report/text.py",
+        )
     ]
-    assert versions[0] == engine_version()
-    assert len(set(versions)) == 4
-    assert versions[3] == versions[4]
+    assert versions[0] == sources_version(*tir_compiler.SOURCES)
+    assert len(set(versions)) == 5
+    assert versions[4] == versions[5]
 
 
 def test_key_needs_no_tvm() -> None:
     """A process that finds its kernels in the cache never imports TVM."""
     code = (
         "import sys; from tests.engines.tvm.kernels_for_tests import scale_kernel;"
-        "from torch_hybrid_backend.codegen.kernel_key import kernel_key, tvm_version;"
+        "from torch_hybrid_backend.codegen.kernel_key import kernel_key;"
+        "from torch_hybrid_backend.engines.tvm.tir import compiler;"
         "from torch_hybrid_backend.engines.tvm.target import Target;"
-        "print(kernel_key(scale_kernel(), Target.host()), tvm_version());"
+        "print(kernel_key(scale_kernel(), Target.host(), compiler), compiler.version());"
         "assert 'tvm' not in sys.modules"
     )
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[2]
     printed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=root).stdout
-    assert printed.split() == [kernel_key(scale_kernel(), Target.host()), tvm_version()]
+    assert printed.split() == [kernel_key(scale_kernel(), Target.host()), tir_compiler.version()]
 
 
 def test_functions_are_refused() -> None:

@@ -12,7 +12,9 @@ import torch
 
 from tests.engines.tvm.regions_for_tests import compiled_region
 from tests.partition.engines_for_tests import trace
-from torch_hybrid_backend.codegen.kernel_cache import CompiledKernel, compile_kernels
+from torch_hybrid_backend.codegen import engine as engine_module
+from torch_hybrid_backend.codegen.engine import KernelRegion
+from torch_hybrid_backend.codegen.kernel_cache import Artifact, compile_kernels
 from torch_hybrid_backend.codegen.search import (
     Candidates,
     CompiledVariant,
@@ -22,13 +24,12 @@ from torch_hybrid_backend.codegen.search import (
     limit,
     program_of,
 )
+from torch_hybrid_backend.codegen.variants import Variant
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.program import OperatorCall, Program
-from torch_hybrid_backend.engines.tvm import engine as engine_module
 from torch_hybrid_backend.engines.tvm.cpu import alternatives as variants_module
-from torch_hybrid_backend.engines.tvm.cpu.alternatives import Variant
-from torch_hybrid_backend.engines.tvm.engine import TvmEngine, TvmRegion
+from torch_hybrid_backend.engines.tvm.engine import TvmEngine
 from torch_hybrid_backend.errors import DeadlineError, HybridError
 from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.partition.regions import partition
@@ -110,11 +111,11 @@ def test_the_fastest_variant_is_used_and_remembered(tmp_path: Path, monkeypatch:
     _, compiled, inputs = compiled_region(_engine(tmp_path, us=us), CASES["convolutions"])
     first = compiled.options[0]
     assert first.is_open
-    assert compiled.program.kernels[0].symbol == first.compiled[0].libraries[0][1]
-    us[first.compiled[1].libraries[0][1]] = 50.0
+    assert compiled.program.kernels[0].symbol == first.compiled[0].artifacts[0].symbol
+    us[first.compiled[1].artifacts[0].symbol] = 50.0
     refined = compiled.refine(inputs, 0.01)
     assert refined.options[0].chosen is first.compiled[1]
-    assert refined.program.kernels[0].symbol == first.compiled[1].libraries[0][1]
+    assert refined.program.kernels[0].symbol == first.compiled[1].artifacts[0].symbol
     assert not any(option.is_open for option in refined.options)
     torch.testing.assert_close(refined(inputs)[0], compiled(inputs)[0], rtol=1e-4, atol=1e-3)
     _, again, _ = compiled_region(_engine(tmp_path), CASES["convolutions"])
@@ -210,7 +211,7 @@ def test_what_is_far_behind_by_estimate_is_not_timed() -> None:
     assert timed(0.7, 1.2) == ["w0", ""]
 
 
-def _winograd(engine: TvmEngine, deadline: Deadline) -> tuple[TvmRegion, list[torch.Tensor], torch.Tensor]:
+def _winograd(engine: TvmEngine, deadline: Deadline) -> tuple[KernelRegion, list[torch.Tensor], torch.Tensor]:
     """A convolution for which Winograd's algorithm is in use, its inputs, and its result in float64."""
 
     def convolution(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -220,7 +221,7 @@ def _winograd(engine: TvmEngine, deadline: Deadline) -> tuple[TvmRegion, list[to
     (segment,) = partition(trace(convolution, *inputs), [engine], Config()).graph.segments
     constants = (segment.region.inputs[0], dataclasses.replace(segment.region.inputs[1], is_constant=True))
     (compiled,) = engine.compile([dataclasses.replace(segment.region, inputs=constants)], deadline)
-    assert isinstance(compiled, TvmRegion)
+    assert isinstance(compiled, KernelRegion)
     assert compiled.options[0].chosen.variant.name.startswith("winograd")
     return compiled, inputs, torch.conv2d(inputs[0].double(), inputs[1].double(), padding=1)
 
@@ -289,7 +290,7 @@ def test_tuning_tries_everything_and_goes_on_where_it_stopped(
 
     Three other choices of the schedule, and oneDNN's operator."""
     us: dict[str, float] = {}
-    monkeypatch.setattr(variants_module, "_CHOICES", 4)
+    monkeypatch.setattr(variants_module, "_RANKS", 4)
     engine = _engine(tmp_path, "tune", us)
     _, compiled, inputs = compiled_region(engine, CASES["matmuls"])
     assert all(len(option.compiled) == 1 and len(option.untried) == 4 for option in compiled.options)
@@ -302,7 +303,7 @@ def test_tuning_tries_everything_and_goes_on_where_it_stopped(
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith("stopped")
     assert said[1].startswith("tuned r0: 2 of 2 kernels faster, 0.20 ms to 0.10 ms (50.0% less)")
-    monkeypatch.setattr(variants_module, "_CHOICES", 4)
+    monkeypatch.setattr(variants_module, "_RANKS", 4)
     _, resumed, _ = compiled_region(_engine(tmp_path, "tune", us), CASES["matmuls"])
     assert [len(option.untried) for option in resumed.options] == [3, 3]
     assert [option.chosen.variant.name for option in resumed.options] == ["choice 1", "choice 1"]
@@ -320,10 +321,10 @@ class _Interrupting:
     def __init__(self, us: dict[str, float]) -> None:
         self.us, self.calls = us, 0
 
-    def __call__(self, kernels: Sequence[Kernel], *how: object) -> list[CompiledKernel | Exception]:
+    def __call__(self, kernels: Sequence[Kernel], *how: object) -> list[Artifact | Exception]:
         self.calls += 1
         if self.calls > 1:
             raise KeyboardInterrupt
         made = compile_kernels(kernels, *how)  # type: ignore[arg-type]
-        self.us.update({kernel.symbol: 50.0 for kernel in made if isinstance(kernel, CompiledKernel)})
+        self.us.update({kernel.symbol: 50.0 for kernel in made if isinstance(kernel, Artifact)})
         return made

@@ -1,6 +1,6 @@
 """Assembling a region: loop graph -> kernels (plain data) -> a Program once they are compiled.
 
-region -> loops.graph.lower_region -> prepare (packed operands) -> loops.fusion.fuse -> layouts -> kernels
+region -> loops.graph.lower_region -> the backend's operands -> loops.fusion.fuse -> its layouts -> kernels
 """
 
 from __future__ import annotations
@@ -11,47 +11,21 @@ from functools import partial
 
 import torch
 
+from torch_hybrid_backend.codegen.anchors import Anchor, arguments
+from torch_hybrid_backend.codegen.backend import KernelBackend
+from torch_hybrid_backend.codegen.kernel_cache import Artifact
+from torch_hybrid_backend.codegen.operands import Packed
+from torch_hybrid_backend.codegen.operator_kernel import Operand, OperatorKernel
+from torch_hybrid_backend.codegen.variants import Variant
 from torch_hybrid_backend.core.program import Kernel as KernelCall
 from torch_hybrid_backend.core.program import OperatorArgument, OperatorCall, PackedConstant, Program, TensorArgument
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
-from torch_hybrid_backend.engines.tvm.cpu.alternatives import Variant
-from torch_hybrid_backend.engines.tvm.cpu.convolution_fusion import join_chains
-from torch_hybrid_backend.engines.tvm.cpu.layouts import assign_layouts
-from torch_hybrid_backend.engines.tvm.cpu.onednn import Operand, OperatorKernel
-from torch_hybrid_backend.engines.tvm.cpu.operands import Packed, Prepared, prepare
-from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops.fusion import Group, fuse, inlined, needed_outside, replace_loads
 from torch_hybrid_backend.loops.graph import lower_region
-from torch_hybrid_backend.loops.index import LoopVar, index_of
-from torch_hybrid_backend.loops.ir import (
-    AttentionOp,
-    Buffer,
-    ConvOp,
-    Expr,
-    Load,
-    MatMulOp,
-    ReduceOp,
-    Value,
-    buffers_of_expr,
-    compute_dtype,
-)
-from torch_hybrid_backend.loops.kernels import (
-    Argument,
-    AttentionKernel,
-    ConvKernel,
-    Kernel,
-    MapKernel,
-    MatMulKernel,
-    PlainMatMulKernel,
-    RowKernel,
-    Stage,
-    Store,
-    kernel_sizes,
-)
+from torch_hybrid_backend.loops.ir import Buffer, Expr, Load, ReduceOp, buffers_of_expr, compute_dtype
+from torch_hybrid_backend.loops.kernels import Argument, Kernel, MapKernel, RowKernel, Stage, Store
 from torch_hybrid_backend.loops.layout import Layout, Strided, contiguous
-from torch_hybrid_backend.sizes.size import known
-from torch_hybrid_backend.sizes.size import symbol as size_symbol
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +39,7 @@ class RegionKernels:
     literals: tuple[tuple[Buffer, torch.Tensor], ...]
     packed: tuple[Packed, ...]
     layouts: Mapping[Buffer, Layout]
+    backend: KernelBackend
 
     def with_variants(self, chosen: Sequence[Variant]) -> RegionKernels:
         """The region computed by one variant of each kernel."""
@@ -73,8 +48,8 @@ class RegionKernels:
         packed = (*self.packed, *(packed for variant in chosen for packed in variant.packed))
         return replace(self, kernels=kernels, packed=packed, layouts={**self.layouts, **own})
 
-    def program(self, compiled: Sequence[tuple[str, str]]) -> Program:
-        """The program, given each kernel's (library path, symbol)."""
+    def program(self, compiled: Sequence[Artifact]) -> Program:
+        """The program, given what each kernel was compiled to."""
         numbers: dict[Buffer, int] = {}
         specs: list[TensorSpec] = []
         output_specs = dict(zip(self.outputs, self.region.outputs, strict=True))
@@ -93,15 +68,14 @@ class RegionKernels:
             return TensorArgument(number(item.buffer), spec)
 
         calls: list[KernelCall | OperatorCall] = []
-        for kernel, (library, symbol) in zip(self.kernels, compiled, strict=True):
+        for kernel, artifact in zip(self.kernels, compiled, strict=True):
             if isinstance(kernel, OperatorKernel):
                 result = number(kernel.result.buffer)
                 specs[result] = TensorSpec(kernel.result.shape, kernel.result.buffer.dtype, kernel.result.strides)
                 calls.append(OperatorCall(kernel.name, tuple(map(argument, kernel.arguments)), result, kernel.title))
                 continue
-            arguments = tuple(number(a.buffer) for a in (*kernel.reads, *kernel.writes))
-            sizes = tuple(size_symbol(s.name, s.hint) for s in kernel_sizes(kernel))
-            calls.append(KernelCall(library, symbol, arguments, len(kernel.writes), sizes))
+            numbered = tuple(number(a.buffer) for a in (*kernel.reads, *kernel.writes))
+            calls.append(self.backend.step(kernel, artifact, numbered))
         read = {a.buffer for kernel in self.kernels for a in kernel.reads}
         sources = {b: position for position, b in enumerate(self.inputs)}
         literals = dict(self.literals)
@@ -137,7 +111,7 @@ def _physical(buffer: Buffer, layout: Layout) -> TensorSpec:
     return TensorSpec((layout.span(buffer.shape),), buffer.dtype, (1,))
 
 
-def assemble(region: Region, target: Target) -> RegionKernels:
+def assemble(region: Region, backend: KernelBackend) -> RegionKernels:
     """The kernels of a region; raises loops.lowering.Refuse where an operator is not taken."""
     lowered = lower_region(region)
     fixed: dict[Buffer, Layout] = {}
@@ -150,114 +124,32 @@ def assemble(region: Region, target: Target) -> RegionKernels:
         fixed[buffer] = Strided(spec.strides)
     for buffer, _ in lowered.literals:
         fixed[buffer] = contiguous(buffer.shape)
-    prepared = prepare(lowered, target, fixed)
+    prepared = backend.operands(lowered, fixed)
     groups = fuse(prepared.graph)
-    for op in prepared.graph.ops:
-        if op in prepared.plain:
-            continue
-        operand = op.b if isinstance(op, MatMulOp) else op.w if isinstance(op, ConvOp) else None
-        if isinstance(operand, Buffer):
-            fixed[operand] = contiguous(operand.shape)
-    layouts = assign_layouts(groups, fixed, prepared.tiles, target)
+    fixed.update((buffer, contiguous(buffer.shape)) for buffer in prepared.row_major)
+    layouts = backend.layouts(groups, fixed)
     needed = needed_outside(groups, lowered.outputs)
-    kernels = join_chains([_kernel(group, needed, layouts, prepared) for group in groups], lowered.outputs, target)
+    kernels = backend.join([_kernel(group, needed, layouts, backend) for group in groups], lowered.outputs)
     return RegionKernels(
-        region, kernels, lowered.inputs, lowered.outputs, prepared.graph.literals, tuple(prepared.packed), layouts
+        region, tuple(kernels), lowered.inputs, lowered.outputs, lowered.literals, prepared.packed, layouts, backend
     )
 
 
-def _kernel(group: Group, needed: set[Buffer], layouts: Mapping[Buffer, Layout], prepared: Prepared) -> Kernel:
+def _kernel(group: Group, needed: set[Buffer], layouts: Mapping[Buffer, Layout], backend: KernelBackend) -> Kernel:
     writes = tuple(Argument(m.op.out, layouts[m.op.out]) for m in group.members if m.op.out in needed)
+    own = {m.op.out for m in group.members}
+    inside = frozenset(own if group.accumulator is None else own | {group.accumulator})
     if group.kind == "row":
         stages = _stages(group, needed)
-        reads = _arguments([s.value for s in stages], [], group, layouts)
+        reads = arguments([s.value for s in stages], [], inside, layouts)
         return RowKernel(reads, writes, group.variables, group.axes, stages)
     values = inlined(group)
     stores = tuple(Store(m.op.out, m.index, values[m.op.out]) for m in group.members if m.op.out in needed)
-    exprs = [s.value for s in stores]
-    if group.kind == "map":
-        return MapKernel(_arguments(exprs, [], group, layouts), writes, group.variables, stores)
-    accumulator = group.accumulator
-    assert accumulator is not None
+    if group.accumulator is None:
+        reads = arguments([s.value for s in stores], [], inside, layouts)
+        return MapKernel(reads, writes, group.variables, stores)
     op = group.members[0].op
-    match op:
-        case MatMulOp():
-            k = LoopVar("k", op.a.shape[2])
-            b, m, _ = group.point
-            a = op.a.at((b, m, index_of(k)))
-            if (view := prepared.plain.get(op)) is not None:
-                reads = _arguments([a, *exprs], [view.buffer], group, layouts)
-                _, k_stride, n_stride = map(known, view.strides)
-                weight, offset = view.buffer, known(view.offset)
-                return PlainMatMulKernel(
-                    reads, writes, group.variables, k, a, weight, offset, n_stride, k_stride, accumulator, stores
-                )
-            assert isinstance(op.b, Buffer)
-            reads = _arguments([a, *exprs], [op.b], group, layouts)
-            batched = op.b.shape[0] != 1
-            tile = prepared.tiles[op]
-            return MatMulKernel(reads, writes, group.variables, k, a, op.b, tile, batched, accumulator, stores)
-        case ConvOp():
-            x_vars, x = _over(op.x, "x")
-            assert isinstance(op.w, Buffer)
-            reads = _arguments([x, *exprs], [op.w], group, layouts)
-            return ConvKernel(
-                reads,
-                writes,
-                group.variables,
-                x_vars,
-                x,
-                op.w,
-                op.stride,
-                op.padding,
-                op.dilation,
-                op.groups,
-                prepared.kernel_sizes[op],
-                prepared.tiles[op],
-                accumulator,
-                stores,
-            )
-        case AttentionOp():
-            (q_vars, q), (k_vars, k_expr), (v_vars, v) = _over(op.q, "q"), _over(op.k, "k"), _over(op.v, "v")
-            mask_vars, mask = _over(op.mask, "z") if op.mask is not None else ((), None)
-            operands = [q, k_expr, v] + ([mask] if mask is not None else [])
-            reads = _arguments([*operands, *exprs], [], group, layouts)
-            return AttentionKernel(
-                reads,
-                writes,
-                group.variables,
-                q,
-                q_vars,
-                k_expr,
-                k_vars,
-                v,
-                v_vars,
-                mask,
-                mask_vars,
-                op.scale,
-                op.causal,
-                accumulator,
-                stores,
-            )
-    raise TypeError(f"a group of kind {group.kind} has no kernel")
-
-
-def _over(value: Value, prefix: str) -> tuple[tuple[LoopVar, ...], Expr]:
-    variables = tuple(LoopVar(f"{prefix}{d}", n) for d, n in enumerate(value.shape))
-    return variables, value.at(tuple(map(index_of, variables)))
-
-
-def _arguments(
-    exprs: Sequence[Expr], operands: Sequence[Buffer], group: Group, layouts: Mapping[Buffer, Layout]
-) -> tuple[Argument, ...]:
-    """The buffers a kernel reads from outside itself."""
-    own = {m.op.out for m in group.members} | {group.accumulator}
-    found = dict.fromkeys(operands)
-    for expr in exprs:
-        for buffer in buffers_of_expr(expr):
-            if buffer not in own and buffer in layouts:
-                found[buffer] = None
-    return tuple(Argument(b, layouts[b]) for b in found)
+    return backend.anchor(Anchor(op, group.variables, group.accumulator, writes, stores, layouts, inside))
 
 
 def _stages(group: Group, needed: set[Buffer]) -> tuple[Stage, ...]:

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch_hybrid_backend.codegen.compiler import CodeTarget
 from torch_hybrid_backend.codegen.kernel_key import kernel_key
+from torch_hybrid_backend.codegen.operator_kernel import OperatorKernel
 from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
 from torch_hybrid_backend.codegen.workers.protocol import Job
-from torch_hybrid_backend.engines.tvm.cpu.onednn import OperatorKernel
-from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.errors import CacheError, CompileError
 from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.store import Store
@@ -26,37 +26,37 @@ from torch_hybrid_backend.store import Store
 _log = logging.getLogger(__name__)
 
 KIND = "kernels"
-_NOTHING = ""  # the key of what needs no library: an operator of PyTorch's
+_NOTHING = ""  # the key of what needs no artifact: an operator of PyTorch's
 
-# (store, key) -> library. Writes of single items are atomic; two threads that compile one kernel at once write equal things.
-_memo: dict[tuple[str, str], CompiledKernel] = {}
+# (store, key) -> artifact. Writes of single items are atomic; two threads that compile one kernel at once write equal things.
+_memo: dict[tuple[str, str], Artifact] = {}
 _spares: dict[tuple[int, str], Store] = {}  # (process, store) -> what takes its place when it is full
 
 
 @dataclass(frozen=True, slots=True)
-class CompiledKernel:
-    """A kernel in a shared library: the entry point is `__tvm_ffi_<symbol>`. All empty for an operator of PyTorch's."""
+class Artifact:
+    """What a kernel was compiled to: a file, and the kernel's name in it. All empty for an operator of PyTorch's."""
 
-    library: str
+    path: str
     symbol: str
     key: str
 
 
 def symbol_of(key: str) -> str:
-    """The name of the kernel with this key in its library."""
+    """The name of the kernel with this key in its artifact."""
     return f"kernel_{key[:16]}"
 
 
 def compile_kernels(
-    kernels: Sequence[Kernel], target: Target, compiler: KernelCompiler, store: Store, deadline_s: float
-) -> list[CompiledKernel | Exception]:
-    """The kernels' libraries, kernel by kernel, or what stopped them: a CompileError, or CacheError where the store cannot be written.
+    kernels: Sequence[Kernel], target: CodeTarget, compiler: KernelCompiler, store: Store, deadline_s: float
+) -> list[Artifact | Exception]:
+    """The kernels' artifacts, kernel by kernel, or what stopped them: a CompileError, or CacheError where the store cannot be written.
 
     Compiles, in parallel and equal ones once, what neither this process nor the store has; gives up on those after `deadline_s` seconds.
     """
     start = time.monotonic()
-    keys = [_key(kernel, target) for kernel in kernels]
-    found: dict[str, CompiledKernel | Exception] = {_NOTHING: CompiledKernel("", "", _NOTHING)}
+    keys = [_key(kernel, target, compiler) for kernel in kernels]
+    found: dict[str, Artifact | Exception] = {_NOTHING: Artifact("", "", _NOTHING)}
     missing: dict[str, Kernel] = {}
     for key, kernel in zip(keys, kernels, strict=True):
         if isinstance(key, Exception) or key in found or key in missing:
@@ -72,35 +72,35 @@ def compile_kernels(
     return [key if isinstance(key, Exception) else found[key] for key in keys]
 
 
-def _key(kernel: Kernel, target: Target) -> str | CompileError:
+def _key(kernel: Kernel, target: CodeTarget, compiler: KernelCompiler) -> str | CompileError:
     if isinstance(kernel, OperatorKernel):
         return _NOTHING
     try:
-        return kernel_key(kernel, target)
+        return kernel_key(kernel, target, compiler.module)
     except (TypeError, RecursionError) as error:
         return CompileError(f"a {type(kernel).__name__} has no key: {error}")
 
 
-def _lookup(key: str, store: Store) -> CompiledKernel | None:
+def _lookup(key: str, store: Store) -> Artifact | None:
     at = (str(store.root), key)
     known = _memo.get(at)
-    if known is not None and Path(known.library).is_file():
+    if known is not None and Path(known.path).is_file():
         return known
     path = store.path_of(KIND, key)
     if path is None:
         return None
-    _memo[at] = CompiledKernel(str(path), symbol_of(key), key)
+    _memo[at] = Artifact(str(path), symbol_of(key), key)
     return _memo[at]
 
 
 def _compile(
-    kernels: dict[str, Kernel], target: Target, compiler: KernelCompiler, store: Store, deadline_s: float
-) -> dict[str, CompiledKernel | Exception]:
-    results: dict[str, CompiledKernel | Exception] = {}
+    kernels: dict[str, Kernel], target: CodeTarget, compiler: KernelCompiler, store: Store, deadline_s: float
+) -> dict[str, Artifact | Exception]:
+    results: dict[str, Artifact | Exception] = {}
     try:
         with tempfile.TemporaryDirectory(prefix="torch_hybrid_backend-") as folder:
             jobs = [
-                Job(key, symbol_of(key), kernel, target, str(Path(folder) / f"{key}.so"))
+                Job(key, symbol_of(key), kernel, target, str(Path(folder) / f"{key}{compiler.module.SUFFIX}"))
                 for key, kernel in kernels.items()
             ]
             for job, made in zip(jobs, compiler.compile(jobs, deadline_s), strict=True):
@@ -120,14 +120,14 @@ def _spare(store: Store, error: CacheError) -> Store:
     return _spares[at]
 
 
-def _keep(job: Job, library: Path, store: Store) -> CompiledKernel | CacheError:
-    content = library.read_bytes()
+def _keep(job: Job, made: Path, store: Store) -> Artifact | CacheError:
+    content = made.read_bytes()
     try:
-        path = store.put(KIND, job.key, content, ".so")
+        path = store.put(KIND, job.key, content, made.suffix)
     except CacheError as error:
         try:
-            path = _spare(store, error).put(KIND, job.key, content, ".so")
+            path = _spare(store, error).put(KIND, job.key, content, made.suffix)
         except CacheError:
             return error
-    known = _memo[(str(store.root), job.key)] = CompiledKernel(str(path), job.symbol, job.key)
+    known = _memo[(str(store.root), job.key)] = Artifact(str(path), job.symbol, job.key)
     return known

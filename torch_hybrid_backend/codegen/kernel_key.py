@@ -9,49 +9,23 @@ constructions of one kernel apart: buffers are named by their argument position,
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
-import importlib.metadata
 
-from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.codegen.compiler import CodeTarget, KernelCompilerModule, compiler_version
 from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, Scalar
 from torch_hybrid_backend.loops.ir import Buffer, Call, Const, Expr, FromIndex, Load
 from torch_hybrid_backend.loops.kernels import Kernel, kernel_sizes
 from torch_hybrid_backend.sizes.forms import render
 from torch_hybrid_backend.sizes.size import Dim, Size
-from torch_hybrid_backend.sources import sources_version
-
-# All that a kernel's text and its machine code are made by; engines import nothing else but utilities.
-SOURCES = ("core", "sizes", "loops", "engines/tvm")
 
 
-def kernel_key(kernel: Kernel, target: Target) -> str:
-    """SHA-256 (64 hexadecimal digits) of all that decides a kernel's machine code.
+def kernel_key(kernel: Kernel, target: CodeTarget, compiler: KernelCompilerModule) -> str:
+    """SHA-256 (64 hexadecimal digits) of all that decides a kernel's artifact: the kernel, the target, the compiler's sources and version.
 
-    That is: the kernel, the target, the sources of this engine and of what it imports (`SOURCES`), and the installed version of TVM.
     Raises TypeError where a kernel holds something that has no canonical text (a function, say).
     """
-    parts = (canonical_text(kernel), target.fingerprint, engine_version(), tvm_version())
+    parts = (canonical_text(kernel), target.fingerprint, compiler_version(compiler))
     return hashlib.sha256("\x00".join(parts).encode()).hexdigest()
-
-
-def engine_version() -> str:
-    """SHA-256 of the sources that turn a region into machine code: an edited schedule must not find what it made before."""
-    return sources_version(*SOURCES)
-
-
-@functools.cache
-def tvm_version() -> str:
-    """The installed TVM's version, asked of the installation: importing TVM takes a second. "" where it is not installed."""
-    try:
-        return importlib.metadata.version("apache-tvm")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-
-
-def compiler_version() -> str:
-    """What this process and a kernel compiler process must have in common: the sources and TVM."""
-    return f"{engine_version()} tvm {tvm_version()}"
 
 
 def canonical_text(kernel: Kernel) -> str:
@@ -157,6 +131,3 @@ class _Text:
 
     def _dim(self, size: Dim) -> str:
         return render(size, self._sizes.__getitem__)
-
-
-compiler_version()  # now: see `sources_version`

@@ -1,10 +1,10 @@
-"""Screening: which kernels an operator of PyTorch's might beat, found out without compiling anything.
+"""Probing libraries: which kernels an operator of PyTorch's might beat, found out without compiling anything.
 
 The operator of the kernel that takes longest is timed alone: its tensors warm, nothing to convert before and behind it. Then those of the
 kernels that lose most against the best rate seen so far, of a kernel or an operator; one within a tenth of it has nothing to gain, and most
 are. Only where the operator is faster than the kernel in its place are the kernels around it compiled, and the whole is timed in the
-kernel's place (`tune.contest`). Times alone are kept with the others, under the variant's name and `ALONE`; infinite where the operator was
-not timed, or cannot run.
+kernel's place (`tune.try_next_variant`). Times alone are kept with the others, under the variant's name and `ALONE`; infinite where the
+operator was not timed, or cannot run.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from dataclasses import replace
 
 import torch
 
+from torch_hybrid_backend.codegen.operator_kernel import Operand, OperatorKernel
 from torch_hybrid_backend.codegen.search import ALONE, Options
-from torch_hybrid_backend.engines.tvm.cpu.alternatives import Variant, work
-from torch_hybrid_backend.engines.tvm.cpu.onednn import Operand, OperatorKernel
+from torch_hybrid_backend.codegen.variants import Variant
+from torch_hybrid_backend.core.device import Device
 
 _log = logging.getLogger(__name__)
 
@@ -28,10 +29,10 @@ _BUDGET_S = 0.05  # for all kernels of a region together: ResNet-50's are done i
 _ROUNDS = 3
 
 
-def screen(options: Sequence[Options]) -> list[Options]:
+def probe_libraries(options: Sequence[Options], device: Device) -> list[Options]:
     """The options, of which those only keep operators `untried` that may win; what was found out is in their times."""
     known = {o.key: us for o in options if (us := o.times.get(o.chosen.variant.name)) and math.isfinite(us)}
-    works = {o.key: sum(map(work, o.chosen.variant.kernels)) for o in options}
+    works = {o.key: sum(kernel.multiply_adds for kernel in o.chosen.variant.kernels) for o in options}
     asked = {o.key: o.untried[0] for o in options if o.untried and o.key in known}
     # Winograd's algorithm multiplies less: no other algorithm reaches its rate.
     best = max(
@@ -48,15 +49,15 @@ def screen(options: Sequence[Options]) -> list[Options]:
         if alone and lost_us(key) < _LEAST_GAIN * known[key]:
             break
         try:
-            alone[key] = operator_us(asked[key])
+            alone[key] = operator_us(asked[key], device)
         except RuntimeError as error:  # PyTorch was built without it, or it does not take such tensors
             _log.info("%s cannot run: %s", asked[key].name, error)
             alone[key] = math.inf
         best = max(best, works[key] / alone[key])
-    return [_screened(option, alone.get(option.key, math.inf), known.get(option.key)) for option in options]
+    return [_probed(option, alone.get(option.key, math.inf), known.get(option.key)) for option in options]
 
 
-def _screened(option: Options, alone_us: float, us: float | None) -> Options:
+def _probed(option: Options, alone_us: float, us: float | None) -> Options:
     """The option, given its operator's time and its kernel's; None for one that could not be timed."""
     if not option.untried or us is None:
         return replace(option, untried=())
@@ -66,22 +67,22 @@ def _screened(option: Options, alone_us: float, us: float | None) -> Options:
     return replace(option, times={**option.times, name + ALONE: alone_us}, untried=option.untried if may_win else ())
 
 
-def operator_us(variant: Variant) -> float:
-    """Microseconds of the variant's operator alone, the best of a few calls. Raises RuntimeError where it cannot run."""
+def operator_us(variant: Variant, device: Device) -> float:
+    """Microseconds of the variant's operator alone, the best of a few calls, by the host's clock. Raises RuntimeError where it cannot run."""
     call = next(kernel for kernel in variant.kernels if isinstance(kernel, OperatorKernel))
     packed = {p.buffer: p for p in variant.packed}
 
     def made(operand: Operand) -> torch.Tensor:
         dtype = getattr(torch, operand.buffer.dtype)
         if (constant := packed.get(operand.buffer)) is not None:
-            return constant.ahead(torch.ones([int(n) for n in constant.view.shape], dtype=dtype, device="cpu"))
-        return torch.empty_strided(operand.shape, operand.strides, dtype=dtype, device="cpu").fill_(1.0)
+            return constant.ahead(torch.ones([int(n) for n in constant.view.shape], dtype=dtype, device=str(device)))
+        return torch.empty_strided(operand.shape, operand.strides, dtype=dtype, device=str(device)).fill_(1.0)
 
     with torch.no_grad():
         arguments = [made(a) if isinstance(a, Operand) else a for a in call.arguments]
         namespace, name = call.name.split("::")
         operator = getattr(getattr(torch.ops, namespace), name).default
-        operator(*arguments)  # oneDNN makes a kernel on the first
+        operator(*arguments)  # oneDNN, say, makes a kernel on the first
         times = []
         for _ in range(_ROUNDS):
             start = time.perf_counter()

@@ -20,9 +20,9 @@ from typing import Protocol
 import torch
 
 from torch_hybrid_backend.codegen.assemble import RegionKernels
-from torch_hybrid_backend.codegen.kernel_cache import CompiledKernel
+from torch_hybrid_backend.codegen.kernel_cache import Artifact
+from torch_hybrid_backend.codegen.variants import Variant
 from torch_hybrid_backend.core.program import Program
-from torch_hybrid_backend.engines.tvm.cpu.alternatives import Variant
 from torch_hybrid_backend.errors import CacheError, HybridError
 from torch_hybrid_backend.store import Store
 
@@ -38,7 +38,7 @@ LEAST_WORK = 1e6  # multiply-adds: some 10 us on one core
 # An alternative that takes so many times as long by estimate is not timed. Two ways whose estimates are that far apart were never the other
 # way round: the largest error of a ratio was 1.4 (docs/performance.md).
 _CONCEIVABLE_COST = 1.6
-# Behind a variant's name: the time of its operator alone, by which `screen` saw whether it was worth more.
+# Behind a variant's name: the time of its operator alone, by which `library_probe` saw whether it was worth more.
 ALONE = " alone"
 
 
@@ -113,7 +113,7 @@ class Candidates:
         tuned: bool = False,
     ) -> Candidates:
         """`times` are what earlier searches found. Where they found nothing, `most` variants, the one in use included, are to be compiled
-        and timed; where the kernel is to be tuned, those without a time are left `untried`, else operators that were not screened."""
+        and timed; where the kernel is to be tuned, those without a time are left `untried`, else operators that were not probed."""
         winner = fastest(variants, times)
         exact = None if winner.is_exact else variants[0]
         left = tuple(v for v in (*variants[1:], variants[0]) if v.name not in times and v is not winner)
@@ -121,9 +121,9 @@ class Candidates:
             return Candidates(key, (winner,), 0, False, times, work, left, exact)
         near = (v for v in left if v.cost <= _CONCEIVABLE_COST * winner.cost and not v.is_operator)
         new = () if times else tuple(near)[: most - 1]
-        unscreened = tuple(v for v in left if v.is_operator and v.name + ALONE not in times)
-        is_open = not times and bool(new or unscreened)
-        return Candidates(key, (winner, *new), 0, is_open, times, work, unscreened, exact)
+        unprobed = tuple(v for v in left if v.is_operator and v.name + ALONE not in times)
+        is_open = not times and bool(new or unprobed)
+        return Candidates(key, (winner, *new), 0, is_open, times, work, unprobed, exact)
 
     def close(self) -> None:
         """Leave the choice as it is."""
@@ -132,10 +132,10 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompiledVariant:
-    """A variant, and where each of its kernels is: (library path, symbol)."""
+    """A variant, and what each of its kernels was compiled to."""
 
     variant: Variant
-    libraries: tuple[tuple[str, str], ...]
+    artifacts: tuple[Artifact, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,7 +151,7 @@ class Options:
     exact: Variant | None = None
 
     @staticmethod
-    def of(candidates: Candidates, made: Sequence[Sequence[CompiledKernel | Exception]]) -> Options | Exception:
+    def of(candidates: Candidates, made: Sequence[Sequence[Artifact | Exception]]) -> Options | Exception:
         """The candidates that were compiled; what stopped the one in use, where that failed."""
         compiled: list[CompiledVariant] = []
         best = 0
@@ -190,12 +190,12 @@ class Options:
         return replace(self, best=best, is_open=False, times=known)
 
 
-def compiled_variant(variant: Variant, kernels: Sequence[CompiledKernel | Exception]) -> CompiledVariant | Exception:
+def compiled_variant(variant: Variant, kernels: Sequence[Artifact | Exception]) -> CompiledVariant | Exception:
     """The variant with its kernels, or what stopped the first that was not compiled."""
     failed = next((kernel for kernel in kernels if isinstance(kernel, Exception)), None)
     if failed is not None:
         return failed
-    return CompiledVariant(variant, tuple((k.library, k.symbol) for k in kernels if not isinstance(k, Exception)))
+    return CompiledVariant(variant, tuple(made for made in kernels if not isinstance(made, Exception)))
 
 
 def limit(candidates: Sequence[Candidates], least: int = 4) -> None:
@@ -232,8 +232,8 @@ def fastest(variants: Sequence[Variant], times: Mapping[str, float]) -> Variant:
 
 def program_of(kernels: RegionKernels, chosen: Sequence[CompiledVariant]) -> Program:
     """The region's program with one variant of each kernel."""
-    libraries = [library for compiled in chosen for library in compiled.libraries]
-    return kernels.with_variants([compiled.variant for compiled in chosen]).program(libraries)
+    artifacts = [artifact for compiled in chosen for artifact in compiled.artifacts]
+    return kernels.with_variants([compiled.variant for compiled in chosen]).program(artifacts)
 
 
 def search(
@@ -264,7 +264,7 @@ def search(
         except HybridError as error:
             _log.info("a set of variants cannot run: %s", error)
             return []
-        spent = [sum(next(times, math.nan) for _ in compiled.libraries) for compiled in chosen]
+        spent = [sum(next(times, math.nan) for _ in compiled.artifacts) for compiled in chosen]
         named = [(position, compiled.variant.name) for position, compiled in enumerate(chosen)]
         timed = zip(named, spent, strict=True)
         return [(name, us) for name, us in timed if options[name[0]].is_open and not math.isnan(us)]

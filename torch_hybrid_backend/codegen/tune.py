@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from torch_hybrid_backend.codegen.assemble import RegionKernels
-from torch_hybrid_backend.codegen.kernel_cache import CompiledKernel
+from torch_hybrid_backend.codegen.kernel_cache import Artifact
 from torch_hybrid_backend.codegen.search import (
     ALONE,
     CompiledVariant,
@@ -29,7 +29,7 @@ from torch_hybrid_backend.progress import Progress
 
 _ROUNDS = 5
 
-Compile = Callable[[Sequence[Kernel]], Sequence[CompiledKernel | Exception]]
+Compile = Callable[[Sequence[Kernel]], Sequence[Artifact | Exception]]
 
 
 def tune(
@@ -52,7 +52,7 @@ def tune(
         try:
             while any(option.untried for option in found):
                 tried = {option.key for option in found if option.untried}
-                found = contest(kernels, found, compile_kernels, run_program, inputs)
+                found = try_next_variant(kernels, found, compile_kernels, run_program, inputs)
                 for option in {option.key: option for option in found if option.key in tried}.values():
                     verdicts.put(option.key, option.times)
                     progress.step(_gain(options, found))
@@ -62,7 +62,7 @@ def tune(
     return found
 
 
-def contest(
+def try_next_variant(
     kernels: RegionKernels,
     options: Sequence[Options],
     compile_kernels: Compile,
@@ -70,16 +70,16 @@ def contest(
     inputs: Sequence[torch.Tensor],
 ) -> list[Options]:
     """The next untried variant of each kernel against its best so far."""
-    trials = [option.untried[:1] for option in options]
-    made = iter(compile_kernels([kernel for trial in trials for variant in trial for kernel in variant.kernels]))
-    compiled = [[compiled_variant(v, [next(made) for _ in v.kernels]) for v in trial] for trial in trials]
-    contests = [
+    untried = [option.untried[:1] for option in options]
+    made = iter(compile_kernels([kernel for one in untried for variant in one for kernel in variant.kernels]))
+    compiled = [[compiled_variant(v, [next(made) for _ in v.kernels]) for v in one] for one in untried]
+    trials = [
         replace(option, compiled=(option.chosen, new[0]), best=0, is_open=True)
         if new and isinstance(new[0], CompiledVariant)
         else option
         for option, new in zip(options, compiled, strict=True)
     ]
-    found = search(kernels, contests, run_program, inputs, 0.0, least_rounds=_ROUNDS)
+    found = search(kernels, trials, run_program, inputs, 0.0, least_rounds=_ROUNDS)
     return [_decided(option, new, found.get(option.key, {})) for option, new in zip(options, compiled, strict=True)]
 
 

@@ -43,7 +43,7 @@ MAX_READS = 12
 # Fewer rows than this leave cores idle when a whole row belongs to one task; small tensors are not worth a second kernel.
 MIN_ROWS, SMALL_NUMEL = 8, 16_384
 
-_ANCHORS = {MatMulOp: "matmul", ConvOp: "conv", AttentionOp: "attention"}
+_ANCHORS = ((MatMulOp, "matmul"), (ConvOp, "conv"), (AttentionOp, "attention"))
 
 
 @dataclass(slots=True, eq=False)
@@ -139,7 +139,8 @@ def _new_group(op: LoopOp, reads: Sequence[Buffer]) -> Group:
             group = Group("map", shape, variables)
             group.members.append(Member(op, group.point, op.value.at(group.point), "full", tuple(reads)))
         case _:
-            group = Group(_ANCHORS[type(op)], shape, variables)
+            kind = next(kind for anchor, kind in _ANCHORS if isinstance(op, anchor))
+            group = Group(kind, shape, variables)
             group.accumulator = Buffer(shape, compute_dtype(op.out.dtype), "accumulator")
             group.members.append(Member(op, group.point, group.accumulator.at(group.point), "full", tuple(reads)))
     return group

@@ -214,7 +214,8 @@ class Index:
     def _coarsen(self, divisor: Dim) -> tuple[Index, Index, Dim]:
         """`self == coarse * grain + fine` with `0 <= fine < grain`, for the largest such grain that divides `divisor`.
 
-        Then `self // divisor == coarse // (divisor // grain)`: vector lanes drop out of divisions. (self, 0, 1) where there is none.
+        Then `self // divisor == coarse // (divisor // grain)`: what is below the grain, the elements of a vector, say, drops out of divisions.
+        (self, 0, 1) where there is none.
         """
         for grain in sorted({_common(c, divisor) for _, c in self.terms}, key=typical, reverse=True):
             if grain == 1:

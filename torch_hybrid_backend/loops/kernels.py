@@ -10,12 +10,13 @@ kernel only: an accumulator, what a stage of a row kernel keeps.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 
 from torch_hybrid_backend.loops.index import Index, LoopVar
 from torch_hybrid_backend.loops.ir import Buffer, Expr
 from torch_hybrid_backend.loops.layout import Layout
-from torch_hybrid_backend.sizes.size import Dim, Size, Symbol, symbols
+from torch_hybrid_backend.sizes.size import Dim, Size, Symbol, symbols, typical
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,8 +47,13 @@ class Kernel:
     reads: tuple[Argument, ...]
     writes: tuple[Argument, ...]
     domain: tuple[LoopVar, ...]  # one per dimension of the domain; extent 1 dimensions included
-    # Which of the choices that its schedule has, in the order of the schedule's own estimate: 0 is the best.
-    choice: int = field(default=0, kw_only=True)
+    # Which of the ways that its schedule has, in the order of the schedule's own estimate: 0 is the best.
+    schedule_rank: int = field(default=0, kw_only=True)
+
+    @property
+    def multiply_adds(self) -> float:
+        """Multiply-adds of a convolution or matmul in one call, at typical sizes; 0 for other kernels."""
+        return 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,68 +93,44 @@ class RowKernel(Kernel):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MatMulKernel(Kernel):
-    """Domain (b, m, n): accumulator[b, m, n] = sum over `k` of a * packed_b, then the stores read `accumulator`.
+    """Domain (b, m, n): accumulator[b, m, n] = sum over `k` of a * b, then the stores read `accumulator`.
 
-    `a` is over (b, m, k). `b` is packed ahead as (B or 1, ceil(N / tile_n), K, tile_n) in the argument `packed`, zero-padded.
+    `a` is over (b, m, k), `b` over (b, k, n).
     """
 
     k: LoopVar
     a: Expr
-    packed: Buffer
-    tile_n: int
-    batched_b: bool
+    b: Expr
     accumulator: Buffer
     stores: tuple[Store, ...]
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PlainMatMulKernel(Kernel):
-    """Domain (b, m, n), one b: accumulator[0, m, n] = sum over `k` of a * w[n, k], then the stores read `accumulator`.
-
-    `a` is over (b, m, k). w[n, k] is element `offset + n * row_stride + k * k_stride` of the argument `weight`, float32, which nothing has
-    packed. One of the strides is 1.
-    """
-
-    k: LoopVar
-    a: Expr
-    weight: Buffer
-    offset: int
-    row_stride: int
-    k_stride: int
-    accumulator: Buffer
-    stores: tuple[Store, ...]
+    @property
+    def multiply_adds(self) -> float:
+        return _points(self.domain) * typical(self.k.extent)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ConvKernel(Kernel):
-    """Domain (n, o, *out_spatial): the accumulator, then the stores.
+    """Domain (n, o, *out_spatial): the accumulator, then the stores; see `loops.ir.ConvOp`.
 
-    `x` is over (n, c, *in_spatial) given by `x_vars`, in range only: the schedule handles padding. The weight argument `packed` is packed ahead
-    by the engine, zero-padded. `winograd`: outputs along a side of a Winograd tile, for which the weight was transformed; 0 for a direct sum.
+    `x` is over (n, c, *in_spatial) given by `x_vars`, in range only: the printer handles padding. `w` is over (o, c / groups, *kernel) given
+    by `w_vars`.
     """
 
     x_vars: tuple[LoopVar, ...]
     x: Expr
-    packed: Buffer
+    w_vars: tuple[LoopVar, ...]
+    w: Expr
     stride: tuple[int, ...]
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
-    kernel: tuple[int, ...]
-    block: int  # output channels per block (vector lanes times vectors)
     accumulator: Buffer
     stores: tuple[Store, ...]
-    winograd: int = 0
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ConvChainKernel(Kernel):
-    """Convolutions one after the other: each reads what the one before it stores, which nothing else does and which lies in no memory.
-
-    Each stage is a kernel of its own, with one store and, from the second on, an `x` that is one load; `domain` is that of the last.
-    """
-
-    stages: tuple[ConvKernel, ...]
+    @property
+    def multiply_adds(self) -> float:
+        return _points(self.domain) * _points(self.w_vars[1:])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,6 +149,10 @@ class AttentionKernel(Kernel):
     causal: bool
     accumulator: Buffer
     stores: tuple[Store, ...] = field(default=())
+
+
+def _points(variables: tuple[LoopVar, ...]) -> float:
+    return math.prod(float(typical(variable.extent)) for variable in variables)
 
 
 def kernel_sizes(kernel: Kernel) -> list[Symbol]:

@@ -24,6 +24,7 @@ import torch
 import torch.fx
 from torch.utils._pytree import tree_leaves, tree_map
 
+from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.core.tensor_spec import TensorSpec, dim, is_computable
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
 from torch_hybrid_backend.loops.index import Index, as_index
@@ -228,7 +229,7 @@ def check_tensor(tensor: torch.Tensor) -> Refused | None:
 def check_device(tensor: torch.Tensor) -> Refused | None:
     """Why generated loops, which run on the CPU, cannot reach a (fake) tensor's memory, or None where they can."""
     device = tensor.device.type
-    return None if device == "cpu" else Refused(Reason.DEVICE, f"a tensor lives on {device}")
+    return None if device == str(CPU) else Refused(Reason.DEVICE, f"a tensor lives on {device}")
 
 
 def _reads(node: torch.fx.Node, position: int) -> bool:

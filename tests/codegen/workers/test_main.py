@@ -16,6 +16,7 @@ from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
 from torch_hybrid_backend.codegen.workers.process import CompilerProcess
 from torch_hybrid_backend.codegen.workers.protocol import Job, Order, frame, split_frame
 from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.engines.tvm.tir import compiler as tir_compiler
 from torch_hybrid_backend.errors import CompileError
 from torch_hybrid_backend.loops.ir import Call
 from torch_hybrid_backend.loops.kernels import MapKernel, Store
@@ -25,7 +26,7 @@ pytest.importorskip("tvm")
 
 @pytest.fixture(scope="module")
 def compiler() -> KernelCompiler:
-    return KernelCompiler(threads=1)
+    return KernelCompiler(tir_compiler, threads=1)
 
 
 def test_a_kernel_runs(compiler: KernelCompiler, tmp_path: Path) -> None:
@@ -49,7 +50,7 @@ def test_an_order_may_arrive_during_another(monkeypatch: pytest.MonkeyPatch, tmp
     (tmp_path / "ld").write_text(f"#!/bin/sh\n: > {began}\n/bin/sleep 0.3\nexit 1\n")
     (tmp_path / "ld").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    process = CompilerProcess(idle_s=60)
+    process = CompilerProcess(tir_compiler, idle_s=60)
 
     def answers() -> Iterator[dict[str, object]]:
         while True:
@@ -108,7 +109,7 @@ def test_an_error_comes_back(compiler: KernelCompiler, tmp_path: Path) -> None:
 def test_without_a_linker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A machine without a linker is told what was looked for and what to install."""
     monkeypatch.setenv("PATH", "")
-    compiler = KernelCompiler(threads=1)
+    compiler = KernelCompiler(tir_compiler, threads=1)
     (failed,) = compiler.compile([Job("key", "kernel_x", scale_kernel(), Target.host(), str(tmp_path / "x.so"))], 60)
     compiler.close()
     assert isinstance(failed, CompileError)

@@ -17,6 +17,7 @@ from torch_hybrid_backend.codegen.workers import pool
 from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
 from torch_hybrid_backend.codegen.workers.protocol import Job
 from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.engines.tvm.tir import compiler as tir_compiler
 from torch_hybrid_backend.errors import CompileError, CompilerCrashError, DeadlineError
 
 pytest.importorskip("tvm")
@@ -44,7 +45,7 @@ def job(tmp_path: Path) -> Callable[..., Job]:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[KernelCompiler]:
-    compiler = KernelCompiler(threads=1)
+    compiler = KernelCompiler(tir_compiler, threads=1)
     yield compiler
     compiler.close()
 
@@ -82,14 +83,14 @@ def test_jobs_come_back_in_order_and_equal_ones_once(shared: KernelCompiler, job
 
 def test_nothing_to_do_starts_nothing() -> None:
     """No process is started before there is a job."""
-    compiler = KernelCompiler(threads=2)
+    compiler = KernelCompiler(tir_compiler, threads=2)
     assert compiler.compile([], PATIENCE_S) == []
     assert compiler.process_ids() == []
 
 
 def test_processes_start_ahead(job: Callable[..., Job]) -> None:
     """`start` starts as many processes as the jobs would use and no more than allowed; `close` ends them, and one can go on."""
-    compiler = KernelCompiler(threads=2)
+    compiler = KernelCompiler(tir_compiler, threads=2)
     compiler.start(jobs=100)
     processes = compiler.process_ids()
     assert len(processes) == 2
@@ -169,7 +170,7 @@ def test_a_thread_that_waits_for_a_process_keeps_its_deadline(
 
 def test_idle_processes_leave(job: Callable[..., Job]) -> None:
     """A process without work for a while ends by itself; the next compilation starts another."""
-    compiler = KernelCompiler(threads=1, idle_s=0.2)
+    compiler = KernelCompiler(tir_compiler, threads=1, idle_s=0.2)
     assert isinstance(compiler.compile([job(16)], PATIENCE_S)[0], Path)
     (process,) = {worker.process.pid for worker in compiler._processes()._all}
     assert gone(process)
@@ -194,7 +195,7 @@ def test_a_compiler_that_does_not_start(
 ) -> None:
     """Every job fails with one message that names the program; nothing is tried for ever."""
     monkeypatch.setattr(sys, "executable", program)
-    made = KernelCompiler(threads=1).compile([job(16), job(24)], PATIENCE_S)
+    made = KernelCompiler(tir_compiler, threads=1).compile([job(16), job(24)], PATIENCE_S)
     assert all(type(error) is CompileError for error in made)
     assert says in str(made[1])
     assert program in str(made[1])
@@ -207,8 +208,9 @@ from tests.engines.tvm.kernels_for_tests import scale_kernel
 from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
 from torch_hybrid_backend.codegen.workers.protocol import Job
 from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.engines.tvm.tir import compiler as tir_compiler
 
-compiler = KernelCompiler(threads=1)
+compiler = KernelCompiler(tir_compiler, threads=1)
 
 def compile_one(size):
     job = Job(f"key{size}", f"kernel_{size}", scale_kernel(size), Target.host(), f"{sys.argv[1]}/{os.getpid()}_{size}.so")
@@ -272,8 +274,8 @@ def test_processes_at_work_end_with_their_parent(sent: signal.Signals, tmp_path:
 
 def test_a_compiler_of_other_sources_is_refused(job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
     """Sources that were edited after this process imported them: no kernel of theirs is accepted under this process's keys."""
-    monkeypatch.setattr(pool, "compiler_version", lambda: "as it was imported")
-    compiler = KernelCompiler(threads=1)
+    monkeypatch.setattr(pool, "compiler_version", lambda module: "as it was imported")
+    compiler = KernelCompiler(tir_compiler, threads=1)
     made = compiler.compile([job(16), job(24)], PATIENCE_S)
     assert [type(error) for error in made] == [CompileError, CompileError]
     assert "other sources" in str(made[0])

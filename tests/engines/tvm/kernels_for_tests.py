@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
+from torch_hybrid_backend.engines.tvm.cpu.kernels import PackedConvKernel, PackedMatMulKernel
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import LoopVar, as_index, var
 from torch_hybrid_backend.loops.ir import Buffer, Load
-from torch_hybrid_backend.loops.kernels import (
-    Argument,
-    AttentionKernel,
-    ConvKernel,
-    Kernel,
-    MapKernel,
-    MatMulKernel,
-    RowKernel,
-    Stage,
-    Store,
-)
+from torch_hybrid_backend.loops.kernels import Argument, AttentionKernel, Kernel, MapKernel, RowKernel, Stage, Store
 from torch_hybrid_backend.loops.layout import Blocked, contiguous
 
 
@@ -51,14 +42,14 @@ def row_sum_kernel(rows: int = 4, columns: int = 8) -> RowKernel:
     return RowKernel((x,), (out,), domain, (1,), stages)
 
 
-def matmul_kernel() -> MatMulKernel:
+def matmul_kernel() -> PackedMatMulKernel:
     """out[0, m, n] = sum over k of a[m, k] * b[k, n], b packed in tiles of 32 columns."""
     a, packed, out = argument(1, 8, 16), argument(1, 2, 16, 32), argument(1, 8, 64)
     domain = (LoopVar("b", 1), LoopVar("m", 8), LoopVar("n", 64))
     m, n = var("m", 8), var("n", 64)
     accumulator = Buffer((1, 8, 64), "float32", "acc")
     point = (as_index(0), m, n)
-    return MatMulKernel(
+    return PackedMatMulKernel(
         (a, packed),
         (out,),
         domain,
@@ -72,7 +63,7 @@ def matmul_kernel() -> MatMulKernel:
     )
 
 
-def conv_kernel() -> ConvKernel:
+def conv_kernel() -> PackedConvKernel:
     """A 3x3 convolution of 16 channels of 6x6 in blocked layout."""
     x = Argument(Buffer((1, 16, 6, 6), "float32"), Blocked(16))
     out = Argument(Buffer((1, 16, 6, 6), "float32"), Blocked(16))
@@ -81,7 +72,7 @@ def conv_kernel() -> ConvKernel:
     x_vars = tuple(LoopVar(f"x{d}", n) for d, n in enumerate((1, 16, 6, 6)))
     point = tuple(var(v.name, v.extent) for v in domain)
     accumulator = Buffer((1, 16, 6, 6), "float32", "acc")
-    return ConvKernel(
+    return PackedConvKernel(
         (x, packed),
         (out,),
         domain,

@@ -8,17 +8,18 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tests.partition.engines_for_tests import trace
+from torch_hybrid_backend.codegen.engine import KernelRegion
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.region import Region
-from torch_hybrid_backend.engines.tvm.engine import TvmEngine, TvmRegion
+from torch_hybrid_backend.engines.tvm.engine import TvmEngine
 from torch_hybrid_backend.partition.regions import partition
 
 # A function of an input and of constants behind it, and what makes them.
 RegionCase = tuple[Callable[..., torch.Tensor], Callable[[], Sequence[torch.Tensor]]]
 
 
-def compiled_region(engine: TvmEngine, case: RegionCase) -> tuple[Region, TvmRegion, list[torch.Tensor]]:
+def compiled_region(engine: TvmEngine, case: RegionCase) -> tuple[Region, KernelRegion, list[torch.Tensor]]:
     """The case's one region, all inputs but the first constant; what the engine made of it; and the inputs."""
     function, make = case
     torch.manual_seed(0)
@@ -29,5 +30,5 @@ def compiled_region(engine: TvmEngine, case: RegionCase) -> tuple[Region, TvmReg
         inputs=tuple(dataclasses.replace(i, is_constant=n > 0) for n, i in enumerate(segment.region.inputs)),
     )
     (compiled,) = engine.compile([region], Deadline(120.0))
-    assert isinstance(compiled, TvmRegion), compiled
+    assert isinstance(compiled, KernelRegion), compiled
     return region, compiled, inputs

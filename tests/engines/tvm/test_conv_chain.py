@@ -11,14 +11,17 @@ from tests.engines.tvm.schedule_runner import HOST, NARROW, run_kernel
 from tests.engines.tvm.test_convolution import Case, make
 from tests.partition.engines_for_tests import FakeEngine, trace
 from torch_hybrid_backend.codegen.assemble import assemble
+from torch_hybrid_backend.codegen.variants import variants
 from torch_hybrid_backend.config import Config
-from torch_hybrid_backend.engines.tvm.cpu.alternatives import variants, work
+from torch_hybrid_backend.engines.tvm.backend import TvmBackend
+from torch_hybrid_backend.engines.tvm.cpu.alternatives import alternatives
 from torch_hybrid_backend.engines.tvm.cpu.convolution_fusion import chain, join_chains
+from torch_hybrid_backend.engines.tvm.cpu.kernels import FusedConvKernel, PackedConvKernel
 from torch_hybrid_backend.engines.tvm.cpu.tiles import strips
 from torch_hybrid_backend.engines.tvm.schedules.convolution import fused
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops.ir import Buffer, Load
-from torch_hybrid_backend.loops.kernels import ConvChainKernel, ConvKernel, Kernel
+from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.partition.regions import partition
 
 # Its caches hold 32 KB: what follows is large beside them, its weights are not.
@@ -31,9 +34,11 @@ def depthwise(channels: int, size: tuple[int, int], kernel: int = 3, stride: int
     return Case(x, channels, (kernel, kernel), stride, kernel // 2, groups=channels, **more)  # type: ignore[arg-type]
 
 
-def make_stages(cases: list[Case], target: Target) -> tuple[list[ConvKernel], dict[Buffer, torch.Tensor], torch.Tensor]:
+def make_stages(
+    cases: list[Case], target: Target
+) -> tuple[list[PackedConvKernel], dict[Buffer, torch.Tensor], torch.Tensor]:
     """(kernels, inputs, result in float64) of convolutions each of which reads what the one before it writes."""
-    stages: list[ConvKernel] = []
+    stages: list[PackedConvKernel] = []
     inputs: dict[Buffer, torch.Tensor] = {}
     want: torch.Tensor | None = None
     for case in cases:
@@ -91,22 +96,25 @@ def test_strips_are_the_fewest_that_keep_all_cores_busy(images: int, rows: int, 
     assert strips(images, rows, dataclasses.replace(HOST, cores=cores)) == count
 
 
-def joined(kernels: list[ConvKernel], outputs: list[Buffer], target: Target = SMALL) -> list[int]:
+def joined(kernels: list[PackedConvKernel], outputs: list[Buffer], target: Target = SMALL) -> list[int]:
     """How many convolutions each kernel holds."""
     found: tuple[Kernel, ...] = join_chains(kernels, outputs, target)
-    return [len(kernel.stages) if isinstance(kernel, ConvChainKernel) else 1 for kernel in found]
+    return [len(kernel.stages) if isinstance(kernel, FusedConvKernel) else 1 for kernel in found]
 
 
 def test_an_inverted_residual_block_is_one_kernel() -> None:
     """Expansion, depthwise convolution and projection; with the chain's own convolutions as the other way of computing it."""
     stages, _, _ = make_stages(INVERTED, SMALL)
     (kernel,) = join_chains(stages, [stages[-1].writes[0].buffer], SMALL)
-    assert isinstance(kernel, ConvChainKernel)
+    assert isinstance(kernel, FusedConvKernel)
     assert kernel.stages == tuple(stages)
     inner = {stage.writes[0].buffer for stage in stages[:-1]}
     assert not inner & {argument.buffer for argument in (*kernel.reads, *kernel.writes)}
-    assert [variant.kernels for variant in variants(kernel, {}, SMALL)] == [(kernel,), tuple(stages)]
-    assert work(kernel) == sum(map(work, stages))
+    assert [variant.kernels for variant in variants(kernel, alternatives(kernel, {}, SMALL))] == [
+        (kernel,),
+        tuple(stages),
+    ]
+    assert kernel.multiply_adds == sum(stage.multiply_adds for stage in stages)
 
 
 def test_what_is_read_elsewhere_or_fits_the_caches_stays_apart() -> None:
@@ -148,6 +156,6 @@ def test_a_region_has_its_blocks_joined() -> None:
     for node in [node for node in module.graph.nodes if node.op == "placeholder"][1:]:
         node.meta["constant"] = True
     (segment,) = partition(module, [FakeEngine()], Config()).graph.segments
-    kernels = assemble(segment.region, SMALL).kernels
-    chains = [kernel for kernel in kernels if isinstance(kernel, ConvChainKernel)]
+    kernels = assemble(segment.region, TvmBackend(SMALL)).kernels
+    chains = [kernel for kernel in kernels if isinstance(kernel, FusedConvKernel)]
     assert [len(kernel.stages) for kernel in chains] == [3]

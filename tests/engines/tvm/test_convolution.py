@@ -11,16 +11,17 @@ import torch
 
 from tests.engines.tvm.schedule_runner import HOST, NARROW, compile_kernel, row_major, run_kernel
 from torch_hybrid_backend.engines.tvm.cpu import packing, tiles
+from torch_hybrid_backend.engines.tvm.cpu.kernels import PackedConvKernel
 from torch_hybrid_backend.engines.tvm.schedules.convolution import rules
 from torch_hybrid_backend.engines.tvm.schedules.convolution.geometry import Axis, column_tiles
 from torch_hybrid_backend.engines.tvm.schedules.convolution.parts import ConvParts
-from torch_hybrid_backend.engines.tvm.schedules.convolution.small_output_channels import few_outputs
+from torch_hybrid_backend.engines.tvm.schedules.convolution.small_output_channels import small_output_channels
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tir.builder import Stmt
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import LoopVar, index_of
 from torch_hybrid_backend.loops.ir import Buffer, compute_dtype
-from torch_hybrid_backend.loops.kernels import Argument, ConvKernel, Store
+from torch_hybrid_backend.loops.kernels import Argument, Store
 from torch_hybrid_backend.loops.layout import Blocked, Layout, contiguous
 
 
@@ -46,7 +47,7 @@ def layout_of(buffer: Buffer, block: int, blocked: bool) -> Layout:
     return Blocked(block) if blocked else contiguous(buffer.shape)
 
 
-Made = tuple[ConvKernel, dict[Buffer, torch.Tensor], torch.Tensor]
+Made = tuple[PackedConvKernel, dict[Buffer, torch.Tensor], torch.Tensor]
 
 
 def make(case: Case, target: Target, x_values: torch.Tensor | None = None) -> Made:
@@ -85,7 +86,7 @@ def make(case: Case, target: Target, x_values: torch.Tensor | None = None) -> Ma
     value = ops.call("max", value, ops.const(0, compute))
     for _ in range(4 * case.long_epilogue):
         value = ops.add(ops.mul(value, ops.const(0.5, compute)), residual.at(point))
-    kernel = ConvKernel(
+    kernel = PackedConvKernel(
         (
             Argument(x, layout_of(x, tiles.output_block(case.x[1], 1, target), case.blocked_x)),
             row_major(packed),
@@ -300,16 +301,16 @@ def test_accumulators_stay_in_registers() -> None:
     assert len(spills) <= len(multiply_adds) // 20
 
 
-def is_computed_for_few_outputs(case: Case, target: Target, monkeypatch: pytest.MonkeyPatch) -> bool:
+def is_computed_for_small_output_channels(case: Case, target: Target, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the rule for few output channels computes the case; that its result is right is checked in any case."""
     computed = []
 
     def noted(parts: ConvParts) -> Stmt | None:
-        body = few_outputs(parts)
+        body = small_output_channels(parts)
         computed.append(body is not None)
         return body
 
-    monkeypatch.setattr(rules, "few_outputs", noted)
+    monkeypatch.setattr(rules, "small_output_channels", noted)
     check(case, target)
     return any(computed)
 
@@ -326,9 +327,9 @@ def is_computed_for_few_outputs(case: Case, target: Target, monkeypatch: pytest.
         Case((1, 32, 3, 3), 1, (3, 3), padding=3),  # tiles that read nothing but padding
     ],
 )
-def test_few_outputs(case: Case, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_output_channels(case: Case, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Less than a vector of output channels: input channels are the lanes, whatever stride, padding, dilation and width."""
-    assert is_computed_for_few_outputs(case, target, monkeypatch)
+    assert is_computed_for_small_output_channels(case, target, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -340,6 +341,6 @@ def test_few_outputs(case: Case, target: Target, monkeypatch: pytest.MonkeyPatch
         Case((1, 64, 2, 2), 3, (1, 1)),  # copying the weight would take longer
     ],
 )
-def test_few_outputs_leaves_others(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_output_channels_leaves_others(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is no faster so, or cannot be read in vectors, is left to the direct rule."""
-    assert not is_computed_for_few_outputs(case, HOST, monkeypatch)
+    assert not is_computed_for_small_output_channels(case, HOST, monkeypatch)

@@ -21,15 +21,18 @@ from benchmarks.models import ZOO
 from tests.conftest import Golden
 from torch_hybrid_backend.capture.aot import capture
 from torch_hybrid_backend.codegen.assemble import assemble
+from torch_hybrid_backend.codegen.kernel_cache import Artifact
 from torch_hybrid_backend.codegen.kernel_key import canonical_text
+from torch_hybrid_backend.codegen.operator_kernel import OperatorKernel
+from torch_hybrid_backend.codegen.variants import variants
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.program import Kernel as KernelCall
 from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
-from torch_hybrid_backend.engines.tvm.cpu.alternatives import variants
-from torch_hybrid_backend.engines.tvm.cpu.onednn import OperatorKernel
+from torch_hybrid_backend.engines.tvm.backend import TvmBackend
+from torch_hybrid_backend.engines.tvm.cpu.alternatives import alternatives
 from torch_hybrid_backend.engines.tvm.engine import TvmEngine
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tir.emit import emit_kernel
@@ -91,7 +94,7 @@ def _described(found: Partition, target: Target) -> list[str]:
     for segment in found.graph.segments:
         if segment.engine_hint != "tvm":
             continue
-        assembled = assemble(segment.region, target)
+        assembled = assemble(segment.region, TvmBackend(target))
         names = []
         for kernel in assembled.kernels:
             text = canonical_text(kernel)
@@ -103,9 +106,9 @@ def _described(found: Partition, target: Target) -> list[str]:
                 notes[name] = [
                     f"variant {v.name!r} preferred={v.is_preferred} exact={v.is_exact} cost={v.cost:.4f}: "
                     + " ".join(_shown(k, None if v.name in _RANKED else target) for k in v.kernels)
-                    for v in variants(kernel, constants, target)
+                    for v in variants(kernel, alternatives(kernel, constants, target))
                 ]
-        plan += _program(segment.region, assembled.program([(name, name) for name in names]))
+        plan += _program(segment.region, assembled.program([Artifact(name, name, name) for name in names]))
     shown = ["== kernels"]
     for name, kernel in kernels.items():
         shown += [f"-- {name}", canonical_text(kernel), *notes[name]]

@@ -17,7 +17,9 @@ from tests.engines.tvm.kernels_for_tests import every_kind
 from tests.engines.tvm.programs_for_keys import DTYPES, Operation, Program, changes, programs
 from torch_hybrid_backend.codegen.assemble import assemble
 from torch_hybrid_backend.codegen.kernel_key import kernel_key
+from torch_hybrid_backend.engines.tvm.backend import TvmBackend
 from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.engines.tvm.tir import compiler
 from torch_hybrid_backend.partition.cost_cache import VerdictCache
 from torch_hybrid_backend.store import Store
 
@@ -39,9 +41,10 @@ def code(program: Program) -> list[tuple[str, str]]:
     """(key, TIR) of every kernel."""
     from torch_hybrid_backend.engines.tvm.tir.emit import emit_kernel
 
-    assembled = assemble(program.region(), TARGET)
+    assembled = assemble(program.region(), TvmBackend(TARGET))
     return [
-        (kernel_key(kernel, TARGET), emit_kernel(kernel, "kernel", TARGET).script()) for kernel in assembled.kernels
+        (kernel_key(kernel, TARGET, compiler), emit_kernel(kernel, "kernel", TARGET).script())
+        for kernel in assembled.kernels
     ]
 
 
@@ -125,7 +128,9 @@ def test_every_part_of_the_target(field: str) -> None:
     value = getattr(TARGET, field)
     other = (*value, "fma") if isinstance(value, tuple) else value + ("x" if isinstance(value, str) else 1)
     for kernel in every_kind().values():
-        assert kernel_key(kernel, TARGET) != kernel_key(kernel, dataclasses.replace(TARGET, **{field: other}))
+        assert kernel_key(kernel, TARGET, compiler) != kernel_key(
+            kernel, dataclasses.replace(TARGET, **{field: other}), compiler
+        )
 
 
 names = st.text(st.characters(codec="utf-8"), max_size=6)

@@ -10,12 +10,13 @@ import torch
 
 from tests.engines.tvm.schedule_runner import HOST, NARROW, compile_kernel, row_major, run_kernel
 from torch_hybrid_backend.engines.tvm.cpu import packing, tiles
+from torch_hybrid_backend.engines.tvm.cpu.kernels import PackedMatMulKernel
 from torch_hybrid_backend.engines.tvm.schedules.matmul import packed
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import LoopVar, index_of
 from torch_hybrid_backend.loops.ir import Buffer, Expr, Load, compute_dtype
-from torch_hybrid_backend.loops.kernels import Argument, MatMulKernel, Store
+from torch_hybrid_backend.loops.kernels import Argument, Store
 from torch_hybrid_backend.loops.layout import Blocked, Layout, Strided, contiguous
 
 
@@ -26,7 +27,7 @@ def kernel_of(
     batched: bool = False,
     long_epilogue: bool = False,
     out_layout: Layout | None = None,
-) -> MatMulKernel:
+) -> PackedMatMulKernel:
     """out = relu(a @ b + bias) * residual, and for long epilogues more of it; reads a, packed, bias, residual."""
     batch, m, k, n = shape
     tile = tiles.tile_n(n, target)
@@ -45,7 +46,7 @@ def kernel_of(
     for _ in range(4 * long_epilogue):
         value = ops.add(ops.mul(value, ops.const(2, compute)), residual.at(point))
     layout = out_layout or contiguous(out.shape)
-    return MatMulKernel(
+    return PackedMatMulKernel(
         (row_major(a), row_major(packed), row_major(bias), row_major(residual)),
         (Argument(out, layout),),
         domain,

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from tests.engines.tvm.schedule_runner import HOST, NARROW, compile_kernel, row_major, run_kernel
-from torch_hybrid_backend.engines.tvm.cpu.tiles import copies_panels, reads_plain
+from torch_hybrid_backend.engines.tvm.cpu.kernels import UnpackedMatMulKernel
+from torch_hybrid_backend.engines.tvm.cpu.tiles import copies_panels, reads_unpacked
 from torch_hybrid_backend.engines.tvm.schedules.matmul import unpacked
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import LoopVar, index_of
 from torch_hybrid_backend.loops.ir import Buffer, Expr, Load
-from torch_hybrid_backend.loops.kernels import Argument, PlainMatMulKernel, Store
+from torch_hybrid_backend.loops.kernels import Argument, Store
 from torch_hybrid_backend.loops.layout import Blocked, Layout, Strided, contiguous
 from torch_hybrid_backend.sizes.size import known, symbol
 
@@ -33,7 +34,7 @@ def kernel_of(
     k_stride: int = 1,
     a_layout: Layout | None = None,
     out: Layout | None = None,
-) -> PlainMatMulKernel:
+) -> UnpackedMatMulKernel:
     """out = relu(a @ w.t() + bias) * residual; reads a, weight, bias, residual."""
     row_stride = row_stride or (k if k_stride == 1 else 1)
     a, bias, residual, result = (
@@ -47,7 +48,7 @@ def kernel_of(
     point = tuple(map(index_of, domain))
     value: Expr = ops.call("max", ops.add(accumulator.at(point), bias.at(point[2:])), ops.const(0, _FLOAT))
     value = ops.mul(value, residual.at(point))
-    return PlainMatMulKernel(
+    return UnpackedMatMulKernel(
         (Argument(a, a_layout or contiguous(a.shape)), row_major(weight), row_major(bias), row_major(residual)),
         (Argument(result, out or contiguous(result.shape)),),
         domain,
@@ -62,7 +63,7 @@ def kernel_of(
     )
 
 
-def check(kernel: PlainMatMulKernel, target: Target = HOST) -> None:
+def check(kernel: UnpackedMatMulKernel, target: Target = HOST) -> None:
     """The kernel's result is within 1e-5 of float64 eager."""
     a, weight, bias, residual = (argument.buffer for argument in kernel.reads)
     _, _, k = a.shape
@@ -201,9 +202,9 @@ def test_accumulators_stay_in_registers() -> None:
 def test_where_the_plain_weight_is_read(m: int, k: int, n: int, plain: bool) -> None:
     """The rule, for two cores with AVX-512."""
     target = dataclasses.replace(HOST, lanes=16, cores=2)
-    assert reads_plain(m, k, n, target) == plain
+    assert reads_unpacked(m, k, n, target) == plain
 
 
 def test_sizes_known_at_run_time_are_packed() -> None:
     """The schedule is for sizes that are numbers."""
-    assert not reads_plain(symbol("s0", 128), 768, 768, HOST)
+    assert not reads_unpacked(symbol("s0", 128), 768, 768, HOST)

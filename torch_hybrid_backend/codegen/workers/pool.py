@@ -1,6 +1,6 @@
 """The pool of kernel compiler processes.
 
-    compiler = KernelCompiler(threads=2)
+    compiler = KernelCompiler(module, threads=2)
     for made in compiler.compile([Job(...), Job(...)], deadline_s=60):   # a Path, or the exception that stopped the job
         ...
 
@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch_hybrid_backend.codegen.kernel_key import compiler_version
+from torch_hybrid_backend.codegen.compiler import KernelCompilerModule, compiler_version
 from torch_hybrid_backend.codegen.workers.process import CompilerProcess
 from torch_hybrid_backend.codegen.workers.protocol import IDLE_EXIT_STATUS, Job, Order, frame
 from torch_hybrid_backend.errors import CompileError, CompilerCrashError, DeadlineError, ScheduleError
@@ -36,29 +36,30 @@ _JOBS_PER_PROCESS = 4  # starting a process takes about as long as compiling so 
 _STARTS = 2  # a process may be killed by chance while it starts; twice is no chance
 _GRACE_S = 5.0
 _OTHER_SOURCES = (
-    "the kernel compiler runs other sources of torch_hybrid_backend (or another TVM) than this process, which imported them before they were "
-    "changed: its kernels would be kept under the wrong key. Start this process again"
+    "the kernel compiler runs other sources of torch_hybrid_backend (or another version of what it compiles with) than this process, which "
+    "imported them before they were changed: its kernels would be kept under the wrong key. Start this process again"
 )
 
 
 class KernelCompiler:
-    """Compiles kernels in up to `threads` processes. Owns them; thread-safe.
+    """Compiles kernels with `module` in up to `threads` processes. Owns them; thread-safe.
 
     After a fork the child starts processes of its own. They end with this object, with the interpreter, or after `idle_s` seconds without work.
     """
 
-    def __init__(self, threads: int, idle_s: float = 60.0) -> None:
+    def __init__(self, module: KernelCompilerModule, threads: int, idle_s: float = 60.0) -> None:
+        self.module = module
         self._threads = max(1, threads)
         self._idle_s = idle_s
         self._of_process: _Processes | None = None
 
     def start(self, jobs: int) -> None:
-        """Start, without waiting, the processes that so many jobs would use: they import TVM while the caller prepares the jobs."""
+        """Start, without waiting, the processes that so many jobs would use: they load the compiler while the caller prepares the jobs."""
         with contextlib.suppress(CompileError):  # `compile` will meet the same and report it
             self._processes().start(self._wanted(jobs))
 
     def compile(self, jobs: Sequence[Job], deadline_s: float) -> list[Path | CompileError]:
-        """Compile the jobs in parallel, those of one key once; gives, job by job, the library or what stopped it.
+        """Compile the jobs in parallel, those of one key once; gives, job by job, the artifact or what stopped it.
 
         The exception is CompilerCrashError where the compiler died at the job, DeadlineError where the job was not finished within
         `deadline_s` seconds from now, ScheduleError where no schedule serves the kernel, and CompileError for anything else.
@@ -84,7 +85,7 @@ class KernelCompiler:
         found = self._of_process
         if found is None or found.pid != os.getpid():
             # Two threads may get here at once: both see the one that was stored last.
-            self._of_process = found = _Processes(self._threads, self._idle_s)
+            self._of_process = found = _Processes(self.module, self._threads, self._idle_s)
             weakref.finalize(self, found.close)
         return found
 
@@ -92,8 +93,9 @@ class KernelCompiler:
 class _Processes:
     """The compiler processes of one process: who is idle, and how many there are."""
 
-    def __init__(self, limit: int, idle_s: float) -> None:
+    def __init__(self, module: KernelCompilerModule, limit: int, idle_s: float) -> None:
         self.pid = os.getpid()
+        self.module = module
         self._limit = limit
         self._idle_s = idle_s
         self._changed = threading.Condition()
@@ -152,7 +154,7 @@ class _Processes:
             self._changed.notify_all()
 
     def _new(self) -> CompilerProcess:
-        worker = CompilerProcess(self._idle_s)
+        worker = CompilerProcess(self.module, self._idle_s)
         self._all.add(worker)
         return worker
 
@@ -253,7 +255,7 @@ class _Batch:
             return
         for answer in answers:
             if "ready" in answer:
-                worker.ready = bool(answer["ready"]) and answer["version"] == compiler_version()
+                worker.ready = bool(answer["ready"]) and answer["version"] == compiler_version(self._processes.module)
                 if not worker.ready:
                     self._release(worker, usable=False)
                     self._fail_pending(

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch_hybrid_backend
+from torch_hybrid_backend.codegen.compiler import KernelCompilerModule
 from torch_hybrid_backend.codegen.workers.protocol import Job, split_frame
 from torch_hybrid_backend.errors import CompileError
 
@@ -26,13 +27,13 @@ _TAIL_CHARACTERS = 2000
 # path has beyond an interpreter's usual one comes last.
 _BOOTSTRAP = """
 import sys
-root, idle_s, lifeline, *more = sys.argv[1:]
+root, compiler, idle_s, lifeline, *more = sys.argv[1:]
 sys.path.insert(0, root)
 import torch_hybrid_backend
 del sys.path[0]
 sys.path.extend(folder for folder in more if folder not in sys.path)
 from torch_hybrid_backend.codegen.workers.main import main
-main(float(idle_s), int(lifeline))
+main(compiler, float(idle_s), int(lifeline))
 """
 
 
@@ -49,21 +50,22 @@ def _standard_descriptors_taken() -> Iterator[None]:
 class CompilerProcess:
     """One compiler process. Owns the process, its pipes and the file its error output goes to."""
 
-    def __init__(self, idle_s: float) -> None:
+    def __init__(self, compiler: KernelCompilerModule, idle_s: float) -> None:
         self.ready = False
         self.job: Job | None = None
         self.outgoing = bytearray()
         self._received = bytearray()
         root = str(Path(torch_hybrid_backend.__file__).parents[1])
         # The child's environment is the parent's: it decides nothing here but how many threads libraries start.
-        # HOME, where it has none, is a place that nobody can put anything: TVM asks for one as it is imported, and keeps nothing there.
+        # HOME, where it has none, is a place that nobody can put anything: compilers ask for one as they are imported, and keep nothing.
         environment = {
             "HOME": "/nonexistent",
             **os.environ,
-            "TVM_NUM_THREADS": "1",
             "OMP_NUM_THREADS": "1",
             "OPENBLAS_NUM_THREADS": "1",
+            **compiler.ENVIRONMENT,
         }
+        command = [sys.executable, "-P", "-c", _BOOTSTRAP, root, compiler.__name__, str(idle_s)]
         with (
             _standard_descriptors_taken(),
             contextlib.ExitStack() as close_after_start,
@@ -75,7 +77,7 @@ class CompilerProcess:
                 self._lifeline = opened.enter_context(open(other_end, "wb", buffering=0))
                 close_after_start.callback(os.close, lifeline)
                 self.process = subprocess.Popen(
-                    [sys.executable, "-P", "-c", _BOOTSTRAP, root, str(idle_s), str(lifeline), *filter(None, sys.path)],
+                    [*command, str(lifeline), *filter(None, sys.path)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=self._errors,

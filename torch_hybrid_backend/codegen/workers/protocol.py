@@ -3,7 +3,7 @@
 Frames of an 8-byte little-endian length and so many bytes. To the worker: a pickled `Order`. Back: JSON, so that nothing a crashing
 compiler writes is ever unpickled:
 
-    {"ready": true, "version": ...}                             once, when TVM is imported; `kernel_key.compiler_version()`
+    {"ready": true, "version": ...}                             once, when the compiler is loaded; `compiler_version`
     {"ready": false, "error": {...}}                            instead, where that failed
     {"error": null} or {"error": {"type": ..., "message": ..., "traceback": ...}}      for each job
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.codegen.compiler import CodeTarget
 from torch_hybrid_backend.loops.kernels import Kernel
 
 _LENGTH = struct.Struct("<Q")
@@ -23,15 +23,16 @@ IDLE_EXIT_STATUS = 73
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """Compile `kernel` to the shared library `output`, its entry point being `__tvm_ffi_<symbol>`.
+    """Compile `kernel` to the file `output`, where it is called `symbol`.
 
-    `key` is equal for jobs that make the same library. With `assembly`, its text is written beside the library, with the suffix ".s".
+    `key` is equal for jobs that make the same artifact. With `assembly`, the text of its machine code, where the compiler
+    has one, is written beside it with the suffix ".s".
     """
 
     key: str
     symbol: str
     kernel: Kernel
-    target: Target
+    target: CodeTarget
     output: str
     assembly: bool = False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.index import Index
 from torch_hybrid_backend.loops.ir import Expr, Map, Value, compute_dtype
@@ -20,7 +21,7 @@ def _filled(ctx: Context, value: float | Size) -> Value:
     if isinstance(value, Size):
         size = round_to(const(value, compute_dtype(ctx.out.dtype)), ctx.out.dtype)
         return Map(ctx.shape, ctx.out.dtype, lambda index: size)
-    number = torch.tensor(value, dtype=ctx.out.torch_dtype, device="cpu").item()
+    number = torch.tensor(value, dtype=ctx.out.torch_dtype, device=str(CPU)).item()
     scalar = const(number, compute_dtype(ctx.out.dtype))
     return Map(ctx.shape, ctx.out.dtype, lambda index: scalar)
 

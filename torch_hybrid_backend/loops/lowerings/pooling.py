@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.index import Index, as_index, contiguous_strides
 from torch_hybrid_backend.loops.ir import Buffer, Expr, Map, ReduceOp, Value, compute_dtype, scalar_index
@@ -261,8 +262,8 @@ def _nearest(ctx: Context, x: Value, scales: Sequence[float | None], shift: floa
         if n == m and factor in (None, 1.0):
             return o
         ratio = _scale(n, m, factor)
-        places = torch.arange(m, dtype=torch.float32, device="cpu") + shift
-        table = (places * torch.tensor(ratio, dtype=torch.float32, device="cpu")).floor()
+        places = torch.arange(m, dtype=torch.float32, device=str(CPU)) + shift
+        table = (places * torch.tensor(ratio, dtype=torch.float32, device=str(CPU))).floor()
         if [min(int(i), n - 1) for i in table] == [i * n // m for i in range(m)]:
             return o * n // m
         # A scale that is no ratio of the sizes: as eager, in float32.

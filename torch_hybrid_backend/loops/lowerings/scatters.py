@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.core.limits import MOST_SCATTERED_SLICES
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.index import Index, as_index
@@ -27,7 +28,7 @@ aten = torch.ops.aten
 @lowers(aten.scatter.value)
 def scatter_value(ctx: Context, x: Value, dim: int, index: Value, value: float) -> Value:
     """x with `value` at the positions `index` gives along one dimension."""
-    number = const(torch.tensor(value, dtype=ctx.out.torch_dtype, device="cpu").item(), compute_dtype(ctx.out.dtype))
+    number = const(torch.tensor(value, dtype=ctx.out.torch_dtype, device=str(CPU)).item(), compute_dtype(ctx.out.dtype))
     return _scattered(ctx, x, dim, index, lambda place: number, accumulate=False)
 
 

@@ -11,14 +11,16 @@ import pytest
 import torch
 
 from tests.engines.tvm.regions_for_tests import compiled_region
+from torch_hybrid_backend.codegen import engine as engine_module
 from torch_hybrid_backend.codegen import library_probe as screen_module
+from torch_hybrid_backend.codegen.engine import KernelRegion
 from torch_hybrid_backend.codegen.library_probe import operator_us
 from torch_hybrid_backend.codegen.search import ALONE, CompiledVariant, compiled_variant, program_of
+from torch_hybrid_backend.codegen.variants import Variant
 from torch_hybrid_backend.core.deadline import Deadline
+from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.program import OperatorCall, Program
-from torch_hybrid_backend.engines.tvm import engine as engine_module
-from torch_hybrid_backend.engines.tvm.cpu.alternatives import Variant
-from torch_hybrid_backend.engines.tvm.engine import TvmEngine, TvmRegion
+from torch_hybrid_backend.engines.tvm.engine import TvmEngine
 from torch_hybrid_backend.partition.accuracy import compare
 from torch_hybrid_backend.partition.placement import decide
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
@@ -123,12 +125,12 @@ def _engine(folder: Path, placement: str = "measure") -> TvmEngine:
     return TvmEngine(Store(folder), 2, ProgramRunner, placement, lambda: "machine")
 
 
-def _with_operators(engine: TvmEngine, compiled: TvmRegion) -> tuple[Program, int]:
+def _with_operators(engine: TvmEngine, compiled: KernelRegion) -> tuple[Program, int]:
     """The region's program with oneDNN wherever it has an operator, and how many they are."""
     chosen: list[CompiledVariant] = []
     for option in compiled.options:
         for variant in option.untried:
-            assert operator_us(variant) > 0
+            assert operator_us(variant, CPU) > 0
             made = compiled_variant(variant, engine.built(variant.kernels, Deadline(120.0)))
             assert isinstance(made, CompiledVariant), made
             chosen.append(made)
@@ -199,7 +201,7 @@ def test_a_slow_kernel_gives_way(
             assert len(super().kernel_us(inputs)) == len(self._names)
             return [us.get(name, 100.0) for name in self._names]
 
-    def alone(variant: Variant) -> float:
+    def alone(variant: Variant, device: Device) -> float:
         asked.append(variant.name)
         if alone_us is None:
             raise RuntimeError("there is no such operator")
@@ -210,7 +212,7 @@ def test_a_slow_kernel_gives_way(
     engine = TvmEngine(Store(tmp_path), 2, Timed, "measure", lambda: "machine")
     _, compiled, inputs = compiled_region(engine, CASES["two equal layers"])
     slow, _ = compiled.options
-    us[slow.chosen.libraries[0][1]] = 1000.0
+    us[slow.chosen.artifacts[0].symbol] = 1000.0
     refined = compiled.refine(inputs, 0.0)
     assert asked == ["onednn"]
     assert refined.options[1].times == {"": 100.0, "onednn" + ALONE: math.inf}
@@ -245,11 +247,11 @@ def test_an_operator_too_late(spent: bool, tmp_path: Path, monkeypatch: pytest.M
         def kernel_us(self, inputs: Sequence[torch.Tensor]) -> list[float]:
             return [1000.0 if name in slow else 100.0 for name in self._names]
 
-    monkeypatch.setattr(screen_module, "operator_us", lambda variant: 90.0)
+    monkeypatch.setattr(screen_module, "operator_us", lambda variant, device: 90.0)
     monkeypatch.setattr(engine_module, "_VARIANTS", 1)
     engine = TvmEngine(Store(tmp_path), 2, Timed, "measure", lambda: "machine")
     _, compiled, inputs = compiled_region(engine, CASES["two equal layers"])
-    slow.append(compiled.options[0].chosen.libraries[0][1])
+    slow.append(compiled.options[0].chosen.artifacts[0].symbol)
     compiled.deadline = Deadline(1e-9)
     if spent:
         with compiled.deadline.running():

@@ -12,6 +12,7 @@ from tests.engines.tvm.kernels_for_tests import every_kind
 from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
 from torch_hybrid_backend.codegen.workers.protocol import Job
 from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.engines.tvm.tir import compiler as tir_compiler
 from torch_hybrid_backend.engines.tvm.tir import linker
 from torch_hybrid_backend.errors import CompileError
 
@@ -65,7 +66,7 @@ def test_kernels_of_every_kind_need_nothing(capability: str, tmp_path: Path) -> 
     target = Target.host().within(capability)
     kinds = every_kind()
     jobs = [Job(name, f"kernel_{name}", kernel, target, str(tmp_path / f"{name}.so")) for name, kernel in kinds.items()]
-    compiler = KernelCompiler(threads=1)
+    compiler = KernelCompiler(tir_compiler, threads=1)
     made = compiler.compile(jobs, 120)
     compiler.close()
     for library in made:

@@ -1,6 +1,6 @@
 """Chains: convolutions whose tensors in between are too large for the caches become one kernel, which never writes them to memory.
 
-Enters: a region's kernels in execution order. Leaves: the same with some runs of convolutions as `ConvChainKernel`s. Example, the first
+Enters: a region's kernels in execution order. Leaves: the same with some runs of convolutions as `FusedConvKernel`s. Example, the first
 blocks of MobileNetV2 at 224 x 224, where 96 channels of 112 x 112 are 4.8 MB:
 
     conv 16 -> 96, 1x1    depthwise 96, 3x3, stride 2    conv 96 -> 24, 1x1     is one chain
@@ -14,11 +14,12 @@ import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 
+from torch_hybrid_backend.engines.tvm.cpu.kernels import FusedConvKernel, PackedConvKernel
 from torch_hybrid_backend.engines.tvm.cpu.tiles import strips
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops.index import index_of
 from torch_hybrid_backend.loops.ir import Buffer, Load, buffers_of_expr
-from torch_hybrid_backend.loops.kernels import ConvChainKernel, ConvKernel, Kernel
+from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.loops.layout import Blocked
 from torch_hybrid_backend.sizes.size import known, typical
 
@@ -30,10 +31,10 @@ def join_chains(kernels: Sequence[Kernel], outputs: Collection[Buffer], target: 
     """The kernels with chains in place of the convolutions that make them, where the last of these was. `outputs`: the region's."""
     shown = set(outputs)
     readers = Counter(argument.buffer for kernel in kernels for argument in kernel.reads)
-    ends: dict[Buffer, list[ConvKernel]] = {}  # what a chain, or a convolution alone, writes -> its stages
+    ends: dict[Buffer, list[PackedConvKernel]] = {}  # what a chain, or a convolution alone, writes -> its stages
     found: list[Kernel] = []
     for kernel in kernels:
-        if isinstance(kernel, ConvKernel) and isinstance(kernel.x, Load):
+        if isinstance(kernel, PackedConvKernel) and isinstance(kernel.x, Load):
             between = kernel.x.buffer
             before = ends.get(between)
             if before and readers[between] == 1 and between not in shown and _joins(before, kernel, target):
@@ -47,18 +48,18 @@ def join_chains(kernels: Sequence[Kernel], outputs: Collection[Buffer], target: 
     return tuple(found)
 
 
-def chain(stages: Sequence[ConvKernel]) -> ConvChainKernel:
+def chain(stages: Sequence[PackedConvKernel]) -> FusedConvKernel:
     """One kernel of convolutions, each of which reads what the one before it writes."""
     inner = {stage.writes[0].buffer for stage in stages[:-1]}
     reads = {a.buffer: a for stage in stages for a in stage.reads if a.buffer not in inner}
-    return ConvChainKernel(tuple(reads.values()), stages[-1].writes, stages[-1].domain, tuple(stages))
+    return FusedConvKernel(tuple(reads.values()), stages[-1].writes, stages[-1].domain, tuple(stages))
 
 
-def _is_chain_of(kernel: Kernel, stages: Sequence[ConvKernel]) -> bool:
-    return isinstance(kernel, ConvChainKernel) and kernel.stages[-1] is stages[-1]
+def _is_chain_of(kernel: Kernel, stages: Sequence[PackedConvKernel]) -> bool:
+    return isinstance(kernel, FusedConvKernel) and kernel.stages[-1] is stages[-1]
 
 
-def _joins(before: Sequence[ConvKernel], second: ConvKernel, target: Target) -> bool:
+def _joins(before: Sequence[PackedConvKernel], second: PackedConvKernel, target: Target) -> bool:
     """Whether `second` may, and should, read rows of the chain `before` as they are made."""
     first, stages = before[-1], [*before, second]
     if not all(map(_has_rows, stages)) or not _passes_on(first, second):
@@ -78,7 +79,7 @@ def _joins(before: Sequence[ConvKernel], second: ConvKernel, target: Target) -> 
     return _overlap(stages, target) <= _MOST_OVERLAP
 
 
-def _has_rows(kernel: ConvKernel) -> bool:
+def _has_rows(kernel: PackedConvKernel) -> bool:
     """Two spatial dimensions, float32, summed directly, one result in blocked channels, the input as it lies in memory."""
     return (
         len(kernel.domain) == 4
@@ -90,15 +91,15 @@ def _has_rows(kernel: ConvKernel) -> bool:
     )
 
 
-def _is_depthwise(kernel: ConvKernel) -> bool:
+def _is_depthwise(kernel: PackedConvKernel) -> bool:
     return len(kernel.packed.shape) == 4
 
 
-def _is_pointwise(kernel: ConvKernel) -> bool:
+def _is_pointwise(kernel: PackedConvKernel) -> bool:
     return kernel.groups == 1 and {*kernel.kernel, *kernel.stride} == {1} and not any(kernel.padding)
 
 
-def _passes_on(first: ConvKernel, second: ConvKernel) -> bool:
+def _passes_on(first: PackedConvKernel, second: PackedConvKernel) -> bool:
     """Whether the first one's result, element by element in blocked channels, is the second one's input and nothing else of it."""
     (store,), (argument,), x = first.stores, first.writes, second.x
     assert isinstance(x, Load)
@@ -111,7 +112,7 @@ def _passes_on(first: ConvKernel, second: ConvKernel) -> bool:
     )
 
 
-def _overlap(stages: Sequence[ConvKernel], target: Target) -> float:
+def _overlap(stages: Sequence[PackedConvKernel], target: Target) -> float:
     """Rows that two neighbouring strips both compute, as a share of a strip's, at the stage with most of them."""
     images, _, out, _ = stages[-1].domain
     count = strips(images.extent, known(out.extent), target)

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from torch_hybrid_backend.engines.tvm.cpu.operands import PackedConvOp
 from torch_hybrid_backend.engines.tvm.cpu.tiles import output_block
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops.fusion import Group
-from torch_hybrid_backend.loops.ir import Buffer, ConvOp, LoopOp
+from torch_hybrid_backend.loops.ir import Buffer, ConvOp
 from torch_hybrid_backend.loops.layout import Blocked, Layout, contiguous
 from torch_hybrid_backend.sizes.size import Size
 
 
-def assign_layouts(
-    groups: Sequence[Group], fixed: Mapping[Buffer, Layout], tiles: Mapping[LoopOp, int], target: Target
-) -> dict[Buffer, Layout]:
+def blocked_layouts(groups: Sequence[Group], fixed: Mapping[Buffer, Layout], target: Target) -> dict[Buffer, Layout]:
     """The layout of every buffer the groups read or write; `fixed` holds inputs, outputs and packed operands."""
     layouts = dict(fixed)
     convolved = {m.op.x for g in groups for m in g.members if isinstance(m.op, ConvOp)}
@@ -32,8 +31,9 @@ def assign_layouts(
             layouts[buffer] = contiguous(buffer.shape)
             if len(buffer.shape) not in (3, 4) or buffer.shape[1] == 1 or isinstance(buffer.shape[1], Size):
                 continue
-            if group.kind == "conv" and buffer.shape == group.shape:
-                layouts[buffer] = Blocked(tiles[group.members[0].op])
+            anchor = group.members[0].op
+            if isinstance(anchor, PackedConvOp) and buffer.shape == group.shape:
+                layouts[buffer] = Blocked(anchor.block)
             elif _keeps_channels(buffer, blocked) or buffer in convolved:
                 layouts[buffer] = Blocked(output_block(buffer.shape[1], 1, target))
     return layouts

@@ -18,45 +18,17 @@ from functools import partial
 
 import torch
 
-from torch_hybrid_backend.engines.tvm.cpu.operands import Packed, StridedView
+from torch_hybrid_backend.codegen.operands import Packed, StridedView
+from torch_hybrid_backend.codegen.operator_kernel import Operand, OperatorKernel
+from torch_hybrid_backend.engines.tvm.cpu.kernels import PackedConvKernel, PackedMatMulKernel, UnpackedMatMulKernel
 from torch_hybrid_backend.loops.fusion import replace_loads
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index, contiguous_strides
 from torch_hybrid_backend.loops.ir import Buffer, Expr, Load, buffers_of_expr, compute_dtype
-from torch_hybrid_backend.loops.kernels import (
-    Argument,
-    ConvKernel,
-    Kernel,
-    MapKernel,
-    MatMulKernel,
-    PlainMatMulKernel,
-    Store,
-)
+from torch_hybrid_backend.loops.kernels import Argument, Kernel, MapKernel, Store
 from torch_hybrid_backend.loops.layout import Strided, contiguous, offset_of
 from torch_hybrid_backend.sizes.size import known
 
 _DTYPES = frozenset({"float32", "bfloat16", "float16"})
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Operand:
-    """A tensor in a buffer's memory, from its first element on; without strides a constant that lies as oneDNN wants it."""
-
-    buffer: Buffer
-    shape: tuple[int, ...]
-    strides: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OperatorKernel(Kernel):
-    """An operator of PyTorch's on whole tensors, for which nothing is compiled; it has no domain.
-
-    `name`: "namespace::operator". `arguments`: those of its schema. It writes one new tensor, `result`. `title`: for people.
-    """
-
-    name: str
-    arguments: tuple[Operand | int | tuple[int, ...] | str | None, ...]
-    result: Operand
-    title: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +39,7 @@ class Replacement:
     packed: Packed
 
 
-def onednn_convolution(kernel: ConvKernel, weight: Packed | None) -> Replacement | None:
+def onednn_convolution(kernel: PackedConvKernel, weight: Packed | None) -> Replacement | None:
     """The convolution by `mkldnn::_convolution_pointwise`, images and result NHWC; None where it has no such form."""
     sizes = _known([v.extent for v in (*kernel.x_vars, *kernel.domain)])
     dtype = kernel.packed.dtype
@@ -103,17 +75,17 @@ def onednn_convolution(kernel: ConvKernel, weight: Packed | None) -> Replacement
     return _replacement(kernel, border, read, packed, "mkldnn::_convolution_pointwise", arguments, y, title)
 
 
-def onednn_linear(kernel: MatMulKernel | PlainMatMulKernel, weight: Packed | None) -> Replacement | None:
+def onednn_linear(kernel: PackedMatMulKernel | UnpackedMatMulKernel, weight: Packed | None) -> Replacement | None:
     """The product with a constant weight by `mkldnn::_linear_pointwise`; None where it has no such form."""
     sizes = _known([v.extent for v in (*kernel.domain, kernel.k)])
-    operand = kernel.weight if isinstance(kernel, PlainMatMulKernel) else kernel.packed
+    operand = kernel.weight if isinstance(kernel, UnpackedMatMulKernel) else kernel.packed
     dtype = operand.dtype
     if sizes is None or sizes[0] != 1 or not _is_taken(kernel, dtype, kernel.a):
         return None
     _, rows, columns, depth = sizes
     buffer = Buffer((columns, depth), dtype, "packed by oneDNN", constant=True)
-    if isinstance(kernel, PlainMatMulKernel):
-        packed = _of_plain(kernel, buffer, rows)
+    if isinstance(kernel, UnpackedMatMulKernel):
+        packed = _of_unpacked(kernel, buffer, rows)
     elif weight is not None:
         packed = weight.repacked(buffer, partial(_pack_linear, rows=rows))
     else:
@@ -130,7 +102,7 @@ def onednn_linear(kernel: MatMulKernel | PlainMatMulKernel, weight: Packed | Non
 
 
 def _replacement(
-    kernel: ConvKernel | MatMulKernel | PlainMatMulKernel,
+    kernel: PackedConvKernel | PackedMatMulKernel | UnpackedMatMulKernel,
     border: tuple[Kernel, ...],
     x: Argument,
     packed: Packed,
@@ -155,7 +127,7 @@ def _known(sizes: Sequence[object]) -> list[int] | None:
     return found if len(found) == len(sizes) else None
 
 
-def _is_taken(kernel: ConvKernel | MatMulKernel | PlainMatMulKernel, dtype: str, x: Expr) -> bool:
+def _is_taken(kernel: PackedConvKernel | PackedMatMulKernel | UnpackedMatMulKernel, dtype: str, x: Expr) -> bool:
     """Whether oneDNN multiplies this dtype, and the kernel computes what it does."""
     return dtype in _DTYPES and {kernel.accumulator.dtype, x.dtype} == {compute_dtype(dtype)}
 
@@ -203,7 +175,7 @@ def _in_memory(
     return (border,), argument, Operand(buffer, shape, strides)
 
 
-def _behind(kernel: ConvKernel | MatMulKernel | PlainMatMulKernel, result: Argument) -> MapKernel:
+def _behind(kernel: PackedConvKernel | PackedMatMulKernel | UnpackedMatMulKernel, result: Argument) -> MapKernel:
     """What the kernel stores, computed from the operator's result."""
     rank, accumulator = len(result.buffer.shape), kernel.accumulator
 
@@ -230,7 +202,7 @@ def _reads(kernel: Kernel, exprs: Sequence[Expr]) -> tuple[Argument, ...]:
     return tuple(argument for argument in kernel.reads if argument.buffer in read)
 
 
-def _of_plain(kernel: PlainMatMulKernel, buffer: Buffer, rows: int) -> Packed | None:
+def _of_unpacked(kernel: UnpackedMatMulKernel, buffer: Buffer, rows: int) -> Packed | None:
     """The weight that the kernel reads where it lies."""
     source = kernel.weight
     layout = next(argument.layout for argument in kernel.reads if argument.buffer is source)
@@ -239,7 +211,7 @@ def _of_plain(kernel: PlainMatMulKernel, buffer: Buffer, rows: int) -> Packed | 
         return None
     strides = (kernel.row_stride, kernel.k_stride)
     ahead = partial(
-        _pack_plain,
+        _pack_unpacked,
         memory=tuple(map(known, layout.strides)),
         shape=(known(buffer.shape[0]), known(buffer.shape[1])),
         strides=strides,
@@ -271,7 +243,7 @@ def _pack_linear(b: torch.Tensor, rows: int) -> torch.Tensor:
     return packed
 
 
-def _pack_plain(
+def _pack_unpacked(
     weight: torch.Tensor,
     memory: tuple[int, ...],
     shape: tuple[int, int],

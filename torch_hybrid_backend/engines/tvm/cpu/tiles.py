@@ -25,7 +25,7 @@ def max_rows(vectors: int, target: Target) -> int:
     return max(1, min(_MOST_ROWS, (register_count(target) - 1 - vectors) // vectors))
 
 
-def reads_plain(m: Dim, k: Dim, n: Dim, target: Target) -> bool:
+def reads_unpacked(m: Dim, k: Dim, n: Dim, target: Target) -> bool:
     """Whether a constant (N, K) weight is read as fast where it lies as from packed panels, by a product of m rows.
 
     One row is as fast as the weight comes from memory, either way. A product of many pads the rows to whole vectors: where that adds a

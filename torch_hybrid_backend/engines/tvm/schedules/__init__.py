@@ -5,6 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch_hybrid_backend.engines.tvm.cpu.kernels import (
+    FusedConvKernel,
+    PackedConvKernel,
+    PackedMatMulKernel,
+    UnpackedMatMulKernel,
+)
 from torch_hybrid_backend.engines.tvm.schedules.attention.rules import emit as attention
 from torch_hybrid_backend.engines.tvm.schedules.convolution.fused import emit as fused_convolution
 from torch_hybrid_backend.engines.tvm.schedules.convolution.rules import emit as convolution
@@ -12,23 +18,14 @@ from torch_hybrid_backend.engines.tvm.schedules.elementwise import emit as eleme
 from torch_hybrid_backend.engines.tvm.schedules.matmul.packed import emit as packed_matmul
 from torch_hybrid_backend.engines.tvm.schedules.matmul.unpacked import emit as unpacked_matmul
 from torch_hybrid_backend.engines.tvm.schedules.reduction.rows import emit as reduction
-from torch_hybrid_backend.loops.kernels import (
-    AttentionKernel,
-    ConvChainKernel,
-    ConvKernel,
-    Kernel,
-    MapKernel,
-    MatMulKernel,
-    PlainMatMulKernel,
-    RowKernel,
-)
+from torch_hybrid_backend.loops.kernels import AttentionKernel, Kernel, MapKernel, RowKernel
 
 SCHEDULES: tuple[tuple[type[Kernel], Callable[..., Any]], ...] = (
     (MapKernel, elementwise),
     (RowKernel, reduction),
-    (MatMulKernel, packed_matmul),
-    (PlainMatMulKernel, unpacked_matmul),
-    (ConvKernel, convolution),
-    (ConvChainKernel, fused_convolution),
+    (PackedMatMulKernel, packed_matmul),
+    (UnpackedMatMulKernel, unpacked_matmul),
+    (PackedConvKernel, convolution),
+    (FusedConvKernel, fused_convolution),
     (AttentionKernel, attention),
 )

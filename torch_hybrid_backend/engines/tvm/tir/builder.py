@@ -40,12 +40,12 @@ TirBuffer = Any  # a tirx buffer variable
 class Builder:
     """Makes statements of one kernel. Owns its loop variables: an index made by another builder cannot be printed.
 
-    choice: the kernel's; `choices` is how many there were for it, 1 where the schedule has not asked.
+    schedule_rank: the kernel's; `ways` is how many ranks there were for it, 1 where the schedule has not asked.
     """
 
-    def __init__(self, choice: int = 0) -> None:
-        self.choice = choice
-        self.choices = 1
+    def __init__(self, schedule_rank: int = 0) -> None:
+        self.schedule_rank = schedule_rank
+        self.ways = 1
         self._vars: dict[LoopVar, TirExpr] = {}
         self._sizes: dict[Symbol, TirExpr] = {}
         self._count = 0
@@ -57,15 +57,15 @@ class Builder:
         self._count += 1
         return f"{stem}{self._count}"
 
-    def choose(self, estimates: Mapping[Choice, float]) -> Choice:
-        """What the kernel's `choice` stands for: the shortest estimated time, the second shortest...; of equal ones the first comes first.
+    def ranked_choice(self, estimates: Mapping[Choice, float]) -> Choice:
+        """The way of the kernel's `schedule_rank`: of the shortest estimated time, the second shortest...; of equal ones the first comes first.
 
         Raises ScheduleError where there are not so many. A schedule asks once.
         """
-        self.choices = len(estimates)
-        if self.choice >= self.choices:
-            raise ScheduleError(f"choice {self.choice} was asked of a schedule that has {self.choices}")
-        return sorted(estimates, key=estimates.__getitem__)[self.choice]
+        self.ways = len(estimates)
+        if self.schedule_rank >= self.ways:
+            raise ScheduleError(f"rank {self.schedule_rank} was asked of a schedule that has {self.ways} ways")
+        return sorted(estimates, key=estimates.__getitem__)[self.schedule_rank]
 
     def argument_size(self, symbol: Symbol) -> TirExpr:
         """A kernel argument that holds a size known only at run time."""

@@ -18,9 +18,9 @@ from torch_hybrid_backend.loops.layout import Layout
 def emit_kernel(kernel: Kernel, name: str, target: Target) -> Any:
     """The kernel as a TIR function called `name`; its arguments are 1-D arrays, those it reads first, then sizes.
 
-    Raises ScheduleError where no schedule serves it, or the one that does has no such `choice`.
+    Raises ScheduleError where no schedule serves it, or the one that does has no such `schedule_rank`.
     """
-    builder = Builder(kernel.choice)
+    builder = Builder(kernel.schedule_rank)
     arrays: dict[Buffer, tuple[TirBuffer, Layout]] = {}
     for number, arg in enumerate((*kernel.reads, *kernel.writes)):
         array = argument(arg.span, storage_dtype(arg.buffer.dtype), f"arg{number}")
@@ -29,7 +29,7 @@ def emit_kernel(kernel: Kernel, name: str, target: Target) -> Any:
     for kind, emit in SCHEDULES:
         if isinstance(kernel, kind):
             body = emit(kernel, builder, Printer(builder, arrays), target)
-            if kernel.choice >= builder.choices:
-                raise ScheduleError(f"the schedule of this {type(kernel).__name__} has one choice only")
+            if kernel.schedule_rank >= builder.ways:
+                raise ScheduleError(f"the schedule of this {type(kernel).__name__} has one way only")
             return prim_func(name, [*(array for array, _ in arrays.values()), *sizes], body)
     raise ScheduleError(f"no schedule serves a {type(kernel).__name__}")

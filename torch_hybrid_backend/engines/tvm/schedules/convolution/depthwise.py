@@ -1,6 +1,6 @@
 """Depthwise convolution: every output channel reads its own input channel.
 
-Pattern: a `ConvKernel` whose packed weight is (channel blocks, kh, kw, block): groups == input channels == output channels > 1.
+Pattern: a `PackedConvKernel` whose packed weight is (channel blocks, kh, kw, block): groups == input channels == output channels > 1.
 Steps:
 1. Vector lanes are the channels of a block, in input, weight and output alike: with a blocked layout every access is one whole vector.
 2. One parallel loop over (image, channel block, output row).

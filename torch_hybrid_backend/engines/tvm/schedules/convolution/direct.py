@@ -1,6 +1,6 @@
 """Direct convolution in blocked channels, with any number of groups.
 
-Pattern: a `ConvKernel` whose packed weight is (groups, channel blocks, kh, input channels of the group, kw, block). Steps:
+Pattern: a `PackedConvKernel` whose packed weight is (groups, channel blocks, kh, input channels of the group, kw, block). Steps:
 1. Vector lanes are the output channels of a block. A register tile is some output columns of one row times some channel blocks, chosen by
    counting multiply-adds, loads and tasks (`conv_tiling`): small images need several blocks to have enough accumulators.
 2. A 1x1 kernel with stride 1 sees one long row: its tiles are cut from height x width.

@@ -1,6 +1,6 @@
 """Convolutions one after the other, row by row: what lies between them never leaves the caches of a core.
 
-Pattern: a `ConvChainKernel`, as in an inverted residual block: a 1x1 expansion, a depthwise convolution, a 1x1 projection. `chains`
+Pattern: a `FusedConvKernel`, as in an inverted residual block: a 1x1 expansion, a depthwise convolution, a 1x1 projection. `chains`
 (engines/tvm/cpu/convolution_fusion.py) says which convolutions are joined.
 
 Strategy
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
+from torch_hybrid_backend.engines.tvm.cpu.kernels import FusedConvKernel, PackedConvKernel
 from torch_hybrid_backend.engines.tvm.cpu.tiles import strips
 from torch_hybrid_backend.engines.tvm.schedules.convolution.depthwise import depthwise_row
 from torch_hybrid_backend.engines.tvm.schedules.convolution.direct import direct_row
@@ -32,13 +33,13 @@ from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirBuffe
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import Buffer, Load
-from torch_hybrid_backend.loops.kernels import ConvChainKernel, ConvKernel, Store
+from torch_hybrid_backend.loops.kernels import Store
 from torch_hybrid_backend.sizes.size import known
 
 RowFn = Callable[[Index, Index], Stmt]
 
 
-def emit(kernel: ConvChainKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
+def emit(kernel: FusedConvKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
     """The kernel's body."""
     return _Chain(kernel, builder, printer, target).emit()
 
@@ -54,7 +55,7 @@ class _Ring:
 class _Chain:
     """The emission of one kernel."""
 
-    def __init__(self, kernel: ConvChainKernel, builder: Builder, printer: Printer, target: Target) -> None:
+    def __init__(self, kernel: FusedConvKernel, builder: Builder, printer: Printer, target: Target) -> None:
         self.kernel, self.builder, self.target = kernel, builder, target
         self.rings: list[_Ring] = []
         arguments = dict(printer.arguments)
@@ -121,7 +122,9 @@ def _window(axis: Axis) -> int:
     return (axis.kernel - 1) * axis.dilation + 1
 
 
-def _through_ring(first: ConvKernel, second: ConvKernel) -> tuple[ConvKernel, ConvKernel, Buffer]:
+def _through_ring(
+    first: PackedConvKernel, second: PackedConvKernel
+) -> tuple[PackedConvKernel, PackedConvKernel, Buffer]:
     """Both with a ring of rows in place of the tensor between them, and the ring."""
     (store,) = first.stores
     height = (second.kernel[0] - 1) * second.dilation[0] + 1

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from torch_hybrid_backend.engines.tvm.cpu.kernels import PackedConvKernel
 from torch_hybrid_backend.engines.tvm.cpu.tiles import split_into
 from torch_hybrid_backend.loops.index import Index
-from torch_hybrid_backend.loops.kernels import ConvKernel
 from torch_hybrid_backend.sizes.size import known
 
 # Wider kernels would make more code than the instruction cache holds (14 columns x 16 taps x 2 tiles of 8 bytes and more each).
@@ -92,7 +92,7 @@ def column_tiles(axis: Axis, parts: int) -> list[ColumnTiles]:
     return found
 
 
-def axes(kernel: ConvKernel) -> tuple[Axis, Axis]:
+def axes(kernel: PackedConvKernel) -> tuple[Axis, Axis]:
     """(rows, columns) of a 1-D or 2-D convolution kernel."""
     sizes = [known(variable.extent) for variable in kernel.x_vars[2:]]
     outs = [known(variable.extent) for variable in kernel.domain[2:]]

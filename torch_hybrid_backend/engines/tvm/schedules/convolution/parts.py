@@ -9,6 +9,7 @@ from functools import partial
 import tvm
 from tvm import tirx
 
+from torch_hybrid_backend.engines.tvm.cpu.kernels import PackedConvKernel
 from torch_hybrid_backend.engines.tvm.cpu.tiles import lane_chunks
 from torch_hybrid_backend.engines.tvm.schedules.convolution.geometry import Axis, axes
 from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, has_long_epilogue, zero
@@ -17,7 +18,6 @@ from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirBuffe
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, LoopVar
 from torch_hybrid_backend.loops.ir import Load, compute_dtype
-from torch_hybrid_backend.loops.kernels import ConvKernel
 from torch_hybrid_backend.loops.layout import Blocked
 from torch_hybrid_backend.sizes.size import known
 
@@ -25,7 +25,7 @@ from torch_hybrid_backend.sizes.size import known
 class ConvParts:
     """Reads and writes of one convolution kernel over (image, channel, row, column)."""
 
-    def __init__(self, kernel: ConvKernel, builder: Builder, printer: Printer, target: Target) -> None:
+    def __init__(self, kernel: PackedConvKernel, builder: Builder, printer: Printer, target: Target) -> None:
         self.kernel, self.builder, self.printer, self.target = kernel, builder, printer, target
         self.rows, self.columns = axes(kernel)
         self.images, self.out_channels = kernel.domain[0].extent, known(kernel.domain[1].extent)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from torch_hybrid_backend.engines.tvm.cpu.kernels import PackedConvKernel
 from torch_hybrid_backend.engines.tvm.schedules.convolution.depthwise import depthwise
 from torch_hybrid_backend.engines.tvm.schedules.convolution.direct import direct
 from torch_hybrid_backend.engines.tvm.schedules.convolution.parts import ConvParts
@@ -14,10 +15,9 @@ from torch_hybrid_backend.engines.tvm.schedules.convolution.winograd import wino
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
-from torch_hybrid_backend.loops.kernels import ConvKernel
 
 
-def emit(kernel: ConvKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
+def emit(kernel: PackedConvKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
     """The body of a 1-D or 2-D convolution kernel; accumulates in the compute dtype of the accumulator's dtype."""
     parts = ConvParts(kernel, builder, printer, target)
     for rule in (winograd, depthwise, small_output_channels):

@@ -1,7 +1,7 @@
 """Convolution to few output channels: the last layer of denoisers, of super-resolution, of segmentation, flow or depth networks.
 
-Pattern: a `ConvKernel` of one group whose output channels fill half a vector or less, and whose input channels fill whole ones, blocked. With
-output channels as lanes most of a vector would be empty: 3 of 16. Steps:
+Pattern: a `PackedConvKernel` of one group whose output channels fill half a vector or less, and whose input channels fill whole ones, blocked.
+With output channels as lanes most of a vector would be empty: 3 of 16. Steps:
 1. Vector lanes are the input channels of a block, of input and weight alike; each accumulator is one output channel at one pixel.
 2. A task is a strip of rows of an image. It copies the weight first, input channels innermost: small, for the outputs are few.
 3. A vector's worth of neighbouring columns is computed in register tiles of some columns by all outputs, over the whole window; columns

@@ -57,7 +57,7 @@ def channel_block(parts: ConvParts) -> int:
 
 
 def choose_tiling(parts: ConvParts, rows: Axis, columns: Axis, is_flat: bool) -> Tiling:
-    """Blocks and columns per register tile: the kernel's `choice` of those there are, by estimated time; ties go to fewer loads."""
+    """Blocks and columns per register tile: the kernel's `schedule_rank` of those there are, by estimated time; ties go to fewer loads."""
     groups, all_blocks, *_ = map(known, parts.kernel.packed.shape)
     target, vectors = parts.target, max(1, parts.block // lanes_of(parts.target, parts.dtype))
     found: dict[tuple[Split, int], float] = {}
@@ -79,7 +79,7 @@ def choose_tiling(parts: ConvParts, rows: Axis, columns: Axis, is_flat: bool) ->
         # The weight of a task and the one that it asks for ahead must stay in the cache beside the input, tile after tile.
         crowded = not chunk_rows and streams(parts) and 3 * weight > target.l2_bytes
         found.setdefault((blocks, tiles), work * idle * (_CROWDED if crowded else 1.0))
-    blocks, tiles = parts.builder.choose(found)
+    blocks, tiles = parts.builder.ranked_choice(found)
     return Tiling(blocks, tiles, *_chunks(parts, rows, columns, blocks))
 
 

@@ -1,6 +1,6 @@
 """Winograd convolution of 3x3 kernels with stride 1: F(2x2, 3x3) and F(4x4, 3x3).
 
-Pattern: a `ConvKernel` with `winograd` = m and a weight transformed ahead (`engines.tvm.winograd`). Tiles of m x m outputs of all images are
+Pattern: a `PackedConvKernel` with `winograd` = m, its weight transformed ahead (`winograd_transform`). Tiles of m x m outputs of all images are
 numbered through; a task takes a run of them, a group of the convolution and some of its output channels:
 1. Input transform: B^T d B of each tile and input channel into a buffer (position, channel block, tile, lane). Vector lanes are channels.
    Where a tile reaches outside the input, elements are zero.

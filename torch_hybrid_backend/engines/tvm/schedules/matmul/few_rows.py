@@ -1,6 +1,6 @@
 """Few rows times a plain weight: C[m, n] = sum over k of A[m, k] * W[n, k] as dot products along k, as both lie in memory.
 
-Pattern: a `PlainMatMulKernel` with less than a vector of rows: classifiers, decoding. W comes from memory, once: packed panels would come no
+Pattern: a `UnpackedMatMulKernel` with less than a vector of rows: classifiers, decoding. W comes from memory, once: packed panels would come no
 faster. Steps:
 1. The rows of A are copied once for each task: they may be computed, or lie in any order.
 2. A block is a vector's worth of W's rows; the last one overlaps the one before where the columns are not whole vectors.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from tvm import tirx
 
+from torch_hybrid_backend.engines.tvm.cpu.kernels import UnpackedMatMulKernel
 from torch_hybrid_backend.engines.tvm.cpu.tiles import register_count
 from torch_hybrid_backend.engines.tvm.schedules.axes import offsets_of, step
 from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, partials
@@ -22,7 +23,6 @@ from torch_hybrid_backend.engines.tvm.target import LINE_BYTES, Target
 from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, as_index
-from torch_hybrid_backend.loops.kernels import PlainMatMulKernel
 from torch_hybrid_backend.sizes.size import known
 
 _ITEMSIZE = 4
@@ -30,7 +30,7 @@ _LINE = LINE_BYTES // _ITEMSIZE  # elements of a cache line
 _MOST_STREAMS = 4  # rows of W read at once
 
 
-def emit(kernel: PlainMatMulKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
+def emit(kernel: UnpackedMatMulKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
     """The kernel's body. float32; sizes are known; at least a vector of columns and of k."""
     return _DotRows(kernel, builder, printer, target).emit()
 
@@ -38,7 +38,7 @@ def emit(kernel: PlainMatMulKernel, builder: Builder, printer: Printer, target: 
 class _DotRows:
     """The emission of one kernel."""
 
-    def __init__(self, kernel: PlainMatMulKernel, builder: Builder, printer: Printer, target: Target) -> None:
+    def __init__(self, kernel: UnpackedMatMulKernel, builder: Builder, printer: Printer, target: Target) -> None:
         self.kernel, self.builder, self.printer = kernel, builder, printer
         self.b, self.m, self.n = kernel.domain
         self.rows, self.columns, self.depth = map(known, (self.m.extent, self.n.extent, kernel.k.extent))

@@ -1,6 +1,6 @@
 """MatMul: C[b, m, n] = sum over k of A[b, m, k] * B[b, k, n], with B packed in panels of `tile_n` columns.
 
-Pattern: a `MatMulKernel`. Steps:
+Pattern: a `PackedMatMulKernel`. Steps:
 1. Rows are cut into register tiles as equal as can be (197 rows are 2 tiles of 14 and 13 of 13), so there is no ragged last tile, and of
    no more rows than the first-level cache holds lines of; columns are the panels of the packed B, the last of which computes only the
    vectors that hold columns.
@@ -25,6 +25,7 @@ from functools import partial
 import tvm
 from tvm import tirx
 
+from torch_hybrid_backend.engines.tvm.cpu.kernels import PackedMatMulKernel
 from torch_hybrid_backend.engines.tvm.cpu.tiles import Split, max_rows, split_at_most, split_into
 from torch_hybrid_backend.engines.tvm.schedules.axes import Chunk, chunks, step
 from torch_hybrid_backend.engines.tvm.schedules.registers import (
@@ -43,7 +44,6 @@ from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirExpr
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import Load, compute_dtype, loads_of
-from torch_hybrid_backend.loops.kernels import MatMulKernel
 from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, function, typical
 
 # Sets times line: that of x86's first-level caches is a page, for they are looked up before the address is translated.
@@ -53,7 +53,7 @@ _L1_WAY_BYTES = 4096
 _LONG_EPILOGUE_ACCUMULATORS = 26
 
 
-def emit(kernel: MatMulKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
+def emit(kernel: PackedMatMulKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
     """The kernel's body. Any float or integer dtype; accumulates in the compute dtype of the accumulator's dtype."""
     return MatMul(kernel, builder, printer, target).emit()
 
@@ -79,7 +79,7 @@ class Ahead:
 class MatMul:
     """The emission of one kernel."""
 
-    def __init__(self, kernel: MatMulKernel, builder: Builder, printer: Printer, target: Target) -> None:
+    def __init__(self, kernel: PackedMatMulKernel, builder: Builder, printer: Printer, target: Target) -> None:
         self.kernel, self.builder, self.printer, self.target = kernel, builder, printer, target
         self.b, self.m, self.n = kernel.domain
         self.dtype = compute_dtype(kernel.accumulator.dtype)
@@ -154,7 +154,7 @@ class MatMul:
         return max(1, self.target.l2_bytes // 2 // (rows * max(1, typical(self.kernel.k.extent)) * itemsize))
 
     def _order(self) -> _Order:
-        """Rows per tile: the kernel's `choice` by estimated time; then blocks of rows that fit half the second-level cache."""
+        """Rows per tile: the kernel's `schedule_rank` by estimated time; then blocks of rows that fit half the second-level cache."""
         m, tasks_per_row_tile = self.m.extent, typical(self.b.extent * self.panels)
         assert isinstance(m, int)
         most = self._most_rows()
@@ -169,7 +169,7 @@ class MatMul:
 
         # Heights that cut the rows into as many tiles are one choice: the least height that does.
         heights = {split_at_most(m, rows).size: time(rows) for rows in range(min(m, most), 0, -1)}
-        rows = self.builder.choose(heights)
+        rows = self.builder.ranked_choice(heights)
         split = split_at_most(m, rows)
         blocks = -(-split.parts // self._fitting(split.size))
         per_block = -(-split.parts // blocks)

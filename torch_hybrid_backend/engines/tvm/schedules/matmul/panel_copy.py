@@ -1,6 +1,6 @@
 """Matmul by panels that the kernel itself copies: C[m, n] = sum over k of A[m, k] * W[k, n], with no packed copy of W beside it.
 
-Pattern: a `PlainMatMulKernel` whose weight lies (K, N), so that a panel of columns is K pieces of whole vectors, each in another page.
+Pattern: a `UnpackedMatMulKernel` whose weight lies (K, N), so that a panel of columns is K pieces of whole vectors, each in another page.
 The tiles are those of `matmul`; in addition:
 1. Each task has a share of the panels, and room for two: the one it works on, and the next.
 2. While the tiles of a panel run, each copies its share of the next one, a few rows before every chunk of its steps of k. So copying
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
+from torch_hybrid_backend.engines.tvm.cpu.kernels import PackedMatMulKernel, UnpackedMatMulKernel
 from torch_hybrid_backend.engines.tvm.cpu.tiles import tile_n
 from torch_hybrid_backend.engines.tvm.schedules.matmul.packed import Ahead, MatMul
 from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, by_part
@@ -23,7 +24,6 @@ from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirExpr
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, as_index
-from torch_hybrid_backend.loops.kernels import MatMulKernel, PlainMatMulKernel
 from torch_hybrid_backend.sizes.size import Dim, known
 
 # Steps of k between two copies: 224 cycles with 14 x 2 accumulators.
@@ -34,7 +34,7 @@ _AHEAD = 6
 _SHARING_ROWS = 160
 
 
-def emit(kernel: PlainMatMulKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
+def emit(kernel: UnpackedMatMulKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
     """The kernel's body. float32; sizes are known; columns are whole panels (`tiles.copies_panels`)."""
     return _CopiedPanels(kernel, builder, printer, target).emit()
 
@@ -61,14 +61,14 @@ class _CopiedPanels(MatMul):
 
     turn: _Turn  # whose tiles are being emitted
 
-    def __init__(self, kernel: PlainMatMulKernel, builder: Builder, printer: Printer, target: Target) -> None:
+    def __init__(self, kernel: UnpackedMatMulKernel, builder: Builder, printer: Printer, target: Target) -> None:
         width = tile_n(kernel.domain[2].extent, target)
-        as_packed = MatMulKernel(
+        as_packed = PackedMatMulKernel(
             kernel.reads, kernel.writes, kernel.domain, kernel.k, kernel.a, kernel.weight, width, False,
             kernel.accumulator, kernel.stores,
         )  # fmt: skip
         super().__init__(as_packed, builder, printer, target)
-        self.plain = kernel
+        self.unpacked = kernel
         self.weight = printer.arguments[kernel.weight][0]
         self.k_extent, self.width = known(kernel.k.extent), width
         rows = min(known(self.m.extent), _SHARING_ROWS)
@@ -111,7 +111,7 @@ class _CopiedPanels(MatMul):
                 return last
             return b.seq(b.loop(self.parts - 1, lambda p: part(at, p, self.depth, False), name="part"), last)
 
-        begin = first * self.width + self.plain.offset
+        begin = first * self.width + self.unpacked.offset
         arrays = [tirx.stmt.AllocBuffer(array) for array in ([self.held, self.sums] if self.parts > 1 else [self.held])]
         return b.seq(
             tirx.stmt.Bind(held, b.index((number + 1) * self.count // self.tasks) - b.index(first)),
@@ -132,8 +132,8 @@ class _CopiedPanels(MatMul):
         following = tirx.Select(ends, b.index(first), b.index(panel) + 1)
         after = tirx.IntImm("int32", 0) if is_last else b.index(part) + 1
         row = tirx.Select(ends, after, b.index(part)) * tirx.IntImm("int32", self.depth)
-        begin = following * self.width + row * tirx.IntImm("int32", self.plain.k_stride)
-        limit = self.count * self.width + self.k_extent * self.plain.k_stride
+        begin = following * self.width + row * tirx.IntImm("int32", self.unpacked.k_stride)
+        limit = self.count * self.width + self.k_extent * self.unpacked.k_stride
         start, bind_start = b.bound(begin, limit, "next")
         last = tirx.Var(b.fresh("last"), "int32")
         bind_last = tirx.stmt.Bind(
@@ -141,7 +141,7 @@ class _CopiedPanels(MatMul):
         )
         turn = _Turn(
             part * self.depth, size, is_last, odd * self.room, inner * self.sums_size, (1 - odd) * self.room,
-            start + self.plain.offset, last,
+            start + self.unpacked.offset, last,
         )  # fmt: skip
 
         def tile(at: Index) -> Stmt:
@@ -200,8 +200,8 @@ class _CopiedPanels(MatMul):
     def _fetch(self, row: Index, share: int) -> Stmt:
         """Asks for the row that is copied `_AHEAD` chunks after this one: of the panel behind the next, where that has no such row."""
         b, later = self.builder, row + _AHEAD * share
-        here = self.turn.next_start + later * self.plain.k_stride
-        behind = here - (self.depth * self.plain.k_stride - self.width)
+        here = self.turn.next_start + later * self.unpacked.k_stride
+        behind = here - (self.depth * self.unpacked.k_stride - self.width)
         start = tirx.Var(b.fresh("later"), "int32")
         bind = tirx.stmt.Bind(start, tirx.Select(b.index(later) < self.depth, b.index(here), b.index(behind)))
         return b.seq(
@@ -215,7 +215,7 @@ class _CopiedPanels(MatMul):
         def vector(v: int) -> Stmt:
             def element(lane: Index) -> Stmt:
                 at = lane + v * self.lanes
-                value = b.load(self.weight, start + row * self.plain.k_stride + at)
+                value = b.load(self.weight, start + row * self.unpacked.k_stride + at)
                 return b.store(self.held, to + row * self.width + at, value)
 
             return self.printer.vector_loop(self.lanes, element)

@@ -1,6 +1,6 @@
 """Plain matmul: C[m, n] = sum over k of A[m, k] * W[n, k], with W read where the network keeps it: no packed copy of it exists.
 
-Pattern: a `PlainMatMulKernel`. It computes the transposed product, the mirror image of `matmul`: rows of W are the scalars of the register
+Pattern: a `UnpackedMatMulKernel`. It computes the transposed product, the mirror image of `matmul`: rows of W are the scalars of the register
 tiles, read along k as they lie, and it is A that is packed, once for each call. Steps:
 1. Each task has a share of W's rows, and goes through A in groups of panels, of up to three vectors of rows, that fit half its second-level
    cache. It packs a group first, (panel, k, rows): squares of vectors are transposed in registers. Rows are padded to whole vectors with
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
+from torch_hybrid_backend.engines.tvm.cpu.kernels import UnpackedMatMulKernel
 from torch_hybrid_backend.engines.tvm.cpu.tiles import Split, split_at_most
 from torch_hybrid_backend.engines.tvm.schedules.axes import offsets_of, step
 from torch_hybrid_backend.engines.tvm.schedules.matmul import few_rows, panel_copy
@@ -30,7 +31,6 @@ from torch_hybrid_backend.engines.tvm.target import LINE_BYTES, Target
 from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, as_index
-from torch_hybrid_backend.loops.kernels import PlainMatMulKernel
 from torch_hybrid_backend.sizes.size import known
 
 _ITEMSIZE = 4
@@ -39,7 +39,7 @@ _VECTORS = 3
 _UNROLL = 4
 
 
-def emit(kernel: PlainMatMulKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
+def emit(kernel: UnpackedMatMulKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
     """The kernel's body. float32; sizes are known; at least a vector of columns. A weight laid out (K, N) is `panel_copy`' affair."""
     if kernel.k_stride != 1:
         return panel_copy.emit(kernel, builder, printer, target)
@@ -86,7 +86,7 @@ class _Block:
 class _PlainMatMul:
     """The emission of one kernel."""
 
-    def __init__(self, kernel: PlainMatMulKernel, builder: Builder, printer: Printer, target: Target) -> None:
+    def __init__(self, kernel: UnpackedMatMulKernel, builder: Builder, printer: Printer, target: Target) -> None:
         self.kernel, self.builder, self.printer = kernel, builder, printer
         self.b, self.m, self.n = kernel.domain
         self.rows, self.columns, self.k_extent = map(known, (self.m.extent, self.n.extent, kernel.k.extent))

@@ -1,0 +1,116 @@
+"""Anchors: the kernel of a group around a matmul, a convolution or attention, as the loops language has it.
+
+`Anchor` is what every backend gets of such a group; `neutral_kernel` is the kernel that packs nothing and assumes no layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch_hybrid_backend.loops.index import Index, LoopVar, as_index, index_of
+from torch_hybrid_backend.loops.ir import (
+    AttentionOp,
+    Buffer,
+    ConvOp,
+    Expr,
+    LoopOp,
+    MatMulOp,
+    Value,
+    buffers_of_expr,
+)
+from torch_hybrid_backend.loops.kernels import Argument, AttentionKernel, ConvKernel, Kernel, MatMulKernel, Store
+from torch_hybrid_backend.loops.layout import Layout
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Anchor:
+    """`op` is the matmul, convolution or attention; `stores` are written from what it leaves in `accumulator`, over `domain`.
+
+    `point`: the domain's variables as an index. `inside`: the buffers that the group itself computes, which are no arguments of its kernel.
+    """
+
+    op: LoopOp
+    domain: tuple[LoopVar, ...]
+    accumulator: Buffer
+    writes: tuple[Argument, ...]
+    stores: tuple[Store, ...]
+    layouts: Mapping[Buffer, Layout]
+    inside: frozenset[Buffer]
+
+    @property
+    def point(self) -> tuple[Index, ...]:
+        return tuple(map(index_of, self.domain))
+
+    def reads(self, exprs: Sequence[Expr], operands: Sequence[Buffer] = ()) -> tuple[Argument, ...]:
+        """The kernel's arguments that it reads: whole `operands`, and what `exprs` and the stores load."""
+        return arguments([*exprs, *(store.value for store in self.stores)], operands, self.inside, self.layouts)
+
+
+def neutral_kernel(anchor: Anchor) -> Kernel:
+    """The kernel with operands as they are in the graph."""
+    op = anchor.op
+    match op:
+        case MatMulOp():
+            k = LoopVar("k", op.a.shape[2])
+            batch, m, n = anchor.point
+            a = op.a.at((batch, m, index_of(k)))
+            b = op.b.at((as_index(0) if op.b.shape[0] == 1 else batch, index_of(k), n))
+            reads = anchor.reads([a, b])
+            return MatMulKernel(reads, anchor.writes, anchor.domain, k, a, b, anchor.accumulator, anchor.stores)
+        case ConvOp():
+            (x_vars, x), (w_vars, w) = over(op.x, "x"), over(op.w, "w")
+            return ConvKernel(
+                anchor.reads([x, w]),
+                anchor.writes,
+                anchor.domain,
+                x_vars,
+                x,
+                w_vars,
+                w,
+                op.stride,
+                op.padding,
+                op.dilation,
+                op.groups,
+                anchor.accumulator,
+                anchor.stores,
+            )
+        case AttentionOp():
+            (q_vars, q), (k_vars, k_expr), (v_vars, v) = over(op.q, "q"), over(op.k, "k"), over(op.v, "v")
+            mask_vars, mask = over(op.mask, "z") if op.mask is not None else ((), None)
+            return AttentionKernel(
+                anchor.reads([q, k_expr, v] + ([mask] if mask is not None else [])),
+                anchor.writes,
+                anchor.domain,
+                q,
+                q_vars,
+                k_expr,
+                k_vars,
+                v,
+                v_vars,
+                mask,
+                mask_vars,
+                op.scale,
+                op.causal,
+                anchor.accumulator,
+                anchor.stores,
+            )
+    raise TypeError(f"a {type(op).__name__} is no anchor")
+
+
+def over(value: Value, prefix: str) -> tuple[tuple[LoopVar, ...], Expr]:
+    """A value over loop variables of its own: them, and the scalar."""
+    variables = tuple(LoopVar(f"{prefix}{d}", n) for d, n in enumerate(value.shape))
+    return variables, value.at(tuple(map(index_of, variables)))
+
+
+def arguments(
+    exprs: Sequence[Expr], operands: Sequence[Buffer], inside: frozenset[Buffer], layouts: Mapping[Buffer, Layout]
+) -> tuple[Argument, ...]:
+    """The buffers a kernel reads from outside itself: `operands` first, then what `exprs` load."""
+    found = dict.fromkeys(operands)
+    for expr in exprs:
+        for buffer in buffers_of_expr(expr):
+            if buffer not in inside and buffer in layouts:
+                found[buffer] = None
+    return tuple(Argument(b, layouts[b]) for b in found)

@@ -1,0 +1,126 @@
+"""Operands that kernels want otherwise than the graph has them: constants packed ahead of calls, others by an operation in every call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from torch_hybrid_backend.loops.graph import LoopGraph
+from torch_hybrid_backend.loops.index import LoopVar, contiguous_strides, linear
+from torch_hybrid_backend.loops.ir import Buffer, Load, LoopOp, Map, MapOp, Value, domain_vars
+from torch_hybrid_backend.loops.layout import Strided
+from torch_hybrid_backend.sizes.size import Dim, Size, at_most
+
+
+@dataclass(frozen=True, slots=True)
+class StridedView:
+    """A value that is a strided view of a buffer's logical row-major elements."""
+
+    buffer: Buffer
+    shape: tuple[Dim, ...]
+    strides: tuple[Dim, ...]
+    offset: Dim
+
+    @property
+    def is_static(self) -> bool:
+        """Whether a tensor can be viewed so ahead of any call."""
+        return not any(isinstance(n, Size) for n in (*self.shape, *self.strides, self.offset))
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The view of a tensor with the buffer's shape (any strides, beginning anywhere in its storage)."""
+        sizes, strides = [int(n) for n in self.shape], [int(s) for s in self.strides]
+        whole = tensor.contiguous()  # which may begin in the middle of its storage, as a piece of a parameter does
+        return whole.as_strided(sizes, strides, whole.storage_offset() + int(self.offset))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """A constant buffer made ahead from a constant region input or literal, `source`: a view of it, packed by `ahead`."""
+
+    buffer: Buffer
+    source: Buffer
+    view: StridedView
+    ahead: Callable[[torch.Tensor], torch.Tensor]
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The buffer's tensor, of the source's."""
+        return self.ahead(self.view.of(tensor))
+
+    def repacked(self, buffer: Buffer, ahead: Callable[[torch.Tensor], torch.Tensor]) -> Packed:
+        """The same operand packed another way, into another buffer."""
+        return Packed(buffer, self.source, self.view, ahead)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """A graph whose operations read operands as an engine's kernels want them.
+
+    `packed`: those that are made ahead. `row_major`: the buffers of all that were packed, ahead or in every call; that is how they lie.
+    """
+
+    graph: LoopGraph
+    packed: tuple[Packed, ...] = ()
+    row_major: tuple[Buffer, ...] = ()
+
+
+def strided_view(value: Value, layout: Strided | None = None) -> StridedView | None:
+    """`value` as a strided view of one buffer, or None where it is something else. With `layout`, the buffer's: as a view of its memory."""
+    if isinstance(value, Buffer):
+        strides = contiguous_strides(value.shape) if layout is None else layout.strides
+        return StridedView(value, value.shape, strides, 0)
+    index = domain_vars(value.shape)
+    expr = value.at(index)
+    if not isinstance(expr, Load):
+        return None
+    offset = linear(expr.index, contiguous_strides(expr.buffer.shape) if layout is None else layout.strides)
+    by_var = dict(offset.terms)
+    if not all(isinstance(atom, LoopVar) for atom in by_var):
+        return None
+    strides = tuple(by_var.get(i.terms[0][0], 0) if i.terms else 0 for i in index)
+    if not all(at_most(0, s) for s in strides):
+        return None  # a flip: torch has no negative strides
+    return StridedView(expr.buffer, value.shape, strides, offset.const)
+
+
+class OperandPacker:
+    """Packs operands, equal ones once. `add` takes the graph's operations in order; what has to be packed in every call stands before them."""
+
+    def __init__(self) -> None:
+        self._ops: list[LoopOp] = []
+        self._packed: list[Packed] = []
+        self._buffers: dict[tuple[object, ...], Buffer] = {}
+
+    def pack(
+        self,
+        operand: Value,
+        ahead: Callable[[torch.Tensor], torch.Tensor],
+        each_call: Callable[[Value], Map],
+        how: tuple[object, ...],
+    ) -> Buffer:
+        """The buffer of an operand packed by `ahead` where it is constant, as the value `each_call` gives otherwise.
+
+        `how` names the packing: operands are equal where they are the same view of one buffer and packed alike.
+        """
+        view = strided_view(operand)
+        what = (operand,) if view is None else (view.buffer, view.shape, view.strides, view.offset)
+        key = (*how, *what)
+        if key in self._buffers:
+            return self._buffers[key]
+        value = each_call(operand)
+        constant = view is not None and view.buffer.constant and view.is_static
+        buffer = self._buffers[key] = Buffer(value.shape, operand.dtype, "packed", constant=constant)
+        if view is not None and constant:
+            self._packed.append(Packed(buffer, view.buffer, view, ahead))
+        else:
+            self._ops.append(MapOp(buffer, value))
+        return buffer
+
+    def add(self, op: LoopOp) -> None:
+        self._ops.append(op)
+
+    def prepared(self, graph: LoopGraph) -> Prepared:
+        """`graph` with the operations added here in place of its own."""
+        whole = LoopGraph(graph.inputs, graph.outputs, graph.literals, tuple(self._ops))
+        return Prepared(whole, tuple(self._packed), tuple(self._buffers.values()))

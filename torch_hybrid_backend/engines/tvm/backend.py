@@ -1,0 +1,71 @@
+"""The TVM engine's `KernelBackend`: kernels of a processor, printed as TIR."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+
+from torch_hybrid_backend.codegen.anchors import Anchor
+from torch_hybrid_backend.codegen.compiler import KernelCompilerModule
+from torch_hybrid_backend.codegen.kernel_cache import Artifact
+from torch_hybrid_backend.codegen.operands import Packed, Prepared
+from torch_hybrid_backend.codegen.variants import Variant
+from torch_hybrid_backend.core.device import CPU, Device
+from torch_hybrid_backend.core.program import Kernel as KernelCall
+from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
+from torch_hybrid_backend.engines.tvm.cpu.alternatives import alternatives
+from torch_hybrid_backend.engines.tvm.cpu.convolution_fusion import join_chains
+from torch_hybrid_backend.engines.tvm.cpu.layouts import blocked_layouts
+from torch_hybrid_backend.engines.tvm.cpu.operands import packed_kernel, packed_operands
+from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.engines.tvm.tir import compiler
+from torch_hybrid_backend.loops.fusion import Group
+from torch_hybrid_backend.loops.graph import LoopGraph
+from torch_hybrid_backend.loops.ir import Buffer
+from torch_hybrid_backend.loops.kernels import Kernel, kernel_sizes
+from torch_hybrid_backend.loops.layout import Layout
+from torch_hybrid_backend.sizes.size import symbol
+
+
+class TvmBackend:
+    """Kernels for `target`; without one, for the processor this process runs on, with no more of it than PyTorch uses."""
+
+    name: str = "tvm"
+    device: Device = CPU
+    compiler: KernelCompilerModule = compiler
+
+    def __init__(self, target: Target | None = None) -> None:
+        self._target = target
+
+    @functools.cached_property
+    def target(self) -> Target:
+        return self._target or Target.host().within(torch.backends.cpu.get_cpu_capability())
+
+    def available(self) -> Verdict:
+        if importlib.util.find_spec("tvm") is None:
+            return Refused(
+                Reason.MISSING_DEPENDENCY, "apache-tvm is not installed: pip install 'apache-tvm>=0.27,<0.28'"
+            )
+        return Supported()
+
+    def operands(self, graph: LoopGraph, layouts: Mapping[Buffer, Layout]) -> Prepared:
+        return packed_operands(graph, layouts, self.target)
+
+    def layouts(self, groups: Sequence[Group], fixed: Mapping[Buffer, Layout]) -> Mapping[Buffer, Layout]:
+        return blocked_layouts(groups, fixed, self.target)
+
+    def anchor(self, anchor: Anchor) -> Kernel:
+        return packed_kernel(anchor)
+
+    def join(self, kernels: Sequence[Kernel], outputs: Collection[Buffer]) -> Sequence[Kernel]:
+        return join_chains(kernels, outputs, self.target)
+
+    def alternatives(self, kernel: Kernel, constants: Mapping[Buffer, Packed]) -> Sequence[Variant]:
+        return alternatives(kernel, constants, self.target)
+
+    def step(self, kernel: Kernel, artifact: Artifact, arguments: tuple[int, ...]) -> KernelCall:
+        sizes = tuple(symbol(size.name, size.hint) for size in kernel_sizes(kernel))
+        return KernelCall(artifact.path, artifact.symbol, arguments, len(kernel.writes), sizes)

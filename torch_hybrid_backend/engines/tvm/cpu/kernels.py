@@ -1,0 +1,97 @@
+"""Kernels as the schedules of a processor want them: weights packed for its vectors, convolutions joined."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch_hybrid_backend.loops.index import LoopVar
+from torch_hybrid_backend.loops.ir import Buffer, Expr
+from torch_hybrid_backend.loops.kernels import Kernel, Store
+from torch_hybrid_backend.sizes.size import typical
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedMatMulKernel(Kernel):
+    """Domain (b, m, n): accumulator[b, m, n] = sum over `k` of a * packed_b, then the stores read `accumulator`.
+
+    `a` is over (b, m, k). `b` is packed ahead as (B or 1, ceil(N / tile_n), K, tile_n) in the argument `packed`, zero-padded.
+    """
+
+    k: LoopVar
+    a: Expr
+    packed: Buffer
+    tile_n: int
+    batched_b: bool
+    accumulator: Buffer
+    stores: tuple[Store, ...]
+
+    @property
+    def multiply_adds(self) -> float:
+        return _points(self) * typical(self.k.extent)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnpackedMatMulKernel(Kernel):
+    """Domain (b, m, n), one b: accumulator[0, m, n] = sum over `k` of a * w[n, k], then the stores read `accumulator`.
+
+    `a` is over (b, m, k). w[n, k] is element `offset + n * row_stride + k * k_stride` of the argument `weight`, float32, which nothing has
+    packed. One of the strides is 1.
+    """
+
+    k: LoopVar
+    a: Expr
+    weight: Buffer
+    offset: int
+    row_stride: int
+    k_stride: int
+    accumulator: Buffer
+    stores: tuple[Store, ...]
+
+    @property
+    def multiply_adds(self) -> float:
+        return _points(self) * typical(self.k.extent)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedConvKernel(Kernel):
+    """Domain (n, o, *out_spatial): the accumulator, then the stores.
+
+    `x` is over (n, c, *in_spatial) given by `x_vars`, in range only: the schedule handles padding. The weight argument `packed` is packed ahead
+    by the engine, zero-padded. `winograd`: outputs along a side of a Winograd tile, for which the weight was transformed; 0 for a direct sum.
+    """
+
+    x_vars: tuple[LoopVar, ...]
+    x: Expr
+    packed: Buffer
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    kernel: tuple[int, ...]
+    block: int  # output channels per block (vector lanes times vectors)
+    accumulator: Buffer
+    stores: tuple[Store, ...]
+    winograd: int = 0
+
+    @property
+    def multiply_adds(self) -> float:
+        return _points(self) * typical(self.x_vars[1].extent) / self.groups * math.prod(self.kernel)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FusedConvKernel(Kernel):
+    """Convolutions one after the other: each reads what the one before it stores, which nothing else does and which lies in no memory.
+
+    Each stage is a kernel of its own, with one store and, from the second on, an `x` that is one load; `domain` is that of the last.
+    """
+
+    stages: tuple[PackedConvKernel, ...]
+
+    @property
+    def multiply_adds(self) -> float:
+        return sum(stage.multiply_adds for stage in self.stages)
+
+
+def _points(kernel: Kernel) -> float:
+    return math.prod(float(typical(variable.extent)) for variable in kernel.domain)
