@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, Scalar, contiguous_strides, linear
+from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, Scalar, contiguous_strides, index_of, linear
 from torch_hybrid_backend.loops.ir import (
     AttentionOp,
     Buffer,
@@ -67,11 +67,11 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 class Frame:
-    """One domain: values of its loop variables, and memory."""
+    """One domain: values of its loop variables, which are new ones or those given, and memory."""
 
-    def __init__(self, shape: tuple[int, ...], env: Environment) -> None:
+    def __init__(self, shape: tuple[int, ...], env: Environment, variables: Sequence[LoopVar] | None = None) -> None:
         self.shape, self.env = shape, env
-        self.index = domain_vars(shape)
+        self.index = domain_vars(shape) if variables is None else tuple(map(index_of, variables))
         self.variables = {}
         for d, (index, size) in enumerate(zip(self.index, shape, strict=True)):
             if size > 1:
@@ -190,9 +190,11 @@ def evaluate(op: LoopOp, env: Environment) -> None:
         case MatMulOp(a=a, b=b):
             result = torch.matmul(_read(a, env), _read(b, env))
         case ConvOp(x=x, w=w):
-            result = _convolve(op, _read(x, env), _read(w, env))
+            size = op.out.shape[2:]
+            result = convolve(_read(x, env), _read(w, env), size, op.stride, op.padding, op.dilation, op.groups)
         case AttentionOp():
-            result = _attend(op, env)
+            q, k, v = (_read(value, env) for value in (op.q, op.k, op.v))
+            result = attend(q, k, v, None if op.mask is None else _read(op.mask, env), op.scale, op.causal)
         case _:
             raise TypeError(f"not an operation of the loops language: {op!r}")
     assert tuple(result.shape) == op.out.shape, (tuple(result.shape), op.out.shape)
@@ -202,39 +204,54 @@ def evaluate(op: LoopOp, env: Environment) -> None:
 def _reduce(op: ReduceOp, env: Environment) -> torch.Tensor:
     frame = Frame(op.domain, env)
     body = frame.expr(op.body(frame.index), None).expand(op.domain)
-    rows = body.permute(*op.kept, *op.axes).reshape(*op.out.shape, -1)
-    match op.combiner:
+    return combine(body, op.axes, op.combiner)
+
+
+def combine(body: torch.Tensor, axes: Sequence[int], combiner: str) -> torch.Tensor:
+    """A reduction over some axes."""
+    kept = [d for d in range(body.dim()) if d not in axes]
+    rows = body.permute(*kept, *axes).reshape(*(body.shape[d] for d in kept), -1)
+    match combiner:
         case "sum":
             return rows.sum(-1, dtype=rows.dtype)
         case "prod":
             return rows.prod(-1, dtype=rows.dtype)
         case "max" | "min":
-            return getattr(rows, f"a{op.combiner}")(-1)
+            return getattr(rows, f"a{combiner}")(-1)
         case "any" | "all":
             assert rows.dtype == torch.bool
-            return getattr(rows, op.combiner)(-1)
+            return getattr(rows, combiner)(-1)
         case "argmax" | "argmin":
-            return getattr(rows, op.combiner)(-1)
-    raise ValueError(f"not a combiner: {op.combiner}")
+            return getattr(rows, combiner)(-1)
+    raise ValueError(f"not a combiner: {combiner}")
 
 
-def _convolve(op: ConvOp, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def convolve(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> torch.Tensor:
+    """See `loops.ir.ConvOp`; `size`: the result's."""
     pads: list[int] = []
-    for n, k, out, s, p, d in zip(
-        x.shape[2:], w.shape[2:], op.out.shape[2:], op.stride, op.padding, op.dilation, strict=True
-    ):
+    for n, k, out, s, p, d in zip(x.shape[2:], w.shape[2:], size, stride, padding, dilation, strict=True):
         # The last dimension comes first in `pad`; the zeros after the last element follow from the output's size.
         pads = [p, (out - 1) * s + d * (k - 1) + 1 - n - p, *pads]
-    convolve = torch.conv1d if len(op.stride) == 1 else torch.conv2d
-    return convolve(torch.nn.functional.pad(x, pads), w, None, op.stride, 0, op.dilation, op.groups)
+    convolution = torch.conv1d if len(stride) == 1 else torch.conv2d
+    return convolution(torch.nn.functional.pad(x, pads), w, None, stride, 0, dilation, groups)
 
 
-def _attend(op: AttentionOp, env: Environment) -> torch.Tensor:
-    q, k, v = (_read(value, env) for value in (op.q, op.k, op.v))
-    scores = q @ k.transpose(-1, -2) * op.scale
-    if op.mask is not None:
-        scores = scores + _read(op.mask, env)
-    if op.causal:
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool
+) -> torch.Tensor:
+    """See `loops.ir.AttentionOp`."""
+    scores = q @ k.transpose(-1, -2) * scale
+    if mask is not None:
+        scores = scores + mask
+    if causal:
         rows, columns = torch.arange(scores.shape[-2])[:, None], torch.arange(scores.shape[-1])
         scores = scores.masked_fill(columns > rows, -math.inf)
     weights = torch.softmax(scores, -1)

@@ -10,6 +10,7 @@ import torch
 from loops.interpret import evaluate, trace
 from tests.partition.engines_for_tests import FakeEngine
 from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.engines.tvm.cpu.policy import POLICY
 from torch_hybrid_backend.loops.graph import LoopGraph, lower_region
 from torch_hybrid_backend.loops.ir import ConvOp, MapOp, domain_vars, loads_of
 from torch_hybrid_backend.partition.regions import partition
@@ -24,7 +25,7 @@ def lowered(fn: Fn, *inputs: torch.Tensor) -> LoopGraph:
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     tensors = {node.name: tensor for node, tensor in zip(placeholders, inputs, strict=True)}
     (segment,) = partition(module, [FakeEngine()], Config()).graph.segments
-    graph = lower_region(segment.region)
+    graph = lower_region(segment.region, POLICY)
     env = {buffer: tensors[buffer.name] for buffer in graph.inputs}
     for op in graph.ops:
         evaluate(op, env)

@@ -1,33 +1,28 @@
-"""Engines as the operator tests need them: TVM with the kernels of many graphs compiled together, and the lowerings interpreted."""
+"""Engines as the operator tests need them: with the kernels of many graphs compiled together."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from tests.loops.interpret import evaluate
+from torch_hybrid_backend.codegen.backend import KernelBackend
+from torch_hybrid_backend.codegen.engine import KernelEngine
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.region import Region
-from torch_hybrid_backend.core.verdict import Supported, Verdict
-from torch_hybrid_backend.engines.tvm.engine import TvmEngine
-from torch_hybrid_backend.loops import lowering
-from torch_hybrid_backend.loops.graph import LoopGraph, lower_region
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 from torch_hybrid_backend.store import Store
 
 DEADLINE_S = 600.0  # for the kernels of one batch
 
 
-class BatchedTvm(TvmEngine):
-    """The TVM engine; regions are compiled when one of them is first needed, all that wait together."""
+class BatchedEngine(KernelEngine):
+    """An engine whose regions are compiled when one of them is first needed, all that wait together."""
 
-    def __init__(self, store: Store, compile_threads: int) -> None:
-        super().__init__(store, compile_threads, ProgramRunner)
+    def __init__(self, backend: KernelBackend, store: Store, compile_threads: int) -> None:
+        super().__init__(backend, store, compile_threads, ProgramRunner)
         self._waiting: list[_Awaited] = []
 
     def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[CompiledRegion | Exception]:
@@ -46,7 +41,7 @@ class BatchedTvm(TvmEngine):
 class _Awaited:
     """A region that is compiled or about to be."""
 
-    def __init__(self, region: Region, engine: BatchedTvm) -> None:
+    def __init__(self, region: Region, engine: BatchedEngine) -> None:
         self.region = region
         self.made: CompiledRegion | Exception | None = None
         self._engine = engine
@@ -65,55 +60,3 @@ class _Awaited:
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return self._compiled()(inputs)
-
-
-class Interpreted:
-    """A lowered region; calling it interprets every operation."""
-
-    program = None
-
-    def __init__(self, region: Region, graph: LoopGraph) -> None:
-        self._region = region
-        self._graph = graph
-
-    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        env: dict[Any, torch.Tensor] = dict(zip(self._graph.inputs, inputs, strict=True))
-        env.update(self._graph.literals)
-        for op in self._graph.ops:
-            assert all(buffer in env for buffer in op.reads()), "an operation reads a buffer that nothing has filled"
-            evaluate(op, env)
-        return [self._output(k, env[buffer]) for k, buffer in enumerate(self._graph.outputs)]
-
-    def _output(self, position: int, tensor: torch.Tensor) -> torch.Tensor:
-        spec = self._region.outputs[position]
-        assert spec is not None
-        # Through offsets: outputs may overlap themselves (expanded ones).
-        storage = torch.empty(spec.span, dtype=spec.torch_dtype)
-        offsets = torch.arange(spec.span).as_strided(tensor.shape, tuple(map(int, spec.strides)))
-        storage[offsets.reshape(-1)] = tensor.reshape(-1)
-        return storage.as_strided(tensor.shape, tuple(map(int, spec.strides)))
-
-
-class InterpreterEngine:
-    """The loops language run by the tests' interpreter: what is wrong here is wrong in a lowering, and not in a kernel."""
-
-    name: str = "interpreter"
-
-    @functools.cached_property
-    def keep_ops(self) -> frozenset[torch._ops.OpOverload]:
-        return frozenset(lowering.table())
-
-    def available(self) -> Verdict:
-        return Supported()
-
-    def supports(self, node: torch.fx.Node) -> Verdict:
-        return lowering.supports(node)
-
-    def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[Any]:
-        results: list[Any] = []
-        for region in regions:
-            try:
-                results.append(Interpreted(region, lower_region(region)))
-            except Exception as error:
-                results.append(error)
-        return results

@@ -27,15 +27,16 @@ from unittest import mock
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from tests.operators.engines_for_tests import BatchedTvm, InterpreterEngine
+from tests.interpreter.backend import InterpreterBackend
+from tests.operators.engines_for_tests import BatchedEngine
 from tests.operators.values import copied, difference, form_difference, seed, tensors_of, widened
 from torch_hybrid_backend.backend import HybridGraph
 from torch_hybrid_backend.capture.aot import capture
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.captured import CapturedGraph
-from torch_hybrid_backend.core.engine import Engine
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.engines.eager import EagerEngine
+from torch_hybrid_backend.engines.tvm.backend import TvmBackend
 from torch_hybrid_backend.session import Session
 from torch_hybrid_backend.store import Store
 
@@ -114,9 +115,10 @@ class Bench:
         strict = self._config.with_options({"strict": True, "verify": "off"}, None)
         # Regions of views alone are worth nothing to users, and a test of views' lowerings.
         self._strict = dataclasses.replace(strict, min_region_nodes=0)
-        tvm = BatchedTvm(self._store, compilers)
-        self._tvm = tvm
-        engines: dict[str, Engine] = {"tvm": tvm, DEFAULT: tvm, "interpreter": InterpreterEngine()}
+        tvm = BatchedEngine(TvmBackend(), self._store, compilers)
+        interpreter = BatchedEngine(InterpreterBackend(), self._store, compilers)
+        engines = {"tvm": tvm, DEFAULT: tvm, "interpreter": interpreter}
+        self._engines = {engines[mode] for mode in self.modes}
         self._sessions = {mode: Session((engines[mode], EagerEngine()), self._store) for mode in self.modes}
         self._keep_ops = engines[self.modes[0]].keep_ops
 
@@ -124,7 +126,8 @@ class Bench:
         """The outcomes of each sample by mode, in order; kernels of all of them are compiled together."""
         self.dynamo_left = _MOST_THROUGH_DYNAMO
         runs = [_Run(sample, self) for sample in samples]
-        self._tvm.flush()
+        for engine in self._engines:
+            engine.flush()
         for run in runs:
             yield run.outcomes()
 

@@ -71,11 +71,14 @@ class RegionKernels:
         for kernel, artifact in zip(self.kernels, compiled, strict=True):
             if isinstance(kernel, OperatorKernel):
                 result = number(kernel.result.buffer)
-                specs[result] = TensorSpec(kernel.result.shape, kernel.result.buffer.dtype, kernel.result.strides)
-                calls.append(OperatorCall(kernel.name, tuple(map(argument, kernel.arguments)), result, kernel.title))
-                continue
-            numbered = tuple(number(a.buffer) for a in (*kernel.reads, *kernel.writes))
-            calls.append(self.backend.step(kernel, artifact, numbered))
+                operands = tuple(map(argument, kernel.arguments))
+                call: KernelCall | OperatorCall = OperatorCall(kernel.name, operands, result, kernel.title)
+            else:
+                numbered = tuple(number(a.buffer) for a in (*kernel.reads, *kernel.writes))
+                call = self.backend.step(kernel, artifact, numbered)
+            if isinstance(call, OperatorCall):
+                specs[call.result] = _logical(kernel.writes[0])
+            calls.append(call)
         read = {a.buffer for kernel in self.kernels for a in kernel.reads}
         sources = {b: position for position, b in enumerate(self.inputs)}
         literals = dict(self.literals)
@@ -89,18 +92,29 @@ class RegionKernels:
         constants += [
             PackedConstant(number(b), (), partial(_itself, tensor)) for b, tensor in self.literals if b in read
         ]
+        by_address = {n for call in calls if isinstance(call, KernelCall) for n in call.arguments}
         inputs = []
-        for buffer, region_input in zip(self.inputs, self.region.inputs, strict=True):
+        for position, (buffer, region_input) in enumerate(zip(self.inputs, self.region.inputs, strict=True)):
             if buffer not in read:
                 inputs.append(-1)
                 continue
             assert region_input.spec is not None
-            position = number(buffer)
-            specs[position] = region_input.spec
-            inputs.append(position)
+            own = number(buffer)
+            if buffer.constant and own not in by_address:
+                # Plans know of a parameter but its address. Operators, which take tensors, read a copy.
+                specs[own] = replace(region_input.spec, strides=contiguous(buffer.shape).strides)
+                constants.append(PackedConstant(own, (position,), _copied))
+                inputs.append(-1)
+            else:
+                specs[own] = region_input.spec
+                inputs.append(own)
         outputs = tuple(number(b) for b in self.outputs)
         signature = tuple(i.spec if i.spec is not None else i.size for i in self.region.inputs)
         return Program(tuple(specs), tuple(inputs), outputs, tuple(constants), tuple(calls), signature)
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
@@ -111,9 +125,15 @@ def _physical(buffer: Buffer, layout: Layout) -> TensorSpec:
     return TensorSpec((layout.span(buffer.shape),), buffer.dtype, (1,))
 
 
+def _logical(argument: Argument) -> TensorSpec:
+    """The form of what an operator returns: a tensor, where kernels write plain memory."""
+    assert isinstance(argument.layout, Strided)
+    return TensorSpec(argument.buffer.shape, argument.buffer.dtype, argument.layout.strides)
+
+
 def assemble(region: Region, backend: KernelBackend) -> RegionKernels:
     """The kernels of a region; raises loops.lowering.Refuse where an operator is not taken."""
-    lowered = lower_region(region)
+    lowered = lower_region(region, backend.policy)
     fixed: dict[Buffer, Layout] = {}
     for buffer, region_input in zip(lowered.inputs, region.inputs, strict=True):
         if region_input.spec is None:
@@ -125,7 +145,7 @@ def assemble(region: Region, backend: KernelBackend) -> RegionKernels:
     for buffer, _ in lowered.literals:
         fixed[buffer] = contiguous(buffer.shape)
     prepared = backend.operands(lowered, fixed)
-    groups = fuse(prepared.graph)
+    groups = fuse(prepared.graph, backend.policy)
     fixed.update((buffer, contiguous(buffer.shape)) for buffer in prepared.row_major)
     layouts = backend.layouts(groups, fixed)
     needed = needed_outside(groups, lowered.outputs)

@@ -25,6 +25,7 @@ from torch_hybrid_backend.loops.graph import LoopGraph
 from torch_hybrid_backend.loops.ir import Buffer
 from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.loops.layout import Layout, contiguous
+from torch_hybrid_backend.loops.policy import FusionPolicy
 
 
 class KernelBackend(Protocol):
@@ -44,6 +45,9 @@ class KernelBackend(Protocol):
 
     @property
     def compiler(self) -> KernelCompilerModule: ...
+
+    @property
+    def policy(self) -> FusionPolicy: ...
 
     def available(self) -> Verdict:
         """Whether kernels can be compiled and run in this installation; a refusal says what to install."""
@@ -73,7 +77,8 @@ class KernelBackend(Protocol):
         ...
 
     def step(self, kernel: Kernel, artifact: Artifact, arguments: tuple[int, ...]) -> KernelCall | OperatorCall:
-        """The step of a program that runs the kernel. `arguments`: the numbers of its buffers, those it reads first, then those it writes."""
+        """The step of a program that runs the kernel. `arguments`: the numbers of its buffers, those it reads first, then those it
+        writes. An operator writes one."""
         ...
 
 

@@ -36,12 +36,8 @@ from torch_hybrid_backend.loops.ir import (
     loads_of,
     parts,
 )
+from torch_hybrid_backend.loops.policy import FusionPolicy
 from torch_hybrid_backend.sizes.size import Dim, product, typical
-
-MAX_MEMBERS = 16
-MAX_READS = 12
-# Fewer rows than this leave cores idle when a whole row belongs to one task; small tensors are not worth a second kernel.
-MIN_ROWS, SMALL_NUMEL = 8, 16_384
 
 _ANCHORS = ((MatMulOp, "matmul"), (ConvOp, "conv"), (AttentionOp, "attention"))
 
@@ -101,14 +97,14 @@ class Group:
         return list(found)
 
 
-def fuse(graph: LoopGraph) -> list[Group]:
+def fuse(graph: LoopGraph, policy: FusionPolicy) -> list[Group]:
     """Groups in execution order; together they perform every operation of the graph exactly once."""
     groups: list[Group] = []
     producer: dict[Buffer, Group] = {}
     readers: dict[Buffer, list[Group]] = {}
     for position, op in enumerate(graph.ops):
         reads = op.reads()
-        group = _join(op, reads, producer, readers)
+        group = _join(op, reads, producer, readers, policy)
         if group is None:
             group = _new_group(op, reads)
             groups.append(group)
@@ -147,7 +143,11 @@ def _new_group(op: LoopOp, reads: Sequence[Buffer]) -> Group:
 
 
 def _join(
-    op: LoopOp, reads: Sequence[Buffer], producer: dict[Buffer, Group], readers: dict[Buffer, list[Group]]
+    op: LoopOp,
+    reads: Sequence[Buffer],
+    producer: dict[Buffer, Group],
+    readers: dict[Buffer, list[Group]],
+    policy: FusionPolicy,
 ) -> Group | tuple[Group, Group] | None:
     """The group that took `op`, (old, new) where a group had to be rebuilt, or None."""
     if not isinstance(op, (MapOp, ReduceOp)):
@@ -160,12 +160,14 @@ def _join(
             if group not in vertical and group.kind in ("map", "row") and group not in candidates:
                 candidates.append(group)
     for group in candidates:
-        if group.closed or len(group.members) >= MAX_MEMBERS or _outside_reads(group, reads) > MAX_READS:
+        if group.closed or len(group.members) >= policy.max_members:
+            continue
+        if _outside_reads(group, reads) > policy.max_reads:
             continue
         if isinstance(op, ReduceOp):
-            if (joined := _join_reduce(group, op, reads)) is not None:
+            if (joined := _join_reduce(group, op, reads, policy)) is not None:
                 return joined
-        elif (member := _express(group, op, reads)) is not None:
+        elif (member := _express(group, op, reads, policy)) is not None:
             group.members.append(member)
             return group
     return None
@@ -176,7 +178,9 @@ def _outside_reads(group: Group, reads: Sequence[Buffer]) -> int:
     return len(set(group.reads()) | set(reads) - own)
 
 
-def _join_reduce(group: Group, op: ReduceOp, reads: Sequence[Buffer]) -> Group | tuple[Group, Group] | None:
+def _join_reduce(
+    group: Group, op: ReduceOp, reads: Sequence[Buffer], policy: FusionPolicy
+) -> Group | tuple[Group, Group] | None:
     if group.kind == "row" and group.shape == op.domain and group.axes == op.axes:
         expr = op.body(group.point)
         if _consistent(group, expr):
@@ -187,11 +191,11 @@ def _join_reduce(group: Group, op: ReduceOp, reads: Sequence[Buffer]) -> Group |
         return None
     # The elementwise group becomes the prologue of a row group over the reduction's domain.
     rebuilt = Group("row", op.domain, tuple(LoopVar(f"i{d}", n) for d, n in enumerate(op.domain)), op.axes)
-    if not _worth_rows(rebuilt):
+    if not _worth_rows(rebuilt, policy):
         return None
     for member in group.members:
         assert isinstance(member.op, MapOp)
-        moved = _express(rebuilt, member.op, member.reads)
+        moved = _express(rebuilt, member.op, member.reads, policy)
         if moved is None or moved.role != "full":
             return None
         rebuilt.members.append(moved)
@@ -202,18 +206,19 @@ def _join_reduce(group: Group, op: ReduceOp, reads: Sequence[Buffer]) -> Group |
     return group, rebuilt
 
 
-def _worth_rows(group: Group) -> bool:
-    return typical(product(group.kept_shape)) >= MIN_ROWS or typical(product(group.shape)) <= SMALL_NUMEL
+def _worth_rows(group: Group, policy: FusionPolicy) -> bool:
+    rows, elements = typical(product(group.kept_shape)), typical(product(group.shape))
+    return rows >= policy.min_rows or elements <= policy.small_elements
 
 
-def _express(group: Group, op: MapOp, reads: Sequence[Buffer]) -> Member | None:
+def _express(group: Group, op: MapOp, reads: Sequence[Buffer], policy: FusionPolicy) -> Member | None:
     """`op` over the group's variables, or None where it does not fit."""
     numel = product(op.out.shape)
     full, rows = product(group.shape), product(group.kept_shape)
     if numel not in (full, rows) or (group.kind != "row" and numel != full):
         return None
     role = "full" if numel == full else "scalar"
-    if role == "full" and group.kind == "row" and not _worth_rows(group):
+    if role == "full" and group.kind == "row" and not _worth_rows(group, policy):
         return None
     for index in _own_indices(group, op, role):
         expr = op.value.at(index)

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.fx
 
-from torch_hybrid_backend.core.limits import MOST_CHANNELS_TOGETHER
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import dim
 from torch_hybrid_backend.loops.index import LoopVar, contiguous_strides, linear
@@ -38,6 +37,7 @@ from torch_hybrid_backend.loops.ir import (
     loads_of,
 )
 from torch_hybrid_backend.loops.lowering import Context, lower_node
+from torch_hybrid_backend.loops.policy import FusionPolicy
 from torch_hybrid_backend.sizes.size import product, typical
 
 aten = torch.ops.aten
@@ -76,8 +76,6 @@ _WINDOWS = frozenset(
     )
 )
 _CONCATENATIONS = frozenset((aten.cat.default, aten.stack.default))
-MAX_INLINE_CALLS = 160  # scalar operations; longer expressions cost more to print and compile than a pass over memory
-MAX_INLINE_LOADS = 12
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,14 +91,15 @@ class LoopGraph:
     ops: tuple[LoopOp, ...]
 
 
-def lower_region(region: Region) -> LoopGraph:
+def lower_region(region: Region, policy: FusionPolicy) -> LoopGraph:
     """Lower a region whose every node has a lowering; raises lowering.Refuse where one has not."""
-    return _Lowerer(region).run()
+    return _Lowerer(region, policy).run()
 
 
 class _Lowerer:
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: Region, policy: FusionPolicy) -> None:
         self._region = region
+        self._policy = policy
         self._ops: list[LoopOp] = []
         self._ctx = Context(self._emit)
         self._convolved: set[Buffer] = set()  # what convolutions write
@@ -195,9 +194,9 @@ class _Lowerer:
             return False
         shift = load.index[1] - index[1]
         in_place = (load.index[0], *load.index[2:]) == (index[0], *index[2:])
-        return (
-            in_place and not shift.terms and isinstance(shift.const, int) and shift.const % MOST_CHANNELS_TOGETHER == 0
-        )
+        if not in_place or shift.terms or not isinstance(shift.const, int):
+            return False
+        return shift.const % self._policy.channel_block == 0
 
     def _rows(self, value: Value) -> Value:
         """The left operand of a matmul, copied unless its rows are contiguous in k."""
@@ -219,7 +218,7 @@ class _Lowerer:
             return
         expr = value.at(domain_vars(value.shape))
         calls = count_calls(expr)
-        if calls > MAX_INLINE_CALLS or len(loads_of(expr)) > MAX_INLINE_LOADS:
+        if calls > self._policy.max_inline_calls or len(loads_of(expr)) > self._policy.max_inline_loads:
             self._realize(value)
             return
         if calls == 0:

@@ -20,6 +20,7 @@ from torch_hybrid_backend.engines.tvm.cpu.alternatives import alternatives
 from torch_hybrid_backend.engines.tvm.cpu.convolution_fusion import join_chains
 from torch_hybrid_backend.engines.tvm.cpu.layouts import blocked_layouts
 from torch_hybrid_backend.engines.tvm.cpu.operands import packed_kernel, packed_operands
+from torch_hybrid_backend.engines.tvm.cpu.policy import POLICY
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tir import compiler
 from torch_hybrid_backend.loops.fusion import Group
@@ -27,6 +28,7 @@ from torch_hybrid_backend.loops.graph import LoopGraph
 from torch_hybrid_backend.loops.ir import Buffer
 from torch_hybrid_backend.loops.kernels import Kernel, kernel_sizes
 from torch_hybrid_backend.loops.layout import Layout
+from torch_hybrid_backend.loops.policy import FusionPolicy
 from torch_hybrid_backend.sizes.size import symbol
 
 
@@ -36,6 +38,7 @@ class TvmBackend:
     name: str = "tvm"
     device: Device = CPU
     compiler: KernelCompilerModule = compiler
+    policy: FusionPolicy = POLICY
 
     def __init__(self, target: Target | None = None) -> None:
         self._target = target

@@ -1,0 +1,23 @@
+"""The one line that makes the interpreter an engine, and a cache of its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.compiling import fresh_dynamo, kernel_cache
+from tests.interpreter.backend import InterpreterBackend
+from torch_hybrid_backend import session
+from torch_hybrid_backend.codegen.engine import KernelEngine
+from torch_hybrid_backend.runtime.program_runner import ProgramRunner
+
+__all__ = ["fresh_dynamo", "kernel_cache"]
+
+INTERPRETER = ("interpreter", lambda config, store: KernelEngine(InterpreterBackend(), store, 2, ProgramRunner))
+
+
+@pytest.fixture
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`backend="hybrid"` has the interpreter in place of TVM; what fails raises."""
+    monkeypatch.setattr(session, "ENGINES", (INTERPRETER, *session.ENGINES[-1:]))
+    monkeypatch.setattr(session, "_sessions", {})
+    monkeypatch.setenv("HYBRID_STRICT", "1")

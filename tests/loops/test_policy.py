@@ -1,0 +1,97 @@
+"""Each limit of a fusion policy decides, where it stands alone, what is fused."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.partition.engines_for_tests import FakeEngine, trace
+from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.loops.fusion import fuse
+from torch_hybrid_backend.loops.graph import LoopGraph, lower_region
+from torch_hybrid_backend.loops.ir import ConvOp, Map
+from torch_hybrid_backend.loops.policy import FusionPolicy
+from torch_hybrid_backend.partition.regions import partition
+
+aten = torch.ops.aten
+GENEROUS = FusionPolicy(
+    max_inline_calls=1000,
+    max_inline_loads=1000,
+    max_members=1000,
+    max_reads=1000,
+    min_rows=1,
+    small_elements=0,
+    channel_block=1,
+)
+
+
+def _graph(fn: Callable[..., torch.Tensor], policy: FusionPolicy, *inputs: torch.Tensor) -> LoopGraph:
+    (segment,) = partition(trace(fn, *inputs), [FakeEngine()], Config()).graph.segments
+    return lower_region(segment.region, policy)
+
+
+def _chain(x: torch.Tensor) -> torch.Tensor:
+    for _ in range(6):
+        x = aten.tanh.default(aten.exp.default(x))
+    return x
+
+
+def _sum(*inputs: torch.Tensor) -> torch.Tensor:
+    total = inputs[0]
+    for other in inputs[1:]:
+        total = aten.add.Tensor(total, other)
+    return total
+
+
+@pytest.mark.parametrize(
+    ("fn", "count", "limits"),
+    [(_chain, 1, {"max_inline_calls": 5}), (_sum, 6, {"max_inline_loads": 3})],
+    ids=["calls", "loads"],
+)
+def test_long_expressions_get_memory(fn: Callable[..., torch.Tensor], count: int, limits: dict[str, int]) -> None:
+    """A value with more operations, or more loads, than the limit is an operation of its own."""
+    inputs = [torch.randn(3, 5) for _ in range(count)]
+    assert len(_graph(fn, GENEROUS, *inputs).ops) == 1
+    assert len(_graph(fn, dataclasses.replace(GENEROUS, **limits), *inputs).ops) > 1
+
+
+@pytest.mark.parametrize("limits", [{"max_members": 1}, {"max_reads": 1}])
+def test_groups_are_limited(limits: dict[str, int]) -> None:
+    """In how many operations they have, and in how many buffers they read."""
+
+    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return aten.sum.dim_IntList(aten.mul.Tensor(aten.softmax.int(x, -1), y), [1])
+
+    graph = _graph(fn, GENEROUS, torch.randn(9, 5), torch.randn(9, 5))
+    assert len(fuse(graph, GENEROUS)) == 1
+    assert len(fuse(graph, dataclasses.replace(GENEROUS, **limits))) > 1
+
+
+@pytest.mark.parametrize(
+    ("limits", "joins"),
+    [({"min_rows": 4}, True), ({"min_rows": 5}, False), ({"min_rows": 5, "small_elements": 24}, True)],
+)
+def test_rows_join_where_they_are_many_or_small(limits: dict[str, int], joins: bool) -> None:
+    """Four rows of six: what is computed from a sum of each joins it for that many rows, or that few elements."""
+    policy = dataclasses.replace(GENEROUS, **limits)
+    graph = _graph(lambda x: aten.div.Tensor(x, aten.sum.dim_IntList(x, [1], True)), policy, torch.randn(4, 6))
+    assert len(fuse(graph, policy)) == (1 if joins else 2)
+
+
+@pytest.mark.parametrize(("block", "in_place"), [(4, True), (8, False)])
+def test_channels_are_read_in_place_from_whole_blocks(block: int, in_place: bool) -> None:
+    """The second convolution reads the channels from the fourth on of what the first one writes."""
+
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        def convolution(x: torch.Tensor) -> torch.Tensor:
+            return aten.convolution.default(x, w, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+
+        return convolution(aten.slice.Tensor(convolution(x), 1, 4, 8))
+
+    policy = dataclasses.replace(GENEROUS, channel_block=block)
+    graph = _graph(fn, policy, torch.randn(1, 4, 5, 5), torch.randn(8, 4, 1, 1))
+    second = [op for op in graph.ops if isinstance(op, ConvOp)][-1]
+    assert isinstance(second.x, Map) == in_place

@@ -1,0 +1,16 @@
+"""Limits of inlining and fusion for kernels of a processor."""
+
+from __future__ import annotations
+
+from torch_hybrid_backend.core.limits import MOST_CHANNELS_TOGETHER
+from torch_hybrid_backend.loops.policy import FusionPolicy
+
+POLICY = FusionPolicy(
+    max_inline_calls=160,  # longer expressions cost more to print and compile than a pass over memory
+    max_inline_loads=12,
+    max_members=16,
+    max_reads=12,
+    min_rows=8,  # fewer leave cores idle when a whole row belongs to one task
+    small_elements=16_384,  # not worth a second kernel
+    channel_block=MOST_CHANNELS_TOGETHER,
+)
