@@ -126,7 +126,7 @@ def _parts(target: str) -> tuple[str, str]:
     """Module or script, and the name in it, of "module:name" or "path/script.py:name"."""
     place, separator, name = target.rpartition(":")
     if not separator or not place or (place.startswith(".") and not place.endswith(".py")) or not name:
-        raise ConfigError(f"{target!r} names no factory; legal is module:factory or script.py:factory")
+        raise ConfigError(f"{target!r} names no factory; it must be module:factory or script.py:factory")
     return place, name
 
 
@@ -140,7 +140,7 @@ def _made(target: str, made: object) -> tuple[Callable[..., Any], Sequence[Any],
     kinds = ", ".join(type(part).__name__ for part in made) if isinstance(made, tuple) else ""
     found = f"({kinds})" if kinds else type(made).__name__
     raise ConfigError(
-        f"{target} returned {found}; legal is (model, args) or (model, args, kwargs), args a tuple, kwargs a dict"
+        f"{target} returned {found}; it must return (model, args) or (model, args, kwargs), args a tuple, kwargs a dict"
     )
 
 
