@@ -45,7 +45,8 @@ the backend and compared with eager:
 Each sample runs twice: through the Python executor and through the C++ plan. There are two modes:
 
 - **Forced**: the engine runs every operator that it does not refuse, even where that is slower. The accuracy check is off, and failures raise.
-- **Default**: the backend as users have it, but placed by estimate instead of timing. Of dtypes other than float32 it runs two samples of each task.
+- **Default**: the backend as users have it, but placed by estimate instead of timing. Of dtypes other than float32 it runs two samples of
+  each task.
 
 "backward" and "train" also compare gradients. "strided" uses inputs whose elements are spread in memory. Modules go through Dynamo, and so
 does the first float32 sample of each operator; AOTAutograd traces the other samples of operators directly.
