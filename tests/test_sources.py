@@ -8,18 +8,20 @@ from pathlib import Path
 
 import pytest
 
+from tests.services_for_tests import services
 from tests.test_layers import PACKAGE, imports_of, room_of
 from torch_hybrid_backend import session, sources
 from torch_hybrid_backend.capture.cache import aot_cache
 from torch_hybrid_backend.codegen.compiler import compiler_version
+from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.engines.tvm.engine import TvmEngine
 from torch_hybrid_backend.engines.tvm.tir import compiler
-from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 from torch_hybrid_backend.sources import read_sources_version, sources_version
-from torch_hybrid_backend.store import Store
 
-# Utilities that may be edited freely: they say how something is kept, shown or refused, not what.
-_DECIDE_NOTHING = {"errors", "progress", "store", "sources", "__version__"}
+# Utilities that may be edited freely: they say how something is kept, shown, chosen or refused, not what. What decides of the settings and the
+# processor is in keys by its value.
+_DECIDE_NOTHING = {"config", "errors", "machine", "progress", "services", "store", "sources", "__version__"}
 _PARTS = {"kernels": compiler.SOURCES, "kept graphs": aot_cache.SOURCES}
 
 
@@ -91,5 +93,5 @@ def test_nothing_that_decides_is_left_out(parts: Sequence[str]) -> None:
 def test_what_is_kept_is_kept_under_these_versions() -> None:
     """The keys of kernels, of kept graphs and of timings hold them."""
     assert sources_version(*compiler.SOURCES) in compiler_version(compiler)
-    assert compiler_version(compiler) in TvmEngine(Store.temporary(), 1, ProgramRunner).version
+    assert compiler_version(compiler) in TvmEngine(Config(), services()).version(CPU)
     assert sources_version(*aot_cache.SOURCES) in aot_cache._versions()

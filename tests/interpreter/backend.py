@@ -58,6 +58,9 @@ class InterpreterBackend:
     def available(self) -> Verdict:
         return Supported()
 
+    def describe(self) -> Sequence[tuple[str, str]]:
+        return ()
+
     def operands(self, graph: LoopGraph, layouts: Mapping[Buffer, Layout]) -> Prepared:
         return Prepared(graph)
 

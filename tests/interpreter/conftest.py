@@ -8,11 +8,10 @@ from tests.compiling import fresh_dynamo, kernel_cache
 from tests.interpreter.backend import InterpreterBackend
 from torch_hybrid_backend import session
 from torch_hybrid_backend.codegen.engine import KernelEngine
-from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 
 __all__ = ["fresh_dynamo", "kernel_cache"]
 
-INTERPRETER = ("interpreter", lambda config, store: KernelEngine(InterpreterBackend(), store, 2, ProgramRunner))
+INTERPRETER = ("interpreter", lambda config, services: KernelEngine(InterpreterBackend(), config, services))
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ import torch
 
 from torch_hybrid_backend.codegen.backend import KernelBackend
 from torch_hybrid_backend.codegen.engine import KernelEngine
+from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline
-from torch_hybrid_backend.core.engine import CompiledRegion
+from torch_hybrid_backend.core.engine import CompiledRegion, CompiledRegionBase
 from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.region import Region
-from torch_hybrid_backend.runtime.program_runner import ProgramRunner
-from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.services import Services
 
 DEADLINE_S = 600.0  # for the kernels of one batch
 
@@ -21,8 +21,8 @@ DEADLINE_S = 600.0  # for the kernels of one batch
 class BatchedEngine(KernelEngine):
     """An engine whose regions are compiled when one of them is first needed, all that wait together."""
 
-    def __init__(self, backend: KernelBackend, store: Store, compile_threads: int) -> None:
-        super().__init__(backend, store, compile_threads, ProgramRunner)
+    def __init__(self, backend: KernelBackend, config: Config, services: Services) -> None:
+        super().__init__(backend, config, services)
         self._waiting: list[_Awaited] = []
 
     def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[CompiledRegion | Exception]:
@@ -38,7 +38,7 @@ class BatchedEngine(KernelEngine):
             awaited.made = made
 
 
-class _Awaited:
+class _Awaited(CompiledRegionBase):
     """A region that is compiled or about to be."""
 
     def __init__(self, region: Region, engine: BatchedEngine) -> None:
@@ -55,7 +55,7 @@ class _Awaited:
         return self.made
 
     @property
-    def program(self) -> Program | None:
+    def program(self) -> Program | None:  # type: ignore[override]
         return self._compiled().program
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

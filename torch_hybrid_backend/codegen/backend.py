@@ -53,6 +53,10 @@ class KernelBackend(Protocol):
         """Whether kernels can be compiled and run in this installation; a refusal says what to install."""
         ...
 
+    def describe(self) -> Sequence[tuple[str, str]]:
+        """What `hybrid doctor` prints of it: names and values."""
+        ...
+
     def operands(self, graph: LoopGraph, layouts: Mapping[Buffer, Layout]) -> Prepared:
         """The graph with the operands of matmuls and convolutions as the kernels want them; `Prepared(graph)` where they are fine.
 

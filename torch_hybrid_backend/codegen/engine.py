@@ -10,7 +10,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,9 +26,6 @@ from torch_hybrid_backend.codegen.search import (
     LEAST_WORK,
     Candidates,
     Options,
-    ProgramCall,
-    RunProgram,
-    Verdicts,
     compiled_variant,
     limit,
     program_of,
@@ -37,15 +34,17 @@ from torch_hybrid_backend.codegen.search import (
 from torch_hybrid_backend.codegen.tune import try_next_variant, tune
 from torch_hybrid_backend.codegen.variants import variants
 from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
+from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline
-from torch_hybrid_backend.core.engine import CompiledRegion
+from torch_hybrid_backend.core.device import Device
+from torch_hybrid_backend.core.engine import CompiledRegion, EngineBase, ProgramCall
 from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Verdict
 from torch_hybrid_backend.errors import CompileError
 from torch_hybrid_backend.loops import lowering
 from torch_hybrid_backend.loops.kernels import Kernel, kernel_sizes
-from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.services import Services
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +52,7 @@ log = logging.getLogger(__name__)
 _OPERATORS_PER_KERNEL = 4  # about: fused, and equal ones once
 # Of a kernel that are tried where it is not tuned, the one in use included; a third is worth 0.8 % at most (docs/performance.md).
 _VARIANTS = 2
+_TIMINGS = "variants"  # their kind in the cache of timings
 # For compiling one variant of every kernel while tuning, which no deadline ends: a compiler that hangs must not hold it up for ever.
 _TUNING_ROUND_S = 600.0
 
@@ -75,14 +75,13 @@ class _Assembled:
 
 @dataclass(slots=True)
 class KernelRegion:
-    """A region as a program of kernels; `run` executes it from Python. `options`: the variants of each kernel. `deadline`: its graph's."""
+    """A region as a program of kernels; `run` executes it from Python. `options`: the variants of each kernel."""
 
     program: Program
     run: ProgramCall
     kernels: RegionKernels
     options: tuple[Options, ...]
     engine: KernelEngine
-    deadline: Deadline
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return self.run(inputs)
@@ -91,62 +90,45 @@ class KernelRegion:
         """Free what running from Python holds (packed constants); a later call makes it again."""
         self.run.release()
 
-    def refine(self, inputs: Sequence[torch.Tensor], budget_s: float) -> KernelRegion:
+    def refine(self, inputs: Sequence[torch.Tensor], budget_s: float, deadline: Deadline) -> KernelRegion:
         """The region with the fastest variants of its kernels, timed on `inputs` for about `budget_s` seconds; those that would have to be
         compiled after the deadline are left out. Under `placement=tune` all are timed, however long that takes."""
         if not any(option.is_open or option.untried for option in self.options):
             return self
-        return self.engine.refined(self, inputs, budget_s)
+        return self.engine.refined(self, inputs, budget_s, deadline)
 
-    def exact(self) -> KernelRegion | None:
+    def exact(self, deadline: Deadline) -> KernelRegion | None:
         """The region with the variants only that round as its kernels do; None where it has no others. Compiles what is missing of them; raises
         CompileError where that fails, DeadlineError where there is no time left for it."""
         if all(option.chosen.variant.is_exact for option in self.options):
             return None
-        return self.engine.exact(self)
+        return self.engine.exact(self, deadline)
 
 
-class KernelEngine:
+class KernelEngine(EngineBase):
     """Compiles regions to kernels of a backend. Owns its kernel compiler processes, which start with the first compilation."""
 
-    keeps_deadline = True
+    keeps_deadline: bool = True
 
-    def __init__(
-        self,
-        backend: KernelBackend,
-        store: Store,
-        compile_threads: int,
-        run_program: RunProgram,
-        placement: str = "estimate",
-        machine: Callable[[], str] = lambda: "",
-        progress: bool = False,
-    ) -> None:
-        """placement: the setting; it decides how many variants of each kernel are tried. machine: what timings depend on, as a text.
-        progress: tell how far tuning is, on standard error."""
+    def __init__(self, backend: KernelBackend, config: Config, services: Services) -> None:
+        """The setting `placement` decides how many variants of each kernel are tried."""
         self._backend = backend
-        self._store = store
-        self._compiler = _compiler(backend.compiler, compile_threads)
-        self._run_program = run_program
-        self._placement = placement
-        self._machine = machine
-        self._progress = progress
+        self._services = services
+        self._placement = config.placement
+        self._compiler = _compiler(backend.compiler, config.compile_threads)
+        self.name = backend.name
+        self.devices = frozenset({backend.device.type})
+        self.keep_ops = frozenset(lowering.table())  # what has a lowering of its own is wanted whole
 
-    @property
-    def name(self) -> str:
-        return self._backend.name
-
-    @property
-    def keep_ops(self) -> frozenset[torch._ops.OpOverload]:
-        """Operators with a lowering of their own are wanted whole."""
-        return frozenset(lowering.table())
-
-    @property
-    def version(self) -> str:
+    def version(self, device: Device) -> str:
         """What timings of this engine's kernels depend on: its compiler, with the sources, and the target."""
         return f"{compiler_version(self._backend.compiler)} {self._backend.target.fingerprint}"
 
     def available(self) -> Verdict:
         return self._backend.available()
+
+    def describe(self) -> Sequence[tuple[str, str]]:
+        return self._backend.describe()
 
     def prepare(self, operators: int) -> None:
         """Start the kernel compiler for a graph of so many operators, without waiting for it: loading a compiler takes a second."""
@@ -164,59 +146,59 @@ class KernelEngine:
             limit([each for item in ready for each in item.candidates])
         kernels = [k for item in ready for each in item.candidates for v in each.variants for k in v.kernels]
         made = iter(self.built(kernels, deadline))
-        results = [self._compiled(item, made, deadline) if isinstance(item, _Assembled) else item for item in assembled]
+        results = [self._compiled(item, made) if isinstance(item, _Assembled) else item for item in assembled]
         log.info("%d regions, %d kernels in %.2f s", len(regions), len(kernels), time.monotonic() - start)
         return results
 
-    def _compiled(
-        self, assembled: _Assembled, compiled: Iterator[Artifact | Exception], deadline: Deadline
-    ) -> CompiledRegion | Exception:
+    def _compiled(self, assembled: _Assembled, compiled: Iterator[Artifact | Exception]) -> CompiledRegion | Exception:
         """The region, given its kernels in the order of its candidates and their variants."""
         options = [
             Options.of(each, [[next(compiled) for _ in variant.kernels] for variant in each.variants])
             for each in assembled.candidates
         ]
         failed = next((option for option in options if isinstance(option, Exception)), None)
-        return failed or self._region(assembled.kernels, [o for o in options if isinstance(o, Options)], deadline)
+        return failed or self._region(assembled.kernels, [o for o in options if isinstance(o, Options)])
 
-    def _region(self, kernels: RegionKernels, options: Sequence[Options], deadline: Deadline) -> KernelRegion:
+    def _region(self, kernels: RegionKernels, options: Sequence[Options]) -> KernelRegion:
         """A region with the chosen variants."""
         program = program_of(kernels, [option.chosen for option in options])
-        return KernelRegion(program, self._run_program(program), kernels, tuple(options), self, deadline)
+        return KernelRegion(program, self._services.run_program(program), kernels, tuple(options), self)
 
-    def refined(self, region: KernelRegion, inputs: Sequence[torch.Tensor], budget_s: float) -> KernelRegion:
+    def refined(
+        self, region: KernelRegion, inputs: Sequence[torch.Tensor], budget_s: float, deadline: Deadline
+    ) -> KernelRegion:
         """See `KernelRegion.refine`. What was found out is kept."""
         start = time.monotonic()
         region.release()
-        verdicts = self._verdicts()
+        run_program = self._services.run_program
         if self._placement == "tune":
             options = tune(
                 region.kernels,
                 region.options,
                 lambda kernels: self.built(kernels, Deadline(_TUNING_ROUND_S)),
-                self._run_program,
+                run_program,
                 inputs,
-                verdicts,
-                progress_shown=self._progress,
+                self._keep_times,
+                self._services.progress,
             )
-            return self._region(region.kernels, options, region.deadline)
-        found = search(region.kernels, region.options, self._run_program, inputs, budget_s)
+            return self._region(region.kernels, options)
+        found = search(region.kernels, region.options, run_program, inputs, budget_s)
         options = [option.decided(found.get(option.key, {})) for option in region.options]
-        if not region.deadline.is_over():
+        if not deadline.is_over():
             options = probe_libraries(options, self._backend.device)
             if any(option.untried for option in options):
-                compile_more = functools.partial(self.built, deadline=region.deadline)
-                options = try_next_variant(region.kernels, options, compile_more, self._run_program, inputs)
+                compile_more = functools.partial(self.built, deadline=deadline)
+                options = try_next_variant(region.kernels, options, compile_more, run_program, inputs)
         before = {option.key: option.times for option in region.options}
         for option in {option.key: option for option in options if option.times != before[option.key]}.values():
-            verdicts.put(option.key, option.times)
+            self._keep_times(option.key, option.times)
         log.info("variants of %d kernels timed in %.2f s", len(found), time.monotonic() - start)
-        return self._region(region.kernels, options, region.deadline)
+        return self._region(region.kernels, options)
 
-    def exact(self, region: KernelRegion) -> KernelRegion:
+    def exact(self, region: KernelRegion, deadline: Deadline) -> KernelRegion:
         """See `KernelRegion.exact`."""
         kernels = [k for option in region.options if option.missing for k in option.missing.kernels]
-        made = iter(self.built(kernels, region.deadline))
+        made = iter(self.built(kernels, deadline))
         options = []
         for option in region.options:
             missing = option.missing
@@ -224,20 +206,25 @@ class KernelEngine:
             if isinstance(found, Exception):
                 raise found
             options.append(option.with_exact(found))
-        return self._region(region.kernels, options, region.deadline)
+        return self._region(region.kernels, options)
 
     def built(self, kernels: Sequence[Kernel], deadline: Deadline) -> list[Artifact | Exception]:
         """See `compile_kernels`; in what is left of the deadline, and at its expense."""
         with deadline.running():
-            return compile_kernels(kernels, self._backend.target, self._compiler, self._store, deadline.left_s())
+            return compile_kernels(
+                kernels, self._backend.target, self._compiler, self._services.store, deadline.left_s()
+            )
 
-    def _verdicts(self) -> Verdicts:
-        return Verdicts(self._store, self._machine())
+    def _times(self, kernel_key: str) -> Mapping[str, float]:
+        """Microseconds by the name of the variant, infinity for one that cannot run; empty where the kernel was never timed."""
+        return self._services.timings.get(_TIMINGS, kernel_key, self._backend.device)
+
+    def _keep_times(self, kernel_key: str, times: Mapping[str, float]) -> None:
+        self._services.timings.put(_TIMINGS, kernel_key, self._backend.device, times)
 
     def _candidates(self, region: RegionKernels) -> tuple[Candidates, ...]:
         """What to compile of each kernel: the variant known to be fastest, or those to find out about."""
         constants = {packed.buffer: packed for packed in region.packed}
-        verdicts = self._verdicts()
         result = []
         for kernel in region.kernels:
             found = variants(kernel, self._backend.alternatives(kernel, constants))
@@ -248,7 +235,7 @@ class KernelEngine:
             key = kernel_key(kernel, self._backend.target, self._backend.compiler)
             tuned = self._placement == "tune" and kernel.multiply_adds >= LEAST_WORK
             result.append(
-                Candidates.of(key, found, verdicts.get(key), kernel.multiply_adds, most=_VARIANTS, tuned=tuned)
+                Candidates.of(key, found, self._times(key), kernel.multiply_adds, most=_VARIANTS, tuned=tuned)
             )
         return tuple(result)
 

@@ -17,11 +17,13 @@ from tests.engines.tvm.kernels_for_tests import every_kind
 from tests.engines.tvm.programs_for_keys import DTYPES, Operation, Program, changes, programs
 from torch_hybrid_backend.codegen.assemble import assemble
 from torch_hybrid_backend.codegen.kernel_key import kernel_key
+from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.engines.tvm.backend import TvmBackend
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tir import compiler
-from torch_hybrid_backend.partition.cost_cache import VerdictCache
+from torch_hybrid_backend.partition.placement import timing_key
 from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.timing_cache import TimingCache
 
 pytest.importorskip("tvm")
 
@@ -143,7 +145,7 @@ def test_timings(one: Any, two: Any) -> None:
     """Timings are kept under a key of their region, contenders, versions and machine, and of no other, however those are spelled."""
 
     def key(region: str, contenders: dict[str, str], machine: str) -> str:
-        return VerdictCache(STORE, machine)._key(region, contenders)
+        return TimingCache(STORE, lambda device: machine)._key(timing_key(region, contenders), CPU)
 
     assert (key(*one) == key(*two)) == (one == two)
     region, contenders, machine = one

@@ -23,6 +23,7 @@ from torch_hybrid_backend.engines.tvm.cpu.operands import packed_kernel, packed_
 from torch_hybrid_backend.engines.tvm.cpu.policy import POLICY
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tir import compiler
+from torch_hybrid_backend.engines.tvm.tir.linker import LINKERS, find_linker
 from torch_hybrid_backend.loops.fusion import Group
 from torch_hybrid_backend.loops.graph import LoopGraph
 from torch_hybrid_backend.loops.ir import Buffer
@@ -53,6 +54,15 @@ class TvmBackend:
                 Reason.MISSING_DEPENDENCY, "apache-tvm is not installed: pip install 'apache-tvm>=0.27,<0.28'"
             )
         return Supported()
+
+    def describe(self) -> Sequence[tuple[str, str]]:
+        """TVM, what kernels are compiled for, and what links them."""
+        caches = f"{self.target.l1_bytes >> 10} KiB and {self.target.l2_bytes >> 10} KiB of cache each"
+        return (
+            ("tvm", compiler.version() or "not installed"),
+            ("target", f"{self.target.lanes} lanes of float32, {self.target.cores} cores with {caches}"),
+            ("linker", find_linker() or "none; kernels need one of " + ", ".join(LINKERS)),
+        )
 
     def operands(self, graph: LoopGraph, layouts: Mapping[Buffer, Layout]) -> Prepared:
         return packed_operands(graph, layouts, self.target)

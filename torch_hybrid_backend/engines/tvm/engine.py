@@ -6,24 +6,14 @@ finds every kernel in the cache never pays for the import.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch_hybrid_backend.codegen.engine import KernelEngine
-from torch_hybrid_backend.codegen.search import RunProgram
+from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.engines.tvm.backend import TvmBackend
-from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.services import Services
 
 
 class TvmEngine(KernelEngine):
-    """Compiles regions to kernels of the processor; the arguments are those of `KernelEngine`."""
+    """Compiles regions to kernels of the processor."""
 
-    def __init__(
-        self,
-        store: Store,
-        compile_threads: int,
-        run_program: RunProgram,
-        placement: str = "estimate",
-        machine: Callable[[], str] = lambda: "",
-        progress: bool = False,
-    ) -> None:
-        super().__init__(TvmBackend(), store, compile_threads, run_program, placement, machine, progress)
+    def __init__(self, config: Config, services: Services) -> None:
+        super().__init__(TvmBackend(), config, services)
