@@ -161,6 +161,12 @@ def test_what_engines_share_knows_none_of_them(room: str) -> None:
     assert not found
 
 
+def test_codegen_serves_engines_alone() -> None:
+    """Nor does the wiring know it: an engine that generates kernels is an engine like any other."""
+    users = {room_of(path) for path in MODULES if any(parts[0] == "codegen" for parts in imports_of(path))}
+    assert users == {"codegen", "engines"}
+
+
 def test_library_code_does_not_print() -> None:
     """Output belongs to the command line; the library logs."""
     printers = {

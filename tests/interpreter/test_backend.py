@@ -93,6 +93,18 @@ def test_changed_weights_are_seen(interpreter: None) -> None:
             layer.weight.mul_(2)
 
 
+def test_what_it_cannot_run_falls_back(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes known only at run time: its compiler refuses them in the worker process, and eager runs the region, whatever they are."""
+    monkeypatch.setenv("HYBRID_STRICT", "0")
+    compiled = torch.compile(lambda x: torch.softmax(x, -1) * 2, backend="hybrid", dynamic=True)
+    for rows in (3, 5):
+        x = torch.randn(rows, 7)
+        torch.testing.assert_close(compiled(x), torch.softmax(x, -1) * 2)
+    plan = torch_hybrid_backend.explain(compiled, torch.randn(4, 7)).plans[0]
+    assert {region.engine for region in plan.regions} == {"eager"}
+    assert "LoopVar" not in str(plan)
+
+
 def test_artifacts_are_kept_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker process writes JSON; the store keeps it under the key of the kernel, and a later process finds it there."""
     compiler, store = KernelCompiler(interpreter_compiler, threads=1), Store(tmp_path)

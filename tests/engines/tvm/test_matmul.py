@@ -11,7 +11,7 @@ import torch
 from tests.engines.tvm.schedule_runner import HOST, NARROW, compile_kernel, row_major, run_kernel
 from torch_hybrid_backend.engines.tvm.cpu import packing, tiles
 from torch_hybrid_backend.engines.tvm.cpu.kernels import PackedMatMulKernel
-from torch_hybrid_backend.engines.tvm.schedules.matmul import packed
+from torch_hybrid_backend.engines.tvm.schedules.matmul.packed import emit
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import LoopVar, index_of
@@ -82,7 +82,7 @@ def check(
 
     at, bt, biast, rest = random(batch, m, k), random(batch if batched else 1, k, n), random(n), random(batch, m, n)
     inputs = {a: at, packed: packing.pack_b(bt, tile), bias: biast, residual: rest}
-    (got,) = run_kernel(kernel, packed.emit, inputs, target)
+    (got,) = run_kernel(kernel, emit, inputs, target)
     want = torch.relu(at.double() @ bt.double() + biast.double()) * rest.double()
     for _ in range(4 * long_epilogue):
         want = want * 2 + rest.double()
@@ -142,7 +142,7 @@ def test_any_output_layout(layout: Layout) -> None:
 @pytest.mark.parametrize(("n", "prefetches"), [(40, False), (400, True)])
 def test_the_next_panel_is_prefetched(n: int, prefetches: bool) -> None:
     """Where a core goes through several panels, it asks for the next while it works on one."""
-    assembly = compile_kernel(kernel_of((1, 30, 64, n)), packed.emit).inspect_source("asm")
+    assembly = compile_kernel(kernel_of((1, 30, 64, n)), emit).inspect_source("asm")
     assert ("prefetch" in assembly) == prefetches
 
 
@@ -161,9 +161,7 @@ def product_loops(assembly: str) -> list[str]:
 def test_no_more_rows_than_the_first_level_cache_holds(k: int, l1_kib: int, most: int) -> None:
     """Rows 4 KiB apart share the places of one set, two of which the panel needs: tiles have so many rows, of two accumulators each."""
     target = Target("x86-64-v4", HOST.cpu, HOST.features, 16, 2, l1_kib << 10, 1 << 20)
-    loops = product_loops(
-        compile_kernel(kernel_of((1, 28 * 12, k, 32), target), packed.emit, target).inspect_source("asm")
-    )
+    loops = product_loops(compile_kernel(kernel_of((1, 28 * 12, k, 32), target), emit, target).inspect_source("asm"))
     accumulators = [len(set(re.findall(r"vfmadd231ps.*(%zmm\d+)$", loop, flags=re.MULTILINE))) for loop in loops]
     assert max(accumulators) == most
 
@@ -178,7 +176,7 @@ def test_accumulators_stay_in_registers_beside_a_long_epilogue(mcpu: str) -> Non
     half, one = ops.const(0.5, "float32"), ops.const(1.0, "float32")
     value = ops.mul(ops.mul(store.value, half), ops.add(ops.call("erf", ops.mul(store.value, half)), one))
     kernel = dataclasses.replace(kernel, stores=(dataclasses.replace(store, value=value),))
-    assembly = compile_kernel(kernel, packed.emit, target).inspect_source("asm")
+    assembly = compile_kernel(kernel, emit, target).inspect_source("asm")
     loops = product_loops(assembly)
     assert loops
     for loop in loops:

@@ -1,6 +1,6 @@
 """One kernel compiler process, as seen from the process that needs kernels: its pipes, its end and its last words.
 
-`compile_pool` decides who uses it for what; `worker` is what runs inside.
+`pool` decides who uses it for what; `main` is what runs inside.
 """
 
 from __future__ import annotations

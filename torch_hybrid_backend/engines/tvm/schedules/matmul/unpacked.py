@@ -45,7 +45,7 @@ def emit(kernel: UnpackedMatMulKernel, builder: Builder, printer: Printer, targe
         return panel_copy.emit(kernel, builder, printer, target)
     if known(kernel.domain[1].extent) < target.lanes <= known(kernel.k.extent):
         return few_rows.emit(kernel, builder, printer, target)
-    return _PlainMatMul(kernel, builder, printer, target).emit()
+    return _UnpackedMatMul(kernel, builder, printer, target).emit()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class _Block:
     ahead: TirExpr
 
 
-class _PlainMatMul:
+class _UnpackedMatMul:
     """The emission of one kernel."""
 
     def __init__(self, kernel: UnpackedMatMulKernel, builder: Builder, printer: Printer, target: Target) -> None:
