@@ -11,21 +11,21 @@ from torch_hybrid_backend.engines.tvm.cpu.kernels import (
     PackedMatMulKernel,
     UnpackedMatMulKernel,
 )
-from torch_hybrid_backend.engines.tvm.schedules.attention.rules import emit as attention
-from torch_hybrid_backend.engines.tvm.schedules.convolution.fused import emit as fused_convolution
-from torch_hybrid_backend.engines.tvm.schedules.convolution.rules import emit as convolution
-from torch_hybrid_backend.engines.tvm.schedules.elementwise import emit as elementwise
-from torch_hybrid_backend.engines.tvm.schedules.matmul.packed import emit as packed_matmul
-from torch_hybrid_backend.engines.tvm.schedules.matmul.unpacked import emit as unpacked_matmul
-from torch_hybrid_backend.engines.tvm.schedules.reduction.rows import emit as reduction
+from torch_hybrid_backend.engines.tvm.schedules import elementwise
+from torch_hybrid_backend.engines.tvm.schedules.attention import rules as attention_rules
+from torch_hybrid_backend.engines.tvm.schedules.convolution import fused as fused_convolution
+from torch_hybrid_backend.engines.tvm.schedules.convolution import rules as convolution_rules
+from torch_hybrid_backend.engines.tvm.schedules.matmul import packed as packed_matmul
+from torch_hybrid_backend.engines.tvm.schedules.matmul import unpacked as unpacked_matmul
+from torch_hybrid_backend.engines.tvm.schedules.reduction import rows as reduction_rows
 from torch_hybrid_backend.loops.kernels import AttentionKernel, Kernel, MapKernel, RowKernel
 
 SCHEDULES: tuple[tuple[type[Kernel], Callable[..., Any]], ...] = (
-    (MapKernel, elementwise),
-    (RowKernel, reduction),
-    (PackedMatMulKernel, packed_matmul),
-    (UnpackedMatMulKernel, unpacked_matmul),
-    (PackedConvKernel, convolution),
-    (FusedConvKernel, fused_convolution),
-    (AttentionKernel, attention),
+    (MapKernel, elementwise.emit),
+    (RowKernel, reduction_rows.emit),
+    (PackedMatMulKernel, packed_matmul.emit),
+    (UnpackedMatMulKernel, unpacked_matmul.emit),
+    (PackedConvKernel, convolution_rules.emit),
+    (FusedConvKernel, fused_convolution.emit),
+    (AttentionKernel, attention_rules.emit),
 )
