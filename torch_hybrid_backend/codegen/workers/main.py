@@ -45,9 +45,10 @@ def main(compiler_name: str, idle_s: float, lifeline: int) -> None:
         # Collections were a quarter of the time that importing, and emitting a kernel, takes, and found next to nothing.
         gc.set_threshold(100_000)
         compiler: KernelCompilerModule = importlib.import_module(compiler_name)
+        sources = sources_version(*compiler.SOURCES)
         compiler.load()
         gc.freeze()  # what was imported stays
-        if read_sources_version(*compiler.SOURCES) != sources_version(*compiler.SOURCES):
+        if read_sources_version(*compiler.SOURCES) != sources:
             raise CompileError("the package's source files changed while the kernel compiler was starting")
     except Exception as error:  # whatever an installation can get wrong: it is reported, not swallowed
         _answer(answers, {"ready": False, "error": _described(error)})
