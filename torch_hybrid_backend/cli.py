@@ -6,13 +6,10 @@
     hybrid doctor
     hybrid cache
     hybrid cache --clear
-    hybrid bench --models resnet50 --peers hybrid,eager,openvino --batch 1,8 --threads 2 --out zoo.json
 
 `explain` compiles the model for inference, calls it once on the arguments and shows the plan. `doctor` shows which
-engines can run in this installation, what they say of themselves, and what to install for those that cannot.
-`cache` shows where compiled kernels
-are kept and how much disk they take, or removes them. `bench` times the model zoo against other runtimes; the zoo is part of the
-source tree, not of the wheel, so it works in a clone, or anywhere with an editable installation (`hybrid bench --help` for its options).
+engines can run in this installation, what they say of themselves, and what to install for those that cannot. `cache`
+shows where compiled kernels are kept and how much disk they take, or removes them.
 """
 
 from __future__ import annotations
@@ -52,12 +49,9 @@ def main(
 
     `explain` and `engines` default to the package's; `out` to standard output.
     """
-    given = sys.argv[1:] if arguments is None else list(arguments)
     out = out or sys.stdout
     try:
-        if given[:1] == ["bench"]:  # its options are its own
-            return _bench(given[1:])
-        parsed = _parser().parse_args(given)
+        parsed = _parser().parse_args(arguments)
         if parsed.command == "explain":
             return _explain(parsed, explain or torch_hybrid_backend.explain, out)
         if parsed.command == "cache":
@@ -81,24 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("doctor", help="show which engines can run here, and what the others lack")
     cache = commands.add_parser("cache", help="show what the cache of compiled kernels and timings takes of the disk")
     cache.add_argument("--clear", action="store_true", help="remove it all; what is needed again is made again")
-    commands.add_parser(
-        "bench", help="time the model zoo against other runtimes (needs the source tree)", add_help=False
-    )
     return parser
-
-
-def _bench(arguments: Sequence[str]) -> int:
-    """The runner of the benchmarks, from the tree that this package was imported from, or else from the current folder."""
-    trees = (Path(torch_hybrid_backend.__file__).parents[1], Path.cwd())
-    tree = next((tree for tree in trees if (tree / "benchmarks" / "catalogue.py").is_file()), None)
-    if tree is None:
-        raise ConfigError(
-            "the benchmarks are not part of the installed package; run `hybrid bench` in a clone of the repository, "
-            "or `make bench` there, which installs the peers as well"
-        )
-    sys.path.insert(0, str(tree))
-    main: Callable[[Sequence[str]], int] = importlib.import_module("benchmarks.run").main
-    return main(arguments)
 
 
 def _explain(parsed: argparse.Namespace, explain: Explain, out: TextIO) -> int:
@@ -125,7 +102,7 @@ def _parts(target: str) -> tuple[str, str]:
     """Module or script, and the name in it, of "module:name" or "path/script.py:name"."""
     place, separator, name = target.rpartition(":")
     if not separator or not place or (place.startswith(".") and not place.endswith(".py")) or not name:
-        raise ConfigError(f"{target!r} names no factory; legal is module:factory or script.py:factory")
+        raise ConfigError(f"{target!r} names no factory; it must be module:factory or script.py:factory")
     return place, name
 
 
@@ -139,7 +116,7 @@ def _made(target: str, made: object) -> tuple[Callable[..., Any], Sequence[Any],
     kinds = ", ".join(type(part).__name__ for part in made) if isinstance(made, tuple) else ""
     found = f"({kinds})" if kinds else type(made).__name__
     raise ConfigError(
-        f"{target} returned {found}; legal is (model, args) or (model, args, kwargs), args a tuple, kwargs a dict"
+        f"{target} returned {found}; it must return (model, args) or (model, args, kwargs), args a tuple, kwargs a dict"
     )
 
 
