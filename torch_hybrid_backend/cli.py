@@ -8,8 +8,8 @@
     hybrid cache --clear
 
 `explain` compiles the model for inference, calls it once on the arguments and shows the plan. `doctor` shows which
-engines can run in this installation, what they say of themselves, and what to install for those that cannot. `cache`
-shows where compiled kernels are kept and how much disk they take, or removes them.
+engines can run in this installation, what they say of themselves, and what to install for those that cannot. `cache` shows
+where compiled kernels are kept and how much disk they take, or removes them.
 """
 
 from __future__ import annotations
