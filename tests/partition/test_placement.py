@@ -13,6 +13,7 @@ from tests.partition.engines_for_tests import FakeEngine, FakeRegion, trace
 from tests.test_errors import accelerator_error
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline
+from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.core.region import Region
@@ -129,6 +130,21 @@ def test_an_estimate_runs_nothing_twice() -> None:
     assert compiled.calls == 1
     assert {cost.kind for cost in choice.decision.costs} == {"estimated"}
     assert choice.decision.engine == "fake"
+
+
+def test_without_an_estimate_the_order_decides() -> None:
+    """placement=estimate on a device of which nothing is known: nothing is timed, and the first engine that is right runs the region."""
+    region = _region()
+    wrong = FakeRegion(region, lambda outputs: [output + 1 for output in outputs])
+    candidates = {"wrong": wrong, "first": _fine(region), "second": _fine(region)}
+    choice = choose(region, candidates, [X], Config(placement="estimate"), Pricing(device=Device("cuda")))
+    assert (choice.decision.engine, choice.decision.costs) == ("first", ())
+    assert [(r.engine, r.code) for r in choice.decision.refusals] == [
+        ("wrong", Reason.ACCURACY),
+        ("second", Reason.NOT_PROFITABLE),
+    ]
+    alone = choose(region, {"wrong": wrong}, [X], Config(placement="estimate"), Pricing(device=Device("cuda")))
+    assert alone.decision.engine == "eager"
 
 
 @pytest.mark.parametrize(
