@@ -185,7 +185,7 @@ class KernelEngine(EngineBase):
         found = search(region.kernels, region.options, run_program, inputs, budget_s)
         options = [option.decided(found.get(option.key, {})) for option in region.options]
         if not deadline.is_over():
-            options = probe_libraries(options, self._backend.device)
+            options = probe_libraries(options, self._backend.device, self._services.timer(self._backend.device))
             if any(option.untried for option in options):
                 compile_more = functools.partial(self.built, deadline=deadline)
                 options = try_next_variant(region.kernels, options, compile_more, run_program, inputs)

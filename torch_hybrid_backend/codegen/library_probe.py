@@ -21,6 +21,8 @@ from torch_hybrid_backend.codegen.operator_kernel import Operand, OperatorKernel
 from torch_hybrid_backend.codegen.search import ALONE, Options
 from torch_hybrid_backend.codegen.variants import Variant
 from torch_hybrid_backend.core.device import Device
+from torch_hybrid_backend.errors import is_sticky
+from torch_hybrid_backend.measure import Timer
 
 _log = logging.getLogger(__name__)
 
@@ -29,7 +31,7 @@ _BUDGET_S = 0.05  # for all kernels of a region together: ResNet-50's are done i
 _ROUNDS = 3
 
 
-def probe_libraries(options: Sequence[Options], device: Device) -> list[Options]:
+def probe_libraries(options: Sequence[Options], device: Device, timer: Timer) -> list[Options]:
     """The options, of which those only keep operators `untried` that may win; what was found out is in their times."""
     known = {o.key: us for o in options if (us := o.times.get(o.chosen.variant.name)) and math.isfinite(us)}
     works = {o.key: sum(kernel.multiply_adds for kernel in o.chosen.variant.kernels) for o in options}
@@ -49,8 +51,10 @@ def probe_libraries(options: Sequence[Options], device: Device) -> list[Options]
         if alone and lost_us(key) < _LEAST_GAIN * known[key]:
             break
         try:
-            alone[key] = operator_us(asked[key], device)
+            alone[key] = operator_us(asked[key], device, timer)
         except RuntimeError as error:  # PyTorch was built without it, or it does not take such tensors
+            if is_sticky(error):
+                raise
             _log.info("%s cannot run: %s", asked[key].name, error)
             alone[key] = math.inf
         best = max(best, works[key] / alone[key])
@@ -67,8 +71,8 @@ def _probed(option: Options, alone_us: float, us: float | None) -> Options:
     return replace(option, times={**option.times, name + ALONE: alone_us}, untried=option.untried if may_win else ())
 
 
-def operator_us(variant: Variant, device: Device) -> float:
-    """Microseconds of the variant's operator alone, the best of a few calls, by the host's clock. Raises RuntimeError where it cannot run."""
+def operator_us(variant: Variant, device: Device, timer: Timer) -> float:
+    """Microseconds of the variant's operator alone, the best of a few calls. Raises RuntimeError where it cannot run."""
     call = next(kernel for kernel in variant.kernels if isinstance(kernel, OperatorKernel))
     packed = {p.buffer: p for p in variant.packed}
 
@@ -83,9 +87,4 @@ def operator_us(variant: Variant, device: Device) -> float:
         namespace, name = call.name.split("::")
         operator = getattr(getattr(torch.ops, namespace), name).default
         operator(*arguments)  # oneDNN, say, makes a kernel on the first
-        times = []
-        for _ in range(_ROUNDS):
-            start = time.perf_counter()
-            operator(*arguments)
-            times.append(time.perf_counter() - start)
-    return min(times) * 1e6
+        return min(timer.round([lambda: operator(*arguments)] * _ROUNDS)) / 1e3

@@ -23,6 +23,7 @@ from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.program import OperatorCall, Program
 from torch_hybrid_backend.engines.tvm.engine import TvmEngine
+from torch_hybrid_backend.measure import HostTimer, Timer
 from torch_hybrid_backend.partition.accuracy import compare
 from torch_hybrid_backend.partition.placement import decide
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
@@ -131,7 +132,7 @@ def _with_operators(engine: TvmEngine, compiled: KernelRegion) -> tuple[Program,
     chosen: list[CompiledVariant] = []
     for option in compiled.options:
         for variant in option.untried:
-            assert operator_us(variant, CPU) > 0
+            assert operator_us(variant, CPU, HostTimer()) > 0
             made = compiled_variant(variant, engine.built(variant.kernels, Deadline(120.0)))
             assert isinstance(made, CompiledVariant), made
             chosen.append(made)
@@ -202,7 +203,7 @@ def test_a_slow_kernel_gives_way(
             assert len(super().kernel_us(inputs)) == len(self._names)
             return [us.get(name, 100.0) for name in self._names]
 
-    def alone(variant: Variant, device: Device) -> float:
+    def alone(variant: Variant, device: Device, timer: Timer) -> float:
         asked.append(variant.name)
         if alone_us is None:
             raise RuntimeError("there is no such operator")
@@ -248,7 +249,7 @@ def test_an_operator_too_late(spent: bool, tmp_path: Path, monkeypatch: pytest.M
         def kernel_us(self, inputs: Sequence[torch.Tensor]) -> list[float]:
             return [1000.0 if name in slow else 100.0 for name in self._names]
 
-    monkeypatch.setattr(library_probe, "operator_us", lambda variant, device: 90.0)
+    monkeypatch.setattr(library_probe, "operator_us", lambda variant, device, timer: 90.0)
     monkeypatch.setattr(engine_module, "_VARIANTS", 1)
     engine = TvmEngine(Config(compile_threads=2), services(tmp_path, Timed))
     _, compiled, inputs = compiled_region(engine, CASES["two equal layers"])
