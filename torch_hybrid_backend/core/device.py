@@ -26,6 +26,11 @@ class Device:
         """The device that torch means; tensors always tell their index, and a bare "cuda" counts as the first."""
         return Device(device.type, device.index or 0)
 
+    @staticmethod
+    def parse(text: str) -> Device:
+        """The device that `str` wrote; RuntimeError for another text."""
+        return Device.of(torch.device(text))
+
     @property
     def is_host(self) -> bool:
         """Whether the host reads its memory directly."""
