@@ -91,6 +91,7 @@ class _Bisected:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.name = engine.name
+        self.devices = engine.devices
         self.keep_ops = engine.keep_ops
 
     def available(self) -> Verdict:

@@ -40,6 +40,7 @@ class PlantedEngine:
     """Takes every operator."""
 
     name = NAME
+    devices: frozenset[str] = frozenset({"cpu"})
     keep_ops: frozenset[torch._ops.OpOverload] = frozenset()
 
     def available(self) -> Verdict:

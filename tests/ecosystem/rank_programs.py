@@ -103,6 +103,7 @@ class _FailingEngine:
     """Takes every operator; on rank 0 each of its regions raises in its third call."""
 
     name = "failing"
+    devices: frozenset[str] = frozenset({"cpu"})
     keep_ops: frozenset[torch._ops.OpOverload] = frozenset()
 
     def __init__(self, rank: int) -> None:

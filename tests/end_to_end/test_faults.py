@@ -59,6 +59,7 @@ class _WrongEngine:
 
     keep_ops: frozenset[torch._ops.OpOverload] = frozenset()
     name = "wrong"
+    devices: frozenset[str] = frozenset({"cpu"})
 
     def __init__(self, fault: str) -> None:
         self.fault = fault

@@ -42,6 +42,7 @@ class Region:
 
 class Stranger:
     name = "stranger"
+    devices: frozenset[str] = frozenset({"cpu"})
     keep_ops = frozenset()
 
     def available(self):

@@ -98,6 +98,7 @@ class InterpreterEngine:
     """The loops language run by the tests' interpreter: what is wrong here is wrong in a lowering, and not in a kernel."""
 
     name: str = "interpreter"
+    devices: frozenset[str] = frozenset({"cpu"})
 
     @functools.cached_property
     def keep_ops(self) -> frozenset[torch._ops.OpOverload]:

@@ -30,12 +30,15 @@ class FakeRegion:
 
 
 class FakeEngine:
-    """Takes the operators whose name contains one of `takes` ("" takes all); counts how often it was asked."""
+    """Takes the operators whose name contains one of `takes` ("" takes all), on `devices`; counts how often it was asked."""
 
     keep_ops: frozenset[torch._ops.OpOverload] = frozenset()
 
-    def __init__(self, name: str = "fake", takes: Sequence[str] = ("",), refuses: Sequence[str] = ()) -> None:
+    def __init__(
+        self, name: str = "fake", takes: Sequence[str] = ("",), refuses: Sequence[str] = (), devices: Sequence[str] = ()
+    ) -> None:
         self.name = name
+        self.devices = frozenset(devices)
         self.takes = takes
         self.refuses = refuses
         self.asked: list[str] = []

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.fx
 
+from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.core.hoisted_inputs import CallInput, FoldedValue, HoistedInputs
 from torch_hybrid_backend.core.program import Kernel, PackedConstant, Program
 from torch_hybrid_backend.core.region import PartitionedGraph, Region, RegionInput, Segment
@@ -55,7 +56,9 @@ def segment(
 ) -> Segment:
     graph_module = torch.fx.symbolic_trace(function)
     region_inputs = tuple(RegionInput(name, spec) for name, spec in inputs.items())
-    region = Region("region", graph_module, EagerGraph(graph_module), region_inputs, tuple(outputs.values()), (), "")
+    region = Region(
+        "region", graph_module, EagerGraph(graph_module), region_inputs, tuple(outputs.values()), (), "", CPU
+    )
     return Segment(region, tuple(inputs), tuple(outputs), "eager")
 
 

@@ -41,6 +41,8 @@ class Engine(Protocol):
     """One way of running regions.
 
     `name`: lower case, stable, used in settings and reports.
+    `devices`: types of the devices it serves ("cpu", "cuda"); empty where it serves every one. It is asked about operators and given regions
+    of those alone.
     `keep_ops`: ATen operators the engine wants undecomposed.
 
     Optional: `prepare(operators)` is called before a graph of so many operators is traced that was never compiled before; it must not wait.
@@ -49,6 +51,9 @@ class Engine(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def devices(self) -> frozenset[str]: ...
 
     @property
     def keep_ops(self) -> frozenset[torch._ops.OpOverload]: ...

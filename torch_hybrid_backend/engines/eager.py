@@ -35,6 +35,7 @@ class EagerEngine:
     """Runs every region with PyTorch's own operators; nothing is compiled."""
 
     name: str = "eager"
+    devices: frozenset[str] = frozenset()  # every one
     keeps_deadline = True
     keep_ops: frozenset[torch._ops.OpOverload] = frozenset()
 

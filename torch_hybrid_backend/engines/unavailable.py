@@ -18,6 +18,7 @@ class UnusableEngine:
     """Refuses everything, with one reason: what the engine's package raised when it was loaded."""
 
     keeps_deadline = True
+    devices: frozenset[str] = frozenset()
     keep_ops: frozenset[torch._ops.OpOverload] = frozenset()
 
     def __init__(self, name: str, error: Exception) -> None:

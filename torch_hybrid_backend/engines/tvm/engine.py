@@ -108,6 +108,7 @@ class TvmEngine:
     """Compiles regions to CPU kernels. Owns its kernel compiler processes, which start with the first compilation."""
 
     name: str = "tvm"
+    devices: frozenset[str] = frozenset({"cpu"})
     keeps_deadline = True
 
     def __init__(
