@@ -13,7 +13,6 @@ from collections.abc import Iterator
 
 import torch
 from torch.fx import Node
-from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.graph.schema import is_item
@@ -24,24 +23,25 @@ def device_of(node: Node) -> Device | None:
 
     What makes no tensors of tensors (arithmetic on sizes) runs on the host. What picks one of several results runs with their operator.
     """
-    maker = node
-    while is_item(maker) and isinstance(maker.args[0], Node):
-        maker = maker.args[0]
-    made = {Device.of(tensor.device) for tensor in _tensors(maker)}
-    read = {
-        Device.of(tensor.device)
-        for source in maker.all_input_nodes
-        for tensor in _tensors(source)
-        if not (made and is_number(tensor))
-    }
-    devices = made | read or {CPU}
+    while is_item(node) and isinstance(node.args[0], Node):
+        node = node.args[0]
+    found = {tensor.device for tensor in _tensors(node.meta.get("val"))}
+    makes_tensors = bool(found)
+    for source in node.all_input_nodes:
+        for tensor in _tensors(source.meta.get("val")):
+            if tensor.device not in found and not (makes_tensors and _is_number(tensor)):
+                found.add(tensor.device)
+    devices = {Device.of(device) for device in found} or {CPU}
     return devices.pop() if len(devices) == 1 else None
 
 
-def is_number(tensor: torch.Tensor) -> bool:
-    """Whether kernels of any device take the (fake) tensor by value."""
-    return tensor.dim() == 0 and Device.of(tensor.device).is_host
+def _is_number(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.dim() == 0
 
 
-def _tensors(node: Node) -> Iterator[torch.Tensor]:
-    return (value for value in tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor))
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
