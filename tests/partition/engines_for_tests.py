@@ -12,6 +12,7 @@ from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
+from torch_hybrid_backend.loops import lowering
 
 
 class FakeRegion:
@@ -55,6 +56,19 @@ class FakeEngine:
 
     def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[CompiledRegion | Exception]:
         return [FakeRegion(region, lambda outputs: outputs) for region in regions]
+
+
+class LoopsEngine(FakeEngine):
+    """Takes what the loops language has a lowering for, on `devices`."""
+
+    keep_ops = frozenset(lowering.table())
+
+    def __init__(self, name: str = "loops", devices: Sequence[str] = ()) -> None:
+        super().__init__(name, devices=devices)
+
+    def supports(self, node: torch.fx.Node) -> Verdict:
+        self.asked.append(node.name)
+        return lowering.supports(node)
 
 
 def trace(function: Callable[..., object], *inputs: torch.Tensor) -> torch.fx.GraphModule:

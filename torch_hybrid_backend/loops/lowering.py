@@ -240,13 +240,8 @@ def lower_node(ctx: Context, node: torch.fx.Node, values: Mapping[torch.fx.Node,
     for position, tensor in enumerate(outputs):
         if tensor is None:
             continue
-        if (
-            position
-            and isinstance(tensor, torch.Tensor)
-            and 0 in TensorSpec.of(tensor).shape
-            and not _reads(node, position)
-        ):
-            continue  # a second result that this case leaves empty: batch norm's statistics in eval
+        if position and not _reads(node, position):
+            continue  # batch norm's statistics, which are empty in eval; the states of generators beside attention
         if not isinstance(tensor, torch.Tensor):
             raise Refuse(Reason.NOT_A_TENSOR, f"{node.target} yields a {type(tensor).__name__}, not a tensor")
         if (refused := check_tensor(tensor)) is not None:
