@@ -47,7 +47,7 @@ def _listed(legal: Sequence[str]) -> Any:
         unknown = [name for name in names if name not in legal]
         if unknown or not names:
             raise argparse.ArgumentTypeError(
-                f"unknown: {', '.join(unknown) or 'nothing named'}; legal: {', '.join(legal)}"
+                f"unknown: {', '.join(unknown) or 'nothing named'}; must be among {', '.join(legal)}"
             )
         return list(dict.fromkeys(names))
 
@@ -57,7 +57,7 @@ def _listed(legal: Sequence[str]) -> Any:
 def _counts(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text}: legal are whole numbers, at least 1, separated by commas")
+        raise argparse.ArgumentTypeError(f"{text}: it must be whole numbers, at least 1, separated by commas")
     return list(dict.fromkeys(map(int, parts)))
 
 

@@ -27,7 +27,8 @@ LOGGER = "torch_hybrid_backend"
 
 
 @pytest.mark.fault(
-    "kernel libraries are deleted between compilation and first call", "one warning `runtime_error`; eager"
+    "kernel libraries are deleted between compilation and first call",
+    "one warning `runtime_error`; falls back to eager",
 )
 def test_libraries_deleted_between_compilation_and_call(
     tmp_path: Path, settings: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

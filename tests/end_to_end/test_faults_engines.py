@@ -94,7 +94,8 @@ def test_without_fault(nursery: Nursery, folder: Path) -> None:
 
 
 @fault(
-    "an engine hangs past HYBRID_COMPILE_DEADLINE_S in its own code", "one warning `deadline`; eager runs that region"
+    "an engine hangs past HYBRID_COMPILE_DEADLINE_S in its own code",
+    "one warning `deadline`; that region falls back to eager",
 )
 def test_hangs(nursery: Nursery, folder: Path) -> None:
     """Nobody waits for it: not the compilation, nor the end of the process."""
@@ -107,7 +108,7 @@ def test_hangs(nursery: Nursery, folder: Path) -> None:
 
 @fault(
     "an engine returns wrong numbers, one wrong number, NaN, or outputs of another shape, dtype or count",
-    "one warning `accuracy`; eager",
+    "one warning `accuracy`; falls back to eager",
 )
 @pytest.mark.parametrize(
     "kind",
@@ -122,8 +123,8 @@ def test_wrong_outputs(kind: str, nursery: Nursery, folder: Path) -> None:
 
 
 @fault(
-    "an engine raises in its first call, in a later one, or as it compiles, or returns nonsense",
-    "one warning; eager runs that region",
+    "an engine raises in its first call, in a later call or while it compiles, or returns something invalid",
+    "one warning; that region falls back to eager",
 )
 @pytest.mark.parametrize(
     ("kind", "code"),
@@ -153,7 +154,7 @@ say(plans[-1].regions[0].engine if plans[-1].regions else "eager")
 
 
 @fault(
-    "an engine's package does not import, cannot be made, or fails when asked whether it can run",
+    "an engine's package cannot be imported, its constructor fails, or it fails when asked whether it can run",
     "one warning; the other engines work",
 )
 @pytest.mark.parametrize("kind", ["import", *(pytest.param(k, marks=pytest.mark.full) for k in ("make", "available"))])
