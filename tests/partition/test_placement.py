@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 from tests.partition.engines_for_tests import FakeEngine, FakeRegion, trace
 from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.core.region import Region
@@ -135,6 +137,17 @@ def test_an_estimate_runs_nothing_twice() -> None:
     assert compiled.calls == 1
     assert {cost.kind for cost in choice.decision.costs} == {"estimated"}
     assert choice.decision.engine == "fake"
+
+
+def test_no_estimate_is_made_of_another_device() -> None:
+    """What is known of speed is a CPU's: elsewhere the first engine in order runs the region, and the plan has no cost to show."""
+    region = dataclasses.replace(_region(), device=Device("cuda", 1))
+    candidates = {name: _plain(region) for name in ("first", "second")}
+    decision = choose(region, candidates, [X], Config(placement="estimate"), Pricing()).decision
+    assert (decision.engine, decision.costs) == ("first", ())
+    (refusal,) = decision.refusals
+    assert (refusal.engine, refusal.code) == ("second", Reason.NOT_PROFITABLE)
+    assert refusal.why == "nothing estimates times on cuda:1: first is before it in order"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.core.plan import Cost, NodeDecision, Plan, RegionDecision
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.partition.cost_cache import VerdictCache
@@ -18,8 +19,8 @@ from torch_hybrid_backend.partition.placement import Pricing
 from torch_hybrid_backend.partition.whole_call import PricedCall
 from torch_hybrid_backend.store import Store
 
-REGION = RegionDecision("r0", "tvm", "key", ("mm",), (), (), (Cost("tvm", 9.0, "measured"),), (), 0.0, 8, 1, "")
-THE_PLAN = Plan("graph", "inference", (NodeDecision("mm", "aten.mm.default", "tvm", "r0", "", 8, ()),), (REGION,))
+REGION = RegionDecision("r0", "tvm", "key", ("mm",), (), (), (Cost("tvm", 9.0, "measured"),), (), 0.0, 8, 1, "", CPU)
+THE_PLAN = Plan("graph", "inference", (NodeDecision("mm", "aten.mm.default", "tvm", "r0", "", 8, (), CPU),), (REGION,))
 
 
 class Race:

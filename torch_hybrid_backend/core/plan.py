@@ -51,6 +51,7 @@ class NodeDecision:
     source: str  # the user's line: "model.py:12 in forward"
     flops: int
     refusals: tuple[Refusal, ...]
+    device: Device | None  # None: it has tensors on several, as a copy between devices has
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,7 @@ class RegionDecision:
     flops: int
     kernels: int
     source: str
+    device: Device
     operators: tuple[str, ...] = ()
 
 
@@ -117,11 +119,16 @@ class Plan:
         def costs(items: list[dict[str, Any]]) -> tuple[Cost, ...]:
             return tuple(Cost(**c) for c in items)
 
-        nodes = tuple(NodeDecision(**{**n, "refusals": refusals(n["refusals"])}) for n in raw["nodes"])
+        def node(n: dict[str, Any]) -> NodeDecision:
+            device = n["device"] and Device.parse(n["device"])
+            return NodeDecision(**{**n, "device": device, "refusals": refusals(n["refusals"])})
+
+        nodes = tuple(map(node, raw["nodes"]))
         regions = tuple(
             RegionDecision(
                 **{
                     **r,
+                    "device": Device.parse(r["device"]),
                     "node_names": tuple(r["node_names"]),
                     "operators": tuple(r["operators"]),
                     "inputs": tuple(map(spec, r["inputs"])),

@@ -5,6 +5,8 @@
 Eager makes one call per operator, each of which reads and writes memory. An engine is taken to fuse everything between
 products (matrix products, convolutions, attention): it makes one call per kernel, and only the region's inputs and
 outputs and the products' operands go through memory.
+
+Peak, bandwidth and overhead are a CPU's. Of other devices nothing is known here, and no estimate is better than a wrong one (`can_estimate`).
 """
 
 from __future__ import annotations
@@ -29,8 +31,13 @@ EAGER_VIEW_US = 1.0
 KERNEL_US = 0.5
 
 
+def can_estimate(region: Region) -> bool:
+    """Whether the estimates are about the region's device."""
+    return region.device.is_host
+
+
 def eager_us(region: Region) -> float:
-    """Estimated microseconds of one call of the region in eager."""
+    """Estimated microseconds of one call of the region, on the CPU, in eager."""
     total = 0.0
     for node in _operators(region):
         if is_item(node):
@@ -43,7 +50,7 @@ def eager_us(region: Region) -> float:
 
 
 def engine_us(region: Region, compiled: CompiledRegion) -> float:
-    """Estimated microseconds of one call of the region as an engine compiled it."""
+    """Estimated microseconds of one call of the region, on the CPU, as an engine compiled it."""
     flops = traffic = products = 0
     for node in _operators(region):
         work = node_flops(node)

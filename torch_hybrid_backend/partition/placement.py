@@ -3,8 +3,9 @@
 On the first call each compiled candidate runs on the real inputs and is compared with eager. Those that fail are
 demoted (`fallback`). The others and eager are priced: by timing them against each other, by timings an earlier process
 left in the cache, or by a roofline estimate. Eager is a candidate like any other; of equally cheap ones the first in
-order wins. Where eager cannot run the region although nothing is wrong with the values (it needs more memory than there is, or an operator
-does not take its inputs' form), an engine that can runs it unchecked.
+order wins, as it does where there is no estimate. Where eager cannot run the region although nothing is wrong with the
+values (it needs more memory than there is, or an operator does not take its inputs' form), an engine that can runs it
+unchecked.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch_hybrid_backend.errors import OperatorRefusedError, is_out_of_memory
 from torch_hybrid_backend.measure import Clock, Rounds, measure
 from torch_hybrid_backend.partition.accuracy import Comparison, compare
 from torch_hybrid_backend.partition.cost_cache import VerdictCache
-from torch_hybrid_backend.partition.estimate import eager_us, engine_us
+from torch_hybrid_backend.partition.estimate import can_estimate, eager_us, engine_us
 from torch_hybrid_backend.partition.fallback import compile_refusal, demote, report_unchecked, run_refusal
 from torch_hybrid_backend.partition.flops import node_flops
 from torch_hybrid_backend.partition.regions import EAGER
@@ -125,7 +126,8 @@ def choose(
             drop(engine, comparison.refused)
 
     costs = _price(region, alive, inputs, config, pricing, drop, eager_runs=unable is None)
-    winner = min(costs, key=lambda cost: cost.microseconds).engine if costs else EAGER
+    # Without costs nothing speaks against the first engine in order; there are none, too, where no engine is left.
+    winner = min(costs, key=lambda cost: cost.microseconds).engine if costs else next(iter(alive), EAGER)
     spent = {cost.engine: cost.microseconds for cost in costs}
     for engine in alive:
         if engine != winner:
@@ -160,6 +162,7 @@ def decide(
         flops=sum(map(node_flops, region.graph_module.graph.nodes)),
         kernels=len(kernels),
         source=region.source,
+        device=region.device,
         operators=tuple(f"{call.name}: {call.title}" for call in kernels if isinstance(call, OperatorCall)),
     )
 
@@ -221,7 +224,10 @@ def _exact(compiled: CompiledRegion) -> CompiledRegion | None:
 
 
 def _lost(region: Region, engine: str, winner: str, spent: Mapping[str, float]) -> Refusal:
-    why = f"it takes {spent[engine]:.1f} us, {winner} {spent[winner]:.1f} us"
+    if engine in spent:
+        why = f"it takes {spent[engine]:.1f} us, {winner} {spent[winner]:.1f} us"
+    else:
+        why = f"nothing estimates times on {region.device}: {winner} is before it in order"
     _log.info("region %s goes to %s, not %s: %s", region.name, winner, engine, why)
     return Refusal(engine, Reason.NOT_PROFITABLE, why)
 
@@ -236,9 +242,12 @@ def _price(
     *,
     eager_runs: bool,
 ) -> tuple[Cost, ...]:
-    """The cost of each living candidate and of eager, where it runs, which is last. A candidate that raises while timed is dropped."""
+    """The cost of each living candidate and of eager, where it runs, which is last; none where costs are to be estimated and cannot be. A
+    candidate that raises while timed is dropped."""
     while alive:
         if config.placement == "estimate":
+            if not can_estimate(region):
+                return ()
             estimated = [Cost(engine, engine_us(region, compiled), "estimated") for engine, compiled in alive.items()]
             return (*estimated, Cost(EAGER, eager_us(region), "estimated")) if eager_runs else tuple(estimated)
         contenders = {engine: pricing.versions.get(engine, "") for engine in alive}

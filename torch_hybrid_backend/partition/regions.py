@@ -90,7 +90,9 @@ def partition(graph_module: torch.fx.GraphModule, engines: Sequence[Engine], con
         able[segment.region.name] = _able(engine, nodes, verdicts, names)
         cut.append(segment)
         home.update(dict.fromkeys(nodes, segment))
-    decisions = tuple(_decision(node, home[node], verdicts[node], names, flops[node]) for node in needs.operators)
+    decisions = tuple(
+        _decision(node, devices[node], home[node], verdicts[node], names, flops[node]) for node in needs.operators
+    )
     inputs = tuple(node.name for node in graph.nodes if node.op == "placeholder")
     outputs = tuple(value.name if isinstance(value, Node) else value for value in outputs_of(graph_module))
     return Partition(PartitionedGraph(inputs, constants, tuple(cut), outputs, sizes_of(graph)), decisions, able)
@@ -202,12 +204,14 @@ def _elements(value: object) -> int:
 
 
 def _decision(
-    node: Node, segment: Segment, verdicts: Sequence[Verdict], names: Sequence[str], flops: int
+    node: Node, device: Device | None, segment: Segment, verdicts: Sequence[Verdict], names: Sequence[str], flops: int
 ) -> NodeDecision:
     given = zip(names, verdicts, strict=False)  # eager, the last name, gives no verdict
     refusals = tuple(Refusal.of(name, verdict) for name, verdict in given if isinstance(verdict, Refused))
     region = "" if segment.engine_hint == EAGER else segment.region.name
-    return NodeDecision(node.name, _shown(node), segment.engine_hint, region, source_line(node), flops, refusals)
+    return NodeDecision(
+        node.name, _shown(node), segment.engine_hint, region, source_line(node), flops, refusals, device
+    )
 
 
 def _shown(node: Node) -> str:
