@@ -9,7 +9,7 @@ from torch_hybrid_backend.core.plan import CallDecision, Cost, NodeDecision, Pla
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason
 
-_SPEC = TensorSpec((8, 8), "float32", (8, 1))
+_SPEC = TensorSpec((8, 8), "float32", (8, 1), CPU)
 _NO_LOWERING = Refusal("tvm", Reason.UNKNOWN_OPERATOR, "aten.sort.default has no lowering")
 _LINE, _SORT_LINE = "model.py:12 in forward: y = x @ w", "model.py:13 in forward: y, _ = torch.sort(y)"
 

@@ -28,9 +28,9 @@ from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 from torch_hybrid_backend.runtime.python_executor import PythonExecutor
 from torch_hybrid_backend.sizes.size import symbol
 
-SQUARE = TensorSpec((64, 64), "float32", (64, 1))
-TRANSPOSED = TensorSpec((64, 64), "float32", (1, 64))
-FLAT = TensorSpec((4096,), "float32", (1,))
+SQUARE = TensorSpec((64, 64), "float32", (64, 1), CPU)
+TRANSPOSED = TensorSpec((64, 64), "float32", (1, 64), CPU)
+FLAT = TensorSpec((4096,), "float32", (1,), CPU)
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ def test_eager_views_of_intermediate_values_stay_valid(kernels: str) -> None:
 
 def test_dynamic_graphs_are_refused_and_run_in_python() -> None:
     """Sizes known at run time, as numbers or in shapes, are for the Python executor."""
-    dynamic = TensorSpec((symbol("s0"),), "float32", (1,))
+    dynamic = TensorSpec((symbol("s0"),), "float32", (1,), CPU)
     narrow = segment(lambda x, n: (x[:n], n + 1), {"x": dynamic, "n": None}, {"y": dynamic, "m": None})
     graph = PartitionedGraph(("x", "n"), frozenset(), (narrow,), ("y", "m"))
     with pytest.raises(StaticLayoutError, match="run time"):

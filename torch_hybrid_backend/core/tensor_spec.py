@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torch_hybrid_backend.core.device import CPU, Device
+from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.sizes.forms import from_sympy
 from torch_hybrid_backend.sizes.size import Dim, evaluate, symbol, symbols
 
@@ -48,7 +48,7 @@ class TensorSpec:
     shape: tuple[Dim, ...]
     dtype: str
     strides: tuple[Dim, ...]
-    device: Device = CPU
+    device: Device
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorSpec:
