@@ -51,8 +51,20 @@ class FakeDevices:
             graphs.append(graph)
             return lambda _: []
 
+        self.traced(function, *inputs, on_graph=lambda gm, examples: capture(gm, examples, compile_graph, keep_ops))
+        (graph,) = graphs
+        return graph
+
+    def traced(
+        self,
+        function: Callable[..., Any],
+        *inputs: torch.Tensor,
+        on_graph: Callable[[torch.fx.GraphModule, list[Any]], object],
+    ) -> None:
+        """Have Dynamo trace the function, and give `on_graph` the graph and its example inputs, as it gives them to a backend."""
+
         def backend(gm: torch.fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
-            capture(gm, examples, compile_graph, keep_ops)
+            on_graph(gm, examples)
             results = [node.meta["example_value"] for node in gm.graph.output_node().all_input_nodes]
             return lambda *_: results
 
@@ -60,5 +72,3 @@ class FakeDevices:
         with torch.no_grad():
             torch.compile(function, backend=backend, dynamic=False)(*inputs)
         torch._dynamo.reset()
-        (graph,) = graphs
-        return graph

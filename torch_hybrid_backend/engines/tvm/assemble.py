@@ -99,7 +99,9 @@ class RegionKernels:
         for kernel, (library, symbol) in zip(self.kernels, compiled, strict=True):
             if isinstance(kernel, OperatorKernel):
                 result = number(kernel.result.buffer)
-                specs[result] = TensorSpec(kernel.result.shape, kernel.result.buffer.dtype, kernel.result.strides, device)
+                specs[result] = TensorSpec(
+                    kernel.result.shape, kernel.result.buffer.dtype, kernel.result.strides, device
+                )
                 calls.append(OperatorCall(kernel.name, tuple(map(argument, kernel.arguments)), result, kernel.title))
                 continue
             arguments = tuple(number(a.buffer) for a in (*kernel.reads, *kernel.writes))
