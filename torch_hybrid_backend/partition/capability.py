@@ -26,8 +26,8 @@ def capability(
     """The verdict of each engine on each operator; every engine is asked at most once per operator.
 
     What picks one of several outputs (getitem) goes with its operator. Operators with effects are eager's: a region
-    means the same each time it runs. So are views of what a collective still writes: an engine might copy it; and what reads one
-    device and writes another. An engine is asked about operators of the devices that it serves. An engine
+    means the same each time it runs. So are views of what a collective still writes, which an engine might copy, and
+    operators with tensors on several devices. An engine is not asked about devices that it does not serve. An engine
     that raises instead of answering is taken to refuse, with one WARNING for that engine, or RegionError under `strict`;
     where it stumbled over a size that depends on data, without.
     """
@@ -68,9 +68,8 @@ def _ask(engine: Engine, node: Node, device: Device | None, broken: set[str], st
     # Engines come from third parties too: whatever one raises may cost that operator, never the model.
     try:
         if engine.devices and device.type not in engine.devices:
-            return Refused(
-                Reason.DEVICE, f"{node.target} is on {device}, {engine.name} serves {_listed(engine.devices)}"
-            )
+            served = " and ".join(sorted(engine.devices))
+            return Refused(Reason.DEVICE, f"{node.target} is on {device}, {engine.name} serves {served}")
         # AOTAutograd is still tracing: tensors that an engine computes with would be fake.
         with unset_fake_temporarily():
             return engine.supports(node)
@@ -84,7 +83,3 @@ def _ask(engine: Engine, node: Node, device: Device | None, broken: set[str], st
             broken.add(engine.name)
             _log.warning("%s; such operators run in eager", why)
         return Refused(Reason.RUNTIME_ERROR, why)
-
-
-def _listed(devices: frozenset[str]) -> str:
-    return " and ".join(sorted(devices))

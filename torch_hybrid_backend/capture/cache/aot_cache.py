@@ -32,9 +32,9 @@ from torch_hybrid_backend.store import Store
 _log = logging.getLogger(__name__)
 _KIND = "captures"
 SOURCES = ("capture", "core", "sizes", "graph")  # what the graph that is kept is made by
-# Dispatch keys of the kernels that torch itself registers for ATen from Python.
 # Elsewhere more decides what is traced than the key covers: which attention operator CUDA gets, say, depends on the GPU.
 _KEYED_DEVICES = {"cpu", "meta"}
+# Dispatch keys of the kernels that torch itself registers for ATen from Python.
 _KEYS_OF_TORCH = {"Meta", "MPS", "CUDA"}
 _COMPILED = (type(torch.Tensor.add), type(torch.add), type(torch.Tensor.__add__))
 
