@@ -18,6 +18,7 @@ from torch.nn import functional
 from benchmarks.models import ZOO
 from tests.fake_devices import FakeDevices
 from tests.partition.engines_for_tests import LoopsEngine
+from tests.services_for_tests import services
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.engine import Engine
@@ -33,8 +34,6 @@ from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.hoist import hoist
 from torch_hybrid_backend.passes.inline_subgraphs import inline_subgraphs
 from torch_hybrid_backend.passes.pipeline import PASSES, run_passes
-from torch_hybrid_backend.runtime.program_runner import ProgramRunner
-from torch_hybrid_backend.store import Store
 
 aten = torch.ops.aten
 CUDA, SECOND = Device("cuda", 0), Device("cuda", 1)
@@ -181,7 +180,7 @@ def test_tvm_refuses_what_is_on_a_gpu(devices: FakeDevices, name: str) -> None:
     """It is asked about nothing: eager has the whole graph, and the plan says why."""
     make, shape, dtype = MODELS[name]
     x = devices.tensor(*shape, device="cuda:0", dtype=dtype)
-    engine = TvmEngine(Store.temporary(), 1, ProgramRunner)
+    engine = TvmEngine(Config(compile_threads=1), services())
     found = planned(devices, [engine], devices.move(make(), "cuda:0"), x)
     (segment,) = found.graph.segments
     assert segment.engine_hint == "eager"
@@ -240,7 +239,7 @@ def test_each_device_of_a_mixture_has_its_engine(devices: FakeDevices) -> None:
         first, second = here(x), there(y)
         return first.softmax(-1), (second + first.to("cuda:0")).softmax(-1), second.softmax(-1)
 
-    engines = [TvmEngine(Store.temporary(), 1, ProgramRunner), LoopsEngine("gpu", devices=["cuda"])]
+    engines = [TvmEngine(Config(compile_threads=1), services()), LoopsEngine("gpu", devices=["cuda"])]
     x, y = (devices.tensor(2, 16, 8, 8, device=device) for device in ("cpu", "cuda:0"))
     found = planned(devices, engines, function, x, y)
     assert {(segment.engine_hint, segment.region.device) for segment in claimed(found)} == {("tvm", CPU), ("gpu", CUDA)}

@@ -11,7 +11,8 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from torch_hybrid_backend.core.device import Device
-from torch_hybrid_backend.core.engine import Engine
+from torch_hybrid_backend.core.engine import Engine, serves
+from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason, Refused, Verdict
 from torch_hybrid_backend.errors import RegionError
 from torch_hybrid_backend.graph.devices import device_of
@@ -60,6 +61,19 @@ def capability(
     return verdicts
 
 
+def accepted(engine: Engine, region: Region, *, strict: bool) -> Verdict:
+    """Whether an engine takes a whole region of operators that it supports. One that raises instead of answering refuses, as above."""
+    try:
+        with unset_fake_temporarily():
+            return engine.accepts(region)
+    except Exception as error:
+        why = f"engine {engine.name} raised when asked about region {region.name}: {type(error).__name__}: {error}"
+        if strict:
+            raise RegionError(why) from error
+        _log.warning("%s; it does not get that region", why)
+        return Refused(Reason.RUNTIME_ERROR, why)
+
+
 def _ask(engine: Engine, node: Node, device: Device | None, broken: set[str], strict: bool) -> Verdict:
     if device is None:
         return Refused(
@@ -67,7 +81,7 @@ def _ask(engine: Engine, node: Node, device: Device | None, broken: set[str], st
         )
     # Engines come from third parties too: whatever one raises may cost that operator, never the model.
     try:
-        if engine.devices and device.type not in engine.devices:
+        if not serves(engine, device):
             served = " and ".join(sorted(engine.devices))
             return Refused(Reason.DEVICE, f"{node.target} is on {device}, {engine.name} serves {served}")
         # AOTAutograd is still tracing: tensors that an engine computes with would be fake.
