@@ -61,7 +61,6 @@ class _WrongEngine(EngineBase):
     """An engine that returns wrong numbers, or raises where `fault` says so; "later call": while `meeting` is there to wait for others."""
 
     name = "wrong"
-    devices: frozenset[str] = frozenset({"cpu"})
 
     def __init__(self, fault: str) -> None:
         self.fault = fault

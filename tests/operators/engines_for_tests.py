@@ -95,7 +95,6 @@ class InterpreterEngine(EngineBase):
     """The loops language run by the tests' interpreter: what is wrong here is wrong in a lowering, and not in a kernel."""
 
     name: str = "interpreter"
-    devices: frozenset[str] = frozenset({"cpu"})
 
     def __init__(self) -> None:
         self.keep_ops = frozenset(lowering.table())
