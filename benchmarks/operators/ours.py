@@ -22,6 +22,7 @@ from torch_hybrid_backend.codegen.assemble import RegionKernels, assemble
 from torch_hybrid_backend.codegen.kernel_cache import compile_kernels
 from torch_hybrid_backend.codegen.variants import Variant, variants
 from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
+from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.core.region import Region, RegionInput
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.engines.tvm.backend import TvmBackend
@@ -306,7 +307,7 @@ def _between(
 
 def _array(buffer: Buffer, assembled: RegionKernels) -> TensorSpec:
     span = assembled.layouts[buffer].span(buffer.shape)
-    return TensorSpec((int(span),), buffer.dtype, (1,))
+    return TensorSpec((int(span),), buffer.dtype, (1,), CPU)
 
 
 def _arrays(problem: Problem, assembled: RegionKernels) -> list[torch.Tensor]:

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from torch_hybrid_backend.backend import compile_graph
+from torch_hybrid_backend.codegen import engine
 from torch_hybrid_backend.codegen.assemble import RegionKernels
 from torch_hybrid_backend.codegen.search import CompiledVariant
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.core.program import Program
-from torch_hybrid_backend.engines.tvm import engine
 from torch_hybrid_backend.partition import placement
 
 

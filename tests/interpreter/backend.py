@@ -109,7 +109,7 @@ def _tensor(number: int, read: Argument) -> TensorArgument:
     if read.buffer.constant:
         return TensorArgument(number, None)
     assert isinstance(read.layout, Strided)
-    return TensorArgument(number, TensorSpec(read.buffer.shape, read.buffer.dtype, read.layout.strides))
+    return TensorArgument(number, TensorSpec(read.buffer.shape, read.buffer.dtype, read.layout.strides, CPU))
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from torch_hybrid_backend.codegen.kernel_cache import Artifact
 from torch_hybrid_backend.codegen.operands import Packed
 from torch_hybrid_backend.codegen.operator_kernel import Operand, OperatorKernel
 from torch_hybrid_backend.codegen.variants import Variant
+from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.program import Kernel as KernelCall
 from torch_hybrid_backend.core.program import OperatorArgument, OperatorCall, PackedConstant, Program, TensorArgument
 from torch_hybrid_backend.core.region import Region
@@ -50,6 +51,7 @@ class RegionKernels:
 
     def program(self, compiled: Sequence[Artifact]) -> Program:
         """The program, given what each kernel was compiled to."""
+        device = self.region.device
         numbers: dict[Buffer, int] = {}
         specs: list[TensorSpec] = []
         output_specs = dict(zip(self.outputs, self.region.outputs, strict=True))
@@ -58,13 +60,13 @@ class RegionKernels:
             if buffer not in numbers:
                 numbers[buffer] = len(specs)
                 spec = output_specs.get(buffer)
-                specs.append(spec if spec is not None else _physical(buffer, self.layouts[buffer]))
+                specs.append(spec if spec is not None else _physical(buffer, self.layouts[buffer], device))
             return numbers[buffer]
 
         def argument(item: Operand | OperatorArgument) -> OperatorArgument:
             if not isinstance(item, Operand):
                 return item
-            spec = TensorSpec(item.shape, item.buffer.dtype, item.strides) if item.strides else None
+            spec = TensorSpec(item.shape, item.buffer.dtype, item.strides, device) if item.strides else None
             return TensorArgument(number(item.buffer), spec)
 
         calls: list[KernelCall | OperatorCall] = []
@@ -77,7 +79,7 @@ class RegionKernels:
                 numbered = tuple(number(a.buffer) for a in (*kernel.reads, *kernel.writes))
                 call = self.backend.step(kernel, artifact, numbered)
             if isinstance(call, OperatorCall):
-                specs[call.result] = _logical(kernel.writes[0])
+                specs[call.result] = _logical(kernel.writes[0], device)
             calls.append(call)
         read = {a.buffer for kernel in self.kernels for a in kernel.reads}
         sources = {b: position for position, b in enumerate(self.inputs)}
@@ -121,14 +123,14 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _physical(buffer: Buffer, layout: Layout) -> TensorSpec:
-    return TensorSpec((layout.span(buffer.shape),), buffer.dtype, (1,))
+def _physical(buffer: Buffer, layout: Layout, device: Device) -> TensorSpec:
+    return TensorSpec((layout.span(buffer.shape),), buffer.dtype, (1,), device)
 
 
-def _logical(argument: Argument) -> TensorSpec:
+def _logical(argument: Argument, device: Device) -> TensorSpec:
     """The form of what an operator returns: a tensor, where kernels write plain memory."""
     assert isinstance(argument.layout, Strided)
-    return TensorSpec(argument.buffer.shape, argument.buffer.dtype, argument.layout.strides)
+    return TensorSpec(argument.buffer.shape, argument.buffer.dtype, argument.layout.strides, device)
 
 
 def assemble(region: Region, backend: KernelBackend) -> RegionKernels:
