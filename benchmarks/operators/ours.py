@@ -181,7 +181,7 @@ def region_of(case: Case, epilogue: str, *, inside: bool) -> Region:
     g.graph.output((result,))
     module = torch.fx.GraphModule(torch.nn.Module(), g.graph)
     operators = [node for node in g.graph.nodes if node.op == "call_function"]
-    return extract("r0", operators, "tvm", module, frozenset(g.constants)).region
+    return extract("r0", operators, "tvm", CPU, module, frozenset(g.constants)).region
 
 
 def stands_inside(case: Case) -> bool:
