@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from tests.partition.engines_for_tests import FakeEngine
 from torch_hybrid_backend.core.deadline import Deadline
-from torch_hybrid_backend.core.device import CPU
-from torch_hybrid_backend.core.engine import CompiledRegion, CompiledRegionBase, Engine, EngineBase
+from torch_hybrid_backend.core.device import CPU, Device
+from torch_hybrid_backend.core.engine import CompiledRegion, CompiledRegionBase, Engine, EngineBase, serves
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Supported, Verdict
 from torch_hybrid_backend.engines.eager import EagerEngine
@@ -72,3 +73,10 @@ def test_engines_have_every_member(engine: Engine) -> None:
         supports, compile, available = engine.supports, engine.compile, engine.available
 
     assert not isinstance(Less(), Engine)
+
+
+@pytest.mark.parametrize("device", [CPU, Device("cuda", 1), Device("meta")], ids=str)
+def test_engines_serve_types_of_devices(device: Device) -> None:
+    """Whatever the index; eager, which names none, serves every one."""
+    assert serves(FakeEngine(devices=["cuda"]), device) == (device.type == "cuda")
+    assert serves(EagerEngine(), device)
