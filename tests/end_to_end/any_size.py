@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torch_hybrid_backend.backend import HybridGraph
+from torch_hybrid_backend.hybrid_graph import HybridGraph
 from torch_hybrid_backend.capture.aot import capture
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.captured import CapturedGraph

@@ -16,8 +16,10 @@ import torch.fx
 
 from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.region import Region
+from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.graph.schema import is_item, is_view
 from torch_hybrid_backend.partition.flops import node_flops
+from torch_hybrid_backend.sizes.size import typical
 
 # Only ratios matter. One thread of a current x86 server core: two 16-lane multiply-adds per cycle at 3 GHz, halved for
 # what real kernels reach; its share of the memory bandwidth; the dispatcher's time per ATen operator; a kernel call
@@ -44,6 +46,11 @@ def eager_us(region: Region) -> float:
 
 def engine_us(region: Region, compiled: CompiledRegion) -> float:
     """Estimated microseconds of one call of the region as an engine compiled it."""
+    return fused_us(region, None if compiled.program is None else len(compiled.program.kernels))
+
+
+def fused_us(region: Region, kernels: int | None = None) -> float:
+    """Estimated microseconds of one call of the region on an engine, before or after it compiled it to so many kernels."""
     flops = traffic = products = 0
     for node in _operators(region):
         work = node_flops(node)
@@ -53,8 +60,17 @@ def engine_us(region: Region, compiled: CompiledRegion) -> float:
     traffic += sum(_bytes(node.meta.get("val")) for node in nodes if node.op == "placeholder")
     returned = next(node for node in reversed(nodes) if node.op == "output")
     traffic += sum(_bytes(node.meta.get("val")) for node in returned.all_input_nodes)
-    kernels = len(compiled.program.kernels) if compiled.program is not None else products + 1
-    return kernels * KERNEL_US + _work_us(flops, traffic)
+    return (products + 1 if kernels is None else kernels) * KERNEL_US + _work_us(flops, traffic)
+
+
+def copy_us(read: TensorSpec, written: TensorSpec) -> float:
+    """Estimated microseconds of copying a value from one form into another; sizes known only at run time count with their hints."""
+    return KERNEL_US + _work_us(0, sum(map(_spec_bytes, (read, written))))
+
+
+def _spec_bytes(spec: TensorSpec) -> int:
+    sizes = zip(spec.shape, spec.strides, strict=True)
+    return spec.torch_dtype.itemsize * math.prod(typical(size) for size, stride in sizes if stride != 0)
 
 
 def _operators(region: Region) -> list[torch.fx.Node]:
