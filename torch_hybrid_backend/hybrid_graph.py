@@ -154,4 +154,4 @@ class HybridGraph:
 def pricing_of(session: Session, config: Config, deadline: Deadline) -> Pricing:
     """What is needed to price on the machine as it is now: threads may have been set since the last graph."""
     timings = session.services.timings if config.cache else None
-    return Pricing(timings, session.versions(CPU), CPU, deadline)
+    return Pricing(timings, session.versions(CPU), CPU, deadline, session.services.timer(CPU))

@@ -1,6 +1,6 @@
 """The machine as texts: what a timing on a device depends on besides the work itself. Utility: imports core only.
 
-fingerprint(CPU)              "x86_64|AMD EPYC ...|AVX512|threads 2 of 2|matmul highest mkldnn True|torch 2.13.0+cpu|hybrid 0.1.0"
+fingerprint(CPU)              "x86_64|AMD EPYC ...|AVX512|threads 2 of 2|matmul ieee conv none mkldnn True|torch 2.13.0+cpu|hybrid 0.1.0"
 fingerprint(Device("cuda"))   the same with the GPU, its capability, the driver and the settings of cuBLAS and cuDNN
 """
 
@@ -11,7 +11,7 @@ import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch_hybrid_backend import __version__
 
@@ -24,16 +24,52 @@ def fingerprint(device: Device) -> str:
     processors they may use, settings of PyTorch's that change kernels, versions. Elsewhere the device as well: it is fed by the host."""
     import torch  # not above: processes that compile kernels read `cpuinfo`, and must stay small
 
+    onednn = torch.backends.mkldnn
     parts = [
         platform.machine(),
         processor(),
         torch.backends.cpu.get_cpu_capability(),
         f"threads {torch.get_num_threads()} of {processors()}",
-        f"matmul {torch.get_float32_matmul_precision()} mkldnn {torch.backends.mkldnn.enabled}",
+        # Not torch.get_float32_matmul_precision(): that raises where precisions were set by backend.
+        f"matmul {onednn.matmul.fp32_precision} conv {onednn.conv.fp32_precision} mkldnn {onednn.enabled}",
         f"torch {torch.__version__}",
         f"hybrid {__version__}",
     ]
+    if not device.is_host:
+        parts += _accelerator(device)
     return "|".join(parts)
+
+
+def _accelerator(device: Device) -> list[str]:
+    """What a timing on a device other than the host depends on. Of CUDA also the driver, the part of a GPU that MIG gives this process, and the
+    settings of cuBLAS and cuDNN; of other devices what PyTorch tells of any. Never run on a GPU: there was none."""
+    import torch
+
+    module: Any = torch.get_device_module(device.type)
+    parts = [f"{device.type} {module.get_device_name(device.index)}"]
+    if device.type == "cuda":
+        # A slice made by MIG has a name and numbers of its own: "NVIDIA H100 80GB HBM3 MIG 1g.10gb", fewer multiprocessors, less memory.
+        properties = module.get_device_properties(device.index)
+        matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+        parts += [
+            f"capability {properties.major}.{properties.minor} multiprocessors {properties.multi_processor_count}"
+            f" memory {properties.total_memory}",
+            f"driver {_driver()} runtime {torch.version.cuda}",
+            f"cublas fp32 {matmul.fp32_precision} reduced {matmul.allow_fp16_reduced_precision_reduction}"
+            f" {matmul.allow_bf16_reduced_precision_reduction}",
+            f"cudnn {cudnn.version()} {cudnn.enabled} fp32 {cudnn.conv.fp32_precision} {cudnn.rnn.fp32_precision}"
+            f" benchmark {cudnn.benchmark} deterministic {cudnn.deterministic}",
+        ]
+    return parts
+
+
+@functools.cache
+def _driver() -> str:
+    """The version of NVIDIA's driver as its kernel module tells it; "" where it does not."""
+    try:
+        return Path("/proc/driver/nvidia/version").read_text().partition("\n")[0]
+    except OSError:
+        return ""
 
 
 def processors() -> int:

@@ -330,7 +330,12 @@ class _Trial:
         if not candidates:
             outputs: Sequence[Any] = region.eager(arguments)
             if self._times_eager:
-                (timing,) = measure([lambda: region.eager(arguments)], self._config.measure_budget_s, **_EAGER_ROUNDS)
+                (timing,) = measure(
+                    [lambda: region.eager(arguments)],
+                    self._config.measure_budget_s,
+                    self._pricing.timer,
+                    **_EAGER_ROUNDS,
+                )
                 self._spend(timing.low_us)
             return outputs
         choice = self._tried.get(_identity(segment))

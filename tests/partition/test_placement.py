@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.errors import CompileError, CompilerCrashError, DeadlineError, RegionError
+from torch_hybrid_backend.measure import HostTimer
 from torch_hybrid_backend.partition.placement import Choice, Pricing, choose
 from torch_hybrid_backend.partition.plan_builder import make_plan
 from torch_hybrid_backend.partition.regions import partition
@@ -32,39 +34,34 @@ def _region(function: Callable[..., object] = lambda x: (x @ x).sin()) -> Region
     return segment.region
 
 
+class Known(FakeRegion):
+    """Knows its outputs, and does not run the graph for them."""
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return self.change([])
+
+
 class Timed:
-    """A clock, and runners whose calls move it: the only time that passes is that of the candidates."""
+    """A clock that calls of eager and of regions move: the only time that passes is that of the candidates, in microseconds."""
 
-    def __init__(self, eager: float, **engines: float) -> None:
+    def __init__(self, region: Region, eager: float, **engines: float) -> None:
         self.now = 0
-        self.cost = engines
-        self.eager = eager
-
-    def clock(self) -> int:
-        return self.now
-
-    def pricing(
-        self, region: Region, candidates: dict[str, CompiledRegion], cache: TimingCache | None = None
-    ) -> Pricing:
-        names = {id(compiled): name for name, compiled in candidates.items()}
         module = region.graph_module
         module(X)  # its code is generated on the first call
-        original = module.forward
+        module.forward = self._taking(eager, module.forward)  # type: ignore[method-assign]
+        self.candidates: dict[str, CompiledRegion | Refused | Exception] = {
+            name: Known(region, self._taking(cost, lambda _: [(X @ X).sin()])) for name, cost in engines.items()
+        }
 
-        def eager(*inputs: torch.Tensor) -> object:
-            self.now += int(self.eager * 1000)
-            return original(*inputs)
+    def _taking(self, microseconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*inputs: Any) -> Any:
+            self.now += int(microseconds * 1000)
+            return function(*inputs)
 
-        module.forward = eager  # type: ignore[method-assign]
+        return call
 
-        def runner(compiled: CompiledRegion) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
-            def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-                self.now += int(self.cost[names[id(compiled)]] * 1000)
-                return []
-
-            return run
-
-        return Pricing(cache, dict.fromkeys(candidates, "1"), runner=runner, clock=self.clock)
+    def pricing(self, cache: TimingCache | None = None) -> Pricing:
+        return Pricing(cache, dict.fromkeys(self.candidates, "1"), timer=HostTimer(lambda: self.now))
 
 
 def _fine(region: Region) -> FakeRegion:
@@ -73,14 +70,8 @@ def _fine(region: Region) -> FakeRegion:
 
 def _choose(eager: float, config: Config = CONFIG, cache: TimingCache | None = None, **engines: float) -> Choice:
     region = _region()
-    candidates: dict[str, CompiledRegion] = {name: _plain(region) for name in engines}
-    pricing = Timed(eager, **engines).pricing(region, candidates, cache)
-    return choose(region, candidates, [X], config, pricing)
-
-
-def _plain(region: Region) -> CompiledRegion:
-    expected = [(X @ X).sin()]
-    return FakeRegion(region, lambda _: [output.clone() for output in expected])
+    timed = Timed(region, eager, **engines)
+    return choose(region, timed.candidates, [X], config, timed.pricing(cache))
 
 
 def test_the_fastest_candidate_wins() -> None:
@@ -286,18 +277,15 @@ def test_an_engine_that_raises_while_running_falls_back(verify: str, caplog: pyt
 def test_an_engine_that_raises_while_timed_falls_back(caplog: pytest.LogCaptureFixture) -> None:
     """The others are timed without it."""
     region = _region()
-    candidates = {"breaks": _fine(region), "fine": _fine(region)}
-    healthy = candidates["fine"]
 
-    def runner(compiled: CompiledRegion) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
-        def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            if compiled is not healthy:
+    class Breaking(FakeRegion):
+        def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            if self.calls:  # not in the run that is verified
                 raise OSError("library gone")
-            return []
+            return super().__call__(inputs)
 
-        return run
-
-    choice = choose(region, candidates, [X], CONFIG, Pricing(runner=runner))
+    candidates = {"breaks": Breaking(region, lambda outputs: outputs), "fine": _fine(region)}
+    choice = choose(region, candidates, [X], CONFIG, Pricing())
     assert choice.decision.engine in ("fine", "eager")
     assert ("breaks", Reason.RUNTIME_ERROR) in [(r.engine, r.code) for r in choice.decision.refusals]
     assert [cost.engine for cost in choice.decision.costs] == ["fine", "eager"]

@@ -13,6 +13,7 @@ import pytest
 
 from torch_hybrid_backend.core.plan import Cost, NodeDecision, Plan, RegionDecision
 from torch_hybrid_backend.core.verdict import Reason
+from torch_hybrid_backend.measure import HostTimer
 from torch_hybrid_backend.partition.placement import Pricing
 from torch_hybrid_backend.partition.whole_call import PricedCall
 from torch_hybrid_backend.store import Store
@@ -46,7 +47,7 @@ class Race:
 
     def pricing(self) -> Pricing:
         self.pricings += 1
-        return Pricing(self.cache, {"tvm": "1"}, clock=lambda: self.now)
+        return Pricing(self.cache, {"tvm": "1"}, timer=HostTimer(lambda: self.now))
 
     def planned(self, *inputs: Any) -> str:
         if "plan" not in self.runs:

@@ -13,7 +13,6 @@ import functools
 import json
 import logging
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -28,7 +27,7 @@ from torch_hybrid_backend.core.program import OperatorCall
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason, Refused
-from torch_hybrid_backend.measure import Clock, Rounds, measure
+from torch_hybrid_backend.measure import HostTimer, Rounds, Timer, measure
 from torch_hybrid_backend.partition.accuracy import Comparison, compare
 from torch_hybrid_backend.partition.estimate import eager_us, engine_us
 from torch_hybrid_backend.partition.fallback import compile_refusal, demote, report_unchecked, run_refusal
@@ -65,16 +64,14 @@ class Pricing:
     """What pricing needs besides the region.
 
     `timings`: None where none are kept. `versions`: engine name -> what its timings on `device` depend on; an engine left out is priced anew
-    in each process. `deadline`: the graph's, for what candidates compile while they are tried.
-    `runner`: turns a compiled region into the call that is timed (the C++ plan for it, where one can be built).
+    in each process. `deadline`: the graph's, for what candidates compile while they are tried. `timer`: of work on `device`.
     """
 
     timings: TimingCache | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
     device: Device = CPU
     deadline: Deadline = field(default_factory=lambda: Deadline(math.inf))
-    runner: Callable[[CompiledRegion], Runner] = lambda compiled: compiled
-    clock: Clock = time.perf_counter_ns
+    timer: Timer = field(default_factory=HostTimer)
 
 
 class _CandidateError(Exception):
@@ -222,7 +219,7 @@ def _price(
             estimated = [Cost(engine, engine_us(region, compiled), "estimated") for engine, compiled in alive.items()]
             return (*estimated, Cost(EAGER, eager_us(region), "estimated")) if eager_runs else tuple(estimated)
         contenders = {engine: pricing.versions.get(engine, "") for engine in alive}
-        runners = {engine: pricing.runner(compiled) for engine, compiled in alive.items()}
+        runners: dict[str, Runner] = dict(alive)
         if eager_runs:
             contenders[EAGER] = torch.__version__
             runners[EAGER] = region.eager.run
@@ -258,7 +255,7 @@ def priced(
     known = timings.get(TIMINGS, key, pricing.device) if timings is not None else {}
     if known.keys() == contenders.keys() and max(known.values()) < math.inf:
         return tuple(Cost(name, known[name], "cached") for name in contenders)
-    how = Rounds(until_decided=True, clock=pricing.clock, **rounds)
+    how = Rounds(until_decided=True, timer=pricing.timer, **rounds)
     taken = measure([calls[name] for name in contenders], budget_s, **how)
     measured = {name: timing.low_us for name, timing in zip(contenders, taken, strict=True)}
     if timings is not None and max(measured.values()) < _IMPLAUSIBLE_RATIO * measured[EAGER]:

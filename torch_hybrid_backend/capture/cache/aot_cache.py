@@ -116,7 +116,9 @@ def _settings() -> Iterator[str]:
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
             torch._C._get_deterministic_fill_uninitialized_memory(),
-            torch.get_float32_matmul_precision(),
+            # Not torch.get_float32_matmul_precision(): that raises where precisions were set by backend.
+            torch.backends.mkldnn.matmul.fp32_precision,
+            torch.backends.cuda.matmul.fp32_precision,
             torch._C._get_mkldnn_enabled(),
             torch.backends.mha.get_fastpath_enabled(),
             torch._C._get_flash_sdp_enabled(),
