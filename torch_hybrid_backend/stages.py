@@ -330,12 +330,8 @@ class _Trial:
         if not candidates:
             outputs: Sequence[Any] = region.eager(arguments)
             if self._times_eager:
-                (timing,) = measure(
-                    [lambda: region.eager(arguments)],
-                    self._config.measure_budget_s,
-                    self._pricing.timer,
-                    **_EAGER_ROUNDS,
-                )
+                rounds = Rounds(warmup_rounds=0, min_rounds=2, timer=self._pricing.timer)
+                (timing,) = measure([lambda: region.eager(arguments)], self._config.measure_budget_s, **rounds)
                 self._spend(timing.low_us)
             return outputs
         choice = self._tried.get(_identity(segment))
@@ -358,9 +354,6 @@ class _Trial:
         self.spent_us += microseconds
         if self.spent_us > self._limit_us:
             raise _TooDearError
-
-
-_EAGER_ROUNDS = Rounds(warmup_rounds=0, min_rounds=2)
 
 
 def _watched(region: Region, engine: str, compiled: CompiledRegion, config: Config) -> CompiledRegion:
