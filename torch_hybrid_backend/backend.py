@@ -27,7 +27,7 @@ from torch_hybrid_backend.capture.cache.aot_cache import KeptGraphs
 from torch_hybrid_backend.config import Config, apply_log_level
 from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.deadline import Deadline
-from torch_hybrid_backend.core.device import CPU
+from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.garbage import collector_paused
 from torch_hybrid_backend.graph.values import is_repeatable
@@ -61,7 +61,8 @@ def compile_graph(
     apply_log_level(config)
     shared = open_session(config)
     deadline = Deadline(config.compile_deadline_s)
-    key = graph_key(gm, example_inputs, f"{shared.versions(CPU)}")
+    devices = {CPU, *(Device.of(value.device) for value in example_inputs if isinstance(value, torch.Tensor))}
+    key = graph_key(gm, example_inputs, f"{[shared.versions(device) for device in sorted(devices, key=str)]}")
     calls: list[PricedCall] = []
 
     @collector_paused()  # a backward graph may be compiled later, when backward is called
@@ -69,7 +70,7 @@ def compile_graph(
         if not _is_priced_whole(captured, config):
             return HybridGraph(captured, shared, config, on_plan, deadline=deadline)
         sizes = [k for k, value in enumerate(example_inputs) if isinstance(value, int | torch.SymInt)]
-        pricing = functools.partial(pricing_of, shared, config, deadline)
+        pricing = functools.partial(pricing_of, shared, config, deadline, CPU)  # only calls on the host are priced whole
         call = PricedCall(gm.forward, key, sizes, config.measure_budget_s, pricing, on_plan)
         calls.append(call)
         return HybridGraph(captured, shared, config, call.take_plan, deadline=deadline)

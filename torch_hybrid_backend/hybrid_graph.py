@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -11,7 +12,7 @@ from typing import Any
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.deadline import Deadline
-from torch_hybrid_backend.core.device import CPU
+from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.core.region import Region, Segment
 from torch_hybrid_backend.eager_graph import EagerGraph
@@ -137,8 +138,8 @@ class HybridGraph:
         assert isinstance(self._state, Installed)
         return self._state
 
-    def _pricing(self) -> Pricing:
-        return pricing_of(self._session, self._config, self._deadline)
+    def _pricing(self) -> Callable[[Device], Pricing]:
+        return functools.cache(functools.partial(pricing_of, self._session, self._config, self._deadline))
 
     def _compile_body(self, name: str, body: CapturedGraph) -> Callable[[list[Any]], list[Any]]:
         """A branch or loop body as a graph of its own, which eager runs where compiling it fails."""
@@ -151,7 +152,7 @@ class HybridGraph:
             return EagerGraph(body.graph_module)
 
 
-def pricing_of(session: Session, config: Config, deadline: Deadline) -> Pricing:
-    """What is needed to price on the machine as it is now: threads may have been set since the last graph."""
+def pricing_of(session: Session, config: Config, deadline: Deadline, device: Device) -> Pricing:
+    """What is needed to price work on a device of the machine as it is now: threads may have been set since the last graph."""
     timings = session.services.timings if config.cache else None
-    return Pricing(timings, session.versions(CPU), CPU, deadline, session.services.timer(CPU))
+    return Pricing(timings, session.versions(device), device, deadline, session.services.timer(device))

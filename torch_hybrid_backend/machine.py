@@ -1,6 +1,6 @@
 """The machine as texts: what a timing on a device depends on besides the work itself. Utility: imports core only.
 
-fingerprint(CPU)              "x86_64|AMD EPYC ...|AVX512|threads 2 of 2|matmul ieee conv none mkldnn True|torch 2.13.0+cpu|hybrid 0.1.0"
+fingerprint(CPU)              "x86_64|AMD EPYC ...|AVX512|threads 2 of 2|float32 ieee none mkldnn True|torch 2.13.0+cpu|hybrid 0.1.0"
 fingerprint(Device("cuda"))   the same with the GPU, its capability, the driver and the settings of cuBLAS and cuDNN
 """
 
@@ -24,14 +24,12 @@ def fingerprint(device: Device) -> str:
     processors they may use, settings of PyTorch's that change kernels, versions. Elsewhere the device as well: it is fed by the host."""
     import torch  # not above: processes that compile kernels read `cpuinfo`, and must stay small
 
-    onednn = torch.backends.mkldnn
     parts = [
         platform.machine(),
         processor(),
         torch.backends.cpu.get_cpu_capability(),
         f"threads {torch.get_num_threads()} of {processors()}",
-        # Not torch.get_float32_matmul_precision(): that raises where precisions were set by backend.
-        f"matmul {onednn.matmul.fp32_precision} conv {onednn.conv.fp32_precision} mkldnn {onednn.enabled}",
+        f"float32 {' '.join(float32_precision('cpu'))} mkldnn {torch.backends.mkldnn.enabled}",
         f"torch {torch.__version__}",
         f"hybrid {__version__}",
     ]
@@ -50,15 +48,15 @@ def _accelerator(device: Device) -> list[str]:
     if device.type == "cuda":
         # A slice made by MIG has a name and numbers of its own: "NVIDIA H100 80GB HBM3 MIG 1g.10gb", fewer multiprocessors, less memory.
         properties = module.get_device_properties(device.index)
-        matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+        matmul: Any = torch.backends.cuda.matmul
+        cudnn: Any = torch.backends.cudnn
+        reduced = f"{matmul.allow_fp16_reduced_precision_reduction} {matmul.allow_bf16_reduced_precision_reduction}"
+        size = f"multiprocessors {properties.multi_processor_count} memory {properties.total_memory}"
         parts += [
-            f"capability {properties.major}.{properties.minor} multiprocessors {properties.multi_processor_count}"
-            f" memory {properties.total_memory}",
+            f"capability {properties.major}.{properties.minor} {size}",
             f"driver {_driver()} runtime {torch.version.cuda}",
-            f"cublas fp32 {matmul.fp32_precision} reduced {matmul.allow_fp16_reduced_precision_reduction}"
-            f" {matmul.allow_bf16_reduced_precision_reduction}",
-            f"cudnn {cudnn.version()} {cudnn.enabled} fp32 {cudnn.conv.fp32_precision} {cudnn.rnn.fp32_precision}"
-            f" benchmark {cudnn.benchmark} deterministic {cudnn.deterministic}",
+            f"float32 {' '.join(float32_precision('cuda'))} rnn {cudnn.rnn.fp32_precision} reduced {reduced}",
+            f"cudnn {cudnn.version()} {cudnn.enabled} benchmark {cudnn.benchmark} deterministic {cudnn.deterministic}",
         ]
     return parts
 
@@ -70,6 +68,20 @@ def _driver() -> str:
         return Path("/proc/driver/nvidia/version").read_text().partition("\n")[0]
     except OSError:
         return ""
+
+
+def float32_precision(device_type: str) -> tuple[str, str]:
+    """How matrix products and convolutions of float32 may round on the host ("cpu") or on a GPU: "none" or "ieee" as float32 does, else as
+    "tf32" or "bf16". Asked of each backend: `torch.get_float32_matmul_precision` raises where programs set them so, as PyTorch advises."""
+    import torch
+
+    backends: Any = torch.backends
+    matmul, convolution = (
+        (backends.mkldnn.matmul, backends.mkldnn.conv)
+        if device_type == "cpu"
+        else (backends.cuda.matmul, backends.cudnn.conv)
+    )
+    return matmul.fp32_precision, convolution.fp32_precision
 
 
 def processors() -> int:

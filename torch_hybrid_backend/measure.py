@@ -15,12 +15,11 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypedDict, Unpack
+from typing import Protocol, TypedDict, Unpack
+
+import torch
 
 from torch_hybrid_backend.core.device import Device
-
-if TYPE_CHECKING:
-    import torch
 
 Call = Callable[[], object]
 
@@ -64,16 +63,12 @@ class DeviceTimer:
     """
 
     def __init__(self, device: Device) -> None:
-        import torch  # not above: whoever times on the host alone need not have it
-
         self._device = torch.device(device.type, device.index)
 
     def now(self) -> int:
         return time.perf_counter_ns()
 
     def round(self, calls: Sequence[Call]) -> list[int]:
-        import torch
-
         stream = torch.accelerator.current_stream(self._device)
         pairs = [(self._event(), self._event()) for _ in calls]
         for call, (start, end) in zip(calls, pairs, strict=True):
@@ -85,8 +80,6 @@ class DeviceTimer:
         return [round(start.elapsed_time(end) * 1e6) for start, end in pairs]  # elapsed_time tells milliseconds
 
     def _event(self) -> torch.Event:
-        import torch
-
         return torch.Event(self._device, enable_timing=True)
 
 

@@ -26,6 +26,7 @@ from torch_hybrid_backend.capture.decompositions import decomposed
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.captured import CapturedGraph, GraphKind
 from torch_hybrid_backend.core.deadline import Deadline
+from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.engine import EAGER, CompiledRegion
 from torch_hybrid_backend.core.plan import Cost, Plan, RegionDecision
 from torch_hybrid_backend.core.region import Region, Segment
@@ -61,6 +62,7 @@ log = logging.getLogger(__name__)
 COVER_TIMINGS = "covers"  # their kind in the cache of timings
 
 Run = Callable[[Sequence[Any]], list[Any]]
+PricingOn = Callable[[Device], Pricing]
 # An engine's compilation of a region, why it does not accept it, or what stopped it.
 Candidate = CompiledRegion | Refused | Exception
 
@@ -165,13 +167,13 @@ def prepare(
     return Prepared(name, captured.kind, hoisted, fold, has_collectives, repeatable)
 
 
-def compile_graph(prepared: Prepared, session: Session, config: Config, pricing: Pricing) -> Compiled:
+def compile_graph(prepared: Prepared, session: Session, config: Config, pricing_on: PricingOn) -> Compiled:
     """Partition the graph and compile every region of every cover that is worth pricing, with each engine that may run it.
 
     Only the cheapest cover is compiled where an earlier process has priced them, where nothing is to be timed, and where the graph cannot be
     run more than once unnoticed.
     """
-    engines = bisected_engines(session.engines)
+    engines, pricing = bisected_engines(session.engines), pricing_on(CPU)
     parts = functools.cache(decomposed)
     found = covers(
         prepared.hoisted.main,
@@ -245,7 +247,7 @@ def _identity(segment: Segment) -> _Identity:
 
 
 def place(
-    compiled: Compiled, session: Session, inputs: Sequence[Any], config: Config, pricing: Pricing
+    compiled: Compiled, session: Session, inputs: Sequence[Any], config: Config, pricing_on: PricingOn
 ) -> tuple[Placed, list[Any]]:
     """Try every region's engines on the inputs of a call, cover by cover, and keep the cheapest cover; with it the call's outputs.
 
@@ -259,7 +261,7 @@ def place(
     costs: list[Cost] = []
     for candidate in compiled.covers:
         alone = len(compiled.covers) == 1
-        trial = _Trial(candidate, config, pricing, tried, math.inf if best is None else best[0], times_eager=not alone)
+        trial = _Trial(candidate, config, pricing_on, tried, math.inf if best is None else best[0], times_eager=not alone)
         try:
             found = trial.executor(compiled.prepared).run(inputs, trial.run)
         except _TooDearError:
@@ -271,12 +273,13 @@ def place(
             best = 0.0, placed
             break
         runs = {s.region.name: trial.engine_of(s.region.name) for s in candidate.cover.partition.graph.segments}
-        total = trial.spent_us + boundaries_us(candidate.cover.partition.graph, runs, engines)
+        total = trial.spent_us + (boundaries_us(candidate.cover.partition.graph, runs, engines, converting=False) or 0.0)
         costs.append(Cost(candidate.order, total, "measured"))
         if best is None or total < best[0]:
             best = total, placed
     assert best is not None
     assert outputs is not None
+    pricing = pricing_on(CPU)
     if costs and compiled.timing_key and pricing.timings is not None:
         kept = {cost.engine: cost.microseconds for cost in costs}
         pricing.timings.put(COVER_TIMINGS, compiled.timing_key, pricing.device, kept)
@@ -295,7 +298,7 @@ class _Trial:
         self,
         candidate: CompiledCover,
         config: Config,
-        pricing: Pricing,
+        pricing_on: PricingOn,
         tried: dict[_Identity, Choice],
         limit_us: float,
         *,
@@ -307,7 +310,7 @@ class _Trial:
         self.spent_us = 0.0
         self._candidate = candidate
         self._config = config
-        self._pricing = pricing
+        self._pricing_on = pricing_on
         self._tried = tried
         self._limit_us = limit_us
         self._times_eager = times_eager
@@ -330,13 +333,13 @@ class _Trial:
         if not candidates:
             outputs: Sequence[Any] = region.eager(arguments)
             if self._times_eager:
-                rounds = Rounds(warmup_rounds=0, min_rounds=2, timer=self._pricing.timer)
+                rounds = Rounds(warmup_rounds=0, min_rounds=2, timer=self._pricing_on(CPU).timer)
                 (timing,) = measure([lambda: region.eager(arguments)], self._config.measure_budget_s, **rounds)
                 self._spend(timing.low_us)
             return outputs
         choice = self._tried.get(_identity(segment))
         if choice is None:
-            choice = choose(region, candidates, arguments, self._config, self._pricing)
+            choice = choose(region, candidates, arguments, self._config, self._pricing_on(CPU))
             let_go()
             self._tried[_identity(segment)] = dataclasses.replace(choice, outputs=[])  # they would be kept alive
             outputs = choice.outputs

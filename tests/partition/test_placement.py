@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from tests.partition.engines_for_tests import FakeEngine, FakeRegion, trace
+from tests.test_errors import accelerator_error
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline
+from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.core.region import Region
@@ -130,12 +132,28 @@ def test_an_estimate_runs_nothing_twice() -> None:
     assert choice.decision.engine == "fake"
 
 
+def test_without_an_estimate_the_order_decides() -> None:
+    """placement=estimate on a device of which nothing is known: nothing is timed, and the first engine that is right runs the region."""
+    region = _region()
+    wrong = FakeRegion(region, lambda outputs: [output + 1 for output in outputs])
+    candidates = {"wrong": wrong, "first": _fine(region), "second": _fine(region)}
+    choice = choose(region, candidates, [X], Config(placement="estimate"), Pricing(device=Device("cuda")))
+    assert (choice.decision.engine, choice.decision.costs) == ("first", ())
+    assert [(r.engine, r.code) for r in choice.decision.refusals] == [
+        ("wrong", Reason.ACCURACY),
+        ("second", Reason.NOT_PROFITABLE),
+    ]
+    alone = choose(region, {"wrong": wrong}, [X], Config(placement="estimate"), Pricing(device=Device("cuda")))
+    assert alone.decision.engine == "eager"
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [
         (CompileError("no schedule"), Reason.COMPILE_FAILED),
         (CompilerCrashError("signal 11"), Reason.COMPILER_CRASHED),
         (DeadlineError("late"), Reason.DEADLINE),
+        (MemoryError("compiling"), Reason.OUT_OF_MEMORY),
         (KeyError("unexpected"), Reason.COMPILE_FAILED),
     ],
 )
@@ -289,6 +307,26 @@ def test_an_engine_that_raises_while_timed_falls_back(caplog: pytest.LogCaptureF
     assert choice.decision.engine in ("fine", "eager")
     assert ("breaks", Reason.RUNTIME_ERROR) in [(r.engine, r.code) for r in choice.decision.refusals]
     assert [cost.engine for cost in choice.decision.costs] == ["fine", "eager"]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("when", ["compile", "run", "timed"])
+def test_what_leaves_a_device_unusable_is_raised(when: str, strict: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """As it is: eager cannot run there either, and who reports it may not be whose fault it is. Nobody falls back, nobody is warned of that."""
+    region = _region()
+    error = accelerator_error("CUDA error: an illegal memory access was encountered", 700)
+
+    class Faulty(FakeRegion):
+        def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            if when == "run" or self.calls:
+                raise error
+            return super().__call__(inputs)
+
+    candidate = error if when == "compile" else Faulty(region, lambda outputs: outputs)
+    with pytest.raises(torch.AcceleratorError) as raised:
+        choose(region, {"fake": candidate, "fine": _fine(region)}, [X], Config(strict=strict), Pricing())
+    assert raised.value is error
+    assert not caplog.records
 
 
 def test_what_eager_raises_passes_through() -> None:

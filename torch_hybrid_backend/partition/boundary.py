@@ -12,16 +12,19 @@ from collections.abc import Mapping
 
 from torch_hybrid_backend.core.engine import EAGER, Engine
 from torch_hybrid_backend.core.region import PartitionedGraph
-from torch_hybrid_backend.partition.estimate import copy_us
+from torch_hybrid_backend.partition.estimate import copy_us, roofline
 
 # A call of Python from the C++ plan, with its arguments wrapped and its results unwrapped (docs/performance.md).
 CALLBACK_US = 10.0
 
 
-def boundaries_us(graph: PartitionedGraph, runs: Mapping[str, str], engines: Mapping[str, Engine]) -> float:
+def boundaries_us(
+    graph: PartitionedGraph, runs: Mapping[str, str], engines: Mapping[str, Engine], *, converting: bool = True
+) -> float | None:
     """Estimated microseconds of one call that the graph's boundaries cost, where `runs` (region name -> engine name) says who runs what.
 
-    A graph that eager runs alone has no boundary.
+    `converting`: copies count; they do not where regions were timed, which is with them. A graph that eager runs alone has no boundary. None
+    where a device has no roofline to estimate a copy by.
     """
     if all(name == EAGER for name in runs.values()):
         return 0.0
@@ -31,8 +34,13 @@ def boundaries_us(graph: PartitionedGraph, runs: Mapping[str, str], engines: Map
         if name == EAGER:
             total += CALLBACK_US
             continue
-        for value in segment.region.inputs:
-            if value.spec is not None and not value.is_constant:
-                form = engines[name].reads(value.spec)
-                total += 0.0 if form == value.spec else copy_us(value.spec, form)
+        for value in segment.region.inputs if converting else ():
+            if value.spec is None or value.is_constant:
+                continue
+            form = engines[name].reads(value.spec)
+            if form != value.spec:
+                on = roofline(segment.region.device)
+                if on is None:
+                    return None
+                total += copy_us(value.spec, form, on)
     return total

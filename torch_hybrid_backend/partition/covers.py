@@ -28,7 +28,7 @@ from torch_hybrid_backend.core.verdict import Verdict
 from torch_hybrid_backend.partition.boundary import boundaries_us
 from torch_hybrid_backend.partition.capability import capability
 from torch_hybrid_backend.partition.dependencies import dependencies
-from torch_hybrid_backend.partition.estimate import eager_us, fused_us
+from torch_hybrid_backend.partition.estimate import eager_us, fused_us, roofline
 from torch_hybrid_backend.partition.regions import Partition, partition
 
 _log = logging.getLogger(__name__)
@@ -143,9 +143,13 @@ def _shape(partition: Partition) -> list[tuple[tuple[str, ...], frozenset[str]]]
 
 
 def _estimate(partition: Partition, engines: Sequence[Engine]) -> float:
-    """Microseconds of one call, each region run by the engine that claimed it."""
-    runs = {segment.region.name: segment.engine_hint for segment in partition.graph.segments}
-    regions = sum(
-        eager_us(s.region) if s.engine_hint == EAGER else fused_us(s.region) for s in partition.graph.segments
-    )
-    return regions + boundaries_us(partition.graph, runs, {engine.name: engine for engine in engines})
+    """Microseconds of one call, each region run by the engine that claimed it; 0 where a device has no roofline: nothing is ruled out."""
+    segments = partition.graph.segments
+    runs = {segment.region.name: segment.engine_hint for segment in segments}
+    total = boundaries_us(partition.graph, runs, {engine.name: engine for engine in engines})
+    for segment in segments:
+        on = roofline(segment.region.device)
+        if on is None or total is None:
+            return 0.0
+        total += eager_us(segment.region, on) if segment.engine_hint == EAGER else fused_us(segment.region, on)
+    return 0.0 if total is None else total

@@ -3,8 +3,9 @@
 On the first call each compiled candidate runs on the real inputs and is compared with eager. Those that fail are
 demoted (`fallback`). The others and eager are priced: by timing them against each other, by timings an earlier process
 left in the cache, or by a roofline estimate. Eager is a candidate like any other; of equally cheap ones the first in
-order wins. Where eager cannot run the region although nothing is wrong with the values (it needs more memory than there is, or an operator
-does not take its inputs' form), an engine that can runs it unchecked.
+order wins, as it does where there is nothing to estimate by. Where eager cannot run the region although nothing is wrong
+with the values (it needs more memory than there is, or an operator does not take its inputs' form), an engine that can
+runs it unchecked. What leaves a device unusable raises: nobody can run there any more.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.measure import HostTimer, Rounds, Timer, measure
 from torch_hybrid_backend.partition.accuracy import Comparison, compare
-from torch_hybrid_backend.partition.estimate import eager_us, engine_us
+from torch_hybrid_backend.partition.estimate import eager_us, engine_us, roofline
 from torch_hybrid_backend.partition.fallback import compile_refusal, demote, report_unchecked, run_refusal
 from torch_hybrid_backend.partition.flops import node_flops
 from torch_hybrid_backend.partition.reference import reference, run_eager, unable_to_run
@@ -135,7 +136,8 @@ def choose(
             drop(engine, comparison.refused)
 
     costs = _price(region, alive, inputs, config, pricing, drop, eager_runs=unable is None)
-    winner = min(costs, key=lambda cost: cost.microseconds).engine if costs else EAGER
+    # Without costs all are equal: nobody is left, or the device is one for which nothing is estimated.
+    winner = min(costs, key=lambda cost: cost.microseconds).engine if costs else next(iter(alive), EAGER)
     spent = {cost.engine: cost.microseconds for cost in costs}
     for engine in alive:
         if engine != winner:
@@ -198,7 +200,10 @@ def _tried(
 
 
 def _lost(region: Region, engine: str, winner: str, spent: Mapping[str, float]) -> Refusal:
-    why = f"it takes {spent[engine]:.1f} us, {winner} {spent[winner]:.1f} us"
+    if engine in spent:
+        why = f"it takes {spent[engine]:.1f} us, {winner} {spent[winner]:.1f} us"
+    else:
+        why = f"{winner} comes before it, and nothing is known of what they cost on this device"
     _log.info("region %s goes to %s, not %s: %s", region.name, winner, engine, why)
     return Refusal(engine, Reason.NOT_PROFITABLE, why)
 
@@ -213,11 +218,15 @@ def _price(
     *,
     eager_runs: bool,
 ) -> tuple[Cost, ...]:
-    """The cost of each living candidate and of eager, where it runs, which is last. A candidate that raises while timed is dropped."""
+    """The cost of each living candidate and of eager, where it runs, which is last. A candidate that raises while timed is dropped. None of
+    all where costs are to be estimated and the device is none that has an estimate."""
     while alive:
         if config.placement == "estimate":
-            estimated = [Cost(engine, engine_us(region, compiled), "estimated") for engine, compiled in alive.items()]
-            return (*estimated, Cost(EAGER, eager_us(region), "estimated")) if eager_runs else tuple(estimated)
+            on = roofline(pricing.device)
+            if on is None:
+                return ()
+            estimated = [Cost(engine, engine_us(region, c, on), "estimated") for engine, c in alive.items()]
+            return (*estimated, Cost(EAGER, eager_us(region, on), "estimated")) if eager_runs else tuple(estimated)
         contenders = {engine: pricing.versions.get(engine, "") for engine in alive}
         runners: dict[str, Runner] = dict(alive)
         if eager_runs:

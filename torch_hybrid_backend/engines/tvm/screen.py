@@ -20,6 +20,7 @@ import torch
 from torch_hybrid_backend.engines.tvm.onednn import Operand, OperatorKernel
 from torch_hybrid_backend.engines.tvm.search import ALONE, Options
 from torch_hybrid_backend.engines.tvm.variants import Variant, work
+from torch_hybrid_backend.errors import is_sticky
 from torch_hybrid_backend.measure import Timer
 
 _log = logging.getLogger(__name__)
@@ -51,6 +52,8 @@ def screen(options: Sequence[Options], timer: Timer) -> list[Options]:
         try:
             alone[key] = operator_us(asked[key], timer)
         except RuntimeError as error:  # PyTorch was built without it, or it does not take such tensors
+            if is_sticky(error):
+                raise
             _log.info("%s cannot run: %s", asked[key].name, error)
             alone[key] = math.inf
         best = max(best, works[key] / alone[key])
