@@ -121,15 +121,15 @@ class _Wiring:
         module = trace(lambda x: (function(x),), torch.randn(8, 8))
         captured = CapturedGraph(module, "inference", frozenset(), False)
         self._versions = {engine.name: engine.version(Device("cpu")) for engine in engines}
-        return compile_graph(prepare(captured, "graph", lambda *_: None), self._session, self.config, self._pricing())  # type: ignore[arg-type,return-value]
+        return compile_graph(prepare(captured, "graph", lambda *_: None), self._session, self.config, self._pricing)  # type: ignore[arg-type,return-value]
 
-    def _pricing(self) -> Pricing:
-        return Pricing(self._timings, self._versions, deadline=Deadline(60.0), timer=HostTimer(self._clock))
+    def _pricing(self, device: Device) -> Pricing:
+        return Pricing(self._timings, self._versions, device, deadline=Deadline(60.0), timer=HostTimer(self._clock))
 
     def place(self, compiled: Compiled, function: Callable[..., Any] = _function) -> Placed:
         """Placed, installed and called again; both calls are right."""
         x = torch.randn(8, 8)
-        placed, (first,) = place(compiled, self._session, [x], self.config, self._pricing())
+        placed, (first,) = place(compiled, self._session, [x], self.config, self._pricing)
         torch.testing.assert_close(first, function(x))
         (again,) = placed.python_executor()([x])
         torch.testing.assert_close(again, function(x))

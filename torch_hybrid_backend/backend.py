@@ -70,7 +70,9 @@ def compile_graph(
         if not _is_priced_whole(captured, config):
             return HybridGraph(captured, shared, config, on_plan, deadline=deadline)
         sizes = [k for k, value in enumerate(example_inputs) if isinstance(value, int | torch.SymInt)]
-        pricing = functools.partial(pricing_of, shared, config, deadline, CPU)  # only calls on the host are priced whole
+        pricing = functools.partial(
+            pricing_of, shared, config, deadline, CPU
+        )  # only calls on the host are priced whole
         call = PricedCall(gm.forward, key, sizes, config.measure_budget_s, pricing, on_plan)
         calls.append(call)
         return HybridGraph(captured, shared, config, call.take_plan, deadline=deadline)

@@ -173,7 +173,7 @@ def compile_graph(prepared: Prepared, session: Session, config: Config, pricing_
     Only the cheapest cover is compiled where an earlier process has priced them, where nothing is to be timed, and where the graph cannot be
     run more than once unnoticed.
     """
-    engines, pricing = bisected_engines(session.engines), pricing_on(CPU)
+    engines = bisected_engines(session.engines)
     parts = functools.cache(decomposed)
     found = covers(
         prepared.hoisted.main,
@@ -183,6 +183,7 @@ def compile_graph(prepared: Prepared, session: Session, config: Config, pricing_
         decompose,
         own_order=is_running(),
     )
+    pricing = pricing_on(_device_of(found))
     key = _covers_key(found, pricing) if len(found) > 1 else ""
     kept = pricing.timings.get(COVER_TIMINGS, key, pricing.device) if key and pricing.timings is not None else {}
     if kept:
@@ -190,6 +191,12 @@ def compile_graph(prepared: Prepared, session: Session, config: Config, pricing_
     elif config.placement == "estimate" or prepared.has_collectives or not prepared.is_repeatable:
         found = found[:1]
     return Compiled(prepared, _compile_covers(found, session, config, pricing.deadline), key, kept)
+
+
+def _device_of(found: Sequence[Cover]) -> Device:
+    """Whose timings a graph's are: the first device other than the host that it uses."""
+    devices = (s.region.device for cover in found for s in cover.partition.graph.segments)
+    return next((device for device in devices if not device.is_host), CPU)
 
 
 def _covers_key(found: Sequence[Cover], pricing: Pricing) -> str:
@@ -261,7 +268,9 @@ def place(
     costs: list[Cost] = []
     for candidate in compiled.covers:
         alone = len(compiled.covers) == 1
-        trial = _Trial(candidate, config, pricing_on, tried, math.inf if best is None else best[0], times_eager=not alone)
+        trial = _Trial(
+            candidate, config, pricing_on, tried, math.inf if best is None else best[0], times_eager=not alone
+        )
         try:
             found = trial.executor(compiled.prepared).run(inputs, trial.run)
         except _TooDearError:
@@ -273,13 +282,15 @@ def place(
             best = 0.0, placed
             break
         runs = {s.region.name: trial.engine_of(s.region.name) for s in candidate.cover.partition.graph.segments}
-        total = trial.spent_us + (boundaries_us(candidate.cover.partition.graph, runs, engines, converting=False) or 0.0)
+        total = trial.spent_us + (
+            boundaries_us(candidate.cover.partition.graph, runs, engines, converting=False) or 0.0
+        )
         costs.append(Cost(candidate.order, total, "measured"))
         if best is None or total < best[0]:
             best = total, placed
     assert best is not None
     assert outputs is not None
-    pricing = pricing_on(CPU)
+    pricing = pricing_on(_device_of([candidate.cover for candidate in compiled.covers]))
     if costs and compiled.timing_key and pricing.timings is not None:
         kept = {cost.engine: cost.microseconds for cost in costs}
         pricing.timings.put(COVER_TIMINGS, compiled.timing_key, pricing.device, kept)
@@ -333,13 +344,13 @@ class _Trial:
         if not candidates:
             outputs: Sequence[Any] = region.eager(arguments)
             if self._times_eager:
-                rounds = Rounds(warmup_rounds=0, min_rounds=2, timer=self._pricing_on(CPU).timer)
+                rounds = Rounds(warmup_rounds=0, min_rounds=2, timer=self._pricing_on(region.device).timer)
                 (timing,) = measure([lambda: region.eager(arguments)], self._config.measure_budget_s, **rounds)
                 self._spend(timing.low_us)
             return outputs
         choice = self._tried.get(_identity(segment))
         if choice is None:
-            choice = choose(region, candidates, arguments, self._config, self._pricing_on(CPU))
+            choice = choose(region, candidates, arguments, self._config, self._pricing_on(region.device))
             let_go()
             self._tried[_identity(segment)] = dataclasses.replace(choice, outputs=[])  # they would be kept alive
             outputs = choice.outputs
