@@ -66,7 +66,7 @@ def test_finds_the_pass(settings: pytest.MonkeyPatch) -> None:
         (break_sigmoid, frozenset(), "a bug"),
         *pipeline.PASSES[3:],
     )
-    settings.setattr(backend, "PASSES", passes)
+    settings.setattr(stages, "PASSES", passes)
     result = torch_hybrid_backend.bisect(works)
     assert result is not None
     assert (result.backend, result.subsystem, result.debug_info) == ("hybrid", "passes", "break_sigmoid")
