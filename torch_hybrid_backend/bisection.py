@@ -26,6 +26,7 @@ from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.engine import CompiledRegion, Engine
 from torch_hybrid_backend.core.region import Region
+from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason, Refused, Verdict
 
 if TYPE_CHECKING:
@@ -107,6 +108,9 @@ class _Bisected:
 
     def prepare(self, operators: int) -> None:
         self._engine.prepare(operators)
+
+    def reads(self, spec: TensorSpec) -> TensorSpec:
+        return self._engine.reads(spec)
 
     def supports(self, node: Node) -> Verdict:
         verdict = self._engine.supports(node)

@@ -6,7 +6,9 @@ before the next block is looked at, so that intermediate results stay in the pro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,8 +27,10 @@ MIN_ELEMENTS = 4 * BLOCK
 aten = torch.ops.aten
 _BINARY = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}
 _UNARY = {"neg": np.negative, "exp": np.exp, "tanh": np.tanh, "sqrt": np.sqrt, "abs": np.abs}
-OPERATORS = {getattr(aten, name).Tensor: function for name, function in _BINARY.items()}
-OPERATORS |= {getattr(aten, name).default: function for name, function in _UNARY.items()}
+OPERATORS: dict[object, Callable[..., Any]] = {
+    **{getattr(aten, name).Tensor: function for name, function in _BINARY.items()},
+    **{getattr(aten, name).default: function for name, function in _UNARY.items()},
+}
 
 
 class BlockedRegion(CompiledRegionBase):
@@ -36,8 +40,8 @@ class BlockedRegion(CompiledRegionBase):
         graph = region.graph_module.graph
         self._inputs = [node for node in graph.nodes if node.op == "placeholder"]
         self._operators = [node for node in graph.nodes if node.op == "call_function"]
-        self._outputs = list(graph.output_node().args[0])
-        self._shapes = [spec.shape for spec in region.outputs]
+        self._outputs = graph.output_node().all_input_nodes
+        self._shapes = [tuple(map(int, spec.shape)) for spec in region.outputs if spec is not None]
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         results = [torch.empty(shape) for shape in self._shapes]
@@ -77,10 +81,11 @@ class BlockedNumpy(EngineBase):
         return Supported()
 
     def accepts(self, region: Region) -> Verdict:
-        specs = [*(value.spec for value in region.inputs), *region.outputs]
-        if not all(spec is not None and spec.is_static for spec in specs):
+        values = [*(value.spec for value in region.inputs), *region.outputs]
+        specs = [spec for spec in values if spec is not None and spec.is_static]
+        if len(specs) < len(values):
             return Refused(Reason.SYMBOLIC_SHAPE, "blocked_numpy needs sizes that are known when it compiles")
-        sizes = {int(np.prod(spec.shape)) for spec in specs}
+        sizes = {math.prod(map(int, spec.shape)) for spec in specs}
         if len(sizes) > 1 or min(sizes) < MIN_ELEMENTS:
             return Refused(
                 Reason.TOO_SMALL, f"blocked_numpy takes tensors of one size, of {MIN_ELEMENTS} elements or more"

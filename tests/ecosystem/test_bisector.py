@@ -9,7 +9,7 @@ import torch
 
 import torch_hybrid_backend
 from tests.ecosystem.planted_engine import PlantedEngine
-from torch_hybrid_backend import backend, session
+from torch_hybrid_backend import session
 from torch_hybrid_backend.passes import pipeline
 from torch_hybrid_backend.passes.context import PassContext
 
@@ -66,7 +66,7 @@ def test_finds_the_pass(settings: pytest.MonkeyPatch) -> None:
         (break_sigmoid, frozenset(), "a bug"),
         *pipeline.PASSES[3:],
     )
-    settings.setattr(backend, "PASSES", passes)
+    settings.setattr(stages, "PASSES", passes)
     result = torch_hybrid_backend.bisect(works)
     assert result is not None
     assert (result.backend, result.subsystem, result.debug_info) == ("hybrid", "passes", "break_sigmoid")

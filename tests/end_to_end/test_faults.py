@@ -19,7 +19,7 @@ from torch import nn
 
 from tests.end_to_end import models
 from tests.test_errors import accelerator_error
-from torch_hybrid_backend import backend, session
+from torch_hybrid_backend import backend, hybrid_graph, session, stages
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.engine import CompiledRegionBase, EngineBase
 from torch_hybrid_backend.core.plan import Plan
@@ -38,15 +38,15 @@ def test_libraries_deleted_between_compilation_and_call(
 ) -> None:
     """Kernel libraries that vanish before the first call: the region goes to eager with one warning that names it."""
     settings.setenv("HYBRID_CACHE_DIR", str(tmp_path / "cache"))
-    made: list[backend.HybridGraph] = []
-    original = backend.HybridGraph.__init__
+    made: list[hybrid_graph.HybridGraph] = []
+    original = hybrid_graph.HybridGraph.__init__
 
-    def recording(self: backend.HybridGraph, *args: object, **kwargs: object) -> None:
+    def recording(self: hybrid_graph.HybridGraph, *args: object, **kwargs: object) -> None:
         original(self, *args, **kwargs)  # type: ignore[arg-type]
         made.append(self)
         shutil.rmtree(tmp_path / "cache" / "kernels")
 
-    settings.setattr(backend.HybridGraph, "__init__", recording)
+    settings.setattr(hybrid_graph.HybridGraph, "__init__", recording)
     model, x = models.perceptron(), models.rows()
     with torch.no_grad(), caplog.at_level(logging.WARNING, LOGGER):
         torch.testing.assert_close(torch.compile(model, backend="hybrid")(x), model(x), rtol=1e-4, atol=1e-5)
@@ -188,7 +188,7 @@ def test_a_device_that_cannot_be_used_any_more(settings: pytest.MonkeyPatch, cap
 
 @pytest.mark.fault("Ctrl-C (SIGINT) at any line of placement", "KeyboardInterrupt; the next call is right")
 def test_interrupted_at_every_line(settings: pytest.MonkeyPatch) -> None:
-    """KeyboardInterrupt before each line, in turn, of what a first call runs in backend.py; the next call is right, and fast."""
+    """KeyboardInterrupt before each line, in turn, of what a first call runs in the wiring; the next call is right, and fast."""
     model = nn.Sequential(nn.Linear(24, 16), nn.GELU(), nn.Linear(16, 8)).eval()
     x = torch.randn(3, 24)
     expected = model(x)
@@ -196,7 +196,7 @@ def test_interrupted_at_every_line(settings: pytest.MonkeyPatch) -> None:
 
     def at_the_line(frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
         nonlocal line
-        if frame.f_code.co_filename != backend.__file__:
+        if frame.f_code.co_filename not in (hybrid_graph.__file__, stages.__file__):
             return None
         line -= event == "line"
         if event == "line" and line == 0:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import torch_hybrid_backend
-from torch_hybrid_backend import backend
+from torch_hybrid_backend import hybrid_graph
 from torch_hybrid_backend.core.plan import Cost
 from torch_hybrid_backend.partition import whole_call
 
@@ -95,14 +95,14 @@ def test_weights_live_on_in_eager(verdict: Verdict) -> None:
 
 def test_the_plan_is_freed(verdict: Verdict, settings: pytest.MonkeyPatch) -> None:
     """A plan that lost does not stay in memory beside the weights."""
-    made: list[weakref.ref[backend.HybridGraph]] = []
-    original = backend.HybridGraph.__init__
+    made: list[weakref.ref[hybrid_graph.HybridGraph]] = []
+    original = hybrid_graph.HybridGraph.__init__
 
-    def recording(self: backend.HybridGraph, *args: Any, **kwargs: Any) -> None:
+    def recording(self: hybrid_graph.HybridGraph, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         made.append(weakref.ref(self))
 
-    settings.setattr(backend.HybridGraph, "__init__", recording)
+    settings.setattr(hybrid_graph.HybridGraph, "__init__", recording)
     model = Classifier().eval()
     with torch.no_grad():
         compiled = torch.compile(model, backend="hybrid")

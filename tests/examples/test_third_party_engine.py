@@ -33,7 +33,7 @@ import torch_hybrid_backend
 def chain(x, y):
     return torch.tanh(x * y + 2.0) - x.abs() / 3.0
 
-x, y = torch.randn(2, 300, 301).unbind(0)
+x, y = torch.randn(2, int(sys.argv[1]), 301).unbind(0)
 with torch.no_grad():
     print(torch_hybrid_backend.explain(chain, x, y).to_json())
     torch.testing.assert_close(torch.compile(chain, backend="hybrid")(x, y), chain(x, y))
@@ -74,13 +74,23 @@ def test_it_runs_regions_and_its_timings_are_kept(packages: Path, tmp_path: Path
     """Installed, it gets the chain, right; the plan has its costs. A second process uses the timings of the first."""
     kinds = []
     for _ in range(2):
-        text = _run(packages, tmp_path, "-c", _EXPLAIN, HYBRID_ENGINES="blocked_numpy", HYBRID_STRICT="1")
+        text = _run(packages, tmp_path, "-c", _EXPLAIN, "300", HYBRID_ENGINES="blocked_numpy", HYBRID_STRICT="1")
         ((region,),) = (plan["regions"] for plan in json.loads(text)["plans"])
         assert [cost["engine"] for cost in region["costs"]] == ["blocked_numpy", "eager"]
         assert len(region["node_names"]) == 6
         assert region["max_error"] < 1e-5
         kinds.append({cost["kind"] for cost in region["costs"]})
     assert kinds == [{"measured"}, {"cached"}]
+
+
+def test_what_it_does_not_accept_is_in_the_plan(packages: Path, tmp_path: Path) -> None:
+    """A small region stays in eager, for the engine's own reason; that is no failure, also where those raise."""
+    text = _run(packages, tmp_path, "-c", _EXPLAIN, "3", HYBRID_ENGINES="blocked_numpy", HYBRID_STRICT="1")
+    ((region,),) = (plan["regions"] for plan in json.loads(text)["plans"])
+    assert (region["engine"], region["costs"]) == ("eager", [])
+    (refusal,) = region["refusals"]
+    assert (refusal["engine"], refusal["code"]) == ("blocked_numpy", "too_small")
+    assert "65536 elements or more" in refusal["why"]
 
 
 def test_doctor_shows_it(packages: Path, tmp_path: Path) -> None:

@@ -30,13 +30,13 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from tests.interpreter.backend import InterpreterBackend
 from tests.operators.engines_for_tests import BatchedEngine
 from tests.operators.values import copied, difference, form_difference, seed, tensors_of, widened
-from torch_hybrid_backend.backend import HybridGraph
 from torch_hybrid_backend.capture.aot import capture
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.engines.eager import EagerEngine
 from torch_hybrid_backend.engines.tvm.backend import TvmBackend
+from torch_hybrid_backend.hybrid_graph import HybridGraph
 from torch_hybrid_backend.session import Session, open_services
 
 Call = Callable[..., Any]

@@ -9,10 +9,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tests.partition.engines_for_tests import FakeEngine
+from tests.partition.engines_for_tests import FakeEngine, trace
+from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.device import Device
+from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
-from torch_hybrid_backend.partition.capability import capability
+from torch_hybrid_backend.errors import RegionError
+from torch_hybrid_backend.partition.capability import accepted, capability
+from torch_hybrid_backend.partition.regions import partition
 
 
 class _Branching(FakeEngine):
@@ -50,6 +54,26 @@ def test_an_engine_may_compute_while_it_is_asked() -> None:
     with FakeTensorMode():
         ((verdict,),) = capability(operators, [_Computing()], strict=True).values()
     assert verdict
+
+
+def test_an_engine_that_raises_when_asked_about_a_region(caplog: pytest.LogCaptureFixture) -> None:
+    """It does not get that region: one warning, or RegionError under strict. While it is asked it may compute with tensors of its own."""
+
+    class Raising(FakeEngine):
+        def accepts(self, region: Region) -> Verdict:
+            raise ValueError(f"sum {float(torch.arange(3).sum())}")
+
+    engine = Raising("raising")
+    (segment,) = partition(trace(torch.sin, torch.ones(3)), [engine], Config()).graph.segments
+    with FakeTensorMode():
+        verdict = accepted(engine, segment.region, strict=False)
+    assert isinstance(verdict, Refused)
+    assert verdict.code is Reason.RUNTIME_ERROR
+    assert "raising raised when asked about region r0: ValueError: sum 3.0" in verdict.why
+    assert len(caplog.records) == 1
+    with pytest.raises(RegionError, match=r"sum 3\.0"):
+        accepted(engine, segment.region, strict=True)
+    assert accepted(FakeEngine(), segment.region, strict=True)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:1", "meta"])

@@ -20,8 +20,13 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.fx
 from torch._decomp import core_aten_decompositions, get_decompositions
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import detect_fake_mode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import guard_or_false
+from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.capture.fixes.encoder_layers import native_multi_head_attention, transformer_encoder_layer
 from torch_hybrid_backend.core.limits import MOST_SCATTERED_SLICES
@@ -121,6 +126,37 @@ def decomposition_table(keep_ops: frozenset[torch._ops.OpOverload]) -> dict[Oper
     state wherever eager's operator is the same one.
     """
     return {operator: formula for operator, formula in _full_table().items() if operator not in keep_ops}
+
+
+def decomposed(node: torch.fx.Node, keep_ops: frozenset[torch._ops.OpOverload]) -> torch.fx.GraphModule | None:
+    """What capture would have made of an operator, had only `keep_ops` been wanted whole: a graph of its own.
+
+    The graph takes the node's input nodes in the order of `node.all_input_nodes` and returns the operator's results; every node carries
+    `meta["val"]`. None where the operator stays whole all the same, where a size known only at run time is among its arguments, or where the
+    formula's results have another form (dtype, shape, strides) than the operator's.
+    """
+    table = decomposition_table(keep_ops)
+    values = [source.meta.get("val") for source in node.all_input_nodes]
+    mode = detect_fake_mode(values)
+    if node.target not in table or mode is None or not all(isinstance(value, torch.Tensor) for value in values):
+        return None
+
+    def run(*inputs: object) -> object:
+        of = dict(zip(node.all_input_nodes, inputs, strict=True))
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), of.__getitem__)  # type: ignore[arg-type]
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    with mode, enable_python_dispatcher():
+        graph_module: torch.fx.GraphModule = make_fx(run, table, tracing_mode="real")(*values)  # type: ignore[arg-type]
+    results = [value.meta.get("val") for value in graph_module.graph.output_node().all_input_nodes]
+    wanted = [value for value in tree_leaves(node.meta["val"]) if value is not None]
+    return graph_module if len(results) == len(wanted) and all(map(_same_form, results, wanted)) else None
+
+
+def _same_form(a: object, b: object) -> bool:
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+        return False
+    return (a.dtype, a.device, a.shape, a.stride()) == (b.dtype, b.device, b.shape, b.stride())
 
 
 @functools.cache

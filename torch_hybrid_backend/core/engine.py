@@ -26,6 +26,7 @@ from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.region import Region
+from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Supported, Verdict
 
 # The engine that is PyTorch itself: always there, last in order, and it takes everything.
@@ -127,6 +128,11 @@ class Engine(Protocol):
         Asked before anything is compiled; a refusal is in the plan."""
         ...
 
+    def reads(self, spec: TensorSpec) -> TensorSpec:
+        """The dtype, strides and device in which its kernels read a value of this spec. Where that is another form, the compiled region copies
+        the value; estimates count the copy."""
+        ...
+
     def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[CompiledRegion | Exception]:
         """Compile regions together (so that kernels are built in parallel and equal ones once).
 
@@ -187,6 +193,9 @@ class EngineBase(ABC):
 
     def accepts(self, region: Region) -> Verdict:
         return Supported()
+
+    def reads(self, spec: TensorSpec) -> TensorSpec:
+        return spec
 
     @abstractmethod
     def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[CompiledRegion | Exception]: ...

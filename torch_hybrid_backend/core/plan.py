@@ -90,6 +90,9 @@ class CallDecision:
 class Plan:
     """All decisions for one graph. `kind` is "inference", "forward" or "backward".
 
+    `covers`: what a call costs with each of the partitions that were priced, by the order in which they asked the engines; empty where
+    there was one. A cost of the kind "more than" was given up.
+
     `call` is None where whole calls were not priced: the plan runs them. Where eager runs them, every node is eager's, and `regions` tell
     what the plan would have done.
     """
@@ -99,6 +102,7 @@ class Plan:
     nodes: tuple[NodeDecision, ...]
     regions: tuple[RegionDecision, ...]
     call: CallDecision | None = None
+    covers: tuple[Cost, ...] = ()
 
     def to_json(self) -> str:
         """Stable JSON (sorted keys, two spaces)."""
@@ -141,7 +145,7 @@ class Plan:
         )
         decided = raw["call"]
         call = decided and CallDecision(decided["engine"], costs(decided["costs"]), refusals(decided["refusals"]))
-        return Plan(raw["graph"], raw["kind"], nodes, regions, call)
+        return Plan(raw["graph"], raw["kind"], nodes, regions, call, costs(raw["covers"]))
 
 
 def _plain(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, unset_fake_temporarily
@@ -22,9 +23,13 @@ _log = logging.getLogger(__name__)
 
 
 def capability(
-    operators: Sequence[Node], engines: Sequence[Engine], *, strict: bool
+    operators: Sequence[Node],
+    engines: Sequence[Engine],
+    *,
+    strict: bool,
+    known: Mapping[Node, tuple[Verdict, ...]] = MappingProxyType({}),
 ) -> Mapping[Node, tuple[Verdict, ...]]:
-    """The verdict of each engine on each operator; every engine is asked at most once per operator.
+    """The verdict of each engine on each operator; every engine is asked at most once per operator, and not about those that are `known`.
 
     What picks one of several outputs (getitem) goes with its operator. Operators with effects are eager's: a region
     means the same each time it runs. So are views of what a collective still writes, which an engine might copy, and
@@ -35,7 +40,9 @@ def capability(
     verdicts: dict[Node, tuple[Verdict, ...]] = {}
     broken: set[str] = set()
     for node in operators:
-        if is_item(node) and isinstance(node.args[0], Node) and node.args[0] in verdicts:
+        if node in known:
+            verdicts[node] = known[node]
+        elif is_item(node) and isinstance(node.args[0], Node) and node.args[0] in verdicts:
             verdicts[node] = verdicts[node.args[0]]
         elif node.op != "call_function":
             refusal = Refused(Reason.UNKNOWN_OPERATOR, f"a node of kind {node.op} is no ATen operator")

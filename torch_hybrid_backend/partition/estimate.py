@@ -20,8 +20,10 @@ import torch.fx
 from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.region import Region
+from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.graph.schema import is_item, is_view
 from torch_hybrid_backend.partition.flops import node_flops
+from torch_hybrid_backend.sizes.size import typical
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,11 @@ def eager_us(region: Region, on: Roofline) -> float:
 
 def engine_us(region: Region, compiled: CompiledRegion, on: Roofline) -> float:
     """Estimated microseconds of one call of the region as an engine compiled it."""
+    return fused_us(region, on, None if compiled.program is None else len(compiled.program.kernels))
+
+
+def fused_us(region: Region, on: Roofline, kernels: int | None = None) -> float:
+    """Estimated microseconds of one call of the region on an engine, before or after it compiled it to so many kernels."""
     flops = traffic = products = 0
     for node in _operators(region):
         work = node_flops(node)
@@ -80,8 +87,17 @@ def engine_us(region: Region, compiled: CompiledRegion, on: Roofline) -> float:
     traffic += sum(_bytes(node.meta.get("val")) for node in nodes if node.op == "placeholder")
     returned = next(node for node in reversed(nodes) if node.op == "output")
     traffic += sum(_bytes(node.meta.get("val")) for node in returned.all_input_nodes)
-    kernels = len(compiled.program.kernels) if compiled.program is not None else products + 1
-    return kernels * on.kernel_us + on.work_us(flops, traffic)
+    return (products + 1 if kernels is None else kernels) * on.kernel_us + on.work_us(flops, traffic)
+
+
+def copy_us(read: TensorSpec, written: TensorSpec, on: Roofline) -> float:
+    """Estimated microseconds of copying a value from one form into another; sizes known only at run time count with their hints."""
+    return on.kernel_us + on.work_us(0, sum(map(_spec_bytes, (read, written))))
+
+
+def _spec_bytes(spec: TensorSpec) -> int:
+    sizes = zip(spec.shape, spec.strides, strict=True)
+    return spec.torch_dtype.itemsize * math.prod(typical(size) for size, stride in sizes if stride != 0)
 
 
 def _operators(region: Region) -> list[torch.fx.Node]:

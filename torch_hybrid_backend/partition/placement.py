@@ -94,9 +94,8 @@ def choose(
     """Choose the engine of `region` and run it once on `inputs`.
 
     `candidates`: engine name -> what `Engine.compile` returned, or why the engine does not accept the region, in order of preference; eager
-    is implied. Raises
-    RegionError under `config.strict` where a candidate fails. What eager raises for the values passes through; for other reasons where no
-    engine can run the region either.
+    is implied. Raises RegionError under `config.strict` where a candidate fails, and whatever leaves a device unusable as it is. What eager
+    raises for the values passes through; for other reasons where no engine can run the region either.
     """
     refusals: list[Refusal] = []
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 import torch.fx
@@ -62,8 +63,15 @@ class Partition:
         return tuple(name for name in self.able[segment.region.name] if name in engine_names)
 
 
-def partition(graph_module: torch.fx.GraphModule, engines: Sequence[Engine], config: Config) -> Partition:
+def partition(
+    graph_module: torch.fx.GraphModule,
+    engines: Sequence[Engine],
+    config: Config,
+    known: Mapping[Node, tuple[Verdict, ...]] = MappingProxyType({}),
+) -> Partition:
     """Partition a functional ATen graph among `engines` (in order of preference; eager is implied).
+
+    `known`: what the engines answered about operators of the graph before, in their order; about the others they are asked.
 
     Placeholders with `meta["constant"]` hold parameters or folded values. Every node carries `meta["val"]`. The graph
     is not changed. Raises RegionError under `config.strict` where an engine raises instead of answering.
@@ -72,7 +80,7 @@ def partition(graph_module: torch.fx.GraphModule, engines: Sequence[Engine], con
     offered = tuple(engine for engine in engines if engine.name != EAGER)
     names = (*(engine.name for engine in offered), EAGER)
     needs = dependencies(graph)
-    verdicts = dict(capability(needs.operators, offered, strict=config.strict))
+    verdicts = dict(capability(needs.operators, offered, strict=config.strict, known=known))
     flops = {node: node_flops(node) for node in needs.operators}
     devices = {node: device_of(node) for node in needs.operators}
     levels = _cut(needs, verdicts, devices, flops, config.min_region_nodes)

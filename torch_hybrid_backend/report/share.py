@@ -84,6 +84,18 @@ def call_in_words(plan: Plan) -> tuple[str, ...]:
     return f"whole call: {plan.call.engine}; {costs_in_words(plan.call.costs)}", *lost
 
 
+def covers_in_words(plan: Plan) -> tuple[str, ...]:
+    """What each partition that was priced costs; empty where there was one."""
+    if not plan.covers:
+        return ()
+    kinds = {"more than": "given up at "}
+    return tuple(
+        f"partition for {cost.engine}: {kinds.get(cost.kind, '')}{cost.microseconds:.1f} us"
+        f"{' (cached)' if cost.kind == 'cached' else ''}"
+        for cost in plan.covers
+    )
+
+
 def regions_title(plan: Plan) -> str:
     """What the table of regions is headed by."""
     return "regions" if plan.call is None or plan.call.engine == "plan" else "regions of the plan, which is not used"

@@ -10,6 +10,7 @@ from torch_hybrid_backend.report.share import (
     call_in_words,
     costs_in_words,
     counted,
+    covers_in_words,
     engine_in_words,
     flops_in_words,
     operator_kinds,
@@ -30,6 +31,8 @@ def _plan(plan: Plan) -> Iterable[str]:
     yield summary(plan)
     for number, line in enumerate(call_in_words(plan)):
         yield f"{'    ' if number else '  '}{line}"
+    for line in covers_in_words(plan):
+        yield f"  {line}"
     if plan.regions:
         yield f"  {regions_title(plan)}:"
         for decision in plan.regions:

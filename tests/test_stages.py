@@ -1,0 +1,231 @@
+"""The stages of a graph: covers priced on the first call's inputs, with engines and a clock of the tests' own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.partition.engines_for_tests import FakeEngine, trace
+from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.captured import CapturedGraph
+from torch_hybrid_backend.core.deadline import Deadline
+from torch_hybrid_backend.core.device import Device
+from torch_hybrid_backend.core.engine import CompiledRegion, CompiledRegionBase
+from torch_hybrid_backend.core.region import Region
+from torch_hybrid_backend.eager_graph import EagerGraph
+from torch_hybrid_backend.engines.eager import EagerEngine
+from torch_hybrid_backend.measure import HostTimer
+from torch_hybrid_backend.partition import extract
+from torch_hybrid_backend.partition.placement import Pricing
+from torch_hybrid_backend.runtime.program_runner import ProgramRunner
+from torch_hybrid_backend.services import Services
+from torch_hybrid_backend.session import Session
+from torch_hybrid_backend.stages import Compiled, Placed, compile_graph, install, place, prepare
+from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.timing_cache import TimingCache
+
+EAGER_US = 1000.0  # of an operator
+
+
+class _Clock:
+    """Stands still but for what the tests' regions and eager's are said to take."""
+
+    def __init__(self) -> None:
+        self.ns = 0
+
+    def __call__(self) -> int:
+        return self.ns
+
+
+class _TimedRegion(CompiledRegionBase):
+    def __init__(self, region: Region, microseconds: float, clock: _Clock) -> None:
+        self._region, self._microseconds, self._clock = region, microseconds, clock
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        self._clock.ns += int(self._microseconds * 1000)
+        return [output.clone() for output in self._region.graph_module(*inputs)]
+
+
+class _TimedEngine(FakeEngine):
+    """A region takes `call_us`, and each of its operators what `operator_us` says by a part of its name, else `other_us`."""
+
+    def __init__(
+        self,
+        name: str,
+        clock: _Clock,
+        takes: Sequence[str],
+        operator_us: Mapping[str, float],
+        call_us: float = 1.0,
+        other_us: float = 100.0,
+    ) -> None:
+        super().__init__(name, takes)
+        self._clock, self._operator_us, self._call_us, self._other_us = clock, operator_us, call_us, other_us
+        self.compiled: list[tuple[str, ...]] = []
+
+    def version(self, device: Device) -> str:
+        return "1"
+
+    def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[CompiledRegion | Exception]:
+        self.compiled += [region.node_names for region in regions]
+        return [
+            _TimedRegion(region, self._call_us + sum(map(self._us, region.node_names)), self._clock)
+            for region in regions
+        ]
+
+    def _us(self, name: str) -> float:
+        return next((us for part, us in self._operator_us.items() if part in name), self._other_us)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
+    """The clock; eager takes EAGER_US for each operator."""
+    clock = _Clock()
+
+    class TimedEager(EagerGraph):
+        def __init__(self, graph_module: torch.fx.GraphModule) -> None:
+            super().__init__(graph_module)
+            self._ns = int(1000 * EAGER_US) * len([n for n in graph_module.graph.nodes if n.op == "call_function"])
+
+        def __call__(self, inputs: Sequence[Any]) -> list[Any]:
+            clock.ns += self._ns
+            return super().__call__(inputs)
+
+        def run(self, inputs: Sequence[Any]) -> list[Any]:
+            clock.ns += self._ns
+            return super().run(inputs)
+
+    monkeypatch.setattr(extract, "EagerGraph", TimedEager)
+    return clock
+
+
+def _function(x: torch.Tensor) -> torch.Tensor:
+    return torch.sort((x @ x).sin().exp().cos()).values
+
+
+class _Wiring:
+    """What `HybridGraph` does, stage by stage, with the test's engines, clock and cache."""
+
+    def __init__(self, clock: _Clock, folder: Path) -> None:
+        store = Store.open(folder, enabled=True, strict=True, limit_bytes=1 << 20)
+        self._timings = TimingCache(store, lambda device: "machine")
+        self._services = Services(store, self._timings, ProgramRunner, lambda device: HostTimer(clock), lambda *_: None)  # type: ignore[arg-type,return-value]
+        self._clock = clock
+        self.config = Config(measure_budget_s=1e-3, strict=True)
+
+    def compile(self, engines: Sequence[FakeEngine], function: Callable[..., Any] = _function) -> Compiled:
+        self._session = Session((*engines, EagerEngine()), self._services)
+        module = trace(lambda x: (function(x),), torch.randn(8, 8))
+        captured = CapturedGraph(module, "inference", frozenset(), False)
+        self._versions = {engine.name: engine.version(Device("cpu")) for engine in engines}
+        return compile_graph(prepare(captured, "graph", lambda *_: None), self._session, self.config, self._pricing)  # type: ignore[arg-type,return-value]
+
+    def _pricing(self, device: Device) -> Pricing:
+        return Pricing(self._timings, self._versions, device, deadline=Deadline(60.0), timer=HostTimer(self._clock))
+
+    def place(self, compiled: Compiled, function: Callable[..., Any] = _function) -> Placed:
+        """Placed, installed and called again; both calls are right."""
+        x = torch.randn(8, 8)
+        placed, (first,) = place(compiled, self._session, [x], self.config, self._pricing)
+        torch.testing.assert_close(first, function(x))
+        (again,) = placed.python_executor()([x])
+        torch.testing.assert_close(again, function(x))
+        (installed,) = install(placed, [x], self.config).run([x])
+        torch.testing.assert_close(installed, function(x))
+        return placed
+
+
+@pytest.fixture
+def wiring(clock: _Clock, tmp_path: Path) -> _Wiring:
+    return _Wiring(clock, tmp_path)
+
+
+def _regions(placed: Placed) -> list[tuple[str, tuple[str, ...]]]:
+    """Who runs which operators, segment by segment."""
+    return [
+        (placed.decisions[s.region.name].engine if s.region.name in placed.decisions else "eager", s.region.node_names)
+        for s in placed.partition.graph.segments
+    ]
+
+
+def test_the_cover_of_the_second_engine_wins(clock: _Clock, wiring: _Wiring) -> None:
+    """The first engine would take what it supports and leave the second one fragments; the second one's own regions cost less."""
+    first = _TimedEngine("first", clock, ["mm", "sin", "cos"], {})
+    second = _TimedEngine("second", clock, ["sin", "exp", "cos"], {}, other_us=10.0)
+    placed = wiring.place(wiring.compile([first, second]))
+    assert _regions(placed)[:2] == [("first", ("mm",)), ("second", ("sin", "exp", "cos"))]
+    costs = {cost.engine: cost.microseconds for cost in placed.covers}
+    assert costs.keys() == {"first, second", "second, first"}
+    assert costs["second, first"] < costs["first, second"]
+    assert placed.plan.covers == placed.covers
+
+
+def test_a_mixture_wins(clock: _Clock, wiring: _Wiring) -> None:
+    """The first engine supports all of it, in one region; it costs less where it keeps the product and leaves the rest to the second one."""
+    first = _TimedEngine("first", clock, ["mm", "sin", "exp", "cos"], {"mm": 5.0})
+    second = _TimedEngine("second", clock, ["sin", "exp", "cos"], {}, other_us=10.0)
+    placed = wiring.place(wiring.compile([first, second]))
+    assert _regions(placed)[:2] == [("first", ("mm",)), ("second", ("sin", "exp", "cos"))]
+    assert [cost.kind for cost in placed.covers] == ["measured", "measured"]
+
+
+def test_the_first_engine_keeps_what_it_does_best(clock: _Clock, wiring: _Wiring) -> None:
+    """The second engine's cover loses where its operators are slow, and where every region costs a call: fewer are better."""
+    first = _TimedEngine("first", clock, ["mm", "sin", "exp", "cos"], {}, call_us=50.0, other_us=10.0)
+    second = _TimedEngine("second", clock, ["exp"], {"exp": 1.0}, call_us=50.0)
+    placed = wiring.place(wiring.compile([first, second]))
+    assert _regions(placed)[0] == ("first", ("mm", "sin", "exp", "cos"))
+
+
+def test_common_regions_are_compiled_once(clock: _Clock, wiring: _Wiring) -> None:
+    """A region that several covers have is compiled by each engine once, and priced once."""
+    first = _TimedEngine("first", clock, ["mm", "sin", "cos"], {})
+    second = _TimedEngine("second", clock, ["sin", "exp", "cos"], {})
+    compiled = wiring.compile([first, second])
+    assert len(compiled.covers) == 2
+    assert all(len(engine.compiled) == len(set(engine.compiled)) for engine in (first, second))
+    assert ("mm",) in first.compiled
+
+
+def test_a_second_process_compiles_the_best_cover_alone(clock: _Clock, wiring: _Wiring) -> None:
+    """What covers cost is kept: the next compilation compiles the cheapest one only, and says so in its plan."""
+    first = _TimedEngine("first", clock, ["mm", "sin", "cos"], {})
+    second = _TimedEngine("second", clock, ["sin", "exp", "cos"], {}, other_us=10.0)
+    before = wiring.place(wiring.compile([first, second]))
+    first.compiled.clear()
+    second.compiled.clear()
+    compiled = wiring.compile([first, second])
+    assert [cover.cover.order for cover in compiled.covers] == [("second", "first")]
+    assert first.compiled == [("mm",)]
+    after = wiring.place(compiled)
+    assert _regions(after) == _regions(before)
+    assert {cost.kind for cost in after.covers} == {"cached"}
+
+
+def test_a_graph_with_effects_is_run_once(clock: _Clock, wiring: _Wiring) -> None:
+    """Random numbers would be drawn twice: the cover is the best by estimate, and no other is compiled."""
+
+    def noisy(x: torch.Tensor) -> torch.Tensor:
+        return torch.rand_like((x @ x).sin().exp().cos()) * 0 + x.sin().exp().cos()
+
+    first = _TimedEngine("first", clock, ["mm", "sin", "cos"], {})
+    second = _TimedEngine("second", clock, ["sin", "exp", "cos"], {})
+    compiled = wiring.compile([first, second], noisy)
+    assert len(compiled.covers) == 1
+    torch.manual_seed(0)
+    wiring.place(compiled, noisy)
+
+
+def test_a_region_that_failed_goes_to_eager_in_a_new_value(clock: _Clock, wiring: _Wiring) -> None:
+    """`without` leaves the stage that it was made from as it was: another thread may be running it."""
+    wiring.config = Config(measure_budget_s=1e-3)
+    placed = wiring.place(wiring.compile([_TimedEngine("first", clock, ["mm", "sin", "exp", "cos"], {})]))
+    (segment, *_) = placed.partition.graph.segments
+    after = placed.without(segment.region, RuntimeError("out of order"), strict=False)
+    assert placed.decisions[segment.region.name].engine == "first"
+    assert after.decisions[segment.region.name].engine == "eager"
+    assert segment.region.name not in after.compiled
+    assert "out of order" in after.decisions[segment.region.name].refusals[-1].why
