@@ -9,7 +9,7 @@ import torch
 
 import torch_hybrid_backend
 from tests.ecosystem.planted_engine import PlantedEngine
-from torch_hybrid_backend import session
+from torch_hybrid_backend import session, stages
 from torch_hybrid_backend.passes import pipeline
 from torch_hybrid_backend.passes.context import PassContext
 
