@@ -16,7 +16,7 @@ from torch_hybrid_backend.sizes.size import Dim, evaluate
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class KernelCall:
     """One kernel call. `arguments` are buffer numbers: those the kernel reads first, then those it writes."""
 
     library: str  # path of the kernel library (.so)
@@ -70,7 +70,7 @@ class PackedConstant:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Kernel calls over buffers.
+    """KernelCall calls over buffers.
 
     `buffers[i]` is the physical form of buffer i: kernels see it as a 1-D array of `span` elements of its dtype.
     `inputs[k]` is the buffer of the region's k-th input (its spec has the strides the kernels were built for), or -1
@@ -82,20 +82,20 @@ class Program:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     constants: tuple[PackedConstant, ...]
-    kernels: tuple[Kernel | OperatorCall, ...]
+    steps: tuple[KernelCall | OperatorCall, ...]
     # Of a program with sizes known only at run time: what they are read from, the region's inputs as tensors or sizes.
     signature: tuple[TensorSpec | Dim | None, ...] = ()
 
     def at(self, values: Mapping[str, int]) -> Program:
         """The program for values of the size symbols, by name; KeyError for one that is missing."""
         buffers = tuple(buffer.at(values) for buffer in self.buffers)
-        kernels = tuple(
-            replace(kernel, sizes=tuple(evaluate(size, values) for size in kernel.sizes))
-            if isinstance(kernel, Kernel) and kernel.sizes
-            else kernel
-            for kernel in self.kernels
+        steps = tuple(
+            replace(step, sizes=tuple(evaluate(size, values) for size in step.sizes))
+            if isinstance(step, KernelCall) and step.sizes
+            else step
+            for step in self.steps
         )
-        return replace(self, buffers=buffers, kernels=kernels)
+        return replace(self, buffers=buffers, steps=steps)
 
     def reading(self, inputs: Sequence[int]) -> Program:
         """The program with only those of the region's inputs, by position; the others are read by no kernel and no packing."""

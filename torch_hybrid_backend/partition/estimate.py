@@ -53,7 +53,7 @@ def engine_us(region: Region, compiled: CompiledRegion) -> float:
     traffic += sum(_bytes(node.meta.get("val")) for node in nodes if node.op == "placeholder")
     returned = next(node for node in reversed(nodes) if node.op == "output")
     traffic += sum(_bytes(node.meta.get("val")) for node in returned.all_input_nodes)
-    kernels = len(compiled.program.kernels) if compiled.program is not None else products + 1
+    kernels = len(compiled.program.steps) if compiled.program is not None else products + 1
     return kernels * KERNEL_US + _work_us(flops, traffic)
 
 

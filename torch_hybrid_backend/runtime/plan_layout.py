@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_hybrid_backend.core.program import Kernel, OperatorArgument, OperatorCall, PackedConstant, Program
+from torch_hybrid_backend.core.program import KernelCall, OperatorArgument, OperatorCall, PackedConstant, Program
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.runtime.memory import LiveRange, plan_arena
@@ -181,13 +181,13 @@ class _Builder:
                 local[buffer] = self._for_kernels(name, _static(spec, name), program.buffers[buffer], returned)
         for constant in program.constants:
             local[constant.buffer] = self._packed(piece, constant, program.buffers[constant.buffer])
-        for call in program.kernels:
+        for call in program.steps:
             if isinstance(call, OperatorCall):
                 local[call.result] = self._new(ValueKind.RETURNED, 0, program.buffers[call.result])
-        for buffer in (b for kernel in program.kernels if isinstance(kernel, Kernel) for b in kernel.arguments):
+        for buffer in (b for kernel in program.steps if isinstance(kernel, KernelCall) for b in kernel.arguments):
             if buffer not in local:
                 local[buffer] = self._new(None, 0, _static(program.buffers[buffer], f"buffer {buffer}"))
-        for kernel in program.kernels:
+        for kernel in program.steps:
             if isinstance(kernel, OperatorCall):
                 self._add_operator(kernel, local)
                 continue
@@ -327,7 +327,7 @@ def _placed(draft: _Draft) -> ValueKind:
     return ValueKind.FRESH if draft.kind is None else draft.kind
 
 
-def _numbers(kernel: Kernel) -> tuple[int, ...]:
+def _numbers(kernel: KernelCall) -> tuple[int, ...]:
     if any(isinstance(size, Size) for size in kernel.sizes):
         raise StaticLayoutError(f"the kernel {kernel.symbol} takes sizes known only at run time: {kernel.sizes}")
     return tuple(int(size) for size in kernel.sizes)

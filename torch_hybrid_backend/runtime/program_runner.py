@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torch_hybrid_backend.core.program import Kernel, Program
+from torch_hybrid_backend.core.program import KernelCall, Program
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.runtime.constant_pool import let_go
 from torch_hybrid_backend.runtime.executor import Executor
@@ -44,7 +44,7 @@ class ProgramRunner:
         self._building = threading.Lock()
         self._values: Mapping[str, int] = {}
         needed = {
-            s.name: None for kernel in program.kernels if isinstance(kernel, Kernel) for s in symbols(kernel.sizes)
+            s.name: None for kernel in program.steps if isinstance(kernel, KernelCall) for s in symbols(kernel.sizes)
         }
         needed |= {s.name: None for spec in program.buffers for s in symbols((*spec.shape, *spec.strides))}
         self._reader = SizeReader(program.signature, needed) if needed else None

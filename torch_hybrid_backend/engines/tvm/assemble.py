@@ -11,8 +11,14 @@ from functools import partial
 
 import torch
 
-from torch_hybrid_backend.core.program import Kernel as KernelCall
-from torch_hybrid_backend.core.program import OperatorArgument, OperatorCall, PackedConstant, Program, TensorArgument
+from torch_hybrid_backend.core.program import (
+    KernelCall,
+    OperatorArgument,
+    OperatorCall,
+    PackedConstant,
+    Program,
+    TensorArgument,
+)
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.engines.tvm.cpu.convolution_fusion import join_chains
