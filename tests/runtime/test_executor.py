@@ -21,7 +21,7 @@ from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.eager_graph import EagerGraph
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.runtime.executor import Executor, build_executor
-from torch_hybrid_backend.runtime.native.ops import ValueKind
+from torch_hybrid_backend.runtime.native.description import ValueKind
 from torch_hybrid_backend.runtime.plan_layout import StaticLayoutError
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 from torch_hybrid_backend.runtime.python_executor import PythonExecutor

@@ -104,7 +104,7 @@ class RegionKernels:
             if isinstance(kernel, OperatorKernel):
                 result = number(kernel.result.buffer)
                 specs[result] = TensorSpec(kernel.result.shape, kernel.result.buffer.dtype, kernel.result.strides)
-                calls.append(OperatorCall(kernel.name, tuple(map(argument, kernel.arguments)), result, kernel.title))
+                calls.append(OperatorCall(kernel.name, tuple(map(argument, kernel.arguments)), (result,), kernel.title))
                 continue
             arguments = tuple(number(a.buffer) for a in (*kernel.reads, *kernel.writes))
             sizes = tuple(size_symbol(s.name, s.hint) for s in kernel_sizes(kernel))
