@@ -5,7 +5,7 @@
 #   make lint    style, types, spelling
 #   make bench   all models against all peers: hours; results are kept, and --resume goes on   (ARGS="--models resnet50 --batch 1 --resume")
 #   make ecosystem   models of other libraries beside eager, over an hour; writes docs/ecosystem.md
-#   make docs    renew the README's generated tables, and the tables and pictures beside recorded results
+#   make docs    renew the generated tables of the README and of docs/, and the tables and pictures beside recorded results
 #   make clean   remove what was built; make distclean removes .venv as well
 
 PYTHON ?= python3
@@ -72,7 +72,7 @@ lint: $(VENV)/.installed
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(if $(CXX_SOURCES),$(VENV)/bin/clang-format --dry-run -Werror $(CXX_SOURCES))
-	$(VENV)/bin/codespell $(wildcard *.md *.toml *.py Makefile) .ci csrc docs benchmarks tests torch_hybrid_backend
+	$(VENV)/bin/codespell $(wildcard *.md *.toml *.py Makefile) .ci csrc docs benchmarks tests tools torch_hybrid_backend
 
 format: $(VENV)/.installed
 	$(PY) -m ruff check --fix .
@@ -99,8 +99,8 @@ ecosystem: $(VENV)/.built $(VENV)/torchvision $(VENV)/ecosystem
 	$(PY) -m tests.ecosystem.run $(ARGS); status=$$?; $(PY) -m tests.ecosystem.report; exit $$status
 
 docs: $(VENV)/.built $(VENV)/.bench
-	$(PY) -m torch_hybrid_backend.config README.md
-	$(PY) -m benchmarks.table README.md
+	$(PY) -m tools.settings_table docs/settings.md
+	$(PY) -m benchmarks.table README.md docs/benchmarks.md
 	$(PY) -m benchmarks.picture
 	$(PY) -m benchmarks.operators.tables
 	$(PY) -m tests.ecosystem.report

@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.worker import Failed
 
-_ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 _END_S = 20.0  # to unload a compiled model and leave
 # Spinning threads use all of a core; a process that waits for a pipe uses none.
 _QUIET_SHARE = 0.05
@@ -33,14 +33,16 @@ class WorkerError(RuntimeError):
 class WorkerProcess:
     """Owns one worker. Ended by `end`, which a `with` block calls."""
 
-    def __init__(self, environment: Mapping[str, str], log: Path) -> None:
-        """Start it under this process's environment with `environment` on top; its output is appended to `log`."""
+    def __init__(self, environment: Mapping[str, str], log: Path, tree: Path = ROOT) -> None:
+        """Start it under this process's environment with `environment` on top; its output is appended to `log`. It runs the package and the
+        benchmarks of the source tree `tree`."""
         ours, theirs = Pipe()
-        paths = [str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [str(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
         with log.open("ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", f"from benchmarks.worker import main; main({theirs.fileno()})"],
                 env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(paths)},
+                cwd=tree,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -1,10 +1,10 @@
 """The benchmark: models of the catalogue on several peers, checked first and then timed against each other.
 
-    hybrid bench --models resnet50,bert_base --peers eager,hybrid,openvino --batch 1,8 --threads 2 --out zoo.json
-    hybrid bench --resume                     # go on where a run was stopped
-    hybrid bench --models unet --again        # measure some rows of the file anew
-    hybrid bench --caches FOLDER              # peers find what they compiled in earlier runs
-    hybrid bench --isa avx2                   # as on a processor without AVX-512
+    python -m benchmarks.run --models resnet50,bert_base --peers eager,hybrid,openvino --batch 1,8 --threads 2 --out zoo.json
+    python -m benchmarks.run --resume                     # go on where a run was stopped
+    python -m benchmarks.run --models unet --again        # measure some rows of the file anew
+    python -m benchmarks.run --caches FOLDER              # peers find what they compiled in earlier runs
+    python -m benchmarks.run --isa avx2                   # as on a processor without AVX-512
 
 Each peer runs in a process of its own; rounds are interleaved. The results are written after every model: as JSON, beside it as
 Markdown and as a picture. What the peers print goes to a .log beside them.
@@ -30,9 +30,9 @@ from benchmarks.catalogue import MODELS
 from benchmarks.compare import Effort, compare
 from benchmarks.overhead import overheads
 from benchmarks.peers import Peer, by_name
-from benchmarks.progress import Progress
 from benchmarks.results import OURS, Record, Row
 from benchmarks.roofline import peak
+from torch_hybrid_backend.progress import Progress
 
 # Of the peers that keep a cache, those whose second process is worth its time in every row.
 _WARM = ("hybrid", "inductor")
@@ -47,7 +47,7 @@ def _listed(legal: Sequence[str]) -> Any:
         unknown = [name for name in names if name not in legal]
         if unknown or not names:
             raise argparse.ArgumentTypeError(
-                f"unknown: {', '.join(unknown) or 'nothing named'}; legal: {', '.join(legal)}"
+                f"unknown: {', '.join(unknown) or 'nothing named'}; must be among {', '.join(legal)}"
             )
         return list(dict.fromkeys(names))
 
@@ -57,7 +57,7 @@ def _listed(legal: Sequence[str]) -> Any:
 def _counts(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text}: legal are whole numbers, at least 1, separated by commas")
+        raise argparse.ArgumentTypeError(f"{text}: it must be whole numbers, at least 1, separated by commas")
     return list(dict.fromkeys(map(int, parts)))
 
 
@@ -73,7 +73,7 @@ def _positive(kind: Callable[[str], Any]) -> Any:
 
 
 def _parser(known: dict[str, Peer]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hybrid bench", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--models", type=_listed(list(MODELS)), default=list(MODELS), help=f"default: all of {', '.join(MODELS)}"
     )
@@ -150,20 +150,18 @@ def main(argv: Sequence[str] | None = None, known: dict[str, Peer] | None = None
         try:
             record = results.resumed(arguments.out, record)
         except ValueError as error:
-            print(f"hybrid bench: {error}", file=sys.stderr)
+            print(f"benchmarks.run: {error}", file=sys.stderr)
             return 2
     wanted: list[Row] = [(name, batch) for name in arguments.models for batch in arguments.batch]
     if arguments.resume:
         wanted = [row for row in wanted if not results.complete(record, row, arguments.peers)]
-    progress = Progress(len(wanted) + (not arguments.no_overhead))
     try:
-        record = _run(record, wanted, asked, effort, arguments, progress)
+        with Progress("benchmarks", len(wanted) + (not arguments.no_overhead)) as progress:
+            record = _run(record, wanted, asked, effort, arguments, progress)
     except KeyboardInterrupt:
-        progress.end()
         way = "--again and the models left" if arguments.again else "--resume"
         print(f"stopped; what is complete is in {arguments.out}, go on with {way}", file=sys.stderr)
         return _STOPPED
-    progress.end()
     print(table.report(record))
     print(f"\n{arguments.out}")
     return int(any("gap" in result and result["peer"] == OURS for result in record["results"]))
@@ -188,7 +186,7 @@ def _run(
         progress.at("cost of a call")
         with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
             record["overhead"] = overheads(asked, effort.threads, effort.timeout_s, Path(folder), log)
-        progress.step("cost of a call measured")
+        progress.step()
     for model, batch in wanted:
         title = f"{MODELS[model].title}, batch {batch}"
 
@@ -198,7 +196,8 @@ def _run(
         found = compare(model, arguments.size, batch, asked, effort, log, say)
         record = results.replaced(record, (model, batch), found)
         write(arguments.out, record)
-        progress.step(f"{title}: {_brief(found)}")
+        progress.say(f"{title}: {_brief(found)}")
+        progress.step()
     write(arguments.out, record)
     return record
 

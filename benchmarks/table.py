@@ -1,6 +1,6 @@
-"""A record as Markdown tables: printed by the runner, and put into the README.
+"""A record as Markdown tables: printed by the runner, and put into the documentation.
 
-python -m benchmarks.table README.md        # from every zoo.json under benchmarks/results/
+python -m benchmarks.table README.md docs/benchmarks.md        # from every zoo.json under benchmarks/results/
 """
 
 from __future__ import annotations
@@ -16,7 +16,19 @@ from benchmarks.catalogue import MODELS
 from benchmarks.peers import by_name
 from benchmarks.results import OURS, Record
 
-START, END = "<!-- benchmarks:start -->", "<!-- benchmarks:end -->"
+# One row for each kind of model, and the row that does worst.
+SUMMARY = (
+    ("resnet50", 1),
+    ("mobilenet_v2", 1),
+    ("efficientnet_b0", 1),
+    ("convnext_tiny", 1),
+    ("unet", 1),
+    ("bert_base", 1),
+    ("gpt2", 1),
+    ("vit_b16", 1),
+    ("resnet50", 8),
+    ("llama_small", 8),
+)
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -39,6 +51,33 @@ def latency(record: Record) -> str:
     if ours:
         parts.append(standings(record))
     return "\n\n".join(parts)
+
+
+def summary(record: Record) -> str:
+    """The rows of `SUMMARY` with eager, hybrid and the fastest other peer; then our standing against the best of all rows."""
+    body = []
+    for model, batch in SUMMARY:
+        times = results.medians(record, (model, batch))
+        others: dict[str, float] = {name: time for name, time in times.items() if name not in (OURS, "eager")}
+        best = min(others, key=lambda name: others[name], default=None)
+        own, eager = times.get(OURS), times.get("eager")
+        fastest = "-" if best is None else f"{_title(best)} {_milliseconds(others[best])}"
+        cells = [
+            _milliseconds(eager),
+            _milliseconds(own),
+            fastest,
+            _ratio(eager, own),
+            _ratio(results.best(times), own),
+        ]
+        body.append([_model(model), str(batch), *cells])
+    header = ["model", "batch", "eager ms", "hybrid ms", "fastest other ms", "eager / hybrid", "other / hybrid"]
+    about, overall = record["machine"], results.standing(record, None)
+    caption = (
+        f"{about['cpu']}, {about['cores']} cores, {about['capability']}, float32, {_when(record)}; medians. "
+        f"Over all {overall.rows} rows the fastest other peer takes {_number(overall.ratio, '{:.2f}')} times hybrid's time "
+        f"(geometric mean), and hybrid is ahead in {_number(overall.ahead, '{:.0%}')} of them."
+    )
+    return f"{_table(header, body, left=1)}\n\n{caption}"
 
 
 def standings(record: Record) -> str:
@@ -160,14 +199,25 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
 
 
+_FORMS = {"summary": summary, "benchmarks": latency}
+
+
 def with_results(text: str, records: Sequence[Mapping[str, Any]]) -> str:
-    """`text` with what stands between its markers replaced by the records' tables. Raises ValueError without markers."""
-    before, start, rest = text.partition(START)
-    _, end, after = rest.partition(END)
-    if not (start and end):
-        raise ValueError(f"the file has no {START} ... {END} markers to put the results between")
-    tables = "\n\n".join(latency(dict(record)) for record in records)
-    return f"{before}{START}\n{tables}\n{END}{after}"
+    """`text` with the records' tables in place of what stands between `<!-- NAME:start -->` and `<!-- NAME:end -->`, NAME being summary or
+    benchmarks. Raises ValueError where the text has neither pair."""
+    found = False
+    for name, form in _FORMS.items():
+        before, start, rest = text.partition(f"<!-- {name}:start -->")
+        _, end, after = rest.partition(f"<!-- {name}:end -->")
+        if start and end:
+            found = True
+            tables = "\n\n".join(form(dict(record)) for record in records)
+            text = f"{before}{start}\n{tables}\n{end}{after}"
+    if not found:
+        raise ValueError(
+            f"the file has no markers to put the results between: <!-- NAME:start -->, NAME being one of {', '.join(_FORMS)}"
+        )
+    return text
 
 
 def main(names: Sequence[str]) -> None:

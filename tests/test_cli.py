@@ -88,14 +88,14 @@ def test_explain_as_json_and_html(script: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("script_for_cli.py", "legal is module:factory"),
+        ("script_for_cli.py", "must be module:factory"),
         ("absent.py:make", "no file absent.py"),
         ("no_such_module_anywhere:make", "cannot import"),
         ("script_for_cli.py:missing", "no callable named 'missing'"),
         ("script_for_cli.py:constant", "no callable named 'constant'"),
-        ("script_for_cli.py:wrong", r"returned Linear; legal is (model, args)"),
-        ("script_for_cli.py:no_model", r"returned (int, tuple); legal is (model, args)"),
-        (".script_for_cli:make", "legal is module:factory"),
+        ("script_for_cli.py:wrong", r"returned Linear; it must return (model, args)"),
+        ("script_for_cli.py:no_model", r"returned (int, tuple); it must return (model, args)"),
+        (".script_for_cli:make", "must be module:factory"),
     ],
 )
 def test_a_wrong_target_is_one_clear_line(

@@ -1,4 +1,4 @@
-"""Settings: sources, precedence, legality, and the README's table."""
+"""Settings: sources, precedence, legality."""
 
 from __future__ import annotations
 
@@ -9,17 +9,11 @@ import pytest
 
 from torch_hybrid_backend.config import (
     MODES,
-    TABLE_END,
-    TABLE_START,
     Config,
     apply_log_level,
     setting_fields,
-    settings_table,
-    with_current_table,
 )
 from torch_hybrid_backend.errors import ConfigError
-
-README = Path(__file__).parents[1] / "README.md"
 
 
 def test_an_empty_environment_gives_the_defaults() -> None:
@@ -147,18 +141,3 @@ def test_the_log_level_is_applied_to_the_package_only() -> None:
     finally:
         logger.setLevel(before)
         logger.handlers[:] = handlers
-
-
-def test_the_readme_table_is_current() -> None:
-    """The README's table is what `python -m torch_hybrid_backend.config README.md` writes."""
-    text = README.read_text()
-    assert with_current_table(text) == text, "run: python -m torch_hybrid_backend.config README.md"
-
-
-def test_the_table_goes_between_the_markers() -> None:
-    """Only what is between the markers changes; without markers it is an error."""
-    text = with_current_table(f"a\n{TABLE_START}\nold\n{TABLE_END}\nb\n")
-    assert text == f"a\n{TABLE_START}\n{settings_table()}\n{TABLE_END}\nb\n"
-    assert all(f"HYBRID_{field.name.upper()}" in text for field in setting_fields())
-    with pytest.raises(ConfigError, match="markers"):
-        with_current_table("nothing here")

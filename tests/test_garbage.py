@@ -92,7 +92,7 @@ class Engine(EagerEngine):
         seen["ours"] = state()
         return [Region(region.graph_module) for region in regions]
 
-session.ENGINES = (("watching", lambda config, store: Engine()), *session.ENGINES[-1:])
+session.ENGINES = (("watching", lambda config, services: Engine()), *session.ENGINES[-1:])
 before = state()
 x = torch.ones(3)
 with torch.no_grad():

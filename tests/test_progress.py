@@ -48,3 +48,12 @@ def test_a_file_has_a_plain_line_now_and_then() -> None:
 def test_it_can_be_silent(stream: io.StringIO) -> None:
     """Not even a line feed."""
     assert _three_steps(stream, shown=False) == ""
+
+
+def test_what_is_being_done_counts_for_no_step() -> None:
+    """Before the first step nothing tells how long the rest takes."""
+    stream = Terminal()
+    with Progress("benchmarks", 2, stream=stream, clock=lambda: 0.0) as progress:
+        progress.at("ResNet-50")
+        progress.step()
+    assert stream.getvalue().split("\r\x1b[K")[1] == "benchmarks: |                        | 0/2, ResNet-50"

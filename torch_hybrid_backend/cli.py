@@ -6,12 +6,10 @@
     hybrid doctor
     hybrid cache
     hybrid cache --clear
-    hybrid bench --models resnet50 --peers hybrid,eager,openvino --batch 1,8 --threads 2 --out zoo.json
 
 `explain` compiles the model for inference, calls it once on the arguments and shows the plan. `doctor` shows which
-engines can run in this installation, and what to install for those that cannot. `cache` shows where compiled kernels
-are kept and how much disk they take, or removes them. `bench` times the model zoo against other runtimes; the zoo is part of the
-source tree, not of the wheel, so it works in a clone, or anywhere with an editable installation (`hybrid bench --help` for its options).
+engines can run in this installation, what they say of themselves, and what to install for those that cannot. `cache` shows
+where compiled kernels are kept and how much disk they take, or removes them.
 """
 
 from __future__ import annotations
@@ -20,10 +18,8 @@ import argparse
 import importlib
 import importlib.util
 import os
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -53,12 +49,9 @@ def main(
 
     `explain` and `engines` default to the package's; `out` to standard output.
     """
-    given = sys.argv[1:] if arguments is None else list(arguments)
     out = out or sys.stdout
     try:
-        if given[:1] == ["bench"]:  # its options are its own
-            return _bench(given[1:])
-        parsed = _parser().parse_args(given)
+        parsed = _parser().parse_args(arguments)
         if parsed.command == "explain":
             return _explain(parsed, explain or torch_hybrid_backend.explain, out)
         if parsed.command == "cache":
@@ -82,24 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("doctor", help="show which engines can run here, and what the others lack")
     cache = commands.add_parser("cache", help="show what the cache of compiled kernels and timings takes of the disk")
     cache.add_argument("--clear", action="store_true", help="remove it all; what is needed again is made again")
-    commands.add_parser(
-        "bench", help="time the model zoo against other runtimes (needs the source tree)", add_help=False
-    )
     return parser
-
-
-def _bench(arguments: Sequence[str]) -> int:
-    """The runner of the benchmarks, from the tree that this package was imported from, or else from the current folder."""
-    trees = (Path(torch_hybrid_backend.__file__).parents[1], Path.cwd())
-    tree = next((tree for tree in trees if (tree / "benchmarks" / "catalogue.py").is_file()), None)
-    if tree is None:
-        raise ConfigError(
-            "the benchmarks are not part of the installed package; run `hybrid bench` in a clone of the repository, "
-            "or `make bench` there, which installs the peers as well"
-        )
-    sys.path.insert(0, str(tree))
-    main: Callable[[Sequence[str]], int] = importlib.import_module("benchmarks.run").main
-    return main(arguments)
 
 
 def _explain(parsed: argparse.Namespace, explain: Explain, out: TextIO) -> int:
@@ -126,7 +102,7 @@ def _parts(target: str) -> tuple[str, str]:
     """Module or script, and the name in it, of "module:name" or "path/script.py:name"."""
     place, separator, name = target.rpartition(":")
     if not separator or not place or (place.startswith(".") and not place.endswith(".py")) or not name:
-        raise ConfigError(f"{target!r} names no factory; legal is module:factory or script.py:factory")
+        raise ConfigError(f"{target!r} names no factory; it must be module:factory or script.py:factory")
     return place, name
 
 
@@ -140,7 +116,7 @@ def _made(target: str, made: object) -> tuple[Callable[..., Any], Sequence[Any],
     kinds = ", ".join(type(part).__name__ for part in made) if isinstance(made, tuple) else ""
     found = f"({kinds})" if kinds else type(made).__name__
     raise ConfigError(
-        f"{target} returned {found}; legal is (model, args) or (model, args, kwargs), args a tuple, kwargs a dict"
+        f"{target} returned {found}; it must return (model, args) or (model, args, kwargs), args a tuple, kwargs a dict"
     )
 
 
@@ -167,10 +143,9 @@ def _factory(place: str, name: str) -> Callable[[], object]:
 
 
 def _all_engines(config: Config) -> Sequence[Engine]:
-    from torch_hybrid_backend.session import engine_factories  # heavy, so not imported for --help
+    from torch_hybrid_backend.session import all_engines  # heavy, so not imported for --help
 
-    store = Store.open(config.cache_dir, enabled=config.cache)
-    return [make(config, store) for make in engine_factories().values()]
+    return all_engines(config)
 
 
 def _doctor(engines: Engines, out: TextIO) -> int:
@@ -184,16 +159,14 @@ def _doctor(engines: Engines, out: TextIO) -> int:
         if engine.name not in selected:
             state += ", but is switched off (HYBRID_ENGINES, HYBRID_DISABLE_ENGINES)"
         lines.append(f"  {engine.name:<10} {state}")
+        lines += (f"    {name:<8} {value}" for name, value in _described(engine))
     lines.append("versions:")
     lines.append(f"  {'hybrid':<10} {torch_hybrid_backend.__version__}")
     lines.append(f"  {'python':<10} {sys.version.split()[0]}")
     lines.append(f"  {'torch':<10} {torch.__version__}")
-    lines.append(f"  {'tvm':<10} {_version('apache-tvm')}")
     lines.append("machine:")
     lines.append(f"  {'threads':<10} {torch.get_num_threads()} for kernels, {config.compile_threads} for compilation")
     lines.append(f"  {'processor':<10} {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} CPUs")
-    linker = next(filter(None, map(shutil.which, _LINKERS)), None)
-    lines.append(f"  {'linker':<10} {linker or 'none; kernels need one of ' + ', '.join(_LINKERS)}")
     lines.append(f"  {'gpu':<10} {torch.cuda.get_device_name() if torch.cuda.is_available() else 'none'}")
     lines.append(f"  {'weights':<10} {_weights_state()}")
     lines.append(f"  {'cache':<10} {_cache_state(config)}")
@@ -213,14 +186,11 @@ def _weights_state() -> str:
     )
 
 
-_LINKERS = ("ld", "cc", "gcc", "clang", "c++", "g++")
-
-
-def _version(distribution: str) -> str:
+def _described(engine: Engine) -> Sequence[tuple[str, str]]:
     try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return "not installed"
+        return engine.describe()
+    except Exception as error:  # a third party's code: what the others say is worth as much
+        return [("unknown", f"it cannot describe itself: {type(error).__name__}: {error}")]
 
 
 def _cache_state(config: Config) -> str:

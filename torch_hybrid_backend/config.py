@@ -8,8 +8,7 @@ Each field of `Config` is one setting. It can be given three ways; the first tha
 4. the field's default
 
 `backend.py` reads the environment once (`Config.from_env`) and passes the result down; nothing else in the package
-reads it. `python -m torch_hybrid_backend.config README.md` rewrites the settings table of a file between its two
-markers.
+reads it. `docs/settings.md` lists them all; `tools/settings_table.py` makes its table from the fields.
 """
 
 from __future__ import annotations
@@ -17,17 +16,16 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch_hybrid_backend.core.engine import EAGER
 from torch_hybrid_backend.errors import ConfigError
 
 PREFIX = "HYBRID_"
 _CACHE_NAME = "torch_hybrid_backend"
-TABLE_START, TABLE_END = "<!-- settings:start -->", "<!-- settings:end -->"
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
@@ -119,7 +117,7 @@ def _setting(parse: _Parser, values: str, meaning: str, shown_default: str = "")
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """All settings. The metadata of the fields drives parsing, errors and the README's table."""
+    """All settings. The metadata of the fields drives parsing, errors and the table in docs/settings.md."""
 
     engines: tuple[str, ...] = dataclasses.field(
         default=(),
@@ -251,8 +249,8 @@ class Config:
                         f"{PREFIX}{setting.upper()} (or options[{setting!r}]) names the unknown engine {name!r}. "
                         f"The engines are: {', '.join(sorted(known))}"
                     )
-        chosen = [name for name in (self.engines or known) if name not in self.disable_engines and name != "eager"]
-        return (*dict.fromkeys(chosen), "eager")
+        chosen = [name for name in (self.engines or known) if name not in self.disable_engines and name != EAGER]
+        return (*dict.fromkeys(chosen), EAGER)
 
     def _updated(self, given: Mapping[str, object], shown: Callable[[str], str]) -> Config:
         fields = {field.name: field for field in setting_fields()}
@@ -264,7 +262,7 @@ class Config:
             try:
                 parsed[name] = fields[name].metadata["parse"](raw)
             except ValueError as error:
-                raise ConfigError(f"{shown(name)} is {raw!r}; legal is {error}") from None
+                raise ConfigError(f"{shown(name)} is {raw!r}; it must be {error}") from None
         return dataclasses.replace(self, **parsed, explicit=self.explicit | parsed.keys())  # type: ignore[arg-type]
 
 
@@ -278,7 +276,7 @@ MODES: Mapping[str, Mapping[str, object]] = {
 
 
 def setting_fields() -> tuple[dataclasses.Field[object], ...]:
-    """The fields of Config that users set, in the order of the README's table."""
+    """The fields of Config that users set, in the order of the table in docs/settings.md."""
     return tuple(field for field in dataclasses.fields(Config) if "parse" in field.metadata)
 
 
@@ -292,41 +290,3 @@ def apply_log_level(config: Config) -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
         logger.addHandler(handler)
-
-
-def settings_table() -> str:
-    """The settings as a Markdown table, for the README."""
-    lines = ["| option | environment | values | default | meaning |", "|---|---|---|---|---|"]
-    for field in setting_fields():
-        default = field.metadata["shown_default"] or _shown_default(field.default)
-        names = (f"`{field.name}`", f"`{PREFIX}{field.name.upper()}`")
-        cells = (*names, field.metadata["values"], default, field.metadata["meaning"])
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def _shown_default(value: object) -> str:
-    if isinstance(value, bool):
-        return "1" if value else "0"
-    return ",".join(value) if isinstance(value, tuple) else str(value)
-
-
-def with_current_table(text: str) -> str:
-    """`text` with the settings table between its two markers replaced. Raises ConfigError where a marker is missing."""
-    before, start, rest = text.partition(TABLE_START)
-    _, end, after = rest.partition(TABLE_END)
-    if not (start and end):
-        raise ConfigError(f"the file has no {TABLE_START} ... {TABLE_END} markers to put the settings table between")
-    return f"{before}{TABLE_START}\n{settings_table()}\n{TABLE_END}{after}"
-
-
-def _main(arguments: Sequence[str]) -> None:
-    if not arguments:
-        sys.stdout.write(settings_table() + "\n")
-    for name in arguments:
-        path = Path(name)
-        path.write_text(with_current_table(path.read_text()))
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1:])

@@ -42,18 +42,25 @@ class Progress:
         if self._shown and self._on_terminal:
             self._write("\n")
 
+    def at(self, note: str) -> None:
+        """What is being done now."""
+        self._tell(note)
+
     def step(self, note: str = "") -> None:
         """One step is done."""
         self._done += 1
+        self._tell(note)
+
+    def _tell(self, note: str) -> None:
         now = self._clock()
         if not self._shown or not (self._on_terminal or now - self._last >= _PLAIN_INTERVAL_S):
             return
         self._last = now
         done, total = self._done, max(self._total, self._done)
-        left_s = (now - self._start) / done * (total - done)
+        left = f", {(now - self._start) / done * (total - done):.0f} s left" if done else ""
         full = _WIDTH * done // total
         bar = f"|{'#' * full}{' ' * (_WIDTH - full)}| " if self._on_terminal else ""
-        line = f"{self._title}: {bar}{done}/{total}, {left_s:.0f} s left{', ' if note else ''}{note}"
+        line = f"{self._title}: {bar}{done}/{total}{left}{', ' if note else ''}{note}"
         self._write(f"\r\x1b[K{line}" if self._on_terminal else f"{line}\n")
 
     def say(self, line: str) -> None:

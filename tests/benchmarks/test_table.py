@@ -65,9 +65,20 @@ def test_the_caption_names_machine_and_versions() -> None:
     assert all(part in caption for part in ("A CPU", "2 cores", "AVX512", "torch 2.13.0", "2026-01-01"))
 
 
-def test_only_what_stands_between_the_markers_is_replaced() -> None:
+def test_the_summary_names_the_fastest_other_peer() -> None:
+    """Eager has a column of its own, so it is not that peer; a row that was not measured has dashes."""
+    quick = {"model": "resnet50", "batch": 1, "peer": "openvino", "median_ms": 25.0}
+    slow = {"model": "resnet50", "batch": 1, "peer": "onnxruntime", "median_ms": 90.0}
+    shown = table.summary({**_RECORD, "results": [*_RECORD["results"], slow, quick]})
+    rows = [_cells(line) for line in shown.splitlines()[2 : 2 + len(table.SUMMARY)]]
+    assert rows[0] == ["ResNet-50", "1", "30.0", "20.0", "OpenVINO 25.0", "1.50", "1.25"]
+    assert rows[-1] == ["Llama, small", "8", "-", "-", "-", "-", "-"]
+
+
+@pytest.mark.parametrize("name", ["summary", "benchmarks"])
+def test_only_what_stands_between_the_markers_is_replaced(name: str) -> None:
     """Rewriting twice is rewriting once."""
-    text = f"before\n{table.START}\nold\n{table.END}\nafter\n"
+    text = f"before\n<!-- {name}:start -->\nold\n<!-- {name}:end -->\nafter\n"
     once = table.with_results(text, [_RECORD])
     assert once.startswith("before\n")
     assert once.endswith("\nafter\n")

@@ -24,13 +24,13 @@ import torch
 
 from benchmarks import machine
 from benchmarks.process import WorkerError, WorkerProcess
-from benchmarks.progress import Progress
 from benchmarks.table import RESULTS
 from benchmarks.worker import environment
 from tests.ecosystem import report
 from tests.ecosystem.catalogue import CASES, find
 from tests.ecosystem.libraries import missing
 from tests.ecosystem.trial import Trial
+from torch_hybrid_backend.progress import Progress
 
 _LIBRARIES = ("diffusers", "sentence-transformers", "timm", "torch-geometric", "transformers", "ultralytics")
 _SECONDS = 8.0  # of timing a model
@@ -79,20 +79,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     log = arguments.out.with_suffix(".log")
     log.parent.mkdir(parents=True, exist_ok=True)
     log.unlink(missing_ok=True)
-    progress = Progress(len(wanted))
-    for case in wanted:
-        absent = missing(case.library)
-        if absent:
-            progress.step(f"{case.name}: skipped, {absent}")
-            continue
-        progress.at(case.name)
-        outcome = try_alone(case.name, arguments.seconds, arguments.threads, log)
-        found[case.name] = outcome | {"day": machine.today(), "revision": machine.revision()}
-        known = [*CASES, *(name for name in found if name not in CASES)]  # in the catalogue's order
-        models = [found[name] for name in known if name in found]
-        machine.write_record(arguments.out, libraries=machine.versions(_LIBRARIES), models=models)
-        progress.step(f"{case.name}: {report.brief(found[case.name])}")
-    progress.end()
+    with Progress("models", len(wanted)) as progress:
+        for case in wanted:
+            absent = missing(case.library)
+            if absent:
+                progress.say(f"{case.name}: skipped, {absent}")
+                progress.step()
+                continue
+            progress.at(case.name)
+            outcome = try_alone(case.name, arguments.seconds, arguments.threads, log)
+            found[case.name] = outcome | {"day": machine.today(), "revision": machine.revision()}
+            known = [*CASES, *(name for name in found if name not in CASES)]  # in the catalogue's order
+            models = [found[name] for name in known if name in found]
+            machine.write_record(arguments.out, libraries=machine.versions(_LIBRARIES), models=models)
+            progress.say(f"{case.name}: {report.brief(found[case.name])}")
+            progress.step()
     print(report.table([entry for name, entry in found.items() if re.search(arguments.models, name)]))
     return int(any(report.unexplained(entry) for entry in found.values()))
 

@@ -33,7 +33,7 @@ def works() -> bool:
 @pytest.fixture
 def planted(settings: pytest.MonkeyPatch) -> Iterator[None]:
     """The only engine has a bug, and nobody checks results."""
-    settings.setattr(session, "ENGINES", (("planted", lambda config, store: PlantedEngine()), *session.ENGINES[-1:]))
+    settings.setattr(session, "ENGINES", (("planted", lambda config, services: PlantedEngine()), *session.ENGINES[-1:]))
     settings.setenv("HYBRID_VERIFY", "off")
     session._sessions.clear()
     yield

@@ -10,10 +10,13 @@ DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "faults.md"
 MODULES = ("test_faults_compiler", "test_faults_cache", "test_faults_engines", "test_faults_process", "test_faults")
 _HEAD = """# Faults
 
-What happens when something breaks, and the test that shows it, in a real process: never a wrong answer, a hang or a crash. "Nothing" means
-that the user notices nothing; after "one warning" the answer is right all the same. `HYBRID_STRICT=1` raises where a warning stands here.
+What the user sees when something fails, and the test that shows it. Each test runs in a real process. No fault gives a wrong answer, a hang
+or a crash.
 
-`python -m tests.end_to_end.fault_table` makes this page from the tests in `tests/end_to_end`.
+- "Nothing": the user notices nothing.
+- "One warning": one warning is logged, and the answer is right. With `HYBRID_STRICT=1` this is an error instead.
+
+This page is generated from the tests in `tests/end_to_end` by `python -m tests.end_to_end.fault_table`.
 """
 
 

@@ -47,7 +47,7 @@ def each(change: Callable[[Path], object]) -> Callable[[Path], None]:
 
 def of_each_kind(change: Callable[[list[Path]], None]) -> Callable[[Path], None]:
     def harm(cache: Path) -> None:
-        for kind in ("kernels", "verdicts"):
+        for kind in ("kernels", "placements"):
             change(entries(cache, kind))
 
     return harm
@@ -98,7 +98,7 @@ def test_filled_cache(nursery: Nursery, cache: Path, tmp_path: Path) -> None:
 @fault(
     "cache entries truncated, emptied, overwritten with garbage, swapped with each other, moved to other keys, replaced by folders, "
     "or of another version (kernels and timings alike)",
-    "one warning for each corrupt entry, which is made anew",
+    "one warning for each corrupt entry, which is rebuilt",
 )
 @pytest.mark.parametrize("harm", [pytest.param(h, marks=() if h in FAST else pytest.mark.full) for h in HARM])
 def test_damaged_entries(harm: str, nursery: Nursery, cache: Path, tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_damaged_entries(harm: str, nursery: Nursery, cache: Path, tmp_path: Pat
     assert again.status == 0
 
 
-@fault("the disk is full (a cache directory of 16 KiB)", "one warning; kernels are kept for this process only")
+@fault("the disk is full (a cache directory of 16 KiB)", "one warning; kernels are cached for this process only")
 def test_disk_full(nursery: Nursery, tmp_path: Path) -> None:
     """The kernels run all the same, from a temporary directory; nothing half-written is left in the cache."""
     script = """
@@ -134,7 +134,7 @@ print("left", [name for _, _, names in os.walk("small") for name in names if not
 
 
 @pytest.mark.full
-@fault("the disk is full (cache and temporary directory)", "one warning for each region; eager runs them")
+@fault("the disk is full (cache and temporary directory)", "one warning for each region, which falls back to eager")
 def test_disks_full(nursery: Nursery, tmp_path: Path) -> None:
     """Without any place for kernels eager runs the region."""
     script = """
@@ -153,7 +153,9 @@ check(6)
 
 
 @pytest.mark.full
-@fault("files may not grow (RLIMIT_FSIZE of 4 KiB)", "one warning; eager runs what cannot be compiled")
+@fault(
+    "files are not allowed to grow (RLIMIT_FSIZE of 4 KiB)", "one warning; what cannot be compiled falls back to eager"
+)
 def test_file_size_limit(nursery: Nursery, tmp_path: Path) -> None:
     """Neither object files nor libraries can be written, by whoever tries: a right answer."""
     script = """
@@ -166,7 +168,7 @@ check(6)
     assert done.warnings
 
 
-@fault("a read-only cache directory", "one warning; kernels are kept for this process only")
+@fault("a read-only cache directory", "one warning; kernels are cached for this process only")
 def test_read_only(nursery: Nursery, cache: Path, tmp_path: Path) -> None:
     """The process works with a temporary directory."""
     script = """
@@ -182,7 +184,7 @@ check(6)
 
 
 @pytest.mark.full
-@fault("the cache directory is a file", "one warning; kernels are kept for this process only")
+@fault("the cache directory is a file", "one warning; kernels are cached for this process only")
 def test_a_file(nursery: Nursery, tmp_path: Path) -> None:
     """The process works with a temporary directory."""
     (tmp_path / "file").write_text("")
@@ -194,7 +196,8 @@ def test_a_file(nursery: Nursery, tmp_path: Path) -> None:
 
 @pytest.mark.full
 @fault(
-    "a cache directory that others may write, own or replace", "one warning that says how to mend it; it is not used"
+    "a cache directory that others may write, own or replace",
+    "one warning that says how to fix it; the cache is not used",
 )
 @pytest.mark.parametrize("how", ["writable", pytest.param("replaceable", marks=pytest.mark.full)])
 def test_not_private(how: str, nursery: Nursery, cache: Path, tmp_path: Path) -> None:
@@ -209,7 +212,7 @@ def test_not_private(how: str, nursery: Nursery, cache: Path, tmp_path: Path) ->
 
 
 @pytest.mark.full
-@fault("a cache directory of another user", "one warning; it is not used")
+@fault("a cache directory of another user", "one warning; the cache is not used")
 def test_of_another_user(nursery: Nursery, cache: Path, tmp_path: Path) -> None:
     """A mount that belongs to nobody we know is not trusted."""
     script = """
@@ -234,7 +237,7 @@ def test_shared(nursery: Nursery, tmp_path: Path) -> None:
     assert (done.answers[1:], done.warnings) == (["0"], []), done
 
 
-@fault("the cache is removed while a process uses it", "nothing: what is needed again is made again")
+@fault("the cache is removed while a process uses it", "nothing: what is needed again is compiled again")
 def test_removed_meanwhile(nursery: Nursery, tmp_path: Path) -> None:
     """What runs runs on; what is compiled next goes to a new directory, private as the first was."""
     script = """
@@ -283,7 +286,9 @@ def test_odd_path(name: str, nursery: Nursery, tmp_path: Path) -> None:
     assert entries(cache, "kernels")
 
 
-@fault("no HOME, and a user who is in no list of users", "nothing: the cache goes to the temporary directory")
+@fault(
+    "no HOME, and a user without an entry in the user database", "nothing: the cache goes to the temporary directory"
+)
 def test_no_home(nursery: Nursery, tmp_path: Path) -> None:
     """As in a container that runs under an arbitrary user number."""
     script = "namespace(12345)\ncheck(6)\n"
@@ -294,7 +299,7 @@ def test_no_home(nursery: Nursery, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@fault("a HOME that does not exist and cannot be made", "one warning; kernels are kept for this process only")
+@fault("a HOME that does not exist and cannot be created", "one warning; kernels are cached for this process only")
 def test_home_unwritable(nursery: Nursery, tmp_path: Path) -> None:
     """As of a system user."""
     done = nursery.run("check(6)", tmp_path, HYBRID_CACHE_DIR=None, XDG_CACHE_HOME=None, HOME="/proc/nonexistent")

@@ -36,7 +36,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@fault("the kernel compiler is killed (SIGKILL) at work", "one warning `compiler_crashed`; eager runs that region")
+@fault(
+    "the kernel compiler is killed (SIGKILL) while it compiles",
+    "one warning `compiler_crashed`; that region falls back to eager",
+)
 def test_killed_at_work(nursery: Nursery, tmp_path: Path) -> None:
     """The region goes to eager with one warning that names the signal; the next compilation works."""
     path = linker(tmp_path, "kill -9 $PPID; sleep 60")
@@ -62,7 +65,10 @@ assert workers() != [worker]
     assert (done.answers, done.warnings, done.status) == (["tvm", "tvm"], [], 0), done
 
 
-@fault("the kernel compiler hangs past HYBRID_COMPILE_DEADLINE_S", "one warning `deadline`; eager runs that region")
+@fault(
+    "the kernel compiler hangs past HYBRID_COMPILE_DEADLINE_S",
+    "one warning `deadline`; that region falls back to eager",
+)
 def test_hangs(nursery: Nursery, tmp_path: Path) -> None:
     """It is killed at the deadline, with what it started; the next compilation works."""
     path = linker(tmp_path, "exec sleep 600")
@@ -73,7 +79,7 @@ def test_hangs(nursery: Nursery, tmp_path: Path) -> None:
     assert "HYBRID_COMPILE_DEADLINE_S" in warning
 
 
-@fault("Ctrl-C (SIGINT) in a compilation", "KeyboardInterrupt; the next call compiles")
+@fault("Ctrl-C (SIGINT) during a compilation", "KeyboardInterrupt; the next call compiles")
 def test_interrupted(nursery: Nursery, tmp_path: Path) -> None:
     """KeyboardInterrupt reaches the caller, no process stays at work, and the same function can be called again."""
     script = """
@@ -124,7 +130,10 @@ say("struck" if struck else "never struck")
     assert (done.answers, done.status) == (["struck"], 0), done
 
 
-@fault("the user's process is terminated (SIGTERM) while kernels compile", "it ends; no process is left behind")
+@fault(
+    "the user's process is terminated (SIGTERM) while kernels compile",
+    "the process ends and leaves no other process behind",
+)
 def test_terminated(nursery: Nursery, tmp_path: Path) -> None:
     """The compiler and its linker, which would work on for minutes, end with it."""
     path = linker(tmp_path, "exec sleep 600")
@@ -137,7 +146,7 @@ def test_terminated(nursery: Nursery, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@fault("the kernel compiler runs out of memory", "one warning that says so; eager runs that region")
+@fault("the kernel compiler runs out of memory", "one warning that says so; that region falls back to eager")
 def test_compiler_out_of_memory(nursery: Nursery, tmp_path: Path) -> None:
     """However it fails, as it starts or at work: eager runs the region, with one warning."""
     script = """
@@ -160,7 +169,7 @@ check(6)
     assert "compile_failed" in warning or "compiler_crashed" in warning
 
 
-@fault("no linker on the PATH", "one warning that names what to install; eager runs everything")
+@fault("no linker on the PATH", "one warning that names what to install; everything runs in eager")
 def test_no_linker(nursery: Nursery, tmp_path: Path) -> None:
     """One warning, right answers."""
     done = nursery.run("check(6)", tmp_path, PATH=str(tmp_path))
@@ -181,7 +190,7 @@ def test_no_linker_strict(nursery: Nursery, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@fault("TVM is installed and does not import", "one warning with its error; eager runs everything")
+@fault("TVM is installed but cannot be imported", "one warning with the import error; everything runs in eager")
 def test_tvm_does_not_import(nursery: Nursery, tmp_path: Path) -> None:
     """One warning, right answers."""
     fake = tmp_path / "path" / "tvm"
@@ -194,7 +203,7 @@ def test_tvm_does_not_import(nursery: Nursery, tmp_path: Path) -> None:
     assert "libtvm is broken" in warning
 
 
-@fault("TVM is not installed", "one warning that names the package; eager runs everything")
+@fault("TVM is not installed", "one warning that names the package; everything runs in eager")
 def test_tvm_missing(nursery: Nursery, tmp_path: Path) -> None:
     """One warning, right answers."""
     script = """
@@ -214,7 +223,8 @@ check(6)
 
 
 @fault(
-    "the package's sources are edited while a process that imported them runs", "one warning `compile_failed`; eager"
+    "the package's sources are edited while a process that imported them runs",
+    "one warning `compile_failed`; falls back to eager",
 )
 def test_sources_edited(nursery: Nursery, tmp_path: Path) -> None:
     """The compiler, which imports the edited ones, is refused: nothing of it gets into the cache under the old sources' key."""

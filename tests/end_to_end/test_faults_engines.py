@@ -13,15 +13,14 @@ fault = pytest.mark.fault
 _ENGINE = """
 import os, time
 import torch
+from torch_hybrid_backend.core.engine import CompiledRegionBase, EngineBase
 from torch_hybrid_backend.core.verdict import Supported
 
 FAULT = os.environ["FAULT"]
 if FAULT == "import":
     raise ImportError("libstranger is missing")
 
-class Region:
-    program = None
-
+class Region(CompiledRegionBase):
     def __init__(self, graph_module):
         self.graph_module, self.calls = graph_module, 0
 
@@ -40,9 +39,8 @@ class Region:
             "none": lambda: None,
         }.get(FAULT, lambda: outputs)()
 
-class Stranger:
+class Stranger(EngineBase):
     name = "stranger"
-    keep_ops = frozenset()
 
     def available(self):
         if FAULT == "available":
@@ -54,7 +52,7 @@ class Stranger:
             raise ValueError("cannot say")
         return Supported()
 
-    def compile(self, regions, deadline_s):
+    def compile(self, regions, deadline):
         if FAULT == "hangs":
             time.sleep(10_000)
         if FAULT == "compile":
@@ -63,10 +61,14 @@ class Stranger:
             return []
         return [Region(region.graph_module) for region in regions]
 
-def make(config):
+def make(config, services):
     if FAULT == "make":
         raise RuntimeError("the stranger cannot be made")
     return Stranger()
+
+if FAULT == "old form":
+    def make(config):
+        return Stranger()
 """
 
 
@@ -93,7 +95,8 @@ def test_without_fault(nursery: Nursery, folder: Path) -> None:
 
 
 @fault(
-    "an engine hangs past HYBRID_COMPILE_DEADLINE_S in its own code", "one warning `deadline`; eager runs that region"
+    "an engine hangs past HYBRID_COMPILE_DEADLINE_S in its own code",
+    "one warning `deadline`; that region falls back to eager",
 )
 def test_hangs(nursery: Nursery, folder: Path) -> None:
     """Nobody waits for it: not the compilation, nor the end of the process."""
@@ -106,7 +109,7 @@ def test_hangs(nursery: Nursery, folder: Path) -> None:
 
 @fault(
     "an engine returns wrong numbers, one wrong number, NaN, or outputs of another shape, dtype or count",
-    "one warning `accuracy`; eager",
+    "one warning `accuracy`; falls back to eager",
 )
 @pytest.mark.parametrize(
     "kind",
@@ -121,8 +124,8 @@ def test_wrong_outputs(kind: str, nursery: Nursery, folder: Path) -> None:
 
 
 @fault(
-    "an engine raises in its first call, in a later one, or as it compiles, or returns nonsense",
-    "one warning; eager runs that region",
+    "an engine raises in its first call, in a later call or while it compiles, or returns something invalid",
+    "one warning; that region falls back to eager",
 )
 @pytest.mark.parametrize(
     ("kind", "code"),
@@ -152,10 +155,12 @@ say(plans[-1].regions[0].engine if plans[-1].regions else "eager")
 
 
 @fault(
-    "an engine's package does not import, cannot be made, or fails when asked whether it can run",
+    "an engine's package cannot be imported, its constructor fails, or it fails when asked whether it can run",
     "one warning; the other engines work",
 )
-@pytest.mark.parametrize("kind", ["import", *(pytest.param(k, marks=pytest.mark.full) for k in ("make", "available"))])
+@pytest.mark.parametrize(
+    "kind", ["import", "old form", *(pytest.param(k, marks=pytest.mark.full) for k in ("make", "available"))]
+)
 def test_does_not_load(kind: str, nursery: Nursery, folder: Path) -> None:
     """A broken package that somebody installed costs its own engine."""
     done = run(nursery, folder, kind)

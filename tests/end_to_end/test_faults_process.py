@@ -43,7 +43,7 @@ say("right")
 """
 
 
-@fault("no memory for a call's outputs", "PyTorch's RuntimeError, as of eager; the next call that fits is right")
+@fault("no memory for a call's outputs", "PyTorch's RuntimeError, as in eager; the next call that fits is right")
 def test_out_of_memory_in_a_call(nursery: Nursery, tmp_path: Path) -> None:
     """The call raises what eager would raise, and the function works on when there is memory again."""
     # Held: memory of a large result that nobody holds would serve the next call.
@@ -55,7 +55,7 @@ def test_out_of_memory_in_a_call(nursery: Nursery, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@fault("no memory for a first call", "PyTorch's RuntimeError, as of eager; the next call that fits is right")
+@fault("no memory for a first call", "PyTorch's RuntimeError, as in eager; the next call that fits is right")
 def test_out_of_memory_in_the_first_call(nursery: Nursery, tmp_path: Path) -> None:
     """The graph is not broken by a first call that found no memory."""
     # Threads take memory too, and libgomp ends the process where it cannot start one: they are started before.
@@ -65,7 +65,7 @@ def test_out_of_memory_in_the_first_call(nursery: Nursery, tmp_path: Path) -> No
 
 
 @pytest.mark.full
-@fault("a call that needs more memory than any machine has", "PyTorch's RuntimeError, as of eager")
+@fault("a call that needs more memory than any machine has", "PyTorch's RuntimeError, as in eager")
 def test_impossible_allocation(nursery: Nursery, tmp_path: Path) -> None:
     """2 EiB: refused when the graph is traced or called, by an exception."""
     script = """
@@ -127,7 +127,7 @@ check(7)
 
 
 @pytest.mark.full
-@fault("the C++ runtime `_runtime.so` is missing or no library", "one HybridError that says how to build it")
+@fault("the C++ runtime `_runtime.so` is missing or is not a library", "one HybridError that says how to build it")
 @pytest.mark.parametrize("how", ["missing", "no library"])
 def test_runtime_library(how: str, tmp_path: Path) -> None:
     """A broken installation is an error with what to do, not a crash."""
@@ -169,7 +169,7 @@ system("prctl", 22, 2, ctypes.byref(Program(4, filter)), 0, 0)  # PR_SET_SECCOMP
 @pytest.mark.skipif(platform.machine() != "x86_64" or platform.system() != "Linux", reason="the filter is x86-64's")
 @fault(
     "a container that forbids userfaultfd (seccomp)",
-    "nothing; a write that PyTorch does not count is seen within 256 calls, with one warning",
+    "nothing; a write that PyTorch's version counter misses is seen within 256 calls, with one warning",
 )
 def test_userfaultfd_is_forbidden(nursery: Nursery, tmp_path: Path) -> None:
     """Live weights stay live: late, with a warning that says so, or at once after `refresh`."""

@@ -8,16 +8,13 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from torch_hybrid_backend.core.deadline import Deadline
-from torch_hybrid_backend.core.engine import CompiledRegion
-from torch_hybrid_backend.core.program import Program
+from torch_hybrid_backend.core.engine import CompiledRegion, CompiledRegionBase, EngineBase
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
 
 
-class FakeRegion:
+class FakeRegion(CompiledRegionBase):
     """Runs the region's graph, then lets the test change the outputs."""
-
-    program: Program | None = None
 
     def __init__(self, region: Region, change: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> None:
         self.region = region
@@ -29,19 +26,14 @@ class FakeRegion:
         return self.change([output.clone() for output in self.region.graph_module(*inputs)])
 
 
-class FakeEngine:
+class FakeEngine(EngineBase):
     """Takes the operators whose name contains one of `takes` ("" takes all); counts how often it was asked."""
-
-    keep_ops: frozenset[torch._ops.OpOverload] = frozenset()
 
     def __init__(self, name: str = "fake", takes: Sequence[str] = ("",), refuses: Sequence[str] = ()) -> None:
         self.name = name
         self.takes = takes
         self.refuses = refuses
         self.asked: list[str] = []
-
-    def available(self) -> Verdict:
-        return Supported()
 
     def supports(self, node: torch.fx.Node) -> Verdict:
         self.asked.append(node.name)

@@ -10,16 +10,18 @@ import torch
 
 from tests.partition.engines_for_tests import FakeEngine, FakeRegion, trace
 from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.core.region import Region
-from torch_hybrid_backend.core.verdict import Reason
+from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.errors import CompileError, CompilerCrashError, DeadlineError, RegionError
-from torch_hybrid_backend.partition.cost_cache import VerdictCache
-from torch_hybrid_backend.partition.placement import CheckedRegion, Choice, Pricing, choose
+from torch_hybrid_backend.partition.placement import Choice, Pricing, choose
 from torch_hybrid_backend.partition.plan_builder import make_plan
 from torch_hybrid_backend.partition.regions import partition
+from torch_hybrid_backend.partition.wrapped_region import checked
 from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.timing_cache import TimingCache
 
 X = torch.randn(8, 8)
 CONFIG = Config(measure_budget_s=0.001)
@@ -42,7 +44,7 @@ class Timed:
         return self.now
 
     def pricing(
-        self, region: Region, candidates: dict[str, CompiledRegion], cache: VerdictCache | None = None
+        self, region: Region, candidates: dict[str, CompiledRegion], cache: TimingCache | None = None
     ) -> Pricing:
         names = {id(compiled): name for name, compiled in candidates.items()}
         module = region.graph_module
@@ -62,14 +64,14 @@ class Timed:
 
             return run
 
-        return Pricing(cache, dict.fromkeys(candidates, "1"), runner, self.clock)
+        return Pricing(cache, dict.fromkeys(candidates, "1"), runner=runner, clock=self.clock)
 
 
 def _fine(region: Region) -> FakeRegion:
     return FakeRegion(region, lambda outputs: outputs)
 
 
-def _choose(eager: float, config: Config = CONFIG, cache: VerdictCache | None = None, **engines: float) -> Choice:
+def _choose(eager: float, config: Config = CONFIG, cache: TimingCache | None = None, **engines: float) -> Choice:
     region = _region()
     candidates: dict[str, CompiledRegion] = {name: _plain(region) for name in engines}
     pricing = Timed(eager, **engines).pricing(region, candidates, cache)
@@ -111,7 +113,7 @@ def test_order_breaks_ties() -> None:
 
 def test_a_second_process_does_not_time_again(tmp_path: Path) -> None:
     """Costs are taken from the cache, and said to be."""
-    cache = VerdictCache(Store(tmp_path), "machine")
+    cache = TimingCache(Store(tmp_path), lambda device: "machine")
     assert _choose(30.0, cache=cache, first=10.0).decision.costs[0].kind == "measured"
     again = _choose(1.0, cache=cache, first=99.0).decision
     assert again.engine == "first"
@@ -120,7 +122,7 @@ def test_a_second_process_does_not_time_again(tmp_path: Path) -> None:
 
 def test_implausible_costs_are_not_kept(tmp_path: Path) -> None:
     """Kernels far slower than eager lose, but on a loaded machine that may be chance: the next process times them again."""
-    cache = VerdictCache(Store(tmp_path), "machine")
+    cache = TimingCache(Store(tmp_path), lambda device: "machine")
     assert _choose(30.0, cache=cache, first=3000.0).decision.engine == "eager"
     again = _choose(30.0, cache=cache, first=10.0).decision
     assert (again.engine, again.costs[0].kind) == ("first", "measured")
@@ -176,7 +178,7 @@ def test_a_region_that_is_too_far_off_is_made_exact() -> None:
     region = _region()
 
     class Rounding(FakeRegion):
-        def exact(self) -> CompiledRegion:
+        def exact(self, deadline: Deadline) -> CompiledRegion:
             return exact
 
     exact = _fine(region)
@@ -217,7 +219,7 @@ def test_what_the_first_call_cannot_compile(error: Exception, code: Reason) -> N
     region = _region()
 
     class Rounding(FakeRegion):
-        def exact(self) -> CompiledRegion:
+        def exact(self, deadline: Deadline) -> CompiledRegion:
             raise error
 
     rounding = Rounding(region, lambda outputs: [output + 1 for output in outputs])
@@ -234,8 +236,8 @@ class Refinable(FakeRegion):
         super().__init__(region, lambda outputs: outputs)
         self.faster, self.accurate = faster, accurate
 
-    def refine(self, inputs: Sequence[torch.Tensor], budget_s: float) -> CompiledRegion:
-        self.faster.exact = lambda: self.accurate  # type: ignore[attr-defined]
+    def refine(self, inputs: Sequence[torch.Tensor], budget_s: float, deadline: Deadline) -> CompiledRegion:
+        self.faster.exact = lambda deadline: self.accurate  # type: ignore[attr-defined]
         return self.faster
 
 
@@ -308,21 +310,20 @@ def test_what_eager_raises_passes_through() -> None:
         choose(region, {"fake": _fine(region)}, [torch.randn(3, 4)], CONFIG, Pricing())
 
 
-def test_verify_always_compares_each_call(caplog: pytest.LogCaptureFixture) -> None:
-    """An engine that goes wrong later is found then: one warning, eager's answer, and eager from then on."""
+def test_a_region_that_an_engine_does_not_accept(caplog: pytest.LogCaptureFixture) -> None:
+    """The refusal is in the plan; it is no failure: nobody is warned, strict raises nothing, and the others compete."""
     region = _region()
-    offset = 0.0
-    compiled = FakeRegion(region, lambda outputs: [output + offset for output in outputs])
-    checked = CheckedRegion(region, "fake", compiled, strict=False)
-    expected = (X @ X).sin()
-    assert torch.equal(checked([X])[0], expected)
-    offset = 1.0
-    assert torch.equal(checked([X])[0], expected)
-    assert torch.equal(checked([X])[0], expected)
-    assert compiled.calls == 2
-    assert len(caplog.records) == 1
-    with pytest.raises(RegionError, match="accuracy"):
-        CheckedRegion(region, "fake", compiled, strict=True)([X])
+    refused = Refused(Reason.TOO_SMALL, "it has 2 operators")
+    candidates = {"picky": refused, "fine": _fine(region)}
+    choice = choose(region, candidates, [X], Config(strict=True, placement="estimate"), Pricing())
+    assert choice.decision.engine == "fine"
+    assert [(r.engine, r.code, r.why) for r in choice.decision.refusals] == [
+        ("picky", Reason.TOO_SMALL, "it has 2 operators")
+    ]
+    alone = choose(region, {"picky": refused}, [X], Config(strict=True), Pricing())
+    assert (alone.decision.engine, alone.compiled, len(alone.decision.refusals)) == ("eager", None, 1)
+    assert torch.equal(alone.outputs[0], (X @ X).sin())
+    assert not caplog.records
 
 
 def test_the_plan_follows_the_choices() -> None:
@@ -388,8 +389,8 @@ def test_an_engine_runs_what_eager_cannot(placement: str, verify: str, caplog: p
     (warning,) = caplog.messages
     assert "unchecked" in warning
     assert "no kernel for this dtype" in warning
-    checked = CheckedRegion(region, "fake", choice.compiled, strict=False)
-    assert torch.equal(checked([X])[0], X * 2)
+    always = checked(region, "fake", choice.compiled, strict=False)
+    assert torch.equal(always([X])[0], X * 2)
 
 
 def test_what_eager_cannot_run_and_no_engine_can() -> None:

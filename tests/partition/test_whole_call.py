@@ -13,10 +13,10 @@ import pytest
 
 from torch_hybrid_backend.core.plan import Cost, NodeDecision, Plan, RegionDecision
 from torch_hybrid_backend.core.verdict import Reason
-from torch_hybrid_backend.partition.cost_cache import VerdictCache
 from torch_hybrid_backend.partition.placement import Pricing
 from torch_hybrid_backend.partition.whole_call import PricedCall
 from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.timing_cache import TimingCache
 
 REGION = RegionDecision("r0", "tvm", "key", ("mm",), (), (), (Cost("tvm", 9.0, "measured"),), (), 0.0, 8, 1, "")
 THE_PLAN = Plan("graph", "inference", (NodeDecision("mm", "aten.mm.default", "tvm", "r0", "", 8, ()),), (REGION,))
@@ -30,7 +30,7 @@ class Race:
         planned_us: Callable[[int], float],
         eager_us: Callable[[int], float],
         sizes: tuple[int, ...] = (),
-        cache: VerdictCache | None = None,
+        cache: TimingCache | None = None,
         plan: Plan = THE_PLAN,
     ) -> None:
         self.now = 0
@@ -66,7 +66,7 @@ class Race:
         return result
 
 
-def _race(planned_us: float, eager_us: float, cache: VerdictCache | None = None) -> Race:
+def _race(planned_us: float, eager_us: float, cache: TimingCache | None = None) -> Race:
     return Race(lambda _: planned_us, lambda _: eager_us, cache=cache)
 
 
@@ -115,7 +115,7 @@ def test_the_plan_is_let_go_of() -> None:
 
 def test_a_second_process_does_not_time_again(tmp_path: Path) -> None:
     """The verdict is taken from the cache, for the same plan alone."""
-    cache = VerdictCache(Store(tmp_path), "machine")
+    cache = TimingCache(Store(tmp_path), lambda device: "machine")
     assert [_race(100.0, 60.0, cache)() for _ in range(2)] == ["plan"] * 2
     again = _race(1.0, 60.0, cache)
     assert [again(), again()] == ["plan", "eager"]

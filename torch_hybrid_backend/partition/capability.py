@@ -11,6 +11,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from torch_hybrid_backend.core.engine import Engine
+from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason, Refused, Verdict
 from torch_hybrid_backend.errors import RegionError
 from torch_hybrid_backend.graph.schema import has_effects, is_in_flight, is_item
@@ -54,6 +55,19 @@ def capability(
         else:
             verdicts[node] = tuple(_ask(engine, node, broken, strict) for engine in engines)
     return verdicts
+
+
+def accepted(engine: Engine, region: Region, *, strict: bool) -> Verdict:
+    """Whether an engine takes a whole region of operators that it supports. One that raises instead of answering refuses, as above."""
+    try:
+        with unset_fake_temporarily():
+            return engine.accepts(region)
+    except Exception as error:
+        why = f"engine {engine.name} raised when asked about region {region.name}: {type(error).__name__}: {error}"
+        if strict:
+            raise RegionError(why) from error
+        _log.warning("%s; it does not get that region", why)
+        return Refused(Reason.RUNTIME_ERROR, why)
 
 
 def _ask(engine: Engine, node: Node, broken: set[str], strict: bool) -> Verdict:

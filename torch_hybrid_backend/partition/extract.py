@@ -13,6 +13,7 @@ import torch.fx
 from torch.fx import Node
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
+from torch_hybrid_backend.core.engine import EAGER
 from torch_hybrid_backend.core.region import Region, RegionInput, Segment
 from torch_hybrid_backend.core.tensor_spec import TensorSpec, dim, is_computable
 from torch_hybrid_backend.eager_graph import EagerGraph
@@ -63,7 +64,7 @@ def extract(
                 attributes[str(source.target)] = operator.attrgetter(str(source.target))(whole)
             elif source not in inside:
                 sources[source] = None
-    if engine != "eager":
+    if engine != EAGER:
         sources.update(dict.fromkeys(_size_inputs(nodes, tuple(sources), whole)))
     graph = torch.fx.Graph()
     own: dict[Node, Node] = {}

@@ -6,43 +6,19 @@ This is the only place that decides so.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
-import torch
-
-from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.plan import Refusal
-from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.errors import (
     CompileError,
     CompilerCrashError,
     DeadlineError,
-    HybridError,
     RegionError,
     is_out_of_memory,
 )
 
 _log = logging.getLogger(__name__)
-
-
-class ReportedRegion:
-    """A compiled region that runs from Python, its own errors told apart from those of eager operators, which are the user's."""
-
-    program: Program | None = None
-
-    def __init__(self, compiled: CompiledRegion) -> None:
-        self._compiled = compiled
-
-    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Raises HybridError for whatever the region raises."""
-        try:
-            return self._compiled(inputs)
-        except HybridError:
-            raise
-        except Exception as error:  # an engine's code may fail in any way
-            raise HybridError(_sentence(error)) from error
 
 
 def compile_refusal(error: Exception) -> Refused:

@@ -10,7 +10,9 @@ does not take its inputs' form), an engine that can runs it unchecked.
 from __future__ import annotations
 
 import functools
+import json
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,22 +20,25 @@ from dataclasses import dataclass, field
 import torch
 
 from torch_hybrid_backend.config import Config
-from torch_hybrid_backend.core.engine import CompiledRegion
+from torch_hybrid_backend.core.deadline import Deadline
+from torch_hybrid_backend.core.device import CPU, Device
+from torch_hybrid_backend.core.engine import EAGER, CompiledRegion
 from torch_hybrid_backend.core.plan import Cost, Refusal, RegionDecision
-from torch_hybrid_backend.core.program import OperatorCall, Program
+from torch_hybrid_backend.core.program import OperatorCall
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason, Refused
-from torch_hybrid_backend.errors import OperatorRefusedError, is_out_of_memory
 from torch_hybrid_backend.measure import Clock, Rounds, measure
 from torch_hybrid_backend.partition.accuracy import Comparison, compare
-from torch_hybrid_backend.partition.cost_cache import VerdictCache
 from torch_hybrid_backend.partition.estimate import eager_us, engine_us
 from torch_hybrid_backend.partition.fallback import compile_refusal, demote, report_unchecked, run_refusal
 from torch_hybrid_backend.partition.flops import node_flops
-from torch_hybrid_backend.partition.regions import EAGER
+from torch_hybrid_backend.partition.reference import reference, run_eager, unable_to_run
+from torch_hybrid_backend.timing_cache import TimingCache
 
 _log = logging.getLogger(__name__)
+
+TIMINGS = "placements"  # their kind in the cache of timings
 
 # A candidate that takes so many times as long in its best round as another in its worst has lost, whatever further rounds say.
 _CLEAR_RATIO = 1.3
@@ -59,12 +64,15 @@ class Choice:
 class Pricing:
     """What pricing needs besides the region.
 
-    `versions`: engine name -> what its timings depend on; an engine left out is priced anew in each process.
+    `timings`: None where none are kept. `versions`: engine name -> what its timings on `device` depend on; an engine left out is priced anew
+    in each process. `deadline`: the graph's, for what candidates compile while they are tried.
     `runner`: turns a compiled region into the call that is timed (the C++ plan for it, where one can be built).
     """
 
-    cache: VerdictCache | None = None
+    timings: TimingCache | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
+    device: Device = CPU
+    deadline: Deadline = field(default_factory=lambda: Deadline(math.inf))
     runner: Callable[[CompiledRegion], Runner] = lambda compiled: compiled
     clock: Clock = time.perf_counter_ns
 
@@ -80,14 +88,15 @@ class _CandidateError(Exception):
 
 def choose(
     region: Region,
-    candidates: Mapping[str, CompiledRegion | Exception],
+    candidates: Mapping[str, CompiledRegion | Refused | Exception],
     inputs: Sequence[torch.Tensor],
     config: Config,
     pricing: Pricing,
 ) -> Choice:
     """Choose the engine of `region` and run it once on `inputs`.
 
-    `candidates`: engine name -> what `Engine.compile` returned, in order of preference; eager is implied. Raises
+    `candidates`: engine name -> what `Engine.compile` returned, or why the engine does not accept the region, in order of preference; eager
+    is implied. Raises
     RegionError under `config.strict` where a candidate fails. What eager raises for the values passes through; for other reasons where no
     engine can run the region either.
     """
@@ -101,19 +110,23 @@ def choose(
     for engine, candidate in candidates.items():
         if isinstance(candidate, Exception):
             drop(engine, compile_refusal(candidate), candidate)
+        elif isinstance(candidate, Refused):  # no failure: nobody need be warned of it
+            refusals.append(Refusal.of(engine, candidate))
         else:
             alive[engine] = candidate
 
-    reference = _reference(region, inputs) if alive and config.verify != "off" else None
-    unable = reference if isinstance(reference, Refused) else None  # why eager is no candidate
+    found = reference(region, inputs) if alive and config.verify != "off" else None
+    unable = found if isinstance(found, Refused) else None  # why eager is no candidate
     if unable is not None:
         refusals.append(Refusal.of(EAGER, unable))
-    expected = None if isinstance(reference, Refused) else reference
+    expected = None if isinstance(found, Refused) else found
     outputs = expected
     errors: dict[str, float] = {}
     for engine in list(alive):
         try:
-            alive[engine], results, comparison = _tried(region, alive[engine], inputs, config, expected)
+            alive[engine], results, comparison = _tried(
+                region, alive[engine], inputs, config, expected, pricing.deadline
+            )
         except Exception as error:  # an engine's kernels or code may fail in any way; eager is there for it
             drop(engine, run_refusal(error), error)
             continue
@@ -134,7 +147,7 @@ def choose(
     if unable is not None and compiled_winner is not None:
         report_unchecked(region, winner, unable)
     decision = decide(region, winner, compiled_winner, costs, tuple(refusals), errors.get(winner))
-    return Choice(decision, compiled_winner, _run_eager(region, inputs) if outputs is None else outputs)
+    return Choice(decision, compiled_winner, run_eager(region, inputs) if outputs is None else outputs)
 
 
 def decide(
@@ -164,60 +177,27 @@ def decide(
     )
 
 
-def _run_eager(region: Region, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    with torch.no_grad():
-        return region.eager(inputs)
-
-
-def _reference(region: Region, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | Refused:
-    """Eager's outputs, or why it cannot compute them, where nothing is wrong with the values; raises what it raises for those."""
-    try:
-        with torch.no_grad():
-            return region.eager.run(inputs)
-    except Exception as error:
-        if (unable := _unable(error)) is None:
-            raise
-        return unable
-
-
-def _unable(error: Exception) -> Refused | None:
-    """Why eager cannot run a region although nothing is wrong with its inputs' values; None where `error` is about those."""
-    return run_refusal(error) if isinstance(error, OperatorRefusedError) or is_out_of_memory(error) else None
-
-
 def _tried(
     region: Region,
     compiled: CompiledRegion,
     inputs: Sequence[torch.Tensor],
     config: Config,
     expected: Sequence[torch.Tensor] | None,
+    deadline: Deadline,
 ) -> tuple[CompiledRegion, list[torch.Tensor], Comparison | None]:
     """A candidate refined and run once: what it became, its outputs, and their comparison with those that are `expected`, if any are."""
     with torch.no_grad():
-        compiled = _refined(compiled, inputs, config)
+        if config.placement != "estimate":
+            compiled = compiled.refine(inputs, config.measure_budget_s, deadline)
         results = list(compiled(inputs))
         if expected is None:
             return compiled, results, None
         comparison = compare(region, inputs, expected, results)
-        if comparison.why and (exact := _exact(compiled)) is not None:
+        if comparison.why and (exact := compiled.exact(deadline)) is not None:
             _log.info("region %s needs exact kernels: %s", region.name, comparison.why)
             compiled, results = exact, list(exact(inputs))
             comparison = compare(region, inputs, expected, results)
     return compiled, results, comparison
-
-
-def _refined(compiled: CompiledRegion, inputs: Sequence[torch.Tensor], config: Config) -> CompiledRegion:
-    refine = getattr(compiled, "refine", None)
-    if refine is None or config.placement == "estimate":
-        return compiled
-    refined: CompiledRegion = refine(inputs, config.measure_budget_s)
-    return refined
-
-
-def _exact(compiled: CompiledRegion) -> CompiledRegion | None:
-    exact = getattr(compiled, "exact", None)
-    found: CompiledRegion | None = exact() if exact is not None else None
-    return found
 
 
 def _lost(region: Region, engine: str, winner: str, spent: Mapping[str, float]) -> Refusal:
@@ -252,7 +232,7 @@ def _price(
             return priced(region.key, contenders, calls, config.measure_budget_s, pricing, rounds)
         except _CandidateError as failed:
             if failed.engine == EAGER:
-                if _unable(failed.error) is None:
+                if unable_to_run(failed.error) is None:
                     raise failed.error from None
                 eager_runs = False
                 continue
@@ -273,16 +253,22 @@ def priced(
     They are looked up under `key`, or timed against each other and kept, where eager is among them: what is kept is compared with
     eager. An exception of a call passes through.
     """
-    cache = pricing.cache if EAGER in contenders and all(contenders.values()) else None
-    known = cache.get(key, contenders) if cache is not None else None
-    if known is not None:
+    timings = pricing.timings if EAGER in contenders and all(contenders.values()) else None
+    key = timing_key(key, contenders)
+    known = timings.get(TIMINGS, key, pricing.device) if timings is not None else {}
+    if known.keys() == contenders.keys() and max(known.values()) < math.inf:
         return tuple(Cost(name, known[name], "cached") for name in contenders)
     how = Rounds(until_decided=True, clock=pricing.clock, **rounds)
-    timings = measure([calls[name] for name in contenders], budget_s, **how)
-    measured = {name: timing.low_us for name, timing in zip(contenders, timings, strict=True)}
-    if cache is not None and max(measured.values()) < _IMPLAUSIBLE_RATIO * measured[EAGER]:
-        cache.put(key, contenders, measured)
+    taken = measure([calls[name] for name in contenders], budget_s, **how)
+    measured = {name: timing.low_us for name, timing in zip(contenders, taken, strict=True)}
+    if timings is not None and max(measured.values()) < _IMPLAUSIBLE_RATIO * measured[EAGER]:
+        timings.put(TIMINGS, key, pricing.device, measured)
     return tuple(Cost(name, cost, "measured") for name, cost in measured.items())
+
+
+def timing_key(key: str, contenders: Mapping[str, str]) -> str:
+    """What the times of contenders (name -> version) for the work `key` are kept under."""
+    return json.dumps([key, sorted(contenders.items())])
 
 
 def _warm(config: Config) -> Rounds:
@@ -296,34 +282,3 @@ def _guarded(engine: str, run: Runner, inputs: Sequence[torch.Tensor]) -> None:
             run(inputs)
     except Exception as error:
         raise _CandidateError(engine, error) from error
-
-
-class CheckedRegion:
-    """A compiled region compared with eager on every call (`verify=always`); eager's outputs are what it returns, where it has any."""
-
-    program: Program | None = None
-
-    def __init__(self, region: Region, engine: str, compiled: CompiledRegion, *, strict: bool) -> None:
-        self._region = region
-        self._engine = engine
-        self._compiled: CompiledRegion | None = compiled
-        self._strict = strict
-
-    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run both and compare. The first failure is reported (RegionError under strict); from then on only eager
-        runs."""
-        compiled = self._compiled
-        if compiled is None:
-            return _run_eager(self._region, inputs)
-        expected = _reference(self._region, inputs)
-        if isinstance(expected, Refused):
-            return list(compiled(inputs))
-        cause: Exception | None = None
-        try:
-            refused = compare(self._region, inputs, expected, list(compiled(inputs))).refused
-        except Exception as error:  # as in `choose`
-            refused, cause = run_refusal(error), error
-        if refused is not None:
-            self._compiled = None
-            demote(self._region, self._engine, refused, strict=self._strict, cause=cause)
-        return expected

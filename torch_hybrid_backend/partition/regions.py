@@ -15,7 +15,7 @@ import torch.fx
 from torch.fx import Node
 
 from torch_hybrid_backend.config import Config
-from torch_hybrid_backend.core.engine import Engine
+from torch_hybrid_backend.core.engine import EAGER, Engine
 from torch_hybrid_backend.core.plan import NodeDecision, Refusal
 from torch_hybrid_backend.core.region import PartitionedGraph, Segment
 from torch_hybrid_backend.core.verdict import Reason, Refused, Verdict
@@ -33,8 +33,6 @@ from torch_hybrid_backend.partition.extract import (
 )
 from torch_hybrid_backend.partition.flops import node_flops
 from torch_hybrid_backend.partition.levels import segments, sink
-
-EAGER = "eager"
 
 # A region between eager segments with no more computing operators than this, none of them a product, costs more by
 # splitting eager in two (a call of Python more, about 10 us) than fusing two passes over a small tensor gains.

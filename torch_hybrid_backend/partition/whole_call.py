@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 
+from torch_hybrid_backend.core.engine import EAGER
 from torch_hybrid_backend.core.plan import CallDecision, Plan, Refusal
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.measure import Rounds
 from torch_hybrid_backend.partition.placement import Pricing, priced
-from torch_hybrid_backend.partition.regions import EAGER
 
 _log = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import groupby
 
+from torch_hybrid_backend.core.engine import EAGER
 from torch_hybrid_backend.core.plan import NodeDecision, Plan
 from torch_hybrid_backend.report.share import (
     call_in_words,
@@ -43,8 +44,8 @@ td.n { text-align: right; }
 
 def render_html(plans: Sequence[Plan]) -> str:
     """A page with one section per plan."""
-    names = sorted({node.engine for plan in plans for node in plan.nodes} - {"eager"})
-    colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)} | {"eager": _EAGER}
+    names = sorted({node.engine for plan in plans for node in plan.nodes} - {EAGER})
+    colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)} | {EAGER: _EAGER}
     legend = "".join(f'<span class="key" style="background:{c}"></span>{escape(n)}' for n, c in colours.items())
     sections = "\n".join("\n".join(_section(plan, colours)) for plan in plans) or "<p>no graph was compiled</p>"
     return (

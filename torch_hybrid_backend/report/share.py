@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch_hybrid_backend.core.engine import EAGER
 from torch_hybrid_backend.core.plan import Cost, Plan, Refusal
 
 
@@ -57,7 +58,7 @@ def operator_kinds(plan: Plan) -> tuple[tuple[str, int, int], ...]:
     inside: Counter[str] = Counter()
     outside: Counter[str] = Counter()
     for node in plan.nodes:
-        (outside if node.engine == "eager" else inside)[node.operator] += 1
+        (outside if node.engine == EAGER else inside)[node.operator] += 1
     total = inside + outside
     return tuple((kind, inside[kind], outside[kind]) for kind in sorted(total, key=lambda kind: (-total[kind], kind)))
 

@@ -201,7 +201,7 @@ def refresh(model: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> N
     """Makes calls from here on use the present contents of these weights, however they were changed.
 
     model: a module, compiled or not, for all its parameters and buffers; or the tensors. Needed only after changes that PyTorch does
-    not count (through `.data`, `.numpy()` or C code) where the kernel cannot watch memory; see "Live weights" in the README. What was
+    not count (through `.data`, `.numpy()` or C code) where the kernel cannot watch memory; see docs/live_weights.md. What was
     folded or packed from these weights is made anew by the next call. Threads may call it; calls that run meanwhile may use either.
     Raises TypeError for anything else.
 

@@ -184,9 +184,9 @@ def _schnet() -> nn.Module:
 
 
 # Of the same kind, but faster than eager: graphs that Dynamo takes whole (`gcn_whole`).
-_CUT = "Dynamo cuts it where a size depends on data; what is left between the cuts are sums over edges, for which engines have no kernel"
+_CUT = "Graph breaks where a size depends on data; between them are sums over edges, for which no engine has a kernel"
 
-_SUMS = "Sums over edges, for which engines have no kernel, are most of its time: eager's speed, more or less"
+_SUMS = "Sums over edges, for which no engine has a kernel, take most of its time"
 
 CASES = (
     Case("torch_geometric/gcn", _stack("GCN"), _graph, reason=_CUT),
@@ -195,7 +195,7 @@ CASES = (
         _stack("GCN"),
         _graph,
         dynamo={"capture_dynamic_output_shape_ops": True},
-        reason="Sizes that depend on data: most of it runs in eager, from Python",
+        reason="Sizes depend on data: most of it runs in eager, from Python",
     ),
     Case("torch_geometric/sage", _stack("GraphSAGE", norm="layer_norm"), _graph),
     Case("torch_geometric/gat", _stack("GAT", heads=4), _graph),
@@ -220,7 +220,7 @@ CASES = (
         "torch_geometric/heterogeneous",
         Heterogeneous,
         _literature,
-        reason="Dynamo cuts it into 20 graphs; with its own backend `eager` it takes as long",
+        reason="Graph breaks make 20 graphs; Dynamo's backend `eager` takes as long",
     ),
     Case("torch_geometric/heterogeneous_attention", HeterogeneousAttention, _literature, reason=_CUT),
     Case("torch_geometric/schnet", _schnet, _atoms),

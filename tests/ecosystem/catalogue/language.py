@@ -262,7 +262,7 @@ _SPEECH = (
         _model("EncodecModel", "EncodecConfig", num_filters=16, hidden_size=64, codebook_size=64, codebook_dim=64),
         lambda: {"input_values": torch.randn(1, 1, 4800)},
         keep_weights=True,
-        reason="Dynamo cuts it where the padding of each convolution is a branch on data",
+        reason="Graph breaks at each convolution, whose padding depends on data",
     ),
     _generation("transformers/whisper_generate", _WHISPER, lambda: {"input_features": torch.randn(1, 40, 200)}),
 )
@@ -378,7 +378,7 @@ _MIXTURES = (
             router_jitter_noise=0.0,
         ),
         _tokens(2, 32),
-        reason="Dynamo cuts it at each expert, whose number of tokens depends on data",
+        reason="Graph breaks at each expert, whose number of tokens depends on data",
     ),
     _generation(
         "transformers/mixtral_generate",
@@ -546,7 +546,7 @@ _OTHERS = (
             use_cache=False,
         ),
         _tokens(2, 32),
-        reason="Grouped products of experts run in eager, forward and backward",
+        reason="Grouped matrix products of the experts run in eager, forward and backward",
         train=True,
     ),
 )

@@ -123,7 +123,7 @@ def _words(batch: int, length: int) -> torch.Tensor:
 
 
 _TRACED = {"allow_rnn": True}
-_UNTRACED = "Dynamo leaves torch's recurrent layers, and what stands beside them, to eager unless its allow_rnn is set"
+_UNTRACED = "Dynamo runs torch's recurrent layers, and the code around them, in eager unless its allow_rnn is set"
 
 CASES = (
     Case(

@@ -104,6 +104,6 @@ CASES = (
         "sentence_transformers/static",
         _static,
         _bag,
-        reason="One look-up: eager runs it, and Dynamo's guards are the rest; with its own backend `eager` it takes as long",
+        reason="A single look-up, which runs in eager; Dynamo's guards are the rest, and its backend `eager` takes as long",
     ),
 )
