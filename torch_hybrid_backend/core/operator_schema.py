@@ -54,40 +54,38 @@ def operator_schema(name: str, overload: str) -> Any:
         raise HybridError(f"torch has no operator {name} with the overload {overload or 'default'!r}") from error
 
 
-def is_native(name: str, overload: str, arguments: Sequence[OperatorArgument]) -> bool:
+def is_native(
+    name: str, overload: str, arguments: Sequence[OperatorArgument], results: Sequence[OperatorResult]
+) -> bool:
     """Whether the C interface of PyTorch's dispatcher can make the call: it lacks some types, and gets the types of results wrong where they
-    do not read the same from behind (torch/csrc/shim_common.cpp of torch 2.11 to 2.14)."""
+    do not read the same from behind (torch/csrc/shim_common.cpp of torch 2.11 to 2.14).
+
+    Raises HybridError where there are more or fewer arguments, or other results, than the schema's.
+    """
     schema = operator_schema(name, overload)
+    if len(arguments) != len(schema.arguments):
+        raise HybridError(f"{schema} takes {len(schema.arguments)} arguments, not {len(arguments)}")
     returns = [_returned(result.real_type) for result in schema.returns]
+    if [isinstance(result, tuple) for result in results] != [kind == "list" for kind in returns]:
+        raise HybridError(f"{schema} does not return what the program takes from it: {tuple(results)}")
     return (
         None not in returns
         and returns == returns[::-1]
         and all(
-            _is_native(argument.real_type, value) for argument, value in zip(schema.arguments, arguments, strict=False)
+            _is_native(argument.real_type, value) for argument, value in zip(schema.arguments, arguments, strict=True)
         )
     )
 
 
 def described_arguments(name: str, overload: str, arguments: Sequence[OperatorArgument]) -> list[Any]:
-    """The arguments of a call that is native. Raises HybridError where they do not fit the schema."""
+    """The arguments of a call that is native. Raises HybridError where one has another type than the schema's."""
     schema = operator_schema(name, overload)
-    if len(arguments) != len(schema.arguments):
-        raise HybridError(f"{schema} takes {len(schema.arguments)} arguments, not {len(arguments)}")
     try:
         return [
             _described(argument.real_type, value) for argument, value in zip(schema.arguments, arguments, strict=True)
         ]
     except TypeError as error:
         raise HybridError(f"{error} among the arguments of {schema}") from error
-
-
-def described_results(name: str, overload: str, results: Sequence[OperatorResult]) -> list[OperatorResult]:
-    """The results of a call that is native. Raises HybridError where they do not fit the schema."""
-    schema = operator_schema(name, overload)
-    wanted = [_returned(result.real_type) == "list" for result in schema.returns]
-    if [isinstance(result, tuple) for result in results] != wanted:
-        raise HybridError(f"{schema} does not return what the program takes from it: {tuple(results)}")
-    return list(results)
 
 
 def _returned(kind: Any) -> str | None:
@@ -100,8 +98,8 @@ def _returned(kind: Any) -> str | None:
 def _is_native(kind: Any, value: OperatorArgument) -> bool:
     if kind.kind() == "OptionalType":
         return value is None or _is_native(kind.getElementType(), value)
-    if kind.kind() == "ListType" and isinstance(value, tuple):
-        return all(_is_native(kind.getElementType(), item) for item in value)
+    if kind.kind() == "ListType":
+        return all(_is_native(kind.getElementType(), item) for item in (value if isinstance(value, tuple) else ()))
     return kind.kind() in _WORDS
 
 

@@ -18,12 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from torch_hybrid_backend.core.device import CPU, Device
-from torch_hybrid_backend.core.operator_schema import (
-    described_arguments,
-    described_results,
-    is_native,
-    operator_schema,
-)
+from torch_hybrid_backend.core.operator_schema import described_arguments, is_native, operator_schema
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.sizes.size import Dim, evaluate
 
@@ -221,7 +216,7 @@ class OperatorCall(Step):
 
     @property
     def in_python(self) -> InPython | None:
-        if is_native(self.name, self.overload, self.arguments):
+        if is_native(self.name, self.overload, self.arguments, self.results):
             return None
         return OperatorInPython(self)
 
@@ -244,7 +239,7 @@ class OperatorCall(Step):
             "name": self.name,
             "overload": self.overload,
             "arguments": described_arguments(self.name, self.overload, self.arguments),
-            "results": described_results(self.name, self.overload, self.results),
+            "results": self.results,
         }
 
 
