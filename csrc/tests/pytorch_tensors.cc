@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/c/shim.h>
 #include <torch/csrc/stable/stableivalue_conversions.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -55,7 +56,7 @@ torch::stable::Tensor Floats(const std::vector<int64_t>& sizes, const std::vecto
   AtenTensorHandle handle = nullptr;
   aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
                            aoti_torch_dtype_float32(), device_type, device_index, &handle);
-  std::memcpy(Of(handle)->memory.get(), values.data(), 4 * values.size());
+  std::copy(values.begin(), values.end(), reinterpret_cast<float*>(Of(handle)->memory.get()));
   return torch::stable::Tensor(handle);
 }
 

@@ -1,7 +1,10 @@
 #include "recording_driver.h"
 
+#include <algorithm>
 #include <cstring>
+#include <deque>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <sstream>
 #include <utility>
@@ -25,7 +28,7 @@ struct Context {
 
 std::mutex mutex;
 std::vector<Launch> launched;
-std::map<void*, std::vector<Launch>> queued;
+std::map<void*, std::deque<Launch>> queued;
 int modules = 0;
 bool fails = false;
 thread_local std::vector<Context*> stack;
@@ -77,20 +80,20 @@ int cuCtxPopCurrent_v2(void** context) {
 
 int cuModuleLoadData(void** module, const void* image) {
   std::istringstream words(static_cast<const char*>(image));
-  auto* loaded = new Module{{}, stack.back()->device};
+  auto loaded = std::make_unique<Module>(Module{{}, stack.back()->device});
   for (int bytes = 0; words >> bytes;) loaded->parameter_bytes.push_back(bytes);
-  if (!words.eof()) {
-    delete loaded;
-    return 200;
-  }
+  if (!words.eof()) return 200;
   ++modules;
-  *module = loaded;
+  static std::vector<std::unique_ptr<Module>> all;  // under the runtime's own lock
+  *module = all.emplace_back(std::move(loaded)).get();
   return 0;
 }
 
 int cuModuleGetFunction(void** function, void* module, const char* name) {
   if (std::strcmp(name, "double") != 0 && std::strcmp(name, "nothing") != 0) return 500;
-  *function = new Function{static_cast<Module*>(module), name};
+  static std::vector<std::unique_ptr<Function>> functions;  // under the runtime's own lock
+  functions.push_back(std::make_unique<Function>(Function{static_cast<Module*>(module), name}));
+  *function = functions.back().get();
   return 0;
 }
 
@@ -137,9 +140,12 @@ const Recording recording = {
       const std::lock_guard<std::mutex> lock(mutex);
       return std::exchange(launched, {});
     },
-    [](void* stream) {
+    [](void* stream, size_t most) {
       const std::lock_guard<std::mutex> lock(mutex);
-      for (const Launch& launch : std::exchange(queued[stream], {})) Execute(launch);
+      for (std::deque<Launch>& queue = queued[stream]; most > 0 && !queue.empty(); --most) {
+        Execute(queue.front());
+        queue.pop_front();
+      }
     },
     [] { return modules; },
     [] { return static_cast<int>(stack.size()); },

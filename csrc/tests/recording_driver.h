@@ -6,6 +6,7 @@
 #ifndef TORCH_HYBRID_BACKEND_TESTS_RECORDING_DRIVER_H_
 #define TORCH_HYBRID_BACKEND_TESTS_RECORDING_DRIVER_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -25,8 +26,8 @@ struct Launch {
 struct Recording {
   // Everything launched since the last call.
   std::vector<Launch> (*take)();
-  // Runs what was launched on the stream.
-  void (*wait)(void* stream);
+  // Runs what was launched on the stream, in its order, and at most so many launches.
+  void (*wait)(void* stream, size_t most);
   int (*modules_loaded)();
   // Contexts that are pushed on the calling thread.
   int (*contexts_pushed)();

@@ -11,11 +11,12 @@
 
 using namespace torch_hybrid_backend;
 using torch::stable::Tensor;
-using torch::stable::detail::from;
-using torch::stable::detail::to;
 using Floats32 = std::vector<float>;
 
 namespace {
+
+using torch::stable::detail::from;
+using torch::stable::detail::to;
 
 std::string Operator(const std::string& name, const std::string& overload,
                      const std::string& arguments, const std::string& results) {
