@@ -256,10 +256,11 @@ def _slot_tensor(slot: ConstantSlot, tensors: Sequence[torch.Tensor]) -> torch.T
         [packed] = made_once(pack, tensors, lambda: [pack(*tensors)])
         if packed.layout is torch._mkldnn:  # type: ignore[attr-defined]
             return packed  # only operators read it, and only they know how it lies
-        if packed.numel() != spec.span or packed.dtype != spec.torch_dtype or not packed.is_contiguous():
+        form = (packed.numel(), packed.dtype, TensorSpec.of(packed).device)
+        if form != (spec.span, spec.torch_dtype, spec.device) or not packed.is_contiguous():
             raise HybridError(
-                f"packing {', '.join(slot.sources)} gave {packed.dtype} {tuple(packed.shape)} with strides {packed.stride()};"
-                f" expected {spec.span} contiguous elements of {spec.dtype}"
+                f"packing {', '.join(slot.sources)} gave {packed.dtype} {tuple(packed.shape)} with strides {packed.stride()}"
+                f" on {packed.device}; expected {spec.span} contiguous elements of {spec.dtype} on {spec.device}"
             )
         return packed
     tensor = tensors[0]

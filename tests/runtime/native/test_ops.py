@@ -16,8 +16,9 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.runtime.plans import Draft
-from torch_hybrid_backend.core.program import OperatorArgument, OperatorCall, TensorArgument
-from torch_hybrid_backend.errors import HybridError
+from torch_hybrid_backend.core.device import Device
+from torch_hybrid_backend.core.program import DeviceLaunch, OperatorArgument, OperatorCall, TensorArgument
+from torch_hybrid_backend.errors import CacheError, HybridError
 from torch_hybrid_backend.runtime.native import ops
 from torch_hybrid_backend.runtime.native.description import ValueKind
 from torch_hybrid_backend.runtime.native.ops import (
@@ -28,6 +29,7 @@ from torch_hybrid_backend.runtime.native.ops import (
     Plan,
     watches_writes,
 )
+from torch_hybrid_backend.store import Store
 
 N = 4096  # as in conftest.py
 F32 = torch.float32
@@ -352,6 +354,32 @@ def test_kernels_stay_on_the_cpu(kernels: str) -> None:
         plan.run(unbound(plan), [torch.empty(N, device="meta")])
     with pytest.raises(HybridError, match=r"output 0 of segment 0 is .* on another device than the CPU .* instead of"):
         plan.run(unbound(plan), [torch.randn(N)])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a torch without a GPU")
+def test_launches_need_a_gpu(tmp_path: Path) -> None:
+    """A plan for a GPU is built anywhere, its module verified as a library is; where torch has no GPU the run says so."""
+    module = Store(tmp_path / "cache").put("kernels", "key", b"a cubin", ".cubin")
+
+    def build(path: str) -> Plan:
+        draft = Draft()
+        out = draft.add_value(ValueKind.FRESH, 0, F32, [N], [1], device="cuda")
+        draft.add(DeviceLaunch(path, "fill", (out,), 1, (1, 1, 1), 128), Device("cuda"))
+        return draft.seal(0, 0, 0, [out])
+
+    plan = build(str(module))
+    with pytest.raises(
+        HybridError, match="the current stream of cuda:0 cannot be told: this torch is built without CUDA"
+    ):
+        plan.run(unbound(plan), [])
+    module.write_bytes(b"another")
+    assert build(str(module)), "what is open already is not read again"
+    del plan
+    gc.collect()
+    with pytest.raises(CacheError):
+        build(str(module))
+    with pytest.raises(HybridError, match=r"cannot open the module .*gone\.cubin"):
+        build(str(tmp_path / "gone.cubin"))
 
 
 def test_new_tensors_are_made_on_their_device() -> None:
