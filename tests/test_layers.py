@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "garbage": set(),
     "store": {"core", "errors"},
     "timing_cache": {"core", "errors", "store"},
-    "services": {"config", "core", "progress", "store", "timing_cache"},
+    "services": {"config", "core", "measure", "progress", "store", "timing_cache"},
     "bisection": {"core", "errors"},
     "report": {"core", "errors"},
     "capture": {"core", "sizes", "graph", *_UTILITIES},

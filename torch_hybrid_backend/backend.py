@@ -31,7 +31,7 @@ from torch_hybrid_backend.capture.cache.aot_cache import KeptGraphs
 from torch_hybrid_backend.config import Config, apply_log_level
 from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.deadline import Deadline
-from torch_hybrid_backend.core.device import CPU
+from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.engine import EAGER, CompiledRegion
 from torch_hybrid_backend.core.plan import Plan, RegionDecision
 from torch_hybrid_backend.core.region import Segment
@@ -92,7 +92,8 @@ def compile_graph(
     apply_log_level(config)
     shared = open_session(config)
     deadline = Deadline(config.compile_deadline_s)
-    key = graph_key(gm, example_inputs, f"{shared.versions(CPU)}")
+    devices = {CPU, *(Device.of(value.device) for value in example_inputs if isinstance(value, torch.Tensor))}
+    key = graph_key(gm, example_inputs, f"{[shared.versions(device) for device in sorted(devices, key=str)]}")
     calls: list[PricedCall] = []
 
     @collector_paused()  # a backward graph may be compiled later, when backward is called
@@ -100,7 +101,7 @@ def compile_graph(
         if not _is_priced_whole(captured, config):
             return HybridGraph(captured, shared, config, on_plan, deadline=deadline)
         sizes = [k for k, value in enumerate(example_inputs) if isinstance(value, int | torch.SymInt)]
-        pricing = functools.partial(_pricing, shared, config, deadline)
+        pricing = functools.partial(_pricing, shared, config, deadline, CPU)  # only calls on the host are priced whole
         call = PricedCall(gm.forward, key, sizes, config.measure_budget_s, pricing, on_plan)
         calls.append(call)
         return HybridGraph(captured, shared, config, call.take_plan, deadline=deadline)
@@ -132,10 +133,10 @@ def _is_priced_whole(captured: CapturedGraph, config: Config) -> bool:
     return on_cpu and is_repeatable(captured.graph_module)
 
 
-def _pricing(session: Session, config: Config, deadline: Deadline) -> Pricing:
-    """What is needed to price on the machine as it is now: threads may have been set since the last graph."""
+def _pricing(session: Session, config: Config, deadline: Deadline, device: Device) -> Pricing:
+    """What is needed to price work on a device of the machine as it is now: threads may have been set since the last graph."""
     timings = session.services.timings if config.cache else None
-    return Pricing(timings, session.versions(CPU), CPU, deadline)
+    return Pricing(timings, session.versions(device), device, deadline, session.services.timer(device))
 
 
 def explain(
@@ -276,7 +277,7 @@ class HybridGraph:
     @full_collections.held()
     def _first_call(self, inputs: Sequence[Any]) -> list[Any]:
         start = time.perf_counter()
-        pricing = _pricing(self._session, self._config, self._deadline)
+        pricing_on = functools.cache(functools.partial(_pricing, self._session, self._config, self._deadline))
         # Kept once all is chosen: an interrupted first call leaves nothing behind.
         chosen: dict[str, CompiledRegion] = {}
         decisions: dict[str, RegionDecision] = {}
@@ -286,7 +287,7 @@ class HybridGraph:
             candidates = self._candidates[region.name]
             if not candidates:
                 return region.eager(arguments)
-            choice = choose(region, candidates, arguments, self._config, pricing)
+            choice = choose(region, candidates, arguments, self._config, pricing_on(CPU))
             once.let_go()
             decisions[region.name] = choice.decision
             if choice.compiled is not None:

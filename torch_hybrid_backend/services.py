@@ -10,7 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.engine import Engine, RunProgram
+from torch_hybrid_backend.measure import Timer
 from torch_hybrid_backend.progress import Progress
 from torch_hybrid_backend.store import Store
 from torch_hybrid_backend.timing_cache import TimingCache
@@ -21,13 +23,14 @@ class Services:
     """The wiring makes one for the engines of equal settings.
 
     store: bytes on disk, for compiled kernels; one that goes with the process where `config.cache` is off. timings: on the same disk.
-    run_program: a program as a function, run by the C++ plan. progress: tells the user how far a long task is, where `config.progress`
-    says so; takes its title and how many steps it has.
+    run_program: a program as a function, run by the C++ plan. timer: of work on a device. progress: takes the title of a long task and how
+    many steps it has; tells the user how far it is, where `config.progress` says so.
     """
 
     store: Store
     timings: TimingCache
     run_program: RunProgram
+    timer: Callable[[Device], Timer]
     progress: Callable[[str, int], Progress]
 
 

@@ -18,6 +18,7 @@ from torch_hybrid_backend.engines.tvm.engine import TvmEngine
 from torch_hybrid_backend.engines.unavailable import UnavailableEngine
 from torch_hybrid_backend.errors import ConfigError, HybridError
 from torch_hybrid_backend.machine import fingerprint
+from torch_hybrid_backend.measure import timer_for
 from torch_hybrid_backend.progress import Progress
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 from torch_hybrid_backend.services import EngineFactory, Services
@@ -135,7 +136,7 @@ def open_services(config: Config) -> Services:
     limit_bytes = config.cache_limit_mib << 20
     store = Store.open(config.cache_dir, enabled=config.cache, strict=config.strict, limit_bytes=limit_bytes)
     progress = functools.partial(Progress, shown=config.progress)
-    return Services(store, TimingCache(store, fingerprint), ProgramRunner, progress)
+    return Services(store, TimingCache(store, fingerprint), ProgramRunner, timer_for, progress)
 
 
 def all_engines(config: Config) -> list[Engine]:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from tests.end_to_end import models
+from tests.test_errors import accelerator_error
 from torch_hybrid_backend import backend, session
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.engine import CompiledRegionBase, EngineBase
@@ -88,6 +89,8 @@ class _WrongEngine(EngineBase):
                         engine.meeting.wait(20)
                         engine.meeting.abort()  # they meet once
                     raise ValueError("cannot run any more")
+                if fault == "device error" and engine.meeting is not None:
+                    raise accelerator_error("CUDA error: an illegal memory access was encountered", 700)
                 outputs = list(self.graph_module(*inputs))
                 return [o + 1 for o in outputs] if fault == "wrong numbers" else outputs
 
@@ -160,6 +163,27 @@ def test_region_that_fails_in_two_threads_at_once(
     assert len(answers) == 3
     for answer in answers:
         torch.testing.assert_close(answer, model(x))
+
+
+def test_a_device_that_cannot_be_used_any_more(settings: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is recovered: the caller gets the error as PyTorch raised it, in every call, and the region stays with its engine."""
+    engine = _WrongEngine("device error")
+    settings.setattr(session, "ENGINES", (("wrong", lambda config, services: engine), *session.ENGINES[-1:]))
+    session._sessions.clear()
+    model, x = models.perceptron(), models.rows()
+    fast = torch.compile(model, backend="hybrid")
+    try:
+        with torch.no_grad(), caplog.at_level(logging.WARNING, LOGGER):
+            fast(x)
+            engine.meeting = threading.Barrier(1)
+            for _ in range(2):
+                with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+                    fast(x)
+            engine.meeting = None
+            torch.testing.assert_close(fast(x), model(x))
+    finally:
+        session._sessions.clear()
+    assert not caplog.records
 
 
 @pytest.mark.fault("Ctrl-C (SIGINT) at any line of placement", "KeyboardInterrupt; the next call is right")

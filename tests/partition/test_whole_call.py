@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.test_errors import accelerator_error
 from torch_hybrid_backend.core.plan import Cost, NodeDecision, Plan, RegionDecision
 from torch_hybrid_backend.core.verdict import Reason
+from torch_hybrid_backend.measure import HostTimer
 from torch_hybrid_backend.partition.placement import Pricing
 from torch_hybrid_backend.partition.whole_call import PricedCall
 from torch_hybrid_backend.store import Store
@@ -46,7 +49,7 @@ class Race:
 
     def pricing(self) -> Pricing:
         self.pricings += 1
-        return Pricing(self.cache, {"tvm": "1"}, clock=lambda: self.now)
+        return Pricing(self.cache, {"tvm": "1"}, timer=HostTimer(lambda: self.now))
 
     def planned(self, *inputs: Any) -> str:
         if "plan" not in self.runs:
@@ -68,6 +71,19 @@ class Race:
 
 def _race(planned_us: float, eager_us: float, cache: TimingCache | None = None) -> Race:
     return Race(lambda _: planned_us, lambda _: eager_us, cache=cache)
+
+
+def test_what_leaves_a_device_unusable_is_raised() -> None:
+    """Elsewhere what fails while it is timed leaves the plan in place; after this nothing would run."""
+
+    class Broken(Race):
+        def run(self, who: str, size: int = 1, *_: Any) -> str:
+            if who == "eager":
+                raise accelerator_error("CUDA error: an illegal memory access was encountered", 700)
+            return super().run(who, size)
+
+    with pytest.raises(torch.AcceleratorError):
+        Broken(lambda _: 100.0, lambda _: 60.0)()
 
 
 def test_a_plan_that_loses_is_not_used() -> None:

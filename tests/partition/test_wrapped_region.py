@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.partition.engines_for_tests import FakeEngine, FakeRegion, trace
+from tests.test_errors import accelerator_error
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.engine import CompiledRegion
@@ -86,6 +87,21 @@ def test_errors_of_a_region_are_told_apart(region: Region) -> None:
     with pytest.raises(HybridError, match=r"^as it is$") as same:
         reported(FakeRegion(region, fail))([X])
     assert same.value is raised[0]
+
+
+@pytest.mark.parametrize("kind", ["reported", "checked"])
+def test_what_leaves_a_device_unusable_is_raised_as_it_is(kind: str, region: Region) -> None:
+    """Not as a HybridError, which would be recovered from."""
+    error = accelerator_error("CUDA error: device-side assert triggered", 710)
+
+    def fail(_: list[torch.Tensor]) -> list[torch.Tensor]:
+        raise error
+
+    compiled = FakeRegion(region, fail)
+    outside = reported(compiled) if kind == "reported" else checked(region, "fake", compiled, strict=False)
+    with pytest.raises(torch.AcceleratorError) as raised:
+        outside([X])
+    assert raised.value is error
 
 
 def test_verify_always_compares_each_call(caplog: pytest.LogCaptureFixture, region: Region) -> None:

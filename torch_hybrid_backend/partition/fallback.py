@@ -1,6 +1,6 @@
 """What happens when an engine fails: the region goes to eager, with one WARNING; under `strict` it raises RegionError.
 
-This is the only place that decides so.
+This is the only place that decides so. What leaves a device unusable is nobody's to fall back from: it raises to the caller.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch_hybrid_backend.errors import (
     DeadlineError,
     RegionError,
     is_out_of_memory,
+    is_sticky,
 )
 
 _log = logging.getLogger(__name__)
@@ -23,7 +24,9 @@ _log = logging.getLogger(__name__)
 
 def compile_refusal(error: Exception) -> Refused:
     """The refusal that an exception from `Engine.compile` stands for."""
-    if isinstance(error, DeadlineError):
+    if is_out_of_memory(error):
+        code = Reason.OUT_OF_MEMORY
+    elif isinstance(error, DeadlineError):
         code = Reason.DEADLINE
     elif isinstance(error, CompilerCrashError):
         code = Reason.COMPILER_CRASHED
@@ -60,8 +63,10 @@ def demote(region: Region, engine: str, refused: Refused, *, strict: bool, cause
     """Take `region` from `engine`, which failed as `refused` tells. Returns the refusal for the plan.
 
     Logs one WARNING that names region, reason code and the user's line; raises RegionError with the same text under
-    `strict`.
+    `strict`. A cause after which the device cannot be used raises as it is: eager could not run the region either.
     """
+    if cause is not None and is_sticky(cause):
+        raise cause
     line = f"{_named(region)} is not run by {engine}: {refused.code}: {refused.why}"
     if strict:
         raise RegionError(f"{line}. HYBRID_STRICT=0 runs it in eager instead") from cause

@@ -3,8 +3,9 @@
 On the first call each compiled candidate runs on the real inputs and is compared with eager. Those that fail are
 demoted (`fallback`). The others and eager are priced: by timing them against each other, by timings an earlier process
 left in the cache, or by a roofline estimate. Eager is a candidate like any other; of equally cheap ones the first in
-order wins. Where eager cannot run the region although nothing is wrong with the values (it needs more memory than there is, or an operator
-does not take its inputs' form), an engine that can runs it unchecked.
+order wins, as it does where there is nothing to estimate by. Where eager cannot run the region although nothing is wrong
+with the values (it needs more memory than there is, or an operator does not take its inputs' form), an engine that can
+runs it unchecked. What leaves a device unusable raises: nobody can run there any more.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import functools
 import json
 import logging
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -28,9 +28,9 @@ from torch_hybrid_backend.core.program import OperatorCall
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason, Refused
-from torch_hybrid_backend.measure import Clock, Rounds, measure
+from torch_hybrid_backend.measure import HostTimer, Rounds, Timer, measure
 from torch_hybrid_backend.partition.accuracy import Comparison, compare
-from torch_hybrid_backend.partition.estimate import eager_us, engine_us
+from torch_hybrid_backend.partition.estimate import eager_us, engine_us, roofline
 from torch_hybrid_backend.partition.fallback import compile_refusal, demote, report_unchecked, run_refusal
 from torch_hybrid_backend.partition.flops import node_flops
 from torch_hybrid_backend.partition.reference import reference, run_eager, unable_to_run
@@ -65,16 +65,14 @@ class Pricing:
     """What pricing needs besides the region.
 
     `timings`: None where none are kept. `versions`: engine name -> what its timings on `device` depend on; an engine left out is priced anew
-    in each process. `deadline`: the graph's, for what candidates compile while they are tried.
-    `runner`: turns a compiled region into the call that is timed (the C++ plan for it, where one can be built).
+    in each process. `deadline`: the graph's, for what candidates compile while they are tried. `timer`: of work on `device`.
     """
 
     timings: TimingCache | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
     device: Device = CPU
     deadline: Deadline = field(default_factory=lambda: Deadline(math.inf))
-    runner: Callable[[CompiledRegion], Runner] = lambda compiled: compiled
-    clock: Clock = time.perf_counter_ns
+    timer: Timer = field(default_factory=HostTimer)
 
 
 class _CandidateError(Exception):
@@ -138,7 +136,8 @@ def choose(
             drop(engine, comparison.refused)
 
     costs = _price(region, alive, inputs, config, pricing, drop, eager_runs=unable is None)
-    winner = min(costs, key=lambda cost: cost.microseconds).engine if costs else EAGER
+    # Without costs all are equal: nobody is left, or the device is one for which nothing is estimated.
+    winner = min(costs, key=lambda cost: cost.microseconds).engine if costs else next(iter(alive), EAGER)
     spent = {cost.engine: cost.microseconds for cost in costs}
     for engine in alive:
         if engine != winner:
@@ -201,7 +200,10 @@ def _tried(
 
 
 def _lost(region: Region, engine: str, winner: str, spent: Mapping[str, float]) -> Refusal:
-    why = f"it takes {spent[engine]:.1f} us, {winner} {spent[winner]:.1f} us"
+    if engine in spent:
+        why = f"it takes {spent[engine]:.1f} us, {winner} {spent[winner]:.1f} us"
+    else:
+        why = f"{winner} comes before it, and nothing is known of what they cost on this device"
     _log.info("region %s goes to %s, not %s: %s", region.name, winner, engine, why)
     return Refusal(engine, Reason.NOT_PROFITABLE, why)
 
@@ -216,13 +218,17 @@ def _price(
     *,
     eager_runs: bool,
 ) -> tuple[Cost, ...]:
-    """The cost of each living candidate and of eager, where it runs, which is last. A candidate that raises while timed is dropped."""
+    """The cost of each living candidate and of eager, where it runs, which is last. A candidate that raises while timed is dropped. None of
+    all where costs are to be estimated and the device is none that has an estimate."""
     while alive:
         if config.placement == "estimate":
-            estimated = [Cost(engine, engine_us(region, compiled), "estimated") for engine, compiled in alive.items()]
-            return (*estimated, Cost(EAGER, eager_us(region), "estimated")) if eager_runs else tuple(estimated)
+            on = roofline(pricing.device)
+            if on is None:
+                return ()
+            estimated = [Cost(engine, engine_us(region, c, on), "estimated") for engine, c in alive.items()]
+            return (*estimated, Cost(EAGER, eager_us(region, on), "estimated")) if eager_runs else tuple(estimated)
         contenders = {engine: pricing.versions.get(engine, "") for engine in alive}
-        runners = {engine: pricing.runner(compiled) for engine, compiled in alive.items()}
+        runners: dict[str, Runner] = dict(alive)
         if eager_runs:
             contenders[EAGER] = torch.__version__
             runners[EAGER] = region.eager.run
@@ -258,7 +264,7 @@ def priced(
     known = timings.get(TIMINGS, key, pricing.device) if timings is not None else {}
     if known.keys() == contenders.keys() and max(known.values()) < math.inf:
         return tuple(Cost(name, known[name], "cached") for name in contenders)
-    how = Rounds(until_decided=True, clock=pricing.clock, **rounds)
+    how = Rounds(until_decided=True, timer=pricing.timer, **rounds)
     taken = measure([calls[name] for name in contenders], budget_s, **how)
     measured = {name: timing.low_us for name, timing in zip(contenders, taken, strict=True)}
     if timings is not None and max(measured.values()) < _IMPLAUSIBLE_RATIO * measured[EAGER]:

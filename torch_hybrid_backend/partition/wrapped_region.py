@@ -13,7 +13,7 @@ from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Refused
-from torch_hybrid_backend.errors import HybridError
+from torch_hybrid_backend.errors import HybridError, is_sticky
 from torch_hybrid_backend.partition.accuracy import compare
 from torch_hybrid_backend.partition.fallback import demote, run_refusal
 from torch_hybrid_backend.partition.reference import reference, run_eager
@@ -46,7 +46,7 @@ class WrappedRegion:
 
 def reported(compiled: CompiledRegion) -> CompiledRegion:
     """The region, whose own errors are told apart from those of eager operators, which are the user's: a call raises HybridError for whatever
-    the region raises."""
+    the region raises, but for what leaves a device unusable: that is raised as it is."""
     return WrappedRegion(compiled, _reported)
 
 
@@ -56,6 +56,8 @@ def _reported(compiled: CompiledRegion, inputs: Sequence[torch.Tensor]) -> list[
     except HybridError:
         raise
     except Exception as error:  # an engine's code may fail in any way
+        if is_sticky(error):
+            raise
         raise HybridError(run_refusal(error).why) from error
 
 
@@ -87,6 +89,6 @@ class _Check:
             refused, cause = run_refusal(error), error
         if refused is not None:
             self._failed = compiled
-            compiled.release()
             demote(self._region, self._engine, refused, strict=self._strict, cause=cause)
+            compiled.release()
         return expected

@@ -21,6 +21,7 @@ from torch_hybrid_backend.engines.tvm.engine import TvmEngine, TvmRegion
 from torch_hybrid_backend.engines.tvm.screen import operator_us
 from torch_hybrid_backend.engines.tvm.search import ALONE, CompiledVariant, compiled_variant, program_of
 from torch_hybrid_backend.engines.tvm.variants import Variant
+from torch_hybrid_backend.measure import HostTimer, Timer
 from torch_hybrid_backend.partition.accuracy import compare
 from torch_hybrid_backend.partition.placement import decide
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
@@ -129,7 +130,7 @@ def _with_operators(engine: TvmEngine, compiled: TvmRegion) -> tuple[Program, in
     chosen: list[CompiledVariant] = []
     for option in compiled.options:
         for variant in option.untried:
-            assert operator_us(variant) > 0
+            assert operator_us(variant, HostTimer()) > 0
             made = compiled_variant(variant, engine.built(variant.kernels, Deadline(120.0)))
             assert isinstance(made, CompiledVariant), made
             chosen.append(made)
@@ -200,7 +201,7 @@ def test_a_slow_kernel_gives_way(
             assert len(super().kernel_us(inputs)) == len(self._names)
             return [us.get(name, 100.0) for name in self._names]
 
-    def alone(variant: Variant) -> float:
+    def alone(variant: Variant, timer: Timer) -> float:
         asked.append(variant.name)
         if alone_us is None:
             raise RuntimeError("there is no such operator")
@@ -246,7 +247,7 @@ def test_an_operator_too_late(spent: bool, tmp_path: Path, monkeypatch: pytest.M
         def kernel_us(self, inputs: Sequence[torch.Tensor]) -> list[float]:
             return [1000.0 if name in slow else 100.0 for name in self._names]
 
-    monkeypatch.setattr(screen_module, "operator_us", lambda variant: 90.0)
+    monkeypatch.setattr(screen_module, "operator_us", lambda variant, timer: 90.0)
     monkeypatch.setattr(engine_module, "_VARIANTS", 1)
     engine = TvmEngine(Config(compile_threads=2), services(tmp_path, Timed))
     _, compiled, inputs = compiled_region(engine, CASES["two equal layers"])

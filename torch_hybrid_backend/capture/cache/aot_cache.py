@@ -26,6 +26,7 @@ from torch.fx import Node
 
 from torch_hybrid_backend.capture.cache.graph_json import NotTextError, graph_from_text, graph_to_text
 from torch_hybrid_backend.errors import CacheError
+from torch_hybrid_backend.machine import float32_precision
 from torch_hybrid_backend.sources import sources_version
 from torch_hybrid_backend.store import Store
 
@@ -116,7 +117,8 @@ def _settings() -> Iterator[str]:
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
             torch._C._get_deterministic_fill_uninitialized_memory(),
-            torch.get_float32_matmul_precision(),
+            float32_precision("cpu"),
+            float32_precision("cuda"),
             torch._C._get_mkldnn_enabled(),
             torch.backends.mha.get_fastpath_enabled(),
             torch._C._get_flash_sdp_enabled(),

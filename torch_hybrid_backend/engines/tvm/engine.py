@@ -202,7 +202,7 @@ class TvmEngine(EngineBase):
         found = search(region.kernels, region.options, run_program, inputs, budget_s)
         options = [option.decided(found.get(option.key, {})) for option in region.options]
         if not deadline.is_over():
-            options = screen(options)
+            options = screen(options, self._services.timer(CPU))
             if any(option.untried for option in options):
                 compile_more = functools.partial(self.built, deadline=deadline)
                 options = contest(region.kernels, options, compile_more, run_program, inputs)
