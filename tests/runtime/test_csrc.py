@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -32,7 +33,15 @@ def test_the_cpp_unit_tests_pass_under_the_thread_sanitiser(tmp_path: Path) -> N
 
 
 def _make(target: str, out: Path) -> None:
-    command = ["make", "-C", str(ROOT / "csrc"), target, f"OUT={out}", f"PYTHON={sys.executable}"]
+    command = [
+        "make",
+        f"-j{os.cpu_count() or 1}",
+        "-C",
+        str(ROOT / "csrc"),
+        target,
+        f"OUT={out}",
+        f"PYTHON={sys.executable}",
+    ]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
 
