@@ -82,7 +82,8 @@ def test_timings_belong_to_the_engine_and_to_what_runs_its_kernels(caplog: pytes
         def version(self, device: Device) -> str:
             raise ValueError("no driver")
 
-    opened = Session((Versioned("versioned"), FakeEngine("plain"), Broken("broken")), services())
+    engines = [kind(name, devices=["cpu"]) for name, kind in (("versioned", Versioned), ("broken", Broken))]
+    opened = Session((*engines, FakeEngine("plain")), services())
     assert opened.versions(CPU) == {"versioned": f"7 on cpu {sources_version(*session.TIMING_SOURCES)}"}
     (record,) = caplog.records
     assert "broken cannot tell its version" in record.message

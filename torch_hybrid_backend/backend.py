@@ -287,7 +287,7 @@ class HybridGraph:
             candidates = self._candidates[region.name]
             if not candidates:
                 return region.eager(arguments)
-            choice = choose(region, candidates, arguments, self._config, pricing_on(CPU))
+            choice = choose(region, candidates, arguments, self._config, pricing_on(region.device))
             once.let_go()
             decisions[region.name] = choice.decision
             if choice.compiled is not None:

@@ -73,8 +73,8 @@ def is_running() -> bool:
 
 
 def bisected_passes(
-    passes: Sequence[tuple[Callable[..., bool], str]],
-) -> Sequence[tuple[Callable[..., bool], str]]:
+    passes: Sequence[tuple[Callable[..., bool], frozenset[str], str]],
+) -> Sequence[tuple[Callable[..., bool], frozenset[str], str]]:
     """The passes less those that a running bisector has switched off."""
     if not is_running():
         return passes

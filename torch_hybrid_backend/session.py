@@ -11,7 +11,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.device import Device
-from torch_hybrid_backend.core.engine import EAGER, Engine
+from torch_hybrid_backend.core.engine import EAGER, Engine, serves
 from torch_hybrid_backend.core.verdict import Refused
 from torch_hybrid_backend.engines.eager import EagerEngine
 from torch_hybrid_backend.engines.tvm.engine import TvmEngine
@@ -93,7 +93,7 @@ class Session:
     def versions(self, device: Device) -> dict[str, str]:
         """By engine what its timings on a device depend on: what it says itself, and what runs and times its kernels. An engine that says
         nothing, and whose timings are not kept, is left out."""
-        versions = {engine.name: _version(engine, device) for engine in self.engines if device.type in engine.devices}
+        versions = {engine.name: _version(engine, device) for engine in self.engines if serves(engine, device)}
         return {name: f"{version} {_TIMED_BY}" for name, version in versions.items() if version}
 
     def prepare(self, operators: int) -> None:

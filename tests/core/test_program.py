@@ -26,7 +26,7 @@ from torch_hybrid_backend.sizes.size import symbol, symbols
 
 T = TensorArgument
 N = symbol("n", 8)
-ROW = TensorSpec((N,), "float32", (1,))
+ROW = TensorSpec((N,), "float32", (1,), CPU)
 
 
 class Native:

@@ -61,9 +61,9 @@ def test_finds_the_pass(settings: pytest.MonkeyPatch) -> None:
             node.target = torch.ops.aten.relu.default
         return True
 
-    passes: tuple[tuple[Callable[..., bool], str], ...] = (
+    passes: tuple[tuple[Callable[..., bool], frozenset[str], str], ...] = (
         *pipeline.PASSES[:3],
-        (break_sigmoid, "a bug"),
+        (break_sigmoid, frozenset(), "a bug"),
         *pipeline.PASSES[3:],
     )
     settings.setattr(backend, "PASSES", passes)

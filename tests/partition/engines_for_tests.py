@@ -11,6 +11,7 @@ from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.engine import CompiledRegion, CompiledRegionBase, EngineBase
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
+from torch_hybrid_backend.loops import lowering
 
 
 class FakeRegion(CompiledRegionBase):
@@ -27,10 +28,13 @@ class FakeRegion(CompiledRegionBase):
 
 
 class FakeEngine(EngineBase):
-    """Takes the operators whose name contains one of `takes` ("" takes all); counts how often it was asked."""
+    """Takes the operators whose name contains one of `takes` ("" takes all), on `devices` (none: all); counts how often it was asked."""
 
-    def __init__(self, name: str = "fake", takes: Sequence[str] = ("",), refuses: Sequence[str] = ()) -> None:
+    def __init__(
+        self, name: str = "fake", takes: Sequence[str] = ("",), refuses: Sequence[str] = (), devices: Sequence[str] = ()
+    ) -> None:
         self.name = name
+        self.devices = frozenset(devices)
         self.takes = takes
         self.refuses = refuses
         self.asked: list[str] = []
@@ -44,6 +48,19 @@ class FakeEngine(EngineBase):
 
     def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[CompiledRegion | Exception]:
         return [FakeRegion(region, lambda outputs: outputs) for region in regions]
+
+
+class LoopsEngine(FakeEngine):
+    """Takes what the loops language has a lowering for, on `devices`."""
+
+    keep_ops = frozenset(lowering.table())
+
+    def __init__(self, name: str = "loops", devices: Sequence[str] = ()) -> None:
+        super().__init__(name, devices=devices)
+
+    def supports(self, node: torch.fx.Node) -> Verdict:
+        self.asked.append(node.name)
+        return lowering.supports(node)
 
 
 def trace(function: Callable[..., object], *inputs: torch.Tensor) -> torch.fx.GraphModule:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -134,16 +135,17 @@ def test_an_estimate_runs_nothing_twice() -> None:
 
 def test_without_an_estimate_the_order_decides() -> None:
     """placement=estimate on a device of which nothing is known: nothing is timed, and the first engine that is right runs the region."""
-    region = _region()
+    region = dataclasses.replace(_region(), device=Device("cuda", 1))
     wrong = FakeRegion(region, lambda outputs: [output + 1 for output in outputs])
     candidates = {"wrong": wrong, "first": _fine(region), "second": _fine(region)}
-    choice = choose(region, candidates, [X], Config(placement="estimate"), Pricing(device=Device("cuda")))
+    choice = choose(region, candidates, [X], Config(placement="estimate"), Pricing(device=region.device))
     assert (choice.decision.engine, choice.decision.costs) == ("first", ())
     assert [(r.engine, r.code) for r in choice.decision.refusals] == [
         ("wrong", Reason.ACCURACY),
         ("second", Reason.NOT_PROFITABLE),
     ]
-    alone = choose(region, {"wrong": wrong}, [X], Config(placement="estimate"), Pricing(device=Device("cuda")))
+    assert choice.decision.refusals[-1].why == "first comes before it, and nothing is known of what they cost on cuda:1"
+    alone = choose(region, {"wrong": wrong}, [X], Config(placement="estimate"), Pricing(device=region.device))
     assert alone.decision.engine == "eager"
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.test_errors import accelerator_error
+from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.core.plan import Cost, NodeDecision, Plan, RegionDecision
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.measure import HostTimer
@@ -21,8 +22,8 @@ from torch_hybrid_backend.partition.whole_call import PricedCall
 from torch_hybrid_backend.store import Store
 from torch_hybrid_backend.timing_cache import TimingCache
 
-REGION = RegionDecision("r0", "tvm", "key", ("mm",), (), (), (Cost("tvm", 9.0, "measured"),), (), 0.0, 8, 1, "")
-THE_PLAN = Plan("graph", "inference", (NodeDecision("mm", "aten.mm.default", "tvm", "r0", "", 8, ()),), (REGION,))
+REGION = RegionDecision("r0", "tvm", "key", ("mm",), (), (), (Cost("tvm", 9.0, "measured"),), (), 0.0, 8, 1, "", CPU)
+THE_PLAN = Plan("graph", "inference", (NodeDecision("mm", "aten.mm.default", "tvm", "r0", "", 8, (), CPU),), (REGION,))
 
 
 class Race:

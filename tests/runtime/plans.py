@@ -36,7 +36,7 @@ class Draft:
         dtype: torch.dtype,
         sizes: Sequence[int],
         strides: Sequence[int],
-        device: str = "cpu",
+        device: Device = CPU,
     ) -> int:
         """Returns the number of the new value. `sizes` and `strides` are in elements."""
         spec = TensorSpec(tuple(sizes), str(dtype).removeprefix("torch."), tuple(strides), device)

@@ -26,10 +26,10 @@ from torch_hybrid_backend.runtime.native.description import ValueKind
 from torch_hybrid_backend.runtime.plan_layout import Piece, StaticLayout, StaticLayoutError, lay_out
 from torch_hybrid_backend.sizes.size import symbol
 
-CUDA = Device("cuda", 0)
+CUDA = Device("cuda", 1)
 
 
-def _row(elements: int, device: str = "cpu") -> TensorSpec:
+def _row(elements: int, device: Device = CPU) -> TensorSpec:
     return TensorSpec((elements,), "float32", (1,), device)
 
 
@@ -60,7 +60,7 @@ def test_each_device_has_an_arena_of_its_own() -> None:
         tuple(KernelCall("a.so", "double", pair, 1) for pair in ((0, 1), (1, 2), (2, 3))),
     )
     gpu = Program(
-        tuple(_row(3, "cuda") for _ in range(4)),
+        tuple(_row(3, CUDA) for _ in range(4)),
         (0,),
         (3,),
         (),
@@ -71,8 +71,8 @@ def test_each_device_has_an_arena_of_its_own() -> None:
     second = replace(_piece(gpu), inputs=("y",), outputs=("elsewhere",))
     layout = lay_out(frozenset({"x", "y"}), frozenset(), [first, second], ["out0", "elsewhere"])
     assert layout.arenas == {CPU: 128, CUDA: 512}
-    places = [(v.spec.device, v.payload) for v in layout.values if v.kind is ValueKind.ARENA]
-    assert sorted(map(str, places)) == sorted(map(str, [("cpu", 0), ("cpu", 64), ("cuda", 0), ("cuda", 256)]))
+    places = {(v.spec.device, v.payload) for v in layout.values if v.kind is ValueKind.ARENA}
+    assert places == {(CPU, 0), (CPU, 64), (CUDA, 0), (CUDA, 256)}
     assert [step.device for step in layout.steps] == [CPU] * 3 + [CUDA] * 3
     assert layout.from_programs == (0, 1, 2, 3, 4, 5)
 
@@ -80,7 +80,7 @@ def test_each_device_has_an_arena_of_its_own() -> None:
 def test_scratch_lives_as_long_as_its_launch() -> None:
     """It is a buffer of the arena that later launches use again; a null pointer stays one."""
     program = Program(
-        tuple(_row(n, "cuda") for n in (8, 64, 8, 64, 8)),
+        tuple(_row(n, CUDA) for n in (8, 64, 8, 64, 8)),
         (0,),
         (4,),
         (),
@@ -98,9 +98,9 @@ def test_scratch_lives_as_long_as_its_launch() -> None:
 
 def test_numbers_on_the_host_enter_a_launch_by_value() -> None:
     """A tensor of no dimensions on the CPU is an argument of a launch like others; it needs no memory on the device."""
-    number = TensorSpec((), "float32", ())
+    number = TensorSpec((), "float32", (), CPU)
     program = Program(
-        (_row(8, "cuda"), number, _row(8, "cuda")), (0, 1), (2,), (), (launch("a.cubin", (0, 1, 2)),), device=CUDA
+        (_row(8, CUDA), number, _row(8, CUDA)), (0, 1), (2,), (), (launch("a.cubin", (0, 1, 2)),), device=CUDA
     )
     layout = _laid_out(program)
     assert not layout.arenas
@@ -113,7 +113,7 @@ def test_sizes_enter_grids_and_scalars() -> None:
     step = DeviceLaunch(
         "a.cubin", "kernel", (0, 1), 1, (n, 2, 1), 128, (ScalarArgument("int32", 4 * n), ScalarArgument("float32", 0.5))
     )
-    program = Program((_row(8, "cuda"), _row(8, "cuda")), (0,), (1,), (), (step,), device=CUDA)
+    program = Program((_row(8, CUDA), _row(8, CUDA)), (0,), (1,), (), (step,), device=CUDA)
     with pytest.raises(StaticLayoutError, match="sizes known only at run time"):
         _laid_out(program)
     described = _laid_out(program.at({"n": 6})).steps[0].step.describe()
@@ -153,7 +153,7 @@ def test_what_only_python_runs_is_a_callback_of_its_own() -> None:
 
 def test_what_an_operator_takes_as_it_is_keeps_its_form() -> None:
     """A kernel's result that an operator reads in its own strides is not turned into the output's: the output is a view of it."""
-    square, flat = TensorSpec((2, 2), "float32", (2, 1)), _row(4)
+    square, flat = TensorSpec((2, 2), "float32", (2, 1), CPU), _row(4)
     program = Program(
         (flat, flat, flat),
         (0,),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.core.program import (
     ExternalCall,
     KernelCall,
@@ -29,7 +30,7 @@ from torch_hybrid_backend.runtime.plan_layout import Piece
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 
 T = TensorArgument
-FLAT = TensorSpec((4096,), "float32", (1,))  # as in conftest.py
+FLAT = TensorSpec((4096,), "float32", (1,), CPU)  # as in conftest.py
 
 
 @dataclass(frozen=True)
@@ -169,8 +170,8 @@ def test_operators_do_what_pytorch_does(case: Case) -> None:
 
 def test_operators_stand_between_kernels(kernels: str) -> None:
     """An operator reads what a kernel wrote, through another shape, and kernels read each of its results."""
-    square = TensorSpec((64, 64), "float32", (64, 1))
-    numbers = TensorSpec((64, 64), "int64", (64, 1))
+    square = TensorSpec((64, 64), "float32", (64, 1), CPU)
+    numbers = TensorSpec((64, 64), "int64", (64, 1), CPU)
     steps = (
         KernelCall(kernels, "double", (0, 1), 1),
         OperatorCall("aten::sort", (T(1, square), -1, True), (2, 3), ""),
@@ -256,7 +257,7 @@ def test_operators_in_python_read_packed_constants() -> None:
 )
 def test_operators_that_cannot_be_called_say_so(call: OperatorCall, match: str) -> None:
     """Other arguments or results than the schema's are refused when the plan is built; what the operator raises comes through."""
-    program = Program((TensorSpec.of(X), TensorSpec((2,), "float32", (1,))), (0,), (1,), (), (call,))
+    program = Program((TensorSpec.of(X), TensorSpec((2,), "float32", (1,), CPU)), (0,), (1,), (), (call,))
     with pytest.raises(HybridError, match=match):
         ProgramRunner(program)([X])
 
@@ -306,7 +307,7 @@ class Runner:
 def test_external_calls_stand_between_kernels(kernels: str, is_native: bool) -> None:
     """An engine's runner reads and writes what kernels do: by address, in the arena, from C++; as tensors from Python."""
     runner = Runner(is_native)
-    one = TensorSpec((), "float32", ())
+    one = TensorSpec((), "float32", (), CPU)
     steps = (
         KernelCall(kernels, "double", (0, 1), 1),
         ExternalCall(runner, (1, 2, 3), 2, "triple"),

@@ -89,7 +89,7 @@ class Engine(Protocol):
 
     @property
     def devices(self) -> frozenset[str]:
-        """The types of the devices whose regions it runs: "cpu", "cuda"."""
+        """The types of the devices that it serves ("cpu", "cuda"); empty: every one. It sees operators and regions of those alone."""
         ...
 
     @property
@@ -134,6 +134,11 @@ class Engine(Protocol):
         compiled region or the exception that stopped it; never raises for a region.
         """
         ...
+
+
+def serves(engine: Engine, device: Device) -> bool:
+    """Whether the engine serves the device."""
+    return not engine.devices or device.type in engine.devices
 
 
 class CompiledRegionBase(ABC):

@@ -33,6 +33,7 @@ class EagerEngine(EngineBase):
     """Runs every region with PyTorch's own operators; nothing is compiled."""
 
     name: str = EAGER
+    devices: frozenset[str] = frozenset()  # every one
     keeps_deadline: bool = True
 
     def version(self, device: Device) -> str:

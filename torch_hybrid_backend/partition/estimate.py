@@ -5,6 +5,8 @@
 Eager makes one call per operator, each of which reads and writes memory. An engine is taken to fuse everything between
 products (matrix products, convolutions, attention): it makes one call per kernel, and only the region's inputs and
 outputs and the products' operands go through memory.
+
+Peak, bandwidth and overhead are a CPU's. Of other devices nothing is known here, and no estimate is better than a wrong one (`roofline`).
 """
 
 from __future__ import annotations

@@ -172,6 +172,7 @@ def decide(
         flops=sum(map(node_flops, region.graph_module.graph.nodes)),
         kernels=len(kernels),
         source=region.source,
+        device=region.device,
         operators=tuple(f"{call.name}: {call.title}" for call in kernels if isinstance(call, OperatorCall)),
     )
 
@@ -203,7 +204,7 @@ def _lost(region: Region, engine: str, winner: str, spent: Mapping[str, float]) 
     if engine in spent:
         why = f"it takes {spent[engine]:.1f} us, {winner} {spent[winner]:.1f} us"
     else:
-        why = f"{winner} comes before it, and nothing is known of what they cost on this device"
+        why = f"{winner} comes before it, and nothing is known of what they cost on {region.device}"
     _log.info("region %s goes to %s, not %s: %s", region.name, winner, engine, why)
     return Refusal(engine, Reason.NOT_PROFITABLE, why)
 
@@ -222,7 +223,7 @@ def _price(
     all where costs are to be estimated and the device is none that has an estimate."""
     while alive:
         if config.placement == "estimate":
-            on = roofline(pricing.device)
+            on = roofline(region.device)
             if on is None:
                 return ()
             estimated = [Cost(engine, engine_us(region, c, on), "estimated") for engine, c in alive.items()]

@@ -15,6 +15,7 @@ from torch_hybrid_backend.core.plan import NodeDecision, Plan
 from torch_hybrid_backend.report.share import (
     call_in_words,
     costs_in_words,
+    engine_in_words,
     flops_in_words,
     operator_kinds,
     refused_operators,
@@ -78,7 +79,7 @@ def _section(plan: Plan, colours: dict[str, str]) -> Iterable[str]:
         (
             (
                 decision.name,
-                decision.engine,
+                engine_in_words(decision),
                 len(decision.node_names),
                 flops_in_words(decision.flops),
                 decision.kernels,

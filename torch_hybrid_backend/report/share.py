@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch_hybrid_backend.core.engine import EAGER
-from torch_hybrid_backend.core.plan import Cost, Plan, Refusal
+from torch_hybrid_backend.core.plan import Cost, Plan, Refusal, RegionDecision
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,11 @@ def operator_kinds(plan: Plan) -> tuple[tuple[str, int, int], ...]:
         (outside if node.engine == EAGER else inside)[node.operator] += 1
     total = inside + outside
     return tuple((kind, inside[kind], outside[kind]) for kind in sorted(total, key=lambda kind: (-total[kind], kind)))
+
+
+def engine_in_words(decision: RegionDecision) -> str:
+    """The engine, and the device where that is not the host: "tvm", "eager on cuda:1"."""
+    return decision.engine if decision.device.is_host else f"{decision.engine} on {decision.device}"
 
 
 def costs_in_words(costs: Sequence[Cost]) -> str:

@@ -33,7 +33,6 @@ from torch_hybrid_backend.runtime.native.description import (
     PlanValue,
     TitledSteps,
     ValueKind,
-    device_of,
 )
 from torch_hybrid_backend.sizes.size import Size
 
@@ -231,7 +230,7 @@ class _Builder:
         by_device: dict[Device, list[int]] = {}
         for root in live:
             if self._drafts[root].kind is None:
-                by_device.setdefault(device_of(self._drafts[root].spec), []).append(root)
+                by_device.setdefault(self._drafts[root].spec.device, []).append(root)
         arenas = {}
         for device, roots in by_device.items():
             ranges = [LiveRange(self._drafts[root].spec.size_bytes, *live[root]) for root in roots]

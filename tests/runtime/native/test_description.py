@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.runtime.plans import Draft
-from torch_hybrid_backend.core.device import Device
+from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.program import DeviceLaunch, KernelCall, ScalarArgument, Step
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import HybridError
@@ -27,7 +27,7 @@ def test_a_plan_is_one_text() -> None:
     launch = DeviceLaunch(
         "a.cubin", "scale", (0, 1), 1, (3, 1, 1), 128, (ScalarArgument("float32", 0.5),), 49152, (-1, 2)
     )
-    value = PlanValue(ValueKind.INPUT, 2, TensorSpec((2, 3), "bfloat16", (3, 1)))
+    value = PlanValue(ValueKind.INPUT, 2, TensorSpec((2, 3), "bfloat16", (3, 1), CPU))
     steps = (PlanStep(KernelCall("a.so", "double", (0, 0), 1, (7,))), PlanStep(launch, CUDA))
     described = PlanDescription((value,), steps, 3, 4, (0,), {CUDA: 512})
     text = described.text(lambda member, path: f"{member}:{path}")
@@ -96,16 +96,16 @@ def test_titles_may_hold_any_text() -> None:
 def test_kinds_of_values_are_known_to_cpp() -> None:
     """Each is read, and a plan of it is built."""
     for kind in ValueKind:
-        spec = TensorSpec((1,), "float32", (1,))
+        spec = TensorSpec((1,), "float32", (1,), CPU)
         values = [PlanValue(ValueKind.FRESH, 0, spec), PlanValue(kind, 0, spec)]
-        Plan(PlanDescription(values, (), 1, 1, (), {Device("cpu"): 64}))
+        Plan(PlanDescription(values, (), 1, 1, (), {CPU: 64}))
 
 
 @pytest.mark.parametrize("dtype", [d for d in vars(torch).values() if isinstance(d, torch.dtype)], ids=str)
 def test_dtypes_are_known_to_cpp(dtype: torch.dtype) -> None:
     """Each that the stable ABI has: all but quantised ones and integers and bits of no whole bytes."""
     name = str(dtype).removeprefix("torch.")
-    described = replace(EMPTY, values=(PlanValue(ValueKind.FRESH, 0, TensorSpec((1,), name, (1,))),))
+    described = replace(EMPTY, values=(PlanValue(ValueKind.FRESH, 0, TensorSpec((1,), name, (1,), CPU)),))
     if name.startswith(("q", "bits")) or name.removeprefix("u") in {f"int{bits}" for bits in range(1, 8)}:
         with pytest.raises(HybridError, match=f'plans know no dtype "{name}"'):
             Plan(described)

@@ -32,6 +32,7 @@ from torch_hybrid_backend.runtime.native.ops import (
 from torch_hybrid_backend.store import Store
 
 N = 4096  # as in conftest.py
+META, CUDA = Device("meta"), Device("cuda")
 F32 = torch.float32
 
 
@@ -313,10 +314,10 @@ def test_values_that_are_not_on_the_cpu() -> None:
         return [torch.empty(3, 2, device="meta").t(), inputs[0] + 1]
 
     draft = Draft([callback])
-    x = draft.add_value(ValueKind.RAW_INPUT, 0, F32, [2, 3], [3, 1], device="meta")
-    restrided = draft.add_value(ValueKind.RETURNED, 0, F32, [2, 3], [3, 1], device="meta")
-    returned = draft.add_value(ValueKind.RETURNED, 0, F32, [2, 3], [3, 1], device="meta")
-    flattened = draft.add_value(ValueKind.ALIAS, returned, F32, [6], [1], device="meta")
+    x = draft.add_value(ValueKind.RAW_INPUT, 0, F32, [2, 3], [3, 1], device=META)
+    restrided = draft.add_value(ValueKind.RETURNED, 0, F32, [2, 3], [3, 1], device=META)
+    returned = draft.add_value(ValueKind.RETURNED, 0, F32, [2, 3], [3, 1], device=META)
+    flattened = draft.add_value(ValueKind.ALIAS, returned, F32, [6], [1], device=META)
     draft.add_callback(0, [x], [restrided, returned])
     plan = draft.seal(1, 0, 0, [x, restrided, returned, flattened])
     given = torch.empty(2, 3, device="meta")
@@ -337,12 +338,12 @@ def test_values_that_are_not_on_the_cpu() -> None:
 def test_kernels_stay_on_the_cpu(kernels: str) -> None:
     """A plan whose kernels would read or write another device's memory is not built, and its inputs and results cannot be moved there."""
     draft = Draft()
-    elsewhere = draft.add_value(ValueKind.INPUT, 0, F32, [N], [1], device="meta")
+    elsewhere = draft.add_value(ValueKind.INPUT, 0, F32, [N], [1], device=META)
     draft.add_kernel(kernels, "double", [elsewhere, flat(draft, ValueKind.FRESH)])
     with pytest.raises(HybridError, match=r"a kernel on the CPU cannot read a value that is elsewhere"):
         draft.seal(1, 0, 0, [])
     draft = Draft()
-    draft.add_value(ValueKind.ARENA, 0, F32, [N], [1], device="meta")
+    draft.add_value(ValueKind.ARENA, 0, F32, [N], [1], device=META)
     with pytest.raises(HybridError, match="outside the arena"):
         draft.seal(0, 0, 4 * N, [])
     draft = Draft([lambda inputs: [torch.empty(N, device="meta")]])
@@ -363,8 +364,8 @@ def test_launches_need_a_gpu(tmp_path: Path) -> None:
 
     def build(path: str) -> Plan:
         draft = Draft()
-        out = draft.add_value(ValueKind.FRESH, 0, F32, [N], [1], device="cuda")
-        draft.add(DeviceLaunch(path, "fill", (out,), 1, (1, 1, 1), 128), Device("cuda"))
+        out = draft.add_value(ValueKind.FRESH, 0, F32, [N], [1], device=CUDA)
+        draft.add(DeviceLaunch(path, "fill", (out,), 1, (1, 1, 1), 128), CUDA)
         return draft.seal(0, 0, 0, [out])
 
     plan = build(str(module))
@@ -385,8 +386,8 @@ def test_launches_need_a_gpu(tmp_path: Path) -> None:
 def test_new_tensors_are_made_on_their_device() -> None:
     """A copy between strides of a value that is not on the CPU stays where it is."""
     draft = Draft()
-    x = draft.add_value(ValueKind.INPUT, 0, F32, [2, 3], [3, 1], device="meta")
-    out = draft.add_value(ValueKind.FRESH, 0, F32, [2, 3], [1, 2], device="meta")
+    x = draft.add_value(ValueKind.INPUT, 0, F32, [2, 3], [3, 1], device=META)
+    out = draft.add_value(ValueKind.FRESH, 0, F32, [2, 3], [1, 2], device=META)
     draft.add_copy(x, out)
     plan = draft.seal(1, 0, 0, [out])
     [result] = plan.run(unbound(plan), [torch.empty(2, 3, device="meta")])

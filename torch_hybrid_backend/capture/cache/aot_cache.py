@@ -33,6 +33,8 @@ from torch_hybrid_backend.store import Store
 _log = logging.getLogger(__name__)
 _KIND = "captures"
 SOURCES = ("capture", "core", "sizes", "graph")  # what the graph that is kept is made by
+# Elsewhere more decides what is traced than the key covers: which attention operator CUDA gets, say, depends on the GPU.
+_KEYED_DEVICES = {"cpu", "meta"}
 # Dispatch keys of the kernels that torch itself registers for ATen from Python.
 _KEYS_OF_TORCH = {"Meta", "MPS", "CUDA"}
 _COMPILED = (type(torch.Tensor.add), type(torch.add), type(torch.Tensor.__add__))
@@ -144,6 +146,9 @@ def _check_registrations() -> None:
 
 def _node_parts(node: Node) -> Iterator[str]:
     target = node.target
+    value = node.meta.get("example_value")
+    if isinstance(value, torch.Tensor) and value.device.type not in _KEYED_DEVICES:
+        raise _UnkeyedError(f"a tensor on {value.device}")
     match node.op:
         case "placeholder":
             marks = node.meta.get("tensor_dict", {})

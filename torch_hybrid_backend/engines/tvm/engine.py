@@ -108,6 +108,7 @@ class TvmEngine(EngineBase):
     """Compiles regions to CPU kernels. Owns its kernel compiler processes, which start with the first compilation."""
 
     name: str = "tvm"
+    devices: frozenset[str] = frozenset({"cpu"})
     keeps_deadline: bool = True
 
     def __init__(self, config: Config, services: Services) -> None:

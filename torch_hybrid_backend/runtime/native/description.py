@@ -90,14 +90,9 @@ class PlanDescription:
         )
 
 
-def device_of(spec: TensorSpec) -> Device:
-    """The device of a tensor."""
-    return Device(spec.device)
-
-
 def _value(value: PlanValue) -> tuple[Any, ...]:
     spec = value.spec
-    return (value.kind, value.payload, spec.dtype, spec.shape, spec.strides, str(device_of(spec)))
+    return (value.kind, value.payload, spec.dtype, spec.shape, spec.strides, str(spec.device))
 
 
 def _step(planned: PlanStep, opened: Callable[[str, str], str]) -> dict[str, Any]:
