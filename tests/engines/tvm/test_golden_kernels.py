@@ -23,8 +23,7 @@ from tests.services_for_tests import services
 from torch_hybrid_backend.capture.aot import capture
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.captured import CapturedGraph
-from torch_hybrid_backend.core.program import Kernel as KernelCall
-from torch_hybrid_backend.core.program import Program
+from torch_hybrid_backend.core.program import KernelCall, Program
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.engines.tvm.assemble import assemble
@@ -116,7 +115,7 @@ def _program(region: Region, program: Program) -> list[str]:
     lines = [f"-- {region.name} inputs={program.inputs} outputs={program.outputs}"]
     lines += [f"buffer {number} {_spec(spec)}" for number, spec in enumerate(program.buffers)]
     lines += [f"constant {c.buffer} of {c.sources}" for c in program.constants]
-    for call in program.kernels:
+    for call in program.steps:
         assert isinstance(call, KernelCall)
         lines.append(f"{call.symbol} {call.arguments} writes={call.writes} sizes={call.sizes}")
     return lines

@@ -12,8 +12,14 @@ from functools import partial
 import torch
 
 from torch_hybrid_backend.core.device import Device
-from torch_hybrid_backend.core.program import Kernel as KernelCall
-from torch_hybrid_backend.core.program import OperatorArgument, OperatorCall, PackedConstant, Program, TensorArgument
+from torch_hybrid_backend.core.program import (
+    KernelCall,
+    OperatorArgument,
+    OperatorCall,
+    PackedConstant,
+    Program,
+    TensorArgument,
+)
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.engines.tvm.cpu.convolution_fusion import join_chains
@@ -102,7 +108,7 @@ class RegionKernels:
                 specs[result] = TensorSpec(
                     kernel.result.shape, kernel.result.buffer.dtype, kernel.result.strides, device
                 )
-                calls.append(OperatorCall(kernel.name, tuple(map(argument, kernel.arguments)), result, kernel.title))
+                calls.append(OperatorCall(kernel.name, tuple(map(argument, kernel.arguments)), (result,), kernel.title))
                 continue
             arguments = tuple(number(a.buffer) for a in (*kernel.reads, *kernel.writes))
             sizes = tuple(size_symbol(s.name, s.hint) for s in kernel_sizes(kernel))
@@ -131,7 +137,7 @@ class RegionKernels:
             inputs.append(position)
         outputs = tuple(number(b) for b in self.outputs)
         signature = tuple(i.spec if i.spec is not None else i.size for i in self.region.inputs)
-        return Program(tuple(specs), tuple(inputs), outputs, tuple(constants), tuple(calls), signature)
+        return Program(tuple(specs), tuple(inputs), outputs, tuple(constants), tuple(calls), signature, device)
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
