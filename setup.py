@@ -56,7 +56,7 @@ class AnyPythonWheel(bdist_wheel):
 
 runtime = Extension(
     "torch_hybrid_backend._runtime",
-    sources=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / "src").glob("*.cc")),
+    sources=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / "src").rglob("*.cc")),
     depends=sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / "include").glob("*.h")),
     include_dirs=["csrc/include"],
     # libtorch_cpu is in the process already when this is opened; naming it makes the loader look there.

@@ -25,7 +25,7 @@ import torch
 
 from benchmarks import machine
 from torch_hybrid_backend.core.device import CPU
-from torch_hybrid_backend.core.program import Kernel, Program
+from torch_hybrid_backend.core.program import KernelCall, Program
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops.index import Index
@@ -74,7 +74,7 @@ class _Compiled:
         link(library.with_suffix(".o"), library)
         specs = tuple(TensorSpec((span,), "float32", (1,), CPU) for span in spans)
         numbers = tuple(range(len(spans)))
-        call = Kernel(str(library), "ceiling", numbers, 1)
+        call = KernelCall(str(library), "ceiling", numbers, 1)
         # What it writes is an input too: fresh memory would cost a page fault every 4 KiB.
         self._run = ProgramRunner(Program(specs, numbers, (), (), (call,)))
         self._inputs = [torch.ones(span) for span in spans]

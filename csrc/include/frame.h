@@ -1,6 +1,11 @@
 // Frame: all that one running call of a plan writes to, so that two calls never share anything.
 //
-// Ownership: a frame owns its arena, argument tables and the tensors alive in its call. FramePool
+// On the host a call ends when its work has ended. On another device the work may still run when
+// the call ends, so a frame that has memory there is used again on the same stream only: the next
+// call's work waits for this one's by the order of the stream. (A stream that its owner destroys
+// while work is on it must not be: torch's own streams never are.)
+//
+// Ownership: a frame owns its arenas, argument tables and the tensors alive in its call. FramePool
 // owns idle frames; a Lease owns a frame during a call and gives it back, emptied of tensors, when
 // it ends, also by an exception.
 //
@@ -14,17 +19,26 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "aligned_block.h"
+#include "device.h"
 #include "kernel_abi.h"
 
 namespace torch_hybrid_backend {
 
+// The caller's current stream on each device other than the host that a plan has memory or launches
+// on, in the plan's order. Empty, and so free, for plans of the host alone.
+using Streams = std::vector<std::pair<Device, void*>>;
+
 struct Frame {
-  AlignedBlock arena;
-  std::vector<DLTensor> views;       // one for each value
+  Streams streams;
+  AlignedBlock arena;                                // the host's
+  std::vector<torch::stable::Tensor> device_arenas;  // from PyTorch's allocator, for those streams
+  std::vector<DLTensor> views;                       // one for each value
   std::vector<TVMFFIAny> arguments;  // of all kernels, one after the other; they point into `views`
+  std::vector<void*> parameters;     // of all launches and external calls, likewise
   std::vector<std::optional<torch::stable::Tensor>>
       tensors;  // one for each value; filled while alive
 };
@@ -44,8 +58,8 @@ class FramePool {
     std::unique_ptr<Frame> frame_;
   };
 
-  // An idle frame, or null where every frame is in use.
-  std::unique_ptr<Frame> TakeIdle();
+  // An idle frame of these streams, or null where there is none.
+  std::unique_ptr<Frame> TakeIdle(const Streams& streams);
 
  private:
   void GiveBack(std::unique_ptr<Frame> frame) noexcept;

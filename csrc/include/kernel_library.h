@@ -26,6 +26,9 @@ struct LoadedKernel {
 // else).
 LoadedKernel FindKernel(const std::string& path, const std::string& symbol);
 
+// Opens the library, and keeps it open until CloseLibrary.
+void OpenLibrary(const std::string& path);
+
 // Forgets the library: it is unloaded with its last kernel. Does nothing where none of that path is
 // open.
 void CloseLibrary(const std::string& path);

@@ -10,34 +10,39 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
+#include "device.h"
 #include "kept_blocks.h"
 #include "kernel_abi.h"
 
 namespace torch_hybrid_backend {
 
-// The numbers are those of ValueKind in torch_hybrid_backend/runtime/native/ops.py.
-enum class ValueKind : int64_t {
-  kInput = 0,     // payload: position among the inputs of a call; copied where its strides differ
-  kConstant = 1,  // payload: slot of the binding; only kernels and operators read it
-  kArena = 2,     // payload: byte offset in the arena; only kernels read and write it
-  kFresh = 3,     // a new tensor in each call
-  kReturned = 4,  // a tensor that a callback or operator returns
-  kAlias = 5,     // payload: the value whose memory it shares, from its first element on
-  kRawInput = 6,  // payload: as kInput; never copied, so that a callback can write to it; only
-                  // callbacks read it
+enum class ValueKind {
+  kInput,     // payload: position among the inputs of a call; copied where its strides differ
+  kConstant,  // payload: slot of the binding; a tensor only where the binding owns it
+  kArena,     // payload: byte offset in its device's arena; it is no tensor
+  kFresh,     // a new tensor in each call
+  kReturned,  // a tensor that a callback or operator returns
+  kAlias,     // payload: the value whose memory it shares, from its first element on
+  kRawInput,  // payload: as kInput; never copied, so that a callback can write to it; only
+              // callbacks read it
 };
 
-// Sizes and strides in elements. Of a value that is not on the CPU nothing is asked but that: only
-// callbacks and operators read it, which find its device in the tensor, and which device it really
-// is is not always known before the call (attention's random seed is on the CPU or on the GPU,
-// whatever its fake tensor says). The host never reads such memory and never waits for its device.
+// The kind of that name in a description of a plan; throws std::runtime_error for an unknown one.
+ValueKind ValueKindNamed(std::string_view name);
+
+// The dtype that torch calls so ("float32"); throws std::runtime_error for an unknown one.
+torch::headeronly::ScalarType DtypeNamed(std::string_view name);
+
+// Sizes and strides in elements. The host never reads memory of another device and never waits for
+// one.
 struct Layout {
   torch::headeronly::ScalarType dtype;
   std::vector<int64_t> sizes;
   std::vector<int64_t> strides;
-  bool on_cpu;
+  Device device;
 
   // Elements from the first to the last one addressed; 0 when empty.
   int64_t Span() const;
@@ -50,14 +55,23 @@ struct Value {
   Layout layout;
   int64_t span;  // == layout.Span(), at a fixed address: DLTensors point at it as their shape
   size_t root;   // the value whose memory it is; itself unless it is an alias
+  // Whether a step is given its address. Which device other values really are on, where it is not
+  // the CPU, is for the operators that read them to find out: it is not always known before the
+  // call (attention's random seed is on the CPU or on the GPU, whatever its fake tensor says).
+  bool addressed = false;
+
+  size_t SizeBytes() const;
 };
 
 // How a tensor's own layout stands to the expected one.
 enum class Match { kExact, kSameMemory, kOtherStrides, kDifferent };
 
 // kSameMemory: strides differ only in dimensions of size 1, where they address nothing.
-// kDifferent: another dtype or shape, or not on the CPU where it must be.
-Match Compare(const torch::stable::Tensor& tensor, const Layout& expected);
+// kDifferent: another dtype or shape, not on the CPU where it must be, or on another device than it
+// is addressed on.
+Match Compare(const torch::stable::Tensor& tensor, const Value& expected);
+
+Device DeviceOf(const torch::stable::Tensor& tensor);
 
 std::string Describe(const torch::stable::Tensor& tensor);
 
@@ -65,14 +79,11 @@ int64_t ElementBytes(torch::headeronly::ScalarType dtype);
 
 DLDataType ToDlpack(torch::headeronly::ScalarType dtype);
 
-// A new tensor on the CPU, not initialised.
+// A new tensor, not initialised; on a device with streams for work on the current one.
 torch::stable::Tensor Empty(const Layout& layout);
 
-// Where the tensor's elements begin for kernels, null where they are not on the CPU.
-void* HostData(const torch::stable::Tensor& tensor, const Layout& layout);
-
-// A tensor over the block, not initialised; the block goes back to `kept`, while that lives, with
-// the last tensor that shares its memory.
+// A tensor over the block, which is on the host, not initialised; the block goes back to `kept`,
+// while that lives, with the last tensor that shares its memory.
 torch::stable::Tensor Over(AlignedBlock block, const Layout& layout,
                            const std::shared_ptr<KeptBlocks>& kept);
 

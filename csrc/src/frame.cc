@@ -1,15 +1,19 @@
 #include "frame.h"
 
+#include <algorithm>
 #include <new>
 #include <utility>
 
 namespace torch_hybrid_backend {
 
-std::unique_ptr<Frame> FramePool::TakeIdle() {
+std::unique_ptr<Frame> FramePool::TakeIdle(const Streams& streams) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (idle_.empty()) return nullptr;
-  std::unique_ptr<Frame> frame = std::move(idle_.back());
-  idle_.pop_back();
+  // The one given back last: it is what the caches still hold.
+  const auto found = std::find_if(idle_.rbegin(), idle_.rend(),
+                                  [&](const auto& frame) { return frame->streams == streams; });
+  if (found == idle_.rend()) return nullptr;
+  std::unique_ptr<Frame> frame = std::move(*found);
+  idle_.erase(std::next(found).base());
   return frame;
 }
 

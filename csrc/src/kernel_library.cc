@@ -89,6 +89,8 @@ LoadedKernel FindKernel(const std::string& path, const std::string& symbol) {
   return {reinterpret_cast<KernelFunction>(function), std::move(library)};
 }
 
+void OpenLibrary(const std::string& path) { OpenOnce(path); }
+
 void CloseLibrary(const std::string& path) {
   std::shared_ptr<void> last;  // unloaded after the lock is given back
   Libraries& libraries = OpenLibraries();

@@ -8,6 +8,9 @@
 namespace torch_hybrid_backend {
 namespace {
 
+// Of the description. Python writes the same number (runtime/native/description.py).
+constexpr int64_t kVersion = 1;
+
 constexpr size_t kNever = std::numeric_limits<size_t>::max();
 
 bool HasTensor(ValueKind kind) { return kind != ValueKind::kConstant && kind != ValueKind::kArena; }
@@ -16,165 +19,113 @@ bool HasTensor(ValueKind kind) { return kind != ValueKind::kConstant && kind != 
 
 }  // namespace
 
-size_t Plan::AddValue(ValueKind kind, int64_t payload, Layout layout) {
-  if (sealed_) Refuse("a sealed plan takes no more values");
-  if (layout.sizes.size() != layout.strides.size())
-    Refuse("a value needs one stride for each size");
-  if (payload < 0) Refuse("a value's payload cannot be negative");
-  if (!layout.on_cpu && (kind == ValueKind::kArena || kind == ValueKind::kFresh))
-    Refuse("a plan makes memory on the CPU only");
-  const size_t number = values_.size();
-  size_t root = number;
-  const int64_t span = layout.Span();
-  if (kind == ValueKind::kAlias) {
-    root = values_[Checked(payload)].root;
-    const Value& shared = values_[root];
-    if (shared.kind == ValueKind::kRawInput) Refuse("an input passed as it is cannot be aliased");
-    if (shared.layout.dtype != layout.dtype || span > shared.span) {
-      Refuse("an alias must have the dtype of the value it aliases and fit in it");
+Plan::Plan(const std::string& description) {
+  const Json json = Json::Parse(description);
+  const int64_t version = json["version"].AsInt();
+  if (version != kVersion) {
+    Refuse("this build of the C++ runtime reads plans of version " + std::to_string(kVersion) +
+           ", not of version " + std::to_string(version) + ": build it again");
+  }
+  inputs_ = json["inputs"].AsInt();
+  constants_ = json["constants"].AsInt();
+  if (static_cast<int64_t>(inputs_) < 0 || constants_ < 0)
+    Refuse("a plan's sizes cannot be negative");
+  ReadValues(json["values"]);
+  PlanParts parts{
+      .values = values_, .device = Device::Host(), .streams = {}, .tensor_constants = {}};
+  ReadArenas(json["arenas"], parts);
+  CheckValues();
+  ReadSteps(json["steps"], parts);
+  for (const Json& range : json["ranges"].AsList())
+    ranges_.push_back(
+        {static_cast<size_t>(range.AsList().at(0).AsInt()), range.AsList().at(1).AsString()});
+  outputs_ = values_.Checked(json["outputs"].AsInts());
+  for (const size_t value : outputs_) values_.RequireTensor(value, "the plan returns");
+  arguments_ = parts.arguments;
+  parameters_ = parts.parameters;
+  streams_ = std::move(parts.streams);
+  tensor_constants_ = std::move(parts.tensor_constants);
+  FindLifetimes();
+  ExpectLargeValues();
+}
+
+void Plan::ReadValues(const Json& values) {
+  // Most values of a plan are on one device: its name is read once.
+  std::string name = "cpu";
+  Device device = Device::Host();
+  for (const Json& value : values.AsList()) {
+    const std::vector<Json>& fields = value.AsList();
+    if (fields.size() != 6) Refuse("a value is described by six fields");
+    if (fields[5].AsString() != name) {
+      name = fields[5].AsString();
+      device = Device::Named(name);
     }
+    values_.Add(
+        ValueKindNamed(fields[0].AsString()), fields[1].AsInt(),
+        Layout{DtypeNamed(fields[2].AsString()), fields[3].AsInts(), fields[4].AsInts(), device});
   }
-  values_.push_back({kind, payload, std::move(layout), span, root});
-  aliases_.emplace_back();
-  if (root != number) aliases_[root].push_back(number);
-  return number;
 }
 
-void Plan::AddKernel(const std::string& library, const std::string& symbol,
-                     const std::vector<int64_t>& values, std::vector<int64_t> sizes) {
-  if (sealed_) Refuse("a sealed plan takes no more steps");
-  std::vector<size_t> checked = Checked(values);
-  for (const size_t value : checked) {
-    if (values_[value].kind == ValueKind::kRawInput) Refuse("kernels cannot read a raw input");
-    if (!values_[value].layout.on_cpu)
-      Refuse("kernels run on the CPU and cannot read a value that is elsewhere");
+void Plan::ReadArenas(const Json& arenas, PlanParts& parts) {
+  for (const Json& arena : arenas.AsList()) {
+    const Device device = Device::Named(arena.AsList().at(0).AsString());
+    const int64_t size_bytes = arena.AsList().at(1).AsInt();
+    if (size_bytes < 0) Refuse("a plan's sizes cannot be negative");
+    if (ArenaOf(device) != nullptr) Refuse("a plan has one arena on " + device.ToString());
+    if (!device.is_host) parts.StreamOf(device);
+    arenas_.push_back({device, size_bytes});
   }
-  LoadedKernel loaded = FindKernel(library, symbol);  // may throw: the plan is unchanged
-  Kernel kernel{loaded.function, std::move(loaded.library), symbol,
-                arguments_,      std::move(checked),        std::move(sizes)};
-  arguments_ += kernel.arguments();
-  steps_.push_back({std::move(kernel), {}, {}});
 }
 
-void Plan::AddOperator(OperatorCall call, const std::vector<int64_t>& tensors, int64_t result) {
-  if (sealed_) Refuse("a sealed plan takes no more steps");
-  Operator step{std::move(call), Checked(tensors), Checked(result)};
-  if (step.tensors.size() != step.call.tensors()) {
-    Refuse(step.call.name() + " takes " + std::to_string(step.call.tensors()) + " tensors, not " +
-           std::to_string(step.tensors.size()));
+const Plan::Arena* Plan::ArenaOf(const Device& device) const {
+  const auto found = std::find_if(arenas_.begin(), arenas_.end(),
+                                  [&](const Arena& arena) { return arena.device == device; });
+  return found == arenas_.end() ? nullptr : &*found;
+}
+
+void Plan::ReadSteps(const Json& steps, PlanParts& parts) {
+  for (const Json& description : steps.AsList()) {
+    std::unique_ptr<Step> step = MakeStep(description, parts);
+    const auto* kernel = step->InTeam() ? static_cast<const HostKernel*>(step.get()) : nullptr;
+    steps_.push_back({std::move(step), kernel, {}, {}});
   }
-  if (values_[step.result].kind != ValueKind::kReturned)
-    Refuse("an operator fills only returned values");
-  for (const size_t value : step.tensors) {
-    if (values_[value].kind == ValueKind::kConstant) {
-      tensor_constants_.push_back(value);
-    } else {
-      RequireTensor(value, "an operator reads");
-    }
-  }
-  steps_.push_back({std::move(step), {}, {}});
 }
 
-void Plan::AddCallback(int64_t segment, const std::vector<int64_t>& inputs,
-                       const std::vector<int64_t>& outputs) {
-  if (sealed_) Refuse("a sealed plan takes no more steps");
-  Callback callback{segment, Checked(inputs), Checked(outputs)};
-  for (const size_t value : callback.inputs) RequireTensor(value, "a callback reads");
-  for (const size_t value : callback.outputs) {
-    if (values_[value].kind != ValueKind::kReturned)
-      Refuse("a callback fills only returned values");
-  }
-  steps_.push_back({std::move(callback), {}, {}});
-}
-
-void Plan::AddCopy(int64_t source, int64_t destination) {
-  if (sealed_) Refuse("a sealed plan takes no more steps");
-  const Copy copy{Checked(source), Checked(destination)};
-  RequireTensor(copy.source, "a copy reads");
-  RequireTensor(copy.destination, "a copy writes");
-  steps_.push_back({copy, {}, {}});
-}
-
-void Plan::AddRange(std::string name) {
-  if (sealed_) Refuse("a sealed plan takes no more steps");
-  ranges_.push_back({steps_.size(), std::move(name)});
-}
-
-void Plan::Seal(int64_t inputs, int64_t constants, int64_t arena_bytes,
-                const std::vector<int64_t>& outputs) {
-  if (sealed_) Refuse("the plan is sealed already");
-  if (inputs < 0 || constants < 0 || arena_bytes < 0) Refuse("a plan's sizes cannot be negative");
-  for (const Value& value : values_) {
+void Plan::CheckValues() const {
+  for (size_t v = 0; v < values_.size(); ++v) {
+    const Value& value = values_[v];
     const bool is_input = value.kind == ValueKind::kInput || value.kind == ValueKind::kRawInput;
-    if ((is_input && value.payload >= inputs) ||
-        (value.kind == ValueKind::kConstant && value.payload >= constants)) {
+    if ((is_input && value.payload >= static_cast<int64_t>(inputs_)) ||
+        (value.kind == ValueKind::kConstant && value.payload >= constants_)) {
       Refuse("a value reads an input or constant that the plan does not have");
     }
     if (value.kind != ValueKind::kArena) continue;
-    const int64_t bytes = value.span * ElementBytes(value.layout.dtype);
-    if (value.payload % static_cast<int64_t>(kAlignment) != 0 ||
-        value.payload + bytes > arena_bytes) {
+    const Arena* const arena = ArenaOf(value.layout.device);
+    const size_t alignment = value.layout.device.is_host ? kAlignment : kDeviceAlignment;
+    if (arena == nullptr || value.payload % static_cast<int64_t>(alignment) != 0 ||
+        value.payload + static_cast<int64_t>(value.SizeBytes()) > arena->size_bytes) {
       Refuse("a value lies outside the arena or off its alignment");
     }
   }
-  outputs_ = Checked(outputs);
-  for (const size_t value : outputs_) RequireTensor(value, "the plan returns");
-  inputs_ = inputs;
-  constants_ = constants;
-  arena_bytes_ = arena_bytes;
-  FindLifetimes();
-  for (const Value& value : values_) {
-    if (value.kind != ValueKind::kFresh || SizeBytes(value) <= kLargeBytes) continue;
+}
+
+void Plan::ExpectLargeValues() {
+  for (size_t v = 0; v < values_.size(); ++v) {
+    const Value& value = values_[v];
+    if (value.kind != ValueKind::kFresh || !value.layout.device.is_host ||
+        value.SizeBytes() <= kLargeBytes) {
+      continue;
+    }
     if (!kept_) kept_ = KeptBlocks::OfProcess();
-    kept_->Expect(SizeBytes(value));
+    kept_->Expect(value.SizeBytes());
   }
-  sealed_ = true;
-}
-
-size_t Plan::SizeBytes(const Value& value) {
-  return static_cast<size_t>(value.span * ElementBytes(value.layout.dtype));
-}
-
-size_t Plan::Checked(int64_t value) const {
-  if (value < 0 || value >= static_cast<int64_t>(values_.size())) {
-    Refuse("the plan has no value " + std::to_string(value));
-  }
-  return value;
-}
-
-std::vector<size_t> Plan::Checked(const std::vector<int64_t>& values) const {
-  std::vector<size_t> checked;
-  checked.reserve(values.size());
-  for (const int64_t value : values) checked.push_back(Checked(value));
-  return checked;
-}
-
-void Plan::RequireTensor(size_t value, const char* user) const {
-  if (!HasTensor(values_[values_[value].root].kind)) {
-    Refuse(std::string(user) + " value " + std::to_string(value) +
-           ", which is a constant or in the arena and must be a tensor");
-  }
-}
-
-std::vector<size_t> Plan::Touched(const Step& step) {
-  if (const auto* kernel = std::get_if<Kernel>(&step.action)) return kernel->values;
-  if (const auto* copy = std::get_if<Copy>(&step.action)) return {copy->source, copy->destination};
-  if (const auto* call = std::get_if<Operator>(&step.action)) {
-    std::vector<size_t> touched = call->tensors;
-    touched.push_back(call->result);
-    return touched;
-  }
-  const auto& callback = std::get<Callback>(step.action);
-  std::vector<size_t> touched = callback.inputs;
-  touched.insert(touched.end(), callback.outputs.begin(), callback.outputs.end());
-  return touched;
 }
 
 void Plan::FindLifetimes() {
   std::vector<size_t> first(values_.size(), kNever);
   std::vector<size_t> last(values_.size(), kNever);
   for (size_t s = 0; s < steps_.size(); ++s) {
-    for (const size_t value : Touched(steps_[s])) {
+    for (const size_t value : steps_[s].step->Touched()) {
       const size_t root = values_[value].root;
       if (first[root] == kNever) first[root] = s;
       last[root] = s;

@@ -19,6 +19,7 @@
 #endif
 
 #include "binding.h"
+#include "cuda_driver.h"
 #include "guard.h"
 #include "handle_tables.h"
 #include "kernel_library.h"
@@ -27,47 +28,16 @@
 namespace torch_hybrid_backend {
 namespace {
 
-using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Numbers = std::vector<int64_t>;
 
-int64_t PlanNew() { return Plans().Add(std::make_shared<Plan>()); }
-
-int64_t PlanAddValue(int64_t plan, int64_t kind, int64_t payload, ScalarType dtype, Numbers sizes,
-                     Numbers strides, bool on_cpu) {
-  if (kind < 0 || kind > static_cast<int64_t>(ValueKind::kRawInput)) {
-    throw std::runtime_error("no kind of value has the number " + std::to_string(kind));
-  }
-  return static_cast<int64_t>(
-      Plans().Get(plan)->AddValue(static_cast<ValueKind>(kind), payload,
-                                  Layout{dtype, std::move(sizes), std::move(strides), on_cpu}));
+int64_t PlanNew(std::string description) {
+  return Plans().Add(std::make_shared<Plan>(description));
 }
 
-void PlanAddKernel(int64_t plan, std::string library, std::string symbol, Numbers values,
-                   Numbers sizes) {
-  Plans().Get(plan)->AddKernel(library, symbol, values, std::move(sizes));
-}
+void OpenKernelLibrary(std::string path) { OpenLibrary(path); }
 
-void PlanAddOperator(int64_t plan, std::string name, std::string arguments, Numbers numbers,
-                     Numbers tensors, int64_t result) {
-  Plans().Get(plan)->AddOperator(OperatorCall(std::move(name), arguments, numbers), tensors,
-                                 result);
-}
-
-void PlanAddCallback(int64_t plan, int64_t segment, Numbers inputs, Numbers outputs) {
-  Plans().Get(plan)->AddCallback(segment, inputs, outputs);
-}
-
-void PlanAddCopy(int64_t plan, int64_t source, int64_t destination) {
-  Plans().Get(plan)->AddCopy(source, destination);
-}
-
-void PlanSeal(int64_t plan, int64_t inputs, int64_t constants, int64_t arena_bytes,
-              Numbers outputs) {
-  Plans().Get(plan)->Seal(inputs, constants, arena_bytes, outputs);
-}
-
-void PlanAddRange(int64_t plan, std::string name) { Plans().Get(plan)->AddRange(std::move(name)); }
+void OpenDeviceModule(std::string path) { OpenModule(path); }
 
 std::tuple<std::vector<Tensor>, int64_t> PlanRun(int64_t plan, int64_t binding,
                                                  std::vector<Tensor> inputs, bool profiled) {
@@ -109,8 +79,10 @@ Numbers Finalizers() {
     Bindings().Remove(binding);
   };
   void (*const close_library)(const char*) = [](const char* path) noexcept { CloseLibrary(path); };
+  void (*const close_module)(const char*) = [](const char* path) noexcept { CloseModule(path); };
   return {reinterpret_cast<int64_t>(free_plan), reinterpret_cast<int64_t>(free_guard),
-          reinterpret_cast<int64_t>(free_binding), reinterpret_cast<int64_t>(close_library)};
+          reinterpret_cast<int64_t>(free_binding), reinterpret_cast<int64_t>(close_library),
+          reinterpret_cast<int64_t>(close_module)};
 }
 
 void GiveBackFreedMemory() {
@@ -122,18 +94,9 @@ void GiveBackFreedMemory() {
 }  // namespace
 
 STABLE_TORCH_LIBRARY(torch_hybrid_backend, m) {
-  m.def("plan_new() -> int");
-  m.def(
-      "plan_add_value(int plan, int kind, int payload, ScalarType dtype, int[] sizes, "
-      "int[] strides, bool on_cpu) -> int");
-  m.def("plan_add_kernel(int plan, str library, str symbol, int[] values, int[] sizes) -> ()");
-  m.def(
-      "plan_add_operator(int plan, str name, str arguments, int[] numbers, int[] tensors, int "
-      "result) -> ()");
-  m.def("plan_add_callback(int plan, int segment, int[] inputs, int[] outputs) -> ()");
-  m.def("plan_add_copy(int plan, int source, int destination) -> ()");
-  m.def("plan_seal(int plan, int inputs, int constants, int arena_bytes, int[] outputs) -> ()");
-  m.def("plan_add_range(int plan, str name) -> ()");
+  m.def("plan_new(str description) -> int");
+  m.def("open_library(str path) -> ()");
+  m.def("open_module(str path) -> ()");
   m.def(
       "plan_run(int plan, int binding, Tensor[] inputs, bool profiled) -> (Tensor[] outputs, int "
       "status)");
@@ -152,13 +115,8 @@ STABLE_TORCH_LIBRARY(torch_hybrid_backend, m) {
 // One kernel for every backend and for calls without any tensor.
 STABLE_TORCH_LIBRARY_IMPL(torch_hybrid_backend, CompositeExplicitAutograd, m) {
   m.impl("plan_new", TORCH_BOX(&PlanNew));
-  m.impl("plan_add_value", TORCH_BOX(&PlanAddValue));
-  m.impl("plan_add_kernel", TORCH_BOX(&PlanAddKernel));
-  m.impl("plan_add_operator", TORCH_BOX(&PlanAddOperator));
-  m.impl("plan_add_callback", TORCH_BOX(&PlanAddCallback));
-  m.impl("plan_add_copy", TORCH_BOX(&PlanAddCopy));
-  m.impl("plan_seal", TORCH_BOX(&PlanSeal));
-  m.impl("plan_add_range", TORCH_BOX(&PlanAddRange));
+  m.impl("open_library", TORCH_BOX(&OpenKernelLibrary));
+  m.impl("open_module", TORCH_BOX(&OpenDeviceModule));
   m.impl("plan_run", TORCH_BOX(&PlanRun));
   m.impl("plan_time", TORCH_BOX(&PlanTime));
   m.impl("guard_new", TORCH_BOX(&GuardNew));

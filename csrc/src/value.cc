@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <sstream>
+#include <stdexcept>
+#include <utility>
 
 namespace torch_hybrid_backend {
 namespace {
@@ -19,21 +21,70 @@ void Print(std::ostream& out, const Dims& dims) {
   out << ')';
 }
 
-constexpr const char* kElsewhere = " on another device than the CPU";
+void PrintDevice(std::ostream& out, const Device& device) {
+  if (!device.is_host) out << " on another device than the CPU (" << device.ToString() << ')';
+}
 
 int32_t ShimDtype(ScalarType dtype) {
   return torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
 }
 
-Tensor EmptyOn(int32_t device_type, int32_t device_index, const Layout& layout) {
+Tensor EmptyOn(const Device& device, const Layout& layout) {
   AtenTensorHandle handle = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
       static_cast<int64_t>(layout.sizes.size()), layout.sizes.data(), layout.strides.data(),
-      ShimDtype(layout.dtype), device_type, device_index, &handle));
+      ShimDtype(layout.dtype), device.type, device.index, &handle));
   return Tensor(handle);
 }
 
+// As torch names them, without the quantised ones.
+constexpr std::pair<std::string_view, ScalarType> kDtypes[] = {
+    {"bool", ScalarType::Bool},
+    {"uint8", ScalarType::Byte},
+    {"uint16", ScalarType::UInt16},
+    {"uint32", ScalarType::UInt32},
+    {"uint64", ScalarType::UInt64},
+    {"int8", ScalarType::Char},
+    {"int16", ScalarType::Short},
+    {"int32", ScalarType::Int},
+    {"int64", ScalarType::Long},
+    {"float16", ScalarType::Half},
+    {"bfloat16", ScalarType::BFloat16},
+    {"float32", ScalarType::Float},
+    {"float64", ScalarType::Double},
+    {"complex32", ScalarType::ComplexHalf},
+    {"complex64", ScalarType::ComplexFloat},
+    {"complex128", ScalarType::ComplexDouble},
+    {"float8_e5m2", ScalarType::Float8_e5m2},
+    {"float8_e4m3fn", ScalarType::Float8_e4m3fn},
+    {"float8_e5m2fnuz", ScalarType::Float8_e5m2fnuz},
+    {"float8_e4m3fnuz", ScalarType::Float8_e4m3fnuz},
+    {"float8_e8m0fnu", ScalarType::Float8_e8m0fnu},
+    {"float4_e2m1fn_x2", ScalarType::Float4_e2m1fn_x2},
+};
+
+constexpr std::pair<std::string_view, ValueKind> kKinds[] = {
+    {"input", ValueKind::kInput},       {"constant", ValueKind::kConstant},
+    {"arena", ValueKind::kArena},       {"fresh", ValueKind::kFresh},
+    {"returned", ValueKind::kReturned}, {"alias", ValueKind::kAlias},
+    {"raw_input", ValueKind::kRawInput}};
+
+template <typename Named, size_t N>
+Named Find(const std::pair<std::string_view, Named> (&names)[N], std::string_view name,
+           const char* noun) {
+  for (const auto& [known, named] : names) {
+    if (known == name) return named;
+  }
+  throw std::runtime_error(std::string("plans know no ") + noun + " \"" + std::string(name) + "\"");
+}
+
 }  // namespace
+
+ValueKind ValueKindNamed(std::string_view name) { return Find(kKinds, name, "kind of value"); }
+
+ScalarType DtypeNamed(std::string_view name) { return Find(kDtypes, name, "dtype"); }
+
+size_t Value::SizeBytes() const { return static_cast<size_t>(span * ElementBytes(layout.dtype)); }
 
 int64_t Layout::Span() const {
   int64_t span = 1;
@@ -50,15 +101,29 @@ std::string Layout::ToString() const {
   Print(out, sizes);
   out << " with strides ";
   Print(out, strides);
-  if (!on_cpu) out << kElsewhere;
+  PrintDevice(out, device);
   return out.str();
 }
 
-Match Compare(const Tensor& tensor, const Layout& expected) {
+Device DeviceOf(const Tensor& tensor) {
+  // By number: the stable ABI's own type of devices knows only the commonest.
+  Device device{0, 0, false};
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &device.type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &device.index));
+  if (device.type == aoti_torch_device_type_cpu()) return Device::Host();
+  device.index = std::max(device.index, 0);
+  return device;
+}
+
+Match Compare(const Tensor& tensor, const Value& value) {
+  const Layout& expected = value.layout;
+  if (expected.device.is_host ? !tensor.is_cpu()
+                              : value.addressed && DeviceOf(tensor) != expected.device) {
+    return Match::kDifferent;
+  }
   const auto sizes = tensor.sizes();
   const auto strides = tensor.strides();
-  if ((expected.on_cpu && !tensor.is_cpu()) || tensor.scalar_type() != expected.dtype ||
-      sizes.size() != expected.sizes.size() ||
+  if (tensor.scalar_type() != expected.dtype || sizes.size() != expected.sizes.size() ||
       !std::equal(sizes.begin(), sizes.end(), expected.sizes.begin())) {
     return Match::kDifferent;
   }
@@ -76,7 +141,7 @@ std::string Describe(const Tensor& tensor) {
   Print(out, tensor.sizes());
   out << " with strides ";
   Print(out, tensor.strides());
-  if (!tensor.is_cpu()) out << kElsewhere;
+  PrintDevice(out, DeviceOf(tensor));
   return out.str();
 }
 
@@ -119,11 +184,7 @@ DLDataType ToDlpack(ScalarType dtype) {
   }
 }
 
-Tensor Empty(const Layout& layout) { return EmptyOn(aoti_torch_device_type_cpu(), 0, layout); }
-
-void* HostData(const Tensor& tensor, const Layout& layout) {
-  return layout.on_cpu ? tensor.data_ptr() : nullptr;
-}
+Tensor Empty(const Layout& layout) { return EmptyOn(layout.device, layout); }
 
 Tensor Over(AlignedBlock block, const Layout& layout, const std::shared_ptr<KeptBlocks>& kept) {
   void* const data = block.data();
@@ -138,12 +199,7 @@ Tensor Over(AlignedBlock block, const Layout& layout, const std::shared_ptr<Kept
 }
 
 Tensor Restride(const Tensor& tensor, const Layout& expected) {
-  // By number: the stable ABI's own type of devices knows only the commonest.
-  int32_t type = 0;
-  int32_t index = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &index));
-  Tensor copy = EmptyOn(type, index, expected);
+  Tensor copy = EmptyOn(DeviceOf(tensor), expected);
   TORCH_ERROR_CODE_CHECK(aoti_torch_copy_(copy.get(), tensor.get(), /*non_blocking=*/0));
   return copy;
 }

@@ -75,12 +75,12 @@ class Recorded:
         return self.run(inputs)
 
     def kernel_us(self, inputs: Sequence[torch.Tensor]) -> list[float]:
-        if self.us.get("fail") == len(self.program.kernels):
+        if self.us.get("fail") == len(self.program.steps):
             raise HybridError("no")
         real = self.run.kernel_us(inputs)
-        assert len(real) == len(self.program.kernels)
+        assert len(real) == len(self.program.steps)
         assert all(us > 0 for us in real)
-        names = [k.name if isinstance(k, OperatorCall) else k.symbol for k in self.program.kernels]
+        names = [k.name if isinstance(k, OperatorCall) else k.symbol for k in self.program.steps]
         return [self.us.get(name, 100.0) for name in names]
 
 
@@ -114,15 +114,15 @@ def test_the_fastest_variant_is_used_and_remembered(tmp_path: Path, monkeypatch:
     _, compiled, inputs = compiled_region(_engine(tmp_path, us=us), CASES["convolutions"])
     first = compiled.options[0]
     assert first.is_open
-    assert compiled.program.kernels[0].symbol == first.compiled[0].artifacts[0].symbol
+    assert compiled.program.steps[0].symbol == first.compiled[0].artifacts[0].symbol
     us[first.compiled[1].artifacts[0].symbol] = 50.0
     refined = compiled.refine(inputs, 0.01, Deadline(120.0))
     assert refined.options[0].chosen is first.compiled[1]
-    assert refined.program.kernels[0].symbol == first.compiled[1].artifacts[0].symbol
+    assert refined.program.steps[0].symbol == first.compiled[1].artifacts[0].symbol
     assert not any(option.is_open for option in refined.options)
     torch.testing.assert_close(refined(inputs)[0], compiled(inputs)[0], rtol=1e-4, atol=1e-3)
     _, again, _ = compiled_region(_engine(tmp_path), CASES["convolutions"])
-    assert [kernel.symbol for kernel in again.program.kernels] == [kernel.symbol for kernel in refined.program.kernels]
+    assert [kernel.symbol for kernel in again.program.steps] == [kernel.symbol for kernel in refined.program.steps]
     assert again.refine(inputs, 0.01, Deadline(120.0)) is again
     assert len(again.options[0].compiled) == 1
 
@@ -166,7 +166,7 @@ def test_one_run_is_held_at_a_time_where_one_round_spends_the_budget(
 def test_runs_that_fail_choose_nothing(tmp_path: Path) -> None:
     """Where no set of variants can be timed, the first variants stay, and nothing is remembered."""
     _, compiled, inputs = compiled_region(_engine(tmp_path, us={"fail": 2}), CASES["convolutions"])
-    assert len(compiled.program.kernels) == 2
+    assert len(compiled.program.steps) == 2
     refined = compiled.refine(inputs, 0.01, Deadline(120.0))
     assert refined.program == compiled.program
     assert not (tmp_path / "variants").exists()

@@ -71,7 +71,7 @@ def test_the_faster_of_operators_and_kernels_runs_a_layer(faster: str, settings:
 
         def __init__(self, program: Program) -> None:
             super().__init__(program)
-            self._kernels = program.kernels
+            self._kernels = program.steps
 
         def kernel_us(self, inputs: Sequence[torch.Tensor]) -> list[float]:
             super().kernel_us(inputs)

@@ -82,7 +82,7 @@ class InterpreterBackend:
         *reads, result = arguments
         tensors = [_tensor(number, read) for number, read in zip(reads, kernel.reads, strict=True)]
         title = f"a {type(kernel).__name__}, interpreted"
-        return OperatorCall(_operator(len(tensors)), (artifact.symbol, *tensors), result, title)
+        return OperatorCall(_operator(len(tensors)), (artifact.symbol, *tensors), (result,), title)
 
 
 def _split(kernel: Kernel) -> list[Kernel]:

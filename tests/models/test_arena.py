@@ -12,15 +12,15 @@ import torch_hybrid_backend.backend
 from benchmarks.models import ZOO
 from torch_hybrid_backend.runtime.executor import Executor, build_executor
 from torch_hybrid_backend.runtime.memory import ALIGNMENT
-from torch_hybrid_backend.runtime.native.ops import ValueKind
-from torch_hybrid_backend.runtime.plan_layout import KernelStep, StaticLayout
+from torch_hybrid_backend.runtime.native.description import ValueKind
+from torch_hybrid_backend.runtime.plan_layout import StaticLayout
 
 
 def _most_alive(layout: StaticLayout) -> int:
     """Bytes of the arena's values, each rounded up to ALIGNMENT, at the step with the most between first and last use."""
     uses: dict[int, list[int]] = {}
-    for step, kernel in enumerate(layout.steps):
-        for number in kernel.values if isinstance(kernel, KernelStep) else ():
+    for step, planned in enumerate(layout.steps):
+        for number in planned.step.memory:
             value = layout.values[number]
             root = value.payload if value.kind is ValueKind.ALIAS else number
             if layout.values[root].kind is ValueKind.ARENA:

@@ -16,13 +16,13 @@ import torch.fx
 
 from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.core.hoisted_inputs import CallInput, FoldedValue, HoistedInputs
-from torch_hybrid_backend.core.program import Kernel, PackedConstant, Program
+from torch_hybrid_backend.core.program import KernelCall, PackedConstant, Program
 from torch_hybrid_backend.core.region import PartitionedGraph, Region, RegionInput, Segment
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.eager_graph import EagerGraph
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.runtime.executor import Executor, build_executor
-from torch_hybrid_backend.runtime.native.ops import ValueKind
+from torch_hybrid_backend.runtime.native.description import ValueKind
 from torch_hybrid_backend.runtime.plan_layout import StaticLayoutError
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 from torch_hybrid_backend.runtime.python_executor import PythonExecutor
@@ -72,10 +72,10 @@ def linear_chain(kernels: str) -> tuple[PartitionedGraph, list[Any]]:
         inputs=(0, -1),
         outputs=(4,),
         constants=(PackedConstant(1, (1,), lambda w: (w + w).flatten()),),
-        kernels=(
-            Kernel(kernels, "double", (0, 2), 1),
-            Kernel(kernels, "add", (2, 1, 3), 1),
-            Kernel(kernels, "double", (3, 4), 1),
+        steps=(
+            KernelCall(kernels, "double", (0, 2), 1),
+            KernelCall(kernels, "add", (2, 1, 3), 1),
+            KernelCall(kernels, "double", (3, 4), 1),
         ),
     )
     last_program = Program(
@@ -83,7 +83,7 @@ def linear_chain(kernels: str) -> tuple[PartitionedGraph, list[Any]]:
         inputs=(0, 1),
         outputs=(3,),
         constants=(),
-        kernels=(Kernel(kernels, "double", (0, 2), 1), Kernel(kernels, "add", (2, 1, 3), 1)),
+        steps=(KernelCall(kernels, "double", (0, 2), 1), KernelCall(kernels, "add", (2, 1, 3), 1)),
     )
     graph = PartitionedGraph(("x", "w"), frozenset({"w"}), (first, eager, last), ("out", "y"))
     segments = [compiled(first_program, first), eager.region.eager, compiled(last_program, last)]
@@ -180,7 +180,7 @@ def hoisted_graph(kernels: str) -> tuple[PartitionedGraph, list[Any], HoistedInp
     """fold(w) = (w + 1, w.t()); main: out = (w + 1) + w.t() by kernels that want w.t() contiguous, s = sin(w.t())."""
     add = segment(lambda a, b: (a + b,), {"a": SQUARE, "b": TRANSPOSED}, {"out": SQUARE})
     sine = segment(lambda b: (b.sin(),), {"b": TRANSPOSED}, {"s": TRANSPOSED})
-    program = Program((SQUARE, SQUARE, SQUARE), (0, 1), (2,), (), (Kernel(kernels, "add", (0, 1, 2), 1),))
+    program = Program((SQUARE, SQUARE, SQUARE), (0, 1), (2,), (), (KernelCall(kernels, "add", (0, 1, 2), 1),))
     graph = PartitionedGraph(
         ("n", "x", "a", "b"), frozenset({"a", "b"}), (add, sine), ("out", "s", "a", "x", None, 3, "b", "n", "out")
     )
@@ -216,7 +216,7 @@ def test_outputs_may_alias_inputs_and_each_other(kernels: str) -> None:
         {"x": SQUARE},
         {"flat": FLAT, "double": SQUARE, "double_flat": FLAT},
     )
-    program = Program((SQUARE, FLAT), (0,), (0, 1, 1), (), (Kernel(kernels, "double", (0, 1), 1),))
+    program = Program((SQUARE, FLAT), (0,), (0, 1, 1), (), (KernelCall(kernels, "double", (0, 1), 1),))
     graph = PartitionedGraph(("x",), frozenset(), (piece,), ("flat", "double", "double_flat"))
     x = torch.randn(64, 64)
     flat, double, double_flat = build_executor(graph, [compiled(program, piece)])([x])
@@ -229,7 +229,7 @@ def test_strides_are_changed_between_segments(kernels: str) -> None:
     """Kernels built for other strides than a value has get a copy; so do graph inputs that come strided."""
     transpose = segment(lambda x: (x.t(),), {"x": SQUARE}, {"t": TRANSPOSED})
     double = segment(lambda t: (2 * t,), {"t": TRANSPOSED}, {"out": SQUARE})
-    program = Program((SQUARE, SQUARE), (0,), (1,), (), (Kernel(kernels, "double", (0, 1), 1),))
+    program = Program((SQUARE, SQUARE), (0,), (1,), (), (KernelCall(kernels, "double", (0, 1), 1),))
     graph = PartitionedGraph(("x",), frozenset(), (transpose, double), ("out",))
     executor = build_executor(graph, [transpose.region.eager, compiled(program, double)])
     x = torch.randn(64, 64)
@@ -252,7 +252,7 @@ def test_eager_views_of_intermediate_values_stay_valid(kernels: str) -> None:
     """An eager segment may return a view of a kernel's result; it outlives the call and later calls."""
     double = segment(lambda x: (2 * x,), {"x": SQUARE}, {"d": SQUARE})
     view = segment(lambda d: (d.t(),), {"d": SQUARE}, {"v": TRANSPOSED})
-    program = Program((SQUARE, SQUARE), (0,), (1,), (), (Kernel(kernels, "double", (0, 1), 1),))
+    program = Program((SQUARE, SQUARE), (0,), (1,), (), (KernelCall(kernels, "double", (0, 1), 1),))
     graph = PartitionedGraph(("x",), frozenset(), (double, view), ("v",))
     executor = build_executor(graph, [compiled(program, double), view.region.eager])
     x = torch.randn(64, 64)
@@ -286,7 +286,7 @@ def test_programs_that_contradict_themselves_are_refused(kernels: str) -> None:
 
     with pytest.raises(HybridError, match="no kernel writes out"):
         build(Program((SQUARE, SQUARE), (0,), (1,), (), ()))
-    double = Kernel(kernels, "double", (0, 1), 1)
+    double = KernelCall(kernels, "double", (0, 1), 1)
     pack = PackedConstant(0, (0,), lambda x: x[1:].flatten())
     with pytest.raises(HybridError, match="packs x, which changes"):
         build(Program((SQUARE, SQUARE), (-1,), (1,), (pack,), (double,)))

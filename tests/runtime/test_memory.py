@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_hybrid_backend.runtime.memory import ALIGNMENT, LiveRange, plan_arena
+from torch_hybrid_backend.core.device import CPU, Device
+from torch_hybrid_backend.runtime.memory import ALIGNMENT, LiveRange, alignment_on, plan_arena
 
 RANGES = st.lists(
     st.builds(
@@ -22,13 +23,14 @@ RANGES = st.lists(
 )
 
 
-@given(RANGES)
-def test_buffers_alive_together_never_overlap(ranges: list[LiveRange]) -> None:
-    """Whatever the sizes and live ranges: aligned, inside the block, and disjoint while alive together."""
-    layout = plan_arena(ranges)
+@given(RANGES, st.sampled_from([alignment_on(CPU), alignment_on(Device("cuda"))]))
+def test_buffers_alive_together_never_overlap(ranges: list[LiveRange], alignment: int) -> None:
+    """Whatever the sizes and live ranges: aligned as the device needs it, inside the block, and disjoint while alive together."""
+    layout = plan_arena(ranges, alignment)
+    assert layout.size_bytes % alignment == 0
     placed = list(zip(ranges, layout.offsets, strict=True))
     for live, offset in placed:
-        assert offset % ALIGNMENT == 0
+        assert offset % alignment == 0
         assert offset >= 0
         assert offset + live.size_bytes <= layout.size_bytes
     for (a, a_offset), (b, b_offset) in combinations(placed, 2):

@@ -18,8 +18,14 @@ from torch_hybrid_backend.codegen.operands import Packed
 from torch_hybrid_backend.codegen.operator_kernel import Operand, OperatorKernel
 from torch_hybrid_backend.codegen.variants import Variant
 from torch_hybrid_backend.core.device import Device
-from torch_hybrid_backend.core.program import Kernel as KernelCall
-from torch_hybrid_backend.core.program import OperatorArgument, OperatorCall, PackedConstant, Program, TensorArgument
+from torch_hybrid_backend.core.program import (
+    OperatorArgument,
+    OperatorCall,
+    PackedConstant,
+    Program,
+    Step,
+    TensorArgument,
+)
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.loops.fusion import Group, fuse, inlined, needed_outside, replace_loads
@@ -69,18 +75,19 @@ class RegionKernels:
             spec = TensorSpec(item.shape, item.buffer.dtype, item.strides, device) if item.strides else None
             return TensorArgument(number(item.buffer), spec)
 
-        calls: list[KernelCall | OperatorCall] = []
+        steps: list[Step] = []
         for kernel, artifact in zip(self.kernels, compiled, strict=True):
             if isinstance(kernel, OperatorKernel):
                 result = number(kernel.result.buffer)
                 operands = tuple(map(argument, kernel.arguments))
-                call: KernelCall | OperatorCall = OperatorCall(kernel.name, operands, result, kernel.title)
+                step: Step = OperatorCall(kernel.name, operands, (result,), kernel.title)
             else:
                 numbered = tuple(number(a.buffer) for a in (*kernel.reads, *kernel.writes))
-                call = self.backend.step(kernel, artifact, numbered)
-            if isinstance(call, OperatorCall):
-                specs[call.result] = _logical(kernel.writes[0], device)
-            calls.append(call)
+                step = self.backend.step(kernel, artifact, numbered)
+            results = {number(write.buffer): write for write in kernel.writes}
+            for result in step.returned:
+                specs[result] = _logical(results[result], device)
+            steps.append(step)
         read = {a.buffer for kernel in self.kernels for a in kernel.reads}
         sources = {b: position for position, b in enumerate(self.inputs)}
         literals = dict(self.literals)
@@ -94,7 +101,7 @@ class RegionKernels:
         constants += [
             PackedConstant(number(b), (), partial(_itself, tensor)) for b, tensor in self.literals if b in read
         ]
-        by_address = {n for call in calls if isinstance(call, KernelCall) for n in call.arguments}
+        by_address = {n for step in steps for n in step.memory}
         inputs = []
         for position, (buffer, region_input) in enumerate(zip(self.inputs, self.region.inputs, strict=True)):
             if buffer not in read:
@@ -112,7 +119,7 @@ class RegionKernels:
                 inputs.append(own)
         outputs = tuple(number(b) for b in self.outputs)
         signature = tuple(i.spec if i.spec is not None else i.size for i in self.region.inputs)
-        return Program(tuple(specs), tuple(inputs), outputs, tuple(constants), tuple(calls), signature)
+        return Program(tuple(specs), tuple(inputs), outputs, tuple(constants), tuple(steps), signature)
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

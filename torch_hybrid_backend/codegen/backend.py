@@ -17,8 +17,7 @@ from torch_hybrid_backend.codegen.kernel_cache import Artifact
 from torch_hybrid_backend.codegen.operands import Packed, Prepared
 from torch_hybrid_backend.codegen.variants import Variant
 from torch_hybrid_backend.core.device import Device
-from torch_hybrid_backend.core.program import Kernel as KernelCall
-from torch_hybrid_backend.core.program import OperatorCall
+from torch_hybrid_backend.core.program import Step
 from torch_hybrid_backend.core.verdict import Verdict
 from torch_hybrid_backend.loops.fusion import Group
 from torch_hybrid_backend.loops.graph import LoopGraph
@@ -80,9 +79,9 @@ class KernelBackend(Protocol):
         """Other ways of computing what a kernel computes, best estimate first. `constants`: what is packed ahead, by its buffer."""
         ...
 
-    def step(self, kernel: Kernel, artifact: Artifact, arguments: tuple[int, ...]) -> KernelCall | OperatorCall:
+    def step(self, kernel: Kernel, artifact: Artifact, arguments: tuple[int, ...]) -> Step:
         """The step of a program that runs the kernel. `arguments`: the numbers of its buffers, those it reads first, then those it
-        writes. An operator writes one."""
+        writes."""
         ...
 
 

@@ -1,23 +1,87 @@
 """Program: what an engine's kernels do for one region, as data the runtime can lay out and run without Python.
 
-A program is a list of kernel calls over numbered buffers. The runtime decides where buffers live (graph inputs, packed
-constants, the arena, fresh outputs); the program only says how large they are and who reads and writes them.
+A program is a list of steps over numbered buffers. The runtime decides where buffers live (graph inputs, packed constants, the arena,
+fresh outputs); the program only says how large they are and who reads and writes them.
+
+This is the only place that lists the kinds of steps. A whole graph's plan has the same ones, over the plan's values in place of buffers
+(`Step.over`), and two more, which the runtime adds: `Callback` and `Copy`. Each is a class of the same name in `csrc/src/steps/`, which reads
+what `Step.describe` returns. See docs/adr/0020-one-vocabulary-of-steps.md.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 
+from torch_hybrid_backend.core.device import CPU, Device
+from torch_hybrid_backend.core.operator_schema import described_arguments, is_native, operator_schema
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.sizes.size import Dim, evaluate
 
+# In place of a buffer: a null pointer.
+NULL = -1
+
+InPython = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
-    """One kernel call. `arguments` are buffer numbers: those the kernel reads first, then those it writes."""
+class TensorArgument:
+    """A buffer as an operator takes it: with the sizes and strides of `spec`, or where that is None as the buffer itself has them."""
+
+    buffer: int
+    spec: TensorSpec | None = None
+
+
+class Step(ABC):
+    """One thing that a program or plan does. Steps run in order; a program's run on its device."""
+
+    __slots__ = ()
+
+    @property
+    def memory(self) -> tuple[int, ...]:
+        """Buffers whose address it is given."""
+        return ()
+
+    @property
+    def tensors(self) -> tuple[TensorArgument, ...]:
+        """Buffers that it takes as tensors, in order; one may be there more than once."""
+        return ()
+
+    @property
+    def returned(self) -> tuple[int, ...]:
+        """Buffers that it fills with a new tensor in each call; nothing else writes them."""
+        return ()
+
+    @property
+    def in_python(self) -> InPython | None:
+        """What runs it where the C++ plan cannot: from its `tensors` to the tensors that it `returned`. None where the plan can."""
+        return None
+
+    def at(self, values: Mapping[str, int]) -> Step:
+        """The step for values of the size symbols, by name; KeyError for one that is missing."""
+        return self
+
+    @property
+    def sizes_used(self) -> tuple[Dim, ...]:
+        """Sizes known only at run time that it takes as numbers."""
+        return ()
+
+    @abstractmethod
+    def over(self, memory: Callable[[int], int], tensor: Callable[[TensorArgument], int]) -> Step:
+        """The step over other numbers: `memory` and `tensor` map buffers, used in these two ways, to values of a plan."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """What csrc/src/steps/ makes the step of, as JSON has it; "kind" says which. Its sizes must be numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCall(Step):
+    """A call of a kernel on the host. `arguments` are buffer numbers: those the kernel reads first, then those it writes."""
 
     library: str  # path of the kernel library (.so)
     symbol: str  # the kernel's name in it, without the "__tvm_ffi_" prefix
@@ -25,34 +89,295 @@ class Kernel:
     writes: int  # how many of the last arguments are written
     sizes: tuple[Dim, ...] = ()  # further arguments, after the buffers: sizes known only at run time
 
+    @property
+    def memory(self) -> tuple[int, ...]:
+        return self.arguments
+
+    @property
+    def sizes_used(self) -> tuple[Dim, ...]:
+        return self.sizes
+
+    def at(self, values: Mapping[str, int]) -> KernelCall:
+        return replace(self, sizes=_at(self.sizes, values)) if self.sizes else self
+
+    def over(self, memory: Callable[[int], int], tensor: Callable[[TensorArgument], int]) -> KernelCall:
+        return replace(self, arguments=tuple(map(memory, self.arguments)))
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "kind": "kernel",
+            "library": self.library,
+            "symbol": self.symbol,
+            "arguments": self.arguments,
+            "sizes": self.sizes,
+        }
+
 
 @dataclass(frozen=True, slots=True)
-class TensorArgument:
-    """A buffer as an operator takes it: with the sizes and strides of `spec`, or where that is None as the constant that it is."""
+class ScalarArgument:
+    """A number that a kernel takes by value. `dtype`: "int32", "int64", "float32" or "float64"."""
 
-    buffer: int
-    spec: TensorSpec | None
-
-
-OperatorArgument = TensorArgument | int | tuple[int, ...] | str | None
+    dtype: str
+    value: Dim | float
 
 
 @dataclass(frozen=True, slots=True)
-class OperatorCall:
-    """An operator of PyTorch's where else kernels would be. Its result is a new tensor in each call.
+class DeviceLaunch(Step):
+    """A launch of a kernel on a GPU, on the caller's current stream. It has not run on one yet.
 
-    `name`: "namespace::operator", its default overload. `title`: what it stands for, for people.
+    The kernel's parameters: the addresses of `arguments` (buffers, those it reads first; a buffer on the CPU, of no dimensions, is passed by
+    value), then `scalars`, then the addresses of `scratch` (buffers, or NULL). A grid with a 0 launches nothing.
+    """
+
+    module: str  # path of the compiled module: a cubin, a fat binary or PTX
+    symbol: str
+    arguments: tuple[int, ...]
+    writes: int  # how many of the last arguments are written
+    grid: tuple[Dim, Dim, Dim]  # blocks
+    threads: int  # of a block
+    scalars: tuple[ScalarArgument, ...] = ()
+    shared_bytes: int = 0  # of dynamic shared memory
+    scratch: tuple[int, ...] = ()
+
+    @property
+    def memory(self) -> tuple[int, ...]:
+        return (*self.arguments, *(buffer for buffer in self.scratch if buffer != NULL))
+
+    @property
+    def sizes_used(self) -> tuple[Dim, ...]:
+        return (*self.grid, *(s.value for s in self.scalars if not isinstance(s.value, float)))
+
+    def at(self, values: Mapping[str, int]) -> DeviceLaunch:
+        x, y, z = _at(self.grid, values)
+        scalars = tuple(
+            replace(s, value=s.value if isinstance(s.value, float) else evaluate(s.value, values)) for s in self.scalars
+        )
+        return replace(self, grid=(x, y, z), scalars=scalars)
+
+    def over(self, memory: Callable[[int], int], tensor: Callable[[TensorArgument], int]) -> DeviceLaunch:
+        scratch = tuple(NULL if buffer == NULL else memory(buffer) for buffer in self.scratch)
+        return replace(self, arguments=tuple(map(memory, self.arguments)), scratch=scratch)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "kind": "launch",
+            "module": self.module,
+            "symbol": self.symbol,
+            "arguments": self.arguments,
+            "scalars": [(scalar.dtype, scalar.value) for scalar in self.scalars],
+            "grid": self.grid,
+            "threads": self.threads,
+            "shared_bytes": self.shared_bytes,
+            "scratch": self.scratch,
+        }
+
+
+# An argument of an operator, by what its schema asks for. Lists are tuples.
+OperatorArgument = (
+    TensorArgument
+    | int
+    | float
+    | bool
+    | str
+    | torch.dtype
+    | torch.device
+    | torch.layout
+    | torch.memory_format
+    | None
+    | tuple["OperatorArgument", ...]
+)
+
+# A result of an operator: a buffer, None where nobody reads it, or a tuple of these where the schema returns a list.
+OperatorResult = int | None | tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorCall(Step):
+    """An operator of PyTorch's where else kernels would be. Its results are new tensors in each call.
+
+    `name`: "namespace::operator". `title`: what it stands for, for people. Where the C interface of PyTorch's dispatcher lacks a type of the
+    schema (numbers that may be whole or not, for one), the call goes through Python.
     """
 
     name: str
-    arguments: tuple[OperatorArgument, ...]  # in the order of its schema
-    result: int  # a buffer that nothing else writes
+    arguments: tuple[OperatorArgument, ...]  # of the whole schema, in its order
+    results: tuple[OperatorResult, ...]  # of the whole schema, in its order
     title: str
+    overload: str = ""
 
     @property
     def tensors(self) -> tuple[TensorArgument, ...]:
-        """The tensors among its arguments, in order."""
-        return tuple(argument for argument in self.arguments if isinstance(argument, TensorArgument))
+        """The tensors among its arguments, in order; those in lists too."""
+        return tuple(_tensors(self.arguments))
+
+    @property
+    def returned(self) -> tuple[int, ...]:
+        return tuple(r for result in self.results for r in _flat(result) if r is not None)
+
+    @property
+    def in_python(self) -> InPython | None:
+        if is_native(self.name, self.overload, self.arguments, self.results):
+            return None
+        return OperatorInPython(self)
+
+    def over(self, memory: Callable[[int], int], tensor: Callable[[TensorArgument], int]) -> OperatorCall:
+        def argument(item: OperatorArgument) -> OperatorArgument:
+            if isinstance(item, TensorArgument):
+                return TensorArgument(tensor(item))
+            return tuple(map(argument, item)) if isinstance(item, tuple) else item
+
+        def result(item: OperatorResult) -> OperatorResult:
+            if isinstance(item, tuple):
+                return tuple(None if buffer is None else memory(buffer) for buffer in item)
+            return None if item is None else memory(item)
+
+        return replace(self, arguments=tuple(map(argument, self.arguments)), results=tuple(map(result, self.results)))
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "kind": "operator",
+            "name": self.name,
+            "overload": self.overload,
+            "arguments": described_arguments(self.name, self.overload, self.arguments),
+            "results": self.results,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorInPython:
+    """Runs an operator call: from its tensors, in order, to its results that are read. Raises what the operator does."""
+
+    call: OperatorCall
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        left = iter(tensors)
+
+        def argument(item: OperatorArgument) -> Any:
+            if isinstance(item, TensorArgument):
+                return next(left)
+            return [argument(each) for each in item] if isinstance(item, tuple) else item
+
+        call = self.call
+        schema = operator_schema(call.name, call.overload)
+        given = [argument(item) for item in call.arguments]
+        positional = [value for value, known in zip(given, schema.arguments, strict=True) if not known.kwarg_only]
+        named = {known.name: value for value, known in zip(given, schema.arguments, strict=True) if known.kwarg_only}
+        namespace, _, name = call.name.partition("::")
+        operator = getattr(getattr(getattr(torch.ops, namespace), name), call.overload or "default")
+        returned = operator(*positional, **named)
+        results = returned if len(call.results) != 1 else (returned,)
+        return [
+            tensor
+            for result, kept in zip(results or (), call.results, strict=True)
+            for tensor, number in zip(result if isinstance(kept, tuple) else (result,), _flat(kept), strict=True)
+            if number is not None
+        ]
+
+
+class ExternalRunner(Protocol):
+    """Part of an engine that runs a whole region, on one call's tensors or their addresses. Threads may use it at once."""
+
+    @property
+    def native(self) -> tuple[int, int] | None:
+        """The addresses of a C function and of its context, valid as long as this object lives: see csrc/src/steps/external_call.cc.
+
+        None where there is none: then the plan calls this object.
+        """
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> None:
+        """tensors: what it reads, then what it writes, which it fills."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExternalCall(Step):
+    """An engine's own runner on whole tensors: an opaque step, on the caller's current stream where the program's device has streams.
+
+    `arguments` are buffer numbers: those it reads first, then those it writes; working memory is a buffer that it writes.
+    """
+
+    runner: ExternalRunner
+    arguments: tuple[int, ...]
+    writes: int  # how many of the last arguments are written
+    title: str  # for people
+
+    @property
+    def memory(self) -> tuple[int, ...]:
+        return () if self.runner.native is None else self.arguments
+
+    @property
+    def tensors(self) -> tuple[TensorArgument, ...]:
+        return tuple(map(TensorArgument, self.arguments)) if self.runner.native is None else ()
+
+    @property
+    def in_python(self) -> InPython | None:
+        return None if self.runner.native is not None else ExternalInPython(self.runner)
+
+    def over(self, memory: Callable[[int], int], tensor: Callable[[TensorArgument], int]) -> ExternalCall:
+        return replace(self, arguments=tuple(map(memory, self.arguments)))
+
+    def describe(self) -> dict[str, Any]:
+        assert self.runner.native is not None, "a plan calls it"
+        function, context = self.runner.native
+        return {
+            "kind": "external",
+            "function": function,
+            "context": context,
+            "title": self.title,
+            "arguments": self.arguments,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ExternalInPython:
+    """Calls a runner that has no C function, as a step that returns nothing."""
+
+    runner: ExternalRunner
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        self.runner(tensors)
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class Callback(Step):
+    """A function of Python's in a plan: an eager segment, or a step that C++ cannot run. `function` is its number among the plan's."""
+
+    function: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    @property
+    def tensors(self) -> tuple[TensorArgument, ...]:
+        return tuple(map(TensorArgument, self.inputs))
+
+    @property
+    def returned(self) -> tuple[int, ...]:
+        return self.outputs
+
+    def over(self, memory: Callable[[int], int], tensor: Callable[[TensorArgument], int]) -> Callback:
+        inputs = tuple(tensor(TensorArgument(number)) for number in self.inputs)
+        return replace(self, inputs=inputs, outputs=tuple(map(memory, self.outputs)))
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "callback", "function": self.function, "inputs": self.inputs, "outputs": self.outputs}
+
+
+@dataclass(frozen=True, slots=True)
+class Copy(Step):
+    """Same shape, other strides."""
+
+    source: int
+    destination: int
+
+    @property
+    def tensors(self) -> tuple[TensorArgument, ...]:
+        return (TensorArgument(self.source), TensorArgument(self.destination))
+
+    def over(self, memory: Callable[[int], int], tensor: Callable[[TensorArgument], int]) -> Copy:
+        return Copy(tensor(TensorArgument(self.source)), tensor(TensorArgument(self.destination)))
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "copy", "source": self.source, "destination": self.destination}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,32 +395,33 @@ class PackedConstant:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Kernel calls over buffers.
+    """Steps over buffers.
 
     `buffers[i]` is the physical form of buffer i: kernels see it as a 1-D array of `span` elements of its dtype.
     `inputs[k]` is the buffer of the region's k-th input (its spec has the strides the kernels were built for), or -1
     where no kernel reads it directly; `outputs[k]` is the buffer of the k-th output. An output may be an input's
-    buffer, and two outputs may share one.
+    buffer, and two outputs may share one. `device`: where its steps run.
     """
 
     buffers: tuple[TensorSpec, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     constants: tuple[PackedConstant, ...]
-    kernels: tuple[Kernel | OperatorCall, ...]
+    steps: tuple[Step, ...]
     # Of a program with sizes known only at run time: what they are read from, the region's inputs as tensors or sizes.
     signature: tuple[TensorSpec | Dim | None, ...] = ()
+    device: Device = CPU
 
     def at(self, values: Mapping[str, int]) -> Program:
         """The program for values of the size symbols, by name; KeyError for one that is missing."""
         buffers = tuple(buffer.at(values) for buffer in self.buffers)
-        kernels = tuple(
-            replace(kernel, sizes=tuple(evaluate(size, values) for size in kernel.sizes))
-            if isinstance(kernel, Kernel) and kernel.sizes
-            else kernel
-            for kernel in self.kernels
-        )
-        return replace(self, buffers=buffers, kernels=kernels)
+        return replace(self, buffers=buffers, steps=tuple(step.at(values) for step in self.steps))
+
+    @property
+    def sizes_used(self) -> tuple[Dim, ...]:
+        """The sizes of its buffers, and those that its steps take."""
+        of_buffers = (size for spec in self.buffers for size in (*spec.shape, *spec.strides))
+        return (*(size for step in self.steps for size in step.sizes_used), *of_buffers)
 
     def reading(self, inputs: Sequence[int]) -> Program:
         """The program with only those of the region's inputs, by position; the others are read by no kernel and no packing."""
@@ -103,3 +429,21 @@ class Program:
         constants = tuple(replace(c, sources=tuple(new[source] for source in c.sources)) for c in self.constants)
         signature = tuple(self.signature[old] for old in inputs) if self.signature else ()
         return replace(self, inputs=tuple(self.inputs[old] for old in inputs), constants=constants, signature=signature)
+
+
+def _at(sizes: Sequence[Dim], values: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(evaluate(size, values) for size in sizes)
+
+
+def _tensors(arguments: Sequence[OperatorArgument]) -> Sequence[TensorArgument]:
+    found: list[TensorArgument] = []
+    for argument in arguments:
+        if isinstance(argument, TensorArgument):
+            found.append(argument)
+        elif isinstance(argument, tuple):
+            found.extend(_tensors(argument))
+    return found
+
+
+def _flat(result: OperatorResult) -> tuple[int | None, ...]:
+    return result if isinstance(result, tuple) else (result,)

@@ -73,7 +73,7 @@ def eager_us(region: Region, on: Roofline) -> float:
 
 def engine_us(region: Region, compiled: CompiledRegion, on: Roofline) -> float:
     """Estimated microseconds of one call of the region as an engine compiled it."""
-    return fused_us(region, on, None if compiled.program is None else len(compiled.program.kernels))
+    return fused_us(region, on, None if compiled.program is None else len(compiled.program.steps))
 
 
 def fused_us(region: Region, on: Roofline, kernels: int | None = None) -> float:

@@ -157,7 +157,7 @@ def decide(
     max_error: float | None = None,
 ) -> RegionDecision:
     """The plan's entry for a region that `engine` runs."""
-    kernels = compiled.program.kernels if compiled is not None and compiled.program is not None else ()
+    kernels = compiled.program.steps if compiled is not None and compiled.program is not None else ()
     return RegionDecision(
         name=region.name,
         engine=engine,

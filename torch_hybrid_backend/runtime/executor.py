@@ -28,17 +28,8 @@ from torch_hybrid_backend.runtime.constants import (
     run_fold,
     without_owning,
 )
-from torch_hybrid_backend.runtime.native.ops import Binding, Callback, Guard, Plan, ValueKind
-from torch_hybrid_backend.runtime.plan_layout import (
-    CallbackStep,
-    ConstantSlot,
-    KernelStep,
-    OperatorStep,
-    Piece,
-    StaticLayout,
-    lay_out,
-    same_memory,
-)
+from torch_hybrid_backend.runtime.native.ops import Binding, Callback, Guard, Plan
+from torch_hybrid_backend.runtime.plan_layout import ConstantSlot, Piece, StaticLayout, lay_out, same_memory
 from torch_hybrid_backend.sizes.size import Dim
 
 # A region an engine compiled, or any function from the list of a segment's inputs to its outputs (`Region.eager`).
@@ -123,7 +114,7 @@ class Executor:
         folded = {name for name, source in sources.items() if isinstance(source, FoldedValue)}
         computed = list(dict.fromkeys(o for o in outputs if isinstance(o, str) and o not in sources))
         self._layout = lay_out(frozenset(inputs), constants | folded, pieces, computed)
-        self._plan = _native_plan(self._layout, callbacks)
+        self._plan = Plan(self._layout.description, (*callbacks, *self._layout.functions))
         self._plan_sources = tuple(sources[name] for name in self._layout.inputs)
         self._returns = tuple(_return(output, sources, computed) for output in outputs)
         self._returns_plan_outputs = list(outputs) == computed
@@ -178,18 +169,14 @@ class Executor:
         )
 
     def kernel_us(self, inputs: Sequence[Any]) -> list[float]:
-        """The microseconds that each kernel, or operator in its place, takes in one call, in the order of the pieces' kernels.
+        """The microseconds that each step of the pieces' programs takes in one call, in their order.
 
         Empty where the call came to no end: its parameters changed, or an eager segment raised. Raises as a call does.
         """
         with torch.no_grad():
             bound = self._constants.get(inputs)
             times = self._plan.time(bound.binding(self._plan), self._plan_inputs(bound, inputs))
-        return [
-            ns / 1e3
-            for ns, step in zip(times, self._layout.steps, strict=bool(times))
-            if isinstance(step, KernelStep | OperatorStep)
-        ]
+        return [times[step] / 1e3 for step in self._layout.from_programs] if times else []
 
     def _plan_inputs(self, bound: Made, inputs: Sequence[Any]) -> list[torch.Tensor]:
         return [
@@ -269,10 +256,11 @@ def _slot_tensor(slot: ConstantSlot, tensors: Sequence[torch.Tensor]) -> torch.T
         [packed] = made_once(pack, tensors, lambda: [pack(*tensors)])
         if packed.layout is torch._mkldnn:  # type: ignore[attr-defined]
             return packed  # only operators read it, and only they know how it lies
-        if packed.numel() != spec.span or packed.dtype != spec.torch_dtype or not packed.is_contiguous():
+        form = (packed.numel(), packed.dtype, TensorSpec.of(packed).device)
+        if form != (spec.span, spec.torch_dtype, spec.device) or not packed.is_contiguous():
             raise HybridError(
-                f"packing {', '.join(slot.sources)} gave {packed.dtype} {tuple(packed.shape)} with strides {packed.stride()};"
-                f" expected {spec.span} contiguous elements of {spec.dtype}"
+                f"packing {', '.join(slot.sources)} gave {packed.dtype} {tuple(packed.shape)} with strides {packed.stride()}"
+                f" on {packed.device}; expected {spec.span} contiguous elements of {spec.dtype} on {spec.device}"
             )
         return packed
     tensor = tensors[0]
@@ -288,33 +276,3 @@ def _slot_tensor(slot: ConstantSlot, tensors: Sequence[torch.Tensor]) -> torch.T
 
 def static_dims(dims: Sequence[Dim]) -> list[int]:
     return [int(dim) for dim in dims]
-
-
-def _native_plan(layout: StaticLayout, callbacks: Sequence[Callback]) -> Plan:
-    plan = Plan(callbacks)
-    for value in layout.values:
-        spec = value.spec
-        plan.add_value(
-            ValueKind(value.kind),
-            value.payload,
-            spec.torch_dtype,
-            static_dims(spec.shape),
-            static_dims(spec.strides),
-            spec.device.is_host,
-        )
-    titles = iter(layout.titles)
-    title = next(titles, None)
-    for number, step in enumerate(layout.steps):
-        while title is not None and title.first <= number:
-            plan.add_range(title.title)
-            title = next(titles, None)
-        if isinstance(step, KernelStep):
-            plan.add_kernel(step.library, step.symbol, step.values, step.sizes)
-        elif isinstance(step, OperatorStep):
-            plan.add_operator(step.name, step.arguments, step.values, step.result)
-        elif isinstance(step, CallbackStep):
-            plan.add_callback(step.segment, step.inputs, step.outputs)
-        else:
-            plan.add_copy(step.source, step.destination)
-    plan.seal(len(layout.inputs), len(layout.slots), layout.arena_bytes, layout.outputs)
-    return plan

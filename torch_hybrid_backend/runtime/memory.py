@@ -14,8 +14,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch_hybrid_backend.core.device import Device
+
 # A cache line, and the widest vector register: csrc/include/aligned_block.h aligns the arena itself to it.
 ALIGNMENT = 64
+# On other devices: csrc/include/device.h.
+_DEVICE_ALIGNMENT = 256
 
 # Orders tried where the first misses the bound, and pairs of buffers looked at for it: some 0.1 s.
 _MOST_ORDERS, _MOST_PAIRS = 64, 500_000
@@ -32,15 +36,20 @@ class LiveRange:
 
 @dataclass(frozen=True, slots=True)
 class ArenaLayout:
-    """`offsets[i]` is where buffer i starts; all offsets and `size_bytes` are multiples of ALIGNMENT."""
+    """`offsets[i]` is where buffer i starts; all offsets and `size_bytes` are multiples of the alignment."""
 
     offsets: tuple[int, ...]
     size_bytes: int
 
 
-def plan_arena(ranges: Sequence[LiveRange]) -> ArenaLayout:
+def alignment_on(device: Device) -> int:
+    """What offsets in an arena of the device must be multiples of, in bytes."""
+    return ALIGNMENT if device.is_host else _DEVICE_ALIGNMENT
+
+
+def plan_arena(ranges: Sequence[LiveRange], alignment: int = ALIGNMENT) -> ArenaLayout:
     """Places every buffer. Empty buffers are placed too, at an offset of their own choosing (0)."""
-    sizes = [-(-live.size_bytes // ALIGNMENT) * ALIGNMENT for live in ranges]
+    sizes = [-(-live.size_bytes // alignment) * alignment for live in ranges]
     buffers = [i for i in range(len(ranges)) if sizes[i]]
     together = _alive_together(ranges, buffers)
     least = _most_alive(ranges, sizes)

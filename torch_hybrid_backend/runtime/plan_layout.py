@@ -14,11 +14,26 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_hybrid_backend.core.program import Kernel, OperatorArgument, OperatorCall, PackedConstant, Program
+from torch_hybrid_backend.core.device import Device
+from torch_hybrid_backend.core.program import (
+    Callback,
+    Copy,
+    InPython,
+    PackedConstant,
+    Program,
+    Step,
+    TensorArgument,
+)
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import HybridError
-from torch_hybrid_backend.runtime.memory import LiveRange, plan_arena
-from torch_hybrid_backend.runtime.native.ops import ValueKind
+from torch_hybrid_backend.runtime.memory import LiveRange, alignment_on, plan_arena
+from torch_hybrid_backend.runtime.native.description import (
+    PlanDescription,
+    PlanStep,
+    PlanValue,
+    TitledSteps,
+    ValueKind,
+)
 from torch_hybrid_backend.sizes.size import Size
 
 
@@ -39,61 +54,6 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanValue:
-    """See csrc/include/value.h; `payload` is 0 where the kind has none."""
-
-    kind: ValueKind
-    payload: int
-    spec: TensorSpec
-
-
-@dataclass(frozen=True, slots=True)
-class KernelStep:
-    library: str
-    symbol: str
-    values: tuple[int, ...]
-    sizes: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class OperatorStep:
-    """`arguments` as in `core.program.OperatorCall`; `values` are its tensors."""
-
-    name: str
-    arguments: tuple[OperatorArgument, ...]
-    values: tuple[int, ...]
-    result: int
-
-
-@dataclass(frozen=True, slots=True)
-class CallbackStep:
-    """`segment` is the position of the piece."""
-
-    segment: int
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CopyStep:
-    """Same shape, other strides."""
-
-    source: int
-    destination: int
-
-
-Step = KernelStep | OperatorStep | CallbackStep | CopyStep
-
-
-@dataclass(frozen=True, slots=True)
-class TitledSteps:
-    """Profilers show the steps from number `first` to those of the next title as `title`."""
-
-    first: int
-    title: str
-
-
-@dataclass(frozen=True, slots=True)
 class ConstantSlot:
     """One slot of a binding. `sources` are constant graph inputs by name; `pack` makes the slot's tensor of them.
 
@@ -108,15 +68,32 @@ class ConstantSlot:
 
 @dataclass(frozen=True, slots=True)
 class StaticLayout:
-    """`inputs` names the graph inputs that each call passes to the plan; `outputs` are value numbers."""
+    """`inputs` names the graph inputs that each call passes to the plan; `outputs` are value numbers.
+
+    `arenas`: bytes by device, where any. `functions`: what callbacks call beside the pieces' own, numbered after these. `from_programs`: the
+    positions of the steps that are a program's, in order; the others are segments run by callbacks, and copies.
+    """
 
     values: tuple[PlanValue, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[PlanStep, ...]
     inputs: tuple[str, ...]
     slots: tuple[ConstantSlot, ...]
     outputs: tuple[int, ...]
-    arena_bytes: int
-    titles: tuple[TitledSteps, ...] = ()
+    arenas: Mapping[Device, int]
+    titles: tuple[TitledSteps, ...]
+    functions: tuple[InPython, ...]
+    from_programs: tuple[int, ...]
+
+    @property
+    def arena_bytes(self) -> int:
+        """Of all devices."""
+        return sum(self.arenas.values())
+
+    @property
+    def description(self) -> PlanDescription:
+        """What the C++ plan is made of."""
+        inputs, constants = len(self.inputs), len(self.slots)
+        return PlanDescription(self.values, self.steps, inputs, constants, self.outputs, self.arenas, self.titles)
 
 
 def lay_out(
@@ -127,7 +104,7 @@ def lay_out(
     `outputs` names values that pieces compute (graph inputs that are returned need no plan).
     Raises StaticLayoutError where a spec is symbolic or no tensor, HybridError where a program contradicts its specs.
     """
-    builder = _Builder(inputs, constants)
+    builder = _Builder(inputs, constants, len(pieces))
     for number, piece in enumerate(pieces):
         builder.add(number, piece)
     return builder.finish(outputs)
@@ -146,11 +123,14 @@ class _Draft:
 
 
 class _Builder:
-    def __init__(self, inputs: AbstractSet[str], constants: AbstractSet[str]) -> None:
+    def __init__(self, inputs: AbstractSet[str], constants: AbstractSet[str], pieces: int) -> None:
         self._graph_inputs = inputs
         self._constants = constants
         self._drafts: list[_Draft] = []
-        self._steps: list[Step] = []
+        self._steps: list[PlanStep] = []
+        self._pieces = pieces
+        self._functions: list[InPython] = []
+        self._from_programs: list[int] = []
         self._computed: dict[str, int] = {}  # value of each name that a piece computed
         self._plan_inputs: dict[str, int] = {}  # position among the plan's inputs
         self._input_values: dict[tuple[str, TensorSpec, ValueKind], int] = {}
@@ -168,45 +148,55 @@ class _Builder:
                 for name, spec in zip(piece.inputs, piece.input_specs, strict=True)
             ]
             writes = [self._new(ValueKind.RETURNED, 0, spec) for spec in output_specs]
-            self._steps.append(CallbackStep(number, tuple(reads), tuple(writes)))
+            self._steps.append(PlanStep(Callback(number, tuple(reads), tuple(writes))))
             self._computed.update(zip(piece.outputs, writes, strict=True))
         else:
             self._add_program(piece, piece.program, output_specs)
 
     def _add_program(self, piece: Piece, program: Program, output_specs: Sequence[TensorSpec]) -> None:
         local: dict[int, int] = {}  # buffer of the program -> value
+        # Each call hands these over as they are: of a constant that is borrowed the plan knows only the address.
+        as_tensors = {tensor.buffer for step in program.steps for tensor in step.tensors}
         for name, spec, buffer in zip(piece.inputs, piece.input_specs, program.inputs, strict=True):
             if buffer >= 0 and buffer not in local:
-                returned = buffer in program.outputs
-                local[buffer] = self._for_kernels(name, _static(spec, name), program.buffers[buffer], returned)
+                given = buffer in program.outputs or buffer in as_tensors
+                local[buffer] = self._for_kernels(name, _static(spec, name), program.buffers[buffer], given)
         for constant in program.constants:
             local[constant.buffer] = self._packed(piece, constant, program.buffers[constant.buffer])
-        for call in program.kernels:
-            if isinstance(call, OperatorCall):
-                local[call.result] = self._new(ValueKind.RETURNED, 0, program.buffers[call.result])
-        for buffer in (b for kernel in program.kernels if isinstance(kernel, Kernel) for b in kernel.arguments):
-            if buffer not in local:
-                local[buffer] = self._new(None, 0, _static(program.buffers[buffer], f"buffer {buffer}"))
-        for kernel in program.kernels:
-            if isinstance(kernel, OperatorCall):
-                self._add_operator(kernel, local)
-                continue
-            values = tuple(local[buffer] for buffer in kernel.arguments)
-            self._steps.append(KernelStep(kernel.library, kernel.symbol, values, _numbers(kernel)))
+        for buffer in (buffer for step in program.steps for buffer in step.returned):
+            local[buffer] = self._new(ValueKind.RETURNED, 0, _static(program.buffers[buffer], f"buffer {buffer}"))
+        for step in program.steps:
+            for buffer in (*step.memory, *(tensor.buffer for tensor in step.tensors)):
+                if buffer not in local:
+                    local[buffer] = self._new(None, 0, _static(program.buffers[buffer], f"buffer {buffer}"))
+        for step in program.steps:
+            self._add_step(step, local, program.device)
         for name, spec, buffer in zip(piece.outputs, output_specs, program.outputs, strict=True):
             if buffer not in local:
                 raise HybridError(f"no kernel writes {name}: its program gives it buffer {buffer}, which nothing uses")
             self._computed[name] = self._as_output(local[buffer], spec, name)
 
-    def _add_operator(self, call: OperatorCall, local: Mapping[int, int]) -> None:
-        values = []
-        for tensor in call.tensors:
-            value = local[tensor.buffer]
-            if tensor.spec is not None:
-                self._escape(value)
-                value = self._alias(value, tensor.spec)
-            values.append(value)
-        self._steps.append(OperatorStep(call.name, call.arguments, tuple(values), local[call.result]))
+    def _add_step(self, step: Step, local: Mapping[int, int], device: Device) -> None:
+        unknown = [size for size in step.sizes_used if isinstance(size, Size)]
+        if unknown:
+            raise StaticLayoutError(f"a step takes sizes known only at run time: {unknown} in {step}")
+
+        def tensor(argument: TensorArgument) -> int:
+            value = local[argument.buffer]
+            self._escape(value)
+            if argument.spec is not None:
+                return self._alias(value, argument.spec)
+            self._drafts[value].named = True  # what reads it as it is expects its own sizes and strides
+            return value
+
+        self._from_programs.append(len(self._steps))
+        if (function := step.in_python) is not None:
+            reads = tuple(map(tensor, step.tensors))
+            number = self._pieces + len(self._functions)
+            self._functions.append(function)
+            self._steps.append(PlanStep(Callback(number, reads, tuple(local[b] for b in step.returned))))
+            return
+        self._steps.append(PlanStep(step.over(local.__getitem__, tensor), device))
 
     def finish(self, outputs: Sequence[str]) -> StaticLayout:
         numbers = []
@@ -216,7 +206,7 @@ class _Builder:
         for draft in self._drafts:
             if draft.kind is None and draft.escapes:
                 draft.kind = ValueKind.FRESH
-        arena_bytes = self._place_in_arena()
+        arenas = self._place_in_arenas()
         values = tuple(PlanValue(_placed(draft), draft.payload, draft.spec) for draft in self._drafts)
         return StaticLayout(
             values=values,
@@ -224,23 +214,32 @@ class _Builder:
             inputs=tuple(self._plan_inputs),
             slots=tuple(self._slots),
             outputs=tuple(numbers),
-            arena_bytes=arena_bytes,
+            arenas=arenas,
             titles=tuple(self._titles),
+            functions=tuple(self._functions),
+            from_programs=tuple(self._from_programs),
         )
 
-    def _place_in_arena(self) -> int:
+    def _place_in_arenas(self) -> dict[Device, int]:
+        """Gives each value that is in an arena its place, and says how large the arena of each device is."""
         live: dict[int, tuple[int, int]] = {}
-        for time, step in enumerate(self._steps):
-            if isinstance(step, KernelStep):
-                for value in step.values:
-                    root = self._drafts[value].root
-                    live[root] = (live.get(root, (time, time))[0], time)
-        arena = [root for root in live if self._drafts[root].kind is None]
-        layout = plan_arena([LiveRange(self._drafts[root].spec.size_bytes, *live[root]) for root in arena])
-        for root, offset in zip(arena, layout.offsets, strict=True):
-            self._drafts[root].kind = ValueKind.ARENA
-            self._drafts[root].payload = offset
-        return layout.size_bytes
+        for time, planned in enumerate(self._steps):
+            for value in planned.step.memory:
+                root = self._drafts[value].root
+                live[root] = (live.get(root, (time, time))[0], time)
+        by_device: dict[Device, list[int]] = {}
+        for root in live:
+            if self._drafts[root].kind is None:
+                by_device.setdefault(self._drafts[root].spec.device, []).append(root)
+        arenas = {}
+        for device, roots in by_device.items():
+            ranges = [LiveRange(self._drafts[root].spec.size_bytes, *live[root]) for root in roots]
+            layout = plan_arena(ranges, alignment_on(device))
+            arenas[device] = layout.size_bytes
+            for root, offset in zip(roots, layout.offsets, strict=True):
+                self._drafts[root].kind = ValueKind.ARENA
+                self._drafts[root].payload = offset
+        return arenas
 
     def _new(self, kind: ValueKind | None, payload: int, spec: TensorSpec, root: int | None = None) -> int:
         self._drafts.append(_Draft(kind, payload, spec, len(self._drafts) if root is None else root))
@@ -289,7 +288,7 @@ class _Builder:
     def _copy(self, source: int, spec: TensorSpec) -> int:
         self._escape(source)
         destination = self._new(ValueKind.FRESH, 0, spec)
-        self._steps.append(CopyStep(source, destination))
+        self._steps.append(PlanStep(Copy(source, destination)))
         return destination
 
     def _direct_slot(self, name: str, spec: TensorSpec, buffer: TensorSpec, is_copy: bool) -> int:
@@ -325,12 +324,6 @@ class _Builder:
 def _placed(draft: _Draft) -> ValueKind:
     # No step touches it, so it has no place: an output that no kernel writes was refused before.
     return ValueKind.FRESH if draft.kind is None else draft.kind
-
-
-def _numbers(kernel: Kernel) -> tuple[int, ...]:
-    if any(isinstance(size, Size) for size in kernel.sizes):
-        raise StaticLayoutError(f"the kernel {kernel.symbol} takes sizes known only at run time: {kernel.sizes}")
-    return tuple(int(size) for size in kernel.sizes)
 
 
 def _static(spec: TensorSpec | None, name: str) -> TensorSpec:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torch_hybrid_backend.core.program import Kernel, Program
+from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.runtime.constant_pool import let_go
 from torch_hybrid_backend.runtime.executor import Executor
@@ -43,10 +43,7 @@ class ProgramRunner:
         self._executor: Executor | None = None
         self._building = threading.Lock()
         self._values: Mapping[str, int] = {}
-        needed = {
-            s.name: None for kernel in program.kernels if isinstance(kernel, Kernel) for s in symbols(kernel.sizes)
-        }
-        needed |= {s.name: None for spec in program.buffers for s in symbols((*spec.shape, *spec.strides))}
+        needed = [s.name for s in symbols(program.sizes_used)]
         self._reader = SizeReader(program.signature, needed) if needed else None
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -55,7 +52,7 @@ class ProgramRunner:
         return executor(tensors)
 
     def kernel_us(self, inputs: Sequence[torch.Tensor]) -> list[float]:
-        """The microseconds that each kernel of the program takes in one call; raises as a call does."""
+        """The microseconds that each step of the program takes in one call; raises as a call does."""
         executor, tensors = self._made(inputs)
         return executor.kernel_us(tensors)
 

@@ -28,8 +28,7 @@ from torch_hybrid_backend.codegen.operator_kernel import OperatorKernel
 from torch_hybrid_backend.codegen.variants import variants
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.captured import CapturedGraph
-from torch_hybrid_backend.core.program import Kernel as KernelCall
-from torch_hybrid_backend.core.program import Program
+from torch_hybrid_backend.core.program import KernelCall, Program
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.engines.tvm.backend import TvmBackend
@@ -119,7 +118,7 @@ def _program(region: Region, program: Program) -> list[str]:
     lines = [f"-- {region.name} inputs={program.inputs} outputs={program.outputs}"]
     lines += [f"buffer {number} {_spec(spec)}" for number, spec in enumerate(program.buffers)]
     lines += [f"constant {c.buffer} of {c.sources}" for c in program.constants]
-    for call in program.kernels:
+    for call in program.steps:
         assert isinstance(call, KernelCall)
         lines.append(f"{call.symbol} {call.arguments} writes={call.writes} sizes={call.sizes}")
     return lines

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.runtime.plans import Draft
 from torch_hybrid_backend.errors import CacheError, HybridError
 from torch_hybrid_backend.runtime.native import libraries
-from torch_hybrid_backend.runtime.native.ops import Binding, Guard, Plan, ValueKind
+from torch_hybrid_backend.runtime.native.description import ValueKind
+from torch_hybrid_backend.runtime.native.ops import Binding, Guard, Plan
 from torch_hybrid_backend.store import Store
 
 N = 4096  # as in conftest.py
@@ -25,12 +27,11 @@ def entry(kernels: str, tmp_path: Path) -> Path:
 
 
 def doubling(library: Path) -> Plan:
-    plan = Plan()
-    x = plan.add_value(ValueKind.INPUT, 0, torch.float32, [N], [1])
-    out = plan.add_value(ValueKind.FRESH, 0, torch.float32, [N], [1])
-    plan.add_kernel(str(library), "double", [x, out])
-    plan.seal(1, 0, 0, [out])
-    return plan
+    draft = Draft()
+    x = draft.add_value(ValueKind.INPUT, 0, torch.float32, [N], [1])
+    out = draft.add_value(ValueKind.FRESH, 0, torch.float32, [N], [1])
+    draft.add_kernel(str(library), "double", [x, out])
+    return draft.seal(1, 0, 0, [out])
 
 
 def check(plan: Plan) -> None:
@@ -129,8 +130,9 @@ def test_without_memory_files(entry: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_errors_name_the_file(entry: Path) -> None:
     """An unknown kernel in a library opened from memory: the message has the library's path."""
-    plan = Plan()
-    x = plan.add_value(ValueKind.INPUT, 0, torch.float32, [N], [1])
+    draft = Draft()
+    x = draft.add_value(ValueKind.INPUT, 0, torch.float32, [N], [1])
+    draft.add_kernel(str(entry), "halve", [x])
     for _ in range(2):
         with pytest.raises(HybridError, match=rf'{entry} has no kernel "halve"'):
-            plan.add_kernel(str(entry), "halve", [x])
+            draft.seal(1, 0, 0, [])

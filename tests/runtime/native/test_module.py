@@ -11,23 +11,26 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.runtime.plans import Draft
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.runtime.constants import LiveConstants
 from torch_hybrid_backend.runtime.native import module, ops, tensor_states
-from torch_hybrid_backend.runtime.native.ops import Binding, Guard, Plan, ValueKind
+from torch_hybrid_backend.runtime.native.description import ValueKind
+from torch_hybrid_backend.runtime.native.ops import Binding, Guard, Plan
 
 N = 4096  # as in conftest.py
 
 
 def doubling(kernels: str) -> tuple[Plan, Binding]:
     """o = 2 x over N elements, twice: into the arena, then into a fresh tensor."""
-    plan = Plan()
+    draft = Draft()
     x, between, out = (
-        plan.add_value(kind, 0, torch.float32, [N], [1]) for kind in (ValueKind.INPUT, ValueKind.ARENA, ValueKind.FRESH)
+        draft.add_value(kind, 0, torch.float32, [N], [1])
+        for kind in (ValueKind.INPUT, ValueKind.ARENA, ValueKind.FRESH)
     )
-    plan.add_kernel(kernels, "double", [x, between])
-    plan.add_kernel(kernels, "double", [between, out])
-    plan.seal(1, 0, 4 * N, [out])
+    draft.add_kernel(kernels, "double", [x, between])
+    draft.add_kernel(kernels, "double", [between, out])
+    plan = draft.seal(1, 0, 4 * N, [out])
     return plan, Binding(plan, Guard([]), {}, {})
 
 
@@ -143,11 +146,11 @@ def test_what_a_callback_raises_is_raised() -> None:
         raise error
 
     for callback in (lambda inputs: [inputs[0] * 2], fails):
-        plan = Plan([callback])
-        x = plan.add_value(ValueKind.RAW_INPUT, 0, torch.float32, [4], [1])
-        out = plan.add_value(ValueKind.RETURNED, 0, torch.float32, [4], [1])
-        plan.add_callback(0, [x], [out])
-        plan.seal(1, 0, 0, [out])
+        draft = Draft([callback])
+        x = draft.add_value(ValueKind.RAW_INPUT, 0, torch.float32, [4], [1])
+        out = draft.add_value(ValueKind.RETURNED, 0, torch.float32, [4], [1])
+        draft.add_callback(0, [x], [out])
+        plan = draft.seal(1, 0, 0, [out])
         binding = Binding(plan, Guard([]), {}, {})
         for _ in range(2):
             if callback is fails:

@@ -7,6 +7,7 @@ import gc
 import os
 import platform
 import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,25 +15,29 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torch_hybrid_backend.core.program import OperatorArgument, TensorArgument
-from torch_hybrid_backend.errors import HybridError
+from tests.runtime.plans import Draft
+from torch_hybrid_backend.core.device import Device
+from torch_hybrid_backend.core.program import DeviceLaunch, OperatorArgument, OperatorCall, TensorArgument
+from torch_hybrid_backend.errors import CacheError, HybridError
 from torch_hybrid_backend.runtime.native import ops
+from torch_hybrid_backend.runtime.native.description import ValueKind
 from torch_hybrid_backend.runtime.native.ops import (
     CALLS_PER_ROUND,
     Binding,
     Guard,
     GuardKind,
     Plan,
-    ValueKind,
     watches_writes,
 )
+from torch_hybrid_backend.store import Store
 
 N = 4096  # as in conftest.py
+META, CUDA = Device("meta"), Device("cuda")
 F32 = torch.float32
 
 
-def flat(plan: Plan, kind: ValueKind, payload: int = 0, elements: int = N) -> int:
-    return plan.add_value(kind, payload, F32, [elements], [1])
+def flat(draft: Draft, kind: ValueKind, payload: int = 0, elements: int = N) -> int:
+    return draft.add_value(kind, payload, F32, [elements], [1])
 
 
 def unbound(plan: Plan) -> Binding:
@@ -41,15 +46,14 @@ def unbound(plan: Plan) -> Binding:
 
 def chain(kernels: str) -> Plan:
     """out = scratch(2 x) + x, with two buffers in the arena."""
-    plan = Plan()
-    x = flat(plan, ValueKind.INPUT)
-    doubled, plus_one = flat(plan, ValueKind.ARENA, 0), flat(plan, ValueKind.ARENA, 4 * N)
-    out = flat(plan, ValueKind.FRESH)
-    plan.add_kernel(kernels, "double", [x, doubled])
-    plan.add_kernel(kernels, "scratch", [doubled, plus_one])
-    plan.add_kernel(kernels, "add", [plus_one, x, out])
-    plan.seal(1, 0, 8 * N, [out])
-    return plan
+    draft = Draft()
+    x = flat(draft, ValueKind.INPUT)
+    doubled, plus_one = flat(draft, ValueKind.ARENA, 0), flat(draft, ValueKind.ARENA, 4 * N)
+    out = flat(draft, ValueKind.FRESH)
+    draft.add_kernel(kernels, "double", [x, doubled])
+    draft.add_kernel(kernels, "scratch", [doubled, plus_one])
+    draft.add_kernel(kernels, "add", [plus_one, x, out])
+    return draft.seal(1, 0, 8 * N, [out])
 
 
 @pytest.mark.usefixtures("threads")
@@ -81,26 +85,26 @@ def test_a_kernel_inside_a_parallel_region_still_runs(kernels: str) -> None:
     """A callback runs a plan of its own while the outer plan runs: re-entrant on one thread, too."""
     inner = chain(kernels)
     inner_binding = unbound(inner)
-    outer = Plan([lambda inputs: inner.run(inner_binding, [inputs[0]])])
+    outer = Draft([lambda inputs: inner.run(inner_binding, [inputs[0]])])
     x = flat(outer, ValueKind.RAW_INPUT)
     out = flat(outer, ValueKind.RETURNED)
     outer.add_callback(0, [x], [out])
-    outer.seal(1, 0, 0, [out])
+    plan = outer.seal(1, 0, 0, [out])
     given = torch.randn(N)
-    torch.testing.assert_close(outer.run(unbound(outer), [given])[0], 3 * given + 1)
+    torch.testing.assert_close(plan.run(unbound(plan), [given])[0], 3 * given + 1)
 
 
 def test_ranges_are_shown_by_a_profiler(kernels: str) -> None:
     """Under torch.profiler the steps of a range, kernels by their symbols, lie inside it; without one nothing is recorded."""
-    plan = Plan([lambda inputs: [inputs[0] * 3]])
-    x, middle = flat(plan, ValueKind.INPUT), flat(plan, ValueKind.FRESH)
-    out = flat(plan, ValueKind.RETURNED)
-    plan.add_range("first")
-    plan.add_kernel(kernels, "double", [x, middle])
-    plan.add_range("nothing runs here")
-    plan.add_range("second")
-    plan.add_callback(0, [middle], [out])
-    plan.seal(1, 0, 0, [out])
+    draft = Draft([lambda inputs: [inputs[0] * 3]])
+    x, middle = flat(draft, ValueKind.INPUT), flat(draft, ValueKind.FRESH)
+    out = flat(draft, ValueKind.RETURNED)
+    draft.add_range("first")
+    draft.add_kernel(kernels, "double", [x, middle])
+    draft.add_range("nothing runs here")
+    draft.add_range("second")
+    draft.add_callback(0, [middle], [out])
+    plan = draft.seal(1, 0, 0, [out])
     binding, given = unbound(plan), torch.randn(N)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         torch.testing.assert_close(plan.run(binding, [given])[0], 6 * given)
@@ -114,11 +118,11 @@ def test_ranges_are_shown_by_a_profiler(kernels: str) -> None:
 
 def test_inputs_with_other_strides_are_copied(kernels: str) -> None:
     """A kernel sees the strides it was built for, whatever the strides of the input."""
-    plan = Plan()
-    x = plan.add_value(ValueKind.INPUT, 0, F32, [64, 64], [64, 1])
-    out = plan.add_value(ValueKind.FRESH, 0, F32, [64, 64], [1, 64])
-    plan.add_kernel(kernels, "double", [x, out])
-    plan.seal(1, 0, 0, [out])
+    draft = Draft()
+    x = draft.add_value(ValueKind.INPUT, 0, F32, [64, 64], [64, 1])
+    out = draft.add_value(ValueKind.FRESH, 0, F32, [64, 64], [1, 64])
+    draft.add_kernel(kernels, "double", [x, out])
+    plan = draft.seal(1, 0, 0, [out])
     given = torch.randn(64, 64)
     [result] = plan.run(unbound(plan), [given.t()])
     assert result.stride() == (1, 64)
@@ -127,13 +131,13 @@ def test_inputs_with_other_strides_are_copied(kernels: str) -> None:
 
 def test_an_output_may_alias_an_input_or_another_output(kernels: str) -> None:
     """Aliases share memory with what they alias and have their own shape."""
-    plan = Plan()
-    x = flat(plan, ValueKind.INPUT)
-    out = flat(plan, ValueKind.FRESH)
-    view_of_x = plan.add_value(ValueKind.ALIAS, x, F32, [64, 64], [64, 1])
-    view_of_out = plan.add_value(ValueKind.ALIAS, out, F32, [2, N // 2], [N // 2, 1])
-    plan.add_kernel(kernels, "double", [x, out])
-    plan.seal(1, 0, 0, [x, view_of_x, out, view_of_out])
+    draft = Draft()
+    x = flat(draft, ValueKind.INPUT)
+    out = flat(draft, ValueKind.FRESH)
+    view_of_x = draft.add_value(ValueKind.ALIAS, x, F32, [64, 64], [64, 1])
+    view_of_out = draft.add_value(ValueKind.ALIAS, out, F32, [2, N // 2], [N // 2, 1])
+    draft.add_kernel(kernels, "double", [x, out])
+    plan = draft.seal(1, 0, 0, [x, view_of_x, out, view_of_out])
     given = torch.randn(2 * N)[N:]
     same, input_view, result, result_view = plan.run(unbound(plan), [given])
     assert same is given
@@ -157,10 +161,10 @@ def test_inputs_that_do_not_fit_are_refused(kernels: str) -> None:
 
 def test_a_failing_kernel_is_named(kernels: str) -> None:
     """A kernel that gets no scratch memory fails by name and status; the plan, and other kernels, can run on."""
-    plan = Plan()
-    x, out = flat(plan, ValueKind.INPUT), flat(plan, ValueKind.FRESH)
-    plan.add_kernel(kernels, "starve", [x, out])
-    plan.seal(1, 0, 0, [out])
+    draft = Draft()
+    x, out = flat(draft, ValueKind.INPUT), flat(draft, ValueKind.FRESH)
+    draft.add_kernel(kernels, "starve", [x, out])
+    plan = draft.seal(1, 0, 0, [out])
     given = torch.randn(N)
     for _ in range(2):
         with pytest.raises(HybridError, match=r"kernel starve failed with status -1: .* too little memory"):
@@ -171,30 +175,34 @@ def test_a_failing_kernel_is_named(kernels: str) -> None:
 
 def test_missing_libraries_and_kernels_are_named(kernels: str, tmp_path: Path) -> None:
     """A deleted library, one that is none, and an unknown symbol are errors when the plan is built."""
-    plan = Plan()
-    x = flat(plan, ValueKind.INPUT)
+
+    def build(library: str, symbol: str) -> Plan:
+        draft = Draft()
+        draft.add_kernel(library, symbol, [flat(draft, ValueKind.INPUT)])
+        return draft.seal(1, 0, 0, [])
+
     with pytest.raises(HybridError, match=r"cannot open the kernel library .*gone\.so"):
-        plan.add_kernel(str(tmp_path / "gone.so"), "double", [x])
+        build(str(tmp_path / "gone.so"), "double")
     (tmp_path / "text.so").write_text("no library")
     with pytest.raises(HybridError, match=r"cannot open the kernel library .*text\.so"):
-        plan.add_kernel(str(tmp_path / "text.so"), "double", [x])
+        build(str(tmp_path / "text.so"), "double")
     with pytest.raises(HybridError, match='has no kernel "halve"'):
-        plan.add_kernel(kernels, "halve", [x])
+        build(kernels, "halve")
 
 
 def test_operators_read_constants_and_are_read_by_kernels(kernels: str) -> None:
     """An operator's tensors are inputs and constants, oneDNN's packed ones included; kernels read its result."""
     x, weight = torch.randn(64, 32), torch.randn(64, 32)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, 64)
-    plan = Plan()
-    given = plan.add_value(ValueKind.INPUT, 0, F32, [64, 32], [32, 1])
-    constant = flat(plan, ValueKind.CONSTANT, 0, 64 * 32)
-    product = plan.add_value(ValueKind.RETURNED, 0, F32, [64, 64], [64, 1])
-    out = flat(plan, ValueKind.FRESH)
-    arguments = (TensorArgument(0, None), TensorArgument(1, None), None, "none", (), None)
-    plan.add_operator("mkldnn::_linear_pointwise", arguments, [given, constant], product)
-    plan.add_kernel(kernels, "double", [product, out])
-    plan.seal(1, 1, 0, [out])
+    draft = Draft()
+    given = draft.add_value(ValueKind.INPUT, 0, F32, [64, 32], [32, 1])
+    constant = flat(draft, ValueKind.CONSTANT, 0, 64 * 32)
+    product = draft.add_value(ValueKind.RETURNED, 0, F32, [64, 64], [64, 1])
+    out = flat(draft, ValueKind.FRESH)
+    arguments = (TensorArgument(given), TensorArgument(constant), None, "none", (), None)
+    draft.add(OperatorCall("mkldnn::_linear_pointwise", arguments, (product,), "linear"))
+    draft.add_kernel(kernels, "double", [product, out])
+    plan = draft.seal(1, 1, 0, [out])
     [result] = plan.run(Binding(plan, Guard([]), {0: packed}, {}), [x])
     torch.testing.assert_close(result, (2 * x @ weight.t()).flatten())
     with pytest.raises(HybridError, match="constant slot 0 is borrowed"):
@@ -202,54 +210,54 @@ def test_operators_read_constants_and_are_read_by_kernels(kernels: str) -> None:
 
 
 def test_operators_that_fail_say_so() -> None:
-    """Arguments that do not fit are refused while building; what the operator raises, and another result than expected, by the run."""
-    x, y = TensorArgument(0, None), TensorArgument(1, None)
+    """What could never run is refused while building; what the operator raises, and another result than expected, by the run."""
 
-    def plan_of(name: str, arguments: tuple[OperatorArgument, ...], tensors: int) -> Plan:
-        plan = Plan()
-        values = [flat(plan, ValueKind.INPUT, position) for position in range(tensors)]
-        result = flat(plan, ValueKind.RETURNED)
-        plan.add_operator(name, arguments, values, result)
-        plan.seal(tensors, 0, 0, [result])
-        return plan
+    def plan_of(name: str, *others: OperatorArgument, tensors: int = 1) -> Plan:
+        draft = Draft()
+        values = [flat(draft, ValueKind.INPUT, position) for position in range(tensors)]
+        result = flat(draft, ValueKind.RETURNED)
+        draft.add(OperatorCall(name, (*map(TensorArgument, values), *others), (result,), ""))
+        return draft.seal(tensors, 0, 0, [result])
 
-    with pytest.raises(HybridError, match="takes 2 tensors, not 1"):
-        plan_of("aten::maximum", (x, y), 1)
-    plan = Plan()
-    arena, result = flat(plan, ValueKind.ARENA), flat(plan, ValueKind.RETURNED)
+    draft = Draft()
+    arena, result = flat(draft, ValueKind.ARENA), flat(draft, ValueKind.RETURNED)
+    draft.add(OperatorCall("aten::abs", (TensorArgument(arena),), (result,), ""))
     with pytest.raises(HybridError, match="must be a tensor"):
-        plan.add_operator("aten::abs", (x,), [arena], result)
+        draft.seal(0, 0, 4 * N, [])
+    draft = Draft()
+    fresh, result = flat(draft, ValueKind.FRESH), flat(draft, ValueKind.RETURNED)
+    draft.add(OperatorCall("aten::abs", (TensorArgument(result),), (fresh,), ""))
     with pytest.raises(HybridError, match="only returned values"):
-        plan.add_operator("aten::abs", (x,), [result], arena)
-    with pytest.raises(HybridError, match="no argument of an operator"):
-        plan.add_operator("aten::abs", (x, "two words"), [result], result)
+        draft.seal(0, 0, 0, [])
     a, b = torch.randn(N), torch.randn(N)
-    plan = plan_of("aten::maximum", (x, y), 2)
+    plan = plan_of("aten::maximum", tensors=2)
     torch.testing.assert_close(plan.run(unbound(plan), [a, b])[0], torch.maximum(a, b))
-    plan = plan_of("aten::diagflat", (x, 1), 1)
+    plan = plan_of("aten::diagflat", 1)
     with pytest.raises(HybridError, match=r"the result of aten::diagflat is .* instead of"):
         plan.run(unbound(plan), [a])
-    plan = plan_of("aten::narrow_copy", (x, 7, 0, 1), 1)
+    plan = plan_of("aten::narrow_copy", 7, 0, 1)
     with pytest.raises(HybridError):
         plan.run(unbound(plan), [a])
 
 
 def test_plans_that_could_never_run_are_refused(kernels: str) -> None:
     """Building checks what running would trip over."""
-    plan = Plan([lambda inputs: inputs])
-    arena = flat(plan, ValueKind.ARENA)
-    with pytest.raises(HybridError, match="no value 9"):
-        plan.add_kernel(kernels, "double", [arena, 9])
-    with pytest.raises(HybridError, match="must be a tensor"):
-        plan.add_callback(0, [arena], [])
-    with pytest.raises(HybridError, match="must be a tensor"):
-        plan.seal(0, 0, 4 * N, [arena])
-    with pytest.raises(HybridError, match="outside the arena"):
-        plan.seal(0, 0, 4 * N - 64, [])
-    with pytest.raises(HybridError, match="fit in it"):
-        plan.add_value(ValueKind.ALIAS, arena, F32, [N + 1], [1])
-    with pytest.raises(HybridError, match="sealed before"):
-        plan.run(unbound(plan), [])
+
+    def refused(
+        match: str, add: Callable[[Draft, int], object], outputs: bool = False, arena_bytes: int = 4 * N
+    ) -> None:
+        draft = Draft([lambda inputs: inputs])
+        arena = flat(draft, ValueKind.ARENA)
+        add(draft, arena)
+        with pytest.raises(HybridError, match=match):
+            draft.seal(0, 0, arena_bytes, [arena] if outputs else [])
+
+    refused("no value 9", lambda draft, arena: draft.add_kernel(kernels, "double", [arena, 9]))
+    refused("must be a tensor", lambda draft, arena: draft.add_callback(0, [arena], []))
+    refused("must be a tensor", lambda draft, arena: None, outputs=True)
+    refused("outside the arena", lambda draft, arena: None, arena_bytes=4 * N - 64)
+    refused("fit in it", lambda draft, arena: draft.add_value(ValueKind.ALIAS, arena, F32, [N + 1], [1]))
+    refused("reads an input", lambda draft, arena: draft.add_value(ValueKind.INPUT, 0, F32, [N], [1]))
 
 
 class EagerError(ValueError):
@@ -264,13 +272,13 @@ def test_callbacks_run_between_kernels(kernels: str) -> None:
         seen.append(inputs[0])
         return (inputs[0] - 5,)
 
-    plan = Plan([callback])
-    x, doubled = flat(plan, ValueKind.INPUT), flat(plan, ValueKind.FRESH)
-    returned, out = flat(plan, ValueKind.RETURNED), flat(plan, ValueKind.FRESH)
-    plan.add_kernel(kernels, "double", [x, doubled])
-    plan.add_callback(0, [doubled], [returned])
-    plan.add_kernel(kernels, "double", [returned, out])
-    plan.seal(1, 0, 0, [out])
+    draft = Draft([callback])
+    x, doubled = flat(draft, ValueKind.INPUT), flat(draft, ValueKind.FRESH)
+    returned, out = flat(draft, ValueKind.RETURNED), flat(draft, ValueKind.FRESH)
+    draft.add_kernel(kernels, "double", [x, doubled])
+    draft.add_callback(0, [doubled], [returned])
+    draft.add_kernel(kernels, "double", [returned, out])
+    plan = draft.seal(1, 0, 0, [out])
     binding = unbound(plan)
     given = torch.randn(N)
     torch.testing.assert_close(plan.run(binding, [given])[0], 4 * given - 10)
@@ -281,10 +289,10 @@ def test_callbacks_run_between_kernels(kernels: str) -> None:
 def test_what_a_callback_returns_is_checked_and_restrided() -> None:
     """Strides are restored by a copy; another shape or number of tensors is an error."""
     returns: list[torch.Tensor] = []
-    plan = Plan([lambda inputs: returns])
-    out = plan.add_value(ValueKind.RETURNED, 0, F32, [2, 3], [3, 1])
-    plan.add_callback(0, [], [out])
-    plan.seal(0, 0, 0, [out])
+    draft = Draft([lambda inputs: returns])
+    out = draft.add_value(ValueKind.RETURNED, 0, F32, [2, 3], [3, 1])
+    draft.add_callback(0, [], [out])
+    plan = draft.seal(0, 0, 0, [out])
     binding = unbound(plan)
     with pytest.raises(HybridError, match="segment 0 returned 0 values instead of 1"):
         plan.run(binding, [])
@@ -305,13 +313,13 @@ def test_values_that_are_not_on_the_cpu() -> None:
         seen.extend(inputs)
         return [torch.empty(3, 2, device="meta").t(), inputs[0] + 1]
 
-    plan = Plan([callback])
-    x = plan.add_value(ValueKind.RAW_INPUT, 0, F32, [2, 3], [3, 1], on_cpu=False)
-    restrided = plan.add_value(ValueKind.RETURNED, 0, F32, [2, 3], [3, 1], on_cpu=False)
-    returned = plan.add_value(ValueKind.RETURNED, 0, F32, [2, 3], [3, 1], on_cpu=False)
-    flattened = plan.add_value(ValueKind.ALIAS, returned, F32, [6], [1], on_cpu=False)
-    plan.add_callback(0, [x], [restrided, returned])
-    plan.seal(1, 0, 0, [x, restrided, returned, flattened])
+    draft = Draft([callback])
+    x = draft.add_value(ValueKind.RAW_INPUT, 0, F32, [2, 3], [3, 1], device=META)
+    restrided = draft.add_value(ValueKind.RETURNED, 0, F32, [2, 3], [3, 1], device=META)
+    returned = draft.add_value(ValueKind.RETURNED, 0, F32, [2, 3], [3, 1], device=META)
+    flattened = draft.add_value(ValueKind.ALIAS, returned, F32, [6], [1], device=META)
+    draft.add_callback(0, [x], [restrided, returned])
+    plan = draft.seal(1, 0, 0, [x, restrided, returned, flattened])
     given = torch.empty(2, 3, device="meta")
     outputs = plan.run(unbound(plan), [given])
     assert outputs is not None
@@ -322,28 +330,68 @@ def test_values_that_are_not_on_the_cpu() -> None:
         ("meta", (6,), (1,)),
     ]
     with pytest.raises(
-        HybridError, match=r"input 0 is Double.* on another device than the CPU, but the plan was built for"
+        HybridError, match=r"input 0 is Double.* on another device than the CPU .*, but the plan was built for"
     ):
         plan.run(unbound(plan), [given.double()])
 
 
 def test_kernels_stay_on_the_cpu(kernels: str) -> None:
     """A plan whose kernels would read or write another device's memory is not built, and its inputs and results cannot be moved there."""
-    plan = Plan([lambda inputs: [torch.empty(N, device="meta")]])
-    elsewhere = plan.add_value(ValueKind.INPUT, 0, F32, [N], [1], on_cpu=False)
-    x, out, returned = (flat(plan, kind) for kind in (ValueKind.INPUT, ValueKind.FRESH, ValueKind.RETURNED))
-    with pytest.raises(HybridError, match=r"cannot read a value that is elsewhere"):
-        plan.add_kernel(kernels, "double", [elsewhere, out])
-    for kind in (ValueKind.ARENA, ValueKind.FRESH):
-        with pytest.raises(HybridError, match="makes memory on the CPU only"):
-            plan.add_value(kind, 0, F32, [N], [1], on_cpu=False)
-    plan.add_kernel(kernels, "double", [x, out])
-    plan.add_callback(0, [], [returned])
-    plan.seal(1, 0, 0, [out, returned])
+    draft = Draft()
+    elsewhere = draft.add_value(ValueKind.INPUT, 0, F32, [N], [1], device=META)
+    draft.add_kernel(kernels, "double", [elsewhere, flat(draft, ValueKind.FRESH)])
+    with pytest.raises(HybridError, match=r"a kernel on the CPU cannot read a value that is elsewhere"):
+        draft.seal(1, 0, 0, [])
+    draft = Draft()
+    draft.add_value(ValueKind.ARENA, 0, F32, [N], [1], device=META)
+    with pytest.raises(HybridError, match="outside the arena"):
+        draft.seal(0, 0, 4 * N, [])
+    draft = Draft([lambda inputs: [torch.empty(N, device="meta")]])
+    x, out, returned = (flat(draft, kind) for kind in (ValueKind.INPUT, ValueKind.FRESH, ValueKind.RETURNED))
+    draft.add_kernel(kernels, "double", [x, out])
+    draft.add_callback(0, [], [returned])
+    plan = draft.seal(1, 0, 0, [out, returned])
     with pytest.raises(HybridError, match=r"input 0 is .* on another device than the CPU"):
         plan.run(unbound(plan), [torch.empty(N, device="meta")])
-    with pytest.raises(HybridError, match=r"output 0 of segment 0 is .* on another device than the CPU instead of"):
+    with pytest.raises(HybridError, match=r"output 0 of segment 0 is .* on another device than the CPU .* instead of"):
         plan.run(unbound(plan), [torch.randn(N)])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a torch without a GPU")
+def test_launches_need_a_gpu(tmp_path: Path) -> None:
+    """A plan for a GPU is built anywhere, its module verified as a library is; where torch has no GPU the run says so."""
+    module = Store(tmp_path / "cache").put("kernels", "key", b"a cubin", ".cubin")
+
+    def build(path: str) -> Plan:
+        draft = Draft()
+        out = draft.add_value(ValueKind.FRESH, 0, F32, [N], [1], device=CUDA)
+        draft.add(DeviceLaunch(path, "fill", (out,), 1, (1, 1, 1), 128), CUDA)
+        return draft.seal(0, 0, 0, [out])
+
+    plan = build(str(module))
+    with pytest.raises(
+        HybridError, match="the current stream of cuda:0 cannot be told: this torch is built without CUDA"
+    ):
+        plan.run(unbound(plan), [])
+    module.write_bytes(b"another")
+    assert build(str(module)), "what is open already is not read again"
+    del plan
+    gc.collect()
+    with pytest.raises(CacheError):
+        build(str(module))
+    with pytest.raises(HybridError, match=r"cannot open the module .*gone\.cubin"):
+        build(str(tmp_path / "gone.cubin"))
+
+
+def test_new_tensors_are_made_on_their_device() -> None:
+    """A copy between strides of a value that is not on the CPU stays where it is."""
+    draft = Draft()
+    x = draft.add_value(ValueKind.INPUT, 0, F32, [2, 3], [3, 1], device=META)
+    out = draft.add_value(ValueKind.FRESH, 0, F32, [2, 3], [1, 2], device=META)
+    draft.add_copy(x, out)
+    plan = draft.seal(1, 0, 0, [out])
+    [result] = plan.run(unbound(plan), [torch.empty(2, 3, device="meta")])
+    assert (result.device.type, result.stride()) == ("meta", (1, 2))
 
 
 def test_a_callbacks_exception_arrives_unchanged() -> None:
@@ -355,10 +403,10 @@ def test_a_callbacks_exception_arrives_unchanged() -> None:
             raise EagerError("eager failed")
         return inputs
 
-    plan = Plan([callback])
-    x, out = flat(plan, ValueKind.RAW_INPUT), flat(plan, ValueKind.RETURNED)
-    plan.add_callback(0, [x], [out])
-    plan.seal(1, 0, 0, [out])
+    draft = Draft([callback])
+    x, out = flat(draft, ValueKind.RAW_INPUT), flat(draft, ValueKind.RETURNED)
+    draft.add_callback(0, [x], [out])
+    plan = draft.seal(1, 0, 0, [out])
     binding = unbound(plan)
     with pytest.raises(EagerError, match="eager failed") as raised:
         plan.run(binding, [torch.randn(N)])
@@ -369,11 +417,11 @@ def test_a_callbacks_exception_arrives_unchanged() -> None:
 
 def test_bindings_fill_constant_slots(kernels: str) -> None:
     """Owned and borrowed constants reach the kernels; a slot left empty or filled twice is refused."""
-    plan = Plan()
-    a, b = flat(plan, ValueKind.CONSTANT, 0), flat(plan, ValueKind.CONSTANT, 1)
-    out = flat(plan, ValueKind.FRESH)
-    plan.add_kernel(kernels, "add", [a, b, out])
-    plan.seal(0, 2, 0, [out])
+    draft = Draft()
+    a, b = flat(draft, ValueKind.CONSTANT, 0), flat(draft, ValueKind.CONSTANT, 1)
+    out = flat(draft, ValueKind.FRESH)
+    draft.add_kernel(kernels, "add", [a, b, out])
+    plan = draft.seal(0, 2, 0, [out])
     owned, borrowed = torch.randn(N), torch.randn(N)
     binding = Binding(plan, Guard([]), {1: owned}, {0: borrowed.data_ptr()})
     torch.testing.assert_close(plan.run(binding, [])[0], owned + borrowed)
@@ -538,15 +586,15 @@ def test_guards_see_the_last_element(dtype: torch.dtype, shape: tuple[int, ...],
 
 def test_handles_are_freed() -> None:
     """Plans, guards and bindings free their C++ side and their callbacks when they are collected."""
-    plan = Plan([lambda inputs: inputs])
+    draft = Draft([lambda inputs: inputs])
     guard = Guard([torch.ones(3)])
+    plan = draft.seal(0, 0, 0, [])
     handle, guard_handle = plan.handle, guard.handle
-    plan.seal(0, 0, 0, [])
     assert plan.run(unbound(plan), []) == []
     del plan, guard
     gc.collect()
     with pytest.raises(RuntimeError, match="no plan has the handle"):
-        torch.ops.torch_hybrid_backend.plan_seal(handle, 0, 0, 0, [])
+        torch.ops.torch_hybrid_backend.plan_time(handle, 0, [])
     with pytest.raises(RuntimeError, match="no guard has the handle"):
         torch.ops.torch_hybrid_backend.guard_is_stale(guard_handle)
     assert handle not in ops._callbacks
@@ -554,8 +602,7 @@ def test_handles_are_freed() -> None:
 
 def test_finalizers_leave_no_trace() -> None:
     """What is collected while a graph is traced is freed, and is no part of that graph."""
-    plan, guard = Plan(), Guard([torch.ones(3)])
-    plan.seal(0, 0, 0, [])
+    plan, guard = Draft().seal(0, 0, 0, []), Guard([torch.ones(3)])
     garbage = [plan, guard, Binding(plan, guard, {}, {})]
     handle, guard_handle = plan.handle, guard.handle
     del plan, guard
@@ -568,7 +615,7 @@ def test_finalizers_leave_no_trace() -> None:
     traced = make_fx(collects)(torch.ones(2))
     assert [node.target for node in traced.graph.nodes if node.op == "call_function"] == [torch.ops.aten.add.Tensor]
     with pytest.raises(RuntimeError, match="no plan has the handle"):
-        torch.ops.torch_hybrid_backend.plan_seal(handle, 0, 0, 0, [])
+        torch.ops.torch_hybrid_backend.plan_time(handle, 0, [])
     with pytest.raises(RuntimeError, match="no guard has the handle"):
         torch.ops.torch_hybrid_backend.guard_is_stale(guard_handle)
 

@@ -14,7 +14,7 @@ from torch_hybrid_backend.codegen.kernel_cache import Artifact
 from torch_hybrid_backend.codegen.operands import Packed, Prepared
 from torch_hybrid_backend.codegen.variants import Variant
 from torch_hybrid_backend.core.device import CPU, Device
-from torch_hybrid_backend.core.program import Kernel as KernelCall
+from torch_hybrid_backend.core.program import KernelCall
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
 from torch_hybrid_backend.engines.tvm.cpu.alternatives import alternatives
 from torch_hybrid_backend.engines.tvm.cpu.convolution_fusion import join_chains

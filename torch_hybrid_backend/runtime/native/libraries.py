@@ -30,10 +30,13 @@ _open: weakref.WeakValueDictionary[str, OpenLibrary] = weakref.WeakValueDictiona
 _count = itertools.count(1)
 
 
-def use_library(library: str, use: Callable[[str], object], close: Callable[[str], object]) -> OpenLibrary | None:
+def use_library(
+    library: str, use: Callable[[str], object], close: Callable[[str], object]
+) -> tuple[str, OpenLibrary | None]:
     """Call `use` with a name that the C++ side can open `library` under; raises what `use` does, the library's path in the message.
 
-    Returns what to hold for as long as the library is used, after which `close` is called with its name; None for one that stays open.
+    Returns the name, and what to hold for as long as the library is used, after which `close` is called with the name; None for one that
+    stays open.
 
     A file that is no entry of a store (an engine's own) is opened as it is. Raises CacheError where an entry is gone, corrupt or not
     private to this user.
@@ -41,14 +44,15 @@ def use_library(library: str, use: Callable[[str], object], close: Callable[[str
     path = Path(library)
     known = _open.get(library)
     if known is not None or not is_entry(path):
-        _use(known.name if known is not None else library, library, use)
-        return known
+        name = known.name if known is not None else library
+        _use(name, library, use)
+        return name, known
     content = read_entry(path)
     try:
         descriptor = os.memfd_create(path.name[:16])
     except (AttributeError, OSError):  # not Linux, or forbidden
         use(library)
-        return None
+        return library, None
     try:
         with os.fdopen(os.dup(descriptor), "wb") as file:
             file.write(content)
@@ -59,9 +63,9 @@ def use_library(library: str, use: Callable[[str], object], close: Callable[[str
             if "cannot open" not in str(error):
                 raise
             use(library)  # a system that does not let memory be opened as a library
-            return None
+            return library, None
         _open[library] = opened
-        return opened
+        return opened.name, opened
     finally:
         os.close(descriptor)  # the mapped library lives on
 

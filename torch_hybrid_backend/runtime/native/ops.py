@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from torch_hybrid_backend.core.program import OperatorArgument
 from torch_hybrid_backend.errors import HybridError
+from torch_hybrid_backend.runtime.native.description import PlanDescription
 from torch_hybrid_backend.runtime.native.libraries import OpenLibrary, use_library
 from torch_hybrid_backend.runtime.native.module import native_module
 
@@ -36,18 +36,6 @@ CALLS_PER_ROUND = 256
 
 _FREE = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 _CLOSE = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
-
-
-class ValueKind(IntEnum):
-    """Where a value of a plan lives; the numbers are those of csrc/include/value.h."""
-
-    INPUT = 0  # payload: position among the plan's inputs; copied where its strides differ from the expected ones
-    CONSTANT = 1  # payload: slot of the binding
-    ARENA = 2  # payload: byte offset
-    FRESH = 3
-    RETURNED = 4
-    ALIAS = 5  # payload: the value whose memory it shares
-    RAW_INPUT = 6  # payload: as INPUT; passed to callbacks as it is
 
 
 class GuardKind(IntEnum):
@@ -137,19 +125,15 @@ class _Operators:
 
     def __init__(self, library: torch.library.Library, ops: Any) -> None:
         self._library = library
-        free_plan, free_guard, free_binding, close_library = ops.finalizers.default()
+        free_plan, free_guard, free_binding, close_library, close_module = ops.finalizers.default()
         self.free_plan = _FREE(free_plan)
         self.free_guard = _FREE(free_guard)
         self.free_binding = _FREE(free_binding)
         self._close_library = _CLOSE(close_library)
+        self._close_module = _CLOSE(close_module)
         self.plan_new = ops.plan_new.default
-        self.plan_add_value = ops.plan_add_value.default
-        self.plan_add_kernel = ops.plan_add_kernel.default
-        self.plan_add_operator = ops.plan_add_operator.default
-        self.plan_add_callback = ops.plan_add_callback.default
-        self.plan_add_copy = ops.plan_add_copy.default
-        self.plan_add_range = ops.plan_add_range.default
-        self.plan_seal = ops.plan_seal.default
+        self.open_library = ops.open_library.default
+        self.open_module = ops.open_module.default
         self.plan_run = ops.plan_run.default
         self.plan_time = ops.plan_time.default
         self.guard_new = ops.guard_new.default
@@ -161,6 +145,9 @@ class _Operators:
 
     def close_library(self, path: str) -> None:
         self._close_library(os.fsencode(path))
+
+    def close_module(self, path: str) -> None:
+        self._close_module(os.fsencode(path))
 
 
 def load() -> None:
@@ -205,73 +192,47 @@ def give_back_freed_memory() -> None:
 
 
 class Plan:
-    """The C++ plan: add values and steps in execution order, seal, run. See csrc/include/plan.h.
+    """The C++ plan: see csrc/include/plan.h. Making it raises HybridError for what could never run, with the reason.
 
-    Every method that builds raises HybridError for what could never run, with the reason.
+    Raises HybridError too where a library or module is named as an entry of the cache and is not what was put there.
     """
 
-    def __init__(self, callbacks: Sequence[Callback] = ()) -> None:
+    def __init__(self, description: PlanDescription, callbacks: Sequence[Callback] = ()) -> None:
         ops = _ops()
         self._ops = ops
         self._run = ops.plan_run
         module = native_module()
         self._run_directly = module.run if module is not None else _not_implemented
         self._libraries: set[OpenLibrary] = set()
-        self.handle: int = ops.plan_new()
+        paths: dict[str, str] = {}  # by the name that C++ knows
+
+        def opened(member: str, path: str) -> str:
+            name = self._open(member, path)
+            paths[name] = path
+            return name
+
+        text = description.text(functools.cache(opened))
+        try:
+            self.handle: int = _building(ops.plan_new, text)
+        except HybridError as error:
+            said = str(error)
+            for name, path in paths.items():
+                said = said.replace(f"library {name} ", f"library {path} ")
+            raise HybridError(said) from error
         _callbacks[self.handle] = tuple(callbacks)
         weakref.finalize(self, _free_plan, ops, self.handle).atexit = False
 
-    def add_value(
-        self,
-        kind: ValueKind,
-        payload: int,
-        dtype: torch.dtype,
-        sizes: Sequence[int],
-        strides: Sequence[int],
-        on_cpu: bool = True,
-    ) -> int:
-        """Returns the number of the new value. `sizes` and `strides` are in elements. Only callbacks and operators read what is not
-        `on_cpu`."""
-        number: int = _building(
-            self._ops.plan_add_value, self.handle, int(kind), payload, dtype, sizes, strides, on_cpu
-        )
-        return number
-
-    def add_kernel(self, library: str, symbol: str, values: Sequence[int], sizes: Sequence[int] = ()) -> None:
-        """`sizes` are the sizes that the kernel takes after its values.
-
-        Raises HybridError too where `library` is named as an entry of the cache and is not what was put there.
-        """
-        opened = use_library(
-            library,
-            lambda name: _building(self._ops.plan_add_kernel, self.handle, name, symbol, values, sizes),
-            self._ops.close_library,
-        )
+    def _open(self, member: str, path: str) -> str:
+        """Opens a library or module for C++, and returns the name that it is open under."""
+        ops = self._ops
+        use, close = {
+            "library": (ops.open_library, ops.close_library),
+            "module": (ops.open_module, ops.close_module),
+        }[member]
+        name, opened = use_library(path, lambda name: _building(use, name), close)
         if opened is not None:
             self._libraries.add(opened)
-
-    def add_operator(
-        self, name: str, arguments: Sequence[OperatorArgument], values: Sequence[int], result: int
-    ) -> None:
-        """`name` is "namespace::operator". Of its arguments each `TENSOR` stands for the next of `values`; `result` is a returned value."""
-        numbers: list[int] = []
-        words = [_word(argument, numbers) for argument in arguments]
-        _building(self._ops.plan_add_operator, self.handle, name, " ".join(words), numbers, values, result)
-
-    def add_callback(self, segment: int, inputs: Sequence[int], outputs: Sequence[int]) -> None:
-        """`segment` is the callback's position among those given to the constructor."""
-        _building(self._ops.plan_add_callback, self.handle, segment, inputs, outputs)
-
-    def add_copy(self, source: int, destination: int) -> None:
-        _building(self._ops.plan_add_copy, self.handle, source, destination)
-
-    def add_range(self, name: str) -> None:
-        """Profilers show the steps added from here to the next range, or the end, as `name`."""
-        _building(self._ops.plan_add_range, self.handle, name)
-
-    def seal(self, inputs: int, constants: int, arena_bytes: int, outputs: Sequence[int]) -> None:
-        """`inputs` and `constants` count the inputs of a call and the slots of a binding."""
-        _building(self._ops.plan_seal, self.handle, inputs, constants, arena_bytes, outputs)
+        return name
 
     def run(self, binding: Binding, inputs: list[torch.Tensor]) -> list[torch.Tensor] | None:
         """The outputs, or None where the binding is stale: bind again and run again.
@@ -323,23 +284,6 @@ class Binding:
             list(borrowed.values()),
         )
         weakref.finalize(self, ops.free_binding, self.handle).atexit = False
-
-
-def _word(argument: OperatorArgument, numbers: list[int]) -> str:
-    """The argument as csrc/include/operator_call.h reads it; `numbers` grows by those in it."""
-    match argument:
-        case None:
-            return "none"
-        case str():
-            return f"'{argument}'"
-        case int():
-            numbers.append(argument)
-            return "int"
-        case tuple():
-            numbers.extend((len(argument), *argument))
-            return "ints"
-        case _:
-            return "tensor"
 
 
 def _not_implemented(*_: object) -> object:

@@ -139,7 +139,7 @@ def _with_operators(engine: TvmEngine, compiled: KernelRegion) -> tuple[Program,
         if not option.untried:
             chosen.append(option.chosen)
     program = program_of(compiled.kernels, chosen)
-    return program, sum(isinstance(kernel, OperatorCall) for kernel in program.kernels)
+    return program, sum(isinstance(kernel, OperatorCall) for kernel in program.steps)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -157,7 +157,7 @@ def test_operators_compute_what_kernels_compute(case: str, tmp_path: Path, monke
         (result,) = run(inputs)
         torch.testing.assert_close(result.double(), exact, rtol=1e-4, atol=1e-4)
         inputs[1].mul_(1.5)
-    assert len(run.kernel_us(inputs)) == len(program.kernels)
+    assert len(run.kernel_us(inputs)) == len(program.steps)
 
 
 @pytest.mark.parametrize("case", NARROW)
@@ -197,7 +197,7 @@ def test_a_slow_kernel_gives_way(
     class Timed(ProgramRunner):
         def __init__(self, program: Program) -> None:
             super().__init__(program)
-            self._names = [k.name if isinstance(k, OperatorCall) else k.symbol for k in program.kernels]
+            self._names = [k.name if isinstance(k, OperatorCall) else k.symbol for k in program.steps]
 
         def kernel_us(self, inputs: Sequence[torch.Tensor]) -> list[float]:
             assert len(super().kernel_us(inputs)) == len(self._names)
@@ -244,7 +244,7 @@ def test_an_operator_too_late(spent: bool, tmp_path: Path, monkeypatch: pytest.M
     class Timed(ProgramRunner):
         def __init__(self, program: Program) -> None:
             super().__init__(program)
-            self._names = [k.name if isinstance(k, OperatorCall) else k.symbol for k in program.kernels]
+            self._names = [k.name if isinstance(k, OperatorCall) else k.symbol for k in program.steps]
 
         def kernel_us(self, inputs: Sequence[torch.Tensor]) -> list[float]:
             return [1000.0 if name in slow else 100.0 for name in self._names]

@@ -1,0 +1,217 @@
+// Launches on a GPU that is not there: with a driver that records (recording_driver.h), and memory
+// of a made-up device (pytorch_tensors.h). It shows what the driver is asked for, not that a GPU
+// would do it.
+#include <dlfcn.h>
+
+#include <bit>
+#include <cstdint>
+#include <cstdlib>
+#include <fstream>
+#include <functional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "plans.h"
+#include "pytorch_tensors.h"
+#include "recording_driver.h"
+
+using namespace torch_hybrid_backend;
+using Floats32 = std::vector<float>;
+using Grid = std::vector<unsigned>;
+
+namespace {
+
+const Recording* driver = nullptr;
+std::string folder;
+int stream_a = 0;
+int stream_b = 0;
+constexpr size_t kAll = 1000;
+
+std::string Module(const std::string& name, const std::string& parameters) {
+  std::ofstream(folder + "/" + name) << parameters;
+  return folder + "/" + name;
+}
+
+std::string LaunchOf(const std::string& module, const std::string& symbol,
+                     const std::string& arguments, const std::string& scalars,
+                     const std::string& grid = "2,3,4", const std::string& more = R"("scratch":[])",
+                     const std::string& device = "cuda:0", int shared_bytes = 0) {
+  return R"({"kind":"launch","device":")" + device + R"(","module":")" + module +
+         R"(","symbol":")" + symbol + R"(","arguments":[)" + arguments + R"(],"scalars":[)" +
+         scalars + R"(],"grid":[)" + grid + R"(],"threads":128,"shared_bytes":)" +
+         std::to_string(shared_bytes) + "," + more + "}";
+}
+
+uint64_t Address(const torch::stable::Tensor& tensor) {
+  return reinterpret_cast<uint64_t>(tensor.data_ptr());
+}
+
+// Two launches by way of the arena: out = 2 (2 x).
+std::string Doubling(const std::string& module, const std::string& device = "cuda:0") {
+  const auto launch = [&](const std::string& arguments) {
+    return LaunchOf(module, "double", arguments, R"(["int32",3])", "1,1,1", R"("scratch":[])",
+                    device);
+  };
+  return Described(Row("input", 0, 3, device) + "," + Row("arena", 0, 70, device) + "," +
+                       Row("arena", 512, 3, device) + "," + Row("fresh", 0, 3, device),
+                   launch("0,2") + "," + launch("2,3"), 1, "3", R"([")" + device + R"(",768])");
+}
+
+void TestWhatTheDriverIsAskedFor() {
+  const std::string module = Module("every", "8 8 4 4 8 8 4 8 8");
+  current_stream = &stream_a;
+  // Its parameters: x, out, a number on the CPU, then scalars, then scratch.
+  Plan plan(
+      Described(Row("input", 0, 3, "cuda:1") + "," + Row("fresh", 0, 3, "cuda:1") +
+                    R"(,["input",1,"float32",[],[],"cpu"],)" + Row("arena", 256, 1, "cuda:1"),
+                LaunchOf(module, "nothing", "0,1,2",
+                         R"(["int32",-5],["int64",1099511627776],["float64",0.5],["float32",0.25])",
+                         "2,3,4", R"("scratch":[3,-1])", "cuda:1", 100000),
+                2, "1", R"(["cuda:1",512])"));
+  Check(driver->modules_loaded() == 0, "a module is loaded with the first call, not with the plan");
+  const auto x = Floats({3}, {}, kCuda, 1);
+  std::vector<Launch> launches;
+  std::vector<torch::stable::Tensor> out;
+  for (const float number : {1.5F, 2.5F}) {
+    out = RunOnce(plan, {x, Floats({}, {number})});
+    for (Launch& launch : driver->take()) launches.push_back(launch);
+    Check(launches.back().parameters[2] == std::bit_cast<uint32_t>(number),
+          "a number on the CPU is passed by value, in each call its own");
+  }
+  Check(launches.size() == 2, "one launch in each call");
+  const Launch& last = launches.back();
+  Check(last.symbol == "nothing" && last.grid == Grid{2, 3, 4} && last.block == Grid{128, 1, 1},
+        "of that kernel, with that grid");
+  Check(last.shared_bytes == 100000 && last.shared_bytes_allowed == 100000,
+        "shared memory beyond what all may have is asked for");
+  Check(last.stream == &stream_a && last.device == 1,
+        "on the caller's stream, in its device's context");
+  Check(last.parameters[0] == Address(x) && last.parameters[1] == Address(out[0]),
+        "addresses of tensors");
+  Check(last.parameters[3] == static_cast<uint32_t>(-5) &&
+            last.parameters[4] == uint64_t{1} << 40 &&
+            last.parameters[5] == std::bit_cast<uint64_t>(0.5) &&
+            last.parameters[6] == std::bit_cast<uint32_t>(0.25F),
+        "scalars of each type");
+  Check(
+      last.parameters[7] % kDeviceAlignment == 0 && last.parameters[7] == launches[0].parameters[7],
+      "scratch in the arena, which a stream keeps");
+  Check(last.parameters[8] == 0, "and a null pointer");
+  Check(driver->modules_loaded() == 1, "a module is loaded once");
+  Check(driver->contexts_pushed() == 0, "the thread has the context that it had");
+}
+
+void TestOneModuleForPlansAndDevices() {
+  const std::string module = Module("double", "8 8 4");
+  const int before = driver->modules_loaded();
+  Plan first(Doubling(module));
+  Plan second(Doubling(module));
+  Plan elsewhere(Doubling(module, "cuda:1"));
+  std::vector<torch::stable::Tensor> alive;  // until the launches have run
+  for (Plan* const plan : {&first, &second, &elsewhere, &first, &elsewhere}) {
+    alive.push_back(Floats({3}, {}, kCuda, plan == &elsewhere ? 1 : 0));
+    alive.push_back(RunOnce(*plan, {alive.back()})[0]);
+  }
+  Check(driver->modules_loaded() == before + 2, "it is loaded once on each device");
+  driver->wait(&stream_a, kAll);
+}
+
+// The work of all calls runs after the last call has returned, as on a GPU.
+void TestCallsDoNotShareWhatStillRuns() {
+  Plan plan(Doubling(folder + "/double"));
+  std::vector<torch::stable::Tensor> given;
+  std::vector<torch::stable::Tensor> results;
+  for (int i = 0; i < 6; ++i) {
+    current_stream = i % 2 == 0 ? &stream_a : &stream_b;
+    const auto x = static_cast<float>(i);
+    given.push_back(Floats({3}, {x, x + 1, x + 2}, kCuda));
+    results.push_back(RunOnce(plan, {given.back()})[0]);
+  }
+  // By turns, as two streams may run.
+  for (int i = 0; i < 6; ++i) {
+    driver->wait(&stream_b, 1);
+    driver->wait(&stream_a, 1);
+  }
+  for (int i = 0; i < 6; ++i) {
+    const auto x = static_cast<float>(i);
+    Check(Read(results[i]) == Floats32{4 * x, 4 * x + 4, 4 * x + 8},
+          "every call has its own result");
+  }
+}
+
+void TestThreadsOnTheirStreams() {
+  Plan plan(Doubling(folder + "/double"));
+  const auto run = [&](void* stream) {
+    current_stream = stream;
+    for (int i = 0; i < 100; ++i) {
+      const auto x = static_cast<float>(i);
+      const auto given = Floats({3}, {x, 1, 2}, kCuda);
+      const auto out = RunOnce(plan, {given});
+      driver->wait(stream, kAll);
+      Check(Read(out[0]) == Floats32{4 * x, 4, 8}, "threads share a plan");
+    }
+  };
+  std::thread other(run, &stream_b);
+  run(&stream_a);
+  other.join();
+}
+
+void TestNothingToDo() {
+  driver->take();
+  Plan plan(Described(Row("input", 0, 3, "cuda"),
+                      LaunchOf(folder + "/double", "double", "0,0", R"(["int32",0])", "0,1,1"), 1,
+                      ""));
+  RunOnce(plan, {Floats({3}, {}, kCuda)});
+  Check(driver->take().empty(),
+        "a grid without blocks is not launched: the driver would refuse it");
+}
+
+void TestWhatFails() {
+  const std::string x = Row("input", 0, 3, "cuda");
+  const std::string module = folder + "/double";
+  const auto refuses = [](const std::string& values, const std::string& step,
+                          const std::string& part) {
+    CheckThrows([&] { Plan(Described(values, step, 1, "")); }, part);
+  };
+  refuses(x, LaunchOf(folder + "/gone", "double", "0", ""),
+          "cannot open the module " + folder + "/gone");
+  refuses(Row("input", 0, 3), LaunchOf(module, "double", "0", ""), "only tensors of no dimensions");
+  refuses(Row("input", 0, 3, "cuda:1"), LaunchOf(module, "double", "0", ""), "that is elsewhere");
+  refuses(x, LaunchOf(module, "double", "0", R"(["int8",1])"), "no scalar of int8");
+  refuses(x, LaunchOf(module, "double", "0", R"(["int32",2147483648])"), "2147483648 is no int32");
+  refuses(x, LaunchOf(module, "double", "0", "", "1,1"), "a launch's grid has three sizes");
+  refuses(x, LaunchOf(module, "double", "0", "", "-1,1,1"), "cannot have -1 blocks");
+  refuses(x, LaunchOf(module, "double", "0", "", "1,1,1", R"("scratch":[])", "meta"),
+          "that is elsewhere");
+  const auto fails = [&](const std::string& step, const std::string& part) {
+    Plan plan(Described(x, step, 1, ""));
+    CheckThrows([&] { RunOnce(plan, {Floats({3}, {}, kCuda)}); }, part);
+  };
+  fails(LaunchOf(module, "gone", "0", ""),
+        "finding the kernel gone failed: CUDA_ERROR_SOMETHING (500)");
+  fails(LaunchOf(Module("text", "no image"), "double", "0", ""),
+        "loading the module of double failed");
+  driver->fail(true);
+  fails(LaunchOf(module, "double", "0,0", R"(["int32",0])"),
+        "the kernel double: launching a kernel failed: CUDA_ERROR_ILLEGAL_ADDRESS (700)");
+  driver->fail(false);
+  Check(driver->contexts_pushed() == 0, "failures leave no context behind");
+}
+
+}  // namespace
+
+int main() {
+  // By its soname it is the driver that the product finds, because it is open already.
+  void* const library = dlopen(std::getenv("RECORDING_DRIVER"), RTLD_NOW);
+  Check(library != nullptr, dlerror());
+  driver = static_cast<const Recording*>(dlsym(library, "recording"));
+  folder = std::getenv("MODULES");
+  TestWhatTheDriverIsAskedFor();
+  TestOneModuleForPlansAndDevices();
+  TestCallsDoNotShareWhatStillRuns();
+  TestThreadsOnTheirStreams();
+  TestNothingToDo();
+  TestWhatFails();
+}

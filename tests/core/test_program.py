@@ -1,0 +1,104 @@
+"""Programs and their steps as data."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from torch_hybrid_backend.core.device import CPU
+from torch_hybrid_backend.core.program import (
+    Callback,
+    Copy,
+    DeviceLaunch,
+    ExternalCall,
+    KernelCall,
+    OperatorCall,
+    PackedConstant,
+    Program,
+    ScalarArgument,
+    Step,
+    TensorArgument,
+)
+from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.sizes.size import symbol, symbols
+
+T = TensorArgument
+N = symbol("n", 8)
+ROW = TensorSpec((N,), "float32", (1,), CPU)
+
+
+class Native:
+    """A runner with a C function, which is never called here."""
+
+    native = (1, 2)
+
+    def __call__(self, tensors: object) -> None:
+        raise AssertionError
+
+
+STEPS: list[tuple[Step, tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = [
+    # A step, and its buffers: addressed, read as tensors, returned.
+    (KernelCall("a.so", "add", (3, 4, 3), 1, (N,)), (3, 4, 3), (), ()),
+    (
+        DeviceLaunch("a.cubin", "add", (3, 4), 1, (N, 1, 1), 32, (ScalarArgument("int32", N),), 0, (-1, 5)),
+        (3, 4, 5),
+        (),
+        (),
+    ),
+    (OperatorCall("aten::cat", ((T(3), T(4), T(3)), 0), (5,), ""), (), (3, 4, 3), (5,)),
+    (OperatorCall("aten::topk", (T(3), 2, -1, True, True), (None, 4), ""), (), (3,), (4,)),
+    (OperatorCall("aten::split", (T(3), 2, 0), ((4, None, 5),), "", "Tensor"), (), (3,), (4, 5)),
+    (ExternalCall(Native(), (3, 4), 1, "engine"), (3, 4), (), ()),
+    (Callback(0, (3, 4), (5,)), (), (3, 4), (5,)),
+    (Copy(3, 4), (), (3, 4), ()),
+]
+
+
+@pytest.mark.parametrize(("step", "memory", "tensors", "returned"), STEPS, ids=lambda each: type(each).__name__)
+def test_steps_say_what_they_touch(
+    step: Step, memory: tuple[int, ...], tensors: tuple[int, ...], returned: tuple[int, ...]
+) -> None:
+    """As the runtime asks them; over other numbers they touch those, and what is described of them is JSON."""
+    assert (step.memory, tuple(t.buffer for t in step.tensors), step.returned) == (memory, tensors, returned)
+    moved = step.at({"n": 6}).over(lambda buffer: buffer + 10, lambda tensor: tensor.buffer + 20)
+    assert moved.memory == tuple(buffer + 10 for buffer in memory)
+    assert tuple(t.buffer for t in moved.tensors) == tuple(buffer + 20 for buffer in tensors)
+    assert moved.returned == tuple(buffer + 10 for buffer in returned)
+    assert not symbols(moved.sizes_used)
+    assert json.loads(json.dumps(moved.describe()))["kind"] in {
+        "kernel",
+        "launch",
+        "operator",
+        "external",
+        "callback",
+        "copy",
+    }
+
+
+def test_sizes_are_those_of_buffers_and_steps() -> None:
+    """Wherever a size known only at run time stands; with values there is none left."""
+    m, k = symbol("m", 2), symbol("k", 3)
+    steps = (
+        KernelCall("a.so", "f", (0, 1), 1, (m,)),
+        DeviceLaunch("a.cubin", "f", (0, 1), 1, (1, k, 1), 32, (ScalarArgument("float32", 0.5),)),
+    )
+    program = Program((ROW, ROW), (0,), (1,), (), steps)
+    assert {s.name for s in symbols(program.sizes_used)} == {"n", "m", "k"}
+    concrete = program.at({"n": 4, "m": 5, "k": 6})
+    assert not symbols(concrete.sizes_used)
+    assert concrete.buffers[0].shape == (4,)
+    assert concrete.device == CPU
+    with pytest.raises(KeyError):
+        program.at({"n": 4})
+
+
+def test_a_program_without_some_inputs() -> None:
+    """Inputs that nothing reads go; what is packed keeps its sources."""
+    pack = PackedConstant(1, (2,), torch.Tensor.flatten)
+    program = Program((ROW, ROW), (0, -1, -1), (1,), (pack,), (), (ROW, N, ROW))
+    kept = program.reading([0, 2])
+    assert kept.inputs == (0, -1)
+    assert kept.signature == (ROW, ROW)
+    assert kept.constants[0].sources == (1,)
