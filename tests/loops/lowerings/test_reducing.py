@@ -9,7 +9,7 @@ import torch
 
 from loops.interpret import Environment, evaluate, torch_dtype
 from torch_hybrid_backend.loops.ir import Buffer, LoopOp, ReduceOp, Value
-from torch_hybrid_backend.loops.lowering import Context, Refuse
+from torch_hybrid_backend.loops.lowering import Context
 from torch_hybrid_backend.loops.lowerings.reducing import axes_of, extent, kept_shape, moments, reduced
 from torch_hybrid_backend.loops.ops import mul
 from torch_hybrid_backend.sizes.size import symbol
