@@ -82,7 +82,7 @@ def _shared(gm: torch.fx.GraphModule) -> list[int]:
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("x", [torch.randn(3, 4), torch.randn(4, 3).t()], ids=["contiguous", "transposed"])
 def test_graphs_come_back(program: Callable[..., Any], x: torch.Tensor) -> None:
-    """Names, operators, arguments, stack traces, forms of values and which of them share storage; it computes the same; its text is the same."""
+    """Names, operators, arguments, stack traces, forms of values and which of them share storage. It computes the same."""
     gm = _graph(program, x)
     text = graph_to_text(gm)
     mode = FakeTensorMode()
@@ -150,7 +150,7 @@ def test_constants_are_small_in_all() -> None:
 def test_sizes_known_only_at_run_time_have_no_text() -> None:
     """Neither as the size of a value nor as a value."""
     for program in (lambda x: x + 1, lambda x: x.shape[0] + 1):
-        with pytest.raises(NotTextError, match="run time|SymInt"):
+        with pytest.raises(NotTextError, match=r"run time|SymInt"):
             graph_to_text(make_fx(program, tracing_mode="symbolic")(torch.ones(3, 4)))
 
 

@@ -1,4 +1,4 @@
-"""Statistics of normalisations of half precision: metadata says what the kernels return, and the rest of the graph sees what it was traced for."""
+"""Statistics of normalisations of half precision: metadata says what the kernels return, other nodes see what they were traced for."""
 
 from __future__ import annotations
 
