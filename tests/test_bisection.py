@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -28,6 +29,18 @@ def works() -> bool:
     torch._dynamo.reset()
     with torch.no_grad():
         return torch.allclose(torch.compile(program, backend="hybrid")(_X), program(_X), rtol=1e-3, atol=1e-4)
+
+
+@pytest.fixture(autouse=True)
+def settings(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Settings as on a new user's machine, but that nothing is timed: regions as small as these would be eager's."""
+    for name in [name for name in os.environ if name.startswith("HYBRID_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HYBRID_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "bisected"))
+    monkeypatch.setenv("HYBRID_PLACEMENT", "estimate")
+    torch._dynamo.reset()
+    yield monkeypatch
+    torch._dynamo.reset()
 
 
 @pytest.fixture
