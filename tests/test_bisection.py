@@ -1,4 +1,4 @@
-"""PyTorch's compiler bisector finds what is wrong in this backend."""
+"""PyTorch's compiler bisector finds what is wrong in this backend, by switching off passes and operators one by one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ import torch
 
 import torch_hybrid_backend
 from tests.ecosystem.planted_engine import PlantedEngine
+from tests.partition.engines_for_tests import FakeEngine, trace
 from torch_hybrid_backend import backend, session
+from torch_hybrid_backend.bisection import OPERATORS, PASSES, bisected_engines, bisected_passes
+from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.verdict import Reason
+from torch_hybrid_backend.partition.regions import partition
 from torch_hybrid_backend.passes import pipeline
 from torch_hybrid_backend.passes.context import PassContext
 
@@ -94,3 +99,70 @@ def test_finds_nothing_where_nothing_is_wrong() -> None:
     assert "hybrid" not in BACKENDS
     assert not CompilerBisector.bisection_enabled
     assert works()
+
+
+Limit = Callable[[str, str, int], None]
+
+
+@pytest.fixture
+def only(settings: pytest.MonkeyPatch) -> Limit:
+    """`only(backend, subsystem, n)`: a bisector that switches off all but the first n + 1 applications of a subsystem, as by hand."""
+    from torch._inductor import compiler_bisector
+
+    def limit(name: str, subsystem: str, most: int) -> None:
+        settings.setenv("TORCH_BISECT_BACKEND", name)
+        settings.setenv("TORCH_BISECT_SUBSYSTEM", subsystem)
+        settings.setenv("TORCH_BISECT_MAX", str(most))
+        settings.setattr(compiler_bisector, "get_env_val", os.environ.get)  # PyTorch reads each variable once in a process
+        settings.setattr(compiler_bisector.CompilerBisector, "bisection_enabled", True)
+        compiler_bisector.subsystem_call_counter.clear()
+
+    return limit
+
+
+def test_nothing_is_in_the_way_where_no_bisector_runs() -> None:
+    """Passes and engines are the very ones that were given."""
+    engines = [FakeEngine()]
+    assert bisected_passes(pipeline.PASSES) is pipeline.PASSES
+    assert bisected_engines(engines) is engines
+
+
+@pytest.mark.parametrize("most", [0, 5, len(pipeline.PASSES)])
+def test_the_first_passes_stay(only: Limit, most: int) -> None:
+    """In their order, the same pass twice counted twice; a bisector of operators, or of another backend, leaves all of them."""
+    only("hybrid", PASSES, most)
+    assert list(bisected_passes(pipeline.PASSES)) == list(pipeline.PASSES[: most + 1])
+    for name, subsystem in (("hybrid", OPERATORS), ("inductor", PASSES)):
+        only(name, subsystem, most)
+        assert list(bisected_passes(pipeline.PASSES)) == list(pipeline.PASSES)
+
+
+def test_operators_that_are_switched_off_go_to_eager(only: Limit) -> None:
+    """Counted are those that the engine would take: what it refuses keeps the engine's own reason; the engine is otherwise itself."""
+    only("hybrid", OPERATORS, 1)
+    engine = FakeEngine("engine", refuses=["sort"])
+    (bisected,) = bisected_engines([engine])
+    assert (bisected.name, bisected.keep_ops, bisected.available()) == ("engine", engine.keep_ops, engine.available())
+    module = trace(lambda x: torch.sort(x.sin() @ x)[0].cos() @ x, torch.ones(3, 3))
+    nodes = {node.name: node for node in partition(module, [bisected], Config()).nodes}
+    reasons = {name: [refusal.code for refusal in node.refusals] for name, node in nodes.items()}
+    assert reasons["sin"] == reasons["mm"] == []
+    assert reasons["sort"] == [Reason.UNKNOWN_OPERATOR]
+    assert reasons["cos"] == reasons["mm_1"] == [Reason.DISABLED]
+    assert nodes["mm"].engine == "engine"
+    assert nodes["mm_1"].engine == "eager"
+
+
+def test_a_program_that_raises_leaves_the_bisector_as_it_was() -> None:
+    """The user's error comes through, and PyTorch's list of backends is the one from before."""
+    from torch._inductor.compiler_bisector import BACKENDS
+
+    before = dict(BACKENDS)
+
+    def raises() -> bool:
+        assert "hybrid" in BACKENDS
+        raise KeyError("not a question of right or wrong")
+
+    with pytest.raises(KeyError, match="not a question"):
+        torch_hybrid_backend.bisect(raises)
+    assert list(before.items()) == list(BACKENDS.items())
