@@ -113,7 +113,9 @@ def only(settings: pytest.MonkeyPatch) -> Limit:
         settings.setenv("TORCH_BISECT_BACKEND", name)
         settings.setenv("TORCH_BISECT_SUBSYSTEM", subsystem)
         settings.setenv("TORCH_BISECT_MAX", str(most))
-        settings.setattr(compiler_bisector, "get_env_val", os.environ.get)  # PyTorch reads each variable once in a process
+        settings.setattr(
+            compiler_bisector, "get_env_val", os.environ.get
+        )  # PyTorch reads each variable once in a process
         settings.setattr(compiler_bisector.CompilerBisector, "bisection_enabled", True)
         compiler_bisector.subsystem_call_counter.clear()
 
