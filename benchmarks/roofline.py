@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks import machine
+from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.core.program import Kernel, Program
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.engines.tvm.target import Target
@@ -71,7 +72,7 @@ class _Compiled:
         built = build("ceiling", function, tvm_target(_target()))
         built.write_to_file(str(library.with_suffix(".o")), "o")
         link(library.with_suffix(".o"), library)
-        specs = tuple(TensorSpec((span,), "float32", (1,)) for span in spans)
+        specs = tuple(TensorSpec((span,), "float32", (1,), CPU) for span in spans)
         numbers = tuple(range(len(spans)))
         call = Kernel(str(library), "ceiling", numbers, 1)
         # What it writes is an input too: fresh memory would cost a page fault every 4 KiB.

@@ -51,7 +51,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
 @pytest.fixture
 def planted(settings: pytest.MonkeyPatch) -> Iterator[None]:
     """The only engine has a bug, and nobody checks results."""
-    settings.setattr(session, "ENGINES", (("planted", lambda config, store: PlantedEngine()), *session.ENGINES[-1:]))
+    settings.setattr(session, "ENGINES", (("planted", lambda config, services: PlantedEngine()), *session.ENGINES[-1:]))
     settings.setenv("HYBRID_VERIFY", "off")
     session._sessions.clear()
     yield
@@ -79,9 +79,9 @@ def test_finds_the_pass(settings: pytest.MonkeyPatch) -> None:
             node.target = torch.ops.aten.relu.default
         return True
 
-    passes: tuple[tuple[Callable[..., bool], str], ...] = (
+    passes: tuple[tuple[Callable[..., bool], frozenset[str], str], ...] = (
         *pipeline.PASSES[:3],
-        (break_sigmoid, "a bug"),
+        (break_sigmoid, frozenset(), "a bug"),
         *pipeline.PASSES[3:],
     )
     settings.setattr(backend, "PASSES", passes)

@@ -88,11 +88,12 @@ class Region(EagerRegion):
 
 class Engine(EagerEngine):
     name = "watching"
+    devices: frozenset[str] = frozenset({"cpu"})
     def compile(self, regions, deadline):
         seen["ours"] = state()
         return [Region(region.graph_module) for region in regions]
 
-session.ENGINES = (("watching", lambda config, store: Engine()), *session.ENGINES[-1:])
+session.ENGINES = (("watching", lambda config, services: Engine()), *session.ENGINES[-1:])
 before = state()
 x = torch.ones(3)
 with torch.no_grad():

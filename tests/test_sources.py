@@ -14,8 +14,9 @@ from torch_hybrid_backend.capture.cache import aot_cache
 from torch_hybrid_backend.engines.tvm import kernel_key
 from torch_hybrid_backend.sources import read_sources_version, sources_version
 
-# Utilities that may be edited freely: they say how something is kept, shown or refused, not what.
-_DECIDE_NOTHING = {"errors", "progress", "store", "sources", "__version__"}
+# Utilities that may be edited freely: they say how something is kept, shown, chosen or refused, not what. What decides of the settings and the
+# processor is in keys by its value.
+_DECIDE_NOTHING = {"config", "errors", "machine", "measure", "progress", "services", "store", "sources", "__version__"}
 _PARTS = {"kernels": kernel_key.SOURCES, "kept graphs": aot_cache.SOURCES}
 
 

@@ -254,7 +254,7 @@ def test_usage_and_clear(tmp_path: Path) -> None:
     """Entries and bytes by kind; clearing leaves the directory and what others put there, and the store can be used on."""
     store = Store(tmp_path)
     assert store.usage() == []
-    for key, kind in (("a", "kernels"), ("b", "kernels"), ("a", "verdicts")):
+    for key, kind in (("a", "kernels"), ("b", "kernels"), ("a", "placements")):
         store.put(kind, key, bytes(9000))
     kernels, verdicts = store.usage()
     assert (kernels.kind, kernels.entries) == ("kernels", 2)

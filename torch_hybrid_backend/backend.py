@@ -31,21 +31,24 @@ from torch_hybrid_backend.capture.cache.aot_cache import KeptGraphs
 from torch_hybrid_backend.config import Config, apply_log_level
 from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.deadline import Deadline
-from torch_hybrid_backend.core.engine import CompiledRegion
+from torch_hybrid_backend.core.device import CPU, Device
+from torch_hybrid_backend.core.engine import EAGER, CompiledRegion
 from torch_hybrid_backend.core.plan import Plan, RegionDecision
 from torch_hybrid_backend.core.region import Segment
+from torch_hybrid_backend.core.verdict import Refused
 from torch_hybrid_backend.eager_graph import EagerGraph
 from torch_hybrid_backend.engines.deadline import compile_in_time
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.garbage import collector_paused, full_collections
 from torch_hybrid_backend.graph.values import holds_collectives, is_repeatable
-from torch_hybrid_backend.partition.cost_cache import VerdictCache, machine_fingerprint
-from torch_hybrid_backend.partition.fallback import ReportedRegion, demote, run_refusal
+from torch_hybrid_backend.partition.capability import accepted
+from torch_hybrid_backend.partition.fallback import demote, run_refusal
 from torch_hybrid_backend.partition.known_graphs import KnownGraphs, graph_key
-from torch_hybrid_backend.partition.placement import CheckedRegion, Pricing, choose, decide
+from torch_hybrid_backend.partition.placement import Pricing, choose, decide
 from torch_hybrid_backend.partition.plan_builder import make_plan
-from torch_hybrid_backend.partition.regions import EAGER, Partition, partition
+from torch_hybrid_backend.partition.regions import Partition, partition
 from torch_hybrid_backend.partition.whole_call import PricedCall
+from torch_hybrid_backend.partition.wrapped_region import checked, reported
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.control_flow import compile_bodies
 from torch_hybrid_backend.passes.hoist import Hoisted, hoist
@@ -56,7 +59,8 @@ from torch_hybrid_backend.runtime.constant_pool import MadeOnce
 from torch_hybrid_backend.runtime.executor import CompiledSegment, build_executor
 from torch_hybrid_backend.runtime.native.ops import give_back_freed_memory
 from torch_hybrid_backend.runtime.plan_layout import StaticLayoutError
-from torch_hybrid_backend.runtime.python_executor import PythonExecutor, checked
+from torch_hybrid_backend.runtime.python_executor import PythonExecutor
+from torch_hybrid_backend.runtime.python_executor import checked as checked_outputs
 from torch_hybrid_backend.runtime.symbolic_executor import SymbolicExecutor
 from torch_hybrid_backend.session import Session, open_session
 
@@ -88,7 +92,8 @@ def compile_graph(
     apply_log_level(config)
     shared = open_session(config)
     deadline = Deadline(config.compile_deadline_s)
-    key = graph_key(gm, example_inputs, f"{shared.versions()}")
+    devices = {CPU, *(Device.of(value.device) for value in example_inputs if isinstance(value, torch.Tensor))}
+    key = graph_key(gm, example_inputs, f"{[shared.versions(device) for device in sorted(devices, key=str)]}")
     calls: list[PricedCall] = []
 
     @collector_paused()  # a backward graph may be compiled later, when backward is called
@@ -96,7 +101,7 @@ def compile_graph(
         if not _is_priced_whole(captured, config):
             return HybridGraph(captured, shared, config, on_plan, deadline=deadline)
         sizes = [k for k, value in enumerate(example_inputs) if isinstance(value, int | torch.SymInt)]
-        pricing = functools.partial(_pricing, shared, config)
+        pricing = functools.partial(_pricing, shared, config, deadline, CPU)  # only calls on the host are priced whole
         call = PricedCall(gm.forward, key, sizes, config.measure_budget_s, pricing, on_plan)
         calls.append(call)
         return HybridGraph(captured, shared, config, call.take_plan, deadline=deadline)
@@ -106,8 +111,8 @@ def compile_graph(
         return calls[0].around(planned) if calls else planned
 
     keep_ops = frozenset[torch._ops.OpOverload]().union(*(engine.keep_ops for engine in shared.engines))
-    kept = KeptGraphs(shared.store) if config.cache else None
-    known = KnownGraphs(shared.store)
+    kept = KeptGraphs(shared.services.store) if config.cache else None
+    known = KnownGraphs(shared.services.store)
     if key in known:
         return compiled_whole()
     shared.prepare(len(gm.graph.nodes))  # what engines need to compile starts while AOTAutograd traces
@@ -128,10 +133,10 @@ def _is_priced_whole(captured: CapturedGraph, config: Config) -> bool:
     return on_cpu and is_repeatable(captured.graph_module)
 
 
-def _pricing(session: Session, config: Config) -> Pricing:
-    """What is needed to price on the machine as it is now: threads may have been set since the last graph."""
-    verdicts = VerdictCache(session.store, machine_fingerprint()) if config.cache else None
-    return Pricing(verdicts, session.versions())
+def _pricing(session: Session, config: Config, deadline: Deadline, device: Device) -> Pricing:
+    """What is needed to price work on a device of the machine as it is now: threads may have been set since the last graph."""
+    timings = session.services.timings if config.cache else None
+    return Pricing(timings, session.versions(device), device, deadline, session.services.timer(device))
 
 
 def explain(
@@ -198,7 +203,7 @@ class HybridGraph:
         self._candidates = self._compile()
         self._lock = threading.RLock()
         self._run: Callable[[Sequence[Any]], list[Any]] | None = None
-        self._chosen: dict[str, CompiledSegment] = {}
+        self._chosen: dict[str, CompiledRegion] = {}
         self._decisions: dict[str, RegionDecision] = {}
         self.plan: Plan | None = None
         segments = self._partition.graph.segments
@@ -231,14 +236,20 @@ class HybridGraph:
             log.warning("the sub-graph %s of a control flow operator runs in eager: %s", name, error)
             return EagerGraph(body.graph_module)
 
-    def _compile(self) -> dict[str, dict[str, CompiledRegion | Exception]]:
-        """Every candidate engine's compilation of every region: region name -> engine name -> result."""
+    def _compile(self) -> dict[str, dict[str, CompiledRegion | Refused | Exception]]:
+        """Every candidate engine's compilation of every region, or why it does not accept it: region name -> engine name -> result."""
         names = [engine.name for engine in self._session.engines]
         segments = self._partition.graph.segments
         wanted = {s.region.name: self._partition.candidates(s, names) for s in segments}
-        results: dict[str, dict[str, CompiledRegion | Exception]] = {s.region.name: {} for s in segments}
+        results: dict[str, dict[str, CompiledRegion | Refused | Exception]] = {s.region.name: {} for s in segments}
         for engine in self._session.engines:
-            regions = [s.region for s in segments if engine.name in wanted[s.region.name]]
+            regions = []
+            for region in (s.region for s in segments if engine.name in wanted[s.region.name]):
+                verdict = accepted(engine, region, strict=self._config.strict)
+                if isinstance(verdict, Refused):
+                    results[region.name][engine.name] = verdict
+                else:
+                    regions.append(region)
             if not regions:
                 continue
             with unset_fake_temporarily():  # AOTAutograd is still tracing: an engine's own tensors would be fake
@@ -266,9 +277,9 @@ class HybridGraph:
     @full_collections.held()
     def _first_call(self, inputs: Sequence[Any]) -> list[Any]:
         start = time.perf_counter()
-        pricing = _pricing(self._session, self._config)
+        pricing_on = functools.cache(functools.partial(_pricing, self._session, self._config, self._deadline))
         # Kept once all is chosen: an interrupted first call leaves nothing behind.
-        chosen: dict[str, CompiledSegment] = {}
+        chosen: dict[str, CompiledRegion] = {}
         decisions: dict[str, RegionDecision] = {}
 
         def place(_index: int, segment: Segment, arguments: Sequence[Any]) -> Sequence[Any]:
@@ -276,7 +287,7 @@ class HybridGraph:
             candidates = self._candidates[region.name]
             if not candidates:
                 return region.eager(arguments)
-            choice = choose(region, candidates, arguments, self._config, pricing)
+            choice = choose(region, candidates, arguments, self._config, pricing_on(region.device))
             once.let_go()
             decisions[region.name] = choice.decision
             if choice.compiled is not None:
@@ -297,8 +308,8 @@ class HybridGraph:
 
     def _checked(self, segment: Segment, engine: str, compiled: CompiledRegion) -> CompiledRegion:
         if self._config.verify != "always":
-            return compiled if compiled.program is not None else ReportedRegion(compiled)
-        return CheckedRegion(segment.region, engine, compiled, strict=self._config.strict)
+            return compiled if compiled.program is not None else reported(compiled)
+        return checked(segment.region, engine, compiled, strict=self._config.strict)
 
     def _python_executor(self) -> PythonExecutor:
         return PythonExecutor(self._partition.graph, self._segments(), self._hoisted.inputs, self._fold, self._titles())
@@ -319,9 +330,7 @@ class HybridGraph:
             log.warning("this graph runs from Python, segment by segment: %s", error)
             return self._python_executor()
         for compiled in self._chosen.values():
-            release = getattr(compiled, "release", None)
-            if release is not None:
-                release()  # the plan keeps packed constants of its own, or shares these
+            compiled.release()  # the plan keeps packed constants of its own, or shares these
         return run
 
     def _tell(self) -> None:
@@ -348,7 +357,7 @@ class HybridGraph:
         compiled = self._chosen.get(region.name)
         if compiled is not None:
             try:
-                return checked(segment, compiled(arguments))
+                return checked_outputs(segment, compiled(arguments))
             except Exception as cause:  # whatever a compiled region raises, eager is there for it
                 self._give_to_eager(segment, cause)
         return region.eager(arguments)

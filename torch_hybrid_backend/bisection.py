@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from torch.fx import Node
 
 from torch_hybrid_backend.core.deadline import Deadline
+from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.engine import CompiledRegion, Engine
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason, Refused, Verdict
@@ -72,8 +73,8 @@ def is_running() -> bool:
 
 
 def bisected_passes(
-    passes: Sequence[tuple[Callable[..., bool], str]],
-) -> Sequence[tuple[Callable[..., bool], str]]:
+    passes: Sequence[tuple[Callable[..., bool], frozenset[str], str]],
+) -> Sequence[tuple[Callable[..., bool], frozenset[str], str]]:
     """The passes less those that a running bisector has switched off."""
     if not is_running():
         return passes
@@ -91,16 +92,30 @@ class _Bisected:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.name = engine.name
+        self.devices = engine.devices
         self.keep_ops = engine.keep_ops
+        self.keeps_deadline = engine.keeps_deadline
 
     def available(self) -> Verdict:
         return self._engine.available()
+
+    def version(self, device: Device) -> str:
+        return self._engine.version(device)
+
+    def describe(self) -> Sequence[tuple[str, str]]:
+        return self._engine.describe()
+
+    def prepare(self, operators: int) -> None:
+        self._engine.prepare(operators)
 
     def supports(self, node: Node) -> Verdict:
         verdict = self._engine.supports(node)
         if verdict and _is_off(OPERATORS, lambda: f"{node.target} ({node.name}) on {self.name}{_source(node)}"):
             return Refused(Reason.DISABLED, "the compiler bisector has switched it off")
         return verdict
+
+    def accepts(self, region: Region) -> Verdict:
+        return self._engine.accepts(region)
 
     def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[CompiledRegion | Exception]:
         return self._engine.compile(regions, deadline)

@@ -8,8 +8,8 @@
     hybrid cache --clear
 
 `explain` compiles the model for inference, calls it once on the arguments and shows the plan. `doctor` shows which
-engines can run in this installation, and what to install for those that cannot. `cache` shows where compiled kernels
-are kept and how much disk they take, or removes them.
+engines can run in this installation, what they say of themselves, and what to install for those that cannot. `cache` shows
+where compiled kernels are kept and how much disk they take, or removes them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ import argparse
 import importlib
 import importlib.util
 import os
-import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -145,10 +143,9 @@ def _factory(place: str, name: str) -> Callable[[], object]:
 
 
 def _all_engines(config: Config) -> Sequence[Engine]:
-    from torch_hybrid_backend.session import engine_factories  # heavy, so not imported for --help
+    from torch_hybrid_backend.session import all_engines  # heavy, so not imported for --help
 
-    store = Store.open(config.cache_dir, enabled=config.cache)
-    return [make(config, store) for make in engine_factories().values()]
+    return all_engines(config)
 
 
 def _doctor(engines: Engines, out: TextIO) -> int:
@@ -162,16 +159,14 @@ def _doctor(engines: Engines, out: TextIO) -> int:
         if engine.name not in selected:
             state += ", but is switched off (HYBRID_ENGINES, HYBRID_DISABLE_ENGINES)"
         lines.append(f"  {engine.name:<10} {state}")
+        lines += (f"    {name:<8} {value}" for name, value in _described(engine))
     lines.append("versions:")
     lines.append(f"  {'hybrid':<10} {torch_hybrid_backend.__version__}")
     lines.append(f"  {'python':<10} {sys.version.split()[0]}")
     lines.append(f"  {'torch':<10} {torch.__version__}")
-    lines.append(f"  {'tvm':<10} {_version('apache-tvm')}")
     lines.append("machine:")
     lines.append(f"  {'threads':<10} {torch.get_num_threads()} for kernels, {config.compile_threads} for compilation")
     lines.append(f"  {'processor':<10} {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} CPUs")
-    linker = next(filter(None, map(shutil.which, _LINKERS)), None)
-    lines.append(f"  {'linker':<10} {linker or 'none; kernels need one of ' + ', '.join(_LINKERS)}")
     lines.append(f"  {'gpu':<10} {torch.cuda.get_device_name() if torch.cuda.is_available() else 'none'}")
     lines.append(f"  {'weights':<10} {_weights_state()}")
     lines.append(f"  {'cache':<10} {_cache_state(config)}")
@@ -191,14 +186,11 @@ def _weights_state() -> str:
     )
 
 
-_LINKERS = ("ld", "cc", "gcc", "clang", "c++", "g++")
-
-
-def _version(distribution: str) -> str:
+def _described(engine: Engine) -> Sequence[tuple[str, str]]:
     try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return "not installed"
+        return engine.describe()
+    except Exception as error:  # a third party's code: what the others say is worth as much
+        return [("unknown", f"it cannot describe itself: {type(error).__name__}: {error}")]
 
 
 def _cache_state(config: Config) -> str:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch_hybrid_backend.core.engine import EAGER
 from torch_hybrid_backend.errors import ConfigError
 
 PREFIX = "HYBRID_"
@@ -248,8 +249,8 @@ class Config:
                         f"{PREFIX}{setting.upper()} (or options[{setting!r}]) names the unknown engine {name!r}. "
                         f"The engines are: {', '.join(sorted(known))}"
                     )
-        chosen = [name for name in (self.engines or known) if name not in self.disable_engines and name != "eager"]
-        return (*dict.fromkeys(chosen), "eager")
+        chosen = [name for name in (self.engines or known) if name not in self.disable_engines and name != EAGER]
+        return (*dict.fromkeys(chosen), EAGER)
 
     def _updated(self, given: Mapping[str, object], shown: Callable[[str], str]) -> Config:
         fields = {field.name: field for field in setting_fields()}

@@ -53,5 +53,49 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    # "DefaultCPUAllocator: can't allocate memory: ...", and what C++ throws where PyTorch's allocator is not asked.
-    return isinstance(error, RuntimeError) and any(s in str(error) for s in ("DefaultCPUAllocator", "std::bad_alloc"))
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+
+
+# What PyTorch's allocator on the CPU says, what C++ throws where it is not asked, the CUDA runtime, and libraries that allocate for themselves.
+_OUT_OF_MEMORY = (
+    "DefaultCPUAllocator",
+    "std::bad_alloc",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+
+
+def is_sticky(error: BaseException) -> bool:
+    """Whether an error says that the process can use a device no more: on CUDA an illegal address or a failed assertion of a kernel, after
+    which every call fails. Nothing can be recovered from there, and what reports it may not be what caused it: it is the caller's.
+
+    PyTorch raises `torch.AcceleratorError` for what a device's runtime says; where it tells the code (CUDA's), those that leave the device
+    usable are told apart. What is out of memory is not sticky.
+    """
+    import torch
+
+    if not isinstance(error, torch.AcceleratorError) or is_out_of_memory(error):
+        return False
+    return error.error_code in _STICKY if hasattr(error, "error_code") else True
+
+
+# cudaError_t, by the descriptions of the CUDA runtime's documentation ("the process must be terminated and relaunched", or a context gone).
+_STICKY = frozenset(
+    (
+        214,  # ECC uncorrectable
+        220,  # NVLink uncorrectable
+        700,  # illegal address
+        702,  # launch timeout
+        709,  # context is destroyed
+        710,  # assert
+        714,  # hardware stack error
+        715,  # illegal instruction
+        716,  # misaligned address
+        717,  # invalid address space
+        718,  # invalid program counter
+        719,  # launch failure
+        721,  # tensor memory leak
+        911,  # external device
+    )
+)

@@ -1,8 +1,11 @@
-"""The one timer: placement and benchmarks time with it, so that their numbers mean the same.
+"""Measuring: placement and benchmarks time with it, so that their numbers mean the same.
 
 Candidates are timed in interleaved rounds (a, b, c, a, b, c, ...): a machine that slows down for a while slows all of
 them, and ratios hold. The median of the rounds is what a benchmark reports; `low_us` is what a choice compares: other load on the
 machine only ever adds time, so the fast rounds tell the candidates apart where the median tells who was disturbed.
+
+A `Timer` says what one round took: the host's clock where calls return when their work is done (`HostTimer`), events on the device's stream
+where they return when it was only sent off (`DeviceTimer`).
 """
 
 from __future__ import annotations
@@ -12,14 +15,77 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypedDict, Unpack
+from typing import Protocol, TypedDict, Unpack
 
-# Returns nanoseconds that only grow; tests pass a fake.
-Clock = Callable[[], int]
+import torch
+
+from torch_hybrid_backend.core.device import Device
+
+Call = Callable[[], object]
 
 _MAX_ROUNDS = 200  # beyond it the median of a steady call no longer moves
 _QUARTILE_ROUNDS = 8  # with fewer rounds a quartile is the minimum and a part of the next one: the minimum is steadier
 _MOST_EXTENSION = 3  # an undecided comparison may take so many times its budget
+
+
+class Timer(Protocol):
+    """A clock, and how long the work of calls took."""
+
+    def now(self) -> int:
+        """Nanoseconds that only grow: what budgets are counted in."""
+        ...
+
+    def round(self, calls: Sequence[Call]) -> list[int]:
+        """Call them one after the other; the nanoseconds of each one's work, all of which is done. What a call raises passes through."""
+        ...
+
+
+class HostTimer:
+    """For calls that return when their work is done. `clock` gives nanoseconds; a test gives its own."""
+
+    def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
+        self.now = clock
+
+    def round(self, calls: Sequence[Call]) -> list[int]:
+        return [self._taken(call) for call in calls]
+
+    def _taken(self, call: Call) -> int:
+        before = self.now()
+        call()
+        return self.now() - before
+
+
+class DeviceTimer:
+    """For calls that send work to a device's current stream and may return before it is done: two events a call, one wait a round.
+
+    The events are on the stream that is current for the device when a round begins. An event tells its time to about half a microsecond (CUDA).
+    Only ever run against a stand-in for the stream: there was no GPU to run it on.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = torch.device(device.type, device.index)
+
+    def now(self) -> int:
+        return time.perf_counter_ns()
+
+    def round(self, calls: Sequence[Call]) -> list[int]:
+        stream = torch.accelerator.current_stream(self._device)
+        pairs = [(self._event(), self._event()) for _ in calls]
+        for call, (start, end) in zip(calls, pairs, strict=True):
+            start.record(stream)
+            call()
+            end.record(stream)
+        if pairs:
+            pairs[-1][1].synchronize()  # the last on its stream: those before it are done
+        return [round(start.elapsed_time(end) * 1e6) for start, end in pairs]  # elapsed_time tells milliseconds
+
+    def _event(self) -> torch.Event:
+        return torch.Event(self._device, enable_timing=True)
+
+
+def timer_for(device: Device) -> Timer:
+    """The timer of work on a device."""
+    return HostTimer() if device.is_host else DeviceTimer(device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +107,16 @@ class Rounds(TypedDict, total=False):
     warmup_rounds: int
     until_decided: bool
     clear_ratio: float
-    clock: Clock
+    timer: Timer
 
 
-def measure(callables: Sequence[Callable[[], object]], budget_s: float, **rounds: Unpack[Rounds]) -> tuple[Timing, ...]:
+def measure(callables: Sequence[Call], budget_s: float, **rounds: Unpack[Rounds]) -> tuple[Timing, ...]:
     """Time the callables against each other for about `budget_s` seconds, warm-up included; see `sample`."""
     return tuple(map(_timing, sample(callables, budget_s, **rounds)))
 
 
 def sample(
-    callables: Sequence[Callable[[], object]],
+    callables: Sequence[Call],
     budget_s: float,
     *,
     min_rounds: int = 3,
@@ -58,9 +124,9 @@ def sample(
     warmup_rounds: int = 1,
     until_decided: bool = False,
     clear_ratio: float = math.inf,
-    clock: Clock = time.perf_counter_ns,
+    timer: Timer | None = None,
 ) -> list[list[int]]:
-    """Nanoseconds of each round of each callable, in about `budget_s` seconds.
+    """Nanoseconds of each round of each callable, in about `budget_s` seconds, as `timer` tells them (by default the host's clock).
 
     until_decided: go on, for up to three times the budget or to `min_rounds`, while the two fastest differ by less than their spread.
     clear_ratio: stop within the budget, after `min_rounds`, once all others took so many times as long in their best round as the fastest in
@@ -69,17 +135,17 @@ def sample(
     At least `min_rounds` rounds are taken even over budget; only where one round, of warm-up or the first, already exceeded the
     budget is a single round taken. An exception of a callable passes through.
     """
-    start = clock()
+    timer = timer or HostTimer()
+    start = timer.now()
     budget_ns = int(budget_s * 1e9)
     for _ in range(warmup_rounds):
-        for call in callables:
-            call()
-    needed = 1 if warmup_rounds and clock() - start > budget_ns else max(min_rounds, 1)
+        timer.round(callables)
+    needed = 1 if warmup_rounds and timer.now() - start > budget_ns else max(min_rounds, 1)
     samples: list[list[int]] = [[] for _ in callables]
     rounds = 0
 
     def goes_on() -> bool:
-        spent = clock() - start
+        spent = timer.now() - start
         if rounds < needed and not (rounds == 1 and not warmup_rounds and spent > budget_ns):
             return True
         if spent < budget_ns:
@@ -89,10 +155,8 @@ def sample(
         return spent < _MOST_EXTENSION * budget_ns or rounds < min_rounds
 
     while rounds < max(needed, max_rounds) and goes_on():
-        for call, taken in zip(callables, samples, strict=True):
-            before = clock()
-            call()
-            taken.append(clock() - before)
+        for taken, nanoseconds in zip(samples, timer.round(callables), strict=True):
+            taken.append(nanoseconds)
         rounds += 1
     return samples
 

@@ -6,22 +6,25 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 
 from torch_hybrid_backend.config import Config
-from torch_hybrid_backend.core.engine import Engine
+from torch_hybrid_backend.core.device import Device
+from torch_hybrid_backend.core.engine import EAGER, Engine, serves
 from torch_hybrid_backend.core.verdict import Refused
 from torch_hybrid_backend.engines.eager import EagerEngine
 from torch_hybrid_backend.engines.tvm.engine import TvmEngine
-from torch_hybrid_backend.engines.unavailable import UnusableEngine
+from torch_hybrid_backend.engines.unavailable import UnavailableEngine
 from torch_hybrid_backend.errors import ConfigError, HybridError
-from torch_hybrid_backend.partition.cost_cache import machine_fingerprint
-from torch_hybrid_backend.partition.regions import EAGER
+from torch_hybrid_backend.machine import fingerprint
+from torch_hybrid_backend.measure import timer_for
+from torch_hybrid_backend.progress import Progress
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
+from torch_hybrid_backend.services import EngineFactory, Services
 from torch_hybrid_backend.sources import sources_version
 from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.timing_cache import TimingCache
 
 log = logging.getLogger(__name__)
 
@@ -30,18 +33,12 @@ log = logging.getLogger(__name__)
 TIMING_SOURCES = ("runtime", "_runtime.so", "measure.py")
 _TIMED_BY = sources_version(*TIMING_SOURCES)
 ENGINE_GROUP = "torch_hybrid_backend.engines"
-EngineFactory = Callable[[Config, Store], Engine]
 
 # The engines, in order; the order only breaks ties, measured cost decides. Third parties add theirs through the entry-point
 # group `torch_hybrid_backend.engines`.
 ENGINES: tuple[tuple[str, EngineFactory], ...] = (
-    (
-        "tvm",
-        lambda config, store: TvmEngine(
-            store, config.compile_threads, ProgramRunner, config.placement, machine_fingerprint, config.progress
-        ),
-    ),
-    (EAGER, lambda config, store: EagerEngine()),
+    ("tvm", TvmEngine),
+    (EAGER, lambda config, services: EagerEngine()),
 )
 
 
@@ -55,77 +52,112 @@ def engine_factories() -> dict[str, EngineFactory]:
     return factories
 
 
-def _third_party(entry: EntryPoint, config: Config, _store: Store) -> Engine:
+def _third_party(entry: EntryPoint, config: Config, services: Services) -> Engine:
     try:
-        engine: Engine = entry.load()(config)
+        engine = _loaded(entry, config, services)
         engine.available()
     except Exception as error:  # a third party's package may fail in any way; that costs its engine only
-        return UnusableEngine(entry.name, error)
+        return UnavailableEngine(entry.name, error)
+    return engine
+
+
+def _loaded(entry: EntryPoint, config: Config, services: Services) -> Engine:
+    """What an entry point makes. Raises what its package raises, and ConfigError where that is no engine."""
+    factory = entry.load()
+    try:
+        engine = factory(config, services)
+    except TypeError as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            raise  # it was called, and something in it failed
+        raise ConfigError(
+            f"{entry.value} must be a callable engine(config, services) that returns an Engine: {error}"
+        ) from error
+    if not isinstance(engine, Engine):
+        lacking = [member for member in vars(Engine) if not member.startswith("_") and not hasattr(engine, member)]
+        raise ConfigError(
+            f"{entry.value} returned an object of type {type(engine).__name__}, which must be an Engine, and lacks "
+            f"{', '.join(lacking)}; core.engine.EngineBase has the defaults"
+        )
+    if engine.name != entry.name:
+        raise ConfigError(f"{entry.value} made an engine called {engine.name!r}; it must be called {entry.name!r}")
     return engine
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Session:
-    """What graphs compiled under equal settings share: the engines that can run here, and the cache."""
+    """What graphs compiled under equal settings share: the engines that can run here, and the services they were given."""
 
     engines: tuple[Engine, ...]
-    store: Store
+    services: Services
 
-    def versions(self) -> dict[str, str]:
-        """What an engine's kernels and their timings depend on, where the engine says so (`version`): that, and what runs and times them."""
-        return {e.name: f"{version} {_TIMED_BY}" for e in self.engines if (version := getattr(e, "version", ""))}
+    def versions(self, device: Device) -> dict[str, str]:
+        """By engine what its timings on a device depend on: what it says itself, and what runs and times its kernels. An engine that says
+        nothing, and whose timings are not kept, is left out."""
+        versions = {engine.name: _version(engine, device) for engine in self.engines if serves(engine, device)}
+        return {name: f"{version} {_TIMED_BY}" for name, version in versions.items() if version}
 
     def prepare(self, operators: int) -> None:
-        """Have the engines that ask for it get ready for a graph of so many operators, without waiting for them."""
+        """Have the engines get ready for a graph of so many operators, without waiting for them."""
         for engine in self.engines:
-            prepare = getattr(engine, "prepare", None)
-            if prepare is None:
-                continue
             try:
-                prepare(operators)
+                engine.prepare(operators)
             except Exception as error:  # a third party's code: unprepared it may compile all the same
                 log.warning("the engine %s cannot get ready: %s: %s", engine.name, type(error).__name__, error)
 
 
-_sessions: dict[tuple[object, ...], Session] = {}
+def _version(engine: Engine, device: Device) -> str:
+    try:
+        return engine.version(device)
+    except Exception as error:  # a third party's code: without a version its timings are not kept
+        why = f"{type(error).__name__}: {error}"
+        log.warning("the engine %s cannot tell its version, its timings are not kept: %s", engine.name, why)
+        return ""
+
+
+_sessions: dict[tuple[int, Config], Session] = {}
 _sessions_lock = threading.Lock()
 
 
 def open_session(config: Config) -> Session:
     """The engines and the cache for settings; one for all graphs compiled under equal ones in this process.
 
-    An engine that cannot run here, or a cache that cannot be used, gives one WARNING; under `strict` HybridError is raised.
+    An engine that cannot run here, or a cache that cannot be used, gives one WARNING; under `strict` HybridError is raised. Raises ConfigError
+    for engines that do not exist.
     """
-    factories = engine_factories()
-    names = config.select(tuple(factories))
-    key = (
-        os.getpid(),
-        names,
-        config.cache,
-        config.cache_dir,
-        config.cache_limit_mib,
-        config.compile_threads,
-        config.placement,
-        config.progress,
-        config.strict,  # a session that lacks something is none under strict
-    )
+    key = (os.getpid(), config)
     with _sessions_lock:
         if key not in _sessions:
-            _sessions[key] = _new_session(config, names, factories)
+            _sessions[key] = _new_session(config)
         return _sessions[key]
 
 
-def _new_session(config: Config, names: Sequence[str], factories: Mapping[str, EngineFactory]) -> Session:
+def open_services(config: Config) -> Services:
+    """What the engines for settings are given. A cache that cannot be used gives one WARNING, or CacheError under `strict`."""
     limit_bytes = config.cache_limit_mib << 20
     store = Store.open(config.cache_dir, enabled=config.cache, strict=config.strict, limit_bytes=limit_bytes)
-    engines = []
-    for name in names:
-        engine = factories[name](config, store)
-        available = engine.available()
-        if isinstance(available, Refused):
-            if config.strict:
-                raise HybridError(f"the engine {name} cannot run here: {available.why}")
-            log.warning("the engine %s cannot run here, what it would take runs in eager: %s", name, available.why)
-            continue
-        engines.append(engine)
-    return Session(tuple(engines), store)
+    progress = functools.partial(Progress, shown=config.progress)
+    return Services(store, TimingCache(store, fingerprint), ProgramRunner, timer_for, progress)
+
+
+def all_engines(config: Config) -> list[Engine]:
+    """Every known engine, also those that cannot run here or are switched off."""
+    services = open_services(config)
+    return [make(config, services) for make in engine_factories().values()]
+
+
+def _new_session(config: Config) -> Session:
+    factories = engine_factories()
+    names = config.select(tuple(factories))
+    services = open_services(config)
+    made = [(name, factories[name](config, services)) for name in names]
+    return Session(tuple(engine for name, engine in made if _can_run(name, engine, config)), services)
+
+
+def _can_run(name: str, engine: Engine, config: Config) -> bool:
+    available = engine.available()
+    if not isinstance(available, Refused):
+        return True
+    if config.strict:
+        raise HybridError(f"the engine {name} cannot run here: {available.why}")
+    log.warning("the engine %s cannot run here, what it would take runs in eager: %s", name, available.why)
+    return False

@@ -18,6 +18,7 @@ import torch.fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.operators.shapes import Case, Tensor
+from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.core.region import Region, RegionInput
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.engines.tvm.assemble import RegionKernels, assemble
@@ -309,7 +310,7 @@ def _between(
 
 def _array(buffer: Buffer, assembled: RegionKernels) -> TensorSpec:
     span = assembled.layouts[id(buffer)].span(buffer.shape)
-    return TensorSpec((int(span),), buffer.dtype, (1,))
+    return TensorSpec((int(span),), buffer.dtype, (1,), CPU)
 
 
 def _arrays(problem: Problem, assembled: RegionKernels) -> list[torch.Tensor]:

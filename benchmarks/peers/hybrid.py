@@ -11,8 +11,8 @@ from torch import nn
 from benchmarks.peers import Prepared, Setting
 from torch_hybrid_backend.backend import compile_graph
 from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.engine import EAGER
 from torch_hybrid_backend.core.plan import Plan
-from torch_hybrid_backend.partition.regions import EAGER
 
 
 def prepare(model: nn.Module, inputs: tuple[torch.Tensor, ...], setting: Setting) -> Prepared:

@@ -162,7 +162,7 @@ def test_ours_without_a_result_is_a_failure(
 @pytest.mark.parametrize("text", ["resnet51", ""])
 def test_unknown_names_are_refused_with_the_legal_ones(text: str) -> None:
     """A misspelt model is an error, not an empty benchmark."""
-    with pytest.raises(argparse.ArgumentTypeError, match="legal: resnet50, bert_base"):
+    with pytest.raises(argparse.ArgumentTypeError, match="must be among resnet50, bert_base"):
         run._listed(["resnet50", "bert_base"])(text)
 
 

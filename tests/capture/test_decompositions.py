@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import operator as operators
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  (as everyone writes it)
 from torch import nn
 
+from tests.fake_devices import FakeDevices
 from torch_hybrid_backend.capture.decompositions import KEPT, decomposition_table
 from torch_hybrid_backend.graph.schema import is_random
 
@@ -208,3 +211,39 @@ def test_additions_of_many_slices_stay_whole(recorder, count, operator):
     index, source = torch.arange(count) % 3, torch.randn(count, 6)
     assert operator in run(recorder, lambda x: x.index_add(0, index, source, alpha=2), torch.randn(7, 6))
     assert operator in run(recorder, lambda x: x.index_add(-1, index, source.T), torch.randn(6, 7))
+
+
+def test_gpus_keep_what_is_taken_apart_for_the_cpu():
+    """The weight's gradient of a convolution with few positions, and sums into few rows: libraries of GPUs have one kernel for each."""
+    devices = FakeDevices()
+
+    def gradient(g, x, w):
+        geometry = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+        return aten.convolution_backward(g, x, w, None, *geometry, [False, True, False])[1]
+
+    def summed(x, index, rows):
+        return x.index_add(0, index, rows)
+
+    for function, operator, *shapes in (
+        (gradient, "aten.convolution_backward.default", (1, 64, 2, 2), (1, 8, 2, 2), (64, 8, 3, 3)),
+        (summed, "aten.index_add.default", (8, 4), (2,), (2, 4)),
+    ):
+        kept = {}
+        for device in ("cpu", "cuda:1"):
+            dtypes = [torch.int64 if shape == (2,) else torch.float32 for shape in shapes]
+            inputs = [devices.tensor(*s, device=device, dtype=d) for s, d in zip(shapes, dtypes, strict=True)]
+            nodes = devices.captured(function, *inputs).graph_module.graph.nodes
+            kept[device] = operator in {str(node.target) for node in nodes}
+        assert kept == {"cpu": False, "cuda:1": True}
+
+
+@pytest.mark.parametrize("operator", ["flash", "efficient", "cudnn"])
+def test_attention_of_cuda_stays_whole(operator):
+    """The operators that PyTorch chooses among on CUDA, for engines and for eager alike."""
+    devices = FakeDevices()
+    attention = getattr(aten, f"_scaled_dot_product_{operator}_attention")
+    mask = () if operator == "flash" else (None, False)
+    q = devices.tensor(1, 2, 8, 16, device="cuda:0", dtype=torch.float16)
+    graph = devices.captured(lambda q: torch.relu(attention(q, q, q, *mask)[0]), q).graph_module.graph
+    called = [node.target for node in graph.nodes if node.op == "call_function"]
+    assert called == [attention.default, operators.getitem, aten.relu.default]

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.plan import CallDecision, Cost, NodeDecision, Plan, Refusal, RegionDecision
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason, Refused
@@ -19,7 +20,7 @@ S, T = symbol("s0"), symbol("s1")
 _texts = st.sampled_from(["", "tvm", "eager", "model.py:12 in forward: y = 'x' @ w", "größer\n\\u0041"])
 _numbers = st.sampled_from([0.0, 1.25, 1e-300, 12345.678, 1 / 3])
 _sizes = st.sampled_from([0, 1, 7, S, S * 2 + 1, ceil_div(S * T, 16), symbol("[u0 + 1]")])
-_devices = st.sampled_from([TensorSpec.of(torch.empty(1, device=name)).device for name in ("cpu", "meta")])
+_devices = st.sampled_from([CPU, Device("meta"), Device("cuda", 3)])
 
 
 def _several(values: st.SearchStrategy[object]) -> st.SearchStrategy[tuple[object, ...]]:
@@ -29,10 +30,12 @@ def _several(values: st.SearchStrategy[object]) -> st.SearchStrategy[tuple[objec
 _specs = st.builds(TensorSpec, _several(_sizes), st.sampled_from(["float32", "bool"]), _several(_sizes), _devices)
 _refusals = _several(st.builds(Refusal, _texts, st.sampled_from(Reason), _texts))
 _costs = _several(st.builds(Cost, _texts, _numbers, st.sampled_from(["measured", "cached", "estimated"])))
-_nodes = st.builds(NodeDecision, _texts, _texts, _texts, _texts, _texts, st.integers(0, 1 << 60), _refusals)
+_nodes = st.builds(
+    NodeDecision, _texts, _texts, _texts, _texts, _texts, st.integers(0, 1 << 60), _refusals, st.none() | _devices
+)
 _regions = st.builds(
     RegionDecision, _texts, _texts, _texts, _several(_texts), _several(_specs), _several(_specs), _costs, _refusals,
-    st.none() | _numbers, st.integers(0, 1 << 60), st.integers(0, 9), _texts, _several(_texts),
+    st.none() | _numbers, st.integers(0, 1 << 60), st.integers(0, 9), _texts, _devices, _several(_texts),
 )  # fmt: skip
 _calls = st.none() | st.builds(CallDecision, _texts, _costs, _refusals)
 _plans = st.builds(Plan, _texts, st.just("inference"), _several(_nodes), _several(_regions), _calls)
@@ -49,8 +52,8 @@ def test_plans_come_back_from_json(plan: Plan) -> None:
     assert hash(copy) == hash(plan)
 
 
-_SPEC = TensorSpec((S, 3), "float32", (3, 1))
-_REGION = RegionDecision("r0", "tvm", "ab", ("mm",), (_SPEC,), (), (), (), None, 0, 1, "")
+_SPEC = TensorSpec((S, 3), "float32", (3, 1), CPU)
+_REGION = RegionDecision("r0", "tvm", "ab", ("mm",), (_SPEC,), (), (), (), None, 0, 1, "", CPU)
 _PLAN = Plan("graph", "inference", (), (_REGION,))
 
 

@@ -8,6 +8,7 @@ import torch
 
 from tests.partition.engines_for_tests import FakeEngine, trace
 from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.region import PartitionedGraph, Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.partition.regions import partition
@@ -47,10 +48,28 @@ def test_a_graph_is_static_where_all_its_sizes_are_numbers() -> None:
     assert graph.is_static
     assert not dataclasses.replace(graph, sizes={"n": size}).is_static
     region = graph.segments[0].region
-    dynamic = TensorSpec((size,), "float32", (1,))
+    dynamic = TensorSpec((size,), "float32", (1,), CPU)
     (given,) = region.inputs
     assert not _with_region(
         graph, dataclasses.replace(region, inputs=(dataclasses.replace(given, spec=dynamic),))
     ).is_static
     assert not _with_region(graph, dataclasses.replace(region, outputs=(dynamic,))).is_static
     assert _with_region(graph, dataclasses.replace(region, outputs=(None,))).is_static
+
+
+def test_numbers_of_the_host_enter_a_region_of_another_device() -> None:
+    """They are told by their positions; what is no tensor, and in a region of the host every input, is none of them."""
+    region = _graph().segments[0].region
+    (given,) = region.inputs
+    gpu = Device("cuda", 1)
+    specs = [
+        TensorSpec((4,), "float32", (1,), gpu),
+        TensorSpec((), "float32", (), CPU),
+        None,
+        TensorSpec((), "int64", (), CPU),
+    ]
+    mixed = dataclasses.replace(
+        region, device=gpu, inputs=tuple(dataclasses.replace(given, spec=spec) for spec in specs)
+    )
+    assert mixed.numbers == (1, 3)
+    assert dataclasses.replace(mixed, device=CPU).numbers == ()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.core.tensor_spec import TensorSpec, dim, is_computable
 from torch_hybrid_backend.sizes.size import Size, Undecided, symbol, typical
 
@@ -23,17 +24,12 @@ def test_memory_is_what_torch_allocates(dims: list[tuple[int, int]], dtype: torc
     """Elements, storage from the first to the last of them, bytes and dtype of any strided tensor are its own."""
     tensor = torch.empty_strided([n for n, _ in dims], [stride for _, stride in dims], dtype=dtype)
     spec = TensorSpec.of(tensor)
-    assert spec == TensorSpec(tuple(tensor.shape), str(dtype).split(".")[1], tensor.stride())
+    assert spec == TensorSpec(tuple(tensor.shape), str(dtype).split(".")[1], tensor.stride(), CPU)
     assert (spec.torch_dtype, spec.numel) == (dtype, tensor.numel())
     assert spec.size_bytes == spec.span * dtype.itemsize == tensor.untyped_storage().nbytes()
     assert spec.is_static
     assert spec.is_computable
     assert spec.at({}) == spec
-
-
-def test_devices_differ() -> None:
-    """Tensors of one form on two devices have two specs."""
-    assert TensorSpec.of(torch.empty(2, device="meta")) != TensorSpec.of(torch.empty(2))
 
 
 def _dynamic(environment: ShapeEnv, *shape: int) -> FakeTensor:
@@ -62,7 +58,7 @@ def test_symbols_become_sizes_without_a_guard() -> None:
         assert typical(size) == value
     assert len(environment.guards) == guards
     names = {str(symbol): value for symbol, value in zip((x.shape[0], x.shape[1]), (3, 4), strict=True)}
-    assert spec.at(names) == TensorSpec((3, 4), "float32", (4, 1))
+    assert spec.at(names) == TensorSpec((3, 4), "float32", (4, 1), CPU)
 
 
 def test_what_depends_on_data_is_a_name() -> None:
@@ -73,7 +69,7 @@ def test_what_depends_on_data_is_a_name() -> None:
     assert not is_computable(size)
     assert not is_computable(more)
     assert size == dim(found) != more
-    assert not TensorSpec((3, size), "float32", (size, 1)).is_computable
+    assert not TensorSpec((3, size), "float32", (size, 1), CPU).is_computable
 
 
 def test_a_form_that_sizes_do_not_have_is_a_name() -> None:
@@ -84,11 +80,11 @@ def test_a_form_that_sizes_do_not_have_is_a_name() -> None:
 
 def test_symbolic_specs_have_no_numbers() -> None:
     """Elements and bytes of a symbolic spec are an error; with a value for each symbol they are known."""
-    spec = TensorSpec((S + 1, 4), "float64", (S, 1))
+    spec = TensorSpec((S + 1, 4), "float64", (S, 1), CPU)
     for number in ("numel", "span", "size_bytes"):
         with pytest.raises(Undecided):
             getattr(spec, number)
-    assert spec.at({"s0": 9, "s1": 0}) == TensorSpec((10, 4), "float64", (9, 1))
+    assert spec.at({"s0": 9, "s1": 0}) == TensorSpec((10, 4), "float64", (9, 1), CPU)
     assert spec.at({"s0": 9}).size_bytes == (1 + 9 * 9 + 3) * 8
     with pytest.raises(KeyError, match="s0"):
         spec.at({"s1": 0})

@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
+from torch_hybrid_backend.core.deadline import Deadline
+from torch_hybrid_backend.core.engine import CompiledRegion, CompiledRegionBase, EngineBase
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Supported, Verdict
 
 NAME = "planted"
 
 
-class PlantedRegion:
+class PlantedRegion(CompiledRegionBase):
     """A region run operator by operator."""
-
-    program = None
 
     def __init__(self, graph_module: torch.fx.GraphModule) -> None:
         self._graph_module = graph_module
@@ -36,23 +36,19 @@ class _Interpreter(torch.fx.Interpreter):
         return value * 1.1 if target is torch.ops.aten.sigmoid.default else value
 
 
-class PlantedEngine:
+class PlantedEngine(EngineBase):
     """Takes every operator."""
 
     name = NAME
-    keep_ops: frozenset[torch._ops.OpOverload] = frozenset()
-
-    def available(self) -> Verdict:
-        return Supported()
 
     def supports(self, node: torch.fx.Node) -> Verdict:
         return Supported()
 
-    def compile(self, regions: Sequence[Region], deadline_s: float) -> list[PlantedRegion]:
+    def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[CompiledRegion | Exception]:
         return [PlantedRegion(region.graph_module) for region in regions]
 
 
-def make(_config: object) -> PlantedEngine:
+def make(_config: object, _services: object) -> PlantedEngine:
     """What the entry point names."""
     return PlantedEngine()
 

@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_hybrid_backend
 from torch_hybrid_backend import session
-from torch_hybrid_backend.core.engine import CompiledRegion
+from torch_hybrid_backend.core.deadline import Deadline
+from torch_hybrid_backend.core.engine import CompiledRegion, CompiledRegionBase, EngineBase
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Supported, Verdict
 
@@ -99,29 +100,23 @@ def chain(rank: int) -> dict[str, Any]:
     return {"results": results, "engines": {node.engine for node in plan.nodes}}
 
 
-class _FailingEngine:
+class _FailingEngine(EngineBase):
     """Takes every operator; on rank 0 each of its regions raises in its third call."""
 
     name = "failing"
-    keep_ops: frozenset[torch._ops.OpOverload] = frozenset()
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self.failed = 0
 
-    def available(self) -> Verdict:
-        return Supported()
-
     def supports(self, node: torch.fx.Node) -> Verdict:
         return Supported()
 
-    def compile(self, regions: Sequence[Region], deadline_s: float) -> list[CompiledRegion | Exception]:
+    def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[CompiledRegion | Exception]:
         return [_FailingRegion(self, region, 3 if self._rank == 0 else 0) for region in regions]
 
 
-class _FailingRegion:
-    program = None
-
+class _FailingRegion(CompiledRegionBase):
     def __init__(self, engine: _FailingEngine, region: Region, fails_in: int) -> None:
         self._engine, self._region, self._calls_left = engine, region, fails_in
 
@@ -136,7 +131,7 @@ class _FailingRegion:
 def failing_regions(rank: int) -> dict[str, Any]:
     """The results of some calls, in whose third the regions of rank 0 fail; the error that ended them; how many regions failed."""
     engine = _FailingEngine(rank)
-    session.ENGINES = (("failing", lambda config, store: engine), *session.ENGINES[-1:])
+    session.ENGINES = (("failing", lambda config, services: engine), *session.ENGINES[-1:])
     results: list[torch.Tensor] = []
     error = ""
     try:
@@ -162,7 +157,7 @@ def _overlapping(x: torch.Tensor, group: str) -> tuple[torch.Tensor, ...]:
 
 def overlapping(rank: int) -> dict[str, Any]:
     """The results of some calls in eager and compiled, by an engine that takes whatever it is offered."""
-    session.ENGINES = (("failing", lambda config, store: _FailingEngine(rank=-1)), *session.ENGINES[-1:])
+    session.ENGINES = (("failing", lambda config, services: _FailingEngine(rank=-1)), *session.ENGINES[-1:])
     group = torch.distributed.group.WORLD.group_name
     fast = torch.compile(_overlapping, backend="hybrid")
     generator = torch.Generator().manual_seed(rank)

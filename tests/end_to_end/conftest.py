@@ -44,5 +44,5 @@ def filled_cache(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> 
     folder = tmp_path_factory.mktemp("filled")
     done = nursery.run("check(6); check(7)", folder, HYBRID_PLACEMENT="measure")
     assert (len(done.answers), done.status) == (2, 0), done
-    assert {path.name for path in (folder / "cache").iterdir()} == {"captures", "graphs", "kernels", "verdicts"}
+    assert {path.name for path in (folder / "cache").iterdir()} == {"captures", "graphs", "kernels", "placements"}
     return folder / "cache"

@@ -50,21 +50,21 @@ class _Slow(FakeEngine):
         self.work(deadline)
         if self.fails:
             return [CompileError("it cannot")] * len(regions)
-        return [_SlowRegion(region, self, deadline) for region in regions]
+        return [_SlowRegion(region, self) for region in regions]
 
 
 class _SlowRegion(FakeRegion):
-    def __init__(self, region: Region, engine: _Slow, deadline: Deadline) -> None:
+    def __init__(self, region: Region, engine: _Slow) -> None:
         super().__init__(region, lambda outputs: outputs)
-        self.engine, self.deadline = engine, deadline
+        self.engine = engine
 
-    def refine(self, inputs: Sequence[torch.Tensor], budget_s: float) -> CompiledRegion:
-        self.engine.work(self.deadline)
+    def refine(self, inputs: Sequence[torch.Tensor], budget_s: float, deadline: Deadline) -> CompiledRegion:
+        self.engine.work(deadline)
         return self
 
 
 def _use(settings: pytest.MonkeyPatch, *engines: FakeEngine) -> None:
-    made = tuple((engine.name, lambda config, store, engine=engine: engine) for engine in engines)
+    made = tuple((engine.name, lambda config, services, engine=engine: engine) for engine in engines)
     settings.setattr(session, "ENGINES", (*made, *session.ENGINES[-1:]))
 
 
@@ -99,7 +99,7 @@ def test_late_kernels_leave_the_region_to_eager(tmp_path: Path, settings: pytest
     that the cache has need no time."""
     pytest.importorskip("tvm")
     greedy = _Slow("greedy", fails=True)
-    settings.setattr(session, "ENGINES", (("greedy", lambda config, store: greedy), *session.ENGINES))
+    settings.setattr(session, "ENGINES", (("greedy", lambda config, services: greedy), *session.ENGINES))
     x = torch.randn(8, 8)
     answers: list[torch.Tensor] = []
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import torch_hybrid_backend
+from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.core.verdict import Reason
 
 
@@ -131,7 +132,7 @@ def test_two_devices(dynamic: bool) -> None:
     same(compiled(x, ROWS), model(x, ROWS))
     [plan] = torch_hybrid_backend.explain(model, x, ROWS, dynamic=dynamic).plans
     assert {region.engine for region in plan.regions} == {"tvm"}
-    assert all(spec.device == "cpu" for region in plan.regions for spec in (*region.inputs, *region.outputs))
+    assert all(spec.device == CPU for region in plan.regions for spec in (*region.inputs, *region.outputs))
     [moved] = [node for node in plan.nodes if node.operator == "aten._to_copy.default"]
     assert [(refusal.engine, refusal.code) for refusal in moved.refusals] == [("tvm", Reason.DEVICE)]
 

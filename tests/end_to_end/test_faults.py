@@ -18,9 +18,12 @@ import torch
 from torch import nn
 
 from tests.end_to_end import models
+from tests.test_errors import accelerator_error
 from torch_hybrid_backend import backend, session
 from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.engine import CompiledRegionBase, EngineBase
 from torch_hybrid_backend.core.plan import Plan
+from torch_hybrid_backend.core.verdict import Supported
 from torch_hybrid_backend.errors import HybridError
 
 LOGGER = "torch_hybrid_backend"
@@ -55,34 +58,26 @@ def test_libraries_deleted_between_compilation_and_call(
     assert made[0].plan.regions[0].name in record.message
 
 
-class _WrongEngine:
+class _WrongEngine(EngineBase):
     """An engine that returns wrong numbers, or raises where `fault` says so; "later call": while `meeting` is there to wait for others."""
 
-    keep_ops: frozenset[torch._ops.OpOverload] = frozenset()
     name = "wrong"
 
     def __init__(self, fault: str) -> None:
         self.fault = fault
         self.meeting: threading.Barrier | None = None
 
-    def available(self) -> object:
-        from torch_hybrid_backend.core.verdict import Supported
-
-        return Supported()
-
     def supports(self, node: torch.fx.Node) -> object:
         if self.fault == "supports":
             raise ValueError("cannot say")
-        return self.available()
+        return Supported()
 
-    def compile(self, regions: list, deadline_s: float) -> list:
+    def compile(self, regions: list, deadline: object) -> list:
         if self.fault == "compile":
             raise ValueError("cannot compile")
         engine, fault = self, self.fault
 
-        class Region:
-            program = None
-
+        class Region(CompiledRegionBase):
             def __init__(self, graph_module: torch.fx.GraphModule) -> None:
                 self.graph_module = graph_module
 
@@ -94,6 +89,8 @@ class _WrongEngine:
                         engine.meeting.wait(20)
                         engine.meeting.abort()  # they meet once
                     raise ValueError("cannot run any more")
+                if fault == "device error" and engine.meeting is not None:
+                    raise accelerator_error("CUDA error: an illegal memory access was encountered", 700)
                 outputs = list(self.graph_module(*inputs))
                 return [o + 1 for o in outputs] if fault == "wrong numbers" else outputs
 
@@ -114,7 +111,9 @@ def test_faulty_engine(
     fault: str, code: str, strict: bool, settings: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An engine that fails in any of its phases is replaced by eager with one warning; under strict the fault is raised."""
-    settings.setattr(session, "ENGINES", (("wrong", lambda config, store: _WrongEngine(fault)), *session.ENGINES[-1:]))
+    settings.setattr(
+        session, "ENGINES", (("wrong", lambda config, services: _WrongEngine(fault)), *session.ENGINES[-1:])
+    )
     session._sessions.clear()
     settings.setenv("HYBRID_STRICT", str(int(strict)))
     model, x = models.perceptron(), models.rows()
@@ -138,7 +137,7 @@ def test_region_that_fails_in_two_threads_at_once(
 ) -> None:
     """One region goes to eager, with one warning; the thread that comes second calls the plan that the first one has made."""
     engine = _WrongEngine("later call")
-    settings.setattr(session, "ENGINES", (("wrong", lambda config, store: engine), *session.ENGINES[-1:]))
+    settings.setattr(session, "ENGINES", (("wrong", lambda config, services: engine), *session.ENGINES[-1:]))
     session._sessions.clear()
     model, x = models.perceptron(), models.rows()
     fast = torch.compile(model, backend="hybrid")
@@ -164,6 +163,27 @@ def test_region_that_fails_in_two_threads_at_once(
     assert len(answers) == 3
     for answer in answers:
         torch.testing.assert_close(answer, model(x))
+
+
+def test_a_device_that_cannot_be_used_any_more(settings: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is recovered: the caller gets the error as PyTorch raised it, in every call, and the region stays with its engine."""
+    engine = _WrongEngine("device error")
+    settings.setattr(session, "ENGINES", (("wrong", lambda config, services: engine), *session.ENGINES[-1:]))
+    session._sessions.clear()
+    model, x = models.perceptron(), models.rows()
+    fast = torch.compile(model, backend="hybrid")
+    try:
+        with torch.no_grad(), caplog.at_level(logging.WARNING, LOGGER):
+            fast(x)
+            engine.meeting = threading.Barrier(1)
+            for _ in range(2):
+                with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+                    fast(x)
+            engine.meeting = None
+            torch.testing.assert_close(fast(x), model(x))
+    finally:
+        session._sessions.clear()
+    assert not caplog.records
 
 
 @pytest.mark.fault("Ctrl-C (SIGINT) at any line of placement", "KeyboardInterrupt; the next call is right")

@@ -47,7 +47,7 @@ def each(change: Callable[[Path], object]) -> Callable[[Path], None]:
 
 def of_each_kind(change: Callable[[list[Path]], None]) -> Callable[[Path], None]:
     def harm(cache: Path) -> None:
-        for kind in ("kernels", "verdicts"):
+        for kind in ("kernels", "placements"):
             change(entries(cache, kind))
 
     return harm

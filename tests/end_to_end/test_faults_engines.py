@@ -13,15 +13,14 @@ fault = pytest.mark.fault
 _ENGINE = """
 import os, time
 import torch
+from torch_hybrid_backend.core.engine import CompiledRegionBase, EngineBase
 from torch_hybrid_backend.core.verdict import Supported
 
 FAULT = os.environ["FAULT"]
 if FAULT == "import":
     raise ImportError("libstranger is missing")
 
-class Region:
-    program = None
-
+class Region(CompiledRegionBase):
     def __init__(self, graph_module):
         self.graph_module, self.calls = graph_module, 0
 
@@ -40,9 +39,8 @@ class Region:
             "none": lambda: None,
         }.get(FAULT, lambda: outputs)()
 
-class Stranger:
+class Stranger(EngineBase):
     name = "stranger"
-    keep_ops = frozenset()
 
     def available(self):
         if FAULT == "available":
@@ -54,7 +52,7 @@ class Stranger:
             raise ValueError("cannot say")
         return Supported()
 
-    def compile(self, regions, deadline_s):
+    def compile(self, regions, deadline):
         if FAULT == "hangs":
             time.sleep(10_000)
         if FAULT == "compile":
@@ -63,10 +61,14 @@ class Stranger:
             return []
         return [Region(region.graph_module) for region in regions]
 
-def make(config):
+def make(config, services):
     if FAULT == "make":
         raise RuntimeError("the stranger cannot be made")
     return Stranger()
+
+if FAULT == "old form":
+    def make(config):
+        return Stranger()
 """
 
 
@@ -156,7 +158,9 @@ say(plans[-1].regions[0].engine if plans[-1].regions else "eager")
     "an engine's package cannot be imported, its constructor fails, or it fails when asked whether it can run",
     "one warning; the other engines work",
 )
-@pytest.mark.parametrize("kind", ["import", *(pytest.param(k, marks=pytest.mark.full) for k in ("make", "available"))])
+@pytest.mark.parametrize(
+    "kind", ["import", "old form", *(pytest.param(k, marks=pytest.mark.full) for k in ("make", "available"))]
+)
 def test_does_not_load(kind: str, nursery: Nursery, folder: Path) -> None:
     """A broken package that somebody installed costs its own engine."""
     done = run(nursery, folder, kind)

@@ -14,7 +14,7 @@ from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.engines.deadline import compile_in_time
-from torch_hybrid_backend.errors import DeadlineError
+from torch_hybrid_backend.errors import CompileError, DeadlineError
 from torch_hybrid_backend.partition.regions import partition
 
 
@@ -43,14 +43,9 @@ class Slow(FakeEngine):
 
 
 class SlowStranger(Slow):
-    """Written by somebody who is content with a number, and says nothing of keeping it."""
+    """Written by somebody who says nothing of keeping it."""
 
     keeps_deadline = False
-
-    def compile(self, regions: Sequence[Region], deadline_s: float) -> list[Any]:  # type: ignore[override]
-        self.given = deadline_s
-        self.clock.now += self.seconds
-        return [None] * len(regions)
 
 
 @pytest.fixture
@@ -60,7 +55,7 @@ def region() -> Region:
 
 
 def test_the_next_engine_has_what_is_left(region: Region) -> None:
-    """One deadline for all, whether an engine takes the deadline itself or its seconds; the last, too late, is asked all the same."""
+    """One deadline for all, whether an engine is trusted with it or not; the last, too late, is asked all the same."""
     clock = Clock()
     deadline = Deadline(10.0, clock)
     engines = [Slow(clock, 3), SlowStranger(clock, 4), Slow(clock, 5), SlowStranger(clock, 1)]
@@ -84,3 +79,23 @@ def test_an_engine_that_hangs_is_not_waited_for(region: Region) -> None:
     enough.set()
     assert [type(error) for error in late] == [DeadlineError, DeadlineError]
     assert "hanging compiles on after the 0.25 s it had of 0.25 (HYBRID_COMPILE_DEADLINE_S)" in str(late[0])
+
+
+@pytest.mark.parametrize(
+    ("results", "why"),
+    [
+        ([], "fake returned 0 results for 1 regions"),
+        ([None], "fake returned an object of type NoneType for region r0; it must be a CompiledRegion"),
+        ([abs], "type builtin_function_or_method for region r0"),
+    ],
+)
+def test_what_is_no_compiled_region_is_an_error_of_that_region(results: list[Any], why: str, region: Region) -> None:
+    """An engine that returns too little, or what lacks the protocol's members, is told so."""
+
+    class Wrong(FakeEngine):
+        def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[Any]:
+            return results
+
+    (error,) = compile_in_time(Wrong(), [region], Deadline(10.0))
+    assert isinstance(error, CompileError)
+    assert why in str(error)

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from tests.loops.interpret import evaluate
+from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline
-from torch_hybrid_backend.core.engine import CompiledRegion
+from torch_hybrid_backend.core.engine import CompiledRegion, CompiledRegionBase, EngineBase
 from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.region import Region
-from torch_hybrid_backend.core.verdict import Supported, Verdict
+from torch_hybrid_backend.core.verdict import Verdict
 from torch_hybrid_backend.engines.tvm.engine import TvmEngine
 from torch_hybrid_backend.loops import lowering
 from torch_hybrid_backend.loops.graph import LoopGraph, lower_region
-from torch_hybrid_backend.runtime.program_runner import ProgramRunner
-from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.services import Services
 
 DEADLINE_S = 600.0  # for the kernels of one batch
 
@@ -26,8 +25,8 @@ DEADLINE_S = 600.0  # for the kernels of one batch
 class BatchedTvm(TvmEngine):
     """The TVM engine; regions are compiled when one of them is first needed, all that wait together."""
 
-    def __init__(self, store: Store, compile_threads: int) -> None:
-        super().__init__(store, compile_threads, ProgramRunner)
+    def __init__(self, config: Config, services: Services) -> None:
+        super().__init__(config, services)
         self._waiting: list[_Awaited] = []
 
     def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[CompiledRegion | Exception]:
@@ -43,7 +42,7 @@ class BatchedTvm(TvmEngine):
             awaited.made = made
 
 
-class _Awaited:
+class _Awaited(CompiledRegionBase):
     """A region that is compiled or about to be."""
 
     def __init__(self, region: Region, engine: BatchedTvm) -> None:
@@ -60,17 +59,15 @@ class _Awaited:
         return self.made
 
     @property
-    def program(self) -> Program | None:
+    def program(self) -> Program | None:  # type: ignore[override]
         return self._compiled().program
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return self._compiled()(inputs)
 
 
-class Interpreted:
+class Interpreted(CompiledRegionBase):
     """A lowered region; calling it interprets every operation."""
-
-    program = None
 
     def __init__(self, region: Region, graph: LoopGraph) -> None:
         self._region = region
@@ -94,17 +91,13 @@ class Interpreted:
         return storage.as_strided(tensor.shape, tuple(map(int, spec.strides)))
 
 
-class InterpreterEngine:
+class InterpreterEngine(EngineBase):
     """The loops language run by the tests' interpreter: what is wrong here is wrong in a lowering, and not in a kernel."""
 
     name: str = "interpreter"
 
-    @functools.cached_property
-    def keep_ops(self) -> frozenset[torch._ops.OpOverload]:
-        return frozenset(lowering.table())
-
-    def available(self) -> Verdict:
-        return Supported()
+    def __init__(self) -> None:
+        self.keep_ops = frozenset(lowering.table())
 
     def supports(self, node: torch.fx.Node) -> Verdict:
         return lowering.supports(node)

@@ -36,8 +36,7 @@ from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.engine import Engine
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.engines.eager import EagerEngine
-from torch_hybrid_backend.session import Session
-from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.session import Session, open_services
 
 Call = Callable[..., Any]
 
@@ -103,7 +102,6 @@ class Bench:
         self.modes = tuple(modes)
         self.dynamo_left = _MOST_THROUGH_DYNAMO
         self._mode = ""
-        self._store = Store.open(cache_dir, enabled=True, strict=False)
         options: dict[str, object] = {
             "placement": "estimate",
             "cache": False,
@@ -114,10 +112,13 @@ class Bench:
         strict = self._config.with_options({"strict": True, "verify": "off"}, None)
         # Regions of views alone are worth nothing to users, and a test of views' lowerings.
         self._strict = dataclasses.replace(strict, min_region_nodes=0)
-        tvm = BatchedTvm(self._store, compilers)
+        services = open_services(
+            dataclasses.replace(self._config, cache=True)
+        )  # of kernels, not of captures and timings
+        tvm = BatchedTvm(self._config, services)
         self._tvm = tvm
         engines: dict[str, Engine] = {"tvm": tvm, DEFAULT: tvm, "interpreter": InterpreterEngine()}
-        self._sessions = {mode: Session((engines[mode], EagerEngine()), self._store) for mode in self.modes}
+        self._sessions = {mode: Session((engines[mode], EagerEngine()), services) for mode in self.modes}
         self._keep_ops = engines[self.modes[0]].keep_ops
 
     def run(self, samples: Sequence[Sample]) -> Iterator[dict[str, Outcome]]:

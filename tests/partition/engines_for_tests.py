@@ -8,16 +8,14 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from torch_hybrid_backend.core.deadline import Deadline
-from torch_hybrid_backend.core.engine import CompiledRegion
-from torch_hybrid_backend.core.program import Program
+from torch_hybrid_backend.core.engine import CompiledRegion, CompiledRegionBase, EngineBase
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
+from torch_hybrid_backend.loops import lowering
 
 
-class FakeRegion:
+class FakeRegion(CompiledRegionBase):
     """Runs the region's graph, then lets the test change the outputs."""
-
-    program: Program | None = None
 
     def __init__(self, region: Region, change: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> None:
         self.region = region
@@ -29,19 +27,17 @@ class FakeRegion:
         return self.change([output.clone() for output in self.region.graph_module(*inputs)])
 
 
-class FakeEngine:
-    """Takes the operators whose name contains one of `takes` ("" takes all); counts how often it was asked."""
+class FakeEngine(EngineBase):
+    """Takes the operators whose name contains one of `takes` ("" takes all), on `devices` (none: all); counts how often it was asked."""
 
-    keep_ops: frozenset[torch._ops.OpOverload] = frozenset()
-
-    def __init__(self, name: str = "fake", takes: Sequence[str] = ("",), refuses: Sequence[str] = ()) -> None:
+    def __init__(
+        self, name: str = "fake", takes: Sequence[str] = ("",), refuses: Sequence[str] = (), devices: Sequence[str] = ()
+    ) -> None:
         self.name = name
+        self.devices = frozenset(devices)
         self.takes = takes
         self.refuses = refuses
         self.asked: list[str] = []
-
-    def available(self) -> Verdict:
-        return Supported()
 
     def supports(self, node: torch.fx.Node) -> Verdict:
         self.asked.append(node.name)
@@ -52,6 +48,19 @@ class FakeEngine:
 
     def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[CompiledRegion | Exception]:
         return [FakeRegion(region, lambda outputs: outputs) for region in regions]
+
+
+class LoopsEngine(FakeEngine):
+    """Takes what the loops language has a lowering for, on `devices`."""
+
+    keep_ops = frozenset(lowering.table())
+
+    def __init__(self, name: str = "loops", devices: Sequence[str] = ()) -> None:
+        super().__init__(name, devices=devices)
+
+    def supports(self, node: torch.fx.Node) -> Verdict:
+        self.asked.append(node.name)
+        return lowering.supports(node)
 
 
 def trace(function: Callable[..., object], *inputs: torch.Tensor) -> torch.fx.GraphModule:

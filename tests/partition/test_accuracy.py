@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -10,7 +10,9 @@ import torch
 from tests.partition.engines_for_tests import FakeEngine, trace
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.region import Region
-from torch_hybrid_backend.partition.accuracy import compare, float64_run
+from torch_hybrid_backend.core.verdict import Reason
+from torch_hybrid_backend.partition import accuracy
+from torch_hybrid_backend.partition.accuracy import TOLERANCES, compare, reference_run
 from torch_hybrid_backend.partition.regions import partition
 
 
@@ -48,19 +50,115 @@ def test_rounding_passes_and_a_wrong_value_does_not() -> None:
     assert "differs from eager's by up to 1" in why
 
 
-def test_low_precision_is_judged_against_float64() -> None:
-    """An engine that accumulates bfloat16 in float32 differs from eager by more than allclose allows, and is right."""
+def _runs(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+    """The dtypes of the wider runs that are made."""
+    made: list[torch.dtype] = []
+
+    def run(module: torch.fx.GraphModule, inputs: Sequence[object], dtype: torch.dtype, *, on_host: bool) -> object:
+        made.append(dtype)
+        return reference_run(module, inputs, dtype, on_host=on_host)
+
+    monkeypatch.setattr(accuracy, "reference_run", run)
+    return made
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.bfloat16, 0.25), (torch.float16, 0.125)])
+def test_half_types_are_judged_against_float32(
+    dtype: torch.dtype, scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that accumulates in float32 differs from eager by more than is close, and is right; one that is off by a tenth is not."""
     torch.manual_seed(0)
-    x = torch.randn(256, 256).bfloat16()
+    x = torch.randn(256, 256).to(dtype)
 
     def function(v: torch.Tensor) -> torch.Tensor:
-        return ((v @ v) * 0.125).exp().sum(1)
+        return ((v @ v) * scale).exp().sum(1)
 
-    better = ((x.double() @ x.double()) * 0.125).exp().sum(1).bfloat16()
+    better = ((x.double() @ x.double()) * scale).exp().sum(1).to(dtype)
     expected = function(x)
-    assert not torch.allclose(expected, better, rtol=1e-4, atol=1e-4)
+    close = TOLERANCES[dtype]
+    assert not torch.allclose(expected, better, rtol=close.relative, atol=close.absolute)
+    made = _runs(monkeypatch)
     assert compare(_region(function, x), [x], [expected], [better]).why == ""
     assert compare(_region(function, x), [x], [expected], [better * 1.1]).why != ""
+    assert made == [torch.float32] * 2
+
+
+def test_what_rounds_as_half_types_do_does_not_judge_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the settings let float32 be multiplied with fewer bits, float64 judges; of convolutions where a region has any."""
+    x = torch.randn(2, 3, 8, 8).bfloat16()
+    w = torch.randn(4, 3, 3, 3).bfloat16()
+    regions = {
+        "convolution": (_region(torch.conv2d, x, w), [x, w], torch.conv2d(x, w)),
+        "none": (_region(torch.exp, x), [x], x.exp()),
+    }
+    made = _runs(monkeypatch)
+    for matmul, convolution, expected in (
+        ("ieee", "none", [torch.float32, torch.float32]),
+        ("ieee", "tf32", [torch.float64, torch.float32]),
+        ("bf16", "none", [torch.float64, torch.float64]),
+    ):
+        monkeypatch.setattr(accuracy, "float32_precision", lambda device, found=(matmul, convolution): found)
+        for region, inputs, output in regions.values():
+            assert compare(region, inputs, [output], [output * 1.5]).why
+        assert made == expected
+        made.clear()
+
+
+def test_float32_is_judged_against_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where half types were computed on the way; and one run serves all outputs of a dtype."""
+
+    def function(v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        low = v.bfloat16().exp()
+        return low, low.float(), v * 3
+
+    x = torch.randn(64)
+    region, outputs = _region(function, x), list(function(x))
+    made = _runs(monkeypatch)
+    worse = [outputs[0], outputs[1] * 1.001, outputs[2] + 2e-4]
+    assert "output 2" in compare(region, [x], outputs, worse).why
+    assert made == [torch.float64]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_what_is_close_costs_no_wider_run(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within the table's tolerances the outputs pass; a hundredfold more is looked at."""
+    x = torch.linspace(1, 2, 100).to(dtype)
+    made = _runs(monkeypatch)
+    step = 0.4 * TOLERANCES[dtype].relative
+    assert compare(_region(torch.clone, x), [x], [x], [(x.double() * (1 + step)).to(dtype)]).why == ""
+    assert not made
+    assert compare(_region(torch.clone, x), [x], [x], [(x.double() * (1 + 100 * step)).to(dtype)]).why
+    assert len(made) == 1
+
+
+@torch.library.custom_op("hybrid_tests::crowded", mutates_args=())
+def crowded(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """An operator for which a device other than the host has too little memory, in whatever dtype is wider than float32."""
+    if device.type != "cpu" and x.dtype is torch.float64:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    return x * 2
+
+
+@crowded.register_fake
+def _(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_the_host_compares_where_a_device_has_no_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There the operators, their device arguments and all values are the host's. A stand-in for a device: its tensors are the host's own."""
+    x = torch.randn(2000)
+    region = _region(lambda v: crowded(v, torch.device("cuda")), x)
+    expected = [x * 2]
+    monkeypatch.setattr(accuracy, "_is_on_host", lambda value: False)
+    with caplog.at_level("INFO", "torch_hybrid_backend"):
+        found = compare(region, [x], expected, [x * 2.001])
+    assert found.code is Reason.ACCURACY
+    assert "compared on the host" in caplog.text
+    assert compare(region, [x], expected, [x * 2 + 1.0001e-4]).code is Reason.ACCURACY
+    monkeypatch.setattr(accuracy, "_is_on_host", lambda value: True)  # and where it is the host that has none
+    assert compare(region, [x], expected, [x * 2.001]).code is Reason.OUT_OF_MEMORY
 
 
 def test_nan_where_eager_has_none_fails() -> None:
@@ -137,7 +235,7 @@ def test_the_float64_run_widens_constants_and_dtype_arguments() -> None:
         return (x.to(torch.bfloat16).float() * constant) + torch.ones(3, dtype=torch.float32)
 
     x = torch.tensor([0.1, 0.2, 0.3])
-    (result,) = float64_run(_region(function, x).graph_module, [x]) or [None]
+    (result,) = reference_run(_region(function, x).graph_module, [x], torch.float64) or [None]
     assert isinstance(result, torch.Tensor)
     assert result.dtype is torch.float64
     assert torch.equal(result, x.double() * constant.double() + 1)
@@ -146,7 +244,7 @@ def test_the_float64_run_widens_constants_and_dtype_arguments() -> None:
 def test_a_region_that_reinterprets_bits_has_no_float64_run() -> None:
     """Then allclose alone decides."""
     x = torch.randn(4)
-    assert float64_run(_region(lambda v: v.view(torch.int32) + 1, x).graph_module, [x]) is None
+    assert reference_run(_region(lambda v: v.view(torch.int32) + 1, x).graph_module, [x], torch.float64) is None
 
 
 def test_an_operator_without_float64_has_no_float64_run() -> None:
@@ -163,8 +261,8 @@ def test_an_operator_without_float64_has_no_float64_run() -> None:
         return torch.empty_like(x)
 
     x = torch.randn(4)
-    assert float64_run(_region(single, x).graph_module, [x]) is None
+    assert reference_run(_region(single, x).graph_module, [x], torch.float64) is None
     table = torch.randn(4, 2)
     region = _region(lambda t, i: t[i], table, torch.tensor([0, 1]))
     with pytest.raises(IndexError):
-        float64_run(region.graph_module, [table, torch.tensor([0, 9])])
+        reference_run(region.graph_module, [table, torch.tensor([0, 9])], torch.float64)

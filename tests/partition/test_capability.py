@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.partition.engines_for_tests import FakeEngine
+from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
 from torch_hybrid_backend.partition.capability import capability
 
@@ -49,3 +50,37 @@ def test_an_engine_may_compute_while_it_is_asked() -> None:
     with FakeTensorMode():
         ((verdict,),) = capability(operators, [_Computing()], strict=True).values()
     assert verdict
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1", "meta"])
+def test_engines_are_asked_about_devices_that_they_serve(device: str) -> None:
+    """An engine for some devices is asked about operators there alone, one for every device about all; the refusal names both sides."""
+    engines = [FakeEngine("host", devices=["cpu"]), FakeEngine("gpu", devices=["cuda", "xpu"]), FakeEngine("any")]
+    with FakeTensorMode():
+        graph = make_fx(lambda x: torch.relu(x) + 1)(torch.empty(4, device=device)).graph
+    operators = [node for node in graph.nodes if node.op == "call_function"]
+    found = capability(operators, engines, strict=True)
+    serving = {"cpu": ["host", "any"], "cuda:1": ["gpu", "any"], "meta": ["any"]}[device]
+    assert [engine.name for engine in engines if engine.asked] == serving
+    for node, verdicts in found.items():
+        assert [engine.name for engine, verdict in zip(engines, verdicts, strict=True) if verdict] == serving
+        refused = [verdict for verdict in verdicts if isinstance(verdict, Refused)]
+        assert {verdict.code for verdict in refused} == {Reason.DEVICE}
+        shown = str(Device.of(torch.device(device)))
+        whys = {
+            f"{node.target} is on {shown}, host serves cpu",
+            f"{node.target} is on {shown}, gpu serves cuda and xpu",
+        }
+        assert {verdict.why for verdict in refused} <= whys
+
+
+def test_no_engine_is_asked_about_what_goes_between_devices() -> None:
+    """Not even one that serves both."""
+    engine = FakeEngine()
+    with FakeTensorMode():
+        graph = make_fx(lambda x: torch.ops.aten._to_copy(x, device="cpu"))(torch.empty(4, device="cuda")).graph
+    copies = graph.find_nodes(op="call_function", target=torch.ops.aten._to_copy.default)
+    ((verdict,),) = capability(copies, [engine], strict=True).values()
+    assert isinstance(verdict, Refused)
+    assert verdict.code is Reason.DEVICE
+    assert engine.asked == []

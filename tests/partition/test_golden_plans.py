@@ -17,6 +17,7 @@ from tests.partition.engines_for_tests import FakeEngine, trace
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.plan import RegionDecision
+from torch_hybrid_backend.measure import HostTimer
 from torch_hybrid_backend.partition.placement import Pricing, choose
 from torch_hybrid_backend.partition.plan_builder import make_plan
 from torch_hybrid_backend.partition.regions import partition
@@ -87,7 +88,7 @@ def test_plan(case: str, golden: Golden) -> None:
             outputs = segment.region.graph_module(*inputs)
         else:
             (compiled,) = engine.compile([segment.region], Deadline(1.0))
-            pricing = Pricing(clock=lambda: next(ticks))
+            pricing = Pricing(timer=HostTimer(lambda: next(ticks)))
             choice = choose(segment.region, {"engine": compiled}, inputs, Config(measure_budget_s=1e-5), pricing)
             decisions.append(choice.decision)
             outputs = choice.outputs

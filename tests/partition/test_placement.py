@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.partition.engines_for_tests import FakeEngine, FakeRegion, trace
+from tests.test_errors import accelerator_error
 from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.deadline import Deadline
+from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.core.region import Region
-from torch_hybrid_backend.core.verdict import Reason
+from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.errors import CompileError, CompilerCrashError, DeadlineError, RegionError
-from torch_hybrid_backend.partition.cost_cache import VerdictCache
-from torch_hybrid_backend.partition.placement import CheckedRegion, Choice, Pricing, choose
+from torch_hybrid_backend.measure import HostTimer
+from torch_hybrid_backend.partition.placement import Choice, Pricing, choose
 from torch_hybrid_backend.partition.plan_builder import make_plan
 from torch_hybrid_backend.partition.regions import partition
+from torch_hybrid_backend.partition.wrapped_region import checked
 from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.timing_cache import TimingCache
 
 X = torch.randn(8, 8)
 CONFIG = Config(measure_budget_s=0.001)
@@ -30,55 +37,44 @@ def _region(function: Callable[..., object] = lambda x: (x @ x).sin()) -> Region
     return segment.region
 
 
+class Known(FakeRegion):
+    """Knows its outputs, and does not run the graph for them."""
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return self.change([])
+
+
 class Timed:
-    """A clock, and runners whose calls move it: the only time that passes is that of the candidates."""
+    """A clock that calls of eager and of regions move: the only time that passes is that of the candidates, in microseconds."""
 
-    def __init__(self, eager: float, **engines: float) -> None:
+    def __init__(self, region: Region, eager: float, **engines: float) -> None:
         self.now = 0
-        self.cost = engines
-        self.eager = eager
-
-    def clock(self) -> int:
-        return self.now
-
-    def pricing(
-        self, region: Region, candidates: dict[str, CompiledRegion], cache: VerdictCache | None = None
-    ) -> Pricing:
-        names = {id(compiled): name for name, compiled in candidates.items()}
         module = region.graph_module
         module(X)  # its code is generated on the first call
-        original = module.forward
+        module.forward = self._taking(eager, module.forward)  # type: ignore[method-assign]
+        self.candidates: dict[str, CompiledRegion | Refused | Exception] = {
+            name: Known(region, self._taking(cost, lambda _: [(X @ X).sin()])) for name, cost in engines.items()
+        }
 
-        def eager(*inputs: torch.Tensor) -> object:
-            self.now += int(self.eager * 1000)
-            return original(*inputs)
+    def _taking(self, microseconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*inputs: Any) -> Any:
+            self.now += int(microseconds * 1000)
+            return function(*inputs)
 
-        module.forward = eager  # type: ignore[method-assign]
+        return call
 
-        def runner(compiled: CompiledRegion) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
-            def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-                self.now += int(self.cost[names[id(compiled)]] * 1000)
-                return []
-
-            return run
-
-        return Pricing(cache, dict.fromkeys(candidates, "1"), runner, self.clock)
+    def pricing(self, cache: TimingCache | None = None) -> Pricing:
+        return Pricing(cache, dict.fromkeys(self.candidates, "1"), timer=HostTimer(lambda: self.now))
 
 
 def _fine(region: Region) -> FakeRegion:
     return FakeRegion(region, lambda outputs: outputs)
 
 
-def _choose(eager: float, config: Config = CONFIG, cache: VerdictCache | None = None, **engines: float) -> Choice:
+def _choose(eager: float, config: Config = CONFIG, cache: TimingCache | None = None, **engines: float) -> Choice:
     region = _region()
-    candidates: dict[str, CompiledRegion] = {name: _plain(region) for name in engines}
-    pricing = Timed(eager, **engines).pricing(region, candidates, cache)
-    return choose(region, candidates, [X], config, pricing)
-
-
-def _plain(region: Region) -> CompiledRegion:
-    expected = [(X @ X).sin()]
-    return FakeRegion(region, lambda _: [output.clone() for output in expected])
+    timed = Timed(region, eager, **engines)
+    return choose(region, timed.candidates, [X], config, timed.pricing(cache))
 
 
 def test_the_fastest_candidate_wins() -> None:
@@ -111,7 +107,7 @@ def test_order_breaks_ties() -> None:
 
 def test_a_second_process_does_not_time_again(tmp_path: Path) -> None:
     """Costs are taken from the cache, and said to be."""
-    cache = VerdictCache(Store(tmp_path), "machine")
+    cache = TimingCache(Store(tmp_path), lambda device: "machine")
     assert _choose(30.0, cache=cache, first=10.0).decision.costs[0].kind == "measured"
     again = _choose(1.0, cache=cache, first=99.0).decision
     assert again.engine == "first"
@@ -120,7 +116,7 @@ def test_a_second_process_does_not_time_again(tmp_path: Path) -> None:
 
 def test_implausible_costs_are_not_kept(tmp_path: Path) -> None:
     """Kernels far slower than eager lose, but on a loaded machine that may be chance: the next process times them again."""
-    cache = VerdictCache(Store(tmp_path), "machine")
+    cache = TimingCache(Store(tmp_path), lambda device: "machine")
     assert _choose(30.0, cache=cache, first=3000.0).decision.engine == "eager"
     again = _choose(30.0, cache=cache, first=10.0).decision
     assert (again.engine, again.costs[0].kind) == ("first", "measured")
@@ -137,12 +133,29 @@ def test_an_estimate_runs_nothing_twice() -> None:
     assert choice.decision.engine == "fake"
 
 
+def test_without_an_estimate_the_order_decides() -> None:
+    """placement=estimate on a device of which nothing is known: nothing is timed, and the first engine that is right runs the region."""
+    region = dataclasses.replace(_region(), device=Device("cuda", 1))
+    wrong = FakeRegion(region, lambda outputs: [output + 1 for output in outputs])
+    candidates = {"wrong": wrong, "first": _fine(region), "second": _fine(region)}
+    choice = choose(region, candidates, [X], Config(placement="estimate"), Pricing(device=region.device))
+    assert (choice.decision.engine, choice.decision.costs) == ("first", ())
+    assert [(r.engine, r.code) for r in choice.decision.refusals] == [
+        ("wrong", Reason.ACCURACY),
+        ("second", Reason.NOT_PROFITABLE),
+    ]
+    assert choice.decision.refusals[-1].why == "first comes before it, and nothing is known of what they cost on cuda:1"
+    alone = choose(region, {"wrong": wrong}, [X], Config(placement="estimate"), Pricing(device=region.device))
+    assert alone.decision.engine == "eager"
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [
         (CompileError("no schedule"), Reason.COMPILE_FAILED),
         (CompilerCrashError("signal 11"), Reason.COMPILER_CRASHED),
         (DeadlineError("late"), Reason.DEADLINE),
+        (MemoryError("compiling"), Reason.OUT_OF_MEMORY),
         (KeyError("unexpected"), Reason.COMPILE_FAILED),
     ],
 )
@@ -176,7 +189,7 @@ def test_a_region_that_is_too_far_off_is_made_exact() -> None:
     region = _region()
 
     class Rounding(FakeRegion):
-        def exact(self) -> CompiledRegion:
+        def exact(self, deadline: Deadline) -> CompiledRegion:
             return exact
 
     exact = _fine(region)
@@ -217,7 +230,7 @@ def test_what_the_first_call_cannot_compile(error: Exception, code: Reason) -> N
     region = _region()
 
     class Rounding(FakeRegion):
-        def exact(self) -> CompiledRegion:
+        def exact(self, deadline: Deadline) -> CompiledRegion:
             raise error
 
     rounding = Rounding(region, lambda outputs: [output + 1 for output in outputs])
@@ -234,8 +247,8 @@ class Refinable(FakeRegion):
         super().__init__(region, lambda outputs: outputs)
         self.faster, self.accurate = faster, accurate
 
-    def refine(self, inputs: Sequence[torch.Tensor], budget_s: float) -> CompiledRegion:
-        self.faster.exact = lambda: self.accurate  # type: ignore[attr-defined]
+    def refine(self, inputs: Sequence[torch.Tensor], budget_s: float, deadline: Deadline) -> CompiledRegion:
+        self.faster.exact = lambda deadline: self.accurate  # type: ignore[attr-defined]
         return self.faster
 
 
@@ -284,21 +297,38 @@ def test_an_engine_that_raises_while_running_falls_back(verify: str, caplog: pyt
 def test_an_engine_that_raises_while_timed_falls_back(caplog: pytest.LogCaptureFixture) -> None:
     """The others are timed without it."""
     region = _region()
-    candidates = {"breaks": _fine(region), "fine": _fine(region)}
-    healthy = candidates["fine"]
 
-    def runner(compiled: CompiledRegion) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
-        def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            if compiled is not healthy:
+    class Breaking(FakeRegion):
+        def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            if self.calls:  # not in the run that is verified
                 raise OSError("library gone")
-            return []
+            return super().__call__(inputs)
 
-        return run
-
-    choice = choose(region, candidates, [X], CONFIG, Pricing(runner=runner))
+    candidates = {"breaks": Breaking(region, lambda outputs: outputs), "fine": _fine(region)}
+    choice = choose(region, candidates, [X], CONFIG, Pricing())
     assert choice.decision.engine in ("fine", "eager")
     assert ("breaks", Reason.RUNTIME_ERROR) in [(r.engine, r.code) for r in choice.decision.refusals]
     assert [cost.engine for cost in choice.decision.costs] == ["fine", "eager"]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("when", ["compile", "run", "timed"])
+def test_what_leaves_a_device_unusable_is_raised(when: str, strict: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """As it is: eager cannot run there either, and who reports it may not be whose fault it is. Nobody falls back, nobody is warned of that."""
+    region = _region()
+    error = accelerator_error("CUDA error: an illegal memory access was encountered", 700)
+
+    class Faulty(FakeRegion):
+        def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            if when == "run" or self.calls:
+                raise error
+            return super().__call__(inputs)
+
+    candidate = error if when == "compile" else Faulty(region, lambda outputs: outputs)
+    with pytest.raises(torch.AcceleratorError) as raised:
+        choose(region, {"fake": candidate, "fine": _fine(region)}, [X], Config(strict=strict), Pricing())
+    assert raised.value is error
+    assert not caplog.records
 
 
 def test_what_eager_raises_passes_through() -> None:
@@ -308,21 +338,20 @@ def test_what_eager_raises_passes_through() -> None:
         choose(region, {"fake": _fine(region)}, [torch.randn(3, 4)], CONFIG, Pricing())
 
 
-def test_verify_always_compares_each_call(caplog: pytest.LogCaptureFixture) -> None:
-    """An engine that goes wrong later is found then: one warning, eager's answer, and eager from then on."""
+def test_a_region_that_an_engine_does_not_accept(caplog: pytest.LogCaptureFixture) -> None:
+    """The refusal is in the plan; it is no failure: nobody is warned, strict raises nothing, and the others compete."""
     region = _region()
-    offset = 0.0
-    compiled = FakeRegion(region, lambda outputs: [output + offset for output in outputs])
-    checked = CheckedRegion(region, "fake", compiled, strict=False)
-    expected = (X @ X).sin()
-    assert torch.equal(checked([X])[0], expected)
-    offset = 1.0
-    assert torch.equal(checked([X])[0], expected)
-    assert torch.equal(checked([X])[0], expected)
-    assert compiled.calls == 2
-    assert len(caplog.records) == 1
-    with pytest.raises(RegionError, match="accuracy"):
-        CheckedRegion(region, "fake", compiled, strict=True)([X])
+    refused = Refused(Reason.TOO_SMALL, "it has 2 operators")
+    candidates = {"picky": refused, "fine": _fine(region)}
+    choice = choose(region, candidates, [X], Config(strict=True, placement="estimate"), Pricing())
+    assert choice.decision.engine == "fine"
+    assert [(r.engine, r.code, r.why) for r in choice.decision.refusals] == [
+        ("picky", Reason.TOO_SMALL, "it has 2 operators")
+    ]
+    alone = choose(region, {"picky": refused}, [X], Config(strict=True), Pricing())
+    assert (alone.decision.engine, alone.compiled, len(alone.decision.refusals)) == ("eager", None, 1)
+    assert torch.equal(alone.outputs[0], (X @ X).sin())
+    assert not caplog.records
 
 
 def test_the_plan_follows_the_choices() -> None:
@@ -388,8 +417,8 @@ def test_an_engine_runs_what_eager_cannot(placement: str, verify: str, caplog: p
     (warning,) = caplog.messages
     assert "unchecked" in warning
     assert "no kernel for this dtype" in warning
-    checked = CheckedRegion(region, "fake", choice.compiled, strict=False)
-    assert torch.equal(checked([X])[0], X * 2)
+    always = checked(region, "fake", choice.compiled, strict=False)
+    assert torch.equal(always([X])[0], X * 2)
 
 
 def test_what_eager_cannot_run_and_no_engine_can() -> None:

@@ -25,7 +25,19 @@ def _decision(region: Region, engine: str) -> RegionDecision:
     refusals = (Refusal("first", Reason.DEADLINE, "it took over 3 s"),)
     specs = tuple(given.spec for given in region.inputs if given.spec is not None)
     return RegionDecision(
-        region.name, engine, region.key, region.node_names, specs, (), (), refusals, None, 7, 1, region.source
+        region.name,
+        engine,
+        region.key,
+        region.node_names,
+        specs,
+        (),
+        (),
+        refusals,
+        None,
+        7,
+        1,
+        region.source,
+        region.device,
     )
 
 

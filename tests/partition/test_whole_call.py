@@ -10,16 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.test_errors import accelerator_error
+from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.core.plan import Cost, NodeDecision, Plan, RegionDecision
 from torch_hybrid_backend.core.verdict import Reason
-from torch_hybrid_backend.partition.cost_cache import VerdictCache
+from torch_hybrid_backend.measure import HostTimer
 from torch_hybrid_backend.partition.placement import Pricing
 from torch_hybrid_backend.partition.whole_call import PricedCall
 from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.timing_cache import TimingCache
 
-REGION = RegionDecision("r0", "tvm", "key", ("mm",), (), (), (Cost("tvm", 9.0, "measured"),), (), 0.0, 8, 1, "")
-THE_PLAN = Plan("graph", "inference", (NodeDecision("mm", "aten.mm.default", "tvm", "r0", "", 8, ()),), (REGION,))
+REGION = RegionDecision("r0", "tvm", "key", ("mm",), (), (), (Cost("tvm", 9.0, "measured"),), (), 0.0, 8, 1, "", CPU)
+THE_PLAN = Plan("graph", "inference", (NodeDecision("mm", "aten.mm.default", "tvm", "r0", "", 8, (), CPU),), (REGION,))
 
 
 class Race:
@@ -30,7 +34,7 @@ class Race:
         planned_us: Callable[[int], float],
         eager_us: Callable[[int], float],
         sizes: tuple[int, ...] = (),
-        cache: VerdictCache | None = None,
+        cache: TimingCache | None = None,
         plan: Plan = THE_PLAN,
     ) -> None:
         self.now = 0
@@ -46,7 +50,7 @@ class Race:
 
     def pricing(self) -> Pricing:
         self.pricings += 1
-        return Pricing(self.cache, {"tvm": "1"}, clock=lambda: self.now)
+        return Pricing(self.cache, {"tvm": "1"}, timer=HostTimer(lambda: self.now))
 
     def planned(self, *inputs: Any) -> str:
         if "plan" not in self.runs:
@@ -66,8 +70,21 @@ class Race:
         return result
 
 
-def _race(planned_us: float, eager_us: float, cache: VerdictCache | None = None) -> Race:
+def _race(planned_us: float, eager_us: float, cache: TimingCache | None = None) -> Race:
     return Race(lambda _: planned_us, lambda _: eager_us, cache=cache)
+
+
+def test_what_leaves_a_device_unusable_is_raised() -> None:
+    """Elsewhere what fails while it is timed leaves the plan in place; after this nothing would run."""
+
+    class Broken(Race):
+        def run(self, who: str, size: int = 1, *_: Any) -> str:
+            if who == "eager":
+                raise accelerator_error("CUDA error: an illegal memory access was encountered", 700)
+            return super().run(who, size)
+
+    with pytest.raises(torch.AcceleratorError):
+        Broken(lambda _: 100.0, lambda _: 60.0)()
 
 
 def test_a_plan_that_loses_is_not_used() -> None:
@@ -115,7 +132,7 @@ def test_the_plan_is_let_go_of() -> None:
 
 def test_a_second_process_does_not_time_again(tmp_path: Path) -> None:
     """The verdict is taken from the cache, for the same plan alone."""
-    cache = VerdictCache(Store(tmp_path), "machine")
+    cache = TimingCache(Store(tmp_path), lambda device: "machine")
     assert [_race(100.0, 60.0, cache)() for _ in range(2)] == ["plan"] * 2
     again = _race(1.0, 60.0, cache)
     assert [again(), again()] == ["plan", "eager"]

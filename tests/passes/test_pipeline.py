@@ -16,7 +16,14 @@ aten = torch.ops.aten
 
 def test_every_position_has_a_reason():
     """The order is a literal, each place argued."""
-    assert all(callable(graph_pass) and reason for graph_pass, reason in PASSES)
+    assert all(callable(graph_pass) and reason for graph_pass, _, reason in PASSES)
+
+
+def test_passes_for_kernels_of_the_cpu_exist_for_the_cpu_alone():
+    """The folder that a pass lies in says for which devices it is."""
+    for graph_pass, devices, _ in PASSES:
+        folder = graph_pass.__module__.split(".")[-2]
+        assert (folder, devices) in {("canonical", frozenset()), ("cpu", frozenset({"cpu"}))}
 
 
 MODELS = {
@@ -54,7 +61,7 @@ def test_a_raising_pass_is_named(captured):
         raise KeyError("oops")
 
     with pytest.raises(PassError, match=r"pass broken failed \(passes before it: fine\).*oops"):
-        run_passes(subject.gm, subject.ctx, ((fine, "first"), (broken, "then")))
+        run_passes(subject.gm, subject.ctx, ((fine, frozenset(), "first"), (broken, frozenset(), "then")))
 
 
 def _graph_of(subject):
@@ -85,7 +92,7 @@ def test_illegal_graphs_are_refused(captured, bad, message):
     """The graph is verified after each pass, against what it was before the first: the pass that breaks it is named."""
     subject = captured(lambda x: x + 1, torch.randn(3))
     with pytest.raises(PassError, match=f"pass {bad.__name__} failed.*{message}"):
-        run_passes(subject.gm, subject.ctx, ((bad, "bad"),))
+        run_passes(subject.gm, subject.ctx, ((bad, frozenset(), "bad"),))
 
 
 def test_wrong_metadata_is_found(captured):

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 
+from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.plan import CallDecision, Cost, NodeDecision, Plan, Refusal, RegionDecision
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason
 
-_SPEC = TensorSpec((8, 8), "float32", (8, 1))
+_SPEC = TensorSpec((8, 8), "float32", (8, 1), CPU)
 _NO_LOWERING = Refusal("tvm", Reason.UNKNOWN_OPERATOR, "aten.sort.default has no lowering")
 _LINE, _SORT_LINE = "model.py:12 in forward: y = x @ w", "model.py:13 in forward: y, _ = torch.sort(y)"
 
 
 def _node(name: str, operator: str, engine: str, region: str, flops: int, source: str = _LINE) -> NodeDecision:
     refusals = () if region else (_NO_LINE if name == "item" else _NO_LOWERING,)
-    return NodeDecision(name, operator, engine, region, source, flops, refusals)
+    return NodeDecision(name, operator, engine, region, source, flops, refusals, CPU)
 
 
 _NO_LINE = Refusal("tvm", Reason.UNKNOWN_OPERATOR, "the sort it belongs to <is> & stays eager's")
@@ -34,12 +35,12 @@ PLAN = Plan(
     (
         RegionDecision(
             "r0", "tvm", "ab" * 32, ("mm", "relu"), (_SPEC, _SPEC), (_SPEC,),
-            (Cost("tvm", 12.34, "measured"), Cost("eager", 31.5, "measured")), (), 1.5e-6, 3_000_000, 4, _LINE,
+            (Cost("tvm", 12.34, "measured"), Cost("eager", 31.5, "measured")), (), 1.5e-6, 3_000_000, 4, _LINE, CPU,
             ("mkldnn::_linear_pointwise: linear layer of 8x8 by 8x8",) * 2,
         ),
         RegionDecision(
             "r2", "eager", "cd" * 32, ("mm_1",), (_SPEC, _SPEC), (_SPEC,), (),
-            (Refusal("tvm", Reason.DEADLINE, "DeadlineError: it took over 300 s"),), None, 1_000_000, 0, "",
+            (Refusal("tvm", Reason.DEADLINE, "DeadlineError: it took over 300 s"),), None, 1_000_000, 0, "", Device("cuda", 1),
         ),
     ),
 )  # fmt: skip

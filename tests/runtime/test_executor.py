@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.fx
 
+from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.core.hoisted_inputs import CallInput, FoldedValue, HoistedInputs
 from torch_hybrid_backend.core.program import Kernel, PackedConstant, Program
 from torch_hybrid_backend.core.region import PartitionedGraph, Region, RegionInput, Segment
@@ -26,9 +27,9 @@ from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 from torch_hybrid_backend.runtime.python_executor import PythonExecutor
 from torch_hybrid_backend.sizes.size import symbol
 
-SQUARE = TensorSpec((64, 64), "float32", (64, 1))
-TRANSPOSED = TensorSpec((64, 64), "float32", (1, 64))
-FLAT = TensorSpec((4096,), "float32", (1,))
+SQUARE = TensorSpec((64, 64), "float32", (64, 1), CPU)
+TRANSPOSED = TensorSpec((64, 64), "float32", (1, 64), CPU)
+FLAT = TensorSpec((4096,), "float32", (1,), CPU)
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,9 @@ def segment(
 ) -> Segment:
     graph_module = torch.fx.symbolic_trace(function)
     region_inputs = tuple(RegionInput(name, spec) for name, spec in inputs.items())
-    region = Region("region", graph_module, EagerGraph(graph_module), region_inputs, tuple(outputs.values()), (), "")
+    region = Region(
+        "region", graph_module, EagerGraph(graph_module), region_inputs, tuple(outputs.values()), (), "", CPU
+    )
     return Segment(region, tuple(inputs), tuple(outputs), "eager")
 
 
@@ -260,7 +263,7 @@ def test_eager_views_of_intermediate_values_stay_valid(kernels: str) -> None:
 
 def test_dynamic_graphs_are_refused_and_run_in_python() -> None:
     """Sizes known at run time, as numbers or in shapes, are for the Python executor."""
-    dynamic = TensorSpec((symbol("s0"),), "float32", (1,))
+    dynamic = TensorSpec((symbol("s0"),), "float32", (1,), CPU)
     narrow = segment(lambda x, n: (x[:n], n + 1), {"x": dynamic, "n": None}, {"y": dynamic, "m": None})
     graph = PartitionedGraph(("x", "n"), frozenset(), (narrow,), ("y", "m"))
     with pytest.raises(StaticLayoutError, match="run time"):

@@ -12,12 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.runtime.plan_layout import Piece, StaticLayout, StaticLayoutError, lay_out, same_memory
 from torch_hybrid_backend.sizes.size import symbol
 
-SQUARE = TensorSpec((8, 8), "float32", (8, 1))
-TRANSPOSED = TensorSpec((8, 8), "float32", (1, 8))
+SQUARE = TensorSpec((8, 8), "float32", (8, 1), CPU)
+TRANSPOSED = TensorSpec((8, 8), "float32", (1, 8), CPU)
 
 
 def _callback(inputs: str, outputs: str, spec: TensorSpec | None = SQUARE) -> Piece:
@@ -63,8 +64,8 @@ SIZE = symbol("s0")
     ("spec", "message"),
     [
         (None, "no tensor"),
-        (TensorSpec((SIZE, 8), "float32", (8, 1)), "only at run time"),
-        (TensorSpec((8, 8), "float32", (SIZE, 1)), "only at run time"),
+        (TensorSpec((SIZE, 8), "float32", (8, 1), CPU), "only at run time"),
+        (TensorSpec((8, 8), "float32", (SIZE, 1), CPU), "only at run time"),
     ],
     ids=["number", "size", "stride"],
 )
@@ -90,9 +91,9 @@ def test_same_memory_is_the_same_elements(form: list[tuple[int, int]], data: st.
     """Two specs of one shape address the same memory exactly where their elements lie at the same places: strides of dimensions of
     size 1 do not count, all others do."""
     shape = tuple(n for n, _ in form)
-    first = TensorSpec(shape, "float32", tuple(stride for _, stride in form))
+    first = TensorSpec(shape, "float32", tuple(stride for _, stride in form), CPU)
     others = [data.draw(st.sampled_from([stride, stride + 1, 0])) for _, stride in form]
-    second = TensorSpec(shape, "float32", tuple(others))
+    second = TensorSpec(shape, "float32", tuple(others), CPU)
     assert same_memory(first, second) == (_elements(first) == _elements(second))
 
 
@@ -100,6 +101,6 @@ def test_another_form_is_other_memory() -> None:
     """Another dtype or another shape, be it of the same elements, is not the same."""
     assert same_memory(SQUARE, SQUARE)
     assert not same_memory(SQUARE, TRANSPOSED)
-    assert not same_memory(SQUARE, TensorSpec((8, 8), "int32", (8, 1)))
-    assert not same_memory(SQUARE, TensorSpec((64,), "float32", (1,)))
-    assert not same_memory(SQUARE, TensorSpec((8, 8, 1), "float32", (8, 1, 1)))
+    assert not same_memory(SQUARE, TensorSpec((8, 8), "int32", (8, 1), CPU))
+    assert not same_memory(SQUARE, TensorSpec((64,), "float32", (1,), CPU))
+    assert not same_memory(SQUARE, TensorSpec((8, 8, 1), "float32", (8, 1, 1), CPU))

@@ -60,6 +60,9 @@ KEPT: tuple[torch._ops.OpOverloadPacket, ...] = (
     # traffic.
     aten.baddbmm,
     aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_efficient_attention,
+    aten._scaled_dot_product_cudnn_attention,
     # Window and sampling operators: a single kernel in eager and one loop nest in an engine; in torch's formulas they
     # become dozens of index tensors (bicubic: 80 operators) that no fusion brings back.
     *UPSAMPLING,
@@ -303,8 +306,9 @@ def _is_static(*tensors: torch.Tensor) -> bool:
 
 
 def _index_add(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: float = 1) -> Any:
-    """Few slices by torch's formula, whose `index_put` engines take; more stay whole: with `accumulate` that takes eager six times as long."""
-    if not isinstance(index.numel(), int) or index.numel() > MOST_SCATTERED_SLICES:
+    """Few slices on the CPU by torch's formula, whose `index_put` engines take; more stay whole: with `accumulate` that takes eager six times
+    as long. On a GPU `index_put` sorts what it adds, where `index_add` is one kernel."""
+    if x.device.type != "cpu" or not isinstance(index.numel(), int) or index.numel() > MOST_SCATTERED_SLICES:
         return NotImplemented
     formula = get_decompositions([aten.index_add.default])[aten.index_add.default]
     return formula(x, dim, index, source, alpha=alpha)

@@ -6,6 +6,7 @@ Device("cuda", 1)      the second GPU
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -22,9 +23,15 @@ class Device:
     index: int = 0
 
     @staticmethod
+    @functools.cache  # each tensor of a graph asks
     def of(device: torch.device) -> Device:
         """The device that torch means; tensors always tell their index, and a bare "cuda" counts as the first."""
         return Device(device.type, device.index or 0)
+
+    @staticmethod
+    def parse(text: str) -> Device:
+        """The device that `str` wrote; RuntimeError for another text."""
+        return Device.of(torch.device(text))
 
     @property
     def is_host(self) -> bool:

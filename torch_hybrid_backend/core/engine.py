@@ -1,73 +1,192 @@
 """The engine protocol: what a thing must do to run regions of a graph.
 
+Every member is declared here and asked for by name; none is optional. `EngineBase` and `CompiledRegionBase` have defaults for all but the
+essential ones, so that an engine is short:
+
+    class Mine(EngineBase):
+        name = "mine"
+        def supports(self, node): ...
+        def compile(self, regions, deadline): ...
+
 Engines see regions, never the whole graph; never each other; never the environment. Third parties add one through the
-entry-point group `torch_hybrid_backend.engines` (the entry point loads to a callable `engine(config) -> Engine`).
+entry-point group `torch_hybrid_backend.engines`: the entry point names a callable `engine(config, services) -> Engine` (`services.py`).
+`examples/third_party_engine/` is a complete one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
 import torch.fx
 
 from torch_hybrid_backend.core.deadline import Deadline
+from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.region import Region
-from torch_hybrid_backend.core.verdict import Verdict
+from torch_hybrid_backend.core.verdict import Supported, Verdict
+
+# The engine that is PyTorch itself: always there, last in order, and it takes everything.
+EAGER = "eager"
+
+
+class ProgramCall(Protocol):
+    """A program as a function of the region's inputs. It raises HybridError where it cannot run."""
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
+
+    def kernel_us(self, inputs: Sequence[torch.Tensor]) -> list[float]:
+        """The microseconds that each kernel of the program takes in one call."""
+        ...
+
+    def release(self) -> None:
+        """Free what calling it holds; a later call makes it again."""
+        ...
+
+
+RunProgram = Callable[[Program], ProgramCall]
 
 
 @runtime_checkable
 class CompiledRegion(Protocol):
-    """A region made ready to run by one engine.
-
-    `program` is not None where the region can be run by the C++ executor without Python; calling the compiled region does the
-    same work from Python (slower; used for the first call, for checks and as the oracle of tests).
-    Three optional members help placement. `release()` frees what calling it holds. `refine(inputs, budget_s)` is the region made faster by
-    trying alternatives on a call's inputs. `exact()` is the region made more accurate, for where its results are too far from eager's, or
-    None; a DeadlineError says that there was no time for it. What these two compile they compile inside `deadline.running()` of the deadline
-    that the region was compiled under, while something of it is left.
-    """
+    """A region made ready to run by one engine."""
 
     @property
-    def program(self) -> Program | None: ...
+    def program(self) -> Program | None:
+        """What the C++ executor runs without Python; None: the region is called."""
+        ...
 
-    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The region's outputs, in order, for its inputs, in order. Of a region with a program the same work from Python: slower, used for the
+        first call, for checks and as the oracle of tests."""
+        ...
+
+    def refine(self, inputs: Sequence[torch.Tensor], budget_s: float, deadline: Deadline) -> CompiledRegion:
+        """The region made faster by timing alternatives on a call's inputs for about `budget_s` seconds, or itself. What it compiles for
+        that it compiles inside `deadline.running()`, while something of the deadline is left."""
+        ...
+
+    def exact(self, deadline: Deadline) -> CompiledRegion | None:
+        """The region made more accurate, for where its results are too far from eager's; None where that cannot be. Compiles as `refine`
+        does; raises CompileError where that fails, DeadlineError where there is no time for it."""
+        ...
+
+    def release(self) -> None:
+        """Free what calling it from Python holds (packed constants, say); a later call makes it again."""
+        ...
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """One way of running regions.
-
-    `name`: lower case, stable, used in settings and reports.
-    `keep_ops`: ATen operators the engine wants undecomposed.
-
-    Optional: `prepare(operators)` is called before a graph of so many operators is traced that was never compiled before; it must not wait.
-    `version` is a text: where it is equal, so are the engine's results and timings.
-    """
+    """One way of running regions."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Lower case, stable, used in settings and reports; an entry point's engine has the entry point's name."""
+        ...
 
     @property
-    def keep_ops(self) -> frozenset[torch._ops.OpOverload]: ...
+    def devices(self) -> frozenset[str]:
+        """The types of the devices that it serves ("cpu", "cuda"); empty: every one. It sees operators and regions of those alone."""
+        ...
+
+    @property
+    def keep_ops(self) -> frozenset[torch._ops.OpOverload]:
+        """ATen operators that it wants undecomposed."""
+        ...
+
+    @property
+    def keeps_deadline(self) -> bool:
+        """Whether `compile` is done by its deadline, whatever happens. It is trusted: one that says so is called in the main thread."""
+        ...
 
     def available(self) -> Verdict:
         """Whether the engine can run in this installation; a refusal says what to install."""
+        ...
+
+    def version(self, device: Device) -> str:
+        """What its results and timings on a device depend on, as a text: where that is equal, so are they. "": timings are not kept."""
+        ...
+
+    def describe(self) -> Sequence[tuple[str, str]]:
+        """What `hybrid doctor` prints of it: names and values, one line each."""
+        ...
+
+    def prepare(self, operators: int) -> None:
+        """Called before a graph of so many operators is traced that was never compiled before; it must not wait."""
         ...
 
     def supports(self, node: torch.fx.Node) -> Verdict:
         """Whether the engine takes one ATen node, judged by its target, arguments and `meta["val"]`."""
         ...
 
+    def accepts(self, region: Region) -> Verdict:
+        """Whether the engine takes a whole region of operators that it supports: it may be too small for it, or its sizes too little known.
+        Asked before anything is compiled; a refusal is in the plan."""
+        ...
+
     def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[CompiledRegion | Exception]:
         """Compile regions together (so that kernels are built in parallel and equal ones once).
 
-        `deadline` is the graph's, and running: engines before this one may have left little of it, or nothing. An engine that is content with a
-        number calls the parameter `deadline_s` and gets the seconds that are left.
-
-        Returns, region by region, the compiled region or the exception that stopped it; never raises for a region. An engine
-        that is done by the deadline whatever happens says so by an attribute `keeps_deadline = True`; it is trusted.
+        `deadline` is the graph's, and running: engines before this one may have left little of it, or nothing. Returns, region by region, the
+        compiled region or the exception that stopped it; never raises for a region.
         """
         ...
+
+
+def serves(engine: Engine, device: Device) -> bool:
+    """Whether the engine serves the device."""
+    return not engine.devices or device.type in engine.devices
+
+
+class CompiledRegionBase(ABC):
+    """A compiled region that is called from Python, has no other form and holds nothing; a subclass says what a call does."""
+
+    program: Program | None = None
+
+    @abstractmethod
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
+
+    def refine(self, inputs: Sequence[torch.Tensor], budget_s: float, deadline: Deadline) -> CompiledRegion:
+        return self
+
+    def exact(self, deadline: Deadline) -> CompiledRegion | None:
+        return None
+
+    def release(self) -> None:  # noqa: B027
+        """It holds nothing."""
+
+
+class EngineBase(ABC):
+    """An engine for the CPU that can run anywhere, keeps no operator whole and takes every region of what it supports.
+
+    Its timings are not kept between processes: it has no version. It is not trusted with deadlines: it compiles in a thread of its own.
+    """
+
+    name: str
+    devices: frozenset[str] = frozenset({"cpu"})
+    keep_ops: frozenset[torch._ops.OpOverload] = frozenset()
+    keeps_deadline: bool = False
+
+    def available(self) -> Verdict:
+        return Supported()
+
+    def version(self, device: Device) -> str:
+        return ""
+
+    def describe(self) -> Sequence[tuple[str, str]]:
+        return ()
+
+    def prepare(self, operators: int) -> None:  # noqa: B027
+        """There is nothing to get ready."""
+
+    @abstractmethod
+    def supports(self, node: torch.fx.Node) -> Verdict: ...
+
+    def accepts(self, region: Region) -> Verdict:
+        return Supported()
+
+    @abstractmethod
+    def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[CompiledRegion | Exception]: ...

@@ -11,6 +11,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.sizes.forms import parse
@@ -50,6 +51,7 @@ class NodeDecision:
     source: str  # the user's line: "model.py:12 in forward"
     flops: int
     refusals: tuple[Refusal, ...]
+    device: Device | None  # None: it has tensors on several, as a copy between devices has
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ class RegionDecision:
     flops: int
     kernels: int
     source: str
+    device: Device
     operators: tuple[str, ...] = ()
 
 
@@ -99,7 +102,7 @@ class Plan:
 
     def to_json(self) -> str:
         """Stable JSON (sorted keys, two spaces)."""
-        return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True, default=_shown)
+        return json.dumps(_plain(self), indent=2, sort_keys=True)
 
     @staticmethod
     def from_json(text: str) -> Plan:
@@ -107,7 +110,8 @@ class Plan:
         raw: dict[str, Any] = json.loads(text)
 
         def spec(d: dict[str, Any]) -> TensorSpec:
-            return TensorSpec(tuple(map(_read, d["shape"])), d["dtype"], tuple(map(_read, d["strides"])), d["device"])
+            shape, strides = (tuple(map(_read, d[name])) for name in ("shape", "strides"))
+            return TensorSpec(shape, d["dtype"], strides, Device.parse(d["device"]))
 
         def refusals(items: list[dict[str, Any]]) -> tuple[Refusal, ...]:
             return tuple(Refusal(r["engine"], Reason(r["code"]), r["why"]) for r in items)
@@ -115,11 +119,16 @@ class Plan:
         def costs(items: list[dict[str, Any]]) -> tuple[Cost, ...]:
             return tuple(Cost(**c) for c in items)
 
-        nodes = tuple(NodeDecision(**{**n, "refusals": refusals(n["refusals"])}) for n in raw["nodes"])
+        def node(n: dict[str, Any]) -> NodeDecision:
+            device = n["device"] and Device.parse(n["device"])
+            return NodeDecision(**{**n, "device": device, "refusals": refusals(n["refusals"])})
+
+        nodes = tuple(map(node, raw["nodes"]))
         regions = tuple(
             RegionDecision(
                 **{
                     **r,
+                    "device": Device.parse(r["device"]),
                     "node_names": tuple(r["node_names"]),
                     "operators": tuple(r["operators"]),
                     "inputs": tuple(map(spec, r["inputs"])),
@@ -135,10 +144,13 @@ class Plan:
         return Plan(raw["graph"], raw["kind"], nodes, regions, call)
 
 
-def _shown(value: object) -> str:
-    if isinstance(value, Size):
+def _plain(value: Any) -> Any:
+    """What JSON can hold: sizes and devices as their texts, the other values of a plan field by field."""
+    if isinstance(value, Size | Device):
         return str(value)
-    raise TypeError(f"a plan holds a {type(value).__name__}, which JSON cannot")
+    if dataclasses.is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _read(size: int | str) -> Dim:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch.fx
 
+from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.sizes.size import Dim
 
@@ -41,7 +42,9 @@ class Region:
     `graph_module` takes `inputs` in order and returns a tuple of `outputs`; every node carries `meta["val"]`. `eager` runs it.
     `node_names` are the names of the covered nodes in the partitioned graph; `source` is the user's line that
     the first of them came from ("model.py:12 in forward"), or "".
-    `key` is the canonical form's SHA-256: it changes with any operator, wire, constant, dtype, shape or stride.
+    `key` is the canonical form's SHA-256: it changes with any operator, wire, constant, dtype, shape, stride or device.
+    `device` is where its operators run, and where its values are but for its `numbers`. What no engine claimed may hold operators of several
+    devices: the host runs it, which sends each operator to its own.
     """
 
     name: str
@@ -51,7 +54,17 @@ class Region:
     outputs: tuple[TensorSpec | None, ...]
     node_names: tuple[str, ...]
     key: str
+    device: Device
     source: str = ""
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Positions of the inputs that are tensors of no dimensions on the host, in a region of another device: kernels get them by value,
+        read on the host in each call."""
+        if self.device.is_host:
+            return ()
+        specs = [region_input.spec for region_input in self.inputs]
+        return tuple(k for k, spec in enumerate(specs) if spec is not None and spec.device.is_host)
 
 
 @dataclass(frozen=True, slots=True)

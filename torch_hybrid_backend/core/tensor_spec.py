@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.sizes.forms import from_sympy
 from torch_hybrid_backend.sizes.size import Dim, evaluate, symbol, symbols
 
@@ -39,15 +40,15 @@ def is_computable(size: Dim) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape and strides in elements, dtype as torch names it ("float32"), device type ("cpu", "cuda").
+    """Shape and strides in elements, dtype as torch names it ("float32"), device by type and index.
 
-    Example: `TensorSpec.of(torch.empty(2, 3))` is `TensorSpec((2, 3), "float32", (3, 1), "cpu")`.
+    Example: `TensorSpec.of(torch.empty(2, 3))` is `TensorSpec((2, 3), "float32", (3, 1), Device("cpu"))`.
     """
 
     shape: tuple[Dim, ...]
     dtype: str
     strides: tuple[Dim, ...]
-    device: str = "cpu"
+    device: Device
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorSpec:
@@ -56,7 +57,7 @@ class TensorSpec:
             tuple(map(dim, tensor.shape)),
             str(tensor.dtype).removeprefix("torch."),
             tuple(map(dim, tensor.stride())),
-            tensor.device.type,
+            Device.of(tensor.device),
         )
 
     @property

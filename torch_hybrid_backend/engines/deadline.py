@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from torch_hybrid_backend.core.deadline import Deadline
-from torch_hybrid_backend.core.engine import CompiledRegion, Engine
+from torch_hybrid_backend.core.engine import CompiledRegion, CompiledRegionBase, Engine
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.errors import CompileError, DeadlineError
 
@@ -27,7 +25,7 @@ def compile_in_time(
     is left to itself when the deadline has passed: nothing can stop it, but nobody waits for it.
     """
     with deadline.running():
-        if getattr(engine, "keeps_deadline", False):
+        if engine.keeps_deadline:
             return _compiled(engine, regions, deadline)
         made: list[Sequence[CompiledRegion | Exception]] = []
         grad = torch.is_grad_enabled()
@@ -48,15 +46,20 @@ def compile_in_time(
 
 def _compiled(engine: Engine, regions: Sequence[Region], deadline: Deadline) -> Sequence[CompiledRegion | Exception]:
     try:
-        compiled = engine.compile(regions, _as_asked_for(engine, deadline))
+        compiled = engine.compile(regions, deadline)
         if len(compiled) == len(regions):
-            return compiled
+            return [_checked(engine, region, result) for region, result in zip(regions, compiled, strict=True)]
         error: Exception = CompileError(f"{engine.name} returned {len(compiled)} results for {len(regions)} regions")
     except Exception as raised:  # against the protocol, but a third party's engine may
         error = raised
     return [error] * len(regions)
 
 
-def _as_asked_for(engine: Engine, deadline: Deadline) -> Any:
-    """The deadline, or its seconds for an engine whose `compile` has a parameter `deadline_s`."""
-    return deadline.left_s() if "deadline_s" in inspect.signature(engine.compile).parameters else deadline
+def _checked(engine: Engine, region: Region, result: CompiledRegion | Exception) -> CompiledRegion | Exception:
+    # The base first: looking for the protocol's members reads `program`, which a region may make only then.
+    if isinstance(result, CompiledRegionBase | CompiledRegion | Exception):
+        return result
+    return CompileError(
+        f"{engine.name} returned an object of type {type(result).__name__} for region {region.name}; it must be a CompiledRegion "
+        "(core.engine.CompiledRegionBase has the defaults) or an exception"
+    )

@@ -11,16 +11,14 @@ import torch
 import torch.fx
 
 from torch_hybrid_backend.core.deadline import Deadline
-from torch_hybrid_backend.core.engine import CompiledRegion
-from torch_hybrid_backend.core.program import Program
+from torch_hybrid_backend.core.device import Device
+from torch_hybrid_backend.core.engine import EAGER, CompiledRegion, CompiledRegionBase, EngineBase
 from torch_hybrid_backend.core.region import EagerRun, Region
 from torch_hybrid_backend.core.verdict import Supported, Verdict
 
 
-class EagerRegion:
+class EagerRegion(CompiledRegionBase):
     """A region run by PyTorch, operator by operator."""
-
-    program: Program | None = None
 
     def __init__(self, eager: EagerRun) -> None:
         self._eager = eager
@@ -31,15 +29,16 @@ class EagerRegion:
             return self._eager(inputs)
 
 
-class EagerEngine:
+class EagerEngine(EngineBase):
     """Runs every region with PyTorch's own operators; nothing is compiled."""
 
-    name: str = "eager"
-    keeps_deadline = True
-    keep_ops: frozenset[torch._ops.OpOverload] = frozenset()
+    name: str = EAGER
+    devices: frozenset[str] = frozenset()  # every one
+    keeps_deadline: bool = True
 
-    def available(self) -> Verdict:
-        return Supported()
+    def version(self, device: Device) -> str:
+        """PyTorch's: its kernels are."""
+        return torch.__version__
 
     def supports(self, node: torch.fx.Node) -> Verdict:
         return Supported()

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import torch.fx
 
 from torch_hybrid_backend.core.deadline import Deadline
-from torch_hybrid_backend.core.engine import CompiledRegion
+from torch_hybrid_backend.core.engine import CompiledRegion, EngineBase
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason, Refused, Verdict
 from torch_hybrid_backend.errors import CompileError
 
 
-class UnusableEngine:
+class UnavailableEngine(EngineBase):
     """Refuses everything, with one reason: what the engine's package raised when it was loaded."""
 
-    keeps_deadline = True
-    keep_ops: frozenset[torch._ops.OpOverload] = frozenset()
+    keeps_deadline: bool = True
 
     def __init__(self, name: str, error: Exception) -> None:
         self.name = name

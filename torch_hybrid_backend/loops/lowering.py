@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from torch_hybrid_backend.core.tensor_spec import TensorSpec, dim, is_computable
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
@@ -212,8 +212,6 @@ def check_tensor(tensor: torch.Tensor) -> Refused | None:
         return Refused(Reason.LAYOUT, f"a tensor has layout {tensor.layout}, only plain strided tensors are taken")
     if tensor.is_neg() or tensor.is_conj():
         return Refused(Reason.LAYOUT, "a tensor is a negated or conjugated view: its memory does not hold its values")
-    if (refused := check_device(tensor)) is not None:
-        return refused
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         return Refused(Reason.DTYPE, f"dtype {dtype} is not taken")
@@ -223,12 +221,6 @@ def check_tensor(tensor: torch.Tensor) -> Refused | None:
     if 0 in spec.shape:
         return Refused(Reason.ARGUMENT, "a tensor has no elements")
     return None
-
-
-def check_device(tensor: torch.Tensor) -> Refused | None:
-    """Why generated loops, which run on the CPU, cannot reach a (fake) tensor's memory, or None where they can."""
-    device = tensor.device.type
-    return None if device == "cpu" else Refused(Reason.DEVICE, f"a tensor lives on {device}")
 
 
 def _reads(node: torch.fx.Node, position: int) -> bool:
@@ -248,13 +240,8 @@ def lower_node(ctx: Context, node: torch.fx.Node, values: Mapping[torch.fx.Node,
     for position, tensor in enumerate(outputs):
         if tensor is None:
             continue
-        if (
-            position
-            and isinstance(tensor, torch.Tensor)
-            and 0 in TensorSpec.of(tensor).shape
-            and not _reads(node, position)
-        ):
-            continue  # a second result that this case leaves empty: batch norm's statistics in eval
+        if position and not _reads(node, position):
+            continue  # batch norm's statistics, which are empty in eval; the states of generators beside attention
         if not isinstance(tensor, torch.Tensor):
             raise Refuse(Reason.NOT_A_TENSOR, f"{node.target} yields a {type(tensor).__name__}, not a tensor")
         if (refused := check_tensor(tensor)) is not None:
@@ -303,9 +290,6 @@ def supports(node: torch.fx.Node) -> Verdict:
             return Refused(Reason.SYMBOLIC_SHAPE, f"{source.name} is a number that is only known at run time")
         else:
             return Refused(Reason.NOT_A_TENSOR, f"{source.name} is a {type(meta).__name__}, not a tensor")
-    for made in tree_leaves(node.meta.get("val")):
-        if isinstance(made, torch.Tensor) and (refused := check_device(made)) is not None:
-            return refused
     is_static = all(isinstance(n, int) for value in placeholders.values() for n in getattr(value, "shape", (value,)))
     try:
         # What is lazy may ask for the number behind a size, too: it is asked now, where that can still be refused.

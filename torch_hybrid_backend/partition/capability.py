@@ -10,9 +10,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, unset_fa
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from torch_hybrid_backend.core.engine import Engine
+from torch_hybrid_backend.core.device import Device
+from torch_hybrid_backend.core.engine import Engine, serves
+from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason, Refused, Verdict
 from torch_hybrid_backend.errors import RegionError
+from torch_hybrid_backend.graph.devices import device_of
 from torch_hybrid_backend.graph.schema import has_effects, is_in_flight, is_item
 
 _log = logging.getLogger(__name__)
@@ -24,7 +27,8 @@ def capability(
     """The verdict of each engine on each operator; every engine is asked at most once per operator.
 
     What picks one of several outputs (getitem) goes with its operator. Operators with effects are eager's: a region
-    means the same each time it runs. So are views of what a collective still writes: an engine might copy it. An engine
+    means the same each time it runs. So are views of what a collective still writes, which an engine might copy, and
+    operators with tensors on several devices. An engine is not asked about devices that it does not serve. An engine
     that raises instead of answering is taken to refuse, with one WARNING for that engine, or RegionError under `strict`;
     where it stumbled over a size that depends on data, without.
     """
@@ -52,13 +56,34 @@ def capability(
             refusal = Refused(Reason.ARGUMENT, "an argument is still being written by a collective")
             verdicts[node] = (refusal,) * len(engines)
         else:
-            verdicts[node] = tuple(_ask(engine, node, broken, strict) for engine in engines)
+            device = device_of(node)
+            verdicts[node] = tuple(_ask(engine, node, device, broken, strict) for engine in engines)
     return verdicts
 
 
-def _ask(engine: Engine, node: Node, broken: set[str], strict: bool) -> Verdict:
+def accepted(engine: Engine, region: Region, *, strict: bool) -> Verdict:
+    """Whether an engine takes a whole region of operators that it supports. One that raises instead of answering refuses, as above."""
+    try:
+        with unset_fake_temporarily():
+            return engine.accepts(region)
+    except Exception as error:
+        why = f"engine {engine.name} raised when asked about region {region.name}: {type(error).__name__}: {error}"
+        if strict:
+            raise RegionError(why) from error
+        _log.warning("%s; it does not get that region", why)
+        return Refused(Reason.RUNTIME_ERROR, why)
+
+
+def _ask(engine: Engine, node: Node, device: Device | None, broken: set[str], strict: bool) -> Verdict:
+    if device is None:
+        return Refused(
+            Reason.DEVICE, f"{node.target} has tensors on several devices; what goes between devices is eager's"
+        )
     # Engines come from third parties too: whatever one raises may cost that operator, never the model.
     try:
+        if not serves(engine, device):
+            served = " and ".join(sorted(engine.devices))
+            return Refused(Reason.DEVICE, f"{node.target} is on {device}, {engine.name} serves {served}")
         # AOTAutograd is still tracing: tensors that an engine computes with would be fake.
         with unset_fake_temporarily():
             return engine.supports(node)

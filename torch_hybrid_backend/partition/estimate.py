@@ -5,44 +5,71 @@
 Eager makes one call per operator, each of which reads and writes memory. An engine is taken to fuse everything between
 products (matrix products, convolutions, attention): it makes one call per kernel, and only the region's inputs and
 outputs and the products' operands go through memory.
+
+Peak, bandwidth and overhead are a CPU's. Of other devices nothing is known here, and no estimate is better than a wrong one (`roofline`).
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 
 import torch
 import torch.fx
 
+from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.graph.schema import is_item, is_view
 from torch_hybrid_backend.partition.flops import node_flops
 
-# Only ratios matter. One thread of a current x86 server core: two 16-lane multiply-adds per cycle at 3 GHz, halved for
-# what real kernels reach; its share of the memory bandwidth; the dispatcher's time per ATen operator; a kernel call
-# from C++.
-PEAK_FLOPS_PER_THREAD = 1e11
-BYTES_PER_SECOND_PER_THREAD = 1e10
-EAGER_OPERATOR_US = 3.0
-EAGER_VIEW_US = 1.0
-KERNEL_US = 0.5
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """What a device does at most, and what calls on it cost. Only ratios matter."""
+
+    flops_per_second: float
+    bytes_per_second: float
+    operator_us: float  # of one ATen operator in eager, whatever it computes
+    view_us: float
+    kernel_us: float  # of one kernel of an engine
+
+    def work_us(self, flops: int, size_bytes: int) -> float:
+        """Microseconds of the work alone: of floating-point operations, or of bytes through memory."""
+        return max(flops / self.flops_per_second, size_bytes / self.bytes_per_second) * 1e6
 
 
-def eager_us(region: Region) -> float:
+# One thread of a current x86 server core: two 16-lane multiply-adds per cycle at 3 GHz, halved for what real kernels reach; its share of the
+# memory bandwidth; the dispatcher's time per ATen operator; a kernel call from C++.
+_CPU_THREAD = Roofline(1e11, 1e10, operator_us=3.0, view_us=1.0, kernel_us=0.5)
+
+
+def roofline(device: Device) -> Roofline | None:
+    """The device's, now: PyTorch's threads count. None where it is not known: nothing on that device is estimated."""
+    if not device.is_host:
+        return None
+    threads = torch.get_num_threads()
+    return replace(
+        _CPU_THREAD,
+        flops_per_second=_CPU_THREAD.flops_per_second * threads,
+        bytes_per_second=_CPU_THREAD.bytes_per_second * threads,
+    )
+
+
+def eager_us(region: Region, on: Roofline) -> float:
     """Estimated microseconds of one call of the region in eager."""
     total = 0.0
     for node in _operators(region):
         if is_item(node):
             continue
         if is_view(node):
-            total += EAGER_VIEW_US
+            total += on.view_us
         else:
-            total += EAGER_OPERATOR_US + _work_us(node_flops(node), _traffic(node))
+            total += on.operator_us + on.work_us(node_flops(node), _traffic(node))
     return total
 
 
-def engine_us(region: Region, compiled: CompiledRegion) -> float:
+def engine_us(region: Region, compiled: CompiledRegion, on: Roofline) -> float:
     """Estimated microseconds of one call of the region as an engine compiled it."""
     flops = traffic = products = 0
     for node in _operators(region):
@@ -54,17 +81,11 @@ def engine_us(region: Region, compiled: CompiledRegion) -> float:
     returned = next(node for node in reversed(nodes) if node.op == "output")
     traffic += sum(_bytes(node.meta.get("val")) for node in returned.all_input_nodes)
     kernels = len(compiled.program.kernels) if compiled.program is not None else products + 1
-    return kernels * KERNEL_US + _work_us(flops, traffic)
+    return kernels * on.kernel_us + on.work_us(flops, traffic)
 
 
 def _operators(region: Region) -> list[torch.fx.Node]:
     return [node for node in region.graph_module.graph.nodes if node.op == "call_function"]
-
-
-def _work_us(flops: int, size_bytes: int) -> float:
-    threads = torch.get_num_threads()
-    seconds = max(flops / PEAK_FLOPS_PER_THREAD, size_bytes / BYTES_PER_SECOND_PER_THREAD) / threads
-    return seconds * 1e6
 
 
 def _traffic(node: torch.fx.Node) -> int:

@@ -13,6 +13,8 @@ import torch.fx
 from torch.fx import Node
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
+from torch_hybrid_backend.core.device import Device
+from torch_hybrid_backend.core.engine import EAGER
 from torch_hybrid_backend.core.region import Region, RegionInput, Segment
 from torch_hybrid_backend.core.tensor_spec import TensorSpec, dim, is_computable
 from torch_hybrid_backend.eager_graph import EagerGraph
@@ -45,9 +47,14 @@ def _source_line(trace: str) -> str:
 
 
 def extract(
-    name: str, nodes: Sequence[Node], engine: str, whole: torch.fx.GraphModule, constants: frozenset[str]
+    name: str,
+    nodes: Sequence[Node],
+    engine: str,
+    device: Device,
+    whole: torch.fx.GraphModule,
+    constants: frozenset[str],
 ) -> Segment:
-    """The segment of `nodes` (operators of `whole`, in its order) with its own GraphModule; `meta` is copied.
+    """The segment of `nodes` (operators of `whole`, in its order) on `device`, with its own GraphModule; `meta` is copied.
 
     Inputs are in the order of their first use, outputs in graph order. Tensor constants (get_attr) are not inputs:
     the region's module holds them, sharing their memory.
@@ -63,7 +70,7 @@ def extract(
                 attributes[str(source.target)] = operator.attrgetter(str(source.target))(whole)
             elif source not in inside:
                 sources[source] = None
-    if engine != "eager":
+    if engine != EAGER:
         sources.update(dict.fromkeys(_size_inputs(nodes, tuple(sources), whole)))
     graph = torch.fx.Graph()
     own: dict[Node, Node] = {}
@@ -91,6 +98,7 @@ def extract(
         outputs=tuple(_spec(node) for node in outputs),
         node_names=tuple(node.name for node in nodes),
         key=region_key(module, inputs),
+        device=device,
         source=next(filter(None, map(source_line, nodes)), ""),
     )
     return Segment(region, tuple(source.name for source in sources), tuple(node.name for node in outputs), engine)

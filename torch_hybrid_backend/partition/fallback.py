@@ -1,53 +1,32 @@
 """What happens when an engine fails: the region goes to eager, with one WARNING; under `strict` it raises RegionError.
 
-This is the only place that decides so.
+This is the only place that decides so. What leaves a device unusable is nobody's to fall back from: it raises to the caller.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
-import torch
-
-from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.plan import Refusal
-from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.errors import (
     CompileError,
     CompilerCrashError,
     DeadlineError,
-    HybridError,
     RegionError,
     is_out_of_memory,
+    is_sticky,
 )
 
 _log = logging.getLogger(__name__)
 
 
-class ReportedRegion:
-    """A compiled region that runs from Python, its own errors told apart from those of eager operators, which are the user's."""
-
-    program: Program | None = None
-
-    def __init__(self, compiled: CompiledRegion) -> None:
-        self._compiled = compiled
-
-    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Raises HybridError for whatever the region raises."""
-        try:
-            return self._compiled(inputs)
-        except HybridError:
-            raise
-        except Exception as error:  # an engine's code may fail in any way
-            raise HybridError(_sentence(error)) from error
-
-
 def compile_refusal(error: Exception) -> Refused:
     """The refusal that an exception from `Engine.compile` stands for."""
-    if isinstance(error, DeadlineError):
+    if is_out_of_memory(error):
+        code = Reason.OUT_OF_MEMORY
+    elif isinstance(error, DeadlineError):
         code = Reason.DEADLINE
     elif isinstance(error, CompilerCrashError):
         code = Reason.COMPILER_CRASHED
@@ -84,8 +63,10 @@ def demote(region: Region, engine: str, refused: Refused, *, strict: bool, cause
     """Take `region` from `engine`, which failed as `refused` tells. Returns the refusal for the plan.
 
     Logs one WARNING that names region, reason code and the user's line; raises RegionError with the same text under
-    `strict`.
+    `strict`. A cause after which the device cannot be used raises as it is: eager could not run the region either.
     """
+    if cause is not None and is_sticky(cause):
+        raise cause
     line = f"{_named(region)} is not run by {engine}: {refused.code}: {refused.why}"
     if strict:
         raise RegionError(f"{line}. HYBRID_STRICT=0 runs it in eager instead") from cause

@@ -3,37 +3,42 @@
 On the first call each compiled candidate runs on the real inputs and is compared with eager. Those that fail are
 demoted (`fallback`). The others and eager are priced: by timing them against each other, by timings an earlier process
 left in the cache, or by a roofline estimate. Eager is a candidate like any other; of equally cheap ones the first in
-order wins. Where eager cannot run the region although nothing is wrong with the values (it needs more memory than there is, or an operator
-does not take its inputs' form), an engine that can runs it unchecked.
+order wins, as it does where there is nothing to estimate by. Where eager cannot run the region although nothing is wrong
+with the values (it needs more memory than there is, or an operator does not take its inputs' form), an engine that can
+runs it unchecked. What leaves a device unusable raises: nobody can run there any more.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import logging
-import time
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from torch_hybrid_backend.config import Config
-from torch_hybrid_backend.core.engine import CompiledRegion
+from torch_hybrid_backend.core.deadline import Deadline
+from torch_hybrid_backend.core.device import CPU, Device
+from torch_hybrid_backend.core.engine import EAGER, CompiledRegion
 from torch_hybrid_backend.core.plan import Cost, Refusal, RegionDecision
-from torch_hybrid_backend.core.program import OperatorCall, Program
+from torch_hybrid_backend.core.program import OperatorCall
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason, Refused
-from torch_hybrid_backend.errors import OperatorRefusedError, is_out_of_memory
-from torch_hybrid_backend.measure import Clock, Rounds, measure
+from torch_hybrid_backend.measure import HostTimer, Rounds, Timer, measure
 from torch_hybrid_backend.partition.accuracy import Comparison, compare
-from torch_hybrid_backend.partition.cost_cache import VerdictCache
-from torch_hybrid_backend.partition.estimate import eager_us, engine_us
+from torch_hybrid_backend.partition.estimate import eager_us, engine_us, roofline
 from torch_hybrid_backend.partition.fallback import compile_refusal, demote, report_unchecked, run_refusal
 from torch_hybrid_backend.partition.flops import node_flops
-from torch_hybrid_backend.partition.regions import EAGER
+from torch_hybrid_backend.partition.reference import reference, run_eager, unable_to_run
+from torch_hybrid_backend.timing_cache import TimingCache
 
 _log = logging.getLogger(__name__)
+
+TIMINGS = "placements"  # their kind in the cache of timings
 
 # A candidate that takes so many times as long in its best round as another in its worst has lost, whatever further rounds say.
 _CLEAR_RATIO = 1.3
@@ -59,14 +64,15 @@ class Choice:
 class Pricing:
     """What pricing needs besides the region.
 
-    `versions`: engine name -> what its timings depend on; an engine left out is priced anew in each process.
-    `runner`: turns a compiled region into the call that is timed (the C++ plan for it, where one can be built).
+    `timings`: None where none are kept. `versions`: engine name -> what its timings on `device` depend on; an engine left out is priced anew
+    in each process. `deadline`: the graph's, for what candidates compile while they are tried. `timer`: of work on `device`.
     """
 
-    cache: VerdictCache | None = None
+    timings: TimingCache | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
-    runner: Callable[[CompiledRegion], Runner] = lambda compiled: compiled
-    clock: Clock = time.perf_counter_ns
+    device: Device = CPU
+    deadline: Deadline = field(default_factory=lambda: Deadline(math.inf))
+    timer: Timer = field(default_factory=HostTimer)
 
 
 class _CandidateError(Exception):
@@ -80,14 +86,15 @@ class _CandidateError(Exception):
 
 def choose(
     region: Region,
-    candidates: Mapping[str, CompiledRegion | Exception],
+    candidates: Mapping[str, CompiledRegion | Refused | Exception],
     inputs: Sequence[torch.Tensor],
     config: Config,
     pricing: Pricing,
 ) -> Choice:
     """Choose the engine of `region` and run it once on `inputs`.
 
-    `candidates`: engine name -> what `Engine.compile` returned, in order of preference; eager is implied. Raises
+    `candidates`: engine name -> what `Engine.compile` returned, or why the engine does not accept the region, in order of preference; eager
+    is implied. Raises
     RegionError under `config.strict` where a candidate fails. What eager raises for the values passes through; for other reasons where no
     engine can run the region either.
     """
@@ -101,19 +108,23 @@ def choose(
     for engine, candidate in candidates.items():
         if isinstance(candidate, Exception):
             drop(engine, compile_refusal(candidate), candidate)
+        elif isinstance(candidate, Refused):  # no failure: nobody need be warned of it
+            refusals.append(Refusal.of(engine, candidate))
         else:
             alive[engine] = candidate
 
-    reference = _reference(region, inputs) if alive and config.verify != "off" else None
-    unable = reference if isinstance(reference, Refused) else None  # why eager is no candidate
+    found = reference(region, inputs) if alive and config.verify != "off" else None
+    unable = found if isinstance(found, Refused) else None  # why eager is no candidate
     if unable is not None:
         refusals.append(Refusal.of(EAGER, unable))
-    expected = None if isinstance(reference, Refused) else reference
+    expected = None if isinstance(found, Refused) else found
     outputs = expected
     errors: dict[str, float] = {}
     for engine in list(alive):
         try:
-            alive[engine], results, comparison = _tried(region, alive[engine], inputs, config, expected)
+            alive[engine], results, comparison = _tried(
+                region, alive[engine], inputs, config, expected, pricing.deadline
+            )
         except Exception as error:  # an engine's kernels or code may fail in any way; eager is there for it
             drop(engine, run_refusal(error), error)
             continue
@@ -125,7 +136,8 @@ def choose(
             drop(engine, comparison.refused)
 
     costs = _price(region, alive, inputs, config, pricing, drop, eager_runs=unable is None)
-    winner = min(costs, key=lambda cost: cost.microseconds).engine if costs else EAGER
+    # Without costs all are equal: nobody is left, or the device is one for which nothing is estimated.
+    winner = min(costs, key=lambda cost: cost.microseconds).engine if costs else next(iter(alive), EAGER)
     spent = {cost.engine: cost.microseconds for cost in costs}
     for engine in alive:
         if engine != winner:
@@ -134,7 +146,7 @@ def choose(
     if unable is not None and compiled_winner is not None:
         report_unchecked(region, winner, unable)
     decision = decide(region, winner, compiled_winner, costs, tuple(refusals), errors.get(winner))
-    return Choice(decision, compiled_winner, _run_eager(region, inputs) if outputs is None else outputs)
+    return Choice(decision, compiled_winner, run_eager(region, inputs) if outputs is None else outputs)
 
 
 def decide(
@@ -160,29 +172,9 @@ def decide(
         flops=sum(map(node_flops, region.graph_module.graph.nodes)),
         kernels=len(kernels),
         source=region.source,
+        device=region.device,
         operators=tuple(f"{call.name}: {call.title}" for call in kernels if isinstance(call, OperatorCall)),
     )
-
-
-def _run_eager(region: Region, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    with torch.no_grad():
-        return region.eager(inputs)
-
-
-def _reference(region: Region, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | Refused:
-    """Eager's outputs, or why it cannot compute them, where nothing is wrong with the values; raises what it raises for those."""
-    try:
-        with torch.no_grad():
-            return region.eager.run(inputs)
-    except Exception as error:
-        if (unable := _unable(error)) is None:
-            raise
-        return unable
-
-
-def _unable(error: Exception) -> Refused | None:
-    """Why eager cannot run a region although nothing is wrong with its inputs' values; None where `error` is about those."""
-    return run_refusal(error) if isinstance(error, OperatorRefusedError) or is_out_of_memory(error) else None
 
 
 def _tried(
@@ -191,37 +183,28 @@ def _tried(
     inputs: Sequence[torch.Tensor],
     config: Config,
     expected: Sequence[torch.Tensor] | None,
+    deadline: Deadline,
 ) -> tuple[CompiledRegion, list[torch.Tensor], Comparison | None]:
     """A candidate refined and run once: what it became, its outputs, and their comparison with those that are `expected`, if any are."""
     with torch.no_grad():
-        compiled = _refined(compiled, inputs, config)
+        if config.placement != "estimate":
+            compiled = compiled.refine(inputs, config.measure_budget_s, deadline)
         results = list(compiled(inputs))
         if expected is None:
             return compiled, results, None
         comparison = compare(region, inputs, expected, results)
-        if comparison.why and (exact := _exact(compiled)) is not None:
+        if comparison.why and (exact := compiled.exact(deadline)) is not None:
             _log.info("region %s needs exact kernels: %s", region.name, comparison.why)
             compiled, results = exact, list(exact(inputs))
             comparison = compare(region, inputs, expected, results)
     return compiled, results, comparison
 
 
-def _refined(compiled: CompiledRegion, inputs: Sequence[torch.Tensor], config: Config) -> CompiledRegion:
-    refine = getattr(compiled, "refine", None)
-    if refine is None or config.placement == "estimate":
-        return compiled
-    refined: CompiledRegion = refine(inputs, config.measure_budget_s)
-    return refined
-
-
-def _exact(compiled: CompiledRegion) -> CompiledRegion | None:
-    exact = getattr(compiled, "exact", None)
-    found: CompiledRegion | None = exact() if exact is not None else None
-    return found
-
-
 def _lost(region: Region, engine: str, winner: str, spent: Mapping[str, float]) -> Refusal:
-    why = f"it takes {spent[engine]:.1f} us, {winner} {spent[winner]:.1f} us"
+    if engine in spent:
+        why = f"it takes {spent[engine]:.1f} us, {winner} {spent[winner]:.1f} us"
+    else:
+        why = f"{winner} comes before it, and nothing is known of what they cost on {region.device}"
     _log.info("region %s goes to %s, not %s: %s", region.name, winner, engine, why)
     return Refusal(engine, Reason.NOT_PROFITABLE, why)
 
@@ -236,13 +219,17 @@ def _price(
     *,
     eager_runs: bool,
 ) -> tuple[Cost, ...]:
-    """The cost of each living candidate and of eager, where it runs, which is last. A candidate that raises while timed is dropped."""
+    """The cost of each living candidate and of eager, where it runs, which is last. A candidate that raises while timed is dropped. None of
+    all where costs are to be estimated and the device is none that has an estimate."""
     while alive:
         if config.placement == "estimate":
-            estimated = [Cost(engine, engine_us(region, compiled), "estimated") for engine, compiled in alive.items()]
-            return (*estimated, Cost(EAGER, eager_us(region), "estimated")) if eager_runs else tuple(estimated)
+            on = roofline(region.device)
+            if on is None:
+                return ()
+            estimated = [Cost(engine, engine_us(region, c, on), "estimated") for engine, c in alive.items()]
+            return (*estimated, Cost(EAGER, eager_us(region, on), "estimated")) if eager_runs else tuple(estimated)
         contenders = {engine: pricing.versions.get(engine, "") for engine in alive}
-        runners = {engine: pricing.runner(compiled) for engine, compiled in alive.items()}
+        runners: dict[str, Runner] = dict(alive)
         if eager_runs:
             contenders[EAGER] = torch.__version__
             runners[EAGER] = region.eager.run
@@ -252,7 +239,7 @@ def _price(
             return priced(region.key, contenders, calls, config.measure_budget_s, pricing, rounds)
         except _CandidateError as failed:
             if failed.engine == EAGER:
-                if _unable(failed.error) is None:
+                if unable_to_run(failed.error) is None:
                     raise failed.error from None
                 eager_runs = False
                 continue
@@ -273,16 +260,22 @@ def priced(
     They are looked up under `key`, or timed against each other and kept, where eager is among them: what is kept is compared with
     eager. An exception of a call passes through.
     """
-    cache = pricing.cache if EAGER in contenders and all(contenders.values()) else None
-    known = cache.get(key, contenders) if cache is not None else None
-    if known is not None:
+    timings = pricing.timings if EAGER in contenders and all(contenders.values()) else None
+    key = timing_key(key, contenders)
+    known = timings.get(TIMINGS, key, pricing.device) if timings is not None else {}
+    if known.keys() == contenders.keys() and max(known.values()) < math.inf:
         return tuple(Cost(name, known[name], "cached") for name in contenders)
-    how = Rounds(until_decided=True, clock=pricing.clock, **rounds)
-    timings = measure([calls[name] for name in contenders], budget_s, **how)
-    measured = {name: timing.low_us for name, timing in zip(contenders, timings, strict=True)}
-    if cache is not None and max(measured.values()) < _IMPLAUSIBLE_RATIO * measured[EAGER]:
-        cache.put(key, contenders, measured)
+    how = Rounds(until_decided=True, timer=pricing.timer, **rounds)
+    taken = measure([calls[name] for name in contenders], budget_s, **how)
+    measured = {name: timing.low_us for name, timing in zip(contenders, taken, strict=True)}
+    if timings is not None and max(measured.values()) < _IMPLAUSIBLE_RATIO * measured[EAGER]:
+        timings.put(TIMINGS, key, pricing.device, measured)
     return tuple(Cost(name, cost, "measured") for name, cost in measured.items())
+
+
+def timing_key(key: str, contenders: Mapping[str, str]) -> str:
+    """What the times of contenders (name -> version) for the work `key` are kept under."""
+    return json.dumps([key, sorted(contenders.items())])
 
 
 def _warm(config: Config) -> Rounds:
@@ -296,34 +289,3 @@ def _guarded(engine: str, run: Runner, inputs: Sequence[torch.Tensor]) -> None:
             run(inputs)
     except Exception as error:
         raise _CandidateError(engine, error) from error
-
-
-class CheckedRegion:
-    """A compiled region compared with eager on every call (`verify=always`); eager's outputs are what it returns, where it has any."""
-
-    program: Program | None = None
-
-    def __init__(self, region: Region, engine: str, compiled: CompiledRegion, *, strict: bool) -> None:
-        self._region = region
-        self._engine = engine
-        self._compiled: CompiledRegion | None = compiled
-        self._strict = strict
-
-    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run both and compare. The first failure is reported (RegionError under strict); from then on only eager
-        runs."""
-        compiled = self._compiled
-        if compiled is None:
-            return _run_eager(self._region, inputs)
-        expected = _reference(self._region, inputs)
-        if isinstance(expected, Refused):
-            return list(compiled(inputs))
-        cause: Exception | None = None
-        try:
-            refused = compare(self._region, inputs, expected, list(compiled(inputs))).refused
-        except Exception as error:  # as in `choose`
-            refused, cause = run_refusal(error), error
-        if refused is not None:
-            self._compiled = None
-            demote(self._region, self._engine, refused, strict=self._strict, cause=cause)
-        return expected

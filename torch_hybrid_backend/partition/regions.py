@@ -1,8 +1,9 @@
 """Main graph -> PartitionedGraph: which operators run together, and which engine is to run them.
 
 Each operator is claimed by the first engine, in order, that supports it; eager takes the rest. `levels` cuts the
-coloured graph into convex segments. Segments too small to pay are demoted: their operators go to the next engine that
-supports them, in the end to eager, and the graph is cut again, so that what they separated grows together.
+coloured graph into convex segments: a colour is an engine and a device, so that no engine's region has values of two
+devices. Segments too small to pay are demoted: their operators go to the next engine that supports them, in the end to
+eager, and the graph is cut again, so that what they separated grows together.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import torch.fx
 from torch.fx import Node
 
 from torch_hybrid_backend.config import Config
-from torch_hybrid_backend.core.engine import Engine
+from torch_hybrid_backend.core.device import CPU, Device
+from torch_hybrid_backend.core.engine import EAGER, Engine
 from torch_hybrid_backend.core.plan import NodeDecision, Refusal
 from torch_hybrid_backend.core.region import PartitionedGraph, Segment
 from torch_hybrid_backend.core.verdict import Reason, Refused, Verdict
+from torch_hybrid_backend.graph.devices import device_of
 from torch_hybrid_backend.graph.schema import is_item, is_view
 from torch_hybrid_backend.graph.values import outputs_of
 from torch_hybrid_backend.partition.capability import capability
@@ -33,8 +36,6 @@ from torch_hybrid_backend.partition.extract import (
 )
 from torch_hybrid_backend.partition.flops import node_flops
 from torch_hybrid_backend.partition.levels import segments, sink
-
-EAGER = "eager"
 
 # A region between eager segments with no more computing operators than this, none of them a product, costs more by
 # splitting eager in two (a call of Python more, about 10 us) than fusing two passes over a small tensor gains.
@@ -73,24 +74,29 @@ def partition(graph_module: torch.fx.GraphModule, engines: Sequence[Engine], con
     needs = dependencies(graph)
     verdicts = dict(capability(needs.operators, offered, strict=config.strict))
     flops = {node: node_flops(node) for node in needs.operators}
-    levels = _cut(needs, verdicts, flops, config.min_region_nodes)
+    devices = {node: device_of(node) for node in needs.operators}
+    levels = _cut(needs, verdicts, devices, flops, config.min_region_nodes)
     constants = constants_of(graph)
     cut: list[Segment] = []
     home: dict[Node, Segment] = {}
     able: dict[str, tuple[str, ...]] = {}
     for index, nodes in enumerate(by_level(needs.operators, levels).values()):
-        engine = names[_colour(verdicts[nodes[0]])]
-        segment = extract(f"r{index}", nodes, engine, graph_module, constants)
+        engine = names[_claimer(verdicts[nodes[0]])]
+        mixed = {devices[node] for node in nodes}
+        device = mixed.pop() if len(mixed) == 1 else None
+        segment = extract(f"r{index}", nodes, engine, device or CPU, graph_module, constants)
         able[segment.region.name] = _able(engine, nodes, verdicts, names)
         cut.append(segment)
         home.update(dict.fromkeys(nodes, segment))
-    decisions = tuple(_decision(node, home[node], verdicts[node], names, flops[node]) for node in needs.operators)
+    decisions = tuple(
+        _decision(node, devices[node], home[node], verdicts[node], names, flops[node]) for node in needs.operators
+    )
     inputs = tuple(node.name for node in graph.nodes if node.op == "placeholder")
     outputs = tuple(value.name if isinstance(value, Node) else value for value in outputs_of(graph_module))
     return Partition(PartitionedGraph(inputs, constants, tuple(cut), outputs, sizes_of(graph)), decisions, able)
 
 
-def _colour(verdicts: Sequence[Verdict]) -> int:
+def _claimer(verdicts: Sequence[Verdict]) -> int:
     """The first engine that supports the operator; the number after the last engine is eager."""
     return next((i for i, verdict in enumerate(verdicts) if verdict), len(verdicts))
 
@@ -105,23 +111,33 @@ def _able(
 
 
 def _cut(
-    needs: Dependencies, verdicts: dict[Node, tuple[Verdict, ...]], flops: Mapping[Node, int], minimum: int
+    needs: Dependencies,
+    verdicts: dict[Node, tuple[Verdict, ...]],
+    devices: Mapping[Node, Device | None],
+    flops: Mapping[Node, int],
+    minimum: int,
 ) -> list[int]:
     """Levels of the operators. Demotions are written into `verdicts`."""
+    places = list(dict.fromkeys(devices.values()))
     engine_count = max((len(given) for given in verdicts.values()), default=0)
     sinkable = [_sinkable(node, ordered) for node, ordered in zip(needs.operators, needs.ordered, strict=True)]
-    cuts = _MAX_CUTS * max(engine_count, 1)
+    eager = engine_count * len(places)
+    cuts = _MAX_CUTS * max(eager, 1)
     for attempt in range(cuts):
-        colours = [_colour(verdicts[node]) for node in needs.operators]
-        levels = segments(colours, needs.before, engine_count + 1)
+        claimers = [_claimer(verdicts[node]) for node in needs.operators]
+        colours = [
+            eager if claimer == engine_count else claimer * len(places) + places.index(devices[node])
+            for node, claimer in zip(needs.operators, claimers, strict=True)
+        ]
+        levels = segments(colours, needs.before, eager + 1)
         levels = sink(levels, colours, needs.before, sinkable)
-        demoted = _too_small(needs, (colours, levels), flops, engine_count, minimum) if attempt < cuts - 1 else {}
+        demoted = _too_small(needs, (claimers, levels), flops, engine_count, minimum) if attempt < cuts - 1 else {}
         if not demoted:
             break
         for i, why in demoted.items():
             node = needs.operators[i]
             given = list(verdicts[node])
-            given[colours[i]] = Refused(Reason.TOO_SMALL, why)
+            given[claimers[i]] = Refused(Reason.TOO_SMALL, why)
             verdicts[node] = tuple(given)
     return levels
 
@@ -129,11 +145,11 @@ def _cut(
 def _too_small(
     needs: Dependencies, cut: tuple[Sequence[int], Sequence[int]], flops: Mapping[Node, int], eager: int, minimum: int
 ) -> dict[int, str]:
-    """The operators in segments not worth an engine, each with the reason. `cut`: colours and levels.
+    """The operators in segments not worth an engine, each with the reason. `cut`: who claimed each operator, and its level.
 
     Of several engines only the first that has any is looked at: its operators may be what another's regions lack.
     """
-    colours, levels = cut
+    claimers, levels = cut
     computing: dict[int, int] = {}
     heavy: set[int] = set()
     reads_eager: set[int] = set()
@@ -146,21 +162,21 @@ def _too_small(
         for u in needs.before[i]:
             if size_of(needs.operators[u]) is not None:
                 continue  # sizes are at hand in every segment
-            if colours[u] == eager != colours[i]:
+            if claimers[u] == eager != claimers[i]:
                 reads_eager.add(level)
-            elif colours[i] == eager != colours[u]:
+            elif claimers[i] == eager != claimers[u]:
                 read_by_eager.add(levels[u])
     demoted: dict[int, str] = {}
     for i, level in enumerate(levels):
-        if colours[i] == eager:
+        if claimers[i] == eager:
             continue
         count = computing[level]
         if count < minimum:
             demoted[i] = f"its region has {count} computing operators, HYBRID_MIN_REGION_NODES asks for {minimum}"
         elif count <= ISLAND_NODES and level not in heavy and level in reads_eager and level in read_by_eager:
             demoted[i] = f"its region has {count} cheap operators between operators that eager runs"
-    first = min((colours[i] for i in demoted), default=eager)
-    return {i: why for i, why in demoted.items() if colours[i] == first}
+    first = min((claimers[i] for i in demoted), default=eager)
+    return {i: why for i, why in demoted.items() if claimers[i] == first}
 
 
 def _sinkable(node: Node, ordered: bool) -> bool:
@@ -186,12 +202,14 @@ def _elements(value: object) -> int:
 
 
 def _decision(
-    node: Node, segment: Segment, verdicts: Sequence[Verdict], names: Sequence[str], flops: int
+    node: Node, device: Device | None, segment: Segment, verdicts: Sequence[Verdict], names: Sequence[str], flops: int
 ) -> NodeDecision:
     given = zip(names, verdicts, strict=False)  # eager, the last name, gives no verdict
     refusals = tuple(Refusal.of(name, verdict) for name, verdict in given if isinstance(verdict, Refused))
     region = "" if segment.engine_hint == EAGER else segment.region.name
-    return NodeDecision(node.name, _shown(node), segment.engine_hint, region, source_line(node), flops, refusals)
+    return NodeDecision(
+        node.name, _shown(node), segment.engine_hint, region, source_line(node), flops, refusals, device
+    )
 
 
 def _shown(node: Node) -> str:

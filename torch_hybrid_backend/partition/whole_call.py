@@ -23,11 +23,12 @@ from typing import Any
 
 import torch
 
+from torch_hybrid_backend.core.engine import EAGER
 from torch_hybrid_backend.core.plan import CallDecision, Plan, Refusal
 from torch_hybrid_backend.core.verdict import Reason
+from torch_hybrid_backend.errors import is_sticky
 from torch_hybrid_backend.measure import Rounds
 from torch_hybrid_backend.partition.placement import Pricing, priced
-from torch_hybrid_backend.partition.regions import EAGER
 
 _log = logging.getLogger(__name__)
 
@@ -113,6 +114,8 @@ class PricedCall:
             self._decision = price_call(key, self._plan, calls, self._budget_s, self._pricing())
             engine = self._decision.engine
         except Exception as error:  # no memory for both, say: what has worked goes on
+            if is_sticky(error):
+                raise
             _log.info("whole calls are not priced: %s: %s", type(error).__name__, error)
             engine = PLAN
         if engine == EAGER:

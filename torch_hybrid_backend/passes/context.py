@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch.fx
+
 from torch_hybrid_backend.core.captured import CapturedGraph, GraphKind
+from torch_hybrid_backend.graph.devices import device_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,15 +16,23 @@ class PassContext:
     Empty for training graphs: there every step changes the parameters.
 
     `fold_limit_bytes`: the largest tensor that constant folding may keep in memory for the life of the graph.
+
+    `devices`: types of the devices whose operators the pass that gets this may rewrite, by its entry in the pipeline; empty: all.
     """
 
     kind: GraphKind = "inference"
     constants: frozenset[str] = frozenset()
     # A causal mask of 4,096 x 4,096 booleans; beyond, computing costs less than the memory.
     fold_limit_bytes: int = 16 << 20
+    devices: frozenset[str] = frozenset()
 
     @staticmethod
     def of(captured: CapturedGraph) -> PassContext:
         """The context for a captured graph."""
         constants = captured.static_inputs if captured.kind == "inference" else frozenset[str]()
         return PassContext(captured.kind, constants)
+
+    def may_rewrite(self, node: torch.fx.Node) -> bool:
+        """Whether the operator runs on one of the `devices`, all its tensors with it."""
+        device = device_of(node)
+        return not self.devices or (device is not None and device.type in self.devices)

@@ -1,9 +1,10 @@
-"""The order of the passes, and why."""
+"""The order of the passes, for which devices they exist, and why."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch.fx
 
@@ -30,40 +31,45 @@ log = logging.getLogger(__name__)
 # A pass edits the graph in place and says whether it changed anything.
 Pass = Callable[[torch.fx.GraphModule, PassContext], bool]
 
-PASSES: tuple[tuple[Pass, str], ...] = (
-    (dead_code, "first: unused results of decompositions would make values look as if they had several users"),
+# The device types that a pass exists for; empty: all.
+Devices = frozenset[str]
+_ALL: Devices = frozenset()
+_CPU: Devices = frozenset({"cpu"})
+
+PASSES: tuple[tuple[Pass, Devices, str], ...] = (
+    (dead_code, _ALL, "first: unused results of decompositions would make values look as if they had several users"),
     (
         remove_no_ops,
+        _ALL,
         "before patterns are looked for: aliases and casts to the same type hide a convolution from its batch norm",
     ),
-    (fold_batch_norm, "before simplify and cse, which may give the convolution a second user"),
-    (resample_last, "after fold_batch_norm, which looks for the convolution before a batch norm"),
+    (fold_batch_norm, _ALL, "before simplify and cse, which may give the convolution a second user"),
+    (resample_last, _CPU, "after fold_batch_norm, which looks for the convolution before a batch norm"),
     (
         transposed_convolutions,
+        _CPU,
         "after fold_batch_norm, which scales their weights; before fold_constants and cse: weights alone",
     ),
-    (volume_convolutions, "after fold_batch_norm, as transposed_convolutions"),
+    (volume_convolutions, _CPU, "after fold_batch_norm, as transposed_convolutions"),
     (
         dilated_convolutions,
+        _CPU,
         "after fold_batch_norm, as transposed_convolutions; after volume_convolutions, whose results may be dilated",
     ),
-    (simplify, "before fold_constants: less to evaluate"),
-    (fold_constants, "before cse: equal constants become one"),
-    (index_to_views, "after fold_constants, which computes the indices; before cse: equal views become one"),
-    (cse, "after all that makes expressions equal"),
-    (remove_no_ops, "again: copies of folded constants, views that simplify brought together"),
-    (
-        merge_siblings,
-        "after cse, which makes equal views of one tensor one input",
-    ),
-    (merge_convolutions, "after fold_batch_norm, behind which their activations are, and cse"),
-    (contiguous_tables, "after remove_no_ops, to which its copies would be copies of constants like others"),
-    (dead_code, "last: sweeps what the others left"),
+    (simplify, _ALL, "before fold_constants: less to evaluate"),
+    (fold_constants, _ALL, "before cse: equal constants become one"),
+    (index_to_views, _ALL, "after fold_constants, which computes the indices; before cse: equal views become one"),
+    (cse, _ALL, "after all that makes expressions equal"),
+    (remove_no_ops, _ALL, "again: copies of folded constants, views that simplify brought together"),
+    (merge_siblings, _CPU, "after cse, which makes equal views of one tensor one input"),
+    (merge_convolutions, _CPU, "after fold_batch_norm, behind which their activations are, and cse"),
+    (contiguous_tables, _CPU, "after remove_no_ops, to which its copies would be copies of constants like others"),
+    (dead_code, _ALL, "last: sweeps what the others left"),
 )
 
 
 def run_passes(
-    gm: torch.fx.GraphModule, ctx: PassContext, passes: Sequence[tuple[Pass, str]] = PASSES
+    gm: torch.fx.GraphModule, ctx: PassContext, passes: Sequence[tuple[Pass, Devices, str]] = PASSES
 ) -> torch.fx.GraphModule:
     """Run the passes over the graph, in place, checking it after each one that changed it; returns the graph.
 
@@ -71,10 +77,10 @@ def run_passes(
     """
     contract = Contract.of(gm)
     done: list[str] = []
-    for graph_pass, _reason in passes:
+    for graph_pass, devices, _reason in passes:
         name = graph_pass.__name__
         try:
-            if graph_pass(gm, ctx):
+            if graph_pass(gm, replace(ctx, devices=devices)):
                 log.debug("%s changed the graph (now %d nodes)", name, len(gm.graph.nodes))
                 verify(gm, contract)
         except Exception as error:

@@ -10,10 +10,12 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import groupby
 
+from torch_hybrid_backend.core.engine import EAGER
 from torch_hybrid_backend.core.plan import NodeDecision, Plan
 from torch_hybrid_backend.report.share import (
     call_in_words,
     costs_in_words,
+    engine_in_words,
     flops_in_words,
     operator_kinds,
     refused_operators,
@@ -43,8 +45,8 @@ td.n { text-align: right; }
 
 def render_html(plans: Sequence[Plan]) -> str:
     """A page with one section per plan."""
-    names = sorted({node.engine for plan in plans for node in plan.nodes} - {"eager"})
-    colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)} | {"eager": _EAGER}
+    names = sorted({node.engine for plan in plans for node in plan.nodes} - {EAGER})
+    colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)} | {EAGER: _EAGER}
     legend = "".join(f'<span class="key" style="background:{c}"></span>{escape(n)}' for n, c in colours.items())
     sections = "\n".join("\n".join(_section(plan, colours)) for plan in plans) or "<p>no graph was compiled</p>"
     return (
@@ -77,7 +79,7 @@ def _section(plan: Plan, colours: dict[str, str]) -> Iterable[str]:
         (
             (
                 decision.name,
-                decision.engine,
+                engine_in_words(decision),
                 len(decision.node_names),
                 flops_in_words(decision.flops),
                 decision.kernels,

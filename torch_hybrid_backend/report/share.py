@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch_hybrid_backend.core.plan import Cost, Plan, Refusal
+from torch_hybrid_backend.core.engine import EAGER
+from torch_hybrid_backend.core.plan import Cost, Plan, Refusal, RegionDecision
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +58,14 @@ def operator_kinds(plan: Plan) -> tuple[tuple[str, int, int], ...]:
     inside: Counter[str] = Counter()
     outside: Counter[str] = Counter()
     for node in plan.nodes:
-        (outside if node.engine == "eager" else inside)[node.operator] += 1
+        (outside if node.engine == EAGER else inside)[node.operator] += 1
     total = inside + outside
     return tuple((kind, inside[kind], outside[kind]) for kind in sorted(total, key=lambda kind: (-total[kind], kind)))
+
+
+def engine_in_words(decision: RegionDecision) -> str:
+    """The engine, and the device where that is not the host: "tvm", "eager on cuda:1"."""
+    return decision.engine if decision.device.is_host else f"{decision.engine} on {decision.device}"
 
 
 def costs_in_words(costs: Sequence[Cost]) -> str:

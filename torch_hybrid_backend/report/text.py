@@ -10,6 +10,7 @@ from torch_hybrid_backend.report.share import (
     call_in_words,
     costs_in_words,
     counted,
+    engine_in_words,
     flops_in_words,
     operator_kinds,
     refused_operators,
@@ -54,7 +55,7 @@ def _region(decision: RegionDecision) -> Iterable[str]:
     kernels = f", {counted(decision.kernels, 'kernel')}" if decision.kernels else ""
     error = "not verified" if decision.max_error is None else f"max error {decision.max_error:.2g}"
     where = f" [{decision.source}]" if decision.source else ""
-    yield f"    {decision.name}: {decision.engine}, {size}{kernels}; {costs_in_words(decision.costs)}; {error}{where}"
+    yield f"    {decision.name}: {engine_in_words(decision)}, {size}{kernels}; {costs_in_words(decision.costs)}; {error}{where}"
     for operator, count in Counter(decision.operators).items():
         yield f"      calls {operator}{f' ({count} times)' if count > 1 else ''}"
     for refusal in decision.refusals:

@@ -300,7 +300,7 @@ def _native_plan(layout: StaticLayout, callbacks: Sequence[Callback]) -> Plan:
             spec.torch_dtype,
             static_dims(spec.shape),
             static_dims(spec.strides),
-            spec.device == "cpu",
+            spec.device.is_host,
         )
     titles = iter(layout.titles)
     title = next(titles, None)

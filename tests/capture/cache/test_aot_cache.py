@@ -15,6 +15,7 @@ import torch.distributed
 from torch import nn
 from torch._dynamo.utils import counters
 
+from tests.fake_devices import FakeDevices
 from torch_hybrid_backend.capture.aot import capture
 from torch_hybrid_backend.capture.cache import aot_cache
 from torch_hybrid_backend.capture.cache.aot_cache import KeptGraphs, capture_key
@@ -251,6 +252,21 @@ def test_operators_of_other_libraries_have_no_key(compiler):
         with torch.no_grad():
             assert compiler(lambda x: torch.ops.hybrid_kept.twice(x) + 1)(torch.ones(2)).equal(torch.full((2,), 3.0))
     assert compiler.keys == [None]
+
+
+def test_graphs_on_a_gpu_have_no_key():
+    """Which attention operator they get depends on the GPU; so may they that only move a tensor there."""
+    devices, keys = FakeDevices(), []
+    x = devices.tensor(2, device="cpu")
+    for function in (torch.relu, lambda x: torch.relu(x.to("cuda:1"))):
+        devices.traced(function, x, on_graph=lambda gm, inputs: keys.append(capture_key(gm, inputs, ())))
+    devices.traced(
+        torch.relu,
+        devices.tensor(2, device="cuda:0"),
+        on_graph=lambda gm, inputs: keys.append(capture_key(gm, inputs, ())),
+    )
+    assert keys[0] is not None
+    assert keys[1:] == [None, None]
 
 
 def test_kernels_registered_for_aten_have_no_key(compiler):

@@ -19,6 +19,7 @@ import torch.fx
 
 from benchmarks.models import ZOO
 from tests.conftest import Golden
+from tests.services_for_tests import services
 from torch_hybrid_backend.capture.aot import capture
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.captured import CapturedGraph
@@ -40,8 +41,6 @@ from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.hoist import hoist
 from torch_hybrid_backend.passes.inline_subgraphs import inline_subgraphs
 from torch_hybrid_backend.passes.pipeline import run_passes
-from torch_hybrid_backend.runtime.program_runner import ProgramRunner
-from torch_hybrid_backend.store import Store
 
 _TARGETS = {
     "avx512": Target("x86-64-v4", "golden", ("avx2", "avx512f", "fma"), 16, 2, 48 << 10, 1 << 20),
@@ -61,7 +60,7 @@ def test_golden_kernels(model: str, target: str, golden: Golden) -> None:
 @functools.lru_cache(maxsize=1)  # for the other target
 def _partitions(model: str) -> list[Partition]:
     """How the wiring partitions each graph of the model."""
-    engine = TvmEngine(Store.temporary(), 1, ProgramRunner)
+    engine = TvmEngine(Config(compile_threads=1), services())
     module, inputs = ZOO[model].make("full").eval(), ZOO[model].inputs("full", batch=1)
     partitions: list[Partition] = []
 

@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 
 from tests.engines.tvm.kernels_for_tests import every_kind
 from tests.engines.tvm.programs_for_keys import DTYPES, Operation, Program, changes, programs
+from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.engines.tvm.assemble import assemble
 from torch_hybrid_backend.engines.tvm.kernel_key import kernel_key
 from torch_hybrid_backend.engines.tvm.target import Target
-from torch_hybrid_backend.partition.cost_cache import VerdictCache
+from torch_hybrid_backend.partition.placement import timing_key
 from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.timing_cache import TimingCache
 
 pytest.importorskip("tvm")
 
@@ -138,7 +140,7 @@ def test_timings(one: Any, two: Any) -> None:
     """Timings are kept under a key of their region, contenders, versions and machine, and of no other, however those are spelled."""
 
     def key(region: str, contenders: dict[str, str], machine: str) -> str:
-        return VerdictCache(STORE, machine)._key(region, contenders)
+        return TimingCache(STORE, lambda device: machine)._key(timing_key(region, contenders), CPU)
 
     assert (key(*one) == key(*two)) == (one == two)
     region, contenders, machine = one

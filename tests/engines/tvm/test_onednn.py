@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from tests.engines.tvm.regions_for_tests import compiled_region
+from tests.services_for_tests import services
+from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.program import OperatorCall, Program
 from torch_hybrid_backend.engines.tvm import engine as engine_module
@@ -19,10 +21,10 @@ from torch_hybrid_backend.engines.tvm.engine import TvmEngine, TvmRegion
 from torch_hybrid_backend.engines.tvm.screen import operator_us
 from torch_hybrid_backend.engines.tvm.search import ALONE, CompiledVariant, compiled_variant, program_of
 from torch_hybrid_backend.engines.tvm.variants import Variant
+from torch_hybrid_backend.measure import HostTimer, Timer
 from torch_hybrid_backend.partition.accuracy import compare
 from torch_hybrid_backend.partition.placement import decide
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
-from torch_hybrid_backend.store import Store
 
 pytest.importorskip("tvm")
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch was built without oneDNN")
@@ -120,7 +122,7 @@ def _counted(case: str) -> int:
 
 
 def _engine(folder: Path, placement: str = "measure") -> TvmEngine:
-    return TvmEngine(Store(folder), 2, ProgramRunner, placement, lambda: "machine")
+    return TvmEngine(Config(placement=placement, compile_threads=2), services(folder))
 
 
 def _with_operators(engine: TvmEngine, compiled: TvmRegion) -> tuple[Program, int]:
@@ -128,7 +130,7 @@ def _with_operators(engine: TvmEngine, compiled: TvmRegion) -> tuple[Program, in
     chosen: list[CompiledVariant] = []
     for option in compiled.options:
         for variant in option.untried:
-            assert operator_us(variant) > 0
+            assert operator_us(variant, HostTimer()) > 0
             made = compiled_variant(variant, engine.built(variant.kernels, Deadline(120.0)))
             assert isinstance(made, CompiledVariant), made
             chosen.append(made)
@@ -199,7 +201,7 @@ def test_a_slow_kernel_gives_way(
             assert len(super().kernel_us(inputs)) == len(self._names)
             return [us.get(name, 100.0) for name in self._names]
 
-    def alone(variant: Variant) -> float:
+    def alone(variant: Variant, timer: Timer) -> float:
         asked.append(variant.name)
         if alone_us is None:
             raise RuntimeError("there is no such operator")
@@ -207,11 +209,11 @@ def test_a_slow_kernel_gives_way(
 
     monkeypatch.setattr(screen_module, "operator_us", alone)
     monkeypatch.setattr(engine_module, "_VARIANTS", 1)
-    engine = TvmEngine(Store(tmp_path), 2, Timed, "measure", lambda: "machine")
+    engine = TvmEngine(Config(compile_threads=2), services(tmp_path, Timed))
     _, compiled, inputs = compiled_region(engine, CASES["two equal layers"])
     slow, _ = compiled.options
     us[slow.chosen.libraries[0][1]] = 1000.0
-    refined = compiled.refine(inputs, 0.0)
+    refined = compiled.refine(inputs, 0.0, Deadline(120.0))
     assert asked == ["onednn"]
     assert refined.options[1].times == {"": 100.0, "onednn" + ALONE: math.inf}
     expected = {"": 1000.0, "onednn" + ALONE: math.inf if alone_us is None else alone_us}
@@ -224,9 +226,9 @@ def test_a_slow_kernel_gives_way(
     torch.testing.assert_close(result, CASES["two equal layers"][0](*inputs), rtol=1e-4, atol=1e-3)
 
     _, again, _ = compiled_region(engine, CASES["two equal layers"])
-    assert again.refine(inputs, 0.0) is again
+    assert again.refine(inputs, 0.0, Deadline(120.0)) is again
     assert decide(again.kernels.region, "tvm", again).operators == named
-    exact = again.exact()
+    exact = again.exact(Deadline(120.0))
     assert (exact is not None) == is_taken
     assert exact is None or not decide(again.kernels.region, "tvm", exact).operators
 
@@ -245,18 +247,18 @@ def test_an_operator_too_late(spent: bool, tmp_path: Path, monkeypatch: pytest.M
         def kernel_us(self, inputs: Sequence[torch.Tensor]) -> list[float]:
             return [1000.0 if name in slow else 100.0 for name in self._names]
 
-    monkeypatch.setattr(screen_module, "operator_us", lambda variant: 90.0)
+    monkeypatch.setattr(screen_module, "operator_us", lambda variant, timer: 90.0)
     monkeypatch.setattr(engine_module, "_VARIANTS", 1)
-    engine = TvmEngine(Store(tmp_path), 2, Timed, "measure", lambda: "machine")
+    engine = TvmEngine(Config(compile_threads=2), services(tmp_path, Timed))
     _, compiled, inputs = compiled_region(engine, CASES["two equal layers"])
     slow.append(compiled.options[0].chosen.libraries[0][1])
-    compiled.deadline = Deadline(1e-9)
+    deadline = Deadline(1e-9)
     if spent:
-        with compiled.deadline.running():
+        with deadline.running():
             time.sleep(0.001)
     kernels = len(list((tmp_path / "kernels").rglob("*.so")))
-    late = compiled.refine(inputs, 0.0)
-    assert compiled.deadline.is_over()
+    late = compiled.refine(inputs, 0.0, deadline)
+    assert deadline.is_over()
     assert len(list((tmp_path / "kernels").rglob("*.so"))) == kernels
     assert late.program == compiled.program
     assert late.options[0].times == {"": 1000.0}
@@ -264,7 +266,7 @@ def test_an_operator_too_late(spent: bool, tmp_path: Path, monkeypatch: pytest.M
     torch.testing.assert_close(late(inputs)[0], wanted, rtol=1e-4, atol=1e-3)
 
     _, again, _ = compiled_region(engine, CASES["two equal layers"])
-    in_time = again.refine(inputs, 0.0)
+    in_time = again.refine(inputs, 0.0, Deadline(120.0))
     assert in_time.options[0].chosen.variant.name == "onednn"
     torch.testing.assert_close(in_time(inputs)[0], wanted, rtol=1e-4, atol=1e-3)
 
@@ -272,5 +274,5 @@ def test_an_operator_too_late(spent: bool, tmp_path: Path, monkeypatch: pytest.M
 def test_an_estimate_takes_no_operator(tmp_path: Path) -> None:
     """HYBRID_PLACEMENT=estimate tries nothing."""
     _, compiled, inputs = compiled_region(_engine(tmp_path, "estimate"), CASES["two equal layers"])
-    assert compiled.refine(inputs, 0.01) is compiled
+    assert compiled.refine(inputs, 0.01, Deadline(120.0)) is compiled
     assert not any(option.untried or option.is_open for option in compiled.options)

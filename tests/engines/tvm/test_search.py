@@ -12,6 +12,7 @@ import torch
 
 from tests.engines.tvm.regions_for_tests import compiled_region
 from tests.partition.engines_for_tests import trace
+from tests.services_for_tests import services
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.program import OperatorCall, Program
@@ -23,7 +24,6 @@ from torch_hybrid_backend.engines.tvm.search import (
     Candidates,
     CompiledVariant,
     Options,
-    Verdicts,
     fastest,
     limit,
     program_of,
@@ -33,7 +33,6 @@ from torch_hybrid_backend.errors import DeadlineError, HybridError
 from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.partition.regions import partition
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
-from torch_hybrid_backend.store import Store
 
 pytest.importorskip("tvm")
 
@@ -84,9 +83,13 @@ class Recorded:
         return [self.us.get(name, 100.0) for name in names]
 
 
+def _config(placement: str = "measure") -> Config:
+    return Config(placement=placement, compile_threads=2)
+
+
 def _engine(folder: Path, placement: str = "measure", us: Mapping[str, float] | None = None) -> TvmEngine:
     times = {} if us is None else us
-    return TvmEngine(Store(folder), 2, lambda program: Recorded(program, times), placement, lambda: "machine", True)
+    return TvmEngine(_config(placement), services(folder, lambda program: Recorded(program, times)))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -112,14 +115,14 @@ def test_the_fastest_variant_is_used_and_remembered(tmp_path: Path, monkeypatch:
     assert first.is_open
     assert compiled.program.kernels[0].symbol == first.compiled[0].libraries[0][1]
     us[first.compiled[1].libraries[0][1]] = 50.0
-    refined = compiled.refine(inputs, 0.01)
+    refined = compiled.refine(inputs, 0.01, Deadline(120.0))
     assert refined.options[0].chosen is first.compiled[1]
     assert refined.program.kernels[0].symbol == first.compiled[1].libraries[0][1]
     assert not any(option.is_open for option in refined.options)
     torch.testing.assert_close(refined(inputs)[0], compiled(inputs)[0], rtol=1e-4, atol=1e-3)
     _, again, _ = compiled_region(_engine(tmp_path), CASES["convolutions"])
     assert [kernel.symbol for kernel in again.program.kernels] == [kernel.symbol for kernel in refined.program.kernels]
-    assert again.refine(inputs, 0.01) is again
+    assert again.refine(inputs, 0.01, Deadline(120.0)) is again
     assert len(again.options[0].compiled) == 1
 
 
@@ -127,7 +130,7 @@ def test_an_estimate_compiles_no_alternatives(tmp_path: Path) -> None:
     """HYBRID_PLACEMENT=estimate takes the first variant of everything."""
     _, compiled, inputs = compiled_region(_engine(tmp_path, "estimate"), CASES["convolutions"])
     assert all(len(option.compiled) == 1 for option in compiled.options)
-    assert compiled.refine(inputs, 0.01) is compiled
+    assert compiled.refine(inputs, 0.01, Deadline(120.0)) is compiled
     assert not (tmp_path / "variants").exists()
 
 
@@ -149,11 +152,11 @@ def test_one_run_is_held_at_a_time_where_one_round_spends_the_budget(
             alive.discard(id(self))
             super().release()
 
-    engine = TvmEngine(Store(tmp_path), 2, Counted, "measure", lambda: "machine", True)
+    engine = TvmEngine(_config(), services(tmp_path, Counted))
     _, compiled, inputs = compiled_region(engine, CASES["convolutions"])
     sets = max(len(option.compiled) for option in compiled.options)
     assert sets > 1
-    refined = compiled.refine(inputs, budget_s)
+    refined = compiled.refine(inputs, budget_s, Deadline(120.0))
     assert not alive
     assert all(option.times for option in refined.options if option.key)
     assert held[: 2 * sets] == ([1] * 2 * sets if one_by_one else [1 + i // 2 for i in range(2 * sets)])
@@ -163,7 +166,7 @@ def test_runs_that_fail_choose_nothing(tmp_path: Path) -> None:
     """Where no set of variants can be timed, the first variants stay, and nothing is remembered."""
     _, compiled, inputs = compiled_region(_engine(tmp_path, us={"fail": 2}), CASES["convolutions"])
     assert len(compiled.program.kernels) == 2
-    refined = compiled.refine(inputs, 0.01)
+    refined = compiled.refine(inputs, 0.01, Deadline(120.0))
     assert refined.program == compiled.program
     assert not (tmp_path / "variants").exists()
 
@@ -229,10 +232,10 @@ def test_the_exact_kernel_is_compiled_when_it_is_asked_for(tmp_path: Path) -> No
     """Where Winograd's algorithm is in use and the accuracy check refuses it: then the direct sum is compiled, and right."""
     compiled, inputs, wanted = _winograd(_engine(tmp_path, "estimate"), Deadline(120.0))
     assert len(list((tmp_path / "kernels").rglob("*.so"))) == 1
-    exact = compiled.exact()
+    exact = compiled.exact(Deadline(120.0))
     assert exact is not None
     assert len(list((tmp_path / "kernels").rglob("*.so"))) == 2
-    assert exact.exact() is None
+    assert exact.exact(Deadline(120.0)) is None
     torch.testing.assert_close(exact(inputs)[0].double(), wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -246,7 +249,7 @@ def test_an_exact_kernel_too_late(tmp_path: Path) -> None:
     with deadline.running():
         later_s = 120.0
     with pytest.raises(DeadlineError, match="left for it"):
-        compiled.exact()
+        compiled.exact(deadline)
     torch.testing.assert_close(compiled(inputs)[0].double(), wanted, rtol=1e-4, atol=1e-3)
     again, inputs, wanted = _winograd(engine, deadline)
     torch.testing.assert_close(again(inputs)[0].double(), wanted, rtol=1e-4, atol=1e-3)
@@ -272,16 +275,6 @@ def test_only_kernels_with_much_work_get_alternatives() -> None:
     assert [len(each.variants) for each in of] == [2, 2, 1, 1, 1]
 
 
-def test_verdicts_that_make_no_sense_are_none(tmp_path: Path) -> None:
-    """Another machine's times, and what is no time at all, count as unknown."""
-    store = Store(tmp_path)
-    verdicts = Verdicts(store, "machine")
-    verdicts.put("k", {"": 1.5})
-    assert (verdicts.get("k"), verdicts.get("other"), Verdicts(store, "another").get("k")) == ({"": 1.5}, {}, {})
-    verdicts.put("k", {"": float("nan")})
-    assert verdicts.get("k") == {}
-
-
 def test_tuning_tries_everything_and_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -294,7 +287,7 @@ def test_tuning_tries_everything_and_goes_on_where_it_stopped(
     _, compiled, inputs = compiled_region(engine, CASES["matmuls"])
     assert all(len(option.compiled) == 1 and len(option.untried) == 4 for option in compiled.options)
     monkeypatch.setattr(engine_module, "compile_kernels", _Interrupting(us))
-    stopped = compiled.refine(inputs, 0.01)
+    stopped = compiled.refine(inputs, 0.01, Deadline(120.0))
     assert [len(option.untried) for option in stopped.options] == [3, 3]
     assert stopped.options[0].chosen.variant.name == "choice 1"
     torch.testing.assert_close(stopped(inputs)[0], compiled(inputs)[0], rtol=1e-4, atol=1e-3)
@@ -306,10 +299,10 @@ def test_tuning_tries_everything_and_goes_on_where_it_stopped(
     _, resumed, _ = compiled_region(_engine(tmp_path, "tune", us), CASES["matmuls"])
     assert [len(option.untried) for option in resumed.options] == [3, 3]
     assert [option.chosen.variant.name for option in resumed.options] == ["choice 1", "choice 1"]
-    done = resumed.refine(inputs, 0.01)
+    done = resumed.refine(inputs, 0.01, Deadline(120.0))
     assert not any(option.untried for option in done.options)
     _, again, _ = compiled_region(_engine(tmp_path, "tune", us), CASES["matmuls"])
-    assert again.refine(inputs, 0.01) is again
+    assert again.refine(inputs, 0.01, Deadline(120.0)) is again
     _, measured, _ = compiled_region(_engine(tmp_path, "measure", us), CASES["matmuls"])
     assert [option.chosen.variant.name for option in measured.options] == ["choice 1", "choice 1"]
 

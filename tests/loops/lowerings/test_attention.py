@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from loops.check import FLOATS, check, sample
-from loops.interpret import evaluate, trace
-from torch_hybrid_backend.core.verdict import Reason
+from loops.interpret import evaluate, run_graph, trace
+from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.loops.ir import Buffer, LoopOp
 from torch_hybrid_backend.loops.lowering import Context, lower_node, supports
 
@@ -80,3 +83,71 @@ def test_composite_attention(shapes: tuple[tuple[int, ...], ...], arguments: dic
     for op in operations:
         evaluate(op, env)
     torch.testing.assert_close(env[result], expected)
+
+
+CUDA = {
+    "flash": (aten._scaled_dot_product_flash_attention.default, ()),
+    "efficient": (aten._scaled_dot_product_efficient_attention.default, (None, False)),
+    "cudnn": (aten._scaled_dot_product_cudnn_attention.default, (None, False)),
+}
+
+
+def _traced_on_cuda(fn: Callable[..., object], *inputs: torch.Tensor) -> torch.fx.GraphModule:
+    """The function's graph on a GPU that need not be there."""
+    with FakeTensorMode():
+        graph_module = make_fx(fn)(*(torch.empty(x.shape, dtype=x.dtype, device="cuda") for x in inputs))
+    graph_module.graph.eliminate_dead_code()
+    return graph_module
+
+
+@pytest.mark.parametrize("operator", CUDA)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_operators_of_cuda(operator: str, dtype: torch.dtype, causal: bool) -> None:
+    """CUDA's attention is the CPU's: its fake graph, lowered and run by the interpreter, gives what the CPU's operator computes."""
+    attention, mask = CUDA[operator]
+    q, k, v = (sample(2, 3, 5, 8, dtype=dtype, seed=n) for n in range(3))
+    graph_module = _traced_on_cuda(lambda q, k, v: attention(q, k, v, *mask, 0.0, causal, scale=0.3)[0], q, k, v)
+    (result,) = run_graph(graph_module, (q, k, v))
+    tolerance = 4e-3 if dtype is torch.float16 else 2e-5
+    torch.testing.assert_close(result, flash(q, k, v, 0.0, causal, scale=0.3)[0], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("operator", ["efficient", "cudnn"])
+def test_operators_of_cuda_with_a_mask(operator: str) -> None:
+    """A bias broadcast over heads; more keys than queries, the first of which sees the first key alone where it is causal."""
+    attention, _ = CUDA[operator]
+    q, k, v = (sample(2, 3, n, 8, seed=n) for n in (5, 7, 7))
+    bias = sample(2, 1, 5, 7)
+    masked = _traced_on_cuda(lambda q, k, v, b: attention(q, k, v, b, False)[0], q, k, v, bias)
+    (result,) = run_graph(masked, (q, k, v, bias))
+    torch.testing.assert_close(result, flash(q, k, v, attn_mask=bias)[0], rtol=2e-5, atol=2e-5)
+    causal = _traced_on_cuda(lambda q, k, v: attention(q, k, v, None, False, 0.0, True)[0], q, k, v)
+    (result,) = run_graph(causal, (q, k, v))
+    torch.testing.assert_close(result, flash(q, k, v, 0.0, True)[0], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("operator", CUDA)
+@pytest.mark.parametrize("wanted", ["log-sum-exp", "dropout"])
+def test_what_operators_of_cuda_do_besides_is_refused(operator: str, wanted: str) -> None:
+    """The log-sum-exp that training reads, and dropout, stay with PyTorch's operator."""
+    attention, mask = CUDA[operator]
+    q = sample(1, 2, 4, 8)
+    dropout = 0.5 if wanted == "dropout" else 0.0
+    fetched = 2 if wanted == "log-sum-exp" else 1
+    graph = _traced_on_cuda(lambda q: attention(q, q, q, *mask, dropout)[:fetched], q).graph
+    (node,) = (n for n in graph.nodes if n.target is attention)
+    verdict = supports(node)
+    assert not verdict
+    assert verdict.code is Reason.ARGUMENT
+
+
+def test_flash_attention_of_cuda_aligns_its_mask_at_the_end() -> None:
+    """Causal with more keys than queries: its last query sees the last key, which is another function, and refused."""
+    q, k = sample(1, 2, 4, 8), sample(1, 2, 6, 8)
+    attention, _ = CUDA["flash"]
+    graph = _traced_on_cuda(lambda q, k: attention(q, k, k, 0.0, True)[0], q, k).graph
+    (node,) = (n for n in graph.nodes if n.target is attention)
+    assert supports(node) == Refused(
+        Reason.ARGUMENT, "flash attention is causal, and has more keys than queries, or fewer"
+    )

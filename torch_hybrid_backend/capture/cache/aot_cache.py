@@ -26,12 +26,15 @@ from torch.fx import Node
 
 from torch_hybrid_backend.capture.cache.graph_json import NotTextError, graph_from_text, graph_to_text
 from torch_hybrid_backend.errors import CacheError
+from torch_hybrid_backend.machine import float32_precision
 from torch_hybrid_backend.sources import sources_version
 from torch_hybrid_backend.store import Store
 
 _log = logging.getLogger(__name__)
 _KIND = "captures"
 SOURCES = ("capture", "core", "sizes", "graph")  # what the graph that is kept is made by
+# Elsewhere more decides what is traced than the key covers: which attention operator CUDA gets, say, depends on the GPU.
+_KEYED_DEVICES = {"cpu", "meta"}
 # Dispatch keys of the kernels that torch itself registers for ATen from Python.
 _KEYS_OF_TORCH = {"Meta", "MPS", "CUDA"}
 _COMPILED = (type(torch.Tensor.add), type(torch.add), type(torch.Tensor.__add__))
@@ -116,7 +119,8 @@ def _settings() -> Iterator[str]:
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
             torch._C._get_deterministic_fill_uninitialized_memory(),
-            torch.get_float32_matmul_precision(),
+            float32_precision("cpu"),
+            float32_precision("cuda"),
             torch._C._get_mkldnn_enabled(),
             torch.backends.mha.get_fastpath_enabled(),
             torch._C._get_flash_sdp_enabled(),
@@ -142,6 +146,9 @@ def _check_registrations() -> None:
 
 def _node_parts(node: Node) -> Iterator[str]:
     target = node.target
+    value = node.meta.get("example_value")
+    if isinstance(value, torch.Tensor) and value.device.type not in _KEYED_DEVICES:
+        raise _UnkeyedError(f"a tensor on {value.device}")
     match node.op:
         case "placeholder":
             marks = node.meta.get("tensor_dict", {})

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.program import Kernel as KernelCall
 from torch_hybrid_backend.core.program import OperatorArgument, OperatorCall, PackedConstant, Program, TensorArgument
 from torch_hybrid_backend.core.region import Region
@@ -76,6 +77,7 @@ class RegionKernels:
 
     def program(self, compiled: Sequence[tuple[str, str]]) -> Program:
         """The program, given each kernel's (library path, symbol)."""
+        device = self.region.device
         numbers: dict[int, int] = {}
         specs: list[TensorSpec] = []
         output_specs = {id(b): s for b, s in zip(self.outputs, self.region.outputs, strict=True)}
@@ -84,20 +86,22 @@ class RegionKernels:
             if id(buffer) not in numbers:
                 numbers[id(buffer)] = len(specs)
                 spec = output_specs.get(id(buffer))
-                specs.append(spec if spec is not None else _physical(buffer, self.layouts[id(buffer)]))
+                specs.append(spec if spec is not None else _physical(buffer, self.layouts[id(buffer)], device))
             return numbers[id(buffer)]
 
         def argument(item: Operand | OperatorArgument) -> OperatorArgument:
             if not isinstance(item, Operand):
                 return item
-            spec = TensorSpec(item.shape, item.buffer.dtype, item.strides) if item.strides else None
+            spec = TensorSpec(item.shape, item.buffer.dtype, item.strides, device) if item.strides else None
             return TensorArgument(number(item.buffer), spec)
 
         calls: list[KernelCall | OperatorCall] = []
         for kernel, (library, symbol) in zip(self.kernels, compiled, strict=True):
             if isinstance(kernel, OperatorKernel):
                 result = number(kernel.result.buffer)
-                specs[result] = TensorSpec(kernel.result.shape, kernel.result.buffer.dtype, kernel.result.strides)
+                specs[result] = TensorSpec(
+                    kernel.result.shape, kernel.result.buffer.dtype, kernel.result.strides, device
+                )
                 calls.append(OperatorCall(kernel.name, tuple(map(argument, kernel.arguments)), result, kernel.title))
                 continue
             arguments = tuple(number(a.buffer) for a in (*kernel.reads, *kernel.writes))
@@ -134,8 +138,8 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _physical(buffer: Buffer, layout: Layout) -> TensorSpec:
-    return TensorSpec((layout.span(buffer.shape),), buffer.dtype, (1,))
+def _physical(buffer: Buffer, layout: Layout, device: Device) -> TensorSpec:
+    return TensorSpec((layout.span(buffer.shape),), buffer.dtype, (1,), device)
 
 
 def assemble(region: Region, target: Target) -> RegionKernels:

@@ -20,6 +20,8 @@ import torch
 from torch_hybrid_backend.engines.tvm.onednn import Operand, OperatorKernel
 from torch_hybrid_backend.engines.tvm.search import ALONE, Options
 from torch_hybrid_backend.engines.tvm.variants import Variant, work
+from torch_hybrid_backend.errors import is_sticky
+from torch_hybrid_backend.measure import Timer
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +30,7 @@ _BUDGET_S = 0.05  # for all kernels of a region together: ResNet-50's are done i
 _ROUNDS = 3
 
 
-def screen(options: Sequence[Options]) -> list[Options]:
+def screen(options: Sequence[Options], timer: Timer) -> list[Options]:
     """The options, of which those only keep operators `untried` that may win; what was found out is in their times."""
     known = {o.key: us for o in options if (us := o.times.get(o.chosen.variant.name)) and math.isfinite(us)}
     works = {o.key: sum(map(work, o.chosen.variant.kernels)) for o in options}
@@ -48,8 +50,10 @@ def screen(options: Sequence[Options]) -> list[Options]:
         if alone and lost_us(key) < _LEAST_GAIN * known[key]:
             break
         try:
-            alone[key] = operator_us(asked[key])
+            alone[key] = operator_us(asked[key], timer)
         except RuntimeError as error:  # PyTorch was built without it, or it does not take such tensors
+            if is_sticky(error):
+                raise
             _log.info("%s cannot run: %s", asked[key].name, error)
             alone[key] = math.inf
         best = max(best, works[key] / alone[key])
@@ -66,7 +70,7 @@ def _screened(option: Options, alone_us: float, us: float | None) -> Options:
     return replace(option, times={**option.times, name + ALONE: alone_us}, untried=option.untried if may_win else ())
 
 
-def operator_us(variant: Variant) -> float:
+def operator_us(variant: Variant, timer: Timer) -> float:
     """Microseconds of the variant's operator alone, the best of a few calls. Raises RuntimeError where it cannot run."""
     call = next(kernel for kernel in variant.kernels if isinstance(kernel, OperatorKernel))
     packed = {id(p.buffer): p for p in variant.packed}
@@ -82,9 +86,4 @@ def operator_us(variant: Variant) -> float:
         namespace, name = call.name.split("::")
         operator = getattr(getattr(torch.ops, namespace), name).default
         operator(*arguments)  # oneDNN makes a kernel on the first
-        times = []
-        for _ in range(_ROUNDS):
-            start = time.perf_counter()
-            operator(*arguments)
-            times.append(time.perf_counter() - start)
-    return min(times) * 1e6
+        return min(timer.round([lambda: operator(*arguments)] * _ROUNDS)) / 1e3

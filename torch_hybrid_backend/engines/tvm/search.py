@@ -7,28 +7,24 @@ and the machine.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 
+from torch_hybrid_backend.core.engine import ProgramCall, RunProgram
 from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.engines.tvm.assemble import RegionKernels
 from torch_hybrid_backend.engines.tvm.kernel_cache import CompiledKernel
 from torch_hybrid_backend.engines.tvm.variants import Variant
-from torch_hybrid_backend.errors import CacheError, HybridError
-from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.errors import HybridError
 
 _log = logging.getLogger(__name__)
 
-_KIND = "variants"
 _MOST_ROUNDS = 20
 # What a variant must gain before it takes the place of the one before it in the order of estimates: less is noise.
 _LEAST_GAIN = 0.02
@@ -40,48 +36,6 @@ LEAST_WORK = 1e6  # multiply-adds: some 10 us on one core
 _CONCEIVABLE_COST = 1.6
 # Behind a variant's name: the time of its operator alone, by which `screen` saw whether it was worth more.
 ALONE = " alone"
-
-
-class ProgramCall(Protocol):
-    """A program as a function of the region's inputs."""
-
-    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
-
-    def kernel_us(self, inputs: Sequence[torch.Tensor]) -> list[float]: ...
-
-    def release(self) -> None: ...
-
-
-RunProgram = Callable[[Program], ProgramCall]
-
-
-class Verdicts:
-    """The times of kernels' variants on this machine, kept on disk. A store that cannot be written costs a later process its search."""
-
-    def __init__(self, store: Store, machine: str) -> None:
-        self._store = store
-        self._machine = machine
-
-    def get(self, kernel_key: str) -> dict[str, float]:
-        """Microseconds by the name of the variant, infinity for one that cannot run; empty where the kernel was never timed."""
-        data = self._store.get(_KIND, self._key(kernel_key))
-        try:
-            times = {str(name): float(us) for name, us in json.loads(data or b"{}").items()}
-        except (ValueError, AttributeError, TypeError):
-            return {}
-        return times if all(us >= 0 for us in times.values()) else {}
-
-    def put(self, kernel_key: str, times: Mapping[str, float]) -> None:
-        """In place of what there was."""
-        data = json.dumps(dict(times), sort_keys=True).encode()
-        try:
-            self._store.remove(_KIND, self._key(kernel_key))
-            self._store.put(_KIND, self._key(kernel_key), data, suffix=".json")
-        except (CacheError, OSError) as error:
-            _log.info("the times of a kernel's variants are not kept: %s", error)
-
-    def _key(self, kernel_key: str) -> str:
-        return hashlib.sha256(f"{kernel_key}|{self._machine}".encode()).hexdigest()
 
 
 @dataclass(slots=True, eq=False)

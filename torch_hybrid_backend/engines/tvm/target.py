@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch_hybrid_backend.machine import cpuinfo
+
 _log = logging.getLogger(__name__)
 
 NATIVE = "native"
@@ -144,14 +146,9 @@ def tvm_target(target: Target) -> Any:
 def _cpu_and_flags(root: Path) -> tuple[str, frozenset[str]]:
     """The processor's identity and its flags as Linux spells them."""
     try:
-        text = (root / "proc/cpuinfo").read_text(errors="replace")
+        fields = cpuinfo(root)
     except OSError:
-        text = ""
-    fields: dict[str, str] = {}
-    for line in text.split("\n\n", 1)[0].splitlines():
-        name, colon, value = line.partition(":")
-        if colon:
-            fields[name.strip().lower()] = value.strip()
+        fields = {}
     flags = frozenset((fields.get("flags") or fields.get("features") or "").split())
     if not flags:
         flags = _flags_without_proc()

@@ -12,14 +12,13 @@ from dataclasses import replace
 
 import torch
 
+from torch_hybrid_backend.core.engine import RunProgram
 from torch_hybrid_backend.engines.tvm.assemble import RegionKernels
 from torch_hybrid_backend.engines.tvm.kernel_cache import CompiledKernel
 from torch_hybrid_backend.engines.tvm.search import (
     ALONE,
     CompiledVariant,
     Options,
-    RunProgram,
-    Verdicts,
     compiled_variant,
     search,
 )
@@ -38,23 +37,22 @@ def tune(
     compile_kernels: Compile,
     run_program: RunProgram,
     inputs: Sequence[torch.Tensor],
-    verdicts: Verdicts,
-    *,
-    progress_shown: bool,
+    keep_times: Callable[[str, Mapping[str, float]], None],
+    start_progress: Callable[[str, int], Progress],
 ) -> list[Options]:
     """The options with the fastest variants chosen; `untried` ones are left only where Ctrl-C stopped it.
 
-    Says on standard error, where `progress_shown`, how far it is and what it gained.
+    keep_times: is told each kernel's key and times after each round. start_progress: tells how far it is and what it gained.
     """
     found = list(options)
     total = len({(option.key, variant.name) for option in options for variant in option.untried})
-    with Progress(f"tuning {kernels.region.name}", total, shown=progress_shown) as progress:
+    with start_progress(f"tuning {kernels.region.name}", total) as progress:
         try:
             while any(option.untried for option in found):
                 tried = {option.key for option in found if option.untried}
                 found = contest(kernels, found, compile_kernels, run_program, inputs)
                 for option in {option.key: option for option in found if option.key in tried}.values():
-                    verdicts.put(option.key, option.times)
+                    keep_times(option.key, option.times)
                     progress.step(_gain(options, found))
         except KeyboardInterrupt:
             progress.say("stopped: the best kernels so far are used; a later process goes on from here")

@@ -1,6 +1,7 @@
 """Scaled dot-product attention as one AttentionOp.
 
-The log-sum-exp that training needs is not computed: where the graph reads it, the operator is refused and eager's runs.
+The log-sum-exp that training needs is not computed: where the graph reads it, the operator is refused and eager's runs. Operators that
+PyTorch has for one device each compute the same thing: each is lowered to the same operation.
 """
 
 from __future__ import annotations
@@ -80,6 +81,12 @@ def _attention(
     return reshaped(ctx.realize(AttentionOp(out, q, k, v, mask, factor, causal)), shape)
 
 
+def _check_unread(ctx: Context, results: int) -> None:
+    """Refuses an operator of so many results, where the graph reads one beside the first: log-sum-exps and states of random generators."""
+    if any(ctx.wants(position) for position in range(1, results)):
+        raise Refuse(Reason.ARGUMENT, "the log-sum-exp of attention, which training needs, is computed by eager")
+
+
 @lowers(aten._scaled_dot_product_flash_attention_for_cpu.default)
 def flash_attention_for_cpu(
     ctx: Context,
@@ -92,10 +99,66 @@ def flash_attention_for_cpu(
     attn_mask: Value | None = None,
     scale: float | None = None,
 ) -> tuple[Value, None]:
-    """(result, None): see the module's docstring."""
-    if ctx.wants(1):
-        raise Refuse(Reason.ARGUMENT, "the log-sum-exp of attention, which training needs, is computed by eager")
+    """The CPU's flash attention: (result, None)."""
+    _check_unread(ctx, 2)
     return _attention(ctx, q, k, v, attn_mask, dropout_p, is_causal, scale), None
+
+
+@lowers(aten._scaled_dot_product_flash_attention.default)
+def flash_attention(
+    ctx: Context,
+    q: Value,
+    k: Value,
+    v: Value,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Value | None, ...]:
+    """CUDA's flash attention: (result, None, ...)."""
+    _check_unread(ctx, 9)
+    if is_causal and q.shape[-2] != k.shape[-2]:
+        # Its mask is aligned at the last query and the last key, that of the other operators at the first ones.
+        raise Refuse(Reason.ARGUMENT, "flash attention is causal, and has more keys than queries, or fewer")
+    return _attention(ctx, q, k, v, None, dropout_p, is_causal, scale), *(None,) * 8
+
+
+@lowers(aten._scaled_dot_product_efficient_attention.default)
+def efficient_attention(
+    ctx: Context,
+    q: Value,
+    k: Value,
+    v: Value,
+    attn_bias: Value | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Value | None, ...]:
+    """CUDA's memory-efficient attention: (result, None, ...)."""
+    _check_unread(ctx, 4)
+    return _attention(ctx, q, k, v, attn_bias, dropout_p, is_causal, scale), *(None,) * 3
+
+
+@lowers(aten._scaled_dot_product_cudnn_attention.default)
+def cudnn_attention(
+    ctx: Context,
+    q: Value,
+    k: Value,
+    v: Value,
+    attn_bias: Value | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Value | None, ...]:
+    """cuDNN's attention: (result, None, ...)."""
+    _check_unread(ctx, 9)
+    return _attention(ctx, q, k, v, attn_bias, dropout_p, is_causal, scale), *(None,) * 8
 
 
 @lowers(aten.scaled_dot_product_attention.default)

@@ -30,7 +30,7 @@ def contiguous_tables(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
         return False
     constants = constant_nodes(gm, ctx.constants)
     changed = False
-    for node in [n for n in gm.graph.nodes if n in constants and _is_transposed(n, ctx.fold_limit_bytes)]:
+    for node in [n for n in gm.graph.nodes if n in constants and _is_transposed(n, ctx)]:
         readers = [user for user in node.users if user not in constants]
         if not readers:
             continue
@@ -47,15 +47,21 @@ def contiguous_tables(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
     return changed
 
 
-def _is_transposed(node: Node, limit_bytes: int) -> bool:
+def _is_transposed(node: Node, ctx: PassContext) -> bool:
     """Whether the node is a view, in another order of dimensions than memory's, of a computed or lifted tensor."""
     value = node.meta.get("val")
     if not is_view(node) or not isinstance(value, torch.Tensor) or storage_root(node).op == "placeholder":
         return False
+    if not ctx.may_rewrite(node):
+        return False
     if not TensorSpec.of(value).is_static:
         return False
     steps = [step for size, step in zip(value.shape, value.stride(), strict=True) if size != 1]
-    return 0 not in steps and steps != sorted(steps, reverse=True) and value.numel() * value.itemsize <= limit_bytes
+    return (
+        0 not in steps
+        and steps != sorted(steps, reverse=True)
+        and value.numel() * value.itemsize <= ctx.fold_limit_bytes
+    )
 
 
 def _strides_after(readers: list[Node], old: Node, new: Node) -> dict[Node, Any] | None:

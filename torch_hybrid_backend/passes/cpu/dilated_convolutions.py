@@ -34,7 +34,7 @@ def dilated_convolutions(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
     constant = constant_nodes(gm, ctx.constants)
     changed = False
     for node in gm.graph.find_nodes(op="call_function", target=aten.convolution.default):
-        if _is_candidate(node, constant):
+        if ctx.may_rewrite(node) and _is_candidate(node, constant):
             before = node.prev
             changed |= replace_by_new(gm, node, _by_phase(node), before)
     return changed

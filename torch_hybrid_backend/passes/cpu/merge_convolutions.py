@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 import torch.fx
 
-from torch_hybrid_backend.core.limits import MOST_CHANNELS_TOGETHER
 from torch_hybrid_backend.graph.schema import is_random
 from torch_hybrid_backend.graph.values import constant_nodes, has_mutation, returned_roots
 from torch_hybrid_backend.passes.context import PassContext
@@ -23,6 +22,9 @@ from torch_hybrid_backend.passes.rewrite import insert
 
 aten = torch.ops.aten
 Node = torch.fx.Node
+
+# Kernels of the CPU keep so many channels together at most (AVX-512 has 16 lanes of float32): from a multiple of it on they are whole blocks.
+_CHANNELS_TOGETHER = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ def merge_convolutions(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
     for node in gm.graph.find_nodes(op="call_function", target=aten.convolution.default):
         branch = _Branch(node, _epilogue(node))
         kept = any(own in returned for own in (node, *branch.epilogue))
-        if not kept and _is_candidate(branch, constant):
+        if not kept and ctx.may_rewrite(node) and _is_candidate(branch, constant):
             siblings.setdefault(branch.key(), []).append(branch)
     merged = [_merge(gm, group) for group in siblings.values() if len(group) > 1]
     return any(merged)
@@ -84,7 +86,7 @@ def _is_candidate(branch: _Branch, constant: set[Node]) -> bool:
         return False
     if x in constant or weight not in constant or (bias is not None and bias not in constant):
         return False
-    if weight.meta["val"].dim() != 4 or weight.meta["val"].shape[0] % MOST_CHANNELS_TOGETHER:  # type: ignore[union-attr]
+    if weight.meta["val"].dim() != 4 or weight.meta["val"].shape[0] % _CHANNELS_TOGETHER:  # type: ignore[union-attr]
         return False
     operands = [node for node in (x, weight, bias, *branch.epilogue) if isinstance(node, Node)]
     return len({node.meta["val"].dtype for node in operands}) == 1

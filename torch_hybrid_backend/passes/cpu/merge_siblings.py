@@ -52,7 +52,9 @@ def merge_siblings(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
     returned = returned_roots(gm)
     siblings: dict[tuple[object, ...], list[Node]] = {}
     for node in gm.graph.nodes:
-        if node.target in _PRODUCTS and node not in returned and _is_candidate(node, constant):
+        if node.target not in _PRODUCTS or node in returned or not ctx.may_rewrite(node):
+            continue
+        if _is_candidate(node, constant):
             x, _, bias = _operands(node)
             siblings.setdefault((node.target, x, bias is None), []).append(node)
     merged = [

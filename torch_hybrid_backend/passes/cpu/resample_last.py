@@ -47,7 +47,7 @@ def resample_last(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
         return False
     constant = constant_nodes(gm, ctx.constants)
     found = gm.graph.find_nodes(op="call_function", target=aten.convolution.default)
-    changed = [_rewrite(gm, node) for node in found if _is_candidate(node, constant)]
+    changed = [_rewrite(gm, node) for node in found if ctx.may_rewrite(node) and _is_candidate(node, constant)]
     return any(changed)
 
 

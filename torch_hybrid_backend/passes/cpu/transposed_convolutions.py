@@ -83,7 +83,7 @@ def transposed_convolutions(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
     constant = constant_nodes(gm, ctx.constants)
     changed = False
     for node in gm.graph.find_nodes(op="call_function", target=aten.convolution.default):
-        axes = _axes(node, constant)
+        axes = _axes(node, constant) if ctx.may_rewrite(node) else None
         if axes is not None:
             changed |= _rewrite(gm, node, axes)
     return changed

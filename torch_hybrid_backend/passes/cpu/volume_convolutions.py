@@ -30,7 +30,7 @@ def volume_convolutions(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
     constant = constant_nodes(gm, ctx.constants)
     changed = False
     for node in gm.graph.find_nodes(op="call_function", target=aten.convolution.default):
-        if _is_candidate(node, constant):
+        if ctx.may_rewrite(node) and _is_candidate(node, constant):
             changed |= _rewrite(gm, node)
     return changed
 

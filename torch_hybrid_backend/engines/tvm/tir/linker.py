@@ -14,6 +14,12 @@ from pathlib import Path
 from torch_hybrid_backend.errors import CompileError
 
 _DRIVERS = ("cc", "gcc", "clang", "c++", "g++")
+LINKERS = _DRIVERS if sys.platform == "darwin" else ("ld", *_DRIVERS)
+
+
+def find_linker() -> str | None:
+    """The path of the program that `link` calls first; None where there is none."""
+    return next(filter(None, map(shutil.which, LINKERS)), None)
 
 
 def link(object_file: Path, library: Path) -> None:
@@ -55,7 +61,7 @@ def _commands(object_file: Path, library: Path) -> list[list[str]]:
 
 
 _NO_LINKER = (
-    f"no linker: none of {', '.join(('ld', *_DRIVERS) if sys.platform != 'darwin' else _DRIVERS)} is on the PATH. The TVM engine compiles "
+    f"no linker: none of {', '.join(LINKERS)} is on the PATH. The TVM engine compiles "
     "kernels itself but needs the system's linker to make libraries of them. Install one ("
     + (
         "xcode-select --install"

@@ -1,0 +1,110 @@
+"""The machine as texts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from torch_hybrid_backend import machine
+from torch_hybrid_backend.core.device import CPU, Device
+from torch_hybrid_backend.machine import cpuinfo, fingerprint
+
+
+def test_the_fingerprint_names_threads_and_versions() -> None:
+    """Timings with another number of threads or another torch are other timings."""
+    assert f"threads {torch.get_num_threads()}" in fingerprint(CPU)
+    assert torch.__version__ in fingerprint(CPU)
+
+
+def test_the_fingerprint_is_that_of_the_moment() -> None:
+    """Threads or the precision of matrix products set anew make other timings."""
+    before, threads = fingerprint(CPU), torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        assert fingerprint(CPU) != before
+    finally:
+        torch.set_num_threads(threads)
+    assert fingerprint(CPU) == before
+    precision = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium" if precision != "medium" else "highest")
+        assert fingerprint(CPU) != before
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    with torch.backends.mkldnn.flags(enabled=not torch.backends.mkldnn.enabled):
+        assert fingerprint(CPU) != before
+
+
+_BY_BACKEND = """
+import torch
+from torch_hybrid_backend.core.device import CPU
+from torch_hybrid_backend.machine import fingerprint
+before = fingerprint(CPU)
+torch.backends.cuda.matmul.fp32_precision = "tf32"
+assert fingerprint(CPU) == before
+torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+assert fingerprint(CPU) != before
+x = torch.randn(8, 8)
+with torch.no_grad():
+    torch.testing.assert_close(torch.compile(lambda x: (x @ x).relu(), backend="hybrid")(x), (x @ x).relu(), rtol=0.1, atol=0.1)
+"""
+
+
+def test_precisions_may_be_set_by_backend(tmp_path: Path) -> None:
+    """As PyTorch advises; its older way of asking for them raises then, in a process of its own. Compiling does not."""
+    environment = {**os.environ, "HYBRID_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", _BY_BACKEND], capture_output=True, text=True, timeout=300, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+class _Cuda:
+    """What torch.cuda tells of two GPUs; the second is a slice made by MIG."""
+
+    names = ("NVIDIA H200", "NVIDIA H200 MIG 1g.18gb")
+
+    def get_device_name(self, index: int) -> str:
+        return self.names[index]
+
+    def get_device_properties(self, index: int) -> SimpleNamespace:
+        count, memory = ((132, 141 << 30), (16, 16 << 30))[index]
+        return SimpleNamespace(major=9, minor=0, multi_processor_count=count, total_memory=memory)
+
+
+def test_the_fingerprint_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's, and name, capability, size, driver and the settings that choose its kernels. Stand-ins for torch.cuda and the driver: never
+    run on a GPU."""
+    monkeypatch.setattr(torch, "get_device_module", {"cuda": _Cuda()}.__getitem__)
+    monkeypatch.setattr(machine, "_driver", lambda: "NVRM version: 580.1")
+    whole, part = fingerprint(Device("cuda", 0)), fingerprint(Device("cuda", 1))
+    assert whole.startswith(fingerprint(CPU) + "|cuda NVIDIA H200|capability 9.0 multiprocessors 132 memory")
+    assert "NVRM version: 580.1" in whole
+    assert "MIG 1g.18gb|capability 9.0 multiprocessors 16 memory" in part
+    for settings, name, value in (
+        (torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
+        (torch.backends.cudnn, "benchmark", True),
+        (torch.backends.cudnn, "deterministic", True),
+    ):
+        before = getattr(settings, name)
+        setattr(settings, name, value)
+        try:
+            assert fingerprint(Device("cuda", 0)) != whole, name
+        finally:
+            setattr(settings, name, before)
+    assert fingerprint(Device("cuda", 0)) == whole
+
+
+def test_cpuinfo_is_of_the_first_processor(tmp_path: Path) -> None:
+    """Names in lower case; what later processors say is left out; a system without the file says so."""
+    with pytest.raises(FileNotFoundError):
+        cpuinfo(tmp_path)
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text("processor : 0\nModel name\t: One: a\nrubbish\n\nprocessor : 1\nflags : x\n")
+    assert cpuinfo(tmp_path) == {"processor": "0", "model name": "One: a"}

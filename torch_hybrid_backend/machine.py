@@ -1,0 +1,112 @@
+"""The machine as texts: what a timing on a device depends on besides the work itself. Utility: imports core only.
+
+fingerprint(CPU)              "x86_64|AMD EPYC ...|AVX512|threads 2 of 2|float32 ieee none mkldnn True|torch 2.13.0+cpu|hybrid 0.1.0"
+fingerprint(Device("cuda"))   the same with the GPU, its capability, the driver and the settings of cuBLAS and cuDNN
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch_hybrid_backend import __version__
+
+if TYPE_CHECKING:
+    from torch_hybrid_backend.core.device import Device
+
+
+def fingerprint(device: Device) -> str:
+    """What a timing on `device` depends on, now. On the host: processor, its instruction set as PyTorch uses it, threads and the
+    processors they may use, settings of PyTorch's that change kernels, versions. Elsewhere the device as well: it is fed by the host."""
+    import torch  # not above: processes that compile kernels read `cpuinfo`, and must stay small
+
+    parts = [
+        platform.machine(),
+        processor(),
+        torch.backends.cpu.get_cpu_capability(),
+        f"threads {torch.get_num_threads()} of {processors()}",
+        f"float32 {' '.join(float32_precision('cpu'))} mkldnn {torch.backends.mkldnn.enabled}",
+        f"torch {torch.__version__}",
+        f"hybrid {__version__}",
+    ]
+    if not device.is_host:
+        parts += _accelerator(device)
+    return "|".join(parts)
+
+
+def _accelerator(device: Device) -> list[str]:
+    """What a timing on a device other than the host depends on. Of CUDA also the driver, the part of a GPU that MIG gives this process, and the
+    settings of cuBLAS and cuDNN; of other devices what PyTorch tells of any. Never run on a GPU: there was none."""
+    import torch
+
+    module: Any = torch.get_device_module(device.type)
+    parts = [f"{device.type} {module.get_device_name(device.index)}"]
+    if device.type == "cuda":
+        # A slice made by MIG has a name and numbers of its own: "NVIDIA H100 80GB HBM3 MIG 1g.10gb", fewer multiprocessors, less memory.
+        properties = module.get_device_properties(device.index)
+        matmul: Any = torch.backends.cuda.matmul
+        cudnn: Any = torch.backends.cudnn
+        reduced = f"{matmul.allow_fp16_reduced_precision_reduction} {matmul.allow_bf16_reduced_precision_reduction}"
+        size = f"multiprocessors {properties.multi_processor_count} memory {properties.total_memory}"
+        parts += [
+            f"capability {properties.major}.{properties.minor} {size}",
+            f"driver {_driver()} runtime {torch.version.cuda}",
+            f"float32 {' '.join(float32_precision('cuda'))} rnn {cudnn.rnn.fp32_precision} reduced {reduced}",
+            f"cudnn {cudnn.version()} {cudnn.enabled} benchmark {cudnn.benchmark} deterministic {cudnn.deterministic}",
+        ]
+    return parts
+
+
+@functools.cache
+def _driver() -> str:
+    """The version of NVIDIA's driver as its kernel module tells it; "" where it does not."""
+    try:
+        return Path("/proc/driver/nvidia/version").read_text().partition("\n")[0]
+    except OSError:
+        return ""
+
+
+def float32_precision(device_type: str) -> tuple[str, str]:
+    """How matrix products and convolutions of float32 may round on the host ("cpu") or on a GPU: "none" or "ieee" as float32 does, else as
+    "tf32" or "bf16". Asked of each backend: `torch.get_float32_matmul_precision` raises where programs set them so, as PyTorch advises."""
+    import torch
+
+    backends: Any = torch.backends
+    matmul, convolution = (
+        (backends.mkldnn.matmul, backends.mkldnn.conv)
+        if device_type == "cpu"
+        else (backends.cuda.matmul, backends.cudnn.conv)
+    )
+    return matmul.fp32_precision, convolution.fp32_precision
+
+
+def processors() -> int:
+    """How many logical processors this process may run on."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS and Windows
+        return os.cpu_count() or 1
+
+
+@functools.cache
+def processor() -> str:
+    """The processor's name."""
+    try:
+        return cpuinfo(Path("/")).get("model name", "")
+    except OSError:
+        return platform.processor()
+
+
+def cpuinfo(root: Path) -> Mapping[str, str]:
+    """What Linux says of the first processor (`proc/cpuinfo` below `root`), names in lower case. Raises OSError where it says nothing."""
+    text = (root / "proc/cpuinfo").read_text(errors="replace")
+    fields: dict[str, str] = {}
+    for line in text.split("\n\n", 1)[0].splitlines():
+        name, colon, value = line.partition(":")
+        if colon:
+            fields[name.strip().lower()] = value.strip()
+    return fields

@@ -1,0 +1,34 @@
+"""What eager makes of a region's inputs: the reference of checks, and why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from torch_hybrid_backend.core.region import Region
+from torch_hybrid_backend.core.verdict import Refused
+from torch_hybrid_backend.errors import OperatorRefusedError, is_out_of_memory
+from torch_hybrid_backend.partition.fallback import run_refusal
+
+
+def run_eager(region: Region, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Eager's outputs. Raises what PyTorch raises."""
+    with torch.no_grad():
+        return region.eager(inputs)
+
+
+def reference(region: Region, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | Refused:
+    """Eager's outputs, or why it cannot compute them, where nothing is wrong with the values; raises what it raises for those."""
+    try:
+        with torch.no_grad():
+            return region.eager.run(inputs)
+    except Exception as error:
+        if (unable := unable_to_run(error)) is None:
+            raise
+        return unable
+
+
+def unable_to_run(error: Exception) -> Refused | None:
+    """Why eager cannot run a region although nothing is wrong with its inputs' values; None where `error` is about those."""
+    return run_refusal(error) if isinstance(error, OperatorRefusedError) or is_out_of_memory(error) else None

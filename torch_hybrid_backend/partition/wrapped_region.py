@@ -1,0 +1,94 @@
+"""Compiled regions with something around each call: errors told apart (`reported`), results compared with eager's (`checked`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from torch_hybrid_backend.core.deadline import Deadline
+from torch_hybrid_backend.core.engine import CompiledRegion
+from torch_hybrid_backend.core.program import Program
+from torch_hybrid_backend.core.region import Region
+from torch_hybrid_backend.core.verdict import Refused
+from torch_hybrid_backend.errors import HybridError, is_sticky
+from torch_hybrid_backend.partition.accuracy import compare
+from torch_hybrid_backend.partition.fallback import demote, run_refusal
+from torch_hybrid_backend.partition.reference import reference, run_eager
+
+# Runs a compiled region on its inputs, in order, and returns its outputs, in order.
+Around = Callable[[CompiledRegion, Sequence[torch.Tensor]], list[torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WrappedRegion:
+    """`compiled` as `around` calls it: from Python, whatever program it has."""
+
+    compiled: CompiledRegion
+    around: Around
+    program: ClassVar[Program | None] = None
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return self.around(self.compiled, inputs)
+
+    def refine(self, inputs: Sequence[torch.Tensor], budget_s: float, deadline: Deadline) -> CompiledRegion:
+        return replace(self, compiled=self.compiled.refine(inputs, budget_s, deadline))
+
+    def exact(self, deadline: Deadline) -> CompiledRegion | None:
+        exact = self.compiled.exact(deadline)
+        return None if exact is None else replace(self, compiled=exact)
+
+    def release(self) -> None:
+        self.compiled.release()
+
+
+def reported(compiled: CompiledRegion) -> CompiledRegion:
+    """The region, whose own errors are told apart from those of eager operators, which are the user's: a call raises HybridError for whatever
+    the region raises, but for what leaves a device unusable: that is raised as it is."""
+    return WrappedRegion(compiled, _reported)
+
+
+def _reported(compiled: CompiledRegion, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    try:
+        return compiled(inputs)
+    except HybridError:
+        raise
+    except Exception as error:  # an engine's code may fail in any way
+        if is_sticky(error):
+            raise
+        raise HybridError(run_refusal(error).why) from error
+
+
+def checked(region: Region, engine: str, compiled: CompiledRegion, *, strict: bool) -> CompiledRegion:
+    """The region compared with eager on every call (`verify=always`); eager's outputs are what it returns, where it has any.
+
+    The first failure is reported (RegionError under `strict`); from then on only eager runs.
+    """
+    return WrappedRegion(compiled, _Check(region, engine, strict))
+
+
+class _Check:
+    def __init__(self, region: Region, engine: str, strict: bool) -> None:
+        self._region = region
+        self._engine = engine
+        self._strict = strict
+        self._failed: CompiledRegion | None = None
+
+    def __call__(self, compiled: CompiledRegion, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if compiled is self._failed:
+            return run_eager(self._region, inputs)
+        expected = reference(self._region, inputs)
+        if isinstance(expected, Refused):
+            return list(compiled(inputs))
+        cause: Exception | None = None
+        try:
+            refused = compare(self._region, inputs, expected, list(compiled(inputs))).refused
+        except Exception as error:  # an engine's kernels or code may fail in any way
+            refused, cause = run_refusal(error), error
+        if refused is not None:
+            self._failed = compiled
+            demote(self._region, self._engine, refused, strict=self._strict, cause=cause)
+            compiled.release()
+        return expected
