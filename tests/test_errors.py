@@ -1,11 +1,26 @@
-"""Errors told apart by what they mean."""
+"""Errors: one family, told apart by what they mean."""
 
 from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from torch_hybrid_backend.errors import CompileError, is_out_of_memory, is_sticky
+from torch_hybrid_backend import errors
+from torch_hybrid_backend.errors import (
+    CompileError,
+    CompilerCrashError,
+    ConfigError,
+    DeadlineError,
+    HybridError,
+    OperatorRefusedError,
+    is_out_of_memory,
+    is_sticky,
+)
 
 
 def accelerator_error(message: str, code: int | None) -> torch.AcceleratorError:
@@ -51,3 +66,41 @@ def test_what_leaves_a_device_unusable(error: Exception, sticks: bool) -> None:
 def test_what_is_out_of_memory(error: Exception, is_memory: bool) -> None:
     """Whoever could not have the memory: Python, PyTorch's allocators, the CUDA runtime, or a library."""
     assert is_out_of_memory(error) == is_memory
+
+
+def _allocate() -> None:
+    torch.empty(1 << 60, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("allocate", [_allocate, lambda: bytearray(1 << 62)], ids=["PyTorch", "Python"])
+def test_memory_that_is_not_there_is_recognised(allocate: Callable[[], object]) -> None:
+    """By what an allocator really raises, PyTorch's or Python's."""
+    with pytest.raises((RuntimeError, MemoryError)) as caught:
+        allocate()
+    assert is_out_of_memory(caught.value)
+
+
+def test_one_class_catches_all_that_is_raised_on_purpose() -> None:
+    """`except HybridError` is enough; what stopped a compilation is a CompileError, and a bad setting also a ValueError."""
+    kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass)]
+    assert len(kinds) > 5
+    assert all(issubclass(kind, HybridError) for kind in kinds)
+    assert issubclass(HybridError, RuntimeError)
+    assert issubclass(CompilerCrashError, CompileError)
+    assert issubclass(DeadlineError, CompileError)
+    assert issubclass(ConfigError, ValueError)
+
+
+def test_a_refused_operator_keeps_what_pytorch_raised() -> None:
+    """The message names the operator and repeats PyTorch's; the error itself can be raised in its place."""
+    told = NotImplementedError('"sort" not implemented for ComplexFloat')
+    error = OperatorRefusedError("aten.sort.default", told)
+    assert error.error is told
+    assert "aten.sort.default" in str(error)
+    assert str(told) in str(error)
+
+
+def test_processes_that_compile_kernels_can_import_it() -> None:
+    """The module needs no torch: those processes must stay small."""
+    script = "import sys, torch_hybrid_backend.errors; print('torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", script], text=True).strip() == "False"

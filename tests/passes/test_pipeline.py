@@ -81,40 +81,15 @@ def return_the_input(gm, ctx):
     return True
 
 
-def change_dtype(gm, ctx):
-    from torch_hybrid_backend.passes.rewrite import insert
-
-    output = gm.graph.output_node()
-    output.args = ((insert(output, aten._to_copy.default, output.args[0][0], dtype=torch.float64),),)
-    return True
-
-
-def mutate(gm, ctx):
-    output = gm.graph.output_node()
-    with gm.graph.inserting_before(output):
-        node = gm.graph.call_function(aten.add_.Tensor, (output.args[0][0], 1))
-    node.meta["val"] = output.args[0][0].meta["val"]
-    return True
-
-
-def add_an_output(gm, ctx):
-    output = gm.graph.output_node()
-    output.args = ((*output.args[0], None),)
-    return True
-
-
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
         (lose_metadata, "no meta"),
         (return_the_input, "share memory"),
-        (change_dtype, "output 0 changed"),
-        (mutate, "mutates"),
-        (add_an_output, "number of outputs"),
     ],
 )
 def test_illegal_graphs_are_refused(captured, bad, message):
-    """Each rule of the verifier stops the pass that breaks it."""
+    """The graph is verified after each pass, against what it was before the first: the pass that breaks it is named."""
     subject = captured(lambda x: x + 1, torch.randn(3))
     with pytest.raises(PassError, match=f"pass {bad.__name__} failed.*{message}"):
         run_passes(subject.gm, subject.ctx, ((bad, frozenset(), "bad"),))

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -305,40 +304,6 @@ def test_a_program_runs_alone(kernels: str) -> None:
         w.data.mul_(2)
     runner.release()
     torch.testing.assert_close(runner([x, w]), [4 * x + 4 * w])
-
-
-def test_the_first_call_can_be_watched(kernels: str) -> None:
-    """The Python executor lets a hook run each segment in its place."""
-    graph, segments = linear_chain(kernels)
-    seen: list[tuple[int, tuple[str, ...]]] = []
-
-    def watch(index: int, part: Segment, inputs: Sequence[Any]) -> Sequence[Any]:
-        seen.append((index, part.inputs))
-        result: Sequence[Any] = part.region.eager(inputs)
-        return result
-
-    x, w = torch.randn(64, 64), torch.randn(64, 64)
-    torch.testing.assert_close(PythonExecutor(graph, segments).run([x, w], watch), reference(x, w))
-    assert seen == [(0, ("x", "w")), (1, ("y",)), (2, ("z", "w"))]
-
-
-def test_the_python_executor_frees_values_after_their_last_use() -> None:
-    """A value dies before the segment after its last reader runs."""
-    refs: list[weakref.ref[torch.Tensor]] = []
-
-    def remember(inputs: Sequence[Any]) -> list[torch.Tensor]:
-        value = inputs[0] + 1
-        refs.append(weakref.ref(value))
-        return [value]
-
-    def check(inputs: Sequence[Any]) -> list[torch.Tensor]:
-        assert refs[0]() is None
-        return [inputs[0] * 1]
-
-    names = ("x", "a", "b", "c")
-    parts = tuple(segment(lambda v: (v + 1,), {before: FLAT}, {after: FLAT}) for before, after in pairwise(names))
-    graph = PartitionedGraph(("x",), frozenset(), parts, ("c",))
-    PythonExecutor(graph, [remember, remember, check])([torch.zeros(4096)])
 
 
 def test_wrong_results_of_a_segment_are_named() -> None:

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.fx import Node
 
 _NAMESPACES = ("aten", "prims")
+_OPS = ("placeholder", "get_attr", "call_function", "output")
 _MOST_CONSTANT_BYTES = 1 << 16  # of all lifted constants: they are small tables in the user's code
 _SINGLETONS: dict[type, str] = {torch.dtype: "dtype", torch.memory_format: "memory_format", torch.layout: "layout"}
 
@@ -132,6 +133,8 @@ class _Reader:
         traces = self._written["traces"]
         for entry in self._written["nodes"]:
             op, name = entry["op"], entry["name"]
+            if op not in _OPS:  # a call_method would run whatever method of a tensor the text names
+                raise ValueError(f"a node's op must be one of {', '.join(_OPS)}, not {op}")
             target = _operator(entry["target"]) if op == "call_function" else entry["target"]
             arguments, keywords = self._argument(entry["args"]), self._argument(entry.get("kwargs", {"dict": {}}))
             node = graph.create_node(op, target, arguments, keywords, name)
@@ -193,7 +196,9 @@ def _operator(name: str) -> Callable[..., Any]:
     namespace, packet, overload = name.split(".")
     if namespace not in _NAMESPACES:
         raise ValueError(f"an operator of {namespace}")
-    found: torch._ops.OpOverload = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    found = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    if not isinstance(found, torch._ops.OpOverload):  # "aten.add.__class__"
+        raise ValueError(f"{name} is no operator")
     return found
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.engines.tvm.schedule_runner import HOST, NARROW, compile_kernel, run_kernel
-from tests.engines.tvm.test_elementwise import kernel_of, random, tensor
+from tests.engines.tvm.schedules.test_elementwise import kernel_of, random, tensor
 from torch_hybrid_backend.engines.tvm.schedules import elementwise
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops import ops

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.engines.tvm.schedule_runner import HOST, NARROW, run_kernel
-from tests.engines.tvm.test_convolution import Case, make
+from tests.engines.tvm.schedules.convolution.test_direct import Case, make
 from tests.partition.engines_for_tests import FakeEngine, trace
 from torch_hybrid_backend.codegen.assemble import assemble
 from torch_hybrid_backend.codegen.variants import variants

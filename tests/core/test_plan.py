@@ -1,0 +1,87 @@
+"""Plans as JSON: what is written comes back, in one stable form."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torch_hybrid_backend.core.device import CPU, Device
+from torch_hybrid_backend.core.plan import CallDecision, Cost, NodeDecision, Plan, Refusal, RegionDecision
+from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.core.verdict import Reason, Refused
+from torch_hybrid_backend.sizes.size import ceil_div, symbol
+
+S, T = symbol("s0"), symbol("s1")
+_texts = st.sampled_from(["", "tvm", "eager", "model.py:12 in forward: y = 'x' @ w", "größer\n\\u0041"])
+_numbers = st.sampled_from([0.0, 1.25, 1e-300, 12345.678, 1 / 3])
+_sizes = st.sampled_from([0, 1, 7, S, S * 2 + 1, ceil_div(S * T, 16), symbol("[u0 + 1]")])
+_devices = st.sampled_from([CPU, Device("meta"), Device("cuda", 3)])
+
+
+def _several(values: st.SearchStrategy[object]) -> st.SearchStrategy[tuple[object, ...]]:
+    return st.lists(values, max_size=3).map(tuple)
+
+
+_specs = st.builds(TensorSpec, _several(_sizes), st.sampled_from(["float32", "bool"]), _several(_sizes), _devices)
+_refusals = _several(st.builds(Refusal, _texts, st.sampled_from(Reason), _texts))
+_costs = _several(st.builds(Cost, _texts, _numbers, st.sampled_from(["measured", "cached", "estimated"])))
+_nodes = st.builds(
+    NodeDecision, _texts, _texts, _texts, _texts, _texts, st.integers(0, 1 << 60), _refusals, st.none() | _devices
+)
+_regions = st.builds(
+    RegionDecision, _texts, _texts, _texts, _several(_texts), _several(_specs), _several(_specs), _costs, _refusals,
+    st.none() | _numbers, st.integers(0, 1 << 60), st.integers(0, 9), _texts, _devices, _several(_texts),
+)  # fmt: skip
+_calls = st.none() | st.builds(CallDecision, _texts, _costs, _refusals)
+_plans = st.builds(Plan, _texts, st.just("inference"), _several(_nodes), _several(_regions), _calls)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(_plans)
+def test_plans_come_back_from_json(plan: Plan) -> None:
+    """Every field, sizes known only at run time included, is read back as it was; the text of the copy is the same."""
+    text = plan.to_json()
+    copy = Plan.from_json(text)
+    assert copy == plan
+    assert copy.to_json() == text
+    assert hash(copy) == hash(plan)
+
+
+_SPEC = TensorSpec((S, 3), "float32", (3, 1), CPU)
+_REGION = RegionDecision("r0", "tvm", "ab", ("mm",), (_SPEC,), (), (), (), None, 0, 1, "", CPU)
+_PLAN = Plan("graph", "inference", (), (_REGION,))
+
+
+def test_text_is_for_other_programs_to_read() -> None:
+    """Keys are sorted, sizes that are numbers are numbers and others texts, codes are their stable names."""
+    refused = Refused(Reason.TOO_SMALL, "it has 2 operators")
+    plan = dataclasses.replace(_PLAN, call=CallDecision("eager", (), (Refusal.of("plan", refused),)))
+    raw = json.loads(plan.to_json())
+    assert json.dumps(raw, indent=2, sort_keys=True) == plan.to_json()
+    assert raw["regions"][0]["inputs"][0]["shape"] == ["s0", 3]
+    assert raw["call"]["refusals"] == [{"engine": "plan", "code": "too_small", "why": "it has 2 operators"}]
+
+
+@pytest.mark.parametrize(
+    ("written", "changed"),
+    [('"s0"', '"__import__(\\"os\\").getpid()"'), ('"too_small"', '"too_tall"'), ('"s0"', '"s0 +"')],
+)
+def test_what_is_no_plan_is_refused(written: str, changed: str) -> None:
+    """A size that is no arithmetic and a reason that does not exist are ValueErrors; nothing of them is run."""
+    region = dataclasses.replace(_REGION, refusals=(Refusal("tvm", Reason.TOO_SMALL, ""),))
+    text = dataclasses.replace(_PLAN, regions=(region,)).to_json()
+    assert written in text
+    with pytest.raises(ValueError, match=r"is no size|is not a valid Reason"):
+        Plan.from_json(text.replace(written, changed, 1))
+
+
+def test_what_json_cannot_hold_is_an_error() -> None:
+    """A plan that someone put a live object in is no plan: nothing is written in its place."""
+    broken = dataclasses.replace(_PLAN, regions=(dataclasses.replace(_REGION, max_error=torch.tensor(1.0)),))
+    with pytest.raises(TypeError):
+        broken.to_json()
