@@ -19,7 +19,7 @@ from torch_hybrid_backend.eager_graph import EagerGraph
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.garbage import full_collections
 from torch_hybrid_backend.partition.placement import Pricing
-from torch_hybrid_backend.runtime.constant_pool import MadeOnce
+from torch_hybrid_backend.runtime.constant_pool import ConstantPool
 from torch_hybrid_backend.runtime.native.ops import give_back_freed_memory
 from torch_hybrid_backend.runtime.python_executor import PythonExecutor, checked
 from torch_hybrid_backend.session import Session
@@ -87,7 +87,7 @@ class HybridGraph:
     @full_collections.held()
     def _first_call(self, compiled: Compiled, inputs: Sequence[Any]) -> list[Any]:
         start = time.perf_counter()
-        with MadeOnce():
+        with ConstantPool():
             placed, outputs = place(compiled, self._session, inputs, self._config, self._pricing())
             installed = install(placed, inputs, self._config)
             self._tell(placed)

@@ -25,7 +25,7 @@ Call = Callable[[], object]
 
 _MAX_ROUNDS = 200  # beyond it the median of a steady call no longer moves
 _QUARTILE_ROUNDS = 8  # with fewer rounds a quartile is the minimum and a part of the next one: the minimum is steadier
-_MOST_EXTENSION = 3  # an undecided comparison may take so many times its budget
+_MAX_EXTENSION = 3  # an undecided comparison may take so many times its budget
 
 
 class Timer(Protocol):
@@ -152,7 +152,7 @@ def sample(
             return not _is_clear(samples, clear_ratio)
         if not until_decided or _decided(samples):
             return False
-        return spent < _MOST_EXTENSION * budget_ns or rounds < min_rounds
+        return spent < _MAX_EXTENSION * budget_ns or rounds < min_rounds
 
     while rounds < max(needed, max_rounds) and goes_on():
         for taken, nanoseconds in zip(samples, timer.round(callables), strict=True):

@@ -50,7 +50,7 @@ from torch_hybrid_backend.passes.decompose import decompose
 from torch_hybrid_backend.passes.hoist import Hoisted, hoist
 from torch_hybrid_backend.passes.inline_subgraphs import inline_subgraphs
 from torch_hybrid_backend.passes.pipeline import PASSES, run_passes
-from torch_hybrid_backend.runtime.constant_pool import let_go
+from torch_hybrid_backend.runtime.constant_pool import release_unused
 from torch_hybrid_backend.runtime.executor import CompiledSegment, build_executor
 from torch_hybrid_backend.runtime.plan_layout import StaticLayoutError
 from torch_hybrid_backend.runtime.python_executor import PythonExecutor
@@ -351,7 +351,7 @@ class _Trial:
         choice = self._tried.get(_identity(segment))
         if choice is None:
             choice = choose(region, candidates, arguments, self._config, self._pricing_on(region.device))
-            let_go()
+            release_unused()
             self._tried[_identity(segment)] = dataclasses.replace(choice, outputs=[])  # they would be kept alive
             outputs = choice.outputs
         else:

@@ -84,7 +84,7 @@ _REDUCTIONS = (
 # A view in all but its promise to autograd: no peer moves anything.
 _VIEW = "aten._unsafe_view.default"
 # Elementwise operators on less are part of a fused kernel, or cost a call and no work.
-_LEAST_BYTES = 64 << 10
+_MIN_BYTES = 64 << 10
 KINDS = (
     "conv",
     "grouped",
@@ -251,7 +251,7 @@ def graph_cases(graph: torch.fx.Graph, model: str, batch: int) -> list[Case]:
         if name == _VIEW:
             continue
         case = Case(_kind(name.split(".")[1], arguments), name, batch, arguments, keywords, ((model, 1),))
-        if case.kind != "elementwise" or max(tensor.size_bytes for tensor in case.tensors) >= _LEAST_BYTES:
+        if case.kind != "elementwise" or max(tensor.size_bytes for tensor in case.tensors) >= _MIN_BYTES:
             found.append(case)
     return found
 

@@ -11,7 +11,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.core.tensor_spec import TensorSpec, dim, is_computable
-from torch_hybrid_backend.sizes.size import Size, Undecided, symbol, typical
+from torch_hybrid_backend.sizes.size import Size, UndecidedSizeError, size_hint, symbol
 
 S = symbol("s0")
 _dims = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 20)), max_size=4)
@@ -44,7 +44,7 @@ def test_symbols_become_sizes_without_a_guard() -> None:
     x = _dynamic(environment, 6, 10)
     guards = len(environment.guards)
     spec = TensorSpec.of(x)
-    assert [typical(size) for size in (*spec.shape, *spec.strides)] == [6, 10, 10, 1]
+    assert [size_hint(size) for size in (*spec.shape, *spec.strides)] == [6, 10, 10, 1]
     assert not spec.is_static
     assert spec.is_computable
     for computed, value in (
@@ -55,7 +55,7 @@ def test_symbols_become_sizes_without_a_guard() -> None:
         size = dim(computed)
         assert isinstance(size, Size)
         assert is_computable(size)
-        assert typical(size) == value
+        assert size_hint(size) == value
     assert len(environment.guards) == guards
     names = {str(symbol): value for symbol, value in zip((x.shape[0], x.shape[1]), (3, 4), strict=True)}
     assert spec.at(names) == TensorSpec((3, 4), "float32", (4, 1), CPU)
@@ -82,7 +82,7 @@ def test_symbolic_specs_have_no_numbers() -> None:
     """Elements and bytes of a symbolic spec are an error; with a value for each symbol they are known."""
     spec = TensorSpec((S + 1, 4), "float64", (S, 1), CPU)
     for number in ("numel", "span", "size_bytes"):
-        with pytest.raises(Undecided):
+        with pytest.raises(UndecidedSizeError):
             getattr(spec, number)
     assert spec.at({"s0": 9, "s1": 0}) == TensorSpec((10, 4), "float64", (9, 1), CPU)
     assert spec.at({"s0": 9}).size_bytes == (1 + 9 * 9 + 3) * 8

@@ -43,7 +43,7 @@ Call = Callable[..., Any]
 
 DEFAULT = "default"
 # Of samples run together that cannot be traced as one graph: those take seconds, and come to the same.
-_MOST_THROUGH_DYNAMO = 4
+_MAX_THROUGH_DYNAMO = 4
 PASSED, WRONG, ERROR, SKIPPED, UPSTREAM = "passed", "wrong", "error", "skipped", "upstream"
 
 
@@ -101,7 +101,7 @@ class Bench:
 
     def __init__(self, cache_dir: Path, compilers: int, modes: Sequence[str] = ("tvm", DEFAULT)) -> None:
         self.modes = tuple(modes)
-        self.dynamo_left = _MOST_THROUGH_DYNAMO
+        self.dynamo_left = _MAX_THROUGH_DYNAMO
         self._mode = ""
         options: dict[str, object] = {
             "placement": "estimate",
@@ -125,7 +125,7 @@ class Bench:
 
     def run(self, samples: Sequence[Sample]) -> Iterator[dict[str, Outcome]]:
         """The outcomes of each sample by mode, in order; kernels of all of them are compiled together."""
-        self.dynamo_left = _MOST_THROUGH_DYNAMO
+        self.dynamo_left = _MAX_THROUGH_DYNAMO
         runs = [_Run(sample, self) for sample in samples]
         for engine in self._engines:
             engine.flush()

@@ -29,7 +29,7 @@ MODES = {
     "tvm": "The TVM engine, forced",
     "default": "The default backend",
 }
-_MOST_OPERATORS = 30
+_MAX_OPERATORS = 30
 
 INTRODUCTION = """\
 # Correctness: operators and modules
@@ -154,10 +154,10 @@ def _codes(rows: Sequence[Row]) -> str:
     for code, operators in sorted(codes.items(), key=lambda item: -sum(item[1].values())):
         lines.append(f"**{code}**: {len(operators)} operators, {sum(operators.values())} times.\n")
         if code != "unknown_operator":
-            for operator, count in operators.most_common(_MOST_OPERATORS):
+            for operator, count in operators.most_common(_MAX_OPERATORS):
                 lines.append(f"- `{operator}` {count}: {sentences[operator, code].most_common(1)[0][0][:140]}")
         else:
-            shown = [f"`{operator}` {count}" for operator, count in operators.most_common(2 * _MOST_OPERATORS)]
+            shown = [f"`{operator}` {count}" for operator, count in operators.most_common(2 * _MAX_OPERATORS)]
             lines.append(", ".join(shown) + (", ..." if len(operators) > len(shown) else ""))
         lines.append("")
     return "\n".join(lines)

@@ -15,7 +15,7 @@ from tests.operators.tasks import Task
 
 CRASHED, HUNG = "crashed", "hung"
 FAILURES = (WRONG, ERROR, CRASHED, HUNG)
-_MOST_FAILURES = 20  # kept with their reasons
+_MAX_FAILURES = 20  # kept with their reasons
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Row:
         statuses = dict(collections.Counter(outcome.status for outcome in outcomes.values()))
         refused = tuple(Refusal(*what, samples) for what, samples in sorted(refusals.items()))
         return Row(
-            task.subject, task.kind, mode, available, statuses, dict(shares), refused, tuple(failures[:_MOST_FAILURES])
+            task.subject, task.kind, mode, available, statuses, dict(shares), refused, tuple(failures[:_MAX_FAILURES])
         )
 
     @property

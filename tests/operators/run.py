@@ -36,7 +36,7 @@ from tests.operators.tasks import KINDS, Task, tasks
 ROOT = Path(__file__).parents[2]
 SAMPLES_PER_WORKER = 2500  # kernels once loaded stay loaded: a worker's memory grows
 BATCH = 64
-MOST_CRASHES = 4  # of one task; then the rest of its samples counts as crashed
+MAX_CRASHES = 4  # of one task; then the rest of its samples counts as crashed
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Worker:
                 continue
             results[at[-1]] = failure
             crashes += 1
-            if crashes >= MOST_CRASHES:
+            if crashes >= MAX_CRASHES:
                 return len(results), results
 
     def _everywhere(self, status: str, why: str) -> dict[str, Outcome]:

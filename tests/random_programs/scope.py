@@ -26,9 +26,9 @@ from tests.random_programs.noise import LARGEST_EXACT, MOVE, REDUCTION, SMOOTH, 
 from tests.random_programs.program import LAYOUTS, Input, Line, Program, namespace, run_lines
 
 LARGEST = 1000.0
-MOST_ELEMENTS = 6000
+MAX_ELEMENTS = 6000
 # Relative to the largest element: a noisier value tells nothing any more.
-MOST_NOISE = {torch.float32: 1e-3, torch.float64: 1e-9, torch.float16: 0.04, torch.bfloat16: 0.1}
+MAX_NOISE = {torch.float32: 1e-3, torch.float64: 1e-9, torch.float16: 0.04, torch.bfloat16: 0.1}
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ class Scope:
         values = []
         for target in targets:
             eager, wide, noisy = (space[target] for space in self._spaces)
-            if not isinstance(eager, torch.Tensor) or eager.numel() > MOST_ELEMENTS or eager.dtype.is_complex:
+            if not isinstance(eager, torch.Tensor) or eager.numel() > MAX_ELEMENTS or eager.dtype.is_complex:
                 return None
             if eager.shape != wide.shape:
                 return None
@@ -223,7 +223,7 @@ class Scope:
         largest = float(wide.abs().max())
         if not (eager.isfinite().all() and noisy.isfinite().all()) or not largest <= LARGEST:
             return False
-        allowed = MOST_NOISE[eager.dtype] * max(largest, 1e-3)
+        allowed = MAX_NOISE[eager.dtype] * max(largest, 1e-3)
         return max(float((eager - wide).abs().max()), float((noisy - wide).abs().max())) <= allowed
 
     def program(self, outputs: Sequence[str]) -> Program:

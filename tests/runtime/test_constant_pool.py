@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from torch_hybrid_backend.runtime.constant_pool import MadeOnce, made_once
+from torch_hybrid_backend.runtime.constant_pool import ConstantPool, pooled
 from torch_hybrid_backend.runtime.native.ops import give_back_freed_memory
 
 
@@ -24,7 +24,7 @@ class Doubling:
         self.made = 0
 
     def __call__(self) -> torch.Tensor:
-        [doubled] = made_once("doubled", [self.source.detach()], self._make, lasting=self.lasting)
+        [doubled] = pooled("doubled", [self.source.detach()], self._make, lasting=self.lasting)
         return doubled
 
     def _make(self) -> list[torch.Tensor]:
@@ -35,9 +35,9 @@ class Doubling:
 def test_it_is_shared_inside_only() -> None:
     """Inside the block the same tensor comes back; outside of it, and in a block of its own, everyone gets a new one."""
     double = Doubling(torch.randn(5))
-    with MadeOnce():
+    with ConstantPool():
         assert double() is double()
-        with MadeOnce():
+        with ConstantPool():
             double()
     double()
     assert double.made == 3
@@ -46,7 +46,7 @@ def test_it_is_shared_inside_only() -> None:
 def test_other_threads_do_not_share() -> None:
     """A block is its thread's own: another thread may change parameters at any time."""
     double = Doubling(torch.randn(5))
-    with MadeOnce():
+    with ConstantPool():
         double()
         thread = threading.Thread(target=double)
         thread.start()
@@ -66,7 +66,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
 def test_changed_tensors_are_not_the_same(change: Callable[[torch.Tensor], object]) -> None:
     """What was made of a tensor before it changed is not used for it afterwards."""
     double = Doubling(torch.randn(5))
-    with MadeOnce():
+    with ConstantPool():
         double()
         change(double.source)
         torch.testing.assert_close(double(), double.source * 2, rtol=0, atol=0)
@@ -76,11 +76,11 @@ def test_changed_tensors_are_not_the_same(change: Callable[[torch.Tensor], objec
 def test_the_address_of_a_dead_tensor_is_no_match() -> None:
     """A tensor at the address of one that died, with equal samples, is still another tensor."""
     results = []
-    with MadeOnce():
+    with ConstantPool():
         for middle in (1.0, 2.0):
             source = torch.zeros(1001)
             source[3] = middle  # no element that is sampled
-            [made] = made_once("doubled", [source], lambda source=source: [source * 2])  # type: ignore[misc]
+            [made] = pooled("doubled", [source], lambda source=source: [source * 2])  # type: ignore[misc]
             results.append(float(made[3]))
             del source
     assert results == [2.0, 4.0]
@@ -90,9 +90,9 @@ def test_the_address_of_a_dead_tensor_is_no_match() -> None:
 def test_letting_go(lasting: bool) -> None:
     """Afterwards only what lasts, or what somebody keeps, is there to share; at the end of the block nothing is held."""
     double = Doubling(torch.randn(5), lasting=lasting)
-    with MadeOnce() as once:
+    with ConstantPool() as once:
         kept = double()
-        once.let_go()
+        once.release_unused()
         assert double() is kept
         reference = weakref.ref(kept)
         del kept
@@ -107,7 +107,7 @@ def test_letting_go(lasting: bool) -> None:
 def test_an_interrupt_at_the_end_leaves_nothing() -> None:
     """Where the block's end never ran, nothing is shared or held once nobody refers to it."""
     double = Doubling(torch.randn(5))
-    once = MadeOnce()
+    once = ConstantPool()
     once.__enter__()
     reference = weakref.ref(double())
     assert reference() is not None
@@ -115,7 +115,7 @@ def test_an_interrupt_at_the_end_leaves_nothing() -> None:
     gc.collect()
     assert reference() is None
     assert double() is not double()
-    with MadeOnce():
+    with ConstantPool():
         assert double() is double()
     assert double.made == 4
 
@@ -124,7 +124,7 @@ def test_inference_tensors_have_no_versions() -> None:
     """They are told apart by what they hold."""
     with torch.inference_mode():
         double = Doubling(torch.randn(5))
-        with MadeOnce():
+        with ConstantPool():
             assert double() is double()
             double.source.mul_(3)
             torch.testing.assert_close(double(), double.source * 2, rtol=0, atol=0)

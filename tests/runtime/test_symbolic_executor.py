@@ -65,7 +65,7 @@ def test_a_plan_can_be_made_before_the_call() -> None:
 
 def test_plans_that_were_not_used_for_long_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest by use, not by making; a set of sizes whose plan went gets another one."""
-    monkeypatch.setattr(symbolic_executor, "MOST_PLANS", 2)
+    monkeypatch.setattr(symbolic_executor, "MAX_PLANS", 2)
     executor = _executor(_function, torch.randn(5, 3))
     made = 0
     plain = executor._add

@@ -12,7 +12,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from tests.sizes.expressions import VALUES, S, T, expressions
 from torch_hybrid_backend.sizes import forms
-from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, evaluate, function, symbol, typical
+from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, evaluate, function, size_hint, symbol
 
 _s0, _s1 = (sympy.Symbol(name, integer=True, nonnegative=True) for name in ("s0", "s1"))
 
@@ -78,7 +78,7 @@ def test_sizes_of_sympy_have_its_values(expression: sympy.Expr) -> None:
     assert isinstance(size, int) or expression.free_symbols
     for values in VALUES:
         assert evaluate(size, values) == _value(expression, values["s0"], values["s1"])
-    assert typical(size) == _value(expression, 7, 5)
+    assert size_hint(size) == _value(expression, 7, 5)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.capture.fixes.encoder_layers import native_multi_head_attention, transformer_encoder_layer
-from torch_hybrid_backend.core.limits import MOST_SCATTERED_SLICES
+from torch_hybrid_backend.core.limits import MAX_SCATTERED_SLICES
 from torch_hybrid_backend.graph.schema import is_random
 
 Operator = torch._ops.OperatorBase
@@ -344,7 +344,7 @@ def _is_static(*tensors: torch.Tensor) -> bool:
 def _index_add(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: float = 1) -> Any:
     """Few slices on the CPU by torch's formula, whose `index_put` engines take; more stay whole: with `accumulate` that takes eager six times
     as long. On a GPU `index_put` sorts what it adds, where `index_add` is one kernel."""
-    if x.device.type != "cpu" or not isinstance(index.numel(), int) or index.numel() > MOST_SCATTERED_SLICES:
+    if x.device.type != "cpu" or not isinstance(index.numel(), int) or index.numel() > MAX_SCATTERED_SLICES:
         return NotImplemented
     formula = get_decompositions([aten.index_add.default])[aten.index_add.default]
     return formula(x, dim, index, source, alpha=alpha)

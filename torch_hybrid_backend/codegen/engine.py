@@ -23,7 +23,7 @@ from torch_hybrid_backend.codegen.kernel_cache import Artifact, compile_kernels
 from torch_hybrid_backend.codegen.kernel_key import kernel_key
 from torch_hybrid_backend.codegen.library_probe import probe_libraries
 from torch_hybrid_backend.codegen.search import (
-    LEAST_WORK,
+    MIN_WORK,
     Candidates,
     Options,
     compiled_variant,
@@ -233,7 +233,7 @@ class KernelEngine(EngineBase):
                 result[-1].close()  # by estimate
                 continue
             key = kernel_key(kernel, self._backend.target, self._backend.compiler)
-            tuned = self._placement == "tune" and kernel.multiply_adds >= LEAST_WORK
+            tuned = self._placement == "tune" and kernel.multiply_adds >= MIN_WORK
             result.append(
                 Candidates.of(key, found, self._times(key), kernel.multiply_adds, most=_VARIANTS, tuned=tuned)
             )

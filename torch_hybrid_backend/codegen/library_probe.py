@@ -26,7 +26,7 @@ from torch_hybrid_backend.measure import Timer
 
 _log = logging.getLogger(__name__)
 
-_LEAST_GAIN = 0.1  # less would be lost in converting its operands
+_MIN_GAIN = 0.1  # less would be lost in converting its operands
 _BUDGET_S = 0.05  # for all kernels of a region together: ResNet-50's are done in that
 _ROUNDS = 3
 
@@ -48,7 +48,7 @@ def probe_libraries(options: Sequence[Options], device: Device, timer: Timer) ->
     start = time.perf_counter()
     while (left := asked.keys() - alone.keys()) and time.perf_counter() - start < _BUDGET_S:
         key = max(sorted(left), key=lost_us if alone else lambda key: known[key])
-        if alone and lost_us(key) < _LEAST_GAIN * known[key]:
+        if alone and lost_us(key) < _MIN_GAIN * known[key]:
             break
         try:
             alone[key] = operator_us(asked[key], device, timer)
@@ -67,7 +67,7 @@ def _probed(option: Options, alone_us: float, us: float | None) -> Options:
         return replace(option, untried=())
     name = option.untried[0].name
     _log.debug("%s alone takes %.1f us, the kernel %.1f us", name, alone_us, us)
-    may_win = alone_us < (1 - _LEAST_GAIN) * us
+    may_win = alone_us < (1 - _MIN_GAIN) * us
     return replace(option, times={**option.times, name + ALONE: alone_us}, untried=option.untried if may_win else ())
 
 

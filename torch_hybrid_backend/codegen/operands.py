@@ -11,7 +11,7 @@ from torch_hybrid_backend.loops.graph import LoopGraph
 from torch_hybrid_backend.loops.index import LoopVar, contiguous_strides, linear
 from torch_hybrid_backend.loops.ir import Buffer, Load, LoopOp, Map, MapOp, Value, domain_vars
 from torch_hybrid_backend.loops.layout import Strided
-from torch_hybrid_backend.sizes.size import Dim, Size, at_most
+from torch_hybrid_backend.sizes.size import Dim, Size, known_at_most
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def strided_view(value: Value, layout: Strided | None = None) -> StridedView | N
     if not all(isinstance(atom, LoopVar) for atom in by_var):
         return None
     strides = tuple(by_var.get(i.terms[0][0], 0) if i.terms else 0 for i in index)
-    if not all(at_most(0, s) for s in strides):
+    if not all(known_at_most(0, s) for s in strides):
         return None  # a flip: torch has no negative strides
     return StridedView(expr.buffer, value.shape, strides, offset.const)
 

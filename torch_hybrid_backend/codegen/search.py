@@ -25,12 +25,12 @@ from torch_hybrid_backend.errors import HybridError
 
 _log = logging.getLogger(__name__)
 
-_MOST_ROUNDS = 20
+_MAX_ROUNDS = 20
 # What a variant must gain before it takes the place of the one before it in the order of estimates: less is noise.
-_LEAST_GAIN = 0.02
+_MIN_GAIN = 0.02
 # A kernel with a smaller share of its region's multiply-adds is not worth the time to compile variants of it.
-_LEAST_SHARE = 0.01
-LEAST_WORK = 1e6  # multiply-adds: some 10 us on one core
+_MIN_SHARE = 0.01
+MIN_WORK = 1e6  # multiply-adds: some 10 us on one core
 # An alternative that takes so many times as long by estimate is not timed. Two ways whose estimates are that far apart were never the other
 # way round: the largest error of a ratio was 1.4 (docs/performance.md).
 _CONCEIVABLE_COST = 1.6
@@ -167,7 +167,7 @@ def limit(candidates: Sequence[Candidates], least: int = 4) -> None:
         left -= max(timed - 1, sum(max(1, len(v.kernels)) for v in equal[0].variants[1:]))
         if not equal[0].is_open:
             continue
-        if left < 0 or sum(each.work for each in equal) < max(_LEAST_SHARE * total, LEAST_WORK):
+        if left < 0 or sum(each.work for each in equal) < max(_MIN_SHARE * total, MIN_WORK):
             for each in equal:
                 each.close()
 
@@ -179,7 +179,7 @@ def fastest(variants: Sequence[Variant], times: Mapping[str, float]) -> Variant:
     best = variants[0]
     for other in variants[1:]:
         us, best_us = times.get(other.name), times.get(best.name, math.inf)
-        if us is not None and us < best_us * (1 - _LEAST_GAIN):
+        if us is not None and us < best_us * (1 - _MIN_GAIN):
             best = other
     return best
 
@@ -242,7 +242,7 @@ def search(
         else:
             runs.append((chosen, run))
     rounds = 2
-    while runs and len(sets) > 1 and (rounds <= least_rounds or (rounds < _MOST_ROUNDS and clock() - start < budget_s)):
+    while runs and len(sets) > 1 and (rounds <= least_rounds or (rounds < _MAX_ROUNDS and clock() - start < budget_s)):
         for chosen, run in runs:
             sample(chosen, run)
         rounds += 1

@@ -1,8 +1,8 @@
 """Numbers that several stages must agree on: what one leaves as it is because another takes it."""
 
 # No layout keeps more channels together: channels from a multiple of it on are whole blocks (AVX-512 has 16 lanes of float32).
-MOST_CHANNELS_TOGETHER = 16
+MAX_CHANNELS_TOGETHER = 16
 # Slices that a scatter writes one by one, each at the cost of a comparison for every element; with more it is left to eager.
-MOST_SCATTERED_SLICES = 4
+MAX_SCATTERED_SLICES = 4
 # Elements that kernels address: their indices are int32. A position at or beyond it (INT64_MAX is "to the end") is behind every dimension.
-MOST_ELEMENTS = (1 << 31) - 1
+MAX_ELEMENTS = (1 << 31) - 1

@@ -37,7 +37,7 @@ from torch_hybrid_backend.loops.ir import (
     parts,
 )
 from torch_hybrid_backend.loops.policy import FusionPolicy
-from torch_hybrid_backend.sizes.size import Dim, product, typical
+from torch_hybrid_backend.sizes.size import Dim, product, size_hint
 
 _ANCHORS = ((MatMulOp, "matmul"), (ConvOp, "conv"), (AttentionOp, "attention"))
 
@@ -207,7 +207,7 @@ def _join_reduce(
 
 
 def _worth_rows(group: Group, policy: FusionPolicy) -> bool:
-    rows, elements = typical(product(group.kept_shape)), typical(product(group.shape))
+    rows, elements = size_hint(product(group.kept_shape)), size_hint(product(group.shape))
     return rows >= policy.min_rows or elements <= policy.small_elements
 
 

@@ -38,7 +38,7 @@ from torch_hybrid_backend.loops.ir import (
 )
 from torch_hybrid_backend.loops.lowering import Context, lower_node
 from torch_hybrid_backend.loops.policy import FusionPolicy
-from torch_hybrid_backend.sizes.size import product, typical
+from torch_hybrid_backend.sizes.size import product, size_hint
 
 aten = torch.ops.aten
 
@@ -244,7 +244,7 @@ class _Lowerer:
         if reader.target in _WINDOWS:
             return True
         meta = reader.meta.get("val")
-        return isinstance(meta, torch.Tensor) and _elements(meta) > 2 * typical(product(value.shape))
+        return isinstance(meta, torch.Tensor) and _elements(meta) > 2 * size_hint(product(value.shape))
 
 
 def _root(value: Value) -> Value:
@@ -262,7 +262,7 @@ def _read_as(reader: torch.fx.Node) -> torch.fx.Node:
 
 def _elements(tensor: torch.Tensor) -> int:
     """How many elements a fake tensor has, or is likely to have; asking the tensor itself would install a guard on its sizes."""
-    return typical(product(map(dim, tensor.shape)))
+    return size_hint(product(map(dim, tensor.shape)))
 
 
 def _readers(node: torch.fx.Node) -> list[torch.fx.Node]:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch_hybrid_backend.sizes.size import Dim, Size, Undecided, at_most, below, divide, typical
+from torch_hybrid_backend.sizes.size import Dim, Size, UndecidedSizeError, divide, known_at_most, known_less, size_hint
 
 if TYPE_CHECKING:
     from torch_hybrid_backend.loops.ir import Expr
@@ -52,8 +52,8 @@ class FloorDiv:
         if isinstance(divisor, int) and isinstance(low, int) and isinstance(high, int):
             return low // divisor, high // divisor
         quotient, rest = divide(high, divisor)
-        above = quotient - 1 if below(rest, 0) else high // divisor
-        return (0 if at_most(0, low) else -_FAR), above
+        above = quotient - 1 if known_less(rest, 0) else high // divisor
+        return (0 if known_at_most(0, low) else -_FAR), above
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class Index:
             first, last = atom.range
             if isinstance(coefficient, int):
                 is_positive = coefficient > 0
-            elif at_most(0, coefficient):
+            elif known_at_most(0, coefficient):
                 is_positive = True
             else:
                 low, high = low - _FAR, high + _FAR
@@ -217,11 +217,11 @@ class Index:
         Then `self // divisor == coarse // (divisor // grain)`: what is below the grain, the elements of a vector, say, drops out of divisions.
         (self, 0, 1) where there is none.
         """
-        for grain in sorted({_common(c, divisor) for _, c in self.terms}, key=typical, reverse=True):
+        for grain in sorted({_common(c, divisor) for _, c in self.terms}, key=size_hint, reverse=True):
             if grain == 1:
                 continue
             coarse, fine = self._split(grain)
-            if at_most(0, fine.low) and below(fine.high, grain):
+            if known_at_most(0, fine.low) and known_less(fine.high, grain):
                 return coarse, fine, grain
         return self, as_index(0), 1
 
@@ -284,7 +284,7 @@ def _only_quotient(rest: Index, divisor: Dim) -> Dim | None:
     low, high = rest.low, rest.high
     if isinstance(divisor, int) and isinstance(low, int) and isinstance(high, int):
         return low // divisor if low // divisor == high // divisor else None
-    return 0 if at_most(0, low) and below(high, divisor) else None
+    return 0 if known_at_most(0, low) and known_less(high, divisor) else None
 
 
 def _common(coefficient: Dim, divisor: Dim) -> Dim:
@@ -357,7 +357,7 @@ def reshape_index(index: tuple[Index, ...], source: tuple[Dim, ...], target: tup
     """Where the element at `index` of a row-major tensor of shape `target` lies in shape `source` (same element count).
 
     Works group by group (runs of dimensions with equal products), so that only dimensions which really split or merge divide.
-    Raises Undecided where the counts are sizes that are not known to be equal.
+    Raises UndecidedSizeError where the counts are sizes that are not known to be equal.
     """
     result: list[Index] = []
     s = t = 0
@@ -371,14 +371,14 @@ def reshape_index(index: tuple[Index, ...], source: tuple[Dim, ...], target: tup
             right, t_end = target[t], t + 1
         while left != right:
             # Which side is to grow is a guess where sizes are symbolic; that they are equal in the end is not.
-            if typical(left) < typical(right) and s_end < len(source):
+            if size_hint(left) < size_hint(right) and s_end < len(source):
                 left, s_end = left * source[s_end], s_end + 1
             elif t_end < len(target):
                 right, t_end = right * target[t_end], t_end + 1
             elif s_end < len(source):
                 left, s_end = left * source[s_end], s_end + 1
             else:
-                raise Undecided(f"shapes {source} and {target} are not known to have as many elements")
+                raise UndecidedSizeError(f"shapes {source} and {target} are not known to have as many elements")
         offset = linear(index[t:t_end], contiguous_strides(target[t:t_end]))
         for size, stride in zip(source[s:s_end], contiguous_strides(source[s:s_end]), strict=True):
             result.append(offset // stride % size if size != 1 else as_index(0))
@@ -392,12 +392,12 @@ def compare_ranges(op: str, a: Index, b: Index) -> bool | None:
         return compare_ranges("lt" if op == "gt" else "le", b, a)
     difference = a - b
     low, high = difference.low, difference.high
-    is_below, is_above = below(high, 0), below(0, low)
+    is_below, is_above = known_less(high, 0), known_less(0, low)
     match op:
         case "lt":
-            return True if is_below else False if at_most(0, low) else None
+            return True if is_below else False if known_at_most(0, low) else None
         case "le":
-            return True if at_most(high, 0) else False if is_above else None
+            return True if known_at_most(high, 0) else False if is_above else None
         case "eq":
             return True if low == high == 0 else False if is_below or is_above else None
     equal = compare_ranges("eq", a, b)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from torch_hybrid_backend.loops.index import Index, LoopVar
 from torch_hybrid_backend.loops.ir import Buffer, Expr
 from torch_hybrid_backend.loops.layout import Layout
-from torch_hybrid_backend.sizes.size import Dim, Size, Symbol, symbols, typical
+from torch_hybrid_backend.sizes.size import Dim, Size, Symbol, size_hint, symbols
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,7 +106,7 @@ class MatMulKernel(Kernel):
 
     @property
     def multiply_adds(self) -> float:
-        return _points(self.domain) * typical(self.k.extent)
+        return _points(self.domain) * size_hint(self.k.extent)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,7 +152,7 @@ class AttentionKernel(Kernel):
 
 
 def _points(variables: tuple[LoopVar, ...]) -> float:
-    return math.prod(float(typical(variable.extent)) for variable in variables)
+    return math.prod(float(size_hint(variable.extent)) for variable in variables)
 
 
 def kernel_sizes(kernel: Kernel) -> list[Symbol]:

@@ -41,7 +41,7 @@ from torch_hybrid_backend.loops.ir import (
     domain_vars,
 )
 from torch_hybrid_backend.loops.ops import cast, const
-from torch_hybrid_backend.sizes.size import Dim, Size, Undecided
+from torch_hybrid_backend.sizes.size import Dim, Size, UndecidedSizeError
 
 DTYPES = frozenset(
     "float32 float64 bfloat16 float16 int64 int32 int16 int8 uint8 bool".split()
@@ -259,7 +259,7 @@ def lower_node(ctx: Context, node: torch.fx.Node, values: Mapping[torch.fx.Node,
     kwargs = {k: tree_map(argument, v, is_leaf=lambda i: isinstance(i, torch.fx.Node)) for k, v in node.kwargs.items()}
     try:
         return lowering(ctx, *args, **kwargs)
-    except Undecided as undecided:
+    except UndecidedSizeError as undecided:
         raise Refuse(Reason.SYMBOLIC_SHAPE, f"{node.target}: {undecided}") from undecided
 
 
@@ -300,7 +300,7 @@ def supports(node: torch.fx.Node) -> Verdict:
                     value.at(domain_vars(value.shape))
     except Refuse as refuse:
         return refuse.refused
-    except Undecided as undecided:
+    except UndecidedSizeError as undecided:
         return Refused(Reason.SYMBOLIC_SHAPE, f"{node.target}: {undecided}")
     return Supported()
 

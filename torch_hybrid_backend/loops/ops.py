@@ -14,7 +14,7 @@ import struct
 
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import INDEX_DTYPE, Call, Const, Expr, FromIndex, Load
-from torch_hybrid_backend.sizes.size import Dim, Size, at_most, below
+from torch_hybrid_backend.sizes.size import Dim, Size, known_at_most, known_less
 
 FLOAT_UNARY = frozenset(
     "exp exp2 expm1 log log2 log10 log1p sqrt rsqrt sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh "
@@ -103,20 +103,20 @@ def _fold_index(op: str, x: Expr, y: Expr) -> Expr | None:
         return from_index(a + b if op == "add" else a - b)
     if op == "mul" and (a.is_const or b.is_const):
         return from_index(a * b.const if b.is_const else b * a.const)
-    if op in ("floordiv", "mod") and b.is_const and below(0, b.const):
+    if op in ("floordiv", "mod") and b.is_const and known_less(0, b.const):
         return from_index(a // b.const if op == "floordiv" else a % b.const)
-    if op in ("min", "max") and (at_most(a.high, b.low) or at_most(b.high, a.low)):
-        return x if at_most(a.high, b.low) == (op == "min") else y
+    if op in ("min", "max") and (known_at_most(a.high, b.low) or known_at_most(b.high, a.low)):
+        return x if known_at_most(a.high, b.low) == (op == "min") else y
     if op not in COMPARE:
         return None
     # Each comparison by where it certainly holds and where it certainly fails.
-    less, greater = below(a.high, b.low), below(b.high, a.low)
+    less, greater = known_less(a.high, b.low), known_less(b.high, a.low)
     equal = a == b
     verdicts = {
-        "lt": (less, equal or at_most(b.high, a.low)),
-        "le": (equal or at_most(a.high, b.low), greater),
-        "gt": (greater, equal or at_most(a.high, b.low)),
-        "ge": (equal or at_most(b.high, a.low), less),
+        "lt": (less, equal or known_at_most(b.high, a.low)),
+        "le": (equal or known_at_most(a.high, b.low), greater),
+        "gt": (greater, equal or known_at_most(a.high, b.low)),
+        "ge": (equal or known_at_most(b.high, a.low), less),
         "eq": (equal, less or greater),
         "ne": (less or greater, equal),
     }
@@ -209,8 +209,8 @@ def logical_and(a: Expr, b: Expr) -> Expr:
 def index_in(index: Index, low: Dim, high: Dim) -> Expr:
     """Whether `low <= index < high`, folded where the index's range decides."""
     result: Expr = Const("bool", True)
-    if not at_most(low, index.low):
+    if not known_at_most(low, index.low):
         result = logical_and(result, call("ge", from_index(index), from_index(low)))
-    if not below(index.high, high):
+    if not known_less(index.high, high):
         result = logical_and(result, call("lt", from_index(index), from_index(high)))
     return result

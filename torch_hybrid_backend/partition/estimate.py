@@ -23,7 +23,7 @@ from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.graph.schema import is_item, is_view
 from torch_hybrid_backend.partition.flops import node_flops
-from torch_hybrid_backend.sizes.size import typical
+from torch_hybrid_backend.sizes.size import size_hint
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def copy_us(read: TensorSpec, written: TensorSpec, on: Roofline) -> float:
 
 def _spec_bytes(spec: TensorSpec) -> int:
     sizes = zip(spec.shape, spec.strides, strict=True)
-    return spec.torch_dtype.itemsize * math.prod(typical(size) for size, stride in sizes if stride != 0)
+    return spec.torch_dtype.itemsize * math.prod(size_hint(size) for size, stride in sizes if stride != 0)
 
 
 def _operators(region: Region) -> list[torch.fx.Node]:

@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from torch_hybrid_backend.core.region import RegionInput
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
-from torch_hybrid_backend.sizes.size import typical
+from torch_hybrid_backend.sizes.size import size_hint
 
 
 def region_key(graph_module: torch.fx.GraphModule, inputs: Sequence[RegionInput]) -> str:
@@ -27,7 +27,7 @@ def region_key(graph_module: torch.fx.GraphModule, inputs: Sequence[RegionInput]
         digest.update(f"{region_input.spec!r}{region_input.is_constant}".encode())
         if region_input.spec is not None and not region_input.spec.is_static:
             # What was measured at a length of 8 says little of one of 512.
-            digest.update(repr([typical(size).bit_length() for size in region_input.spec.shape]).encode())
+            digest.update(repr([size_hint(size).bit_length() for size in region_input.spec.shape]).encode())
     _add_graph(digest, graph_module)
     return digest.hexdigest()
 

@@ -1,11 +1,11 @@
 """What plans make of parameters, made once while several plans are tried on the same ones.
 
 The first call runs a region as every variant of its kernels, then as the winner, then in the plan of the whole graph: each packs the
-region's weights. Inside `with MadeOnce():` this thread packs and folds what is the same only once, and all of them share it:
+region's weights. Inside `with ConstantPool():` this thread packs and folds what is the same only once, and all of them share it:
 
-    with MadeOnce() as once:
+    with ConstantPool() as once:
         ...                 # plans are built and called
-        once.let_go()       # from here on the plans that still live keep what they read, nothing else does
+        once.release_unused()       # from here on the plans that still live keep what they read, nothing else does
 
 Outside of it every plan makes its own, when its parameters change.
 """
@@ -23,7 +23,7 @@ import torch
 from torch_hybrid_backend.runtime.native.ops import Guard, GuardKind
 
 # By weak reference: where an interrupt keeps `__exit__` from its work, sharing ends with the one who shared.
-_active: ContextVar[weakref.ref[MadeOnce] | None] = ContextVar("torch_hybrid_backend_made_once", default=None)
+_active: ContextVar[weakref.ref[ConstantPool] | None] = ContextVar("torch_hybrid_backend_constant_pool", default=None)
 
 Make = Callable[[], list[torch.Tensor]]
 
@@ -38,16 +38,16 @@ class _Entry:
     made: tuple[weakref.ref[torch.Tensor], ...]
 
 
-class MadeOnce:
+class ConstantPool:
     """Shares what is made of the same tensors in the same way. One thread at a time; others do not see it."""
 
     def __init__(self) -> None:
         self._entries: dict[Hashable, _Entry] = {}
         self._held: list[torch.Tensor] = []
         self._lasting: list[torch.Tensor] = []
-        self._token: Token[weakref.ref[MadeOnce] | None] | None = None
+        self._token: Token[weakref.ref[ConstantPool] | None] | None = None
 
-    def __enter__(self) -> MadeOnce:
+    def __enter__(self) -> ConstantPool:
         self._token = _active.set(weakref.ref(self))
         return self
 
@@ -60,7 +60,7 @@ class MadeOnce:
         self._held.clear()
         self._lasting.clear()
 
-    def let_go(self) -> None:
+    def release_unused(self) -> None:
         """What was made, but for what is `lasting`, lives from now on only as long as something else keeps it."""
         self._held.clear()
 
@@ -83,21 +83,19 @@ class MadeOnce:
         return made
 
 
-def made_once(
-    how: Hashable, sources: Sequence[torch.Tensor], make: Make, *, lasting: bool = False
-) -> list[torch.Tensor]:
-    """`make()`, shared inside `with MadeOnce()`: see `MadeOnce.get`. `lasting`: kept until its end."""
+def pooled(how: Hashable, sources: Sequence[torch.Tensor], make: Make, *, lasting: bool = False) -> list[torch.Tensor]:
+    """`make()`, shared inside `with ConstantPool()`: see `ConstantPool.get`. `lasting`: kept until its end."""
     reference = _active.get()
     active = reference() if reference is not None else None
     return make() if active is None else active.get(how, sources, make, lasting=lasting)
 
 
-def let_go() -> None:
-    """`MadeOnce.let_go` of the block that this thread is in, if it is in one."""
+def release_unused() -> None:
+    """`ConstantPool.let_go` of the block that this thread is in, if it is in one."""
     reference = _active.get()
     active = reference() if reference is not None else None
     if active is not None:
-        active.let_go()
+        active.release_unused()
 
 
 def _same(entry: _Entry, sources: Sequence[torch.Tensor]) -> bool:

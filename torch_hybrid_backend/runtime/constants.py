@@ -23,7 +23,7 @@ import torch
 
 from torch_hybrid_backend.core.hoisted_inputs import CallInput, FoldedValue, HoistedInputs
 from torch_hybrid_backend.errors import HybridError
-from torch_hybrid_backend.runtime.constant_pool import made_once
+from torch_hybrid_backend.runtime.constant_pool import pooled
 from torch_hybrid_backend.runtime.native.ops import CALLS_PER_ROUND, Guard
 from torch_hybrid_backend.runtime.native.tensor_states import snapshot
 
@@ -259,7 +259,7 @@ def run_fold(hoisted: HoistedInputs, fold: Fold | None, inputs: Sequence[Any]) -
         return []
     constants = [inputs[position].detach() for position in hoisted.fold]
     with torch.no_grad():
-        return made_once(hoisted, constants, lambda: list(fold(constants)), lasting=True)
+        return pooled(hoisted, constants, lambda: list(fold(constants)), lasting=True)
 
 
 def without_owning(

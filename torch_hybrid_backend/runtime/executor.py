@@ -19,7 +19,7 @@ from torch_hybrid_backend.core.hoisted_inputs import CallInput, FoldedValue, Hoi
 from torch_hybrid_backend.core.region import PartitionedGraph
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import HybridError
-from torch_hybrid_backend.runtime.constant_pool import made_once
+from torch_hybrid_backend.runtime.constant_pool import pooled
 from torch_hybrid_backend.runtime.constants import (
     Fold,
     LiveConstants,
@@ -36,7 +36,7 @@ from torch_hybrid_backend.sizes.size import Dim
 CompiledSegment = CompiledRegion | Callable[[Sequence[Any]], Sequence[Any]]
 
 # Another thread may change the parameters between a repack and the run; that cannot go on for ever.
-_MOST_REBINDS = 16
+_MAX_REBINDS = 16
 
 
 def build_executor(
@@ -157,7 +157,7 @@ class Executor:
 
     def _call(self, inputs: Sequence[Any]) -> list[Any]:
         bound = self._constants.get(inputs)
-        for _ in range(_MOST_REBINDS):
+        for _ in range(_MAX_REBINDS):
             outputs = self._plan.run(bound.binding(self._plan), self._plan_inputs(bound, inputs))
             if outputs is not None:
                 return (
@@ -253,7 +253,7 @@ def _slot_tensor(slot: ConstantSlot, tensors: Sequence[torch.Tensor]) -> torch.T
     spec = slot.spec
     if slot.pack is not None:
         pack = slot.pack
-        [packed] = made_once(pack, tensors, lambda: [pack(*tensors)])
+        [packed] = pooled(pack, tensors, lambda: [pack(*tensors)])
         if packed.layout is torch._mkldnn:  # type: ignore[attr-defined]
             return packed  # only operators read it, and only they know how it lies
         form = (packed.numel(), packed.dtype, TensorSpec.of(packed).device)

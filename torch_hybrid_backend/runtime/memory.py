@@ -22,7 +22,7 @@ ALIGNMENT = 64
 _DEVICE_ALIGNMENT = 256
 
 # Orders tried where the first misses the bound, and pairs of buffers looked at for it: some 0.1 s.
-_MOST_ORDERS, _MOST_PAIRS = 64, 500_000
+_MAX_ORDERS, _MAX_PAIRS = 64, 500_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def plan_arena(ranges: Sequence[LiveRange], alignment: int = ALIGNMENT) -> Arena
     buffers = [i for i in range(len(ranges)) if sizes[i]]
     together = _alive_together(ranges, buffers)
     least = _most_alive(ranges, sizes)
-    most_orders = max(2, min(_MOST_ORDERS, _MOST_PAIRS // (1 + sum(map(len, together.values())))))
+    most_orders = max(2, min(_MAX_ORDERS, _MAX_PAIRS // (1 + sum(map(len, together.values())))))
 
     def place(order: Sequence[int]) -> ArenaLayout:
         offsets: dict[int, int] = {}

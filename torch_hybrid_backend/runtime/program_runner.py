@@ -13,7 +13,7 @@ import torch
 
 from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
-from torch_hybrid_backend.runtime.constant_pool import let_go
+from torch_hybrid_backend.runtime.constant_pool import release_unused
 from torch_hybrid_backend.runtime.executor import Executor
 from torch_hybrid_backend.runtime.native.ops import give_back_freed_memory
 from torch_hybrid_backend.runtime.plan_layout import Piece
@@ -87,7 +87,7 @@ class ProgramRunner:
         if held is None:
             return  # nothing to free, and the runtime may not even be there
         del held
-        let_go()  # else a variant that lost would keep its weights until the region is placed
+        release_unused()  # else a variant that lost would keep its weights until the region is placed
         give_back_freed_memory()
 
     def _build(self, program: Program) -> Executor:

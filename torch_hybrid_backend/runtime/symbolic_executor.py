@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from torch_hybrid_backend.core.hoisted_inputs import CallInput, HoistedInputs
-from torch_hybrid_backend.core.limits import MOST_ELEMENTS
+from torch_hybrid_backend.core.limits import MAX_ELEMENTS
 from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.region import PartitionedGraph, Segment
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
@@ -30,7 +30,7 @@ from torch_hybrid_backend.sizes.size import Dim, evaluate, symbols
 log = logging.getLogger(__name__)
 
 # Plans kept: as many, and as long as their arenas together hold no more than this.
-MOST_PLANS, MOST_ARENA_BYTES = 64, 256 << 20
+MAX_PLANS, MAX_ARENA_BYTES = 64, 256 << 20
 
 Run = Callable[[Sequence[Any]], list[Any]]
 
@@ -116,7 +116,7 @@ class SymbolicExecutor:
             eager = [segment.region.eager for segment in self._graph.segments]
             run = PythonExecutor(self._graph, eager, self._hoisted, self._fold, self._titles)
         self._plans[sizes] = run
-        while len(self._plans) > 1 and (len(self._plans) > MOST_PLANS or self._arena_bytes() > MOST_ARENA_BYTES):
+        while len(self._plans) > 1 and (len(self._plans) > MAX_PLANS or self._arena_bytes() > MAX_ARENA_BYTES):
             _, oldest = self._plans.popitem(last=False)
             if isinstance(oldest, Executor):
                 oldest.retire()
@@ -144,8 +144,8 @@ def concrete_program(program: Program, values: Mapping[str, int]) -> Program:
     """The program at given sizes. Raises StaticLayoutError for tensors of more elements than its kernels can address."""
     concrete = program.at(values)
     for spec in concrete.buffers:
-        if spec.span > MOST_ELEMENTS:
-            raise StaticLayoutError(f"a tensor of {spec.span} elements is more than kernels address ({MOST_ELEMENTS})")
+        if spec.span > MAX_ELEMENTS:
+            raise StaticLayoutError(f"a tensor of {spec.span} elements is more than kernels address ({MAX_ELEMENTS})")
     return concrete
 
 

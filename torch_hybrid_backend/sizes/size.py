@@ -3,11 +3,11 @@
 A size is a polynomial over atoms with integer coefficients. An atom is a symbol (`s0`: never negative), or a quotient, a
 remainder, a maximum or a minimum of other sizes. What is constant is a plain `int`: a `Size` always depends on some symbol.
 
-Comparisons answer only what holds for every value of the symbols, and raise `Undecided` otherwise; `==` compares the polynomials, so that
-equal means equal at every value (and unequal means: not equal at every value).
+Comparisons answer only what holds for every value of the symbols, and raise `UndecidedSizeError` otherwise. `==` compares the polynomials:
+equal means equal at every value, and unequal means not equal at every value.
 
     >>> s = symbol("s0", 7)
-    >>> (s * 4 + 8) // 4, (s * 4) % 4, typical(s * 12), s + 1 > 0
+    >>> (s * 4 + 8) // 4, (s * 4) % 4, size_hint(s * 12), s + 1 > 0
     (s0 + 2, 0, 84, True)
 """
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-class Undecided(Exception):
+class UndecidedSizeError(Exception):
     """A question about a size whose answer depends on the values of its symbols."""
 
 
@@ -90,7 +90,7 @@ class Size:
 
     def __floordiv__(self, other: Dim) -> Dim:
         quotient, rest = divide(self, other)
-        if rest == 0 or (at_most(0, rest) and below(rest, other)):
+        if rest == 0 or (known_at_most(0, rest) and known_less(rest, other)):
             return quotient
         return quotient + _atom(Function("floordiv", rest, other))
 
@@ -99,7 +99,7 @@ class Size:
 
     def __mod__(self, other: Dim) -> Dim:
         _, rest = divide(self, other)
-        if rest == 0 or (at_most(0, rest) and below(rest, other)):
+        if rest == 0 or (known_at_most(0, rest) and known_less(rest, other)):
             return rest
         return _atom(Function("mod", rest, other))
 
@@ -127,20 +127,20 @@ class Size:
         return _compare(other, self, strict=False)
 
     def __bool__(self) -> bool:
-        if low(self) > 0 or below(self, 0):
+        if lower_bound(self) > 0 or known_less(self, 0):
             return True
-        raise Undecided(f"whether {self} is zero is only known at run time")
+        raise UndecidedSizeError(f"whether {self} is zero is only known at run time")
 
     def __int__(self) -> int:
-        raise Undecided(f"{self} is only known at run time")
+        raise UndecidedSizeError(f"{self} is only known at run time")
 
     __index__ = __int__
 
     def __float__(self) -> float:
-        raise Undecided(f"{self} is only known at run time")
+        raise UndecidedSizeError(f"{self} is only known at run time")
 
     def __truediv__(self, other: object) -> float:
-        raise Undecided(f"{self} / {other} is only known at run time")
+        raise UndecidedSizeError(f"{self} / {other} is only known at run time")
 
     __rtruediv__ = __pow__ = __rpow__ = __truediv__
 
@@ -170,9 +170,9 @@ def function(name: str, left: Dim, right: Dim) -> Dim:
         return left // right
     if name == "mod":
         return left % right
-    if left == right or at_most(right, left):
+    if left == right or known_at_most(right, left):
         return left if name == "max" else right
-    if at_most(left, right):
+    if known_at_most(left, right):
         return right if name == "max" else left
     return _atom(Function(name, left, right))
 
@@ -182,13 +182,13 @@ def evaluate(size: Dim, values: Mapping[str, int]) -> int:
     return _evaluate(size, lambda s: values[s.name])
 
 
-def typical(size: Dim) -> int:
+def size_hint(size: Dim) -> int:
     """A likely value: what it was for the example inputs. For choices that cost time, never for right or wrong."""
     return _evaluate(size, lambda s: s.hint)
 
 
-def known(size: Dim) -> int:
-    """The size where it is a number; raises Undecided where it is only known at run time."""
+def known_int(size: Dim) -> int:
+    """The size where it is a number; raises UndecidedSizeError where it is only known at run time."""
     return size if isinstance(size, int) else int(size)
 
 
@@ -202,19 +202,19 @@ def symbols(sizes: Iterable[Dim]) -> list[Symbol]:
     return list(found)
 
 
-def low(size: Dim) -> int:
+def lower_bound(size: Dim) -> int:
     """A number the size is never below, as far as its form tells."""
     return size if isinstance(size, int) else _lower_bound(size)
 
 
-def below(a: Dim, b: Dim) -> bool:
+def known_less(a: Dim, b: Dim) -> bool:
     """Whether a < b is known to hold, whatever the symbols' values."""
-    return a < b if isinstance(a, int) and isinstance(b, int) else low(b - a) >= 1
+    return a < b if isinstance(a, int) and isinstance(b, int) else lower_bound(b - a) >= 1
 
 
-def at_most(a: Dim, b: Dim) -> bool:
+def known_at_most(a: Dim, b: Dim) -> bool:
     """Whether a <= b is known to hold, whatever the symbols' values."""
-    return a <= b if isinstance(a, int) and isinstance(b, int) else low(b - a) >= 0
+    return a <= b if isinstance(a, int) and isinstance(b, int) else lower_bound(b - a) >= 0
 
 
 def product(sizes: Iterable[Dim]) -> Dim:
@@ -343,11 +343,11 @@ def _compare(a: Dim, b: Dim, *, strict: bool) -> bool:
     if not isinstance(a, int | Size) or not isinstance(b, int | Size):
         raise TypeError(f"a size is compared with a {type(b if isinstance(a, Size) else a).__name__}")
     difference, opposite = b - a, a - b
-    if low(difference) >= (1 if strict else 0):
+    if lower_bound(difference) >= (1 if strict else 0):
         return True
-    if low(opposite) >= (0 if strict else 1):
+    if lower_bound(opposite) >= (0 if strict else 1):
         return False
-    raise Undecided(f"whether {a} {'<' if strict else '<='} {b} is only known at run time")
+    raise UndecidedSizeError(f"whether {a} {'<' if strict else '<='} {b} is only known at run time")
 
 
 def _hints(atom: Atom) -> tuple[int, ...]:
@@ -359,7 +359,7 @@ def _hints(atom: Atom) -> tuple[int, ...]:
 def _atom_low(atom: Atom) -> int:
     if isinstance(atom, Symbol):
         return 0
-    left, right = low(atom.left), low(atom.right)
+    left, right = lower_bound(atom.left), lower_bound(atom.right)
     if atom.name == "max":
         return max(left, right)
     if atom.name == "min":

@@ -28,8 +28,8 @@ DRAWN = tuple(
     resnetv2_34 coat_mini efficientformer_l3 deit_tiny_distilled_patch16_224
     """.split()
 )
-_MOST_PARAMETERS = 40e6
-_MOST_SIDE = 256
+_MAX_PARAMETERS = 40e6
+_MAX_SIDE = 256
 
 
 def draw(seed: int) -> tuple[str, ...]:
@@ -58,7 +58,7 @@ def _is_small(timm: Any, name: str) -> bool:
         except (RuntimeError, NotImplementedError):  # made from numbers, which a tensor without storage does not have
             return False
     side = max(model.default_cfg["input_size"][1:])
-    return side <= _MOST_SIDE and sum(parameter.numel() for parameter in model.parameters()) <= _MOST_PARAMETERS
+    return side <= _MAX_SIDE and sum(parameter.numel() for parameter in model.parameters()) <= _MAX_PARAMETERS
 
 
 _REASONS = {

@@ -22,7 +22,7 @@ from torch.fx import Node
 
 _NAMESPACES = ("aten", "prims")
 _OPS = ("placeholder", "get_attr", "call_function", "output")
-_MOST_CONSTANT_BYTES = 1 << 16  # of all lifted constants: they are small tables in the user's code
+_MAX_CONSTANT_BYTES = 1 << 16  # of all lifted constants: they are small tables in the user's code
 _SINGLETONS: dict[type, str] = {torch.dtype: "dtype", torch.memory_format: "memory_format", torch.layout: "layout"}
 
 
@@ -81,7 +81,7 @@ class _Writer:
         if not tensor.is_contiguous() or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             raise NotTextError(f"the constant {name} in an unusual form")
         self._constant_bytes += tensor.nbytes
-        if self._constant_bytes > _MOST_CONSTANT_BYTES:
+        if self._constant_bytes > _MAX_CONSTANT_BYTES:
             raise NotTextError(f"constants of {self._constant_bytes} bytes")
         data = bytes(tensor.detach().reshape(-1).view(torch.uint8).tolist()) if tensor.numel() else b""
         self.constants[name] = [_name(tensor.dtype), list(tensor.shape), base64.b64encode(data).decode()]

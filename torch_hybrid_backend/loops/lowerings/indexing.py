@@ -29,7 +29,7 @@ from torch_hybrid_backend.loops.ops import (
     sub,
     where,
 )
-from torch_hybrid_backend.sizes.size import Dim, at_most, below
+from torch_hybrid_backend.sizes.size import Dim, known_at_most, known_less
 
 aten = torch.ops.aten
 
@@ -50,7 +50,7 @@ def bounded(scalar: Expr, size: Dim, wrap: bool) -> Index:
 
 
 def _lies_in(index: Index, size: Dim) -> bool:
-    return at_most(0, index.low) and below(index.high, size)
+    return known_at_most(0, index.low) and known_less(index.high, size)
 
 
 def replaced(index: tuple[Index, ...], dim: int, by: Index) -> tuple[Index, ...]:
@@ -176,9 +176,9 @@ def _joined(
         if high - low == 1:
             return round_to(read(parts[low], place, starts[low]), dtype)
         middle = (low + high) // 2
-        if below(place[d].high, starts[middle]):
+        if known_less(place[d].high, starts[middle]):
             return choose(place, low, middle)
-        if at_most(starts[middle], place[d].low):
+        if known_at_most(starts[middle], place[d].low):
             return choose(place, middle, high)
         before = call("lt", from_index(place[d]), from_index(starts[middle]))
         # `guard` keeps only its inside from being evaluated elsewhere: both halves need one.

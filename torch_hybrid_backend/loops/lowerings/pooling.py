@@ -39,7 +39,7 @@ from torch_hybrid_backend.loops.ops import (
     sub,
     where,
 )
-from torch_hybrid_backend.sizes.size import known
+from torch_hybrid_backend.sizes.size import known_int
 
 aten = torch.ops.aten
 
@@ -129,7 +129,7 @@ def avg_pool(
     strides = strides_of(stride, kernel)
     paddings = per_dimension(padding, rank)
     lead = len(x.shape) - rank
-    spatial, outs = tuple(map(known, x.shape[lead:])), tuple(map(known, ctx.shape[lead:]))
+    spatial, outs = tuple(map(known_int, x.shape[lead:])), tuple(map(known_int, ctx.shape[lead:]))
     dtype = compute_dtype(x.dtype)
 
     # A single window is no larger than the image: some models average all of it by naming an enormous kernel.
@@ -177,7 +177,7 @@ def adaptive_avg_pool1d(ctx: Context, x: Value, output_size: Sequence[int]) -> V
 def _adaptive(ctx: Context, x: Value, rank: int, combiner: str) -> Value:
     """Windows from floor(o * n / m) to ceil((o + 1) * n / m); of one size where m divides n."""
     lead = len(x.shape) - rank
-    spatial, outs = tuple(map(known, x.shape[lead:])), tuple(map(known, ctx.shape[lead:]))
+    spatial, outs = tuple(map(known_int, x.shape[lead:])), tuple(map(known_int, ctx.shape[lead:]))
     kernel = tuple(max(_end(o, n, m) - o * n // m for o in range(m)) for n, m in zip(spatial, outs, strict=True))
     dtype = compute_dtype(x.dtype)
     neutral = const(0 if combiner == "sum" else lowest(x.dtype), dtype)
@@ -256,7 +256,7 @@ def _scale(n: int, m: int, scale: float | None) -> float:
 def _nearest(ctx: Context, x: Value, scales: Sequence[float | None], shift: float) -> Value:
     rank = len(x.shape) - 2
     factors = [*scales, *[None] * (rank - len(scales))]
-    sizes, outs = tuple(map(known, x.shape[2:])), tuple(map(known, ctx.shape[2:]))
+    sizes, outs = tuple(map(known_int, x.shape[2:])), tuple(map(known_int, ctx.shape[2:]))
 
     def source(o: Index, n: int, m: int, factor: float | None) -> Index:
         if n == m and factor in (None, 1.0):
@@ -303,7 +303,7 @@ def _linear(ctx: Context, x: Value, align_corners: bool, scales: Sequence[float 
     dtype, rank = compute_dtype(x.dtype), len(x.shape) - 2
     factors = [*scales, *[None] * (rank - len(scales))]
 
-    sizes, outs = tuple(map(known, x.shape[2:])), tuple(map(known, ctx.shape[2:]))
+    sizes, outs = tuple(map(known_int, x.shape[2:])), tuple(map(known_int, ctx.shape[2:]))
 
     def neighbours(o: Index, n: int, m: int, factor: float | None) -> list[tuple[Index, Expr]]:
         """Two source positions and their weights."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from torch_hybrid_backend.core.device import CPU
-from torch_hybrid_backend.core.limits import MOST_SCATTERED_SLICES
+from torch_hybrid_backend.core.limits import MAX_SCATTERED_SLICES
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import Expr, Map, Value, compute_dtype
@@ -20,7 +20,7 @@ from torch_hybrid_backend.loops.lowering import Context, Refuse, broadcast, lowe
 from torch_hybrid_backend.loops.lowerings.arithmetic import lit
 from torch_hybrid_backend.loops.lowerings.views import axis
 from torch_hybrid_backend.loops.ops import add, call, cast, const, from_index, guard, index_in, logical_and, where
-from torch_hybrid_backend.sizes.size import Dim, known
+from torch_hybrid_backend.sizes.size import Dim, known_int
 
 aten = torch.ops.aten
 
@@ -124,6 +124,6 @@ def diagonal_scatter(ctx: Context, x: Value, source: Value, offset: int = 0, dim
 
 
 def _check(count: Dim) -> None:
-    count = known(count)
-    if count > MOST_SCATTERED_SLICES:
-        raise Refuse(Reason.ARGUMENT, f"writing {count} slices, more than {MOST_SCATTERED_SLICES}, is left to eager")
+    count = known_int(count)
+    if count > MAX_SCATTERED_SLICES:
+        raise Refuse(Reason.ARGUMENT, f"writing {count} slices, more than {MAX_SCATTERED_SLICES}, is left to eager")

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from torch_hybrid_backend.core.limits import MOST_ELEMENTS
+from torch_hybrid_backend.core.limits import MAX_ELEMENTS
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.index import Index, as_index, linear, reshape_index
 from torch_hybrid_backend.loops.ir import Value
 from torch_hybrid_backend.loops.lowering import Context, Refuse, lowers, reindex
-from torch_hybrid_backend.sizes.size import Dim, Size, at_most, function, known
+from torch_hybrid_backend.sizes.size import Dim, Size, function, known_at_most, known_int
 
 aten = torch.ops.aten
 
@@ -87,18 +87,18 @@ def selected(value: Value, dim: int, position: Dim) -> Value:
 def slice_bounds(size: Dim, start: Dim | None, end: Dim | None) -> tuple[Dim, Dim]:
     """A slice's first position and the one behind its last, as Python clips them."""
     if not any(isinstance(bound, Size) for bound in (size, start, end)):
-        first, last, _ = slice(start, end).indices(known(size))
+        first, last, _ = slice(start, end).indices(known_int(size))
         return first, max(first, last)
     begin = 0 if start is None else _clipped(start, size)
     return begin, function("max", begin, size if end is None else _clipped(end, size))
 
 
 def _clipped(position: Dim, size: Dim) -> Dim:
-    if isinstance(position, int) and abs(position) >= MOST_ELEMENTS:  # no number for a kernel, and none is needed
+    if isinstance(position, int) and abs(position) >= MAX_ELEMENTS:  # no number for a kernel, and none is needed
         return size if position > 0 else 0
     if isinstance(position, int) and position < 0:
         return function("max", size + position, 0)
-    if at_most(0, position):
+    if known_at_most(0, position):
         return function("min", position, size)
     raise Refuse(
         Reason.SYMBOLIC_SHAPE, f"whether {position} counts from the front or the end is only known at run time"
@@ -175,7 +175,7 @@ def wrapped(index: Dim, size: Dim) -> Dim:
     """A position in a dimension, counted from the front; numbers below zero count from the end."""
     if isinstance(index, int):
         return index if index >= 0 else index + size
-    if at_most(0, index):
+    if known_at_most(0, index):
         return index
     raise Refuse(Reason.SYMBOLIC_SHAPE, f"whether {index} counts from the front or the end is only known at run time")
 

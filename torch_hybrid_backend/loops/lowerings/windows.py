@@ -28,7 +28,7 @@ from torch_hybrid_backend.loops.ops import (
     mul,
     sub,
 )
-from torch_hybrid_backend.sizes.size import Dim, at_most, known, product, typical
+from torch_hybrid_backend.sizes.size import Dim, known_at_most, known_int, product, size_hint
 
 aten = torch.ops.aten
 
@@ -37,7 +37,7 @@ PerDimension = int | Sequence[int]
 
 # Pixels up to which asking every window that covers one, for its maximum's place, is cheaper than a region of its own for eager,
 # which visits each window once: 13 cycles a pixel against 3 (3x3 windows, stride 2, of 32 x 64 x 32 x 32).
-_MOST_GATHERED = 65_536
+_MAX_GATHERED = 65_536
 
 
 def pooled_dimensions(ctx: Context) -> int:
@@ -62,8 +62,8 @@ def window_size(window: Index, k: int, s: int, p: int, n: int, count_include_pad
 
 
 def _least(index: Index, bound: int) -> Expr:
-    if at_most(index.high, bound) or at_most(bound, index.low):
-        return from_index(index if at_most(index.high, bound) else bound)
+    if known_at_most(index.high, bound) or known_at_most(bound, index.low):
+        return from_index(index if known_at_most(index.high, bound) else bound)
     return call("min", from_index(index), from_index(bound))
 
 
@@ -74,8 +74,8 @@ def _least_scalar(scalar: Expr, bound: int) -> Expr:
 
 
 def _most(index: Index, bound: int) -> Expr:
-    if at_most(bound, index.low) or at_most(index.high, bound):
-        return from_index(index if at_most(bound, index.low) else bound)
+    if known_at_most(bound, index.low) or known_at_most(index.high, bound):
+        return from_index(index if known_at_most(bound, index.low) else bound)
     return call("max", from_index(index), from_index(bound))
 
 
@@ -99,7 +99,7 @@ def im2col(
     """(*lead, C, H, W) -> (*lead, C * kernel, windows): the pixels of every window, zeros outside the image."""
     kernel, dilations = per_dimension(kernel_size, 2), per_dimension(dilation, 2)
     paddings, strides = per_dimension(padding, 2), per_dimension(stride, 2)
-    spatial = tuple(map(known, x.shape[-2:]))
+    spatial = tuple(map(known_int, x.shape[-2:]))
     columns = _windows(spatial, kernel, dilations, paddings, strides)[1]
     zero = const(0, compute_dtype(x.dtype))
 
@@ -128,7 +128,7 @@ def col2im(
     """(*lead, C * kernel, windows) -> (*lead, C, H, W): each pixel is the sum of its copies in all windows."""
     kernel, dilations = per_dimension(kernel_size, 2), per_dimension(dilation, 2)
     paddings, strides = per_dimension(padding, 2), per_dimension(stride, 2)
-    counts = _windows(tuple(map(known, ctx.shape[-2:])), kernel, dilations, paddings, strides)
+    counts = _windows(tuple(map(known_int, ctx.shape[-2:])), kernel, dilations, paddings, strides)
     zero = const(0, compute_dtype(x.dtype))
 
     def body(index: tuple[Index, ...]) -> Expr:
@@ -181,7 +181,7 @@ def max_pool_backward(
     lead, spatial, outs = len(x.shape) - rank, x.shape[len(x.shape) - rank :], grad.shape[len(x.shape) - rank :]
     # So many windows in a row cover a pixel at most; the last of them begins at or before it.
     covering = tuple(-(-((k - 1) * d + 1) // s) for k, s, d in zip(kernel, strides, dilations, strict=True))
-    if math.prod(covering) > 1 and typical(product(x.shape)) > _MOST_GATHERED:
+    if math.prod(covering) > 1 and size_hint(product(x.shape)) > _MAX_GATHERED:
         raise Refuse(
             Reason.ARGUMENT, "the gradient of a large maximum pooling with overlapping windows is left to eager"
         )
@@ -219,7 +219,7 @@ def avg_pool_backward(
     strides = strides_of(stride, kernel)
     paddings = per_dimension(padding, rank)
     lead = len(x.shape) - rank
-    spatial, outs = tuple(map(known, x.shape[lead:])), tuple(map(known, grad.shape[lead:]))
+    spatial, outs = tuple(map(known_int, x.shape[lead:])), tuple(map(known_int, grad.shape[lead:]))
     # A single window is no larger than the image and its padding, however enormous the kernel.
     kernel = tuple(min(k, n + 2 * p) for k, n, p in zip(kernel, spatial, paddings, strict=True))
     covering = tuple(-(-k // s) for k, s in zip(kernel, strides, strict=True))

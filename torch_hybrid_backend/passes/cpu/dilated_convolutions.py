@@ -22,9 +22,9 @@ aten = torch.ops.aten
 Node = torch.fx.Node
 
 # Channels I O / (I + O) from which the copies are below a seventh of the direct sum.
-_LEAST_CHANNELS = 48
+_MIN_CHANNELS = 48
 # Rows and columns of a phase: Winograd's larger tile computes 4 at a time.
-_LEAST_PHASE = 4
+_MIN_PHASE = 4
 
 
 def dilated_convolutions(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
@@ -53,8 +53,8 @@ def _is_candidate(node: Node, constant: set[Node]) -> bool:
     (_, inputs, height, width), (outputs, _, *window) = shapes
     if window != [3, 3] or node.meta["val"].dtype != torch.float32:
         return False
-    is_wide: bool = inputs * outputs >= _LEAST_CHANNELS * (inputs + outputs)
-    return is_wide and bool(min(height, width) >= _LEAST_PHASE * dilation[0])
+    is_wide: bool = inputs * outputs >= _MIN_CHANNELS * (inputs + outputs)
+    return is_wide and bool(min(height, width) >= _MIN_PHASE * dilation[0])
 
 
 def _by_phase(node: Node) -> Node:

@@ -29,7 +29,7 @@ Node = torch.fx.Node
 
 # A product of more floating-point operations takes 20 times the 10 us that merging saves, at 500 GFLOP/s: BERT-base's, of 151 million at 128
 # tokens, lose more by reading slices than they gain (54.8 ms for 54.0), Llama's, of 50 million, gain (60.4 for 60.8; 2-core Zen 5).
-_MOST_FLOPS = 100e6
+_MAX_FLOPS = 100e6
 
 # Operator -> positions of its input, its weight and its bias (None: no bias), and the weight's dimension of columns.
 _PRODUCTS: dict[object, tuple[int, int, int | None, int]] = {
@@ -58,7 +58,7 @@ def merge_siblings(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
             x, _, bias = _operands(node)
             siblings.setdefault((node.target, x, bias is None), []).append(node)
     merged = [
-        _merge(gm, group) for group in siblings.values() if len(group) > 1 and min(map(_flops, group)) <= _MOST_FLOPS
+        _merge(gm, group) for group in siblings.values() if len(group) > 1 and min(map(_flops, group)) <= _MAX_FLOPS
     ]
     return any(merged)
 

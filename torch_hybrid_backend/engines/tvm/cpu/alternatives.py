@@ -31,7 +31,7 @@ from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops.ir import Buffer, compute_dtype
 from torch_hybrid_backend.loops.kernels import Argument, Kernel
 from torch_hybrid_backend.loops.layout import contiguous
-from torch_hybrid_backend.sizes.size import known
+from torch_hybrid_backend.sizes.size import known_int
 
 Packable = TypeVar("Packable", PackedConvKernel, PackedMatMulKernel)
 Ways = Callable[..., Sequence[Variant]]
@@ -70,9 +70,9 @@ def winograd(kernel: PackedConvKernel, weight: Packed | None, target: Target) ->
     ):
         return []
     images, all_outputs, *size = (variable.extent for variable in kernel.domain)
-    rows, columns = map(known, size)
-    groups, outputs = kernel.groups, known(all_outputs)
-    inputs = known(kernel.x_vars[1].extent) // groups
+    rows, columns = map(known_int, size)
+    groups, outputs = kernel.groups, known_int(all_outputs)
+    inputs = known_int(kernel.x_vars[1].extent) // groups
     gains = winograd_gains(images, outputs // groups, inputs, (rows, columns), target, groups)
     best = next(iter(gains), 0)
     found = []

@@ -21,10 +21,10 @@ from torch_hybrid_backend.loops.index import index_of
 from torch_hybrid_backend.loops.ir import Buffer, Load, buffers_of_expr
 from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.loops.layout import Blocked
-from torch_hybrid_backend.sizes.size import known, typical
+from torch_hybrid_backend.sizes.size import known_int, size_hint
 
 # Computed twice, at most, of the first convolution's rows: strips overlap by what the window covers beyond its stride.
-_MOST_OVERLAP = 0.1
+_MAX_OVERLAP = 0.1
 
 
 def join_chains(kernels: Sequence[Kernel], outputs: Collection[Buffer], target: Target) -> tuple[Kernel, ...]:
@@ -66,17 +66,20 @@ def _joins(before: Sequence[PackedConvKernel], second: PackedConvKernel, target:
         return False
     if _is_depthwise(second):
         # Others with a window may gain more from Winograd's algorithm; an image with few channels does not.
-        of_image = known(first.x_vars[1].extent) < target.lanes
+        of_image = known_int(first.x_vars[1].extent) < target.lanes
         if not (_is_depthwise(first) or _is_pointwise(first) or of_image) or second.kernel[0] < second.stride[0]:
             return False
     elif not (_is_depthwise(first) and _is_pointwise(second)):
         return False
     images, channels, rows, columns = first.writes[0].buffer.shape
-    if 4 * typical(images) * math.prod(map(known, (channels, rows, columns))) < target.cores * target.l2_bytes // 2:
+    if (
+        4 * size_hint(images) * math.prod(map(known_int, (channels, rows, columns)))
+        < target.cores * target.l2_bytes // 2
+    ):
         return False
-    if sum(4 * math.prod(map(known, stage.packed.shape)) for stage in stages) > target.l2_bytes // 8:
+    if sum(4 * math.prod(map(known_int, stage.packed.shape)) for stage in stages) > target.l2_bytes // 8:
         return False
-    return _overlap(stages, target) <= _MOST_OVERLAP
+    return _overlap(stages, target) <= _MAX_OVERLAP
 
 
 def _has_rows(kernel: PackedConvKernel) -> bool:
@@ -115,12 +118,12 @@ def _passes_on(first: PackedConvKernel, second: PackedConvKernel) -> bool:
 def _overlap(stages: Sequence[PackedConvKernel], target: Target) -> float:
     """Rows that two neighbouring strips both compute, as a share of a strip's, at the stage with most of them."""
     images, _, out, _ = stages[-1].domain
-    count = strips(images.extent, known(out.extent), target)
+    count = strips(images.extent, known_int(out.extent), target)
     if count == 1:
         return 0.0
     extra, worst = 0.0, 0.0
     for first, second in zip(reversed(stages[:-1]), reversed(stages[1:]), strict=True):
         window = (second.kernel[0] - 1) * second.dilation[0] + 1
         extra = extra * second.stride[0] + window - second.stride[0]
-        worst = max(worst, extra * count / known(first.domain[2].extent))
+        worst = max(worst, extra * count / known_int(first.domain[2].extent))
     return worst

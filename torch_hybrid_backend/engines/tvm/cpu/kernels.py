@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch_hybrid_backend.loops.index import LoopVar
 from torch_hybrid_backend.loops.ir import Buffer, Expr
 from torch_hybrid_backend.loops.kernels import Kernel, Store
-from torch_hybrid_backend.sizes.size import typical
+from torch_hybrid_backend.sizes.size import size_hint
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,7 +28,7 @@ class PackedMatMulKernel(Kernel):
 
     @property
     def multiply_adds(self) -> float:
-        return _points(self) * typical(self.k.extent)
+        return _points(self) * size_hint(self.k.extent)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +50,7 @@ class UnpackedMatMulKernel(Kernel):
 
     @property
     def multiply_adds(self) -> float:
-        return _points(self) * typical(self.k.extent)
+        return _points(self) * size_hint(self.k.extent)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +76,7 @@ class PackedConvKernel(Kernel):
 
     @property
     def multiply_adds(self) -> float:
-        return _points(self) * typical(self.x_vars[1].extent) / self.groups * math.prod(self.kernel)
+        return _points(self) * size_hint(self.x_vars[1].extent) / self.groups * math.prod(self.kernel)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,4 +94,4 @@ class FusedConvKernel(Kernel):
 
 
 def _points(kernel: Kernel) -> float:
-    return math.prod(float(typical(variable.extent)) for variable in kernel.domain)
+    return math.prod(float(size_hint(variable.extent)) for variable in kernel.domain)

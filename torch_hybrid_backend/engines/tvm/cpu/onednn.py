@@ -26,7 +26,7 @@ from torch_hybrid_backend.loops.index import Index, LoopVar, as_index, contiguou
 from torch_hybrid_backend.loops.ir import Buffer, Expr, Load, buffers_of_expr, compute_dtype
 from torch_hybrid_backend.loops.kernels import Argument, Kernel, MapKernel, Store
 from torch_hybrid_backend.loops.layout import Strided, contiguous, offset_of
-from torch_hybrid_backend.sizes.size import known
+from torch_hybrid_backend.sizes.size import known_int
 
 _DTYPES = frozenset({"float32", "bfloat16", "float16"})
 
@@ -118,7 +118,7 @@ def _replacement(
 
 
 def _result_of(shape: tuple[int, ...], layout: Strided, dtype: str) -> Operand:
-    return Operand(Buffer(shape, dtype, "result of oneDNN"), shape, tuple(map(known, layout.strides)))
+    return Operand(Buffer(shape, dtype, "result of oneDNN"), shape, tuple(map(known_int, layout.strides)))
 
 
 def _known(sizes: Sequence[object]) -> list[int] | None:
@@ -161,7 +161,7 @@ def _in_memory(
     dtype: str,
 ) -> tuple[tuple[Kernel, ...], Argument, Operand]:
     """The tensor value[variables] of `shape` and `dtype`, laid out so: where it lies already, or what a kernel before the operator writes."""
-    index, strides = _index(variables), tuple(map(known, layout.strides))
+    index, strides = _index(variables), tuple(map(known_int, layout.strides))
     if isinstance(value, Load) and not value.buffer.constant and value.buffer.dtype == dtype:
         own = next(a.layout for a in kernel.reads if a.buffer is value.buffer)
         lies = offset_of(own, value.buffer.shape, value.index)
@@ -212,8 +212,8 @@ def _of_unpacked(kernel: UnpackedMatMulKernel, buffer: Buffer, rows: int) -> Pac
     strides = (kernel.row_stride, kernel.k_stride)
     ahead = partial(
         _pack_unpacked,
-        memory=tuple(map(known, layout.strides)),
-        shape=(known(buffer.shape[0]), known(buffer.shape[1])),
+        memory=tuple(map(known_int, layout.strides)),
+        shape=(known_int(buffer.shape[0]), known_int(buffer.shape[1])),
         strides=strides,
         offset=kernel.offset,
         rows=rows,

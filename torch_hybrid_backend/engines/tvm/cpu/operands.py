@@ -29,7 +29,7 @@ from torch_hybrid_backend.loops.index import Index, LoopVar, as_index, index_of
 from torch_hybrid_backend.loops.ir import Buffer, ConvOp, Expr, Map, MatMulOp, Value, compute_dtype
 from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.loops.layout import Layout, Strided
-from torch_hybrid_backend.sizes.size import at_most, known
+from torch_hybrid_backend.sizes.size import known_at_most, known_int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,11 +69,11 @@ def packed_operands(graph: LoopGraph, layouts: Mapping[Buffer, Layout], target: 
                 b = packer.pack(op.b, partial(pack_b, tile_n=tile), each_call, ("b", tile))
                 packer.add(PackedMatMulOp(op.out, op.a, b, tile))
             case ConvOp():
-                block = output_block(known(op.out.shape[1]), op.groups, target)
+                block = output_block(known_int(op.out.shape[1]), op.groups, target)
                 ahead = partial(pack_conv_weight, groups=op.groups, block=block)
                 each_call = partial(packed_conv_weight_value, groups=op.groups, block=block)
                 w = packer.pack(op.w, ahead, each_call, ("w", block, op.groups))
-                kernel = tuple(map(known, op.w.shape[2:]))
+                kernel = tuple(map(known_int, op.w.shape[2:]))
                 packer.add(PackedConvOp(op.out, op.x, w, op.stride, op.padding, op.dilation, op.groups, block, kernel))
             case _:
                 packer.add(op)
@@ -102,8 +102,8 @@ def packed_kernel(anchor: Anchor) -> Kernel:
                     anchor.accumulator,
                     anchor.stores,
                 )
-            weight, offset = op.weight.buffer, known(op.weight.offset)
-            _, k_stride, n_stride = map(known, op.weight.strides)
+            weight, offset = op.weight.buffer, known_int(op.weight.offset)
+            _, k_stride, n_stride = map(known_int, op.weight.strides)
             return UnpackedMatMulKernel(
                 anchor.reads([a], [weight]),
                 anchor.writes,
@@ -140,7 +140,7 @@ def packed_kernel(anchor: Anchor) -> Kernel:
 
 def packed_conv_weight_value(w: Value, groups: int, block: int) -> Map:
     """`pack_conv_weight` as a value, for weights only known at run time (training)."""
-    outputs, inputs, *kernel = map(known, w.shape)
+    outputs, inputs, *kernel = map(known_int, w.shape)
     shape = packed_conv_shape((outputs, inputs, *kernel), groups, block)
     per_group = outputs // groups
     zero = scalar.const(0, compute_dtype(w.dtype))
@@ -174,8 +174,8 @@ def unpacked_view(op: MatMulOp, layouts: Mapping[Buffer, Layout], target: Target
     _, k, n = view.shape
     _, k_stride, n_stride = view.strides
     m = op.a.shape[1]
-    is_rows = k_stride == 1 and isinstance(k, int) and at_most(k, n_stride)
+    is_rows = k_stride == 1 and isinstance(k, int) and known_at_most(k, n_stride)
     if is_rows and reads_unpacked(m, k, n, target):
         return view
-    is_columns = n_stride == 1 and isinstance(n, int) and at_most(n, k_stride)
+    is_columns = n_stride == 1 and isinstance(n, int) and known_at_most(n, k_stride)
     return view if is_columns and copies_panels(m, k, n, target) else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch_hybrid_backend.core.limits import MOST_CHANNELS_TOGETHER
+from torch_hybrid_backend.core.limits import MAX_CHANNELS_TOGETHER
 from torch_hybrid_backend.loops.policy import FusionPolicy
 
 POLICY = FusionPolicy(
@@ -12,5 +12,5 @@ POLICY = FusionPolicy(
     max_reads=12,
     min_rows=8,  # fewer leave cores idle when a whole row belongs to one task
     small_elements=16_384,  # not worth a second kernel
-    channel_block=MOST_CHANNELS_TOGETHER,
+    channel_block=MAX_CHANNELS_TOGETHER,
 )

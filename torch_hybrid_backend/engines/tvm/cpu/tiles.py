@@ -9,10 +9,10 @@ import math
 from dataclasses import dataclass
 
 from torch_hybrid_backend.engines.tvm.target import Target
-from torch_hybrid_backend.sizes.size import Dim, Size, typical
+from torch_hybrid_backend.sizes.size import Dim, Size, size_hint
 
 # Taller register tiles gain nothing: the vectors' own loads are already 1/14 of the work.
-_MOST_ROWS = 14
+_MAX_ROWS = 14
 
 
 def register_count(target: Target) -> int:
@@ -22,7 +22,7 @@ def register_count(target: Target) -> int:
 
 def max_rows(vectors: int, target: Target) -> int:
     """The tallest tile whose accumulators leave registers for one row of vectors and one broadcast scalar."""
-    return max(1, min(_MOST_ROWS, (register_count(target) - 1 - vectors) // vectors))
+    return max(1, min(_MAX_ROWS, (register_count(target) - 1 - vectors) // vectors))
 
 
 def reads_unpacked(m: Dim, k: Dim, n: Dim, target: Target) -> bool:
@@ -71,7 +71,7 @@ def tile_n(n: Dim, target: Target) -> int:
 
 def strips(images: Dim, rows: int, target: Target) -> int:
     """Strips into which the rows of an image are cut, where a parallel loop goes over (image, strip): the fewest that keep all cores busy."""
-    return min(rows, target.cores // math.gcd(typical(images), target.cores))
+    return min(rows, target.cores // math.gcd(size_hint(images), target.cores))
 
 
 def output_block(o: int, groups: int, target: Target) -> int:

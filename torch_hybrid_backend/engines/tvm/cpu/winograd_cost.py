@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch_hybrid_backend.engines.tvm.cpu.winograd_transform import POINTS, output_blocks, tile_size
 from torch_hybrid_backend.engines.tvm.target import Target
-from torch_hybrid_backend.sizes.size import Dim, ceil_div, typical
+from torch_hybrid_backend.sizes.size import Dim, ceil_div, size_hint
 
 # Of the peak (two multiply-adds of a vector a cycle) what the inner loops reach: measured, 2-core Zen 5.
 _DIRECT_SHARE, _WINOGRAD_SHARE = 0.88, 0.80
@@ -42,7 +42,7 @@ def _tasks(
 ) -> tuple[float, WinogradTasks]:
     """(estimated cycles, cut); the cheapest of sharing tiles and of sharing output channels among the cores."""
     total = images * (-(-size[0] // m) * -(-size[1] // m))
-    count, positions = max(1, typical(total)), tile_size(m) ** 2
+    count, positions = max(1, size_hint(total)), tile_size(m) ** 2
     # The transformed input of a task, and beside it the products of one part, in three quarters of the cache.
     most = max(
         4,
@@ -76,7 +76,7 @@ def _task_cycles(tiles: int, outputs: float, inputs: int, m: int, target: Target
 
 
 def _direct_cycles(images: Dim, outputs: int, inputs: int, size: tuple[int, int], target: Target, groups: int) -> float:
-    multiply_adds = typical(images) * size[0] * size[1] * 9 * groups * inputs * outputs
+    multiply_adds = size_hint(images) * size[0] * size[1] * 9 * groups * inputs * outputs
     weights = 4 * 9 * groups * inputs * outputs
     compute = multiply_adds / (2 * target.lanes * _DIRECT_SHARE * target.cores)
     return compute + 0.5 * weights / (_MEMORY_BYTES * target.cores)
@@ -88,7 +88,7 @@ def winograd_gains(
     """How many times faster than a direct sum F(m x m) is by estimate, by m and best first: for a 3x3 convolution with stride 1 and `size`
     (rows, columns) of output. outputs, inputs: channels of one group. Empty where its schedule does not serve: channels that do not fill
     vectors (those of all groups but one must), nothing to compute."""
-    if inputs % target.lanes or outputs < target.lanes or not typical(images) or not all(size):
+    if inputs % target.lanes or outputs < target.lanes or not size_hint(images) or not all(size):
         return {}
     if groups > 1 and outputs % target.lanes:
         return {}

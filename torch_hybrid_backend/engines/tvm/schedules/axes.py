@@ -15,14 +15,14 @@ from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, as_index, index_of
 from torch_hybrid_backend.loops.ir import Call, Expr, FromIndex, count_calls, loads_of, parts
 from torch_hybrid_backend.loops.kernels import Kernel
-from torch_hybrid_backend.sizes.size import Dim, Size, at_most, product, typical
+from torch_hybrid_backend.sizes.size import Dim, Size, known_at_most, product, size_hint
 
 Env = dict[LoopVar, Index]
 
 # Below this many scalar operations a kernel runs on one thread: waking the others costs some microseconds, the work about as much.
 PARALLEL_WORK = 16_384
 # Each piece of a vector axis is code of its own.
-_MOST_PIECES = 16
+_MAX_PIECES = 16
 
 
 def offsets_of(printer: Printer, exprs: Sequence[Expr]) -> list[Index]:
@@ -54,7 +54,7 @@ def step(offset: Index, variable: LoopVar) -> int:
 
 def _stride(coefficient: Dim) -> int:
     """How far apart in memory; a stride known at run time is never taken for 1."""
-    return abs(coefficient) if isinstance(coefficient, int) else max(2, abs(typical(coefficient)))
+    return abs(coefficient) if isinstance(coefficient, int) else max(2, abs(size_hint(coefficient)))
 
 
 def depends(index: Index, variable: LoopVar) -> bool:
@@ -88,7 +88,7 @@ def fastest(offsets: Sequence[Index], variables: Sequence[LoopVar]) -> LoopVar |
 
 def _touched(offset: Index, variables: Sequence[LoopVar]) -> int:
     """Elements that an access touches over all values of the variables, typically."""
-    return typical(product(v.extent for v in variables if depends(offset, v)))
+    return size_hint(product(v.extent for v in variables if depends(offset, v)))
 
 
 def is_plain(index: Index) -> bool:
@@ -164,13 +164,13 @@ def pieces(printer: Printer, exprs: Sequence[Expr], variable: LoopVar) -> list[t
         if len(difference.terms) == 1 and difference.terms[0] in ((variable, 1), (variable, -1)):
             found.update(_turns(comparison.op, difference))
     ends: list[Dim] = []
-    for end in sorted(found, key=typical):
-        if at_most(end, 0) or at_most(variable.extent, end):
+    for end in sorted(found, key=size_hint):
+        if known_at_most(end, 0) or known_at_most(variable.extent, end):
             continue
         if isinstance(end, Size):
             return [(0, variable.extent)]
         ends.append(end)
-    if len(ends) >= _MOST_PIECES:
+    if len(ends) >= _MAX_PIECES:
         return [(0, variable.extent)]
     starts = [0, *ends]
     return [(start, end - start) for start, end in zip(starts, [*ends, variable.extent], strict=True)]

@@ -27,9 +27,9 @@ from torch_hybrid_backend.loops.kernels import MapKernel
 from torch_hybrid_backend.loops.layout import Blocked
 
 # A block that gathers from more vectors takes more permutations than its elements take loads.
-_MOST_SOURCES = 4
+_MAX_SOURCES = 4
 # Each block is code of its own.
-_MOST_BLOCKS = 64
+_MAX_BLOCKS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def _blocks(kernel: MapKernel, printer: Printer, channel: LoopVar) -> list[_Bloc
     layout = printer.arguments[store.buffer][1]
     if len(kernel.stores) != 1 or not isinstance(layout, Blocked) or not isinstance(extent, int):
         return None
-    if store.buffer.dtype != "float32" or extent > _MOST_BLOCKS * layout.block or len(kernel.domain) < 3:
+    if store.buffer.dtype != "float32" or extent > _MAX_BLOCKS * layout.block or len(kernel.domain) < 3:
         return None
     found: list[_Block] = []
     for first in range(0, extent, layout.block):
@@ -105,7 +105,7 @@ def _blocks(kernel: MapKernel, printer: Printer, channel: LoopVar) -> list[_Bloc
                 return None
             source, lane = element
             lanes.append(sources.setdefault(source, len(sources)) * layout.block + lane)
-        if len(sources) > _MOST_SOURCES:
+        if len(sources) > _MAX_SOURCES:
             return None
         lanes += range(len(lanes), layout.block)  # padding: anything
         found.append(_Block(tuple(sources), tuple(lanes)))

@@ -36,7 +36,7 @@ from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, LoopVar, index_of
 from torch_hybrid_backend.loops.kernels import MapKernel
 from torch_hybrid_backend.loops.layout import Blocked
-from torch_hybrid_backend.sizes.size import Dim, Size, typical
+from torch_hybrid_backend.sizes.size import Dim, Size, size_hint
 
 # Elements of a long vector axis that one task runs through: enough to pay for its start, few enough to share them out.
 _CHUNK = 4_096
@@ -72,7 +72,7 @@ def emit(kernel: MapKernel, builder: Builder, printer: Printer, target: Target) 
 
 def _is_long(flat: Flat, outer: Sequence[LoopVar]) -> bool:
     """Whether the vector axis is to be cut: where it is long, or nothing else gives the threads work whatever its size will be."""
-    return typical(flat.extent) >= 2 * _CHUNK or (isinstance(flat.extent, Size) and not outer)
+    return size_hint(flat.extent) >= 2 * _CHUNK or (isinstance(flat.extent, Size) and not outer)
 
 
 def _block(kernel: MapKernel, inner: LoopVar) -> int | None:

@@ -25,7 +25,7 @@ from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import count_calls
 from torch_hybrid_backend.loops.kernels import Store
-from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, typical
+from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, size_hint
 
 # Multiply-adds in flight that keep both units of a core busy: latency 4, two units (Zen 3-5, Skylake and later).
 IN_FLIGHT = 8
@@ -207,7 +207,7 @@ class RegisterTile:
     def ways_for(accumulators: int, steps: Dim) -> int:
         """Copies that hide the latency of multiply-adds, where there are steps enough to share among them."""
         ways = 1
-        while ways * accumulators < IN_FLIGHT and ways < 4 and typical(steps) >= 16 * ways:
+        while ways * accumulators < IN_FLIGHT and ways < 4 and size_hint(steps) >= 16 * ways:
             ways *= 2
         return ways
 

@@ -17,7 +17,7 @@ from tvm import tirx
 
 from torch_hybrid_backend.errors import ScheduleError
 from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, Scalar, as_index
-from torch_hybrid_backend.sizes.size import Dim, Function, Symbol, at_most, product
+from torch_hybrid_backend.sizes.size import Dim, Function, Symbol, known_at_most, product
 
 _KINDS = {
     "serial": tirx.ForKind.SERIAL,
@@ -209,7 +209,7 @@ class Builder:
 
 
 def _is_positive(index: Index) -> bool:
-    return at_most(0, index.low)
+    return known_at_most(0, index.low)
 
 
 def argument(span: Dim, dtype: str, name: str) -> TirBuffer:

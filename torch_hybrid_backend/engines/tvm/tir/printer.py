@@ -26,7 +26,7 @@ from torch_hybrid_backend.loops.ops import COMPARE, ROUND_TARGETS, decided
 
 Env = Mapping[LoopVar, Index]
 # Branches around vectors for guards: of more, the rest is computed with masks. A concatenation of 32 tensors needs as many.
-_MOST_CASES = 64
+_MAX_CASES = 64
 # The value of a kernel-local buffer at a logical index (over schedule indices).
 LocalLoad = Callable[[tuple[Index, ...]], TirExpr]
 
@@ -95,7 +95,7 @@ class Printer:
 
         A branch around whole vectors costs a jump; one inside an expression would make TVM compute lane by lane.
         """
-        return self._split([self._canon(e) for e in exprs], dict(env), build, _MOST_CASES)
+        return self._split([self._canon(e) for e in exprs], dict(env), build, _MAX_CASES)
 
     def _split(self, exprs: list[Expr], env: Env, build: Callable[[list[Expr]], Stmt], budget: int) -> Stmt:
         found = self._uniform_guard(exprs, env) if budget > 1 else None

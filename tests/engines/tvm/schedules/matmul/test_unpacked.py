@@ -19,7 +19,7 @@ from torch_hybrid_backend.loops.index import LoopVar, index_of
 from torch_hybrid_backend.loops.ir import Buffer, Expr, Load
 from torch_hybrid_backend.loops.kernels import Argument, Store
 from torch_hybrid_backend.loops.layout import Blocked, Layout, Strided, contiguous
-from torch_hybrid_backend.sizes.size import known, symbol
+from torch_hybrid_backend.sizes.size import known_int, symbol
 
 _FLOAT = "float32"
 
@@ -67,7 +67,7 @@ def check(kernel: UnpackedMatMulKernel, target: Target = HOST) -> None:
     """The kernel's result is within 1e-5 of float64 eager."""
     a, weight, bias, residual = (argument.buffer for argument in kernel.reads)
     _, _, k = a.shape
-    k, n = known(k), known(bias.shape[0])
+    k, n = known_int(k), known_int(bias.shape[0])
     torch.manual_seed(0)
     inputs = {buffer: torch.randn([int(size) for size in buffer.shape]) for buffer in (a, weight, bias, residual)}
     (got,) = run_kernel(kernel, unpacked.emit, inputs, target)

@@ -19,7 +19,7 @@ from torch_hybrid_backend.loops.index import Index
 from torch_hybrid_backend.loops.ir import Load
 from torch_hybrid_backend.sizes.size import Dim
 
-_MOST_QUERIES = 4
+_MAX_QUERIES = 4
 # Accumulators of a group of keys times the queries: enough to hide the latency of multiply-adds, and few enough for 16 registers.
 _ACCUMULATORS = 8
 
@@ -30,7 +30,7 @@ class DecodingAttention(TiledAttention):
     def serves(self) -> bool:
         """Whether the kernel is of this kind."""
         kernel, lanes = self.kernel, self.lanes
-        few = isinstance(self.queries, int) and self.queries <= _MOST_QUERIES
+        few = isinstance(self.queries, int) and self.queries <= _MAX_QUERIES
         vectors = isinstance(self.depth, int) and self.depth % lanes == 0 and self.width % lanes == 0
         return few and vectors and isinstance(kernel.k, Load) and isinstance(kernel.v, Load)
 

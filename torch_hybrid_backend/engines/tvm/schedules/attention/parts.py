@@ -16,7 +16,7 @@ from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
 from torch_hybrid_backend.loops.ir import Buffer, Expr, Load, compute_dtype
 from torch_hybrid_backend.loops.kernels import AttentionKernel
-from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, known
+from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, known_int
 
 # Up to this many keys, a tile's scores are kept whole (14 rows: 56 KiB); beyond, in blocks of half as many.
 _KEYS = 1024
@@ -28,7 +28,7 @@ class AttentionParts:
     def __init__(self, kernel: AttentionKernel, builder: Builder, printer: Printer, target: Target) -> None:
         self.kernel, self.builder, self.printer, self.target = kernel, builder, printer, target
         self.batch, self.heads, self.queries = (v.extent for v in kernel.domain[:3])
-        self.width = known(kernel.domain[3].extent)
+        self.width = known_int(kernel.domain[3].extent)
         self.keys, self.depth = kernel.k_vars[2].extent, kernel.q_vars[3].extent
         self.dtype = compute_dtype(kernel.accumulator.dtype)
         self.lanes = lanes_of(target, self.dtype)

@@ -36,7 +36,7 @@ from torch_hybrid_backend.engines.tvm.tir.arithmetic import literal
 from torch_hybrid_backend.engines.tvm.tir.builder import Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import Index, as_index
-from torch_hybrid_backend.sizes.size import Dim, Size, below, ceil_div, typical
+from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, known_less, size_hint
 
 
 class TiledAttention(AttentionParts):
@@ -48,7 +48,7 @@ class TiledAttention(AttentionParts):
         b = self.builder
         buffers = self._buffers()
         if isinstance(self.queries, Size):
-            pieces = -(-self.target.cores // max(1, min(typical(self.batch * self.heads), self.target.cores)))
+            pieces = -(-self.target.cores // max(1, min(size_hint(self.batch * self.heads), self.target.cores)))
             tiles = partial(self._tiles_of_any_number, pieces)
         else:
             rows = split_at_most(self.queries, self.most_rows)
@@ -102,11 +102,11 @@ class TiledAttention(AttentionParts):
 
     def _pieces(self, split: Split) -> int:
         """Pieces of the rows per head: enough for the cores, as few as may be, because each packs keys and values anew."""
-        heads = typical(self.batch * self.heads)
+        heads = size_hint(self.batch * self.heads)
 
         def time(pieces: int) -> float:
             # 32 multiply-adds a cycle, twice; about one cycle per element packed.
-            return -(-heads * pieces // self.target.cores) * (typical(self.queries) / pieces / 16 + 1)
+            return -(-heads * pieces // self.target.cores) * (size_hint(self.queries) / pieces / 16 + 1)
 
         return min(range(1, min(split.parts, 4 * self.target.cores) + 1), key=time)
 
@@ -153,7 +153,7 @@ class TiledAttention(AttentionParts):
             statement = body(panel, i * self.panel)
             if self.kernel.causal:
                 statement = b.when(b.index(panel * self.panel) < b.index(first + rows), statement)
-            if isinstance(self.panels, int) and not below(panel.high, self.panels):
+            if isinstance(self.panels, int) and not known_less(panel.high, self.panels):
                 statement = b.when(b.index(panel) < self.panels, statement)
             return statement
 

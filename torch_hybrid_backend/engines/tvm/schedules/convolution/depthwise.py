@@ -20,7 +20,7 @@ from torch_hybrid_backend.engines.tvm.schedules.convolution.parts import ConvPar
 from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile
 from torch_hybrid_backend.engines.tvm.tir.builder import Stmt, TirExpr
 from torch_hybrid_backend.loops.index import Index, as_index
-from torch_hybrid_backend.sizes.size import known
+from torch_hybrid_backend.sizes.size import known_int
 
 # Windows up to this many taps are unrolled whole; larger ones keep a loop over kernel rows.
 _UNROLLED_TAPS = 9
@@ -43,7 +43,7 @@ def depthwise_row(parts: ConvParts) -> Callable[[Index, Index], Stmt] | None:
 
 
 def _blocks(parts: ConvParts) -> int:
-    return known(parts.kernel.packed.shape[0])
+    return known_int(parts.kernel.packed.shape[0])
 
 
 def _row(parts: ConvParts) -> Callable[[tuple[Index, ...]], Stmt] | None:

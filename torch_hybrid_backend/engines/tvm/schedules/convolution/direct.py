@@ -36,7 +36,7 @@ from torch_hybrid_backend.engines.tvm.schedules.convolution.weight_stream import
 from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, by_part
 from torch_hybrid_backend.engines.tvm.tir.builder import Stmt, TirExpr
 from torch_hybrid_backend.loops.index import Index, as_index
-from torch_hybrid_backend.sizes.size import known
+from torch_hybrid_backend.sizes.size import known_int
 
 # Multiply-adds in one body of the loop over input channels: enough to hide it.
 _UNROLLED_MULTIPLY_ADDS = 56
@@ -57,7 +57,7 @@ class _Direct:
 
     def __init__(self, parts: ConvParts, is_flat: bool = True) -> None:
         self.parts, self.builder, self.target = parts, parts.builder, parts.target
-        self.groups, self.blocks, _, self.channels, _, self.block = map(known, parts.kernel.packed.shape)
+        self.groups, self.blocks, _, self.channels, _, self.block = map(known_int, parts.kernel.packed.shape)
         self.per_group = parts.out_channels // self.groups
         self.tail = self.per_group - (self.blocks - 1) * self.block
         self.is_flat = is_flat and reads_one_long_row(parts)

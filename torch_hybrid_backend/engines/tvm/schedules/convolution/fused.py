@@ -34,7 +34,7 @@ from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import Buffer, Load
 from torch_hybrid_backend.loops.kernels import Store
-from torch_hybrid_backend.sizes.size import known
+from torch_hybrid_backend.sizes.size import known_int
 
 RowFn = Callable[[Index, Index], Stmt]
 
@@ -63,7 +63,7 @@ class _Chain:
         for n in range(len(stages) - 1):
             layout = stages[n].writes[0].layout
             stages[n], stages[n + 1], between = _through_ring(stages[n], stages[n + 1])
-            span = known(layout.span(between.shape))
+            span = known_int(layout.span(between.shape))
             self.rings.append(_Ring(builder.local(span, between.dtype, "rows"), builder.local(1, "int32", "next")))
             arguments[between] = (self.rings[-1].array, layout)
         self.parts = [ConvParts(stage, builder, Printer(builder, arguments), target) for stage in stages]

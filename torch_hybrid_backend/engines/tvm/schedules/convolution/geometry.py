@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch_hybrid_backend.engines.tvm.cpu.kernels import PackedConvKernel
 from torch_hybrid_backend.engines.tvm.cpu.tiles import split_into
 from torch_hybrid_backend.loops.index import Index
-from torch_hybrid_backend.sizes.size import known
+from torch_hybrid_backend.sizes.size import known_int
 
 # Wider kernels would make more code than the instruction cache holds (14 columns x 16 taps x 2 tiles of 8 bytes and more each).
 _UNROLLED_COLUMNS = 15
@@ -94,8 +94,8 @@ def column_tiles(axis: Axis, parts: int) -> list[ColumnTiles]:
 
 def axes(kernel: PackedConvKernel) -> tuple[Axis, Axis]:
     """(rows, columns) of a 1-D or 2-D convolution kernel."""
-    sizes = [known(variable.extent) for variable in kernel.x_vars[2:]]
-    outs = [known(variable.extent) for variable in kernel.domain[2:]]
+    sizes = [known_int(variable.extent) for variable in kernel.x_vars[2:]]
+    outs = [known_int(variable.extent) for variable in kernel.domain[2:]]
     found = [
         Axis(*values)
         for values in zip(sizes, outs, kernel.kernel, kernel.stride, kernel.padding, kernel.dilation, strict=True)

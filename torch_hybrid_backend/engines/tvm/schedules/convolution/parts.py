@@ -19,7 +19,7 @@ from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, LoopVar
 from torch_hybrid_backend.loops.ir import Load, compute_dtype
 from torch_hybrid_backend.loops.layout import Blocked
-from torch_hybrid_backend.sizes.size import known
+from torch_hybrid_backend.sizes.size import known_int
 
 
 class ConvParts:
@@ -28,8 +28,8 @@ class ConvParts:
     def __init__(self, kernel: PackedConvKernel, builder: Builder, printer: Printer, target: Target) -> None:
         self.kernel, self.builder, self.printer, self.target = kernel, builder, printer, target
         self.rows, self.columns = axes(kernel)
-        self.images, self.out_channels = kernel.domain[0].extent, known(kernel.domain[1].extent)
-        self.in_channels = known(kernel.x_vars[1].extent)
+        self.images, self.out_channels = kernel.domain[0].extent, known_int(kernel.domain[1].extent)
+        self.in_channels = known_int(kernel.x_vars[1].extent)
         self.dtype = compute_dtype(kernel.accumulator.dtype)
         self.block = kernel.block
         self.long_epilogue = has_long_epilogue(kernel.stores)

@@ -25,7 +25,7 @@ from torch_hybrid_backend.engines.tvm.tir.builder import Stmt, TirBuffer, TirExp
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import loads_of
 from torch_hybrid_backend.loops.layout import Blocked
-from torch_hybrid_backend.sizes.size import typical
+from torch_hybrid_backend.sizes.size import size_hint
 
 # [tap][column of a tile]: whether the column reads inside the input at that kernel column.
 Inside = tuple[tuple[bool, ...], ...]
@@ -52,7 +52,7 @@ def _serves(parts: ConvParts) -> bool:
     steps = parts.rows.kernel * parts.columns.kernel * parts.in_channels
     pixels = parts.columns.out * -(-parts.rows.out // strips(parts.images, parts.rows.out, parts.target))
     per_pixel = outputs * (steps / (2 * lanes) + _SUM_CYCLES + _COPY_CYCLES * steps / max(1, pixels))
-    return typical(parts.images) > 0 and per_pixel * _GAIN < steps / 2
+    return size_hint(parts.images) > 0 and per_pixel * _GAIN < steps / 2
 
 
 def _tile_columns(parts: ConvParts) -> int | None:

@@ -12,7 +12,7 @@ from torch_hybrid_backend.engines.tvm.schedules.registers import IN_FLIGHT, lane
 from torch_hybrid_backend.loops.index import Index, LoopVar
 from torch_hybrid_backend.loops.ir import loads_of
 from torch_hybrid_backend.loops.layout import Blocked
-from torch_hybrid_backend.sizes.size import known, typical
+from torch_hybrid_backend.sizes.size import known_int, size_hint
 
 # How much longer a kernel takes whose streamed weights push each other out of the cache: 2048x7x7 to 512, 1x1 (docs/performance.md).
 _CROWDED = 1.15
@@ -46,7 +46,7 @@ def reads_one_long_row(parts: ConvParts) -> bool:
 
 def channel_block(parts: ConvParts) -> int:
     """Input channels that lie together: the loop over channels is split there, so that no address needs a division."""
-    channels = known(parts.kernel.packed.shape[3])
+    channels = known_int(parts.kernel.packed.shape[3])
     found = {
         layout.block
         for load in loads_of(parts.kernel.x)
@@ -58,7 +58,7 @@ def channel_block(parts: ConvParts) -> int:
 
 def choose_tiling(parts: ConvParts, rows: Axis, columns: Axis, is_flat: bool) -> Tiling:
     """Blocks and columns per register tile: the kernel's `schedule_rank` of those there are, by estimated time; ties go to fewer loads."""
-    groups, all_blocks, *_ = map(known, parts.kernel.packed.shape)
+    groups, all_blocks, *_ = map(known_int, parts.kernel.packed.shape)
     target, vectors = parts.target, max(1, parts.block // lanes_of(parts.target, parts.dtype))
     found: dict[tuple[Split, int], float] = {}
     for most in range(1, min(all_blocks, register_count(target) // 4) + 1):
@@ -67,8 +67,8 @@ def choose_tiling(parts: ConvParts, rows: Axis, columns: Axis, is_flat: bool) ->
         split = split_into(columns.out, tiles)
         chunk_rows = _chunks(parts, rows, columns, blocks)[1]
         turns = -(-rows.out // chunk_rows) if chunk_rows else tiles if is_flat else rows.out
-        tasks = typical(parts.images) * groups * blocks.parts * turns
-        weight = 4 * blocks.size * parts.block * known(parts.kernel.packed.shape[3]) * rows.kernel * columns.kernel
+        tasks = size_hint(parts.images) * groups * blocks.parts * turns
+        weight = 4 * blocks.size * parts.block * known_int(parts.kernel.packed.shape[3]) * rows.kernel * columns.kernel
         is_far = weight > target.l1_bytes // 2 and rows.out * columns.out > 1
         work = sum(
             n_blocks * n_columns * _tile_time(b * vectors, c, b * parts.block if is_far else 0)
@@ -98,14 +98,14 @@ def _most_columns(parts: ConvParts, columns: Axis, vectors: int) -> int:
 
 def _chunks(parts: ConvParts, rows: Axis, columns: Axis, blocks: Split) -> tuple[int, int]:
     """Input channels and output rows per chunk; (all channels, 0) where the weight of one task fits the cache."""
-    groups, _, _, channels, _, block = map(known, parts.kernel.packed.shape)
+    groups, _, _, channels, _, block = map(known_int, parts.kernel.packed.shape)
     together, l2 = channel_block(parts), parts.target.l2_bytes
     row_bytes = columns.out * blocks.size * block * 4
     channel_bytes = blocks.size * block * rows.kernel * columns.kernel * 4
     sizes = [c for c in range(together, channels, together) if channels % c == 0 and c * channel_bytes <= l2 // 4]
     if channels * channel_bytes <= l2 // 2 or not sizes or rows.out == 1 or row_bytes > l2 // 8:
         return channels, 0
-    wanted = -(-2 * parts.target.cores // (typical(parts.images) * groups * blocks.parts))
+    wanted = -(-2 * parts.target.cores // (size_hint(parts.images) * groups * blocks.parts))
     pieces = max(1, wanted, -(-rows.out * row_bytes // (l2 // 4)))
     return sizes[-1], -(-rows.out // min(pieces, rows.out))
 

@@ -17,15 +17,15 @@ from torch_hybrid_backend.engines.tvm.schedules.convolution.parts import ConvPar
 from torch_hybrid_backend.engines.tvm.target import LINE_BYTES
 from torch_hybrid_backend.engines.tvm.tir.builder import Stmt, TirExpr
 from torch_hybrid_backend.loops.index import Index
-from torch_hybrid_backend.sizes.size import known, typical
+from torch_hybrid_backend.sizes.size import known_int, size_hint
 
 # In one step: more would be much code, and wait for each other.
-_MOST_LINES = 64
+_MAX_LINES = 64
 
 
 def streams(parts: ConvParts) -> bool:
     """Whether the weight is gone through once: it is larger than an image of the input, or than half the cache, where it could stay."""
-    weight, (rows, columns) = math.prod(map(known, parts.kernel.packed.shape)), (parts.rows, parts.columns)
+    weight, (rows, columns) = math.prod(map(known_int, parts.kernel.packed.shape)), (parts.rows, parts.columns)
     return 4 * weight > min(parts.target.l2_bytes // 2, 4 * parts.in_channels * rows.size * columns.size)
 
 
@@ -54,13 +54,13 @@ class WeightStream:
 
         `step`: its number among those of the part, all turns counted.
         """
-        groups, group_blocks, *inner = map(known, self.parts.kernel.packed.shape)
+        groups, group_blocks, *inner = map(known_int, self.parts.kernel.packed.shape)
         block_size, line = math.prod(inner), LINE_BYTES * 8 // int(tvm.DataType(self.parts.kernel.packed.dtype).bits)
         share = -(-task.blocks * block_size // (line * self.turns * self.steps))
-        if share > _MOST_LINES:
+        if share > _MAX_LINES:
             return None
         first = ((task.image * groups + task.group) * self.blocks + task.part) * self.turns
-        per_core = -(-typical(self.parts.images) * groups * self.blocks * self.turns // self.parts.target.cores)
+        per_core = -(-size_hint(self.parts.images) * groups * self.blocks * self.turns // self.parts.target.cores)
         block = task.group * group_blocks + task.first_block
         b, following = self.parts.builder, (block + task.blocks) % (groups * group_blocks)
         mine = tirx.EQ(b.index((first + self.turns) // per_core), b.index((first + step // self.steps) // per_core))
@@ -85,10 +85,10 @@ class WeightChunks:
 
     def prefetch(self, task: Task, chunk: Index, row: Index, kh: Index, channel: Index) -> Stmt | None:
         """A row's share of the next chunk, or of the next task's first: what lies there as kernel row `kh` and `channel` do here."""
-        groups, blocks, kernel_rows, channels, columns, block = map(known, self.parts.kernel.packed.shape)
+        groups, blocks, kernel_rows, channels, columns, block = map(known_int, self.parts.kernel.packed.shape)
         line = LINE_BYTES * 8 // int(tvm.DataType(self.parts.kernel.packed.dtype).bits)
         share = -(-self.together * columns * block // (line * self.rows))
-        if share * task.blocks > _MOST_LINES:
+        if share * task.blocks > _MAX_LINES:
             return None
         b, size = self.parts.builder, kernel_rows * channels * columns * block
         own = task.group * blocks + task.first_block

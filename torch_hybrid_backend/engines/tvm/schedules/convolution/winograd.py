@@ -31,7 +31,7 @@ from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, z
 from torch_hybrid_backend.engines.tvm.target import LINE_BYTES
 from torch_hybrid_backend.engines.tvm.tir.builder import Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.loops.index import Index, as_index
-from torch_hybrid_backend.sizes.size import known
+from torch_hybrid_backend.sizes.size import known_int
 
 # The value at a position along one side of a tile, and where a transformed one goes.
 Read = Callable[[int], TirExpr]
@@ -50,7 +50,7 @@ class _Winograd:
         self.parts, self.builder, self.target = parts, parts.builder, parts.target
         self.m, self.dtype, self.lanes = parts.kernel.winograd, parts.dtype, parts.block
         self.n = tile_size(self.m)
-        all_parts, self.positions, self.channels, self.width = map(known, parts.kernel.packed.shape)
+        all_parts, self.positions, self.channels, self.width = map(known_int, parts.kernel.packed.shape)
         self.groups = parts.kernel.groups
         self.out_parts, self.out_channels = all_parts // self.groups, parts.out_channels // self.groups  # of a group
         self.vectors = self.width // self.lanes

@@ -23,11 +23,11 @@ from torch_hybrid_backend.engines.tvm.target import LINE_BYTES, Target
 from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, as_index
-from torch_hybrid_backend.sizes.size import known
+from torch_hybrid_backend.sizes.size import known_int
 
 _ITEMSIZE = 4
 _LINE = LINE_BYTES // _ITEMSIZE  # elements of a cache line
-_MOST_STREAMS = 4  # rows of W read at once
+_MAX_STREAMS = 4  # rows of W read at once
 
 
 def emit(kernel: UnpackedMatMulKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
@@ -41,16 +41,16 @@ class _DotRows:
     def __init__(self, kernel: UnpackedMatMulKernel, builder: Builder, printer: Printer, target: Target) -> None:
         self.kernel, self.builder, self.printer = kernel, builder, printer
         self.b, self.m, self.n = kernel.domain
-        self.rows, self.columns, self.depth = map(known, (self.m.extent, self.n.extent, kernel.k.extent))
+        self.rows, self.columns, self.depth = map(known_int, (self.m.extent, self.n.extent, kernel.k.extent))
         self.lanes, self.dtype = target.lanes, kernel.accumulator.dtype
         self.weight = printer.arguments[kernel.weight][0]
         self.blocks = -(-self.columns // self.lanes)
         self.tasks = min(target.cores, self.blocks)
-        tall = (h for h in (_MOST_STREAMS, 2) if self.rows * h + min(self.rows, h) + 1 <= register_count(target))
+        tall = (h for h in (_MAX_STREAMS, 2) if self.rows * h + min(self.rows, h) + 1 <= register_count(target))
         self.streams = next(tall, 1)
         # How many rows of W before its use a line is asked for: a block, or what a quarter of the second-level cache holds.
         held = max(1, target.l2_bytes // 4 // (_ITEMSIZE * self.depth))
-        self.distance = max(_MOST_STREAMS, min(self.lanes, 1 << (held.bit_length() - 1)))
+        self.distance = max(_MAX_STREAMS, min(self.lanes, 1 << (held.bit_length() - 1)))
         self.copied = tirx.decl_buffer((self.rows * self.depth,), self.dtype, builder.fresh("copied"), scope="global")
 
     def emit(self) -> Stmt:

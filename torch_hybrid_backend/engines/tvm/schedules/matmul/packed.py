@@ -44,7 +44,7 @@ from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirExpr
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import Load, compute_dtype, loads_of
-from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, function, typical
+from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, function, size_hint
 
 # Sets times line: that of x86's first-level caches is a page, for they are looked up before the address is translated.
 _L1_WAY_BYTES = 4096
@@ -90,7 +90,7 @@ class MatMul:
         whole = self.n.extent // kernel.tile_n if isinstance(self.n.extent, Size) else self.panels - 1
         self.last = self.n.extent - whole * kernel.tile_n
         self.long_epilogue = has_long_epilogue(kernel.stores)
-        self.is_dot = kernel.tile_n == 1 and typical(kernel.k.extent) >= 2 * lanes_of(target, self.dtype)
+        self.is_dot = kernel.tile_n == 1 and size_hint(kernel.k.extent) >= 2 * lanes_of(target, self.dtype)
 
     def emit(self) -> Stmt:
         if isinstance(self.m.extent, Size):
@@ -117,7 +117,7 @@ class MatMul:
             batch, block, panel, inner = position
             part = block * per_block + inner
             first, begin = tile_start(b, self.m.extent, rows, part)
-            ahead = Ahead(inner, typical(per_block), repeats=typical(blocks) > 1)
+            ahead = Ahead(inner, size_hint(per_block), repeats=size_hint(blocks) > 1)
             return b.when(b.index(part) < b.size(parts), b.seq(begin, self._by_panel(batch, first, rows, panel, ahead)))
 
         return b.fused((self.b.extent, blocks, self.panels, per_block), tile)
@@ -151,11 +151,11 @@ class MatMul:
     def _fitting(self, rows: int) -> int:
         """Tiles of `rows` rows of A that fit half the second-level cache."""
         itemsize = max(4, int(tvm.DataType(self.dtype).bits) // 8)
-        return max(1, self.target.l2_bytes // 2 // (rows * max(1, typical(self.kernel.k.extent)) * itemsize))
+        return max(1, self.target.l2_bytes // 2 // (rows * max(1, size_hint(self.kernel.k.extent)) * itemsize))
 
     def _order(self) -> _Order:
         """Rows per tile: the kernel's `schedule_rank` by estimated time; then blocks of rows that fit half the second-level cache."""
-        m, tasks_per_row_tile = self.m.extent, typical(self.b.extent * self.panels)
+        m, tasks_per_row_tile = self.m.extent, size_hint(self.b.extent * self.panels)
         assert isinstance(m, int)
         most = self._most_rows()
 
@@ -236,7 +236,7 @@ class MatMul:
         itemsize = max(1, int(tvm.DataType(kernel.packed.dtype).bits) // 8)
         line = LINE_BYTES // itemsize
         lines = -(-unroll * kernel.tile_n // line)
-        if typical(panels) <= self.target.cores or typical(k_extent) < unroll:
+        if size_hint(panels) <= self.target.cores or size_hint(k_extent) < unroll:
             return None, None
         share = -(-lines // ahead.tiles)
         number = batch * self.panels + panel if kernel.batched_b else panel
@@ -296,9 +296,9 @@ class MatMul:
         lanes = lanes_of(self.target, self.dtype)
         ways = (
             4
-            if rows == 1 and typical(k_extent) >= 8 * lanes
+            if rows == 1 and size_hint(k_extent) >= 8 * lanes
             else 2
-            if rows < 4 and typical(k_extent) >= 4 * lanes
+            if rows < 4 and size_hint(k_extent) >= 4 * lanes
             else 1
         )
         tile = RegisterTile(b, self.printer, rows, 1, lanes, self.dtype, ways)

@@ -24,7 +24,7 @@ from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirExpr
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, as_index
-from torch_hybrid_backend.sizes.size import Dim, known
+from torch_hybrid_backend.sizes.size import Dim, known_int
 
 # Steps of k between two copies: 224 cycles with 14 x 2 accumulators.
 _CHUNK = 16
@@ -70,14 +70,14 @@ class _CopiedPanels(MatMul):
         super().__init__(as_packed, builder, printer, target)
         self.unpacked = kernel
         self.weight = printer.arguments[kernel.weight][0]
-        self.k_extent, self.width = known(kernel.k.extent), width
-        rows = min(known(self.m.extent), _SHARING_ROWS)
+        self.k_extent, self.width = known_int(kernel.k.extent), width
+        rows = min(known_int(self.m.extent), _SHARING_ROWS)
         parts = -(-self.k_extent // max(_CHUNK, target.l2_bytes // 2 // (4 * rows)))
         self.depth = min(self.k_extent, -(-self.k_extent // parts // _CHUNK) * _CHUNK)
         self.parts = -(-self.k_extent // self.depth)
         self.last_depth = self.k_extent - (self.parts - 1) * self.depth
         self.order = self._order()
-        self.count = known(self.panels)
+        self.count = known_int(self.panels)
         self.tasks = min(self.target.cores, self.count)
         self.most = -(-self.count // self.tasks)
         self.room = self.depth * width

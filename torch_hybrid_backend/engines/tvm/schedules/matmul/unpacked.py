@@ -31,7 +31,7 @@ from torch_hybrid_backend.engines.tvm.target import LINE_BYTES, Target
 from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, as_index
-from torch_hybrid_backend.sizes.size import known
+from torch_hybrid_backend.sizes.size import known_int
 
 _ITEMSIZE = 4
 _LINE = LINE_BYTES // _ITEMSIZE  # elements of a cache line
@@ -43,7 +43,7 @@ def emit(kernel: UnpackedMatMulKernel, builder: Builder, printer: Printer, targe
     """The kernel's body. float32; sizes are known; at least a vector of columns. A weight laid out (K, N) is `panel_copy`' affair."""
     if kernel.k_stride != 1:
         return panel_copy.emit(kernel, builder, printer, target)
-    if known(kernel.domain[1].extent) < target.lanes <= known(kernel.k.extent):
+    if known_int(kernel.domain[1].extent) < target.lanes <= known_int(kernel.k.extent):
         return few_rows.emit(kernel, builder, printer, target)
     return _UnpackedMatMul(kernel, builder, printer, target).emit()
 
@@ -89,7 +89,7 @@ class _UnpackedMatMul:
     def __init__(self, kernel: UnpackedMatMulKernel, builder: Builder, printer: Printer, target: Target) -> None:
         self.kernel, self.builder, self.printer = kernel, builder, printer
         self.b, self.m, self.n = kernel.domain
-        self.rows, self.columns, self.k_extent = map(known, (self.m.extent, self.n.extent, kernel.k.extent))
+        self.rows, self.columns, self.k_extent = map(known_int, (self.m.extent, self.n.extent, kernel.k.extent))
         self.lanes = target.lanes
         self.height = self.lanes // 2
         self.dtype = kernel.accumulator.dtype

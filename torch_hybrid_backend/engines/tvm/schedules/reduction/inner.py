@@ -18,7 +18,7 @@ from torch_hybrid_backend.engines.tvm.tir.storage import storage_dtype, widen
 from torch_hybrid_backend.loops.index import Index, LoopVar
 from torch_hybrid_backend.loops.ir import Buffer
 from torch_hybrid_backend.loops.kernels import Stage
-from torch_hybrid_backend.sizes.size import Dim, Size, product, typical
+from torch_hybrid_backend.sizes.size import Dim, Size, product, size_hint
 
 if TYPE_CHECKING:
     from torch_hybrid_backend.engines.tvm.schedules.reduction.rows import Rows
@@ -134,7 +134,7 @@ class Row:
         """`use` of what positions start .. start + extent - 1 of the vector axis, at every point of `rest`, combine to."""
         lanes = self.rows.target.lanes
         width = 1 << (extent.bit_length() - 1) if isinstance(extent, int) and extent < lanes else lanes
-        ways = WAYS if typical(extent) >= WAYS * width else 1
+        ways = WAYS if size_hint(extent) >= WAYS * width else 1
         accumulators = self.b.local(ways * width, storage_dtype(combine.dtype), "acc")
 
         def clear(lane: Index) -> Stmt:

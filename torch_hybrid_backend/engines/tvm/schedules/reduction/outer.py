@@ -21,7 +21,7 @@ from torch_hybrid_backend.engines.tvm.tir.storage import storage_dtype, widen
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
 from torch_hybrid_backend.loops.ir import Buffer
 from torch_hybrid_backend.loops.kernels import Stage
-from torch_hybrid_backend.sizes.size import Size, product, typical
+from torch_hybrid_backend.sizes.size import Size, product, size_hint
 
 if TYPE_CHECKING:
     from torch_hybrid_backend.engines.tvm.schedules.reduction.rows import Rows
@@ -118,7 +118,7 @@ class VectorOfRows:
         buffer = self._lanes_of(local)
         combine = Combiner(stage.combiner, local.dtype, self.p)
         flat, rest = self._flat_window(stage)
-        ways = WAYS if typical(flat.extent) >= WAYS and self._is_long else 1
+        ways = WAYS if size_hint(flat.extent) >= WAYS and self._is_long else 1
         accumulators = buffer
         if ways > 1:
             accumulators = self.b.local(ways * self.width, storage_dtype(local.dtype), "acc")

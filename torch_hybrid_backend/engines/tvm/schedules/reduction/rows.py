@@ -41,7 +41,7 @@ from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index, index_of
 from torch_hybrid_backend.loops.ir import INDEX_DTYPE, Buffer, Expr, Load
 from torch_hybrid_backend.loops.kernels import RowKernel, Stage
-from torch_hybrid_backend.sizes.size import Size, below, product, typical
+from torch_hybrid_backend.sizes.size import Size, known_less, product, size_hint
 
 _NO_POSITION = (1 << 63) - 1
 # Tasks a core gets at least, so that none waits long for the slowest.
@@ -69,8 +69,8 @@ class Rows:
     def emit(self) -> Stmt:
         inner = fastest(self.offsets, self.kernel.domain)
         if inner is None:
-            inner = max(self.kernel.domain, key=lambda v: typical(v.extent), default=None)
-        if inner in self.reduced and below(inner.extent, self.target.lanes):
+            inner = max(self.kernel.domain, key=lambda v: size_hint(v.extent), default=None)
+        if inner in self.reduced and known_less(inner.extent, self.target.lanes):
             # A window is too short for a vector: run along what is written instead.
             inner = fastest(self.written, self.kept) or inner
         if inner is None or inner in self.reduced:
@@ -131,7 +131,7 @@ class Rows:
         """`body` at every point, in parallel; where rows are short the last loop is one task's, which then counts addresses up."""
         extents = [v.extent for v in variables]
         kind = self.kind if extents else "serial"
-        outer, window = typical(product(extents[:-1])), product(v.extent for v in self.reduced)
+        outer, window = size_hint(product(extents[:-1])), product(v.extent for v in self.reduced)
         if outer < _TASKS * self.target.cores or isinstance(window, Size) or window > UNROLLED:
             return self.b.fused(extents, body, kind)
         return self.b.fused(
