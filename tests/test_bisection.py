@@ -15,7 +15,7 @@ from torch_hybrid_backend import session, stages
 from torch_hybrid_backend.bisection import OPERATORS, PASSES, bisected_engines, bisected_passes
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.verdict import Reason
-from torch_hybrid_backend.partition.regions import partition
+from torch_hybrid_backend.partition.regions import partition_graph
 from torch_hybrid_backend.passes import pipeline
 from torch_hybrid_backend.passes.context import PassContext
 
@@ -146,7 +146,7 @@ def test_operators_that_are_switched_off_go_to_eager(only: Limit) -> None:
     (bisected,) = bisected_engines([engine])
     assert (bisected.name, bisected.keep_ops, bisected.available()) == ("engine", engine.keep_ops, engine.available())
     module = trace(lambda x: torch.sort(x.sin() @ x)[0].cos() @ x, torch.ones(3, 3))
-    nodes = {node.name: node for node in partition(module, [bisected], Config()).nodes}
+    nodes = {node.name: node for node in partition_graph(module, [bisected], Config()).nodes}
     reasons = {name: [refusal.code for refusal in node.refusals] for name, node in nodes.items()}
     assert reasons["sin"] == reasons["mm"] == []
     assert reasons["sort"] == [Reason.UNKNOWN_OPERATOR]

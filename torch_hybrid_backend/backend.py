@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.bisection import is_running
 from torch_hybrid_backend.capture.aot import capture
-from torch_hybrid_backend.capture.cache.aot_cache import KeptGraphs
+from torch_hybrid_backend.capture.cache.aot_cache import AotCache
 from torch_hybrid_backend.config import Config, apply_log_level
 from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.deadline import Deadline
@@ -32,7 +32,7 @@ from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.garbage import collector_paused
 from torch_hybrid_backend.graph.values import is_repeatable
 from torch_hybrid_backend.hybrid_graph import HybridGraph, OnPlan, pricing_of
-from torch_hybrid_backend.partition.known_graphs import KnownGraphs, graph_key
+from torch_hybrid_backend.partition.seen_graphs import SeenGraphs, graph_key
 from torch_hybrid_backend.partition.whole_call import PricedCall
 from torch_hybrid_backend.report import Explanation
 from torch_hybrid_backend.session import open_session
@@ -82,8 +82,8 @@ def compile_graph(
         return calls[0].around(planned) if calls else planned
 
     keep_ops = frozenset[torch._ops.OpOverload]().union(*(engine.keep_ops for engine in shared.engines))
-    kept = KeptGraphs(shared.services.store) if config.cache else None
-    known = KnownGraphs(shared.services.store)
+    kept = AotCache(shared.services.store) if config.cache else None
+    known = SeenGraphs(shared.services.store)
     if key in known:
         return compiled_whole()
     shared.prepare(len(gm.graph.nodes))  # what engines need to compile starts while AOTAutograd traces

@@ -159,5 +159,5 @@ def _can_run(name: str, engine: Engine, config: Config) -> bool:
         return True
     if config.strict:
         raise HybridError(f"the engine {name} cannot run here: {available.why}")
-    log.warning("the engine %s cannot run here, what it would take runs in eager: %s", name, available.why)
+    log.warning("the engine %s cannot run here, its operators fall back to eager: %s", name, available.why)
     return False

@@ -161,7 +161,7 @@ class Store:
     def _folder(self, kind: str, key: str) -> Path:
         for name in (kind, key):
             if not _SAFE.fullmatch(name):
-                raise CacheError(f"{name!r} cannot name a cache entry; legal are 1 to 200 of a-z A-Z 0-9 . _ -")
+                raise CacheError(f"{name!r} cannot name a cache entry; it must be 1 to 200 of a-z A-Z 0-9 . _ -")
         return self.root / kind / key
 
     def _entries(self) -> list[tuple[Path, os.stat_result]]:

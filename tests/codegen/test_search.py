@@ -32,7 +32,7 @@ from torch_hybrid_backend.engines.tvm.cpu import alternatives as variants_module
 from torch_hybrid_backend.engines.tvm.engine import TvmEngine
 from torch_hybrid_backend.errors import DeadlineError, HybridError
 from torch_hybrid_backend.loops.kernels import Kernel
-from torch_hybrid_backend.partition.regions import partition
+from torch_hybrid_backend.partition.regions import partition_graph
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 
 pytest.importorskip("tvm")
@@ -221,7 +221,7 @@ def _winograd(engine: TvmEngine, deadline: Deadline) -> tuple[KernelRegion, list
         return torch.convolution(x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
 
     inputs = [torch.randn(1, 32, 23, 29), torch.randn(32, 32, 3, 3)]
-    (segment,) = partition(trace(convolution, *inputs), [engine], Config()).graph.segments
+    (segment,) = partition_graph(trace(convolution, *inputs), [engine], Config()).graph.segments
     constants = (segment.region.inputs[0], dataclasses.replace(segment.region.inputs[1], is_constant=True))
     (compiled,) = engine.compile([dataclasses.replace(segment.region, inputs=constants)], deadline)
     assert isinstance(compiled, KernelRegion)

@@ -11,13 +11,13 @@ from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.region import PartitionedGraph, Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
-from torch_hybrid_backend.partition.regions import partition
+from torch_hybrid_backend.partition.regions import partition_graph
 from torch_hybrid_backend.sizes.size import symbol
 
 
 def _graph() -> PartitionedGraph:
     module = trace(lambda x: torch.sort(x @ x)[0] @ x, torch.ones(4, 4))
-    return partition(module, [FakeEngine(refuses=["sort"])], Config()).graph
+    return partition_graph(module, [FakeEngine(refuses=["sort"])], Config()).graph
 
 
 def _with_region(graph: PartitionedGraph, region: Region) -> PartitionedGraph:

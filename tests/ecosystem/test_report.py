@@ -47,7 +47,7 @@ def test_the_worst_is_the_verdict(changed: dict[str, Any], verdict: str) -> None
 
 def test_a_warning_needs_a_reason() -> None:
     """A model that is right although a region failed does not go unnoticed."""
-    assert report.unexplained(_entry(faults=["region r0 is not run by tvm: runtime_error"]))
+    assert report.unexplained(_entry(faults=["region r0 cannot run on tvm: runtime_error"]))
 
 
 def test_the_table_has_a_row_for_each_model() -> None:

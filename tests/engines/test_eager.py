@@ -9,7 +9,7 @@ from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.engine import CompiledRegion, Engine
 from torch_hybrid_backend.engines.eager import EagerEngine
-from torch_hybrid_backend.partition.regions import partition
+from torch_hybrid_backend.partition.regions import partition_graph
 
 
 def test_it_is_an_engine_that_takes_everything() -> None:
@@ -25,7 +25,7 @@ def test_a_compiled_region_computes_its_graph_without_gradients() -> None:
     """Several outputs come in order; nothing is recorded, though an input wants gradients."""
     x = torch.randn(3, 4, requires_grad=True)
     module = trace(lambda v: (v.sin(), v.sum(0)), torch.randn(3, 4))
-    (segment,) = partition(module, [FakeEngine()], Config()).graph.segments
+    (segment,) = partition_graph(module, [FakeEngine()], Config()).graph.segments
     (compiled,) = EagerEngine().compile([segment.region], Deadline(1.0))
     assert isinstance(compiled, CompiledRegion)
     assert compiled.program is None

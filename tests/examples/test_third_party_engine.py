@@ -21,7 +21,7 @@ from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.engine import Engine
 from torch_hybrid_backend.core.verdict import Refused
 from torch_hybrid_backend.partition.capability import capability
-from torch_hybrid_backend.partition.regions import partition
+from torch_hybrid_backend.partition.regions import partition_graph
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "third_party_engine"
@@ -121,7 +121,7 @@ def test_blocks_compute_what_eager_computes(example: ModuleType) -> None:
 
     x, y = torch.randn(2, 5, 7, 2111).unbind(0)
     x[0, 0, :4] = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0])
-    (segment,) = partition(trace(chain, x, y), [engine], Config()).graph.segments
+    (segment,) = partition_graph(trace(chain, x, y), [engine], Config()).graph.segments
     assert engine.accepts(segment.region)
     (compiled,) = engine.compile([segment.region], Deadline(1.0))
     for _ in range(2):
@@ -147,7 +147,7 @@ def test_what_it_does_not_take_it_says(
     """Operators one by one, and whole regions that are too small."""
     engine = example.BlockedNumpy()
     module = trace(function, torch.randn(*shape))  # type: ignore[arg-type]
-    found = partition(module, [engine], Config())
+    found = partition_graph(module, [engine], Config())
     operators = [node for node in module.graph.nodes if node.op == "call_function"]
     verdicts = [verdict for (verdict,) in capability(operators, [engine], strict=True).values()]
     verdicts += [engine.accepts(s.region) for s in found.graph.segments if s.engine_hint == engine.name]

@@ -41,7 +41,7 @@ from torch_hybrid_backend.loops.ir import (
     scalar_index,
 )
 from torch_hybrid_backend.loops.ops import add, call
-from torch_hybrid_backend.partition.regions import partition
+from torch_hybrid_backend.partition.regions import partition_graph
 
 aten = torch.ops.aten
 _COMBINE = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
@@ -82,7 +82,7 @@ def _run(group: Group, env: Environment) -> None:
 def _graph(fn: Callable[..., object], *inputs: torch.Tensor) -> tuple[LoopGraph, Environment]:
     module = trace(fn, inputs)
     names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
-    (segment,) = partition(module, [FakeEngine()], Config(min_region_nodes=1)).graph.segments
+    (segment,) = partition_graph(module, [FakeEngine()], Config(min_region_nodes=1)).graph.segments
     graph = lower_region(segment.region)
     tensors = dict(zip(names, inputs, strict=True))
     return graph, {buffer: tensors[buffer.name] for buffer in graph.inputs} | dict(graph.literals)

@@ -13,7 +13,7 @@ from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.engines.tvm.cpu.policy import POLICY
 from torch_hybrid_backend.loops.graph import LoopGraph, lower_region
 from torch_hybrid_backend.loops.ir import ConvOp, MapOp, domain_vars, loads_of
-from torch_hybrid_backend.partition.regions import partition
+from torch_hybrid_backend.partition.regions import partition_graph
 
 aten = torch.ops.aten
 Fn = Callable[..., torch.Tensor]
@@ -24,7 +24,7 @@ def lowered(fn: Fn, *inputs: torch.Tensor) -> LoopGraph:
     module = trace(fn, inputs)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     tensors = {node.name: tensor for node, tensor in zip(placeholders, inputs, strict=True)}
-    (segment,) = partition(module, [FakeEngine()], Config()).graph.segments
+    (segment,) = partition_graph(module, [FakeEngine()], Config()).graph.segments
     graph = lower_region(segment.region, POLICY)
     env = {buffer: tensors[buffer.name] for buffer in graph.inputs}
     for op in graph.ops:

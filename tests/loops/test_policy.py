@@ -14,7 +14,7 @@ from torch_hybrid_backend.loops.fusion import fuse
 from torch_hybrid_backend.loops.graph import LoopGraph, lower_region
 from torch_hybrid_backend.loops.ir import ConvOp, Map
 from torch_hybrid_backend.loops.policy import FusionPolicy
-from torch_hybrid_backend.partition.regions import partition
+from torch_hybrid_backend.partition.regions import partition_graph
 
 aten = torch.ops.aten
 GENEROUS = FusionPolicy(
@@ -29,7 +29,7 @@ GENEROUS = FusionPolicy(
 
 
 def _graph(fn: Callable[..., torch.Tensor], policy: FusionPolicy, *inputs: torch.Tensor) -> LoopGraph:
-    (segment,) = partition(trace(fn, *inputs), [FakeEngine()], Config()).graph.segments
+    (segment,) = partition_graph(trace(fn, *inputs), [FakeEngine()], Config()).graph.segments
     return lower_region(segment.region, policy)
 
 

@@ -13,11 +13,11 @@ from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.partition import accuracy
 from torch_hybrid_backend.partition.accuracy import TOLERANCES, compare, reference_run
-from torch_hybrid_backend.partition.regions import partition
+from torch_hybrid_backend.partition.regions import partition_graph
 
 
 def _region(function: Callable[..., object], *inputs: torch.Tensor) -> Region:
-    (segment,) = partition(trace(function, *inputs), [FakeEngine()], Config()).graph.segments
+    (segment,) = partition_graph(trace(function, *inputs), [FakeEngine()], Config()).graph.segments
     return segment.region
 
 

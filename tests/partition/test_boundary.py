@@ -12,7 +12,7 @@ from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.region import PartitionedGraph
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.partition.boundary import CALLBACK_US, boundaries_us
-from torch_hybrid_backend.partition.regions import partition
+from torch_hybrid_backend.partition.regions import partition_graph
 
 
 class _ReadsHalf(FakeEngine):
@@ -26,7 +26,7 @@ class _ReadsHalf(FakeEngine):
 def graph() -> PartitionedGraph:
     """A region, eager's sort, a region."""
     module = trace(lambda x: torch.sort((x @ x).sin()).values @ x, torch.randn(64, 64))
-    found = partition(module, [FakeEngine(refuses=["sort"])], Config()).graph
+    found = partition_graph(module, [FakeEngine(refuses=["sort"])], Config()).graph
     assert [segment.engine_hint for segment in found.segments] == ["fake", "eager", "fake"]
     return found
 
@@ -46,5 +46,5 @@ def test_a_value_in_another_form_is_copied(graph: PartitionedGraph) -> None:
     half = boundaries_us(graph, runs, {"fake": _ReadsHalf()})
     assert half > CALLBACK_US
     large = trace(lambda x: torch.sort((x @ x).sin()).values @ x, torch.randn(512, 512))
-    larger = partition(large, [FakeEngine(refuses=["sort"])], Config()).graph
+    larger = partition_graph(large, [FakeEngine(refuses=["sort"])], Config()).graph
     assert boundaries_us(larger, runs, {"fake": _ReadsHalf()}) - CALLBACK_US > 10 * (half - CALLBACK_US)

@@ -16,7 +16,7 @@ from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
 from torch_hybrid_backend.errors import RegionError
 from torch_hybrid_backend.partition.capability import accepted, capability
-from torch_hybrid_backend.partition.regions import partition
+from torch_hybrid_backend.partition.regions import partition_graph
 
 
 class _Branching(FakeEngine):
@@ -64,7 +64,7 @@ def test_an_engine_that_raises_when_asked_about_a_region(caplog: pytest.LogCaptu
             raise ValueError(f"sum {float(torch.arange(3).sum())}")
 
     engine = Raising("raising")
-    (segment,) = partition(trace(torch.sin, torch.ones(3)), [engine], Config()).graph.segments
+    (segment,) = partition_graph(trace(torch.sin, torch.ones(3)), [engine], Config()).graph.segments
     with FakeTensorMode():
         verdict = accepted(engine, segment.region, strict=False)
     assert isinstance(verdict, Refused)

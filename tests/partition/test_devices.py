@@ -30,7 +30,7 @@ from torch_hybrid_backend.loops.graph import lower_region
 from torch_hybrid_backend.loops.ir import LoopOp, ReduceOp, Value, domain_vars
 from torch_hybrid_backend.partition.placement import decide
 from torch_hybrid_backend.partition.plan_builder import make_plan
-from torch_hybrid_backend.partition.regions import Partition, partition
+from torch_hybrid_backend.partition.regions import Partition, partition_graph
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.hoist import hoist
 from torch_hybrid_backend.passes.inline_subgraphs import inline_subgraphs
@@ -98,7 +98,7 @@ def planned(
     captured = devices.captured(function, *inputs, keep_ops=keep)
     inline_subgraphs(captured.graph_module)
     run_passes(captured.graph_module, PassContext.of(captured), passes)
-    return partition(hoist(captured.graph_module, captured.static_inputs).main, engines, Config())
+    return partition_graph(hoist(captured.graph_module, captured.static_inputs).main, engines, Config())
 
 
 def claimed(found: Partition) -> list[Segment]:

@@ -12,14 +12,14 @@ from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.partition.estimate import Roofline, eager_us, engine_us, roofline
-from torch_hybrid_backend.partition.regions import partition
+from torch_hybrid_backend.partition.regions import partition_graph
 
 # A flop takes a millionth of a microsecond, a byte a thousandth.
 ON = Roofline(flops_per_second=1e12, bytes_per_second=1e9, operator_us=10.0, view_us=1.0, kernel_us=2.0)
 
 
 def _region(function: Callable[..., object], *inputs: torch.Tensor) -> Region:
-    (segment,) = partition(trace(function, *inputs), [FakeEngine()], Config()).graph.segments
+    (segment,) = partition_graph(trace(function, *inputs), [FakeEngine()], Config()).graph.segments
     return segment.region
 
 

@@ -20,7 +20,7 @@ from torch_hybrid_backend.core.plan import RegionDecision
 from torch_hybrid_backend.measure import HostTimer
 from torch_hybrid_backend.partition.placement import Pricing, choose
 from torch_hybrid_backend.partition.plan_builder import make_plan
-from torch_hybrid_backend.partition.regions import partition
+from torch_hybrid_backend.partition.regions import partition_graph
 
 
 class _Attention(nn.Module):
@@ -78,7 +78,7 @@ def test_plan(case: str, golden: Golden) -> None:
     for node in list(module.graph.nodes)[1 : 1 + len(names)]:
         node.meta["constant"] = True
     engine = FakeEngine("engine", refuses=["sort"])
-    found = partition(module, [engine], Config())
+    found = partition_graph(module, [engine], Config())
     ticks = itertools.count(step=1000)
     values: dict[str, torch.Tensor] = dict(zip(found.graph.inputs, [x, *parameters.values()], strict=True))
     decisions: list[RegionDecision] = []

@@ -20,7 +20,7 @@ from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.errors import is_out_of_memory
 from torch_hybrid_backend.partition.accuracy import compare
 from torch_hybrid_backend.partition.placement import Pricing, choose
-from torch_hybrid_backend.partition.regions import partition
+from torch_hybrid_backend.partition.regions import partition_graph
 
 torch.set_num_threads(1)
 MIB = 1 << 20
@@ -30,7 +30,7 @@ def outer(x):  # (n,) -> (n,), through n * n elements
     return (x[:, None] * x).sum(1)
 
 def region_of(x):
-    (segment,) = partition(trace(outer, x), [FakeEngine()], Config()).graph.segments
+    (segment,) = partition_graph(trace(outer, x), [FakeEngine()], Config()).graph.segments
     return segment.region
 
 def allow(mib):

@@ -23,7 +23,7 @@ from torch_hybrid_backend.errors import CompileError, CompilerCrashError, Deadli
 from torch_hybrid_backend.measure import HostTimer
 from torch_hybrid_backend.partition.placement import Choice, Pricing, choose
 from torch_hybrid_backend.partition.plan_builder import make_plan
-from torch_hybrid_backend.partition.regions import partition
+from torch_hybrid_backend.partition.regions import partition_graph
 from torch_hybrid_backend.partition.wrapped_region import checked
 from torch_hybrid_backend.store import Store
 from torch_hybrid_backend.timing_cache import TimingCache
@@ -33,7 +33,7 @@ CONFIG = Config(measure_budget_s=0.001)
 
 
 def _region(function: Callable[..., object] = lambda x: (x @ x).sin()) -> Region:
-    (segment,) = partition(trace(function, X), [FakeEngine()], Config()).graph.segments
+    (segment,) = partition_graph(trace(function, X), [FakeEngine()], Config()).graph.segments
     return segment.region
 
 
@@ -179,7 +179,7 @@ def test_the_warning_names_the_users_line(caplog: pytest.LogCaptureFixture) -> N
     module = trace(lambda x: x @ x, X)
     node = next(node for node in module.graph.nodes if node.op == "call_function")
     node.meta["stack_trace"] = '  File "/home/me/model.py", line 12, in forward\n    return x @ x\n'
-    (segment,) = partition(module, [FakeEngine()], Config()).graph.segments
+    (segment,) = partition_graph(module, [FakeEngine()], Config()).graph.segments
     choose(segment.region, {"fake": CompileError("no")}, [X], CONFIG, Pricing())
     assert "(model.py:12 in forward: return x @ x)" in caplog.text
 
@@ -358,7 +358,7 @@ def test_the_plan_follows_the_choices() -> None:
     """Operators of a region that eager won are eager's; the plan survives JSON."""
     module = trace(lambda x: torch.sort(x @ x)[0] @ x, X)
     engine = FakeEngine(refuses=["sort"])
-    found = partition(module, [engine], Config())
+    found = partition_graph(module, [engine], Config())
     first, _, last = found.graph.segments
     decisions = [
         choose(first.region, {"fake": CompileError("no")}, [X], CONFIG, Pricing()).decision,

@@ -12,13 +12,15 @@ from torch_hybrid_backend.core.plan import Refusal, RegionDecision
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.partition.plan_builder import make_plan
-from torch_hybrid_backend.partition.regions import Partition, partition
+from torch_hybrid_backend.partition.regions import Partition, partition_graph
 
 
 def _partition() -> Partition:
     """Two regions of two products each, around a sort that no engine takes."""
     module = trace(lambda x: (torch.sort(x @ x @ x)[0] @ x) @ x, torch.randn(8, 8))
-    return partition(module, [FakeEngine("first", refuses=["sort"]), FakeEngine("second", takes=["mm"])], Config())
+    return partition_graph(
+        module, [FakeEngine("first", refuses=["sort"]), FakeEngine("second", takes=["mm"])], Config()
+    )
 
 
 def _decision(region: Region, engine: str) -> RegionDecision:

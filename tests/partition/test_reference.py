@@ -11,13 +11,13 @@ from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.errors import HybridError, OperatorRefusedError
 from torch_hybrid_backend.partition.reference import reference, run_eager, unable_to_run
-from torch_hybrid_backend.partition.regions import partition
+from torch_hybrid_backend.partition.regions import partition_graph
 
 
 @pytest.fixture
 def region() -> Region:
     """One product and a sum."""
-    (segment,) = partition(trace(lambda x: x @ x + 1, torch.ones(3, 3)), [FakeEngine()], Config()).graph.segments
+    (segment,) = partition_graph(trace(lambda x: x @ x + 1, torch.ones(3, 3)), [FakeEngine()], Config()).graph.segments
     return segment.region
 
 
@@ -34,7 +34,7 @@ def test_a_fault_of_the_values_is_the_users() -> None:
     """What PyTorch raises for a place outside of a tensor comes through as it is."""
     x, places = torch.randn(3, 3), torch.tensor([0, 7])
     module = trace(lambda x, i: torch.index_select(x, 0, i) + 1, x, torch.tensor([0, 1]))
-    (segment,) = partition(module, [FakeEngine()], Config()).graph.segments
+    (segment,) = partition_graph(module, [FakeEngine()], Config()).graph.segments
     for run in (run_eager, reference):
         with pytest.raises((IndexError, RuntimeError), match="index out of range"):
             run(segment.region, [x, places])

@@ -9,7 +9,7 @@ import torch
 
 from tests.partition.engines_for_tests import FakeEngine, trace
 from torch_hybrid_backend.config import Config
-from torch_hybrid_backend.partition.regions import partition
+from torch_hybrid_backend.partition.regions import partition_graph
 
 _A, _B = torch.randn(4, 4), torch.randn(4, 4)
 
@@ -18,7 +18,7 @@ def _key(function: Callable[..., object], *inputs: torch.Tensor, constant: int |
     module = trace(function, *inputs)
     if constant is not None:
         list(module.graph.nodes)[constant].meta["constant"] = True
-    (segment,) = partition(module, [FakeEngine()], Config()).graph.segments
+    (segment,) = partition_graph(module, [FakeEngine()], Config()).graph.segments
     return segment.region.key
 
 

@@ -18,7 +18,7 @@ from torch_hybrid_backend.core.region import PartitionedGraph
 from torch_hybrid_backend.core.verdict import Reason, Verdict
 from torch_hybrid_backend.errors import RegionError
 from torch_hybrid_backend.partition import levels
-from torch_hybrid_backend.partition.regions import Partition, partition
+from torch_hybrid_backend.partition.regions import Partition, partition_graph
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -26,7 +26,7 @@ aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 def _partition(
     function: Callable[..., object], *inputs: torch.Tensor, engines: Sequence[Engine], config: Config | None = None
 ) -> Partition:
-    return partition(trace(function, *inputs), engines, config or Config())
+    return partition_graph(trace(function, *inputs), engines, config or Config())
 
 
 def _reduced(x: torch.Tensor, group: str) -> torch.Tensor:
@@ -193,7 +193,7 @@ def test_constants_are_marked_as_such() -> None:
     module = trace(lambda x, w: x @ w, torch.randn(2, 2), torch.randn(2, 2))
     weight = list(module.graph.nodes)[1]
     weight.meta["constant"] = True
-    found = partition(module, [FakeEngine()], Config()).graph
+    found = partition_graph(module, [FakeEngine()], Config()).graph
     assert found.constants == {weight.name}
     assert [(i.name, i.is_constant) for i in found.segments[0].region.inputs] == [("x_1", False), (weight.name, True)]
 
@@ -263,7 +263,7 @@ def test_segments_cover_every_operator_once_and_compute_the_same(
 
     x = torch.rand(3, 3) / 4
     module = trace(function, x)
-    found = partition(module, [FakeEngine(refuses=sorted(refused))], Config())
+    found = partition_graph(module, [FakeEngine(refuses=sorted(refused))], Config())
     covered = [name for segment in found.graph.segments for name in segment.region.node_names]
     operators = [node.name for node in module.graph.nodes if node.op == "call_function"]
     assert sorted(covered) == sorted(operators)
@@ -295,7 +295,7 @@ def test_ten_thousand_nodes_take_few_sweeps(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(levels, "_levels", counted)
     engine = FakeEngine(refuses=["sort"])
     start = time.perf_counter()
-    found = partition(module, [engine], Config())
+    found = partition_graph(module, [engine], Config())
     spent = time.perf_counter() - start
     assert len(found.nodes) > 10_000
     assert len(engine.asked) == sum(node.operator != "getitem" for node in found.nodes)  # those go with their sort

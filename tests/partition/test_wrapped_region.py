@@ -14,7 +14,7 @@ from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.errors import HybridError, RegionError
-from torch_hybrid_backend.partition.regions import partition
+from torch_hybrid_backend.partition.regions import partition_graph
 from torch_hybrid_backend.partition.wrapped_region import checked, reported
 
 X = torch.randn(8, 8)
@@ -23,7 +23,7 @@ EXPECTED = (X @ X).sin()
 
 @pytest.fixture
 def region() -> Region:
-    (segment,) = partition(trace(lambda x: (x @ x).sin(), X), [FakeEngine()], Config()).graph.segments
+    (segment,) = partition_graph(trace(lambda x: (x @ x).sin(), X), [FakeEngine()], Config()).graph.segments
     return segment.region
 
 

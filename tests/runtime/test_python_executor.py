@@ -18,7 +18,7 @@ from torch_hybrid_backend.core.hoisted_inputs import CallInput, FoldedValue, Hoi
 from torch_hybrid_backend.core.region import PartitionedGraph, Segment
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import HybridError
-from torch_hybrid_backend.partition.regions import partition
+from torch_hybrid_backend.partition.regions import partition_graph
 from torch_hybrid_backend.runtime.python_executor import PythonExecutor, checked
 
 X = torch.randn(4, 6)
@@ -26,7 +26,9 @@ X = torch.randn(4, 6)
 
 def graph_of(function: Callable[..., object], *inputs: Any, mode: str = "fake") -> PartitionedGraph:
     """The function cut into segments, one at each sort."""
-    return partition(make_fx(function, tracing_mode=mode)(*inputs), [FakeEngine(refuses=["sort"])], Config()).graph
+    return partition_graph(
+        make_fx(function, tracing_mode=mode)(*inputs), [FakeEngine(refuses=["sort"])], Config()
+    ).graph
 
 
 def eager_segments(graph: PartitionedGraph) -> list[Callable[[Sequence[Any]], list[Any]]]:

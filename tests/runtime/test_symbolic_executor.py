@@ -14,7 +14,7 @@ from tests.partition.engines_for_tests import FakeEngine
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.hoisted_inputs import CallInput, FoldedValue, HoistedInputs
 from torch_hybrid_backend.core.region import PartitionedGraph
-from torch_hybrid_backend.partition.regions import partition
+from torch_hybrid_backend.partition.regions import partition_graph
 from torch_hybrid_backend.runtime import symbolic_executor
 from torch_hybrid_backend.runtime.plan_layout import StaticLayoutError
 from torch_hybrid_backend.runtime.symbolic_executor import SymbolicExecutor
@@ -26,7 +26,7 @@ def _graph(function: Callable[..., Any], *inputs: Any) -> PartitionedGraph:
     """The function at any sizes, cut into segments at each sort."""
     traced = make_fx(function, tracing_mode="symbolic")(*inputs)
     traced.graph.eliminate_dead_code()
-    return partition(traced, [FakeEngine(refuses=["sort"])], Config()).graph
+    return partition_graph(traced, [FakeEngine(refuses=["sort"])], Config()).graph
 
 
 def _executor(function: Callable[..., Any], *inputs: Any) -> SymbolicExecutor:

@@ -34,7 +34,7 @@ from torch._guards import TracingContext, detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from torch_hybrid_backend.capture.cache.aot_cache import KeptGraphs, capture_key
+from torch_hybrid_backend.capture.cache.aot_cache import AotCache, capture_key
 from torch_hybrid_backend.capture.decompositions import decomposition_table, whole_upsampling
 from torch_hybrid_backend.capture.fixes.norm_statistics import correct_statistics
 from torch_hybrid_backend.capture.fixes.output_aliases import separate_aliases
@@ -52,7 +52,7 @@ def capture(
     example_inputs: Sequence[Any],
     compile_graph: CompileGraph,
     keep_ops: Iterable[torch._ops.OpOverload],
-    kept_graphs: KeptGraphs | None = None,
+    aot_cache: AotCache | None = None,
 ) -> Callable[..., Any]:
     """Compile Dynamo's graph through `compile_graph`; returns the callable that Dynamo installs.
 
@@ -60,16 +60,16 @@ def capture(
     backward graph, now or in the first backward call. The callable it returns takes one list of inputs, which it may
     clear to free them early (torch's "boxed" convention), and returns the outputs in order.
 
-    `keep_ops`: ATen operators that are never decomposed. `kept_graphs`: where AOTAutograd's graphs are looked up and kept.
+    `keep_ops`: ATen operators that are never decomposed. `aot_cache`: where AOTAutograd's graphs are looked up and kept.
 
     Whatever `compile_graph` raises reaches Dynamo unchanged.
     """
     operators = frozenset(keep_ops)
-    key = capture_key(gm, example_inputs, operators) if kept_graphs is not None else None
-    if kept_graphs is not None and key is not None:
-        with_kept = _with_kept(kept_graphs, key, gm, compile_graph)
-        if with_kept is not None:
-            return with_kept
+    key = capture_key(gm, example_inputs, operators) if aot_cache is not None else None
+    if aot_cache is not None and key is not None:
+        with_cached = _with_cached(aot_cache, key, gm, compile_graph)
+        if with_cached is not None:
+            return with_cached
 
     from functorch.compile import min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
@@ -89,10 +89,10 @@ def capture(
             static = _static_inputs(placeholders)
             forward_static.update(static)
         is_kept = (
-            kept_graphs is not None
+            aot_cache is not None
             and key is not None
             and kind == "inference"
-            and kept_graphs.add(key, graph_module, frozenset(static))
+            and aot_cache.add(key, graph_module, frozenset(static))
         )
         returned = _returned() if kind == "forward" else 0
         boxed = _boxed(graph_module, kind, frozenset(static), _writes_inputs(), compile_graph, returned)
@@ -156,12 +156,12 @@ def _boxed(
     return boxed
 
 
-def _with_kept(
-    kept_graphs: KeptGraphs, key: str, gm: torch.fx.GraphModule, compile_graph: CompileGraph
+def _with_cached(
+    aot_cache: AotCache, key: str, gm: torch.fx.GraphModule, compile_graph: CompileGraph
 ) -> Callable[..., Any] | None:
     """Dynamo's graph compiled from the ATen graph that an earlier trace left, or None where there is none."""
     fake_mode = detect_fake_mode([node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")])
-    found = kept_graphs.get(key, fake_mode) if fake_mode is not None else None
+    found = aot_cache.get(key, fake_mode) if fake_mode is not None else None
     if found is None or fake_mode is None:
         return None
     graph_module, static = found

@@ -107,7 +107,9 @@ def _compile(
                 results[job.key] = made if isinstance(made, Exception) else _keep(job, made, store)
     except OSError as error:  # the temporary directory is full, or cannot be made
         for key in kernels.keys() - results.keys():
-            results[key] = CompileError(f"{symbol_of(key)} was compiled to no avail: {error}")
+            results[key] = CompileError(
+                f"{symbol_of(key)} cannot be compiled, as the temporary directory cannot be used: {error}"
+            )
     return results
 
 

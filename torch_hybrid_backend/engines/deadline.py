@@ -41,7 +41,9 @@ def compile_in_time(
     if made:
         return made[0]
     had = f"{left_s:.3g} s it had of {deadline.limit_s:g} (HYBRID_COMPILE_DEADLINE_S)"
-    return [DeadlineError(f"{engine.name} compiles on after the {had}; it is not waited for")] * len(regions)
+    return [
+        DeadlineError(f"{engine.name} did not finish compiling in the {had}; its regions fall back to eager")
+    ] * len(regions)
 
 
 def _compiled(engine: Engine, regions: Sequence[Region], deadline: Deadline) -> Sequence[CompiledRegion | Exception]:

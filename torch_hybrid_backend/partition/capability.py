@@ -102,5 +102,5 @@ def _ask(engine: Engine, node: Node, device: Device | None, broken: set[str], st
             raise RegionError(why) from error
         if engine.name not in broken:
             broken.add(engine.name)
-            _log.warning("%s; such operators run in eager", why)
+            _log.warning("%s; such operators fall back to eager", why)
         return Refused(Reason.RUNTIME_ERROR, why)

@@ -29,7 +29,7 @@ from torch_hybrid_backend.partition.boundary import boundaries_us
 from torch_hybrid_backend.partition.capability import capability
 from torch_hybrid_backend.partition.dependencies import dependencies
 from torch_hybrid_backend.partition.estimate import eager_us, fused_us, roofline
-from torch_hybrid_backend.partition.regions import Partition, partition
+from torch_hybrid_backend.partition.regions import Partition, partition_graph
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ def covers(
     """
     offered = tuple(engine for engine in engines if engine.name != EAGER)
     if len(offered) < 2 or own_order:
-        only = partition(graph_module, offered, config)
+        only = partition_graph(graph_module, offered, config)
         return (Cover(tuple(engine.name for engine in offered), only, 0.0),)
     verdicts = capability(dependencies(graph_module.graph).operators, offered, strict=config.strict)
     found: list[Cover] = []
@@ -80,7 +80,7 @@ def covers(
         if formulas:
             module, copies = decompose(graph_module, formulas)
             answers = {copies[node]: given for node, given in answers.items() if node in copies}
-        candidate = partition(module, order, config, answers)
+        candidate = partition_graph(module, order, config, answers)
         if all(not _equal(candidate, other.partition) for other in found):
             found.append(Cover(tuple(engine.name for engine in order), candidate, _estimate(candidate, order)))
     found.sort(key=lambda cover: cover.estimated_us)

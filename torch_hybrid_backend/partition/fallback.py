@@ -67,8 +67,8 @@ def demote(region: Region, engine: str, refused: Refused, *, strict: bool, cause
     """
     if cause is not None and is_sticky(cause):
         raise cause
-    line = f"{_named(region)} is not run by {engine}: {refused.code}: {refused.why}"
+    line = f"{_named(region)} cannot run on {engine}: {refused.code}: {refused.why}"
     if strict:
-        raise RegionError(f"{line}. HYBRID_STRICT=0 runs it in eager instead") from cause
-    _log.warning("%s; eager runs it unless another engine does", line)
+        raise RegionError(f"{line}. With HYBRID_STRICT=0 it falls back to eager") from cause
+    _log.warning("%s. It falls back to eager unless another engine takes it", line)
     return Refusal.of(engine, refused)

@@ -63,7 +63,7 @@ class Partition:
         return tuple(name for name in self.able[segment.region.name] if name in engine_names)
 
 
-def partition(
+def partition_graph(
     graph_module: torch.fx.GraphModule,
     engines: Sequence[Engine],
     config: Config,

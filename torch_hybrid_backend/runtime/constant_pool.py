@@ -91,7 +91,7 @@ def pooled(how: Hashable, sources: Sequence[torch.Tensor], make: Make, *, lastin
 
 
 def release_unused() -> None:
-    """`ConstantPool.let_go` of the block that this thread is in, if it is in one."""
+    """`ConstantPool.release_unused` of the block that this thread is in, if it is in one."""
     reference = _active.get()
     active = reference() if reference is not None else None
     if active is not None:

@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 from tests.fake_devices import FakeDevices
 from torch_hybrid_backend.capture.aot import capture
 from torch_hybrid_backend.capture.cache import aot_cache
-from torch_hybrid_backend.capture.cache.aot_cache import KeptGraphs, capture_key
+from torch_hybrid_backend.capture.cache.aot_cache import AotCache, capture_key
 from torch_hybrid_backend.store import Store
 
 
@@ -38,7 +38,7 @@ class Compiler:
         def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
             self.keys.append(capture_key(gm, inputs, ()))
             made = capture(
-                gm, inputs, lambda captured: lambda given: captured.graph_module(*given), (), KeptGraphs(self.store)
+                gm, inputs, lambda captured: lambda given: captured.graph_module(*given), (), AotCache(self.store)
             )
             self.traced = counters["aot_autograd"]["total"]
             return made
@@ -132,7 +132,7 @@ def test_kept_graph_knows_parameters(tmp_path):
             static.append(captured.static_inputs)
             return lambda given: captured.graph_module(*given)
 
-        return capture(gm, inputs, compile_graph, (), KeptGraphs(Store.open(tmp_path)))
+        return capture(gm, inputs, compile_graph, (), AotCache(Store.open(tmp_path)))
 
     model = small_net()
     for _ in range(2):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.partition.engines_for_tests import FakeEngine, trace
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.region import Region
-from torch_hybrid_backend.partition.regions import partition
+from torch_hybrid_backend.partition.regions import partition_graph
 
 UNARY: dict[str, Callable[..., torch.Tensor]] = {
     "relu": torch.ops.aten.relu.default,
@@ -86,7 +86,7 @@ class Program:
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         for node, constant in zip(placeholders, self.constant, strict=True):
             node.meta["constant"] = constant
-        (segment,) = partition(module, [FakeEngine()], Config()).graph.segments
+        (segment,) = partition_graph(module, [FakeEngine()], Config()).graph.segments
         return segment.region
 
 

@@ -13,7 +13,7 @@ from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.engines.tvm.engine import TvmEngine
-from torch_hybrid_backend.partition.regions import partition
+from torch_hybrid_backend.partition.regions import partition_graph
 
 # A function of an input and of constants behind it, and what makes them.
 RegionCase = tuple[Callable[..., torch.Tensor], Callable[[], Sequence[torch.Tensor]]]
@@ -24,7 +24,7 @@ def compiled_region(engine: TvmEngine, case: RegionCase) -> tuple[Region, Kernel
     function, make = case
     torch.manual_seed(0)
     inputs = list(make())
-    (segment,) = partition(trace(function, *inputs), [engine], Config()).graph.segments
+    (segment,) = partition_graph(trace(function, *inputs), [engine], Config()).graph.segments
     region = dataclasses.replace(
         segment.region,
         inputs=tuple(dataclasses.replace(i, is_constant=n > 0) for n, i in enumerate(segment.region.inputs)),

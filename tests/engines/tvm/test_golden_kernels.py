@@ -38,7 +38,7 @@ from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tir.emit import emit_kernel
 from torch_hybrid_backend.errors import ScheduleError
 from torch_hybrid_backend.loops.kernels import Kernel
-from torch_hybrid_backend.partition.regions import Partition, partition
+from torch_hybrid_backend.partition.regions import Partition, partition_graph
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.hoist import hoist
 from torch_hybrid_backend.passes.inline_subgraphs import inline_subgraphs
@@ -70,7 +70,7 @@ def _partitions(model: str) -> list[Partition]:
         inline_subgraphs(captured.graph_module)
         run_passes(captured.graph_module, PassContext.of(captured))
         hoisted = hoist(captured.graph_module, captured.static_inputs)
-        partitions.append(partition(hoisted.main, [engine], Config()))
+        partitions.append(partition_graph(hoisted.main, [engine], Config()))
         return lambda values: [torch.empty(())] * 100
 
     def backend(graph: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:

@@ -4,7 +4,7 @@ Kept are inference graphs whose run-time wrapper does nothing: no input is writt
 made of others, no size is symbolic. All else is traced anew in each process. The key covers whatever shapes the result: Dynamo's graph
 with the lines it comes from, the inputs' metadata and which of them share memory, torch's settings, the sources of this package that
 make it (`SOURCES`), and the versions. What cannot be keyed (another library's operator, a collective, a decomposition or kernel that a
-program registers for ATen, active modes) has no key. `docs/adr/0010-kept-graphs.md` gives the reasons.
+program registers for ATen, active modes) has no key. `docs/adr/0010-aot-cache.md` gives the reasons.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _UnkeyedError(Exception):
     """Something that the key cannot cover; the message says what."""
 
 
-class KeptGraphs:
+class AotCache:
     """The graphs that a store has kept, under keys of `capture_key`."""
 
     def __init__(self, store: Store) -> None:

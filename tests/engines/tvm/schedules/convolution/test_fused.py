@@ -22,7 +22,7 @@ from torch_hybrid_backend.engines.tvm.schedules.convolution import fused
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops.ir import Buffer, Load
 from torch_hybrid_backend.loops.kernels import Kernel
-from torch_hybrid_backend.partition.regions import partition
+from torch_hybrid_backend.partition.regions import partition_graph
 
 # Its caches hold 32 KB: what follows is large beside them, its weights are not.
 SMALL = dataclasses.replace(HOST, cores=2, l2_bytes=64 << 10)
@@ -155,7 +155,7 @@ def test_a_region_has_its_blocks_joined() -> None:
     module = trace(block, *(torch.zeros(shape) for shape in shapes))
     for node in [node for node in module.graph.nodes if node.op == "placeholder"][1:]:
         node.meta["constant"] = True
-    (segment,) = partition(module, [FakeEngine()], Config()).graph.segments
+    (segment,) = partition_graph(module, [FakeEngine()], Config()).graph.segments
     kernels = assemble(segment.region, TvmBackend(SMALL)).kernels
     chains = [kernel for kernel in kernels if isinstance(kernel, FusedConvKernel)]
     assert [len(kernel.stages) for kernel in chains] == [3]

@@ -30,7 +30,7 @@ def graph_key(gm: torch.fx.GraphModule, example_inputs: Sequence[object], how: s
     return hashlib.sha256("\n".join([gm.code, how, str(torch.is_grad_enabled()), *forms]).encode()).hexdigest()
 
 
-class KnownGraphs:
+class SeenGraphs:
     """The keys of graphs that a store has seen compiled."""
 
     def __init__(self, store: Store) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from tests.partition.engines_for_tests import trace
 from torch_hybrid_backend.errors import CacheError
-from torch_hybrid_backend.partition.known_graphs import KnownGraphs, graph_key
+from torch_hybrid_backend.partition.seen_graphs import SeenGraphs, graph_key
 from torch_hybrid_backend.store import Store
 
 X = torch.randn(4, 4)
@@ -30,15 +30,15 @@ def test_the_key_is_that_of_code_inputs_and_engines() -> None:
 
 def test_a_known_graph_is_known_to_a_later_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a store that cannot be written forgets, without an error."""
-    known = KnownGraphs(Store(tmp_path))
+    known = SeenGraphs(Store(tmp_path))
     assert "k" not in known
     known.add("k")
-    assert "k" in KnownGraphs(Store(tmp_path))
+    assert "k" in SeenGraphs(Store(tmp_path))
 
     def full(*_: object, **__: object) -> Path:
         raise CacheError("full")
 
     store = Store(tmp_path)
     monkeypatch.setattr(store, "put", full)
-    KnownGraphs(store).add("another")
-    assert "another" not in KnownGraphs(store)
+    SeenGraphs(store).add("another")
+    assert "another" not in SeenGraphs(store)
