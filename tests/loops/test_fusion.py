@@ -15,11 +15,8 @@ import torch
 from loops.interpret import Environment, Frame, evaluate, torch_dtype, trace
 from tests.partition.engines_for_tests import FakeEngine
 from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.engines.tvm.cpu.policy import POLICY
 from torch_hybrid_backend.loops.fusion import (
-    MAX_MEMBERS,
-    MAX_READS,
-    MIN_ROWS,
-    SMALL_NUMEL,
     Group,
     fuse,
     inlined,
@@ -83,7 +80,7 @@ def _graph(fn: Callable[..., object], *inputs: torch.Tensor) -> tuple[LoopGraph,
     module = trace(fn, inputs)
     names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
     (segment,) = partition_graph(module, [FakeEngine()], Config(min_region_nodes=1)).graph.segments
-    graph = lower_region(segment.region)
+    graph = lower_region(segment.region, POLICY)
     tensors = dict(zip(names, inputs, strict=True))
     return graph, {buffer: tensors[buffer.name] for buffer in graph.inputs} | dict(graph.literals)
 
@@ -91,7 +88,7 @@ def _graph(fn: Callable[..., object], *inputs: torch.Tensor) -> tuple[LoopGraph,
 def fused(fn: Callable[..., object], *inputs: torch.Tensor) -> list[Group]:
     """The groups of `fn`, which were run, and gave what eager gives."""
     graph, env = _graph(fn, *inputs)
-    groups = fuse(graph)
+    groups = fuse(graph, POLICY)
     members = [member.op for group in groups for member in group.members]
     assert sorted(map(id, members)) == sorted(map(id, graph.ops))
     for group in groups:
@@ -185,7 +182,12 @@ def test_groups_compute_what_the_region_does(
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns"), [(MIN_ROWS - 1, SMALL_NUMEL), (MIN_ROWS, SMALL_NUMEL), (2, SMALL_NUMEL // 2)]
+    ("rows", "columns"),
+    [
+        (POLICY.min_rows - 1, POLICY.small_elements),
+        (POLICY.min_rows, POLICY.small_elements),
+        (2, POLICY.small_elements // 2),
+    ],
 )
 def test_few_long_rows_keep_all_cores_busy(rows: int, columns: int) -> None:
     """What is computed of each element joins the sum of its row, before it or behind, where there are rows enough for all cores, or so
@@ -199,7 +201,7 @@ def test_few_long_rows_keep_all_cores_busy(rows: int, columns: int) -> None:
         return x - x.sum(-1, keepdim=True)
 
     x = torch.randn(rows, columns)
-    joins = rows >= MIN_ROWS or rows * columns <= SMALL_NUMEL
+    joins = rows >= POLICY.min_rows or rows * columns <= POLICY.small_elements
     assert [group.kind for group in fused(before, x)] == (["row"] if joins else ["map", "row"])
     assert [group.kind for group in fused(behind, x)] == (["row"] if joins else ["row", "map"])
 
@@ -225,11 +227,11 @@ def _maps(edges: list[tuple[int, ...]], inputs: int) -> LoopGraph:
 
 def test_kernels_are_bounded() -> None:
     """A long chain becomes several kernels, and one that would read many tensors is split: the compiler's time is bounded."""
-    chain = fuse(_maps([(k,) for k in range(2 * MAX_MEMBERS + 1)], 1))
-    assert [len(group.members) for group in chain] == [MAX_MEMBERS, MAX_MEMBERS, 1]
-    wide = fuse(_maps([(0, 1), *((15 + k, k + 1) for k in range(1, 15))], 16))
+    chain = fuse(_maps([(k,) for k in range(2 * POLICY.max_members + 1)], 1), POLICY)
+    assert [len(group.members) for group in chain] == [POLICY.max_members, POLICY.max_members, 1]
+    wide = fuse(_maps([(0, 1), *((15 + k, k + 1) for k in range(1, 15))], 16), POLICY)
     assert len(wide) == 2
-    assert all(len(group.reads()) <= MAX_READS for group in wide)
+    assert all(len(group.reads()) <= POLICY.max_reads for group in wide)
 
 
 def test_nothing_moves_past_its_readers() -> None:
@@ -248,7 +250,7 @@ def test_nothing_moves_past_its_readers() -> None:
 
 def test_inlined_values_read_nothing_of_the_group() -> None:
     """Each member's value is written over what comes from outside; a shared part stays shared."""
-    (group,) = fuse(_maps([(0, 1), (2, 2), (3, 0)], 2))
+    (group,) = fuse(_maps([(0, 1), (2, 2), (3, 0)], 2), POLICY)
     first, second, third = inlined(group).values()
     assert {load.buffer.name for load in loads_of(third)} == {"x0", "x1"}
     assert first in set(parts([second]))
@@ -271,7 +273,7 @@ def test_replacing_loads_keeps_indices() -> None:
 def test_only_what_others_read_needs_memory() -> None:
     """A result that its own group alone reads is needed nowhere; inputs, the region's outputs and what other kernels read are."""
     graph = _maps([(0,), (1,)], 1)
-    assert len(needed_outside(fuse(graph), graph.outputs)) == 2
-    assert len(needed_outside(fuse(graph), [op.out for op in graph.ops])) == 3
-    chain = _maps([(k,) for k in range(MAX_MEMBERS + 1)], 1)
-    assert len(needed_outside(fuse(chain), chain.outputs)) == 3
+    assert len(needed_outside(fuse(graph, POLICY), graph.outputs)) == 2
+    assert len(needed_outside(fuse(graph, POLICY), [op.out for op in graph.ops])) == 3
+    chain = _maps([(k,) for k in range(POLICY.max_members + 1)], 1)
+    assert len(needed_outside(fuse(chain, POLICY), chain.outputs)) == 3
