@@ -1,0 +1,101 @@
+"""What `torch.compile` calls: settings, plans, and what is priced whole. End to end it is tested by tests/end_to_end/."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import torch_hybrid_backend
+from tests.partition.engines_for_tests import trace
+from torch_hybrid_backend import backend
+from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.captured import CapturedGraph
+from torch_hybrid_backend.core.plan import Plan
+from torch_hybrid_backend.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def eager_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing is compiled: the tests are about what stands around that."""
+    monkeypatch.setenv("HYBRID_ENGINES", "eager")
+    monkeypatch.setenv("HYBRID_CACHE_DIR", str(tmp_path))
+    torch.compiler.reset()
+
+
+def _graph() -> torch.fx.GraphModule:
+    return torch.fx.symbolic_trace(lambda x: (x.sin() + 1,))
+
+
+def test_options_and_modes_are_settings() -> None:
+    """An unknown option or mode raises ConfigError before anything is traced."""
+    x = torch.randn(4)
+    with pytest.raises(ConfigError, match="unknown option 'speed'"):
+        backend.hybrid(_graph(), [x], options={"speed": "high"})
+    with pytest.raises(ConfigError, match="unknown mode 'fastest'"):
+        backend.hybrid(_graph(), [x], mode="fastest")
+    (result,) = backend.hybrid(_graph(), [x], mode="max-autotune", options={"verify": "off"})(x)
+    torch.testing.assert_close(result, x.sin() + 1)
+
+
+def test_explain_has_a_plan_for_every_graph() -> None:
+    """Two graphs, for a break between them, in the order in which they run; the model itself stays as it was."""
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        torch._dynamo.graph_break()
+        return y.cos()
+
+    with torch.no_grad():
+        explanation = torch_hybrid_backend.explain(model, torch.randn(4))
+    operators = [[node.operator for node in plan.nodes] for plan in explanation.plans]
+    assert operators == [["aten.sin.default"], ["aten.cos.default"]]
+
+
+def test_the_plan_is_handed_over_once_for_each_compilation() -> None:
+    """In the first call, not before."""
+    told: list[Plan] = []
+    x = torch.randn(4)
+    compiled = backend.compile_graph(
+        _graph(), [x], Config.from_env({"HYBRID_ENGINES": "eager", "HYBRID_CACHE": "0"}), told.append
+    )
+    assert not told
+    with torch.no_grad():
+        compiled(x)
+    assert [plan.kind for plan in told] == ["inference"]
+
+
+@pytest.mark.parametrize(
+    ("change", "priced"),
+    [
+        (lambda captured, config: (captured, config), True),
+        (lambda captured, _: (captured, Config(placement="estimate")), False),
+        (lambda captured, _: (captured, Config(verify="always")), False),
+        (lambda captured, config: (CapturedGraph(captured.graph_module, "forward", frozenset(), False), config), False),
+        (
+            lambda captured, config: (CapturedGraph(captured.graph_module, "inference", frozenset(), True), config),
+            False,
+        ),
+        (lambda _, config: (_captured(lambda x: (x.sin() + torch.rand_like(x),)), config), False),
+    ],
+    ids=[
+        "inference",
+        "nothing is timed",
+        "all is compared anyway",
+        "training",
+        "it writes to inputs",
+        "it draws numbers",
+    ],
+)
+def test_what_is_priced_whole(
+    change: Callable[[CapturedGraph, Config], tuple[CapturedGraph, Config]], priced: bool
+) -> None:
+    """Only calls that can be repeated unnoticed, and where something is timed at all."""
+    captured, config = change(_captured(lambda x: (x.sin() + 1,)), Config())
+    assert backend._is_priced_whole(captured, config) is priced
+
+
+def _captured(function: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]) -> CapturedGraph:
+    return CapturedGraph(trace(function, torch.randn(4)), "inference", frozenset(), False)

@@ -1,0 +1,123 @@
+"""One captured graph from its compilation to its calls, with an engine of the tests' own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.partition.engines_for_tests import FakeEngine, FakeRegion, trace
+from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.captured import CapturedGraph
+from torch_hybrid_backend.core.deadline import Deadline
+from torch_hybrid_backend.core.engine import CompiledRegion
+from torch_hybrid_backend.core.plan import Plan
+from torch_hybrid_backend.core.region import Region
+from torch_hybrid_backend.engines.eager import EagerEngine
+from torch_hybrid_backend.errors import RegionError
+from torch_hybrid_backend.hybrid_graph import HybridGraph
+from torch_hybrid_backend.session import Session, open_services
+
+
+class _Engine(FakeEngine):
+    """Takes everything, and fails in a call where `fails` says so; counts its calls."""
+
+    fails = False
+    calls = 0
+
+    def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[CompiledRegion | Exception]:
+        def changed(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+            self.calls += 1
+            if self.fails:
+                raise RuntimeError("out of order")
+            return outputs
+
+        return [FakeRegion(region, changed) for region in regions]
+
+
+def _function(x: torch.Tensor) -> torch.Tensor:
+    return (x @ x).sin()
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Callable[..., HybridGraph]:
+    """`_function` as a graph of `engine`'s; by estimate, so that eager is not the faster one by chance."""
+
+    def graph(
+        engine: FakeEngine, on_plan: Callable[[Plan], None] | None = None, *, strict: bool = False
+    ) -> HybridGraph:
+        config = Config(cache_dir=tmp_path, placement="estimate", strict=strict)
+        session = Session((engine, EagerEngine()), open_services(config))
+        module = trace(lambda x: (_function(x),), torch.randn(64, 64))
+        return HybridGraph(CapturedGraph(module, "inference", frozenset(), False), session, config, on_plan)
+
+    return graph
+
+
+def test_the_first_call_makes_the_plan(build: Callable[..., HybridGraph]) -> None:
+    """Before it there is none; it tells the plan once, and later calls run it."""
+    told: list[Plan] = []
+    graph, x = build(_Engine(), told.append), torch.randn(64, 64)
+    assert graph.plan is None
+    torch.testing.assert_close(graph([x])[0], _function(x))
+    assert told == [graph.plan]
+    assert [region.engine for region in told[0].regions] == ["fake"]
+    torch.testing.assert_close(graph([x])[0], _function(x))
+    assert len(told) == 1
+
+
+def test_threads_that_call_at_once_make_one_plan(build: Callable[..., HybridGraph]) -> None:
+    """One of them makes the first call, the others wait and run its plan; all results are right."""
+    told: list[Plan] = []
+    graph, x = build(_Engine(), told.append), torch.randn(64, 64)
+    meeting, found = threading.Barrier(4), []
+
+    def call() -> None:
+        meeting.wait()
+        found.append(graph([x])[0])
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(told) == 1
+    for result in found:
+        torch.testing.assert_close(result, _function(x))
+    assert len(found) == 4
+
+
+def test_a_region_that_fails_later_goes_to_eager(build: Callable[..., HybridGraph]) -> None:
+    """The call that met the fault is right, the plan is told anew, and the engine is not asked again."""
+    told: list[Plan] = []
+    engine = _Engine()
+    graph, x = build(engine, told.append), torch.randn(64, 64)
+    graph([x])
+    engine.fails = True
+    torch.testing.assert_close(graph([x])[0], _function(x))
+    assert [[region.engine for region in plan.regions] for plan in told] == [["fake"], ["eager"]]
+    assert "out of order" in told[-1].regions[0].refusals[-1].why
+    calls = engine.calls
+    torch.testing.assert_close(graph([x])[0], _function(x))
+    assert engine.calls == calls
+
+
+def test_under_strict_it_raises(build: Callable[..., HybridGraph]) -> None:
+    """In the first call the region is named; in a later one the caller gets the error, and the plan stays."""
+    engine = _Engine()
+    engine.fails = True
+    with pytest.raises(RegionError, match="out of order"):
+        build(engine, strict=True)([torch.randn(64, 64)])
+    engine = _Engine()
+    graph, x = build(engine, strict=True), torch.randn(64, 64)
+    graph([x])
+    engine.fails = True
+    with pytest.raises(RuntimeError, match="out of order"):
+        graph([x])
+    engine.fails = False
+    torch.testing.assert_close(graph([x])[0], _function(x))
+    assert graph.plan is not None
+    assert [region.engine for region in graph.plan.regions] == ["fake"]
