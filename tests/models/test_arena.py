@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-import torch_hybrid_backend.backend
 from benchmarks.models import ZOO
+from torch_hybrid_backend import stages
 from torch_hybrid_backend.runtime.executor import Executor, build_executor
 from torch_hybrid_backend.runtime.memory import ALIGNMENT
 from torch_hybrid_backend.runtime.native.description import ValueKind
@@ -41,7 +41,7 @@ def test_the_arena_is_the_minimum_for_the_lifetimes(name: str, monkeypatch: pyte
         built.append(build_executor(*arguments))
         return built[-1]
 
-    monkeypatch.setattr(torch_hybrid_backend.backend, "build_executor", record)
+    monkeypatch.setattr(stages, "build_executor", record)
     with torch.no_grad():
         torch.compile(ZOO[name].build("small"), backend="hybrid")(*ZOO[name].inputs("small", batch=8))
     arenas = [executor.layout for executor in built if executor.layout.arena_bytes]

@@ -85,7 +85,7 @@ def test_a_lost_region_is_warned_of_once(region: Region, caplog: pytest.LogCaptu
 @pytest.mark.parametrize("cause", [None, ValueError("inner")])
 def test_strict_raises_instead(region: Region, caplog: pytest.LogCaptureFixture, cause: Exception | None) -> None:
     """The same words, with what to do; the engine's own error is the cause. Nothing is logged besides."""
-    with pytest.raises(RegionError, match=r"not run by tvm: accuracy: off by 3.*HYBRID_STRICT=0") as caught:
+    with pytest.raises(RegionError, match=r"cannot run on tvm: accuracy: off by 3.*HYBRID_STRICT=0") as caught:
         demote(region, "tvm", Refused(Reason.ACCURACY, "off by 3"), strict=True, cause=cause)
     assert caught.value.__cause__ is cause
     assert "model.py:12 in forward" in str(caught.value)
