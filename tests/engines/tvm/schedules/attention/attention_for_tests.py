@@ -18,16 +18,18 @@ def variables(name: str, shape: tuple[int, ...]) -> tuple[LoopVar, ...]:
     return tuple(LoopVar(f"{name}{i}", n) for i, n in enumerate(shape))
 
 
-def check(
+def make(
     shape: tuple[int, int, int, int, int, int],
     *,
     mask: torch.Tensor | None = None,
     causal: bool = False,
     dtype: str = "float32",
     heads_inside: bool = False,
-    target: Target = HOST,
-) -> None:
-    """out = 2 * attention(q, k, v) for `shape` (B, H, S, T, D, E); `heads_inside`: memory is (B, S, H, D), as projections leave it."""
+) -> tuple[AttentionKernel, dict[Buffer, torch.Tensor]]:
+    """(kernel, inputs) of out = 2 * attention(q, k, v) for `shape` (B, H, S, T, D, E).
+
+    heads_inside: memory is (B, S, H, D), as projections leave it.
+    """
     batch, heads, queries, keys, depth, width = shape
     torch.manual_seed(0)
 
@@ -75,9 +77,25 @@ def check(
         accumulator,
         (Store(out, point, ops.mul(accumulator.at(point), ops.const(2, compute))),),
     )
+    return kernel, inputs
+
+
+def check(
+    shape: tuple[int, int, int, int, int, int],
+    *,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+    dtype: str = "float32",
+    heads_inside: bool = False,
+    target: Target = HOST,
+) -> None:
+    """The result of `make`'s kernel against float64 eager."""
+    kernel, inputs = make(shape, mask=mask, causal=causal, dtype=dtype, heads_inside=heads_inside)
     (got,) = run_kernel(kernel, rules.emit, inputs, target)
     want = 2 * torch.nn.functional.scaled_dot_product_attention(
-        *(inputs[b].double() for b in (q, k, v)), attn_mask=None if mask is None else mask.double(), is_causal=causal
+        *(value.double() for value in list(inputs.values())[:3]),
+        attn_mask=None if mask is None else mask.double(),
+        is_causal=causal,
     )
     tolerance = 2e-2 if dtype == "bfloat16" else 2e-5 if dtype == "float32" else 1e-12
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from tests.engines.tvm.schedule_runner import HOST, row_major, run_kernel
+from tests.engines.tvm.schedule_runner import HOST, printer_of, row_major, run_kernel
 from torch_hybrid_backend.engines.tvm.cpu import packing, tiles
 from torch_hybrid_backend.engines.tvm.cpu.kernels import PackedConvKernel
 from torch_hybrid_backend.engines.tvm.schedules.convolution import rules
+from torch_hybrid_backend.engines.tvm.schedules.convolution.parts import ConvParts
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import LoopVar, index_of
@@ -145,3 +146,10 @@ def make_stages(
 
 
 INVERTED = [Case((1, 8, 40, 60), 32, (1, 1)), depthwise(32, (40, 60), stride=2), Case((1, 32, 20, 30), 12, (1, 1))]
+
+
+def parts_of(case: Case, target: Target = HOST, schedule_rank: int = 0) -> ConvParts:
+    """What the rules get of a kernel."""
+    kernel, _, _ = make(case, target)
+    printer = printer_of(kernel, schedule_rank)
+    return ConvParts(kernel, printer.builder, printer, target)
