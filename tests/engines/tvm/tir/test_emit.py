@@ -37,7 +37,8 @@ def test_sizes_come_after_the_arrays() -> None:
     store = Store(out.buffer, place, x.buffer.at(place))
     kernel = MapKernel((x,), (out,), (LoopVar("i", n), LoopVar("j", m)), (store,))
     function = emit_kernel(kernel, "k", _AVX512)
-    assert [str(parameter.dtype) for parameter in function.params] == ["uint8", "uint8", "int32", "int32"]
+    assert [str(size.ty) for size in function.params[2:]] == ["int32", "int32"]
+    assert [str(array.dtype) for array in function.params[:2]] == ["uint8", "uint8"]
 
 
 def test_a_kernel_that_nothing_serves() -> None:
