@@ -14,9 +14,6 @@ from torch_hybrid_backend.engines.tvm.cpu.winograd_transform import (
     packed_winograd_shape,
     weight_matrix,
 )
-from torch_hybrid_backend.engines.tvm.target import Target
-
-TARGET = Target("native", "test", ("avx512f",), 16, 2, 48 << 10, 1 << 20)
 
 
 def points(m: int) -> list[Fraction]:
