@@ -95,7 +95,7 @@ def test_what_it_said_before_it_died(tmp_path: Path, monkeypatch: pytest.MonkeyP
         process.wait(10)
         assert not process.alive
         words = process.last_words()
-        assert words.endswith("000\nout of luck")
+        assert words.endswith("000out of luck")
         assert 1900 < len(words) <= 2000
     finally:
         assert process.end() == 3
