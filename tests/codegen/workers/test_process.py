@@ -63,6 +63,7 @@ def test_an_order_may_arrive_during_another(monkeypatch: pytest.MonkeyPatch, tmp
 def test_a_process_from_its_start_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says that it is ready and of which sources; it has one thread in each library; killed, it has no more answers."""
     monkeypatch.delenv("HOME", raising=False)
+    before = len(os.listdir("/dev/fd"))
     process = CompilerProcess(interpreter_compiler, idle_s=60)
     try:
         assert process.alive
@@ -81,7 +82,9 @@ def test_a_process_from_its_start_to_its_end(monkeypatch: pytest.MonkeyPatch) ->
         process.write()
         assert not process.outgoing
     finally:
-        assert process.end() == -signal.SIGTERM
+        status = process.end()
+    assert status == -signal.SIGTERM
+    assert len(os.listdir("/dev/fd")) == before
 
 
 def test_what_it_said_before_it_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,11 +47,9 @@ def test_pooling_keeps_the_blocks() -> None:
 
     def pooled(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         y = torch.ops.aten.avg_pool2d.default(convolution(x, w).relu(), [2, 2], [2, 2])
-        return convolution(y, w)
+        return torch.ops.aten.avg_pool2d.default(y, [2, 2], [2, 2])
 
-    layouts = written(pooled, _X, _W)
-    assert layouts[:-1] == [Blocked(16)] * (len(layouts) - 1)
-    assert len(layouts) >= 2
+    assert written(pooled, _X, _W)[:-1] == [Blocked(16), Blocked(16)]
 
 
 def test_another_rank_is_row_major() -> None:

@@ -60,6 +60,12 @@ def test_weights_that_are_read_where_they_lie(rows: int, transposed: bool, strid
         assert not found.packed
 
 
+def test_weights_of_several_batches_are_packed() -> None:
+    """What is read in place is one matrix."""
+    found = assembled(torch.bmm, torch.randn(2, 128, 256), torch.randn(2, 256, 1536))
+    assert isinstance(found.kernels[0], PackedMatMulKernel)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_dtypes_are_packed(dtype: torch.dtype) -> None:
     """What is read in place is float32."""

@@ -28,7 +28,7 @@ def test_a_place_in_two_dimensions(shape: tuple[int, ...], kernel: tuple[int, ..
     assert parts.rows.out == (6 if len(shape) == 4 else 1)
 
 
-@pytest.mark.parametrize(("padding", "size"), [(0, 5), (2, 5), (0, 3), (2, 1)])
+@pytest.mark.parametrize(("padding", "size"), [(0, 5), (2, 5), (0, 4), (0, 3), (2, 1)])
 def test_what_lies_outside_is_skipped(padding: int, size: int) -> None:
     """`body` where a position exists, `other` elsewhere, on both sides of the input."""
     axis = Axis(size=size, out=5, kernel=1, stride=1, padding=padding, dilation=1)

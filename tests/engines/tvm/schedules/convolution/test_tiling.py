@@ -26,6 +26,7 @@ _AVX512 = Target("x86-64-v4", "x", ("avx512f",), 16, 2, 48 << 10, 1 << 20)
         (Case((1, 32, 7, 9), 32, (1, 1), 2), False),
         (Case((1, 32, 7, 9), 32, (1, 1), padding=1), False),
         (Case((1, 32, 7, 9), 32, (3, 3)), False),
+        (Case((1, 32, 7, 9), 32, (3, 3), padding=1), False),
         (Case((1, 32, 1, 9), 32, (1, 1)), False),  # it is one already
     ],
 )
