@@ -1,4 +1,4 @@
-"""oneDNN in place of single kernels: right for every shape it takes, and taken where it is faster."""
+"""oneDNN in place of single kernels: right for every shape it takes."""
 
 from __future__ import annotations
 
