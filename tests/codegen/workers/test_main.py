@@ -1,11 +1,6 @@
 from __future__ import annotations
 
-import io
-import itertools
-import pickle
-import select
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +8,7 @@ import pytest
 
 from tests.engines.tvm.kernels_for_tests import scale_kernel
 from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
-from torch_hybrid_backend.codegen.workers.process import CompilerProcess
-from torch_hybrid_backend.codegen.workers.protocol import Job, Order, frame, split_frame
+from torch_hybrid_backend.codegen.workers.protocol import Job
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tir import compiler as tir_compiler
 from torch_hybrid_backend.errors import CompileError
@@ -42,41 +36,6 @@ def test_a_kernel_runs(compiler: KernelCompiler, tmp_path: Path) -> None:
     np.testing.assert_allclose(tensors[1].numpy(), np.maximum(x, 0) * 2, rtol=1e-6)
     assert "__tvm_ffi_kernel_scale" in (tmp_path / "scale.s").read_text()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["scale.s", "scale.so"]
-
-
-def test_an_order_may_arrive_during_another(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What arrives while a kernel is made waits for its turn: the signal that a parent's death sends is not sent for it."""
-    began = tmp_path / "began"
-    (tmp_path / "ld").write_text(f"#!/bin/sh\n: > {began}\n/bin/sleep 0.3\nexit 1\n")
-    (tmp_path / "ld").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    process = CompilerProcess(tir_compiler, idle_s=60)
-
-    def answers() -> Iterator[dict[str, object]]:
-        while True:
-            if select.select([process.stdout], [], [], 0.02)[0]:
-                arrived = process.read()
-                assert arrived is not None, "the compiler process ended"
-                yield from arrived
-            else:
-                yield {}
-
-    def send(size: int) -> None:
-        job = Job(f"key{size}", f"kernel_{size}", scale_kernel(size), Target.host(), str(tmp_path / f"{size}.so"))
-        process.outgoing += frame(pickle.dumps(Order(job, 60.0)))
-        while process.outgoing:
-            process.write()
-
-    try:
-        arriving = answers()
-        assert next(filter(None, arriving))["ready"]
-        send(24)
-        while not began.exists():
-            assert not next(arriving)
-        send(32)
-        assert ["error" in answer for answer in itertools.islice(filter(None, arriving), 2)] == [True, True]
-    finally:
-        process.end()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -116,23 +75,3 @@ def test_without_a_linker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert "no linker" in str(failed)
     assert "cc, gcc, clang" in str(failed)
     assert "binutils" in str(failed) or sys.platform == "darwin"
-
-
-def test_frames() -> None:
-    """Messages come apart again however they arrive."""
-    sent = frame(b"one") + frame(b"") + frame(b"x" * 1000)
-    received, messages = bytearray(), []
-    stream = io.BytesIO(sent)
-    while chunk := stream.read(7):
-        received += chunk
-        while (message := split_frame(received)) is not None:
-            messages.append(message)
-    assert messages == [b"one", b"", b"x" * 1000]
-    assert not received
-
-
-def test_indices_survive_the_way() -> None:
-    """An order is a pickle of plain data; indices compare equal to new ones on the other side."""
-    order = Order(Job("key", "kernel_x", scale_kernel(), Target.host(), "x.so"), 1.0)
-    copied = pickle.loads(pickle.dumps(order))
-    assert copied.job.kernel.stores[0].index == order.job.kernel.stores[0].index

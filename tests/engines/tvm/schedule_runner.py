@@ -1,4 +1,4 @@
-"""Runs one kernel of a schedule on torch tensors, through TVM directly (its own thread pool: tests only)."""
+"""Runs one kernel of a schedule, or a few statements, on torch tensors, through TVM directly (its own thread pool: tests only)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch_hybrid_backend.engines.tvm.tir.storage import storage_dtype
 from torch_hybrid_backend.loops.ir import Buffer
 from torch_hybrid_backend.loops.kernels import Argument, Kernel
 from torch_hybrid_backend.loops.layout import Blocked, Layout, contiguous
+from torch_hybrid_backend.sizes.size import Symbol
 
 HOST = Target.host()
 # Narrower vectors, another number of cores and small caches: other tiles, and the same results. Runs wherever HOST runs.
@@ -49,16 +50,30 @@ def to_memory(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
 Emit = Callable[[Any, Builder, Printer, Target], Any]
 
 
-def compile_kernel(kernel: Kernel, emit: Emit, target: Target = HOST) -> Any:
-    """The module whose function `kernel` takes the arguments' 1-D arrays."""
-    builder = Builder()
+def printer_of(kernel: Kernel, schedule_rank: int = 0) -> Printer:
+    """A printer, with a builder of its own, that knows the kernel's arguments."""
     arrays: dict[Buffer, tuple[Any, Layout]] = {}
     for number, arg in enumerate((*kernel.reads, *kernel.writes)):
         array = argument(arg.span, storage_dtype(arg.buffer.dtype), f"arg{number}")
         arrays[arg.buffer] = (array, arg.layout)
-    body = emit(kernel, builder, Printer(builder, arrays), target)
-    function = prim_func("kernel", [array for array, _ in arrays.values()], body)
+    return Printer(Builder(schedule_rank), arrays)
+
+
+def compile_kernel(kernel: Kernel, emit: Emit, target: Target = HOST) -> Any:
+    """The module whose function `kernel` takes the arguments' 1-D arrays."""
+    printer = printer_of(kernel)
+    body = emit(kernel, printer.builder, printer, target)
+    function = prim_func("kernel", [array for array, _ in printer.arguments.values()], body)
     return build("kernel", function, tvm_target(target))
+
+
+def run_body(body: Callable[..., Any], *memory: torch.Tensor, **sizes: int) -> None:
+    """Runs the statement `body(builder, array, ...)` on 1-D tensors, which it may write. `sizes`: those it knows at run time only."""
+    builder = Builder()
+    arrays = [argument(t.numel(), storage_dtype(str(t.dtype).removeprefix("torch.")), "a") for t in memory]
+    numbers = [builder.argument_size(Symbol(name, size)) for name, size in sizes.items()]
+    function = prim_func("body", [*arrays, *numbers], body(builder, *arrays))
+    build("body", function, tvm_target(HOST))["body"](*memory, *sizes.values())
 
 
 def run_kernel(

@@ -1,4 +1,4 @@
-"""Winograd's matrices, packing and choice; its kernels are tested with the other convolutions."""
+"""Winograd's matrices and packing; its kernels are tested with the other convolutions."""
 
 from __future__ import annotations
 
@@ -8,17 +8,12 @@ import pytest
 import torch
 
 from torch_hybrid_backend.engines.tvm.cpu.packing import pack_winograd_weight
-from torch_hybrid_backend.engines.tvm.cpu.winograd_cost import winograd_gains, winograd_tasks
 from torch_hybrid_backend.engines.tvm.cpu.winograd_transform import (
     POINTS,
     even_polynomial,
     packed_winograd_shape,
     weight_matrix,
 )
-from torch_hybrid_backend.engines.tvm.target import Target
-from torch_hybrid_backend.sizes.size import symbol
-
-TARGET = Target("native", "test", ("avx512f",), 16, 2, 48 << 10, 1 << 20)
 
 
 def points(m: int) -> list[Fraction]:
@@ -58,30 +53,3 @@ def test_packed_weights_are_padded_with_zeros(m: int) -> None:
     torch.testing.assert_close(packed[0, -1, :, :5], w[:, :, 2, 2].T)
     grouped = pack_winograd_weight(torch.cat([w, 2 * w]), m, 4, groups=2)
     assert torch.equal(grouped, torch.cat([packed, 2 * packed]))
-
-
-def test_estimates_follow_the_arithmetic() -> None:
-    """Large images gain most, by F(4x4); where weights are most of the traffic, nothing is gained; and few channels fill no vector."""
-    large = winograd_gains(1, 64, 64, (56, 56), TARGET)
-    assert next(iter(large)) == 4
-    assert large[4] > large[2] > 1.5
-    assert winograd_gains(1, 512, 512, (7, 7), TARGET)[4] < 1
-    assert not winograd_gains(1, 64, 3, (224, 224), TARGET)
-    assert not winograd_gains(0, 64, 64, (56, 56), TARGET)
-
-
-def test_estimates_of_groups() -> None:
-    """Groups gain as one convolution of their channels does; those whose channels do not fill vectors are left to the direct sum."""
-    assert winograd_gains(1, 64, 64, (28, 28), TARGET, groups=3)[4] > 2
-    assert winograd_gains(1, 64, 64, (14, 14), TARGET, groups=8)[2] > 1.15
-    assert not winograd_gains(1, 24, 16, (28, 28), TARGET, groups=3)
-
-
-def test_tasks_cover_every_tile() -> None:
-    """As many runs as it takes, for a number of images known or not."""
-    for images in (1, 3, 8):
-        tasks = winograd_tasks(images, 64, 64, (13, 14), 4, TARGET)
-        assert tasks.runs * tasks.tiles >= images * 16 > (tasks.runs - 1) * tasks.tiles
-    unknown = winograd_tasks(symbol("s0", 8), 64, 64, (13, 14), 4, TARGET)
-    assert unknown.tiles >= 1
-    assert not isinstance(unknown.runs, int)

@@ -3,52 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
-from torch_hybrid_backend.engines.tvm.target import Target, tvm_target
-from torch_hybrid_backend.engines.tvm.tir import arithmetic, pipeline
-from torch_hybrid_backend.engines.tvm.tir.builder import Builder, argument, prim_func
-from torch_hybrid_backend.engines.tvm.tir.let_bindings import StatementBindings
-from torch_hybrid_backend.loops.index import Index
-
-LANES = 16
-
-
-def build(op: str, arity: int, n: int) -> tuple[Callable[..., None], str]:
-    """A vectorised kernel out[i] = op(*inputs[i]) over n float32 elements, and its assembly."""
-    b = Builder()
-    arrays = [argument(n, "float32", f"a{k}") for k in range(arity + 1)]
-
-    def vector(base: Index) -> Any:
-        allocations: list[Any] = []
-
-        def element(lane: Index) -> Any:
-            bindings = StatementBindings(b, lane, LANES, allocations)
-            operands = tuple(bindings.let(b.load(a, base + lane), "float32") for a in arrays[:-1])
-            result = arithmetic.emit(op, "float32", operands, "float32", bindings.let)
-            return bindings.before(b.store(arrays[-1], base + lane, result))
-
-        loop = b.loop(LANES, element, "vectorized")
-        return b.seq(*allocations, loop)
-
-    body = b.loop(n // LANES, lambda i: vector(i * LANES))
-    built = pipeline.build("k", prim_func("k", arrays, body), tvm_target(Target.host()))
-    return built["k"], built.inspect_source("asm")
-
-
-def run(op: str, *inputs: torch.Tensor) -> torch.Tensor:
-    n = inputs[0].numel()
-    padded = -(-n // LANES) * LANES
-    kernel, _ = build(op, len(inputs), padded)
-    arguments = [torch.ones(padded) for _ in range(len(inputs) + 1)]
-    for argument_, given in zip(arguments, inputs, strict=False):
-        argument_[:n] = given
-    kernel(*arguments)
-    return arguments[-1][:n]
+from tests.engines.tvm.tir.functions_for_tests import SPECIAL, build, run
 
 
 def grid(low: float, high: float, n: int = 20000) -> torch.Tensor:
@@ -115,11 +74,6 @@ def test_sin_cos_absolute_error(op: str, high: float) -> None:
     assert (run(op, x).double() - getattr(torch, op)(x.double())).abs().max().item() < 2e-7
 
 
-SPECIAL = torch.tensor(
-    [math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, -1e-40, 1.0, -1.0, 200.0, -200.0, 3.4e38, -3.4e38, 0.5, -103.5]
-)
-
-
 @pytest.mark.parametrize(
     "op", "exp exp2 expm1 log log2 log10 log1p tanh erf erfc sigmoid sin cos sqrt rsqrt sign floor round_even".split()
 )
@@ -145,23 +99,6 @@ def test_pow_matches_c99() -> None:
     assert ((run("pow", x, y).double() - exact).abs() / exact)[keep].max().item() < 3e-7
 
 
-@pytest.mark.parametrize("op", ["max", "min"])
-def test_extremes_propagate_nan(op: str) -> None:
-    """max and min are NaN where either side is."""
-    x, y = (v.flatten() for v in torch.meshgrid(SPECIAL, SPECIAL, indexing="ij"))
-    reference = (torch.maximum if op == "max" else torch.minimum)(x, y)
-    torch.testing.assert_close(run(op, x, y), reference, equal_nan=True, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("op", ["mod", "fmod", "floordiv"])
-def test_float_division(op: str) -> None:
-    """Remainders and floor division of floats as eager's, signs and zero divisors included."""
-    values = torch.tensor([0.0, 1.0, -1.0, 0.5, -0.5, 2.0, -7.5, 7.5, 3.0, -3.0, 1e10, 0.1, math.nan])
-    x, y = (v.flatten() for v in torch.meshgrid(values, values, indexing="ij"))
-    reference = {"mod": torch.remainder, "fmod": torch.fmod, "floordiv": torch.floor_divide}[op](x, y)
-    torch.testing.assert_close(run(op, x, y), reference, equal_nan=True)
-
-
 @pytest.mark.parametrize(
     "op",
     (
@@ -170,7 +107,7 @@ def test_float_division(op: str) -> None:
 )
 def test_code_is_vectorised(op: str) -> None:
     """No function is called for an element."""
-    _, assembly = build(op, 1, 1024)
+    _, assembly = build(op, ["float32"], 1024)
     called = [line.split()[1] for line in assembly.splitlines() if line.split()[:1] in (["callq"], ["bl"])]
     assert not [name for name in called if name.rstrip("@PLT").rstrip("f") in (op, f"{op}f")], called
     if "zmm" in assembly or "ymm" in assembly:

@@ -1,0 +1,104 @@
+"""Regions as kernels and programs, with a backend that packs and one that does not."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from tests.codegen.regions_for_tests import region_of
+from tests.interpreter.backend import InterpreterBackend
+from torch_hybrid_backend.codegen.assemble import RegionKernels, assemble
+from torch_hybrid_backend.codegen.kernel_cache import Artifact
+from torch_hybrid_backend.codegen.variants import Variant
+from torch_hybrid_backend.core.program import KernelCall, OperatorCall, Program
+from torch_hybrid_backend.engines.tvm.backend import TvmBackend
+from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.loops.kernels import MapKernel, RowKernel
+from torch_hybrid_backend.loops.lowering import Refuse
+
+_AVX512 = Target("x86-64-v4", "x", ("avx512f",), 16, 2, 48 << 10, 1 << 20)
+
+
+def program_of(assembled: RegionKernels) -> Program:
+    """With artifacts that do not exist."""
+    return assembled.program([Artifact(f"{n}.so", f"kernel{n}", f"key{n}") for n in range(len(assembled.kernels))])
+
+
+def layers(x: torch.Tensor, w: torch.Tensor, unused: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x @ w) @ w + unused.numel()
+
+
+def test_a_program_of_packed_products() -> None:
+    """One weight for two products is packed once; an input that nothing reads has no buffer."""
+    x, w = torch.randn(40, 40), torch.randn(40, 40)
+    assembled = assemble(region_of(layers, x, w, torch.randn(3)), TvmBackend(_AVX512))
+    program = program_of(assembled)
+    assert [type(step) for step in program.steps] == [KernelCall, KernelCall]
+    (constant,) = program.constants
+    assert constant.sources == (1,)
+    assert torch.equal(constant.pack(w)[0, 0], w[:, :32])
+    assert [position >= 0 for position in program.inputs] == [True] + [False] * (len(program.inputs) - 1)
+    first, second = program.steps
+    assert isinstance(first, KernelCall)
+    assert isinstance(second, KernelCall)
+    assert [first.symbol, second.symbol] == ["kernel0", "kernel1"]
+    assert program.inputs[0] in first.arguments
+    assert constant.buffer in first.arguments
+    assert constant.buffer in second.arguments
+    assert first.arguments[-1] in second.arguments
+    assert second.arguments[-1] == program.outputs[0]
+    assert program.buffers[program.outputs[0]].shape == (40, 40)
+
+
+def test_parameters_that_operators_read_are_copied() -> None:
+    """A plan knows of a parameter but its address; what the interpreter's operators get is a tensor, row by row."""
+    x, w = torch.randn(8, 8), torch.randn(8, 8).t()
+    program = program_of(assemble(region_of(torch.mm, x, w), InterpreterBackend()))
+    (step,), (constant,) = program.steps, program.constants
+    assert isinstance(step, OperatorCall)
+    assert program.inputs[1] == -1
+    assert constant.sources == (1,)
+    assert constant.pack(w).is_contiguous()
+    assert torch.equal(constant.pack(w), w)
+    assert program.buffers[constant.buffer].strides == (8, 1)
+
+
+def test_stages_of_rows() -> None:
+    """A softmax is one kernel: what later stages read is kept, what the region gives back is stored."""
+    assembled = assemble(region_of(partial(torch.softmax, dim=1), torch.randn(64, 100)), TvmBackend(_AVX512))
+    (kernel,) = assembled.kernels
+    assert isinstance(kernel, RowKernel)
+    assert kernel.axes == (1,)
+    kinds = [stage.kind for stage in kernel.stages]
+    assert [s.combiner for s in kernel.stages if s.kind == "reduce"] == ["max", "sum"]
+    assert kinds[0] == "reduce"
+    assert kinds[-1] == "store"
+    assert [argument.buffer for argument in kernel.writes] == list(assembled.outputs)
+
+
+def test_literals_are_constants_without_a_source() -> None:
+    """A tensor that the graph itself holds."""
+    table = torch.arange(64.0)
+    program = program_of(assemble(region_of(lambda x: x * table, torch.randn(64)), TvmBackend(_AVX512)))
+    (literal,) = program.constants
+    assert literal.sources == ()
+    assert torch.equal(literal.pack(), table)
+
+
+def test_another_variant_takes_the_kernels_place() -> None:
+    """Its kernels run, and its buffers have layouts."""
+    assembled = assemble(region_of(lambda x: x.exp() + 1, torch.randn(64)), TvmBackend(_AVX512))
+    other = assemble(region_of(lambda x: x.exp() + 2, torch.randn(64)), TvmBackend(_AVX512))
+    (kernel,) = other.kernels
+    assert isinstance(kernel, MapKernel)
+    changed = assembled.with_variants([Variant("", (kernel,))])
+    assert changed.kernels == (kernel,)
+    assert {argument.buffer for argument in (*kernel.reads, *kernel.writes)} <= changed.layouts.keys()
+
+
+def test_what_is_not_taken_is_refused() -> None:
+    """An operator without a lowering."""
+    with pytest.raises(Refuse, match="lgamma"):
+        assemble(region_of(torch.lgamma, torch.rand(4)), TvmBackend(_AVX512))

@@ -1,0 +1,66 @@
+"""Tuning: every variant in turn, interrupted and gone on with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.codegen.search_for_tests import CASES, engine_in
+from tests.engines.tvm.regions_for_tests import compiled_region
+from torch_hybrid_backend.codegen import engine as engine_module
+from torch_hybrid_backend.codegen.kernel_cache import Artifact, compile_kernels
+from torch_hybrid_backend.core.deadline import Deadline
+from torch_hybrid_backend.engines.tvm.cpu import alternatives as variants_module
+from torch_hybrid_backend.loops.kernels import Kernel
+
+pytest.importorskip("tvm")
+
+
+def test_tuning_tries_everything_and_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ctrl-C keeps what was found out; the next engine tries the rest, one more has nothing to do; the gain is told.
+
+    Three other choices of the schedule, and oneDNN's operator."""
+    us: dict[str, float] = {}
+    monkeypatch.setattr(variants_module, "_RANKS", 4)
+    engine = engine_in(tmp_path, "tune", us)
+    _, compiled, inputs = compiled_region(engine, CASES["matmuls"])
+    assert all(len(option.compiled) == 1 and len(option.untried) == 4 for option in compiled.options)
+    monkeypatch.setattr(engine_module, "compile_kernels", _Interrupting(us))
+    stopped = compiled.refine(inputs, 0.01, Deadline(120.0))
+    assert [len(option.untried) for option in stopped.options] == [3, 3]
+    assert stopped.options[0].chosen.variant.name == "choice 1"
+    torch.testing.assert_close(stopped(inputs)[0], compiled(inputs)[0], rtol=1e-4, atol=1e-3)
+    monkeypatch.undo()
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("stopped")
+    assert said[1].startswith("tuned r0: 2 of 2 kernels faster, 0.20 ms to 0.10 ms (50.0% less)")
+    monkeypatch.setattr(variants_module, "_RANKS", 4)
+    _, resumed, _ = compiled_region(engine_in(tmp_path, "tune", us), CASES["matmuls"])
+    assert [len(option.untried) for option in resumed.options] == [3, 3]
+    assert [option.chosen.variant.name for option in resumed.options] == ["choice 1", "choice 1"]
+    done = resumed.refine(inputs, 0.01, Deadline(120.0))
+    assert not any(option.untried for option in done.options)
+    _, again, _ = compiled_region(engine_in(tmp_path, "tune", us), CASES["matmuls"])
+    assert again.refine(inputs, 0.01, Deadline(120.0)) is again
+    _, measured, _ = compiled_region(engine_in(tmp_path, "measure", us), CASES["matmuls"])
+    assert [option.chosen.variant.name for option in measured.options] == ["choice 1", "choice 1"]
+
+
+class _Interrupting:
+    """Compiles once, says that the kernels are fast, and is interrupted as a user would the second time."""
+
+    def __init__(self, us: dict[str, float]) -> None:
+        self.us, self.calls = us, 0
+
+    def __call__(self, kernels: Sequence[Kernel], *how: object) -> list[Artifact | Exception]:
+        self.calls += 1
+        if self.calls > 1:
+            raise KeyboardInterrupt
+        made = compile_kernels(kernels, *how)  # type: ignore[arg-type]
+        self.us.update({kernel.symbol: 50.0 for kernel in made if isinstance(kernel, Artifact)})
+        return made

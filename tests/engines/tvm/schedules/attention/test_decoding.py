@@ -1,0 +1,37 @@
+"""Attention of few queries against float64 eager."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.engines.tvm.schedule_runner import HOST, NARROW
+from tests.engines.tvm.schedules.attention.attention_for_tests import check
+from torch_hybrid_backend.engines.tvm.target import Target
+
+
+@pytest.mark.parametrize("target", [HOST, NARROW], ids=["host", "narrow"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, 3, 1, 100, 64, 64),  # ragged keys
+        (2, 1, 1, 64, 16, 48),  # whole panels, three vectors of values
+        (1, 1, 4, 7, 32, 16),  # four queries
+        (1, 2, 3, 2000, 16, 96),  # blocks of keys, six vectors of values
+        (1, 1, 1, 1, 16, 16),
+    ],
+)
+def test_few_queries(shape: tuple[int, ...], target: Target) -> None:
+    """A decoder's queries, whose keys and values are read where they lie."""
+    check(shape, target=target)  # type: ignore[arg-type]
+    check(shape, target=target, heads_inside=True)  # type: ignore[arg-type]
+
+
+def test_few_queries_masked() -> None:
+    """A mask over the keys of a cache that is not full; causal; and half types."""
+    torch.manual_seed(1)
+    mask = torch.zeros(2, 1, 1, 1100)
+    mask[0, :, :, 600:] = -torch.inf
+    check((2, 3, 1, 1100, 32, 32), mask=mask)
+    check((1, 2, 4, 40, 16, 16), causal=True)
+    check((1, 2, 2, 40, 16, 16), dtype="bfloat16")
