@@ -16,6 +16,7 @@ from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.engine import CompiledRegion, CompiledRegionBase
 from torch_hybrid_backend.core.region import Region
+from torch_hybrid_backend.core.verdict import Reason, Refused, Verdict
 from torch_hybrid_backend.eager_graph import EagerGraph
 from torch_hybrid_backend.engines.eager import EagerEngine
 from torch_hybrid_backend.measure import HostTimer
@@ -117,11 +118,11 @@ class _Wiring:
         self.config = Config(measure_budget_s=1e-3, strict=True)
 
     def compile(self, engines: Sequence[FakeEngine], function: Callable[..., Any] = _function) -> Compiled:
-        self._session = Session((*engines, EagerEngine()), self._services)
+        session = Session((*engines, EagerEngine()), self._services)
         module = trace(lambda x: (function(x),), torch.randn(8, 8))
         captured = CapturedGraph(module, "inference", frozenset(), False)
         self._versions = {engine.name: engine.version(Device("cpu")) for engine in engines}
-        return compile_graph(prepare(captured, "graph", lambda *_: None), self._session, self.config, self._pricing)  # type: ignore[arg-type,return-value]
+        return compile_graph(prepare(captured, "graph", lambda *_: None), session, self.config, self._pricing)  # type: ignore[arg-type,return-value]
 
     def _pricing(self, device: Device) -> Pricing:
         return Pricing(self._timings, self._versions, device, deadline=Deadline(60.0), timer=HostTimer(self._clock))
@@ -129,7 +130,7 @@ class _Wiring:
     def place(self, compiled: Compiled, function: Callable[..., Any] = _function) -> Placed:
         """Placed, installed and called again; both calls are right."""
         x = torch.randn(8, 8)
-        placed, (first,) = place(compiled, self._session, [x], self.config, self._pricing)
+        placed, (first,) = place(compiled, [x], self.config, self._pricing)
         torch.testing.assert_close(first, function(x))
         (again,) = placed.python_executor()([x])
         torch.testing.assert_close(again, function(x))
@@ -188,6 +189,26 @@ def test_common_regions_are_compiled_once(clock: _Clock, wiring: _Wiring) -> Non
     assert len(compiled.covers) == 2
     assert all(len(engine.compiled) == len(set(engine.compiled)) for engine in (first, second))
     assert ("mm",) in first.compiled
+
+
+def test_an_engine_is_asked_once_about_a_common_region(clock: _Clock, wiring: _Wiring) -> None:
+    """Whether it accepts it or not; a refusal is in each cover's plan."""
+
+    class Picky(_TimedEngine):
+        asked_about: tuple[tuple[str, ...], ...] = ()
+
+        def accepts(self, region: Region) -> Verdict:
+            self.asked_about += (region.node_names,)
+            return Refused(Reason.TOO_SMALL, "only large regions")
+
+    first = Picky("first", clock, ["mm", "sin", "cos"], {})
+    second = _TimedEngine("second", clock, ["sin", "exp", "cos"], {})
+    compiled = wiring.compile([first, second])
+    assert len(compiled.covers) == 2
+    assert len(first.asked_about) == len(set(first.asked_about))
+    assert first.compiled == []
+    refusals = [refusal.why for decision in wiring.place(compiled).decisions.values() for refusal in decision.refusals]
+    assert "only large regions" in refusals
 
 
 def test_a_second_process_compiles_the_best_cover_alone(clock: _Clock, wiring: _Wiring) -> None:

@@ -88,7 +88,7 @@ class HybridGraph:
     def _first_call(self, compiled: Compiled, inputs: Sequence[Any]) -> list[Any]:
         start = time.perf_counter()
         with ConstantPool():
-            placed, outputs = place(compiled, self._session, inputs, self._config, self._pricing())
+            placed, outputs = place(compiled, inputs, self._config, self._pricing())
             installed = install(placed, inputs, self._config)
             self._tell(placed)
             self._state = installed  # last: interrupted before, the next call is a first call again

@@ -36,7 +36,7 @@ from torch_hybrid_backend.engines.deadline import compile_in_time
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.graph.values import holds_collectives, is_repeatable
 from torch_hybrid_backend.measure import Rounds, measure
-from torch_hybrid_backend.partition.boundary import boundaries_us
+from torch_hybrid_backend.partition.boundary import callbacks_us
 from torch_hybrid_backend.partition.capability import accepted
 from torch_hybrid_backend.partition.covers import Cover, covers
 from torch_hybrid_backend.partition.fallback import demote, run_refusal
@@ -223,8 +223,10 @@ def _compile_covers(
         for cover in found:
             for segment in cover.partition.graph.segments:
                 identity = _identity(segment)
-                if engine.name not in cover.partition.candidates(segment, names) or identity in regions:
+                if engine.name not in cover.partition.candidates(segment, names):
                     continue
+                if identity in regions or (identity, engine.name) in results:
+                    continue  # of an earlier cover
                 verdict = accepted(engine, segment.region, strict=config.strict)
                 if isinstance(verdict, Refused):
                     results[identity, engine.name] = verdict
@@ -253,15 +255,12 @@ def _identity(segment: Segment) -> _Identity:
     return segment.region.key, segment.region.node_names
 
 
-def place(
-    compiled: Compiled, session: Session, inputs: Sequence[Any], config: Config, pricing_on: PricingOn
-) -> tuple[Placed, list[Any]]:
+def place(compiled: Compiled, inputs: Sequence[Any], config: Config, pricing_on: PricingOn) -> tuple[Placed, list[Any]]:
     """Try every region's engines on the inputs of a call, cover by cover, and keep the cheapest cover; with it the call's outputs.
 
     A cover costs what its regions cost on their winners, what eager's segments cost, and what its boundaries cost. One that costs more
     than the best of those before it is given up as soon as that shows.
     """
-    engines = {engine.name: engine for engine in session.engines}
     tried: dict[_Identity, Choice] = {}
     outputs: list[Any] | None = None
     best: tuple[float, Placed] | None = None
@@ -282,9 +281,7 @@ def place(
             best = 0.0, placed
             break
         runs = {s.region.name: trial.engine_of(s.region.name) for s in candidate.cover.partition.graph.segments}
-        total = trial.spent_us + (
-            boundaries_us(candidate.cover.partition.graph, runs, engines, converting=False) or 0.0
-        )
+        total = trial.spent_us + callbacks_us(candidate.cover.partition.graph, runs)
         costs.append(Cost(candidate.order, total, "measured"))
         if best is None or total < best[0]:
             best = total, placed

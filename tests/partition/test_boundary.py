@@ -9,9 +9,10 @@ import torch
 
 from tests.partition.engines_for_tests import FakeEngine, trace
 from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.region import PartitionedGraph
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
-from torch_hybrid_backend.partition.boundary import CALLBACK_US, boundaries_us
+from torch_hybrid_backend.partition.boundary import CALLBACK_US, callbacks_us, conversions_us
 from torch_hybrid_backend.partition.regions import partition_graph
 
 
@@ -32,19 +33,36 @@ def graph() -> PartitionedGraph:
 
 
 def test_eager_between_regions_is_a_call_of_python(graph: PartitionedGraph) -> None:
-    """One for each segment of eager's; none where eager runs it all, and nothing where every region reads values as they are."""
+    """One for each segment of eager's; none where eager runs it all."""
     names = [segment.region.name for segment in graph.segments]
-    engine = {"fake": FakeEngine()}
-    assert boundaries_us(graph, dict(zip(names, ["fake", "eager", "fake"], strict=True)), engine) == CALLBACK_US
-    assert boundaries_us(graph, dict(zip(names, ["eager", "eager", "fake"], strict=True)), engine) == 2 * CALLBACK_US
-    assert boundaries_us(graph, dict.fromkeys(names, "eager"), engine) == 0.0
+    assert callbacks_us(graph, dict(zip(names, ["fake", "eager", "fake"], strict=True))) == CALLBACK_US
+    assert callbacks_us(graph, dict(zip(names, ["eager", "eager", "fake"], strict=True))) == 2 * CALLBACK_US
+    assert callbacks_us(graph, dict.fromkeys(names, "eager")) == 0.0
 
 
 def test_a_value_in_another_form_is_copied(graph: PartitionedGraph) -> None:
-    """Each input of a region that its engine reads in another dtype costs a copy, and more the larger it is."""
+    """Each input of a region that its engine reads in another dtype costs a copy, the more the larger it is; one that it reads as it is costs
+    none."""
     runs = {segment.region.name: segment.engine_hint for segment in graph.segments}
-    half = boundaries_us(graph, runs, {"fake": _ReadsHalf()})
-    assert half > CALLBACK_US
+    assert conversions_us(graph, runs, {"fake": FakeEngine()}) == 0.0
+    half = conversions_us(graph, runs, {"fake": _ReadsHalf()})
+    assert half
     large = trace(lambda x: torch.sort((x @ x).sin()).values @ x, torch.randn(512, 512))
-    larger = partition_graph(large, [FakeEngine(refuses=["sort"])], Config()).graph
-    assert boundaries_us(larger, runs, {"fake": _ReadsHalf()}) - CALLBACK_US > 10 * (half - CALLBACK_US)
+    larger = conversions_us(
+        partition_graph(large, [FakeEngine(refuses=["sort"])], Config()).graph, runs, {"fake": _ReadsHalf()}
+    )
+    assert larger
+    assert larger > 10 * half
+
+
+def test_without_a_roofline_nothing_is_estimated(graph: PartitionedGraph) -> None:
+    """A copy on a device that nothing is known of has no cost that could be compared."""
+    moved = dataclasses.replace(
+        graph,
+        segments=tuple(
+            dataclasses.replace(s, region=dataclasses.replace(s.region, device=Device("cuda"))) for s in graph.segments
+        ),
+    )
+    runs = {segment.region.name: segment.engine_hint for segment in graph.segments}
+    assert conversions_us(moved, runs, {"fake": _ReadsHalf()}) is None
+    assert conversions_us(moved, runs, {"fake": FakeEngine()}) == 0.0

@@ -79,7 +79,12 @@ def test_an_estimate_rules_out_what_is_hopeless() -> None:
     """The cheapest by estimate comes first; one that is many times as dear is not even compiled."""
     engines = [FakeEngine("first", refuses=["exp"]), FakeEngine("second", takes=["sin", "exp"])]
     graph_module = trace(_function, torch.randn(64, 64))
-    for estimates, orders in (((5.0, 4.0), ["second", "first"]), ((4.0, 100.0), ["first"]), ((100.0, 4.0), ["second"])):
+    for estimates, orders in (
+        ((5.0, 4.0), ["second", "first"]),
+        ((4.0, 100.0), ["first"]),
+        ((100.0, 4.0), ["second"]),
+        ((100.0, None), ["first", "second"]),  # nothing to rule it out by
+    ):
         with mock.patch.object(module, "_estimate", side_effect=estimates):
             assert [cover.order[0] for cover in _covers(graph_module, engines)] == orders
 

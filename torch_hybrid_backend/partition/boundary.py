@@ -18,29 +18,28 @@ from torch_hybrid_backend.partition.estimate import copy_us, roofline
 CALLBACK_US = 10.0
 
 
-def boundaries_us(
-    graph: PartitionedGraph, runs: Mapping[str, str], engines: Mapping[str, Engine], *, converting: bool = True
-) -> float | None:
-    """Estimated microseconds of one call that the graph's boundaries cost, where `runs` (region name -> engine name) says who runs what.
+def callbacks_us(graph: PartitionedGraph, runs: Mapping[str, str]) -> float:
+    """Microseconds of one call that eager between regions costs, where `runs` (region name -> engine name) says who runs what; 0 where eager
+    runs the whole graph."""
+    engines = [runs[segment.region.name] for segment in graph.segments]
+    between = engines.count(EAGER)
+    return 0.0 if between == len(engines) else between * CALLBACK_US
 
-    `converting`: copies count; they do not where regions were timed, which is with them. A graph that eager runs alone has no boundary. None
-    where a device has no roofline to estimate a copy by.
-    """
-    if all(name == EAGER for name in runs.values()):
-        return 0.0
+
+def conversions_us(graph: PartitionedGraph, runs: Mapping[str, str], engines: Mapping[str, Engine]) -> float | None:
+    """Estimated microseconds of one call that copies into the forms which the engines read cost; None where a device has no roofline to
+    estimate a copy by. What is timed contains them."""
     total = 0.0
     for segment in graph.segments:
         name = runs[segment.region.name]
-        if name == EAGER:
-            total += CALLBACK_US
-            continue
-        for value in segment.region.inputs if converting else ():
+        for value in segment.region.inputs if name != EAGER else ():
             if value.spec is None or value.is_constant:
                 continue
             form = engines[name].reads(value.spec)
-            if form != value.spec:
-                on = roofline(segment.region.device)
-                if on is None:
-                    return None
-                total += copy_us(value.spec, form, on)
+            if form == value.spec:
+                continue
+            on = roofline(segment.region.device)
+            if on is None:
+                return None
+            total += copy_us(value.spec, form, on)
     return total

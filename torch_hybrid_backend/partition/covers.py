@@ -25,7 +25,7 @@ from torch.fx import Node
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.engine import EAGER, Engine
 from torch_hybrid_backend.core.verdict import Verdict
-from torch_hybrid_backend.partition.boundary import boundaries_us
+from torch_hybrid_backend.partition.boundary import callbacks_us, conversions_us
 from torch_hybrid_backend.partition.capability import capability
 from torch_hybrid_backend.partition.dependencies import dependencies
 from torch_hybrid_backend.partition.estimate import eager_us, fused_us, roofline
@@ -46,12 +46,12 @@ Decompose = Callable[
 
 @dataclass(frozen=True, slots=True)
 class Cover:
-    """One partition of a graph. `order`: the engines as they were asked, eager left out. `estimated_us`: one call, by estimate; 0 of the
-    only cover, which need not be compared."""
+    """One partition of a graph. `order`: the engines as they were asked, eager left out. `estimated_us`: one call, by estimate; None
+    where there is none: on a device without a roofline, and of the only cover, which need not be compared."""
 
     order: tuple[str, ...]
     partition: Partition
-    estimated_us: float
+    estimated_us: float | None
 
 
 def covers(
@@ -71,7 +71,7 @@ def covers(
     offered = tuple(engine for engine in engines if engine.name != EAGER)
     if len(offered) < 2 or own_order:
         only = partition_graph(graph_module, offered, config)
-        return (Cover(tuple(engine.name for engine in offered), only, 0.0),)
+        return (Cover(tuple(engine.name for engine in offered), only, None),)
     verdicts = capability(dependencies(graph_module.graph).operators, offered, strict=config.strict)
     found: list[Cover] = []
     for order in _orders(offered):
@@ -83,16 +83,21 @@ def covers(
         candidate = partition_graph(module, order, config, answers)
         if all(not _equal(candidate, other.partition) for other in found):
             found.append(Cover(tuple(engine.name for engine in order), candidate, _estimate(candidate, order)))
-    found.sort(key=lambda cover: cover.estimated_us)
-    worth = [cover for cover in found if cover.estimated_us <= _HOPELESS_RATIO * found[0].estimated_us]
-    for cover in found[len(worth) :]:
-        _log.info(
-            "the partition with %s first is not compiled: estimated %.1f us, the best %.1f us",
-            cover.order[0],
-            cover.estimated_us,
-            found[0].estimated_us,
-        )
-    return tuple(worth)
+    return _worth_pricing(found)
+
+
+def _worth_pricing(found: Sequence[Cover]) -> tuple[Cover, ...]:
+    """The covers without the hopeless ones, the cheapest first; all, as they came, where one has no estimate."""
+    estimated = [(cover.estimated_us, cover) for cover in found if cover.estimated_us is not None]
+    if len(estimated) < len(found):
+        return tuple(found)
+    estimated.sort(key=lambda pair: pair[0])
+    best_us = estimated[0][0]
+    for us, cover in estimated:
+        if us > _HOPELESS_RATIO * best_us:
+            why = "the partition with %s first is not compiled: estimated %.1f us, the best %.1f us"
+            _log.info(why, cover.order[0], us, best_us)
+    return tuple(cover for us, cover in estimated if us <= _HOPELESS_RATIO * best_us)
 
 
 def _orders(engines: Sequence[Engine]) -> Iterator[tuple[Engine, ...]]:
@@ -142,14 +147,14 @@ def _shape(partition: Partition) -> list[tuple[tuple[str, ...], frozenset[str]]]
     ]
 
 
-def _estimate(partition: Partition, engines: Sequence[Engine]) -> float:
-    """Microseconds of one call, each region run by the engine that claimed it; 0 where a device has no roofline: nothing is ruled out."""
-    segments = partition.graph.segments
-    runs = {segment.region.name: segment.engine_hint for segment in segments}
-    total = boundaries_us(partition.graph, runs, {engine.name: engine for engine in engines})
-    for segment in segments:
+def _estimate(partition: Partition, engines: Sequence[Engine]) -> float | None:
+    """Microseconds of one call, each region run by the engine that claimed it; None where a device has no roofline."""
+    graph = partition.graph
+    runs = {segment.region.name: segment.engine_hint for segment in graph.segments}
+    total = conversions_us(graph, runs, {engine.name: engine for engine in engines})
+    for segment in graph.segments:
         on = roofline(segment.region.device)
         if on is None or total is None:
-            return 0.0
+            return None
         total += eager_us(segment.region, on) if segment.engine_hint == EAGER else fused_us(segment.region, on)
-    return 0.0 if total is None else total
+    return None if total is None else total + callbacks_us(graph, runs)
