@@ -12,8 +12,9 @@ from importlib.metadata import EntryPoint, entry_points
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.engine import EAGER, Engine, serves
-from torch_hybrid_backend.core.verdict import Refused
+from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.engines.eager import EagerEngine
+from torch_hybrid_backend.engines.triton.engine import TritonEngine
 from torch_hybrid_backend.engines.tvm.engine import TvmEngine
 from torch_hybrid_backend.engines.unavailable import UnavailableEngine
 from torch_hybrid_backend.errors import ConfigError, HybridError
@@ -38,6 +39,7 @@ ENGINE_GROUP = "torch_hybrid_backend.engines"
 # group `torch_hybrid_backend.engines`.
 ENGINES: tuple[tuple[str, EngineFactory], ...] = (
     ("tvm", TvmEngine),
+    ("triton", TritonEngine),
     (EAGER, lambda config, services: EagerEngine()),
 )
 
@@ -157,6 +159,9 @@ def _can_run(name: str, engine: Engine, config: Config) -> bool:
     available = engine.available()
     if not isinstance(available, Refused):
         return True
+    if available.code is Reason.NO_DEVICE and name not in config.engines:
+        log.debug("the engine %s is not used: %s", name, available.why)
+        return False
     if config.strict:
         raise HybridError(f"the engine {name} cannot run here: {available.why}")
     log.warning("the engine %s cannot run here, its operators fall back to eager: %s", name, available.why)

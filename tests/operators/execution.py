@@ -35,6 +35,8 @@ from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.engines.eager import EagerEngine
+from torch_hybrid_backend.engines.triton.backend import TritonBackend
+from torch_hybrid_backend.engines.triton.target import Target
 from torch_hybrid_backend.engines.tvm.backend import TvmBackend
 from torch_hybrid_backend.hybrid_graph import HybridGraph
 from torch_hybrid_backend.session import Session, open_services
@@ -118,7 +120,8 @@ class Bench:
         )  # of kernels, not of captures and timings
         tvm = BatchedEngine(TvmBackend(), self._config, services)
         interpreter = BatchedEngine(InterpreterBackend(), self._config, services)
-        engines = {"tvm": tvm, DEFAULT: tvm, "interpreter": interpreter}
+        triton = BatchedEngine(TritonBackend(Target(0)), self._config, services)
+        engines = {"tvm": tvm, DEFAULT: tvm, "interpreter": interpreter, "triton": triton}
         self._engines = {engines[mode] for mode in self.modes}
         self._sessions = {mode: Session((engines[mode], EagerEngine()), services) for mode in self.modes}
         self._keep_ops = engines[self.modes[0]].keep_ops

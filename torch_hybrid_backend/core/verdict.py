@@ -18,6 +18,7 @@ class Reason(StrEnum):
     NOT_A_TENSOR = "not_a_tensor"  # the node yields no tensor (SymInt arithmetic, None, ...)
     DISABLED = "disabled"  # the engine is switched off by HYBRID_ENGINES / HYBRID_DISABLE_ENGINES
     MISSING_DEPENDENCY = "missing_dependency"  # the engine cannot run in this installation
+    NO_DEVICE = "no_device"  # this machine has no device that the engine serves
     TOO_SMALL = "too_small"  # fewer nodes than HYBRID_MIN_REGION_NODES
     NOT_PROFITABLE = "not_profitable"  # eager was faster, by measurement or by estimate
     COMPILE_FAILED = "compile_failed"  # the engine raised or its compiler failed

@@ -1,0 +1,67 @@
+"""Triton programs through everything, run by Triton's interpreter: capture, partition, printing, artifacts, the plan."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.utils import same
+
+import torch_hybrid_backend
+from benchmarks.models import ZOO, tensors
+from tests.compiling import fresh_dynamo, kernel_cache
+from tests.operators.execution import Bench
+from tests.operators.selection import SELECTION, check
+from torch_hybrid_backend import session
+
+__all__ = ["fresh_dynamo", "kernel_cache"]
+
+pytest.importorskip("triton")
+
+_MODELS = ("resnet50", "minilm")
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`backend="hybrid"` has the Triton engine in place of TVM; what fails raises."""
+    monkeypatch.setattr(session, "_sessions", {})
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("HYBRID_ENGINES", "triton")
+    monkeypatch.setenv("HYBRID_STRICT", "1")
+    monkeypatch.setenv("HYBRID_PLACEMENT", "estimate")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in _MODELS else pytest.mark.full) for name in ZOO]
+)
+def test_models_equal_eager(name: str, interpreted: None) -> None:
+    """The first call and the second, on other inputs, give eager's results or are as near to float64's; no region falls back."""
+    entry = ZOO[name]
+    model = entry.build("small")
+    exact = copy.deepcopy(model).double()
+    compiled = torch.compile(model, backend="hybrid")
+    with torch.no_grad():
+        for seed in (1, 2):
+            inputs = entry.inputs("small", 1, seed=seed)
+            wide = exact(*(value.double() if value.is_floating_point() else value for value in inputs))
+            assert same(tensors(model(*inputs)), tensors(compiled(*inputs)), tensors(wide))
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    path: Path = tmp_path_factory.mktemp("kernels")
+    return Bench(path, compilers=2, modes=("triton",))
+
+
+@pytest.mark.parametrize("kind", SELECTION)
+def test_operators_equal_eager(kind: str, bench: Bench) -> None:
+    """The operators and modules that TVM's kernels are tested with: each has a few samples, forced through Triton's programs."""
+    check(kind, bench)
+
+
+def test_the_plan_says_so(interpreted: None) -> None:
+    x = torch.randn(5, 7)
+    plan = torch_hybrid_backend.explain(lambda x: torch.softmax(x + 1, -1), x).plans[0]
+    assert {region.engine for region in plan.regions} == {"triton"}

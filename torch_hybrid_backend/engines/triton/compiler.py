@@ -1,0 +1,86 @@
+"""The kernel compiler module (`codegen/compiler.py`): a kernel to a Triton program, to a cubin, to an artifact.
+
+Nothing here imports Triton before `load`. A kernel for the interpreter is its text; a mistake in that shows when it runs.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch_hybrid_backend.codegen.workers.protocol import Job
+from torch_hybrid_backend.engines.triton import artifact
+from torch_hybrid_backend.engines.triton.emit import Program, emit_kernel
+from torch_hybrid_backend.engines.triton.source import function_of
+from torch_hybrid_backend.engines.triton.target import Target
+from torch_hybrid_backend.sources import sources_version
+
+SOURCES: tuple[str, ...] = ("core", "sizes", "loops", "codegen", "engines/triton")
+SUFFIX = ".kernel"
+# Triton keeps what it compiles in a folder of its own, for ever; ours is the store's.
+ENVIRONMENT: Mapping[str, str] = {
+    "TRITON_CACHE_DIR": str(Path(tempfile.gettempdir()) / "torch_hybrid_backend_triton"),
+    "TRITON_INTERPRET": "0",
+}
+
+
+def version() -> str:
+    """The installed Triton's version, asked of the installation; "" where it is not installed."""
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def load() -> None:
+    """Import Triton, where kernels are compiled for a GPU: it is asked for with the first such kernel."""
+
+
+def compile_kernel(job: Job) -> None:
+    """Write the kernel's artifact. Raises CompileError, or whatever Triton raises."""
+    target = job.target
+    assert isinstance(target, Target)
+    program = emit_kernel(job.kernel, job.symbol, target)
+    if target.is_interpreted:
+        code = b""
+        header = artifact.Header(
+            program.text, program.name, program.dtypes, program.launch.constants, 32 * program.launch.warps
+        )
+    else:
+        header, code = _compiled(program, target, Path(job.output) if job.assembly else None)
+    artifact.write(Path(job.output), header, code)
+
+
+def _compiled(program: Program, target: Target, beside: Path | None) -> tuple[artifact.Header, bytes]:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    with tempfile.TemporaryDirectory(prefix="triton-") as folder:
+        function = function_of(program.text, program.name, Path(folder))
+        source = ASTSource(
+            fn=function,
+            signature={**program.signature, **dict.fromkeys(program.launch.constants, "constexpr")},
+            constexprs={(name,): value for name, value in program.launch.constants.items()},
+            attrs={},
+        )
+        options = {"num_warps": program.launch.warps, "num_stages": program.launch.stages}
+        compiled = triton.compile(source, target=GPUTarget("cuda", target.capability, 32), options=options)
+    metadata = compiled.metadata
+    if beside is not None:
+        beside.with_suffix(".ptx").write_text(compiled.asm["ptx"])
+    header = artifact.Header(
+        program.text,
+        metadata.name,
+        program.dtypes,
+        program.launch.constants,
+        32 * metadata.num_warps,
+        metadata.shared,
+        metadata.global_scratch_size,
+    )
+    return header, compiled.asm["cubin"]
+
+
+sources_version(*SOURCES)  # now: see there

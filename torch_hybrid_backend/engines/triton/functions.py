@@ -1,0 +1,238 @@
+"""The scalar operations of `loops.ops` in Triton's language: a template for each, and the functions that templates call.
+
+Templates are over `{0}`, `{1}`, ... (operands: names or literals, each already of its dtype) and `{type}`, the result's dtype. Semantics are
+PyTorch's, as `loops.ops` says. What Triton has only as a function of NVIDIA's libdevice is `libdevice.NAME`, which `interpreted.py` has a
+substitute of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch_hybrid_backend.errors import ScheduleError
+from torch_hybrid_backend.loops.ops import is_float
+
+# dtype -> (in Triton's language, in a kernel's signature)
+DTYPES: Mapping[str, tuple[str, str]] = {
+    "bool": ("tl.int1", "i1"),
+    "uint8": ("tl.uint8", "u8"),
+    "int8": ("tl.int8", "i8"),
+    "int16": ("tl.int16", "i16"),
+    "int32": ("tl.int32", "i32"),
+    "int64": ("tl.int64", "i64"),
+    "float16": ("tl.float16", "fp16"),
+    "bfloat16": ("tl.bfloat16", "bf16"),
+    "float32": ("tl.float32", "fp32"),
+    "float64": ("tl.float64", "fp64"),
+}
+
+# Functions that kernels may call, each in Triton's language; a kernel's text holds those that it calls.
+FUNCTIONS: Mapping[str, str] = {
+    "floor_divide": '''
+@triton.jit
+def floor_divide(a, b):
+    """a / b rounded towards minus infinity; `//` rounds towards zero."""
+    rest = a % b
+    return a // b - ((rest != 0) & ((rest < 0) != (b < 0))).to(a.dtype)
+''',
+    "floor_remainder": '''
+@triton.jit
+def floor_remainder(a, b):
+    """What `floor_divide` leaves: it has the sign of b, where `%` has that of a."""
+    rest = a % b
+    return tl.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
+''',
+    "float_remainder": '''
+@triton.jit
+def float_remainder(a, b):
+    """a - floor(a / b) b, with the sign of b."""
+    rest = libdevice.fmod(a, b)
+    return tl.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
+''',
+    "float_floor_divide": '''
+@triton.jit
+def float_floor_divide(a, b):
+    """floor(a / b) as c10::div_floor_floating: of what is left when the remainder is taken off, nudged to the nearest integer."""
+    rest = libdevice.fmod(a, b)
+    rest = tl.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
+    exact = (a - rest) / b
+    whole = tl.floor(exact)
+    return tl.where(b == 0, a / b, tl.where(exact - whole > 0.5, whole + 1, whole))
+''',
+    "integer_power": '''
+@triton.jit
+def integer_power(a, b, BITS: tl.constexpr):
+    """a to the power b modulo 2^bits; 0 for negative b unless a is 1 or -1."""
+    one = (a * 0 + 1).to(a.dtype)
+    result, base = one, a
+    for bit in tl.static_range(BITS):
+        result = tl.where(((b >> bit) & 1) == 0, result, result * base).to(a.dtype)
+        base = (base * base).to(a.dtype)
+    parity = tl.where((b & 1) == 0, one, -one)
+    negative = tl.where(a == 1, one, tl.where(a == -1, parity, one * 0))
+    return tl.where(b < 0, negative, result).to(a.dtype)
+''',
+    "larger": '''
+@triton.jit
+def larger(a, b):
+    """The larger one; NaN where one is NaN."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+''',
+    "smaller": '''
+@triton.jit
+def smaller(a, b):
+    """The smaller one; NaN where one is NaN."""
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+''',
+    "multiply": '''
+@triton.jit
+def multiply(a, b):
+    return a * b
+''',
+}
+
+_FLOAT: Mapping[str, str] = {
+    "exp": "tl.exp({0})",
+    "exp_nonpositive": "tl.exp({0})",
+    "exp2": "tl.exp2({0})",
+    "log": "tl.log({0})",
+    "log2": "tl.log2({0})",
+    "sqrt": "tl.sqrt_rn({0})",
+    "rsqrt": "1 / tl.sqrt_rn({0})",
+    "sin": "tl.sin({0})",
+    "cos": "tl.cos({0})",
+    "erf": "tl.erf({0})",
+    "floor": "tl.floor({0})",
+    "ceil": "tl.ceil({0})",
+    "sigmoid": "tl.sigmoid({0})",
+    "round_even": "libdevice.nearbyint({0})",
+    "neg": "-{0}",
+    "abs": "tl.abs({0})",
+    "sign": "tl.where({0} > 0, 1, tl.where({0} < 0, -1, 0)).to({type})",
+    "isnan": "{0} != {0}",
+    "isinf": "tl.abs({0}) == float('inf')",
+    "div": "{0} / {1}",
+    "truncdiv": "libdevice.trunc({0} / {1})",
+    "floordiv": "float_floor_divide({0}, {1})",
+    "mod": "float_remainder({0}, {1})",
+    "fmod": "libdevice.fmod({0}, {1})",
+    "pow": "libdevice.pow({0}, {1})",
+    "max": "larger({0}, {1})",
+    "min": "smaller({0}, {1})",
+    "fma": "{0} * {1} + {2}",
+    **{
+        name: f"libdevice.{name}({{0}})"
+        for name in "expm1 log10 log1p tan asin acos atan sinh cosh tanh asinh acosh atanh erfc trunc".split()
+    },
+    "atan2": "libdevice.atan2({0}, {1})",
+}
+# tl's sin, cos, exp and their like take float32 and are approximate; of float64 libdevice has them.
+_DOUBLE: Mapping[str, str] = {
+    **{name: f"libdevice.{name}({{0}})" for name in "exp exp2 log log2 sqrt sin cos erf".split()},
+    "exp_nonpositive": "libdevice.exp({0})",
+    "rsqrt": "1 / libdevice.sqrt({0})",
+    "sigmoid": "1 / (1 + libdevice.exp(-{0}))",
+}
+_INTEGER: Mapping[str, str] = {
+    "neg": "0 - {0}",
+    "abs": "tl.where({0} < 0, 0 - {0}, {0})",
+    "sign": "tl.where({0} > 0, 1, tl.where({0} < 0, -1, 0)).to({type})",
+    "bitnot": "~{0}",
+    "truncdiv": "{0} // {1}",
+    "div": "{0} // {1}",
+    "floordiv": "floor_divide({0}, {1})",
+    "mod": "floor_remainder({0}, {1})",
+    "fmod": "{0} % {1}",
+    "max": "tl.maximum({0}, {1})",
+    "min": "tl.minimum({0}, {1})",
+    "floor": "{0}",
+    "ceil": "{0}",
+    "trunc": "{0}",
+    "round_even": "{0}",
+    "bitand": "{0} & {1}",
+    "bitor": "{0} | {1}",
+    "bitxor": "{0} ^ {1}",
+    "fma": "{0} * {1} + {2}",
+}
+# Unsigned ones have no sign to round towards.
+_UNSIGNED: Mapping[str, str] = {
+    "abs": "{0}",
+    "sign": "({0} > 0).to({type})",
+    "floordiv": "{0} // {1}",
+    "mod": "{0} % {1}",
+}
+_BOOL: Mapping[str, str] = {
+    "add": "{0} | {1}",
+    "mul": "{0} & {1}",
+    "bitand": "{0} & {1}",
+    "bitor": "{0} | {1}",
+    "bitxor": "{0} != {1}",
+    "and": "{0} & {1}",
+    "or": "{0} | {1}",
+    "xor": "{0} != {1}",
+    "max": "{0} | {1}",
+    "min": "{0} & {1}",
+    "not": "{0} == 0",
+    "bitnot": "{0} == 0",
+    "sign": "{0}",
+    "abs": "{0}",
+}
+_COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+_SIMPLE = {"add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}"}
+_NARROW = ("int8", "uint8", "int16")
+
+
+def template(op: str, dtype: str, operand: str) -> str:
+    """The expression for `op` of result dtype `dtype`, where the first operand has dtype `operand`. "cast", "round" and "guard" are the printer's.
+
+    Raises ScheduleError for an operation and dtype that have no meaning together.
+    """
+    if op in _COMPARE:
+        return f"{{0}} {_COMPARE[op]} {{1}}"
+    if op == "where":
+        return "tl.where({0}, {1}, {2})"
+    if op in ("isnan", "isinf") and not is_float(operand):
+        return "{0} != {0}"
+    if op in ("and", "or", "xor", "not"):
+        return _BOOL[op]
+    if op in ("isnan", "isinf"):
+        return _FLOAT[op]
+    tables: tuple[Mapping[str, str], ...]
+    if operand == "bool":
+        tables = (_BOOL,)
+    elif is_float(dtype):
+        tables = (_DOUBLE, _SIMPLE, _FLOAT) if dtype == "float64" else (_SIMPLE, _FLOAT)
+    else:
+        tables = (_UNSIGNED, _SIMPLE, _INTEGER) if dtype == "uint8" else (_SIMPLE, _INTEGER)
+        if (found := _of_bits(op, dtype)) is not None:
+            return found
+    for table in tables:
+        if op in table:
+            return table[op]
+    raise ScheduleError(f"the scalar operation {op!r} has no code for dtype {dtype}")
+
+
+def _of_bits(op: str, dtype: str) -> str | None:
+    """Operations that depend on how many bits an integer has."""
+    bits = int(dtype.removeprefix("u").removeprefix("int"))
+    inside = f"({{1}} >= 0) & ({{1}} < {bits})"
+    if op == "shl":  # by a negative count or all bits: 0
+        return f"tl.where({inside}, {{0}} << tl.where({inside}, {{1}}, 0).to({{type}}), 0).to({{type}})"
+    if op == "shr" and dtype == "uint8":
+        return f"tl.where({inside}, {{0}} >> tl.where({inside}, {{1}}, 0).to({{type}}), 0).to({{type}})"
+    if op == "shr":  # the sign is left
+        return f"({{0}} >> tl.where({inside}, {{1}}, {bits - 1}).to({{type}})).to({{type}})"
+    if op == "pow":
+        return f"integer_power({{0}}, {{1}}, {bits if dtype == 'uint8' else bits - 1})"
+    return None
+
+
+def converted(value: str, source: str, target: str) -> str:
+    """A value converted as C would; a float to a narrow integer through int32, so that what is out of range wraps as eager's does."""
+    if source == target:
+        return value
+    if target == "bool":
+        return f"{value} != 0"
+    if is_float(source) and target in _NARROW:
+        return f"{value}.to(tl.int32).to({DTYPES[target][0]})"
+    return f"{value}.to({DTYPES[target][0]})"

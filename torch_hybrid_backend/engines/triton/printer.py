@@ -1,0 +1,317 @@
+"""Printer: expressions of the loops language as lines of a Triton program, over a tile of points at once.
+
+A tile has dimensions; every value is known with those it varies along (`Value.dims`), so that it broadcasts against the others as Triton
+wants it: `[:, None]`-like, or a scalar. Equal subexpressions are printed once.
+
+    printer.bind({i: Value("rows", dims=(0,)), j: ...})      the kernel's loop variables
+    name = printer.expr(e)                                   adds lines, gives what holds the result
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch_hybrid_backend.engines.triton.functions import DTYPES, FUNCTIONS, converted, template
+from torch_hybrid_backend.engines.triton.source import Lines
+from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, Scalar, as_index, compare_ranges
+from torch_hybrid_backend.loops.ir import Buffer, Call, Const, Expr, FromIndex, Load, compute_dtype
+from torch_hybrid_backend.loops.kernels import Argument, Store
+from torch_hybrid_backend.loops.layout import offset_of
+from torch_hybrid_backend.loops.ops import COMPARE, ROUND_TARGETS, is_float
+from torch_hybrid_backend.sizes.forms import render
+from torch_hybrid_backend.sizes.size import Dim, Symbol, known_at_most
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What a name holds: a scalar, or a block with the tile's extent along `dims` and 1 along the others."""
+
+    text: str
+    dims: frozenset[int] = frozenset()
+
+    @staticmethod
+    def along(text: str, *dims: int) -> Value:
+        return Value(text, frozenset(dims))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tile:
+    """What a program computes at once. `blocks`: the names of its extents, dimension by dimension."""
+
+    blocks: tuple[str, ...]
+
+    def shape(self, dims: frozenset[int]) -> str:
+        return f"[{', '.join(block if d in dims else '1' for d, block in enumerate(self.blocks))}]"
+
+    def arange(self, dim: int) -> str:
+        """0, 1, ... along one dimension."""
+        block = self.blocks[dim]
+        if len(self.blocks) == 1:
+            return f"tl.arange(0, {block})"
+        subscripts = ", ".join(":" if d == dim else "None" for d in range(len(self.blocks)))
+        return f"tl.arange(0, {block})[{subscripts}]"
+
+
+class Printer:
+    """Prints the expressions of one kernel. Owns the names of its arguments, sizes and functions; `lines` is where it writes.
+
+    `is_wide`: addresses need 64 bits. `locals`: loads of buffers that live in the kernel only.
+    """
+
+    def __init__(
+        self, lines: Lines, reads: Sequence[Argument], writes: Sequence[Argument], sizes: Mapping[Symbol, str]
+    ) -> None:
+        self.lines = lines
+        self.functions: set[str] = set()
+        self.locals: dict[Buffer, Callable[[tuple[Index, ...]], Value]] = {}
+        self.arguments = arguments = (*reads, *writes)
+        self.names = [f"in{i}" for i in range(len(reads))] + [f"out{i}" for i in range(len(writes))]
+        self._names = {a.buffer: name for a, name in reversed([*zip(arguments, self.names, strict=True)])}
+        self._layouts = {argument.buffer: argument.layout for argument in arguments}
+        self._sizes = sizes
+        self.is_wide = any(not known_at_most(a.span, (1 << 31) - 1) and isinstance(a.span, int) for a in arguments)
+        self.tile = Tile(())
+        self._variables: dict[LoopVar, Value] = {}
+        self._env: dict[LoopVar, Index] = {}
+        self._bounds: dict[int, Value] = {}
+        self._masks: tuple[Value, ...] = ()
+        self._known: list[dict[tuple[Expr, tuple[Value, ...]], Value]] = [{}]
+        self._canonical: dict[Expr, Expr] = {}
+        self._by_key: dict[tuple[object, ...], Expr] = {}
+
+    # What stands around expressions.
+
+    def variable(self, variable: LoopVar, value: Value) -> None:
+        """A variable of the schedule's: what holds its value."""
+        self._variables[variable] = value
+
+    @contextmanager
+    def over(
+        self, tile: Tile, env: Mapping[LoopVar, Index], bounds: Mapping[int, Value], *, fresh: bool = True
+    ) -> Iterator[None]:
+        """Expressions inside it are over `tile`. env: the kernel's loop variables over the schedule's. bounds: by dimension of the tile, which
+        of its points exist. What was printed before is not known inside it where it is `fresh`; what is printed inside is not known after."""
+        before = (self.tile, self._env, self._bounds, self._known)
+        self.tile, self._env, self._bounds = tile, dict(env), dict(bounds)
+        self._known = [{}] if fresh else [*self._known, {}]
+        try:
+            yield
+        finally:
+            self.tile, self._env, self._bounds, self._known = before
+
+    @contextmanager
+    def guarded(self, tests: Sequence[Value]) -> Iterator[None]:
+        """What is read inside it is read where the tests hold; elsewhere it is 0."""
+        before, self._masks = self._masks, (*self._masks, *tests)
+        try:
+            yield
+        finally:
+            self._masks = before
+
+    # Sizes and indices.
+
+    def size(self, size: Dim) -> str:
+        return render(size, self._sizes.__getitem__)
+
+    def let(self, text: str, dims: frozenset[int] = frozenset(), stem: str = "t") -> Value:
+        """A name for a value."""
+        name = self.lines.name(stem)
+        self.lines.add(f"{name} = {text}")
+        return Value(name, dims)
+
+    def index(self, index: Index) -> Value:
+        """An index over the kernel's variables."""
+        return self._index(index.substitute(self._env))
+
+    def _index(self, index: Index) -> Value:
+        parts: list[str] = []
+        dims: frozenset[int] = frozenset()
+        for atom, coefficient in index.terms:
+            value = self._atom(atom)
+            dims |= value.dims
+            parts.append(value.text if coefficient == 1 else f"{value.text} * {self._factor(coefficient)}")
+        if index.const != 0 or not parts:
+            parts.append(self._factor(index.const))
+        return Value(" + ".join(parts), dims)
+
+    def _factor(self, size: Dim) -> str:
+        text = self.size(size)
+        return text if text.isalnum() else f"({text})"
+
+    def _atom(self, atom: LoopVar | FloorDiv | Mod | Scalar) -> Value:
+        match atom:
+            case LoopVar():
+                return self._variables[atom]
+            case Scalar(expr, _, _):
+                value = self.expr(expr)
+                return Value(f"{value.text}.to({'tl.int64' if self.is_wide else 'tl.int32'})", value.dims)
+        inner, divisor = self._index(atom.numerator), self._factor(atom.divisor)
+        if known_at_most(0, atom.numerator.low):
+            return Value(f"(({inner.text}) {'//' if isinstance(atom, FloorDiv) else '%'} {divisor})", inner.dims)
+        name = "floor_divide" if isinstance(atom, FloorDiv) else "floor_remainder"
+        if not inner.dims:
+            inner = self.let(f"({inner.text}) + tl.zeros([], tl.int32)")
+        return Value(f"{self._call(name)}({inner.text}, {divisor})", inner.dims)
+
+    def _call(self, name: str) -> str:
+        self.functions.add(name)
+        return name
+
+    # Expressions.
+
+    def expr(self, e: Expr) -> Value:
+        """The value of an expression at every point of the tile, in its compute dtype."""
+        e = self._canon(e)
+        # What was computed where more points counted serves where fewer do.
+        for end in range(len(self._masks), -1, -1):
+            for known in self._known:
+                if (found := known.get((e, self._masks[:end]))) is not None:
+                    return found
+        value = self._print(e)
+        self._known[-1][e, self._masks] = value
+        return value
+
+    def _canon(self, e: Expr) -> Expr:
+        """The first expression seen that computes the same."""
+        if e in self._canonical:
+            return self._canonical[e]
+        match e:
+            case Const():
+                key: tuple[object, ...] = ("const", e.dtype, repr(e.value))
+                canonical: Expr = e
+            case Load():
+                key, canonical = ("load", e.buffer, e.index), e
+            case FromIndex():
+                key, canonical = ("index", e.dtype, e.index), e
+            case Call():
+                args = tuple(self._canon(a) for a in e.args)
+                key = (e.op, e.dtype, *args)
+                canonical = e if all(a is b for a, b in zip(args, e.args, strict=True)) else Call(e.dtype, e.op, args)
+            case _:
+                raise TypeError(f"not an expression of the loops language: {e!r}")
+        found = self._by_key.setdefault(key, canonical)
+        self._canonical[e] = self._canonical[found] = found
+        return found
+
+    def _print(self, e: Expr) -> Value:
+        match e:
+            case Const(dtype, value):
+                return self.let(f"tl.full([], {literal(value, dtype)}, {DTYPES[dtype][0]})")
+            case FromIndex(dtype, index):
+                value = self.index(index)
+                return self.let(f"({value.text} + tl.zeros([], tl.int32)).to({DTYPES[dtype][0]})", value.dims)
+            case Load():
+                return self._load(e)
+            case Call(_, "guard", _):
+                return self._guard(e)
+            case Call(_, "round", (x, Const() as target)):
+                narrow, operand = DTYPES[ROUND_TARGETS[int(target.value)]][0], self.expr(x)
+                return self.let(f"{operand.text}.to({narrow}).to(tl.float32)", operand.dims)
+            case Call("bool", op, _) if op in COMPARE and (sides := self._sides(e)) is not None:
+                known = compare_ranges(op, *sides)
+                if known is not None:
+                    return self.let(f"tl.full([], {known}, tl.int1)")
+                left, right = map(self._index, sides)
+                comparison = template(op, "bool", "int32").format(f"({left.text})", f"({right.text})")
+                return self.let(comparison, left.dims | right.dims)
+            case Call(dtype, "cast", (x,)):
+                operand = self.expr(x)
+                return self.let(converted(operand.text, x.dtype, dtype), operand.dims)
+        assert isinstance(e, Call)
+        args = [self.expr(a) for a in e.args]
+        text = template(e.op, e.dtype, e.args[0].dtype).format(*(a.text for a in args), type=DTYPES[e.dtype][0])
+        self.functions.update(name for name in FUNCTIONS if f"{name}(" in text)
+        return self.let(text, frozenset().union(*(a.dims for a in args)))
+
+    def _sides(self, comparison: Call) -> tuple[Index, Index] | None:
+        """Both sides of a comparison as indices over the schedule's variables, where they are."""
+        sides: list[Index] = []
+        for side in comparison.args:
+            match side:
+                case FromIndex("int64", index):
+                    sides.append(index.substitute(self._env))
+                case Const("int64", value) if abs(value) < 2**31:
+                    sides.append(as_index(int(value)))
+                case _:
+                    return None
+        left, right = sides
+        return left, right
+
+    def _guard(self, e: Call) -> Value:
+        condition, inside, outside = e.args
+        test = self.expr(condition)
+        with self.guarded([test]):
+            first = self.expr(inside)
+        second = self.expr(outside)
+        return self.let(f"tl.where({test.text}, {first.text}, {second.text})", test.dims | first.dims | second.dims)
+
+    def _load(self, e: Load) -> Value:
+        if e.buffer in self.locals:
+            return self.locals[e.buffer](e.index)
+        return self.widened(self.raw_load(e), e.buffer.dtype)
+
+    def widened(self, value: Value, dtype: str) -> Value:
+        wide = compute_dtype(dtype)
+        return value if wide == dtype else self.let(f"{value.text}.to({DTYPES[wide][0]})", value.dims)
+
+    def raw_load(self, e: Load) -> Value:
+        """An element as it lies in memory, not widened."""
+        place = self._offset(e.buffer, e.index)
+        mask = self._mask(place.dims)
+        place = self._spread(place, place.dims | mask.dims) if mask is not None else place
+        masked = "" if mask is None else f", {mask.text}, other=0"
+        return self.let(f"tl.load({self._names[e.buffer]} + ({place.text}){masked})", place.dims)
+
+    def _offset(self, buffer: Buffer, index: tuple[Index, ...]) -> Value:
+        places = tuple(i.substitute(self._env) for i in index)
+        return self._index(offset_of(self._layouts[buffer], buffer.shape, places))
+
+    def _mask(self, dims: frozenset[int]) -> Value | None:
+        """Where elements may be read that vary along `dims`."""
+        masks = [mask for dim, mask in self._bounds.items() if dim in dims]
+        masks += [mask for mask in self._masks if mask not in masks]
+        if not masks:
+            return None
+        return Value(" & ".join(mask.text for mask in masks), frozenset().union(*(mask.dims for mask in masks)))
+
+    def _spread(self, value: Value, dims: frozenset[int]) -> Value:
+        """The same with the tile's extents along `dims`."""
+        if dims <= value.dims:
+            return value
+        return Value(f"{value.text} + tl.zeros({self.tile.shape(dims)}, tl.int32)", value.dims | dims)
+
+    def full(self, value: Value) -> Value:
+        """A block with all extents of the tile."""
+        everything = frozenset(range(len(self.tile.blocks)))
+        if value.dims == everything:
+            return value
+        return self.let(f"tl.broadcast_to({value.text}, {self.tile.shape(everything)})", everything)
+
+    # Stores.
+
+    def store(self, store: Store) -> None:
+        """buffer[index] = value, at every point of the tile that exists."""
+        self.put(store.buffer, store.index, self.expr(store.value))
+
+    def put(self, buffer: Buffer, index: tuple[Index, ...], value: Value) -> None:
+        place = self._offset(buffer, index)
+        dims = place.dims | value.dims
+        mask = self._mask(dims)
+        if mask is not None:
+            dims |= mask.dims
+        place = self._spread(place, dims)
+        narrow = converted(value.text, compute_dtype(buffer.dtype), buffer.dtype)
+        masked = "" if mask is None else f", {mask.text}"
+        self.lines.add(f"tl.store({self._names[buffer]} + ({place.text}), {narrow}{masked})")
+
+
+def literal(value: float, dtype: str) -> str:
+    """A literal of a compute dtype."""
+    if dtype == "bool":
+        return str(bool(value))
+    if not is_float(dtype):
+        return str(int(value))
+    text = repr(float(value))
+    return text if text[-1].isdigit() else f"float('{text}')"
