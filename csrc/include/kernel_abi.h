@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string_view>
 
 namespace torch_hybrid_backend {
 
@@ -73,6 +74,9 @@ static_assert(sizeof(TVMFFIAny) == 16 && offsetof(TVMFFIAny, zero_padding) == 4 
 // check nothing but that they get the scratch memory they ask for.
 using KernelFunction = int (*)(void* self, const TVMFFIAny* arguments, int32_t count,
                                TVMFFIAny* result);
+
+// What a library's symbol for a kernel begins with.
+inline constexpr std::string_view kSymbolPrefix = "__tvm_ffi_";
 
 }  // namespace torch_hybrid_backend
 

@@ -82,7 +82,7 @@ std::shared_ptr<void> OpenOnce(const std::string& path) {
 
 LoadedKernel FindKernel(const std::string& path, const std::string& symbol) {
   std::shared_ptr<void> library = OpenOnce(path);
-  void* function = dlsym(library.get(), ("__tvm_ffi_" + symbol).c_str());
+  void* function = dlsym(library.get(), (std::string(kSymbolPrefix) + symbol).c_str());
   if (function == nullptr) {
     throw std::runtime_error("the kernel library " + path + " has no kernel \"" + symbol + "\"");
   }

@@ -2,6 +2,7 @@
 // compile where include/kernel_abi.h says anything else than they do.
 #include <dlpack/dlpack.h>
 #include <tvm/ffi/c_api.h>
+#include <tvm/ffi/extra/module.h>
 
 #include "kernel_abi.h"
 
@@ -46,6 +47,8 @@ SAME_NUMBER(kDLBfloat);
 SAME_NUMBER(kDLBool);
 SAME_NUMBER(kTVMFFIInt);
 SAME_NUMBER(kTVMFFIDLTensorPtr);
+
+static_assert(ours::kSymbolPrefix == tvm::ffi::symbol::tvm_ffi_symbol_prefix);
 
 // TVM declares the functions that it calls, and so those that it exports, with this type.
 static_assert(sizeof(ours::KernelFunction) == sizeof(TVMFFISafeCallType));

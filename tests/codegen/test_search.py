@@ -13,11 +13,10 @@ from tests.engines.tvm.regions_for_tests import compiled_region
 from tests.services_for_tests import services
 from torch_hybrid_backend.codegen import engine as engine_module
 from torch_hybrid_backend.codegen.search import (
-    Candidates,
     CompiledVariant,
-    Options,
+    KernelOptions,
     fastest,
-    limit,
+    limited,
     program_of,
 )
 from torch_hybrid_backend.codegen.variants import Variant
@@ -32,7 +31,7 @@ pytest.importorskip("tvm")
 def test_every_variant_is_right(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each choice of a schedule computes what the kernel computes, in float64's eyes."""
     monkeypatch.setattr(engine_module, "_VARIANTS", 8)
-    monkeypatch.setattr(engine_module, "limit", lambda candidates: None)
+    monkeypatch.setattr(engine_module, "limited", list)
     _, compiled, inputs = compiled_region(engine_in(tmp_path), CASES[case])
     assert all(len(option.compiled) > 1 for option in compiled.options)
     exact = CASES[case][0](*(value.double() for value in inputs))
@@ -93,20 +92,20 @@ def test_a_later_variant_has_to_be_faster_by_more_than_noise() -> None:
     assert fastest(names, {"": 100, "a": 97, "b": 50}).name == "b"
 
 
-def test_candidates_follow_what_is_known() -> None:
+def test_options_follow_what_is_known() -> None:
     """Known times close a choice, unless it is to be completed; beside an inexact winner the exact kernel is known, but not compiled."""
     names = _variants("", "a", "b", inexact="b")
-    fresh = Candidates.of("k", names, {})
-    assert (fresh.is_open, fresh.best, [v.name for v in fresh.variants]) == (True, 0, ["", "a", "b"])
-    known = Candidates.of("k", names, {"": 10.0, "a": 5.0})
-    assert (known.is_open, known.best, [v.name for v in known.variants]) == (False, 0, ["a"])
-    inexact = Candidates.of("k", names, {"": 10.0, "b": 5.0})
-    assert (inexact.is_open, inexact.best, [v.name for v in inexact.variants]) == (False, 0, ["b"])
+    fresh = KernelOptions.of("k", names, {})
+    assert (fresh.is_open, fresh.best, [v.name for v in fresh.to_compile]) == (True, 0, ["", "a", "b"])
+    known = KernelOptions.of("k", names, {"": 10.0, "a": 5.0})
+    assert (known.is_open, known.best, [v.name for v in known.to_compile]) == (False, 0, ["a"])
+    inexact = KernelOptions.of("k", names, {"": 10.0, "b": 5.0})
+    assert (inexact.is_open, inexact.best, [v.name for v in inexact.to_compile]) == (False, 0, ["b"])
     assert inexact.exact is names[0]
-    few = Candidates.of("k", names, {}, most=2)
-    assert (few.is_open, [v.name for v in few.variants]) == (True, ["", "a"])
-    tuned = Candidates.of("k", names, {"": 10.0, "b": 5.0}, tuned=True)
-    assert (tuned.is_open, tuned.best, [v.name for v in tuned.variants]) == (False, 0, ["b"])
+    few = KernelOptions.of("k", names, {}, most=2)
+    assert (few.is_open, [v.name for v in few.to_compile]) == (True, ["", "a"])
+    tuned = KernelOptions.of("k", names, {"": 10.0, "b": 5.0}, tuned=True)
+    assert (tuned.is_open, tuned.best, [v.name for v in tuned.to_compile]) == (False, 0, ["b"])
     assert [v.name for v in tuned.untried] == ["a"]
 
 
@@ -115,7 +114,7 @@ def test_what_is_far_behind_by_estimate_is_not_timed() -> None:
 
     def timed(*costs: float) -> list[str]:
         others = [Variant(f"w{n}", (), (), False, n == 0, cost) for n, cost in enumerate(costs)]
-        return [v.name for v in Candidates.of("k", (Variant("", ()), *others), {}, most=2).variants]
+        return [v.name for v in KernelOptions.of("k", (Variant("", ()), *others), {}, most=2).to_compile]
 
     assert timed(0.3, 0.4) == ["w0", "w1"]
     assert timed(0.3, 0.6) == ["w0"]
@@ -125,7 +124,7 @@ def test_what_is_far_behind_by_estimate_is_not_timed() -> None:
 def test_an_inexact_choice_can_be_taken_back() -> None:
     """The fastest of the exact variants is what is left."""
     compiled = tuple(CompiledVariant(v, ()) for v in _variants("", "a", "b", inexact="b"))
-    options = Options("k", compiled, 0, True, {}).decided({"": 10.0, "a": 8.0, "b": 5.0})
+    options = KernelOptions("k", compiled=compiled, is_open=True).decided({"": 10.0, "a": 8.0, "b": 5.0})
     assert options.chosen.variant.name == "b"
     assert options.with_exact(None).chosen.variant.name == "a"
 
@@ -134,9 +133,9 @@ def test_only_kernels_with_much_work_get_alternatives() -> None:
     """At most a quarter as many alternatives as kernels, most work first; equal kernels count once."""
     names = _variants("", "a")
     of = [
-        Candidates.of(key, names, {}, work)
+        KernelOptions.of(key, names, {}, work)
         for key, work in (("x", 1e8), ("x", 1e8), ("y", 1.9e8), ("z", 1e8), ("tiny", 1e5))
     ]
-    limit(of, least=0)
+    of = limited(of, least=0)
     assert [each.is_open for each in of] == [True, True, False, False, False]
-    assert [len(each.variants) for each in of] == [2, 2, 1, 1, 1]
+    assert [len(each.to_compile) for each in of] == [2, 2, 1, 1, 1]

@@ -10,7 +10,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,10 +24,9 @@ from torch_hybrid_backend.codegen.kernel_key import kernel_key
 from torch_hybrid_backend.codegen.library_probe import probe_libraries
 from torch_hybrid_backend.codegen.search import (
     MIN_WORK,
-    Candidates,
-    Options,
+    KernelOptions,
     compiled_variant,
-    limit,
+    limited,
     program_of,
     search,
 )
@@ -70,7 +69,7 @@ class _Assembled:
     """A region's kernels, and what to compile of each."""
 
     kernels: RegionKernels
-    candidates: tuple[Candidates, ...]
+    options: tuple[KernelOptions, ...]
 
 
 @dataclass(slots=True)
@@ -80,7 +79,7 @@ class KernelRegion:
     program: Program
     run: ProgramCall
     kernels: RegionKernels
-    options: tuple[Options, ...]
+    options: tuple[KernelOptions, ...]
     engine: KernelEngine
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -142,24 +141,29 @@ class KernelEngine(EngineBase):
         start = time.monotonic()
         assembled = [self._assemble(region) for region in regions]
         ready = [item for item in assembled if isinstance(item, _Assembled)]
+        options = [each for item in ready for each in item.options]
         if self._placement != "estimate":
-            limit([each for item in ready for each in item.candidates])
-        kernels = [k for item in ready for each in item.candidates for v in each.variants for k in v.kernels]
+            options = limited(options)
+        kernels = [k for each in options for v in each.to_compile for k in v.kernels]
         made = iter(self.built(kernels, deadline))
-        results = [self._compiled(item, made) if isinstance(item, _Assembled) else item for item in assembled]
+        compiled = iter([o.with_compiled([[next(made) for _ in v.kernels] for v in o.to_compile]) for o in options])
+        results = [
+            self._compiled(item.kernels, [next(compiled) for _ in item.options])
+            if isinstance(item, _Assembled)
+            else item
+            for item in assembled
+        ]
         log.info("%d regions, %d kernels in %.2f s", len(regions), len(kernels), time.monotonic() - start)
         return results
 
-    def _compiled(self, assembled: _Assembled, compiled: Iterator[Artifact | Exception]) -> CompiledRegion | Exception:
-        """The region, given its kernels in the order of its candidates and their variants."""
-        options = [
-            Options.of(each, [[next(compiled) for _ in variant.kernels] for variant in each.variants])
-            for each in assembled.candidates
-        ]
+    def _compiled(
+        self, kernels: RegionKernels, options: Sequence[KernelOptions | Exception]
+    ) -> CompiledRegion | Exception:
+        """The region, given what became of each kernel's options."""
         failed = next((option for option in options if isinstance(option, Exception)), None)
-        return failed or self._region(assembled.kernels, [o for o in options if isinstance(o, Options)])
+        return failed or self._region(kernels, [o for o in options if isinstance(o, KernelOptions)])
 
-    def _region(self, kernels: RegionKernels, options: Sequence[Options]) -> KernelRegion:
+    def _region(self, kernels: RegionKernels, options: Sequence[KernelOptions]) -> KernelRegion:
         """A region with the chosen variants."""
         program = program_of(kernels, [option.chosen for option in options])
         return KernelRegion(program, self._services.run_program(program), kernels, tuple(options), self)
@@ -222,27 +226,26 @@ class KernelEngine(EngineBase):
     def _keep_times(self, kernel_key: str, times: Mapping[str, float]) -> None:
         self._services.timings.put(_TIMINGS, kernel_key, self._backend.device, times)
 
-    def _candidates(self, region: RegionKernels) -> tuple[Candidates, ...]:
+    def _options(self, region: RegionKernels) -> tuple[KernelOptions, ...]:
         """What to compile of each kernel: the variant known to be fastest, or those to find out about."""
         constants = {packed.buffer: packed for packed in region.packed}
         result = []
         for kernel in region.kernels:
             found = variants(kernel, self._backend.alternatives(kernel, constants))
             if self._placement == "estimate" or len(found) == 1 or kernel_sizes(kernel):
-                result.append(Candidates.of("", found, {}, most=1))
-                result[-1].close()  # by estimate
+                result.append(KernelOptions.of("", found, {}, most=1).closed())  # by estimate
                 continue
             key = kernel_key(kernel, self._backend.target, self._backend.compiler)
             tuned = self._placement == "tune" and kernel.multiply_adds >= MIN_WORK
             result.append(
-                Candidates.of(key, found, self._times(key), kernel.multiply_adds, most=_VARIANTS, tuned=tuned)
+                KernelOptions.of(key, found, self._times(key), kernel.multiply_adds, most=_VARIANTS, tuned=tuned)
             )
         return tuple(result)
 
     def _assemble(self, region: Region) -> _Assembled | Exception:
         try:
             kernels = assemble(region, self._backend)
-            return _Assembled(kernels, self._candidates(kernels))
+            return _Assembled(kernels, self._options(kernels))
         except lowering.Refuse as refuse:
             return CompileError(f"{region.name}: {refuse.refused.why}")
         except Exception as error:

@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 
 from torch_hybrid_backend.codegen.operator_kernel import Operand, OperatorKernel
-from torch_hybrid_backend.codegen.search import ALONE, Options
+from torch_hybrid_backend.codegen.search import ALONE, KernelOptions
 from torch_hybrid_backend.codegen.variants import Variant
 from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.errors import is_sticky
@@ -31,7 +31,7 @@ _BUDGET_S = 0.05  # for all kernels of a region together: ResNet-50's are done i
 _ROUNDS = 3
 
 
-def probe_libraries(options: Sequence[Options], device: Device, timer: Timer) -> list[Options]:
+def probe_libraries(options: Sequence[KernelOptions], device: Device, timer: Timer) -> list[KernelOptions]:
     """The options, of which those only keep operators `untried` that may win; what was found out is in their times."""
     known = {o.key: us for o in options if (us := o.times.get(o.chosen.variant.name)) and math.isfinite(us)}
     works = {o.key: sum(kernel.multiply_adds for kernel in o.chosen.variant.kernels) for o in options}
@@ -61,7 +61,7 @@ def probe_libraries(options: Sequence[Options], device: Device, timer: Timer) ->
     return [_probed(option, alone.get(option.key, math.inf), known.get(option.key)) for option in options]
 
 
-def _probed(option: Options, alone_us: float, us: float | None) -> Options:
+def _probed(option: KernelOptions, alone_us: float, us: float | None) -> KernelOptions:
     """The option, given its operator's time and its kernel's; None for one that could not be timed."""
     if not option.untried or us is None:
         return replace(option, untried=())

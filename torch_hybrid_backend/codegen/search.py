@@ -38,17 +38,26 @@ _CONCEIVABLE_COST = 1.6
 ALONE = " alone"
 
 
-@dataclass(slots=True, eq=False)
-class Candidates:
-    """One kernel of a region and what is to be compiled of it: variants, of which `best` is the one to use as far as is known: timed, or by
-    estimate.
+@dataclass(frozen=True, slots=True, eq=False)
+class CompiledVariant:
+    """A variant, and what each of its kernels was compiled to."""
 
-    `key` is the kernel's, "" where there is nothing to choose. With `is_open` the choice is still to be made, by `search`. `exact`: the kernel
-    itself, where no variant here is exact; it is compiled when the accuracy check asks for it, which is seldom.
+    variant: Variant
+    artifacts: tuple[Artifact, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KernelOptions:
+    """One kernel of a region and its variants: those to compile, later those that were compiled, of which the one at `best` is used.
+
+    `key` is the kernel's, "" where there is nothing to choose. With `is_open` the choice is still to be made, by `search`. `times`: what
+    searches found. `work`: multiply-adds. `untried`: what may still be compiled and timed. `exact`: the kernel itself, where no other
+    variant here is exact; it is compiled when the accuracy check asks for it, which is seldom.
     """
 
     key: str
-    variants: tuple[Variant, ...]
+    to_compile: tuple[Variant, ...] = ()  # the best as far as is known first; none after `with_compiled`
+    compiled: tuple[CompiledVariant, ...] = ()  # none before
     best: int = 0
     is_open: bool = False
     times: Mapping[str, float] = field(default_factory=dict)
@@ -65,62 +74,39 @@ class Candidates:
         *,
         most: int = 3,
         tuned: bool = False,
-    ) -> Candidates:
-        """`times` are what earlier searches found. Where they found nothing, `most` variants, the one in use included, are to be compiled
-        and timed; where the kernel is to be tuned, those without a time are left `untried`, else operators that were not probed."""
+    ) -> KernelOptions:
+        """Where earlier searches found no `times`, `most` variants, the one in use included, are to be compiled and timed; where the kernel is
+        to be tuned, those without a time are left `untried`, else operators that were not probed."""
         winner = fastest(variants, times)
         exact = None if winner.is_exact else variants[0]
         left = tuple(v for v in (*variants[1:], variants[0]) if v.name not in times and v is not winner)
         if tuned:
-            return Candidates(key, (winner,), 0, False, times, work, left, exact)
+            return KernelOptions(key, (winner,), times=times, work=work, untried=left, exact=exact)
         near = (v for v in left if v.cost <= _CONCEIVABLE_COST * winner.cost and not v.is_operator)
         new = () if times else tuple(near)[: most - 1]
         unprobed = tuple(v for v in left if v.is_operator and v.name + ALONE not in times)
         is_open = not times and bool(new or unprobed)
-        return Candidates(key, (winner, *new), 0, is_open, times, work, unprobed, exact)
+        return KernelOptions(
+            key, (winner, *new), is_open=is_open, times=times, work=work, untried=unprobed, exact=exact
+        )
 
-    def close(self) -> None:
-        """Leave the choice as it is."""
-        self.variants, self.is_open, self.untried = self.variants[: self.best + 1], False, ()
+    def closed(self) -> KernelOptions:
+        """With the choice left as it is."""
+        return replace(self, to_compile=self.to_compile[:1], is_open=False, untried=())
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CompiledVariant:
-    """A variant, and what each of its kernels was compiled to."""
-
-    variant: Variant
-    artifacts: tuple[Artifact, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Options:
-    """The compiled variants of one kernel of a region, never none; see `Candidates`."""
-
-    key: str
-    compiled: tuple[CompiledVariant, ...]
-    best: int
-    is_open: bool
-    times: Mapping[str, float]
-    untried: tuple[Variant, ...] = ()
-    exact: Variant | None = None
-
-    @staticmethod
-    def of(candidates: Candidates, made: Sequence[Sequence[Artifact | Exception]]) -> Options | Exception:
-        """The candidates that were compiled; what stopped the one in use, where that failed."""
+    def with_compiled(self, made: Sequence[Sequence[Artifact | Exception]]) -> KernelOptions | Exception:
+        """`made`: the kernels of each variant that was `to_compile`. Gives what stopped the first one, where that failed."""
         compiled: list[CompiledVariant] = []
-        best = 0
-        for number, (variant, kernels) in enumerate(zip(candidates.variants, made, strict=True)):
+        for variant, kernels in zip(self.to_compile, made, strict=True):
             each = compiled_variant(variant, kernels)
-            if isinstance(each, Exception):
-                if number <= candidates.best:
-                    return each
+            if not isinstance(each, Exception):
+                compiled.append(each)
+            elif not compiled:
+                return each
+            else:
                 _log.debug("the variant %r of a kernel is left out: %s", variant.name, each)
-                continue
-            best = len(compiled) if number == candidates.best else best
-            compiled.append(each)
-        is_open = candidates.is_open and bool(len(compiled) > 1 or candidates.untried)
-        of = candidates
-        return Options(of.key, tuple(compiled), best, is_open, of.times, of.untried, of.exact)
+        is_open = self.is_open and bool(len(compiled) > 1 or self.untried)
+        return replace(self, to_compile=(), compiled=tuple(compiled), is_open=is_open)
 
     @property
     def chosen(self) -> CompiledVariant:
@@ -131,12 +117,12 @@ class Options:
         """What is still to be compiled before `with_exact`: the kernel itself, where nothing that was compiled is exact."""
         return None if any(compiled.variant.is_exact for compiled in self.compiled) else self.exact
 
-    def with_exact(self, made: CompiledVariant | None) -> Options:
+    def with_exact(self, made: CompiledVariant | None) -> KernelOptions:
         """The fastest of those that round as the kernel itself does; `made` is what was `missing`."""
         exact = tuple(compiled for compiled in (*self.compiled, made) if compiled and compiled.variant.is_exact)
         return replace(self, compiled=exact, best=0).decided({})
 
-    def decided(self, times: Mapping[str, float]) -> Options:
+    def decided(self, times: Mapping[str, float]) -> KernelOptions:
         """The choice by `times`, and by earlier ones of variants that were not timed now."""
         known = {**self.times, **times}
         winner = fastest([compiled.variant for compiled in self.compiled], known)
@@ -152,24 +138,23 @@ def compiled_variant(variant: Variant, kernels: Sequence[Artifact | Exception]) 
     return CompiledVariant(variant, tuple(made for made in kernels if not isinstance(made, Exception)))
 
 
-def limit(candidates: Sequence[Candidates], least: int = 4) -> None:
-    """Close the choices that are not worth compiling for: those of kernels with little work, and those for which more kernels would be compiled
-    than a quarter of their number (and than `least`)."""
-    total = sum(each.work for each in candidates)
-    by_key: dict[str, list[Candidates]] = {}
-    for each in candidates:
+def limited(options: Sequence[KernelOptions], least: int = 4) -> list[KernelOptions]:
+    """The options with those choices closed that are not worth compiling for: of kernels with little work, and those for which more kernels
+    would be compiled than a quarter of their number (and than `least`)."""
+    total = sum(each.work for each in options)
+    by_key: dict[str, list[KernelOptions]] = {}
+    for each in options:
         by_key.setdefault(each.key or f"closed {id(each)}", []).append(each)
-    most_work_first = sorted(by_key.values(), key=lambda equal: -sum(each.work for each in equal))
+    most_work_first = sorted(by_key.items(), key=lambda item: -sum(each.work for each in item[1]))
     left = max(least, -(-len(by_key) // 4))
-    for equal in most_work_first:
+    closed: set[str] = set()
+    for key, equal in most_work_first:
         # What an earlier process timed counts, too: this one is not to go on where that stopped.
         timed = sum(not name.endswith(ALONE) for name in equal[0].times)
-        left -= max(timed - 1, sum(max(1, len(v.kernels)) for v in equal[0].variants[1:]))
-        if not equal[0].is_open:
-            continue
+        left -= max(timed - 1, sum(max(1, len(v.kernels)) for v in equal[0].to_compile[1:]))
         if left < 0 or sum(each.work for each in equal) < max(_MIN_SHARE * total, MIN_WORK):
-            for each in equal:
-                each.close()
+            closed.add(key)
+    return [each.closed() if each.is_open and each.key in closed else each for each in options]
 
 
 def fastest(variants: Sequence[Variant], times: Mapping[str, float]) -> Variant:
@@ -192,7 +177,7 @@ def program_of(kernels: RegionKernels, chosen: Sequence[CompiledVariant]) -> Pro
 
 def search(
     kernels: RegionKernels,
-    options: Sequence[Options],
+    options: Sequence[KernelOptions],
     run_program: RunProgram,
     inputs: Sequence[torch.Tensor],
     budget_s: float,

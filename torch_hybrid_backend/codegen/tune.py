@@ -17,7 +17,7 @@ from torch_hybrid_backend.codegen.kernel_cache import Artifact
 from torch_hybrid_backend.codegen.search import (
     ALONE,
     CompiledVariant,
-    Options,
+    KernelOptions,
     compiled_variant,
     search,
 )
@@ -33,13 +33,13 @@ Compile = Callable[[Sequence[Kernel]], Sequence[Artifact | Exception]]
 
 def tune(
     kernels: RegionKernels,
-    options: Sequence[Options],
+    options: Sequence[KernelOptions],
     compile_kernels: Compile,
     run_program: RunProgram,
     inputs: Sequence[torch.Tensor],
     keep_times: Callable[[str, Mapping[str, float]], None],
     start_progress: Callable[[str, int], Progress],
-) -> list[Options]:
+) -> list[KernelOptions]:
     """The options with the fastest variants chosen; `untried` ones are left only where Ctrl-C stopped it.
 
     keep_times: is told each kernel's key and times after each round. start_progress: tells how far it is and what it gained.
@@ -62,11 +62,11 @@ def tune(
 
 def try_next_variant(
     kernels: RegionKernels,
-    options: Sequence[Options],
+    options: Sequence[KernelOptions],
     compile_kernels: Compile,
     run_program: RunProgram,
     inputs: Sequence[torch.Tensor],
-) -> list[Options]:
+) -> list[KernelOptions]:
     """The next untried variant of each kernel against its best so far."""
     untried = [option.untried[:1] for option in options]
     made = iter(compile_kernels([kernel for one in untried for variant in one for kernel in variant.kernels]))
@@ -81,7 +81,9 @@ def try_next_variant(
     return [_decided(option, new, found.get(option.key, {})) for option, new in zip(options, compiled, strict=True)]
 
 
-def _decided(option: Options, new: Sequence[CompiledVariant | Exception], now: Mapping[str, float]) -> Options:
+def _decided(
+    option: KernelOptions, new: Sequence[CompiledVariant | Exception], now: Mapping[str, float]
+) -> KernelOptions:
     """The option after a round in which the times `now` were taken."""
     if not new:
         return option
@@ -99,7 +101,7 @@ def _decided(option: Options, new: Sequence[CompiledVariant | Exception], now: M
     return replace(option, compiled=(*option.compiled, new[0]), untried=left).decided(times)
 
 
-def _gain(before: Sequence[Options], after: Sequence[Options]) -> str:
+def _gain(before: Sequence[KernelOptions], after: Sequence[KernelOptions]) -> str:
     """What the choices that changed save, over all kernels that have a choice."""
     pairs = [
         (a.times.get(b.chosen.variant.name), a.times.get(a.chosen.variant.name), a is b or a.chosen is b.chosen)

@@ -84,7 +84,7 @@ class KernelCall(Step):
     """A call of a kernel on the host. `arguments` are buffer numbers: those the kernel reads first, then those it writes."""
 
     library: str  # path of the kernel library (.so)
-    symbol: str  # the kernel's name in it, without the "__tvm_ffi_" prefix
+    symbol: str  # the kernel's name in it, without the prefix of csrc/include/kernel_abi.h
     arguments: tuple[int, ...]
     writes: int  # how many of the last arguments are written
     sizes: tuple[Dim, ...] = ()  # further arguments, after the buffers: sizes known only at run time

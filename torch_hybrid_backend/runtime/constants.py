@@ -29,7 +29,7 @@ from torch_hybrid_backend.runtime.native.tensor_states import snapshot
 
 _log = logging.getLogger(__name__)
 
-Made = TypeVar("Made")
+T = TypeVar("T")
 Fold = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 # Unbound and mapped: where there is no snapshot, these run for every parameter in every call.
@@ -58,16 +58,16 @@ def _picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ..
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Entry(Generic[Made]):
+class _Entry(Generic[T]):
     versions: tuple[object, ...]
     guard: Guard
-    made: Made
+    made: T
     storages: tuple[weakref.ref[torch.UntypedStorage], ...]
     # `versions` and the key, compared in C++ where it can read the tensors.
     is_of: Callable[[Sequence[Any]], bool] | None
 
 
-class LiveConstants(Generic[Made]):
+class LiveConstants(Generic[T]):
     """Keeps what `make(inputs, guard)` returned for each set of parameters, until they change or die.
 
     positions: of all constants among a call's inputs. guarded: those of them whose contents matter; of the others only
@@ -79,7 +79,7 @@ class LiveConstants(Generic[Made]):
         self,
         positions: Sequence[int],
         guarded: Sequence[int],
-        make: Callable[[Sequence[Any], Guard], Made],
+        make: Callable[[Sequence[Any], Guard], T],
         capacity: int = 64,
     ) -> None:
         self._positions, self._guarded_positions = tuple(positions), frozenset(guarded)
@@ -87,25 +87,25 @@ class LiveConstants(Generic[Made]):
         self._guarded = _picker(guarded)
         self._make = make
         self._capacity = capacity
-        self._entries: OrderedDict[tuple[int, ...], _Entry[Made]] = OrderedDict()
+        self._entries: OrderedDict[tuple[int, ...], _Entry[T]] = OrderedDict()
         # Of `_entries` the last used, which the next call most likely uses too.
-        self._recent: _Entry[Made] | None = None
+        self._recent: _Entry[T] | None = None
         self._forgotten = 0  # how often `forget` was called
         # Re-entrant: a parameter may die, and call _drop, while this thread holds it.
         self._lock = threading.RLock()
         with _everywhere_lock:
             _everywhere.add(self)
 
-    def get(self, inputs: Sequence[Any]) -> Made:
+    def get(self, inputs: Sequence[Any]) -> T:
         """What was made from these inputs' constants, or is made now. Contents are not compared: see `compared`."""
         return self._current(inputs).made
 
-    def compared(self, inputs: Sequence[Any]) -> Made:
+    def compared(self, inputs: Sequence[Any]) -> T:
         """As `get`, with contents compared too."""
         entry = self._current(inputs)
         return self.refresh(inputs) if entry.guard.is_stale() else entry.made
 
-    def refresh(self, inputs: Sequence[Any]) -> Made:
+    def refresh(self, inputs: Sequence[Any]) -> T:
         """Makes it anew, whatever was there. One WARNING where calls before this one may have used old contents."""
         key = self._key(inputs)
         entry = self._entries.get(key)
@@ -127,7 +127,7 @@ class LiveConstants(Generic[Made]):
             self._recent = None
             self._forgotten += 1
 
-    def _current(self, inputs: Sequence[Any]) -> _Entry[Made]:
+    def _current(self, inputs: Sequence[Any]) -> _Entry[T]:
         recent = self._recent
         if recent is not None and recent.is_of is not None and recent.is_of(inputs):
             return recent
@@ -151,7 +151,7 @@ class LiveConstants(Generic[Made]):
         except RuntimeError:  # inference tensors count no versions
             return tuple(_without_version(tensor) if tensor.is_inference() else tensor._version for tensor in tensors)
 
-    def _remake(self, key: tuple[int, ...], inputs: Sequence[Any]) -> _Entry[Made]:
+    def _remake(self, key: tuple[int, ...], inputs: Sequence[Any]) -> _Entry[T]:
         # Before making: a change while `make` runs must be seen by the next call.
         forgotten = self._forgotten
         versions = self._versions(inputs)
@@ -183,7 +183,7 @@ class LiveConstants(Generic[Made]):
                 if self._recent is entry:
                     self._recent = None
 
-    def all_made(self) -> list[Made]:
+    def all_made(self) -> list[T]:
         """Everything made and kept."""
         with self._lock:
             return [entry.made for entry in self._entries.values()]

@@ -68,7 +68,7 @@ def build_executor(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Made:
+class BoundConstants:
     """What one set of parameters was made into: the slots' tensors and addresses, and `extra`, the folded values by number that each
     call hands over. `bindings`: of the plans that run with them, by the plan's handle."""
 
@@ -123,7 +123,7 @@ class Executor:
         extra = {source.index for source in (*self._plan_sources, *returned) if isinstance(source, FoldedValue)}
         binder = _Binder(self._layout.slots, sources, hoisted, fold, frozenset(extra))
         self._binder: _Binder = binder
-        self._constants: LiveConstants[Made]
+        self._constants: LiveConstants[BoundConstants]
         if like is not None and (like._binder.slots, like._binder.extra) == (binder.slots, binder.extra):
             self._constants = like._constants
         else:
@@ -178,7 +178,7 @@ class Executor:
             times = self._plan.time(bound.binding(self._plan), self._plan_inputs(bound, inputs))
         return [times[step] / 1e3 for step in self._layout.from_programs] if times else []
 
-    def _plan_inputs(self, bound: Made, inputs: Sequence[Any]) -> list[torch.Tensor]:
+    def _plan_inputs(self, bound: BoundConstants, inputs: Sequence[Any]) -> list[torch.Tensor]:
         return [
             inputs[source.position] if isinstance(source, CallInput) else resolve(bound.extra[source.index], inputs)
             for source in self._plan_sources
@@ -187,7 +187,7 @@ class Executor:
 
 def _return(
     output: object, sources: Mapping[str, CallInput | FoldedValue], computed: Sequence[str]
-) -> Callable[[Sequence[Any], Sequence[torch.Tensor], Made], Any]:
+) -> Callable[[Sequence[Any], Sequence[torch.Tensor], BoundConstants], Any]:
     """How to take one of the graph's outputs from the call's inputs, the plan's outputs and the constants."""
     if not isinstance(output, str):
         return lambda inputs, outputs, bound: output
@@ -223,7 +223,7 @@ class _Binder:
                     (guarded if slot.pack or slot.is_copy else borrowed).add(source.position)
         return sorted(guarded | borrowed), sorted(guarded)
 
-    def __call__(self, inputs: Sequence[Any], guard: Guard) -> Made:
+    def __call__(self, inputs: Sequence[Any], guard: Guard) -> BoundConstants:
         folded = run_fold(self.hoisted, self.fold, inputs)
         kept = without_owning(folded, self.hoisted, inputs)
         owned: dict[int, torch.Tensor] = {}
@@ -241,7 +241,7 @@ class _Binder:
                 borrowed[number] = tensor.data_ptr()
             else:
                 owned[number] = tensor
-        return Made(guard, owned, borrowed, {index: kept[index] for index in self.extra})
+        return BoundConstants(guard, owned, borrowed, {index: kept[index] for index in self.extra})
 
 
 def _copy_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.program import KernelCall
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
 from torch_hybrid_backend.engines.tvm.cpu.alternatives import alternatives
-from torch_hybrid_backend.engines.tvm.cpu.convolution_fusion import join_chains
+from torch_hybrid_backend.engines.tvm.cpu.convolution_fusion import fuse_convolutions
 from torch_hybrid_backend.engines.tvm.cpu.layouts import blocked_layouts
 from torch_hybrid_backend.engines.tvm.cpu.operands import packed_kernel, packed_operands
 from torch_hybrid_backend.engines.tvm.cpu.policy import POLICY
@@ -74,7 +74,7 @@ class TvmBackend:
         return packed_kernel(anchor)
 
     def join(self, kernels: Sequence[Kernel], outputs: Collection[Buffer]) -> Sequence[Kernel]:
-        return join_chains(kernels, outputs, self.target)
+        return fuse_convolutions(kernels, outputs, self.target)
 
     def alternatives(self, kernel: Kernel, constants: Mapping[Buffer, Packed]) -> Sequence[Variant]:
         return alternatives(kernel, constants, self.target)

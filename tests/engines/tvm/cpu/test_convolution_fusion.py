@@ -13,7 +13,7 @@ from torch_hybrid_backend.codegen.variants import variants
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.engines.tvm.backend import TvmBackend
 from torch_hybrid_backend.engines.tvm.cpu.alternatives import alternatives
-from torch_hybrid_backend.engines.tvm.cpu.convolution_fusion import join_chains
+from torch_hybrid_backend.engines.tvm.cpu.convolution_fusion import fuse_convolutions
 from torch_hybrid_backend.engines.tvm.cpu.kernels import FusedConvKernel, PackedConvKernel
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops.ir import Buffer, Load
@@ -23,14 +23,14 @@ from torch_hybrid_backend.partition.regions import partition_graph
 
 def joined(kernels: list[PackedConvKernel], outputs: list[Buffer], target: Target = SMALL) -> list[int]:
     """How many convolutions each kernel holds."""
-    found: tuple[Kernel, ...] = join_chains(kernels, outputs, target)
+    found: tuple[Kernel, ...] = fuse_convolutions(kernels, outputs, target)
     return [len(kernel.stages) if isinstance(kernel, FusedConvKernel) else 1 for kernel in found]
 
 
 def test_an_inverted_residual_block_is_one_kernel() -> None:
     """Expansion, depthwise convolution and projection; with the chain's own convolutions as the other way of computing it."""
     stages, _, _ = make_stages(INVERTED, SMALL)
-    (kernel,) = join_chains(stages, [stages[-1].writes[0].buffer], SMALL)
+    (kernel,) = fuse_convolutions(stages, [stages[-1].writes[0].buffer], SMALL)
     assert isinstance(kernel, FusedConvKernel)
     assert kernel.stages == tuple(stages)
     inner = {stage.writes[0].buffer for stage in stages[:-1]}

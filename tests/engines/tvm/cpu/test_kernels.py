@@ -7,7 +7,7 @@ import pytest
 from tests.engines.tvm.kernels_for_tests import matmul_kernel
 from tests.engines.tvm.schedules.convolution.convolutions_for_tests import INVERTED, SMALL, Case, make, make_stages
 from tests.engines.tvm.schedules.matmul.unpacked_for_tests import kernel_of
-from torch_hybrid_backend.engines.tvm.cpu.convolution_fusion import chain
+from torch_hybrid_backend.engines.tvm.cpu.convolution_fusion import fused_kernel
 
 
 def test_products() -> None:
@@ -34,4 +34,4 @@ def test_convolutions(case: Case, work: int) -> None:
 def test_chains() -> None:
     """Those of their convolutions together."""
     stages, _, _ = make_stages(INVERTED, SMALL)
-    assert chain(stages).multiply_adds == 8 * 32 * 2400 + 32 * 600 * 9 + 32 * 12 * 600
+    assert fused_kernel(stages).multiply_adds == 8 * 32 * 2400 + 32 * 600 * 9 + 32 * 12 * 600

@@ -1,4 +1,4 @@
-"""Chains: convolutions whose tensors in between are too large for the caches become one kernel, which never writes them to memory.
+"""Fusion of convolutions: a chain of them whose tensors in between are too large for the caches becomes one kernel, which never writes them.
 
 Enters: a region's kernels in execution order. Leaves: the same with some runs of convolutions as `FusedConvKernel`s. Example, the first
 blocks of MobileNetV2 at 224 x 224, where 96 channels of 112 x 112 are 4.8 MB:
@@ -27,8 +27,8 @@ from torch_hybrid_backend.sizes.size import known_int, size_hint
 _MAX_OVERLAP = 0.1
 
 
-def join_chains(kernels: Sequence[Kernel], outputs: Collection[Buffer], target: Target) -> tuple[Kernel, ...]:
-    """The kernels with chains in place of the convolutions that make them, where the last of these was. `outputs`: the region's."""
+def fuse_convolutions(kernels: Sequence[Kernel], outputs: Collection[Buffer], target: Target) -> tuple[Kernel, ...]:
+    """The kernels with one in place of each chain of convolutions, where the last of these was. `outputs`: the region's."""
     shown = set(outputs)
     readers = Counter(argument.buffer for kernel in kernels for argument in kernel.reads)
     ends: dict[Buffer, list[PackedConvKernel]] = {}  # what a chain, or a convolution alone, writes -> its stages
@@ -41,14 +41,14 @@ def join_chains(kernels: Sequence[Kernel], outputs: Collection[Buffer], target: 
                 found = [k for k in found if k is not before[0] and not _is_chain_of(k, before)]
                 stages = [*before, kernel]
                 ends[kernel.writes[0].buffer] = stages
-                found.append(chain(stages))
+                found.append(fused_kernel(stages))
                 continue
             ends[kernel.writes[0].buffer] = [kernel]
         found.append(kernel)
     return tuple(found)
 
 
-def chain(stages: Sequence[PackedConvKernel]) -> FusedConvKernel:
+def fused_kernel(stages: Sequence[PackedConvKernel]) -> FusedConvKernel:
     """One kernel of convolutions, each of which reads what the one before it writes."""
     inner = {stage.writes[0].buffer for stage in stages[:-1]}
     reads = {a.buffer: a for stage in stages for a in stage.reads if a.buffer not in inner}

@@ -9,7 +9,7 @@ import torch
 
 from tests.engines.tvm.schedule_runner import HOST, NARROW, run_kernel
 from tests.engines.tvm.schedules.convolution.convolutions_for_tests import INVERTED, Case, depthwise, make_stages
-from torch_hybrid_backend.engines.tvm.cpu.convolution_fusion import chain
+from torch_hybrid_backend.engines.tvm.cpu.convolution_fusion import fused_kernel
 from torch_hybrid_backend.engines.tvm.schedules.convolution import fused
 from torch_hybrid_backend.engines.tvm.target import Target
 
@@ -31,7 +31,7 @@ from torch_hybrid_backend.engines.tvm.target import Target
 def test_a_chain_computes_what_its_convolutions_do(cases: list[Case], target: Target) -> None:
     """Against float64, with sizes that no block divides, strips of unequal height, padding wider than the image."""
     stages, inputs, want = make_stages(cases, target)
-    (got,) = run_kernel(chain(stages), fused.emit, inputs, target)
+    (got,) = run_kernel(fused_kernel(stages), fused.emit, inputs, target)
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
 
 
@@ -40,5 +40,5 @@ def test_any_number_of_strips(cores: int) -> None:
     """Neighbouring strips compute the rows they share, also where there are more cores than rows."""
     target = dataclasses.replace(HOST, cores=cores)
     stages, inputs, want = make_stages([Case((1, 4, 7, 5), 9, (1, 1)), depthwise(9, (7, 5))], target)
-    (got,) = run_kernel(chain(stages), fused.emit, inputs, target)
+    (got,) = run_kernel(fused_kernel(stages), fused.emit, inputs, target)
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))

@@ -1,7 +1,7 @@
 """Convolutions one after the other, row by row: what lies between them never leaves the caches of a core.
 
-Pattern: a `FusedConvKernel`, as in an inverted residual block: a 1x1 expansion, a depthwise convolution, a 1x1 projection. `chains`
-(engines/tvm/cpu/convolution_fusion.py) says which convolutions are joined.
+Pattern: a `FusedConvKernel`, as in an inverted residual block: a 1x1 expansion, a depthwise convolution, a 1x1 projection.
+engines/tvm/cpu/convolution_fusion.py says which convolutions are fused.
 
 Strategy
 1. One parallel loop over (image, strip of output rows), as many strips as keep all cores busy.
