@@ -120,7 +120,7 @@ class Bench:
         )  # of kernels, not of captures and timings
         tvm = BatchedEngine(TvmBackend(), self._config, services)
         interpreter = BatchedEngine(InterpreterBackend(), self._config, services)
-        triton = BatchedEngine(TritonBackend(Target(0)), self._config, services)
+        triton = BatchedEngine(TritonBackend(Target(90, 4, is_interpreted=True)), self._config, services)
         engines = {"tvm": tvm, DEFAULT: tvm, "interpreter": interpreter, "triton": triton}
         self._engines = {engines[mode] for mode in self.modes}
         self._sessions = {mode: Session((engines[mode], EagerEngine()), services) for mode in self.modes}

@@ -86,7 +86,8 @@ class _Text:
         if name is None:
             locals_before = sum(known.startswith("local") for known in self._buffers.values())
             name = self._buffers[buffer] = f"local{locals_before}"
-        return f"{name} {buffer.dtype} {self._value(tuple(buffer.shape))}{' constant' if buffer.constant else ''}"
+        kind = " constant" if buffer.constant else " by value" if buffer.by_value else ""
+        return f"{name} {buffer.dtype} {self._value(tuple(buffer.shape))}{kind}"
 
     def _var(self, variable: LoopVar) -> str:
         name = self._vars.setdefault(variable, f"v{len(self._vars)}")

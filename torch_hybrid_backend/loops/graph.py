@@ -119,7 +119,9 @@ class _Lowerer:
                     values[node] = dim(node.meta["val"])
                     inputs.append(Buffer((), "int64", region_input.name))
                     continue
-                values[node] = Buffer(spec.shape, spec.dtype, region_input.name, constant=region_input.is_constant)
+                by_value = len(inputs) in self._region.numbers
+                is_constant = region_input.is_constant and not by_value
+                values[node] = Buffer(spec.shape, spec.dtype, region_input.name, is_constant, by_value)
                 inputs.append(values[node])
             elif node.op == "get_attr":
                 tensor = operator.attrgetter(str(node.target))(self._region.graph_module).detach().contiguous()

@@ -102,10 +102,12 @@ _realizations = _Realizations()
 
 @dataclass(slots=True, eq=False)
 class Buffer(Value):
-    """A tensor in memory. `constant` where it holds parameters or folded values; `name` is for people."""
+    """A tensor in memory. `constant` where it holds parameters or folded values; `name` is for people. `by_value`: a number on the host that
+    kernels of another device get as an argument."""
 
     name: str = ""
     constant: bool = False
+    by_value: bool = False
     number: int = field(default_factory=lambda: next(_buffer_numbers))
 
     def at(self, index: tuple[Index, ...]) -> Expr:

@@ -15,6 +15,9 @@ from tests.compiling import fresh_dynamo, kernel_cache
 from tests.operators.execution import Bench
 from tests.operators.selection import SELECTION, check
 from torch_hybrid_backend import session
+from torch_hybrid_backend.engines.triton import interpreted as module
+from torch_hybrid_backend.engines.triton.interpreted import libdevice
+from torch_hybrid_backend.errors import HybridError
 
 __all__ = ["fresh_dynamo", "kernel_cache"]
 
@@ -61,7 +64,48 @@ def test_operators_equal_eager(kind: str, bench: Bench) -> None:
     check(kind, bench)
 
 
+def test_sizes_known_at_run_time(interpreted: None) -> None:
+    """One compilation for all of them, the grid of each call's own; size 0 launches nothing."""
+    compiled = torch.compile(lambda x: (x.softmax(-1), x.sum(0)), backend="hybrid", dynamic=True)
+    for shape in ((5, 7), (130, 9), (3, 700), (2, 11)):
+        x = torch.randn(shape)
+        with torch.no_grad():
+            for got, wanted in zip(compiled(x), (x.softmax(-1), x.sum(0)), strict=True):
+                torch.testing.assert_close(got, wanted)
+
+
+def test_training(interpreted: None) -> None:
+    """Forward and backward graphs."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(20, 30), torch.nn.GELU(), torch.nn.LayerNorm(30), torch.nn.Linear(30, 5)
+    )
+    twin = copy.deepcopy(model)
+    x = torch.randn(16, 20)
+    torch.compile(model, backend="hybrid")(x).square().mean().backward()
+    twin(x).square().mean().backward()
+    for own, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad)
+
+
+def test_what_the_interpreter_lacks_is_named() -> None:
+    with pytest.raises(HybridError, match=r"no substitute for libdevice\.cyl_bessel_i0"):
+        libdevice.cyl_bessel_i0  # noqa: B018
+
+
+def test_a_kernel_that_fails_is_named(
+    interpreted: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The region falls back to eager, and the program is in the log."""
+    monkeypatch.setenv("HYBRID_STRICT", "0")
+    monkeypatch.setitem(module._UNARY, "tan", None)  # type: ignore[arg-type]
+    x = torch.randn(50)
+    torch.testing.assert_close(torch.compile(torch.tan, backend="hybrid")(x), torch.tan(x))
+    assert "libdevice.tan" in caplog.text
+
+
 def test_the_plan_says_so(interpreted: None) -> None:
+    """The engine is named."""
     x = torch.randn(5, 7)
     plan = torch_hybrid_backend.explain(lambda x: torch.softmax(x + 1, -1), x).plans[0]
     assert {region.engine for region in plan.regions} == {"triton"}

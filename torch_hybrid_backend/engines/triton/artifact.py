@@ -24,8 +24,8 @@ _END = _LENGTH.size + len(_MAGIC)
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """`symbol`: the kernel's name in the machine code. `dtypes`: of the buffers it takes. `constants`: its `tl.constexpr` parameters. `threads`: of a program. `scratch_bytes`: of
-    memory for each program, if any."""
+    """`symbol`: the kernel's name in the machine code. `dtypes`: of the buffers it takes. `constants`: its `tl.constexpr` parameters.
+    `threads`: of a program. `scratch_bytes`: of memory for each program, if any."""
 
     text: str
     symbol: str

@@ -20,9 +20,10 @@ from torch_hybrid_backend.core.program import NULL, DeviceLaunch, ScalarArgument
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
 from torch_hybrid_backend.engines.triton import compiler
 from torch_hybrid_backend.engines.triton.artifact import read as read_artifact
-from torch_hybrid_backend.engines.triton.emit import emit_kernel
 from torch_hybrid_backend.engines.triton.interpreted import InterpretedLaunch
 from torch_hybrid_backend.engines.triton.policy import POLICY
+from torch_hybrid_backend.engines.triton.schedules import schedule_of
+from torch_hybrid_backend.engines.triton.source import Launch
 from torch_hybrid_backend.engines.triton.target import Target
 from torch_hybrid_backend.loops.fusion import Group
 from torch_hybrid_backend.loops.graph import LoopGraph
@@ -82,7 +83,7 @@ class TritonBackend:
 
     def step(self, kernel: Kernel, artifact: Artifact, arguments: tuple[int, ...]) -> Step:
         """A launch on the GPU, or by the interpreter."""
-        launch = emit_kernel(kernel, artifact.symbol, self.target).launch
+        launch: Launch = schedule_of(kernel).launch(kernel, self.target)
         header, _ = read_artifact(Path(artifact.path))
         launched = InterpretedLaunch if self.target.is_interpreted else DeviceLaunch
         return launched(

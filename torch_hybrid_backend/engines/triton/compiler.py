@@ -63,7 +63,7 @@ def _compiled(program: Program, target: Target, beside: Path | None) -> tuple[ar
         source = ASTSource(
             fn=function,
             signature={**program.signature, **dict.fromkeys(program.launch.constants, "constexpr")},
-            constexprs={(name,): value for name, value in program.launch.constants.items()},
+            constexprs=dict(program.launch.constants),
             attrs={},
         )
         options = {"num_warps": program.launch.warps, "num_stages": program.launch.stages}

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 from torch_hybrid_backend.engines.triton.functions import DTYPES, FUNCTIONS
 from torch_hybrid_backend.engines.triton.printer import Printer
-from torch_hybrid_backend.engines.triton.schedules import SCHEDULES
+from torch_hybrid_backend.engines.triton.schedules import schedule_of
 from torch_hybrid_backend.engines.triton.source import Launch, Lines
 from torch_hybrid_backend.engines.triton.target import Target
-from torch_hybrid_backend.errors import ScheduleError
 from torch_hybrid_backend.loops.kernels import Kernel, kernel_sizes
 
 
@@ -41,13 +40,11 @@ def emit_kernel(kernel: Kernel, name: str, target: Target) -> Program:
     sizes = {symbol: f"n{i}" for i, symbol in enumerate(kernel_sizes(kernel))}
     lines = Lines()
     printer = Printer(lines, kernel.reads, kernel.writes, sizes)
-    for kind, emit in SCHEDULES:
-        if type(kernel) is kind:
-            launch: Launch = emit(kernel, printer, target)
-            break
-    else:
-        raise ScheduleError(f"no schedule serves a {type(kernel).__name__}")
-    signature = {n: f"*{DTYPES[a.buffer.dtype][1]}" for n, a in zip(printer.names, printer.arguments, strict=True)}
+    schedule = schedule_of(kernel)
+    launch: Launch = schedule.launch(kernel, target)
+    schedule.emit(kernel, printer, target, launch)
+    types = [f"{'' if a.buffer.by_value else '*'}{DTYPES[a.buffer.dtype][1]}" for a in printer.arguments]
+    signature = dict(zip(printer.names, types, strict=True))
     signature.update(dict.fromkeys(sizes.values(), "i32"))
     parameters = [*signature, *(f"{constant}: tl.constexpr" for constant in launch.constants)]
     functions = [FUNCTIONS[own] for own in FUNCTIONS if own in printer.functions]

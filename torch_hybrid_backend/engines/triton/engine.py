@@ -6,7 +6,7 @@ from torch_hybrid_backend.codegen.engine import KernelEngine
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.engines.triton.backend import TritonBackend
 from torch_hybrid_backend.engines.triton.interpreted import is_wanted as interpreter_is_wanted
-from torch_hybrid_backend.engines.triton.target import Target
+from torch_hybrid_backend.engines.triton.target import INTERPRETER
 from torch_hybrid_backend.services import Services
 
 
@@ -18,4 +18,4 @@ class TritonEngine(KernelEngine):
     def __init__(self, config: Config, services: Services) -> None:
         """Named in `engines` under TRITON_INTERPRET=1, it serves the CPU, by Triton's interpreter."""
         interpreted = self.name in config.engines and interpreter_is_wanted()
-        super().__init__(TritonBackend(Target(0) if interpreted else None), config, services)
+        super().__init__(TritonBackend(INTERPRETER if interpreted else None), config, services)

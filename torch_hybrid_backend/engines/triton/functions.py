@@ -84,11 +84,11 @@ def smaller(a, b):
     """The smaller one; NaN where one is NaN."""
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 ''',
-    "multiply": '''
+    "multiply": """
 @triton.jit
 def multiply(a, b):
     return a * b
-''',
+""",
 }
 
 _FLOAT: Mapping[str, str] = {
@@ -157,6 +157,7 @@ _INTEGER: Mapping[str, str] = {
 # Unsigned ones have no sign to round towards.
 _UNSIGNED: Mapping[str, str] = {
     "abs": "{0}",
+    "bitnot": "{0} ^ 255",
     "sign": "({0} > 0).to({type})",
     "floordiv": "{0} // {1}",
     "mod": "{0} % {1}",
@@ -183,7 +184,7 @@ _NARROW = ("int8", "uint8", "int16")
 
 
 def template(op: str, dtype: str, operand: str) -> str:
-    """The expression for `op` of result dtype `dtype`, where the first operand has dtype `operand`. "cast", "round" and "guard" are the printer's.
+    """The expression for `op` of result dtype `dtype`; `operand` is the first operand's. "cast", "round" and "guard" are the printer's.
 
     Raises ScheduleError for an operation and dtype that have no meaning together.
     """

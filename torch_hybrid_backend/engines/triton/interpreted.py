@@ -18,11 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from torch_hybrid_backend.core.program import DeviceLaunch, InPython, TensorArgument
+from torch_hybrid_backend.core.program import DeviceLaunch
 from torch_hybrid_backend.engines.triton import artifact
 from torch_hybrid_backend.engines.triton.source import function_of
 from torch_hybrid_backend.errors import HybridError
-
 
 _log = logging.getLogger(__name__)
 _FAILED = 1
@@ -80,7 +79,9 @@ class Libdevice:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         function = _UNARY.get(name) or _BINARY.get(name)
         if function is None:
-            raise HybridError(f"Triton's interpreter has no substitute for libdevice.{name} (engines/triton/interpreted.py)")
+            raise HybridError(
+                f"Triton's interpreter has no substitute for libdevice.{name} (engines/triton/interpreted.py)"
+            )
         return functools.partial(_apply, function)
 
 
@@ -89,7 +90,7 @@ libdevice = Libdevice()
 
 def _apply(function: Callable[..., Any], *operands: Any) -> Any:
     """A NumPy function of the interpreter's values, and numbers; the result has the first one's type."""
-    arrays = np.broadcast_arrays(*(getattr(operand, "handle", operand) for operand in map(_data, operands)))
+    arrays = np.broadcast_arrays(*map(_data, operands))
     return _value(function(*arrays), operands[0])
 
 
@@ -115,9 +116,13 @@ def _value(data: Any, like: Any) -> Any:
 
 @functools.cache
 def _function(path: str) -> tuple[Any, artifact.Header]:
-    """The function of an artifact's program. Raises HybridError where Triton was imported before it was told to interpret."""
+    """The function of an artifact's program, and what launching it takes."""
     header, _ = artifact.read(Path(path))
-    text = header.text
+    return interpretable(header.text, header.symbol), header
+
+
+def interpretable(text: str, name: str) -> Any:
+    """A program's function, for Triton's interpreter. Raises HybridError where Triton was imported before it was told to interpret."""
     for own, substitute in _SUBSTITUTES.items():
         text = text.replace(own, substitute)
     import triton.language as tl
@@ -125,7 +130,13 @@ def _function(path: str) -> tuple[Any, artifact.Header]:
 
     if not isinstance(tl.zeros, InterpretedFunction):
         raise HybridError("Triton was imported before TRITON_INTERPRET=1 was set: set it before the process starts")
-    return function_of(text, header.symbol, Path(tempfile.mkdtemp(prefix="triton-"))), header
+    return function_of(text, name, Path(tempfile.mkdtemp(dir=_folder().name)))
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """Where programs lie, as long as the process lives: the interpreter reads one again when it first runs."""
+    return tempfile.TemporaryDirectory(prefix="torch-hybrid-backend-triton-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,14 +154,16 @@ def _launcher(launch: InterpretedLaunch) -> Any:
     """A C function that makes the launch. Kept for the life of the process: plans know its address."""
 
     def run(_context: int | None, addresses: Any, count: int, _stream: int | None) -> int:
+        text = ""
         try:
             function, header = _function(launch.module)
+            text = header.text
             tensors = [_pointer(addresses[i], header.dtypes[i]) for i in range(count)]
             if 0 not in launch.grid:
                 with np.errstate(all="ignore"):
                     function[launch.grid](*tensors, *(scalar.value for scalar in launch.scalars), **header.constants)
         except BaseException:  # it must not go through C++
-            _log.exception("the kernel %s cannot be interpreted:\n%s", launch.symbol, _function(launch.module)[1].text)
+            _log.exception("the kernel %s cannot be interpreted:\n%s", launch.symbol, text)
             return _FAILED
         return 0
 

@@ -20,8 +20,8 @@ from torch_hybrid_backend.loops.ir import Buffer, Call, Const, Expr, FromIndex, 
 from torch_hybrid_backend.loops.kernels import Argument, Store
 from torch_hybrid_backend.loops.layout import offset_of
 from torch_hybrid_backend.loops.ops import COMPARE, ROUND_TARGETS, is_float
-from torch_hybrid_backend.sizes.forms import render
-from torch_hybrid_backend.sizes.size import Dim, Symbol, known_at_most
+from torch_hybrid_backend.loops.sharing import Sharing
+from torch_hybrid_backend.sizes.size import Dim, Function, Symbol, known_at_most
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +78,7 @@ class Printer:
         self._bounds: dict[int, Value] = {}
         self._masks: tuple[Value, ...] = ()
         self._known: list[dict[tuple[Expr, tuple[Value, ...]], Value]] = [{}]
-        self._canonical: dict[Expr, Expr] = {}
-        self._by_key: dict[tuple[object, ...], Expr] = {}
+        self._sharing = Sharing()
 
     # What stands around expressions.
 
@@ -113,7 +112,22 @@ class Printer:
     # Sizes and indices.
 
     def size(self, size: Dim) -> str:
-        return render(size, self._sizes.__getitem__)
+        """A size as text; sizes known only at run time are parameters of the program. None is negative."""
+        if isinstance(size, int):
+            return str(size)
+        sums = []
+        for monomial, coefficient in size.terms.items():
+            factors = [self._size_atom(atom) for atom, power in monomial for _ in range(power)]
+            sums.append(" * ".join([str(coefficient)] * (coefficient != 1 or not factors) + factors))
+        return " + ".join(sums)
+
+    def _size_atom(self, atom: Symbol | Function) -> str:
+        if isinstance(atom, Symbol):
+            return self._sizes[atom]
+        left, right = self.size(atom.left), self.size(atom.right)
+        if atom.name in ("max", "min"):
+            return f"{atom.name}({left}, {right})"
+        return f"(({left}) {'//' if atom.name == 'floordiv' else '%'} ({right}))"
 
     def let(self, text: str, dims: frozenset[int] = frozenset(), stem: str = "t") -> Value:
         """A name for a value."""
@@ -163,7 +177,7 @@ class Printer:
 
     def expr(self, e: Expr) -> Value:
         """The value of an expression at every point of the tile, in its compute dtype."""
-        e = self._canon(e)
+        e = self._sharing.of(e)
         # What was computed where more points counted serves where fewer do.
         for end in range(len(self._masks), -1, -1):
             for known in self._known:
@@ -173,35 +187,13 @@ class Printer:
         self._known[-1][e, self._masks] = value
         return value
 
-    def _canon(self, e: Expr) -> Expr:
-        """The first expression seen that computes the same."""
-        if e in self._canonical:
-            return self._canonical[e]
-        match e:
-            case Const():
-                key: tuple[object, ...] = ("const", e.dtype, repr(e.value))
-                canonical: Expr = e
-            case Load():
-                key, canonical = ("load", e.buffer, e.index), e
-            case FromIndex():
-                key, canonical = ("index", e.dtype, e.index), e
-            case Call():
-                args = tuple(self._canon(a) for a in e.args)
-                key = (e.op, e.dtype, *args)
-                canonical = e if all(a is b for a, b in zip(args, e.args, strict=True)) else Call(e.dtype, e.op, args)
-            case _:
-                raise TypeError(f"not an expression of the loops language: {e!r}")
-        found = self._by_key.setdefault(key, canonical)
-        self._canonical[e] = self._canonical[found] = found
-        return found
-
     def _print(self, e: Expr) -> Value:
         match e:
-            case Const(dtype, value):
-                return self.let(f"tl.full([], {literal(value, dtype)}, {DTYPES[dtype][0]})")
+            case Const(dtype, number):
+                return self.let(f"tl.full([], {literal(number, dtype)}, {DTYPES[dtype][0]})")
             case FromIndex(dtype, index):
-                value = self.index(index)
-                return self.let(f"({value.text} + tl.zeros([], tl.int32)).to({DTYPES[dtype][0]})", value.dims)
+                place = self.index(index)
+                return self.let(f"({place.text} + tl.zeros([], tl.int32)).to({DTYPES[dtype][0]})", place.dims)
             case Load():
                 return self._load(e)
             case Call(_, "guard", _):
@@ -258,6 +250,8 @@ class Printer:
 
     def raw_load(self, e: Load) -> Value:
         """An element as it lies in memory, not widened."""
+        if e.buffer.by_value:
+            return Value(self._names[e.buffer])
         place = self._offset(e.buffer, e.index)
         mask = self._mask(place.dims)
         place = self._spread(place, place.dims | mask.dims) if mask is not None else place

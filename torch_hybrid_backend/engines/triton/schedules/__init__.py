@@ -1,17 +1,26 @@
-"""The schedules: one for each class of kernel, each an `emit(kernel, printer, target) -> Launch` that writes a program's body."""
+"""The schedules, one for each class of kernel: `launch(kernel, target)` decides its tiles, `emit(kernel, printer, target, launch)` writes the
+body of its program."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from types import ModuleType
 
 from torch_hybrid_backend.engines.triton.schedules import attention, convolution, matmul, pointwise, reduction
+from torch_hybrid_backend.errors import ScheduleError
 from torch_hybrid_backend.loops.kernels import AttentionKernel, ConvKernel, Kernel, MapKernel, MatMulKernel, RowKernel
 
-SCHEDULES: tuple[tuple[type[Kernel], Callable[..., Any]], ...] = (
-    (MapKernel, pointwise.emit),
-    (RowKernel, reduction.emit),
-    (MatMulKernel, matmul.emit),
-    (ConvKernel, convolution.emit),
-    (AttentionKernel, attention.emit),
-)
+_SCHEDULES: dict[type[Kernel], ModuleType] = {
+    MapKernel: pointwise,
+    RowKernel: reduction,
+    MatMulKernel: matmul,
+    ConvKernel: convolution,
+    AttentionKernel: attention,
+}
+
+
+def schedule_of(kernel: Kernel) -> ModuleType:
+    """The module with the kernel's `launch` and `emit`. Raises ScheduleError where there is none."""
+    found = _SCHEDULES.get(type(kernel))
+    if found is None:
+        raise ScheduleError(f"no schedule serves a {type(kernel).__name__}")
+    return found

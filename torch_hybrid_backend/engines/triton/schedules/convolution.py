@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch_hybrid_backend.engines.triton.functions import DTYPES
 from torch_hybrid_backend.engines.triton.printer import Printer, Tile, Value
-from torch_hybrid_backend.engines.triton.schedules.matmul import Product, operand_dtype, tile_sizes
+from torch_hybrid_backend.engines.triton.schedules.matmul import Product, operand_dtype, tiled
 from torch_hybrid_backend.engines.triton.schedules.tiles import axis, blocks, flattened, program_start
 from torch_hybrid_backend.engines.triton.source import Launch
 from torch_hybrid_backend.engines.triton.target import Target
@@ -19,7 +19,14 @@ from torch_hybrid_backend.loops.ops import index_in
 from torch_hybrid_backend.sizes.size import Dim, product
 
 
-def emit(kernel: ConvKernel, printer: Printer, target: Target) -> Launch:
+def launch(kernel: ConvKernel, target: Target) -> Launch:
+    points = product([kernel.domain[0].extent, *(v.extent for v in kernel.domain[2:])])
+    out_channels = _whole(kernel.domain[1].extent) // kernel.groups
+    depth = product([v.extent for v in kernel.w_vars[1:]])
+    return tiled(points, out_channels, depth, kernel.groups, operand_dtype(target, kernel.x, kernel.w), target)
+
+
+def emit(kernel: ConvKernel, printer: Printer, target: Target, launch: Launch) -> None:
     n, o, *out = kernel.domain
     out_channels, in_channels = _whole(o.extent) // kernel.groups, _whole(kernel.w_vars[1].extent)
     points, point_env = flattened([n, *out], "m")
@@ -28,7 +35,7 @@ def emit(kernel: ConvKernel, printer: Printer, target: Target) -> Launch:
     depth_variables = [LoopVar("c", in_channels), *taps]
     k_extent = product([v.extent for v in depth_variables])
     dtype = operand_dtype(target, kernel.x, kernel.w)
-    rows, columns, depth, warps = tile_sizes(points, channel, LoopVar("k", k_extent), dtype, target)
+    rows, columns, depth = (launch.constants[name] for name in ("ROWS", "COLUMNS", "DEPTH"))
     lines = printer.lines
     lines.add(f"down = {printer.size(blocks(points.extent, rows))}")
     lines.add(f"across = {printer.size(blocks(out_channels, columns))}")
@@ -66,12 +73,14 @@ def emit(kernel: ConvKernel, printer: Printer, target: Target) -> Launch:
         with printer.over(tile, {**point_env, o: whole_channel}, {**in_rows, **in_columns}):
             for store in kernel.stores:
                 printer.store(store)
-    programs = product([kernel.groups, blocks(points.extent, rows), blocks(out_channels, columns)])
-    return Launch((programs, 1, 1), {"ROWS": rows, "COLUMNS": columns, "DEPTH": depth}, warps)
 
 
 def _window(
-    kernel: ConvKernel, point_env: dict[LoopVar, Index], env: dict[LoopVar, Index], out: list[LoopVar], taps: list[LoopVar]
+    kernel: ConvKernel,
+    point_env: dict[LoopVar, Index],
+    env: dict[LoopVar, Index],
+    out: list[LoopVar],
+    taps: list[LoopVar],
 ) -> tuple[list[Index], list[tuple[Index, LoopVar]]]:
     """Where in the image a tap of the window lies, and what must be inside it."""
     place = [

@@ -13,21 +13,27 @@ from torch_hybrid_backend.engines.triton.printer import Printer, Tile, Value
 from torch_hybrid_backend.engines.triton.schedules.tiles import axis, block_for, blocks, program_start
 from torch_hybrid_backend.engines.triton.source import Launch
 from torch_hybrid_backend.engines.triton.target import Target
-from torch_hybrid_backend.loops.index import Index, LoopVar, as_index, index_of
+from torch_hybrid_backend.loops.index import Index, LoopVar, index_of
 from torch_hybrid_backend.loops.ir import Call, Const, Expr, Load
 from torch_hybrid_backend.loops.kernels import MatMulKernel
 from torch_hybrid_backend.loops.ops import ROUND_TARGETS
-from torch_hybrid_backend.sizes.size import product
+from torch_hybrid_backend.sizes.size import Dim, product
 
 _GROUP = 8  # rows of tiles
 _MIN_TILE = 16  # of `tl.dot`
 _HALVES = ("float16", "bfloat16")
 
 
-def emit(kernel: MatMulKernel, printer: Printer, target: Target) -> Launch:
+def launch(kernel: MatMulKernel, target: Target) -> Launch:
     batch, m, n = kernel.domain
     dtype = operand_dtype(target, kernel.a, kernel.b)
-    rows, columns, depth, warps = tile_sizes(m, n, kernel.k, dtype, target)
+    return tiled(m.extent, n.extent, kernel.k.extent, batch.extent, dtype, target)
+
+
+def emit(kernel: MatMulKernel, printer: Printer, target: Target, launch: Launch) -> None:
+    batch, m, n = kernel.domain
+    dtype = operand_dtype(target, kernel.a, kernel.b)
+    rows, columns, depth = (launch.constants[name] for name in ("ROWS", "COLUMNS", "DEPTH"))
     lines = printer.lines
     lines.add(f"down = {printer.size(blocks(m.extent, rows))}")
     lines.add(f"across = {printer.size(blocks(n.extent, columns))}")
@@ -66,20 +72,19 @@ def emit(kernel: MatMulKernel, printer: Printer, target: Target) -> Launch:
         with printer.over(tile, outer, {**in_rows, **in_columns}):
             for store in kernel.stores:
                 printer.store(store)
-    programs = product([batch.extent, blocks(m.extent, rows), blocks(n.extent, columns)])
-    return Launch((programs, 1, 1), {"ROWS": rows, "COLUMNS": columns, "DEPTH": depth}, warps)
 
 
-def tile_sizes(m: LoopVar, n: LoopVar, k: LoopVar, dtype: str, target: Target) -> tuple[int, int, int, int]:
-    """Rows, columns and depth of a tile, and its warps."""
-    if target.is_interpreted:
+def tiled(m: Dim, n: Dim, k: Dim, batch: Dim, dtype: str, target: Target) -> Launch:
+    """Programs for tiles of a product of `batch` matrices, whose operands are held in `dtype`."""
+    if target.has_large_tiles:
         most = 64 if dtype not in (*_HALVES, "float32") else 1024
         depth = 64 if most == 64 else 4096
     else:
         most, depth = (128, 64) if dtype in _HALVES else (64, 32) if dtype == "float32" else (32, 8)
-    rows, columns = block_for(m.extent, most, _MIN_TILE), block_for(n.extent, most, _MIN_TILE)
-    deep = block_for(k.extent, depth, min(depth, _MIN_TILE))
-    return rows, columns, deep, 8 if rows * columns >= 128 * 128 else 4
+    rows, columns = block_for(m, most, _MIN_TILE), block_for(n, most, _MIN_TILE)
+    constants = {"ROWS": rows, "COLUMNS": columns, "DEPTH": block_for(k, depth, min(depth, _MIN_TILE))}
+    programs = product([batch, blocks(m, rows), blocks(n, columns)])
+    return Launch((programs, 1, 1), constants, warps=8 if rows * columns >= 128 * 128 else 4)
 
 
 def operand_dtype(target: Target, *operands: Expr) -> str:
@@ -140,8 +145,3 @@ class Product:
             return f'tl.dot({a.text}, {b.text}{plus}, input_precision="{self._precision}")'
         result = f"tl.sum({a.text}[:, :, None] * {b.text}[None, :, :], 1).to({DTYPES[self._accumulator][0]})"
         return f"{onto} + {result}" if onto else result
-
-
-def zero(variable: LoopVar, index: Index) -> Index:
-    """`index`, or 0 for a variable of one value: an operand that is the same for all."""
-    return as_index(0) if variable.extent == 1 else index

@@ -1,82 +1,93 @@
-"""Pointwise: one program for each block of points, flattened in the order in which the results lie in memory.
+"""Pointwise: one program for each block of points, flattened in the order in which the first result lies in memory.
 
-Where what is read lies in another order (a transposition), a program has a square of points instead: along the fastest axis of the results and
+Where what is read lies in another order (a transposition), a program has a square of points instead: along the fastest axis of the result and
 along that of what is read, so that both are read and written in whole cache lines.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from torch_hybrid_backend.engines.triton.printer import Printer, Tile, Value
 from torch_hybrid_backend.engines.triton.schedules.tiles import axis, block_for, blocks, flattened, program_start
 from torch_hybrid_backend.engines.triton.source import Launch
 from torch_hybrid_backend.engines.triton.target import Target
 from torch_hybrid_backend.loops.index import LoopVar, index_of
-from torch_hybrid_backend.loops.ir import Buffer, loads_of
-from torch_hybrid_backend.loops.kernels import Argument, MapKernel
+from torch_hybrid_backend.loops.ir import loads_of
+from torch_hybrid_backend.loops.kernels import MapKernel
 from torch_hybrid_backend.loops.layout import offset_of
 from torch_hybrid_backend.sizes.size import product, size_hint
 
 _SQUARE = 32
+_LARGE_SQUARE = 256
 _MIN_EXTENT = 8  # of an axis that is worth a dimension of the tile
+_MIN_BLOCK = 128
+_ELEMENTS_PER_WARP = 256
 
 
-def emit(kernel: MapKernel, printer: Printer, target: Target) -> Launch:
-    order = sorted(range(len(kernel.domain)), key=lambda d: _steps(kernel)[d], reverse=True)
-    variables = [kernel.domain[d] for d in order]
+def launch(kernel: MapKernel, target: Target) -> Launch:
+    variables = _in_memory_order(kernel)
+    other = _read_along(kernel, variables)
+    if other is None:
+        block = block_for(product([v.extent for v in variables]), target.elements, _MIN_BLOCK)
+        programs = blocks(product([v.extent for v in variables]), block)
+        return Launch((programs, 1, 1), {"BLOCK": block}, warps=max(1, min(8, block // _ELEMENTS_PER_WARP)))
+    edge = _LARGE_SQUARE if target.has_large_tiles else _SQUARE
+    rows, columns = block_for(other.extent, edge), block_for(variables[-1].extent, edge)
+    rest = product([v.extent for v in variables if v not in (other, variables[-1])])
+    programs = product([blocks(variables[-1].extent, columns), blocks(other.extent, rows), rest])
+    return Launch((programs, 1, 1), {"ROWS": rows, "COLUMNS": columns})
+
+
+def emit(kernel: MapKernel, printer: Printer, target: Target, launch: Launch) -> None:
+    variables = _in_memory_order(kernel)
     other = _read_along(kernel, variables)
     if other is not None:
-        return _emit_square(kernel, printer, target, variables, other)
+        _emit_square(kernel, printer, launch, variables, other)
+        return
     flat, env = flattened(variables, "i")
-    block = block_for(flat.extent, target.elements, 128)
     tile = Tile(("BLOCK",))
-    with axis(printer, tile, 0, flat, f"{program_start(printer)} * BLOCK", block) as bounds, printer.over(tile, env, bounds):
+    with (
+        axis(printer, tile, 0, flat, f"{program_start(printer)} * BLOCK", launch.constants["BLOCK"]) as bounds,
+        printer.over(tile, env, bounds),
+    ):
         for store in kernel.stores:
             printer.store(store)
-    return Launch((blocks(flat.extent, block), 1, 1), {"BLOCK": block}, warps=_warps(block))
 
 
-def _warps(elements: int) -> int:
-    return max(1, min(8, elements // 256))
-
-
-def _steps(kernel: MapKernel) -> list[int]:
-    """By how much the first result's address grows along each variable; those that come first run slowest."""
+def _in_memory_order(kernel: MapKernel) -> list[LoopVar]:
+    """The variables, the one first along which the first result's address grows most."""
     store = kernel.stores[0]
     layout = next(w.layout for w in kernel.writes if w.buffer is store.buffer)
-    offset = offset_of(layout, store.buffer.shape, store.index)
-    found = []
-    for position, variable in enumerate(kernel.domain):
-        own = [c for atom, c in offset.terms if atom == variable]
-        # Without one of its own, where the domain has it.
-        found.append(size_hint(own[0]) if own else size_hint(product([v.extent for v in kernel.domain[position + 1 :]])))
-    return found
+    steps = dict(offset_of(layout, store.buffer.shape, store.index).terms)
+    domain = kernel.domain
+    if not all(v in steps for v in domain if v.extent != 1):
+        return list(domain)  # written through a quotient or a remainder
+    return sorted(domain, key=lambda v: size_hint(steps.get(v, 0)), reverse=True)
 
 
-def _read_along(kernel: MapKernel, variables: list[LoopVar]) -> LoopVar | None:
+def _read_along(kernel: MapKernel, variables: Sequence[LoopVar]) -> LoopVar | None:
     """The axis along which neighbours are read, where it is not the one along which they are written."""
-    layouts: dict[Buffer, Argument] = {a.buffer: a for a in kernel.reads}
-    fastest = variables[-1] if variables else None
-    for store in kernel.stores:
-        for load in loads_of(store.value):
-            if load.buffer not in layouts:
-                continue
-            offset = offset_of(layouts[load.buffer].layout, load.buffer.shape, load.index)
-            unit = {atom for atom, c in offset.terms if c == 1 and isinstance(atom, LoopVar)}
-            along = any(atom == fastest for atom in offset.leaves())
-            if unit and along and fastest not in unit and fastest is not None:
-                other = next(iter(unit & set(variables)), None)
-                if other is not None and min(size_hint(other.extent), size_hint(fastest.extent)) >= _MIN_EXTENT:
-                    return other
+    if len(variables) < 2 or size_hint(variables[-1].extent) < _MIN_EXTENT:
+        return None
+    layouts = {argument.buffer: argument.layout for argument in kernel.reads}
+    for load in (load for store in kernel.stores for load in loads_of(store.value)):
+        if load.buffer not in layouts or load.buffer.by_value:
+            continue
+        offset = offset_of(layouts[load.buffer], load.buffer.shape, load.index)
+        steps = dict(offset.terms)
+        fastest = [v for v in variables if steps.get(v) == 1 and size_hint(v.extent) >= _MIN_EXTENT]
+        if fastest and variables[-1] in steps and variables[-1] not in fastest:
+            return fastest[0]
     return None
 
 
 def _emit_square(
-    kernel: MapKernel, printer: Printer, target: Target, variables: list[LoopVar], other: LoopVar
-) -> Launch:
+    kernel: MapKernel, printer: Printer, launch: Launch, variables: Sequence[LoopVar], other: LoopVar
+) -> None:
     fastest = variables[-1]
     rest, env = flattened([v for v in variables if v not in (fastest, other)], "k")
-    edge = 256 if target.is_interpreted else _SQUARE
-    rows, columns = block_for(other.extent, edge), block_for(fastest.extent, edge)
+    rows, columns = launch.constants["ROWS"], launch.constants["COLUMNS"]
     tile = Tile(("ROWS", "COLUMNS"))
     i, j = LoopVar("i", other.extent), LoopVar("j", fastest.extent)
     lines = printer.lines
@@ -92,5 +103,3 @@ def _emit_square(
     ):
         for store in kernel.stores:
             printer.store(store)
-    programs = product([blocks(j.extent, columns), blocks(i.extent, rows), rest.extent])
-    return Launch((programs, 1, 1), {"ROWS": rows, "COLUMNS": columns}, warps=4)

@@ -26,7 +26,7 @@ from torch_hybrid_backend.loops.index import Index, LoopVar
 from torch_hybrid_backend.loops.ir import Buffer, buffers_of_expr
 from torch_hybrid_backend.loops.kernels import RowKernel, Stage
 from torch_hybrid_backend.loops.ops import INTEGER_BITS, is_float
-from torch_hybrid_backend.sizes.size import size_hint
+from torch_hybrid_backend.sizes.size import product, size_hint
 
 _MAX_PERSISTENT = 8192  # elements of a row that are held in registers
 _CHUNK = 2048
@@ -35,20 +35,27 @@ _ELEMENTS_PER_WARP = 256
 _NOWHERE = (1 << 31) - 1
 
 
-def emit(kernel: RowKernel, printer: Printer, target: Target) -> Launch:
-    kept = [v for d, v in enumerate(kernel.domain) if d not in kernel.axes]
-    rows, row_env = flattened(kept, "i")
+def launch(kernel: RowKernel, target: Target) -> Launch:
+    rows = product([v.extent for d, v in enumerate(kernel.domain) if d not in kernel.axes])
+    elements = product([kernel.domain[d].extent for d in kernel.axes])
+    most = _INTERPRETED if target.has_large_tiles else _MAX_PERSISTENT
+    width = power_of_2(max(1, elements)) if isinstance(elements, int) and elements <= most else min(most, _CHUNK)
+    height = block_for(rows, min(target.elements // width, -(-size_hint(rows) // target.programs)))
+    warps = min(16, power_of_2(-(-height * width // _ELEMENTS_PER_WARP)))
+    return Launch((blocks(rows, height), 1, 1), {"ROWS": height, "COLUMNS": width}, warps)
+
+
+def emit(kernel: RowKernel, printer: Printer, target: Target, launch: Launch) -> None:
+    rows, row_env = flattened([v for d, v in enumerate(kernel.domain) if d not in kernel.axes], "i")
     elements, element_env = flattened([kernel.domain[d] for d in kernel.axes], "j")
-    most = _INTERPRETED if target.is_interpreted else _MAX_PERSISTENT
-    persistent = isinstance(elements.extent, int) and elements.extent <= most
-    width = power_of_2(max(1, size_hint(elements.extent))) if persistent else min(most, _CHUNK)
-    height = block_for(rows.extent, max(1, min(target.elements // width, -(-size_hint(rows.extent) // target.programs))))
+    height, width = launch.constants["ROWS"], launch.constants["COLUMNS"]
     tile = Tile(("ROWS", "COLUMNS"))
     with axis(printer, tile, 0, rows, f"{program_start(printer)} * ROWS", height) as row_bounds:
         emitter = _Emitter(kernel, printer, tile, {**row_env, **element_env}, elements, row_bounds)
-        emitter.persistent(width) if persistent else emitter.looped(width)
-    warps = min(16, power_of_2(-(-height * width // _ELEMENTS_PER_WARP)))
-    return Launch((blocks(rows.extent, height), 1, 1), {"ROWS": height, "COLUMNS": width}, warps)
+        if isinstance(elements.extent, int) and elements.extent <= width:
+            emitter.persistent(width)
+        else:
+            emitter.looped(width)
 
 
 class _Emitter:
@@ -170,14 +177,13 @@ class _Reduction:
             add(f"{self._name}_at = tl.full({shape}, {_NOWHERE}, tl.int32)")
 
     def add(self, value: Value, inside: Value | None) -> None:
-        add, name, new = self._printer.lines.add, self._name, value.text
+        add, name, new, taken = self._printer.lines.add, self._name, value.text, inside
         if self._is_position:
             better = f"({name}_at == {_NOWHERE}) | {self._is_better(new, name)}"
             taken = self._printer.let(better if inside is None else f"({better}) & {inside.text}")
             add(f"{name}_at = tl.where({taken.text}, {self._position}, {name}_at)")
         else:
             new = self._pairwise(name, new)
-            taken = inside
         add(f"{name} = {new}" if taken is None else f"{name} = tl.where({taken.text}, {new}, {name})")
 
     def end(self) -> Value:

@@ -23,6 +23,7 @@ from torch_hybrid_backend.loops.ir import Buffer, Call, Const, Expr, FromIndex, 
 from torch_hybrid_backend.loops.kernels import Store
 from torch_hybrid_backend.loops.layout import Layout, offset_of
 from torch_hybrid_backend.loops.ops import COMPARE, ROUND_TARGETS, decided
+from torch_hybrid_backend.loops.sharing import Sharing
 
 Env = Mapping[LoopVar, Index]
 # Branches around vectors for guards: of more, the rest is computed with masks. A concatenation of 32 tensors needs as many.
@@ -46,8 +47,7 @@ class Printer:
         self.lanes: set[LoopVar] = set()
         self._env: dict[LoopVar, Index] = {}
         self._scope: Scope | None = None
-        self._canonical: dict[Expr, Expr] = {}
-        self._by_key: dict[tuple[object, ...], Expr] = {}
+        self._sharing = Sharing()
         self._uses: dict[Expr, int] = {}
         self._masks: list[TirExpr] = []
         self._uniform: dict[Expr, bool] = {}
@@ -95,7 +95,7 @@ class Printer:
 
         A branch around whole vectors costs a jump; one inside an expression would make TVM compute lane by lane.
         """
-        return self._split([self._canon(e) for e in exprs], dict(env), build, _MAX_CASES)
+        return self._split([self._sharing.of(e) for e in exprs], dict(env), build, _MAX_CASES)
 
     def _split(self, exprs: list[Expr], env: Env, build: Callable[[list[Expr]], Stmt], budget: int) -> Stmt:
         found = self._uniform_guard(exprs, env) if budget > 1 else None
@@ -104,7 +104,7 @@ class Printer:
         guard, test = found
         outer, self._is_in_branch = self._is_in_branch, True
         inside, outside = (
-            self._split([self._canon(decided(e, guard, branch)) for e in exprs], env, build, budget // 2)
+            self._split([self._sharing.of(decided(e, guard, branch)) for e in exprs], env, build, budget // 2)
             for branch in (1, 2)
         )
         self._is_in_branch = outer
@@ -200,35 +200,13 @@ class Printer:
         self._env, self._uses, self._masks, self._uniform, self._hoisted = dict(env), {}, [], {}, {}
         scope = self._scope = Scope(bindings, None)
         try:
-            roots = [self._canon(e) for e in exprs]
+            roots = [self._sharing.of(e) for e in exprs]
             seen: set[Expr] = set()
             for root in roots:
                 self._count_uses(root, seen)
             yield roots, scope
         finally:
             self._env, self._scope, self._uses, self._masks, self._uniform, self._hoisted = outer
-
-    def _canon(self, e: Expr) -> Expr:
-        """The first expression seen that computes the same."""
-        if e in self._canonical:
-            return self._canonical[e]
-        match e:
-            case Const():
-                key: tuple[object, ...] = ("const", e.dtype, repr(e.value))
-                canonical: Expr = e
-            case Load():
-                key, canonical = ("load", e.buffer, e.index), e
-            case FromIndex():
-                key, canonical = ("index", e.dtype, e.index), e
-            case Call():
-                args = tuple(self._canon(a) for a in e.args)
-                key = (e.op, e.dtype, *args)
-                canonical = e if all(a is b for a, b in zip(args, e.args, strict=True)) else Call(e.dtype, e.op, args)
-            case _:
-                raise TypeError(f"not an expression of the loops language: {e!r}")
-        found = self._by_key.setdefault(key, canonical)
-        self._canonical[e] = self._canonical[found] = found
-        return found
 
     def _count_uses(self, e: Expr, seen: set[Expr]) -> None:
         self._uses[e] = self._uses.get(e, 0) + 1
@@ -294,7 +272,7 @@ class Printer:
     def _is_uniform_index(self, index: Index) -> bool:
         leaves = self.index(index, self._env).leaves()
         return all(
-            self._is_uniform(self._canon(a.expr)) if isinstance(a, Scalar) else a not in self.lanes for a in leaves
+            self._is_uniform(self._sharing.of(a.expr)) if isinstance(a, Scalar) else a not in self.lanes for a in leaves
         )
 
     def _print_new(self, e: Expr) -> TirExpr:
@@ -357,7 +335,7 @@ class Printer:
 
     def _print_scalar(self, atom: Scalar) -> TirExpr:
         """A scalar inside an index, as int32: read where the index is used, with the environment of the expression around it."""
-        value = self.expr(atom.expr, self._env) if self._scope is None else self._print(self._canon(atom.expr))
+        value = self.expr(atom.expr, self._env) if self._scope is None else self._print(self._sharing.of(atom.expr))
         return value if atom.expr.dtype == "int32" else tirx.Cast("int32", value)
 
     def index_test(self, condition: Expr, env: Env) -> TirExpr | None:

@@ -1,0 +1,53 @@
+"""Functions as kernels of the Triton engine, run by the interpreter with the tiles of a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from tests.partition.engines_for_tests import trace
+from tests.services_for_tests import services
+from torch_hybrid_backend.codegen.engine import KernelEngine, KernelRegion
+from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.deadline import Deadline
+from torch_hybrid_backend.engines.triton.backend import TritonBackend
+from torch_hybrid_backend.engines.triton.target import Target
+from torch_hybrid_backend.loops.kernels import Kernel
+from torch_hybrid_backend.partition.regions import partition_graph
+
+HOPPER = Target(90, 4, is_interpreted=True)
+
+
+def compiled(
+    folder: Path, function: Callable[..., torch.Tensor], *inputs: torch.Tensor, target: Target = HOPPER
+) -> tuple[KernelRegion, list[torch.Tensor]]:
+    """The function's one region, compiled for `target`, and what it takes of the inputs."""
+    config = dataclasses.replace(Config(), placement="estimate")
+    engine = KernelEngine(TritonBackend(target), config, services(folder))
+    graph = partition_graph(trace(function, *inputs), [engine], config).graph
+    (segment,) = graph.segments
+    (region,) = engine.compile([segment.region], Deadline(300.0))
+    assert isinstance(region, KernelRegion), region
+    return region, [inputs[graph.inputs.index(name)] for name in segment.inputs]
+
+
+def check(
+    folder: Path,
+    function: Callable[..., torch.Tensor],
+    *inputs: torch.Tensor,
+    target: Target = HOPPER,
+    kinds: tuple[type[Kernel], ...] = (),
+    tolerance: float = 2e-5,
+) -> None:
+    """The function's results are float64's, or near them; with `kinds` its kernels are of these."""
+    region, taken = compiled(folder, function, *inputs, target=target)
+    if kinds:
+        assert tuple(type(kernel) for kernel in region.kernels.kernels) == kinds
+    (got,) = region(taken)
+    exact = function(*(x.double() if x.is_floating_point() else x for x in inputs))
+    if any(x.dtype in (torch.float16, torch.bfloat16) for x in inputs):
+        tolerance = 2e-2
+    torch.testing.assert_close(got.to(exact.dtype), exact, rtol=tolerance, atol=tolerance, equal_nan=True)

@@ -1,0 +1,72 @@
+"""Row programs: persistent and looped, every combiner, and what lies between reductions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engines.triton.regions_for_tests import HOPPER, check, compiled
+from torch_hybrid_backend.engines.triton.emit import emit_kernel
+from torch_hybrid_backend.engines.triton.schedules.reduction import neutral
+
+pytest.importorskip("triton")
+
+_FUNCTIONS = {
+    "sum": lambda x: x.sum(-1),
+    "mean of columns": lambda x: x.mean(0),
+    "amax": lambda x: x.amax(-1),
+    "amin": lambda x: x.amin(-1),
+    "prod": lambda x: x.prod(-1),
+    "argmax": lambda x: x.argmax(-1),
+    "argmin": lambda x: x.argmin(-1),
+    "any": lambda x: (x > 1).any(-1),
+    "all": lambda x: (x > -2).all(-1),
+    "softmax": lambda x: x.softmax(-1),
+    "log_softmax": lambda x: x.log_softmax(-1),
+    "layer_norm": lambda x: torch.nn.functional.layer_norm(x, x.shape[-1:]),
+    "var": lambda x: x.var(-1),
+}
+
+
+@pytest.mark.parametrize("name", _FUNCTIONS)
+@pytest.mark.parametrize("shape", [(5, 1), (6, 37), (3, 64), (1, 300)])
+def test_persistent(name: str, shape: tuple[int, int], tmp_path: Path) -> None:
+    """A whole row at once."""
+    torch.manual_seed(0)
+    check(tmp_path, _FUNCTIONS[name], 0.5 + torch.randn(shape))
+
+
+@pytest.mark.parametrize("name", _FUNCTIONS)
+def test_looped(name: str, tmp_path: Path) -> None:
+    """In chunks, the last of which is not full."""
+    torch.manual_seed(0)
+    shape = (8201, 3) if name == "mean of columns" else (3, 8201)
+    x = 1 + 1e-4 * torch.randn(shape) if name == "prod" else 0.5 + torch.randn(shape)
+    check(tmp_path, _FUNCTIONS[name], x, tolerance=5e-4 if name == "prod" else 2e-5)
+
+
+@pytest.mark.parametrize("where", [0, 20, 36])
+def test_nan_is_the_most_extreme(where: int, tmp_path: Path) -> None:
+    """As the result, and as the first position of it."""
+    x = torch.randn(4, 37)
+    x[2, where] = x[2, 36] = float("nan")
+    x[1] = float("-inf")
+    for name in ("amax", "amin", "argmax", "argmin"):
+        check(tmp_path, _FUNCTIONS[name], x)
+
+
+def test_rows_are_shared_among_multiprocessors(tmp_path: Path) -> None:
+    """Of few rows each program has one; of many, several."""
+    for rows, expected in ((8, 1), (64, 8), (4096, 16)):
+        region, _ = compiled(tmp_path, lambda x: x.sum(-1), torch.randn(rows, 64))
+        (kernel,) = region.kernels.kernels
+        assert emit_kernel(kernel, "kernel", HOPPER).launch.constants["ROWS"] == expected
+
+
+def test_neutral_elements() -> None:
+    """They change nothing that they are combined with."""
+    assert (neutral("sum", "float32"), neutral("prod", "int64"), neutral("all", "bool")) == ("0.0", "1", "True")
+    assert (neutral("max", "float32"), neutral("min", "float64")) == ("float('-inf')", "float('inf')")
+    assert (neutral("max", "int8"), neutral("min", "int8"), neutral("min", "uint8")) == ("-128", "127", "255")

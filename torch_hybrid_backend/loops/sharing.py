@@ -1,0 +1,35 @@
+"""Sharing: equal parts of expressions as one object, whether they were built as one or not. What a printer prints once."""
+
+from __future__ import annotations
+
+from torch_hybrid_backend.loops.ir import Call, Const, Expr, FromIndex, Load
+
+
+class Sharing:
+    """Owns what it has seen; an expression is kept as long as this object."""
+
+    def __init__(self) -> None:
+        self._first: dict[Expr, Expr] = {}
+        self._by_key: dict[tuple[object, ...], Expr] = {}
+
+    def of(self, e: Expr) -> Expr:
+        """The first expression seen that computes the same (same operation, same operands), its parts being such ones too."""
+        if e in self._first:
+            return self._first[e]
+        match e:
+            case Const():
+                key: tuple[object, ...] = ("const", e.dtype, repr(e.value))
+                shared: Expr = e
+            case Load():
+                key, shared = ("load", e.buffer, e.index), e
+            case FromIndex():
+                key, shared = ("index", e.dtype, e.index), e
+            case Call():
+                args = tuple(self.of(a) for a in e.args)
+                key = (e.op, e.dtype, *args)
+                shared = e if all(a is b for a, b in zip(args, e.args, strict=True)) else Call(e.dtype, e.op, args)
+            case _:
+                raise TypeError(f"not an expression of the loops language: {e!r}")
+        found = self._by_key.setdefault(key, shared)
+        self._first[e] = self._first[found] = found
+        return found
