@@ -35,11 +35,18 @@ TIMING_SOURCES = ("runtime", "_runtime.so", "measure.py")
 _TIMED_BY = sources_version(*TIMING_SOURCES)
 ENGINE_GROUP = "torch_hybrid_backend.engines"
 
+
+def _triton(config: Config, services: Services) -> TritonEngine:
+    """Named in `engines`, and under Triton's own TRITON_INTERPRET=1, it serves the CPU: that variable alone is for kernels of the user's."""
+    interpreted = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+    return TritonEngine(config, services, interpreted=interpreted and TritonEngine.name in config.engines)
+
+
 # The engines, in order; the order only breaks ties, measured cost decides. Third parties add theirs through the entry-point
 # group `torch_hybrid_backend.engines`.
 ENGINES: tuple[tuple[str, EngineFactory], ...] = (
     ("tvm", TvmEngine),
-    ("triton", TritonEngine),
+    ("triton", _triton),
     (EAGER, lambda config, services: EagerEngine()),
 )
 

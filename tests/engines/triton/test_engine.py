@@ -17,12 +17,14 @@ from torch_hybrid_backend.errors import HybridError
 
 def test_the_cpu_is_served_where_it_is_asked_for_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """TRITON_INTERPRET alone is for the user's own kernels."""
+    make = dict(session.ENGINES)["triton"]
     named = dataclasses.replace(Config(), engines=("triton",))
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert TritonEngine(named, services(tmp_path)).devices == {"cpu"}
-    assert TritonEngine(Config(), services(tmp_path)).devices == {"cuda"}
+    assert make(named, services(tmp_path)).devices == {"cpu"}
+    assert make(Config(), services(tmp_path)).devices == {"cuda"}
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    assert TritonEngine(named, services(tmp_path)).devices == {"cuda"}
+    assert make(named, services(tmp_path)).devices == {"cuda"}
+    assert TritonEngine(named, services(tmp_path)).name == "triton"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

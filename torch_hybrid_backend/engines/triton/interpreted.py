@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import os
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,11 +28,6 @@ _FAILED = 1
 _EXTERNAL = ctypes.CFUNCTYPE(
     ctypes.c_int32, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_int32, ctypes.c_void_p
 )
-
-
-def is_wanted() -> bool:
-    """Whether Triton is to interpret kernels, as its own variable says."""
-    return os.environ.get("TRITON_INTERPRET", "0") in ("1", "true", "on", "yes")
 
 
 # libdevice's functions by name, on NumPy arrays.
