@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from dataclasses import dataclass
@@ -13,6 +14,13 @@ _TESTS = Path(__file__).parent
 
 # Triton reads it when it is imported, which torch may do at any moment. Compiler processes compile all the same.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What was imported stays: collections that go through it again and again were 5 to 10 % of the time of the tests."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
