@@ -52,7 +52,13 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return Bench(path, compilers=2, modes=("interpreter",))
 
 
-@pytest.mark.parametrize("kind", SELECTION)
+# The Triton engine's tests run the others through lowerings, fusion and the plan, too.
+_KINDS = ("float32", "bfloat16", "float32 train")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in _KINDS else pytest.mark.full) for kind in SELECTION]
+)
 def test_operators_equal_eager(kind: str, bench: Bench) -> None:
     """The operators and modules that TVM's kernels are tested with: each has a few samples, forced through the interpreter's kernels."""
     check(kind, bench)
