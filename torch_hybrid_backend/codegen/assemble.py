@@ -119,7 +119,7 @@ class RegionKernels:
                 inputs.append(own)
         outputs = tuple(number(b) for b in self.outputs)
         signature = tuple(i.spec if i.spec is not None else i.size for i in self.region.inputs)
-        return Program(tuple(specs), tuple(inputs), outputs, tuple(constants), tuple(steps), signature)
+        return Program(tuple(specs), tuple(inputs), outputs, tuple(constants), tuple(steps), signature, device)
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

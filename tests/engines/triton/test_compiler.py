@@ -45,7 +45,6 @@ def test_kernels_become_cubins(name: str, capability: int, workers: KernelCompil
     assert code.startswith(b"\x7fELF")
     assert header.symbol == "kernel_1"
     assert header.threads % 32 == 0
-    assert header.scratch_bytes == 0
     assert f"sm_{capability}" in path.with_suffix(".ptx").read_text()
 
 

@@ -25,7 +25,7 @@ _END = _LENGTH.size + len(_MAGIC)
 @dataclass(frozen=True, slots=True)
 class Header:
     """`symbol`: the kernel's name in the machine code. `dtypes`: of the buffers it takes. `constants`: its `tl.constexpr` parameters.
-    `threads`: of a program. `scratch_bytes`: of memory for each program, if any."""
+    `threads`: of a program."""
 
     text: str
     symbol: str
@@ -33,7 +33,6 @@ class Header:
     constants: Mapping[str, int]
     threads: int
     shared_bytes: int = 0
-    scratch_bytes: int = 0
 
 
 def write(path: Path, header: Header, code: bytes = b"") -> None:

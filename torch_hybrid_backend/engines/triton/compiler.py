@@ -15,15 +15,12 @@ from torch_hybrid_backend.engines.triton import artifact
 from torch_hybrid_backend.engines.triton.emit import Program, emit_kernel
 from torch_hybrid_backend.engines.triton.source import function_of
 from torch_hybrid_backend.engines.triton.target import Target
+from torch_hybrid_backend.errors import CompileError
 from torch_hybrid_backend.sources import sources_version
 
 SOURCES: tuple[str, ...] = ("core", "sizes", "loops", "codegen", "engines/triton")
 SUFFIX = ".kernel"
-# Triton keeps what it compiles in a folder of its own, for ever; ours is the store's.
-ENVIRONMENT: Mapping[str, str] = {
-    "TRITON_CACHE_DIR": str(Path(tempfile.gettempdir()) / "torch_hybrid_backend_triton"),
-    "TRITON_INTERPRET": "0",
-}
+ENVIRONMENT: Mapping[str, str] = {"TRITON_INTERPRET": "0"}
 
 
 def version() -> str:
@@ -58,7 +55,9 @@ def _compiled(program: Program, target: Target, beside: Path | None) -> tuple[ar
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    with tempfile.TemporaryDirectory(prefix="triton-") as folder:
+    with tempfile.TemporaryDirectory(prefix="triton-") as folder, triton.knobs.cache.scope():
+        # Triton keeps what it compiles for ever, and trusts what it finds: what is kept is the store's, which is private and checked.
+        triton.knobs.cache.dir = folder
         function = function_of(program.text, program.name, Path(folder))
         source = ASTSource(
             fn=function,
@@ -69,6 +68,8 @@ def _compiled(program: Program, target: Target, beside: Path | None) -> tuple[ar
         options = {"num_warps": program.launch.warps, "num_stages": program.launch.stages}
         compiled = triton.compile(source, target=GPUTarget("cuda", target.capability, 32), options=options)
     metadata = compiled.metadata
+    if metadata.global_scratch_size:
+        raise CompileError(f"{program.name} asks for scratch memory, which launches do not give it")
     if beside is not None:
         beside.with_suffix(".ptx").write_text(compiled.asm["ptx"])
     header = artifact.Header(
@@ -78,7 +79,6 @@ def _compiled(program: Program, target: Target, beside: Path | None) -> tuple[ar
         program.launch.constants,
         32 * metadata.num_warps,
         metadata.shared,
-        metadata.global_scratch_size,
     )
     return header, compiled.asm["cubin"]
 

@@ -3,8 +3,9 @@
 A tile has dimensions; every value is known with those it varies along (`Value.dims`), so that it broadcasts against the others as Triton
 wants it: `[:, None]`-like, or a scalar. Equal subexpressions are printed once.
 
-    printer.bind({i: Value("rows", dims=(0,)), j: ...})      the kernel's loop variables
-    name = printer.expr(e)                                   adds lines, gives what holds the result
+    printer.variable(rows, Value.along("i", 0))              a variable of the schedule's
+    with printer.over(tile, {i: index_of(rows)}, bounds):    the kernel's variables in terms of it
+        value = printer.expr(e)                              adds lines, gives what holds the result
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Printer:
         self._env: dict[LoopVar, Index] = {}
         self._bounds: dict[int, Value] = {}
         self._masks: tuple[Value, ...] = ()
-        self._known: list[dict[tuple[Expr, tuple[Value, ...]], Value]] = [{}]
+        self._known: dict[tuple[Expr, tuple[Value, ...]], Value] = {}
         self._sharing = Sharing()
 
     # What stands around expressions.
@@ -87,14 +88,12 @@ class Printer:
         self._variables[variable] = value
 
     @contextmanager
-    def over(
-        self, tile: Tile, env: Mapping[LoopVar, Index], bounds: Mapping[int, Value], *, fresh: bool = True
-    ) -> Iterator[None]:
+    def over(self, tile: Tile, env: Mapping[LoopVar, Index], bounds: Mapping[int, Value]) -> Iterator[None]:
         """Expressions inside it are over `tile`. env: the kernel's loop variables over the schedule's. bounds: by dimension of the tile, which
-        of its points exist. What was printed before is not known inside it where it is `fresh`; what is printed inside is not known after."""
+        of its points exist. What was printed outside is not known inside it, nor what is printed inside after it."""
         before = (self.tile, self._env, self._bounds, self._known)
         self.tile, self._env, self._bounds = tile, dict(env), dict(bounds)
-        self._known = [{}] if fresh else [*self._known, {}]
+        self._known = {}
         try:
             yield
         finally:
@@ -180,11 +179,10 @@ class Printer:
         e = self._sharing.of(e)
         # What was computed where more points counted serves where fewer do.
         for end in range(len(self._masks), -1, -1):
-            for known in self._known:
-                if (found := known.get((e, self._masks[:end]))) is not None:
-                    return found
+            if (found := self._known.get((e, self._masks[:end]))) is not None:
+                return found
         value = self._print(e)
-        self._known[-1][e, self._masks] = value
+        self._known[e, self._masks] = value
         return value
 
     def _print(self, e: Expr) -> Value:

@@ -13,9 +13,10 @@ from torch_hybrid_backend.engines.triton.schedules.matmul import Product, operan
 from torch_hybrid_backend.engines.triton.schedules.tiles import axis, block_for, blocks, power_of_2, program_start
 from torch_hybrid_backend.engines.triton.source import Launch
 from torch_hybrid_backend.engines.triton.target import Target
+from torch_hybrid_backend.errors import ScheduleError
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index, index_of
 from torch_hybrid_backend.loops.kernels import AttentionKernel
-from torch_hybrid_backend.sizes.size import product, size_hint
+from torch_hybrid_backend.sizes.size import Size, product, size_hint
 
 _MIN_TILE = 16
 _TILE = 64
@@ -24,6 +25,10 @@ _LARGE_TILE = 512
 
 def launch(kernel: AttentionKernel, target: Target) -> Launch:
     b, h, s, e = kernel.domain
+    if isinstance(e.extent, Size) or isinstance(kernel.k_vars[3].extent, Size):
+        raise ScheduleError(
+            "attention needs head widths that are known when it is compiled"
+        )  # a tile holds a whole one
     most = _LARGE_TILE if target.has_large_tiles else _TILE
     rows = block_for(s.extent, most, _MIN_TILE)
     constants = {
