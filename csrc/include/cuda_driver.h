@@ -16,6 +16,8 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace torch_hybrid_backend {
 
@@ -41,8 +43,60 @@ class CudaFunction {
               void* stream, void** parameters) const;
 
  private:
+  friend class CudaGraph;
   void* context_ = nullptr;
   void* function_ = nullptr;
+};
+
+// A launch as a node of a graph: what CudaFunction::Launch takes.
+struct KernelNode {
+  const CudaFunction* function;
+  std::array<uint32_t, 3> grid;  // without a 0
+  uint32_t threads;
+  uint32_t shared_bytes;
+  void** parameters;  // read when they are handed over
+};
+
+// Whether the work that is queued on the stream is being recorded, into a graph of the caller's, to
+// run later. The default stream, which is null, cannot be.
+bool IsCapturing(void* stream);
+
+// Graphs that there may be at once in the process: the driver keeps memory for each, on the device
+// too (how much was not measured).
+inline constexpr int kMostGraphs = 1024;
+
+// Kernels of one device that are launched together. The driver's functions for it are looked for
+// with the first one: a driver without them launches kernels all the same.
+//
+// A graph is one thread's at a time. It may be destroyed while it runs: the driver then frees it
+// when it has run.
+class CudaGraph {
+ public:
+  // `after[i]`: nodes that node i waits for, all of them before it. Throws where there are
+  // kMostGraphs.
+  CudaGraph(const std::vector<KernelNode>& nodes, const std::vector<std::vector<size_t>>& after);
+  CudaGraph(const CudaGraph&) = delete;
+  CudaGraph& operator=(const CudaGraph&) = delete;
+
+  // Launches each kernel as before, or as `changed` says, which has nodes by their numbers. A
+  // launch that has not ended keeps what it was launched with. Returns when the launch is queued.
+  void Launch(const std::vector<std::pair<size_t, KernelNode>>& changed, void* stream);
+
+ private:
+  // One of kMostGraphs.
+  class Place {
+   public:
+    Place();
+    Place(const Place&) = delete;
+    Place& operator=(const Place&) = delete;
+    ~Place();
+  };
+
+  const Place place_;
+  void* const context_;
+  std::vector<void*> nodes_;
+  std::unique_ptr<void, void (*)(void*)> graph_;  // nodes are changed by their handles in it
+  std::unique_ptr<void, void (*)(void*)> executable_;
 };
 
 }  // namespace torch_hybrid_backend

@@ -5,6 +5,9 @@
 // call's work waits for this one's by the order of the stream. (A stream that its owner destroys
 // while work is on it must not be: torch's own streams never are.)
 //
+// While the caller records a stream into a CUDA graph, a call has a frame of its own, which no
+// other call gets: its memory is the recording's, which runs again at any time.
+//
 // Ownership: a frame owns its arenas, argument tables and the tensors alive in its call. FramePool
 // owns idle frames; a Lease owns a frame during a call and gives it back, emptied of tensors, when
 // it ends, also by an exception.
@@ -23,6 +26,7 @@
 #include <vector>
 
 #include "aligned_block.h"
+#include "cuda_graph.h"
 #include "device.h"
 #include "kernel_abi.h"
 
@@ -34,11 +38,13 @@ using Streams = std::vector<std::pair<Device, void*>>;
 
 struct Frame {
   Streams streams;
+  bool is_captured = false;                          // made while the caller records
   AlignedBlock arena;                                // the host's
   std::vector<torch::stable::Tensor> device_arenas;  // from PyTorch's allocator, for those streams
   std::vector<DLTensor> views;                       // one for each value
   std::vector<TVMFFIAny> arguments;  // of all kernels, one after the other; they point into `views`
   std::vector<void*> parameters;     // of all launches and external calls, likewise
+  std::vector<FrameGraph> graphs;    // of all graphs of launches
   std::vector<std::optional<torch::stable::Tensor>>
       tensors;  // one for each value; filled while alive
 };

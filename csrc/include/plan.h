@@ -108,6 +108,7 @@ class Plan {
   std::vector<Device> streams_;  // devices whose current stream a frame is for
   size_t arguments_ = 0;
   size_t parameters_ = 0;
+  size_t graphs_ = 0;
   size_t inputs_ = 0;
   int64_t constants_ = 0;
   FramePool frames_;

@@ -55,6 +55,9 @@ struct PlanParts {
   // Entries of the frames' tables that steps made before take.
   size_t arguments = 0;
   size_t parameters = 0;
+  size_t graphs = 0;
+  // By value, of roots: whether steps made before use it.
+  std::vector<bool> touched;
   // Devices other than the host on which steps need the caller's stream, each once.
   std::vector<Device> streams;
   // Constants that steps read as tensors.
@@ -76,6 +79,7 @@ std::unique_ptr<Step> MakeStep(const Json& description, PlanParts& plan);
 // One for each kind, each in its file in src/steps/.
 std::unique_ptr<Step> MakeHostKernel(const Json& description, PlanParts& plan);
 std::unique_ptr<Step> MakeDeviceLaunch(const Json& description, PlanParts& plan);
+std::unique_ptr<Step> MakeLaunchGraph(const Json& description, PlanParts& plan);
 std::unique_ptr<Step> MakeOperatorCall(const Json& description, PlanParts& plan);
 std::unique_ptr<Step> MakeExternalCall(const Json& description, PlanParts& plan);
 std::unique_ptr<Step> MakeCallback(const Json& description, PlanParts& plan);

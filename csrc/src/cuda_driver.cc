@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <atomic>
 #include <fstream>
 #include <iterator>
 #include <map>
@@ -20,6 +21,7 @@ constexpr int kMaxDynamicSharedBytes = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHAR
 constexpr uint32_t kSharedBytesForAll = 48 << 10;
 
 struct Driver {
+  void* library;
   Status (*init)(unsigned flags);
   Status (*device_get)(int* device, int ordinal);
   Status (*primary_context_retain)(void** context, int device);
@@ -51,6 +53,7 @@ Driver OpenDriver() {
                              std::string(dlerror()));
   }
   Driver driver{};
+  driver.library = library;
   Find(library, "cuInit", driver.init);
   Find(library, "cuDeviceGet", driver.device_get);
   Find(library, "cuDevicePrimaryCtxRetain", driver.primary_context_retain);
@@ -173,6 +176,139 @@ void CudaFunction::Launch(const std::array<uint32_t, 3>& grid, uint32_t threads,
   const Status status = Cuda().launch_kernel(function_, grid[0], grid[1], grid[2], threads, 1, 1,
                                              shared_bytes, stream, parameters, nullptr);
   if (status != 0) Check(status, "launching a kernel");
+}
+
+namespace {
+
+// As cuda.h declares it for cuGraphAddKernelNode_v2: of CUDA 12.0 and later.
+struct NodeParameters {
+  void* function;
+  unsigned grid_x, grid_y, grid_z;
+  unsigned block_x, block_y, block_z;
+  unsigned shared_bytes;
+  void** parameters;
+  void** extra;
+  void* kernel;
+  void* context;
+};
+constexpr int kRelaxed = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED
+
+struct GraphDriver {
+  Status (*create)(void** graph, unsigned flags);
+  Status (*add_kernel)(void** node, void* graph, void* const* after, size_t count,
+                       const NodeParameters* parameters);
+  Status (*instantiate)(void** executable, void* graph, unsigned long long flags);
+  Status (*set_parameters)(void* executable, void* node, const NodeParameters* parameters);
+  Status (*launch)(void* executable, void* stream);
+  Status (*destroy)(void* graph);
+  Status (*destroy_executable)(void* executable);
+  Status (*exchange_capture_mode)(int* mode);
+};
+
+GraphDriver OpenGraphDriver() {
+  void* const library = Cuda().library;
+  GraphDriver driver{};
+  Find(library, "cuGraphCreate", driver.create);
+  Find(library, "cuGraphAddKernelNode_v2", driver.add_kernel);
+  Find(library, "cuGraphInstantiateWithFlags", driver.instantiate);
+  Find(library, "cuGraphExecKernelNodeSetParams_v2", driver.set_parameters);
+  Find(library, "cuGraphLaunch", driver.launch);
+  Find(library, "cuGraphDestroy", driver.destroy);
+  Find(library, "cuGraphExecDestroy", driver.destroy_executable);
+  Find(library, "cuThreadExchangeStreamCaptureMode", driver.exchange_capture_mode);
+  return driver;
+}
+
+const GraphDriver& Graphs() {
+  static const GraphDriver driver = OpenGraphDriver();
+  return driver;
+}
+
+// While another thread records, a thread may not do what takes memory past the recording, as making
+// a graph may, unless it says that it knows.
+class BesideCaptures {
+ public:
+  BesideCaptures() { Check(Graphs().exchange_capture_mode(&mode_), "leaving captures alone"); }
+  BesideCaptures(const BesideCaptures&) = delete;
+  BesideCaptures& operator=(const BesideCaptures&) = delete;
+  ~BesideCaptures() { Graphs().exchange_capture_mode(&mode_); }
+
+ private:
+  int mode_ = kRelaxed;  // then the one that the thread had
+};
+
+NodeParameters ParametersOf(const KernelNode& node, void* function) {
+  return {.function = function,
+          .grid_x = node.grid[0],
+          .grid_y = node.grid[1],
+          .grid_z = node.grid[2],
+          .block_x = node.threads,
+          .block_y = 1,
+          .block_z = 1,
+          .shared_bytes = node.shared_bytes,
+          .parameters = node.parameters,
+          .extra = nullptr,
+          .kernel = nullptr,
+          .context = nullptr};
+}
+
+std::atomic<int> graphs_alive = 0;
+
+}  // namespace
+
+bool IsCapturing(void* stream) {
+  using Ask = Status (*)(void* stream, int* status);
+  // Without a driver nothing is recorded, and the launch says what is missing.
+  static const auto ask = [] {
+    void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+    return library == nullptr ? nullptr
+                              : reinterpret_cast<Ask>(dlsym(library, "cuStreamIsCapturing"));
+  }();
+  if (stream == nullptr || ask == nullptr) return false;
+  int capturing = 0;
+  // What cannot be told is left to the launches, which can do less wrong.
+  return ask(stream, &capturing) != 0 || capturing != 0;
+}
+
+CudaGraph::Place::Place() {
+  if (++graphs_alive <= kMostGraphs) return;
+  --graphs_alive;
+  throw std::runtime_error("there are " + std::to_string(kMostGraphs) +
+                           " CUDA graphs in use, and no more are made");
+}
+
+CudaGraph::Place::~Place() { --graphs_alive; }
+
+CudaGraph::CudaGraph(const std::vector<KernelNode>& nodes,
+                     const std::vector<std::vector<size_t>>& after)
+    : context_(nodes.at(0).function->context_),
+      graph_(nullptr, [](void* graph) { Graphs().destroy(graph); }),
+      executable_(nullptr, [](void* executable) { Graphs().destroy_executable(executable); }) {
+  const InContext inside(context_);
+  const BesideCaptures beside;
+  void* made = nullptr;
+  Check(Graphs().create(&made, 0), "making a CUDA graph");
+  graph_.reset(made);
+  for (size_t i = 0; i < nodes.size(); ++i) {
+    std::vector<void*> before;
+    for (const size_t node : after[i]) before.push_back(nodes_.at(node));
+    const NodeParameters parameters = ParametersOf(nodes[i], nodes[i].function->function_);
+    Check(Graphs().add_kernel(&nodes_.emplace_back(), made, before.data(), before.size(),
+                              &parameters),
+          "adding a kernel to a CUDA graph");
+  }
+  Check(Graphs().instantiate(&made, graph_.get(), 0), "instantiating a CUDA graph");
+  executable_.reset(made);
+}
+
+void CudaGraph::Launch(const std::vector<std::pair<size_t, KernelNode>>& changed, void* stream) {
+  const InContext inside(context_);
+  for (const auto& [node, launch] : changed) {
+    const NodeParameters parameters = ParametersOf(launch, launch.function->function_);
+    Check(Graphs().set_parameters(executable_.get(), nodes_[node], &parameters),
+          "changing a kernel of a CUDA graph");
+  }
+  Check(Graphs().launch(executable_.get(), stream), "launching a CUDA graph");
 }
 
 }  // namespace torch_hybrid_backend

@@ -18,6 +18,7 @@ std::unique_ptr<Frame> FramePool::TakeIdle(const Streams& streams) {
 }
 
 void FramePool::GiveBack(std::unique_ptr<Frame> frame) noexcept {
+  if (frame->is_captured) return;
   for (auto& tensor : frame->tensors) tensor.reset();
   try {
     const std::lock_guard<std::mutex> lock(mutex_);

@@ -31,8 +31,11 @@ Plan::Plan(const std::string& description) {
   if (static_cast<int64_t>(inputs_) < 0 || constants_ < 0)
     Refuse("a plan's sizes cannot be negative");
   ReadValues(json["values"]);
-  PlanParts parts{
-      .values = values_, .device = Device::Host(), .streams = {}, .tensor_constants = {}};
+  PlanParts parts{.values = values_,
+                  .device = Device::Host(),
+                  .touched = std::vector<bool>(values_.size()),
+                  .streams = {},
+                  .tensor_constants = {}};
   ReadArenas(json["arenas"], parts);
   CheckValues();
   ReadSteps(json["steps"], parts);
@@ -43,6 +46,7 @@ Plan::Plan(const std::string& description) {
   for (const size_t value : outputs_) values_.RequireTensor(value, "the plan returns");
   arguments_ = parts.arguments;
   parameters_ = parts.parameters;
+  graphs_ = parts.graphs;
   streams_ = std::move(parts.streams);
   tensor_constants_ = std::move(parts.tensor_constants);
   FindLifetimes();
@@ -86,6 +90,7 @@ const Plan::Arena* Plan::ArenaOf(const Device& device) const {
 void Plan::ReadSteps(const Json& steps, PlanParts& parts) {
   for (const Json& description : steps.AsList()) {
     std::unique_ptr<Step> step = MakeStep(description, parts);
+    for (const size_t value : step->Touched()) parts.touched[values_[value].root] = true;
     const auto* kernel = step->InTeam() ? static_cast<const HostKernel*>(step.get()) : nullptr;
     steps_.push_back({std::move(step), kernel, {}, {}});
   }

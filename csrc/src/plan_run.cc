@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "cuda_driver.h"
 #include "plan.h"
 #include "profiler_range.h"
 #include "team.h"
@@ -65,6 +66,7 @@ std::unique_ptr<Frame> Plan::NewFrame(Streams streams) const {
   }
   frame->arguments.reserve(arguments_);
   frame->parameters.reserve(parameters_);
+  frame->graphs.reserve(graphs_);
   for (const PlannedStep& step : steps_) step.step->Prepare(*frame);
   return frame;
 }
@@ -77,8 +79,11 @@ std::unique_ptr<Frame> Plan::BoundFrame(const Binding& binding, const std::vecto
   }
   if (binding.IsStale()) return nullptr;
   Streams streams = CurrentStreams(streams_);
-  std::unique_ptr<Frame> frame = frames_.TakeIdle(streams);
+  const bool captured = std::any_of(streams.begin(), streams.end(),
+                                    [](const auto& stream) { return IsCapturing(stream.second); });
+  std::unique_ptr<Frame> frame = captured ? nullptr : frames_.TakeIdle(streams);
   if (!frame) frame = NewFrame(std::move(streams));
+  frame->is_captured = captured;
   BindConstants(*frame, binding);
   BindInputs(*frame, inputs);
   return frame;

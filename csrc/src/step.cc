@@ -11,8 +11,13 @@ namespace {
 using Make = std::unique_ptr<Step> (*)(const Json& description, PlanParts& plan);
 
 constexpr std::pair<std::string_view, Make> kKinds[] = {
-    {"kernel", &MakeHostKernel},     {"launch", &MakeDeviceLaunch}, {"operator", &MakeOperatorCall},
-    {"external", &MakeExternalCall}, {"callback", &MakeCallback},   {"copy", &MakeCopy},
+    {"kernel", &MakeHostKernel},
+    {"launch", &MakeDeviceLaunch},
+    {"graph", &MakeLaunchGraph},
+    {"operator", &MakeOperatorCall},
+    {"external", &MakeExternalCall},
+    {"callback", &MakeCallback},
+    {"copy", &MakeCopy},
 };
 
 }  // namespace

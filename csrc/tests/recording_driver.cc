@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <sstream>
 #include <utility>
 
@@ -28,7 +29,9 @@ struct Context {
 
 std::mutex mutex;
 std::vector<Launch> launched;
-std::map<void*, std::deque<Launch>> queued;
+// A launch, or the launches of a graph in the order in which they run.
+using Batch = std::vector<Launch>;
+std::map<void*, std::deque<Batch>> queued;
 int modules = 0;
 bool fails = false;
 thread_local std::vector<Context*> stack;
@@ -44,6 +47,100 @@ void Execute(const Launch& launch) {
   auto* y = reinterpret_cast<float*>(launch.parameters[1]);
   const auto count = static_cast<int32_t>(launch.parameters[2]);
   for (int32_t i = 0; i < count; ++i) y[i] = 2 * x[i];
+}
+
+Launch LaunchOf(const Function& function, std::vector<unsigned> grid, std::vector<unsigned> block,
+                unsigned shared_bytes, void** parameters) {
+  Launch launch{function.symbol,
+                std::move(grid),
+                std::move(block),
+                shared_bytes,
+                function.shared_bytes_allowed,
+                nullptr,
+                function.module->device,
+                {}};
+  for (size_t i = 0; i < function.module->parameter_bytes.size(); ++i) {
+    uint64_t parameter = 0;
+    std::memcpy(&parameter, parameters[i], function.module->parameter_bytes[i]);
+    launch.parameters.push_back(parameter);
+  }
+  return launch;
+}
+
+// As cuda.h declares it.
+struct NodeParameters {
+  void* function;
+  unsigned grid[3];
+  unsigned block[3];
+  unsigned shared_bytes;
+  void** parameters;
+  void** extra;
+  void* kernel;
+  void* context;
+};
+
+struct Graph;
+struct Node {
+  Graph* graph;
+  size_t number;
+};
+struct Graph {
+  std::vector<std::unique_ptr<Node>> handles;
+  std::vector<Launch> nodes;
+  std::vector<std::vector<size_t>> after;
+};
+struct Executable {
+  const Graph* graph;
+  std::vector<Launch> nodes;
+  std::vector<std::vector<size_t>> after;
+};
+
+std::vector<std::string> calls;
+std::string failing;
+std::vector<std::vector<size_t>> last_edges;
+int alive = 0;
+std::set<void*> capturing;
+thread_local int capture_mode = 0;
+
+// Whether the call of the function fails. With the lock held.
+bool Called(const char* function) {
+  calls.emplace_back(function);
+  return failing == function;
+}
+
+Launch LaunchOf(const NodeParameters& node) {
+  return LaunchOf(*static_cast<const Function*>(node.function), {node.grid, node.grid + 3},
+                  {node.block, node.block + 3}, node.shared_bytes, node.parameters);
+}
+
+bool IsLegal(const NodeParameters& node) {
+  return node.extra == nullptr && node.kernel == nullptr && node.context == nullptr &&
+         std::find(node.grid, node.grid + 3, 0U) == node.grid + 3;
+}
+
+// The last that may run first, and so on.
+Batch InAnotherOrder(const Executable& executable) {
+  Batch batch;
+  std::vector<bool> done(executable.nodes.size(), false);
+  while (batch.size() < done.size()) {
+    for (size_t node = done.size(); node-- > 0;) {
+      const auto& after = executable.after[node];
+      if (done[node] || !std::all_of(after.begin(), after.end(), [&](size_t n) { return done[n]; }))
+        continue;
+      batch.push_back(executable.nodes[node]);
+      done[node] = true;
+      break;
+    }
+  }
+  return batch;
+}
+
+void Queue(void* stream, Batch batch) {
+  for (Launch& launch : batch) {
+    launch.stream = stream;
+    launched.push_back(launch);
+  }
+  if (!capturing.contains(stream)) queued[stream].push_back(std::move(batch));
 }
 
 }  // namespace
@@ -110,22 +207,89 @@ int cuLaunchKernel(void* handle, unsigned x, unsigned y, unsigned z, unsigned bl
   if (fails || extra != nullptr || stack.empty() ||
       stack.back()->device != function->module->device)
     return 700;
-  Launch launch{function->symbol,
-                {x, y, z},
-                {block_x, block_y, block_z},
-                shared_bytes,
-                function->shared_bytes_allowed,
-                stream,
-                stack.back()->device,
-                {}};
-  for (size_t i = 0; i < function->module->parameter_bytes.size(); ++i) {
-    uint64_t parameter = 0;
-    std::memcpy(&parameter, parameters[i], function->module->parameter_bytes[i]);
-    launch.parameters.push_back(parameter);
-  }
   const std::lock_guard<std::mutex> lock(mutex);
-  launched.push_back(launch);
-  queued[stream].push_back(std::move(launch));
+  calls.emplace_back(__func__);
+  Queue(stream,
+        {LaunchOf(*function, {x, y, z}, {block_x, block_y, block_z}, shared_bytes, parameters)});
+  return 0;
+}
+
+int cuStreamIsCapturing(void* stream, int* status) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  calls.emplace_back(__func__);
+  *status = capturing.contains(stream) ? 1 : 0;
+  return 0;
+}
+
+int cuThreadExchangeStreamCaptureMode(int* mode) {
+  std::swap(*mode, capture_mode);
+  return 0;
+}
+
+int cuGraphCreate(void** graph, unsigned flags) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (Called(__func__) || flags != 0) return 1;
+  *graph = new Graph;
+  ++alive;
+  return 0;
+}
+
+int cuGraphAddKernelNode_v2(void** node, void* handle, void* const* after, size_t count,
+                            const NodeParameters* parameters) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (Called(__func__) || !IsLegal(*parameters)) return 1;
+  auto* graph = static_cast<Graph*>(handle);
+  std::vector<size_t> numbers;
+  for (size_t i = 0; i < count; ++i) {
+    const auto* before = static_cast<const Node*>(after[i]);
+    if (before->graph != graph) return 1;
+    numbers.push_back(before->number);
+  }
+  *node = graph->handles.emplace_back(new Node{graph, graph->nodes.size()}).get();
+  graph->nodes.push_back(LaunchOf(*parameters));
+  graph->after.push_back(std::move(numbers));
+  return 0;
+}
+
+int cuGraphInstantiateWithFlags(void** executable, void* handle, unsigned long long flags) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  // It takes memory: not while somebody may be capturing, unless the thread says that it knows.
+  if (Called(__func__) || flags != 0 || capture_mode != 2) return 1;
+  const auto* graph = static_cast<const Graph*>(handle);
+  *executable = new Executable{graph, graph->nodes, graph->after};
+  last_edges = graph->after;
+  ++alive;
+  return 0;
+}
+
+int cuGraphExecKernelNodeSetParams_v2(void* handle, void* node_handle,
+                                      const NodeParameters* parameters) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  auto* executable = static_cast<Executable*>(handle);
+  const auto* node = static_cast<const Node*>(node_handle);
+  if (Called(__func__) || !IsLegal(*parameters) || node->graph != executable->graph) return 1;
+  executable->nodes[node->number] = LaunchOf(*parameters);
+  return 0;
+}
+
+int cuGraphLaunch(void* handle, void* stream) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (Called(__func__) || fails || stack.empty()) return 700;
+  Queue(stream, InAnotherOrder(*static_cast<const Executable*>(handle)));
+  return 0;
+}
+
+int cuGraphExecDestroy(void* handle) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  delete static_cast<Executable*>(handle);
+  --alive;
+  return 0;
+}
+
+int cuGraphDestroy(void* handle) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  delete static_cast<Graph*>(handle);
+  --alive;
   return 0;
 }
 
@@ -142,13 +306,31 @@ const Recording recording = {
     },
     [](void* stream, size_t most) {
       const std::lock_guard<std::mutex> lock(mutex);
-      for (std::deque<Launch>& queue = queued[stream]; most > 0 && !queue.empty(); --most) {
-        Execute(queue.front());
+      for (std::deque<Batch>& queue = queued[stream]; most > 0 && !queue.empty(); --most) {
+        for (const Launch& launch : queue.front()) Execute(launch);
         queue.pop_front();
       }
     },
     [] { return modules; },
     [] { return static_cast<int>(stack.size()); },
     [](bool now) { fails = now; },
+};
+
+extern const RecordingGraphs recording_graphs;
+const RecordingGraphs recording_graphs = {
+    [] {
+      const std::lock_guard<std::mutex> lock(mutex);
+      return std::exchange(calls, {});
+    },
+    [] { return last_edges; },
+    [](const std::string& function) { failing = function; },
+    [](void* stream, bool begins) {
+      if (begins) {
+        capturing.insert(stream);
+      } else {
+        capturing.erase(stream);
+      }
+    },
+    [] { return alive; },
 };
 }

@@ -35,4 +35,19 @@ struct Recording {
   void (*fail)(bool fails);
 };
 
+// Of the same driver: the symbol "recording_graphs". A graph's kernels run in another order than
+// they were added in, as far as what they wait for allows.
+struct RecordingGraphs {
+  // The functions called since the last call, by name: those that launch, and those of graphs.
+  std::vector<std::string> (*take_calls)();
+  // For each node of the graph instantiated last: those that it waits for.
+  std::vector<std::vector<size_t>> (*edges)();
+  // The function of that name fails from here on; none where it is empty.
+  void (*fail)(const std::string& function);
+  // Whether the stream is being captured from here on: what is launched on it then does not run.
+  void (*capture)(void* stream, bool begins);
+  // Executable graphs, and graphs, that are not destroyed.
+  int (*alive)();
+};
+
 #endif  // TORCH_HYBRID_BACKEND_TESTS_RECORDING_DRIVER_H_

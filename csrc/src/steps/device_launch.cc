@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <cstring>
 #include <limits>
 #include <mutex>
 #include <optional>
@@ -8,7 +9,7 @@
 #include <utility>
 
 #include "cuda_driver.h"
-#include "step.h"
+#include "launch.h"
 
 namespace torch_hybrid_backend {
 namespace {
@@ -24,7 +25,7 @@ struct Geometry {
 
 // A kernel of a module, launched on the caller's current stream of a GPU. Its parameters are the
 // addresses of its arguments, then its scalars, then the addresses of its scratch memory.
-class DeviceLaunch final : public Step {
+class DeviceLaunch final : public Launch {
  public:
   DeviceLaunch(std::shared_ptr<const ModuleImage> image, std::string symbol, Geometry geometry,
                std::vector<size_t> arguments, std::vector<uint64_t> scalars,
@@ -39,7 +40,12 @@ class DeviceLaunch final : public Step {
         stream_(plan.StreamOf(plan.device)),
         first_(plan.parameters) {
     for (size_t i = 0; i < arguments_.size(); ++i) {
-      if (plan.values[arguments_[i]].layout.device.is_host) by_value_.push_back(i);
+      const Value& value = plan.values[arguments_[i]];
+      if (value.layout.device.is_host) by_value_.push_back({i, value.SizeBytes()});
+    }
+    for (const size_t value : Touched()) {
+      const Value& root = plan.values[plan.values[value].root];
+      if (!root.layout.device.is_host && root.kind != ValueKind::kArena) varying_.push_back(value);
     }
     plan.parameters += arguments_.size() + scalars_.size() + scratch_.size();
   }
@@ -67,15 +73,11 @@ class DeviceLaunch final : public Step {
   }
 
   bool Run(const RunContext& context) const override {
-    const auto& grid = geometry_.grid;
-    if (std::find(grid.begin(), grid.end(), 0U) != grid.end()) return true;  // nothing to do
+    if (!HasBlocks()) return true;
     Frame& frame = context.frame;
-    void** const parameters = frame.parameters.data() + first_;
-    // The tensor's only element, which is read when the launch is queued.
-    for (const size_t i : by_value_) parameters[i] = frame.views[arguments_[i]].data;
     try {
-      function_->Launch(grid, geometry_.threads, geometry_.shared_bytes,
-                        frame.streams[stream_].second, parameters);
+      function_->Launch(geometry_.grid, geometry_.threads, geometry_.shared_bytes,
+                        frame.streams[stream_].second, Parameters(frame));
     } catch (const std::runtime_error& error) {
       throw std::runtime_error("the kernel " + symbol_ + ": " + error.what());
     }
@@ -84,7 +86,34 @@ class DeviceLaunch final : public Step {
 
   std::string Title() const override { return symbol_; }
 
+  bool HasBlocks() const override {
+    const auto& grid = geometry_.grid;
+    return std::find(grid.begin(), grid.end(), 0U) == grid.end();
+  }
+
+  KernelNode Node(Frame& frame) const override {
+    return {&*function_, geometry_.grid, geometry_.threads, geometry_.shared_bytes,
+            Parameters(frame)};
+  }
+
+  void AddVarying(const Frame& frame, std::vector<uint64_t>& words) const override {
+    for (const size_t value : varying_)
+      words.push_back(reinterpret_cast<uint64_t>(frame.views[value].data));
+    for (const auto& [argument, bytes] : by_value_) {
+      const size_t begin = words.size();
+      words.resize(begin + (bytes + 7) / 8);
+      std::memcpy(&words[begin], frame.views[arguments_[argument]].data, bytes);
+    }
+  }
+
  private:
+  void** Parameters(Frame& frame) const {
+    void** const parameters = frame.parameters.data() + first_;
+    // The tensor's only element, which is read when the launch is queued.
+    for (const auto& [i, bytes] : by_value_) parameters[i] = frame.views[arguments_[i]].data;
+    return parameters;
+  }
+
   const std::shared_ptr<const ModuleImage> image_;
   const std::string symbol_;
   const Geometry geometry_;
@@ -93,8 +122,9 @@ class DeviceLaunch final : public Step {
   const std::vector<std::optional<size_t>> scratch_;
   const int32_t device_;
   const size_t stream_;
-  const size_t first_;            // of its entries in the frame's parameters
-  std::vector<size_t> by_value_;  // arguments on the host
+  const size_t first_;                               // of its entries in the frame's parameters
+  std::vector<std::pair<size_t, size_t>> by_value_;  // arguments on the host, and their bytes
+  std::vector<size_t> varying_;                      // values whose addresses change
   // Loaded with the first frame, not while the plan is built: most plans that are built never run.
   mutable std::once_flag loaded_;
   mutable std::optional<CudaFunction> function_;
