@@ -27,6 +27,16 @@ struct Context {
   int device;
 };
 
+// CUlaunchConfig.
+struct LaunchConfig {
+  unsigned grid_x, grid_y, grid_z;
+  unsigned block_x, block_y, block_z;
+  unsigned shared_bytes;
+  void* stream;
+  void* attributes;
+  unsigned attribute_count;
+};
+
 std::mutex mutex;
 std::vector<Launch> launched;
 // A launch, or the launches of a graph in the order in which they run.
@@ -200,17 +210,16 @@ int cuFuncSetAttribute(void* function, int attribute, int value) {
   return 0;
 }
 
-int cuLaunchKernel(void* handle, unsigned x, unsigned y, unsigned z, unsigned block_x,
-                   unsigned block_y, unsigned block_z, unsigned shared_bytes, void* stream,
-                   void** parameters, void** extra) {
+int cuLaunchKernelEx(const LaunchConfig* config, void* handle, void** parameters, void** extra) {
   const auto* function = static_cast<const Function*>(handle);
-  if (fails || extra != nullptr || stack.empty() ||
+  if (fails || extra != nullptr || config->attribute_count != 0 || stack.empty() ||
       stack.back()->device != function->module->device)
     return 700;
   const std::lock_guard<std::mutex> lock(mutex);
   calls.emplace_back(__func__);
-  Queue(stream,
-        {LaunchOf(*function, {x, y, z}, {block_x, block_y, block_z}, shared_bytes, parameters)});
+  Queue(config->stream, {LaunchOf(*function, {config->grid_x, config->grid_y, config->grid_z},
+                                  {config->block_x, config->block_y, config->block_z},
+                                  config->shared_bytes, parameters)});
   return 0;
 }
 
@@ -274,7 +283,8 @@ int cuGraphExecKernelNodeSetParams_v2(void* handle, void* node_handle,
 
 int cuGraphLaunch(void* handle, void* stream) {
   const std::lock_guard<std::mutex> lock(mutex);
-  if (Called(__func__) || fails || stack.empty()) return 700;
+  if (Called(__func__)) return 1;
+  if (fails || stack.empty()) return 700;
   Queue(stream, InAnotherOrder(*static_cast<const Executable*>(handle)));
   return 0;
 }

@@ -2,12 +2,13 @@
 // (recording_driver.h), and that kernels which it runs in any order that the graph allows compute
 // the same. It does not show that a GPU would do it.
 #include <dlfcn.h>
-#include <torch/csrc/stable/stableivalue_conversions.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <cstdlib>
 #include <fstream>
+#include <memory>
 #include <optional>
 #include <string>
 #include <thread>
@@ -35,7 +36,7 @@ int stream_b = 0;
 constexpr size_t kAll = 1000;
 
 const std::string kAsk = "cuStreamIsCapturing";
-const std::string kLaunch = "cuLaunchKernel";
+const std::string kLaunch = "cuLaunchKernelEx";
 const std::string kCreate = "cuGraphCreate";
 const std::string kAdd = "cuGraphAddKernelNode_v2";
 const std::string kInstantiate = "cuGraphInstantiateWithFlags";
@@ -71,6 +72,12 @@ std::string Chain() {
                        OnGpu("fresh", 0),
                    Graph(Double(0, 1) + "," + Double(1, 2) + "," + Double(2, 3), "[1],[2],[3]"), 1,
                    "3", kArena);
+}
+
+void TakeWarnings(Calls& into) {
+  operators["torch_hybrid_backend::warn."] = [&](StableIValue* stack) {
+    into.push_back(*std::unique_ptr<std::string>(reinterpret_cast<std::string*>(stack[0])));
+  };
 }
 
 void CheckEightfold(const torch::stable::Tensor& out, float x) {
@@ -180,6 +187,7 @@ void TestNumbersOfTheHost() {
       Described(OnGpu("input", 0) + R"(,["input",1,"float32",[],[],"cpu"],)" + OnGpu("arena", 0),
                 Graph(with_number + "," + Double(0, 2), "[2],[2]"), 2, "", kArena));
   const auto x = Given(1);
+  driver->take();
   for (const float number : {1.5F, 2.5F, 3.5F}) {
     graphs->take_calls();
     RunOnce(plan, {x, Floats({}, {number})});
@@ -253,9 +261,7 @@ void TestInsideTheCallersCapture() {
 void TestWhatFails() {
   current_stream = &stream_a;
   Calls warnings;
-  operators["torch_hybrid_backend::warn."] = [&](StableIValue* stack) {
-    warnings.push_back(torch::stable::detail::to<std::string>(stack[0]));
-  };
+  TakeWarnings(warnings);
   const int before = graphs->alive();
   for (const std::string& function : {kCreate, kAdd, kInstantiate, kChange, kLaunchGraph}) {
     Plan plan(Chain());
@@ -282,11 +288,11 @@ void TestWhatFails() {
   }
   Plan plan(Chain());
   const auto x = Given(1);
-  RunOnce(plan, {x});
+  const auto out = RunOnce(plan, {x});
   warnings.clear();
   driver->fail(true);
   CheckThrows([&] { RunOnce(plan, {x}); },
-              "the kernel double: launching a kernel failed: CUDA_ERROR_ILLEGAL_ADDRESS (700)");
+              "the kernel double: launching it failed: CUDA_ERROR_ILLEGAL_ADDRESS (700)");
   driver->fail(false);
   Check(warnings.empty(), "where nothing can be launched, that is an error and no warning");
   Check(driver->contexts_pushed() == 0, "failures leave no context behind");
@@ -296,9 +302,7 @@ void TestWhatFails() {
 void TestHowManyThereAre() {
   current_stream = &stream_a;
   Calls warnings;
-  operators["torch_hybrid_backend::warn."] = [&](StableIValue* stack) {
-    warnings.push_back(torch::stable::detail::to<std::string>(stack[0]));
-  };
+  TakeWarnings(warnings);
   const int before = graphs->alive();
   std::string steps;
   for (int i = 0; i <= kMostGraphs; ++i) steps += (i == 0 ? "" : ",") + Graph(Double(0, 1), "[1]");
@@ -352,7 +356,7 @@ void TestWhatIsRefused() {
 }  // namespace
 
 int main() {
-  // By its soname it is the driver that the product finds, because it is open already.
+  UseDriver(std::getenv("RECORDING_DRIVER"));
   void* const library = dlopen(std::getenv("RECORDING_DRIVER"), RTLD_NOW);
   Check(library != nullptr, dlerror());
   driver = static_cast<const Recording*>(dlsym(library, "recording"));

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "check.h"
+#include "cuda_driver.h"
 #include "plan.h"
 #include "plans.h"
 #include "pytorch_tensors.h"
@@ -155,6 +156,7 @@ void TestWhatIsRefused() {
 }  // namespace
 
 int main() {
+  UseDriver(std::getenv("RECORDING_DRIVER"));
   TestHostKernels();
   TestCopies();
   TestCallbacks();

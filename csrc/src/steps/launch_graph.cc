@@ -42,7 +42,8 @@ class LaunchGraph final : public Step {
               const std::vector<std::vector<Access>>& accesses, PlanParts& plan)
       : launches_(std::move(launches)),
         after_(Dependencies(accesses)),
-        stream_(plan.StreamOf(plan.device)),
+        on_host_(plan.device.is_host),
+        stream_(on_host_ ? 0 : plan.StreamOf(plan.device)),
         number_(plan.graphs++) {
     for (const auto& launch : launches_) {
       if (launch->HasBlocks()) nodes_.push_back(launch.get());
@@ -107,13 +108,14 @@ class LaunchGraph final : public Step {
       own.graph = std::make_unique<CudaGraph>(all, after_);
       own.changed.clear();
     }
-    own.graph->Launch(own.changed, frame.streams[stream_].second);
+    own.graph->Launch(own.changed, on_host_ ? nullptr : frame.streams[stream_].second);
     std::swap(own.last, own.now);
   }
 
   const std::vector<std::unique_ptr<Launch>> launches_;
   std::vector<const Launch*> nodes_;  // those with blocks
   const std::vector<std::vector<size_t>> after_;
+  const bool on_host_;
   const size_t stream_;
   const size_t number_;  // of its entry in the frame's graphs
   mutable std::atomic<bool> gave_up_ = false;
@@ -129,7 +131,7 @@ std::vector<Access> AccessesOf(const Launch& launch, const std::vector<size_t>& 
   for (const size_t touched : launch.Touched()) {
     const size_t root = plan.values[touched].root;
     const Value& value = plan.values[root];
-    if (value.layout.device.is_host) continue;  // passed by value
+    if (value.layout.device != plan.device) continue;  // a number of the host: passed by value
     const bool writes = std::any_of(written.begin(), written.end(),
                                     [&](size_t value) { return plan.values[value].root == root; });
     if (value.kind == ValueKind::kArena) {

@@ -15,12 +15,11 @@ from torch_hybrid_backend.loops.kernels import Kernel, kernel_sizes
 @dataclass(frozen=True, slots=True)
 class Program:
     """A kernel as Triton's compiler wants it. `text`: a module whose function `name` is the kernel; `signature`: the types of the function's
-    parameters by name, but those of `launch.constants`. `dtypes`: of the buffers among them."""
+    parameters by name, but those of `launch.constants`."""
 
     name: str
     text: str
     signature: dict[str, str]
-    dtypes: tuple[str, ...]
     launch: Launch
 
 
@@ -53,5 +52,4 @@ def emit_kernel(kernel: Kernel, name: str, target: Target) -> Program:
         + "\n".join(functions)
         + f"\n\n@triton.jit\ndef {name}({', '.join(parameters)}):\n{lines.text}\n"
     )
-    dtypes = tuple(argument.buffer.dtype for argument in printer.arguments)
-    return Program(name, text, signature, dtypes, launch)
+    return Program(name, text, signature, launch)
