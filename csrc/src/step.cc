@@ -11,13 +11,9 @@ namespace {
 using Make = std::unique_ptr<Step> (*)(const Json& description, PlanParts& plan);
 
 constexpr std::pair<std::string_view, Make> kKinds[] = {
-    {"kernel", &MakeHostKernel},
-    {"launch", &MakeDeviceLaunch},
+    {"kernel", &MakeHostKernel},     {"launch", &MakeDeviceLaunch}, {"operator", &MakeOperatorCall},
+    {"external", &MakeExternalCall}, {"callback", &MakeCallback},   {"copy", &MakeCopy},
     {"graph", &MakeLaunchGraph},
-    {"operator", &MakeOperatorCall},
-    {"external", &MakeExternalCall},
-    {"callback", &MakeCallback},
-    {"copy", &MakeCopy},
 };
 
 }  // namespace
