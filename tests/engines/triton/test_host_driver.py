@@ -1,5 +1,5 @@
-"""The launch path without a GPU: the steps of real plans, their addresses, numbers and grids, through a driver that interprets; what a driver may
-refuse."""
+"""The launch path without a GPU: the steps of real plans, with their addresses, numbers and grids, through a driver that interprets; and what a
+driver may refuse."""
 
 from __future__ import annotations
 
