@@ -14,10 +14,10 @@ import functools
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -103,7 +103,7 @@ DRIVER = HostDriver()
 class _LaunchConfig(ctypes.Structure):
     """CUlaunchConfig."""
 
-    _fields_: Sequence[tuple[str, Any]] = [
+    _fields_: ClassVar[list[Any]] = [
         *((name, ctypes.c_uint) for name in ("x", "y", "z", "block_x", "block_y", "block_z", "shared_bytes")),
         ("stream", ctypes.c_void_p),
         ("attributes", ctypes.c_void_p),
