@@ -98,6 +98,12 @@ def _directory(raw: object) -> object:
         raise ValueError(f"a path whose home directory is known ({error})") from None
 
 
+def _library(raw: object) -> object:
+    if not isinstance(raw, str | os.PathLike) or not str(raw).strip():
+        raise ValueError("the path or the name of a library")
+    return os.fspath(raw)
+
+
 def _default_cache_dir(environ: Mapping[str, str] | None = None) -> Path:
     base = (os.environ if environ is None else environ).get("XDG_CACHE_HOME", "")
     # The XDG specification: a relative path there is invalid and to be ignored.
@@ -194,6 +200,14 @@ class Config:
             "seconds",
             "time that one graph's kernels may take to compile, of all engines, backward graphs and first calls together (tuning excepted); "
             "late ones run in eager",
+        ),
+    )
+    cuda_driver: str = dataclasses.field(
+        default="libcuda.so.1",
+        metadata=_setting(
+            _library,
+            "a path, or a name that the loader finds",
+            "NVIDIA's driver library, by which kernels are launched on GPUs; a process uses one",
         ),
     )
     log: str = dataclasses.field(

@@ -176,7 +176,8 @@ void TestDriverOfAStep() {
   Plan plan(Described(Row("input", 0, 3) + "," + Row("arena", 64, 3) + "," + Row("fresh", 0, 3),
                       launch("0,1") + "," + launch("1,2"), 1, "2", R"(["cpu",128])"));
   Check(driver->modules_loaded() == before + 1, "modules are each driver's own");
-  const auto out = RunOnce(plan, {Floats({3}, {1, 2, 3})});
+  const auto x = Floats({3}, {1, 2, 3});  // alive until the launches have run
+  const auto out = RunOnce(plan, {x});
   driver->wait(nullptr, kAll);
   Check(Read(out[0]) == Floats32{4, 8, 12},
         "a step's own driver launches it on the host, without a stream");

@@ -10,6 +10,7 @@ import torch
 
 from tests.partition.engines_for_tests import trace
 from tests.services_for_tests import services
+from torch_hybrid_backend.codegen.assemble import assemble
 from torch_hybrid_backend.codegen.engine import KernelEngine, KernelRegion
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline
@@ -32,6 +33,15 @@ def compiled(
     (region,) = engine.compile([segment.region], Deadline(300.0))
     assert isinstance(region, KernelRegion), region
     return region, [inputs[graph.inputs.index(name)] for name in segment.inputs]
+
+
+def kernel_of(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Kernel:
+    """The one kernel of the function's one region."""
+    backend = TritonBackend(HOPPER)
+    engine = KernelEngine(backend, Config(), services())
+    (segment,) = partition_graph(trace(function, *inputs), [engine], Config()).graph.segments
+    (kernel,) = assemble(segment.region, backend).kernels
+    return kernel
 
 
 def check(

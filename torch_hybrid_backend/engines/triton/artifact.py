@@ -25,7 +25,7 @@ _END = _LENGTH.size + len(_MAGIC)
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """`symbol`: the kernel's name in the machine code. `signature`: its parameters' types by name, as Triton writes them ("*fp32" is an address),
+    """`symbol`: the kernel's name in the machine code. `signature`: its parameters' types by name, as Triton writes them ("*fp32": an address),
     but those of `constants`, its `tl.constexpr` parameters. `threads`: of a program."""
 
     text: str

@@ -14,18 +14,16 @@ import functools
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
-import torch
 
 from torch_hybrid_backend.core.program import DeviceLaunch
 from torch_hybrid_backend.engines.triton.artifact import Header, header_at
-from torch_hybrid_backend.engines.triton.functions import DTYPES
-from torch_hybrid_backend.engines.triton.interpreted import interpretable
+from torch_hybrid_backend.engines.triton.interpreted import interpretable, parameter
 from torch_hybrid_backend.errors import CacheError, HybridError
 
 _log = logging.getLogger(__name__)
@@ -83,11 +81,15 @@ class HostDriver:
             self._functions[module] = interpretable(header.text, symbol)
         return module
 
+    def symbol(self, number: int) -> str:
+        """The name of a kernel."""
+        return self._headers[number].symbol
+
     def launch(self, number: int, grid: tuple[int, int, int], parameters: Callable[[int], int]) -> None:
         """Run a kernel. `parameters`: the address of each. Raises DriverError, with the program in the log, for one that cannot be run."""
         header = self._headers[number]
         try:
-            given = [_argument(parameters(i), type_) for i, type_ in enumerate(header.signature.values())]
+            given = [parameter(type_, parameters(i)) for i, type_ in enumerate(header.signature.values())]
             with self._interpreting, np.errstate(all="ignore"):
                 self._functions[number][grid](*given, **header.constants)
         except Exception as error:  # whatever the interpreter and NumPy raise
@@ -97,25 +99,11 @@ class HostDriver:
 
 DRIVER = HostDriver()
 
-_DTYPES: Mapping[str, torch.dtype] = {short: getattr(torch, dtype) for dtype, (_, short) in DTYPES.items()}
-
-
-def _argument(address: int, type_: str) -> Any:
-    """A kernel's parameter of that type in its signature, which lies at an address."""
-    if not type_.startswith("*"):
-        return _elements(address, _DTYPES[type_]).item()
-    return _elements(ctypes.c_void_p.from_address(address).value or 0, _DTYPES[type_[1:]])
-
-
-def _elements(address: int, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor that begins at an address. It has one element; kernels go beyond it by themselves."""
-    return torch.frombuffer((ctypes.c_char * dtype.itemsize).from_address(address), dtype=dtype)
-
 
 class _LaunchConfig(ctypes.Structure):
     """CUlaunchConfig."""
 
-    _fields_: Sequence[tuple[str, Any]] = [
+    _fields_: ClassVar[list[Any]] = [
         *((name, ctypes.c_uint) for name in ("x", "y", "z", "block_x", "block_y", "block_z", "shared_bytes")),
         ("stream", ctypes.c_void_p),
         ("attributes", ctypes.c_void_p),

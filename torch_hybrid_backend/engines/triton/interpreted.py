@@ -5,6 +5,7 @@ The interpreter computes with NumPy. What it lacks has a substitute here, in one
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import tempfile
 from collections.abc import Callable, Mapping
@@ -111,3 +112,14 @@ def interpretable(text: str, name: str) -> Any:
 def _folder() -> tempfile.TemporaryDirectory[str]:
     """Where programs lie, as long as the process lives: the interpreter reads one again when it first runs."""
     return tempfile.TemporaryDirectory(prefix="torch-hybrid-backend-triton-")
+
+
+def parameter(type_: str, address: int) -> Any:
+    """A kernel's parameter that lies at an address, as the interpreter holds it. type_: as in the kernel's signature ("*fp32": an address)."""
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle, _get_np_dtype
+
+    known = tl.str_to_ty(type_, None)
+    dtype = _get_np_dtype(known)
+    data = np.frombuffer((ctypes.c_char * dtype.itemsize).from_address(address), dtype).copy()
+    return tl.tensor(TensorHandle(data, known), known)

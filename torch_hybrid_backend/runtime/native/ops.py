@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import re
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from torch_hybrid_backend.errors import HybridError
+from torch_hybrid_backend.errors import STICKY, DeviceError, HybridError
 from torch_hybrid_backend.runtime.native.description import PlanDescription
 from torch_hybrid_backend.runtime.native.libraries import OpenLibrary, use_library
 from torch_hybrid_backend.runtime.native.module import native_module
@@ -134,6 +135,7 @@ class _Operators:
         self.plan_new = ops.plan_new.default
         self.open_library = ops.open_library.default
         self.open_module = ops.open_module.default
+        self.use_cuda_driver = ops.use_cuda_driver.default
         self.plan_run = ops.plan_run.default
         self.plan_time = ops.plan_time.default
         self.guard_new = ops.guard_new.default
@@ -180,6 +182,14 @@ class Guard:
 def watches_writes() -> bool:
     """Whether the kernel tells which pages were written to, so that guards see every write (Linux 6.7 and later, unless it is forbidden)."""
     return bool(_ops().watches_writes())
+
+
+def use_cuda_driver(path: str) -> None:
+    """Kernels are launched on GPUs by the driver library of that path, or of that name where the loader looks.
+
+    Raises HybridError where another one is in use already: a process has one.
+    """
+    _building(_ops().use_cuda_driver, path)
 
 
 def give_back_freed_memory() -> None:
@@ -250,7 +260,7 @@ class Plan:
             else:
                 outputs, status = [], results
         except RuntimeError as error:
-            raise HybridError(str(error)) from error
+            raise _as_hybrid_error(error) from error
         if status == RunStatus.DONE:
             return outputs  # type: ignore[no-any-return]
         if status == RunStatus.STALE_BINDING:
@@ -294,7 +304,26 @@ def _building(operator: Callable[..., Any], *arguments: object) -> Any:
     try:
         return operator(*arguments)
     except RuntimeError as error:
-        raise HybridError(str(error)) from error
+        raise _as_hybrid_error(error) from error
+
+
+# See csrc/include/cuda_driver.h.
+_BY_DRIVER = re.compile(r" failed: CUDA_ERROR_\w+ \((\d+)\)")
+
+
+def _as_hybrid_error(error: RuntimeError) -> HybridError:
+    """What the C++ side threw, as an error of this package; what a GPU's driver said is told apart, by its code."""
+    text = str(error)
+    found = _BY_DRIVER.search(text)
+    if found is None:
+        return HybridError(text)
+    code = int(found[1])
+    if code in STICKY:
+        text += (
+            ". The GPU cannot be used any more in this process: start it again. What failed may be a kernel that was queued before this one;"
+            " with the environment variable CUDA_LAUNCH_BLOCKING=1 it is the one named here"
+        )
+    return DeviceError(text, code)
 
 
 def _free_plan(ops: _Operators, handle: int) -> None:
