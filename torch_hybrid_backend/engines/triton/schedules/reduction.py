@@ -77,21 +77,36 @@ def launch(kernel: RowKernel, target: Target) -> Launch:
     return Launch((rows, parts, 1), {"ROWS": height, "COLUMNS": width}, warps)
 
 
+def looped_tile(kernel: RowKernel, target: Target) -> tuple[int, int]:
+    """Rows, and elements of a row, that a program has at once where rows are read in chunks."""
+    order = _order(kernel)
+    rows = product([v.extent for v in order.rows])
+    if order.are_columns and not target.has_large_tiles:
+        lines = 2 if size_hint(rows) >= 2 * order.line * target.programs else 1
+        height = block_for(rows, lines * order.line)
+        return height, _COLUMN_TILE // height
+    width = _INTERPRETED if target.has_large_tiles else _CHUNK
+    return _height(rows, width, target), width
+
+
+def _height(rows: Dim, width: int, target: Target) -> int:
+    return block_for(rows, min(target.elements // width, -(-size_hint(rows) // target.programs)))
+
+
 def _tile(kernel: RowKernel, target: Target) -> tuple[int, int, int]:
     """Rows, elements of a row, and elements for each warp."""
     order = _order(kernel)
     rows = product([v.extent for v in order.rows])
     elements = product([v.extent for v in order.elements])
-    whole = power_of_2(max(1, elements)) if isinstance(elements, int) and not isinstance(kernel, PartKernel) else None
+    height, width = looped_tile(kernel, target)
+    is_whole = isinstance(elements, int) and not isinstance(kernel, PartKernel)
+    whole = power_of_2(max(1, elements)) if isinstance(elements, int) else 0
     if order.are_columns and not target.has_large_tiles:
-        lines = 2 if size_hint(rows) >= 2 * order.line * target.programs else 1
-        height = block_for(rows, lines * order.line)
         most = _COLUMN_TILE if passes_of(kernel).count == 1 else _MAX_COLUMN_TILE
-        fits = whole is not None and whole * height <= most
-        return height, whole if fits and whole is not None else _COLUMN_TILE // height, _COLUMN_ELEMENTS_PER_WARP
+        return height, whole if is_whole and whole * height <= most else width, _COLUMN_ELEMENTS_PER_WARP
     most = _INTERPRETED if target.has_large_tiles else _MAX_PERSISTENT
-    width = whole if whole is not None and whole <= most else min(most, _CHUNK)
-    height = block_for(rows, min(target.elements // width, -(-size_hint(rows) // target.programs)))
+    if is_whole and whole <= most:
+        height, width = _height(rows, whole, target), whole
     return height, width, _ELEMENTS_PER_WARP
 
 
