@@ -19,6 +19,13 @@ from torch_hybrid_backend.engines.triton.target import Target
 from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.partition.regions import partition_graph
 
+
+class _Scanning(LoopsEngine):
+    """What this backend takes."""
+
+    has_scans = True
+
+
 HOPPER = Target(90, 4, is_interpreted=True)
 
 
@@ -27,7 +34,7 @@ def kernels_of(
 ) -> tuple[Kernel, ...]:
     """The kernels of the function's one region for `target`; nothing is compiled and no input is read."""
     config = dataclasses.replace(Config(), placement="estimate")
-    (segment,) = partition_graph(trace(function, *inputs), [LoopsEngine()], config).graph.segments
+    (segment,) = partition_graph(trace(function, *inputs), [_Scanning()], config).graph.segments
     return assemble(segment.region, TritonBackend(target)).kernels
 
 

@@ -38,6 +38,8 @@ def split(kernel: Kernel, target: Target) -> Sequence[Kernel]:
     only at run time their typical values decide, and it is right for all."""
     if not isinstance(kernel, RowKernel) or isinstance(kernel, PartKernel) or target.has_large_tiles:
         return (kernel,)
+    if any(stage.kind == "scan" for stage in kernel.stages):
+        return (kernel,)
     rows = product([v.extent for d, v in enumerate(kernel.domain) if d not in kernel.axes])
     elements = product([kernel.domain[d].extent for d in kernel.axes])
     height, chunk = looped_tile(kernel, target)

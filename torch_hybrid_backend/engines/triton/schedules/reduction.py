@@ -6,6 +6,7 @@ whatever is computed of them. A longer one is read in chunks (looped), once for 
 
     sum, max, argmax, variance, log-sum-exp        1 reading       (variance and log-sum-exp were 2)
     softmax, layer norm                            2 readings, 1 writing       (were 3 and 1)
+    a running sum (`scan`)                         1 reading, 1 writing
 
 Where there are fewer rows than multiprocessors, a kernel is made into several first (`engines/triton/split.py`); one of them is a
 `PartKernel`, whose programs have a part of each row.
@@ -22,6 +23,7 @@ from dataclasses import dataclass, replace
 from torch_hybrid_backend.engines.triton.printer import Printer, Tile, Value
 from torch_hybrid_backend.engines.triton.schedules.accumulators import Accumulator, Exponentials, Rows, Squares
 from torch_hybrid_backend.engines.triton.schedules.one_pass import Passes, passes_of
+from torch_hybrid_backend.engines.triton.schedules.scan import Scan
 from torch_hybrid_backend.engines.triton.schedules.tiles import (
     axis,
     block_for,
@@ -33,7 +35,7 @@ from torch_hybrid_backend.engines.triton.schedules.tiles import (
 from torch_hybrid_backend.engines.triton.source import Launch
 from torch_hybrid_backend.engines.triton.target import Target
 from torch_hybrid_backend.loops.index import Index, LoopVar, contiguous_strides, index_of, linear
-from torch_hybrid_backend.loops.ir import loads_of
+from torch_hybrid_backend.loops.ir import Expr, buffers_of_expr, loads_of
 from torch_hybrid_backend.loops.kernels import RowKernel, Stage
 from torch_hybrid_backend.loops.layout import offset_of
 from torch_hybrid_backend.sizes.size import Dim, product, size_hint
@@ -193,11 +195,14 @@ class _Emitter:
                 if stage.kind == "reduce":
                     value = printer.full(printer.expr(stage.value))
                     self._keep(stage, Accumulator(stage, printer, self._rows).of(value, inside))
+                elif stage.kind == "scan":
+                    self._keep(stage, Scan(stage, printer, self._rows).of(printer.expr(stage.value)))
                 else:
                     self._run(stage)
 
     def looped(self, width: int) -> None:
-        """Passes over the rows: each has the stages that need the reductions of those before it."""
+        """Passes over the rows: each has the stages that need the reductions of those before it. What is mapped or scanned is computed again in
+        each pass that needs it."""
         printer = self._printer
         passes = passes_of(self._kernel)
         for stage in self._stages:
@@ -217,12 +222,19 @@ class _Emitter:
             stores = [stage for stage in own if stage.kind == "store"]
             if not reductions and not stores:
                 continue
-            for reduction in reductions:
-                reduction.begin()
+            elements = [reduction.element for reduction in reductions] + [stage.value for stage in stores]
+            scans = [Scan(stage, printer, rows) for stage in self._scans(elements)]
+            with printer.over(self._tile, self._env, self._bounds):
+                for scan in scans:
+                    scan.begin()
+                for reduction in reductions:
+                    reduction.begin()
             with (
                 printer.lines.block(f"for chunk in range({begin}, {end}, COLUMNS):"),
                 self._elements_from("chunk", width) as inside,
             ):
+                for scan in scans:
+                    self._keep(scan.stage, scan.add(printer.expr(scan.stage.value)))
                 for reduction in sorted(reductions, key=lambda reduction: reduction.order):
                     reduction.add(printer.expr(reduction.element), inside)
                 for stage in stores:
@@ -269,6 +281,18 @@ class _Emitter:
             elif stage.kind == "reduce":
                 made[stage] = Accumulator(stage, self._printer, rows)
         return list(made.values())
+
+    def _scans(self, exprs: Sequence[Expr]) -> list[Stage]:
+        """The scans that expressions need, directly or through what is mapped or scanned, in their order."""
+        by_local = {stage.local: stage for stage in self._stages if stage.kind in ("map", "scan")}
+        needed: dict[Stage, None] = {}
+        pending = list(exprs)
+        while pending:
+            for buffer in buffers_of_expr(pending.pop()):
+                if (stage := by_local.get(buffer)) is not None and stage not in needed:
+                    needed[stage] = None
+                    pending.append(stage.value)
+        return [stage for stage in self._stages if stage in needed and stage.kind == "scan"]
 
     def _run(self, stage: Stage) -> None:
         printer = self._printer
