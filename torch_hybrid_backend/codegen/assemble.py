@@ -30,7 +30,7 @@ from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.loops.fusion import Group, fuse, inlined, needed_outside, replace_loads
 from torch_hybrid_backend.loops.graph import lower_region
-from torch_hybrid_backend.loops.ir import Buffer, Expr, Load, ReduceOp, buffers_of_expr, compute_dtype
+from torch_hybrid_backend.loops.ir import Buffer, Expr, Load, ReduceOp, ScanOp, buffers_of_expr, compute_dtype
 from torch_hybrid_backend.loops.kernels import Argument, Kernel, MapKernel, RowKernel, Stage, Store
 from torch_hybrid_backend.loops.layout import Layout, Strided, contiguous
 
@@ -201,28 +201,25 @@ def _stages(group: Group, needed: set[Buffer]) -> tuple[Stage, ...]:
         read_later = any(out in buffers_of_expr(m.expr) for m in group.members[position + 1 :])
         value = rewritten(member.expr)
         stored = out in needed
-        if member.role == "reduce" or read_later:
-            shape = group.shape if member.role == "full" else group.kept_shape
-            local = Buffer(
-                shape,
-                compute_dtype(out.dtype) if member.role != "reduce" else _result_dtype(member.op, value),
-                out.name,
-            )
-            kind = {"full": "map", "scalar": "scalar", "reduce": "reduce"}[member.role]
-            combiner = member.op.combiner if isinstance(member.op, ReduceOp) else ""
+        combines = isinstance(member.op, ReduceOp | ScanOp)
+        if combines or read_later:
+            dtype = _result_dtype(member.op, value) if combines else compute_dtype(out.dtype)
+            local = Buffer(group.shape if member.is_full else group.kept_shape, dtype, out.name)
+            kind = "map" if member.role == "full" else member.role
+            combiner = member.op.combiner if isinstance(member.op, ReduceOp | ScanOp) else ""
             stages.append(Stage(kind, local, value, combiner))
             locals_[out] = local
-            if member.role == "full":
+            if member.is_full:
                 full.add(local)
-            value = local.at(group.point if member.role == "full" else group.kept_point)
+            value = local.at(group.point if member.is_full else group.kept_point)
         if stored:
-            kind = "store" if member.role == "full" else "store_scalar"
+            kind = "store" if member.is_full else "store_scalar"
             stages.append(Stage(kind, None, value, store=Store(out, member.index, value)))
     return tuple(stages)
 
 
 def _result_dtype(op: object, value: Expr) -> str:
-    """The dtype a reduction's result has inside the kernel."""
-    if isinstance(op, ReduceOp) and op.combiner in ("argmax", "argmin"):
+    """The dtype a reduction's or a scan's result has inside the kernel."""
+    if isinstance(op, ReduceOp | ScanOp) and op.combiner in ("argmax", "argmin"):
         return "int64"
     return value.dtype

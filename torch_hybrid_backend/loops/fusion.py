@@ -31,6 +31,7 @@ from torch_hybrid_backend.loops.ir import (
     MapOp,
     MatMulOp,
     ReduceOp,
+    ScanOp,
     compute_dtype,
     indices,
     loads_of,
@@ -46,7 +47,7 @@ _ANCHORS = ((MatMulOp, "matmul"), (ConvOp, "conv"), (AttentionOp, "attention"))
 class Member:
     """One operation inside a group. `index`: the element of `op.out` at the domain point; `expr`: its value, over the domain.
 
-    `role`: "full" (one value per point), "scalar" (one per row), "reduce".
+    `role`: "full" and "scan" (one value per point), "scalar" and "reduce" (one per row).
     """
 
     op: LoopOp
@@ -54,6 +55,11 @@ class Member:
     expr: Expr
     role: str
     reads: tuple[Buffer, ...]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it has a value at every point of the domain."""
+        return self.role in ("full", "scan")
 
 
 @dataclass(slots=True, eq=False)
@@ -131,6 +137,9 @@ def _new_group(op: LoopOp, reads: Sequence[Buffer]) -> Group:
         case ReduceOp():
             group = Group("row", shape, variables, op.axes)
             group.members.append(Member(op, group.kept_point, op.body(group.point), "reduce", tuple(reads)))
+        case ScanOp():
+            group = Group("row", shape, variables, (op.axis,))
+            group.members.append(Member(op, group.point, op.body(group.point), "scan", tuple(reads)))
         case MapOp():
             group = Group("map", shape, variables)
             group.members.append(Member(op, group.point, op.value.at(group.point), "full", tuple(reads)))
@@ -150,7 +159,7 @@ def _join(
     policy: FusionPolicy,
 ) -> Group | tuple[Group, Group] | None:
     """The group that took `op`, (old, new) where a group had to be rebuilt, or None."""
-    if not isinstance(op, (MapOp, ReduceOp)):
+    if not isinstance(op, (MapOp, ReduceOp, ScanOp)):
         return None
     vertical = {g: None for b in reads if (g := producer.get(b)) is not None}
     candidates = sorted(vertical, key=lambda g: -g.position)
@@ -165,7 +174,10 @@ def _join(
         if _outside_reads(group, reads) > policy.max_reads:
             continue
         if isinstance(op, ReduceOp):
-            if (joined := _join_reduce(group, op, reads, policy)) is not None:
+            if (joined := _join_rows(group, op, op.domain, op.axes, reads, policy)) is not None:
+                return joined
+        elif isinstance(op, ScanOp):
+            if (joined := _join_rows(group, op, op.out.shape, (op.axis,), reads, policy)) is not None:
                 return joined
         elif (member := _express(group, op, reads, policy)) is not None:
             group.members.append(member)
@@ -178,19 +190,30 @@ def _outside_reads(group: Group, reads: Sequence[Buffer]) -> int:
     return len(set(group.reads()) | set(reads) - own)
 
 
-def _join_reduce(
-    group: Group, op: ReduceOp, reads: Sequence[Buffer], policy: FusionPolicy
+def _join_rows(
+    group: Group,
+    op: ReduceOp | ScanOp,
+    domain: tuple[Dim, ...],
+    axes: tuple[int, ...],
+    reads: Sequence[Buffer],
+    policy: FusionPolicy,
 ) -> Group | tuple[Group, Group] | None:
-    if group.kind == "row" and group.shape == op.domain and group.axes == op.axes:
-        expr = op.body(group.point)
-        if _consistent(group, expr):
-            group.members.append(Member(op, group.kept_point, expr, "reduce", tuple(reads)))
-            return group
-        return None
-    if group.kind != "map" or product(group.shape) != product(op.domain):
+    """A reduction or a scan along `axes` of `domain` in a group."""
+
+    def joins(rows: Group) -> bool:
+        expr = op.body(rows.point)
+        if not _consistent(rows, expr):
+            return False
+        index, role = (rows.point, "scan") if isinstance(op, ScanOp) else (rows.kept_point, "reduce")
+        rows.members.append(Member(op, index, expr, role, tuple(reads)))
+        return True
+
+    if group.kind == "row" and group.shape == domain and group.axes == axes:
+        return group if joins(group) else None
+    if group.kind != "map" or product(group.shape) != product(domain):
         return None
     # The elementwise group becomes the prologue of a row group over the reduction's domain.
-    rebuilt = Group("row", op.domain, tuple(LoopVar(f"i{d}", n) for d, n in enumerate(op.domain)), op.axes)
+    rebuilt = Group("row", domain, tuple(LoopVar(f"i{d}", n) for d, n in enumerate(domain)), axes)
     if not _worth_rows(rebuilt, policy):
         return None
     for member in group.members:
@@ -199,11 +222,7 @@ def _join_reduce(
         if moved is None or moved.role != "full":
             return None
         rebuilt.members.append(moved)
-    expr = op.body(rebuilt.point)
-    if not _consistent(rebuilt, expr):
-        return None
-    rebuilt.members.append(Member(op, rebuilt.kept_point, expr, "reduce", tuple(reads)))
-    return group, rebuilt
+    return (group, rebuilt) if joins(rebuilt) else None
 
 
 def _worth_rows(group: Group, policy: FusionPolicy) -> bool:
@@ -233,7 +252,7 @@ def _own_indices(group: Group, op: MapOp, role: str) -> list[tuple[Index, ...]]:
     found: list[tuple[Index, ...]] = []
     inverse = op.value.inverse
     for member in group.members:
-        if member.op.out in inverse and (member.role == "full") == (role == "full"):
+        if member.op.out in inverse and member.is_full == (role == "full"):
             found.append(inverse[member.op.out](member.index))
     found.append(point if op.out.shape == shape else reshape_index(point, op.out.shape, shape))
     return found

@@ -3,7 +3,7 @@
     Expr   = Const(value) | Load(buffer, index) | FromIndex(index) | Call(op, args)
     Value  = Buffer                       a tensor that exists in memory
            | Map(shape, dtype, fn)        fn(index) -> Expr, computed where it is read (inlined) or realised by a MapOp
-    LoopOp = MapOp | ReduceOp | MatMulOp | ConvOp | AttentionOp      each fills one buffer
+    LoopOp = MapOp | ReduceOp | ScanOp | MatMulOp | ConvOp | AttentionOp      each fills one buffer
 
 Scalars are computed in the *compute dtype* of a tensor's dtype: float32 for bfloat16 and float16, the dtype itself otherwise. Loads widen,
 stores narrow; only an explicit cast rounds in between (`Call("round", ...)`), so results are at least as exact as eager's.
@@ -215,6 +215,22 @@ class ReduceOp(LoopOp):
 
     def reads(self) -> list[Buffer]:
         return buffers_of(Map(self.domain, self.out.dtype, self.body))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScanOp(LoopOp):
+    """out[i] = combine over all points that do not come after i along `axis` of body(point). `out.shape` is the domain.
+
+    `combiner`: "sum", "prod", "max", "min" (both NaN-propagating), "argmax", "argmin" (position along the axis, the last of equals, NaN before
+    all; int64), "logaddexp". Accumulates in the body's dtype. Lowered to where the policy has `scans`.
+    """
+
+    axis: int
+    combiner: str
+    body: ScalarFn
+
+    def reads(self) -> list[Buffer]:
+        return buffers_of(Map(self.out.shape, self.out.dtype, self.body))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -68,9 +68,10 @@ class Stage:
     """One step of a row kernel.
 
     "map": local[point] = value (over the full domain: a row buffer); "scalar": local[kept] = value (once per row);
-    "reduce": local[kept] = combine over the reduced axes of value; "store": `store` for every point of the domain;
+    "reduce": local[kept] = combine over the reduced axes of value; "scan": local[point] = combine of value over all that does not come after
+    it along the one reduced axis (`loops.ir.ScanOp`); "store": `store` for every point of the domain;
     "store_scalar": `store` once per row.
-    Later stages load what earlier ones wrote as `Load(local, index)` with `index` the domain's variables (map) or its kept variables.
+    Later stages load what earlier ones wrote as `Load(local, index)` with `index` the domain's variables (map, scan) or its kept variables.
     """
 
     kind: str

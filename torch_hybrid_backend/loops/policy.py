@@ -15,6 +15,7 @@ class FusionPolicy:
     elements than that.
     `channel_block`: a convolution reads some channels of what another one writes in place where they begin at a multiple of it; else they are
     copied.
+    `scans`: the backend has kernels for `ScanOp`. Elsewhere each element of a running sum reduces all before it, and long ones are refused.
     """
 
     max_inline_calls: int
@@ -24,3 +25,4 @@ class FusionPolicy:
     min_rows: int
     small_elements: int
     channel_block: int
+    scans: bool = False

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tests.partition.engines_for_tests import trace
+from tests.partition.engines_for_tests import LoopsEngine, trace
 from tests.services_for_tests import services
 from torch_hybrid_backend.codegen.assemble import assemble
 from torch_hybrid_backend.codegen.engine import KernelEngine, KernelRegion
@@ -19,7 +19,23 @@ from torch_hybrid_backend.engines.triton.target import Target
 from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.partition.regions import partition_graph
 
+
+class _Scanning(LoopsEngine):
+    """What this backend takes."""
+
+    has_scans = True
+
+
 HOPPER = Target(90, 4, is_interpreted=True)
+
+
+def kernels_of(
+    function: Callable[..., torch.Tensor], *inputs: torch.Tensor, target: Target = HOPPER
+) -> tuple[Kernel, ...]:
+    """The kernels of the function's one region for `target`; nothing is compiled and no input is read."""
+    config = dataclasses.replace(Config(), placement="estimate")
+    (segment,) = partition_graph(trace(function, *inputs), [_Scanning()], config).graph.segments
+    return assemble(segment.region, TritonBackend(target)).kernels
 
 
 def compiled(

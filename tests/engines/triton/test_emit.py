@@ -67,9 +67,9 @@ def rows(in0, out0, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     j = 0 + tl.arange(0, COLUMNS)[None, :]
     j_in = j < 9
-    t2 = tl.load(in0 + (i * 9 + j), j_in, other=0)
-    t3 = t2 + t2
-    t4 = tl.where(j_in, t3, tl.full([], 0.0, tl.float32))
+    t1 = tl.load(in0 + (i * 9 + j), j_in, other=0)
+    t2 = t1 + t1
+    t4 = tl.where(j_in, t2, tl.full([], 0.0, tl.float32))
     t5 = tl.sum(t4, 1, keep_dims=True).to(tl.float32)
     tl.store(out0 + (i), t5)
 """,

@@ -24,6 +24,7 @@ from torch_hybrid_backend.engines.triton.host_driver import HostLaunch
 from torch_hybrid_backend.engines.triton.policy import POLICY
 from torch_hybrid_backend.engines.triton.schedules import schedule_of
 from torch_hybrid_backend.engines.triton.source import Launch
+from torch_hybrid_backend.engines.triton.split import split
 from torch_hybrid_backend.engines.triton.target import Target
 from torch_hybrid_backend.loops.fusion import Group
 from torch_hybrid_backend.loops.graph import LoopGraph
@@ -76,7 +77,7 @@ class TritonBackend:
         return neutral_kernel(anchor)
 
     def join(self, kernels: Sequence[Kernel], outputs: Collection[Buffer]) -> Sequence[Kernel]:
-        return kernels
+        return [each for kernel in kernels for each in split(kernel, self.target)]
 
     def alternatives(self, kernel: Kernel, constants: Mapping[Buffer, Packed]) -> Sequence[Variant]:
         return ()

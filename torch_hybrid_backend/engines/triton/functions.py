@@ -84,6 +84,34 @@ def smaller(a, b):
     """The smaller one; NaN where one is NaN."""
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 ''',
+    "plus": """
+@triton.jit
+def plus(a, b):
+    return a + b
+""",
+    "log_add_exp": '''
+@triton.jit
+def log_add_exp(a, b):
+    """log(exp(a) + exp(b)); of equal infinities, that infinity."""
+    top = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    low = tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    total = top + libdevice.log1p(libdevice.exp(low - top))
+    return tl.where((a == b) & (tl.abs(a) == float("inf")), a, total)
+''',
+    "later_largest": '''
+@triton.jit
+def later_largest(a, a_at, b, b_at):
+    """The larger one and its position; the later of equals. A NaN is larger than all."""
+    taken = (b >= a) | (b != b)
+    return tl.where(taken, b, a), tl.where(taken, b_at, a_at)
+''',
+    "later_smallest": '''
+@triton.jit
+def later_smallest(a, a_at, b, b_at):
+    """The smaller one and its position; the later of equals. A NaN is smaller than all."""
+    taken = (b <= a) | (b != b)
+    return tl.where(taken, b, a), tl.where(taken, b_at, a_at)
+''',
     "multiply": """
 @triton.jit
 def multiply(a, b):

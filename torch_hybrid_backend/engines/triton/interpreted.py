@@ -50,8 +50,9 @@ _BINARY: Mapping[str, Callable[..., Any]] = {"fmod": np.fmod, "pow": np.power, "
 _REDUCTIONS: Mapping[str, Callable[..., Any]] = {"larger": np.max, "smaller": np.min, "multiply": np.prod}
 # In a program's text.
 _SUBSTITUTES: Mapping[str, str] = {
-    "from triton.language.extra import libdevice": f"from {__name__} import libdevice, reduce",
+    "from triton.language.extra import libdevice": f"from {__name__} import associative_scan, libdevice, reduce",
     "tl.reduce(": "reduce(",
+    "tl.associative_scan(": "associative_scan(",
 }
 
 
@@ -79,6 +80,25 @@ def _apply(function: Callable[..., Any], *operands: Any) -> Any:
 def reduce(x: Any, axis: int, combine: Any, keep_dims: bool = False) -> Any:
     """Stands for `tl.reduce`."""
     return _value(_REDUCTIONS[combine.fn.__name__](_data(x), axis=axis, keepdims=keep_dims), x)
+
+
+def associative_scan(x: Any, axis: int, combine: Any) -> Any:
+    """Stands for `tl.associative_scan`, of one block or a tuple of them: in steps that double (Hillis and Steele 1986), where the interpreter
+    would call the function for one element after the other."""
+    blocks = x if isinstance(x, tuple) else (x,)
+    found = [_data(block) for block in blocks]
+    shape = found[0].shape
+    place = np.arange(shape[axis]).reshape([-1 if d == axis else 1 for d in range(len(shape))])
+    step = 1
+    while step < shape[axis]:
+        before = (_value(np.roll(data, step, axis), block) for data, block in zip(found, blocks, strict=True))
+        after = (_value(data, block) for data, block in zip(found, blocks, strict=True))
+        combined = combine.fn(*before, *after)
+        parts = combined if isinstance(combined, tuple) else (combined,)
+        found = [np.where(place < step, old, _data(new)) for old, new in zip(found, parts, strict=True)]
+        step *= 2
+    results = tuple(_value(data, block) for data, block in zip(found, blocks, strict=True))
+    return results if isinstance(x, tuple) else results[0]
 
 
 def _data(value: Any) -> Any:

@@ -12,4 +12,5 @@ POLICY = FusionPolicy(
     min_rows=1,
     small_elements=1 << 30,  # whatever is computed around a reduction joins it
     channel_block=1,
+    scans=True,
 )

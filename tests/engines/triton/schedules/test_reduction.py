@@ -9,7 +9,7 @@ import torch
 
 from tests.engines.triton.regions_for_tests import HOPPER, check, compiled
 from torch_hybrid_backend.engines.triton.emit import emit_kernel
-from torch_hybrid_backend.engines.triton.schedules.reduction import neutral
+from torch_hybrid_backend.engines.triton.schedules.accumulators import neutral
 
 pytest.importorskip("triton")
 

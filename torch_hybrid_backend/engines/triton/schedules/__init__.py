@@ -12,6 +12,7 @@ from torch_hybrid_backend.loops.kernels import AttentionKernel, ConvKernel, Kern
 _SCHEDULES: dict[type[Kernel], ModuleType] = {
     MapKernel: pointwise,
     RowKernel: reduction,
+    reduction.PartKernel: reduction,
     MatMulKernel: matmul,
     ConvKernel: convolution,
     AttentionKernel: attention,

@@ -1,17 +1,29 @@
 """Rows: reductions over the same axes of one domain, with what is computed before, between and behind them.
 
-A program has a tile of rows by elements of a row. A row that fits is held in registers (persistent): memory is read once. A longer one is read
-in chunks, once for each reduction that needs the result of another; what is only mapped is computed again where it is needed.
+A program has a tile of rows by elements of a row, laid out so that neighbouring threads read neighbouring memory: along a row, or, where rows
+are columns of memory, across them in whole cache lines. A row that fits is held in registers (persistent): n elements of memory are read once,
+whatever is computed of them. A longer one is read in chunks (looped), once for each pass (`one_pass`):
+
+    sum, max, argmax, variance, log-sum-exp        1 reading       (variance and log-sum-exp were 2)
+    softmax, layer norm                            2 readings, 1 writing       (were 3 and 1)
+    a running sum (`scan`)                         1 reading, 1 writing
+
+Where there are fewer rows than multiprocessors, a kernel is made into several first (`engines/triton/split.py`); one of them is a
+`PartKernel`, whose programs have a part of each row.
 
 Source: the persistent and looped reductions of TorchInductor (Ansel et al., "PyTorch 2", ASPLOS 2024).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
-from torch_hybrid_backend.engines.triton.functions import DTYPES
-from torch_hybrid_backend.engines.triton.printer import Printer, Tile, Value, literal
+from torch_hybrid_backend.engines.triton.printer import Printer, Tile, Value
+from torch_hybrid_backend.engines.triton.schedules.accumulators import Accumulator, Exponentials, Rows, Squares
+from torch_hybrid_backend.engines.triton.schedules.one_pass import Passes, passes_of
+from torch_hybrid_backend.engines.triton.schedules.scan import Scan
 from torch_hybrid_backend.engines.triton.schedules.tiles import (
     axis,
     block_for,
@@ -22,107 +34,265 @@ from torch_hybrid_backend.engines.triton.schedules.tiles import (
 )
 from torch_hybrid_backend.engines.triton.source import Launch
 from torch_hybrid_backend.engines.triton.target import Target
-from torch_hybrid_backend.loops.index import Index, LoopVar
-from torch_hybrid_backend.loops.ir import Buffer, buffers_of_expr
+from torch_hybrid_backend.loops.index import Index, LoopVar, contiguous_strides, index_of, linear
+from torch_hybrid_backend.loops.ir import Expr, buffers_of_expr, loads_of
 from torch_hybrid_backend.loops.kernels import RowKernel, Stage
-from torch_hybrid_backend.loops.ops import INTEGER_BITS, is_float
-from torch_hybrid_backend.sizes.size import product, size_hint
+from torch_hybrid_backend.loops.layout import offset_of
+from torch_hybrid_backend.sizes.size import Dim, product, size_hint
 
 _MAX_PERSISTENT = 8192  # elements of a row that are held in registers
 _CHUNK = 2048
 _INTERPRETED = 1 << 20  # the same for the interpreter, where registers cost nothing
 _ELEMENTS_PER_WARP = 256
-_NOWHERE = (1 << 31) - 1
+# Of rows that are columns of memory.
+_CACHE_LINE = 1024  # bits
+_COLUMN_TILE = 4096
+_MAX_COLUMN_TILE = 16384  # where one that is held in registers saves a reading of memory
+_COLUMN_ELEMENTS_PER_WARP = 512
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartKernel(RowKernel):
+    """The reductions of parts of each row. A stage sees a part: elements `part * length` to `(part + 1) * length` of the row, as far as there
+    are any; a sum of exponentials is relative to the part's own maximum. `length` is a multiple of the chunk in which rows are read
+    (`launch`). What is stored once per row has `part` as its last index."""
+
+    part: LoopVar
+    length: Dim
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """The kernel's axes as they lie in memory, fastest last. `line`: how many neighbouring elements are a cache line."""
+
+    rows: tuple[LoopVar, ...]
+    elements: tuple[LoopVar, ...]
+    are_columns: bool
+    line: int
 
 
 def launch(kernel: RowKernel, target: Target) -> Launch:
-    rows = product([v.extent for d, v in enumerate(kernel.domain) if d not in kernel.axes])
-    elements = product([kernel.domain[d].extent for d in kernel.axes])
+    height, width, per_warp = _tile(kernel, target)
+    warps = min(16, power_of_2(-(-height * width // per_warp)))
+    rows = blocks(product([v.extent for v in _order(kernel).rows]), height)
+    parts = kernel.part.extent if isinstance(kernel, PartKernel) else 1
+    return Launch((rows, parts, 1), {"ROWS": height, "COLUMNS": width}, warps)
+
+
+def looped_tile(kernel: RowKernel, target: Target) -> tuple[int, int]:
+    """Rows, and elements of a row, that a program has at once where rows are read in chunks."""
+    order = _order(kernel)
+    rows = product([v.extent for v in order.rows])
+    if order.are_columns and not target.has_large_tiles:
+        lines = 2 if size_hint(rows) >= 2 * order.line * target.programs else 1
+        height = block_for(rows, lines * order.line)
+        return height, _COLUMN_TILE // height
+    width = _INTERPRETED if target.has_large_tiles else _CHUNK
+    return _height(rows, width, target), width
+
+
+def _height(rows: Dim, width: int, target: Target) -> int:
+    return block_for(rows, min(target.elements // width, -(-size_hint(rows) // target.programs)))
+
+
+def _tile(kernel: RowKernel, target: Target) -> tuple[int, int, int]:
+    """Rows, elements of a row, and elements for each warp."""
+    order = _order(kernel)
+    rows = product([v.extent for v in order.rows])
+    elements = product([v.extent for v in order.elements])
+    height, width = looped_tile(kernel, target)
+    is_whole = isinstance(elements, int) and not isinstance(kernel, PartKernel)
+    whole = power_of_2(max(1, elements)) if isinstance(elements, int) else 0
+    if order.are_columns and not target.has_large_tiles:
+        most = _COLUMN_TILE if passes_of(kernel).count == 1 else _MAX_COLUMN_TILE
+        return height, whole if is_whole and whole * height <= most else width, _COLUMN_ELEMENTS_PER_WARP
     most = _INTERPRETED if target.has_large_tiles else _MAX_PERSISTENT
-    width = power_of_2(max(1, elements)) if isinstance(elements, int) and elements <= most else min(most, _CHUNK)
-    height = block_for(rows, min(target.elements // width, -(-size_hint(rows) // target.programs)))
-    warps = min(16, power_of_2(-(-height * width // _ELEMENTS_PER_WARP)))
-    return Launch((blocks(rows, height), 1, 1), {"ROWS": height, "COLUMNS": width}, warps)
+    if is_whole and whole <= most:
+        height, width = _height(rows, whole, target), whole
+    return height, width, _ELEMENTS_PER_WARP
+
+
+def _order(kernel: RowKernel) -> _Order:
+    """Told by the load that moves most memory; the kernel's own order where its address is not a sum of strides."""
+    rows = tuple(v for d, v in enumerate(kernel.domain) if d not in kernel.axes)
+    elements = tuple(kernel.domain[d] for d in kernel.axes)
+    layouts = {argument.buffer: argument.layout for argument in kernel.reads}
+    loads = [load for stage in kernel.stages for load in loads_of(stage.value) if load.buffer in layouts]
+    if not loads:
+        return _Order(rows, elements, False, 1)
+    largest = max(loads, key=lambda load: size_hint(product(load.buffer.shape)))
+    steps = dict(offset_of(layouts[largest.buffer], largest.buffer.shape, largest.index).terms)
+    varying = [v for v in kernel.domain if v.extent != 1]
+    line = max(1, _CACHE_LINE // _bits(largest.buffer.dtype))
+    if not varying or not all(v in steps for v in varying):
+        return _Order(rows, elements, False, line)
+
+    def step(variable: LoopVar) -> int:
+        return size_hint(steps.get(variable, 0))
+
+    fastest = min(varying, key=step)
+    by_step = [tuple(sorted(part, key=step, reverse=True)) for part in (rows, elements)]
+    return _Order(by_step[0], by_step[1], fastest in rows, line)
+
+
+def _bits(dtype: str) -> int:
+    return 8 if dtype == "bool" else int("".join(filter(str.isdigit, dtype)))
 
 
 def emit(kernel: RowKernel, printer: Printer, target: Target, launch: Launch) -> None:
-    rows, row_env = flattened([v for d, v in enumerate(kernel.domain) if d not in kernel.axes], "i")
-    elements, element_env = flattened([kernel.domain[d] for d in kernel.axes], "j")
+    order = _order(kernel)
+    rows, row_env = flattened(order.rows, "i")
+    elements, element_env = flattened(order.elements, "j")
     height, width = launch.constants["ROWS"], launch.constants["COLUMNS"]
-    tile = Tile(("ROWS", "COLUMNS"))
-    with axis(printer, tile, 0, rows, f"{program_start(printer)} * ROWS", height) as row_bounds:
-        emitter = _Emitter(kernel, printer, tile, {**row_env, **element_env}, elements, row_bounds)
-        if isinstance(elements.extent, int) and elements.extent <= width:
+    tile = Tile(("COLUMNS", "ROWS") if order.are_columns else ("ROWS", "COLUMNS"))
+    row = int(order.are_columns)
+    with axis(printer, tile, row, rows, f"{program_start(printer)} * ROWS", height) as row_bounds:
+        emitter = _Emitter(kernel, printer, tile, row, {**row_env, **element_env}, elements, row_bounds)
+        if isinstance(elements.extent, int) and elements.extent <= width and not isinstance(kernel, PartKernel):
             emitter.persistent(width)
         else:
             emitter.looped(width)
 
 
 class _Emitter:
-    """Writes one kernel's stages. `bounds`: which rows exist."""
+    """Writes one kernel's stages. `row`: the tile's dimension that rows run along; `bounds`: which rows exist."""
 
     def __init__(
         self,
         kernel: RowKernel,
         printer: Printer,
         tile: Tile,
+        row: int,
         env: Mapping[LoopVar, Index],
         elements: LoopVar,
         bounds: Mapping[int, Value],
     ) -> None:
+        self._kernel = kernel
         self._stages = kernel.stages
         self._printer = printer
         self._tile = tile
+        self._element = 1 - row
         self._env = env
         self._elements = elements
         self._bounds = bounds
+        self._rows = Rows(
+            row,
+            self._element,
+            Value.along(elements.name, self._element),
+            isinstance(elements.extent, int) and elements.extent >= 1 << 31,
+        )
+        in_order, strides = _position(kernel)
+        position = linear(in_order, strides).substitute(dict(env))
+        self._position = None if position == index_of(elements) else position
+        if self._position is not None:
+            self._rows = replace(self._rows, position=Value.along("position", self._element))
 
     def persistent(self, width: int) -> None:
         """All stages in their order, on whole rows."""
         printer = self._printer
-        with (
-            axis(printer, self._tile, 1, self._elements, "0", width) as columns,
-            printer.over(self._tile, self._env, {**self._bounds, **columns}),
-        ):
+        with self._elements_from("0", width) as inside:
             for stage in self._stages:
                 if stage.kind == "reduce":
-                    reduction = _Reduction(stage, printer, self._elements.name)
-                    self._keep(stage, reduction.of(printer.full(printer.expr(stage.value)), columns.get(1)))
+                    value = printer.full(printer.expr(stage.value))
+                    self._keep(stage, Accumulator(stage, printer, self._rows).of(value, inside))
+                elif stage.kind == "scan":
+                    self._keep(stage, Scan(stage, printer, self._rows).of(printer.expr(stage.value)))
                 else:
                     self._run(stage)
 
     def looped(self, width: int) -> None:
-        """Passes over the rows: each has the stages that need the reductions of those before it."""
+        """Passes over the rows: each has the stages that need the reductions of those before it. What is mapped or scanned is computed again in
+        each pass that needs it."""
         printer = self._printer
-        passes = _passes(self._stages)
+        passes = passes_of(self._kernel)
         for stage in self._stages:
             if stage.kind == "map":
                 assert stage.local is not None
                 printer.locals[stage.local] = lambda _, stage=stage: printer.expr(stage.value)  # type: ignore[misc]
-        for number in range(max(passes, default=0) + 1):
-            own = [stage for stage, its in zip(self._stages, passes, strict=True) if its == number]
+        begin, end = self._range()
+        count = end if begin == "0" else f"{end} - {begin}"
+        rows = replace(self._rows, chunk=f"(chunk - {begin}) // COLUMNS", count=count)
+        for number in range(max(passes.of.values(), default=0) + 1):
+            own = [stage for stage in self._stages if passes.of[stage] == number]
             with printer.over(self._tile, self._env, self._bounds):
                 for stage in own:
                     if stage.kind in ("scalar", "store_scalar"):
                         self._run(stage)
-            reductions = [_Reduction(s, printer, self._elements.name) for s in own if s.kind == "reduce"]
+            reductions = self._accumulators(own, passes, rows)
             stores = [stage for stage in own if stage.kind == "store"]
             if not reductions and not stores:
                 continue
-            for reduction in reductions:
-                reduction.begin()
-            head = f"for chunk in range(0, {printer.size(self._elements.extent)}, {width}):"
-            with (
-                printer.lines.block(head),
-                axis(printer, self._tile, 1, self._elements, "chunk", width) as columns,
-                printer.over(self._tile, self._env, {**self._bounds, **columns}),
-            ):
+            elements = [reduction.element for reduction in reductions] + [stage.value for stage in stores]
+            scans = [Scan(stage, printer, rows) for stage in self._scans(elements)]
+            with printer.over(self._tile, self._env, self._bounds):
+                for scan in scans:
+                    scan.begin()
                 for reduction in reductions:
-                    reduction.add(printer.expr(reduction.stage.value), columns.get(1))
+                    reduction.begin()
+            with (
+                printer.lines.block(f"for chunk in range({begin}, {end}, COLUMNS):"),
+                self._elements_from("chunk", width) as inside,
+            ):
+                for scan in scans:
+                    self._keep(scan.stage, scan.add(printer.expr(scan.stage.value)))
+                for reduction in sorted(reductions, key=lambda reduction: reduction.order):
+                    reduction.add(printer.expr(reduction.element), inside)
                 for stage in stores:
                     self._run(stage)
-            for reduction in reductions:
-                self._keep(reduction.stage, reduction.end())
+            with printer.over(self._tile, self._env, self._bounds):
+                for reduction in reductions:
+                    self._keep(reduction.stage, reduction.end())
+
+    @contextmanager
+    def _elements_from(self, start: str, width: int) -> Iterator[Value | None]:
+        """Inside it expressions are over `width` elements of each row. Gives which of them exist, None where all do."""
+        printer = self._printer
+        with (
+            axis(printer, self._tile, self._element, self._elements, start, width) as inside,
+            printer.over(self._tile, self._env, {**self._bounds, **inside}),
+        ):
+            if self._position is not None and any(stage.combiner.startswith("arg") for stage in self._stages):
+                printer.lines.add(f"position = {printer.index(self._position).text}")
+            yield inside.get(self._element)
+
+    def _range(self) -> tuple[str, str]:
+        """Which elements of a row the program has."""
+        printer, kernel = self._printer, self._kernel
+        extent = printer.size(self._elements.extent)
+        if not isinstance(kernel, PartKernel):
+            return "0", extent
+        printer.variable(kernel.part, Value("part"))
+        wide = ".to(tl.int64)" if self._rows.is_wide else ""
+        printer.lines.add(f"part = tl.program_id(1){wide}")
+        printer.lines.add(f"begin = tl.minimum(part * ({printer.size(kernel.length)}), {extent})")
+        printer.lines.add(f"end = tl.minimum(begin + ({printer.size(kernel.length)}), {extent})")
+        return "begin", "end"
+
+    def _accumulators(self, stages: Sequence[Stage], passes: Passes, rows: Rows) -> list[Accumulator]:
+        """One for each reduction of a pass."""
+        made: dict[Stage, Accumulator] = {}
+        for stage in stages:
+            joined = passes.joined.get(stage)
+            if joined is not None and joined.kind == "squares":
+                made[stage] = Squares(made[joined.base], stage, self._printer, rows)
+            elif joined is not None:
+                centre = None if isinstance(self._kernel, PartKernel) else joined.centre
+                made[stage] = Exponentials(made[joined.base], centre, stage, self._printer, rows)
+            elif stage.kind == "reduce":
+                made[stage] = Accumulator(stage, self._printer, rows)
+        return list(made.values())
+
+    def _scans(self, exprs: Sequence[Expr]) -> list[Stage]:
+        """The scans that expressions need, directly or through what is mapped or scanned, in their order."""
+        by_local = {stage.local: stage for stage in self._stages if stage.kind in ("map", "scan")}
+        needed: dict[Stage, None] = {}
+        pending = list(exprs)
+        while pending:
+            for buffer in buffers_of_expr(pending.pop()):
+                if (stage := by_local.get(buffer)) is not None and stage not in needed:
+                    needed[stage] = None
+                    pending.append(stage.value)
+        return [stage for stage in self._stages if stage in needed and stage.kind == "scan"]
 
     def _run(self, stage: Stage) -> None:
         printer = self._printer
@@ -136,138 +306,7 @@ class _Emitter:
         self._printer.locals[stage.local] = lambda _: value
 
 
-def _passes(stages: Sequence[Stage]) -> list[int]:
-    """In which pass each stage runs: after the reductions that it needs, directly or through what is mapped."""
-    ready: dict[Buffer, int] = {}
-    passes: list[int] = []
-    for stage in stages:
-        own = max((ready.get(buffer, 0) for buffer in buffers_of_expr(stage.value)), default=0)
-        passes.append(own)
-        if stage.local is not None:
-            ready[stage.local] = own + 1 if stage.kind == "reduce" else own
-    return passes
-
-
-class _Reduction:
-    """Writes one reduction: of a whole block at once (`of`), or chunk by chunk (`begin`, `add`, `end`). `position`: the element's number."""
-
-    def __init__(self, stage: Stage, printer: Printer, position: str) -> None:
-        self.stage = stage
-        self._printer = printer
-        self._position = position
-        self._dtype = stage.value.dtype
-        self._type = DTYPES[self._dtype][0]
-        self._combiner = stage.combiner.removeprefix("arg")
-        self._is_position = stage.combiner.startswith("arg")
-        self._name = printer.lines.name("acc")
-
-    def of(self, value: Value, inside: Value | None) -> Value:
-        if inside is not None:
-            masked = f"tl.where({inside.text}, {value.text}, tl.full([], {self._neutral()}, {self._type}))"
-            value = self._printer.let(masked, value.dims)
-        if not self._is_position:
-            return self._combined(value.text)
-        at = self._printer.full(Value.along(self._position, 1))
-        return self._first(value.text, at.text, inside)
-
-    def begin(self) -> None:
-        add, shape = self._printer.lines.add, self._shape()
-        add(f"{self._name} = tl.full({shape}, {self._neutral()}, {self._type})")
-        if self._is_position:
-            add(f"{self._name}_at = tl.full({shape}, {_NOWHERE}, tl.int32)")
-
-    def add(self, value: Value, inside: Value | None) -> None:
-        add, name, new, taken = self._printer.lines.add, self._name, value.text, inside
-        if self._is_position:
-            better = f"({name}_at == {_NOWHERE}) | {self._is_better(new, name)}"
-            taken = self._printer.let(better if inside is None else f"({better}) & {inside.text}")
-            add(f"{name}_at = tl.where({taken.text}, {self._position}, {name}_at)")
-        else:
-            new = self._pairwise(name, new)
-        add(f"{name} = {new}" if taken is None else f"{name} = tl.where({taken.text}, {new}, {name})")
-
-    def end(self) -> Value:
-        if self._is_position:
-            return self._first(self._name, f"{self._name}_at", None)
-        return self._combined(self._name)
-
-    def _shape(self) -> str:
-        return "[ROWS, COLUMNS]"
-
-    def _neutral(self) -> str:
-        return neutral(self._combiner, self._dtype)
-
-    def _pairwise(self, a: str, b: str) -> str:
-        match self._combiner:
-            case "sum":
-                return f"{a} + {b}"
-            case "prod":
-                return f"{a} * {b}"
-            case "any":
-                return f"{a} | {b}"
-            case "all":
-                return f"{a} & {b}"
-        if is_float(self._dtype):
-            return f"{self._function()}({a}, {b})"
-        return f"tl.{self._combiner}imum({a}, {b})"
-
-    def _function(self) -> str:
-        """The function that combines two floats."""
-        name = {"prod": "multiply", "max": "larger", "min": "smaller"}[self._combiner]
-        self._printer.functions.add(name)
-        return name
-
-    def _combined(self, block: str) -> Value:
-        """The elements of each row of a block combined."""
-        match self._combiner:
-            case "sum":
-                text = f"tl.sum({block}, 1, keep_dims=True).to({self._type})"
-            case "any" | "all":
-                extreme = "max" if self._combiner == "any" else "min"
-                text = f"tl.{extreme}({block}.to(tl.int32), 1, keep_dims=True) != 0"
-            case "max" | "min" if not is_float(self._dtype):
-                text = f"tl.{self._combiner}({block}.to({self._widest()}), 1, keep_dims=True).to({self._type})"
-            case _:
-                text = f"tl.reduce({block}, 1, {self._function()}, keep_dims=True)"
-        return self._printer.let(text, frozenset((0,)))
-
-    def _widest(self) -> str:
-        return "tl.int32" if self._dtype in ("bool", "int8", "uint8", "int16") else self._type
-
-    def _is_better(self, new: str, old: str) -> str:
-        """Whether an element takes the place of the most extreme one so far; a NaN is more extreme than all."""
-        sign = ">" if self._combiner == "max" else "<"
-        if not is_float(self._dtype):
-            return f"({new} {sign} {old})"
-        return f"({new} {sign} {old}) | (({new} != {new}) & ({old} == {old}))"
-
-    def _first(self, values: str, positions: str, inside: Value | None) -> Value:
-        """The least of the positions at which a row has its most extreme value."""
-        printer, everything = self._printer, frozenset((0, 1))
-        top = self._combined(values).text
-        hit = f"({values} == {top})"
-        if is_float(self._dtype):
-            hit = f"({hit} | (({values} != {values}) & ({top} != {top})))"
-        if inside is not None:
-            hit = f"{hit} & {inside.text}"
-        hits = printer.let(hit, everything)
-        at = f"tl.where({hits.text}, {positions}, {_NOWHERE})"
-        return printer.let(f"tl.min({at}, 1, keep_dims=True).to(tl.int64)", frozenset((0,)))
-
-
-def neutral(combiner: str, dtype: str) -> str:
-    """What changes nothing that it is combined with."""
-    match combiner:
-        case "sum" | "any":
-            return literal(0, dtype)
-        case "prod" | "all":
-            return literal(1, dtype)
-    lowest = combiner == "max"
-    if is_float(dtype):
-        return "float('-inf')" if lowest else "float('inf')"
-    if dtype == "bool":
-        return str(not lowest)
-    if dtype == "uint8":
-        return "0" if lowest else "255"
-    bits = INTEGER_BITS[dtype]
-    return str(-(1 << (bits - 1)) if lowest else (1 << (bits - 1)) - 1)
+def _position(kernel: RowKernel) -> tuple[tuple[Index, ...], tuple[Dim, ...]]:
+    """The reduced axes in the kernel's own order, in which the elements of a row are numbered, and what a step along each is worth."""
+    variables = [kernel.domain[d] for d in kernel.axes]
+    return tuple(map(index_of, variables)), contiguous_strides(tuple(v.extent for v in variables))
