@@ -19,6 +19,7 @@ from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.program import NULL, DeviceLaunch, ScalarArgument, Step
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
 from torch_hybrid_backend.engines.triton import compiler
+from torch_hybrid_backend.engines.triton.alternatives import alternatives
 from torch_hybrid_backend.engines.triton.artifact import read as read_artifact
 from torch_hybrid_backend.engines.triton.host_driver import HostLaunch
 from torch_hybrid_backend.engines.triton.policy import POLICY
@@ -80,7 +81,7 @@ class TritonBackend:
         return [each for kernel in kernels for each in split(kernel, self.target)]
 
     def alternatives(self, kernel: Kernel, constants: Mapping[Buffer, Packed]) -> Sequence[Variant]:
-        return ()
+        return alternatives(kernel, self.target)
 
     def step(self, kernel: Kernel, artifact: Artifact, arguments: tuple[int, ...]) -> Step:
         """A launch on the GPU, or by the interpreter's driver."""

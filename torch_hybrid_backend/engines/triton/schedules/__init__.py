@@ -6,6 +6,7 @@ from __future__ import annotations
 from types import ModuleType
 
 from torch_hybrid_backend.engines.triton.schedules import attention, convolution, matmul, pointwise, reduction
+from torch_hybrid_backend.engines.triton.schedules.tilings import TiledConvKernel, TiledMatMulKernel
 from torch_hybrid_backend.errors import ScheduleError
 from torch_hybrid_backend.loops.kernels import AttentionKernel, ConvKernel, Kernel, MapKernel, MatMulKernel, RowKernel
 
@@ -14,7 +15,9 @@ _SCHEDULES: dict[type[Kernel], ModuleType] = {
     RowKernel: reduction,
     reduction.PartKernel: reduction,
     MatMulKernel: matmul,
+    TiledMatMulKernel: matmul,
     ConvKernel: convolution,
+    TiledConvKernel: convolution,
     AttentionKernel: attention,
 }
 

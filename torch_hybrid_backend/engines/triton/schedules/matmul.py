@@ -1,90 +1,194 @@
 """Matrix products: a program computes a tile of the result, along k in steps, and what is fused behind it.
 
 Operands are whatever expressions the kernel has: they are computed where they are read. Programs run over the tiles in groups of rows, so that
-those at work at once share operands in the second-level cache.
+those at work at once share operands in the second-level cache. Products of few rows or columns have a schedule of their own (`thin`).
 
 Source: the grouped order of programs of Triton's matrix multiplication tutorial (Tillet et al., MAPL 2019).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 from torch_hybrid_backend.engines.triton.functions import DTYPES
 from torch_hybrid_backend.engines.triton.printer import Printer, Tile, Value
-from torch_hybrid_backend.engines.triton.schedules.tiles import axis, block_for, blocks, program_start
+from torch_hybrid_backend.engines.triton.schedules.tiles import axis, blocks, flattened, program_start
+from torch_hybrid_backend.engines.triton.schedules.tilings import (
+    BYTES,
+    HALVES,
+    TiledMatMulKernel,
+    Tiling,
+    Work,
+    best,
+    part_of,
+)
 from torch_hybrid_backend.engines.triton.source import Launch
 from torch_hybrid_backend.engines.triton.target import Target
 from torch_hybrid_backend.loops.index import Index, LoopVar, index_of
-from torch_hybrid_backend.loops.ir import Call, Const, Expr, Load
-from torch_hybrid_backend.loops.kernels import MatMulKernel
+from torch_hybrid_backend.loops.ir import Call, Const, Expr, Load, loads_of
+from torch_hybrid_backend.loops.kernels import Argument, Kernel, MatMulKernel
+from torch_hybrid_backend.loops.layout import offset_of
 from torch_hybrid_backend.loops.ops import ROUND_TARGETS
-from torch_hybrid_backend.sizes.size import Dim, product
+from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, product, size_hint
 
 _GROUP = 8  # rows of tiles
-_MIN_TILE = 16  # of `tl.dot`
-_HALVES = ("float16", "bfloat16")
 
 
 def launch(kernel: MatMulKernel, target: Target) -> Launch:
     batch, m, n = kernel.domain
-    dtype = operand_dtype(target, kernel.a, kernel.b)
-    return tiled(m.extent, n.extent, kernel.k.extent, batch.extent, dtype, target)
+    return tiled_launch(tiling_of(kernel, target), m.extent, n.extent, batch.extent)
 
 
 def emit(kernel: MatMulKernel, printer: Printer, target: Target, launch: Launch) -> None:
+    tiling = tiling_of(kernel, target)
+    (_emit_thin if tiling.is_thin else _emit_tiles)(kernel, printer, target, tiling)
+
+
+def tiling_of(kernel: MatMulKernel, target: Target) -> Tiling:
+    """The kernel's own tiling, or the best one by estimate."""
+    return kernel.tiling if isinstance(kernel, TiledMatMulKernel) else best(work_of(kernel, target), target)
+
+
+def work_of(kernel: MatMulKernel, target: Target) -> Work:
+    """What is to be cut up."""
+    sizes = [variable.extent for variable in (*kernel.domain, kernel.k)]
+    batch, m, n, k = map(size_hint, sizes)
+    is_known = not any(isinstance(size, Size) for size in sizes[:3])
+    return Work(
+        batch,
+        m,
+        n,
+        k,
+        operand_dtype(target, kernel.a, kernel.b),
+        bytes_of(kernel),
+        k,
+        runs_along(kernel.a, kernel.reads, kernel.k),
+        runs_along(kernel.b, kernel.reads, kernel.k),
+        can_split=is_known,
+        can_be_thin=is_known,
+    )
+
+
+def _emit_tiles(kernel: MatMulKernel, printer: Printer, target: Target, tiling: Tiling) -> None:
     batch, m, n = kernel.domain
-    dtype = operand_dtype(target, kernel.a, kernel.b)
-    rows, columns, depth = (launch.constants[name] for name in ("ROWS", "COLUMNS", "DEPTH"))
-    lines = printer.lines
-    lines.add(f"down = {printer.size(blocks(m.extent, rows))}")
-    lines.add(f"across = {printer.size(blocks(n.extent, columns))}")
-    lines.add(f"program = {program_start(printer)}")
-    lines.add("batch = program // (down * across)")
-    lines.add("program = program % (down * across)")
-    lines.add(f"first = program // ({_GROUP} * across) * {_GROUP}")
-    lines.add(f"group = min(down - first, {_GROUP})")
+    part = part_of(kernel)
     i, j = LoopVar("m", m.extent), LoopVar("n", n.extent)
-    z = LoopVar("batch", batch.extent)
-    printer.variable(z, Value("batch"))
-    tile = Tile(("ROWS", "COLUMNS"))
-    outer: dict[LoopVar, Index] = {batch: index_of(z), m: index_of(i), n: index_of(j)}
-    with (
-        axis(printer, tile, 0, i, "(first + program % group) * ROWS", rows) as in_rows,
-        axis(printer, tile, 1, j, f"program % ({_GROUP} * across) // group * COLUMNS", columns) as in_columns,
-    ):
-        accumulator = kernel.accumulator.dtype
-        product_ = Product(printer, dtype, accumulator, tf32=target.tf32)
-        lines.add(f"acc = tl.zeros([ROWS, COLUMNS], {DTYPES[accumulator][0]})")
-        left, right = Tile(("ROWS", "DEPTH")), Tile(("DEPTH", "COLUMNS"))
-        ka, kb = LoopVar("ka", kernel.k.extent), LoopVar("kb", kernel.k.extent)
-        with lines.block(f"for k in range(0, {printer.size(kernel.k.extent)}, DEPTH):"):
+    ka, kb = LoopVar("ka", kernel.k.extent), LoopVar("kb", kernel.k.extent)
+    tile, left, right = Tile(("ROWS", "COLUMNS")), Tile(("ROWS", "DEPTH")), Tile(("DEPTH", "COLUMNS"))
+    products = Product(printer, operand_dtype(target, kernel.a, kernel.b), kernel.accumulator.dtype, tf32=target.tf32)
+    with result_tile(printer, tile, i, j, (part, batch), tiling) as (outer, in_rows, in_columns):
+        env = {**outer, m: index_of(i), n: index_of(j)}
+        printer.lines.add(f"acc = tl.zeros([ROWS, COLUMNS], {DTYPES[kernel.accumulator.dtype][0]})")
+        with steps_along_k(printer, kernel.k.extent, outer[part], tiling):
             with (
-                axis(printer, left, 1, ka, "k", depth) as inside,
-                printer.over(left, {**outer, kernel.k: index_of(ka)}, {**in_rows, **inside}),
+                axis(printer, left, 1, ka, "k", tiling.depth) as inside,
+                printer.over(left, {**env, kernel.k: index_of(ka)}, {**in_rows, **inside}),
             ):
-                a = product_.operand(kernel.a, inside.get(1))
+                a = products.operand(kernel.a, inside.get(1))
             with (
-                axis(printer, right, 0, kb, "k", depth) as inside,
-                printer.over(right, {**outer, kernel.k: index_of(kb)}, {**in_columns, **inside}),
+                axis(printer, right, 0, kb, "k", tiling.depth) as inside,
+                printer.over(right, {**env, kernel.k: index_of(kb)}, {**in_columns, **inside}),
             ):
-                b = product_.operand(kernel.b, inside.get(0))
-            product_.add("acc", a, b)
+                b = products.operand(kernel.b, inside.get(0))
+            products.add("acc", a, b)
         printer.locals[kernel.accumulator] = lambda _: Value.along("acc", 0, 1)
-        with printer.over(tile, outer, {**in_rows, **in_columns}):
+        with printer.over(tile, env, {**in_rows, **in_columns}):
             for store in kernel.stores:
                 printer.store(store)
 
 
-def tiled(m: Dim, n: Dim, k: Dim, batch: Dim, dtype: str, target: Target) -> Launch:
-    """Programs for tiles of a product of `batch` matrices, whose operands are held in `dtype`."""
-    if target.has_large_tiles:
-        most = 64 if dtype not in (*_HALVES, "float32") else 1024
-        depth = 64 if most == 64 else 4096
-    else:
-        most, depth = (128, 64) if dtype in _HALVES else (64, 32) if dtype == "float32" else (32, 8)
-    rows, columns = block_for(m, most, _MIN_TILE), block_for(n, most, _MIN_TILE)
-    constants = {"ROWS": rows, "COLUMNS": columns, "DEPTH": block_for(k, depth, min(depth, _MIN_TILE))}
-    programs = product([batch, blocks(m, rows), blocks(n, columns)])
-    return Launch((programs, 1, 1), constants, warps=8 if rows * columns >= 128 * 128 else 4)
+def _emit_thin(kernel: MatMulKernel, printer: Printer, target: Target, tiling: Tiling) -> None:
+    """A product of few rows or columns, which memory bounds: every thread adds up products of what it loads of the larger operand, 16 bytes at
+    a time, and threads add their sums when k is done. Tensor cores would spend their time on rows that do not exist."""
+    batch, m, n = kernel.domain
+    part = part_of(kernel)
+    i, j, k = LoopVar("m", m.extent), LoopVar("n", n.extent), LoopVar("kk", kernel.k.extent)
+    tile = Tile(("ROWS", "COLUMNS", "DEPTH"))
+    dtype = kernel.accumulator.dtype
+    products = Product(printer, dtype, dtype, tf32=False)
+    with result_tile(printer, tile, i, j, (part, batch), tiling) as (outer, in_rows, in_columns):
+        env = {**outer, m: index_of(i), n: index_of(j)}
+        printer.lines.add(f"acc = tl.zeros([ROWS, COLUMNS, DEPTH], {DTYPES[dtype][0]})")
+        with (
+            steps_along_k(printer, kernel.k.extent, outer[part], tiling),
+            axis(printer, tile, 2, k, "k", tiling.depth) as inside,
+            printer.over(tile, {**env, kernel.k: index_of(k)}, {**in_rows, **in_columns, **inside}),
+        ):
+            a, b = (products.term(e, inside.get(2)) for e in (kernel.a, kernel.b))
+            printer.lines.add(f"acc = acc + {a.text} * {b.text}")
+        printer.lines.add("total = tl.sum(acc, 2, keep_dims=True)")
+        printer.locals[kernel.accumulator] = lambda _: Value.along("total", 0, 1)
+        with printer.over(tile, env, {**in_rows, **in_columns}):
+            for store in kernel.stores:
+                printer.store(store)
+
+
+# What matrix products and convolutions have in common.
+
+
+def tiled_launch(tiling: Tiling, m: Dim, n: Dim, batch: Dim) -> Launch:
+    """Programs for the tiles of `batch` products of m rows and n columns."""
+    programs = product([tiling.splits, batch, blocks(m, tiling.rows), blocks(n, tiling.columns)])
+    return Launch((programs, 1, 1), tiling.constants, tiling.warps, tiling.stages)
+
+
+@contextmanager
+def result_tile(
+    printer: Printer, tile: Tile, i: LoopVar, j: LoopVar, outer: Sequence[LoopVar], tiling: Tiling
+) -> Iterator[tuple[dict[LoopVar, Index], dict[int, Value], dict[int, Value]]]:
+    """A program's tile of the result: `i` runs along its rows, `j` along its columns. Gives what the variables `outer` are, of which each value
+    has all tiles of a result to itself, and which rows and which columns exist."""
+    lines = printer.lines
+    lines.add(f"down = {printer.size(blocks(i.extent, tiling.rows))}")
+    lines.add(f"across = {printer.size(blocks(j.extent, tiling.columns))}")
+    lines.add(f"program = {program_start(printer)}")
+    which, env = flattened(outer, "outer")
+    if which.extent != 1:
+        lines.add("outer = program // (down * across)")
+        lines.add("program = program % (down * across)")
+        printer.variable(which, Value("outer"))
+    lines.add(f"first = program // ({_GROUP} * across) * {_GROUP}")
+    lines.add(f"group = min(down - first, {_GROUP})")
+    with (
+        axis(printer, tile, 0, i, "(first + program % group) * ROWS", tiling.rows) as in_rows,
+        axis(printer, tile, 1, j, f"program % ({_GROUP} * across) // group * COLUMNS", tiling.columns) as in_columns,
+    ):
+        yield env, in_rows, in_columns
+
+
+@contextmanager
+def steps_along_k(printer: Printer, extent: Dim, part: Index, tiling: Tiling) -> Iterator[None]:
+    """The loop `for k in range(...)` over a program's part of the extent."""
+    begin, end = "0", printer.size(extent)
+    if tiling.splits > 1:
+        each = printer.size(ceil_div(extent, tiling.splits * tiling.depth) * tiling.depth)
+        begin = printer.let(f"({printer.index(part).text}) * ({each})", stem="begin").text
+        end = f"min({begin} + {each}, {end})"
+    # Without tensor cores loads are staged only where that is asked for.
+    loop = f"tl.range({begin}, {end}, DEPTH, num_stages={tiling.stages})"
+    with printer.lines.block(f"for k in {loop if tiling.is_thin else f'range({begin}, {end}, DEPTH)'}:"):
+        yield
+
+
+def runs_along(e: Expr, arguments: Sequence[Argument], variable: LoopVar) -> bool:
+    """Whether neighbours along a variable are neighbours in memory, in some of what an expression reads."""
+    layouts = {argument.buffer: argument.layout for argument in arguments}
+    read = [(load, layouts[load.buffer]) for load in loads_of(e) if load.buffer in layouts and load.index]
+    return any(dict(offset_of(layout, load.buffer.shape, load.index).terms).get(variable) == 1 for load, layout in read)
+
+
+def bytes_of(kernel: Kernel) -> int:
+    """What a kernel reads and writes at least, at typical sizes."""
+    return sum(size_hint(argument.span) * BYTES[argument.buffer.dtype] for argument in (*kernel.reads, *kernel.writes))
+
+
+def all_of(tests: Sequence[Value | None]) -> Value | None:
+    """Where all of the tests hold; None where there is none."""
+    held = [test for test in tests if test is not None]
+    if not held:
+        return None
+    return Value(" & ".join(test.text for test in held), frozenset().union(*(test.dims for test in held)))
 
 
 def operand_dtype(target: Target, *operands: Expr) -> str:
@@ -92,7 +196,7 @@ def operand_dtype(target: Target, *operands: Expr) -> str:
 
     The interpreter multiplies no bfloat16.
     """
-    for half in _HALVES[:1] if target.is_interpreted else _HALVES:
+    for half in HALVES[:1] if target.is_interpreted else HALVES:
         if all(_is_held_in(half, operand) for operand in operands):
             return half
     return operands[0].dtype
@@ -118,21 +222,29 @@ class Product:
         self._printer = printer
         self._dtype = dtype
         self._accumulator = accumulator
-        self._by_dot = dtype in (*_HALVES, "float32")
+        self._by_dot = dtype in (*HALVES, "float32", "float64")
         self._precision = "tf32" if tf32 and dtype == "float32" else "ieee"
 
-    def operand(self, e: Expr, inside: Value | None) -> Value:
-        """An expression as an operand: 0 where there is no element along k."""
+    def operand(self, e: Expr, *tests: Value | None) -> Value:
+        """An expression as an operand, with all extents of the tile: 0 where a test does not hold (there is no such element along k)."""
+        return self._printer.full(self.term(e, *tests))
+
+    def term(self, e: Expr, *tests: Value | None) -> Value:
+        """The same along those dimensions only that it varies along."""
         printer = self._printer
-        if isinstance(e, Load) and e.buffer.dtype == self._dtype and e.buffer not in printer.locals:
-            value = printer.raw_load(e)
-            if inside is None or inside.dims <= value.dims:
-                return printer.full(value)  # what is masked is 0
-        else:
+        held = [test for test in tests if test is not None]
+        match e:
+            case Call(op="guard", args=(condition, within, Const(value=0))):
+                return self.term(within, *held, printer.expr(condition))
+            case Load(buffer=b) if b.dtype == self._dtype and b not in printer.locals and not b.by_value:
+                with printer.guarded(held):
+                    return printer.raw_load(e)  # what is masked is 0
+        with printer.guarded(held):
             value = printer.expr(e)
-        text = value.text if inside is None else f"tl.where({inside.text}, {value.text}, 0)"
-        dims = value.dims if inside is None else value.dims | inside.dims
-        return printer.full(printer.let(f"{text}.to({DTYPES[self._dtype][0]})", dims))
+        where = all_of(held)
+        text = value.text if where is None else f"tl.where({where.text}, {value.text}, 0)"
+        dims = value.dims if where is None else value.dims | where.dims
+        return printer.let(f"{text}.to({DTYPES[self._dtype][0]})", dims)
 
     def add(self, name: str, a: Value, b: Value) -> None:
         """name += a @ b"""
@@ -142,6 +254,8 @@ class Product:
         """a @ b, with `onto` added."""
         if self._by_dot:
             plus = f", acc={onto}" if onto else ""
+            if self._dtype == "float64":
+                plus += ", out_dtype=tl.float64"
             return f'tl.dot({a.text}, {b.text}{plus}, input_precision="{self._precision}")'
         result = f"tl.sum({a.text}[:, :, None] * {b.text}[None, :, :], 1).to({DTYPES[self._accumulator][0]})"
         return f"{onto} + {result}" if onto else result

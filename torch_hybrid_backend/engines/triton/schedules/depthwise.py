@@ -1,0 +1,80 @@
+"""Convolutions with few channels in and out of a group, as depthwise ones: a program has a tile of points by channels and adds up the taps of
+the window, which are unrolled. Memory bounds them; there is no k that a matrix product could run along.
+
+The tile is long along whichever of the two lies in memory side by side.
+"""
+
+from __future__ import annotations
+
+from torch_hybrid_backend.engines.triton.functions import DTYPES
+from torch_hybrid_backend.engines.triton.printer import Printer, Tile, Value
+from torch_hybrid_backend.engines.triton.schedules.matmul import Product, result_tile, runs_along, tiled_launch
+from torch_hybrid_backend.engines.triton.schedules.tiles import block_for, flattened, power_of_2
+from torch_hybrid_backend.engines.triton.schedules.tilings import Tiling
+from torch_hybrid_backend.engines.triton.schedules.windows import window
+from torch_hybrid_backend.engines.triton.source import Launch
+from torch_hybrid_backend.engines.triton.target import Target
+from torch_hybrid_backend.loops.index import LoopVar, index_of
+from torch_hybrid_backend.loops.kernels import ConvKernel
+from torch_hybrid_backend.sizes.size import known_int, product, size_hint
+
+_MOST_OUT = 4  # channels of a group's result: with more of them a matrix product has something to share
+_MOST_UNROLLED = 64  # taps by channels
+_MANY_CHANNELS = 64
+_MANY_POINTS = 256
+_FEWEST_ELEMENTS = 256  # of a program
+
+
+def serves(kernel: ConvKernel) -> bool:
+    """Whether a kernel is computed so."""
+    unrolled = known_int(product([v.extent for v in kernel.w_vars[1:]]))
+    return known_int(kernel.domain[1].extent) // kernel.groups <= _MOST_OUT and unrolled <= _MOST_UNROLLED
+
+
+def launch(kernel: ConvKernel, target: Target) -> Launch:
+    n, o, *out = kernel.domain
+    return tiled_launch(_tiling(kernel, target), product([v.extent for v in (n, *out)]), o.extent, 1)
+
+
+def _tiling(kernel: ConvKernel, target: Target) -> Tiling:
+    n, o, *out = kernel.domain
+    points, channels = size_hint(product([v.extent for v in (n, *out)])), known_int(o.extent)
+    share = max(_FEWEST_ELEMENTS, power_of_2(points * channels // target.programs))
+    elements = min(target.elements, share)
+    if runs_along(kernel.x, kernel.reads, kernel.x_vars[1]):
+        columns = block_for(channels, elements if target.has_large_tiles else _MANY_CHANNELS)
+        rows = block_for(points, elements // columns)
+    else:
+        rows = block_for(points, elements if target.has_large_tiles else _MANY_POINTS)
+        columns = block_for(channels, elements // rows)
+    return Tiling(rows, columns, 1)
+
+
+def emit(kernel: ConvKernel, printer: Printer, target: Target, launch: Launch) -> None:
+    n, o, *out = kernel.domain
+    tiling = _tiling(kernel, target)
+    out_channels, in_channels = known_int(o.extent) // kernel.groups, known_int(kernel.w_vars[1].extent)
+    points, point_env = flattened([n, *out], "m")
+    channel, c = LoopVar("o", o.extent), LoopVar("c", in_channels)
+    taps = [LoopVar(f"tap{d}", v.extent) for d, v in enumerate(kernel.w_vars[2:])]
+    tap, env = flattened([c, *taps], "tap")
+    tile, dtype = Tile(("ROWS", "COLUMNS")), kernel.accumulator.dtype
+    products = Product(printer, dtype, dtype, tf32=False)
+    with result_tile(printer, tile, points, channel, (), tiling) as (_, rows, columns):
+        inside = {**rows, **columns}
+        printer.lines.add(f"acc = tl.zeros([ROWS, COLUMNS], {DTYPES[dtype][0]})")
+        with printer.lines.block(f"for tap in tl.static_range({tap.extent}):"):
+            printer.variable(tap, Value("tap"))
+            place, tests = window(kernel, point_env, env, taps)
+            source = index_of(channel) // out_channels * in_channels + env[c]
+            own = {
+                **dict(zip(kernel.x_vars, (point_env[n], source, *place), strict=True)),
+                **dict(zip(kernel.w_vars, (index_of(channel), env[c], *(env[t] for t in taps)), strict=True)),
+            }
+            with printer.over(tile, own, inside):
+                x = products.term(kernel.x, *map(printer.expr, tests))
+                printer.lines.add(f"acc = acc + {x.text} * {products.term(kernel.w).text}")
+        printer.locals[kernel.accumulator] = lambda _: Value.along("acc", 0, 1)
+        with printer.over(tile, {**point_env, o: index_of(channel)}, inside):
+            for store in kernel.stores:
+                printer.store(store)

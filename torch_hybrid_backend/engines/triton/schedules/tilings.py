@@ -1,0 +1,288 @@
+"""How a matrix product or a convolution is cut up for a GPU, and what that is expected to cost.
+
+The model counts clocks of one multiprocessor: what tensor cores take for its tiles, what the second-level cache takes to bring their operands,
+a start for each program that no other one hides, and at least what memory takes for the whole. It ranks; which tiling wins is measured.
+It has not been held against a GPU yet: its rates are those of NVIDIA's data sheets, and of the sources named below.
+
+Source of the form: Williams et al., "Roofline", CACM 2009; of splitting k: "split-K" in NVIDIA's CUTLASS documentation, "Efficient GEMM".
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from torch_hybrid_backend.engines.triton.schedules.tiles import block_for, power_of_2
+from torch_hybrid_backend.engines.triton.target import Target
+from torch_hybrid_backend.loops.index import LoopVar
+from torch_hybrid_backend.loops.kernels import ConvKernel, Kernel, MatMulKernel
+
+HALVES = ("float16", "bfloat16")
+# Of an element.
+BYTES = {
+    **dict.fromkeys(("float64", "int64"), 8),
+    **dict.fromkeys(("float32", "int32"), 4),
+    **dict.fromkeys(("float16", "bfloat16", "int16"), 2),
+    **dict.fromkeys(("bool", "int8", "uint8"), 1),
+}
+MIN_TILE = 16  # of `tl.dot`
+MOST_THIN = 8  # rows, or columns, of a product that is thin
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """A program computes `rows` by `columns` of a product, along k in steps of `depth`; `splits` programs share one such tile, each with a part
+    of k. `warps` of 32 threads run it, and load `stages` steps ahead. `is_thin`: by sums of products, without tensor cores."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int = 4
+    stages: int = 3
+    splits: int = 1
+    is_thin: bool = False
+
+    @property
+    def name(self) -> str:
+        parts = f" {self.splits} parts" if self.splits > 1 else ""
+        kind = "thin" if self.is_thin else "tiles"
+        return f"{kind} {self.rows}x{self.columns}x{self.depth} {self.warps} warps {self.stages} stages{parts}"
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"ROWS": self.rows, "COLUMNS": self.columns, "DEPTH": self.depth}
+
+
+WHOLE = LoopVar("part", 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TiledMatMulKernel(MatMulKernel):
+    """A matrix product cut up as `tiling` says. `part`: which of its parts along k a program computes; stores may use it."""
+
+    tiling: Tiling = field(kw_only=True)
+    part: LoopVar = field(default=WHOLE, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TiledConvKernel(ConvKernel):
+    """The same for a convolution, whose k is the channels of a group by the taps of its window."""
+
+    tiling: Tiling = field(kw_only=True)
+    part: LoopVar = field(default=WHOLE, kw_only=True)
+
+
+def part_of(kernel: Kernel) -> LoopVar:
+    """The parts along k of a kernel; one of a kernel that is not split."""
+    return kernel.part if isinstance(kernel, TiledMatMulKernel | TiledConvKernel) else WHOLE
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is to be cut up: `batch` products of m by k and k by n, at typical sizes.
+
+    `dtype`: what both operands are held in. `bytes`: read and written at least. `run`: elements along k that a step stays within (those of one
+    tap of a window). `is_left_along_k`, `is_right_along_k`: whether neighbours along k are neighbours in memory. `can_split`: the size
+    of the result is known when it is compiled, and with that what the parts along k take.
+    """
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    dtype: str
+    bytes: int
+    run: int
+    is_left_along_k: bool = True
+    is_right_along_k: bool = True
+    can_split: bool = True
+    can_be_thin: bool = True
+
+    @property
+    def element(self) -> int:
+        return BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class _Chip:
+    """Of one multiprocessor. `shared`: bytes of shared memory that a program may have. By clock: multiply-adds of float16 (with sums in
+    float32), float32 and float64; bytes of memory."""
+
+    shared: int
+    half: int
+    single: int
+    double: int
+    memory: float
+
+
+# By compute capability. Source: NVIDIA's whitepapers of GA100, GA102, AD102, GH100, GB202, and the CUDA C++ Programming Guide, "Compute
+# Capabilities" (shared memory).
+_CHIPS = {
+    80: _Chip(163 << 10, 1024, 64, 64, 13),
+    86: _Chip(99 << 10, 256, 128, 1, 6.7),
+    87: _Chip(163 << 10, 256, 128, 1, 6.7),
+    89: _Chip(99 << 10, 256, 128, 1, 3.1),
+    90: _Chip(227 << 10, 2048, 128, 128, 16),
+    100: _Chip(227 << 10, 4096, 128, 64, 28),
+    120: _Chip(99 << 10, 256, 128, 1, 4.4),
+}
+_L2 = 40.0  # bytes by clock that the second-level cache gives one multiprocessor: what matmuls near the peak of an H100 get by with
+_SHARED = 128.0  # bytes by clock that shared memory gives
+_SERIAL = 0.2  # of the shorter of computing and reading, which does not overlap with the longer
+_START = 1500.0  # clocks from a program's start to its first product, and from its last to its end
+_LAUNCH = 3000.0  # clocks of one more kernel
+_EFFICIENCY = 0.8  # of tensor cores, in loops that do nothing else
+_SMALL_EFFICIENCY = (
+    0.6  # of Hopper's, where a tile has too few rows for `wgmma`: what is left of the peak with `mma.sync`
+)
+_MOST_PARTIAL = 32 << 20  # bytes of sums of parts
+_MIN_STEPS = 4  # of a part along k
+_SPLITS = (1, 2, 4, 8, 16, 32)
+
+# rows, columns, bytes along k, warps, stages. None of them spills on sm_80 or sm_90 (tests/engines/triton/test_machine_code.py).
+_TENSOR_TILES = (
+    (128, 128, 128, 8, 3),
+    (64, 128, 128, 4, 4),
+    (128, 64, 128, 4, 4),
+    (64, 64, 128, 4, 4),
+    (32, 64, 128, 4, 4),
+    (64, 32, 128, 4, 4),
+    (32, 32, 256, 4, 3),
+    (16, 64, 256, 4, 4),
+    (64, 16, 256, 4, 4),
+    (16, 128, 128, 4, 4),
+    (128, 16, 128, 4, 4),
+)
+_LARGE_TILES = ((128, 256, 128, 8, 3), (256, 128, 128, 8, 3))  # only `wgmma` has registers for these
+_SINGLE_TILES = ((128, 64, 64, 8, 3), (64, 64, 64, 4, 3), (32, 64, 64, 4, 3), (32, 32, 128, 4, 3), (16, 64, 128, 4, 3))
+_DOUBLE_TILES = ((64, 64, 128, 4, 3), (32, 32, 128, 4, 3), (16, 32, 128, 4, 3), (32, 16, 128, 4, 3))
+_INTEGER_TILES = ((32, 32, 32, 4, 1), (16, 16, 64, 4, 1))
+_THREADS = 128  # of a program of a thin product
+_LINE = 128  # bytes: of memory that is read at once
+_VECTOR = 16  # bytes that a thread loads at once
+
+
+def best(work: Work, target: Target) -> Tiling:
+    """The tiling of least cost that does not split k."""
+    return ranked(replace(work, can_split=False), target)[0][0]
+
+
+def ranked(work: Work, target: Target) -> list[tuple[Tiling, float]]:
+    """The tilings and their costs in clocks, best first; never empty."""
+    if target.has_large_tiles:
+        return [(_interpreted(work), 0.0)]
+    chip = _chip(target)
+    whole = [tiling for tiling in _tilings(work, target) if _shared_bytes(tiling, work) <= chip.shared]
+    found = {replace(tiling, splits=splits): None for tiling in whole for splits in _splits(tiling, work)}
+    return sorted(((tiling, _cost(tiling, work, target)) for tiling in found), key=lambda item: item[1])
+
+
+def _tilings(work: Work, target: Target) -> list[Tiling]:
+    shapes: tuple[tuple[int, ...], ...]
+    least = MIN_TILE
+    if work.dtype == "float64":
+        shapes = _DOUBLE_TILES
+    elif work.dtype == "float32" and not target.tf32:
+        shapes = _SINGLE_TILES
+    elif work.dtype in (*HALVES, "float32"):
+        shapes = (*_LARGE_TILES, *_TENSOR_TILES) if target.capability == 90 else _TENSOR_TILES
+    else:
+        shapes, least = _INTEGER_TILES, 1
+    found = [_thin(work)] if work.can_be_thin and min(work.m, work.n) <= MOST_THIN else []
+    for rows, columns, deep, warps, stages in shapes:
+        # One with more rows or columns than there are, rounded up, is another one of these but narrower; the last one serves all.
+        fits = rows <= max(MIN_TILE, power_of_2(work.m)) and columns <= max(MIN_TILE, power_of_2(work.n))
+        if fits or (not found and shapes[-1] == (rows, columns, deep, warps, stages)):
+            edges = block_for(work.m, rows, MIN_TILE), block_for(work.n, columns, MIN_TILE)
+            found.append(Tiling(*edges, block_for(work.run, deep // work.element, least), warps, stages))
+    return found
+
+
+def _thin(work: Work) -> Tiling:
+    """Programs with some rows of the larger operand, read 16 bytes a thread along whichever axis is contiguous."""
+    is_left = work.m > work.n  # the larger one
+    few = power_of_2(min(work.m, work.n))
+    elements = _THREADS * _VECTOR // work.element * (2 if few <= 2 else 1)
+    line = _LINE // work.element
+    if work.is_left_along_k if is_left else work.is_right_along_k:
+        depth = block_for(work.k, 4 * line, min(line, power_of_2(work.k)))
+        many = block_for(work.m if is_left else work.n, elements // depth)
+    else:
+        many = block_for(work.m if is_left else work.n, line)
+        depth = block_for(work.k, elements // many)
+    rows, columns = (many, few) if is_left else (few, many)
+    return Tiling(rows, columns, depth, _THREADS // 32, 3, is_thin=True)
+
+
+def _splits(tiling: Tiling, work: Work) -> list[int]:
+    steps = _steps(tiling, work)
+    return [
+        splits
+        for splits in _SPLITS
+        if splits == 1
+        or (
+            work.can_split
+            and steps >= _MIN_STEPS * splits
+            and 4 * splits * work.batch * work.m * work.n <= _MOST_PARTIAL
+        )
+    ]
+
+
+def _steps(tiling: Tiling, work: Work) -> int:
+    return max(1, work.k // max(1, work.run)) * -(-work.run // tiling.depth)
+
+
+def _shared_bytes(tiling: Tiling, work: Work) -> int:
+    return 0 if tiling.is_thin else tiling.stages * (tiling.rows + tiling.columns) * tiling.depth * work.element
+
+
+def _cost(tiling: Tiling, work: Work, target: Target) -> float:
+    """Clocks."""
+    chip = _chip(target)
+    rows, columns, depth = tiling.rows, tiling.columns, tiling.depth
+    programs = work.batch * -(-work.m // rows) * -(-work.n // columns) * tiling.splits
+    turns = -(-programs // target.multiprocessors)
+    multiply_adds = rows * columns * depth
+    if tiling.is_thin:
+        few, many = sorted((rows, columns))
+        loads = few * many * depth * work.element / _SHARED  # of the few rows, for each vector of the larger operand
+        step = max(multiply_adds / (chip.single / 2), many * depth * work.element / _L2, loads)
+    else:
+        step = max(multiply_adds / _rate(tiling, work, target), (rows + columns) * depth * work.element / _L2)
+    resident = max(
+        1, min(chip.shared // max(1, _shared_bytes(tiling, work)), 64 // tiling.warps // (1 if tiling.is_thin else 4))
+    )
+    busy = turns * -(-_steps(tiling, work) // tiling.splits) * step
+    moved = work.bytes / (chip.memory * target.multiprocessors)
+    cost = max(busy, moved) + _SERIAL * min(busy, moved) + -(-turns // resident) * _START
+    if tiling.splits > 1:
+        partial = 2 * 4 * tiling.splits * work.batch * work.m * work.n
+        cost += _LAUNCH + partial / (chip.memory * target.multiprocessors)
+    return cost
+
+
+def _rate(tiling: Tiling, work: Work, target: Target) -> float:
+    """Multiply-adds by clock."""
+    chip = _chip(target)
+    if work.dtype in HALVES or (work.dtype == "float32" and target.tf32):
+        full = chip.half if work.dtype in HALVES else chip.half / 2
+        is_small = target.capability >= 90 and tiling.rows < 64
+        return full * (_SMALL_EFFICIENCY if is_small else _EFFICIENCY)
+    if work.dtype == "float32":
+        # Of its edge by edge elements a thread reads 2 edges from shared memory for each of k.
+        edge = math.sqrt(tiling.rows * tiling.columns / (32 * tiling.warps))
+        return chip.single * edge / (edge + 4)
+    return chip.double if work.dtype == "float64" else chip.single / 4
+
+
+def _chip(target: Target) -> _Chip:
+    """The chip, or the latest one before it that is known."""
+    return _CHIPS[max(known for known in _CHIPS if known <= max(target.capability, min(_CHIPS)))]
+
+
+def _interpreted(work: Work) -> Tiling:
+    """As large as may be."""
+    most, depth = (1024, 4096) if work.dtype in (*HALVES, "float32") else (64, 64)
+    return Tiling(
+        block_for(work.m, most, MIN_TILE), block_for(work.n, most, MIN_TILE), block_for(work.k, depth, MIN_TILE)
+    )
