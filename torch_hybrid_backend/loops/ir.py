@@ -3,7 +3,7 @@
     Expr   = Const(value) | Load(buffer, index) | FromIndex(index) | Call(op, args)
     Value  = Buffer                       a tensor that exists in memory
            | Map(shape, dtype, fn)        fn(index) -> Expr, computed where it is read (inlined) or realised by a MapOp
-    LoopOp = MapOp | ReduceOp | MatMulOp | ConvOp | AttentionOp      each fills one buffer
+    LoopOp = MapOp | ReduceOp | ScatterOp | MatMulOp | ConvOp | AttentionOp      each fills one buffer
 
 Scalars are computed in the *compute dtype* of a tensor's dtype: float32 for bfloat16 and float16, the dtype itself otherwise. Loads widen,
 stores narrow; only an explicit cast rounds in between (`Call("round", ...)`), so results are at least as exact as eager's.
@@ -215,6 +215,26 @@ class ReduceOp(LoopOp):
 
     def reads(self) -> list[Buffer]:
         return buffers_of(Map(self.domain, self.out.dtype, self.body))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScatterOp(LoopOp):
+    """out = base; then for every point of `domain`, in no order: out[place(point)] = combine(out[place(point)], body(point)).
+
+    `combiner`: "sum", "max", "min" (both NaN-propagating), or "write", where of several writes to one element any may stay.
+    `place` gives an index inside `out`. Engines say in `loops.policy.Abilities` which of these they take.
+    """
+
+    base: Value
+    domain: tuple[Dim, ...]
+    place: InverseFn
+    body: ScalarFn
+    combiner: str
+
+    def reads(self) -> list[Buffer]:
+        point = domain_vars(self.domain)
+        places = [FromIndex(INDEX_DTYPE, index) for index in self.place(point)]
+        return _unique([*buffers_of(self.base), *(b for e in (*places, self.body(point)) for b in buffers_of_expr(e))])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -29,14 +29,19 @@ def launch(kernel: MapKernel, target: Target) -> Launch:
     variables = _in_memory_order(kernel)
     other = _read_along(kernel, variables)
     if other is None:
-        block = block_for(product([v.extent for v in variables]), target.elements, _MIN_BLOCK)
-        programs = blocks(product([v.extent for v in variables]), block)
-        return Launch((programs, 1, 1), {"BLOCK": block}, warps=max(1, min(8, block // _ELEMENTS_PER_WARP)))
+        return flat_launch(variables, target)
     edge = _LARGE_SQUARE if target.has_large_tiles else _SQUARE
     rows, columns = block_for(other.extent, edge), block_for(variables[-1].extent, edge)
     rest = product([v.extent for v in variables if v not in (other, variables[-1])])
     programs = product([blocks(variables[-1].extent, columns), blocks(other.extent, rows), rest])
     return Launch((programs, 1, 1), {"ROWS": rows, "COLUMNS": columns})
+
+
+def flat_launch(variables: Sequence[LoopVar], target: Target) -> Launch:
+    """One dimension of blocks over all points."""
+    points = product([v.extent for v in variables])
+    block = block_for(points, target.elements, _MIN_BLOCK)
+    return Launch((blocks(points, block), 1, 1), {"BLOCK": block}, warps=max(1, min(8, block // _ELEMENTS_PER_WARP)))
 
 
 def emit(kernel: MapKernel, printer: Printer, target: Target, launch: Launch) -> None:
