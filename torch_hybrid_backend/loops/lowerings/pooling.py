@@ -101,11 +101,38 @@ def max_pool(
     return values, Map(ctx.shape, "int64", position)
 
 
-@lowers(aten.adaptive_max_pool2d.default)
-def adaptive_max_pool2d(ctx: Context, x: Value, output_size: Sequence[int]) -> tuple[Value, None]:
-    if ctx.wants(1):
-        raise Refuse(Reason.ARGUMENT, "the positions of adaptive maxima are computed by eager")
-    return _adaptive(ctx, x, 2, "max"), None
+@lowers(aten.adaptive_max_pool2d.default, aten.adaptive_max_pool3d.default)
+def adaptive_max_pool(ctx: Context, x: Value, output_size: Sequence[int]) -> tuple[Value, Value | None]:
+    """(maxima, their positions in the flattened spatial dimensions), as `max_pool`."""
+    rank = len(output_size)
+    if not ctx.wants(1) and rank == 2:
+        return _adaptive(ctx, x, rank, "max"), None
+    if ctx.abilities.scatters == "none":
+        raise Refuse(
+            Reason.ARGUMENT, "the positions of adaptive maxima, and those of three dimensions, are computed by eager"
+        )
+    values = _adaptive(ctx, x, rank, "max")
+    window = _adaptive(ctx, x, rank, "argmax")
+    lead = len(x.shape) - rank
+    spatial, outs = tuple(map(known_int, x.shape[lead:])), tuple(map(known_int, ctx.shape[lead:]))
+    kernel = adaptive_kernel(spatial, outs)
+
+    def position(index: tuple[Index, ...]) -> Expr:
+        in_window = scalar_index(window.at(index), 0, math.prod(kernel) - 1)
+        total = as_index(0)
+        for o, n, m, k, step, inner in zip(
+            index[lead:],
+            spatial,
+            outs,
+            kernel,
+            contiguous_strides(spatial),
+            contiguous_strides(kernel),
+            strict=True,
+        ):
+            total = total + (o * n // m + in_window // inner % k) * step
+        return from_index(total)
+
+    return values, Map(ctx.shape, "int64", position)
 
 
 # Average
@@ -193,9 +220,9 @@ def _adaptive(ctx: Context, x: Value, rank: int, combiner: str) -> Value:
         return guard(covered, x.at((*index[:lead], *place)), neutral)
 
     domain, axes = (*ctx.shape, *kernel), tuple(range(lead + rank, lead + 2 * rank))
-    out_dtype = x.dtype if combiner == "max" else dtype
+    out_dtype = {"sum": dtype, "max": x.dtype, "argmax": "int64"}[combiner]
     total = ctx.realize(ReduceOp(Buffer(ctx.shape, out_dtype), domain, axes, combiner, body))
-    if combiner == "max":
+    if combiner != "sum":
         return total
     if all(n % m == 0 for n, m in zip(spatial, outs, strict=True)):
         return ctx.pointwise(lambda a: div(a, lit(a, math.prod(kernel))), total)

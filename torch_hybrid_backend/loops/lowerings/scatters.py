@@ -23,7 +23,7 @@ from torch_hybrid_backend.loops.lowerings.indexing import bounded, indexed_place
 from torch_hybrid_backend.loops.lowerings.scattering import filled, reduced, scattered
 from torch_hybrid_backend.loops.lowerings.views import axis, reshaped
 from torch_hybrid_backend.loops.ops import add, call, cast, const, from_index, guard, index_in, logical_and, where
-from torch_hybrid_backend.sizes.size import Dim, known_int, product
+from torch_hybrid_backend.sizes.size import Dim, known_at_most, known_int, product
 
 aten = torch.ops.aten
 
@@ -177,6 +177,14 @@ def index_put(
 ) -> Value:
     """x with `values` at the elements that `x[indices]` would read; negative positions count from the end."""
     given = {d: t for d, t in enumerate(indices) if t is not None}
+    if (
+        len(given) == 1
+        and next(iter(given.values())).dtype == "bool"
+        and known_at_most(product(values.shape), 1)
+        and not accumulate
+        and ctx.abilities.scatters != "none"
+    ):
+        return _masked(ctx, x, *next(iter(given.items())), values)
     if not given or any(t.dtype in ("bool", "uint8") for t in given.values()):
         raise Refuse(Reason.ARGUMENT, "writing at a mask, or everywhere, is left to eager")
     if accumulate and ctx.out.dtype == "bool":
@@ -198,6 +206,16 @@ def index_put(
     new = broadcast(values, domain)
     # One number everywhere: what is written does not depend on who comes last.
     return scattered(ctx, x, domain, indexed_place(x, given), new.at, combiner, ordered=product(values.shape) == 1)
+
+
+def _masked(ctx: Context, x: Value, d: int, mask: Value, value: Value) -> Value:
+    """x with one number where a mask holds, which stands for the dimensions from d on that it has."""
+    number = reshaped(value, ())
+
+    def at(place: tuple[Index, ...]) -> Expr:
+        return where(mask.at(place[d : d + len(mask.shape)]), number.at(()), x.at(place))
+
+    return Map(ctx.shape, ctx.out.dtype, at, ((x, lambda place: place),))
 
 
 @lowers(aten.put.default)
