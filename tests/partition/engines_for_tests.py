@@ -54,14 +54,13 @@ class LoopsEngine(FakeEngine):
     """Takes what the loops language has a lowering for, on `devices`."""
 
     keep_ops = frozenset(lowering.table())
-    has_scans = False
 
     def __init__(self, name: str = "loops", devices: Sequence[str] = ()) -> None:
         super().__init__(name, devices=devices)
 
     def supports(self, node: torch.fx.Node) -> Verdict:
         self.asked.append(node.name)
-        return lowering.supports(node, has_scans=self.has_scans)
+        return lowering.supports(node)
 
 
 def trace(function: Callable[..., object], *inputs: torch.Tensor) -> torch.fx.GraphModule:

@@ -29,7 +29,6 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.capture.fixes.encoder_layers import native_multi_head_attention, transformer_encoder_layer
-from torch_hybrid_backend.core.limits import MAX_SCATTERED_SLICES
 from torch_hybrid_backend.graph.schema import is_random
 
 Operator = torch._ops.OperatorBase
@@ -82,6 +81,7 @@ KEPT: tuple[torch._ops.OpOverloadPacket, ...] = (
     # Scatters: eager's kernels need no atomic additions; torch's formulas end in index_put(accumulate=True), which is
     # slower.
     aten.embedding_dense_backward,
+    aten.index_add,
     aten.slice_scatter,
     aten.select_scatter,
     # Evaluated batch norm: passes/canonical/fold_batch_norm.py needs to see it whole; what it cannot fold it turns into one
@@ -341,15 +341,6 @@ def _is_static(*tensors: torch.Tensor) -> bool:
     return all(isinstance(size, int) for tensor in tensors for size in tensor.shape)
 
 
-def _index_add(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: float = 1) -> Any:
-    """Few slices on the CPU by torch's formula, whose `index_put` engines take; more stay whole: with `accumulate` that takes eager six times
-    as long. On a GPU `index_put` sorts what it adds, where `index_add` is one kernel."""
-    if x.device.type != "cpu" or not isinstance(index.numel(), int) or index.numel() > MAX_SCATTERED_SLICES:
-        return NotImplemented
-    formula = get_decompositions([aten.index_add.default])[aten.index_add.default]
-    return formula(x, dim, index, source, alpha=alpha)
-
-
 def _addition(operator: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def with_scalar(x: torch.Tensor, other: float, alpha: float = 1) -> torch.Tensor:
         return operator(x, other * alpha if alpha != 1 else other)
@@ -365,7 +356,6 @@ def _own_formulas() -> Table:
         aten.t.default: _t,
         aten.native_group_norm.default: _native_group_norm,
         aten.convolution_backward.default: _convolution_backward,
-        aten.index_add.default: _index_add,
         aten._transformer_encoder_layer_fwd.default: transformer_encoder_layer,
         aten._native_multi_head_attention.default: native_multi_head_attention,
         # Scalar overloads: one spelling of each arithmetic operator.

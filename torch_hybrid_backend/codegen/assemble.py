@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from torch_hybrid_backend.codegen.anchors import Anchor, arguments
+from torch_hybrid_backend.codegen.anchors import Anchor, arguments, over
 from torch_hybrid_backend.codegen.backend import KernelBackend
 from torch_hybrid_backend.codegen.kernel_cache import Artifact
 from torch_hybrid_backend.codegen.operands import Packed
@@ -30,8 +30,20 @@ from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.loops.fusion import Group, fuse, inlined, needed_outside, replace_loads
 from torch_hybrid_backend.loops.graph import lower_region
-from torch_hybrid_backend.loops.ir import Buffer, Expr, Load, ReduceOp, ScanOp, buffers_of_expr, compute_dtype
-from torch_hybrid_backend.loops.kernels import Argument, Kernel, MapKernel, RowKernel, Stage, Store
+from torch_hybrid_backend.loops.index import index_of
+from torch_hybrid_backend.loops.ir import (
+    INDEX_DTYPE,
+    Buffer,
+    Expr,
+    FromIndex,
+    Load,
+    ReduceOp,
+    ScanOp,
+    ScatterOp,
+    buffers_of_expr,
+    compute_dtype,
+)
+from torch_hybrid_backend.loops.kernels import Argument, Kernel, MapKernel, RowKernel, ScatterKernel, Stage, Store
 from torch_hybrid_backend.loops.layout import Layout, Strided, contiguous
 
 
@@ -158,10 +170,39 @@ def assemble(region: Region, backend: KernelBackend) -> RegionKernels:
     fixed.update((buffer, contiguous(buffer.shape)) for buffer in prepared.row_major)
     layouts = backend.layouts(groups, fixed)
     needed = needed_outside(groups, lowered.outputs)
-    kernels = backend.join([_kernel(group, needed, layouts, backend) for group in groups], lowered.outputs)
+    found = [kernel for group in groups for kernel in _kernels(group, needed, layouts, backend)]
+    kernels = backend.join(found, lowered.outputs)
     return RegionKernels(
         region, tuple(kernels), lowered.inputs, lowered.outputs, lowered.literals, prepared.packed, layouts, backend
     )
+
+
+def _kernels(
+    group: Group, needed: set[Buffer], layouts: Mapping[Buffer, Layout], backend: KernelBackend
+) -> list[Kernel]:
+    if group.kind != "scatter":
+        return [_kernel(group, needed, layouts, backend)]
+    (member,) = group.members
+    op = member.op
+    assert isinstance(op, ScatterOp)
+    writes = (Argument(op.out, layouts[op.out]),)
+    variables, base = over(op.base, "b")
+    places = [FromIndex(INDEX_DTYPE, index) for index in member.index]
+    none: frozenset[Buffer] = frozenset()
+    first = MapKernel(
+        arguments([base], [], none, layouts),
+        writes,
+        variables,
+        (Store(op.out, tuple(map(index_of, variables)), base),),
+    )
+    scatter = ScatterKernel(
+        arguments([*places, member.expr], [], none, layouts),
+        writes,
+        group.variables,
+        Store(op.out, member.index, member.expr),
+        op.combiner,
+    )
+    return [first, scatter]
 
 
 def _kernel(group: Group, needed: set[Buffer], layouts: Mapping[Buffer, Layout], backend: KernelBackend) -> Kernel:

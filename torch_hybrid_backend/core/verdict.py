@@ -15,6 +15,9 @@ class Reason(StrEnum):
     DEVICE = "device"  # a tensor lives on a device the engine does not serve
     LAYOUT = "layout"  # sparse, quantised, complex or otherwise not a plain strided tensor
     ARGUMENT = "argument"  # an argument value the lowering does not cover
+    NONDETERMINISTIC = (
+        "nondeterministic"  # results would depend on an order that nothing fixes, and torch is told to avoid that
+    )
     NOT_A_TENSOR = "not_a_tensor"  # the node yields no tensor (SymInt arithmetic, None, ...)
     DISABLED = "disabled"  # the engine is switched off by HYBRID_ENGINES / HYBRID_DISABLE_ENGINES
     MISSING_DEPENDENCY = "missing_dependency"  # the engine cannot run in this installation

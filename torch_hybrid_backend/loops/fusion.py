@@ -5,7 +5,7 @@ test, so that it cannot go wrong by construction: the joining operation's expres
 element it reads of a member's result must be exactly the element the group holds at that point.
 
 Kinds: "map" (elementwise), "row" (reductions over the same axes of one domain and what is computed per row from them: softmax,
-normalisations), "matmul", "conv", "attention" (an anchor and its epilogue).
+normalisations), "matmul", "conv", "attention" (an anchor and its epilogue), "scatter" (one operation, which nothing joins).
 
 Order: a group runs where its last member stood. It is closed to further members as soon as an operation outside reads one of its
 results, so nothing ever moves past its own readers.
@@ -32,6 +32,7 @@ from torch_hybrid_backend.loops.ir import (
     MatMulOp,
     ReduceOp,
     ScanOp,
+    ScatterOp,
     compute_dtype,
     indices,
     loads_of,
@@ -131,7 +132,7 @@ def fuse(graph: LoopGraph, policy: FusionPolicy) -> list[Group]:
 
 
 def _new_group(op: LoopOp, reads: Sequence[Buffer]) -> Group:
-    shape = op.domain if isinstance(op, ReduceOp) else op.out.shape
+    shape = op.domain if isinstance(op, ReduceOp | ScatterOp) else op.out.shape
     variables = tuple(LoopVar(f"i{d}", n) for d, n in enumerate(shape))
     match op:
         case ReduceOp():
@@ -143,6 +144,9 @@ def _new_group(op: LoopOp, reads: Sequence[Buffer]) -> Group:
         case MapOp():
             group = Group("map", shape, variables)
             group.members.append(Member(op, group.point, op.value.at(group.point), "full", tuple(reads)))
+        case ScatterOp():
+            group = Group("scatter", shape, variables, closed=True)
+            group.members.append(Member(op, op.place(group.point), op.body(group.point), "full", tuple(reads)))
         case _:
             kind = next(kind for anchor, kind in _ANCHORS if isinstance(op, anchor))
             group = Group(kind, shape, variables)

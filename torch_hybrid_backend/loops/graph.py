@@ -101,7 +101,7 @@ class _Lowerer:
         self._region = region
         self._policy = policy
         self._ops: list[LoopOp] = []
-        self._ctx = Context(self._emit, has_scans=policy.scans)
+        self._ctx = Context(self._emit, policy.abilities)
         self._convolved: set[Buffer] = set()  # what convolutions write
         self._images: set[Buffer] = set()  # the same, and of what their epilogues write
         self._concatenated: set[Value] = set()  # the values that are concatenations

@@ -3,7 +3,7 @@
     Expr   = Const(value) | Load(buffer, index) | FromIndex(index) | Call(op, args)
     Value  = Buffer                       a tensor that exists in memory
            | Map(shape, dtype, fn)        fn(index) -> Expr, computed where it is read (inlined) or realised by a MapOp
-    LoopOp = MapOp | ReduceOp | ScanOp | MatMulOp | ConvOp | AttentionOp      each fills one buffer
+    LoopOp = MapOp | ReduceOp | ScanOp | ScatterOp | MatMulOp | ConvOp | AttentionOp      each fills one buffer
 
 Scalars are computed in the *compute dtype* of a tensor's dtype: float32 for bfloat16 and float16, the dtype itself otherwise. Loads widen,
 stores narrow; only an explicit cast rounds in between (`Call("round", ...)`), so results are at least as exact as eager's.
@@ -222,7 +222,7 @@ class ScanOp(LoopOp):
     """out[i] = combine over all points that do not come after i along `axis` of body(point). `out.shape` is the domain.
 
     `combiner`: "sum", "prod", "max", "min" (both NaN-propagating), "argmax", "argmin" (position along the axis, the last of equals, NaN before
-    all; int64), "logaddexp". Accumulates in the body's dtype. Lowered to where the policy has `scans`.
+    all; int64), "logaddexp". Accumulates in the body's dtype. Lowered to where the kernels can (`loops.policy.Abilities`).
     """
 
     axis: int
@@ -231,6 +231,26 @@ class ScanOp(LoopOp):
 
     def reads(self) -> list[Buffer]:
         return buffers_of(Map(self.out.shape, self.out.dtype, self.body))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScatterOp(LoopOp):
+    """out = base; then for every point of `domain`, in no order: out[place(point)] = combine(out[place(point)], body(point)).
+
+    `combiner`: "sum", "max", "min" (both NaN-propagating), or "write", where of several writes to one element any may stay.
+    `place` gives an index inside `out`. Engines say in `loops.policy.Abilities` which of these they take.
+    """
+
+    base: Value
+    domain: tuple[Dim, ...]
+    place: InverseFn
+    body: ScalarFn
+    combiner: str
+
+    def reads(self) -> list[Buffer]:
+        point = domain_vars(self.domain)
+        places = [FromIndex(INDEX_DTYPE, index) for index in self.place(point)]
+        return _unique([*buffers_of(self.base), *(b for e in (*places, self.body(point)) for b in buffers_of_expr(e))])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -64,6 +64,14 @@ class MapKernel(Kernel):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ScatterKernel(Kernel):
+    """For every point of the domain, in no order: `store` combined with what its place holds already (see `loops.ir.ScatterOp`)."""
+
+    store: Store
+    combiner: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Stage:
     """One step of a row kernel.
 

@@ -41,6 +41,7 @@ from torch_hybrid_backend.loops.ir import (
     domain_vars,
 )
 from torch_hybrid_backend.loops.ops import cast, const
+from torch_hybrid_backend.loops.policy import COMMON, Abilities
 from torch_hybrid_backend.sizes.size import Dim, Size, UndecidedSizeError
 
 DTYPES = frozenset(
@@ -72,6 +73,7 @@ _MODULES = (
     "windows",
     "scans",
     "scatters",
+    "gradients",
 )
 
 
@@ -97,12 +99,11 @@ def table() -> Mapping[torch._ops.OpOverload, Lowering]:
 
 
 class Context:
-    """What a lowering may use: the node's result specs, and a place for operations that need memory."""
+    """What a lowering may use: the node's result specs, a place for operations that need memory, and what kernels can do."""
 
-    def __init__(self, emit: Callable[[LoopOp], None], *, has_scans: bool = False) -> None:
-        """`has_scans`: see `FusionPolicy.scans`."""
+    def __init__(self, emit: Callable[[LoopOp], None], abilities: Abilities = COMMON) -> None:
         self._emit = emit
-        self.has_scans = has_scans
+        self.abilities = abilities
         self.node: torch.fx.Node | None = None
         self.outs: tuple[TensorSpec, ...] = ()
 
@@ -265,15 +266,15 @@ def lower_node(ctx: Context, node: torch.fx.Node, values: Mapping[torch.fx.Node,
         raise Refuse(Reason.SYMBOLIC_SHAPE, f"{node.target}: {undecided}") from undecided
 
 
-def supports(node: torch.fx.Node, *, has_scans: bool = False) -> Verdict:
-    """Whether a node has a lowering for its arguments, found by lowering it on placeholder buffers. `has_scans`: see `FusionPolicy.scans`."""
+def supports(node: torch.fx.Node, abilities: Abilities = COMMON) -> Verdict:
+    """Whether a node has a lowering for its arguments and such kernels, found by lowering it on placeholder buffers."""
     if node.op != "call_function":
         return Refused(Reason.UNKNOWN_OPERATOR, f"a node of kind {node.op} is not an operator")
     if node.target is operator.getitem:
         producer = node.args[0]
         if isinstance(meta := node.meta.get("val"), torch.Tensor) and (refused := check_tensor(meta)) is not None:
             return refused
-        return supports(producer, has_scans=has_scans) if isinstance(producer, torch.fx.Node) else Supported()
+        return supports(producer, abilities) if isinstance(producer, torch.fx.Node) else Supported()
     if not isinstance(node.target, torch._ops.OpOverload) or node.target not in table():
         return Refused(Reason.UNKNOWN_OPERATOR, f"there is no lowering for {node.target}")
     placeholders: dict[torch.fx.Node, Any] = {}
@@ -295,8 +296,7 @@ def supports(node: torch.fx.Node, *, has_scans: bool = False) -> Verdict:
     is_static = all(isinstance(n, int) for value in placeholders.values() for n in getattr(value, "shape", (value,)))
     try:
         # What is lazy may ask for the number behind a size, too: it is asked now, where that can still be refused.
-        context = Context(lambda op: None if is_static else _probe(op), has_scans=has_scans)
-        result = lower_node(context, node, placeholders)
+        result = lower_node(Context(lambda op: None if is_static else _probe(op), abilities), node, placeholders)
         if not is_static:
             for value in result if isinstance(result, tuple) else (result,):
                 if isinstance(value, Value):

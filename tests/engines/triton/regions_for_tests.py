@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tests.partition.engines_for_tests import LoopsEngine, trace
+from tests.partition.engines_for_tests import trace
 from tests.services_for_tests import services
 from torch_hybrid_backend.codegen.assemble import assemble
 from torch_hybrid_backend.codegen.engine import KernelEngine, KernelRegion
@@ -19,13 +19,6 @@ from torch_hybrid_backend.engines.triton.target import Target
 from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.partition.regions import partition_graph
 
-
-class _Scanning(LoopsEngine):
-    """What this backend takes."""
-
-    has_scans = True
-
-
 HOPPER = Target(90, 4, is_interpreted=True)
 
 
@@ -33,9 +26,10 @@ def kernels_of(
     function: Callable[..., torch.Tensor], *inputs: torch.Tensor, target: Target = HOPPER
 ) -> tuple[Kernel, ...]:
     """The kernels of the function's one region for `target`; nothing is compiled and no input is read."""
-    config = dataclasses.replace(Config(), placement="estimate")
-    (segment,) = partition_graph(trace(function, *inputs), [_Scanning()], config).graph.segments
-    return assemble(segment.region, TritonBackend(target)).kernels
+    backend = TritonBackend(target)
+    engine = KernelEngine(backend, Config(), services())
+    (segment,) = partition_graph(trace(function, *inputs), [engine], Config()).graph.segments
+    return assemble(segment.region, backend).kernels
 
 
 def compiled(
@@ -53,10 +47,7 @@ def compiled(
 
 def kernel_of(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Kernel:
     """The one kernel of the function's one region."""
-    backend = TritonBackend(HOPPER)
-    engine = KernelEngine(backend, Config(), services())
-    (segment,) = partition_graph(trace(function, *inputs), [engine], Config()).graph.segments
-    (kernel,) = assemble(segment.region, backend).kernels
+    (kernel,) = kernels_of(function, *inputs)
     return kernel
 
 

@@ -22,7 +22,7 @@ from torch_hybrid_backend.engines.triton import compiler
 from torch_hybrid_backend.engines.triton.alternatives import alternatives
 from torch_hybrid_backend.engines.triton.artifact import read as read_artifact
 from torch_hybrid_backend.engines.triton.host_driver import HostLaunch
-from torch_hybrid_backend.engines.triton.policy import POLICY
+from torch_hybrid_backend.engines.triton.policy import DETERMINISTIC, POLICY
 from torch_hybrid_backend.engines.triton.schedules import schedule_of
 from torch_hybrid_backend.engines.triton.source import Launch
 from torch_hybrid_backend.engines.triton.split import split
@@ -43,7 +43,6 @@ class TritonBackend:
 
     name: str = "triton"
     compiler: KernelCompilerModule = compiler
-    policy: FusionPolicy = POLICY
 
     def __init__(self, target: Target | None = None) -> None:
         self._target = target
@@ -52,6 +51,11 @@ class TritonBackend:
     @functools.cached_property
     def target(self) -> Target:
         return self._target or _found_target()
+
+    @property
+    def policy(self) -> FusionPolicy:
+        """Of the moment: Dynamo compiles anew where the setting has changed."""
+        return DETERMINISTIC if torch.are_deterministic_algorithms_enabled() else POLICY
 
     def available(self) -> Verdict:
         if self._target is None and not torch.cuda.is_available():

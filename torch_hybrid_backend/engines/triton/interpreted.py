@@ -111,8 +111,9 @@ def _value(data: Any, like: Any) -> Any:
 
     scalar = like.type.scalar
     data = np.asarray(data).astype(_data(like).dtype)
-    # The interpreter holds a scalar as an array of one element.
-    type_ = tl.block_type(scalar, list(data.shape)) if like.type.is_block() else scalar
+    # The interpreter holds a scalar as an array of one element; beside a block it becomes one.
+    is_block = like.type.is_block() or data.size > 1
+    type_ = tl.block_type(scalar, list(data.shape)) if is_block else scalar
     return tl.tensor(TensorHandle(data, scalar), type_)
 
 
@@ -125,7 +126,20 @@ def interpretable(text: str, name: str) -> Any:
 
     if not isinstance(tl.zeros, InterpretedFunction):
         raise HybridError("Triton was imported before TRITON_INTERPRET=1 was set: set it before the process starts")
+    _mend()
     return function_of(text, name, Path(tempfile.mkdtemp(dir=_folder().name)))
+
+
+@functools.cache
+def _mend() -> None:
+    """Have the interpreter make a block of bool of a comparison of two scalars: it takes that for a number of their type (Triton 3.7,
+    `create_splat`), and `&` of a float then fails."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def splat(_: Any, type_: Any, scalar: Any) -> Any:
+        return TensorHandle(np.full(type_.shape, scalar.data, dtype=scalar.data.dtype), scalar.dtype.scalar)
+
+    InterpreterBuilder.create_splat = splat
 
 
 @functools.cache

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torch_hybrid_backend.loops.policy import FusionPolicy
+import dataclasses
+
+from torch_hybrid_backend.loops.policy import Abilities, FusionPolicy
 
 POLICY = FusionPolicy(
     max_inline_calls=240,
@@ -12,5 +14,7 @@ POLICY = FusionPolicy(
     min_rows=1,
     small_elements=1 << 30,  # whatever is computed around a reduction joins it
     channel_block=1,
-    scans=True,
+    abilities=Abilities(scans=True, scatters="any", max_gathered=1 << 62, max_taps=16),
 )
+# Where torch.use_deterministic_algorithms is on.
+DETERMINISTIC = dataclasses.replace(POLICY, abilities=dataclasses.replace(POLICY.abilities, scatters="ordered"))

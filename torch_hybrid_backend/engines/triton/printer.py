@@ -287,7 +287,25 @@ class Printer:
         """buffer[index] = value, at every point of the tile that exists."""
         self.put(store.buffer, store.index, self.expr(store.value))
 
-    def put(self, buffer: Buffer, index: tuple[Index, ...], value: Value) -> None:
+    def combine(self, store: Store, combiner: str) -> None:
+        """The same by an atomic operation that combines a point with what its place holds; see `loops.ir.ScatterOp`."""
+        value = self.expr(store.value)
+        if combiner in ("max", "min") and is_float(store.value.dtype):
+            # Atomic operations order floats by their bits: a NaN is beyond all others with this sign.
+            bits = "tl.int64" if store.value.dtype == "float64" else "tl.int32"
+            nan = f"tl.full([], {'0x7ff8 << 48' if bits == 'tl.int64' else '0x7fc0 << 16'}, {bits})"
+            if combiner == "min":
+                nan = f"tl.full([], -1, {bits})"
+            nan = f"{nan}.to({DTYPES[store.value.dtype][0]}, bitcast=True)"
+            value = self.let(f"tl.where({value.text} == {value.text}, {value.text}, {nan})", value.dims)
+        self.put(
+            store.buffer,
+            store.index,
+            value,
+            {"write": "store", "sum": "atomic_add"}.get(combiner, f"atomic_{combiner}"),
+        )
+
+    def put(self, buffer: Buffer, index: tuple[Index, ...], value: Value, how: str = "store") -> None:
         place = self._offset(buffer, index)
         dims = place.dims | value.dims
         mask = self._mask(dims)
@@ -296,7 +314,8 @@ class Printer:
         place = self._spread(place, dims)
         narrow = converted(value.text, compute_dtype(buffer.dtype), buffer.dtype)
         masked = "" if mask is None else f", {mask.text}"
-        self.lines.add(f"tl.store({self._names[buffer]} + ({place.text}), {narrow}{masked})")
+        order = "" if how == "store" else ', sem="relaxed"'
+        self.lines.add(f"tl.{how}({self._names[buffer]} + ({place.text}), {narrow}{masked}{order})")
 
 
 def literal(value: float, dtype: str) -> str:

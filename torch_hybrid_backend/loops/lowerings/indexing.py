@@ -6,13 +6,23 @@ negatives have been wrapped, where eager wraps): no memory outside the tensor is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.index import Index, as_index
-from torch_hybrid_backend.loops.ir import INDEX_DTYPE, Const, Expr, FromIndex, Map, Value, compute_dtype, scalar_index
+from torch_hybrid_backend.loops.ir import (
+    INDEX_DTYPE,
+    Const,
+    Expr,
+    FromIndex,
+    InverseFn,
+    Map,
+    Value,
+    compute_dtype,
+    scalar_index,
+)
 from torch_hybrid_backend.loops.lowering import Context, Refuse, broadcast, lowers, reindex
 from torch_hybrid_backend.loops.lowerings.arithmetic import lit
 from torch_hybrid_backend.loops.lowerings.views import axis, expanded, reshaped, slice_bounds
@@ -111,23 +121,38 @@ def index_(ctx: Context, x: Value, indices: Sequence[Value | None]) -> Value:
         raise Refuse(Reason.ARGUMENT, "indexing by a mask gives a shape that depends on data")
     if not given:
         return expanded(x, ctx.shape)
+    source = indexed_place(x, given)
+    return Map(ctx.shape, ctx.out.dtype, lambda place: x.at(source(place)))
+
+
+def indexed_place(x: Value, given: Mapping[int, Value]) -> InverseFn:
+    """Where in x an element of `x[given]` lies, by NumPy's rules: integer tensors for some dimensions, broadcast against each other."""
     common = _common_shape([t.shape for t in given.values()])
     positions = {d: broadcast(t, common) for d, t in given.items()}
-    dims = sorted(given)
-    # Index tensors side by side replace their dimensions in place; separated ones move to the front.
-    first = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
+    first = _first(given)
 
-    def at(place: tuple[Index, ...]) -> Expr:
+    def source(place: tuple[Index, ...]) -> tuple[Index, ...]:
         inner = place[first : first + len(common)]
         rest = iter((*place[:first], *place[first + len(common) :]))
-        return x.at(
-            tuple(
-                bounded(positions[d].at(inner), size, wrap=True) if d in positions else next(rest)
-                for d, size in enumerate(x.shape)
-            )
+        return tuple(
+            bounded(positions[d].at(inner), size, wrap=True) if d in positions else next(rest)
+            for d, size in enumerate(x.shape)
         )
 
-    return Map(ctx.shape, ctx.out.dtype, at)
+    return source
+
+
+def indexed_shape(x: Value, given: Mapping[int, Value]) -> tuple[Dim, ...]:
+    """The shape of `x[given]`."""
+    rest = [n for d, n in enumerate(x.shape) if d not in given]
+    first = _first(given)
+    return (*rest[:first], *_common_shape([t.shape for t in given.values()]), *rest[first:])
+
+
+def _first(given: Mapping[int, Value]) -> int:
+    """Index tensors side by side replace their dimensions in place; separated ones move to the front."""
+    dims = sorted(given)
+    return dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
 
 
 def _common_shape(shapes: Sequence[tuple[Dim, ...]]) -> tuple[Dim, ...]:
@@ -214,14 +239,24 @@ def _before(pad: Sequence[int], rank: int) -> list[int]:
     return before
 
 
+def _mirrored(i: Index, n: Dim) -> Index:
+    """Where a position beside 0 .. n-1 is, mirrored at the ends."""
+    return i if _lies_in(i, n) else bounded(_reflected(from_index(i), n), n, wrap=False)
+
+
+def replicated(i: Index, n: Dim) -> Index:
+    """The end that a position beside 0 .. n-1 is nearest to."""
+    return i if _lies_in(i, n) else bounded(from_index(i), n, wrap=False)
+
+
 @lowers(aten.reflection_pad1d.default, aten.reflection_pad2d.default, aten.reflection_pad3d.default)
 def reflection_pad(ctx: Context, x: Value, padding: Sequence[int]) -> Value:
-    return _padded_by(ctx, x, padding, _reflected)
+    return _padded_by(ctx, x, padding, _mirrored)
 
 
 @lowers(aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default)
 def replication_pad(ctx: Context, x: Value, padding: Sequence[int]) -> Value:
-    return _padded_by(ctx, x, padding, lambda scalar, size: scalar)
+    return _padded_by(ctx, x, padding, replicated)
 
 
 def _reflected(scalar: Expr, size: Dim) -> Expr:
@@ -230,18 +265,16 @@ def _reflected(scalar: Expr, size: Dim) -> Expr:
     return sub(last, call("abs", sub(last, call("abs", scalar))))
 
 
-def _padded_by(ctx: Context, x: Value, padding: Sequence[int], fold: Callable[[Expr, Dim], Expr]) -> Value:
-    before = _before(padding, len(x.shape))
+def _padded_by(ctx: Context, x: Value, padding: Sequence[int], fold: Callable[[Index, Dim], Index]) -> Value:
+    return reindex(x, ctx.shape, padded_places(x.shape, padding, fold))
 
-    def source(i: Index, b: int, n: Dim) -> Index:
-        moved = i - b
-        if _lies_in(moved, n):
-            return moved
-        return bounded(fold(from_index(moved), n), n, wrap=False)
 
-    return reindex(
-        x, ctx.shape, lambda place: tuple(source(i, b, n) for i, b, n in zip(place, before, x.shape, strict=True))
-    )
+def padded_places(
+    shape: tuple[Dim, ...], padding: Sequence[int], fold: Callable[[Index, Dim], Index]
+) -> Callable[[tuple[Index, ...]], tuple[Index, ...]]:
+    """Which element of a tensor of `shape` each element of the padded one is."""
+    before = _before(padding, len(shape))
+    return lambda place: tuple(fold(i - b, n) for i, b, n in zip(place, before, shape, strict=True))
 
 
 # Replacing parts

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -39,7 +39,7 @@ from torch_hybrid_backend.loops.ops import (
     sub,
     where,
 )
-from torch_hybrid_backend.sizes.size import known_int
+from torch_hybrid_backend.sizes.size import Dim, known_int
 
 aten = torch.ops.aten
 
@@ -101,11 +101,38 @@ def max_pool(
     return values, Map(ctx.shape, "int64", position)
 
 
-@lowers(aten.adaptive_max_pool2d.default)
-def adaptive_max_pool2d(ctx: Context, x: Value, output_size: Sequence[int]) -> tuple[Value, None]:
-    if ctx.wants(1):
-        raise Refuse(Reason.ARGUMENT, "the positions of adaptive maxima are computed by eager")
-    return _adaptive(ctx, x, 2, "max"), None
+@lowers(aten.adaptive_max_pool2d.default, aten.adaptive_max_pool3d.default)
+def adaptive_max_pool(ctx: Context, x: Value, output_size: Sequence[int]) -> tuple[Value, Value | None]:
+    """(maxima, their positions in the flattened spatial dimensions), as `max_pool`."""
+    rank = len(output_size)
+    if not ctx.wants(1) and rank == 2:
+        return _adaptive(ctx, x, rank, "max"), None
+    if ctx.abilities.scatters == "none":
+        raise Refuse(
+            Reason.ARGUMENT, "the positions of adaptive maxima, and those of three dimensions, are computed by eager"
+        )
+    values = _adaptive(ctx, x, rank, "max")
+    window = _adaptive(ctx, x, rank, "argmax")
+    lead = len(x.shape) - rank
+    spatial, outs = tuple(map(known_int, x.shape[lead:])), tuple(map(known_int, ctx.shape[lead:]))
+    kernel = adaptive_kernel(spatial, outs)
+
+    def position(index: tuple[Index, ...]) -> Expr:
+        in_window = scalar_index(window.at(index), 0, math.prod(kernel) - 1)
+        total = as_index(0)
+        for o, n, m, k, step, inner in zip(
+            index[lead:],
+            spatial,
+            outs,
+            kernel,
+            contiguous_strides(spatial),
+            contiguous_strides(kernel),
+            strict=True,
+        ):
+            total = total + (o * n // m + in_window // inner % k) * step
+        return from_index(total)
+
+    return values, Map(ctx.shape, "int64", position)
 
 
 # Average
@@ -178,7 +205,7 @@ def _adaptive(ctx: Context, x: Value, rank: int, combiner: str) -> Value:
     """Windows from floor(o * n / m) to ceil((o + 1) * n / m); of one size where m divides n."""
     lead = len(x.shape) - rank
     spatial, outs = tuple(map(known_int, x.shape[lead:])), tuple(map(known_int, ctx.shape[lead:]))
-    kernel = tuple(max(_end(o, n, m) - o * n // m for o in range(m)) for n, m in zip(spatial, outs, strict=True))
+    kernel = adaptive_kernel(spatial, outs)
     dtype = compute_dtype(x.dtype)
     neutral = const(0 if combiner == "sum" else lowest(x.dtype), dtype)
 
@@ -188,32 +215,37 @@ def _adaptive(ctx: Context, x: Value, rank: int, combiner: str) -> Value:
         for o, k, n, m in zip(index[lead : lead + rank], index[lead + rank :], spatial, outs, strict=True):
             i = o * n // m + k
             if n % m:
-                covered = logical_and(covered, call("lt", from_index(i), from_index(_end_index(o, n, m))))
+                covered = logical_and(covered, call("lt", from_index(i), from_index(end_index(o, n, m))))
             place.append(i)
         return guard(covered, x.at((*index[:lead], *place)), neutral)
 
     domain, axes = (*ctx.shape, *kernel), tuple(range(lead + rank, lead + 2 * rank))
-    out_dtype = x.dtype if combiner == "max" else dtype
+    out_dtype = {"sum": dtype, "max": x.dtype, "argmax": "int64"}[combiner]
     total = ctx.realize(ReduceOp(Buffer(ctx.shape, out_dtype), domain, axes, combiner, body))
-    if combiner == "max":
+    if combiner != "sum":
         return total
     if all(n % m == 0 for n, m in zip(spatial, outs, strict=True)):
         return ctx.pointwise(lambda a: div(a, lit(a, math.prod(kernel))), total)
 
     def count(index: tuple[Index, ...]) -> Expr:
         sizes = [
-            from_index(_end_index(o, n, m) - o * n // m) for o, n, m in zip(index[lead:], spatial, outs, strict=True)
+            from_index(end_index(o, n, m) - o * n // m) for o, n, m in zip(index[lead:], spatial, outs, strict=True)
         ]
         return cast(functools.reduce(mul, sizes), dtype)
 
     return ctx.pointwise(div, total, Map(ctx.shape, dtype, count))
 
 
+def adaptive_kernel(spatial: Sequence[int], outs: Sequence[int]) -> tuple[int, ...]:
+    """The largest window in each dimension."""
+    return tuple(max(_end(o, n, m) - o * n // m for o in range(m)) for n, m in zip(spatial, outs, strict=True))
+
+
 def _end(o: int, n: int, m: int) -> int:
     return -(-(o + 1) * n // m)
 
 
-def _end_index(o: Index, n: int, m: int) -> Index:
+def end_index(o: Index, n: int, m: int) -> Index:
     return ((o + 1) * n + m - 1) // m
 
 
@@ -254,11 +286,17 @@ def _scale(n: int, m: int, scale: float | None) -> float:
 
 
 def _nearest(ctx: Context, x: Value, scales: Sequence[float | None], shift: float) -> Value:
-    rank = len(x.shape) - 2
-    factors = [*scales, *[None] * (rank - len(scales))]
-    sizes, outs = tuple(map(known_int, x.shape[2:])), tuple(map(known_int, ctx.shape[2:]))
+    return reindex(x, ctx.shape, nearest_places(x.shape, ctx.shape, scales, shift))
 
-    def source(o: Index, n: int, m: int, factor: float | None) -> Index:
+
+def nearest_places(
+    source: Sequence[Dim], result: Sequence[Dim], scales: Sequence[float | None], shift: float
+) -> Callable[[tuple[Index, ...]], tuple[Index, ...]]:
+    """Which pixel of the source each pixel of the result is. `shift`: 0, or 0.5 for the "exact" operators."""
+    factors = [*scales, *[None] * (len(source) - 2 - len(scales))]
+    sizes, outs = tuple(map(known_int, source[2:])), tuple(map(known_int, result[2:]))
+
+    def place(o: Index, n: int, m: int, factor: float | None) -> Index:
         if n == m and factor in (None, 1.0):
             return o
         ratio = _scale(n, m, factor)
@@ -267,15 +305,11 @@ def _nearest(ctx: Context, x: Value, scales: Sequence[float | None], shift: floa
         if [min(int(i), n - 1) for i in table] == [i * n // m for i in range(m)]:
             return o * n // m
         # A scale that is no ratio of the sizes: as eager, in float32.
-        place = mul(add(from_index(o, "float32"), const(shift, "float32")), const(ratio, "float32"))
-        position = call("min", cast(call("floor", place), "int64"), from_index(n - 1))
+        scaled = mul(add(from_index(o, "float32"), const(shift, "float32")), const(ratio, "float32"))
+        position = call("min", cast(call("floor", scaled), "int64"), from_index(n - 1))
         return scalar_index(position, 0, n - 1)
 
-    return reindex(
-        x,
-        ctx.shape,
-        lambda i: (*i[:2], *map(source, i[2:], sizes, outs, factors)),
-    )
+    return lambda i: (*i[:2], *map(place, i[2:], sizes, outs, factors))
 
 
 @lowers(aten.upsample_linear1d.default, aten.upsample_bilinear2d.default, aten.upsample_trilinear3d.default)
@@ -296,34 +330,56 @@ def upsample_linear_vec(
     return _linear(ctx, x, align_corners, scale_factors or ())
 
 
+# A source position in one dimension, and its weight.
+Tap = tuple[Index, Expr]
+
+
 def _linear(ctx: Context, x: Value, align_corners: bool, scales: Sequence[float | None]) -> Value:
     """Linear interpolation in each of the last dimensions, weights in the compute dtype."""
+    return _blended(ctx, x, linear_taps, align_corners, scales)
+
+
+@lowers(aten.upsample_bicubic2d.default)
+def upsample_bicubic(
+    ctx: Context, x: Value, output_size: Sequence[int], align_corners: bool, *scales: float | None
+) -> Value:
+    return _bicubic(ctx, x, align_corners, scales)
+
+
+@lowers(aten.upsample_bicubic2d.vec)
+def upsample_bicubic_vec(
+    ctx: Context,
+    x: Value,
+    output_size: Sequence[int] | None,
+    align_corners: bool,
+    scale_factors: Sequence[float] | None,
+) -> Value:
+    return _bicubic(ctx, x, align_corners, scale_factors or ())
+
+
+def _bicubic(ctx: Context, x: Value, align_corners: bool, scales: Sequence[float | None]) -> Value:
+    if ctx.abilities.max_taps < 16:
+        raise Refuse(Reason.ARGUMENT, "an interpolation of 16 neighbours is left to eager")
+    return _blended(ctx, x, cubic_taps, align_corners, scales)
+
+
+def _blended(
+    ctx: Context,
+    x: Value,
+    taps: Callable[[Index, int, int, float | None, bool, str], list[Tap]],
+    align_corners: bool,
+    scales: Sequence[float | None],
+) -> Value:
     if not is_float(compute_dtype(x.dtype)):
         raise Refuse(Reason.DTYPE, f"interpolation of {x.dtype} is left to eager")
-    dtype, rank = compute_dtype(x.dtype), len(x.shape) - 2
-    factors = [*scales, *[None] * (rank - len(scales))]
-
+    dtype = compute_dtype(x.dtype)
+    factors = [*scales, *[None] * (len(x.shape) - 2 - len(scales))]
     sizes, outs = tuple(map(known_int, x.shape[2:])), tuple(map(known_int, ctx.shape[2:]))
 
-    def neighbours(o: Index, n: int, m: int, factor: float | None) -> list[tuple[Index, Expr]]:
-        """Two source positions and their weights."""
-        if n == m:
-            return [(o, const(1, dtype))]
-        if n == 1:
-            return [(as_index(0), const(1, dtype))]
-        place = _linear_source(o, n, m, factor, align_corners, dtype)
-        low = call("min", cast(place, "int64"), from_index(n - 1))
-        high = call("min", add(low, from_index(1)), from_index(n - 1))
-        weight = call("min", call("max", sub(place, cast(low, dtype)), const(0, dtype)), const(1, dtype))
-        return [
-            (scalar_index(low, 0, n - 1), sub(const(1, dtype), weight)),
-            (scalar_index(high, 0, n - 1), weight),
-        ]
-
     def at(index: tuple[Index, ...]) -> Expr:
-        pairs = [neighbours(*item) for item in zip(index[2:], sizes, outs, factors, strict=True)]
+        pairs = [taps(*item, align_corners, dtype) for item in zip(index[2:], sizes, outs, factors, strict=True)]
 
-        def blend(position: tuple[Index, ...], rest: list[list[tuple[Index, Expr]]]) -> Expr:
+        def blend(position: tuple[Index, ...], rest: list[list[Tap]]) -> Expr:
             if not rest:
                 return x.at(position)
             parts = [(blend((*position, i), rest[1:]), w) for i, w in rest[0]]
@@ -334,10 +390,50 @@ def _linear(ctx: Context, x: Value, align_corners: bool, scales: Sequence[float 
     return Map(ctx.shape, x.dtype, at)
 
 
-def _linear_source(o: Index, n: int, m: int, factor: float | None, align_corners: bool, dtype: str) -> Expr:
-    """Where output pixel o lies between input pixels (area_pixel_compute_source_index); never negative."""
+def linear_taps(o: Index, n: int, m: int, factor: float | None, align_corners: bool, dtype: str) -> list[Tap]:
+    """What output pixel o of m reads of n input pixels."""
+    if n == m:
+        return [(o, const(1, dtype))]
+    if n == 1:
+        return [(as_index(0), const(1, dtype))]
+    place = _place(o, n, m, factor, align_corners, dtype)
+    place = place if align_corners else where(call("lt", place, const(0, dtype)), const(0, dtype), place)
+    low = call("min", cast(place, "int64"), from_index(n - 1))
+    high = call("min", add(low, from_index(1)), from_index(n - 1))
+    weight = call("min", call("max", sub(place, cast(low, dtype)), const(0, dtype)), const(1, dtype))
+    return [
+        (scalar_index(low, 0, n - 1), sub(const(1, dtype), weight)),
+        (scalar_index(high, 0, n - 1), weight),
+    ]
+
+
+def cubic_taps(o: Index, n: int, m: int, factor: float | None, align_corners: bool, dtype: str) -> list[Tap]:
+    """The same for cubic convolution with a = -0.75 (Keys, "Cubic Convolution Interpolation for Digital Image Processing", 1981)."""
+    place = _place(o, n, m, factor, align_corners, dtype)
+    start = call("floor", place)
+    t = sub(place, start)
+    a, one = -0.75, const(1, dtype)
+
+    def near(x: Expr) -> Expr:  # |x| <= 1
+        return add(mul(mul(sub(mul(const(a + 2, dtype), x), const(a + 3, dtype)), x), x), one)
+
+    def far(x: Expr) -> Expr:  # 1 < |x| < 2
+        inner = sub(mul(const(a, dtype), x), const(5 * a, dtype))
+        return sub(mul(add(mul(inner, x), const(8 * a, dtype)), x), const(4 * a, dtype))
+
+    other = sub(one, t)
+    weights = [far(add(t, one)), near(t), near(other), far(add(other, one))]
+    first = cast(start, "int64")
+    taps = []
+    for k, weight in enumerate(weights):
+        position = call("max", call("min", add(first, from_index(k - 1)), from_index(n - 1)), from_index(0))
+        taps.append((scalar_index(position, 0, n - 1), weight))
+    return taps
+
+
+def _place(o: Index, n: int, m: int, factor: float | None, align_corners: bool, dtype: str) -> Expr:
+    """Where output pixel o lies between input pixels (area_pixel_compute_source_index); before the first it is negative."""
     if align_corners:
         return mul(from_index(o, dtype), const((n - 1) / (m - 1) if m > 1 else 0, dtype))
     half = const(0.5, dtype)
-    place = sub(mul(add(from_index(o, dtype), half), const(_scale(n, m, factor), dtype)), half)
-    return where(call("lt", place, const(0, dtype)), const(0, dtype), place)
+    return sub(mul(add(from_index(o, dtype), half), const(_scale(n, m, factor), dtype)), half)

@@ -40,7 +40,7 @@ def cumprod(ctx: Context, x: Value, dim: int, *, dtype: torch.dtype | None = Non
 @lowers(aten.logcumsumexp.default)
 def logcumsumexp(ctx: Context, x: Value, dim: int) -> Value:
     """out[i] = log(exp(x[0]) + ... + exp(x[i])) along `dim`."""
-    if not ctx.has_scans:
+    if not ctx.abilities.scans:
         raise _without_scans()
     return _scan(ctx, "logaddexp", x, dim)
 
@@ -49,7 +49,7 @@ def _extremum_and_position(target: torch._ops.OpOverload, combiner: str) -> None
     @lowers(target)
     def lower(ctx: Context, x: Value, dim: int) -> tuple[Value, Value]:
         """(the most extreme of x[0] ... x[i], where it is: the last of equals, int64); a NaN stays."""
-        if not ctx.has_scans:
+        if not ctx.abilities.scans:
             raise _without_scans()
         if not x.shape:
             return ctx.pointwise(lambda a: a, x), ctx.pointwise(lambda _: const(0, "int64"), x, dtype="int64")
@@ -80,7 +80,7 @@ def _scan(ctx: Context, combiner: str, x: Value, dim: int) -> Value:
     if not x.shape:
         return ctx.pointwise(lambda a: cast(a, dtype), x, compute=compute_dtype(x.dtype))
     d, rank = axis(dim, len(x.shape)), len(x.shape)
-    if ctx.has_scans:
+    if ctx.abilities.scans:
         body = lambda index: cast(x.at(index), dtype)  # noqa: E731
         return ctx.realize(ScanOp(Buffer(ctx.shape, ctx.out.dtype), d, combiner, body))
     steps = math.prod(x.shape) * x.shape[d]

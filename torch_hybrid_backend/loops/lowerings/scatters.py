@@ -1,8 +1,9 @@
-"""Scatters along one dimension, where few slices are written.
+"""Scatters: elements written, or combined with what is there, at positions that data name.
 
-There is no scatter in the loops language: each element asks of every slice written whether it is meant. That is exact whatever the indices, and
-as cheap as a copy for one slice or a few: the gradient of a gather or of a loss of class numbers, one new position of a KV cache. Where many
-are written, eager writes them.
+Where few slices are written along one dimension, each element asks of every slice whether it is meant. That is exact whatever the indices, and
+as cheap as a copy: the gradient of a loss of class numbers, one new position of a KV cache. Where many are written, kernels must be able to
+combine in place (`loops.lowerings.scattering`): the gradients of embeddings, of gathers and of resampling, sums over the edges of a graph.
+Indices out of range are clamped, as in `loops.lowerings.indexing`.
 """
 
 from __future__ import annotations
@@ -17,33 +18,76 @@ from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import Expr, Map, Value, compute_dtype
 from torch_hybrid_backend.loops.lowering import Context, Refuse, broadcast, lowers
-from torch_hybrid_backend.loops.lowerings.arithmetic import lit
-from torch_hybrid_backend.loops.lowerings.views import axis
+from torch_hybrid_backend.loops.lowerings.arithmetic import lit, scaled
+from torch_hybrid_backend.loops.lowerings.indexing import bounded, indexed_place, indexed_shape, replaced
+from torch_hybrid_backend.loops.lowerings.scattering import filled, reduced, scattered
+from torch_hybrid_backend.loops.lowerings.views import axis, reshaped
 from torch_hybrid_backend.loops.ops import add, call, cast, const, from_index, guard, index_in, logical_and, where
-from torch_hybrid_backend.sizes.size import Dim, known_int
+from torch_hybrid_backend.sizes.size import Dim, known_at_most, known_int, product
 
 aten = torch.ops.aten
+
+_SUMS_OF_BOOL = "sums of bool are left to eager"
 
 
 @lowers(aten.scatter.value)
 def scatter_value(ctx: Context, x: Value, dim: int, index: Value, value: float) -> Value:
     """x with `value` at the positions `index` gives along one dimension."""
     number = const(torch.tensor(value, dtype=ctx.out.torch_dtype, device=str(CPU)).item(), compute_dtype(ctx.out.dtype))
-    return _scattered(ctx, x, dim, index, lambda place: number, accumulate=False)
+    return _scattered(ctx, x, dim, index, lambda place: number, "write", ordered=True)
 
 
 @lowers(aten.scatter.src)
 def scatter_source(ctx: Context, x: Value, dim: int, index: Value, source: Value) -> Value:
-    """x with the elements of `source` at the positions `index` gives along one dimension; of several the last one counts."""
-    return _scattered(ctx, x, dim, index, source.at, accumulate=False)
+    """x with the elements of `source` at the positions `index` gives along one dimension; of several the last one counts, where few slices are
+    written; else any may, as in eager."""
+    return _scattered(ctx, x, dim, index, source.at, "write")
 
 
 @lowers(aten.scatter_add.default)
 def scatter_add(ctx: Context, x: Value, dim: int, index: Value, source: Value) -> Value:
     """x plus the elements of `source` at the positions `index` gives along one dimension."""
+    return _scattered(ctx, x, dim, index, source.at, "sum")
+
+
+@lowers(aten.scatter.reduce)
+def scatter_by(ctx: Context, x: Value, dim: int, index: Value, source: Value, *, reduce: str) -> Value:
+    if reduce != "add":
+        raise Refuse(Reason.ARGUMENT, f"a scatter that combines by {reduce!r} is left to eager")
+    return _scattered(ctx, x, dim, index, source.at, "sum")
+
+
+@lowers(aten.scatter_reduce.two)
+def scatter_reduce(
+    ctx: Context, x: Value, dim: int, index: Value, source: Value, reduce: str, *, include_self: bool = True
+) -> Value:
+    """x combined with the elements of `source` at the positions `index` gives along one dimension."""
+    domain, place = _along(x, dim, index)
+    return reduced(ctx, x, domain, place, source.at, reduce, include_self)
+
+
+@lowers(aten.index_reduce.default)
+def index_reduce(
+    ctx: Context, x: Value, dim: int, index: Value, source: Value, reduce: str, *, include_self: bool = True
+) -> Value:
+    """x combined with slices of `source` at the positions `index` (1-D) gives of one dimension."""
+    domain, place = _slices(x, dim, index)
+    return reduced(ctx, x, domain, place, source.at, reduce, include_self)
+
+
+@lowers(aten.index_add.default)
+def index_add(ctx: Context, x: Value, dim: int, index: Value, source: Value, *, alpha: float = 1) -> Value:
+    """x plus alpha times slices of `source` at the positions `index` (1-D, or a scalar) gives of one dimension."""
     if ctx.out.dtype == "bool":
-        raise Refuse(Reason.DTYPE, "sums of bool are left to eager")
-    return _scattered(ctx, x, dim, index, source.at, accumulate=True)
+        raise Refuse(Reason.DTYPE, _SUMS_OF_BOOL)
+    domain, place = _slices(x, dim, index)
+    d = axis(dim, len(x.shape))
+    if _are_few(ctx, domain[d]):
+        positions = reshaped(index, (domain[d],))
+        return _asked(
+            ctx, x, d, domain[d], lambda i: positions.at((i[d],)), lambda i: scaled(source.at(i), alpha), "sum"
+        )
+    return scattered(ctx, x, domain, place, lambda i: scaled(source.at(i), alpha), "sum")
 
 
 def _scattered(
@@ -52,57 +96,161 @@ def _scattered(
     dim: int,
     index: Value,
     source: Callable[[tuple[Index, ...]], Expr],
-    accumulate: bool,
+    combiner: str,
+    ordered: bool = False,
 ) -> Value:
-    d = axis(dim, len(x.shape)) if x.shape else 0
+    if combiner == "sum" and ctx.out.dtype == "bool":
+        raise Refuse(Reason.DTYPE, _SUMS_OF_BOOL)
+    domain, place = _along(x, dim, index)
+    d = axis(dim, len(x.shape))
+    reaches_all = all(n == m for k, (n, m) in enumerate(zip(domain, x.shape, strict=True)) if k != d)
+    if reaches_all and _are_few(ctx, domain[d]):
+        return _asked(ctx, x, d, domain[d], index.at, source, combiner)
+    if not reaches_all and ctx.abilities.scatters == "none":
+        raise Refuse(Reason.ARGUMENT, "a scatter that does not reach all of the other dimensions is left to eager")
+    return scattered(ctx, x, domain, place, source, combiner, ordered=ordered)
+
+
+def _along(
+    x: Value, dim: int, index: Value
+) -> tuple[tuple[Dim, ...], Callable[[tuple[Index, ...]], tuple[Index, ...]]]:
+    """The points that `index` has, and where in x each of them is meant along one dimension."""
     if len(index.shape) != len(x.shape) or not x.shape:
         raise Refuse(Reason.ARGUMENT, "a scatter with an index of another rank, or to a scalar, is left to eager")
-    if any(n != m for k, (n, m) in enumerate(zip(index.shape, x.shape, strict=True)) if k != d):
-        raise Refuse(Reason.ARGUMENT, "a scatter that does not reach all of the other dimensions is left to eager")
-    _check(index.shape[d])
+    d = axis(dim, len(x.shape))
+    return index.shape, lambda i: replaced(i, d, bounded(index.at(i), x.shape[d], wrap=False))
+
+
+def _slices(
+    x: Value, dim: int, index: Value
+) -> tuple[tuple[Dim, ...], Callable[[tuple[Index, ...]], tuple[Index, ...]]]:
+    """The points of slices of one dimension, and where in x those are that `index` names."""
+    if not x.shape:
+        raise Refuse(Reason.ARGUMENT, "slices added to a scalar are left to eager")
+    d, count = axis(dim, len(x.shape)), product(index.shape)
+    positions = reshaped(index, (count,))
+    return replaced_size(x.shape, d, count), lambda i: replaced(
+        i, d, bounded(positions.at((i[d],)), x.shape[d], wrap=False)
+    )
+
+
+def replaced_size(shape: tuple[Dim, ...], d: int, by: Dim) -> tuple[Dim, ...]:
+    return (*shape[:d], by, *shape[d + 1 :])
+
+
+def _asked(
+    ctx: Context,
+    x: Value,
+    d: int,
+    count: Dim,
+    position: Callable[[tuple[Index, ...]], Expr],
+    source: Callable[[tuple[Index, ...]], Expr],
+    combiner: str,
+) -> Value:
+    """Each element asks of each of `count` slices of dimension d whether it is meant. `position`, `source`: over the points of the slices."""
 
     def at(place: tuple[Index, ...]) -> Expr:
-        def slice_(number: int) -> tuple[Index, ...]:
-            return (*place[:d], as_index(number), *place[d + 1 :])
-
         result = x.at(place)
-        for number in range(index.shape[d]):
-            meant = call("eq", cast(index.at(slice_(number)), "int64"), from_index(place[d]))
-            new = source(slice_(number))
-            result = where(meant, add(result, new) if accumulate else new, result)
+        for number in range(int(count)):
+            here = replaced(place, d, as_index(number))
+            meant = call("eq", cast(position(here), "int64"), from_index(place[d]))
+            new = source(here)
+            result = where(meant, add(result, new) if combiner == "sum" else new, result)
         return result
 
     return Map(ctx.shape, ctx.out.dtype, at, ((x, lambda place: place),))
+
+
+def _are_few(ctx: Context, count: Dim) -> bool:
+    """Whether so few slices are written that each element may ask about all of them; refuses more where kernels cannot write them."""
+    if ctx.abilities.scatters != "none":
+        return isinstance(count, int) and count <= MAX_SCATTERED_SLICES
+    count = known_int(count)
+    if count > MAX_SCATTERED_SLICES:
+        raise Refuse(Reason.ARGUMENT, f"writing {count} slices, more than {MAX_SCATTERED_SLICES}, is left to eager")
+    return True
 
 
 @lowers(aten.index_put.default)
 def index_put(
     ctx: Context, x: Value, indices: Sequence[Value | None], values: Value, accumulate: bool = False
 ) -> Value:
-    """x with `values` at the slices that one index tensor names along one dimension; negative ones count from the end."""
-    given = [(d, t) for d, t in enumerate(indices) if t is not None]
-    if len(given) != 1 or given[0][1].dtype in ("bool", "uint8"):
-        raise Refuse(Reason.ARGUMENT, "writing at a mask, or along several dimensions at once, is left to eager")
-    d, index = given[0]
-    if len(index.shape) != 1:
-        raise Refuse(Reason.ARGUMENT, f"writing at an index of {len(index.shape)} dimensions is left to eager")
+    """x with `values` at the elements that `x[indices]` would read; negative positions count from the end."""
+    given = {d: t for d, t in enumerate(indices) if t is not None}
+    if (
+        len(given) == 1
+        and next(iter(given.values())).dtype == "bool"
+        and known_at_most(product(values.shape), 1)
+        and not accumulate
+        and ctx.abilities.scatters != "none"
+    ):
+        return _masked(ctx, x, *next(iter(given.items())), values)
+    if not given or any(t.dtype in ("bool", "uint8") for t in given.values()):
+        raise Refuse(Reason.ARGUMENT, "writing at a mask, or everywhere, is left to eager")
     if accumulate and ctx.out.dtype == "bool":
-        raise Refuse(Reason.DTYPE, "sums of bool are left to eager")
-    count, size = index.shape[0], x.shape[d]
-    _check(count)
-    new = broadcast(values, (*x.shape[:d], count, *x.shape[d + 1 :]))
+        raise Refuse(Reason.DTYPE, _SUMS_OF_BOOL)
+    combiner = "sum" if accumulate else "write"
+    d, index = next(iter(given.items()))
+    if len(given) == 1 and len(index.shape) == 1 and _are_few(ctx, index.shape[0]):
+        count, size = index.shape[0], x.shape[d]
+        new = broadcast(values, replaced_size(x.shape, d, count))
+
+        def position(i: tuple[Index, ...]) -> Expr:
+            here = cast(index.at((i[d],)), "int64")
+            return where(call("lt", here, lit(here, 0)), add(here, lit(here, size)), here)
+
+        return _asked(ctx, x, d, count, position, new.at, combiner)
+    if ctx.abilities.scatters == "none":
+        raise Refuse(Reason.ARGUMENT, "writing along several dimensions at once is left to eager")
+    domain = indexed_shape(x, given)
+    new = broadcast(values, domain)
+    # One number everywhere: what is written does not depend on who comes last.
+    return scattered(ctx, x, domain, indexed_place(x, given), new.at, combiner, ordered=product(values.shape) == 1)
+
+
+def _masked(ctx: Context, x: Value, d: int, mask: Value, value: Value) -> Value:
+    """x with one number where a mask holds, which stands for the dimensions from d on that it has."""
+    number = reshaped(value, ())
 
     def at(place: tuple[Index, ...]) -> Expr:
-        result = x.at(place)
-        for number in range(count):
-            position = cast(index.at((as_index(number),)), "int64")
-            position = where(call("lt", position, lit(position, 0)), add(position, lit(position, size)), position)
-            written = new.at((*place[:d], as_index(number), *place[d + 1 :]))
-            meant = call("eq", position, from_index(place[d]))
-            result = where(meant, add(result, written) if accumulate else written, result)
-        return result
+        return where(mask.at(place[d : d + len(mask.shape)]), number.at(()), x.at(place))
 
     return Map(ctx.shape, ctx.out.dtype, at, ((x, lambda place: place),))
+
+
+@lowers(aten.put.default)
+def put(ctx: Context, x: Value, index: Value, source: Value, accumulate: bool = False) -> Value:
+    """x with the elements of `source` at positions of x as if it were flat; negative ones count from the end."""
+    if accumulate and ctx.out.dtype == "bool":
+        raise Refuse(Reason.DTYPE, _SUMS_OF_BOOL)
+    flat = reshaped(x, (product(x.shape),))
+    given = {0: reshaped(index, (product(index.shape),))}
+    place, elements = indexed_place(flat, given), reshaped(source, (product(index.shape),))
+    result = scattered(ctx, flat, given[0].shape, place, elements.at, "sum" if accumulate else "write")
+    return reshaped(result, x.shape)
+
+
+@lowers(aten.embedding_dense_backward.default)
+def embedding_backward(
+    ctx: Context, grad: Value, indices: Value, rows: Dim, padding_idx: int, scale_grad_by_freq: bool
+) -> Value:
+    """The gradient of a table: each row is the sum of those of its readings; that of `padding_idx` stays 0. grad: (*indices.shape, D)."""
+    if scale_grad_by_freq:
+        raise Refuse(Reason.ARGUMENT, "the gradient of an embedding that is scaled by frequency is left to eager")
+    zero = const(0, compute_dtype(grad.dtype))
+
+    def body(i: tuple[Index, ...]) -> Expr:
+        row = cast(indices.at(i[:-1]), "int64")
+        return where(call("eq", row, lit(row, padding_idx)), zero, grad.at(i)) if padding_idx >= 0 else grad.at(i)
+
+    return scattered(
+        ctx,
+        filled(ctx, 0),
+        grad.shape,
+        lambda i: (bounded(indices.at(i[:-1]), rows, wrap=False), i[-1]),
+        body,
+        "sum",
+    )
 
 
 @lowers(aten.diagonal_scatter.default)
@@ -121,9 +269,3 @@ def diagonal_scatter(ctx: Context, x: Value, source: Value, offset: int = 0, dim
         return where(meant, new, x.at(place))
 
     return Map(ctx.shape, ctx.out.dtype, at, ((x, lambda place: place),))
-
-
-def _check(count: Dim) -> None:
-    count = known_int(count)
-    if count > MAX_SCATTERED_SLICES:
-        raise Refuse(Reason.ARGUMENT, f"writing {count} slices, more than {MAX_SCATTERED_SLICES}, is left to eager")

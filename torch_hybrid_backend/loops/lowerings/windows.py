@@ -35,10 +35,6 @@ aten = torch.ops.aten
 # One number for all dimensions pooled over, or one each.
 PerDimension = int | Sequence[int]
 
-# Pixels up to which asking every window that covers one, for its maximum's place, is cheaper than a region of its own for eager,
-# which visits each window once: 13 cycles a pixel against 3 (3x3 windows, stride 2, of 32 x 64 x 32 x 32).
-_MAX_GATHERED = 65_536
-
 
 def pooled_dimensions(ctx: Context) -> int:
     """How many dimensions the node's operator pools over: the digit in its name."""
@@ -181,7 +177,7 @@ def max_pool_backward(
     lead, spatial, outs = len(x.shape) - rank, x.shape[len(x.shape) - rank :], grad.shape[len(x.shape) - rank :]
     # So many windows in a row cover a pixel at most; the last of them begins at or before it.
     covering = tuple(-(-((k - 1) * d + 1) // s) for k, s, d in zip(kernel, strides, dilations, strict=True))
-    if math.prod(covering) > 1 and size_hint(product(x.shape)) > _MAX_GATHERED:
+    if math.prod(covering) > 1 and size_hint(product(x.shape)) > ctx.abilities.max_gathered:
         raise Refuse(
             Reason.ARGUMENT, "the gradient of a large maximum pooling with overlapping windows is left to eager"
         )

@@ -5,15 +5,24 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from torch_hybrid_backend.engines.triton.schedules import attention, convolution, matmul, pointwise, reduction
+from torch_hybrid_backend.engines.triton.schedules import attention, convolution, matmul, pointwise, reduction, scatter
 from torch_hybrid_backend.engines.triton.schedules.tilings import TiledConvKernel, TiledMatMulKernel
 from torch_hybrid_backend.errors import ScheduleError
-from torch_hybrid_backend.loops.kernels import AttentionKernel, ConvKernel, Kernel, MapKernel, MatMulKernel, RowKernel
+from torch_hybrid_backend.loops.kernels import (
+    AttentionKernel,
+    ConvKernel,
+    Kernel,
+    MapKernel,
+    MatMulKernel,
+    RowKernel,
+    ScatterKernel,
+)
 
 _SCHEDULES: dict[type[Kernel], ModuleType] = {
     MapKernel: pointwise,
     RowKernel: reduction,
     reduction.PartKernel: reduction,
+    ScatterKernel: scatter,
     MatMulKernel: matmul,
     TiledMatMulKernel: matmul,
     ConvKernel: convolution,

@@ -14,7 +14,7 @@ from torch_hybrid_backend.engines.triton.source import Launch
 from torch_hybrid_backend.engines.triton.target import Target
 from torch_hybrid_backend.loops.index import LoopVar, index_of
 from torch_hybrid_backend.loops.ir import loads_of
-from torch_hybrid_backend.loops.kernels import MapKernel
+from torch_hybrid_backend.loops.kernels import MapKernel, ScatterKernel
 from torch_hybrid_backend.loops.layout import offset_of
 from torch_hybrid_backend.sizes.size import product, size_hint
 
@@ -30,16 +30,23 @@ def launch(kernel: MapKernel, target: Target) -> Launch:
     variables = _in_memory_order(kernel)
     other = _read_along(kernel, variables)
     if other is None:
-        narrow = all(argument.buffer.dtype in _NARROW for argument in (*kernel.reads, *kernel.writes))
-        factor = 2 if narrow else 1
-        block = block_for(product([v.extent for v in variables]), factor * target.elements, _MIN_BLOCK)
-        programs = blocks(product([v.extent for v in variables]), block)
-        return Launch((programs, 1, 1), {"BLOCK": block}, warps=max(1, min(8, block // (32 * factor * _ELEMENTS))))
+        return flat_launch(kernel, variables, target)
     edge = _LARGE_SQUARE if target.has_large_tiles else _SQUARE
     rows, columns = block_for(other.extent, edge), block_for(variables[-1].extent, edge)
     rest = product([v.extent for v in variables if v not in (other, variables[-1])])
     programs = product([blocks(variables[-1].extent, columns), blocks(other.extent, rows), rest])
     return Launch((programs, 1, 1), {"ROWS": rows, "COLUMNS": columns})
+
+
+def flat_launch(kernel: MapKernel | ScatterKernel, variables: Sequence[LoopVar], target: Target) -> Launch:
+    """One dimension of blocks over all points."""
+    narrow = all(argument.buffer.dtype in _NARROW for argument in (*kernel.reads, *kernel.writes))
+    factor = 2 if narrow else 1
+    points = product([v.extent for v in variables])
+    block = block_for(points, factor * target.elements, _MIN_BLOCK)
+    return Launch(
+        (blocks(points, block), 1, 1), {"BLOCK": block}, warps=max(1, min(8, block // (32 * factor * _ELEMENTS)))
+    )
 
 
 def emit(kernel: MapKernel, printer: Printer, target: Target, launch: Launch) -> None:
