@@ -134,7 +134,7 @@ class KernelEngine(EngineBase):
         self._compiler.start(math.ceil(operators / _OPERATORS_PER_KERNEL))
 
     def supports(self, node: torch.fx.Node) -> Verdict:
-        return lowering.supports(node)
+        return lowering.supports(node, self._backend.policy)
 
     def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[CompiledRegion | Exception]:
         """Lower the regions to kernels and compile those together, equal ones once."""

@@ -41,6 +41,7 @@ from torch_hybrid_backend.loops.ir import (
     domain_vars,
 )
 from torch_hybrid_backend.loops.ops import cast, const
+from torch_hybrid_backend.loops.policy import FusionPolicy
 from torch_hybrid_backend.sizes.size import Dim, Size, UndecidedSizeError
 
 DTYPES = frozenset(
@@ -58,6 +59,7 @@ class Refuse(Exception):
 
 Lowering = Callable[..., Any]
 _TABLE: dict[torch._ops.OpOverload, Lowering] = {}
+_UNREAD: dict[torch._ops.OpOverload, frozenset[str]] = {}
 # Imported on first use: the table is these modules' contents and nothing else.
 _MODULES = (
     "pointwise",
@@ -75,14 +77,18 @@ _MODULES = (
 )
 
 
-def lowers(*targets: torch._ops.OpOverload) -> Callable[[Lowering], Lowering]:
-    """Register a lowering for ATen overloads; a second registration of one overload is an error."""
+def lowers(*targets: torch._ops.OpOverload, unread: tuple[str, ...] = ()) -> Callable[[Lowering], Lowering]:
+    """Register a lowering for ATen overloads; a second registration of one overload is an error.
+
+    `unread`: tensor arguments, by their names in the schema, that it never reads, whatever they hold; it may be given None for them.
+    """
 
     def register(fn: Lowering) -> Lowering:
         for target in targets:
             if target in _TABLE:
                 raise ValueError(f"{target} has two lowerings: {_TABLE[target].__name__} and {fn.__name__}")
             _TABLE[target] = fn
+            _UNREAD[target] = frozenset(unread)
         return fn
 
     return register
@@ -99,8 +105,10 @@ def table() -> Mapping[torch._ops.OpOverload, Lowering]:
 class Context:
     """What a lowering may use: the node's result specs, and a place for operations that need memory."""
 
-    def __init__(self, emit: Callable[[LoopOp], None]) -> None:
+    def __init__(self, emit: Callable[[LoopOp], None], policy: FusionPolicy | None = None) -> None:
+        """`policy`: of the engine that lowers; None where none does."""
         self._emit = emit
+        self.policy = policy
         self.node: torch.fx.Node | None = None
         self.outs: tuple[TensorSpec, ...] = ()
 
@@ -228,6 +236,19 @@ def _reads(node: torch.fx.Node, position: int) -> bool:
     return any(u.target is not operator.getitem or (u.args[1] == position and u.users) for u in node.users)
 
 
+def _unread_inputs(node: torch.fx.Node) -> frozenset[torch.fx.Node]:
+    """The inputs that are arguments only of which the lowering says that it does not read them."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names = _UNREAD[node.target]
+    if not names:
+        return frozenset()
+    given = {argument.name: value for argument, value in zip(node.target._schema.arguments, node.args, strict=False)}
+    given |= node.kwargs
+    read = {value for name, value in given.items() if name not in names and isinstance(value, torch.fx.Node)}
+    unread = {value for name, value in given.items() if name in names and isinstance(value, torch.fx.Node)}
+    return frozenset(unread - read)
+
+
 def lower_node(ctx: Context, node: torch.fx.Node, values: Mapping[torch.fx.Node, Any]) -> Any:
     """The value(s) of one call_function node; raises Refuse where it is not taken. `values` holds a `Size` or int for a size."""
     if node.target is operator.getitem:
@@ -263,21 +284,24 @@ def lower_node(ctx: Context, node: torch.fx.Node, values: Mapping[torch.fx.Node,
         raise Refuse(Reason.SYMBOLIC_SHAPE, f"{node.target}: {undecided}") from undecided
 
 
-def supports(node: torch.fx.Node) -> Verdict:
-    """Whether a node has a lowering for its arguments, found by lowering it on placeholder buffers."""
+def supports(node: torch.fx.Node, policy: FusionPolicy | None = None) -> Verdict:
+    """Whether a node has a lowering for its arguments, found by lowering it on placeholder buffers. `policy`: the engine's."""
     if node.op != "call_function":
         return Refused(Reason.UNKNOWN_OPERATOR, f"a node of kind {node.op} is not an operator")
     if node.target is operator.getitem:
         producer = node.args[0]
         if isinstance(meta := node.meta.get("val"), torch.Tensor) and (refused := check_tensor(meta)) is not None:
             return refused
-        return supports(producer) if isinstance(producer, torch.fx.Node) else Supported()
+        return supports(producer, policy) if isinstance(producer, torch.fx.Node) else Supported()
     if not isinstance(node.target, torch._ops.OpOverload) or node.target not in table():
         return Refused(Reason.UNKNOWN_OPERATOR, f"there is no lowering for {node.target}")
     placeholders: dict[torch.fx.Node, Any] = {}
+    unread = _unread_inputs(node)
     for source in node.all_input_nodes:
         meta = source.meta.get("val")
-        if isinstance(meta, torch.Tensor):
+        if source in unread:
+            placeholders[source] = None
+        elif isinstance(meta, torch.Tensor):
             if (refused := check_tensor(meta)) is not None:
                 return refused
             spec = TensorSpec.of(meta)
@@ -293,7 +317,7 @@ def supports(node: torch.fx.Node) -> Verdict:
     is_static = all(isinstance(n, int) for value in placeholders.values() for n in getattr(value, "shape", (value,)))
     try:
         # What is lazy may ask for the number behind a size, too: it is asked now, where that can still be refused.
-        result = lower_node(Context(lambda op: None if is_static else _probe(op)), node, placeholders)
+        result = lower_node(Context(lambda op: None if is_static else _probe(op), policy), node, placeholders)
         if not is_static:
             for value in result if isinstance(result, tuple) else (result,):
                 if isinstance(value, Value):

@@ -15,6 +15,8 @@ class FusionPolicy:
     elements than that.
     `channel_block`: a convolution reads some channels of what another one writes in place where they begin at a multiple of it; else they are
     copied.
+    `attention_gradients`: attention writes its log-sum-exp where that is read, and its gradients are kernels. `gathers_in_attention`: attention
+    reads keys and values where an index says, and computes its mask as it needs it, though others need the same one.
     """
 
     max_inline_calls: int
@@ -24,3 +26,5 @@ class FusionPolicy:
     min_rows: int
     small_elements: int
     channel_block: int
+    attention_gradients: bool = False
+    gathers_in_attention: bool = False

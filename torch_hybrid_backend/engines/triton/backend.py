@@ -21,13 +21,14 @@ from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdic
 from torch_hybrid_backend.engines.triton import compiler
 from torch_hybrid_backend.engines.triton.artifact import read as read_artifact
 from torch_hybrid_backend.engines.triton.interpreted import InterpretedLaunch
+from torch_hybrid_backend.engines.triton.kernels import FlashKernel, attention_kernel, with_scores
 from torch_hybrid_backend.engines.triton.policy import POLICY
-from torch_hybrid_backend.engines.triton.schedules import schedule_of
+from torch_hybrid_backend.engines.triton.schedules import attention, schedule_of
 from torch_hybrid_backend.engines.triton.source import Launch
 from torch_hybrid_backend.engines.triton.target import Target
 from torch_hybrid_backend.loops.fusion import Group
 from torch_hybrid_backend.loops.graph import LoopGraph
-from torch_hybrid_backend.loops.ir import Buffer
+from torch_hybrid_backend.loops.ir import AttentionGradientOp, Buffer, ScoredAttentionOp
 from torch_hybrid_backend.loops.kernels import Kernel, kernel_sizes
 from torch_hybrid_backend.loops.layout import Layout
 from torch_hybrid_backend.loops.policy import FusionPolicy
@@ -67,16 +68,22 @@ class TritonBackend:
         return (("triton", compiler.version() or "not installed"), ("GPU", where))
 
     def operands(self, graph: LoopGraph, layouts: Mapping[Buffer, Layout]) -> Prepared:
-        return Prepared(graph)
+        return Prepared(with_scores(graph))
 
     def layouts(self, groups: Sequence[Group], fixed: Mapping[Buffer, Layout]) -> Mapping[Buffer, Layout]:
         return row_major(groups, fixed)
 
     def anchor(self, anchor: Anchor) -> Kernel:
+        if isinstance(anchor.op, ScoredAttentionOp | AttentionGradientOp):
+            return attention_kernel(anchor)
         return neutral_kernel(anchor)
 
     def join(self, kernels: Sequence[Kernel], outputs: Collection[Buffer]) -> Sequence[Kernel]:
-        return kernels
+        return [
+            part
+            for kernel in kernels
+            for part in (attention.divided(kernel, self.target) if isinstance(kernel, FlashKernel) else (kernel,))
+        ]
 
     def alternatives(self, kernel: Kernel, constants: Mapping[Buffer, Packed]) -> Sequence[Variant]:
         return ()

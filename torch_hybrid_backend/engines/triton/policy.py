@@ -12,4 +12,6 @@ POLICY = FusionPolicy(
     min_rows=1,
     small_elements=1 << 30,  # whatever is computed around a reduction joins it
     channel_block=1,
+    attention_gradients=True,
+    gathers_in_attention=True,
 )

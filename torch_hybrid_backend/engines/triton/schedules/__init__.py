@@ -5,16 +5,26 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from torch_hybrid_backend.engines.triton.schedules import attention, convolution, matmul, pointwise, reduction
+from torch_hybrid_backend.engines.triton.kernels import FlashKernel, KeyGradientKernel, QueryGradientKernel
+from torch_hybrid_backend.engines.triton.schedules import (
+    attention,
+    attention_gradients,
+    convolution,
+    matmul,
+    pointwise,
+    reduction,
+)
 from torch_hybrid_backend.errors import ScheduleError
-from torch_hybrid_backend.loops.kernels import AttentionKernel, ConvKernel, Kernel, MapKernel, MatMulKernel, RowKernel
+from torch_hybrid_backend.loops.kernels import ConvKernel, Kernel, MapKernel, MatMulKernel, RowKernel
 
 _SCHEDULES: dict[type[Kernel], ModuleType] = {
     MapKernel: pointwise,
     RowKernel: reduction,
     MatMulKernel: matmul,
     ConvKernel: convolution,
-    AttentionKernel: attention,
+    FlashKernel: attention,
+    QueryGradientKernel: attention_gradients,
+    KeyGradientKernel: attention_gradients,
 }
 
 
