@@ -62,6 +62,8 @@ def scaled(e: Expr, factor: float) -> Expr:
             return mul(x, scaled(by, factor))
         case Call(op="mul", args=(Const() as by, x)):
             return mul(scaled(by, factor), x)
+        case Call(op="div", args=(x, Const(value=by))):
+            return mul(x, literal(factor / by, e.dtype))
         case Call(op="where" | "guard", args=(condition, inside, outside)):
             return Call(e.dtype, e.op, (condition, scaled(inside, factor), scaled(outside, factor)))
         case Call(op="add" | "sub", args=(x, y)) if _takes_factor(x) and _takes_factor(y):
@@ -73,8 +75,8 @@ def _takes_factor(e: Expr) -> bool:
     match e:
         case Const():
             return True
-        case Call(op="mul", args=(x, y)):
-            return isinstance(x, Const) or isinstance(y, Const)
+        case Call(op="mul" | "div", args=(x, y)):
+            return isinstance(y, Const) or (e.op == "mul" and isinstance(x, Const))
         case Call(op="where" | "guard", args=(_, inside, outside)):
             return _takes_factor(inside) and _takes_factor(outside)
     return False
@@ -188,9 +190,12 @@ def _bounds(condition: Expr, truth: bool, t: LoopVar) -> _Found:
             if (condition.op in ("and", "mul", "bitand")) == truth:
                 return _Found(first.bounds & second.bounds, (*first.exact, *second.exact))
             return _Found(first.bounds | second.bounds)
-        case Call(op="where" | "guard", args=(choice, inside, Const(value=False))) if truth:
-            first, second = _bounds(choice, True, t), _bounds(inside, True, t)
-            return _Found(first.bounds & second.bounds, (*first.exact, *second.exact))
+        case Call(op="where" | "guard", args=(choice, inside, Const(value=other))):
+            # choice and inside, or: not choice or inside
+            first, second = _bounds(choice, truth != bool(other), t), _bounds(inside, truth, t)
+            if truth != bool(other):
+                return _Found(first.bounds & second.bounds, (*first.exact, *second.exact))
+            return _Found(first.bounds | second.bounds)
         case Call(op="cast", dtype="bool", args=(x,)) if x.dtype == "bool":
             return _bounds(x, truth, t)
         case Call(op=op, args=(x, y)) if op in COMPARE:
@@ -210,9 +215,9 @@ def _compared(op: str, x: Expr, y: Expr, t: LoopVar) -> Bounds | None:
     if times not in (1, -1):
         return None
     # times * t `op` limit
-    limit = sub(right[1], left[1])
+    above, below = (right[1], left[1]) if times == 1 else (left[1], right[1])
+    limit = above if isinstance(below, Const) and below.value == 0 else sub(above, below)
     if times == -1:
-        limit = sub(literal(0, INDEX_DTYPE), limit)
         op = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}.get(op, op)
     one = literal(1, INDEX_DTYPE)
     match op:

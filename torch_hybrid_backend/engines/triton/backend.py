@@ -15,6 +15,7 @@ from torch_hybrid_backend.codegen.compiler import KernelCompilerModule
 from torch_hybrid_backend.codegen.kernel_cache import Artifact
 from torch_hybrid_backend.codegen.operands import Packed, Prepared
 from torch_hybrid_backend.codegen.variants import Variant
+from torch_hybrid_backend.codegen.written_attention import find_attention
 from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.program import NULL, DeviceLaunch, ScalarArgument, Step
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
@@ -68,7 +69,7 @@ class TritonBackend:
         return (("triton", compiler.version() or "not installed"), ("GPU", where))
 
     def operands(self, graph: LoopGraph, layouts: Mapping[Buffer, Layout]) -> Prepared:
-        return Prepared(with_scores(graph))
+        return Prepared(with_scores(find_attention(graph)))
 
     def layouts(self, groups: Sequence[Group], fixed: Mapping[Buffer, Layout]) -> Mapping[Buffer, Layout]:
         return row_major(groups, fixed)

@@ -135,11 +135,14 @@ class Visit:
         self._size = size
         self._is_even = isinstance(extent, int) and extent % size == 0
         self._from_zero = not (seen.bounds.lows or seen.inner.lows)
+        self._is_all = self._from_zero and not (seen.bounds.highs or seen.inner.highs)
 
     def find(self, in_tile: Mapping[int, Value]) -> None:
         """Writes the limits for the tile that the printer is over; `in_tile`: which of its elements exist."""
         add, seen, block = self._printer.lines.add, self._seen, self._block
         extent = self._printer.size(self._extent)
+        if self._is_all:
+            return
         add("begin = 0")
         add(f"end = {extent}")
         for low in seen.bounds.lows:
@@ -148,7 +151,7 @@ class Visit:
             add(f"end = tl.minimum(end, {self._extreme('max', high, in_tile)} + 1)")
         if not self._from_zero:
             add(f"begin = begin // {block} * {block}")
-        add("inner = begin")
+            add("inner = begin")
         add("outer = end")
         for low in seen.inner.lows:
             add(f"inner = tl.maximum(inner, {self._extreme('max', low, in_tile)})")
@@ -158,6 +161,13 @@ class Visit:
     def divide(self, part: str, parts: int) -> None:
         """Leaves the part of one of several programs that share the axis."""
         add, block = self._printer.lines.add, self._block
+        if self._is_all:
+            add(f"end = {self._printer.size(self._extent)}")
+            add("outer = end")
+            self._is_all = False
+        if self._from_zero:
+            add("begin = 0")
+            add("inner = 0")
         add(f"share = (tl.maximum(end - begin, 0) + {parts} * {block} - 1) // ({parts} * {block}) * {block}")
         add(f"begin = begin + {part} * share")
         add("end = tl.minimum(end, begin + share)")
@@ -166,9 +176,14 @@ class Visit:
     def loops(self, body: Callable[[bool], None]) -> None:
         """Writes `body(whole)` in each of the loops; `start` is the number of a block's first element."""
         add, block, seen = self._printer.lines.add, self._block, self._seen
-        add(f"outer = tl.minimum(outer, end) // {block} * {block}")
+        first, behind = "inner", "end"
+        if self._is_all:
+            behind = self._printer.size(self._extent)
+            add(f"outer = ({behind}) // {block} * {block}")
+        else:
+            add(f"outer = tl.minimum(outer, end) // {block} * {block}")
         if self._from_zero:
-            add("inner = 0")
+            first = "0"
         else:
             add("inner = tl.minimum(tl.maximum(inner, begin), tl.maximum(end, begin))")
             add(f"inner = (inner + {block} - 1) // {block} * {block}")
@@ -176,9 +191,9 @@ class Visit:
         if seen.inner.lows:
             self._loop("begin", "inner", body, whole=False)
         if not isinstance(self._extent, int) or self._extent >= self._size:
-            self._loop("inner", "outer", body, whole=True)
+            self._loop(first, "outer", body, whole=True)
         if not self._is_even or seen.bounds.highs or seen.inner.highs:
-            self._loop("outer", "end", body, whole=False)
+            self._loop("outer", behind, body, whole=False)
 
     def _loop(self, first: str, behind: str, body: Callable[[bool], None], *, whole: bool) -> None:
         with self._printer.lines.block(f"for start in range({first}, {behind}, {self._block}):"):
