@@ -405,6 +405,8 @@ def efficient_attention_backward(
     """CUDA's memory-efficient one: (gradient of q, of k, of v, None)."""
     if ctx.wants(3) and attn_bias is not None and grad_input_mask[3]:
         raise Refuse(Reason.ARGUMENT, "the gradient of attention's bias is computed by eager")
+    if k.shape[1] != q.shape[1]:
+        raise Refuse(Reason.ARGUMENT, "memory-efficient attention has as many heads of keys as of queries in backward")
     rows = reindex(log_sum_exp, q.shape[:3], lambda index: index)
     return *_gradients(ctx, grad, q, k, v, out, rows, attn_bias, dropout_p, is_causal, scale), None
 

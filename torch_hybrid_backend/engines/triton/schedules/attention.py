@@ -65,9 +65,9 @@ def _tile(dtype: str, width: int, target: Target) -> tuple[int, int, int, int]:
             return 128, 64, 4, 3 if target.capability >= 90 else 2
         if width <= 128:
             return 128, 64, 8, 2
-        return (64, 64, 4, 2) if width <= 256 else (32, 32, 4, 2)
+        return (64, 64 if target.capability >= 90 else 32, 4, 2) if width <= 256 else (32, 32, 4, 2)
     if dtype == "float32":
-        return (64, 32, 4, 2) if width <= 64 else (32, 32, 4, 2) if width <= 128 else (16, 16, 4, 1)
+        return (32, 32, 4, 2) if width <= 64 else (32, 16, 4, 2) if width <= 128 else (16, 16, 4, 1)
     return MIN_TILE, MIN_TILE, 4, 1
 
 
