@@ -17,6 +17,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, Scalar, contiguous_strides, index_of, linear
 from torch_hybrid_backend.loops.ir import (
+    AttentionGradientOp,
+    AttentionKeyGradientOp,
     AttentionOp,
     Buffer,
     Call,
@@ -29,13 +31,18 @@ from torch_hybrid_backend.loops.ir import (
     MapOp,
     MatMulOp,
     ReduceOp,
+    ScoredAttentionOp,
+    ScoreFn,
     Value,
     compute_dtype,
     domain_vars,
     loads_of,
+    score_over,
 )
 from torch_hybrid_backend.loops.lowering import Context, lower_node, supports
 from torch_hybrid_backend.loops.ops import BINARY, COMPARE, LOGICAL, OPS, PREDICATE, ROUND_TARGETS
+from torch_hybrid_backend.loops.policy import COMMON, Abilities
+from torch_hybrid_backend.loops.scores import plain_score
 
 Environment = dict[Buffer, torch.Tensor]
 
@@ -195,10 +202,53 @@ def evaluate(op: LoopOp, env: Environment) -> None:
         case AttentionOp():
             q, k, v = (_read(value, env) for value in (op.q, op.k, op.v))
             result = attend(q, k, v, None if op.mask is None else _read(op.mask, env), op.scale, op.causal)
+            if op.log_sum_exp is not None:
+                scores = _scores(plain_score(op.mask, op.scale, op.causal), q, k, env)
+                env[op.log_sum_exp] = _log_sum_exp(scores, op.empty)
+        case ScoredAttentionOp():
+            q, k, v = (_read(value, env) for value in (op.q, op.k, op.v))
+            scores = _scores(op.score, q, k, env)
+            result = torch.softmax(scores, -1) @ v
+            if not op.nan_rows:
+                result = result.masked_fill(scores.amax(-1, keepdim=True) == -math.inf, 0)
+            if op.log_sum_exp is not None:
+                env[op.log_sum_exp] = _log_sum_exp(scores, op.empty)
+        case AttentionGradientOp():
+            result = _attention_gradient(op, env)
         case _:
             raise TypeError(f"not an operation of the loops language: {op!r}")
     assert tuple(result.shape) == op.out.shape, (tuple(result.shape), op.out.shape)
     env[op.out] = result.to(torch_dtype(op.out.dtype))
+
+
+def _scores(score: ScoreFn, q: torch.Tensor, k: torch.Tensor, env: Environment) -> torch.Tensor:
+    """See `loops.ir.ScoreFn`."""
+    products = q @ k.transpose(-1, -2)
+    shape = tuple(products.shape)
+    buffer = Buffer(shape, str(products.dtype).removeprefix("torch."))
+    frame = Frame(shape, {**env, buffer: products})
+    return frame.expr(score_over(score, buffer, frame.index), None).expand(shape)
+
+
+def _log_sum_exp(scores: torch.Tensor, empty: float) -> torch.Tensor:
+    sums = torch.logsumexp(scores, -1)
+    return sums.masked_fill(sums == -math.inf, empty)
+
+
+def _attention_gradient(op: AttentionGradientOp, env: Environment) -> torch.Tensor:
+    """See `loops.ir.AttentionGradientOp`."""
+    q, k, v, grad = (_read(value, env) for value in (op.q, op.k, op.v, op.grad))
+    log_sum_exp, delta = (_read(value, env)[..., None] for value in (op.log_sum_exp, op.delta))
+    weights = torch.exp(_scores(op.score, q, k, env) - log_sum_exp)
+    d = op.scale * weights * (grad @ v.transpose(-1, -2) - delta)
+    if not isinstance(op, AttentionKeyGradientOp):
+        return d @ k
+
+    def summed(per_head: torch.Tensor) -> torch.Tensor:
+        return per_head.unflatten(1, (op.out.shape[1], -1)).sum(2)
+
+    env[op.value] = summed(weights.transpose(-1, -2) @ grad).to(torch_dtype(op.value.dtype))
+    return summed(d.transpose(-1, -2) @ q)
 
 
 def _reduce(op: ReduceOp, env: Environment) -> torch.Tensor:
@@ -265,17 +315,19 @@ def trace(fn: Callable[..., object], inputs: Sequence[torch.Tensor]) -> torch.fx
     return graph_module
 
 
-def run_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def run_graph(
+    graph_module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], abilities: Abilities = COMMON
+) -> list[torch.Tensor]:
     """Lower every node of a graph, run the operations that come out, and return the graph's results."""
     operations: list[LoopOp] = []
-    context = Context(operations.append)
+    context = Context(operations.append, abilities)
     values: dict[torch.fx.Node, Any] = {}
     env: Environment = {}
     remaining = iter(inputs)
     outputs: list[torch.fx.Node] = []
     for node in graph_module.graph.nodes:
         if node.op == "call_function":
-            verdict = supports(node)
+            verdict = supports(node, abilities)
             assert verdict, f"{node.target}: {verdict}"
             values[node] = lower_node(context, node, values)
         elif node.op == "output":

@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_hybrid_backend.capture.cache.aot_cache import AotCache, capture_key
 from torch_hybrid_backend.capture.decompositions import decomposition_table, whole_upsampling
+from torch_hybrid_backend.capture.fixes.attention_states import without_attention_states
 from torch_hybrid_backend.capture.fixes.norm_statistics import correct_statistics
 from torch_hybrid_backend.capture.fixes.output_aliases import separate_aliases
 from torch_hybrid_backend.capture.fixes.overlap import watch_overlaps
@@ -105,7 +106,9 @@ def capture(
         bw_compiler=partial(compile_as, "backward"),
         inference_compiler=partial(compile_as, "inference"),
         decompositions=decomposition_table(operators),
-        partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
+        partition_fn=partial(
+            without_attention_states, partition=partial(min_cut_rematerialization_partition, compiler="inductor")
+        ),
         keep_inference_input_mutations=False,
     )
     # Donated buffers would make `backward(retain_graph=True)` an error, which eager allows.

@@ -206,7 +206,8 @@ def _kernels(
 
 
 def _kernel(group: Group, needed: set[Buffer], layouts: Mapping[Buffer, Layout], backend: KernelBackend) -> Kernel:
-    writes = tuple(Argument(m.op.out, layouts[m.op.out]) for m in group.members if m.op.out in needed)
+    written = (*(m.op.out for m in group.members), *group.besides)
+    writes = tuple(Argument(out, layouts[out]) for out in written if out in needed)
     own = {m.op.out for m in group.members}
     inside = frozenset(own if group.accumulator is None else own | {group.accumulator})
     if group.kind == "row":

@@ -87,5 +87,5 @@ class KernelBackend(Protocol):
 
 def row_major(groups: Sequence[Group], fixed: Mapping[Buffer, Layout]) -> Mapping[Buffer, Layout]:
     """Layouts where every buffer that is not `fixed` lies row by row."""
-    written = (member.op.out for group in groups for member in group.members)
+    written = (out for group in groups for member in group.members for out in member.op.outs)
     return {**{buffer: contiguous(buffer.shape) for buffer in written}, **fixed}

@@ -20,6 +20,7 @@ from torch_hybrid_backend.loops.graph import LoopGraph
 from torch_hybrid_backend.loops.index import Index, LoopVar, index_of, reshape_index
 from torch_hybrid_backend.loops.ir import (
     INDEX_DTYPE,
+    AttentionGradientOp,
     AttentionOp,
     Buffer,
     Call,
@@ -33,6 +34,7 @@ from torch_hybrid_backend.loops.ir import (
     ReduceOp,
     ScanOp,
     ScatterOp,
+    ScoredAttentionOp,
     compute_dtype,
     indices,
     loads_of,
@@ -41,7 +43,11 @@ from torch_hybrid_backend.loops.ir import (
 from torch_hybrid_backend.loops.policy import FusionPolicy
 from torch_hybrid_backend.sizes.size import Dim, product, size_hint
 
-_ANCHORS = ((MatMulOp, "matmul"), (ConvOp, "conv"), (AttentionOp, "attention"))
+_ANCHORS = (
+    (MatMulOp, "matmul"),
+    (ConvOp, "conv"),
+    ((AttentionOp, ScoredAttentionOp, AttentionGradientOp), "attention"),
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +81,7 @@ class Group:
     position: int = 0
     closed: bool = False
     accumulator: Buffer | None = None
+    besides: tuple[Buffer, ...] = ()  # what the anchor fills beside its result; nothing in the group reads it
 
     @property
     def point(self) -> tuple[Index, ...]:
@@ -123,7 +130,7 @@ def fuse(graph: LoopGraph, policy: FusionPolicy) -> list[Group]:
             for known in readers.values():
                 known[:] = [group if g is old else g for g in known]
         group.position = position
-        producer[op.out] = group
+        producer.update(dict.fromkeys(op.outs, group))
         for buffer in reads:
             if (source := producer.get(buffer)) is not None and source is not group:
                 source.closed = True
@@ -149,7 +156,7 @@ def _new_group(op: LoopOp, reads: Sequence[Buffer]) -> Group:
             group.members.append(Member(op, op.place(group.point), op.body(group.point), "full", tuple(reads)))
         case _:
             kind = next(kind for anchor, kind in _ANCHORS if isinstance(op, anchor))
-            group = Group(kind, shape, variables)
+            group = Group(kind, shape, variables, besides=op.outs[1:])
             group.accumulator = Buffer(shape, compute_dtype(op.out.dtype), "accumulator")
             group.members.append(Member(op, group.point, group.accumulator.at(group.point), "full", tuple(reads)))
     return group
@@ -272,6 +279,8 @@ def _consistent(group: Group, expr: Expr) -> bool:
     for load in loads_of(expr):
         member = group.member_of(load.buffer)
         if member is not None and (load.index != member.index or load in in_indices):
+            return False
+        if load.buffer in group.besides:
             return False
     return True
 

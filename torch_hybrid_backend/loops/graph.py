@@ -22,6 +22,7 @@ from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import dim
 from torch_hybrid_backend.loops.index import LoopVar, contiguous_strides, linear
 from torch_hybrid_backend.loops.ir import (
+    AttentionGradientOp,
     AttentionOp,
     Buffer,
     ConvOp,
@@ -37,6 +38,7 @@ from torch_hybrid_backend.loops.ir import (
     loads_of,
 )
 from torch_hybrid_backend.loops.lowering import Context, lower_node
+from torch_hybrid_backend.loops.lowerings.attention import MASKED_ATTENTION
 from torch_hybrid_backend.loops.policy import FusionPolicy
 from torch_hybrid_backend.sizes.size import product, size_hint
 
@@ -139,7 +141,7 @@ class _Lowerer:
         for node in outputs:
             results.append(self._output(values[node], taken))
             taken.add(results[-1])
-        return LoopGraph(tuple(inputs), tuple(results), tuple(literals), _in_order(self._ops, results))
+        return LoopGraph(tuple(inputs), tuple(results), tuple(literals), in_order(self._ops, results))
 
     def _output(self, value: Value, taken: set[Buffer]) -> Buffer:
         """The value in memory of its own: AOTAutograd forbids an output that shares storage with an input or another output."""
@@ -159,7 +161,10 @@ class _Lowerer:
                 self._convolved.add(op.out)
                 self._images.add(op.out)
             case AttentionOp():
-                op = replace(op, q=self._operand(op.q), k=self._operand(op.k), v=self._operand(op.v))
+                op = replace(op, q=self._operand(op.q), k=self._attended(op.k), v=self._attended(op.v))
+            case AttentionGradientOp():
+                q, grad = self._operand(op.q), self._operand(op.grad)
+                op = replace(op, q=q, grad=grad, k=self._attended(op.k), v=self._attended(op.v))
         self._ops.append(op)
 
     def _realize(self, value: Map) -> Buffer:
@@ -178,6 +183,12 @@ class _Lowerer:
         if isinstance(root, Map) and root.realized is None:
             self._realize(root)
         return value
+
+    def _attended(self, value: Value) -> Value:
+        """Keys or values; what only picks elements (pages of a cache) is picked where it is read, where the policy says so."""
+        if self._policy.gathers_in_attention and isinstance(value.at(domain_vars(value.shape)), Load):
+            return value
+        return self._operand(value)
 
     def _image(self, value: Value) -> Buffer:
         """A convolution's input, in memory. A shuffled concatenation is written as it is read, once for all its readers."""
@@ -228,6 +239,9 @@ class _Lowerer:
         if node.target in _CONCATENATIONS:
             self._concatenated.add(value)
         readers = _readers(node)
+        if self._policy.gathers_in_attention:
+            # Every attention computes its mask where it needs it: what can be seen is derived from the expression.
+            readers = [reader for reader in readers if not _is_mask(reader, node)]
         if (
             len({_read_as(reader) for reader in readers}) > 1
             or any(self._repeats(reader, value) for reader in readers)
@@ -247,6 +261,22 @@ class _Lowerer:
             return True
         meta = reader.meta.get("val")
         return isinstance(meta, torch.Tensor) and _elements(meta) > 2 * size_hint(product(value.shape))
+
+
+def _is_mask(reader: torch.fx.Node, node: torch.fx.Node) -> bool:
+    """Whether attention reads the node, seen through views, as its mask."""
+    if reader.target in _VIEWS:
+        return bool(reader.users) and all(_is_mask(user, reader) for user in reader.users)
+    if reader.target not in MASKED_ATTENTION:
+        return False
+    # Through views that do not grow: whichever argument is not q, k or v.
+    return not any(_seen_through(operand) is _seen_through(node) for operand in reader.args[:3])
+
+
+def _seen_through(node: Any) -> Any:
+    while isinstance(node, torch.fx.Node) and node.target in _VIEWS:
+        node = node.args[0]
+    return node
 
 
 def _root(value: Value) -> Value:
@@ -286,13 +316,13 @@ def _readers(node: torch.fx.Node) -> list[torch.fx.Node]:
     return found
 
 
-def _in_order(ops: Sequence[LoopOp], outputs: Sequence[Buffer]) -> tuple[LoopOp, ...]:
+def in_order(ops: Sequence[LoopOp], outputs: Sequence[Buffer]) -> tuple[LoopOp, ...]:
     """The operations that the outputs need, each after those it reads.
 
     Some nobody reads (a pooling's unused indices, a log-sum-exp). And a value may be given memory, as an output or an anchor's
     operand, after an operation was emitted that reads it: that one then reads the memory too.
     """
-    producer = {op.out: op for op in ops}
+    producer = {out: op for op in ops for out in op.outs}
     reads = {op: op.reads() for op in ops}
     ordered: dict[LoopOp, None] = {}
 
@@ -313,6 +343,6 @@ def _in_order(ops: Sequence[LoopOp], outputs: Sequence[Buffer]) -> tuple[LoopOp,
                 if (source := producer.get(buffer)) is not None:
                     pending.append(source)
     for op in ops:
-        if op.out in needed:
+        if not needed.isdisjoint(op.outs):
             visit(op)
     return tuple(ordered)

@@ -3,7 +3,7 @@
     Expr   = Const(value) | Load(buffer, index) | FromIndex(index) | Call(op, args)
     Value  = Buffer                       a tensor that exists in memory
            | Map(shape, dtype, fn)        fn(index) -> Expr, computed where it is read (inlined) or realised by a MapOp
-    LoopOp = MapOp | ReduceOp | ScanOp | ScatterOp | MatMulOp | ConvOp | AttentionOp      each fills one buffer
+    LoopOp = MapOp | ReduceOp | ScanOp | ScatterOp | MatMulOp | ConvOp | AttentionOp      each fills one buffer; attention some fill several
 
 Scalars are computed in the *compute dtype* of a tensor's dtype: float32 for bfloat16 and float16, the dtype itself otherwise. Loads widen,
 stores narrow; only an explicit cast rounds in between (`Call("round", ...)`), so results are at least as exact as eager's.
@@ -180,6 +180,11 @@ class LoopOp:
 
     out: Buffer
 
+    @property
+    def outs(self) -> tuple[Buffer, ...]:
+        """Every buffer it fills, `out` first."""
+        return (self.out,)
+
     def reads(self) -> list[Buffer]:
         """The buffers read, in first-use order."""
         raise TypeError(f"{type(self).__name__} does not say what it reads")
@@ -288,7 +293,10 @@ class AttentionOp(LoopOp):
     """out = softmax(q @ k^T * scale + mask) @ v per batch and head, causal where asked.
 
     q is (B, H, S, D), k (B, H, T, D), v (B, H, T, E), mask None or (B, H, S, T) additive float; out (B, H, S, E).
-    Causal: position s sees t <= s.
+    Causal: position s sees t <= s. A row that sees nothing is 0.
+
+    `log_sum_exp`: a buffer (B, H, S) for the natural logarithm of each row's sum of exponentials, in which a row that sees nothing has `empty`;
+    only where the kernels can (`Abilities.attention_gradients`).
     """
 
     q: Value
@@ -297,10 +305,99 @@ class AttentionOp(LoopOp):
     mask: Value | None
     scale: float
     causal: bool
+    log_sum_exp: Buffer | None = None
+    empty: float = 0.0
+
+    @property
+    def outs(self) -> tuple[Buffer, ...]:
+        return (self.out,) if self.log_sum_exp is None else (self.out, self.log_sum_exp)
 
     def reads(self) -> list[Buffer]:
         values = [self.q, self.k, self.v] + ([self.mask] if self.mask is not None else [])
         return _unique([b for value in values for b in buffers_of(value)])
+
+
+# (q . k, (*lead, s, t)) -> the score at that point
+ScoreFn = Callable[[Expr, tuple[Index, ...]], Expr]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoredAttentionOp(LoopOp):
+    """out = softmax(score(q @ k^T)) @ v, with any number of leading dimensions, which all operands have.
+
+    q is (*lead, S, D), k (*lead, T, D), v (*lead, T, E), out (*lead, S, E). `score` says what becomes of each product: scale, mask, cap.
+    `nan_rows`: a row that sees nothing (scores of -inf alone) is NaN, as softmax has it, instead of 0. `log_sum_exp`, `empty`: as `AttentionOp`.
+    """
+
+    q: Value
+    k: Value
+    v: Value
+    score: ScoreFn
+    nan_rows: bool = False
+    log_sum_exp: Buffer | None = None
+    empty: float = 0.0
+
+    @property
+    def outs(self) -> tuple[Buffer, ...]:
+        return (self.out,) if self.log_sum_exp is None else (self.out, self.log_sum_exp)
+
+    def reads(self) -> list[Buffer]:
+        own = _unique([b for value in (self.q, self.k, self.v) for b in buffers_of(value)])
+        return _unique([*own, *score_reads(self.score, self.q, self.k)])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionGradientOp(LoopOp):
+    """What `AttentionQueryGradientOp` and `AttentionKeyGradientOp` read.
+
+    With weights = exp(score(q @ k^T) - log_sum_exp): d = scale * weights * (grad @ v^T - delta). q is (B, H, S, D), k (B, H, T, D),
+    v (B, H, T, E), grad (B, H, S, E); log_sum_exp and delta (B, H, S), delta the sums of grad * output along E. `scale` is the derivative
+    of a score by its product. A row that sees nothing has a log-sum-exp of +inf, or scores of -inf alone and a finite one.
+
+    Source: Dao, "FlashAttention-2", 2023.
+    """
+
+    q: Value
+    k: Value
+    v: Value
+    grad: Value
+    log_sum_exp: Value
+    delta: Value
+    score: ScoreFn
+    scale: float
+
+    def reads(self) -> list[Buffer]:
+        values = (self.q, self.k, self.v, self.grad, self.log_sum_exp, self.delta)
+        own = [b for value in values for b in buffers_of(value)]
+        return _unique([*own, *score_reads(self.score, self.q, self.k)])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionQueryGradientOp(AttentionGradientOp):
+    """out = d @ k, (B, H, S, D)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionKeyGradientOp(AttentionGradientOp):
+    """out = d^T @ q, (B, G, T, D), and `value` = weights^T @ grad, (B, G, T, E): sums over the H / G query heads that share a key head."""
+
+    value: Buffer
+
+    @property
+    def outs(self) -> tuple[Buffer, ...]:
+        return self.out, self.value
+
+
+def score_over(score: ScoreFn, product: Buffer, index: tuple[Index, ...]) -> Expr:
+    """The score at a point, where the product is `product`'s element there."""
+    return score(product.at(index), index)
+
+
+def score_reads(score: ScoreFn, q: Value, k: Value) -> list[Buffer]:
+    """The buffers that scores are computed from beside products."""
+    shape = (*q.shape[:-1], k.shape[-2])
+    product = Buffer(shape, compute_dtype(q.dtype), "product")
+    return [b for b in buffers_of_expr(score_over(score, product, domain_vars(shape))) if b is not product]
 
 
 def _unique(buffers: list[Buffer]) -> list[Buffer]:

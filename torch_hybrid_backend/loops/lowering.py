@@ -59,6 +59,7 @@ class Refuse(Exception):
 
 Lowering = Callable[..., Any]
 _TABLE: dict[torch._ops.OpOverload, Lowering] = {}
+_UNREAD: dict[torch._ops.OpOverload, frozenset[str]] = {}
 # Imported on first use: the table is these modules' contents and nothing else.
 _MODULES = (
     "pointwise",
@@ -77,14 +78,18 @@ _MODULES = (
 )
 
 
-def lowers(*targets: torch._ops.OpOverload) -> Callable[[Lowering], Lowering]:
-    """Register a lowering for ATen overloads; a second registration of one overload is an error."""
+def lowers(*targets: torch._ops.OpOverload, unread: tuple[str, ...] = ()) -> Callable[[Lowering], Lowering]:
+    """Register a lowering for ATen overloads; a second registration of one overload is an error.
+
+    `unread`: tensor arguments, by their names in the schema, that it never reads, whatever they hold; it may be given None for them.
+    """
 
     def register(fn: Lowering) -> Lowering:
         for target in targets:
             if target in _TABLE:
                 raise ValueError(f"{target} has two lowerings: {_TABLE[target].__name__} and {fn.__name__}")
             _TABLE[target] = fn
+            _UNREAD[target] = frozenset(unread)
         return fn
 
     return register
@@ -231,6 +236,19 @@ def _reads(node: torch.fx.Node, position: int) -> bool:
     return any(u.target is not operator.getitem or (u.args[1] == position and u.users) for u in node.users)
 
 
+def _unread_inputs(node: torch.fx.Node) -> frozenset[torch.fx.Node]:
+    """The inputs that are arguments only of which the lowering says that it does not read them."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    names = _UNREAD[node.target]
+    if not names:
+        return frozenset()
+    given = {argument.name: value for argument, value in zip(node.target._schema.arguments, node.args, strict=False)}
+    given |= node.kwargs
+    read = {value for name, value in given.items() if name not in names and isinstance(value, torch.fx.Node)}
+    unread = {value for name, value in given.items() if name in names and isinstance(value, torch.fx.Node)}
+    return frozenset(unread - read)
+
+
 def lower_node(ctx: Context, node: torch.fx.Node, values: Mapping[torch.fx.Node, Any]) -> Any:
     """The value(s) of one call_function node; raises Refuse where it is not taken. `values` holds a `Size` or int for a size."""
     if node.target is operator.getitem:
@@ -278,9 +296,12 @@ def supports(node: torch.fx.Node, abilities: Abilities = COMMON) -> Verdict:
     if not isinstance(node.target, torch._ops.OpOverload) or node.target not in table():
         return Refused(Reason.UNKNOWN_OPERATOR, f"there is no lowering for {node.target}")
     placeholders: dict[torch.fx.Node, Any] = {}
+    unread = _unread_inputs(node)
     for source in node.all_input_nodes:
         meta = source.meta.get("val")
-        if isinstance(meta, torch.Tensor):
+        if source in unread:
+            placeholders[source] = None
+        elif isinstance(meta, torch.Tensor):
             if (refused := check_tensor(meta)) is not None:
                 return refused
             spec = TensorSpec.of(meta)

@@ -13,6 +13,7 @@ class Abilities:
     `scatters`: whether many programs may write to one element (`loops.ir.ScatterOp`): "none"; "any", as atomic operations do it, in whatever
     order; "ordered", only where the result is the same in every order. `max_gathered`: pixels up to which each is asked about all windows
     that cover it, for the gradient of a maximum pooling. `max_taps`: neighbours that an interpolation may read for one pixel.
+    `attention_gradients`: attention writes its log-sum-exp where that is read, and its gradients are kernels.
     """
 
     scans: bool = False
@@ -20,6 +21,7 @@ class Abilities:
     # Asking is 13 cycles a pixel on a CPU, against 3 for eager, which visits each window once (3x3 windows, stride 2, of 32 x 64 x 32 x 32).
     max_gathered: int = 65_536
     max_taps: int = 8
+    attention_gradients: bool = False
 
 
 COMMON = Abilities()  # what the kernels of every backend can do
@@ -34,7 +36,9 @@ class FusionPolicy:
     `min_rows`, `small_elements`: what is computed around a reduction joins it, row by row, where its domain has so many rows, or no more
     elements than that.
     `channel_block`: a convolution reads some channels of what another one writes in place where they begin at a multiple of it; else they are
-    copied. `abilities`: what the kernels can do.
+    copied.
+    `gathers_in_attention`: attention reads keys and values where an index says, and computes its mask as it needs it, though others need the
+    same one. `abilities`: what the kernels can do.
     """
 
     max_inline_calls: int
@@ -44,4 +48,5 @@ class FusionPolicy:
     min_rows: int
     small_elements: int
     channel_block: int
+    gathers_in_attention: bool = False
     abilities: Abilities = COMMON

@@ -15,6 +15,7 @@ from torch_hybrid_backend.codegen.compiler import KernelCompilerModule
 from torch_hybrid_backend.codegen.kernel_cache import Artifact
 from torch_hybrid_backend.codegen.operands import Packed, Prepared
 from torch_hybrid_backend.codegen.variants import Variant
+from torch_hybrid_backend.codegen.written_attention import find_attention
 from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.program import NULL, DeviceLaunch, ScalarArgument, Step
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
@@ -22,14 +23,15 @@ from torch_hybrid_backend.engines.triton import compiler
 from torch_hybrid_backend.engines.triton.alternatives import alternatives
 from torch_hybrid_backend.engines.triton.artifact import read as read_artifact
 from torch_hybrid_backend.engines.triton.host_driver import HostLaunch
+from torch_hybrid_backend.engines.triton.kernels import FlashKernel, attention_kernel, with_scores
 from torch_hybrid_backend.engines.triton.policy import DETERMINISTIC, POLICY
-from torch_hybrid_backend.engines.triton.schedules import schedule_of
+from torch_hybrid_backend.engines.triton.schedules import attention, schedule_of
 from torch_hybrid_backend.engines.triton.source import Launch
 from torch_hybrid_backend.engines.triton.split import split
 from torch_hybrid_backend.engines.triton.target import Target
 from torch_hybrid_backend.loops.fusion import Group
 from torch_hybrid_backend.loops.graph import LoopGraph
-from torch_hybrid_backend.loops.ir import Buffer
+from torch_hybrid_backend.loops.ir import AttentionGradientOp, Buffer, ScoredAttentionOp
 from torch_hybrid_backend.loops.kernels import Kernel, kernel_sizes
 from torch_hybrid_backend.loops.layout import Layout
 from torch_hybrid_backend.loops.policy import FusionPolicy
@@ -73,16 +75,23 @@ class TritonBackend:
         return (("triton", compiler.version() or "not installed"), ("GPU", where))
 
     def operands(self, graph: LoopGraph, layouts: Mapping[Buffer, Layout]) -> Prepared:
-        return Prepared(graph)
+        return Prepared(with_scores(find_attention(graph)))
 
     def layouts(self, groups: Sequence[Group], fixed: Mapping[Buffer, Layout]) -> Mapping[Buffer, Layout]:
         return row_major(groups, fixed)
 
     def anchor(self, anchor: Anchor) -> Kernel:
+        if isinstance(anchor.op, ScoredAttentionOp | AttentionGradientOp):
+            return attention_kernel(anchor)
         return neutral_kernel(anchor)
 
     def join(self, kernels: Sequence[Kernel], outputs: Collection[Buffer]) -> Sequence[Kernel]:
-        return [each for kernel in kernels for each in split(kernel, self.target)]
+        def parts(kernel: Kernel) -> Sequence[Kernel]:
+            if isinstance(kernel, FlashKernel):
+                return attention.divided(kernel, self.target)
+            return split(kernel, self.target)
+
+        return [part for kernel in kernels for part in parts(kernel)]
 
     def alternatives(self, kernel: Kernel, constants: Mapping[Buffer, Packed]) -> Sequence[Variant]:
         return alternatives(kernel, self.target)

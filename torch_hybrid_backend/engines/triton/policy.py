@@ -14,7 +14,8 @@ POLICY = FusionPolicy(
     min_rows=1,
     small_elements=1 << 30,  # whatever is computed around a reduction joins it
     channel_block=1,
-    abilities=Abilities(scans=True, scatters="any", max_gathered=1 << 62, max_taps=16),
+    abilities=Abilities(scans=True, scatters="any", max_gathered=1 << 62, max_taps=16, attention_gradients=True),
+    gathers_in_attention=True,
 )
 # Where torch.use_deterministic_algorithms is on.
 DETERMINISTIC = dataclasses.replace(POLICY, abilities=dataclasses.replace(POLICY.abilities, scatters="ordered"))

@@ -1,24 +1,51 @@
-"""Scaled dot-product attention as one AttentionOp.
+"""Scaled dot-product attention as one AttentionOp, and its gradients.
 
-The log-sum-exp that training needs is not computed: where the graph reads it, the operator is refused and eager's runs. Operators that
-PyTorch has for one device each compute the same thing: each is lowered to the same operation.
+Operators that PyTorch has for one device each compute the same thing: each is lowered to the same operation. What differs is the form of the
+log-sum-exp that training reads: its shape, and what a row that sees nothing has there. An engine that writes none (its policy says so) is
+refused where the graph reads it, and eager's operator runs.
+
+A row that sees nothing is 0, as in the composite operator of PyTorch.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
 from torch_hybrid_backend.core.verdict import Reason
-from torch_hybrid_backend.loops.index import as_index
-from torch_hybrid_backend.loops.ir import AttentionOp, Buffer, Value, compute_dtype
+from torch_hybrid_backend.loops.index import Index, as_index
+from torch_hybrid_backend.loops.ir import (
+    AttentionKeyGradientOp,
+    AttentionOp,
+    AttentionQueryGradientOp,
+    Buffer,
+    Expr,
+    Map,
+    Value,
+    compute_dtype,
+)
 from torch_hybrid_backend.loops.lowering import Context, Refuse, lowers, reindex
 from torch_hybrid_backend.loops.lowerings.views import expanded, reshaped
-from torch_hybrid_backend.loops.ops import cast, const, is_float, where
-from torch_hybrid_backend.sizes.size import Dim
+from torch_hybrid_backend.loops.ops import call, cast, const, from_index, guard, index_in, is_float, mul, where
+from torch_hybrid_backend.loops.scores import plain_score
+from torch_hybrid_backend.sizes.size import Dim, ceil_div
 
 aten = torch.ops.aten
+
+# Operators that may have a mask, after their first three arguments.
+MASKED_ATTENTION = frozenset(
+    (
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_attention_math.default,
+        aten.scaled_dot_product_attention.default,
+    )
+)
+_RANDOM = "attention with dropout draws random numbers"
+_ALIGNED_ROWS = 32  # of the efficient operator's log-sum-exp
 
 
 def _four_dimensional(value: Value) -> Value:
@@ -62,13 +89,30 @@ def _additive(ctx: Context, mask: Value, lead: tuple[Dim, ...], rows: Dim, colum
     return _four_dimensional(expanded(mask, shape))
 
 
+def _last_aligned(shape: tuple[Dim, ...], dtype: str) -> Value:
+    """A causal mask whose last query sees the last key, (B, H, S, T)."""
+    rows, columns = shape[-2:]
+
+    def at(index: tuple[Index, ...]) -> Expr:
+        seen = call("le", from_index(index[3]), from_index(index[2] + (columns - rows)))
+        return where(seen, const(0, dtype), const(-math.inf, dtype))
+
+    return Map(shape, dtype, at)
+
+
 def _attention(
-    ctx: Context, q: Value, k: Value, v: Value, mask: Value | None, dropout: float, causal: bool, scale: float | None
-) -> Value:
-    if dropout:
-        raise Refuse(Reason.ARGUMENT, "attention with dropout draws random numbers")
-    if not is_float(compute_dtype(ctx.out.dtype)):
-        raise Refuse(Reason.DTYPE, f"attention of {ctx.out.dtype} is left to eager")
+    ctx: Context,
+    q: Value,
+    k: Value,
+    v: Value,
+    mask: Value | None,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+    empty: float | None = None,
+) -> tuple[Value, Buffer | None]:
+    """(result, log-sum-exp): that with `empty` for rows that see nothing, (B, H, S); None where `empty` is."""
+    _check_exact(ctx, dropout)
     shape = ctx.shape
     lead, rows, columns = q.shape[:-2], q.shape[-2], k.shape[-2]
     if mask is not None:
@@ -76,15 +120,38 @@ def _attention(
     q, k, v = (_four_dimensional(value) for value in (q, k, v))
     batch, heads = q.shape[:2]
     k, v = (_batches_repeated(_heads_repeated(value, heads), batch) for value in (k, v))
-    factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     out = Buffer((batch, heads, rows, v.shape[-1]), ctx.out.dtype)
-    return reshaped(ctx.realize(AttentionOp(out, q, k, v, mask, factor, causal)), shape)
+    log_sum_exp = None if empty is None else Buffer((batch, heads, rows), compute_dtype(ctx.out.dtype))
+    op = AttentionOp(out, q, k, v, mask, _factor(q, scale), causal, log_sum_exp, empty or 0.0)
+    return reshaped(ctx.realize(op), shape), log_sum_exp
 
 
-def _check_unread(ctx: Context, results: int) -> None:
-    """Refuses an operator of so many results, where the graph reads one beside the first: log-sum-exps and states of random generators."""
-    if any(ctx.wants(position) for position in range(1, results)):
+def _check_exact(ctx: Context, dropout: float) -> None:
+    if dropout:
+        raise Refuse(Reason.ARGUMENT, _RANDOM)
+    if not is_float(compute_dtype(ctx.out.dtype)):
+        raise Refuse(Reason.DTYPE, f"attention of {ctx.out.dtype} is left to eager")
+
+
+def _factor(q: Value, scale: float | None) -> float:
+    if scale is not None:
+        return scale
+    width = q.shape[-1]
+    if not isinstance(width, int):
+        raise Refuse(Reason.SYMBOLIC_SHAPE, "the width of attention's heads is only known at run time")
+    return 1 / math.sqrt(width)
+
+
+def _read_log_sum_exp(ctx: Context, results: int, empty: float) -> float | None:
+    """`empty` where the graph reads the log-sum-exp, None where it does not. Refuses an operator of so many results whose others it reads, and a
+    log-sum-exp that the engine does not write."""
+    if any(ctx.wants(position) for position in range(2, results)):
+        raise Refuse(Reason.ARGUMENT, "the state of attention's random numbers, which backward needs, is eager's")
+    if not ctx.wants(1):
+        return None
+    if not ctx.abilities.attention_gradients:
         raise Refuse(Reason.ARGUMENT, "the log-sum-exp of attention, which training needs, is computed by eager")
+    return empty
 
 
 @lowers(aten._scaled_dot_product_flash_attention_for_cpu.default)
@@ -98,10 +165,10 @@ def flash_attention_for_cpu(
     *,
     attn_mask: Value | None = None,
     scale: float | None = None,
-) -> tuple[Value, None]:
-    """The CPU's flash attention: (result, None)."""
-    _check_unread(ctx, 2)
-    return _attention(ctx, q, k, v, attn_mask, dropout_p, is_causal, scale), None
+) -> tuple[Value, Value | None]:
+    """The CPU's flash attention: (result, log-sum-exp (B, H, S))."""
+    empty = _read_log_sum_exp(ctx, 2, 0.0)
+    return _attention(ctx, q, k, v, attn_mask, dropout_p, is_causal, scale, empty)
 
 
 @lowers(aten._scaled_dot_product_flash_attention.default)
@@ -116,12 +183,18 @@ def flash_attention(
     *,
     scale: float | None = None,
 ) -> tuple[Value | None, ...]:
-    """CUDA's flash attention: (result, None, ...)."""
-    _check_unread(ctx, 9)
-    if is_causal and q.shape[-2] != k.shape[-2]:
-        # Its mask is aligned at the last query and the last key, that of the other operators at the first ones.
-        raise Refuse(Reason.ARGUMENT, "flash attention is causal, and has more keys than queries, or fewer")
-    return _attention(ctx, q, k, v, None, dropout_p, is_causal, scale), *(None,) * 8
+    """CUDA's flash attention: (result, log-sum-exp (B, H, S), None, ...). Its causal mask is aligned at the last query and the last key, that of
+    the other operators at the first ones."""
+    empty = _read_log_sum_exp(ctx, 9, math.inf)
+    mask = _flash_mask(q, k, is_causal)
+    result, log_sum_exp = _attention(ctx, q, k, v, mask, dropout_p, is_causal and mask is None, scale, empty)
+    return result, log_sum_exp, *(None,) * 7
+
+
+def _flash_mask(q: Value, k: Value, is_causal: bool) -> Value | None:
+    if not is_causal or q.shape[-2] == k.shape[-2]:
+        return None
+    return _last_aligned((*q.shape[:-1], k.shape[-2]), compute_dtype(q.dtype))
 
 
 @lowers(aten._scaled_dot_product_efficient_attention.default)
@@ -137,9 +210,23 @@ def efficient_attention(
     *,
     scale: float | None = None,
 ) -> tuple[Value | None, ...]:
-    """CUDA's memory-efficient attention: (result, None, ...)."""
-    _check_unread(ctx, 4)
-    return _attention(ctx, q, k, v, attn_bias, dropout_p, is_causal, scale), *(None,) * 3
+    """CUDA's memory-efficient attention: (result, log-sum-exp, None, None). Its log-sum-exp has a multiple of 32 rows; those beyond are +inf."""
+    empty = _read_log_sum_exp(ctx, 4, -math.inf)
+    result, log_sum_exp = _attention(ctx, q, k, v, attn_bias, dropout_p, is_causal, scale, empty)
+    return result, None if log_sum_exp is None else _rows_padded(log_sum_exp), None, None
+
+
+def _rows_padded(log_sum_exp: Buffer) -> Value:
+    *lead, rows = log_sum_exp.shape
+    padded = ceil_div(rows, _ALIGNED_ROWS) * _ALIGNED_ROWS
+    if padded == rows:
+        return log_sum_exp
+
+    def at(index: tuple[Index, ...]) -> Expr:
+        inside = index_in(index[-1], 0, rows)
+        return guard(inside, log_sum_exp.at(index), const(math.inf, log_sum_exp.dtype))
+
+    return Map((*lead, padded), log_sum_exp.dtype, at)
 
 
 @lowers(aten._scaled_dot_product_cudnn_attention.default)
@@ -156,9 +243,12 @@ def cudnn_attention(
     *,
     scale: float | None = None,
 ) -> tuple[Value | None, ...]:
-    """cuDNN's attention: (result, None, ...)."""
-    _check_unread(ctx, 9)
-    return _attention(ctx, q, k, v, attn_bias, dropout_p, is_causal, scale), *(None,) * 8
+    """cuDNN's attention: (result, log-sum-exp (B, H, S, 1), None, ...)."""
+    empty = _read_log_sum_exp(ctx, 9, -math.inf)
+    result, log_sum_exp = _attention(ctx, q, k, v, attn_bias, dropout_p, is_causal, scale, empty)
+    if log_sum_exp is None:
+        return result, *(None,) * 8
+    return result, reshaped(log_sum_exp, (*log_sum_exp.shape, 1)), *(None,) * 7
 
 
 @lowers(aten.scaled_dot_product_attention.default)
@@ -174,7 +264,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Value:
-    return _attention(ctx, q, k, v, attn_mask, dropout_p, is_causal, scale)
+    return _attention(ctx, q, k, v, attn_mask, dropout_p, is_causal, scale)[0]
 
 
 @lowers(aten._scaled_dot_product_attention_math.default, aten._scaled_dot_product_attention_math_for_mps.default)
@@ -194,4 +284,157 @@ def attention_math(
     """(result, None): the attention weights are not kept."""
     if ctx.wants(1) or dropout_mask is not None:
         raise Refuse(Reason.ARGUMENT, "the attention weights are wanted, which the fused operation does not keep")
-    return _attention(ctx, q, k, v, attn_mask, dropout_p, is_causal, scale), None
+    return _attention(ctx, q, k, v, attn_mask, dropout_p, is_causal, scale)[0], None
+
+
+# Gradients
+
+
+def _gradients(
+    ctx: Context,
+    grad: Value,
+    q: Value,
+    k: Value,
+    v: Value,
+    out: Value,
+    log_sum_exp: Value,
+    mask: Value | None,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+) -> tuple[Value, Value, Value]:
+    """Of queries, keys and values, in their dtypes. `log_sum_exp`: (B, H, S)."""
+    if not ctx.abilities.attention_gradients:
+        raise Refuse(Reason.ARGUMENT, "the gradients of attention are computed by eager")
+    _check_exact(ctx, dropout)
+    if len(q.shape) != 4:
+        raise Refuse(Reason.ARGUMENT, "gradients of attention are taken with operands of four dimensions")
+    batch, heads, rows, _ = q.shape
+    own_heads, columns = k.shape[1:3]
+    if v.shape[1] != own_heads or k.shape[0] != batch or v.shape[0] != batch:
+        raise Refuse(Reason.ARGUMENT, "keys and values of attention have different heads or batches in backward")
+    if mask is not None:
+        mask = _additive(ctx, mask, (batch, heads), rows, columns)
+    dtype, factor = compute_dtype(q.dtype), _factor(q, scale)
+    score = plain_score(mask, factor, causal)
+    products = ctx.pointwise(mul, grad, out, dtype=dtype, compute=dtype, shape=grad.shape)
+    delta = ctx.reduce("sum", products, (3,), dtype=dtype)
+    statistics = ctx.pointwise(_finite_or_infinite, log_sum_exp, dtype=dtype, compute=dtype, shape=log_sum_exp.shape)
+    keys, values = _heads_repeated(k, heads), _heads_repeated(v, heads)
+    read = (q, keys, values, grad, statistics, delta, score, factor)
+    for_queries = ctx.realize(AttentionQueryGradientOp(Buffer(q.shape, q.dtype), *read))
+    for_values = Buffer(v.shape, v.dtype)
+    for_keys = ctx.realize(AttentionKeyGradientOp(Buffer(k.shape, k.dtype), *read, for_values))
+    return for_queries, for_keys, for_values
+
+
+def _finite_or_infinite(log_sum_exp: Expr) -> Expr:
+    """Rows that see nothing have +inf, whatever the operator wrote: exp(-inf - +inf) is 0, and exp(-inf - -inf) is not."""
+    infinity = const(math.inf, log_sum_exp.dtype)
+    return where(call("eq", log_sum_exp, const(-math.inf, log_sum_exp.dtype)), infinity, log_sum_exp)
+
+
+@lowers(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+def flash_attention_for_cpu_backward(
+    ctx: Context,
+    grad: Value,
+    q: Value,
+    k: Value,
+    v: Value,
+    out: Value,
+    log_sum_exp: Value,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Value | None = None,
+    scale: float | None = None,
+) -> tuple[Value, Value, Value]:
+    """(gradient of q, of k, of v)."""
+    return _gradients(ctx, grad, q, k, v, out, log_sum_exp, attn_mask, dropout_p, is_causal, scale)
+
+
+@lowers(
+    aten._scaled_dot_product_flash_attention_backward.default,
+    unread=("cum_seq_q", "cum_seq_k", "philox_seed", "philox_offset"),
+)
+def flash_attention_backward(
+    ctx: Context,
+    grad: Value,
+    q: Value,
+    k: Value,
+    v: Value,
+    out: Value,
+    log_sum_exp: Value,
+    cum_seq_q: object,
+    cum_seq_k: object,
+    max_q: object,
+    max_k: object,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: object,
+    philox_offset: object,
+    *,
+    scale: float | None = None,
+) -> tuple[Value, Value, Value]:
+    """CUDA's: (gradient of q, of k, of v). Without dropout the state of random numbers is not read."""
+    mask = _flash_mask(q, k, is_causal)
+    return _gradients(ctx, grad, q, k, v, out, log_sum_exp, mask, dropout_p, is_causal and mask is None, scale)
+
+
+@lowers(
+    aten._scaled_dot_product_efficient_attention_backward.default,
+    unread=("philox_seed", "philox_offset"),
+)
+def efficient_attention_backward(
+    ctx: Context,
+    grad: Value,
+    q: Value,
+    k: Value,
+    v: Value,
+    attn_bias: Value | None,
+    out: Value,
+    log_sum_exp: Value,
+    philox_seed: object,
+    philox_offset: object,
+    dropout_p: float,
+    grad_input_mask: Sequence[bool],
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Value | None, ...]:
+    """CUDA's memory-efficient one: (gradient of q, of k, of v, None)."""
+    if ctx.wants(3) and attn_bias is not None and grad_input_mask[3]:
+        raise Refuse(Reason.ARGUMENT, "the gradient of attention's bias is computed by eager")
+    if k.shape[1] != q.shape[1]:
+        raise Refuse(Reason.ARGUMENT, "memory-efficient attention has as many heads of keys as of queries in backward")
+    rows = reindex(log_sum_exp, q.shape[:3], lambda index: index)
+    return *_gradients(ctx, grad, q, k, v, out, rows, attn_bias, dropout_p, is_causal, scale), None
+
+
+@lowers(
+    aten._scaled_dot_product_cudnn_attention_backward.default,
+    unread=("cum_seq_q", "cum_seq_k", "philox_seed", "philox_offset"),
+)
+def cudnn_attention_backward(
+    ctx: Context,
+    grad: Value,
+    q: Value,
+    k: Value,
+    v: Value,
+    out: Value,
+    log_sum_exp: Value,
+    philox_seed: object,
+    philox_offset: object,
+    attn_bias: Value | None,
+    cum_seq_q: object,
+    cum_seq_k: object,
+    max_q: object,
+    max_k: object,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    scale: float | None = None,
+) -> tuple[Value, Value, Value]:
+    """cuDNN's: (gradient of q, of k, of v)."""
+    rows = reshaped(log_sum_exp, q.shape[:3])
+    return _gradients(ctx, grad, q, k, v, out, rows, attn_bias, dropout_p, is_causal, scale)

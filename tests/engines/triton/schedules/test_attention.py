@@ -9,7 +9,7 @@ import torch
 
 from tests.engines.triton.programs_for_tests import TARGETS
 from tests.engines.triton.regions_for_tests import check
-from torch_hybrid_backend.loops.kernels import AttentionKernel
+from torch_hybrid_backend.engines.triton.kernels import FlashKernel
 
 pytest.importorskip("triton")
 
@@ -22,7 +22,7 @@ def test_sizes(target: str, causal: bool, queries: int, keys: int, width: int, t
     q, k, v = (torch.randn(2, 3, n, width) for n in (queries, keys, keys))
     attend = torch.nn.functional.scaled_dot_product_attention
     function = lambda q, k, v: attend(q, k, v, is_causal=causal)  # noqa: E731
-    check(tmp_path, function, q, k, v, target=TARGETS[target], kinds=(AttentionKernel,))
+    check(tmp_path, function, q, k, v, target=TARGETS[target], kinds=(FlashKernel,))
 
 
 def test_masks(tmp_path: Path) -> None:

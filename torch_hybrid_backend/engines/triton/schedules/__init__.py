@@ -5,18 +5,19 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from torch_hybrid_backend.engines.triton.schedules import attention, convolution, matmul, pointwise, reduction, scatter
+from torch_hybrid_backend.engines.triton.kernels import FlashKernel, KeyGradientKernel, QueryGradientKernel
+from torch_hybrid_backend.engines.triton.schedules import (
+    attention,
+    attention_gradients,
+    convolution,
+    matmul,
+    pointwise,
+    reduction,
+    scatter,
+)
 from torch_hybrid_backend.engines.triton.schedules.tilings import TiledConvKernel, TiledMatMulKernel
 from torch_hybrid_backend.errors import ScheduleError
-from torch_hybrid_backend.loops.kernels import (
-    AttentionKernel,
-    ConvKernel,
-    Kernel,
-    MapKernel,
-    MatMulKernel,
-    RowKernel,
-    ScatterKernel,
-)
+from torch_hybrid_backend.loops.kernels import ConvKernel, Kernel, MapKernel, MatMulKernel, RowKernel, ScatterKernel
 
 _SCHEDULES: dict[type[Kernel], ModuleType] = {
     MapKernel: pointwise,
@@ -27,7 +28,9 @@ _SCHEDULES: dict[type[Kernel], ModuleType] = {
     TiledMatMulKernel: matmul,
     ConvKernel: convolution,
     TiledConvKernel: convolution,
-    AttentionKernel: attention,
+    FlashKernel: attention,
+    QueryGradientKernel: attention_gradients,
+    KeyGradientKernel: attention_gradients,
 }
 
 

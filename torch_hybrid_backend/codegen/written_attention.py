@@ -1,0 +1,192 @@
+"""Attention that a model writes out, as one operation: two matrix products with a softmax between them, found by what is computed.
+
+    scores = q @ k^T                               any matrix product
+    p = exp(f(scores) - max) / sum                 over its columns; f: any function of a score and of where it stands, with what else it loads
+    out = p @ v
+
+becomes `ScoredAttentionOp(out, q, k, v, f)`, where nothing else reads what is between. How the model got there (views, casts, einsum, masks filled
+in or added) does not matter: expressions are compared after views and elementwise operations have been written out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch_hybrid_backend.loops.fusion import replace_loads
+from torch_hybrid_backend.loops.graph import LoopGraph, in_order
+from torch_hybrid_backend.loops.index import Index, as_index
+from torch_hybrid_backend.loops.ir import (
+    Buffer,
+    Call,
+    Expr,
+    Load,
+    LoopOp,
+    Map,
+    MapOp,
+    MatMulOp,
+    ReduceOp,
+    ScoredAttentionOp,
+    Value,
+    buffers_of_expr,
+    canonical,
+    domain_vars,
+    loads_of,
+)
+from torch_hybrid_backend.loops.ops import is_float, round_to
+from torch_hybrid_backend.sizes.size import Dim
+
+_MAX_WIDTH = 256  # of a head: a tile holds whole ones
+
+
+def find_attention(graph: LoopGraph) -> LoopGraph:
+    """The graph with every written attention as one operation."""
+    if sum(isinstance(op, MatMulOp) for op in graph.ops) < 2:
+        return graph
+    search = _Search(graph)
+    ops = tuple(search.replaced(op) if isinstance(op, MatMulOp) else op for op in graph.ops)
+    return replace(graph, ops=in_order(ops, graph.outputs))
+
+
+@dataclass(frozen=True, slots=True)
+class _Softmax:
+    """The left operand of a product as a softmax: `scores` is what it is of, `product` the one load of a matrix product's result in it.
+
+    `between`: the operations whose results must be read by nothing else.
+    """
+
+    scores: Expr
+    product: Load
+    between: frozenset[LoopOp]
+
+
+class _Search:
+    def __init__(self, graph: LoopGraph) -> None:
+        self._producer: Mapping[Buffer, LoopOp] = {out: op for op in graph.ops for out in op.outs}
+        self._outputs = frozenset(graph.outputs)
+        self._readers: dict[Buffer, set[LoopOp]] = {}
+        for op in graph.ops:
+            for buffer in op.reads():
+                self._readers.setdefault(buffer, set()).add(op)
+
+    def replaced(self, op: MatMulOp) -> LoopOp:
+        """The attention that ends with a product, or the product."""
+        width = op.out.shape[2]
+        index = domain_vars(op.a.shape, "p")
+        found = self._softmax(op.a, index)
+        if found is None or not isinstance(width, int) or width > _MAX_WIDTH:
+            return op
+        first = self._producer[found.product.buffer]
+        assert isinstance(first, MatMulOp)
+        depth = first.a.shape[2]
+        if not isinstance(depth, int) or depth > _MAX_WIDTH or found.product.index != index:
+            return op
+        between = {first, *found.between}
+        if any(self._is_read_outside(own, between | {op}) for own in between if self._depends(own, first)):
+            return op
+
+        def score(product: Expr, place: tuple[Index, ...]) -> Expr:
+            own = self._softmax(op.a, place)
+            assert own is not None
+            return replace_loads(own.scores, lambda load: product if load.buffer is first.out else None)
+
+        batch = op.out.shape[0]
+        q, k, v = self._query(first), _keys(first), _batched(op.b, batch)
+        return ScoredAttentionOp(op.out, q, k, v, score, nan_rows=True)
+
+    def _softmax(self, value: Value, index: tuple[Index, ...]) -> _Softmax | None:
+        between: set[LoopOp] = set()
+        match _unrounded(self._written_out(value.at(index), between)):
+            case Call(op="div", args=(Call(op="exp" | "exp_nonpositive", args=(Call(op="sub", args=(s, m)),)) as e, d)):
+                scores, top, total = s, _unrounded(m), _unrounded(d)
+            case _:
+                return None
+        if not isinstance(top, Load) or not isinstance(total, Load):
+            return None
+        for load, combiner, body in ((top, "max", scores), (total, "sum", e)):
+            reduction = self._producer.get(load.buffer)
+            if not isinstance(reduction, ReduceOp) or reduction.combiner != combiner:
+                return None
+            if reduction.axes != (len(reduction.domain) - 1,) or reduction.domain[-1] != value.shape[-1]:
+                return None
+            between.add(reduction)
+            own = self._written_out(reduction.body((*load.index, index[-1])), between)
+            if not self._are_equal(own, body):
+                return None
+        products = [x for x in loads_of(scores) if isinstance(self._producer.get(x.buffer), MatMulOp)]
+        return _Softmax(scores, products[0], frozenset(between)) if len(products) == 1 else None
+
+    def _written_out(self, e: Expr, between: set[LoopOp]) -> Expr:
+        """The expression with what elementwise operations computed written out; they are added to `between`."""
+
+        def inner(load: Load) -> Expr | None:
+            source = self._producer.get(load.buffer)
+            if not isinstance(source, MapOp):
+                return None
+            between.add(source)
+            return self._written_out(source.value.at(load.index), between)
+
+        return replace_loads(e, inner)
+
+    def _are_equal(self, first: Expr, second: Expr) -> bool:
+        names = {buffer: f"b{buffer.number}" for e in (first, second) for buffer in buffers_of_expr(e)}
+        return canonical(_unrounded(first), names) == canonical(_unrounded(second), names)
+
+    def _depends(self, op: LoopOp, first: MatMulOp) -> bool:
+        """Whether an operation computes from a product, at any distance; a mask does not, and may be read by others."""
+        pending, seen = [op], set[LoopOp]()
+        while pending:
+            own = pending.pop()
+            if own is first:
+                return True
+            if own not in seen:
+                seen.add(own)
+                pending.extend(source for b in own.reads() if (source := self._producer.get(b)) is not None)
+        return False
+
+    def _is_read_outside(self, op: LoopOp, inside: set[LoopOp]) -> bool:
+        return any(out in self._outputs or not self._readers.get(out, set()) <= inside for out in op.outs)
+
+    def _query(self, first: MatMulOp) -> Value:
+        """Queries as they are computed: a program reads its own once, so that what scales them needs no memory."""
+        value = first.a
+        loads = loads_of(value.at(domain_vars(value.shape)))
+        sources = [self._producer.get(load.buffer) for load in loads]
+        if len(loads) != 1 or not isinstance(sources[0], MapOp) or self._readers[sources[0].out] != {first}:
+            return value
+
+        def at(index: tuple[Index, ...]) -> Expr:
+            def inner(load: Load) -> Expr | None:
+                source = self._producer.get(load.buffer)
+                return round_to(source.value.at(load.index), load.buffer.dtype) if isinstance(source, MapOp) else None
+
+            return replace_loads(value.at(index), inner)
+
+        return Map(value.shape, value.dtype, at)
+
+
+def _unrounded(e: Expr) -> Expr:
+    """What is rounded or cast between floating-point types: products with it are at least as exact without."""
+    while isinstance(e, Call) and e.op in ("cast", "round") and is_float(e.args[0].dtype):
+        e = e.args[0]
+    return e
+
+
+def _keys(first: MatMulOp) -> Value:
+    """(Z, D, T) as (Z, T, D)."""
+    value = first.b
+    shape = (first.out.shape[0], value.shape[2], value.shape[1])
+    is_shared = value.shape[0] == 1
+
+    def at(index: tuple[Index, ...]) -> Expr:
+        return value.at((as_index(0) if is_shared else index[0], index[2], index[1]))
+
+    return Map(shape, value.dtype, at, base=value)
+
+
+def _batched(value: Value, batch: Dim) -> Value:
+    if value.shape[0] == batch:
+        return value
+    assert value.shape[0] == 1
+    shape = (batch, *value.shape[1:])
+    return Map(shape, value.dtype, lambda index: value.at((as_index(0), *index[1:])), base=value)

@@ -1,0 +1,275 @@
+"""The kernels of attention on a GPU: what `loops/kernels.py` has for every backend, with any score, log-sum-exps, gradients and splits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch_hybrid_backend.codegen.anchors import Anchor, over
+from torch_hybrid_backend.loops.graph import LoopGraph
+from torch_hybrid_backend.loops.index import LoopVar, index_of
+from torch_hybrid_backend.loops.ir import (
+    AttentionGradientOp,
+    AttentionKeyGradientOp,
+    AttentionOp,
+    Buffer,
+    Expr,
+    LoopOp,
+    ScoredAttentionOp,
+    buffers_of_expr,
+    compute_dtype,
+    score_over,
+)
+from torch_hybrid_backend.loops.kernels import Argument, Kernel, RowKernel, Stage, Store
+from torch_hybrid_backend.loops.layout import contiguous
+from torch_hybrid_backend.loops.ops import call, literal
+from torch_hybrid_backend.loops.scores import is_free_of, plain_score
+from torch_hybrid_backend.sizes.size import Dim
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoreKernel(Kernel):
+    """What the kernels of attention have in common. Leading dimensions are written *lead; the last of them are the heads.
+
+    `score` is over `score_vars` (*lead, s, t) and reads `product`, which lives in the kernel: q . k at that point. `share` query heads read the same
+    keys and values.
+    """
+
+    q: Expr
+    q_vars: tuple[LoopVar, ...]  # (*lead, s, d)
+    k: Expr
+    k_vars: tuple[LoopVar, ...]  # (*lead, t, d)
+    v: Expr
+    v_vars: tuple[LoopVar, ...]  # (*lead, t, e)
+    score: Expr
+    score_vars: tuple[LoopVar, ...]
+    product: Buffer
+    share: int
+    accumulator: Buffer
+    stores: tuple[Store, ...]
+
+    @property
+    def lead(self) -> tuple[LoopVar, ...]:
+        """The leading dimensions of the queries."""
+        return self.q_vars[:-2]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlashKernel(ScoreKernel):
+    """Domain (*lead, s, e): softmax of the scores times v, then `stores` read `accumulator`.
+
+    `row_stores` are over `row_vars` (*lead, s) and read `log_sum_exp`, natural; a row that sees nothing has `empty` there. Such a row's result is 0,
+    or NaN with `nan_rows`.
+
+    `splits`: so many programs share the keys of a row; each of them stores its own part, and `split`, its number, is among the variables of
+    `stores` and `row_stores`.
+    """
+
+    log_sum_exp: Buffer
+    row_vars: tuple[LoopVar, ...]
+    row_stores: tuple[Store, ...] = field(default=())
+    empty: float = 0.0
+    nan_rows: bool = False
+    split: LoopVar | None = None
+
+    @property
+    def splits(self) -> int:
+        if self.split is None:
+            return 1
+        assert isinstance(self.split.extent, int)
+        return self.split.extent
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GradientKernel(ScoreKernel):
+    """See `loops.ir.AttentionGradientOp`."""
+
+    grad: Expr
+    grad_vars: tuple[LoopVar, ...]  # (*lead, s, e)
+    log_sum_exp: Expr
+    delta: Expr
+    row_vars: tuple[LoopVar, ...]  # (*lead, s), of both
+    scale: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QueryGradientKernel(GradientKernel):
+    """Domain (*lead, s, d): the queries' gradient."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeyGradientKernel(GradientKernel):
+    """Domain (b, g, t, d): the keys' gradient, for each head of keys. `value_stores` are over `value_vars` (b, g, t, e) and read the values'
+    gradient, `value_accumulator`."""
+
+    value_accumulator: Buffer
+    value_vars: tuple[LoopVar, ...]
+    value_stores: tuple[Store, ...]
+
+
+def with_scores(graph: LoopGraph) -> LoopGraph:
+    """The graph with every attention as one of scores."""
+    return replace(graph, ops=tuple(_scored(op) if isinstance(op, AttentionOp) else op for op in graph.ops))
+
+
+def _scored(op: AttentionOp) -> LoopOp:
+    score = plain_score(op.mask, op.scale, op.causal)
+    return ScoredAttentionOp(op.out, op.q, op.k, op.v, score, False, op.log_sum_exp, op.empty)
+
+
+def attention_kernel(anchor: Anchor) -> Kernel:
+    """The kernel of a group around attention, or around one of its gradients."""
+    op = anchor.op
+    assert isinstance(op, ScoredAttentionOp | AttentionGradientOp)
+    (q_vars, q), (k_vars, k), (v_vars, v) = over(op.q, "q"), over(op.k, "k"), over(op.v, "v")
+    score_vars = _variables((*op.q.shape[:-1], op.k.shape[-2]), "z")
+    product = Buffer((*op.q.shape[:-1], op.k.shape[-2]), compute_dtype(op.q.dtype), "product")
+    score = score_over(op.score, product, tuple(map(index_of, score_vars)))
+    share = _share(q_vars[-3].extent, (k, k_vars), (v, v_vars))
+    written = {argument.buffer: argument for argument in anchor.writes}
+    shape = op.q.shape[:-1]
+    match op:
+        case ScoredAttentionOp():
+            log_sum_exp = Buffer(shape, compute_dtype(op.out.dtype), "log-sum-exp")
+            row_vars = _variables(shape, "r")
+            rows = _plain_stores(op.log_sum_exp, log_sum_exp, row_vars, written)
+            reads = _reads(anchor, [q, k, v, score], product)
+            return FlashKernel(
+                reads,
+                anchor.writes,
+                anchor.domain,
+                q,
+                q_vars,
+                k,
+                k_vars,
+                v,
+                v_vars,
+                score,
+                score_vars,
+                product,
+                share,
+                anchor.accumulator,
+                anchor.stores,
+                log_sum_exp,
+                row_vars,
+                rows,
+                op.empty,
+                op.nan_rows,
+            )
+    grad_vars, grad = over(op.grad, "g")
+    row_vars = _variables(shape, "r")
+    point = tuple(map(index_of, row_vars))
+    log_sum_exp_, delta = op.log_sum_exp.at(point), op.delta.at(point)
+    reads = _reads(anchor, [q, k, v, score, grad, log_sum_exp_, delta], product)
+    common = (
+        reads,
+        anchor.writes,
+        anchor.domain,
+        q,
+        q_vars,
+        k,
+        k_vars,
+        v,
+        v_vars,
+        score,
+        score_vars,
+        product,
+        share,
+        anchor.accumulator,
+        anchor.stores,
+        grad,
+        grad_vars,
+        log_sum_exp_,
+        delta,
+        row_vars,
+        op.scale,
+    )
+    if not isinstance(op, AttentionKeyGradientOp):
+        return QueryGradientKernel(*common)
+    value_vars = _variables(op.value.shape, "w")
+    value_accumulator = Buffer(op.value.shape, compute_dtype(op.value.dtype), "value accumulator")
+    value_stores = _plain_stores(op.value, value_accumulator, value_vars, written)
+    return KeyGradientKernel(*common, value_accumulator, value_vars, value_stores)
+
+
+def _variables(shape: Sequence[Dim], prefix: str) -> tuple[LoopVar, ...]:
+    return tuple(LoopVar(f"{prefix}{d}", n) for d, n in enumerate(shape))
+
+
+def _plain_stores(
+    buffer: Buffer | None, local: Buffer, variables: tuple[LoopVar, ...], written: Mapping[Buffer, Argument]
+) -> tuple[Store, ...]:
+    """What the kernel holds in `local`, stored as it is, where anything reads it."""
+    if buffer is None or buffer not in written:
+        return ()
+    point = tuple(map(index_of, variables))
+    return (Store(buffer, point, local.at(point)),)
+
+
+def _reads(anchor: Anchor, exprs: list[Expr], product: Buffer) -> tuple[Argument, ...]:
+    assert product not in anchor.layouts
+    return anchor.reads(exprs)
+
+
+def _share(heads: Dim, *operands: tuple[Expr, tuple[LoopVar, ...]]) -> int:
+    """How many heads in a row read the same of each operand: of the numbers that divide all heads the greatest."""
+    if not isinstance(heads, int):
+        return 1
+    for share in (n for n in range(heads, 1, -1) if heads % n == 0):
+        group, member = LoopVar("group", heads // share), LoopVar("member", share)
+        if all(
+            is_free_of(expr, member, {variables[-3]: index_of(group) * share + index_of(member)})
+            for expr, variables in operands
+        ):
+            return share
+    return 1
+
+
+# Splits
+
+
+def split_along_keys(kernel: FlashKernel, splits: int) -> tuple[Kernel, ...]:
+    """The same by `splits` programs for each row, which share its keys, and a kernel that combines what they found.
+
+    Source: Dao, Haziza, Massa and Sizov, "Flash-Decoding for long-context inference", 2023.
+    """
+    dtype = kernel.accumulator.dtype
+    shape = tuple(v.extent for v in kernel.domain)
+    parts = Buffer((splits, *shape), dtype, "parts")
+    sums = Buffer((splits, *shape[:-1]), dtype, "sums")
+    split = LoopVar("split", splits)
+    point, row = tuple(map(index_of, kernel.domain)), tuple(map(index_of, kernel.row_vars))
+    arguments = tuple(Argument(buffer, contiguous(buffer.shape)) for buffer in (parts, sums))
+    prologues = {buffer for e in (kernel.q, kernel.k, kernel.v, kernel.score) for buffer in buffers_of_expr(e)}
+    partial = replace(
+        kernel,
+        reads=tuple(argument for argument in kernel.reads if argument.buffer in prologues),
+        writes=arguments,
+        stores=(Store(parts, (index_of(split), *point), kernel.accumulator.at(point)),),
+        row_stores=(Store(sums, (index_of(split), *row), kernel.log_sum_exp.at(row)),),
+        empty=float("-inf"),
+        nan_rows=False,
+        split=split,
+    )
+    p = LoopVar("p", splits)
+    domain = (*kernel.domain, p)
+    place = index_of(p)
+    top, weights, total = (Buffer(shape, dtype, name) for name in ("top", "weights", "total"))
+    infinite = literal(float("-inf"), dtype)
+    zero, one = literal(0, dtype), literal(1, dtype)
+    own = sums.at((place, *point[:-1]))
+    largest = top.at(point)
+    base = call("where", call("eq", largest, infinite), zero, largest, dtype=dtype)
+    weight = call("exp", call("sub", own, base))
+    whole = total.at(point)
+    divisor = whole if kernel.nan_rows else call("where", call("eq", whole, zero), one, whole, dtype=dtype)
+    stages = [
+        Stage("reduce", top, own, "max"),
+        Stage("reduce", total, weight, "sum"),
+        Stage("reduce", weights, call("mul", weight, parts.at((place, *point))), "sum"),
+        Stage("scalar", kernel.accumulator, call("div", weights.at(point), divisor)),
+        *(Stage("store_scalar", None, store.value, store=store) for store in kernel.stores),
+    ]
+    read = {buffer for store in kernel.stores for buffer in buffers_of_expr(store.value)}
+    others = tuple(argument for argument in kernel.reads if argument.buffer in read)
+    return partial, RowKernel((*arguments, *others), kernel.writes, domain, (len(domain) - 1,), tuple(stages))
