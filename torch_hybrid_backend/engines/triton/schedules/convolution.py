@@ -50,7 +50,7 @@ def emit(kernel: ConvKernel, printer: Printer, target: Target, launch: Launch) -
         axis(printer, tile, 1, channel, "(program % across) * COLUMNS", columns) as in_columns,
     ):
         accumulator = kernel.accumulator.dtype
-        products = Product(printer, dtype, accumulator, tf32=target.tf32)
+        products = Product(printer, dtype, accumulator, tf32=target.convolution_tf32)
         lines.add(f"acc = tl.zeros([ROWS, COLUMNS], {DTYPES[accumulator][0]})")
         left, right = Tile(("ROWS", "DEPTH")), Tile(("DEPTH", "COLUMNS"))
         with lines.block(f"for k in range(0, {printer.size(k_extent)}, DEPTH):"):
