@@ -55,6 +55,9 @@ class InterpreterBackend:
         channel_block=1,
     )
 
+    def on(self, device: Device) -> InterpreterBackend:
+        return self
+
     def available(self) -> Verdict:
         return Supported()
 

@@ -30,7 +30,8 @@ from torch_hybrid_backend.loops.policy import FusionPolicy
 class KernelBackend(Protocol):
     """The choices of one engine. Without state that a region changes: threads use it at once.
 
-    `name`: the engine's. `device`: where its kernels run.
+    `name`: the engine's. `device`: where its kernels run; the type of it is what the engine serves, and `on` gives the backend for another of
+    that type.
     """
 
     @property
@@ -48,8 +49,12 @@ class KernelBackend(Protocol):
     @property
     def policy(self) -> FusionPolicy: ...
 
+    def on(self, device: Device) -> KernelBackend:
+        """The backend for regions on `device`: its target is that of the device and of torch's settings, both as they are now."""
+        ...
+
     def available(self) -> Verdict:
-        """Whether kernels can be compiled and run in this installation; a refusal says what to install."""
+        """Whether kernels can be compiled and run in this installation, and on `device`; a refusal says what to do."""
         ...
 
     def describe(self) -> Sequence[tuple[str, str]]:

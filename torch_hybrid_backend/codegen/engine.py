@@ -18,7 +18,7 @@ import torch.fx
 
 from torch_hybrid_backend.codegen.assemble import RegionKernels, assemble
 from torch_hybrid_backend.codegen.backend import KernelBackend
-from torch_hybrid_backend.codegen.compiler import KernelCompilerModule, compiler_version
+from torch_hybrid_backend.codegen.compiler import CodeTarget, KernelCompilerModule, compiler_version
 from torch_hybrid_backend.codegen.kernel_cache import Artifact, compile_kernels
 from torch_hybrid_backend.codegen.kernel_key import kernel_key
 from torch_hybrid_backend.codegen.library_probe import probe_libraries
@@ -121,7 +121,7 @@ class KernelEngine(EngineBase):
 
     def version(self, device: Device) -> str:
         """What timings of this engine's kernels depend on: its compiler, with the sources, and the target."""
-        return f"{compiler_version(self._backend.compiler)} {self._backend.target.fingerprint}"
+        return f"{compiler_version(self._backend.compiler)} {self._backend.on(device).target.fingerprint}"
 
     def available(self) -> Verdict:
         return self._backend.available()
@@ -136,16 +136,30 @@ class KernelEngine(EngineBase):
     def supports(self, node: torch.fx.Node) -> Verdict:
         return lowering.supports(node, self._backend.policy.abilities)
 
+    def accepts(self, region: Region) -> Verdict:
+        """Of several devices of a type not every one need be one that kernels can be compiled for."""
+        return self._backend.on(region.device).available()
+
     def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[CompiledRegion | Exception]:
-        """Lower the regions to kernels and compile those together, equal ones once."""
+        """Lower the regions to kernels and compile those together, equal ones once; device by device, as each has a target of its own."""
+        compiled: dict[int, CompiledRegion | Exception] = {}
+        for device in dict.fromkeys(region.device for region in regions):
+            own = [position for position, region in enumerate(regions) if region.device == device]
+            made = self._compile_on(self._backend.on(device), [regions[position] for position in own], deadline)
+            compiled.update(zip(own, made, strict=True))
+        return [compiled[position] for position in range(len(regions))]
+
+    def _compile_on(
+        self, backend: KernelBackend, regions: Sequence[Region], deadline: Deadline
+    ) -> list[CompiledRegion | Exception]:
         start = time.monotonic()
-        assembled = [self._assemble(region) for region in regions]
+        assembled = [self._assemble(region, backend) for region in regions]
         ready = [item for item in assembled if isinstance(item, _Assembled)]
         options = [each for item in ready for each in item.options]
         if self._placement != "estimate":
             options = limited(options)
         kernels = [k for each in options for v in each.to_compile for k in v.kernels]
-        made = iter(self.built(kernels, deadline))
+        made = iter(self.built(kernels, backend.target, deadline))
         compiled = iter([o.with_compiled([[next(made) for _ in v.kernels] for v in o.to_compile]) for o in options])
         results = [
             self._compiled(item.kernels, [next(compiled) for _ in item.options])
@@ -175,34 +189,35 @@ class KernelEngine(EngineBase):
         start = time.monotonic()
         region.release()
         run_program = self._services.run_program
+        backend = region.kernels.backend
         if self._placement == "tune":
             options = tune(
                 region.kernels,
                 region.options,
-                lambda kernels: self.built(kernels, Deadline(_TUNING_ROUND_S)),
+                lambda kernels: self.built(kernels, backend.target, Deadline(_TUNING_ROUND_S)),
                 run_program,
                 inputs,
-                self._keep_times,
+                functools.partial(self._keep_times, backend.device),
                 self._services.progress,
             )
             return self._region(region.kernels, options)
         found = search(region.kernels, region.options, run_program, inputs, budget_s)
         options = [option.decided(found.get(option.key, {})) for option in region.options]
         if not deadline.is_over():
-            options = probe_libraries(options, self._backend.device, self._services.timer(self._backend.device))
+            options = probe_libraries(options, backend.device, self._services.timer(backend.device))
             if any(option.untried for option in options):
-                compile_more = functools.partial(self.built, deadline=deadline)
+                compile_more = functools.partial(self.built, target=backend.target, deadline=deadline)
                 options = try_next_variant(region.kernels, options, compile_more, run_program, inputs)
         before = {option.key: option.times for option in region.options}
         for option in {option.key: option for option in options if option.times != before[option.key]}.values():
-            self._keep_times(option.key, option.times)
+            self._keep_times(backend.device, option.key, option.times)
         log.info("variants of %d kernels timed in %.2f s", len(found), time.monotonic() - start)
         return self._region(region.kernels, options)
 
     def exact(self, region: KernelRegion, deadline: Deadline) -> KernelRegion:
         """See `KernelRegion.exact`."""
         kernels = [k for option in region.options if option.missing for k in option.missing.kernels]
-        made = iter(self.built(kernels, deadline))
+        made = iter(self.built(kernels, region.kernels.backend.target, deadline))
         options = []
         for option in region.options:
             missing = option.missing
@@ -212,39 +227,37 @@ class KernelEngine(EngineBase):
             options.append(option.with_exact(found))
         return self._region(region.kernels, options)
 
-    def built(self, kernels: Sequence[Kernel], deadline: Deadline) -> list[Artifact | Exception]:
+    def built(self, kernels: Sequence[Kernel], target: CodeTarget, deadline: Deadline) -> list[Artifact | Exception]:
         """See `compile_kernels`; in what is left of the deadline, and at its expense."""
         with deadline.running():
-            return compile_kernels(
-                kernels, self._backend.target, self._compiler, self._services.store, deadline.left_s()
-            )
+            return compile_kernels(kernels, target, self._compiler, self._services.store, deadline.left_s())
 
-    def _times(self, kernel_key: str) -> Mapping[str, float]:
+    def _times(self, device: Device, kernel_key: str) -> Mapping[str, float]:
         """Microseconds by the name of the variant, infinity for one that cannot run; empty where the kernel was never timed."""
-        return self._services.timings.get(_TIMINGS, kernel_key, self._backend.device)
+        return self._services.timings.get(_TIMINGS, kernel_key, device)
 
-    def _keep_times(self, kernel_key: str, times: Mapping[str, float]) -> None:
-        self._services.timings.put(_TIMINGS, kernel_key, self._backend.device, times)
+    def _keep_times(self, device: Device, kernel_key: str, times: Mapping[str, float]) -> None:
+        self._services.timings.put(_TIMINGS, kernel_key, device, times)
 
     def _options(self, region: RegionKernels) -> tuple[KernelOptions, ...]:
         """What to compile of each kernel: the variant known to be fastest, or those to find out about."""
+        backend = region.backend
         constants = {packed.buffer: packed for packed in region.packed}
         result = []
         for kernel in region.kernels:
-            found = variants(kernel, self._backend.alternatives(kernel, constants))
+            found = variants(kernel, backend.alternatives(kernel, constants))
             if self._placement == "estimate" or len(found) == 1 or kernel_sizes(kernel):
                 result.append(KernelOptions.of("", found, {}, most=1).closed())  # by estimate
                 continue
-            key = kernel_key(kernel, self._backend.target, self._backend.compiler)
+            key = kernel_key(kernel, backend.target, backend.compiler)
             tuned = self._placement == "tune" and kernel.multiply_adds >= MIN_WORK
-            result.append(
-                KernelOptions.of(key, found, self._times(key), kernel.multiply_adds, most=_VARIANTS, tuned=tuned)
-            )
+            times = self._times(backend.device, key)
+            result.append(KernelOptions.of(key, found, times, kernel.multiply_adds, most=_VARIANTS, tuned=tuned))
         return tuple(result)
 
-    def _assemble(self, region: Region) -> _Assembled | Exception:
+    def _assemble(self, region: Region, backend: KernelBackend) -> _Assembled | Exception:
         try:
-            kernels = assemble(region, self._backend)
+            kernels = assemble(region, backend)
             return _Assembled(kernels, self._options(kernels))
         except lowering.Refuse as refuse:
             return CompileError(f"{region.name}: {refuse.refused.why}")

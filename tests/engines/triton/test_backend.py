@@ -2,21 +2,53 @@
 
 from __future__ import annotations
 
-import importlib.util
+import dataclasses
+import struct
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.engines.tvm.kernels_for_tests import scale_kernel
+from tests.fake_devices import FakeDevices
+from tests.services_for_tests import services
+from torch_hybrid_backend.codegen.engine import KernelRegion
 from torch_hybrid_backend.codegen.kernel_cache import Artifact
+from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.program import NULL, DeviceLaunch
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported
-from torch_hybrid_backend.engines.triton.artifact import Header, write
+from torch_hybrid_backend.engines.triton import compiler
+from torch_hybrid_backend.engines.triton.artifact import Header, read, write
 from torch_hybrid_backend.engines.triton.backend import TritonBackend
+from torch_hybrid_backend.engines.triton.engine import TritonEngine
 from torch_hybrid_backend.engines.triton.host_driver import HostLaunch
 from torch_hybrid_backend.engines.triton.target import INTERPRETER, Target
+from torch_hybrid_backend.partition.regions import partition_graph
+
+
+class Gpus:
+    """What torch.cuda tells of GPUs that are not there, by their compute capabilities."""
+
+    def __init__(self) -> None:
+        self.capabilities = [80, 90]
+
+    def properties(self, index: int) -> SimpleNamespace:
+        major, minor = divmod(self.capabilities[index], 10)
+        return SimpleNamespace(
+            major=major, minor=minor, multi_processor_count={75: 40, 80: 108, 90: 132}[10 * major + minor]
+        )
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
+    found = Gpus()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(found.capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", found.properties)
+    return found
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -28,18 +60,63 @@ def test_without_a_gpu_it_is_not_there() -> None:
     assert dict(TritonBackend().describe())["GPU"] == "none"
 
 
-def test_without_triton_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+@pytest.mark.parametrize(
+    ("version", "is_taken"),
+    [("", False), ("3.5.1", False), ("3.6.0", True), ("3.7.1+git5", True), ("3.8.0", False), ("main", False)],
+)
+def test_only_versions_of_triton_that_it_knows(version: str, is_taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a launch hands to a kernel is Triton's to change: another version is refused, with what to install."""
+    monkeypatch.setattr(compiler, "version", lambda: version)
     verdict = TritonBackend(Target(90, 132)).available()
+    assert isinstance(verdict, Supported if is_taken else Refused)
+    if isinstance(verdict, Refused):
+        assert verdict.code is Reason.MISSING_DEPENDENCY
+        assert "pip install 'triton>=3.6,<3.8'" in verdict.why
+        assert f"{version} is installed" in verdict.why or not version
+
+
+@pytest.mark.parametrize("others", [[], [80]])
+def test_a_gpu_that_is_too_old(others: list[int], gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is named. Beside another the engine is there, and refuses what is on the old one."""
+    gpus.capabilities[:] = [75, *others]
+    monkeypatch.setattr(compiler, "version", lambda: "3.7.1")
+    backend = TritonBackend()
+    verdict = backend.on(Device("cuda", 0)).available()
     assert isinstance(verdict, Refused)
-    assert verdict.code is Reason.MISSING_DEPENDENCY
-    assert "pip install" in verdict.why
+    assert verdict.code is Reason.DEVICE
+    assert "8.0 (sm_80, Ampere) or later, and cuda:0 is sm_75" in verdict.why
+    assert isinstance(backend.available(), Supported if others else Refused)
+    assert all(backend.on(Device("cuda", 1 + i)).available() for i in range(len(others)))
+    assert next(value for name, value in backend.describe() if name == "GPU") == "cuda:0: sm_75, 40 multiprocessors"
+
+
+def test_a_torch_for_other_gpus(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """AMD's are called "cuda" too."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    verdict = TritonBackend().available()
+    assert isinstance(verdict, Refused)
+    assert (verdict.code, "built for AMD's" in verdict.why) == (Reason.DEVICE, True)
+
+
+def test_a_target_is_that_of_the_moment(gpus: Gpus) -> None:
+    """Products and convolutions each follow torch's setting for them, set in the old way or the new one."""
+    backend = TritonBackend()
+    assert (backend.on(Device("cuda", 1)).target.tf32, backend.target.convolution_tf32) == (False, True)
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        assert backend.on(Device("cuda", 1)).target.tf32
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+        assert not backend.on(Device("cuda", 1)).target.tf32
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
 
 
 def test_where_kernels_run() -> None:
-    """On the first GPU; interpreted ones on the CPU."""
+    """On the first GPU unless another is asked for; interpreted ones on the CPU."""
     assert TritonBackend(Target(90, 132)).device == Device("cuda", 0)
-    assert TritonBackend(INTERPRETER).device == CPU
+    assert TritonBackend(Target(90, 132)).on(Device("cuda", 3)).device == Device("cuda", 3)
+    assert TritonBackend(INTERPRETER).on(CPU).device == CPU
     pytest.importorskip("triton")
     assert isinstance(TritonBackend(INTERPRETER).available(), Supported)
 
@@ -54,3 +131,30 @@ def test_a_kernel_is_a_launch(target: Target, tmp_path: Path) -> None:
     assert isinstance(step, DeviceLaunch)
     assert (step.module, step.symbol, step.arguments, step.writes) == (str(path), "scale_0d1d", (3, 7), 1)
     assert (step.grid, step.threads, step.shared_bytes, step.scratch) == ((5, 1, 1), 256, 4096, (NULL, NULL))
+
+
+def test_each_gpu_has_code_of_its_own(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Regions of an Ampere and of a Hopper in one graph: each is compiled for its own, and timings of one are not those of the other."""
+    pytest.importorskip("triton")
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.sin(x) + 1, torch.sin(y) + 1
+
+    config = dataclasses.replace(Config(), placement="estimate", compile_threads=1)
+    engine = TritonEngine(config, services(tmp_path))
+    devices = FakeDevices()
+    inputs = [devices.tensor(64, device=f"cuda:{index}") for index in range(2)]
+    captured = devices.captured(function, *inputs, keep_ops=list(engine.keep_ops))
+    gpus: Gpus = request.getfixturevalue("gpus")  # not before: Dynamo would use them
+    regions = [s.region for s in partition_graph(captured.graph_module, [engine], config).graph.segments]
+    assert {str(region.device) for region in regions} == {"cuda:0", "cuda:1"}
+    assert all(engine.accepts(region) for region in regions)
+    for region, compiled in zip(regions, engine.compile(regions, Deadline(300.0)), strict=True):
+        assert isinstance(compiled, KernelRegion), compiled
+        assert compiled.program.device == region.device
+        (launch,) = compiled.program.steps
+        assert isinstance(launch, DeviceLaunch)
+        _, code = read(Path(launch.module))
+        (flags,) = struct.unpack_from("<I", code, 48)  # of the ELF header: the lowest byte is the architecture
+        assert flags & 0xFF == gpus.capabilities[region.device.index]
+    assert engine.version(Device("cuda", 0)) != engine.version(Device("cuda", 1))

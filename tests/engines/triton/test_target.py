@@ -12,9 +12,10 @@ def test_fingerprints_differ() -> None:
         Target(90, 132),
         Target(90, 78),
         Target(90, 132, True),
+        Target(90, 132, convolution_tf32=True),
         Target(90, 132, is_interpreted=True),
     ]
-    assert len({target.fingerprint for target in [*targets, INTERPRETER]}) == 6
+    assert len({target.fingerprint for target in [*targets, INTERPRETER]}) == 7
 
 
 def test_tiles() -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
+import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -35,24 +34,32 @@ from torch_hybrid_backend.loops.ir import AttentionGradientOp, Buffer, ScoredAtt
 from torch_hybrid_backend.loops.kernels import Kernel, kernel_sizes
 from torch_hybrid_backend.loops.layout import Layout
 from torch_hybrid_backend.loops.policy import FusionPolicy
+from torch_hybrid_backend.machine import float32_precision
 from torch_hybrid_backend.sizes.size import symbol
 
+# What a launch hands to a kernel besides its own parameters is Triton's to change: it did between 3.4 and 3.6. These have been compiled with.
+_FIRST_VERSION, _END_VERSION = (3, 6), (3, 8)
 _VERSIONS = "triton>=3.6,<3.8"
+_LEAST_CAPABILITY = 80  # bfloat16, asynchronous copies and TF32 begin there
 
 
 class TritonBackend:
-    """Kernels for `target`; without one, for the process's first GPU."""
+    """Kernels for `device`, the first GPU unless said otherwise; for `target`, where that is given, whatever the GPU is."""
 
     name: str = "triton"
     compiler: KernelCompilerModule = compiler
 
-    def __init__(self, target: Target | None = None) -> None:
+    def __init__(self, target: Target | None = None, device: Device | None = None) -> None:
         self._target = target
-        self.device: Device = CPU if target is not None and target.is_interpreted else Device("cuda", 0)
+        is_interpreted = target is not None and target.is_interpreted
+        self.device: Device = device or (CPU if is_interpreted else Device("cuda", 0))
 
-    @functools.cached_property
+    def on(self, device: Device) -> TritonBackend:
+        return TritonBackend(self._target or _target_of(device), device)
+
+    @property
     def target(self) -> Target:
-        return self._target or _found_target()
+        return self._target or _target_of(self.device)
 
     @property
     def policy(self) -> FusionPolicy:
@@ -60,19 +67,25 @@ class TritonBackend:
         return DETERMINISTIC if torch.are_deterministic_algorithms_enabled() else POLICY
 
     def available(self) -> Verdict:
-        if self._target is None and not torch.cuda.is_available():
-            return Refused(Reason.NO_DEVICE, "there is no GPU that this torch can use (torch.cuda.is_available())")
-        if self._target is None and (torch.version.hip is not None or self.target.capability < 80):
-            return Refused(Reason.NO_DEVICE, "the GPU must be one of NVIDIA's of compute capability 8.0 or later")
-        if importlib.util.find_spec("triton") is None:
-            return Refused(Reason.MISSING_DEPENDENCY, f"triton is not installed: pip install '{_VERSIONS}'")
-        return Supported()
+        if self._target is None:
+            if not torch.cuda.is_available():
+                return Refused(Reason.NO_DEVICE, "there is no GPU that this torch can use (torch.cuda.is_available())")
+            if torch.version.hip is not None:
+                return Refused(
+                    Reason.DEVICE,
+                    "its kernels are for NVIDIA's GPUs, and this torch is built for AMD's (torch.version.hip): its operators run in eager",
+                )
+            chips = [f"cuda:{device.index} is sm_{target.capability}" for device, target in _gpus()]
+            if all(target.capability < _LEAST_CAPABILITY for _, target in _gpus()):
+                return _too_old(", ".join(chips))
+        elif not self._target.is_interpreted and self._target.capability < _LEAST_CAPABILITY:
+            return _too_old(f"{self.device} is sm_{self._target.capability}")
+        return _installed(compiler.version())
 
     def describe(self) -> Sequence[tuple[str, str]]:
-        where = "none"
-        if self._target is not None or torch.cuda.is_available():
-            where = f"sm_{self.target.capability}, {self.target.multiprocessors} multiprocessors"
-        return (("triton", compiler.version() or "not installed"), ("GPU", where))
+        found = [(self.device, self._target)] if self._target is not None else _gpus()
+        gpus = [("GPU", f"{d}: sm_{t.capability}, {t.multiprocessors} multiprocessors") for d, t in found]
+        return (("triton", compiler.version() or "not installed"), *(gpus or [("GPU", "none")]))
 
     def operands(self, graph: LoopGraph, layouts: Mapping[Buffer, Layout]) -> Prepared:
         return Prepared(with_scores(find_attention(graph)))
@@ -114,7 +127,38 @@ class TritonBackend:
         )
 
 
-def _found_target() -> Target:
-    properties = torch.cuda.get_device_properties(0)
-    tf32 = torch.backends.cuda.matmul.allow_tf32
-    return Target(10 * properties.major + properties.minor, properties.multi_processor_count, tf32)
+def _gpus() -> list[tuple[Device, Target]]:
+    if not torch.cuda.is_available():
+        return []
+    devices = [Device("cuda", index) for index in range(torch.cuda.device_count())]
+    return [(device, _target_of(device)) for device in devices]
+
+
+def _target_of(device: Device) -> Target:
+    """The target of a GPU, under torch's settings as they are now. Dynamo guards the precision of products, not that of convolutions: whoever
+    changes that after a model was compiled has to call `torch.compiler.reset()`."""
+    properties = torch.cuda.get_device_properties(device.index)
+    products, convolutions = (precision == "tf32" for precision in float32_precision(device.type))
+    capability = 10 * properties.major + properties.minor
+    return Target(capability, properties.multi_processor_count, products, convolution_tf32=convolutions)
+
+
+def _too_old(chips: str) -> Refused:
+    return Refused(
+        Reason.DEVICE,
+        f"a GPU must be one of NVIDIA's of compute capability 8.0 (sm_80, Ampere) or later, and {chips}: its operators run in eager",
+    )
+
+
+def _installed(version: str) -> Verdict:
+    """Whether kernels can be compiled with this version of Triton; "" where there is none."""
+    if not version:
+        return Refused(Reason.MISSING_DEPENDENCY, f"triton is not installed: pip install '{_VERSIONS}'")
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is None or not _FIRST_VERSION <= (int(numbers[1]), int(numbers[2])) < _END_VERSION:
+        return Refused(
+            Reason.MISSING_DEPENDENCY,
+            f"triton must be one of {_VERSIONS}, whose kernels it knows how to launch, and {version} is installed: use a torch that comes with"
+            f" one of these, or pip install '{_VERSIONS}'",
+        )
+    return Supported()

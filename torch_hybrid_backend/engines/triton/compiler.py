@@ -26,10 +26,12 @@ ENVIRONMENT: Mapping[str, str] = {"TRITON_INTERPRET": "0"}
 
 def version() -> str:
     """The installed Triton's version, asked of the installation; "" where it is not installed."""
-    try:
-        return importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    for package in ("triton", "pytorch-triton"):  # as it comes with releases of torch, and with nightly builds
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""
 
 
 def load() -> None:

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`capability`: NVIDIA's compute capability times ten (90: Hopper). `multiprocessors`: how many there are. `tf32`: float32 products may be
-    rounded to TF32, as torch's setting says. `is_interpreted`: the programs for such a GPU are run by Triton's interpreter on the CPU."""
+    """`capability`: NVIDIA's compute capability times ten (90: Hopper). `multiprocessors`: how many there are. `tf32`, `convolution_tf32`: what
+    float32 products and convolutions multiply may be rounded to TF32, as torch's settings say. `is_interpreted`: the programs for such a
+    GPU are run by Triton's interpreter on the CPU."""
 
     capability: int
     multiprocessors: int = 1
     tf32: bool = False
     is_interpreted: bool = False
+    convolution_tf32: bool = False
 
     @property
     def has_large_tiles(self) -> bool:
@@ -23,7 +25,12 @@ class Target:
     @property
     def fingerprint(self) -> str:
         where = f"sm_{self.capability} {self.multiprocessors} multiprocessors"
-        return f"{where}{' tf32' if self.tf32 else ''}{' interpreted' if self.is_interpreted else ''}"
+        marks = {
+            "tf32": self.tf32,
+            "tf32 convolutions": self.convolution_tf32,
+            "interpreted": self.is_interpreted,
+        }
+        return " ".join([where, *(mark for mark, is_set in marks.items() if is_set)])
 
     @property
     def programs(self) -> int:

@@ -48,6 +48,9 @@ class TvmBackend:
     def target(self) -> Target:
         return self._target or Target.host().within(torch.backends.cpu.get_cpu_capability())
 
+    def on(self, device: Device) -> TvmBackend:
+        return self
+
     def available(self) -> Verdict:
         if importlib.util.find_spec("tvm") is None:
             return Refused(

@@ -126,7 +126,9 @@ def _with_operators(engine: TvmEngine, compiled: KernelRegion) -> tuple[Program,
     for option in compiled.options:
         for variant in option.untried:
             assert operator_us(variant, CPU, HostTimer()) > 0
-            made = compiled_variant(variant, engine.built(variant.kernels, Deadline(120.0)))
+            made = compiled_variant(
+                variant, engine.built(variant.kernels, compiled.kernels.backend.target, Deadline(120.0))
+            )
             assert isinstance(made, CompiledVariant), made
             chosen.append(made)
         if not option.untried:

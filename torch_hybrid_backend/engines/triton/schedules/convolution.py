@@ -92,7 +92,7 @@ class _Convolution:
         self._printer = printer
         self._tiling = tiling_of(kernel, target)
         dtype = operand_dtype(target, kernel.x, kernel.w)
-        self._products = Product(printer, dtype, kernel.accumulator.dtype, tf32=target.tf32)
+        self._products = Product(printer, dtype, kernel.accumulator.dtype, tf32=target.convolution_tf32)
         n, self._o, *self._out = kernel.domain
         self._out_channels = known_int(self._o.extent) // kernel.groups
         self._in_channels = known_int(kernel.w_vars[1].extent)
