@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 from tests.interpreter.backend import InterpreterBackend
 from tests.partition.engines_for_tests import LoopsEngine, trace
@@ -29,16 +29,16 @@ def _kernel(function: Callable[..., torch.Tensor]) -> Kernel:
     ("name", "function"),
     [
         ("row_softmax", lambda x: torch.softmax(x, -1)),
-        ("row_softmax_gelu", lambda x: F.gelu(torch.softmax(x, -1))),
-        ("row_norm", lambda x: F.layer_norm(x, (8,))),
+        ("row_softmax_gelu", lambda x: functional.gelu(torch.softmax(x, -1))),
+        ("row_norm", lambda x: functional.layer_norm(x, (8,))),
         ("row_sum", lambda x: x.sum(-1)),
         ("row_argmax", lambda x: x.argmax(-1)),
-        ("map_gelu", F.gelu),
+        ("map_gelu", functional.gelu),
         ("map_add", lambda x: x + 1),
         ("map", lambda x: x.t().contiguous()),
         ("matmul", lambda x: x @ x.t()),
         ("matmul_tanh", lambda x: torch.tanh(x @ x.t())),
-        ("attention", lambda x: F.scaled_dot_product_attention(*[x.view(1, 1, 4, 8)] * 3)),
+        ("attention", lambda x: functional.scaled_dot_product_attention(*[x.view(1, 1, 4, 8)] * 3)),
     ],
 )
 def test_names_tell_what_a_kernel_computes(name: str, function: Callable[..., torch.Tensor]) -> None:
@@ -48,6 +48,8 @@ def test_names_tell_what_a_kernel_computes(name: str, function: Callable[..., to
 
 def test_equal_kernels_have_equal_names() -> None:
     """A kernel that is found on disk is looked for by its name; the key tells kernels of one name apart."""
-    first, second = _kernel(F.gelu), _kernel(F.gelu)
+    first, second = _kernel(functional.gelu), _kernel(functional.gelu)
     assert first is not second
-    assert symbol_of(first, "0123456789abcdef0") == symbol_of(second, "0123456789abcdef1") == "map_gelu_0123456789abcdef"
+    assert (
+        symbol_of(first, "0123456789abcdef0") == symbol_of(second, "0123456789abcdef1") == "map_gelu_0123456789abcdef"
+    )

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 from tests.engines.triton.regions_for_tests import compiled
 from torch_hybrid_backend.core.program import DeviceLaunch
@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 
 def _block(tokens: torch.Tensor, table: torch.Tensor, w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Kernels that pick elements by number, multiply matrices, call libdevice and reduce."""
-    x = F.layer_norm(table[tokens] * scale, (32,))
+    x = functional.layer_norm(table[tokens] * scale, (32,))
     return torch.softmax(torch.tanh(x @ w), -1)
 
 
@@ -62,7 +62,9 @@ def test_the_files_run_alone(tmp_path: Path) -> None:
         module = runpy.run_path(str(path))
         given = module["arguments"]("cpu")
         module["launch"](*given)
-        (written,) = (given[i] for i, argument in enumerate(re.findall(r"# (in|out)\d", path.read_text())) if argument == "out")
+        (written,) = (
+            given[i] for i, argument in enumerate(re.findall(r"# (in|out)\d", path.read_text())) if argument == "out"
+        )
         assert written.isfinite().all()
         assert written.count_nonzero()
         lines.append(f"out0: {written.dtype}, {written.numel()} elements, mean {written.double().mean().item():.6g}\n")

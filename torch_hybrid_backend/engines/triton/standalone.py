@@ -1,7 +1,7 @@
 """A kernel's program as a file that runs alone: with inputs of its own, launched as the plan launches it, and timed.
 
-    python 003_r0_row_softmax_0f3a9c....py                          on a GPU; it needs torch and Triton, and nothing of this package
-    TRITON_INTERPRET=1 python 003_r0_row_softmax_0f3a9c....py       by Triton's interpreter, on the CPU, with this package's substitutes
+python 003_r0_row_softmax_0f3a9c....py                          on a GPU; it needs torch and Triton, and nothing of this package
+TRITON_INTERPRET=1 python 003_r0_row_softmax_0f3a9c....py       by Triton's interpreter, on the CPU, with this package's substitutes
 """
 
 from __future__ import annotations
@@ -52,14 +52,18 @@ _MOST_INDEX = 1 << 31
 
 
 def standalone(kernel: Kernel, name: str, header: Header, step: DeviceLaunch, launch: Launch) -> str:
-    """The text of the file. `name`: of the program's function. `step`: the launch in the plan. Sizes known only at run time are those that the kernel was compiled with.
+    """The text of the file. `name`: of the program's function. `step`: the launch in the plan. Sizes known only at run time are those that the
+    kernel was compiled with.
 
     Its inputs are random: floats of the standard normal distribution; what elements are picked by, where the kernel may read.
     """
     highest = _highest_indices(kernel)
     reads, writes = [*kernel.reads], [*kernel.writes]
     lines = [_input(f"in{i}", argument, highest) for i, argument in enumerate(reads)]
-    lines += [f"torch.empty({size_hint(a.span)}, dtype=torch.{a.buffer.dtype}, device=device),  # out{i}" for i, a in enumerate(writes)]
+    lines += [
+        f"torch.empty({size_hint(a.span)}, dtype=torch.{a.buffer.dtype}, device=device),  # out{i}"
+        for i, a in enumerate(writes)
+    ]
     lines += [f"{_number(scalar.value)}," for scalar in step.scalars]
     main = _MAIN.format(
         arguments="\n".join(f"        {line}" for line in lines),
@@ -71,7 +75,9 @@ def standalone(kernel: Kernel, name: str, header: Header, step: DeviceLaunch, la
         reads=len(reads),
         tensors=len(reads) + len(writes),
     )
-    return header.text.replace("\nimport triton\n", "\nimport pathlib\n\nimport torch\nimport triton\n", 1).rstrip() + main
+    return (
+        header.text.replace("\nimport triton\n", "\nimport pathlib\n\nimport torch\nimport triton\n", 1).rstrip() + main
+    )
 
 
 def _number(value: Dim | float) -> int | float:
