@@ -4,6 +4,7 @@
 #   make test-full   the tests marked full, then PyTorch's own operators and modules on every dtype: hours; writes docs/correctness.md
 #   make lint    style, types, spelling
 #   make bench   all models against all peers: hours; results are kept, and --resume goes on   (ARGS="--models resnet50 --batch 1 --resume")
+#   make bench-gpu   kernels and models on this machine's GPU: nine minutes; needs torch and Triton, no .venv   (ARGS="--resume" goes on)
 #   make ecosystem   models of other libraries beside eager, over an hour; writes docs/ecosystem.md
 #   make docs    renew the generated tables of the README and of docs/, and the tables and pictures beside recorded results
 #   make clean   remove what was built; make distclean removes .venv as well
@@ -15,12 +16,13 @@ PIP := $(PY) -m pip --disable-pip-version-check
 ARGS ?=
 CXX_SOURCES := $(shell find csrc -name '*.cc' -o -name '*.cpp' -o -name '*.h')
 FULL_OUT ?= build/test-full
+GPU_OUT ?= build/bench-gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full lint format bench ecosystem docs clean distclean
+.PHONY: help setup demo test test-full lint format bench bench-gpu ecosystem docs clean distclean
 
 help:
-	@sed -n '2,10s/^# *//p' Makefile
+	@sed -n '2,11s/^# *//p' Makefile
 
 setup: $(VENV)/.built
 
@@ -93,6 +95,10 @@ $(VENV)/.bench: $(VENV)/.installed
 
 bench: $(VENV)/.built $(VENV)/.bench $(VENV)/peers $(VENV)/torchvision
 	$(PY) -m benchmarks.run $(ARGS)
+
+# On a machine with a GPU, with the torch and Triton that are there: nothing is installed.
+bench-gpu:
+	$(PYTHON) -m benchmarks.gpu --out $(GPU_OUT) $(ARGS)
 
 # Each model of tests/ecosystem/catalogue beside eager, in a process of its own: over an hour, on an otherwise idle machine. --resume goes on.
 ecosystem: $(VENV)/.built $(VENV)/torchvision $(VENV)/ecosystem

@@ -174,3 +174,121 @@ class SmallTransformer(nn.Module):
         x = self.embedding(tokens) + self.position[: tokens.shape[1]]
         logits: torch.Tensor = self.head(self.layer(x).mean(dim=1))
         return logits
+
+
+class RmsNorm(nn.Module):
+    """x / sqrt(mean(x^2)) times a weight (Zhang and Sennrich 2019), computed in float32. x: (..., width)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        scaled: torch.Tensor = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+        return scaled * self.weight
+
+
+class LlamaBlock(nn.Module):
+    """One layer of Llama 3 (Dubey et al. 2024): RMS norm, rotary positions, grouped heads, causal attention, SwiGLU.
+
+    x: (batch, length, width).  Returns: the same shape.
+    """
+
+    def __init__(self, width: int, heads: int, groups: int, hidden: int) -> None:
+        super().__init__()
+        self.heads, self.groups, self.head_width = heads, groups, width // heads
+        self.before_attention, self.before_hidden = RmsNorm(width), RmsNorm(width)
+        self.query = nn.Linear(width, width, bias=False)
+        self.key_value = nn.Linear(width, 2 * groups * self.head_width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        y = self.before_attention(x)
+        query = self.query(y).view(batch, length, self.heads, self.head_width)
+        key, value = self.key_value(y).view(batch, length, 2, self.groups, self.head_width).unbind(2)
+        turned = (_rotated(each).transpose(1, 2) for each in (query, key))
+        seen = nn.functional.scaled_dot_product_attention(
+            *turned, value.transpose(1, 2), is_causal=True, enable_gqa=True
+        )
+        x = x + self.out(seen.transpose(1, 2).reshape(batch, length, width))
+        y = self.before_hidden(x)
+        result: torch.Tensor = x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+        return result
+
+
+def _rotated(x: torch.Tensor) -> torch.Tensor:
+    """Rotary positions (Su et al. 2021). x: (batch, length, heads, width)."""
+    half = x.shape[-1] // 2
+    frequencies = 500_000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angles = torch.arange(x.shape[1], device=x.device, dtype=torch.float32)[:, None, None] * frequencies
+    cosine, sine = angles.cos(), angles.sin()
+    first, second = x.float().chunk(2, -1)
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), -1).to(x.dtype)
+
+
+class DecodingStep(nn.Module):
+    """GPT-2 (Radford et al. 2019) generating one token, over a cache of `length` places of which those up to `position` are filled.
+
+    tokens: (batch, 1) int64; position: (1,) int64.  Returns: logits, (batch, 1, vocabulary). It writes the cache, its buffers, in place.
+    """
+
+    def __init__(self, batch: int, layers: int, width: int, heads: int, length: int, vocabulary: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2 * layers + 1))
+        self.inward = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(layers))
+        self.outward = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.up = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(layers))
+        self.down = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(layers))
+        self.register_buffer("cache", torch.randn(layers, 2, batch, heads, length, width // heads))
+
+    def forward(self, tokens: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        batch, _ = tokens.shape
+        x = self.tokens(tokens) + self.places(position)
+        seen = torch.arange(self.cache.shape[-2], device=position.device) <= position
+        for layer, (inward, outward, up, down) in enumerate(
+            zip(self.inward, self.outward, self.up, self.down, strict=True)
+        ):
+            query, *new = (
+                inward(self.norms[2 * layer](x)).view(batch, 1, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+            )
+            for which, value in enumerate(new):
+                self.cache[layer, which].index_copy_(2, position, value)
+            keys, values = self.cache[layer].unbind(0)
+            attended = nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=seen[None, None, None])
+            x = x + outward(attended.transpose(1, 2).reshape(batch, 1, -1))
+            x = x + down(nn.functional.gelu(up(self.norms[2 * layer + 1](x)), approximate="tanh"))
+        logits: torch.Tensor = nn.functional.linear(self.norms[-1](x), self.tokens.weight)
+        return logits
+
+
+class DiffusionBlock(nn.Module):
+    """What the U-Net of a diffusion model is made of (Rombach et al. 2022): a residual block told the time, and self-attention over pixels.
+
+    x: (batch, channels, h, w); time: (batch, width).  Returns: x's shape.
+    """
+
+    def __init__(self, channels: int, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(nn.GroupNorm(32, channels) for _ in range(3))
+        self.first, self.second = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
+        self.time = nn.Linear(width, channels)
+        self.inward, self.outward = nn.Linear(channels, 3 * channels), nn.Linear(channels, channels)
+
+    def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        silu = nn.functional.silu
+        y = self.first(silu(self.norms[0](x))) + self.time(silu(time))[:, :, None, None]
+        x = x + self.second(silu(self.norms[1](y)))
+        batch, channels, height, width = x.shape
+        y = self.norms[2](x).flatten(2).transpose(1, 2)
+        parts = self.inward(y).view(batch, height * width, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(*parts.unbind(0)).transpose(1, 2)
+        mixed = self.outward(attended.reshape(batch, height * width, channels))
+        result: torch.Tensor = x + mixed.transpose(1, 2).view(x.shape)
+        return result

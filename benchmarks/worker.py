@@ -38,6 +38,7 @@ class State:
 
     prepared: Prepared = field(default_factory=lambda: Prepared(lambda: None))
     preparing_mib: float = 0.0
+    kept: dict[str, Any] = field(default_factory=dict)  # what other messages than those here keep
 
 
 @dataclass(frozen=True, slots=True)

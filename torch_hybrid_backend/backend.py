@@ -28,10 +28,11 @@ from torch_hybrid_backend.config import Config, apply_log_level
 from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import CPU, Device
+from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.garbage import collector_paused
 from torch_hybrid_backend.graph.values import is_repeatable
-from torch_hybrid_backend.hybrid_graph import HybridGraph, OnPlan, pricing_of
+from torch_hybrid_backend.hybrid_graph import HybridGraph, OnPlan, OnRegions, pricing_of
 from torch_hybrid_backend.partition.seen_graphs import SeenGraphs, graph_key
 from torch_hybrid_backend.partition.whole_call import PricedCall
 from torch_hybrid_backend.report import Explanation
@@ -55,9 +56,14 @@ def hybrid(
 
 @collector_paused()
 def compile_graph(
-    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], config: Config, on_plan: OnPlan | None = None
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    config: Config,
+    on_plan: OnPlan | None = None,
+    on_regions: OnRegions | None = None,
 ) -> Callable[..., Any]:
-    """Compile one Dynamo graph under `config`; `on_plan` gets each plan when it is made (in the graph's first call)."""
+    """Compile one Dynamo graph under `config`; `on_plan` gets each plan when it is made (in the graph's first call),
+    `on_regions` what its regions were compiled to."""
     apply_log_level(config)
     shared = open_session(config)
     deadline = Deadline(config.compile_deadline_s)
@@ -68,14 +74,14 @@ def compile_graph(
     @collector_paused()  # a backward graph may be compiled later, when backward is called
     def compile_captured(captured: CapturedGraph) -> Callable[[list[Any]], list[Any]]:
         if not _is_priced_whole(captured, config):
-            return HybridGraph(captured, shared, config, on_plan, deadline=deadline)
+            return HybridGraph(captured, shared, config, on_plan, deadline=deadline, on_regions=on_regions)
         sizes = [k for k, value in enumerate(example_inputs) if isinstance(value, int | torch.SymInt)]
         pricing = functools.partial(
             pricing_of, shared, config, deadline, CPU
         )  # only calls on the host are priced whole
         call = PricedCall(gm.forward, key, sizes, config.measure_budget_s, pricing, on_plan)
         calls.append(call)
-        return HybridGraph(captured, shared, config, call.take_plan, deadline=deadline)
+        return HybridGraph(captured, shared, config, call.take_plan, deadline=deadline, on_regions=on_regions)
 
     def compiled_whole() -> Callable[..., Any]:
         planned = capture(gm, example_inputs, compile_captured, keep_ops, kept)
@@ -117,14 +123,15 @@ def explain(
     only the forward graph is compiled by the call, as nothing calls backward. `options` and `dynamic` as for `torch.compile`: Dynamo
     makes sizes symbolic that it has seen vary, also in earlier compilations of the same code, unless `dynamic=False`. A model whose graphs
     hold collectives is explained by all ranks or by none: the call is a call. The result prints as text; `to_json()` and `to_html()` give
-    the other forms.
+    the other forms, `write_kernels(folder)` the text of every kernel.
 
         with torch.no_grad():
             print(torch_hybrid_backend.explain(model, x))
     """
     config = Config.from_env(os.environ).with_options(options, None)
     plans: list[Plan] = []
+    regions: list[Mapping[str, CompiledRegion]] = []
     # Dynamo recognises a compilation by its backend object: a new partial is a new compilation.
-    backend = functools.partial(compile_graph, config=config, on_plan=plans.append)
+    backend = functools.partial(compile_graph, config=config, on_plan=plans.append, on_regions=regions.append)
     torch.compile(model, backend=backend, dynamic=dynamic)(*args, **kwargs)
-    return Explanation(tuple(plans))
+    return Explanation(tuple(plans), tuple(regions))

@@ -3,11 +3,13 @@
     hybrid explain my_models:make            # my_models.make() returns (model, args) or (model, args, kwargs)
     hybrid explain script.py:make --json
     hybrid explain script.py:make --html plan.html
+    hybrid explain script.py:make --kernels FOLDER
     hybrid doctor
     hybrid cache
     hybrid cache --clear
 
-`explain` compiles the model for inference, calls it once on the arguments and shows the plan. `doctor` shows which
+`explain` compiles the model for inference, calls it once on the arguments and shows the plan; with `--kernels` it also writes the text of
+every kernel into a folder: Triton programs as files that run alone. `doctor` shows which
 engines can run in this installation, what they say of themselves, and what to install for those that cannot. `cache` shows
 where compiled kernels are kept and how much disk they take, or removes them.
 """
@@ -72,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     form = explain.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print the plans as JSON")
     form.add_argument("--html", type=Path, metavar="FILE", help="write a picture of the plans to FILE")
+    explain.add_argument("--kernels", type=Path, metavar="FOLDER", help="write the text of every kernel into FOLDER")
     commands.add_parser("doctor", help="show which engines can run here, and what the others lack")
     cache = commands.add_parser("cache", help="show what the cache of compiled kernels and timings takes of the disk")
     cache.add_argument("--clear", action="store_true", help="remove it all; what is needed again is made again")
@@ -88,6 +91,10 @@ def _explain(parsed: argparse.Namespace, explain: Explain, out: TextIO) -> int:
             explanation = explain(model, *args, **kwargs)
     finally:
         sys.path.pop(0)
+    try:
+        kernels = [] if parsed.kernels is None else explanation.write_kernels(parsed.kernels)
+    except OSError as error:
+        raise ConfigError(f"cannot write the kernels: {error}") from error
     if parsed.html is not None:
         try:
             parsed.html.write_text(explanation.to_html())
@@ -95,6 +102,8 @@ def _explain(parsed: argparse.Namespace, explain: Explain, out: TextIO) -> int:
             raise ConfigError(f"cannot write the picture: {error}") from error
     else:
         out.write((explanation.to_json() if parsed.json else str(explanation)) + "\n")
+    if parsed.kernels is not None:
+        sys.stderr.write(f"hybrid: {len(kernels)} kernels written to {parsed.kernels}\n")
     return 0
 
 

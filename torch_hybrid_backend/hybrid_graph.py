@@ -6,13 +6,14 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import Device
+from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.core.region import Region, Segment
 from torch_hybrid_backend.eager_graph import EagerGraph
@@ -28,6 +29,8 @@ from torch_hybrid_backend.stages import Compiled, Installed, Placed, compile_gra
 log = logging.getLogger(__name__)
 
 OnPlan = Callable[[Plan], None]
+# Gets the regions of a plan that engines run, by name and in order.
+OnRegions = Callable[[Mapping[str, CompiledRegion]], None]
 
 
 class HybridGraph:
@@ -47,6 +50,7 @@ class HybridGraph:
         on_plan: OnPlan | None = None,
         name: str = "graph",
         deadline: Deadline | None = None,
+        on_regions: OnRegions | None = None,
     ) -> None:
         """`deadline`: for the kernels of this graph and of others that are compiled with it; None: of `config`, for this one."""
         start = time.perf_counter()
@@ -54,6 +58,7 @@ class HybridGraph:
         self._config = config
         self._session = session
         self._on_plan = on_plan
+        self._on_regions = on_regions
         self._deadline = deadline or Deadline(config.compile_deadline_s)
         self._lock = threading.RLock()
         prepared = prepare(captured, name, self._compile_body)
@@ -100,6 +105,8 @@ class HybridGraph:
     def _tell(self, placed: Placed) -> None:
         if self._on_plan is not None:
             self._on_plan(placed.plan)
+        if self._on_regions is not None:
+            self._on_regions(placed.compiled)
 
     def _recover(self, inputs: Sequence[Any], error: HybridError) -> list[Any]:
         """A call failed: run it segment by segment, give to eager what fails, and build the fast path anew."""
@@ -144,7 +151,10 @@ class HybridGraph:
     def _compile_body(self, name: str, body: CapturedGraph) -> Callable[[list[Any]], list[Any]]:
         """A branch or loop body as a graph of its own, which eager runs where compiling it fails."""
         try:
-            return HybridGraph(body, self._session, self._config, self._on_plan, f"{self._name}.{name}", self._deadline)
+            title = f"{self._name}.{name}"
+            return HybridGraph(
+                body, self._session, self._config, self._on_plan, title, self._deadline, self._on_regions
+            )
         except HybridError as error:
             if self._config.strict:
                 raise

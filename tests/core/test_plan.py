@@ -35,7 +35,7 @@ _nodes = st.builds(
 )
 _regions = st.builds(
     RegionDecision, _texts, _texts, _texts, _several(_texts), _several(_specs), _several(_specs), _costs, _refusals,
-    st.none() | _numbers, st.integers(0, 1 << 60), st.integers(0, 9), _texts, _devices, _several(_texts),
+    st.none() | _numbers, st.integers(0, 1 << 60), _several(_texts), _texts, _devices, _several(_texts),
 )  # fmt: skip
 _calls = st.none() | st.builds(CallDecision, _texts, _costs, _refusals)
 _plans = st.builds(Plan, _texts, st.just("inference"), _several(_nodes), _several(_regions), _calls)
@@ -53,7 +53,7 @@ def test_plans_come_back_from_json(plan: Plan) -> None:
 
 
 _SPEC = TensorSpec((S, 3), "float32", (3, 1), CPU)
-_REGION = RegionDecision("r0", "tvm", "ab", ("mm",), (_SPEC,), (), (), (), None, 0, 1, "", CPU)
+_REGION = RegionDecision("r0", "tvm", "ab", ("mm",), (_SPEC,), (), (), (), None, 0, ("map_add",), "", CPU)
 _PLAN = Plan("graph", "inference", (), (_REGION,))
 
 

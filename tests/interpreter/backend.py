@@ -21,10 +21,12 @@ from torch_hybrid_backend.codegen.anchors import Anchor, neutral_kernel
 from torch_hybrid_backend.codegen.backend import row_major
 from torch_hybrid_backend.codegen.compiler import KernelCompilerModule
 from torch_hybrid_backend.codegen.kernel_cache import Artifact
+from torch_hybrid_backend.codegen.kernel_key import canonical_text
 from torch_hybrid_backend.codegen.operands import Packed, Prepared
 from torch_hybrid_backend.codegen.variants import Variant
 from torch_hybrid_backend.core.device import CPU, Device
-from torch_hybrid_backend.core.program import OperatorCall, TensorArgument
+from torch_hybrid_backend.core.engine import KernelText
+from torch_hybrid_backend.core.program import OperatorCall, Step, TensorArgument
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Supported, Verdict
 from torch_hybrid_backend.loops.fusion import Group
@@ -86,6 +88,9 @@ class InterpreterBackend:
         tensors = [_tensor(number, read) for number, read in zip(reads, kernel.reads, strict=True)]
         title = f"a {type(kernel).__name__}, interpreted"
         return OperatorCall(_operator(len(tensors)), (artifact.symbol, *tensors), (result,), title)
+
+    def text(self, kernel: Kernel, artifact: Artifact, step: Step) -> KernelText:
+        return KernelText(artifact.symbol, canonical_text(kernel), ".txt")
 
 
 def _split(kernel: Kernel) -> list[Kernel]:

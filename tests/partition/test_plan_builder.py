@@ -37,7 +37,7 @@ def _decision(region: Region, engine: str) -> RegionDecision:
         refusals,
         None,
         7,
-        1,
+        ("row_softmax",),
         region.source,
         region.device,
     )

@@ -22,7 +22,9 @@ from torch_hybrid_backend.partition.whole_call import PricedCall
 from torch_hybrid_backend.store import Store
 from torch_hybrid_backend.timing_cache import TimingCache
 
-REGION = RegionDecision("r0", "tvm", "key", ("mm",), (), (), (Cost("tvm", 9.0, "measured"),), (), 0.0, 8, 1, "", CPU)
+REGION = RegionDecision(
+    "r0", "tvm", "key", ("mm",), (), (), (Cost("tvm", 9.0, "measured"),), (), 0.0, 8, ("matmul",), "", CPU
+)
 THE_PLAN = Plan("graph", "inference", (NodeDecision("mm", "aten.mm.default", "tvm", "r0", "", 8, (), CPU),), (REGION,))
 
 

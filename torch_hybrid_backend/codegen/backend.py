@@ -17,6 +17,7 @@ from torch_hybrid_backend.codegen.kernel_cache import Artifact
 from torch_hybrid_backend.codegen.operands import Packed, Prepared
 from torch_hybrid_backend.codegen.variants import Variant
 from torch_hybrid_backend.core.device import Device
+from torch_hybrid_backend.core.engine import KernelText
 from torch_hybrid_backend.core.program import Step
 from torch_hybrid_backend.core.verdict import Verdict
 from torch_hybrid_backend.loops.fusion import Group
@@ -87,6 +88,10 @@ class KernelBackend(Protocol):
     def step(self, kernel: Kernel, artifact: Artifact, arguments: tuple[int, ...]) -> Step:
         """The step of a program that runs the kernel. `arguments`: the numbers of its buffers, those it reads first, then those it
         writes."""
+        ...
+
+    def text(self, kernel: Kernel, artifact: Artifact, step: Step) -> KernelText:
+        """A kernel of a program, with its artifact and its step, as people can read it."""
         ...
 
 

@@ -22,6 +22,7 @@ from torch_hybrid_backend.codegen.compiler import CodeTarget, KernelCompilerModu
 from torch_hybrid_backend.codegen.kernel_cache import Artifact, compile_kernels
 from torch_hybrid_backend.codegen.kernel_key import kernel_key
 from torch_hybrid_backend.codegen.library_probe import probe_libraries
+from torch_hybrid_backend.codegen.operator_kernel import OperatorKernel
 from torch_hybrid_backend.codegen.search import (
     MIN_WORK,
     KernelOptions,
@@ -36,7 +37,7 @@ from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import Device
-from torch_hybrid_backend.core.engine import CompiledRegion, EngineBase, ProgramCall
+from torch_hybrid_backend.core.engine import CompiledRegion, EngineBase, KernelText, ProgramCall
 from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Verdict
@@ -88,6 +89,18 @@ class KernelRegion:
     def release(self) -> None:
         """Free what running from Python holds (packed constants); a later call makes it again."""
         self.run.release()
+
+    def texts(self) -> Sequence[KernelText]:
+        """The kernels; what operators of PyTorch's compute has no text."""
+        chosen = [option.chosen for option in self.options]
+        kernels = [kernel for each in chosen for kernel in each.variant.kernels]
+        artifacts = [artifact for each in chosen for artifact in each.artifacts]
+        made = zip(kernels, artifacts, self.program.steps, strict=True)
+        return [
+            self.kernels.backend.text(kernel, artifact, step)
+            for kernel, artifact, step in made
+            if not isinstance(kernel, OperatorKernel)
+        ]
 
     def refine(self, inputs: Sequence[torch.Tensor], budget_s: float, deadline: Deadline) -> KernelRegion:
         """The region with the fastest variants of its kernels, timed on `inputs` for about `budget_s` seconds; those that would have to be

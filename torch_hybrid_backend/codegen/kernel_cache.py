@@ -16,6 +16,7 @@ from pathlib import Path
 
 from torch_hybrid_backend.codegen.compiler import CodeTarget
 from torch_hybrid_backend.codegen.kernel_key import kernel_key
+from torch_hybrid_backend.codegen.kernel_name import symbol_of
 from torch_hybrid_backend.codegen.operator_kernel import OperatorKernel
 from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
 from torch_hybrid_backend.codegen.workers.protocol import Job
@@ -42,11 +43,6 @@ class Artifact:
     key: str
 
 
-def symbol_of(key: str) -> str:
-    """The name of the kernel with this key in its artifact."""
-    return f"kernel_{key[:16]}"
-
-
 def compile_kernels(
     kernels: Sequence[Kernel], target: CodeTarget, compiler: KernelCompiler, store: Store, deadline_s: float
 ) -> list[Artifact | Exception]:
@@ -61,7 +57,7 @@ def compile_kernels(
     for key, kernel in zip(keys, kernels, strict=True):
         if isinstance(key, Exception) or key in found or key in missing:
             continue
-        known = _lookup(key, store)
+        known = _lookup(key, kernel, store)
         if known is not None:
             found[key] = known
         else:
@@ -81,7 +77,7 @@ def _key(kernel: Kernel, target: CodeTarget, compiler: KernelCompiler) -> str | 
         return CompileError(f"a {type(kernel).__name__} has no key: {error}")
 
 
-def _lookup(key: str, store: Store) -> Artifact | None:
+def _lookup(key: str, kernel: Kernel, store: Store) -> Artifact | None:
     at = (str(store.root), key)
     known = _memo.get(at)
     if known is not None and Path(known.path).is_file():
@@ -89,7 +85,7 @@ def _lookup(key: str, store: Store) -> Artifact | None:
     path = store.path_of(KIND, key)
     if path is None:
         return None
-    _memo[at] = Artifact(str(path), symbol_of(key), key)
+    _memo[at] = Artifact(str(path), symbol_of(kernel, key), key)
     return _memo[at]
 
 
@@ -100,7 +96,7 @@ def _compile(
     try:
         with tempfile.TemporaryDirectory(prefix="torch_hybrid_backend-") as folder:
             jobs = [
-                Job(key, symbol_of(key), kernel, target, str(Path(folder) / f"{key}{compiler.module.SUFFIX}"))
+                Job(key, symbol_of(kernel, key), kernel, target, str(Path(folder) / f"{key}{compiler.module.SUFFIX}"))
                 for key, kernel in kernels.items()
             ]
             for job, made in zip(jobs, compiler.compile(jobs, deadline_s), strict=True):
@@ -108,7 +104,7 @@ def _compile(
     except OSError as error:  # the temporary directory is full, or cannot be made
         for key in kernels.keys() - results.keys():
             results[key] = CompileError(
-                f"{symbol_of(key)} cannot be compiled, as the temporary directory cannot be used: {error}"
+                f"{symbol_of(kernels[key], key)} cannot be compiled, as the temporary directory cannot be used: {error}"
             )
     return results
 

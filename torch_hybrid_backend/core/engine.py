@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -50,6 +51,15 @@ class ProgramCall(Protocol):
 RunProgram = Callable[[Program], ProgramCall]
 
 
+@dataclass(frozen=True, slots=True)
+class KernelText:
+    """One kernel of a region for people to read: its `name` in the plan, its `text`, and the `suffix` of a file that holds it (".py")."""
+
+    name: str
+    text: str
+    suffix: str
+
+
 @runtime_checkable
 class CompiledRegion(Protocol):
     """A region made ready to run by one engine."""
@@ -76,6 +86,10 @@ class CompiledRegion(Protocol):
 
     def release(self) -> None:
         """Free what calling it from Python holds (packed constants, say); a later call makes it again."""
+        ...
+
+    def texts(self) -> Sequence[KernelText]:
+        """The kernels that it runs, in order, as their engine can show them; none where it has no text. It may take seconds."""
         ...
 
 
@@ -163,6 +177,9 @@ class CompiledRegionBase(ABC):
 
     def release(self) -> None:  # noqa: B027
         """It holds nothing."""
+
+    def texts(self) -> Sequence[KernelText]:
+        return ()
 
 
 class EngineBase(ABC):

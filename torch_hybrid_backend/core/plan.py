@@ -58,6 +58,7 @@ class NodeDecision:
 class RegionDecision:
     """Where one region runs: the candidates' costs, and the refusals of those that lost or failed.
 
+    `kernels`: what it calls, step by step: the names of kernels and operators.
     `operators`: its layers that an operator of PyTorch's computes in place of a kernel, as "mkldnn::_linear_pointwise: linear layer of ...".
     """
 
@@ -71,7 +72,7 @@ class RegionDecision:
     refusals: tuple[Refusal, ...]
     max_error: float | None  # against eager on the first call; None where it was not verified
     flops: int
-    kernels: int
+    kernels: tuple[str, ...]
     source: str
     device: Device
     operators: tuple[str, ...] = ()
@@ -134,6 +135,7 @@ class Plan:
                     **r,
                     "device": Device.parse(r["device"]),
                     "node_names": tuple(r["node_names"]),
+                    "kernels": tuple(r["kernels"]),
                     "operators": tuple(r["operators"]),
                     "inputs": tuple(map(spec, r["inputs"])),
                     "outputs": tuple(map(spec, r["outputs"])),

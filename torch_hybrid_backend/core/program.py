@@ -42,6 +42,11 @@ class Step(ABC):
     __slots__ = ()
 
     @property
+    def label(self) -> str:
+        """What reports call it."""
+        return type(self).__name__
+
+    @property
     def memory(self) -> tuple[int, ...]:
         """Buffers whose address it is given."""
         return ()
@@ -88,6 +93,10 @@ class KernelCall(Step):
     arguments: tuple[int, ...]
     writes: int  # how many of the last arguments are written
     sizes: tuple[Dim, ...] = ()  # further arguments, after the buffers: sizes known only at run time
+
+    @property
+    def label(self) -> str:
+        return self.symbol
 
     @property
     def memory(self) -> tuple[int, ...]:
@@ -138,6 +147,10 @@ class DeviceLaunch(Step):
     scalars: tuple[ScalarArgument, ...] = ()
     shared_bytes: int = 0  # of dynamic shared memory
     scratch: tuple[int, ...] = ()
+
+    @property
+    def label(self) -> str:
+        return self.symbol
 
     @property
     def memory(self) -> tuple[int, ...]:
@@ -204,6 +217,10 @@ class OperatorCall(Step):
     results: tuple[OperatorResult, ...]  # of the whole schema, in its order
     title: str
     overload: str = ""
+
+    @property
+    def label(self) -> str:
+        return self.name
 
     @property
     def tensors(self) -> tuple[TensorArgument, ...]:
@@ -299,6 +316,10 @@ class ExternalCall(Step):
     arguments: tuple[int, ...]
     writes: int  # how many of the last arguments are written
     title: str  # for people
+
+    @property
+    def label(self) -> str:
+        return self.title
 
     @property
     def memory(self) -> tuple[int, ...]:

@@ -195,3 +195,22 @@ def kernel_sizes(kernel: Kernel) -> list[Symbol]:
     visit([(argument.buffer.shape, argument.layout) for argument in (*kernel.reads, *kernel.writes)])
     visit(kernel)
     return list(found)
+
+
+def expressions(kernel: Kernel) -> list[Expr]:
+    """Every expression that a kernel holds, in the order of its fields: operands, then stages or stores."""
+    found: list[Expr] = []
+
+    def visit(value: object) -> None:
+        match value:
+            case Expr():
+                found.append(value)
+            case tuple():
+                for item in value:
+                    visit(item)
+            case Stage() | Store() | Kernel():
+                for member in dataclasses.fields(value):
+                    visit(getattr(value, member.name))
+
+    visit(kernel)
+    return found

@@ -157,7 +157,7 @@ def decide(
     max_error: float | None = None,
 ) -> RegionDecision:
     """The plan's entry for a region that `engine` runs."""
-    kernels = compiled.program.steps if compiled is not None and compiled.program is not None else ()
+    steps = compiled.program.steps if compiled is not None and compiled.program is not None else ()
     return RegionDecision(
         name=region.name,
         engine=engine,
@@ -169,10 +169,10 @@ def decide(
         refusals=refusals,
         max_error=max_error,
         flops=sum(map(node_flops, region.graph_module.graph.nodes)),
-        kernels=len(kernels),
+        kernels=tuple(step.label for step in steps),
         source=region.source,
         device=region.device,
-        operators=tuple(f"{call.name}: {call.title}" for call in kernels if isinstance(call, OperatorCall)),
+        operators=tuple(f"{call.name}: {call.title}" for call in steps if isinstance(call, OperatorCall)),
     )
 
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from torch_hybrid_backend.core.deadline import Deadline
-from torch_hybrid_backend.core.engine import CompiledRegion
+from torch_hybrid_backend.core.engine import CompiledRegion, KernelText
 from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Refused
@@ -42,6 +42,9 @@ class WrappedRegion:
 
     def release(self) -> None:
         self.compiled.release()
+
+    def texts(self) -> Sequence[KernelText]:
+        return self.compiled.texts()
 
 
 def reported(compiled: CompiledRegion) -> CompiledRegion:

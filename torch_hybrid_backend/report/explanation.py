@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
+from torch_hybrid_backend.core.engine import CompiledRegion, KernelText
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.report.html import render_html
 from torch_hybrid_backend.report.text import render_text
@@ -18,9 +20,13 @@ def render_json(plans: Sequence[Plan]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The plans of every graph one call compiled, in the order of compilation. Prints as text."""
+    """The plans of every graph one call compiled, in the order of compilation. Prints as text.
+
+    `compiled`: of each graph, what its regions were compiled to, by name and in order.
+    """
 
     plans: tuple[Plan, ...]
+    compiled: tuple[Mapping[str, CompiledRegion], ...] = field(default=(), compare=False, repr=False)
 
     def __str__(self) -> str:
         return render_text(self.plans)
@@ -32,3 +38,17 @@ class Explanation:
     def to_html(self) -> str:
         """As a self-contained HTML page."""
         return render_html(self.plans)
+
+    def write_kernels(self, folder: Path) -> list[Path]:
+        """Write the text of every kernel into `folder`, which is made where it is missing: a Triton program as a Python file that runs alone,
+        TVM's as TIR. A kernel that is called more than once is written once. Returns the files, whose names begin with the number of the call:
+        "000_r0_row_softmax_0f3a....py". Raises OSError where they cannot be written.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        written: dict[KernelText, Path] = {}
+        texts = [(region, t) for graph in self.compiled for region, its in graph.items() for t in its.texts()]
+        for number, (region, text) in enumerate(texts):
+            if text not in written:
+                written[text] = folder / f"{number:03}_{region}_{text.name}{text.suffix}"
+                written[text].write_text(text.text)
+        return list(written.values())

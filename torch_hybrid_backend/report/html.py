@@ -82,7 +82,7 @@ def _section(plan: Plan, colours: dict[str, str]) -> Iterable[str]:
                 engine_in_words(decision),
                 len(decision.node_names),
                 flops_in_words(decision.flops),
-                decision.kernels,
+                len(decision.kernels),
                 "; ".join(decision.operators),
                 costs_in_words(decision.costs),
                 "not verified" if decision.max_error is None else f"{decision.max_error:.2g}",

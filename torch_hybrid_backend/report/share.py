@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -94,6 +95,12 @@ def covers_in_words(plan: Plan) -> tuple[str, ...]:
         f"{' (cached)' if cost.kind == 'cached' else ''}"
         for cost in plan.covers
     )
+
+
+def kernels_in_words(decision: RegionDecision) -> str:
+    """What the region calls, without the digits that tell kernels of one name apart: "12 mat_mul_gelu, row_softmax"."""
+    counts = Counter(re.sub(r"_[0-9a-f]{16}$", "", name) for name in decision.kernels)
+    return ", ".join(f"{count} {name}" if count > 1 else name for name, count in counts.items())
 
 
 def regions_title(plan: Plan) -> str:

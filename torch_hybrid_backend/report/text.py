@@ -13,6 +13,7 @@ from torch_hybrid_backend.report.share import (
     covers_in_words,
     engine_in_words,
     flops_in_words,
+    kernels_in_words,
     operator_kinds,
     refused_operators,
     regions_title,
@@ -55,10 +56,12 @@ def _plan(plan: Plan) -> Iterable[str]:
 
 def _region(decision: RegionDecision) -> Iterable[str]:
     size = f"{counted(len(decision.node_names), 'operator')}, {flops_in_words(decision.flops)}"
-    kernels = f", {counted(decision.kernels, 'kernel')}" if decision.kernels else ""
+    kernels = f", {counted(len(decision.kernels), 'kernel')}" if decision.kernels else ""
     error = "not verified" if decision.max_error is None else f"max error {decision.max_error:.2g}"
     where = f" [{decision.source}]" if decision.source else ""
     yield f"    {decision.name}: {engine_in_words(decision)}, {size}{kernels}; {costs_in_words(decision.costs)}; {error}{where}"
+    if decision.kernels:
+        yield f"      kernels: {kernels_in_words(decision)}"
     for operator, count in Counter(decision.operators).items():
         yield f"      calls {operator}{f' ({count} times)' if count > 1 else ''}"
     for refusal in decision.refusals:

@@ -16,6 +16,7 @@ from torch_hybrid_backend.codegen.operands import Packed, Prepared
 from torch_hybrid_backend.codegen.variants import Variant
 from torch_hybrid_backend.codegen.written_attention import find_attention
 from torch_hybrid_backend.core.device import CPU, Device
+from torch_hybrid_backend.core.engine import KernelText
 from torch_hybrid_backend.core.program import NULL, DeviceLaunch, ScalarArgument, Step
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
 from torch_hybrid_backend.engines.triton import compiler
@@ -27,6 +28,7 @@ from torch_hybrid_backend.engines.triton.policy import DETERMINISTIC, POLICY
 from torch_hybrid_backend.engines.triton.schedules import attention, schedule_of
 from torch_hybrid_backend.engines.triton.source import Launch
 from torch_hybrid_backend.engines.triton.split import split
+from torch_hybrid_backend.engines.triton.standalone import standalone
 from torch_hybrid_backend.engines.triton.target import Target
 from torch_hybrid_backend.loops.fusion import Group
 from torch_hybrid_backend.loops.graph import LoopGraph
@@ -125,6 +127,13 @@ class TritonBackend:
             header.shared_bytes,
             (NULL, NULL),  # Triton's own scratch memory: no kernel of ours asks for it
         )
+
+    def text(self, kernel: Kernel, artifact: Artifact, step: Step) -> KernelText:
+        """The program that was compiled, as a file that runs alone."""
+        assert isinstance(step, DeviceLaunch)
+        launch: Launch = schedule_of(kernel).launch(kernel, self.target)
+        header, _ = read_artifact(Path(artifact.path))
+        return KernelText(step.symbol, standalone(kernel, artifact.symbol, header, step, launch), ".py")
 
 
 def _gpus() -> list[tuple[Device, Target]]:

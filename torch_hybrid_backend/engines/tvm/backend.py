@@ -14,7 +14,8 @@ from torch_hybrid_backend.codegen.kernel_cache import Artifact
 from torch_hybrid_backend.codegen.operands import Packed, Prepared
 from torch_hybrid_backend.codegen.variants import Variant
 from torch_hybrid_backend.core.device import CPU, Device
-from torch_hybrid_backend.core.program import KernelCall
+from torch_hybrid_backend.core.engine import KernelText
+from torch_hybrid_backend.core.program import KernelCall, Step
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
 from torch_hybrid_backend.engines.tvm.cpu.alternatives import alternatives
 from torch_hybrid_backend.engines.tvm.cpu.convolution_fusion import fuse_convolutions
@@ -85,3 +86,9 @@ class TvmBackend:
     def step(self, kernel: Kernel, artifact: Artifact, arguments: tuple[int, ...]) -> KernelCall:
         sizes = tuple(symbol(size.name, size.hint) for size in kernel_sizes(kernel))
         return KernelCall(artifact.path, artifact.symbol, arguments, len(kernel.writes), sizes)
+
+    def text(self, kernel: Kernel, artifact: Artifact, step: Step) -> KernelText:
+        """The kernel's TIR, printed anew: the artifact is machine code. This imports TVM."""
+        from torch_hybrid_backend.engines.tvm.tir.emit import emit_kernel
+
+        return KernelText(artifact.symbol, emit_kernel(kernel, artifact.symbol, self.target).script() + "\n", ".tir.py")
