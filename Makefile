@@ -1,6 +1,6 @@
 # Works from a fresh clone with Python 3.11 or later, make and g++. Everything is installed into .venv, nothing elsewhere.
 #   make demo    a sentence encoder and ResNet-50, eager against hybrid
-#   make test    all tests            (make test ARGS="tests/loops -x" for some)
+#   make test    all tests, by two processes   (make test ARGS="tests/loops -x" for some; WORKERS=0 for one process)
 #   make test-full   the tests marked full, then PyTorch's own operators and modules on every dtype: hours; writes docs/correctness.md
 #   make lint    style, types, spelling
 #   make bench   all models against all peers: hours; results are kept, and --resume goes on   (ARGS="--models resnet50 --batch 1 --resume")
@@ -46,8 +46,10 @@ $(VENV)/.built: $(VENV)/.installed $(CXX_SOURCES)
 demo: $(VENV)/.built
 	$(PY) -m benchmarks.demo $(ARGS)
 
+# A file's tests stay in one process: they share what they compile. Some time themselves against a deadline: no more processes than processors.
+WORKERS ?= 2
 test: $(VENV)/.built
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 # For some models and one test, in a folder apart: beside a torch that its wheel was not built for, transformers could not be imported any more.
 $(VENV)/torchvision: | $(VENV)/.installed
