@@ -25,6 +25,8 @@ from torch_hybrid_backend.core.engine import EAGER
 from torch_hybrid_backend.errors import ConfigError
 
 PREFIX = "HYBRID_"
+# csrc/src/cuda_driver.cc has it too.
+CUDA_DRIVER = "libcuda.so.1"
 _CACHE_NAME = "torch_hybrid_backend"
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
@@ -203,7 +205,7 @@ class Config:
         ),
     )
     cuda_driver: str = dataclasses.field(
-        default="libcuda.so.1",
+        default=CUDA_DRIVER,
         metadata=_setting(
             _library,
             "a path, or a name that the loader finds",

@@ -9,7 +9,7 @@ import threading
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 
-from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.config import CUDA_DRIVER, Config
 from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.engine import EAGER, Engine, serves
 from torch_hybrid_backend.core.verdict import Reason, Refused
@@ -158,7 +158,7 @@ def all_engines(config: Config) -> list[Engine]:
 def _new_session(config: Config) -> Session:
     factories = engine_factories()
     names = config.select(tuple(factories))
-    if "cuda_driver" in config.explicit:
+    if config.cuda_driver != CUDA_DRIVER:
         use_cuda_driver(config.cuda_driver)
     services = open_services(config)
     made = [(name, factories[name](config, services)) for name in names]

@@ -312,14 +312,16 @@ def _not_served() -> None:
     raise DriverError(Status.NOT_SUPPORTED)
 
 
-@ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)
-def _find(name: bytes) -> int | None:
+def _address_of(name: bytes) -> int | None:
     return ctypes.cast(_c_function(name.decode()), ctypes.c_void_p).value
+
+
+_FIND = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)(_address_of)
 
 
 def find_address() -> int:
     """The address of the function that gives C++ the address of each of the driver's."""
-    address = ctypes.cast(_find, ctypes.c_void_p).value
+    address = ctypes.cast(_FIND, ctypes.c_void_p).value
     assert address is not None
     return address
 

@@ -228,12 +228,12 @@ class Plan:
 
         text = description.text(functools.cache(opened))
         try:
-            self.handle: int = _building(ops.plan_new, text)
-        except HybridError as error:
+            self.handle: int = ops.plan_new(text)
+        except RuntimeError as error:
             said = str(error)
             for name, path in paths.items():
                 said = said.replace(f"library {name} ", f"library {path} ")
-            raise HybridError(said) from error
+            raise _as_hybrid_error(said) from error
         _callbacks[self.handle] = tuple(callbacks)
         weakref.finalize(self, _free_plan, ops, self.handle).atexit = False
 
@@ -265,7 +265,7 @@ class Plan:
             else:
                 outputs, status = [], results
         except RuntimeError as error:
-            raise _as_hybrid_error(error) from error
+            raise _as_hybrid_error(str(error)) from error
         if status == RunStatus.DONE:
             return outputs  # type: ignore[no-any-return]
         if status == RunStatus.STALE_BINDING:
@@ -309,16 +309,15 @@ def _building(operator: Callable[..., Any], *arguments: object) -> Any:
     try:
         return operator(*arguments)
     except RuntimeError as error:
-        raise _as_hybrid_error(error) from error
+        raise _as_hybrid_error(str(error)) from error
 
 
 # See csrc/include/cuda_driver.h.
 _BY_DRIVER = re.compile(r" failed: CUDA_ERROR_\w+ \((\d+)\)")
 
 
-def _as_hybrid_error(error: RuntimeError) -> HybridError:
+def _as_hybrid_error(text: str) -> HybridError:
     """What the C++ side threw, as an error of this package; what a GPU's driver said is told apart, by its code."""
-    text = str(error)
     found = _BY_DRIVER.search(text)
     if found is None:
         return HybridError(text)
