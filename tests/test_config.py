@@ -41,6 +41,7 @@ def test_every_field_can_be_set_by_its_variable() -> None:
         "compile_threads": ("3", 3),
         "cuda_driver": ("/usr/lib/wsl/lib/libcuda.so.1", "/usr/lib/wsl/lib/libcuda.so.1"),
         "compile_deadline_s": ("12", 12.0),
+        "cuda_graphs": ("1", True),
         "log": ("INFO", "info"),
     }
     assert values.keys() == {field.name for field in setting_fields()}
@@ -55,6 +56,16 @@ def test_options_win_over_environment_over_mode_over_default() -> None:
     from_env = Config.from_env({"HYBRID_MEASURE_BUDGET_S": "0.7"})
     assert from_env.with_options(None, "max-autotune").measure_budget_s == 0.7
     assert from_env.with_options({"measure_budget_s": 0.9}, "max-autotune").measure_budget_s == 0.9
+
+
+def test_modes_have_cuda_graphs_where_users_of_torch_expect_them() -> None:
+    """As in torch.compile's own backend; the setting itself wins."""
+    assert {mode for mode in MODES if Config().with_options(None, mode).cuda_graphs} == {
+        "reduce-overhead",
+        "max-autotune",
+    }
+    assert not Config.from_env({"HYBRID_CUDA_GRAPHS": "0"}).with_options(None, "reduce-overhead").cuda_graphs
+    assert Config().with_options({"cuda_graphs": True}, None).cuda_graphs
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", None])

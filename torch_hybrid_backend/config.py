@@ -212,6 +212,15 @@ class Config:
             "NVIDIA's driver library, by which kernels are launched on GPUs; a process uses one",
         ),
     )
+    cuda_graphs: bool = dataclasses.field(
+        default=False,
+        metadata=_setting(
+            _boolean,
+            "0, 1",
+            "launch kernels that follow one another on a GPU together, as a CUDA graph, from a plan's second call on; results are new tensors "
+            "in every call all the same, and inputs may lie anywhere",
+        ),
+    )
     log: str = dataclasses.field(
         default="",
         metadata=_setting(
@@ -282,11 +291,11 @@ class Config:
         return dataclasses.replace(self, **parsed, explicit=self.explicit | parsed.keys())  # type: ignore[arg-type]
 
 
-# What `mode=` presets. "reduce-overhead" presets nothing: plans run without Python between steps in every mode.
+# What `mode=` presets. Those with CUDA graphs are those in which torch.compile's own backend uses them.
 MODES: Mapping[str, Mapping[str, object]] = {
     "default": {},
-    "reduce-overhead": {},
-    "max-autotune": {"placement": "measure", "measure_budget_s": 2.0},
+    "reduce-overhead": {"cuda_graphs": True},
+    "max-autotune": {"placement": "measure", "measure_budget_s": 2.0, "cuda_graphs": True},
     "max-autotune-no-cudagraphs": {"placement": "measure", "measure_budget_s": 2.0},
 }
 

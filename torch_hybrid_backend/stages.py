@@ -384,7 +384,9 @@ def install(placed: Placed, inputs: Sequence[Any], config: Config) -> Installed:
         return Installed(placed, placed.python_executor())
     build = build_executor if graph.is_static else SymbolicExecutor
     try:
-        run = build(graph, placed.runs, prepared.hoisted.inputs, prepared.fold, placed.titles)
+        run = build(
+            graph, placed.runs, prepared.hoisted.inputs, prepared.fold, placed.titles, graphs=config.cuda_graphs
+        )
         run.bind(inputs)
     except StaticLayoutError as error:
         log.info("this graph runs from Python, segment by segment: %s", error)

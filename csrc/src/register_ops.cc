@@ -2,7 +2,7 @@
 // and objects.
 //
 // Python loads this library with torch.ops.load_library and uses it through runtime/native/ops.py.
-// The operator run_segment, which callbacks go through, is defined there.
+// The operators run_segment, which callbacks go through, and warn are defined there.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.core.program import (
+    NULL,
     Callback,
     Copy,
     DeviceLaunch,
     ExternalCall,
     KernelCall,
+    LaunchGraph,
     OperatorCall,
     PackedConstant,
     Program,
@@ -38,6 +41,10 @@ class Native:
         raise AssertionError
 
 
+def _launch(read: int, written: int, scratch: tuple[int, ...] = ()) -> DeviceLaunch:
+    return DeviceLaunch("a.cubin", "add", (read, written), 1, (N, 1, 1), 32, scratch=scratch)
+
+
 STEPS: list[tuple[Step, tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = [
     # A step, and its buffers: addressed, read as tensors, returned.
     (KernelCall("a.so", "add", (3, 4, 3), 1, (N,)), (3, 4, 3), (), ()),
@@ -47,6 +54,7 @@ STEPS: list[tuple[Step, tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = [
         (),
         (),
     ),
+    (LaunchGraph((_launch(3, 4), _launch(4, 5))), (3, 4, 4, 5), (), ()),
     (OperatorCall("aten::cat", ((T(3), T(4), T(3)), 0), (5,), ""), (), (3, 4, 3), (5,)),
     (OperatorCall("aten::topk", (T(3), 2, -1, True, True), (None, 4), ""), (), (3,), (4,)),
     (OperatorCall("aten::split", (T(3), 2, 0), ((4, None, 5),), "", "Tensor"), (), (3,), (4, 5)),
@@ -74,7 +82,15 @@ def test_steps_say_what_they_touch(
         "external",
         "callback",
         "copy",
+        "graph",
     }
+
+
+def test_a_launch_may_write_its_scratch_memory() -> None:
+    """What else it writes are the last of its arguments; a graph says it of each of its launches."""
+    launches = (_launch(3, 4, (NULL, 5)), replace(_launch(3, 4), writes=0))
+    assert [launch.written for launch in launches] == [(4, 5), ()]
+    assert LaunchGraph(launches).at({"n": 6}).describe()["writes"] == [(4, 5), ()]
 
 
 def test_sizes_are_those_of_buffers_and_steps() -> None:

@@ -17,6 +17,7 @@ from torch_hybrid_backend.core.program import (
     DeviceLaunch,
     ExternalCall,
     KernelCall,
+    LaunchGraph,
     OperatorCall,
     Program,
     ScalarArgument,
@@ -96,6 +97,58 @@ def test_scratch_lives_as_long_as_its_launch() -> None:
     assert isinstance(second, DeviceLaunch)
     assert first.scratch[1] == second.scratch[0] == NULL
     assert layout.values[first.scratch[0]].payload == layout.values[second.scratch[1]].payload
+
+
+def test_launches_that_follow_one_another_are_graphs() -> None:
+    """Across segments, and where there are enough that launch anything; memory is planned, and segments are shown, as without graphs."""
+
+    def segment(first: int, launches: int, grid: tuple[int, int, int] = (1, 1, 1)) -> Piece:
+        """Of so many launches in a row, from value `v<first>` on."""
+        steps = tuple(replace(launch("a.cubin", (i, i + 1)), grid=grid) for i in range(launches))
+        rows = tuple(_row(8, CUDA) for _ in range(launches + 1))
+        piece = _piece(Program(rows, (0,), (launches,), (), steps, device=CUDA))
+        return replace(piece, inputs=(f"v{first}",), outputs=(f"v{first + 1}",), title=f"segment {first}")
+
+    def callback(first: int) -> Piece:
+        row = _row(8, CUDA)
+        return Piece((f"v{first}",), (row,), (f"v{first + 1}",), (row,), None, f"segment {first}")
+
+    pieces = [
+        *(segment(0, 2), segment(1, 2), callback(2)),
+        *(segment(3, 2), callback(4)),
+        *(segment(5, 2), segment(6, 1, (0, 1, 1)), callback(7)),
+        *(segment(8, 3), callback(9)),
+    ]
+    last = [f"v{len(pieces)}"]
+    plain = lay_out(frozenset({"v0"}), frozenset(), pieces, last)
+    layout = lay_out(frozenset({"v0"}), frozenset(), pieces, last, graphs=True)
+    kinds = [type(planned.step) for planned in layout.steps]
+    assert kinds == [
+        *(LaunchGraph, Callback),
+        *(DeviceLaunch, DeviceLaunch, Callback),
+        *(DeviceLaunch, DeviceLaunch, DeviceLaunch, Callback),
+        *(LaunchGraph, Callback),
+    ]
+    assert [len(p.step.launches) for p in layout.steps if isinstance(p.step, LaunchGraph)] == [4, 3]
+    assert {p.device for p in layout.steps if not isinstance(p.step, Callback)} == {CUDA}
+    assert (layout.values, layout.arenas) == (plain.values, plain.arenas)
+    assert layout.from_programs == (0, 2, 3, 5, 6, 7, 9)
+    assert [title.first for title in layout.titles] == [0, 1, 1, 2, 4, 5, 7, 8, 9, 10]
+    assert [title.title for title in layout.titles] == [title.title for title in plain.titles]
+
+
+def test_a_graph_is_of_one_device() -> None:
+    """Launches on another one are a graph of their own."""
+    pieces = []
+    for number, device in enumerate((CUDA, Device("cuda", 0))):
+        steps = tuple(launch("a.cubin", (i, i + 1)) for i in range(3))
+        program = Program(tuple(_row(8, device) for _ in range(4)), (0,), (3,), (), steps, device=device)
+        pieces.append(replace(_piece(program), inputs=(f"x{number}",), outputs=(f"out{number}",)))
+    layout = lay_out(frozenset({"x0", "x1"}), frozenset(), pieces, ["out0", "out1"], graphs=True)
+    assert [(type(p.step), p.device) for p in layout.steps] == [
+        (LaunchGraph, CUDA),
+        (LaunchGraph, Device("cuda", 0)),
+    ]
 
 
 def test_numbers_on_the_host_enter_a_launch_by_value() -> None:

@@ -4,8 +4,8 @@ A program is a list of steps over numbered buffers. The runtime decides where bu
 fresh outputs); the program only says how large they are and who reads and writes them.
 
 This is the only place that lists the kinds of steps. A whole graph's plan has the same ones, over the plan's values in place of buffers
-(`Step.over`), and two more, which the runtime adds: `Callback` and `Copy`. Each is a class of the same name in `csrc/src/steps/`, which reads
-what `Step.describe` returns. See docs/adr/0020-one-vocabulary-of-steps.md.
+(`Step.over`), and three more, which the runtime adds: `Callback`, `Copy` and `LaunchGraph`. Each is a class of the same name in
+`csrc/src/steps/`, which reads what `Step.describe` returns. See docs/adr/0020-one-vocabulary-of-steps.md.
 """
 
 from __future__ import annotations
@@ -155,6 +155,11 @@ class DeviceLaunch(Step):
     @property
     def memory(self) -> tuple[int, ...]:
         return (*self.arguments, *(buffer for buffer in self.scratch if buffer != NULL))
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """Buffers that it writes, or may: scratch memory too."""
+        return self.memory[len(self.arguments) - self.writes :]
 
     @property
     def sizes_used(self) -> tuple[Dim, ...]:
@@ -399,6 +404,34 @@ class Copy(Step):
 
     def describe(self) -> dict[str, Any]:
         return {"kind": "copy", "source": self.source, "destination": self.destination}
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchGraph(Step):
+    """Launches of one device that follow one another, handed to its driver together as a CUDA graph. See docs/adr/0026-cuda-graphs.md."""
+
+    launches: tuple[DeviceLaunch, ...]
+
+    @property
+    def memory(self) -> tuple[int, ...]:
+        return tuple(buffer for launch in self.launches for buffer in launch.memory)
+
+    def at(self, values: Mapping[str, int]) -> LaunchGraph:
+        return LaunchGraph(tuple(launch.at(values) for launch in self.launches))
+
+    @property
+    def sizes_used(self) -> tuple[Dim, ...]:
+        return tuple(size for launch in self.launches for size in launch.sizes_used)
+
+    def over(self, memory: Callable[[int], int], tensor: Callable[[TensorArgument], int]) -> LaunchGraph:
+        return LaunchGraph(tuple(launch.over(memory, tensor) for launch in self.launches))
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "kind": "graph",
+            "launches": [launch.describe() for launch in self.launches],
+            "writes": [launch.written for launch in self.launches],
+        }
 
 
 @dataclass(frozen=True, slots=True)

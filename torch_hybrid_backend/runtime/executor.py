@@ -7,6 +7,7 @@ versions of the constants and makes one call into C++; only callbacks (eager seg
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.hoisted_inputs import CallInput, FoldedValue, HoistedInputs
 from torch_hybrid_backend.core.limits import ADDRESS_ALIGNMENT
+from torch_hybrid_backend.core.program import LaunchGraph
 from torch_hybrid_backend.core.region import PartitionedGraph
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import HybridError
@@ -34,6 +36,8 @@ from torch_hybrid_backend.runtime.native.ops import Binding, Callback, Guard, Pl
 from torch_hybrid_backend.runtime.plan_layout import ConstantSlot, Piece, StaticLayout, lay_out, same_memory
 from torch_hybrid_backend.sizes.size import Dim
 
+log = logging.getLogger(__name__)
+
 # A region an engine compiled, or any function from the list of a segment's inputs to its outputs (`Region.eager`).
 CompiledSegment = CompiledRegion | Callable[[Sequence[Any]], Sequence[Any]]
 
@@ -47,10 +51,12 @@ def build_executor(
     hoisted: HoistedInputs | None = None,
     fold: Fold | None = None,
     titles: Sequence[str] = (),
+    *,
+    graphs: bool = False,
 ) -> Executor:
     """The C++ plan of a whole graph. `segments[i]` is what `graph.segments[i]` compiled to.
 
-    hoisted, fold: see `Executor`; without them the call's inputs are the graph's. titles: what profilers show for each
+    hoisted, fold, graphs: see `Executor`; without them the call's inputs are the graph's. titles: what profilers show for each
     segment.
     Raises StaticLayoutError where sizes are known only at run time (use PythonExecutor), HybridError where the
     runtime or a kernel library cannot be loaded or a program contradicts its region.
@@ -66,7 +72,7 @@ def build_executor(
         )
         for segment, compiled, title in zip(graph.segments, segments, titles or [""] * len(segments), strict=True)
     ]
-    return Executor(graph.inputs, graph.constants, pieces, segments, graph.outputs, hoisted, fold)
+    return Executor(graph.inputs, graph.constants, pieces, segments, graph.outputs, hoisted, fold, graphs=graphs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,6 +102,7 @@ class Executor:
     hoisted: where the main inputs come from in a call's inputs; fold: maps the raw constants at `hoisted.fold` to the
     folded values. Folding and packing run under no_grad, on the first call and whenever a parameter changed.
     like: an executor of the same graph at other sizes, whose packed constants are shared where they are the same.
+    graphs: launches that follow one another are CUDA graphs.
     """
 
     def __init__(
@@ -108,6 +115,8 @@ class Executor:
         hoisted: HoistedInputs | None = None,
         fold: Fold | None = None,
         like: Executor | None = None,
+        *,
+        graphs: bool = False,
     ) -> None:
         hoisted = hoisted if hoisted is not None else HoistedInputs.identity(len(inputs))
         if len(hoisted.main) != len(inputs):
@@ -115,7 +124,9 @@ class Executor:
         sources = dict(zip(inputs, hoisted.main, strict=True))
         folded = {name for name, source in sources.items() if isinstance(source, FoldedValue)}
         computed = list(dict.fromkeys(o for o in outputs if isinstance(o, str) and o not in sources))
-        self._layout = lay_out(frozenset(inputs), constants | folded, pieces, computed)
+        self._layout = lay_out(frozenset(inputs), constants | folded, pieces, computed, graphs=graphs)
+        if together := [len(s.step.launches) for s in self._layout.steps if isinstance(s.step, LaunchGraph)]:
+            log.info("%d kernels are launched as %d CUDA graphs", sum(together), len(together))
         self._plan = Plan(self._layout.description, (*callbacks, *self._layout.functions))
         self._plan_sources = tuple(sources[name] for name in self._layout.inputs)
         self._returns = tuple(_return(output, sources, computed) for output in outputs)

@@ -8,6 +8,7 @@ arena. Illegal: a symbolic or missing spec (`StaticLayoutError`); the Python exe
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -18,7 +19,9 @@ from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.program import (
     Callback,
     Copy,
+    DeviceLaunch,
     InPython,
+    LaunchGraph,
     PackedConstant,
     Program,
     Step,
@@ -35,6 +38,10 @@ from torch_hybrid_backend.runtime.native.description import (
     ValueKind,
 )
 from torch_hybrid_backend.sizes.size import Size
+
+# Fewer launches are no graph. A launch takes 1.3 us on an H100 (meta-pytorch/tritonbench, pull request 1016), a graph of any number in a row
+# 2.5 us (NVIDIA, "Constant Time Launch for Straight-Line CUDA Graphs", 2024); neither was measured here.
+FEWEST_LAUNCHES = 3
 
 
 class StaticLayoutError(HybridError):
@@ -71,7 +78,7 @@ class StaticLayout:
     """`inputs` names the graph inputs that each call passes to the plan; `outputs` are value numbers.
 
     `arenas`: bytes by device, where any. `functions`: what callbacks call beside the pieces' own, numbered after these. `from_programs`: the
-    positions of the steps that are a program's, in order; the others are segments run by callbacks, and copies.
+    positions of the steps that are a program's, or graphs of these, in order; the others are segments run by callbacks, and copies.
     """
 
     values: tuple[PlanValue, ...]
@@ -97,17 +104,23 @@ class StaticLayout:
 
 
 def lay_out(
-    inputs: AbstractSet[str], constants: AbstractSet[str], pieces: Sequence[Piece], outputs: Sequence[str]
+    inputs: AbstractSet[str],
+    constants: AbstractSet[str],
+    pieces: Sequence[Piece],
+    outputs: Sequence[str],
+    *,
+    graphs: bool = False,
 ) -> StaticLayout:
     """Merges `pieces`. `inputs` are all graph inputs, `constants` those of them that rarely change.
 
-    `outputs` names values that pieces compute (graph inputs that are returned need no plan).
+    `outputs` names values that pieces compute (graph inputs that are returned need no plan). `graphs`: launches that follow one another
+    become a `LaunchGraph`.
     Raises StaticLayoutError where a spec is symbolic or no tensor, HybridError where a program contradicts its specs.
     """
     builder = _Builder(inputs, constants, len(pieces))
     for number, piece in enumerate(pieces):
         builder.add(number, piece)
-    return builder.finish(outputs)
+    return builder.finish(outputs, graphs=graphs)
 
 
 @dataclass(slots=True)
@@ -198,7 +211,7 @@ class _Builder:
             return
         self._steps.append(PlanStep(step.over(local.__getitem__, tensor), device))
 
-    def finish(self, outputs: Sequence[str]) -> StaticLayout:
+    def finish(self, outputs: Sequence[str], *, graphs: bool) -> StaticLayout:
         numbers = []
         for name in outputs:
             numbers.append(self._computed[name])
@@ -208,16 +221,24 @@ class _Builder:
                 draft.kind = ValueKind.FRESH
         arenas = self._place_in_arenas()
         values = tuple(PlanValue(_placed(draft), draft.payload, draft.spec) for draft in self._drafts)
+        # After their memory is planned, launch by launch: a graph is no step that all of it must outlive.
+        steps, positions = _with_graphs(self._steps) if graphs else (self._steps, range(len(self._steps) + 1))
         return StaticLayout(
             values=values,
-            steps=tuple(self._steps),
+            steps=tuple(steps),
             inputs=tuple(self._plan_inputs),
             slots=tuple(self._slots),
             outputs=tuple(numbers),
             arenas=arenas,
-            titles=tuple(self._titles),
+            # What begins within a graph is shown from after it.
+            titles=tuple(
+                TitledSteps(
+                    positions[t.first] + (t.first > 0 and positions[t.first] == positions[t.first - 1]), t.title
+                )
+                for t in self._titles
+            ),
             functions=tuple(self._functions),
-            from_programs=tuple(self._from_programs),
+            from_programs=tuple(dict.fromkeys(positions[step] for step in self._from_programs)),
         )
 
     def _place_in_arenas(self) -> dict[Device, int]:
@@ -319,6 +340,22 @@ class _Builder:
             draft.named = True
             return value
         return self._alias(value, spec)
+
+
+def _with_graphs(steps: Sequence[PlanStep]) -> tuple[list[PlanStep], list[int]]:
+    """The steps with a graph in place of launches on one device that follow one another, and where each then is; last, how many there are."""
+    kept: list[PlanStep] = []
+    positions: list[int] = []
+    for device, run in itertools.groupby(steps, lambda s: s.device if isinstance(s.step, DeviceLaunch) else None):
+        members = list(run)
+        launches = tuple(member.step for member in members if isinstance(member.step, DeviceLaunch))
+        if device is not None and sum(0 not in launch.grid for launch in launches) >= FEWEST_LAUNCHES:
+            positions += [len(kept)] * len(members)
+            kept.append(PlanStep(LaunchGraph(launches), device))
+        else:
+            positions += range(len(kept), len(kept) + len(members))
+            kept += members
+    return kept, [*positions, len(kept)]
 
 
 def _placed(draft: _Draft) -> ValueKind:

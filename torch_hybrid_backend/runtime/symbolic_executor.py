@@ -38,7 +38,8 @@ Run = Callable[[Sequence[Any]], list[Any]]
 class SymbolicExecutor:
     """Runs one graph at any sizes. Threads may call it at once.
 
-    segments[i] is what `graph.segments[i]` compiled to, titles[i] what profilers show for it. hoisted, fold: as in `Executor`.
+    segments[i] is what `graph.segments[i]` compiled to, titles[i] what profilers show for it. hoisted, fold, graphs: as in `Executor`; each
+    set of sizes has CUDA graphs of its own.
     Raises StaticLayoutError where the sizes cannot be told from the inputs (they depend on data).
     """
 
@@ -49,12 +50,15 @@ class SymbolicExecutor:
         hoisted: HoistedInputs | None = None,
         fold: Fold | None = None,
         titles: Sequence[str] = (),
+        *,
+        graphs: bool = False,
     ) -> None:
         self._graph = graph
         self._titles = tuple(titles) or ("",) * len(segments)
         self._segments = tuple(segments)
         self._hoisted = hoisted if hoisted is not None else HoistedInputs.identity(len(graph.inputs))
         self._fold = fold
+        self._graphs = graphs
         self._reader = self._find_sizes()
         self._plans: OrderedDict[tuple[int, ...], Run] = OrderedDict()
         self._lock = threading.Lock()
@@ -137,7 +141,17 @@ class SymbolicExecutor:
             callbacks.append(_callback_at(segment, compiled, sizes))
         outputs = tuple(sizes.get(output, output) if isinstance(output, str) else output for output in graph.outputs)
         like = next((run for run in reversed(self._plans.values()) if isinstance(run, Executor)), None)
-        return Executor(graph.inputs, graph.constants, pieces, callbacks, outputs, self._hoisted, self._fold, like)
+        return Executor(
+            graph.inputs,
+            graph.constants,
+            pieces,
+            callbacks,
+            outputs,
+            self._hoisted,
+            self._fold,
+            like,
+            graphs=self._graphs,
+        )
 
 
 def concrete_program(program: Program, values: Mapping[str, int]) -> Program:

@@ -24,6 +24,7 @@ from torch_hybrid_backend.engines.triton.host_driver import (
     DriverError,
     HostDriver,
     HostLaunch,
+    Node,
     Status,
     find_address,
 )
@@ -215,6 +216,37 @@ def test_threads_launch_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.testing.assert_close(result, (torch.softmax(x, -1) + 1).sum(0))
 
 
+def test_kernels_of_a_graph(tmp_path: Path) -> None:
+    """One runs when those that it waits for have run, and else in any order, on the parameters it was given when it was added or changed."""
+    path = tmp_path / "scaled.kernel"
+    artifact.write(path, artifact.Header(_TEXT, "scaled", _SIGNATURE, {"ROW": 8}, 128))
+    driver = HostDriver()
+    kernel = driver.kernel(driver.load(path.read_bytes()), "scaled")
+    values = [torch.full((8,), float(i)) for i in range(4)]
+    numbers = (ctypes.c_int32(1), ctypes.c_int64(0), ctypes.c_float(2.0), ctypes.c_double(1.0))
+    scratch = torch.empty(8)
+
+    def node(read: int, written: int, after: tuple[int, ...] = ()) -> Node:
+        """out = 2 x + 1."""
+        pointers = [ctypes.c_void_p(values[i].data_ptr()) for i in (read, written)]
+        parameters = (*pointers, *numbers, ctypes.c_void_p(scratch.data_ptr()))
+        return Node(kernel, (1, 1, 1), driver.given(kernel, lambda i: ctypes.addressof(parameters[i])), after)
+
+    graph = driver.graph()
+    first = driver.add(graph, node(0, 1))
+    driver.add(graph, node(1, 2, (first,)))
+    driver.add(graph, node(1, 3))
+    executable = driver.graph(graph)
+    driver.launch_graph(executable)
+    assert [int(value[0]) for value in values] == [0, 1, 3, 3], "the last may run before the first"
+    driver.change(executable, first, node(3, 1))
+    driver.launch_graph(executable)
+    assert [int(value[0]) for value in values] == [0, 7, 15, 3]
+    driver.destroy(graph)
+    driver.destroy(executable)
+    assert driver.graphs == 0
+
+
 def test_what_is_no_kernel_is_refused(tmp_path: Path) -> None:
     """Before anything runs, when the plan is made: what is no image, and a name that the module does not have."""
     spec = TensorSpec((8,), "float32", (1,), CPU)
@@ -237,5 +269,5 @@ def test_what_is_no_kernel_is_refused(tmp_path: Path) -> None:
 def test_functions_that_it_does_not_have_say_so() -> None:
     """Whoever asks for another function of NVIDIA's driver gets one, which returns CUDA_ERROR_NOT_SUPPORTED."""
     find = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)(find_address())
-    address = find(b"cuGraphCreate")
+    address = find(b"cuMemAlloc_v2")
     assert ctypes.CFUNCTYPE(ctypes.c_int)(address)() == Status.NOT_SUPPORTED

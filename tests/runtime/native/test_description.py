@@ -11,7 +11,7 @@ import torch
 
 from tests.runtime.plans import Draft
 from torch_hybrid_backend.core.device import CPU, Device
-from torch_hybrid_backend.core.program import DeviceLaunch, KernelCall, ScalarArgument, Step
+from torch_hybrid_backend.core.program import DeviceLaunch, KernelCall, LaunchGraph, ScalarArgument, Step
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.runtime.native import description
@@ -55,6 +55,15 @@ def test_a_plan_is_one_text() -> None:
         "constants": 4,
         "outputs": [0],
     }
+
+
+def test_modules_of_a_graph_are_opened() -> None:
+    """Its launches have names that C++ opens files under, as a launch by itself; the device is said once."""
+    launches = tuple(DeviceLaunch(f"{name}.cubin", name, (0, 1), 1, (1, 1, 1), 32) for name in "ab")
+    described = replace(EMPTY, steps=(PlanStep(LaunchGraph(launches), CUDA),))
+    (step,) = json.loads(described.text(lambda member, path: f"{member}:{path}"))["steps"]
+    assert (step["kind"], step["device"], step["writes"]) == ("graph", "cuda:1", [[1], [1]])
+    assert [launch["module"] for launch in step["launches"]] == ["module:a.cubin", "module:b.cubin"]
 
 
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, ClassVar
 
@@ -49,8 +49,19 @@ class DriverError(HybridError):
         self.status = status
 
 
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A launch of a graph. `given`: its parameters, copied when it was made. `after`: the nodes that it waits for."""
+
+    kernel: int
+    grid: tuple[int, int, int]
+    given: list[Any]
+    after: tuple[int, ...]
+
+
 class HostDriver:
-    """Modules by number, as a driver's callers know them; a module's only kernel has its number. Threads may use it at once.
+    """Modules by number, as a driver's callers know them; a module's only kernel has its number. Graphs and their nodes have numbers too.
+    Threads may use it at once.
 
     Modules stay loaded: nothing asks a driver to let go of them (csrc/include/cuda_driver.h).
     """
@@ -59,6 +70,7 @@ class HostDriver:
         self._count = itertools.count(1)
         self._headers: dict[int, Header] = {}
         self._functions: dict[int, Any] = {}
+        self._graphs: dict[int, dict[int, Node]] = {}  # executable ones too
         # The interpreter replaces functions of triton.language while it runs a kernel.
         self._interpreting = threading.Lock()
 
@@ -87,14 +99,58 @@ class HostDriver:
 
     def launch(self, number: int, grid: tuple[int, int, int], parameters: Callable[[int], int]) -> None:
         """Run a kernel. `parameters`: the address of each. Raises DriverError, with the program in the log, for one that cannot be run."""
+        self.run(number, grid, self.given(number, parameters))
+
+    def given(self, number: int, parameters: Callable[[int], int]) -> list[Any]:
+        """A kernel's parameters as they are now, for `run`. `parameters`: the address of each."""
+        return [parameter(type_, parameters(i)) for i, type_ in enumerate(self._headers[number].signature.values())]
+
+    def run(self, number: int, grid: tuple[int, int, int], given: list[Any]) -> None:
+        """Run a kernel on what `given` gave. Raises as `launch` does."""
         header = self._headers[number]
         try:
-            given = [parameter(type_, parameters(i)) for i, type_ in enumerate(header.signature.values())]
             with self._interpreting, np.errstate(all="ignore"):
                 self._functions[number][grid](*given, **header.constants)
         except Exception as error:  # whatever the interpreter and NumPy raise
             _log.exception("the kernel %s cannot be interpreted:\n%s", header.symbol, header.text)
             raise DriverError(Status.NOT_SUPPORTED, str(error)) from error
+
+    @property
+    def graphs(self) -> int:
+        """How many there are; an executable one counts beside the one that it was made of."""
+        return len(self._graphs)
+
+    def graph(self, of: int | None = None) -> int:
+        """The number of a new graph: an empty one, or an executable one of another."""
+        number = next(self._count)
+        self._graphs[number] = {} if of is None else dict(self._graphs[of])
+        return number
+
+    def add(self, graph: int, node: Node) -> int:
+        """A new node's number."""
+        number = next(self._count)
+        self._graphs[graph][number] = node
+        return number
+
+    def change(self, executable: int, number: int, node: Node) -> None:
+        """Another launch in place of a node, which waits for what that waited for."""
+        nodes = self._graphs[executable]
+        nodes[number] = replace(node, after=nodes[number].after)
+
+    def launch_graph(self, executable: int) -> None:
+        """Run a graph's kernels: of those that may run the last one first, so that one which does not wait for what it must shows.
+
+        Raises as `launch` does.
+        """
+        left = dict(self._graphs[executable])
+        while left:
+            number = next(number for number in reversed(left) if not left.keys() & set(left[number].after))
+            node = left.pop(number)
+            self.run(node.kernel, node.grid, node.given)
+
+    def destroy(self, graph: int) -> None:
+        """Let go of a graph."""
+        del self._graphs[graph]
 
 
 DRIVER = HostDriver()
@@ -108,6 +164,19 @@ class _LaunchConfig(ctypes.Structure):
         ("stream", ctypes.c_void_p),
         ("attributes", ctypes.c_void_p),
         ("attribute_count", ctypes.c_uint),
+    ]
+
+
+class _NodeParameters(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS_v2."""
+
+    _fields_: ClassVar[list[Any]] = [
+        ("function", ctypes.c_void_p),
+        *((name, ctypes.c_uint) for name in ("x", "y", "z", "block_x", "block_y", "block_z", "shared_bytes")),
+        ("parameters", ctypes.POINTER(ctypes.c_void_p)),
+        ("extra", ctypes.c_void_p),
+        ("kernel", ctypes.c_void_p),
+        ("context", ctypes.c_void_p),
     ]
 
 
@@ -149,6 +218,40 @@ def _launch(config: Any, function: int, parameters: Any, _extra: int | None) -> 
     DRIVER.launch(function, (told.x, told.y, told.z), parameters.__getitem__)
 
 
+def _node(told: Any, after: tuple[int, ...] = ()) -> Node:
+    node = told.contents
+    given = DRIVER.given(node.function, node.parameters.__getitem__)
+    return Node(node.function, (node.x, node.y, node.z), given, after)
+
+
+def _graph_create(graph: Any, _flags: int) -> None:
+    graph[0] = DRIVER.graph()
+
+
+def _graph_add(node: Any, graph: int, after: Any, count: int, told: Any) -> None:
+    node[0] = DRIVER.add(graph, _node(told, tuple(after[i] for i in range(count))))
+
+
+def _graph_instantiate(executable: Any, graph: int, _flags: int) -> None:
+    executable[0] = DRIVER.graph(graph)
+
+
+def _graph_change(executable: int, node: int, told: Any) -> None:
+    DRIVER.change(executable, node, _node(told))
+
+
+def _graph_launch(executable: int, _stream: int | None) -> None:
+    DRIVER.launch_graph(executable)
+
+
+def _graph_destroy(graph: int) -> None:
+    DRIVER.destroy(graph)
+
+
+def _capture_mode(_mode: Any) -> None:
+    pass
+
+
 _names = {status: ctypes.create_string_buffer(f"CUDA_ERROR_{status.name}".encode()) for status in Status}
 
 
@@ -169,6 +272,20 @@ _FUNCTIONS: Mapping[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
         (ctypes.POINTER(_LaunchConfig), ctypes.c_void_p, _pointers, ctypes.c_void_p),
     ),
     "cuGetErrorName": (_error_name, (ctypes.c_int, _pointers)),
+    "cuGraphCreate": (_graph_create, (_pointers, ctypes.c_uint)),
+    "cuGraphAddKernelNode_v2": (
+        _graph_add,
+        (_pointers, ctypes.c_void_p, _pointers, ctypes.c_size_t, ctypes.POINTER(_NodeParameters)),
+    ),
+    "cuGraphInstantiateWithFlags": (_graph_instantiate, (_pointers, ctypes.c_void_p, ctypes.c_ulonglong)),
+    "cuGraphExecKernelNodeSetParams_v2": (
+        _graph_change,
+        (ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(_NodeParameters)),
+    ),
+    "cuGraphLaunch": (_graph_launch, (ctypes.c_void_p, ctypes.c_void_p)),
+    "cuGraphDestroy": (_graph_destroy, (ctypes.c_void_p,)),
+    "cuGraphExecDestroy": (_graph_destroy, (ctypes.c_void_p,)),
+    "cuThreadExchangeStreamCaptureMode": (_capture_mode, (ctypes.POINTER(ctypes.c_int),)),
 }
 
 

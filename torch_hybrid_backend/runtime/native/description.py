@@ -97,9 +97,10 @@ def _value(value: PlanValue) -> tuple[Any, ...]:
 
 def _step(planned: PlanStep, opened: Callable[[str, str], str]) -> dict[str, Any]:
     described = planned.step.describe()
-    for member in ("library", "module"):
-        if member in described:
-            described[member] = opened(member, described[member])
+    for part in (described, *described.get("launches", ())):
+        for member in ("library", "module"):
+            if member in part:
+                part[member] = opened(member, part[member])
     if not planned.device.is_host:
         described["device"] = str(planned.device)
     return described

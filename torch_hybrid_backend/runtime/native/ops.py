@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import os
 import re
 import threading
@@ -23,6 +24,8 @@ from torch_hybrid_backend.errors import STICKY, DeviceError, HybridError
 from torch_hybrid_backend.runtime.native.description import PlanDescription
 from torch_hybrid_backend.runtime.native.libraries import OpenLibrary, use_library
 from torch_hybrid_backend.runtime.native.module import native_module
+
+log = logging.getLogger(__name__)
 
 Callback = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -97,6 +100,8 @@ def _ops() -> Any:
     schema = "run_segment(int plan, int segment, int outputs, Tensor[] inputs) -> Tensor[]"
     library.define(schema)  # type: ignore[no-untyped-call]
     library.impl("run_segment", _run_segment, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    library.define("warn(str message) -> ()")  # type: ignore[no-untyped-call]
+    library.impl("warn", log.warning, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     ops = torch.ops.torch_hybrid_backend
     try:
         operators = _Operators(library, ops)
