@@ -44,11 +44,11 @@ def with_specials(tensor: torch.Tensor) -> torch.Tensor:
     return flat.reshape(tensor.shape)
 
 
-def check(fn: Callable[..., object], *inputs: torch.Tensor) -> None:
-    """`fn(*inputs)`, lowered and interpreted, equals eager's: values, dtypes and shapes."""
+def check(fn: Callable[..., object], *inputs: torch.Tensor, has_scans: bool = False) -> None:
+    """`fn(*inputs)`, lowered and interpreted, equals eager's: values, dtypes and shapes. `has_scans`: the backend has kernels for scans."""
     results = fn(*inputs)
     expected = list(results) if isinstance(results, (tuple, list)) else [results]
-    actual = run_graph(trace(fn, inputs), inputs)
+    actual = run_graph(trace(fn, inputs), inputs, has_scans=has_scans)
     assert len(actual) == len(expected)
     narrow = [t.dtype for t in inputs if t.dtype in (torch.bfloat16, torch.float16)]
     for got, want in zip(actual, expected, strict=True):

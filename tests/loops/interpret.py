@@ -29,6 +29,7 @@ from torch_hybrid_backend.loops.ir import (
     MapOp,
     MatMulOp,
     ReduceOp,
+    ScanOp,
     Value,
     compute_dtype,
     domain_vars,
@@ -187,6 +188,8 @@ def evaluate(op: LoopOp, env: Environment) -> None:
             result = _read(value, env)
         case ReduceOp():
             result = _reduce(op, env)
+        case ScanOp():
+            result = _scan(op, env)
         case MatMulOp(a=a, b=b):
             result = torch.matmul(_read(a, env), _read(b, env))
         case ConvOp(x=x, w=w):
@@ -205,6 +208,23 @@ def _reduce(op: ReduceOp, env: Environment) -> torch.Tensor:
     frame = Frame(op.domain, env)
     body = frame.expr(op.body(frame.index), None).expand(op.domain)
     return combine(body, op.axes, op.combiner)
+
+
+def _scan(op: ScanOp, env: Environment) -> torch.Tensor:
+    frame = Frame(op.out.shape, env)
+    body = frame.expr(op.body(frame.index), None).expand(op.out.shape)
+    rows = body.movedim(op.axis, -1)
+    places = range(rows.shape[-1])
+    match op.combiner:
+        case "logaddexp":
+            found = [rows[..., : place + 1].logsumexp(-1) for place in places]
+        case "argmax" | "argmin":  # the last of equals
+            found = [
+                place - combine(rows[..., : place + 1].flip(-1), (rows.dim() - 1,), op.combiner) for place in places
+            ]
+        case _:
+            found = [combine(rows[..., : place + 1], (rows.dim() - 1,), op.combiner) for place in places]
+    return torch.stack(found, op.axis)
 
 
 def combine(body: torch.Tensor, axes: Sequence[int], combiner: str) -> torch.Tensor:
@@ -265,17 +285,19 @@ def trace(fn: Callable[..., object], inputs: Sequence[torch.Tensor]) -> torch.fx
     return graph_module
 
 
-def run_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def run_graph(
+    graph_module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], *, has_scans: bool = False
+) -> list[torch.Tensor]:
     """Lower every node of a graph, run the operations that come out, and return the graph's results."""
     operations: list[LoopOp] = []
-    context = Context(operations.append)
+    context = Context(operations.append, has_scans=has_scans)
     values: dict[torch.fx.Node, Any] = {}
     env: Environment = {}
     remaining = iter(inputs)
     outputs: list[torch.fx.Node] = []
     for node in graph_module.graph.nodes:
         if node.op == "call_function":
-            verdict = supports(node)
+            verdict = supports(node, has_scans=has_scans)
             assert verdict, f"{node.target}: {verdict}"
             values[node] = lower_node(context, node, values)
         elif node.op == "output":
