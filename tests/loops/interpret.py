@@ -31,6 +31,7 @@ from torch_hybrid_backend.loops.ir import (
     MapOp,
     MatMulOp,
     ReduceOp,
+    ScanOp,
     ScoredAttentionOp,
     ScoreFn,
     Value,
@@ -194,6 +195,8 @@ def evaluate(op: LoopOp, env: Environment) -> None:
             result = _read(value, env)
         case ReduceOp():
             result = _reduce(op, env)
+        case ScanOp():
+            result = _scan(op, env)
         case MatMulOp(a=a, b=b):
             result = torch.matmul(_read(a, env), _read(b, env))
         case ConvOp(x=x, w=w):
@@ -255,6 +258,23 @@ def _reduce(op: ReduceOp, env: Environment) -> torch.Tensor:
     frame = Frame(op.domain, env)
     body = frame.expr(op.body(frame.index), None).expand(op.domain)
     return combine(body, op.axes, op.combiner)
+
+
+def _scan(op: ScanOp, env: Environment) -> torch.Tensor:
+    frame = Frame(op.out.shape, env)
+    body = frame.expr(op.body(frame.index), None).expand(op.out.shape)
+    rows = body.movedim(op.axis, -1)
+    places = range(rows.shape[-1])
+    match op.combiner:
+        case "logaddexp":
+            found = [rows[..., : place + 1].logsumexp(-1) for place in places]
+        case "argmax" | "argmin":  # the last of equals
+            found = [
+                place - combine(rows[..., : place + 1].flip(-1), (rows.dim() - 1,), op.combiner) for place in places
+            ]
+        case _:
+            found = [combine(rows[..., : place + 1], (rows.dim() - 1,), op.combiner) for place in places]
+    return torch.stack(found, op.axis)
 
 
 def combine(body: torch.Tensor, axes: Sequence[int], combiner: str) -> torch.Tensor:

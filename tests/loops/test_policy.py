@@ -12,7 +12,7 @@ from tests.partition.engines_for_tests import FakeEngine, trace
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.loops.fusion import fuse
 from torch_hybrid_backend.loops.graph import LoopGraph, lower_region
-from torch_hybrid_backend.loops.ir import ConvOp, Map
+from torch_hybrid_backend.loops.ir import ConvOp, Map, ReduceOp, ScanOp
 from torch_hybrid_backend.loops.policy import FusionPolicy
 from torch_hybrid_backend.partition.regions import partition_graph
 
@@ -95,3 +95,16 @@ def test_channels_are_read_in_place_from_whole_blocks(block: int, in_place: bool
     graph = _graph(fn, policy, torch.randn(1, 4, 5, 5), torch.randn(8, 4, 1, 1))
     second = [op for op in graph.ops if isinstance(op, ConvOp)][-1]
     assert isinstance(second.x, Map) == in_place
+
+
+def test_scans_are_operations_of_their_own() -> None:
+    """With kernels for them a running sum is one operation that reads each element once; what is computed of every element joins it."""
+    x = torch.randn(4, 30)
+    (op,) = _graph(lambda x: aten.cumsum.default(x, 1), GENEROUS, x).ops
+    assert isinstance(op, ReduceOp)
+    scanning = dataclasses.replace(GENEROUS, scans=True)
+    (op,) = _graph(lambda x: aten.cumsum.default(x, 1), scanning, x).ops
+    assert isinstance(op, ScanOp)
+    graph = _graph(lambda x: aten.exp.default(aten.cumsum.default(aten.tanh.default(x), 1)), scanning, x)
+    (group,) = fuse(graph, scanning)
+    assert [member.role for member in group.members] == ["scan", "full"]

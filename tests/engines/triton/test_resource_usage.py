@@ -47,6 +47,7 @@ _CASES = {
     "logcumsumexp of columns, long": _Case(lambda x: x.logcumsumexp(0), _TALL),
     "sum of columns, split": _Case(lambda x: x.sum(0), _TALL, torch.float32),
     "sum of all, split": _Case(lambda x: x.sum(), _TALL, torch.float32),
+    "cumsum, split": _Case(lambda x: x.cumsum(-1), _FEW, torch.float32),
     "argmax, split": _Case(lambda x: x.argmax(-1), _FEW),
     "softmax, split": _Case(lambda x: x.softmax(-1), _FEW),
     "variance of channels, split": _Case(lambda x: x.var((0, 2, 3)), (64, 64, 56, 56), torch.float16),

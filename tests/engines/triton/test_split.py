@@ -63,6 +63,31 @@ def test_parts_of_columns(name: str, tmp_path: Path) -> None:
     check(tmp_path, columns, x)
 
 
+@pytest.mark.parametrize("name", ["cumsum", "cumprod", "cummax", "cummin"])
+def test_scans(name: str, tmp_path: Path) -> None:
+    """Each part goes on where those before it ended, NaN and infinities included; what is computed of the results is computed there."""
+    kinds = (PartKernel, RowKernel, PartKernel)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        found = getattr(1 + 1e-4 * x if name == "cumprod" else x, name)(-1)
+        return (found if isinstance(found, torch.Tensor) else found[0]) / 100
+
+    x = torch.randn(2, 33001)
+    x[1, 20000] = float("inf")
+    x[1, 30000] = float("nan")
+    assert tuple(type(kernel) for kernel in kernels_of(function, x)) == kinds
+    check(tmp_path, function, x, tolerance=1e-4)
+    if name == "cumsum":
+        check(tmp_path, lambda x: function(x.transpose(0, 1)), torch.randn(1101, 40), tolerance=1e-4)
+
+
+def test_scans_that_are_not_split(tmp_path: Path) -> None:
+    """Those of positions, and those that need one another."""
+    x = torch.randn(2, 40001)
+    for function in (lambda x: x.cummax(-1)[1], lambda x: x.logcumsumexp(-1), lambda x: x.cumsum(-1).cummax(-1)[0]):
+        assert [type(kernel) for kernel in kernels_of(function, x)] == [RowKernel]
+
+
 def test_whole_tensors_and_statistics_of_channels(tmp_path: Path) -> None:
     """No row but one; rows whose elements lie in several places."""
     x = torch.randn(6, 2, 80, 80)

@@ -11,6 +11,9 @@ from loops.check import EVERYTHING, FLOATS, check, sample
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.lowering import supports
 from torch_hybrid_backend.loops.lowerings.scans import MOST
+from torch_hybrid_backend.loops.policy import Abilities
+
+SCANS = Abilities(scans=True)
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
@@ -58,3 +61,46 @@ def test_long_ones_are_refused(shape: tuple[int, ...], dim: int, taken: bool) ->
     assert bool(verdict) == taken
     assert taken or verdict.code == Reason.ARGUMENT  # type: ignore[union-attr]
     assert (math.prod(shape) * shape[dim] <= MOST) == taken
+
+
+_SCANS = {
+    "cumsum": lambda a: a.cumsum(1),
+    "cumprod": lambda a: a.cumprod(0),
+    "cummax": lambda a: a.cummax(-1),
+    "cummin": lambda a: a.cummin(0),
+    "flipped": lambda a: a.flip(1).cumsum(1).flip(1) + 1,
+}
+
+
+@pytest.mark.parametrize("name", _SCANS)
+@pytest.mark.parametrize("dtype", EVERYTHING, ids=str)
+def test_scans(name: str, dtype: torch.dtype) -> None:
+    """As one operation, for a backend that has kernels for it: extrema with the last of equal positions."""
+    check(_SCANS[name], sample(4, 7, dtype=dtype), abilities=SCANS)
+
+
+def test_special_values_in_scans() -> None:
+    """A NaN stays, and so does its position; of equal infinities the sum of exponentials is that infinity."""
+    x = torch.tensor(
+        [[-math.inf, -math.inf, 1.0, 3.0, 3.0, math.inf, math.inf], [1.0, math.nan, 5.0, -1.0, math.nan, 0, 9]]
+    )
+    for function in (lambda a: a.cummax(1), lambda a: a.cummin(1), lambda a: a.logcumsumexp(1), lambda a: a.cumsum(1)):
+        check(function, x, abilities=SCANS)
+        check(function, x.double(), abilities=SCANS)
+    check(lambda a: a.cummax(0), torch.tensor(3.0), abilities=SCANS)
+    check(lambda a: a.logcumsumexp(0), torch.tensor(3.0), abilities=SCANS)
+
+
+def test_running_extrema_need_scans() -> None:
+    """Without them they are refused as operators that nothing is known of; long sums are taken with them."""
+    graph = torch.fx.symbolic_trace(
+        lambda a: torch.ops.aten.cumsum.default(torch.ops.aten.logcumsumexp.default(a, 0), 0)
+    )
+    source, exponentials, total = list(graph.graph.nodes)[:3]
+    for node in (source, exponentials, total):
+        node.meta["val"] = torch.empty(5000)
+    verdict = supports(exponentials)
+    assert verdict.code == Reason.UNKNOWN_OPERATOR  # type: ignore[union-attr]
+    assert not supports(total)
+    assert supports(exponentials, SCANS)
+    assert supports(total, SCANS)

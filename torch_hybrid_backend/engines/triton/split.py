@@ -5,6 +5,8 @@
     ...        parts and combined once more for each further pass over the rows
     map        what is computed of every element and of its row's results
 
+A running sum is a part's totals, their running totals, and each part scanned from there.
+
 Each result is combined in one order, without atomics: equal inputs give equal bits. Memory is read as often as by the looped kernel
 (`schedules/reduction.py`), but by all multiprocessors: a sum of n elements reads n and a few thousand partial results. One program reads
 some 10 to 50 GB/s, whatever the GPU's memory does (chunks of 8 KiB, a latency of some 600 ns): a sum of 2^20 float32 is 80 us or more
@@ -25,7 +27,7 @@ from torch_hybrid_backend.loops.index import Index, LoopVar, index_of
 from torch_hybrid_backend.loops.ir import Buffer, Expr, Load, buffers_of_expr, scalar_index
 from torch_hybrid_backend.loops.kernels import Argument, Kernel, MapKernel, RowKernel, Stage, Store
 from torch_hybrid_backend.loops.layout import Layout, contiguous
-from torch_hybrid_backend.loops.ops import add, call, const, div, from_index, mul, sub, where
+from torch_hybrid_backend.loops.ops import add, call, const, div, from_index, guard, mul, sub, where
 from torch_hybrid_backend.sizes.size import Dim, product, size_hint
 
 _WORTH = 1 << 15  # elements that one program would reduce: about 10 us, against a second launch
@@ -38,8 +40,6 @@ def split(kernel: Kernel, target: Target) -> Sequence[Kernel]:
     only at run time their typical values decide, and it is right for all."""
     if not isinstance(kernel, RowKernel) or isinstance(kernel, PartKernel) or target.has_large_tiles:
         return (kernel,)
-    if any(stage.kind == "scan" for stage in kernel.stages):
-        return (kernel,)
     rows = product([v.extent for d, v in enumerate(kernel.domain) if d not in kernel.axes])
     elements = product([kernel.domain[d].extent for d in kernel.axes])
     height, chunk = looped_tile(kernel, target)
@@ -51,7 +51,16 @@ def split(kernel: Kernel, target: Target) -> Sequence[Kernel]:
     length = blocks(blocks(elements, parts), chunk) * chunk
     if isinstance(elements, int) and isinstance(length, int):
         parts = -(-elements // length)
-    return _Split(kernel, LoopVar("part", parts), length, elements).kernels() if parts > 1 else (kernel,)
+    if parts < 2:
+        return (kernel,)
+    own = _Split(kernel, LoopVar("part", parts), length, elements)
+    if not any(stage.kind == "scan" for stage in kernel.stages):
+        return own.kernels()
+    return own.scans() or (kernel,)
+
+
+# How the results of two parts of a scan make one.
+_PAIRWISE = {"sum": "add", "prod": "mul", "max": "max", "min": "min"}
 
 
 class _Split:
@@ -86,6 +95,46 @@ class _Split:
         if stores := [s for s in stages if s.kind == "store" and of[s] > last]:
             made.append(self._mapped(stores))
         return made
+
+    def scans(self) -> list[Kernel] | None:
+        """A kernel of scans: the parts' totals; running totals over the parts; each part scanned, on from those before it. Memory is read twice
+        and written once. None where a scan needs another one, or there is more than scans and what is mapped."""
+        scans = [stage for stage in self._kernel.stages if stage.kind == "scan"]
+        taken = {stage.kind for stage in self._kernel.stages} <= {"map", "scan", "store"}
+        if not taken or any(stage.combiner not in _PAIRWISE or self._needs_scans(stage.value) for stage in scans):
+            return None
+        totals: list[Stage] = []
+        total_stores: list[Stage] = []
+        running: list[Stage] = []
+        last: list[Stage] = []
+        point, part = (*self._kept, index_of(self._part)), index_of(self._part)
+        for stage in scans:
+            assert stage.local is not None
+            total, sums = (self._buffer(stage, (self._part.extent,)) for _ in range(2))
+            of_part, of_parts, inside = (
+                Buffer(shape, stage.local.dtype) for shape in (total.shape[:-1], total.shape, stage.local.shape)
+            )
+            totals.append(Stage("reduce", of_part, self._written(stage.value), stage.combiner))
+            total_stores.append(_stored(self._part_store(total, of_part), "store_scalar"))
+            running.append(Stage("scan", of_parts, total.at(point), stage.combiner))
+            running.append(_stored(Store(sums, point, of_parts.at(point)), "store"))
+            last.append(Stage("scan", inside, stage.value, stage.combiner))
+            own = inside.at(tuple(map(index_of, self._kernel.domain)))
+            before = sums.at((*self._kept, part - 1))
+            is_behind = call("ge", from_index(part), const(1, "int64"))
+            last.append(Stage("map", stage.local, guard(is_behind, call(_PAIRWISE[stage.combiner], before, own), own)))
+        last += [stage for stage in self._kernel.stages if stage.kind != "scan"]
+        kernel, axes = self._kernel, (len(self._kept),)
+        parts = [*totals, *total_stores]
+        return [
+            PartKernel(*self._arguments(parts), kernel.domain, kernel.axes, tuple(parts), self._part, self._length),
+            RowKernel(*self._arguments(running), (*self._kept_variables, self._part), axes, tuple(running)),
+            PartKernel(*self._arguments(last), kernel.domain, kernel.axes, tuple(last), self._part, self._length),
+        ]
+
+    def _needs_scans(self, e: Expr) -> bool:
+        needed = [self._stage_of[buffer] for buffer in buffers_of_expr(e) if buffer in self._stage_of]
+        return any(stage.kind == "scan" or self._needs_scans(stage.value) for stage in needed)
 
     def _parts(
         self,

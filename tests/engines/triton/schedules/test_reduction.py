@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.engines.triton.regions_for_tests import HOPPER, check, compiled
+from tests.engines.triton.regions_for_tests import HOPPER, check, compiled, kernels_of
 from torch_hybrid_backend.engines.triton.emit import emit_kernel
-from torch_hybrid_backend.engines.triton.schedules.accumulators import neutral
+from torch_hybrid_backend.engines.triton.target import Target
 
 pytest.importorskip("triton")
 
@@ -65,8 +66,34 @@ def test_rows_are_shared_among_multiprocessors(tmp_path: Path) -> None:
         assert emit_kernel(kernel, "kernel", HOPPER).launch.constants["ROWS"] == expected
 
 
-def test_neutral_elements() -> None:
-    """They change nothing that they are combined with."""
-    assert (neutral("sum", "float32"), neutral("prod", "int64"), neutral("all", "bool")) == ("0.0", "1", "True")
-    assert (neutral("max", "float32"), neutral("min", "float64")) == ("float('-inf')", "float('inf')")
-    assert (neutral("max", "int8"), neutral("min", "int8"), neutral("min", "uint8")) == ("-128", "127", "255")
+@pytest.mark.parametrize("name", ["sum", "argmax", "var", "softmax", "log_softmax"])
+@pytest.mark.parametrize("shape", [(37, 70), (300, 130), (3, 300, 33)])
+def test_columns(name: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    """Rows that are columns of memory: whole, where that saves a reading, and in chunks."""
+    torch.manual_seed(0)
+    check(tmp_path, lambda x: _FUNCTIONS[name](x.transpose(-1, -2)), 0.5 + torch.randn(shape))
+
+
+def test_positions_are_the_tensor_s_own_where_memory_is_in_another_order(tmp_path: Path) -> None:
+    """Of equal elements the first of the tensor counts, in parts of it, too."""
+    x = torch.randint(0, 4, (5, 7, 90)).float().permute(2, 1, 0)
+    check(tmp_path, lambda x: x.flatten(1).argmax(1), x)
+    check(tmp_path, lambda x: x.argmax(), torch.randint(0, 50, (40, 30, 50)).float().permute(2, 1, 0))
+
+
+def test_tiles_follow_memory() -> None:
+    """Whole cache lines of columns, two of them where there are enough; chunks of rows. What needs a second pass is held, where it fits."""
+    target = Target(90, 132)
+
+    def tile(function: Callable[[torch.Tensor], torch.Tensor], *shape: int, dtype: torch.dtype) -> tuple[int, int]:
+        (kernel,) = kernels_of(function, torch.empty(shape, dtype=dtype), target=target)
+        constants = emit_kernel(kernel, "kernel", target).launch.constants
+        return constants["ROWS"], constants["COLUMNS"]
+
+    assert tile(lambda x: x.sum(1), 256, 4000, 768, dtype=torch.float32) == (64, 64)
+    assert tile(lambda x: x.sum(1), 8, 4000, 768, dtype=torch.float32) == (32, 128)
+    assert tile(lambda x: x.sum(1), 8, 4000, 768, dtype=torch.bfloat16) == (64, 64)
+    assert tile(lambda x: x.softmax(1), 8, 300, 768, dtype=torch.float32) == (32, 512)
+    assert tile(lambda x: x.var(1), 8, 300, 768, dtype=torch.float32) == (32, 128)
+    assert tile(lambda x: x.sum(1), 4096, 100_000, dtype=torch.float32) == (1, 2048)
+    assert tile(lambda x: x.sum(1), 4096, 1000, dtype=torch.float32) == (1, 1024)

@@ -34,7 +34,7 @@ from torch_hybrid_backend.engines.triton.schedules.tiles import (
 )
 from torch_hybrid_backend.engines.triton.source import Launch
 from torch_hybrid_backend.engines.triton.target import Target
-from torch_hybrid_backend.loops.index import Index, LoopVar, contiguous_strides, index_of, linear
+from torch_hybrid_backend.loops.index import Index, LoopVar
 from torch_hybrid_backend.loops.ir import Expr, buffers_of_expr, loads_of
 from torch_hybrid_backend.loops.kernels import RowKernel, Stage
 from torch_hybrid_backend.loops.layout import offset_of
@@ -113,7 +113,8 @@ def _tile(kernel: RowKernel, target: Target) -> tuple[int, int, int]:
 
 
 def _order(kernel: RowKernel) -> _Order:
-    """Told by the load that moves most memory; the kernel's own order where its address is not a sum of strides."""
+    """Told by the load that moves most memory; the kernel's own order where its address is not a sum of strides. Elements keep it where
+    positions count: of equal ones the first is found."""
     rows = tuple(v for d, v in enumerate(kernel.domain) if d not in kernel.axes)
     elements = tuple(kernel.domain[d] for d in kernel.axes)
     layouts = {argument.buffer: argument.layout for argument in kernel.reads}
@@ -131,8 +132,9 @@ def _order(kernel: RowKernel) -> _Order:
         return size_hint(steps.get(variable, 0))
 
     fastest = min(varying, key=step)
+    has_positions = any(stage.combiner.startswith("arg") for stage in kernel.stages)
     by_step = [tuple(sorted(part, key=step, reverse=True)) for part in (rows, elements)]
-    return _Order(by_step[0], by_step[1], fastest in rows, line)
+    return _Order(by_step[0], elements if has_positions else by_step[1], fastest in rows, line)
 
 
 def _bits(dtype: str) -> int:
@@ -181,11 +183,6 @@ class _Emitter:
             Value.along(elements.name, self._element),
             isinstance(elements.extent, int) and elements.extent >= 1 << 31,
         )
-        in_order, strides = _position(kernel)
-        position = linear(in_order, strides).substitute(dict(env))
-        self._position = None if position == index_of(elements) else position
-        if self._position is not None:
-            self._rows = replace(self._rows, position=Value.along("position", self._element))
 
     def persistent(self, width: int) -> None:
         """All stages in their order, on whole rows."""
@@ -251,8 +248,6 @@ class _Emitter:
             axis(printer, self._tile, self._element, self._elements, start, width) as inside,
             printer.over(self._tile, self._env, {**self._bounds, **inside}),
         ):
-            if self._position is not None and any(stage.combiner.startswith("arg") for stage in self._stages):
-                printer.lines.add(f"position = {printer.index(self._position).text}")
             yield inside.get(self._element)
 
     def _range(self) -> tuple[str, str]:
@@ -304,9 +299,3 @@ class _Emitter:
     def _keep(self, stage: Stage, value: Value) -> None:
         assert stage.local is not None
         self._printer.locals[stage.local] = lambda _: value
-
-
-def _position(kernel: RowKernel) -> tuple[tuple[Index, ...], tuple[Dim, ...]]:
-    """The reduced axes in the kernel's own order, in which the elements of a row are numbered, and what a step along each is worth."""
-    variables = [kernel.domain[d] for d in kernel.axes]
-    return tuple(map(index_of, variables)), contiguous_strides(tuple(v.extent for v in variables))
