@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
 class FusionPolicy:
     """How far operations are fused. None of it changes a result but by rounding.
 
+    `copies_columns`: a matrix product's left operand is copied where it does not lie along k; else it is read in any order of memory.
     `max_inline_calls`, `max_inline_loads`: scalar operations and loads of a value that is computed where it is read; a longer one gets memory.
     `max_members`, `max_reads`: operations of a group, and buffers it reads from outside.
     `min_rows`, `small_elements`: what is computed around a reduction joins it, row by row, where its domain has so many rows, or no more
@@ -17,6 +18,7 @@ class FusionPolicy:
     copied.
     """
 
+    copies_columns: bool = field(default=True, kw_only=True)
     max_inline_calls: int
     max_inline_loads: int
     max_members: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch_hybrid_backend.loops.policy import FusionPolicy
 
 POLICY = FusionPolicy(
+    copies_columns=False,
     max_inline_calls=240,
     max_inline_loads=16,
     max_members=32,

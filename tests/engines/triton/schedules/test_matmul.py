@@ -17,7 +17,7 @@ from torch_hybrid_backend.engines.triton.target import Target
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import LoopVar, as_index, index_of
 from torch_hybrid_backend.loops.ir import Buffer
-from torch_hybrid_backend.loops.kernels import Argument, MatMulKernel, Store, kernel_sizes
+from torch_hybrid_backend.loops.kernels import Argument, MapKernel, MatMulKernel, Store, kernel_sizes
 from torch_hybrid_backend.loops.layout import contiguous
 from torch_hybrid_backend.sizes.size import Dim, evaluate, symbol
 
@@ -91,6 +91,15 @@ def test_batches_and_transposed_operands(tmp_path: Path) -> None:
     """One weight for all of a batch too."""
     check(tmp_path, lambda a, b: a @ b.transpose(1, 2), torch.randn(3, 20, 40), torch.randn(3, 50, 40))
     check(tmp_path, lambda a, b: a @ b, torch.randn(3, 20, 40), torch.randn(40, 50))
+
+
+def test_the_left_operand_is_read_where_it_lies(tmp_path: Path) -> None:
+    """In any order of memory, as the gradient of a weight wants it: no copy is made. What an index is divided for is copied."""
+    a, b, heads = torch.randn(20, 40), torch.randn(20, 50), torch.randn(2, 20, 3, 8)
+    check(tmp_path, lambda a, b: a.t() @ b, a, b, kinds=(MatMulKernel,))
+    check(tmp_path, lambda h: h.transpose(1, 2) @ h.permute(0, 2, 3, 1), heads, kinds=(MatMulKernel,))
+    flat = lambda h, w: h.transpose(1, 2).reshape(6, 160) @ w  # noqa: E731
+    check(tmp_path, flat, heads, torch.randn(160, 30), kinds=(MapKernel, MatMulKernel))
 
 
 def test_an_epilogue(tmp_path: Path) -> None:

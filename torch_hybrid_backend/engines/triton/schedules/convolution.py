@@ -17,6 +17,7 @@ from torch_hybrid_backend.engines.triton.schedules import depthwise
 from torch_hybrid_backend.engines.triton.schedules.matmul import (
     Product,
     bytes_of,
+    has_long_epilogue,
     operand_dtype,
     result_tile,
     runs_along,
@@ -81,6 +82,7 @@ def work_of(kernel: ConvKernel, target: Target) -> Work:
         deepest=depth if _is_by_tap(kernel) else _GATHERED,
         can_split=not isinstance(points, Size),
         can_be_thin=False,
+        has_long_epilogue=has_long_epilogue(kernel),
     )
 
 

@@ -26,13 +26,14 @@ from torch_hybrid_backend.engines.triton.schedules.tilings import (
 from torch_hybrid_backend.engines.triton.source import Launch
 from torch_hybrid_backend.engines.triton.target import Target
 from torch_hybrid_backend.loops.index import Index, LoopVar, index_of
-from torch_hybrid_backend.loops.ir import Call, Const, Expr, Load, loads_of
-from torch_hybrid_backend.loops.kernels import Argument, Kernel, MatMulKernel
+from torch_hybrid_backend.loops.ir import Call, Const, Expr, Load, count_calls, loads_of
+from torch_hybrid_backend.loops.kernels import Argument, ConvKernel, Kernel, MatMulKernel
 from torch_hybrid_backend.loops.layout import offset_of
 from torch_hybrid_backend.loops.ops import ROUND_TARGETS
 from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, product, size_hint
 
 _GROUP = 8  # rows of tiles
+_SHORT_EPILOGUE = 6  # operations
 
 
 def launch(kernel: MatMulKernel, target: Target) -> Launch:
@@ -67,6 +68,7 @@ def work_of(kernel: MatMulKernel, target: Target) -> Work:
         runs_along(kernel.b, kernel.reads, kernel.k),
         can_split=is_known,
         can_be_thin=is_known,
+        has_long_epilogue=has_long_epilogue(kernel),
     )
 
 
@@ -188,6 +190,11 @@ def runs_along(e: Expr, arguments: Sequence[Argument], variable: LoopVar) -> boo
     layouts = {argument.buffer: argument.layout for argument in arguments}
     read = [(load, layouts[load.buffer]) for load in loads_of(e) if load.buffer in layouts and load.index]
     return any(dict(offset_of(layout, load.buffer.shape, load.index).terms).get(variable) == 1 for load, layout in read)
+
+
+def has_long_epilogue(kernel: MatMulKernel | ConvKernel) -> bool:
+    """Whether more is fused behind a kernel than a bias, an activation and the like."""
+    return sum(count_calls(store.value) for store in kernel.stores) > _SHORT_EPILOGUE
 
 
 def bytes_of(kernel: Kernel) -> int:

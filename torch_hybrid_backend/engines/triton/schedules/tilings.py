@@ -84,7 +84,7 @@ class Work:
     `dtype`: what both operands are held in. `bytes`: read and written at least. `run`: elements along k that a step stays within (those of one
     tap of a window); `deepest`: most of them that a step is to have. `is_left_along_k`, `is_right_along_k`: whether neighbours along k are
     neighbours in memory. `can_split`: the size of the result is known when it is compiled, and with that what the parts along k take.
-    `can_be_thin`: it is a matrix product of known size.
+    `can_be_thin`: it is a matrix product of known size. `has_long_epilogue`: what is fused behind it wants registers of its own.
     """
 
     batch: int
@@ -99,6 +99,7 @@ class Work:
     deepest: int = 1 << 16
     can_split: bool = True
     can_be_thin: bool = True
+    has_long_epilogue: bool = False
 
     @property
     def element(self) -> int:
@@ -130,6 +131,8 @@ _CHIPS = {
 }
 _L2 = 40.0  # bytes by clock that the second-level cache gives one multiprocessor: what matmuls near the peak of an H100 get by with
 _SHARED = 128.0  # bytes by clock that shared memory gives
+_SPILLED = 4000.0  # clocks of a program whose sums leave its epilogue no registers: they go to memory and come back
+_MOST_SUMS = 64  # that each thread holds, with a long epilogue
 _SERIAL = 0.2  # of the shorter of computing and reading, which does not overlap with the longer
 _START = 1500.0  # clocks from a program's start to its first product, and from its last to its end
 _LAUNCH = 3000.0  # clocks of one more kernel
@@ -266,6 +269,8 @@ def _cost(tiling: Tiling, work: Work, target: Target) -> float:
     busy = turns * -(-_steps(tiling, work) // tiling.splits) * step
     moved = work.bytes / (chip.memory * target.multiprocessors)
     cost = max(busy, moved) + _SERIAL * min(busy, moved) + -(-turns // resident) * _START
+    if work.has_long_epilogue and tiling.splits == 1 and rows * columns > _MOST_SUMS * 32 * tiling.warps:
+        cost += turns * _SPILLED
     if tiling.splits > 1:
         partial = 2 * 4 * tiling.splits * work.batch * work.m * work.n
         cost += _LAUNCH + partial / (chip.memory * target.multiprocessors)
