@@ -13,7 +13,7 @@ from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.loops.fusion import fuse
 from torch_hybrid_backend.loops.graph import LoopGraph, lower_region
 from torch_hybrid_backend.loops.ir import ConvOp, Map, ReduceOp, ScanOp
-from torch_hybrid_backend.loops.policy import FusionPolicy
+from torch_hybrid_backend.loops.policy import Abilities, FusionPolicy
 from torch_hybrid_backend.partition.regions import partition_graph
 
 aten = torch.ops.aten
@@ -102,7 +102,7 @@ def test_scans_are_operations_of_their_own() -> None:
     x = torch.randn(4, 30)
     (op,) = _graph(lambda x: aten.cumsum.default(x, 1), GENEROUS, x).ops
     assert isinstance(op, ReduceOp)
-    scanning = dataclasses.replace(GENEROUS, scans=True)
+    scanning = dataclasses.replace(GENEROUS, abilities=Abilities(scans=True))
     (op,) = _graph(lambda x: aten.cumsum.default(x, 1), scanning, x).ops
     assert isinstance(op, ScanOp)
     graph = _graph(lambda x: aten.exp.default(aten.cumsum.default(aten.tanh.default(x), 1)), scanning, x)

@@ -20,7 +20,7 @@ import torch.fx
 
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import dim
-from torch_hybrid_backend.loops.index import LoopVar, contiguous_strides, linear
+from torch_hybrid_backend.loops.index import Index, LoopVar, contiguous_strides, linear
 from torch_hybrid_backend.loops.ir import (
     AttentionGradientOp,
     AttentionOp,
@@ -212,7 +212,7 @@ class _Lowerer:
         return shift.const % self._policy.channel_block == 0
 
     def _rows(self, value: Value) -> Value:
-        """The left operand of a matmul, copied unless its rows are contiguous in k."""
+        """The left operand of a matmul, copied unless its rows are contiguous in k, or kernels read strides along both."""
         if isinstance(value, Buffer):
             return value
         index = domain_vars(value.shape, "m")
@@ -222,6 +222,8 @@ class _Lowerer:
             offset = linear(expr.index, contiguous_strides(expr.buffer.shape))
             own = [(atom, c) for atom, c in offset.terms if atom == k or not isinstance(atom, LoopVar)]
             if k is None or own == [(k, 1)]:
+                return value
+            if not self._policy.copies_columns and not _is_computed(offset, index[1:]):
                 return value
         return self._ctx.realize(MapOp(Buffer(value.shape, value.dtype), value))
 
@@ -277,6 +279,12 @@ def _seen_through(node: Any) -> Any:
     while isinstance(node, torch.fx.Node) and node.target in _VIEWS:
         node = node.args[0]
     return node
+
+
+def _is_computed(offset: Index, index: Sequence[Index]) -> bool:
+    """Whether an offset is read from memory, or found by dividing a variable of the index: not its product with a stride."""
+    variables = [atom for i in index for atom, _ in i.terms if isinstance(atom, LoopVar)]
+    return any(not isinstance(leaf, LoopVar) for leaf in offset.leaves()) or any(map(offset.divides, variables))
 
 
 def _root(value: Value) -> Value:

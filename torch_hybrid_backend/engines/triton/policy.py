@@ -7,6 +7,7 @@ import dataclasses
 from torch_hybrid_backend.loops.policy import Abilities, FusionPolicy
 
 POLICY = FusionPolicy(
+    copies_columns=False,
     max_inline_calls=240,
     max_inline_loads=16,
     max_members=32,

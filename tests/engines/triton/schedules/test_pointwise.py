@@ -28,7 +28,7 @@ def test_broadcasts_and_strides(tmp_path: Path) -> None:
     check(tmp_path, lambda x, row, column: (x + row) * column, x, row, column)
 
 
-@pytest.mark.parametrize("shape", [(64, 96), (33, 65), (2, 40, 50)])
+@pytest.mark.parametrize("shape", [(64, 96), (33, 65), (2, 40, 50), (1, 64, 96)])
 def test_a_transposition_has_squares(shape: tuple[int, ...], tmp_path: Path) -> None:
     """A tile of two dimensions, so that reading and writing go through whole cache lines."""
     x = torch.randn(shape)

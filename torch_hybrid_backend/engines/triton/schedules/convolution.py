@@ -17,6 +17,7 @@ from torch_hybrid_backend.engines.triton.schedules import depthwise
 from torch_hybrid_backend.engines.triton.schedules.matmul import (
     Product,
     bytes_of,
+    has_long_epilogue,
     operand_dtype,
     result_tile,
     runs_along,
@@ -38,6 +39,10 @@ from torch_hybrid_backend.engines.triton.target import Target
 from torch_hybrid_backend.loops.index import Index, LoopVar, index_of
 from torch_hybrid_backend.loops.kernels import ConvKernel
 from torch_hybrid_backend.sizes.size import Size, known_int, product, size_hint
+
+_GATHERED = (
+    32  # elements along k of a step that are read one by one: more of them have more addresses than there are registers
+)
 
 
 def launch(kernel: ConvKernel, target: Target) -> Launch:
@@ -74,8 +79,10 @@ def work_of(kernel: ConvKernel, target: Target) -> Work:
         operand_dtype(target, kernel.x, kernel.w),
         bytes_of(kernel),
         channels if _is_by_tap(kernel) else depth,
+        deepest=depth if _is_by_tap(kernel) else _GATHERED,
         can_split=not isinstance(points, Size),
         can_be_thin=False,
+        has_long_epilogue=has_long_epilogue(kernel),
     )
 
 
@@ -126,16 +133,16 @@ class _Convolution:
         rows: Mapping[int, Value],
         columns: Mapping[int, Value],
     ) -> None:
-        """Each step along k has channels of one tap. k counts them with those that fill up each tap's last step."""
+        """Each step along k has channels of one tap."""
         printer, tiling = self._printer, self._tiling
         tap, env = flattened(self._taps, "tap")
-        filled = blocks(self._in_channels, tiling.depth) * tiling.depth
-        with steps_along_k(printer, filled * tap.extent, outer[part_of(self._kernel)], tiling):
-            start = "k"
+        each = blocks(self._in_channels, tiling.depth)
+        with steps_along_k(printer, each * tap.extent * tiling.depth, outer[part_of(self._kernel)], tiling):
+            start = "step * DEPTH"
             if tap.extent != 1:
-                printer.lines.add(f"tap = k // {filled}")
+                printer.lines.add(f"tap = step // {each}")
                 printer.variable(tap, Value("tap"))
-                start = f"k % {filled}"
+                start = f"step % {each} * DEPTH"
             self._step([self._c], start, env, outer, channel, rows, columns)
 
     def _by_window(
@@ -151,7 +158,7 @@ class _Convolution:
         variables = [*self._taps, self._c] if is_last else [self._c, *self._taps]
         extent = product([v.extent for v in variables])
         with steps_along_k(printer, extent, outer[part_of(kernel)], self._tiling):
-            self._step(variables, "k", {}, outer, channel, rows, columns)
+            self._step(variables, "step * DEPTH", {}, outer, channel, rows, columns)
 
     def _step(
         self,

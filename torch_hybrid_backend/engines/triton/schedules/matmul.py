@@ -26,13 +26,14 @@ from torch_hybrid_backend.engines.triton.schedules.tilings import (
 from torch_hybrid_backend.engines.triton.source import Launch
 from torch_hybrid_backend.engines.triton.target import Target
 from torch_hybrid_backend.loops.index import Index, LoopVar, index_of
-from torch_hybrid_backend.loops.ir import Call, Const, Expr, Load, loads_of
-from torch_hybrid_backend.loops.kernels import Argument, Kernel, MatMulKernel
+from torch_hybrid_backend.loops.ir import Call, Const, Expr, Load, count_calls, loads_of
+from torch_hybrid_backend.loops.kernels import Argument, ConvKernel, Kernel, MatMulKernel
 from torch_hybrid_backend.loops.layout import offset_of
 from torch_hybrid_backend.loops.ops import ROUND_TARGETS
 from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, product, size_hint
 
 _GROUP = 8  # rows of tiles
+_SHORT_EPILOGUE = 6  # operations
 
 
 def launch(kernel: MatMulKernel, target: Target) -> Launch:
@@ -67,6 +68,7 @@ def work_of(kernel: MatMulKernel, target: Target) -> Work:
         runs_along(kernel.b, kernel.reads, kernel.k),
         can_split=is_known,
         can_be_thin=is_known,
+        has_long_epilogue=has_long_epilogue(kernel),
     )
 
 
@@ -82,12 +84,12 @@ def _emit_tiles(kernel: MatMulKernel, printer: Printer, target: Target, tiling: 
         printer.lines.add(f"acc = tl.zeros([ROWS, COLUMNS], {DTYPES[kernel.accumulator.dtype][0]})")
         with steps_along_k(printer, kernel.k.extent, outer[part], tiling):
             with (
-                axis(printer, left, 1, ka, "k", tiling.depth) as inside,
+                axis(printer, left, 1, ka, "step * DEPTH", tiling.depth) as inside,
                 printer.over(left, {**env, kernel.k: index_of(ka)}, {**in_rows, **inside}),
             ):
                 a = products.operand(kernel.a, inside.get(1))
             with (
-                axis(printer, right, 0, kb, "k", tiling.depth) as inside,
+                axis(printer, right, 0, kb, "step * DEPTH", tiling.depth) as inside,
                 printer.over(right, {**env, kernel.k: index_of(kb)}, {**in_columns, **inside}),
             ):
                 b = products.operand(kernel.b, inside.get(0))
@@ -103,7 +105,7 @@ def _emit_thin(kernel: MatMulKernel, printer: Printer, target: Target, tiling: T
     a time, and threads add their sums when k is done. Tensor cores would spend their time on rows that do not exist."""
     batch, m, n = kernel.domain
     part = part_of(kernel)
-    i, j, k = LoopVar("m", m.extent), LoopVar("n", n.extent), LoopVar("kk", kernel.k.extent)
+    i, j, k = LoopVar("m", m.extent), LoopVar("n", n.extent), LoopVar("k", kernel.k.extent)
     tile = Tile(("ROWS", "COLUMNS", "DEPTH"))
     dtype = kernel.accumulator.dtype
     products = Product(printer, dtype, dtype, tf32=False)
@@ -112,7 +114,7 @@ def _emit_thin(kernel: MatMulKernel, printer: Printer, target: Target, tiling: T
         printer.lines.add(f"acc = tl.zeros([ROWS, COLUMNS, DEPTH], {DTYPES[dtype][0]})")
         with (
             steps_along_k(printer, kernel.k.extent, outer[part], tiling),
-            axis(printer, tile, 2, k, "k", tiling.depth) as inside,
+            axis(printer, tile, 2, k, "step * DEPTH", tiling.depth) as inside,
             printer.over(tile, {**env, kernel.k: index_of(k)}, {**in_rows, **in_columns, **inside}),
         ):
             a, b = (products.term(e, inside.get(2)) for e in (kernel.a, kernel.b))
@@ -140,34 +142,46 @@ def result_tile(
     """A program's tile of the result: `i` runs along its rows, `j` along its columns. Gives what the variables `outer` are, of which each value
     has all tiles of a result to itself, and which rows and which columns exist."""
     lines = printer.lines
-    lines.add(f"down = {printer.size(blocks(i.extent, tiling.rows))}")
-    lines.add(f"across = {printer.size(blocks(j.extent, tiling.columns))}")
+    down, across = blocks(i.extent, tiling.rows), blocks(j.extent, tiling.columns)
     lines.add(f"program = {program_start(printer)}")
     which, env = flattened(outer, "outer")
     if which.extent != 1:
-        lines.add("outer = program // (down * across)")
-        lines.add("program = program % (down * across)")
+        lines.add(f"outer = program // ({printer.size(down * across)})")
+        lines.add(f"program = program % ({printer.size(down * across)})")
         printer.variable(which, Value("outer"))
-    lines.add(f"first = program // ({_GROUP} * across) * {_GROUP}")
-    lines.add(f"group = min(down - first, {_GROUP})")
+    row, column = "program * ROWS", "program * COLUMNS"
+    if down == 1:
+        row = "0"
+    elif across == 1:
+        column = "0"
+    else:
+        lines.add(f"down = {printer.size(down)}")
+        lines.add(f"across = {printer.size(across)}")
+        lines.add(f"first = program // ({_GROUP} * across) * {_GROUP}")
+        lines.add(f"group = min(down - first, {_GROUP})")
+        row, column = (
+            "(first + program % group) * ROWS",
+            f"program % ({_GROUP} * across) // group * COLUMNS",
+        )
     with (
-        axis(printer, tile, 0, i, "(first + program % group) * ROWS", tiling.rows) as in_rows,
-        axis(printer, tile, 1, j, f"program % ({_GROUP} * across) // group * COLUMNS", tiling.columns) as in_columns,
+        axis(printer, tile, 0, i, row, tiling.rows) as in_rows,
+        axis(printer, tile, 1, j, column, tiling.columns) as in_columns,
     ):
         yield env, in_rows, in_columns
 
 
 @contextmanager
 def steps_along_k(printer: Printer, extent: Dim, part: Index, tiling: Tiling) -> Iterator[None]:
-    """The loop `for k in range(...)` over a program's part of the extent."""
-    begin, end = "0", printer.size(extent)
+    """The loop `for step in range(...)` over a program's part of the steps along k."""
+    steps = blocks(extent, tiling.depth)
+    begin, end = "0", printer.size(steps)
     if tiling.splits > 1:
-        each = printer.size(ceil_div(extent, tiling.splits * tiling.depth) * tiling.depth)
+        each = printer.size(ceil_div(steps, tiling.splits))
         begin = printer.let(f"({printer.index(part).text}) * ({each})", stem="begin").text
         end = f"min({begin} + {each}, {end})"
     # Without tensor cores loads are staged only where that is asked for.
-    loop = f"tl.range({begin}, {end}, DEPTH, num_stages={tiling.stages})"
-    with printer.lines.block(f"for k in {loop if tiling.is_thin else f'range({begin}, {end}, DEPTH)'}:"):
+    loop = f"tl.range({begin}, {end}, num_stages={tiling.stages})" if tiling.is_thin else f"range({begin}, {end})"
+    with printer.lines.block(f"for step in {loop}:"):
         yield
 
 
@@ -176,6 +190,11 @@ def runs_along(e: Expr, arguments: Sequence[Argument], variable: LoopVar) -> boo
     layouts = {argument.buffer: argument.layout for argument in arguments}
     read = [(load, layouts[load.buffer]) for load in loads_of(e) if load.buffer in layouts and load.index]
     return any(dict(offset_of(layout, load.buffer.shape, load.index).terms).get(variable) == 1 for load, layout in read)
+
+
+def has_long_epilogue(kernel: MatMulKernel | ConvKernel) -> bool:
+    """Whether more is fused behind a kernel than a bias, an activation and the like."""
+    return sum(count_calls(store.value) for store in kernel.stores) > _SHORT_EPILOGUE
 
 
 def bytes_of(kernel: Kernel) -> int:
@@ -236,12 +255,14 @@ class Product:
         match e:
             case Call(op="guard", args=(condition, within, Const(value=0))):
                 return self.term(within, *held, printer.expr(condition))
-            case Load(buffer=b) if b.dtype == self._dtype and b not in printer.locals and not b.by_value:
-                with printer.guarded(held):
-                    return printer.raw_load(e)  # what is masked is 0
+            case Load(buffer=b) if self._dtype in (b.dtype, e.dtype) and b not in printer.locals and not b.by_value:
+                with printer.guarded(held):  # what is masked is 0
+                    return printer.raw_load(e) if b.dtype == self._dtype else printer.expr(e)
         with printer.guarded(held):
             value = printer.expr(e)
         where = all_of(held)
+        if where is None and e.dtype == self._dtype:
+            return value
         text = value.text if where is None else f"tl.where({where.text}, {value.text}, 0)"
         dims = value.dims if where is None else value.dims | where.dims
         return printer.let(f"{text}.to({DTYPES[self._dtype][0]})", dims)

@@ -70,7 +70,7 @@ def _in_memory_order(kernel: MapKernel) -> list[LoopVar]:
     domain = kernel.domain
     if not all(v in steps for v in domain if v.extent != 1):
         return list(domain)  # written through a quotient or a remainder
-    return sorted(domain, key=lambda v: size_hint(steps.get(v, 0)), reverse=True)
+    return sorted(domain, key=lambda v: (v.extent == 1, size_hint(steps.get(v, 0))), reverse=True)
 
 
 def _read_along(kernel: MapKernel, variables: Sequence[LoopVar]) -> LoopVar | None:

@@ -82,8 +82,9 @@ class Work:
     """What is to be cut up: `batch` products of m by k and k by n, at typical sizes.
 
     `dtype`: what both operands are held in. `bytes`: read and written at least. `run`: elements along k that a step stays within (those of one
-    tap of a window). `is_left_along_k`, `is_right_along_k`: whether neighbours along k are neighbours in memory. `can_split`: the size
-    of the result is known when it is compiled, and with that what the parts along k take.
+    tap of a window); `deepest`: most of them that a step is to have. `is_left_along_k`, `is_right_along_k`: whether neighbours along k are
+    neighbours in memory. `can_split`: the size of the result is known when it is compiled, and with that what the parts along k take.
+    `can_be_thin`: it is a matrix product of known size. `has_long_epilogue`: what is fused behind it wants registers of its own.
     """
 
     batch: int
@@ -95,8 +96,10 @@ class Work:
     run: int
     is_left_along_k: bool = True
     is_right_along_k: bool = True
+    deepest: int = 1 << 16
     can_split: bool = True
     can_be_thin: bool = True
+    has_long_epilogue: bool = False
 
     @property
     def element(self) -> int:
@@ -128,6 +131,8 @@ _CHIPS = {
 }
 _L2 = 40.0  # bytes by clock that the second-level cache gives one multiprocessor: what matmuls near the peak of an H100 get by with
 _SHARED = 128.0  # bytes by clock that shared memory gives
+_SPILLED = 4000.0  # clocks of a program whose sums leave its epilogue no registers: they go to memory and come back
+_MOST_SUMS = 64  # that each thread holds, with a long epilogue
 _SERIAL = 0.2  # of the shorter of computing and reading, which does not overlap with the longer
 _START = 1500.0  # clocks from a program's start to its first product, and from its last to its end
 _LAUNCH = 3000.0  # clocks of one more kernel
@@ -194,7 +199,9 @@ def _tilings(work: Work, target: Target) -> list[Tiling]:
         fits = rows <= max(MIN_TILE, power_of_2(work.m)) and columns <= max(MIN_TILE, power_of_2(work.n))
         if fits or (not found and shapes[-1] == (rows, columns, deep, warps, stages)):
             edges = block_for(work.m, rows, MIN_TILE), block_for(work.n, columns, MIN_TILE)
-            found.append(Tiling(*edges, block_for(work.run, deep // work.element, least), warps, stages))
+            found.append(
+                Tiling(*edges, block_for(work.run, min(deep // work.element, work.deepest), least), warps, stages)
+            )
     return found
 
 
@@ -204,7 +211,7 @@ def _thin(work: Work) -> Tiling:
     few = power_of_2(min(work.m, work.n))
     elements = _THREADS * _VECTOR // work.element * (2 if few <= 2 else 1)
     line = _LINE // work.element
-    if work.is_left_along_k if is_left else work.is_right_along_k:
+    if _is_along_k(work):
         depth = block_for(work.k, 4 * line, min(line, power_of_2(work.k)))
         many = block_for(work.m if is_left else work.n, elements // depth)
     else:
@@ -212,6 +219,11 @@ def _thin(work: Work) -> Tiling:
         depth = block_for(work.k, elements // many)
     rows, columns = (many, few) if is_left else (few, many)
     return Tiling(rows, columns, depth, _THREADS // 32, 3, is_thin=True)
+
+
+def _is_along_k(work: Work) -> bool:
+    """Whether the larger operand's neighbours along k are neighbours in memory."""
+    return work.is_left_along_k if work.m > work.n else work.is_right_along_k
 
 
 def _splits(tiling: Tiling, work: Work) -> list[int]:
@@ -245,7 +257,9 @@ def _cost(tiling: Tiling, work: Work, target: Target) -> float:
     multiply_adds = rows * columns * depth
     if tiling.is_thin:
         few, many = sorted((rows, columns))
-        loads = few * many * depth * work.element / _SHARED  # of the few rows, for each vector of the larger operand
+        # Of the few rows, for each vector of the larger operand: a vector, or element by element where k does not run along it.
+        each = _SHARED if _is_along_k(work) else _SHARED / 4
+        loads = few * many * depth * work.element / each
         step = max(multiply_adds / (chip.single / 2), many * depth * work.element / _L2, loads)
     else:
         step = max(multiply_adds / _rate(tiling, work, target), (rows + columns) * depth * work.element / _L2)
@@ -255,6 +269,8 @@ def _cost(tiling: Tiling, work: Work, target: Target) -> float:
     busy = turns * -(-_steps(tiling, work) // tiling.splits) * step
     moved = work.bytes / (chip.memory * target.multiprocessors)
     cost = max(busy, moved) + _SERIAL * min(busy, moved) + -(-turns // resident) * _START
+    if work.has_long_epilogue and tiling.splits == 1 and rows * columns > _MOST_SUMS * 32 * tiling.warps:
+        cost += turns * _SPILLED
     if tiling.splits > 1:
         partial = 2 * 4 * tiling.splits * work.batch * work.m * work.n
         cost += _LAUNCH + partial / (chip.memory * target.multiprocessors)

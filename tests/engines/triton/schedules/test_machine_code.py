@@ -1,0 +1,183 @@
+"""What Triton's compiler makes of products and convolutions for sm_80 and sm_90, read from PTX and machine code. No GPU is needed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engines.triton.regions_for_tests import kernels_of
+from tests.engines.triton.resource_usage import resource_usage
+from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
+from torch_hybrid_backend.codegen.workers.protocol import Job
+from torch_hybrid_backend.engines.triton import artifact, compiler
+from torch_hybrid_backend.engines.triton.alternatives import alternatives, tiled
+from torch_hybrid_backend.engines.triton.schedules import tilings
+from torch_hybrid_backend.engines.triton.schedules.tilings import Tiling
+from torch_hybrid_backend.engines.triton.target import Target
+from torch_hybrid_backend.loops.kernels import Kernel, MatMulKernel
+
+pytest.importorskip("triton")
+
+_AMPERE, _HOPPER = Target(80, 108), Target(90, 132)
+_half, _bf16 = torch.float16, torch.bfloat16
+_OPERANDS = {"bf16": "bf16", "fp16": "f16", "tf32": "tf32", "3x3": "bf16"}  # as PTX names them
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Code:
+    """A kernel's PTX; `shared_bytes` of a program; `spill_bytes` of a thread."""
+
+    ptx: str
+    shared_bytes: int
+    spill_bytes: int
+
+    def has(self, instruction: str) -> int:
+        """How many of them there are."""
+        return len(re.findall(rf"\b{instruction}", self.ptx))
+
+    @property
+    def narrow_loads(self) -> int:
+        """Loads of global memory of less than 16 bytes a thread, asynchronous ones included."""
+        return self.has(r"ld\.global\.(?:b|u)\d+\s") + self.has(r"cp\.async\.ca")
+
+    @property
+    def wide_loads(self) -> int:
+        return self.has(r"ld\.global\.\S*v4\.b32") + self.has(r"cp\.async\.cg")
+
+
+@pytest.fixture(scope="module")
+def workers() -> KernelCompiler:
+    return KernelCompiler(compiler, 2)
+
+
+def _codes(kernels: Mapping[str, tuple[Kernel, Target]], workers: KernelCompiler, folder: Path) -> dict[str, _Code]:
+    jobs = [
+        Job(name, "kernel_1", kernel, target, str(folder / f"{number}.kernel"), assembly=True)
+        for number, (name, (kernel, target)) in enumerate(kernels.items())
+    ]
+    codes = {}
+    for job, path in zip(jobs, workers.compile(jobs, 500.0), strict=True):
+        assert isinstance(path, Path), path
+        header, image = artifact.read(path)
+        usage = resource_usage(image, header.shared_bytes)
+        codes[job.key] = _Code(path.with_suffix(".ptx").read_text(), usage.shared_bytes, usage.spill_bytes)
+    return codes
+
+
+def _linear(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.linear(x, w, b).relu()
+
+
+def _operands(m: int, n: int, k: int, dtype: torch.dtype) -> Tensors:
+    return torch.empty(m, k, dtype=dtype), torch.empty(n, k, dtype=dtype), torch.empty(n, dtype=dtype)
+
+
+def _image(*shape: int, dtype: torch.dtype = _bf16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype).to(memory_format=torch.channels_last)
+
+
+def _convolve(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.conv2d(x, w, b, padding=w.shape[-1] // 2, groups=x.shape[1] // w.shape[1]).relu()
+
+
+def _kernel(function: Callable[..., torch.Tensor], inputs: Tensors, target: Target) -> Kernel:
+    (kernel,) = kernels_of(function, *inputs, target=target)
+    return kernel
+
+
+@pytest.mark.parametrize("target", [_AMPERE, _HOPPER], ids=["sm_80", "sm_90"])
+def test_large_products_use_tensor_cores(target: Target, workers: KernelCompiler, tmp_path: Path) -> None:
+    """`wgmma` on Hopper, `mma.sync` before it; operands are copied to shared memory ahead of their use, 16 bytes a thread at once; results are
+    written so. Nothing is spilled. In halves, and in TF32 where torch's setting allows it; without it float32 is multiplied as it is."""
+    large = (4096, 4096, 4096)
+    tf32 = Target(target.capability, target.multiprocessors, tf32=True)
+    codes = _codes(
+        {
+            "bf16": (_kernel(_linear, _operands(*large, _bf16), target), target),
+            "fp16": (_kernel(_linear, _operands(*large, _half), target), target),
+            "tf32": (_kernel(_linear, _operands(*large, torch.float32), tf32), tf32),
+            "fp32": (_kernel(_linear, _operands(*large, torch.float32), target), target),
+            "3x3": (
+                _kernel(
+                    _convolve, (_image(8, 256, 56, 56), _image(256, 256, 3, 3), torch.empty(256, dtype=_bf16)), target
+                ),
+                target,
+            ),
+        },
+        workers,
+        tmp_path,
+    )
+    own, other = (r"wgmma\.mma_async", r"mma\.sync") if target is _HOPPER else (r"mma\.sync", r"wgmma\.mma_async")
+    for name, code in codes.items():
+        assert code.spill_bytes == 0, name
+        assert code.has(r"cp\.async\.cg"), name
+        assert code.has(r"st\.global\.v4\.b32"), name
+        assert code.has(r"bar\.sync"), name
+        if name == "fp32":
+            assert not code.has(own)
+            assert code.has(r"fma\.rn\.f32")
+            continue
+        assert code.has(own), name
+        assert not code.has(other), name
+        assert code.has(rf"\S*mma\S*\.{_OPERANDS[name]}\."), name
+    for name in ("bf16", "fp16", "tf32", "fp32"):
+        assert codes[name].narrow_loads <= 16, name  # of the bias
+
+
+@pytest.mark.parametrize("target", [_AMPERE, _HOPPER], ids=["sm_80", "sm_90"])
+def test_memory_bound_ones_read_16_bytes_at_once(target: Target, workers: KernelCompiler, tmp_path: Path) -> None:
+    """The matrix of a thin product, whichever axis is contiguous, and images whose channels are: no tensor cores, no spills."""
+    matrix, row = torch.empty(4096, 4096, dtype=_bf16), torch.empty(1, 4096, dtype=_bf16)
+    images = (_image(8, 192, 56, 56), torch.empty(192, 1, 3, 3, dtype=_bf16), torch.empty(192, dtype=_bf16))
+    codes = _codes(
+        {
+            "along k": (_kernel(torch.nn.functional.linear, (row, matrix), target), target),
+            "across k": (_kernel(torch.mm, (row, matrix), target), target),
+            "vector": (_kernel(torch.mv, (matrix, row[0]), target), target),
+            "float32": (_kernel(torch.nn.functional.linear, (row.float(), matrix.float()), target), target),
+            "depthwise": (_kernel(_convolve, images, target), target),
+        },
+        workers,
+        tmp_path,
+    )
+    for name, code in codes.items():
+        assert code.wide_loads, name
+        assert not code.has(r"\S*mma"), name
+        assert code.has(r"fma\.rn\.f32"), name
+        assert code.spill_bytes == 0, name
+    for name in ("along k", "vector", "float32"):
+        assert codes[name].narrow_loads <= 3, name  # of the vector, which one thread in two has a part of
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("target", [_AMPERE, _HOPPER], ids=["sm_80", "sm_90"])
+def test_no_tiling_spills(target: Target, workers: KernelCompiler, tmp_path: Path) -> None:
+    """Each shape of tile that the model may propose, with an epilogue. All fit the chip's shared memory."""
+    kernels: dict[str, tuple[Kernel, Target]] = {}
+    for dtype, tf32 in ((_bf16, False), (torch.float32, True), (torch.float32, False), (torch.float64, False)):
+        own = Target(target.capability, target.multiprocessors, tf32)
+        kernel = _kernel(_linear, _operands(4096, 4096, 4096, dtype), own)
+        assert isinstance(kernel, MatMulKernel)
+        work = tilings.Work(1, 4096, 4096, 4096, str(dtype).removeprefix("torch."), 1, 4096)
+        found = [tiling for tiling, _ in tilings.ranked(work, own) if tiling.splits == 1]
+        for tiling in (*found, Tiling(16, 32, found[0].depth, splits=4)):
+            (first, *_) = tiled(kernel, tiling)
+            kernels[f"{dtype} {tf32} {tiling.name}"] = (first, own)
+    for shape, image in (
+        ("stem", (_image(8, 3, 224, 224), _image(64, 3, 7, 7), torch.empty(64, dtype=_bf16))),
+        ("groups", (_image(8, 256, 28, 28), _image(256, 32, 3, 3), torch.empty(256, dtype=_bf16))),
+        ("depthwise 7x7", (_image(8, 96, 28, 28), torch.empty(96, 1, 7, 7, dtype=_bf16), torch.empty(96, dtype=_bf16))),
+        ("depthwise rows", (torch.empty(8, 96, 28, 28), torch.empty(96, 1, 7, 7), torch.empty(96))),
+    ):
+        kernel = _kernel(_convolve, image, target)
+        kernels[shape] = (kernel, target)
+        kernels.update((f"{shape} {v.name}", (v.kernels[0], target)) for v in alternatives(kernel, target))
+    for name, code in _codes(kernels, workers, tmp_path).items():
+        assert code.spill_bytes == 0, name
+        assert code.shared_bytes <= (227 if target is _HOPPER else 163) << 10, name

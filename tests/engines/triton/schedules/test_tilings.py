@@ -1,0 +1,79 @@
+"""The model that ranks tilings: what it must never propose, and what it must see."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from torch_hybrid_backend.engines.triton.schedules.tilings import BYTES, MIN_TILE, Tiling, Work, best, ranked
+from torch_hybrid_backend.engines.triton.target import INTERPRETER, Target
+
+HOPPER, AMPERE = Target(90, 132), Target(80, 108)
+
+
+def _work(m: int, n: int, k: int, dtype: str = "bfloat16", batch: int = 1, *, is_right_along_k: bool = True) -> Work:
+    moved = batch * (m * k + k * n + m * n) * BYTES[dtype]
+    return Work(batch, m, n, k, dtype, moved, k, is_right_along_k=is_right_along_k)
+
+
+@pytest.mark.parametrize("capability", [80, 86, 87, 89, 90, 100, 103, 120, 121])
+def test_every_tiling_can_run(capability: int) -> None:
+    """What programs hold of operands fits the shared memory of each chip, tiles are what `tl.dot` takes, and k is long enough for its parts."""
+    shared = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227}.get(capability, 99) << 10
+    sizes = (0, 1, 3, 17, 100, 4096)
+    for m, n, k, dtype in itertools.product(
+        sizes, sizes, (0, 1, 100, 70_000), ("bfloat16", "float32", "float64", "int8")
+    ):
+        found = ranked(_work(m, n, k, dtype), Target(capability, 100, tf32=True))
+        assert found
+        for tiling, cost in found:
+            assert cost >= 0
+            assert all(edge & (edge - 1) == 0 for edge in tiling.constants.values())
+            assert tiling.splits * tiling.depth <= max(k, tiling.depth)
+            if tiling.is_thin:
+                assert min(m, n) <= 8
+                continue
+            assert min(tiling.rows, tiling.columns) >= MIN_TILE
+            assert tiling.depth >= MIN_TILE or dtype == "int8"
+            held = tiling.stages * (tiling.rows + tiling.columns) * tiling.depth * BYTES[dtype]
+            assert held <= shared, tiling
+
+
+def test_decoding_is_thin() -> None:
+    """A row or few by a large weight, which every program reads 16 bytes a thread, along whichever axis is contiguous."""
+    along_k, across = best(_work(1, 4096, 4096), HOPPER), best(_work(1, 4096, 4096, is_right_along_k=False), HOPPER)
+    assert along_k.is_thin
+    assert across.is_thin
+    assert along_k.depth >= 128
+    assert across.columns >= 64
+    assert best(_work(4096, 1, 4096), HOPPER).is_thin
+    assert not best(_work(64, 4096, 4096), HOPPER).is_thin
+
+
+def test_large_products_have_large_tiles() -> None:
+    """As large as the registers of the chip allow; small ones are for products that would leave multiprocessors idle."""
+    large = best(_work(8192, 8192, 8192), HOPPER)
+    assert large.rows * large.columns == 128 * 256
+    assert all(tiling.rows * tiling.columns <= 128 * 128 for tiling, _ in ranked(_work(8192, 8192, 8192), AMPERE))
+    small = best(_work(256, 256, 256), HOPPER)
+    assert small.rows * small.columns <= 32 * 64
+
+
+def test_few_tiles_of_long_k_are_split() -> None:
+    """Not where tiles fill the chip, nor where sizes are known at run time only."""
+    assert ranked(_work(64, 64, 70_000), HOPPER)[0][0].splits > 1
+    assert ranked(_work(8192, 8192, 4096), HOPPER)[0][0].splits == 1
+    assert best(_work(64, 64, 70_000), HOPPER).splits == 1
+    unknown = Work(1, 64, 64, 70_000, "bfloat16", 1, 70_000, can_split=False)
+    assert all(tiling.splits == 1 for tiling, _ in ranked(unknown, HOPPER))
+
+
+def test_a_chip_that_is_not_known_counts_as_the_one_before_it() -> None:
+    work = _work(4096, 4096, 4096)
+    assert ranked(work, Target(103, 132)) == ranked(work, Target(100, 132))
+
+
+def test_the_interpreter_has_one_way() -> None:
+    """With tiles as large as may be."""
+    assert ranked(_work(2000, 300, 5000, "float32"), INTERPRETER) == [(Tiling(1024, 512, 4096), 0.0)]

@@ -1,0 +1,109 @@
+"""The ways of computing a product: all give the same, and the first call may choose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engines.triton.programs_for_tests import run_program
+from tests.engines.triton.regions_for_tests import HOPPER, compiled
+from tests.engines.tvm.kernels_for_tests import attention_kernel, row_sum_kernel
+from torch_hybrid_backend.codegen.kernel_key import canonical_text
+from torch_hybrid_backend.codegen.variants import Variant, variants
+from torch_hybrid_backend.engines.triton.alternatives import alternatives, tiled
+from torch_hybrid_backend.engines.triton.schedules.tilings import TiledMatMulKernel, Tiling
+from torch_hybrid_backend.engines.triton.target import INTERPRETER, Target
+from torch_hybrid_backend.loops.kernels import ConvKernel, MapKernel, MatMulKernel
+
+pytest.importorskip("triton")
+
+Function = Callable[..., torch.Tensor]
+
+
+def _results(
+    folder: Path, function: Function, inputs: tuple[torch.Tensor, ...], tilings: tuple[Tiling, ...] = ()
+) -> dict[str, torch.Tensor]:
+    """What every alternative of the function's one kernel gives, by name, and what it gives with `tilings`."""
+    region, taken = compiled(folder, function, *inputs)
+    (kernel,) = region.kernels.kernels
+    assert isinstance(kernel, MatMulKernel | ConvKernel)
+    results = {}
+    own = [Variant(tiling.name, tiled(kernel, tiling)) for tiling in tilings]
+    for variant in (*variants(kernel, alternatives(kernel, HOPPER)), *own):
+        memory = dict(zip(region.kernels.inputs, taken, strict=True))
+        for each in variant.kernels:
+            memory.update(zip((w.buffer for w in each.writes), run_program(each, memory), strict=True))
+        results[variant.name] = memory[region.kernels.outputs[0]]
+    return results
+
+
+def _check(
+    folder: Path, function: Function, *inputs: torch.Tensor, tilings: tuple[Tiling, ...] = (), tolerance: float = 2e-5
+) -> None:
+    exact = function(*(x.double() if x.is_floating_point() else x for x in inputs))
+    results = _results(folder, function, inputs, tilings)
+    for got in results.values():
+        torch.testing.assert_close(got.to(exact.dtype), exact, rtol=tolerance, atol=tolerance)
+
+
+def test_matrix_products(tmp_path: Path) -> None:
+    """Tiles of other shapes, thin ones, parts along k that are even, uneven or empty; operands and epilogues that are computed."""
+    linear = torch.nn.functional.linear
+    uneven = (Tiling(16, 32, 16, splits=3), Tiling(32, 64, 16, splits=8), Tiling(2, 16, 64, splits=2, is_thin=True))
+    x, w, bias = torch.randn(17, 70), torch.randn(40, 70), torch.randn(40)
+    _check(tmp_path, lambda x, w, b: linear(x, w, b).relu() * 2, x, w, bias, tilings=uneven)
+    a, b = torch.randn(2, 20, 72).half(), torch.randn(2, 72, 33).half()
+    _check(tmp_path, torch.bmm, a, b, tilings=uneven[:1], tolerance=3e-2)
+    _check(tmp_path, torch.mm, *(torch.randint(-9, 9, shape) for shape in ((20, 40), (40, 17))), tilings=uneven[1:])
+    _check(tmp_path, torch.mm, torch.randn(20, 40).double(), torch.randn(40, 17).double(), tilings=uneven[:1])
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_convolutions(memory_format: torch.memory_format, tmp_path: Path) -> None:
+    """Parts of k begin in the middle of a window, and of a group's channels; the second kernel has the epilogue."""
+
+    def convolve(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.conv2d(x, w, b, stride=2, padding=1, groups=x.shape[1] // w.shape[1]).relu()
+
+    tilings = (Tiling(16, 32, 16, splits=4), Tiling(16, 16, 32, splits=40))
+    for channels, groups in ((40, 2), (6, 1)):  # steps within a tap; steps through the window
+        x = torch.randn(1, channels, 7, 5).to(memory_format=memory_format)
+        w = torch.randn(20 * groups, channels // groups, 3, 3).to(memory_format=memory_format)
+        _check(tmp_path, convolve, x, w, torch.randn(20 * groups), tilings=tilings, tolerance=1e-4)
+
+
+def test_long_k_is_split_where_nothing_was_timed(tmp_path: Path) -> None:
+    """With one tile and k of 70,000: the sums of parts, then a kernel that adds them and has the epilogue."""
+    x, w, bias = torch.randn(16, 70_000) / 100, torch.randn(16, 70_000), torch.randn(16)
+    region, taken = compiled(tmp_path, lambda x, w, b: torch.nn.functional.linear(x, w, b).relu(), x, w, bias)
+    (option,) = region.options
+    assert [type(kernel) for kernel in option.chosen.variant.kernels] == [TiledMatMulKernel, MapKernel]
+    exact = torch.nn.functional.linear(x.double(), w.double(), bias.double()).relu()
+    torch.testing.assert_close(region(taken)[0].double(), exact, rtol=1e-4, atol=1e-4)
+
+
+def test_few_with_keys_of_their_own(tmp_path: Path) -> None:
+    """What is kept of one is never taken for another."""
+    region, _ = compiled(tmp_path, torch.mm, torch.empty(64, 4096), torch.empty(4096, 96))
+    (kernel,) = region.kernels.kernels
+    found = alternatives(kernel, Target(90, 132))
+    assert 1 <= len(found) <= 3
+    assert len({variant.name for variant in found}) == len(found)
+    texts = [canonical_text(each) for variant in (Variant("", (kernel,)), *found) for each in variant.kernels[:1]]
+    assert len({*texts}) == len(texts)
+    assert [variant.cost for variant in found] == sorted(variant.cost for variant in found)
+
+
+def test_none_where_there_is_nothing_to_choose() -> None:
+    """Of other kernels, and for the interpreter's large tiles."""
+    for kernel in (row_sum_kernel(), attention_kernel()):
+        assert alternatives(kernel, HOPPER) == []
+
+
+def test_none_for_large_tiles(tmp_path: Path) -> None:
+    region, _ = compiled(tmp_path, torch.mm, torch.empty(64, 4096), torch.empty(4096, 96))
+    (kernel,) = region.kernels.kernels
+    assert alternatives(kernel, INTERPRETER) == []
