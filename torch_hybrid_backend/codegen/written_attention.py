@@ -10,6 +10,7 @@ in or added) does not matter: expressions are compared after views and elementwi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,7 @@ from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import (
     Buffer,
     Call,
+    Const,
     Expr,
     Load,
     LoopOp,
@@ -33,7 +35,7 @@ from torch_hybrid_backend.loops.ir import (
     domain_vars,
     loads_of,
 )
-from torch_hybrid_backend.loops.ops import is_float, round_to
+from torch_hybrid_backend.loops.ops import is_float, literal, mul, round_to
 from torch_hybrid_backend.sizes.size import Dim
 
 _MAX_WIDTH = 256  # of a head: a tile holds whole ones
@@ -52,11 +54,12 @@ def find_attention(graph: LoopGraph) -> LoopGraph:
 class _Softmax:
     """The left operand of a product as a softmax: `scores` is what it is of, `product` the one load of a matrix product's result in it.
 
-    `between`: the operations whose results must be read by nothing else.
+    `nan_rows`: a row of -inf alone is NaN, not 0. `between`: the operations whose results must be read by nothing else.
     """
 
     scores: Expr
     product: Load
+    nan_rows: bool
     between: frozenset[LoopOp]
 
 
@@ -85,23 +88,30 @@ class _Search:
         if any(self._is_read_outside(own, between | {op}) for own in between if self._depends(own, first)):
             return op
 
+        batch = op.out.shape[0]
+        (q, of_queries), (k, of_keys) = self._unscaled(first.a), self._unscaled(first.b)
+        factor = of_queries * of_keys
+
         def score(product: Expr, place: tuple[Index, ...]) -> Expr:
             own = self._softmax(op.a, place)
             assert own is not None
-            return replace_loads(own.scores, lambda load: product if load.buffer is first.out else None)
+            scaled = product if factor == 1 else mul(product, literal(factor, product.dtype))
+            return replace_loads(own.scores, lambda load: scaled if load.buffer is first.out else None)
 
-        batch = op.out.shape[0]
-        q, k, v = self._query(first), _keys(first), _batched(op.b, batch)
-        return ScoredAttentionOp(op.out, q, k, v, score, nan_rows=True)
+        q = self._inlined(q, first) if q is first.a else q
+        return ScoredAttentionOp(op.out, q, _keys(k, batch), _batched(op.b, batch), score, found.nan_rows)
 
     def _softmax(self, value: Value, index: tuple[Index, ...]) -> _Softmax | None:
         between: set[LoopOp] = set()
-        match _unrounded(self._written_out(value.at(index), between)):
+        weights, guarded = _unguarded(_unrounded(self._written_out(value.at(index), between)))
+        match weights:
             case Call(op="div", args=(Call(op="exp" | "exp_nonpositive", args=(Call(op="sub", args=(s, m)),)) as e, d)):
                 scores, top, total = s, _unrounded(m), _unrounded(d)
             case _:
                 return None
         if not isinstance(top, Load) or not isinstance(total, Load):
+            return None
+        if guarded is not None and (not isinstance(guarded, Load) or guarded.buffer is not top.buffer):
             return None
         for load, combiner, body in ((top, "max", scores), (total, "sum", e)):
             reduction = self._producer.get(load.buffer)
@@ -114,7 +124,7 @@ class _Search:
             if not self._are_equal(own, body):
                 return None
         products = [x for x in loads_of(scores) if isinstance(self._producer.get(x.buffer), MatMulOp)]
-        return _Softmax(scores, products[0], frozenset(between)) if len(products) == 1 else None
+        return _Softmax(scores, products[0], guarded is None, frozenset(between)) if len(products) == 1 else None
 
     def _written_out(self, e: Expr, between: set[LoopOp]) -> Expr:
         """The expression with what elementwise operations computed written out; they are added to `between`."""
@@ -147,9 +157,39 @@ class _Search:
     def _is_read_outside(self, op: LoopOp, inside: set[LoopOp]) -> bool:
         return any(out in self._outputs or not self._readers.get(out, set()) <= inside for out in op.outs)
 
-    def _query(self, first: MatMulOp) -> Value:
-        """Queries as they are computed: a program reads its own once, so that what scales them needs no memory."""
-        value = first.a
+    def _unscaled(self, value: Value) -> tuple[Value, float]:
+        """An operand and a factor: it is read from where it was scaled by a literal. The operand itself where there is no such thing."""
+        found = self._source(value.at(domain_vars(value.shape)))
+        if found is None:
+            return value, 1.0
+
+        def at(index: tuple[Index, ...]) -> Expr:
+            own = self._source(value.at(index))
+            assert own is not None
+            return own[0]
+
+        return Map(value.shape, value.dtype, at), found[1]
+
+    def _source(self, e: Expr) -> tuple[Load, float] | None:
+        """What is loaded and scaled by literals where an elementwise operation filled the buffer that is loaded."""
+        source = self._producer.get(e.buffer) if isinstance(e, Load) else None
+        if not isinstance(e, Load) or not isinstance(source, MapOp):
+            return None
+        inner, factor = source.value.at(e.index), 1.0
+        while not isinstance(inner, Load):
+            match _unrounded(inner):
+                case Call(op="mul", args=(x, Const(value=by))) | Call(op="mul", args=(Const(value=by), x)):
+                    inner, factor = x, factor * by
+                case Call(op="div", args=(x, Const(value=by))) if by != 0:
+                    inner, factor = x, factor / by
+                case _:
+                    return None
+        if not math.isfinite(factor) or inner.dtype != e.dtype or isinstance(self._producer.get(inner.buffer), MapOp):
+            return None
+        return inner, factor
+
+    def _inlined(self, value: Value, first: MatMulOp) -> Value:
+        """Queries as they are computed: a program reads its own once, so that what is done to them needs no memory."""
         loads = loads_of(value.at(domain_vars(value.shape)))
         sources = [self._producer.get(load.buffer) for load in loads]
         if len(loads) != 1 or not isinstance(sources[0], MapOp) or self._readers[sources[0].out] != {first}:
@@ -165,6 +205,15 @@ class _Search:
         return Map(value.shape, value.dtype, at)
 
 
+def _unguarded(e: Expr) -> tuple[Expr, Expr | None]:
+    """Weights without the choice of 0 where the greatest score is -inf, and that score."""
+    match e:
+        case Call(op="where", args=(Call(op="eq", args=(top, Const(value=low))), Const(value=0), weights)):
+            if low == -math.inf:
+                return weights, _unrounded(top)
+    return e, None
+
+
 def _unrounded(e: Expr) -> Expr:
     """What is rounded or cast between floating-point types: products with it are at least as exact without."""
     while isinstance(e, Call) and e.op in ("cast", "round") and is_float(e.args[0].dtype):
@@ -172,10 +221,9 @@ def _unrounded(e: Expr) -> Expr:
     return e
 
 
-def _keys(first: MatMulOp) -> Value:
+def _keys(value: Value, batch: Dim) -> Value:
     """(Z, D, T) as (Z, T, D)."""
-    value = first.b
-    shape = (first.out.shape[0], value.shape[2], value.shape[1])
+    shape = (batch, value.shape[2], value.shape[1])
     is_shared = value.shape[0] == 1
 
     def at(index: tuple[Index, ...]) -> Expr:

@@ -1,33 +1,180 @@
-"""Attention programs beside PyTorch's composite."""
+"""Attention programs beside PyTorch's composite, run by the interpreter with a GPU's tiles."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.engines.triton.programs_for_tests import TARGETS
-from tests.engines.triton.regions_for_tests import check
+from tests.engines.triton.programs_for_tests import HOPPER, TARGETS
+from tests.engines.triton.regions_for_tests import check, compiled
 from torch_hybrid_backend.engines.triton.kernels import FlashKernel
+from torch_hybrid_backend.engines.triton.schedules.attention import divided, launch
+from torch_hybrid_backend.engines.triton.target import Target
+from torch_hybrid_backend.loops.kernels import MapKernel, RowKernel
 
 pytest.importorskip("triton")
+
+attend = torch.nn.functional.scaled_dot_product_attention
+FEW = dataclasses.replace(HOPPER, multiprocessors=1)
+MANY = dataclasses.replace(HOPPER, multiprocessors=132)  # more than there are programs
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("queries", "keys", "width"), [(5, 5, 8), (70, 70, 20), (1, 90, 16), (64, 130, 32)])
+@pytest.mark.parametrize(("queries", "keys", "width"), [(5, 5, 8), (70, 70, 20), (1, 90, 16), (64, 130, 32), (1, 1, 48)])
 def test_sizes(target: str, causal: bool, queries: int, keys: int, width: int, tmp_path: Path) -> None:
     """Rows and keys that fill no tile; a causal mask begins at the first key."""
     q, k, v = (torch.randn(2, 3, n, width) for n in (queries, keys, keys))
-    attend = torch.nn.functional.scaled_dot_product_attention
     function = lambda q, k, v: attend(q, k, v, is_causal=causal)  # noqa: E731
     check(tmp_path, function, q, k, v, target=TARGETS[target], kinds=(FlashKernel,))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(("width", "values"), [(16, 40), (72, 72), (128, 64), (200, 256)])
+def test_widths_and_dtypes(dtype: torch.dtype, width: int, values: int, tmp_path: Path) -> None:
+    """Heads whose width is no power of two, and values of another width."""
+    q, k, v = (torch.randn(1, 2, n, e).to(dtype) for n, e in ((50, width), (70, width), (70, values)))
+    # Where widths differ PyTorch's composite multiplies in float32: values are converted first.
+    kinds = (MapKernel, FlashKernel) if width != values and dtype is not torch.float64 else (FlashKernel,)
+    check(tmp_path, lambda q, k, v: attend(q, k, v), q, k, v, kinds=kinds)
+
+
 def test_masks(tmp_path: Path) -> None:
-    """Added to the scores; one for all heads, or one for each."""
+    """Added to the scores; one for all heads, or one for each; a row that sees nothing is 0."""
     q, k, v = (torch.randn(2, 3, n, 16) for n in (40, 50, 50))
-    attend = torch.nn.functional.scaled_dot_product_attention
     for shape in ((2, 3, 40, 50), (1, 1, 40, 50)):
-        check(tmp_path, lambda q, k, v, m: attend(q, k, v, attn_mask=m), q, k, v, torch.randn(shape))
+        mask = torch.randn(shape)
+        mask[..., 3, :] = -math.inf
+        check(tmp_path, lambda q, k, v, m: attend(q, k, v, attn_mask=m), q, k, v, mask)
+
+
+def _seen(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, window: int) -> torch.Tensor:
+    """Where keys lie at or before a query's position, and within a window that ends there."""
+    keys = torch.arange(k.shape[2])
+    return (keys <= positions[:, None]) & (keys > positions[:, None] - window)
+
+
+def _unread(x: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """The tensor with NaN in rows that nothing may read."""
+    x = x.clone()
+    x[:, :, :first] = math.nan
+    x[:, :, last:] = math.nan
+    return x
+
+
+@pytest.mark.parametrize(("length", "window"), [(70, 1000), (1, 1000), (300, 20), (512, 100)])
+@pytest.mark.parametrize("target", [FEW, MANY], ids=["one program", "split"])
+def test_a_cache_is_read_to_its_length(length: int, window: int, target: Target, tmp_path: Path) -> None:
+    """A static cache: its mask is computed from positions that are only known in the call. Blocks that no query sees are not read, before a window
+    either: NaN there changes nothing. Heads share keys, and three queries have positions of their own."""
+    q, k, v = torch.randn(1, 4, 3, 32), torch.randn(1, 2, 512, 32), torch.randn(1, 2, 512, 32)
+    positions = torch.tensor([max(0, length - 3), max(0, length - 2), length - 1])
+
+    def decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return attend(q, k, v, attn_mask=_seen(q, k, positions, window), enable_gqa=True)
+
+    tile = 32
+    first = max(0, int(positions[0]) - window + 1) // tile * tile
+    last = -(-length // tile) * tile
+    given = _unread(k, first, last), _unread(v, first, last)
+    region, taken = compiled(tmp_path, decode, q, *given, positions, target=target)
+    beginnings, flash, *combining = region.kernels.kernels  # the first one: where three windows begin
+    assert isinstance(beginnings, MapKernel)
+    assert [type(kernel) for kernel in combining] == [RowKernel] * (target is MANY)
+    assert isinstance(flash, FlashKernel)
+    assert flash.share == 2
+    assert launch(flash, target).constants["KEYS"] == tile
+    exact = decode(q.double(), k.double(), v.double(), positions)
+    torch.testing.assert_close(region(taken)[0].double(), exact, rtol=2e-5, atol=2e-5)
+
+
+def test_a_paged_cache_is_read_by_its_table(tmp_path: Path) -> None:
+    """Pages are read where the table says, without a copy, and those beyond the length not at all."""
+    q, keys, values = torch.randn(1, 4, 1, 32), torch.randn(40, 16, 4, 32), torch.randn(40, 16, 4, 32)
+    table, position = torch.randperm(40)[:20], torch.tensor([100])
+
+    def decode(
+        q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, table: torch.Tensor, position: torch.Tensor
+    ) -> torch.Tensor:
+        k, v = (pages[table].flatten(0, 1).transpose(0, 1)[None] for pages in (keys, values))
+        return attend(q, k, v, attn_mask=torch.arange(320) <= position[:, None])
+
+    exact = decode(q.double(), keys.double(), values.double(), table, position)
+    unread = table[8:]  # blocks of 32 keys up to the length are read
+    keys[unread], values[unread] = math.nan, math.nan
+    region, taken = compiled(tmp_path, decode, q, keys, values, table, position)
+    assert [type(kernel) for kernel in region.kernels.kernels] == [FlashKernel]
+    torch.testing.assert_close(region(taken)[0].double(), exact, rtol=2e-5, atol=2e-5)
+
+
+def test_repeated_heads_cost_no_memory(tmp_path: Path) -> None:
+    """Keys repeated by `expand` and `reshape`, or by `repeat_interleave`: the kernel reads them where they are."""
+    q, k, v = torch.randn(1, 6, 70, 16), torch.randn(1, 2, 70, 16), torch.randn(1, 2, 70, 16)
+
+    def expanded(x: torch.Tensor) -> torch.Tensor:
+        return x[:, :, None].expand(1, 2, 3, 70, 16).reshape(1, 6, 70, 16)
+
+    def interleaved(x: torch.Tensor) -> torch.Tensor:
+        return x.repeat_interleave(3, 1)
+
+    for repeat in (expanded, interleaved):
+        repeated = repeat
+
+        def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return attend(q, repeated(k), repeated(v), is_causal=True)
+
+        check(tmp_path, function, q, k, v, kinds=(FlashKernel,))
+        region, _ = compiled(tmp_path, function, q, k, v)
+        (kernel,) = region.kernels.kernels
+        assert isinstance(kernel, FlashKernel)
+        assert kernel.share == 3
+        assert [argument.buffer.shape for argument in kernel.reads] == [(1, 6, 70, 16), (1, 2, 70, 16), (1, 2, 70, 16)]
+
+
+def test_scores_that_a_model_writes_out(tmp_path: Path) -> None:
+    """A cap and position biases, in attention that is written out: one kernel. A row that sees nothing is NaN there, as softmax has it."""
+    q, k, v = (torch.randn(2, 2, n, 16) for n in (40, 70, 70))
+
+    def written(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        scores = torch.tanh((q * 0.25) @ k.transpose(-1, -2) / 3) * 3
+        queries, keys = torch.arange(40)[:, None], torch.arange(70)
+        scores = scores - (queries - keys).abs() * 0.1
+        return torch.softmax(scores.masked_fill(keys >= queries, -math.inf), -1) @ v
+
+    check(tmp_path, written, q, k, v, kinds=(FlashKernel,))
+
+
+def test_a_split_ends_in_what_follows(tmp_path: Path) -> None:
+    """Programs share the keys of a row; the kernel that combines them has the epilogue, and a row that sees nothing is 0."""
+    q, k, v = torch.randn(1, 2, 2, 16), torch.randn(1, 2, 1100, 16), torch.randn(1, 2, 1100, 16)
+    mask = torch.zeros(2, 1100)
+    mask[1] = -math.inf
+
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(attend(q, k, v, attn_mask=mask)) + x
+
+    check(tmp_path, function, q, k, v, mask, torch.randn(1, 2, 2, 16), target=MANY, kinds=(FlashKernel, RowKernel))
+
+
+@pytest.mark.parametrize(
+    ("heads", "queries", "keys", "parts"),
+    [(2, 1, 300, 1), (2, 1, 4096, 16), (64, 1, 4096, 2), (132, 1, 4096, 1), (2, 4096, 4096, 2), (1, 1, 1 << 20, 64)],
+)
+def test_keys_are_split_where_programs_are_few(
+    heads: int, queries: int, keys: int, parts: int, tmp_path: Path
+) -> None:
+    """Up to one program for each multiprocessor, each with 256 keys at least."""
+    q, k = torch.empty(1, heads, queries, 64, dtype=torch.half), torch.empty(1, heads, keys, 64, dtype=torch.half)
+    region, _ = compiled(tmp_path, lambda q, k: attend(q, k, k), q, k, target=Target(0, 132, is_interpreted=True))
+    (kernel,) = region.kernels.kernels
+    assert isinstance(kernel, FlashKernel)
+    found = divided(kernel, Target(90, 132))
+    first = found[0]
+    assert isinstance(first, FlashKernel)
+    assert first.splits == parts
+    assert len(found) == (1 if parts == 1 else 2)
