@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
-from tests.partition.engines_for_tests import trace
+from tests.partition.engines_for_tests import LoopsEngine, trace
 from tests.services_for_tests import services
+from torch_hybrid_backend.codegen.assemble import assemble
 from torch_hybrid_backend.codegen.engine import KernelEngine, KernelRegion
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline
@@ -19,6 +20,15 @@ from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.partition.regions import partition_graph
 
 HOPPER = Target(90, 4, is_interpreted=True)
+
+
+def kernels_of(
+    function: Callable[..., torch.Tensor], *inputs: torch.Tensor, target: Target = HOPPER
+) -> tuple[Kernel, ...]:
+    """The kernels of the function's one region for `target`; nothing is compiled and no input is read."""
+    config = dataclasses.replace(Config(), placement="estimate")
+    (segment,) = partition_graph(trace(function, *inputs), [LoopsEngine()], config).graph.segments
+    return assemble(segment.region, TritonBackend(target)).kernels
 
 
 def compiled(

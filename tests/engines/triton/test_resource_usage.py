@@ -1,0 +1,92 @@
+"""Registers, shared memory and spills of row and pointwise kernels, as NVIDIA's compiler made them. No GPU is needed."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import Golden
+from tests.engines.triton.regions_for_tests import kernels_of
+from tests.engines.triton.resource_usage import nvidia_tool, resource_usage
+from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
+from torch_hybrid_backend.codegen.workers.protocol import Job
+from torch_hybrid_backend.engines.triton import artifact, compiler
+from torch_hybrid_backend.engines.triton.target import Target
+
+pytest.importorskip("triton")
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A function of one tensor. It is traced: the tensor's memory is never touched."""
+
+    function: Callable[..., torch.Tensor]
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.bfloat16
+
+
+_WIDE, _LONG, _TALL = (4096, 1024), (64, 131072), (65536, 768)
+_CASES = {
+    "gelu": _Case(lambda x: torch.nn.functional.gelu(x) * 2, _WIDE),
+    "transposition": _Case(lambda x: x.t().contiguous(), _WIDE),
+    "softmax": _Case(lambda x: x.softmax(-1), _WIDE),
+    "layer_norm": _Case(lambda x: torch.nn.functional.layer_norm(x, x.shape[-1:]), _WIDE),
+    "layer_norm of 8192": _Case(lambda x: torch.nn.functional.layer_norm(x, x.shape[-1:]), (4096, 8192)),
+    "log_softmax, long": _Case(lambda x: x.log_softmax(-1), _LONG),
+    "layer_norm, long": _Case(lambda x: torch.nn.functional.layer_norm(x, x.shape[-1:]), _LONG),
+    "argmax, long": _Case(lambda x: x.argmax(-1), _LONG),
+    "sum of columns": _Case(lambda x: x.sum(0), _TALL, torch.float32),
+    "sum of all": _Case(lambda x: x.sum(), _TALL, torch.float32),
+}
+_ARCHITECTURES = (80, 90)
+
+
+@pytest.fixture(scope="module")
+def workers() -> KernelCompiler:
+    return KernelCompiler(compiler, 2)
+
+
+@pytest.mark.full
+def test_no_register_is_spilled(workers: KernelCompiler, tmp_path: Path, golden: Golden) -> None:
+    """What each kernel takes is what it took; the numbers are those of the Triton in constraints.txt."""
+    jobs: dict[str, Job] = {}
+    for name, case in _CASES.items():
+        for number, kernel in enumerate(kernels_of(case.function, torch.empty(case.shape, dtype=case.dtype))):
+            for capability in _ARCHITECTURES:
+                title = f"{name}, kernel {number}, sm_{capability}"
+                path = tmp_path / f"{len(jobs)}.kernel"
+                jobs[title] = Job(title, f"kernel_{len(jobs)}", kernel, Target(capability, 132), str(path))
+    lines = []
+    for title, path in zip(jobs, workers.compile([*jobs.values()], 500.0), strict=True):
+        assert isinstance(path, Path), path
+        header, code = artifact.read(path)
+        usage = resource_usage(code, header.shared_bytes)
+        assert usage.spill_bytes == 0, title
+        lines.append(
+            f"{title}: {header.threads} threads, {usage.registers} registers, {usage.shared_bytes} bytes shared"
+        )
+    if compiler.version() == "3.7.1":
+        golden.check("\n".join(lines))
+
+
+def test_a_spill_is_seen(workers: KernelCompiler, tmp_path: Path) -> None:
+    """The same kernel, with all the registers that it wants and with too few."""
+    case = _CASES["layer_norm of 8192"]
+    (kernel,) = kernels_of(case.function, torch.empty(case.shape, dtype=case.dtype))
+    job = Job("spill", "kernel_0", kernel, Target(80, 132), str(tmp_path / "a.kernel"), assembly=True)
+    (path,) = workers.compile([job], 300.0)
+    assert isinstance(path, Path), path
+    header, code = artifact.read(path)
+    usage = resource_usage(code, header.shared_bytes)
+    assert usage.spill_bytes == 0
+    assert usage.registers > 24
+    assert usage.shared_bytes == header.shared_bytes
+    few = tmp_path / "few.cubin"
+    ptx = path.with_suffix(".ptx")
+    subprocess.run([nvidia_tool("ptxas"), "-arch=sm_80", "-maxrregcount=24", str(ptx), "-o", str(few)], check=True)
+    assert resource_usage(few.read_bytes()).spill_bytes > 0
