@@ -27,7 +27,11 @@ def resource_usage(cubin: bytes, dynamic_shared_bytes: int = 0) -> Usage:
         file.write(cubin)
         file.flush()
         listing = subprocess.run(
-            [nvidia_tool("cuobjdump"), "--dump-resource-usage", file.name], check=True, capture_output=True, text=True, timeout=60
+            [nvidia_tool("cuobjdump"), "--dump-resource-usage", file.name],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=60,
         ).stdout
     (line,) = (line for line in listing.splitlines() if "REG:" in line)
     used = {name: int(number) for name, number in re.findall(r"(\w+):(\d+)", line)}
