@@ -12,8 +12,8 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """`registers`: of a thread. `shared_bytes`: of a program. `spill_bytes`: the stack and local memory of a thread, where registers are spilled
-    (and where libdevice keeps a table in the slow paths of sin, cos and tan: a kernel with one of them has some without a spill)."""
+    """`registers`: of a thread. `shared_bytes`: of a program. `spill_bytes`: the stack and local memory of a thread, where registers are
+    spilled (and where libdevice keeps a table in the slow paths of sin, cos and tan: a kernel with one of them has some without a spill)."""
 
     registers: int
     shared_bytes: int
@@ -21,8 +21,8 @@ class Usage:
 
 
 def resource_usage(cubin: bytes, dynamic_shared_bytes: int = 0) -> Usage:
-    """What the one kernel of a cubin takes. Triton's kernels get their shared memory when they are launched, so that a cubin does not know of it:
-    `dynamic_shared_bytes`, an artifact's `Header.shared_bytes`."""
+    """What the one kernel of a cubin takes. Triton's kernels get their shared memory when they are launched: a cubin does not know of it.
+    `dynamic_shared_bytes`: an artifact's `Header.shared_bytes`."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

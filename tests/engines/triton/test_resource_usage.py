@@ -77,16 +77,16 @@ def test_no_register_is_spilled(workers: KernelCompiler, tmp_path: Path, golden:
 def test_a_spill_is_seen(workers: KernelCompiler, tmp_path: Path) -> None:
     """The same kernel, with all the registers that it wants and with too few."""
     case = _CASES["layer_norm of 8192"]
-    (kernel,) = kernels_of(case.function, torch.empty(case.shape, dtype=case.dtype))
+    (kernel,) = kernels_of(case.function, torch.empty(case.shape))
     job = Job("spill", "kernel_0", kernel, Target(80, 132), str(tmp_path / "a.kernel"), assembly=True)
     (path,) = workers.compile([job], 300.0)
     assert isinstance(path, Path), path
     header, code = artifact.read(path)
     usage = resource_usage(code, header.shared_bytes)
     assert usage.spill_bytes == 0
-    assert usage.registers > 24
+    assert usage.registers > 16
     assert usage.shared_bytes == header.shared_bytes
-    few = tmp_path / "few.cubin"
-    ptx = path.with_suffix(".ptx")
-    subprocess.run([nvidia_tool("ptxas"), "-arch=sm_80", "-maxrregcount=24", str(ptx), "-o", str(few)], check=True)
+    ptx, few = tmp_path / "few.ptx", tmp_path / "few.cubin"
+    ptx.write_text(path.with_suffix(".ptx").read_text().replace(f".reqntid {header.threads}", ".maxnreg 16"))
+    subprocess.run([nvidia_tool("ptxas"), "-arch=sm_80", str(ptx), "-o", str(few)], check=True)
     assert resource_usage(few.read_bytes()).spill_bytes > 0
