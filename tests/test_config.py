@@ -39,6 +39,7 @@ def test_every_field_can_be_set_by_its_variable() -> None:
         "cache_dir": ("/var/cache/x", Path("/var/cache/x")),
         "cache_limit_mib": ("100", 100),
         "compile_threads": ("3", 3),
+        "cuda_driver": ("/usr/lib/wsl/lib/libcuda.so.1", "/usr/lib/wsl/lib/libcuda.so.1"),
         "compile_deadline_s": ("12", 12.0),
         "log": ("INFO", "info"),
     }

@@ -16,6 +16,7 @@ from torch_hybrid_backend.errors import (
     CompilerCrashError,
     ConfigError,
     DeadlineError,
+    DeviceError,
     HybridError,
     OperatorRefusedError,
     is_out_of_memory,
@@ -41,12 +42,14 @@ def accelerator_error(message: str, code: int | None) -> torch.AcceleratorError:
         (accelerator_error("XPU error", None), True),
         (accelerator_error("CUDA error: out of memory", 2), False),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), False),
+        (DeviceError("the kernel k: launching it failed: CUDA_ERROR_ILLEGAL_ADDRESS (700)", 700), True),
+        (DeviceError("loading the module of k failed: CUDA_ERROR_INVALID_IMAGE (200)", 200), False),
         (RuntimeError("CUDA error: said by somebody else"), False),
         (ValueError("no"), False),
     ],
 )
 def test_what_leaves_a_device_unusable(error: Exception, sticks: bool) -> None:
-    """Told by PyTorch's type and CUDA's code; without a code the worst is assumed."""
+    """Told by PyTorch's type or ours and CUDA's code; without a code the worst is assumed."""
     assert is_sticky(error) == sticks
 
 
@@ -56,6 +59,7 @@ def test_what_leaves_a_device_unusable(error: Exception, sticks: bool) -> None:
         (MemoryError(), True),
         (torch.OutOfMemoryError("CUDA out of memory"), True),
         (accelerator_error("CUDA error: out of memory", 2), True),
+        (DeviceError("the kernel k: launching it failed: CUDA_ERROR_OUT_OF_MEMORY (2)", 2), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
         (CompileError("std::bad_alloc"), True),

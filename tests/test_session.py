@@ -37,6 +37,16 @@ def test_equal_settings_share_a_session(tmp_path: Path) -> None:
     assert open_session(config) is not open_session(dataclasses.replace(config, cache_dir=tmp_path / "b"))
 
 
+def test_the_driver_s_library_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where it is set; else the C++ runtime need not even be loaded."""
+    told: list[str] = []
+    monkeypatch.setattr(session, "use_cuda_driver", told.append)
+    open_session(Config(cache_dir=tmp_path))
+    assert not told
+    open_session(Config(cache_dir=tmp_path, cuda_driver="/lib/another.so"))
+    assert told == ["/lib/another.so"]
+
+
 def test_strict_takes_no_session_that_lacks_something(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A cache that cannot be used is a warning; under strict an error, also where a session without it is open."""
     (tmp_path / "file").write_text("")

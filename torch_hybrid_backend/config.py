@@ -25,6 +25,8 @@ from torch_hybrid_backend.core.engine import EAGER
 from torch_hybrid_backend.errors import ConfigError
 
 PREFIX = "HYBRID_"
+# csrc/src/cuda_driver.cc has it too.
+CUDA_DRIVER = "libcuda.so.1"
 _CACHE_NAME = "torch_hybrid_backend"
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
@@ -96,6 +98,12 @@ def _directory(raw: object) -> object:
         return Path(raw).expanduser()
     except RuntimeError as error:
         raise ValueError(f"a path whose home directory is known ({error})") from None
+
+
+def _library(raw: object) -> object:
+    if not isinstance(raw, str | os.PathLike) or not str(raw).strip():
+        raise ValueError("the path or the name of a library")
+    return os.fspath(raw)
 
 
 def _default_cache_dir(environ: Mapping[str, str] | None = None) -> Path:
@@ -194,6 +202,14 @@ class Config:
             "seconds",
             "time that one graph's kernels may take to compile, of all engines, backward graphs and first calls together (tuning excepted); "
             "late ones run in eager",
+        ),
+    )
+    cuda_driver: str = dataclasses.field(
+        default=CUDA_DRIVER,
+        metadata=_setting(
+            _library,
+            "a path, or a name that the loader finds",
+            "NVIDIA's driver library, by which kernels are launched on GPUs; a process uses one",
         ),
     )
     log: str = dataclasses.field(

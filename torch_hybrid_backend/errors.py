@@ -39,6 +39,14 @@ class RegionError(HybridError):
     """Under HYBRID_STRICT=1: a region failed where it would otherwise have fallen back to eager."""
 
 
+class DeviceError(HybridError):
+    """A GPU's driver refused what a kernel asked for. `code` is its own, a CUresult."""
+
+    def __init__(self, why: str, code: int) -> None:
+        super().__init__(why)
+        self.code = code
+
+
 class OperatorRefusedError(HybridError):
     """PyTorch's `operator` raised `error` for the form of its inputs, not for their values, and has no decomposition that could stand in."""
 
@@ -56,11 +64,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
-# What PyTorch's allocator on the CPU says, what C++ throws where it is not asked, the CUDA runtime, and libraries that allocate for themselves.
+# What PyTorch's allocator on the CPU says, what C++ throws where it is not asked, CUDA's runtime and driver, and libraries that allocate for
+# themselves.
 _OUT_OF_MEMORY = (
     "DefaultCPUAllocator",
     "std::bad_alloc",
     "CUDA error: out of memory",
+    "CUDA_ERROR_OUT_OF_MEMORY",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
@@ -70,18 +80,21 @@ def is_sticky(error: BaseException) -> bool:
     """Whether an error says that the process can use a device no more: on CUDA an illegal address or a failed assertion of a kernel, after
     which every call fails. Nothing can be recovered from there, and what reports it may not be what caused it: it is the caller's.
 
-    PyTorch raises `torch.AcceleratorError` for what a device's runtime says; where it tells the code (CUDA's), those that leave the device
-    usable are told apart. What is out of memory is not sticky.
+    PyTorch raises `torch.AcceleratorError` for what a device's runtime says, plans raise DeviceError for what a driver says; where the code is
+    told (CUDA's), those that leave the device usable are told apart. What is out of memory is not sticky.
     """
     import torch
 
+    if isinstance(error, DeviceError):
+        return error.code in STICKY
     if not isinstance(error, torch.AcceleratorError) or is_out_of_memory(error):
         return False
-    return error.error_code in _STICKY if hasattr(error, "error_code") else True
+    return error.error_code in STICKY if hasattr(error, "error_code") else True
 
 
-# cudaError_t, by the descriptions of the CUDA runtime's documentation ("the process must be terminated and relaunched", or a context gone).
-_STICKY = frozenset(
+# cudaError_t and CUresult, which agree in these, by the descriptions of CUDA's documentation ("the process must be terminated and relaunched",
+# or a context gone).
+STICKY = frozenset(
     (
         214,  # ECC uncorrectable
         220,  # NVLink uncorrectable

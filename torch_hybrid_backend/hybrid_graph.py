@@ -17,7 +17,7 @@ from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.core.region import Region, Segment
 from torch_hybrid_backend.eager_graph import EagerGraph
-from torch_hybrid_backend.errors import HybridError
+from torch_hybrid_backend.errors import HybridError, is_sticky
 from torch_hybrid_backend.garbage import full_collections
 from torch_hybrid_backend.partition.placement import Pricing
 from torch_hybrid_backend.runtime.constant_pool import ConstantPool
@@ -82,7 +82,7 @@ class HybridGraph:
         try:
             return run.run(inputs, self._guarded) if isinstance(run, PythonExecutor) else run(inputs)
         except HybridError as error:
-            if self._config.strict or state.placed.prepared.has_collectives:
+            if self._config.strict or state.placed.prepared.has_collectives or is_sticky(error):
                 raise
             with self._lock:
                 if self._installed().run is run:

@@ -9,7 +9,7 @@ import threading
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 
-from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.config import CUDA_DRIVER, Config
 from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.engine import EAGER, Engine, serves
 from torch_hybrid_backend.core.verdict import Reason, Refused
@@ -21,6 +21,7 @@ from torch_hybrid_backend.errors import ConfigError, HybridError
 from torch_hybrid_backend.machine import fingerprint
 from torch_hybrid_backend.measure import timer_for
 from torch_hybrid_backend.progress import Progress
+from torch_hybrid_backend.runtime.native.ops import use_cuda_driver
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 from torch_hybrid_backend.services import EngineFactory, Services
 from torch_hybrid_backend.sources import sources_version
@@ -131,7 +132,7 @@ def open_session(config: Config) -> Session:
     """The engines and the cache for settings; one for all graphs compiled under equal ones in this process.
 
     An engine that cannot run here, or a cache that cannot be used, gives one WARNING; under `strict` HybridError is raised. Raises ConfigError
-    for engines that do not exist.
+    for engines that do not exist, HybridError for another `cuda_driver` than this process uses.
     """
     key = (os.getpid(), config)
     with _sessions_lock:
@@ -157,6 +158,8 @@ def all_engines(config: Config) -> list[Engine]:
 def _new_session(config: Config) -> Session:
     factories = engine_factories()
     names = config.select(tuple(factories))
+    if config.cuda_driver != CUDA_DRIVER:
+        use_cuda_driver(config.cuda_driver)
     services = open_services(config)
     made = [(name, factories[name](config, services)) for name in names]
     return Session(tuple(engine for name, engine in made if _can_run(name, engine, config)), services)

@@ -33,7 +33,7 @@ from torch_hybrid_backend.core.region import Region, Segment
 from torch_hybrid_backend.core.verdict import Refused
 from torch_hybrid_backend.eager_graph import EagerGraph
 from torch_hybrid_backend.engines.deadline import compile_in_time
-from torch_hybrid_backend.errors import HybridError
+from torch_hybrid_backend.errors import HybridError, is_sticky
 from torch_hybrid_backend.graph.values import holds_collectives, is_repeatable
 from torch_hybrid_backend.measure import Rounds, measure
 from torch_hybrid_backend.partition.boundary import callbacks_us
@@ -390,7 +390,7 @@ def install(placed: Placed, inputs: Sequence[Any], config: Config) -> Installed:
         log.info("this graph runs from Python, segment by segment: %s", error)
         return Installed(placed, placed.python_executor())
     except HybridError as error:
-        if config.strict:
+        if config.strict or is_sticky(error):
             raise
         log.warning("this graph runs from Python, segment by segment: %s", error)
         return Installed(placed, placed.python_executor())

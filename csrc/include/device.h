@@ -15,6 +15,11 @@ namespace torch_hybrid_backend {
 // at least, and wide enough for every vector access of a kernel there. (On the host: kAlignment.)
 inline constexpr size_t kDeviceAlignment = 256;
 
+// Where every address that a step is given on a device other than the host begins at least: kernels
+// there are compiled to read and write 16 bytes at once. engines/triton/compiler.py and
+// runtime/executor.py know the number too.
+inline constexpr size_t kAddressAlignment = 16;
+
 struct Device {
   int32_t type;
   int32_t index;

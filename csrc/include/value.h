@@ -20,7 +20,7 @@
 namespace torch_hybrid_backend {
 
 enum class ValueKind {
-  kInput,     // payload: position among the inputs of a call; copied where its strides differ
+  kInput,     // payload: position among the inputs of a call; copied where it does not fit
   kConstant,  // payload: slot of the binding; a tensor only where the binding owns it
   kArena,     // payload: byte offset in its device's arena; it is no tensor
   kFresh,     // a new tensor in each call
@@ -64,9 +64,11 @@ struct Value {
 };
 
 // How a tensor's own layout stands to the expected one.
-enum class Match { kExact, kSameMemory, kOtherStrides, kDifferent };
+enum class Match { kExact, kSameMemory, kCopy, kDifferent };
 
 // kSameMemory: strides differ only in dimensions of size 1, where they address nothing.
+// kCopy: other strides, or an address that kernels of a device cannot take (kAddressAlignment): a
+// view into a larger tensor may begin anywhere.
 // kDifferent: another dtype or shape, not on the CPU where it must be, or on another device than it
 // is addressed on.
 Match Compare(const torch::stable::Tensor& tensor, const Value& expected);

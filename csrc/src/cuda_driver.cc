@@ -3,8 +3,10 @@
 #include <dlfcn.h>
 
 #include <fstream>
+#include <functional>
 #include <iterator>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <unordered_map>
@@ -19,6 +21,19 @@ constexpr int kMaxDynamicSharedBytes = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHAR
 // What a kernel may have without asking.
 constexpr uint32_t kSharedBytesForAll = 48 << 10;
 
+// As cuda.h declares it. Attributes are what a launch has beside its grid: blocks in clusters, for
+// one. No kernel of ours asks for any.
+struct LaunchConfig {
+  unsigned grid_x, grid_y, grid_z;
+  unsigned block_x, block_y, block_z;
+  unsigned shared_bytes;
+  void* stream;
+  void* attributes;
+  unsigned attribute_count;
+};
+
+}  // namespace
+
 struct Driver {
   Status (*init)(unsigned flags);
   Status (*device_get)(int* device, int ordinal);
@@ -29,27 +44,27 @@ struct Driver {
   Status (*module_load_data)(void** module, const void* image);
   Status (*module_get_function)(void** function, void* module, const char* name);
   Status (*function_set_attribute)(void* function, int attribute, int value);
-  Status (*launch_kernel)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
-                          unsigned block_x, unsigned block_y, unsigned block_z,
-                          unsigned shared_bytes, void* stream, void** parameters, void** extra);
+  Status (*launch_kernel)(const LaunchConfig* config, void* function, void** parameters,
+                          void** extra);
   Status (*error_name)(Status status, const char** name);
 };
 
+namespace {
+
+// Where the functions of a driver are found by name.
+struct Library {
+  std::string name;
+  std::function<void*(const char*)> find;
+};
+
 template <typename Function>
-void Find(void* library, const char* name, Function& function) {
-  function = reinterpret_cast<Function>(dlsym(library, name));
+void Find(const Library& library, const char* name, Function& function) {
+  function = reinterpret_cast<Function>(library.find(name));
   if (function == nullptr)
-    throw std::runtime_error(std::string("libcuda.so.1 has no ") + name +
-                             ": the driver is too old");
+    throw std::runtime_error(library.name + " has no " + name + ": the driver is too old");
 }
 
-Driver OpenDriver() {
-  // Never closed: PyTorch uses the same one.
-  void* const library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-  if (library == nullptr) {
-    throw std::runtime_error("kernels cannot be launched on a GPU without NVIDIA's driver: " +
-                             std::string(dlerror()));
-  }
+Driver DriverIn(const Library& library) {
   Driver driver{};
   Find(library, "cuInit", driver.init);
   Find(library, "cuDeviceGet", driver.device_get);
@@ -60,51 +75,61 @@ Driver OpenDriver() {
   Find(library, "cuModuleLoadData", driver.module_load_data);
   Find(library, "cuModuleGetFunction", driver.module_get_function);
   Find(library, "cuFuncSetAttribute", driver.function_set_attribute);
-  Find(library, "cuLaunchKernel", driver.launch_kernel);
+  Find(library, "cuLaunchKernelEx", driver.launch_kernel);
   Find(library, "cuGetErrorName", driver.error_name);
   return driver;
 }
 
-const Driver& Cuda() {
-  static const Driver driver = OpenDriver();
-  return driver;
+struct Drivers {
+  std::mutex mutex;
+  std::string path = "libcuda.so.1";
+  std::unique_ptr<const Driver> nvidia;  // once it is open
+  std::map<FindFunction, std::unique_ptr<const Driver>> others;
+};
+
+Drivers& AllDrivers() {
+  static auto* const drivers = new Drivers;  // never destroyed, as AllModules()
+  return *drivers;
 }
 
-void Check(Status status, const std::string& what) {
+void Check(const Driver& driver, Status status, const std::string& what) {
   if (status == 0) return;
   const char* name = nullptr;
-  Cuda().error_name(status, &name);
-  throw std::runtime_error(what + " failed: " + (name != nullptr ? name : "unknown error") + " (" +
-                           std::to_string(status) + ")");
+  driver.error_name(status, &name);
+  throw std::runtime_error(what + " failed: " + (name != nullptr ? name : "CUDA_ERROR_UNKNOWN") +
+                           " (" + std::to_string(status) + ")");
 }
 
 // Makes a context the calling thread's, where it is not.
 class InContext {
  public:
-  explicit InContext(void* context) {
+  InContext(const Driver& driver, void* context) : driver_(driver) {
     void* current = nullptr;
-    Check(Cuda().context_get_current(&current), "asking for the thread's CUDA context");
+    Check(driver, driver.context_get_current(&current), "asking for the thread's CUDA context");
     if (current == context) return;
-    Check(Cuda().context_push(context), "entering a CUDA context");
+    Check(driver, driver.context_push(context), "entering a CUDA context");
     pushed_ = true;
   }
   InContext(const InContext&) = delete;
   InContext& operator=(const InContext&) = delete;
   ~InContext() {
     void* popped = nullptr;
-    if (pushed_) Cuda().context_pop(&popped);
+    if (pushed_) driver_.context_pop(&popped);
   }
 
  private:
+  const Driver& driver_;
   bool pushed_ = false;
 };
+
+using DeviceOfDriver = std::pair<const Driver*, int32_t>;
 
 struct Modules {
   std::mutex mutex;
   std::unordered_map<std::string, std::shared_ptr<const ModuleImage>> by_path;
-  std::map<int32_t, void*> contexts;
+  std::map<DeviceOfDriver, void*> contexts;
   // Weak: an image that is gone may be followed by another at its address.
-  std::map<std::pair<const ModuleImage*, int32_t>,
+  std::map<std::pair<const ModuleImage*, DeviceOfDriver>,
            std::pair<std::weak_ptr<const ModuleImage>, void*>>
       loaded;
 };
@@ -115,19 +140,54 @@ Modules& AllModules() {
   return *modules;
 }
 
-void* ContextOf(Modules& modules, int32_t device) {
-  void*& context = modules.contexts[device];
+void* ContextOf(Modules& modules, const DeviceOfDriver& of) {
+  const auto& [driver, device] = of;
+  void*& context = modules.contexts[of];
   if (context == nullptr) {
     const std::string gpu = "GPU " + std::to_string(device);
-    Check(Cuda().init(0), "starting the CUDA driver");
+    Check(*driver, driver->init(0), "starting the CUDA driver");
     int handle = 0;
-    Check(Cuda().device_get(&handle, device), "finding " + gpu);
-    Check(Cuda().primary_context_retain(&context, handle), "the context of " + gpu);
+    Check(*driver, driver->device_get(&handle, device), "finding " + gpu);
+    Check(*driver, driver->primary_context_retain(&context, handle), "the context of " + gpu);
   }
   return context;
 }
 
 }  // namespace
+
+void UseDriver(const std::string& path) {
+  Drivers& drivers = AllDrivers();
+  const std::lock_guard<std::mutex> lock(drivers.mutex);
+  if (drivers.nvidia && path != drivers.path) {
+    throw std::runtime_error("this process launches kernels by the driver " + drivers.path +
+                             " already: it cannot use " + path + " too");
+  }
+  drivers.path = path;
+}
+
+const Driver& NvidiaDriver() {
+  Drivers& drivers = AllDrivers();
+  const std::lock_guard<std::mutex> lock(drivers.mutex);
+  if (!drivers.nvidia) {
+    // Never closed: PyTorch uses the same one.
+    void* const library = dlopen(drivers.path.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (library == nullptr) {
+      throw std::runtime_error("kernels cannot be launched on a GPU without NVIDIA's driver: " +
+                               std::string(dlerror()));
+    }
+    const auto find = [library](const char* name) { return dlsym(library, name); };
+    drivers.nvidia = std::make_unique<const Driver>(DriverIn({drivers.path, find}));
+  }
+  return *drivers.nvidia;
+}
+
+const Driver& DriverOf(FindFunction find) {
+  Drivers& drivers = AllDrivers();
+  const std::lock_guard<std::mutex> lock(drivers.mutex);
+  std::unique_ptr<const Driver>& driver = drivers.others[find];
+  if (!driver) driver = std::make_unique<const Driver>(DriverIn({"the step's driver", find}));
+  return *driver;
+}
 
 std::shared_ptr<const ModuleImage> OpenModule(const std::string& path) {
   Modules& modules = AllModules();
@@ -146,22 +206,25 @@ void CloseModule(const std::string& path) {
   modules.by_path.erase(path);
 }
 
-CudaFunction::CudaFunction(const std::shared_ptr<const ModuleImage>& image,
-                           const std::string& symbol, int32_t device, uint32_t shared_bytes) {
+CudaFunction::CudaFunction(const Driver& driver, const std::shared_ptr<const ModuleImage>& image,
+                           const std::string& symbol, int32_t device, uint32_t shared_bytes)
+    : driver_(driver) {
   Modules& modules = AllModules();
   const std::lock_guard<std::mutex> lock(modules.mutex);
-  context_ = ContextOf(modules, device);
-  const InContext inside(context_);
-  auto& [owner, module] = modules.loaded[{image.get(), device}];
+  const DeviceOfDriver here(&driver, device);
+  context_ = ContextOf(modules, here);
+  const InContext inside(driver, context_);
+  auto& [owner, module] = modules.loaded[{image.get(), here}];
   if (owner.lock() != image) {
-    Check(Cuda().module_load_data(&module, image->bytes.c_str()),
+    Check(driver, driver.module_load_data(&module, image->bytes.c_str()),
           "loading the module of " + symbol);
     owner = image;
   }
-  Check(Cuda().module_get_function(&function_, module, symbol.c_str()),
+  Check(driver, driver.module_get_function(&function_, module, symbol.c_str()),
         "finding the kernel " + symbol);
   if (shared_bytes > kSharedBytesForAll) {
-    Check(Cuda().function_set_attribute(function_, kMaxDynamicSharedBytes,
+    Check(driver,
+          driver.function_set_attribute(function_, kMaxDynamicSharedBytes,
                                         static_cast<int>(shared_bytes)),
           "asking for " + std::to_string(shared_bytes) + " bytes of shared memory for " + symbol);
   }
@@ -169,10 +232,11 @@ CudaFunction::CudaFunction(const std::shared_ptr<const ModuleImage>& image,
 
 void CudaFunction::Launch(const std::array<uint32_t, 3>& grid, uint32_t threads,
                           uint32_t shared_bytes, void* stream, void** parameters) const {
-  const InContext inside(context_);
-  const Status status = Cuda().launch_kernel(function_, grid[0], grid[1], grid[2], threads, 1, 1,
-                                             shared_bytes, stream, parameters, nullptr);
-  if (status != 0) Check(status, "launching a kernel");
+  const InContext inside(driver_, context_);
+  const LaunchConfig config{grid[0], grid[1],      grid[2], threads, 1,
+                            1,       shared_bytes, stream,  nullptr, 0};
+  const Status status = driver_.launch_kernel(&config, function_, parameters, nullptr);
+  if (status != 0) Check(driver_, status, "launching it");
 }
 
 }  // namespace torch_hybrid_backend

@@ -37,6 +37,8 @@ int64_t PlanNew(std::string description) {
 
 void OpenKernelLibrary(std::string path) { OpenLibrary(path); }
 
+void UseCudaDriver(std::string path) { UseDriver(path); }
+
 void OpenDeviceModule(std::string path) { OpenModule(path); }
 
 std::tuple<std::vector<Tensor>, int64_t> PlanRun(int64_t plan, int64_t binding,
@@ -97,6 +99,7 @@ STABLE_TORCH_LIBRARY(torch_hybrid_backend, m) {
   m.def("plan_new(str description) -> int");
   m.def("open_library(str path) -> ()");
   m.def("open_module(str path) -> ()");
+  m.def("use_cuda_driver(str path) -> ()");
   m.def(
       "plan_run(int plan, int binding, Tensor[] inputs, bool profiled) -> (Tensor[] outputs, int "
       "status)");
@@ -117,6 +120,7 @@ STABLE_TORCH_LIBRARY_IMPL(torch_hybrid_backend, CompositeExplicitAutograd, m) {
   m.impl("plan_new", TORCH_BOX(&PlanNew));
   m.impl("open_library", TORCH_BOX(&OpenKernelLibrary));
   m.impl("open_module", TORCH_BOX(&OpenDeviceModule));
+  m.impl("use_cuda_driver", TORCH_BOX(&UseCudaDriver));
   m.impl("plan_run", TORCH_BOX(&PlanRun));
   m.impl("plan_time", TORCH_BOX(&PlanTime));
   m.impl("guard_new", TORCH_BOX(&GuardNew));

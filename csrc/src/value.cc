@@ -127,10 +127,14 @@ Match Compare(const Tensor& tensor, const Value& value) {
       !std::equal(sizes.begin(), sizes.end(), expected.sizes.begin())) {
     return Match::kDifferent;
   }
+  if (value.addressed && !expected.device.is_host &&
+      reinterpret_cast<uintptr_t>(tensor.data_ptr()) % kAddressAlignment != 0) {
+    return Match::kCopy;
+  }
   if (std::equal(strides.begin(), strides.end(), expected.strides.begin())) return Match::kExact;
   if (std::find(sizes.begin(), sizes.end(), 0) != sizes.end()) return Match::kSameMemory;
   for (size_t d = 0; d < sizes.size(); ++d) {
-    if (sizes[d] != 1 && strides[d] != expected.strides[d]) return Match::kOtherStrides;
+    if (sizes[d] != 1 && strides[d] != expected.strides[d]) return Match::kCopy;
   }
   return Match::kSameMemory;
 }

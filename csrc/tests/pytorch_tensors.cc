@@ -60,6 +60,14 @@ torch::stable::Tensor Floats(const std::vector<int64_t>& sizes, const std::vecto
   return torch::stable::Tensor(handle);
 }
 
+torch::stable::Tensor ViewOf(const torch::stable::Tensor& tensor, int64_t first, int64_t count) {
+  FakeTensor view = *Of(tensor.get());
+  view.memory = std::shared_ptr<char>(view.memory, view.memory.get() + 4 * first);
+  view.sizes = {count};
+  view.strides = {1};
+  return torch::stable::Tensor(New(std::move(view)));
+}
+
 std::vector<float> Read(const torch::stable::Tensor& tensor) {
   const FakeTensor& fake = *Of(tensor.get());
   std::vector<float> values(SizeBytes(fake.sizes, fake.strides, fake.dtype) / 4);

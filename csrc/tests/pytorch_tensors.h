@@ -18,6 +18,8 @@ constexpr int32_t kCuda = 1;
 // float32 and row-major.
 torch::stable::Tensor Floats(const std::vector<int64_t>& sizes, const std::vector<float>& values,
                              int32_t device_type = kCpu, int32_t device_index = 0);
+// `count` elements of a tensor's memory from number `first` on.
+torch::stable::Tensor ViewOf(const torch::stable::Tensor& tensor, int64_t first, int64_t count);
 std::vector<float> Read(const torch::stable::Tensor& tensor);
 
 // What the calling thread uses on every CUDA device.

@@ -26,6 +26,16 @@ struct Context {
   int device;
 };
 
+// CUlaunchConfig.
+struct LaunchConfig {
+  unsigned grid_x, grid_y, grid_z;
+  unsigned block_x, block_y, block_z;
+  unsigned shared_bytes;
+  void* stream;
+  void* attributes;
+  unsigned attribute_count;
+};
+
 std::mutex mutex;
 std::vector<Launch> launched;
 std::map<void*, std::deque<Launch>> queued;
@@ -103,19 +113,17 @@ int cuFuncSetAttribute(void* function, int attribute, int value) {
   return 0;
 }
 
-int cuLaunchKernel(void* handle, unsigned x, unsigned y, unsigned z, unsigned block_x,
-                   unsigned block_y, unsigned block_z, unsigned shared_bytes, void* stream,
-                   void** parameters, void** extra) {
+int cuLaunchKernelEx(const LaunchConfig* config, void* handle, void** parameters, void** extra) {
   const auto* function = static_cast<const Function*>(handle);
-  if (fails || extra != nullptr || stack.empty() ||
+  if (fails || extra != nullptr || config->attribute_count != 0 || stack.empty() ||
       stack.back()->device != function->module->device)
     return 700;
   Launch launch{function->symbol,
-                {x, y, z},
-                {block_x, block_y, block_z},
-                shared_bytes,
+                {config->grid_x, config->grid_y, config->grid_z},
+                {config->block_x, config->block_y, config->block_z},
+                config->shared_bytes,
                 function->shared_bytes_allowed,
-                stream,
+                config->stream,
                 stack.back()->device,
                 {}};
   for (size_t i = 0; i < function->module->parameter_bytes.size(); ++i) {
@@ -125,7 +133,7 @@ int cuLaunchKernel(void* handle, unsigned x, unsigned y, unsigned z, unsigned bl
   }
   const std::lock_guard<std::mutex> lock(mutex);
   launched.push_back(launch);
-  queued[stream].push_back(std::move(launch));
+  queued[config->stream].push_back(std::move(launch));
   return 0;
 }
 

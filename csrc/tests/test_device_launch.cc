@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "check.h"
+#include "cuda_driver.h"
 #include "plans.h"
 #include "pytorch_tensors.h"
 #include "recording_driver.h"
@@ -70,7 +71,7 @@ void TestWhatTheDriverIsAskedFor() {
                          R"(["int32",-5],["int64",1099511627776],["float64",0.5],["float32",0.25])",
                          "2,3,4", R"("scratch":[3,-1])", "cuda:1", 100000),
                 2, "1", R"(["cuda:1",512])"));
-  Check(driver->modules_loaded() == 0, "a module is loaded with the first call, not with the plan");
+  Check(driver->modules_loaded() == 1, "a module is loaded with the plan, not with the first call");
   const auto x = Floats({3}, {}, kCuda, 1);
   std::vector<Launch> launches;
   std::vector<torch::stable::Tensor> out;
@@ -99,7 +100,7 @@ void TestWhatTheDriverIsAskedFor() {
       last.parameters[7] % kDeviceAlignment == 0 && last.parameters[7] == launches[0].parameters[7],
       "scratch in the arena, which a stream keeps");
   Check(last.parameters[8] == 0, "and a null pointer");
-  Check(driver->modules_loaded() == 1, "a module is loaded once");
+  Check(driver->modules_loaded() == 1, "and once");
   Check(driver->contexts_pushed() == 0, "the thread has the context that it had");
 }
 
@@ -158,6 +159,73 @@ void TestThreadsOnTheirStreams() {
   other.join();
 }
 
+// Functions that a step brings along, for the host's memory.
+void* FindOfRecording(const char* name) {
+  static void* const library = dlopen(std::getenv("RECORDING_DRIVER"), RTLD_NOW);
+  return dlsym(library, name);
+}
+
+void TestDriverOfAStep() {
+  const int before = driver->modules_loaded();
+  const std::string find =
+      R"("scratch":[],"driver":)" + std::to_string(reinterpret_cast<intptr_t>(&FindOfRecording));
+  const auto launch = [&](const std::string& arguments) {
+    return LaunchOf(folder + "/double", "double", arguments, R"(["int32",3])", "1,1,1", find,
+                    "cpu");
+  };
+  Plan plan(Described(Row("input", 0, 3) + "," + Row("arena", 64, 3) + "," + Row("fresh", 0, 3),
+                      launch("0,1") + "," + launch("1,2"), 1, "2", R"(["cpu",128])"));
+  Check(driver->modules_loaded() == before + 1, "modules are each driver's own");
+  const auto x = Floats({3}, {1, 2, 3});  // alive until the launches have run
+  const auto out = RunOnce(plan, {x});
+  driver->wait(nullptr, kAll);
+  Check(Read(out[0]) == Floats32{4, 8, 12},
+        "a step's own driver launches it on the host, without a stream");
+}
+
+// Kernels read and write 16 bytes at once. Of an input, and of what an operator returns.
+void TestAddressesAreAligned() {
+  driver->take();
+  current_stream = &stream_a;
+  const auto whole = Floats({8}, {0, 1, 2, 3, 4, 5, 6, 7}, kCuda);
+  const auto launch = LaunchOf(Module("one", "8"), "nothing", "0", "", "1,1,1") + "," +
+                      LaunchOf(folder + "/one", "nothing", "1", "", "1,1,1");
+  const auto call = [](const std::string& name, const std::string& arguments,
+                       const std::string& results) {
+    return R"({"kind":"operator","name":")" + name + R"(","overload":"","arguments":[)" +
+           arguments + R"(],"results":[)" + results + "]}";
+  };
+  std::vector<torch::stable::Tensor> seen;
+  operators["test::view."] = [&](StableIValue* stack) {
+    stack[0] = torch::stable::detail::from(ViewOf(whole, 2, 3));
+  };
+  operators["test::look."] = [&](StableIValue* stack) {
+    for (int i = 0; i < 2; ++i)
+      seen.push_back(torch::stable::detail::to<torch::stable::Tensor>(stack[i]));
+    stack[0] = torch::stable::detail::from(whole);
+  };
+  Plan plan(Described(Row("input", 0, 3, "cuda") + "," + Row("returned", 0, 3, "cuda") + "," +
+                          Row("returned", 0, 8, "cuda"),
+                      call("test::view", "", "1") + "," + launch + "," +
+                          call("test::look", R"(["tensor",0],["tensor",1])", "2"),
+                      1, "2"));
+  const auto view = ViewOf(whole, 1, 3);
+  Check(Address(view) % kAddressAlignment != 0, "a view may begin anywhere");
+  RunOnce(plan, {view});
+  auto launches = driver->take();
+  for (size_t i = 0; i < 2; ++i) {
+    const float first = i == 0 ? 1 : 2;
+    Check(launches[i].parameters[0] % kAddressAlignment == 0, "an address is aligned");
+    Check(launches[i].parameters[0] == Address(seen[i]) &&
+              Read(seen[i]) == Floats32{first, first + 1, first + 2},
+          "of a copy");
+  }
+  const auto aligned = ViewOf(whole, 4, 3);
+  RunOnce(plan, {aligned});
+  Check(driver->take()[0].parameters[0] == Address(aligned), "what is aligned is not copied");
+  driver->wait(&stream_a, kAll);
+}
+
 void TestNothingToDo() {
   driver->take();
   Plan plan(Described(Row("input", 0, 3, "cuda"),
@@ -185,17 +253,18 @@ void TestWhatFails() {
   refuses(x, LaunchOf(module, "double", "0", "", "-1,1,1"), "cannot have -1 blocks");
   refuses(x, LaunchOf(module, "double", "0", "", "1,1,1", R"("scratch":[])", "meta"),
           "that is elsewhere");
-  const auto fails = [&](const std::string& step, const std::string& part) {
-    Plan plan(Described(x, step, 1, ""));
-    CheckThrows([&] { RunOnce(plan, {Floats({3}, {}, kCuda)}); }, part);
-  };
-  fails(LaunchOf(module, "gone", "0", ""),
-        "finding the kernel gone failed: CUDA_ERROR_SOMETHING (500)");
-  fails(LaunchOf(Module("text", "no image"), "double", "0", ""),
-        "loading the module of double failed");
+  refuses(x, LaunchOf(module, "gone", "0", ""),
+          "finding the kernel gone failed: CUDA_ERROR_SOMETHING (500)");
+  refuses(x, LaunchOf(Module("text", "no image"), "double", "0", ""),
+          "loading the module of double failed");
+  refuses(Row("input", 0, 3),
+          LaunchOf(module, "double", "0", "", "1,1,1", R"("scratch":[])", "cpu"),
+          "a launch on the CPU needs a driver of its own");
+  CheckThrows([&] { UseDriver(folder + "/another.so"); }, "by the driver " + folder);
+  Plan plan(Described(x, LaunchOf(module, "double", "0,0", R"(["int32",0])"), 1, ""));
   driver->fail(true);
-  fails(LaunchOf(module, "double", "0,0", R"(["int32",0])"),
-        "the kernel double: launching a kernel failed: CUDA_ERROR_ILLEGAL_ADDRESS (700)");
+  CheckThrows([&] { RunOnce(plan, {Floats({3}, {}, kCuda)}); },
+              "the kernel double: launching it failed: CUDA_ERROR_ILLEGAL_ADDRESS (700)");
   driver->fail(false);
   Check(driver->contexts_pushed() == 0, "failures leave no context behind");
 }
@@ -203,7 +272,7 @@ void TestWhatFails() {
 }  // namespace
 
 int main() {
-  // By its soname it is the driver that the product finds, because it is open already.
+  UseDriver(std::getenv("RECORDING_DRIVER"));
   void* const library = dlopen(std::getenv("RECORDING_DRIVER"), RTLD_NOW);
   Check(library != nullptr, dlerror());
   driver = static_cast<const Recording*>(dlsym(library, "recording"));
@@ -212,6 +281,8 @@ int main() {
   TestOneModuleForPlansAndDevices();
   TestCallsDoNotShareWhatStillRuns();
   TestThreadsOnTheirStreams();
+  TestDriverOfAStep();
+  TestAddressesAreAligned();
   TestNothingToDo();
   TestWhatFails();
 }

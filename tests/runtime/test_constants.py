@@ -246,3 +246,19 @@ def test_refresh_takes_tensors_only() -> None:
     for wrong in ("model", 3, [torch.ones(1), "x"]):
         with pytest.raises(TypeError, match="refresh takes a module, a tensor or tensors"):
             refresh(wrong)
+
+
+def test_of_what_is_copied_the_contents_matter() -> None:
+    """Of a constant whose address alone counts nothing is made again when it changes in place; unless, such as it is, it was copied."""
+    made: list[int] = []
+    constants: LiveConstants[None] = LiveConstants(
+        [0],
+        [],
+        lambda inputs, guard: made.append(len(inputs[0])),
+        copied=lambda inputs: [0] if len(inputs[0]) == 2 else [],
+    )
+    for x in (torch.zeros(1), torch.zeros(2)):
+        for _ in range(3):
+            constants.get([x])
+            x.add_(1)
+    assert made == [1, 2, 2, 2]

@@ -13,14 +13,15 @@ import pytest
 import torch
 import torch.fx
 
-from torch_hybrid_backend.core.device import CPU
+from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.hoisted_inputs import CallInput, FoldedValue, HoistedInputs
 from torch_hybrid_backend.core.program import KernelCall, PackedConstant, Program
 from torch_hybrid_backend.core.region import PartitionedGraph, Region, RegionInput, Segment
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.eager_graph import EagerGraph
 from torch_hybrid_backend.errors import HybridError
-from torch_hybrid_backend.runtime.executor import Executor, build_executor
+from torch_hybrid_backend.runtime import executor as module
+from torch_hybrid_backend.runtime.executor import Executor, build_executor, can_address
 from torch_hybrid_backend.runtime.native.description import ValueKind
 from torch_hybrid_backend.runtime.plan_layout import StaticLayoutError
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
@@ -125,6 +126,28 @@ def test_results_outlive_later_calls(kernels: str) -> None:
     first = executor([x, w])
     executor([x + 1, w])
     torch.testing.assert_close(first, reference(x, w))
+
+
+def test_constants_that_a_device_cannot_be_given_are_copied(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of a GPU take addresses of whole 16 bytes: of a parameter that begins elsewhere they read a copy, which follows it."""
+    flat = torch.randn(4097)
+    askew, straight = flat[1:].view(64, 64), torch.randn(64, 64)
+    gpu = Device("cuda", 0)
+    assert [can_address(device, w) for device in (gpu, CPU) for w in (askew, straight)] == [False, True, True, True]
+    monkeypatch.setattr(module, "can_address", lambda _, tensor: can_address(gpu, tensor))  # as if the CPU were one
+    last = segment(lambda x, w: (x + w,), {"x": SQUARE, "w": SQUARE}, {"out": SQUARE})
+    program = Program((SQUARE, SQUARE, SQUARE), (0, 1), (2,), (), (KernelCall(kernels, "add", (0, 1, 2), 1),))
+    graph = PartitionedGraph(("x", "w"), frozenset({"w"}), (last,), ("out",))
+    executor = build_executor(graph, [compiled(program, last)])
+    x = torch.randn(64, 64)
+    for w in (askew, straight, askew):
+        for _ in range(2):
+            torch.testing.assert_close(executor([x, w]), [x + w])
+            w.mul_(3)
+        bound = executor._constants.get([x, w])
+        addresses = [*bound.borrowed.values(), *(tensor.data_ptr() for tensor in bound.owned.values())]
+        assert [address == w.data_ptr() for address in addresses] == [w is straight]
+        assert addresses[0] % 16 == 0
 
 
 def test_parameter_updates_are_seen(kernels: str) -> None:

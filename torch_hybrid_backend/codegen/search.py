@@ -21,7 +21,7 @@ from torch_hybrid_backend.codegen.kernel_cache import Artifact
 from torch_hybrid_backend.codegen.variants import Variant
 from torch_hybrid_backend.core.engine import ProgramCall, RunProgram
 from torch_hybrid_backend.core.program import Program
-from torch_hybrid_backend.errors import HybridError
+from torch_hybrid_backend.errors import HybridError, is_sticky
 
 _log = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ def search(
     """Microseconds of the variants of every open kernel: kernel key -> variant name -> time.
 
     The region runs with every kernel's first variant, with every kernel's second, and so on, in `least_rounds` rounds or more
-    after one to warm up. A run that raises HybridError gives no times.
+    after one to warm up. A run that raises HybridError gives no times, unless it leaves the device unusable: that is raised.
 
     Each run packs its weights and has an arena of its own. Where one round spends the budget no second would follow, and there is nothing to
     gain from having all of them at once: each is then freed before the next is made.
@@ -201,6 +201,8 @@ def search(
         try:
             times = iter(run.kernel_us(inputs))
         except HybridError as error:
+            if is_sticky(error):
+                raise
             _log.info("a set of variants cannot run: %s", error)
             return []
         spent = [sum(next(times, math.nan) for _ in compiled.artifacts) for compiled in chosen]

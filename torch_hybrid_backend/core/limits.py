@@ -6,3 +6,5 @@ MAX_CHANNELS_TOGETHER = 16
 MAX_SCATTERED_SLICES = 4
 # Elements that kernels address: their indices are int32. A position at or beyond it (INT64_MAX is "to the end") is behind every dimension.
 MAX_ELEMENTS = (1 << 31) - 1
+# Bytes by which every address can be divided that a kernel of a GPU is given: plans copy what lies elsewhere. csrc/include/device.h has it too.
+ADDRESS_ALIGNMENT = 16

@@ -47,6 +47,13 @@ def _without_version(tensor: torch.Tensor) -> object:
     return _NO_VERSION if tensor.device.type == "cpu" else object()
 
 
+def _versions(tensors: Sequence[Any]) -> tuple[object, ...]:
+    try:
+        return tuple(map(_version, tensors))
+    except RuntimeError:  # inference tensors count no versions
+        return tuple(_without_version(tensor) if tensor.is_inference() else tensor._version for tensor in tensors)
+
+
 def _picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """The items at `positions` as a tuple; itemgetter is the fastest, where there are two of them or more."""
     if len(positions) > 1:
@@ -59,6 +66,7 @@ def _picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ..
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Entry(Generic[T]):
+    guarded: Callable[[Sequence[Any]], tuple[Any, ...]]  # the tensors whose contents matter
     versions: tuple[object, ...]
     guard: Guard
     made: T
@@ -71,7 +79,8 @@ class LiveConstants(Generic[T]):
     """Keeps what `make(inputs, guard)` returned for each set of parameters, until they change or die.
 
     positions: of all constants among a call's inputs. guarded: those of them whose contents matter; of the others only
-    the address does (their memory is read anew in every call).
+    the address does (their memory is read anew in every call). copied: of these, given the inputs, the ones that `make` copies all the same,
+    so that their contents matter too.
     Threads may share it. It keeps no parameter alive as long as what `make` returns does not.
     """
 
@@ -81,10 +90,11 @@ class LiveConstants(Generic[T]):
         guarded: Sequence[int],
         make: Callable[[Sequence[Any], Guard], T],
         capacity: int = 64,
+        copied: Callable[[Sequence[Any]], Sequence[int]] | None = None,
     ) -> None:
-        self._positions, self._guarded_positions = tuple(positions), frozenset(guarded)
+        self._positions, self._guarded = tuple(positions), tuple(guarded)
+        self._copied = copied
         self._constants = _picker(positions)
-        self._guarded = _picker(guarded)
         self._make = make
         self._capacity = capacity
         self._entries: OrderedDict[tuple[int, ...], _Entry[T]] = OrderedDict()
@@ -133,7 +143,7 @@ class LiveConstants(Generic[T]):
             return recent
         key = self._key(inputs)
         entry = self._entries.get(key)
-        if entry is None or entry.versions != self._versions(inputs):
+        if entry is None or entry.versions != _versions(entry.guarded(inputs)):
             return self._remake(key, inputs)
         with self._lock:
             if self._entries.get(key) is entry:
@@ -144,19 +154,14 @@ class LiveConstants(Generic[T]):
     def _key(self, inputs: Sequence[Any]) -> tuple[int, ...]:
         return tuple(map(_data_ptr, self._constants(inputs)))
 
-    def _versions(self, inputs: Sequence[Any]) -> tuple[object, ...]:
-        tensors = self._guarded(inputs)
-        try:
-            return tuple(map(_version, tensors))
-        except RuntimeError:  # inference tensors count no versions
-            return tuple(_without_version(tensor) if tensor.is_inference() else tensor._version for tensor in tensors)
-
     def _remake(self, key: tuple[int, ...], inputs: Sequence[Any]) -> _Entry[T]:
         # Before making: a change while `make` runs must be seen by the next call.
         forgotten = self._forgotten
-        versions = self._versions(inputs)
-        is_of = snapshot(inputs, self._positions, self._guarded_positions)
-        guard = Guard(self._guarded(inputs))
+        positions = (*self._guarded, *(self._copied(inputs) if self._copied is not None else ()))
+        guarded = _picker(positions)
+        versions = _versions(guarded(inputs))
+        is_of = snapshot(inputs, self._positions, frozenset(positions))
+        guard = Guard(guarded(inputs))
         with torch.no_grad():
             made = self._make(inputs, guard)
         drop = _DropOnDeath(weakref.ref(self), key)
@@ -164,7 +169,7 @@ class LiveConstants(Generic[T]):
             id(storage): storage for storage in (tensor.untyped_storage() for tensor in self._constants(inputs))
         }
         watched = tuple(weakref.ref(storage, drop) for storage in storages.values())
-        entry = _Entry(versions, guard, made, watched, is_of)
+        entry = _Entry(guarded, versions, guard, made, watched, is_of)
         with self._lock:
             if self._forgotten != forgotten:
                 return entry  # good for the call that it was made in, not for later ones

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
+from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.hoisted_inputs import CallInput, FoldedValue, HoistedInputs
+from torch_hybrid_backend.core.limits import ADDRESS_ALIGNMENT
 from torch_hybrid_backend.core.region import PartitionedGraph
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import HybridError
@@ -127,7 +129,7 @@ class Executor:
         if like is not None and (like._binder.slots, like._binder.extra) == (binder.slots, binder.extra):
             self._constants = like._constants
         else:
-            self._constants = LiveConstants(*binder.positions(), make=binder)
+            self._constants = LiveConstants(*binder.positions(), make=binder, copied=binder.copied)
 
     @property
     def layout(self) -> StaticLayout:
@@ -223,6 +225,15 @@ class _Binder:
                     (guarded if slot.pack or slot.is_copy else borrowed).add(source.position)
         return sorted(guarded | borrowed), sorted(guarded)
 
+    def copied(self, inputs: Sequence[Any]) -> list[int]:
+        """Positions of raw constants whose address kernels of their device cannot take: they read a copy."""
+        direct = ((self.sources[slot.sources[0]], slot.spec.device) for slot in self.slots if slot.pack is None)
+        return [
+            source.position
+            for source, device in direct
+            if isinstance(source, CallInput) and not can_address(device, inputs[source.position])
+        ]
+
     def __call__(self, inputs: Sequence[Any], guard: Guard) -> BoundConstants:
         folded = run_fold(self.hoisted, self.fold, inputs)
         kept = without_owning(folded, self.hoisted, inputs)
@@ -248,8 +259,13 @@ def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.preserve_format)
 
 
+def can_address(device: Device, tensor: torch.Tensor) -> bool:
+    """Whether kernels of the device can be given the tensor's address: a view into a larger one may begin anywhere."""
+    return device.is_host or tensor.data_ptr() % ADDRESS_ALIGNMENT == 0
+
+
 def _slot_tensor(slot: ConstantSlot, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The tensor that fills `slot`: packed, or the only source itself where its memory is laid out as expected."""
+    """The tensor that fills `slot`: packed, or the only source itself where it lies in memory as kernels expect it."""
     spec = slot.spec
     if slot.pack is not None:
         pack = slot.pack
@@ -262,13 +278,14 @@ def _slot_tensor(slot: ConstantSlot, tensors: Sequence[torch.Tensor]) -> torch.T
                 f"packing {', '.join(slot.sources)} gave {packed.dtype} {tuple(packed.shape)} with strides {packed.stride()}"
                 f" on {packed.device}; expected {spec.span} contiguous elements of {spec.dtype} on {spec.device}"
             )
-        return packed
+        return packed if can_address(spec.device, packed) else packed.clone()
     tensor = tensors[0]
     given = TensorSpec.of(tensor)
-    if given.device == spec.device and same_memory(given, spec):
+    is_same = given.device == spec.device and same_memory(given, spec)
+    if is_same and can_address(spec.device, tensor):
         return tensor
     described = (given.shape, given.dtype, given.device)
-    if described != (spec.shape, spec.dtype, spec.device) or not slot.is_copy:
+    if described != (spec.shape, spec.dtype, spec.device) or not (slot.is_copy or is_same):
         raise HybridError(f"constant {slot.sources[0]} is {given}; the graph was compiled for {spec}")
     sizes, strides = static_dims(spec.shape), static_dims(spec.strides)
     return torch.empty_strided(sizes, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -2,7 +2,6 @@
 #include <array>
 #include <bit>
 #include <limits>
-#include <mutex>
 #include <optional>
 #include <stdexcept>
 #include <utility>
@@ -22,12 +21,16 @@ struct Geometry {
   uint32_t shared_bytes;
 };
 
-// A kernel of a module, launched on the caller's current stream of a GPU. Its parameters are the
-// addresses of its arguments, then its scalars, then the addresses of its scratch memory.
+// A kernel of a module, launched on the caller's current stream of a GPU, or on the host by a
+// driver of its own. Its parameters are the addresses of its arguments, then its scalars, then the
+// addresses of its scratch memory.
+//
+// The module is loaded while the plan is built, not with the first launch: a call may come while
+// the caller captures a CUDA graph, where nothing can be loaded.
 class DeviceLaunch final : public Step {
  public:
-  DeviceLaunch(std::shared_ptr<const ModuleImage> image, std::string symbol, Geometry geometry,
-               std::vector<size_t> arguments, std::vector<uint64_t> scalars,
+  DeviceLaunch(const Driver& driver, std::shared_ptr<const ModuleImage> image, std::string symbol,
+               Geometry geometry, std::vector<size_t> arguments, std::vector<uint64_t> scalars,
                std::vector<std::optional<size_t>> scratch, PlanParts& plan)
       : image_(std::move(image)),
         symbol_(std::move(symbol)),
@@ -35,10 +38,11 @@ class DeviceLaunch final : public Step {
         arguments_(std::move(arguments)),
         scalars_(std::move(scalars)),
         scratch_(std::move(scratch)),
-        device_(plan.device.index),
-        stream_(plan.StreamOf(plan.device)),
-        first_(plan.parameters) {
-    for (size_t i = 0; i < arguments_.size(); ++i) {
+        on_host_(plan.device.is_host),
+        stream_(on_host_ ? 0 : plan.StreamOf(plan.device)),
+        first_(plan.parameters),
+        function_(driver, image_, symbol_, plan.device.index, geometry_.shared_bytes) {
+    for (size_t i = 0; !on_host_ && i < arguments_.size(); ++i) {
       if (plan.values[arguments_[i]].layout.device.is_host) by_value_.push_back(i);
     }
     plan.parameters += arguments_.size() + scalars_.size() + scratch_.size();
@@ -55,8 +59,6 @@ class DeviceLaunch final : public Step {
   // The driver reads each parameter where it is told that it lies, when it launches: addresses in
   // the frame's views, which change from call to call, scalars in the step.
   void Prepare(Frame& frame) const override {
-    std::call_once(loaded_,
-                   [&] { function_.emplace(image_, symbol_, device_, geometry_.shared_bytes); });
     for (const size_t value : arguments_) frame.parameters.push_back(&frame.views[value].data);
     for (const uint64_t& scalar : scalars_)
       frame.parameters.push_back(const_cast<uint64_t*>(&scalar));
@@ -74,8 +76,8 @@ class DeviceLaunch final : public Step {
     // The tensor's only element, which is read when the launch is queued.
     for (const size_t i : by_value_) parameters[i] = frame.views[arguments_[i]].data;
     try {
-      function_->Launch(grid, geometry_.threads, geometry_.shared_bytes,
-                        frame.streams[stream_].second, parameters);
+      function_.Launch(grid, geometry_.threads, geometry_.shared_bytes,
+                       on_host_ ? nullptr : frame.streams[stream_].second, parameters);
     } catch (const std::runtime_error& error) {
       throw std::runtime_error("the kernel " + symbol_ + ": " + error.what());
     }
@@ -91,13 +93,11 @@ class DeviceLaunch final : public Step {
   const std::vector<size_t> arguments_;
   const std::vector<uint64_t> scalars_;  // their bytes, from the first one on
   const std::vector<std::optional<size_t>> scratch_;
-  const int32_t device_;
+  const bool on_host_;
   const size_t stream_;
   const size_t first_;            // of its entries in the frame's parameters
-  std::vector<size_t> by_value_;  // arguments on the host
-  // Loaded with the first frame, not while the plan is built: most plans that are built never run.
-  mutable std::once_flag loaded_;
-  mutable std::optional<CudaFunction> function_;
+  std::vector<size_t> by_value_;  // arguments on the host, of a launch elsewhere
+  const CudaFunction function_;
 };
 
 // ["int32", 5]: a number of C's, as the low bytes of eight.
@@ -128,7 +128,7 @@ std::vector<size_t> ReadArguments(const std::vector<int64_t>& numbers, PlanParts
   std::vector<size_t> arguments = plan.values.Checked(numbers);
   for (const size_t value : arguments) {
     const Layout& layout = plan.values[value].layout;
-    if (!layout.device.is_host) {
+    if (layout.device == plan.device || !layout.device.is_host) {
       plan.values.Address(value, plan.device, "a launch");
     } else if (!layout.sizes.empty()) {
       throw std::runtime_error("a launch on " + plan.device.ToString() +
@@ -145,8 +145,12 @@ std::vector<size_t> ReadArguments(const std::vector<int64_t>& numbers, PlanParts
 
 // {"device", "module": path, "symbol", "grid": [x, y, z], "threads", "shared_bytes",
 //  "arguments": values; those on the CPU, of no dimensions, are passed by value,
-//  "scalars": [[dtype, number]], "scratch": values, -1 for a null pointer}
+//  "scalars": [[dtype, number]], "scratch": values, -1 for a null pointer,
+//  "driver": the address of a FindFunction; without one it is NVIDIA's}
 std::unique_ptr<Step> MakeDeviceLaunch(const Json& description, PlanParts& plan) {
+  const Json* const find = description.Find("driver");
+  if (find == nullptr && plan.device.is_host)
+    throw std::runtime_error("a launch on the CPU needs a driver of its own");
   std::vector<size_t> arguments = ReadArguments(description["arguments"].AsInts(), plan);
   std::vector<uint64_t> scalars;
   for (const Json& scalar : description["scalars"].AsList()) scalars.push_back(ReadScalar(scalar));
@@ -161,9 +165,11 @@ std::unique_ptr<Step> MakeDeviceLaunch(const Json& description, PlanParts& plan)
   for (size_t i = 0; i < 3; ++i) geometry.grid[i] = ReadCount(grid[i], "blocks");
   geometry.threads = ReadCount(description["threads"].AsInt(), "threads");
   geometry.shared_bytes = ReadCount(description["shared_bytes"].AsInt(), "bytes of shared memory");
+  const Driver& driver =
+      find == nullptr ? NvidiaDriver() : DriverOf(reinterpret_cast<FindFunction>(find->AsInt()));
   return std::make_unique<DeviceLaunch>(
-      OpenModule(description["module"].AsString()), description["symbol"].AsString(), geometry,
-      std::move(arguments), std::move(scalars), std::move(scratch), plan);
+      driver, OpenModule(description["module"].AsString()), description["symbol"].AsString(),
+      geometry, std::move(arguments), std::move(scalars), std::move(scratch), plan);
 }
 
 }  // namespace torch_hybrid_backend

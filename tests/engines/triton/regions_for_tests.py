@@ -44,6 +44,15 @@ def compiled(
     return region, [inputs[graph.inputs.index(name)] for name in segment.inputs]
 
 
+def kernel_of(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Kernel:
+    """The one kernel of the function's one region."""
+    backend = TritonBackend(HOPPER)
+    engine = KernelEngine(backend, Config(), services())
+    (segment,) = partition_graph(trace(function, *inputs), [engine], Config()).graph.segments
+    (kernel,) = assemble(segment.region, backend).kernels
+    return kernel
+
+
 def check(
     folder: Path,
     function: Callable[..., torch.Tensor],

@@ -9,7 +9,7 @@ import pytest
 from torch_hybrid_backend.engines.triton.artifact import Header, read, write
 from torch_hybrid_backend.errors import CacheError
 
-_HEADER = Header("def kernel(): ...", "kernel", ["float32"], {"BLOCK": 128}, 128, 4096)
+_HEADER = Header("def kernel(): ...", "kernel", {"x": "*fp32"}, {"BLOCK": 128}, 128, 4096)
 
 
 @pytest.mark.parametrize("code", [b"", b"\x7fELF" + bytes(range(256))])

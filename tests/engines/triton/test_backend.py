@@ -15,7 +15,7 @@ from torch_hybrid_backend.core.program import NULL, DeviceLaunch
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported
 from torch_hybrid_backend.engines.triton.artifact import Header, write
 from torch_hybrid_backend.engines.triton.backend import TritonBackend
-from torch_hybrid_backend.engines.triton.interpreted import InterpretedLaunch
+from torch_hybrid_backend.engines.triton.host_driver import HostLaunch
 from torch_hybrid_backend.engines.triton.target import INTERPRETER, Target
 
 
@@ -48,9 +48,9 @@ def test_where_kernels_run() -> None:
 def test_a_kernel_is_a_launch(target: Target, tmp_path: Path) -> None:
     """As many programs as there are blocks, with what the compiler says that they need; Triton's two scratch addresses are null."""
     path = tmp_path / "a.kernel"
-    write(path, Header("", "scale_0d1d", ("float32", "float32"), {}, 256, 4096), b"code")
+    write(path, Header("", "scale_0d1d", {"x": "*fp32", "y": "*fp32"}, {}, 256, 4096), b"code")
     step = TritonBackend(target).step(scale_kernel(5000), Artifact(str(path), "scale", "key"), (3, 7))
-    assert type(step) is (InterpretedLaunch if target.is_interpreted else DeviceLaunch)
+    assert type(step) is (HostLaunch if target.is_interpreted else DeviceLaunch)
     assert isinstance(step, DeviceLaunch)
     assert (step.module, step.symbol, step.arguments, step.writes) == (str(path), "scale_0d1d", (3, 7), 1)
     assert (step.grid, step.threads, step.shared_bytes, step.scratch) == ((5, 1, 1), 256, 4096, (NULL, NULL))

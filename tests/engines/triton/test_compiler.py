@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.engines.triton.regions_for_tests import kernel_of
 from tests.engines.tvm.kernels_for_tests import attention_kernel, row_sum_kernel, scale_kernel
 from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
 from torch_hybrid_backend.codegen.workers.protocol import Job
@@ -17,6 +21,7 @@ from torch_hybrid_backend.errors import CompileError
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.ir import Call
 from torch_hybrid_backend.loops.kernels import Kernel
+from torch_hybrid_backend.sizes.size import symbol
 
 _KERNELS = {"map": scale_kernel(1000), "row": row_sum_kernel(8, 100), "attention": attention_kernel()}
 
@@ -46,6 +51,93 @@ def test_kernels_become_cubins(name: str, capability: int, workers: KernelCompil
     assert header.symbol == "kernel_1"
     assert header.threads % 32 == 0
     assert f"sm_{capability}" in path.with_suffix(".ptx").read_text()
+
+
+def _normalised(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.layer_norm(x, weight.shape, weight, bias)
+
+
+def _ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+# Functions of contiguous tensors whose kernels can read and write 16 bytes at once.
+_WIDE: dict[str, tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]] = {
+    "pointwise float32": (lambda x, y: torch.relu(x + y), (_ones(64, 1024), _ones(64, 1024))),
+    "pointwise float16": (
+        lambda x, y: torch.relu(x + y),
+        (_ones(64, 768, dtype=torch.half), _ones(768, dtype=torch.half)),
+    ),
+    "pointwise int8": (lambda x: x + 1, (_ones(64, 1024, dtype=torch.int8),)),
+    "not a whole block": (lambda x: x * 2, (_ones(1000),)),
+    "channels last": (
+        lambda x, y: x + y,
+        (
+            _ones(2, 64, 9, 9, dtype=torch.half).to(memory_format=torch.channels_last),
+            _ones(64, 1, 1, dtype=torch.half),
+        ),
+    ),
+    "transposition float32": (lambda x: (x.t() + 1).contiguous(), (_ones(256, 256),)),
+    "transposition float16": (lambda x: (x.t() + 1).contiguous(), (_ones(256, 256, dtype=torch.half),)),
+    "softmax float32": (lambda x: torch.softmax(x, -1), (_ones(512, 1024),)),
+    "softmax float16": (lambda x: torch.softmax(x, -1), (_ones(512, 1000, dtype=torch.half),)),
+    "softmax in chunks": (lambda x: torch.softmax(x, -1), (_ones(8, 20000),)),
+    "layer norm float32": (_normalised, (_ones(512, 768), _ones(768), _ones(768))),
+    "layer norm float16": (
+        _normalised,
+        (_ones(512, 768, dtype=torch.half), _ones(768, dtype=torch.half), _ones(768, dtype=torch.half)),
+    ),
+    "narrow rows": (lambda x: torch.softmax(x, -1), (_ones(65536, 64),)),
+}
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_threads_read_and_write_16_bytes_at_once(capability: int, workers: KernelCompiler, tmp_path: Path) -> None:
+    """Every access to memory of pointwise, row and transposing kernels of contiguous tensors."""
+    accesses = _accesses({name: kernel_of(f, *x) for name, (f, x) in _WIDE.items()}, capability, workers, tmp_path)
+    narrow = {name: found for name, found in accesses.items() if found != {("ld", 16), ("st", 16)}}
+    assert not narrow
+
+
+def test_what_stands_in_the_way_of_16_bytes(workers: KernelCompiler, tmp_path: Path) -> None:
+    """Rows or a whole tensor of an odd number of elements: these begin anywhere, or end within 16 bytes."""
+    kernels = {
+        "odd rows": kernel_of(lambda x: torch.softmax(x, -1), _ones(512, 197)),
+        "odd end": kernel_of(lambda x: x * 2, _ones(27, 37)),
+    }
+    for found in _accesses(kernels, 90, workers, tmp_path).values():
+        assert found == {("ld", 4), ("st", 4)}
+
+
+def test_sizes_known_at_run_time_have_both_ways(workers: KernelCompiler, tmp_path: Path) -> None:
+    """One program: rows that are whole multiples of 16 elements are read 16 bytes at once, others are not. A size that stands in front of the
+    rows decides nothing."""
+    n, m = symbol("s0", 512), symbol("s1", 1024)
+    kernels = {"flat": scale_kernel(n), "rows": row_sum_kernel(n, m), "batch": row_sum_kernel(n, 1024)}
+    found = _accesses(kernels, 90, workers, tmp_path)
+    assert found["flat"] == {("ld", 4), ("ld", 16), ("st", 4), ("st", 16)}
+    assert found["rows"] == {("ld", 4), ("ld", 16), ("st", 4)}  # one sum for each row
+    assert found["batch"] == {("ld", 16), ("st", 4)}
+
+
+def _accesses(
+    kernels: Mapping[str, Kernel], capability: int, workers: KernelCompiler, folder: Path
+) -> dict[str, set[tuple[str, int]]]:
+    """What each kernel's machine code has of loads and stores of global memory, and how many bytes of a thread each is."""
+    pytest.importorskip("triton")
+    target = Target(capability, 132)
+    jobs = [
+        Job(name, "kernel_1", kernel, target, str(folder / f"{name}.kernel"), assembly=True)
+        for name, kernel in kernels.items()
+    ]
+    found: dict[str, set[tuple[str, int]]] = {}
+    for job, path in zip(jobs, workers.compile(jobs, 300.0), strict=True):
+        assert isinstance(path, Path), path
+        accesses = re.findall(
+            r"\b(ld|st)\.global(?:\.[a-zA-Z]\S*?)*?(?:\.v(\d))?\.[bfsu](\d+)\s", path.with_suffix(".ptx").read_text()
+        )
+        found[job.key] = {(what, int(lanes or 1) * int(bits) // 8) for what, lanes, bits in accesses}
+    return found
 
 
 def test_a_kernel_for_the_interpreter_is_its_text(workers: KernelCompiler, tmp_path: Path) -> None:

@@ -8,13 +8,14 @@ from torch_hybrid_backend.loops.index import LoopVar, as_index, var
 from torch_hybrid_backend.loops.ir import Buffer, Load
 from torch_hybrid_backend.loops.kernels import Argument, AttentionKernel, Kernel, MapKernel, RowKernel, Stage, Store
 from torch_hybrid_backend.loops.layout import Blocked, contiguous
+from torch_hybrid_backend.sizes.size import Dim
 
 
-def argument(*shape: int, name: str = "", dtype: str = "float32") -> Argument:
+def argument(*shape: Dim, name: str = "", dtype: str = "float32") -> Argument:
     return Argument(Buffer(shape, dtype, name), contiguous(shape))
 
 
-def scale_kernel(size: int = 64, factor: float = 2.0, name: str = "i") -> MapKernel:
+def scale_kernel(size: Dim = 64, factor: float = 2.0, name: str = "i") -> MapKernel:
     """out[i] = relu(x[i]) * factor."""
     x, out = argument(size, name=f"x of {name}"), argument(size, name=f"out of {name}")
     i = var(name, size)
@@ -23,7 +24,7 @@ def scale_kernel(size: int = 64, factor: float = 2.0, name: str = "i") -> MapKer
     return MapKernel((x,), (out,), (LoopVar(name, size),), stores)
 
 
-def row_sum_kernel(rows: int = 4, columns: int = 8) -> RowKernel:
+def row_sum_kernel(rows: Dim = 4, columns: Dim = 8) -> RowKernel:
     """out[r] = sum of (x[r, c] + x[r, c])."""
     x, out = argument(rows, columns), argument(rows)
     domain = (LoopVar("r", rows), LoopVar("c", columns))

@@ -9,13 +9,16 @@ import platform
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.runtime.plans import Draft
+from torch_hybrid_backend.config import CUDA_DRIVER
 from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.program import DeviceLaunch, OperatorArgument, OperatorCall, TensorArgument
 from torch_hybrid_backend.errors import CacheError, HybridError
@@ -27,6 +30,7 @@ from torch_hybrid_backend.runtime.native.ops import (
     Guard,
     GuardKind,
     Plan,
+    use_cuda_driver,
     watches_writes,
 )
 from torch_hybrid_backend.store import Store
@@ -359,20 +363,44 @@ def test_kernels_stay_on_the_cpu(kernels: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a torch without a GPU")
 def test_launches_need_a_gpu(tmp_path: Path) -> None:
-    """A plan for a GPU is built anywhere, its module verified as a library is; where torch has no GPU the run says so."""
+    """The driver loads a plan's modules when the plan is made: without one, that says so. Its library is the one that was told."""
+    (tmp_path / "fill.cubin").write_bytes(b"a cubin")
+    draft = Draft()
+    out = draft.add_value(ValueKind.FRESH, 0, F32, [N], [1], device=CUDA)
+    draft.add(DeviceLaunch(str(tmp_path / "fill.cubin"), "fill", (out,), 1, (1, 1, 1), 128), CUDA)
+    use_cuda_driver("/nowhere/libcuda.so")
+    with pytest.raises(HybridError, match=r"without NVIDIA's driver: /nowhere/libcuda\.so"):
+        draft.seal(0, 0, 0, [out])
+    use_cuda_driver(CUDA_DRIVER)
+    with pytest.raises(HybridError, match=r"without NVIDIA's driver: libcuda\.so\.1|failed: CUDA_ERROR_"):
+        draft.seal(0, 0, 0, [out])
+
+
+# A driver whose functions all succeed and do nothing.
+_NOTHING = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0)
+_FIND = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)(lambda _: ctypes.cast(_NOTHING, ctypes.c_void_p).value)
+
+
+@dataclass(frozen=True, slots=True)
+class IdleLaunch(DeviceLaunch):
+    """A launch on the CPU by that driver."""
+
+    def describe(self) -> dict[str, Any]:
+        return {**DeviceLaunch.describe(self), "driver": ctypes.cast(_FIND, ctypes.c_void_p).value}
+
+
+def test_modules_are_verified(tmp_path: Path) -> None:
+    """As libraries are: what is opened is what was put into the store."""
     module = Store(tmp_path / "cache").put("kernels", "key", b"a cubin", ".cubin")
 
     def build(path: str) -> Plan:
         draft = Draft()
-        out = draft.add_value(ValueKind.FRESH, 0, F32, [N], [1], device=CUDA)
-        draft.add(DeviceLaunch(path, "fill", (out,), 1, (1, 1, 1), 128), CUDA)
+        out = draft.add_value(ValueKind.FRESH, 0, F32, [N], [1])
+        draft.add(IdleLaunch(path, "fill", (out,), 1, (1, 1, 1), 128))
         return draft.seal(0, 0, 0, [out])
 
     plan = build(str(module))
-    with pytest.raises(
-        HybridError, match="the current stream of cuda:0 cannot be told: this torch is built without CUDA"
-    ):
-        plan.run(unbound(plan), [])
+    plan.run(unbound(plan), [])
     module.write_bytes(b"another")
     assert build(str(module)), "what is open already is not read again"
     del plan

@@ -21,7 +21,7 @@ from torch_hybrid_backend.core.program import NULL, DeviceLaunch, ScalarArgument
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
 from torch_hybrid_backend.engines.triton import compiler
 from torch_hybrid_backend.engines.triton.artifact import read as read_artifact
-from torch_hybrid_backend.engines.triton.interpreted import InterpretedLaunch
+from torch_hybrid_backend.engines.triton.host_driver import HostLaunch
 from torch_hybrid_backend.engines.triton.policy import POLICY
 from torch_hybrid_backend.engines.triton.schedules import schedule_of
 from torch_hybrid_backend.engines.triton.source import Launch
@@ -84,10 +84,10 @@ class TritonBackend:
         return ()
 
     def step(self, kernel: Kernel, artifact: Artifact, arguments: tuple[int, ...]) -> Step:
-        """A launch on the GPU, or by the interpreter."""
+        """A launch on the GPU, or by the interpreter's driver."""
         launch: Launch = schedule_of(kernel).launch(kernel, self.target)
         header, _ = read_artifact(Path(artifact.path))
-        launched = InterpretedLaunch if self.target.is_interpreted else DeviceLaunch
+        launched = HostLaunch if self.target.is_interpreted else DeviceLaunch
         return launched(
             artifact.path,
             header.symbol,

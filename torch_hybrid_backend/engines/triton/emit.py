@@ -10,17 +10,18 @@ from torch_hybrid_backend.engines.triton.schedules import schedule_of
 from torch_hybrid_backend.engines.triton.source import Launch, Lines
 from torch_hybrid_backend.engines.triton.target import Target
 from torch_hybrid_backend.loops.kernels import Kernel, kernel_sizes
+from torch_hybrid_backend.loops.layout import Strided
+from torch_hybrid_backend.sizes.size import Symbol, symbols
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
     """A kernel as Triton's compiler wants it. `text`: a module whose function `name` is the kernel; `signature`: the types of the function's
-    parameters by name, but those of `launch.constants`. `dtypes`: of the buffers among them."""
+    parameters by name, but those of `launch.constants`."""
 
     name: str
     text: str
     signature: dict[str, str]
-    dtypes: tuple[str, ...]
     launch: Launch
 
 
@@ -30,6 +31,31 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 '''
+
+# Triton sees from `n // 16 * 16` alone that rows begin where 16 bytes can be read at once.
+_EITHER = '''
+
+@triton.jit
+def {name}({parameters}):
+    """Both ways in one program: rows of whole multiples of 16 elements are read and written 16 bytes at once."""
+    if {test}:
+        {body}({multiples})
+    else:
+        {body}({arguments})
+'''
+
+
+def row_sizes(kernel: Kernel) -> list[Symbol]:
+    """The sizes known only at run time that decide whether rows of its arguments, which lie one behind the other, begin at multiples of 16
+    elements: those of the dimension that runs through memory element by element."""
+    extents = [
+        extent
+        for argument in (*kernel.reads, *kernel.writes)
+        if isinstance(argument.layout, Strided)
+        for extent, stride in zip(argument.buffer.shape, argument.layout.strides, strict=True)
+        if stride == 1
+    ]
+    return symbols(extent for extent in extents if extent % 16 != 0)
 
 
 def emit_kernel(kernel: Kernel, name: str, target: Target) -> Program:
@@ -48,10 +74,22 @@ def emit_kernel(kernel: Kernel, name: str, target: Target) -> Program:
     signature.update(dict.fromkeys(sizes.values(), "i32"))
     parameters = [*signature, *(f"{constant}: tl.constexpr" for constant in launch.constants)]
     functions = [FUNCTIONS[own] for own in FUNCTIONS if own in printer.functions]
+    aligned = [sizes[symbol] for symbol in row_sizes(kernel)]
+    body = f"{name}_body" if aligned else name
     text = (
         _HEAD.format(title=f"A {type(kernel).__name__} over {tuple(str(v.extent) for v in kernel.domain)}.")
         + "\n".join(functions)
-        + f"\n\n@triton.jit\ndef {name}({', '.join(parameters)}):\n{lines.text}\n"
+        + f"\n\n@triton.jit\ndef {body}({', '.join(parameters)}):\n{lines.text}\n"
     )
-    dtypes = tuple(argument.buffer.dtype for argument in printer.arguments)
-    return Program(name, text, signature, dtypes, launch)
+    if aligned:
+        arguments = [*signature, *launch.constants]
+        multiples = [f"{argument} // 16 * 16" if argument in aligned else argument for argument in arguments]
+        text += _EITHER.format(
+            name=name,
+            parameters=", ".join(parameters),
+            test=" and ".join(f"{size} % 16 == 0" for size in aligned),
+            body=body,
+            multiples=", ".join(multiples),
+            arguments=", ".join(arguments),
+        )
+    return Program(name, text, signature, launch)

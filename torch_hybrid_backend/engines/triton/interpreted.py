@@ -1,4 +1,4 @@
-"""Kernels run by Triton's interpreter, on the CPU: the same programs, plan and memory as on a GPU, slowly (`TRITON_INTERPRET=1`).
+"""Programs for Triton's interpreter, on the CPU (`TRITON_INTERPRET=1`). `host_driver.py` launches them.
 
 The interpreter computes with NumPy. What it lacks has a substitute here, in one table: the functions of NVIDIA's libdevice.
 """
@@ -7,28 +7,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from torch_hybrid_backend.core.program import DeviceLaunch
-from torch_hybrid_backend.engines.triton import artifact
 from torch_hybrid_backend.engines.triton.source import function_of
 from torch_hybrid_backend.errors import HybridError
-
-_log = logging.getLogger(__name__)
-_FAILED = 1
-# See csrc/src/steps/external_call.cc.
-_EXTERNAL = ctypes.CFUNCTYPE(
-    ctypes.c_int32, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_int32, ctypes.c_void_p
-)
-
 
 # libdevice's functions by name, on NumPy arrays.
 _UNARY: Mapping[str, Callable[..., Any]] = {
@@ -108,13 +96,6 @@ def _value(data: Any, like: Any) -> Any:
     return tl.tensor(TensorHandle(data, scalar), type_)
 
 
-@functools.cache
-def _function(path: str) -> tuple[Any, artifact.Header]:
-    """The function of an artifact's program, and what launching it takes."""
-    header, _ = artifact.read(Path(path))
-    return interpretable(header.text, header.symbol), header
-
-
 def interpretable(text: str, name: str) -> Any:
     """A program's function, for Triton's interpreter. Raises HybridError where Triton was imported before it was told to interpret."""
     for own, substitute in _SUBSTITUTES.items():
@@ -133,38 +114,12 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="torch-hybrid-backend-triton-")
 
 
-@dataclass(frozen=True, slots=True)
-class InterpretedLaunch(DeviceLaunch):
-    """A launch that Triton's interpreter makes on the CPU's memory; what the plan does around it is as for one on a GPU."""
+def parameter(type_: str, address: int) -> Any:
+    """A kernel's parameter that lies at an address, as the interpreter holds it. type_: as in the kernel's signature ("*fp32": an address)."""
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle, _get_np_dtype
 
-    def describe(self) -> dict[str, Any]:
-        address = ctypes.cast(_launcher(self), ctypes.c_void_p).value
-        title = f"{self.symbol}, interpreted"
-        return {"kind": "external", "function": address, "context": 0, "title": title, "arguments": self.arguments}
-
-
-@functools.cache
-def _launcher(launch: InterpretedLaunch) -> Any:
-    """A C function that makes the launch. Kept for the life of the process: plans know its address."""
-
-    def run(_context: int | None, addresses: Any, count: int, _stream: int | None) -> int:
-        text = ""
-        try:
-            function, header = _function(launch.module)
-            text = header.text
-            tensors = [_pointer(addresses[i], header.dtypes[i]) for i in range(count)]
-            if 0 not in launch.grid:
-                with np.errstate(all="ignore"):
-                    function[launch.grid](*tensors, *(scalar.value for scalar in launch.scalars), **header.constants)
-        except BaseException:  # it must not go through C++
-            _log.exception("the kernel %s cannot be interpreted:\n%s", launch.symbol, text)
-            return _FAILED
-        return 0
-
-    return _EXTERNAL(run)
-
-
-def _pointer(address: int, dtype: str) -> torch.Tensor:
-    """A tensor that begins at an address. It has one element; kernels go beyond it by themselves."""
-    torch_dtype: torch.dtype = getattr(torch, dtype)
-    return torch.frombuffer((ctypes.c_char * torch_dtype.itemsize).from_address(address), dtype=torch_dtype)
+    known = tl.str_to_ty(type_, None)
+    dtype = _get_np_dtype(known)
+    data = np.frombuffer((ctypes.c_char * dtype.itemsize).from_address(address), dtype).copy()
+    return tl.tensor(TensorHandle(data, known), known)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import re
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from torch_hybrid_backend.errors import HybridError
+from torch_hybrid_backend.errors import STICKY, DeviceError, HybridError
 from torch_hybrid_backend.runtime.native.description import PlanDescription
 from torch_hybrid_backend.runtime.native.libraries import OpenLibrary, use_library
 from torch_hybrid_backend.runtime.native.module import native_module
@@ -134,6 +135,7 @@ class _Operators:
         self.plan_new = ops.plan_new.default
         self.open_library = ops.open_library.default
         self.open_module = ops.open_module.default
+        self.use_cuda_driver = ops.use_cuda_driver.default
         self.plan_run = ops.plan_run.default
         self.plan_time = ops.plan_time.default
         self.guard_new = ops.guard_new.default
@@ -182,6 +184,14 @@ def watches_writes() -> bool:
     return bool(_ops().watches_writes())
 
 
+def use_cuda_driver(path: str) -> None:
+    """Kernels are launched on GPUs by the driver library of that path, or of that name where the loader looks.
+
+    Raises HybridError where another one is in use already: a process has one.
+    """
+    _building(_ops().use_cuda_driver, path)
+
+
 def give_back_freed_memory() -> None:
     """Returns memory that the C library keeps after it was freed to the operating system; glibc only, elsewhere nothing happens.
 
@@ -213,12 +223,12 @@ class Plan:
 
         text = description.text(functools.cache(opened))
         try:
-            self.handle: int = _building(ops.plan_new, text)
-        except HybridError as error:
+            self.handle: int = ops.plan_new(text)
+        except RuntimeError as error:
             said = str(error)
             for name, path in paths.items():
                 said = said.replace(f"library {name} ", f"library {path} ")
-            raise HybridError(said) from error
+            raise _as_hybrid_error(said) from error
         _callbacks[self.handle] = tuple(callbacks)
         weakref.finalize(self, _free_plan, ops, self.handle).atexit = False
 
@@ -250,7 +260,7 @@ class Plan:
             else:
                 outputs, status = [], results
         except RuntimeError as error:
-            raise HybridError(str(error)) from error
+            raise _as_hybrid_error(str(error)) from error
         if status == RunStatus.DONE:
             return outputs  # type: ignore[no-any-return]
         if status == RunStatus.STALE_BINDING:
@@ -294,7 +304,25 @@ def _building(operator: Callable[..., Any], *arguments: object) -> Any:
     try:
         return operator(*arguments)
     except RuntimeError as error:
-        raise HybridError(str(error)) from error
+        raise _as_hybrid_error(str(error)) from error
+
+
+# See csrc/include/cuda_driver.h.
+_BY_DRIVER = re.compile(r" failed: CUDA_ERROR_\w+ \((\d+)\)")
+
+
+def _as_hybrid_error(text: str) -> HybridError:
+    """What the C++ side threw, as an error of this package; what a GPU's driver said is told apart, by its code."""
+    found = _BY_DRIVER.search(text)
+    if found is None:
+        return HybridError(text)
+    code = int(found[1])
+    if code in STICKY:
+        text += (
+            ". The GPU cannot be used any more in this process: start it again. What failed may be a kernel that was queued before this one;"
+            " with the environment variable CUDA_LAUNCH_BLOCKING=1 it is the one named here"
+        )
+    return DeviceError(text, code)
 
 
 def _free_plan(ops: _Operators, handle: int) -> None:

@@ -22,16 +22,19 @@ _SQUARE = 32
 _LARGE_SQUARE = 256
 _MIN_EXTENT = 8  # of an axis that is worth a dimension of the tile
 _MIN_BLOCK = 128
-_ELEMENTS_PER_WARP = 256
+_ELEMENTS = 8  # of a thread: 16 bytes at once of all but what is narrower than two bytes
+_NARROW = ("bool", "int8", "uint8")
 
 
 def launch(kernel: MapKernel, target: Target) -> Launch:
     variables = _in_memory_order(kernel)
     other = _read_along(kernel, variables)
     if other is None:
-        block = block_for(product([v.extent for v in variables]), target.elements, _MIN_BLOCK)
+        narrow = all(argument.buffer.dtype in _NARROW for argument in (*kernel.reads, *kernel.writes))
+        factor = 2 if narrow else 1
+        block = block_for(product([v.extent for v in variables]), factor * target.elements, _MIN_BLOCK)
         programs = blocks(product([v.extent for v in variables]), block)
-        return Launch((programs, 1, 1), {"BLOCK": block}, warps=max(1, min(8, block // _ELEMENTS_PER_WARP)))
+        return Launch((programs, 1, 1), {"BLOCK": block}, warps=max(1, min(8, block // (32 * factor * _ELEMENTS))))
     edge = _LARGE_SQUARE if target.has_large_tiles else _SQUARE
     rows, columns = block_for(other.extent, edge), block_for(variables[-1].extent, edge)
     rest = product([v.extent for v in variables if v not in (other, variables[-1])])
