@@ -9,12 +9,13 @@ would choose among by the clock (tiles, warps) is all compiled; the one with the
 
 from __future__ import annotations
 
+import contextlib
 import os
 
-os.environ["TRITON_INTERPRET"] = "0"  # read when Triton is imported: here it compiles
+if __name__ == "__main__":
+    os.environ["TRITON_INTERPRET"] = "0"  # read when Triton is imported, as torch may do: here it compiles
 
 import re
-import sys
 import tempfile
 import types
 from collections.abc import Callable, Sequence
@@ -144,10 +145,8 @@ def _inductor_text(graph: Graph) -> str:
     return str(getattr(code, "value", code))
 
 
-def _pretended_gpu() -> mock._patch_dict | Any:
+def _pretended_gpu() -> contextlib.ExitStack:
     """Within it, inductor finds an H100."""
-    import contextlib
-
     import torch._dynamo.device_interface
     import torch.utils._triton
 
@@ -198,7 +197,7 @@ def _widest(name: str, text: str) -> Code:
 
 def table(graphs: Sequence[Graph]) -> str:
     """A line for each kernel of ours and of inductor's."""
-    lines = [f"{'graph':<16} {'of':<9} {'kernel':<28} threads  loads of bytes; stores of bytes"]
+    lines = [f"{'graph':<16} {'of':<9} {'kernel':<28} threads  bytes of each load; of each store"]
     for graph in graphs:
         for who, codes in (("hybrid", ours(graph)), ("inductor", inductors(graph))):
             for code in codes:
@@ -209,4 +208,3 @@ def table(graphs: Sequence[Graph]) -> str:
 
 if __name__ == "__main__":
     print(table(GRAPHS))
-    sys.exit(0)
