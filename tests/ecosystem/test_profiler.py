@@ -9,6 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import torch_hybrid_backend
 from tests.end_to_end import models
+from torch_hybrid_backend import session
 
 _MODEL, _X = models.perceptron(), models.rows()
 
@@ -53,7 +54,7 @@ def test_kernels_lie_inside_their_region() -> None:
     first = plan.regions[0]
     assert first.engine == "tvm"
     inside = [event for event in events if event.cpu_parent and event.cpu_parent.name == f"hybrid::{first.name} tvm"]
-    assert len(inside) == first.kernels > 1
+    assert len(inside) == len(first.kernels) > 1
 
 
 def test_the_first_call_shows_placement() -> None:
@@ -62,3 +63,23 @@ def test_the_first_call_shows_placement() -> None:
     with torch.no_grad(), profile(activities=[ProfilerActivity.CPU]) as profiler:
         fast(_X)
     assert any(event.name.startswith("hybrid::") and event.name.endswith(" placement") for event in profiler.events())
+
+
+def test_launches_of_the_triton_engine_are_named_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each under its region and its own name, which says what it computes; here by Triton's interpreter."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(session, "_sessions", {})
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("HYBRID_ENGINES", "triton")
+    monkeypatch.setenv("HYBRID_STRICT", "1")
+    with torch.no_grad():
+        events = _profiled(dynamic=False)
+        (plan,) = torch_hybrid_backend.explain(_mixed, _X).plans
+    region = plan.regions[0]
+    assert region.engine == "triton"
+    inside = [
+        event.name for event in events if event.cpu_parent and event.cpu_parent.name == f"hybrid::{region.name} triton"
+    ]
+    assert len(inside) == len(region.kernels) > 1
+    assert all(title.startswith(name) for title, name in zip(inside, region.kernels, strict=True))
+    assert any(name.startswith("matmul_") for name in inside)

@@ -10,24 +10,18 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
-import torch
-import torch.fx
 
-from benchmarks.models import ZOO
 from tests.conftest import Golden
+from tests.engines.models_for_tests import partitions
 from tests.services_for_tests import services
-from torch_hybrid_backend.capture.aot import capture
 from torch_hybrid_backend.codegen.assemble import assemble
 from torch_hybrid_backend.codegen.kernel_cache import Artifact
 from torch_hybrid_backend.codegen.kernel_key import canonical_text
 from torch_hybrid_backend.codegen.operator_kernel import OperatorKernel
 from torch_hybrid_backend.codegen.variants import variants
 from torch_hybrid_backend.config import Config
-from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.program import KernelCall, Program
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
@@ -38,11 +32,7 @@ from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tir.emit import emit_kernel
 from torch_hybrid_backend.errors import ScheduleError
 from torch_hybrid_backend.loops.kernels import Kernel
-from torch_hybrid_backend.partition.regions import Partition, partition_graph
-from torch_hybrid_backend.passes.context import PassContext
-from torch_hybrid_backend.passes.hoist import hoist
-from torch_hybrid_backend.passes.inline_subgraphs import inline_subgraphs
-from torch_hybrid_backend.passes.pipeline import run_passes
+from torch_hybrid_backend.partition.regions import Partition
 
 _TARGETS = {
     "avx512": Target("x86-64-v4", "golden", ("avx2", "avx512f", "fma"), 16, 2, 48 << 10, 1 << 20),
@@ -61,26 +51,7 @@ def test_golden_kernels(model: str, target: str, golden: Golden) -> None:
 
 @functools.lru_cache(maxsize=1)  # for the other target
 def _partitions(model: str) -> list[Partition]:
-    """How the wiring partitions each graph of the model."""
-    engine = TvmEngine(Config(compile_threads=1), services())
-    module, inputs = ZOO[model].make("full").eval(), ZOO[model].inputs("full", batch=1)
-    partitions: list[Partition] = []
-
-    def partitioned(captured: CapturedGraph) -> Callable[[list[Any]], list[Any]]:
-        inline_subgraphs(captured.graph_module)
-        run_passes(captured.graph_module, PassContext.of(captured))
-        hoisted = hoist(captured.graph_module, captured.static_inputs)
-        partitions.append(partition_graph(hoisted.main, [engine], Config()))
-        return lambda values: [torch.empty(())] * 100
-
-    def backend(graph: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        capture(graph, examples, partitioned, engine.keep_ops, None)
-        return graph.forward
-
-    torch.compiler.reset()
-    with torch.no_grad():
-        torch.compile(module, backend=backend, dynamic=False)(*inputs)
-    return partitions
+    return partitions(model, TvmEngine(Config(compile_threads=1), services()))
 
 
 def _described(found: Partition, target: Target) -> list[str]:

@@ -1,0 +1,68 @@
+"""Golden files of what Triton makes of models of the zoo, at their published sizes in bfloat16: threads, registers, shared memory and spills of
+each kernel, for two architectures. No GPU is needed.
+
+Renewed by `pytest tests/engines/triton/test_golden_kernels.py -m "full or not full" --update-golden`; a commit that changes them says why. The
+numbers are those of the Triton in constraints.txt: with another one only spills are looked at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import Golden
+from tests.engines.models_for_tests import partitions
+from tests.engines.triton.resource_usage import resource_usage
+from tests.partition.engines_for_tests import LoopsEngine
+from torch_hybrid_backend.codegen.assemble import assemble
+from torch_hybrid_backend.codegen.kernel_key import canonical_text
+from torch_hybrid_backend.codegen.kernel_name import symbol_of
+from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
+from torch_hybrid_backend.codegen.workers.protocol import Job
+from torch_hybrid_backend.engines.triton import artifact, compiler
+from torch_hybrid_backend.engines.triton.backend import TritonBackend
+from torch_hybrid_backend.engines.triton.target import Target
+from torch_hybrid_backend.loops.kernels import Kernel, MapKernel, RowKernel
+
+pytest.importorskip("triton")
+
+_TARGETS = (Target(80, 108), Target(90, 132))  # A100, H100
+_PINNED = "3.7.1"
+_MODELS = ("gpt2",)
+_FULL = ("resnet50", "vit_b16", "llama_small")
+
+
+@pytest.fixture(scope="module")
+def workers() -> KernelCompiler:
+    return KernelCompiler(compiler, 2)
+
+
+@pytest.mark.parametrize("model", [*_MODELS, *(pytest.param(name, marks=pytest.mark.full) for name in _FULL)])
+def test_what_kernels_take(model: str, workers: KernelCompiler, tmp_path: Path, golden: Golden) -> None:
+    """It is what it was; pointwise kernels and rows spill no register."""
+    found = partitions(model, LoopsEngine(), torch.bfloat16)
+    kernels: dict[str, tuple[Kernel, Target]] = {}
+    for target in _TARGETS:
+        for segment in (segment for each in found for segment in each.graph.segments if segment.engine_hint):
+            for kernel in assemble(segment.region, TritonBackend(target)).kernels:
+                digest = hashlib.sha256(canonical_text(kernel).encode()).hexdigest()
+                kernels[f"{symbol_of(kernel, digest)} sm_{target.capability}"] = (kernel, target)
+    jobs = [
+        Job(name, name.partition(" ")[0], kernel, target, str(tmp_path / f"{number}.kernel"))
+        for number, (name, (kernel, target)) in enumerate(kernels.items())
+    ]
+    lines = []
+    for job, path in zip(jobs, workers.compile(jobs, 560.0), strict=True):
+        assert isinstance(path, Path), path
+        header, code = artifact.read(path)
+        usage = resource_usage(code, header.shared_bytes)
+        assert usage.spill_bytes == 0 or not isinstance(job.kernel, MapKernel | RowKernel), job.key
+        lines.append(
+            f"{job.key}: {header.threads} threads, {usage.registers} registers, {usage.shared_bytes} bytes shared, "
+            f"{usage.spill_bytes} bytes spilled"
+        )
+    if compiler.version() == _PINNED:
+        golden.check("\n".join(lines))
