@@ -5,8 +5,8 @@
 // call's work waits for this one's by the order of the stream. (A stream that its owner destroys
 // while work is on it must not be: torch's own streams never are.)
 //
-// While the caller records a stream into a CUDA graph, a call has a frame of its own, which no
-// other call gets: its memory is the recording's, which runs again at any time.
+// While the caller captures the stream into a CUDA graph, a call has a frame of its own, which no
+// other call gets: the capture may be replayed, and write to its memory, at any time.
 //
 // Ownership: a frame owns its arenas, argument tables and the tensors alive in its call. FramePool
 // owns idle frames; a Lease owns a frame during a call and gives it back, emptied of tensors, when
@@ -38,7 +38,7 @@ using Streams = std::vector<std::pair<Device, void*>>;
 
 struct Frame {
   Streams streams;
-  bool is_captured = false;                          // made while the caller records
+  bool is_captured = false;                          // made while the caller captures
   AlignedBlock arena;                                // the host's
   std::vector<torch::stable::Tensor> device_arenas;  // from PyTorch's allocator, for those streams
   std::vector<DLTensor> views;                       // one for each value

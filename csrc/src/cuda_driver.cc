@@ -330,9 +330,18 @@ std::atomic<int> graphs_alive = 0;
 
 bool IsCapturing(void* stream) {
   if (stream == nullptr) return false;
+  // Without NVIDIA's driver the streams are another maker's, which torch calls CUDA's too.
+  static const Driver* const driver = []() -> const Driver* {
+    try {
+      return &NvidiaDriver();
+    } catch (const std::runtime_error&) {
+      return nullptr;
+    }
+  }();
+  if (driver == nullptr) return false;
   int capturing = 0;
   // A stream that cannot tell is taken for a captured one: its launches say what is wrong.
-  return NvidiaDriver().stream_is_capturing(stream, &capturing) != 0 || capturing != 0;
+  return driver->stream_is_capturing(stream, &capturing) != 0 || capturing != 0;
 }
 
 CudaGraph::Place::Place() {

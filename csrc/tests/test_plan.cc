@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "check.h"
-#include "cuda_driver.h"
 #include "plan.h"
 #include "plans.h"
 #include "pytorch_tensors.h"
@@ -156,7 +155,6 @@ void TestWhatIsRefused() {
 }  // namespace
 
 int main() {
-  UseDriver(std::getenv("RECORDING_DRIVER"));
   TestHostKernels();
   TestCopies();
   TestCallbacks();

@@ -179,13 +179,15 @@ def test_other_modes_have_none(mode: str, done: list[str]) -> None:
     assert set(done) == {"launch"}
 
 
-def test_graphs_go_with_their_plan() -> None:
-    """The driver has none of a graph that is not there any more."""
+def test_graphs_go_with_their_plan(caplog: pytest.LogCaptureFixture) -> None:
+    """The log says how many kernels a graph has; the driver has none of a plan that is not there any more."""
     gc.collect()
     before = DRIVER.graphs
     compiled = torch.compile(by_turns, backend="hybrid", mode="reduce-overhead")
-    for _ in range(3):
-        compiled(torch.randn(6, 8))
+    with caplog.at_level(logging.INFO):
+        for _ in range(3):
+            compiled(torch.randn(6, 8))
+    assert "kernels in each CUDA graph of this plan: 3" in caplog.messages
     assert DRIVER.graphs == before + 2
     del compiled
     torch._dynamo.reset()

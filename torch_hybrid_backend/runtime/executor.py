@@ -125,8 +125,8 @@ class Executor:
         folded = {name for name, source in sources.items() if isinstance(source, FoldedValue)}
         computed = list(dict.fromkeys(o for o in outputs if isinstance(o, str) and o not in sources))
         self._layout = lay_out(frozenset(inputs), constants | folded, pieces, computed, graphs=graphs)
-        if together := [len(s.step.launches) for s in self._layout.steps if isinstance(s.step, LaunchGraph)]:
-            log.info("%d kernels are launched as %d CUDA graphs", sum(together), len(together))
+        if together := [str(len(s.step.launches)) for s in self._layout.steps if isinstance(s.step, LaunchGraph)]:
+            log.info("kernels in each CUDA graph of this plan: %s", ", ".join(together))
         self._plan = Plan(self._layout.description, (*callbacks, *self._layout.functions))
         self._plan_sources = tuple(sources[name] for name in self._layout.inputs)
         self._returns = tuple(_return(output, sources, computed) for output in outputs)

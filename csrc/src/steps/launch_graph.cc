@@ -34,7 +34,8 @@ void WarnOnce(const std::string& message) {
 // runs once is not worth a graph. The graph keeps what the last call's launches were given, so a
 // call changes only what differs: nothing is copied, and results are new tensors as ever.
 //
-// Where the driver cannot, the launches are made one by one, as where the caller records them.
+// Where the driver cannot, the launches are made one by one, as while the caller captures the
+// stream.
 class LaunchGraph final : public Step {
  public:
   // `accesses`: of each launch that has blocks.
