@@ -16,8 +16,7 @@ namespace torch_hybrid_backend {
 inline constexpr size_t kDeviceAlignment = 256;
 
 // Where every address that a step is given on a device other than the host begins at least: kernels
-// there are compiled to read and write 16 bytes at once. engines/triton/compiler.py and
-// runtime/executor.py know the number too.
+// there are compiled to read and write 16 bytes at once. core/limits.py has the number too.
 inline constexpr size_t kAddressAlignment = 16;
 
 struct Device {

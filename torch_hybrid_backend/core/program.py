@@ -135,7 +135,8 @@ class DeviceLaunch(Step):
     """A launch of a kernel on a GPU, on the caller's current stream. It has not run on one yet.
 
     The kernel's parameters: the addresses of `arguments` (buffers, those it reads first; a buffer on the CPU, of no dimensions, is passed by
-    value), then `scalars`, then the addresses of `scratch` (buffers, or NULL). A grid with a 0 launches nothing.
+    value), then `scalars`, then the addresses of `scratch` (buffers, or NULL). A GPU is given addresses that can be divided by
+    `limits.ADDRESS_ALIGNMENT`. A grid with a 0 launches nothing. The module is loaded when the plan is made.
     """
 
     module: str  # path of the compiled module: a cubin, a fat binary or PTX

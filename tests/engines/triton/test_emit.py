@@ -6,7 +6,7 @@ import pytest
 from expecttest import assert_expected_inline
 
 from tests.engines.tvm.kernels_for_tests import argument, conv_kernel, row_sum_kernel, scale_kernel
-from torch_hybrid_backend.engines.triton.emit import emit_kernel
+from torch_hybrid_backend.engines.triton.emit import emit_kernel, row_sizes
 from torch_hybrid_backend.engines.triton.target import Target
 from torch_hybrid_backend.errors import ScheduleError
 from torch_hybrid_backend.loops import ops
@@ -14,6 +14,7 @@ from torch_hybrid_backend.loops.index import LoopVar, var
 from torch_hybrid_backend.loops.ir import Buffer
 from torch_hybrid_backend.loops.kernels import Argument, MapKernel, Store
 from torch_hybrid_backend.loops.layout import contiguous
+from torch_hybrid_backend.sizes.size import symbol
 
 
 def test_a_pointwise_program() -> None:
@@ -93,3 +94,19 @@ def test_numbers_from_the_host_are_parameters() -> None:
 def test_kernels_of_other_backends_are_refused() -> None:
     with pytest.raises(ScheduleError, match="PackedConvKernel"):
         emit_kernel(conv_kernel(), "kernel", Target(90, 132))
+
+
+def test_both_ways_where_a_size_decides() -> None:
+    """Where rows begin is known at run time: the program tests it. Only the size of the dimension that runs through memory counts."""
+    n, m = symbol("s0"), symbol("s1")
+    kernels = scale_kernel(n), scale_kernel(16 * n), row_sum_kernel(n, m), row_sum_kernel(n, 9)
+    assert [[size.name for size in row_sizes(kernel)] for kernel in kernels] == [["s0"], [], ["s1"], []]
+    program = emit_kernel(scale_kernel(n), "scale", Target(90, 132))
+    assert program.text.endswith(
+        """
+    if n0 % 16 == 0:
+        scale_body(in0, out0, n0 // 16 * 16, BLOCK)
+    else:
+        scale_body(in0, out0, n0, BLOCK)
+"""
+    )

@@ -11,7 +11,7 @@ from torch_hybrid_backend.engines.triton.source import Launch, Lines
 from torch_hybrid_backend.engines.triton.target import Target
 from torch_hybrid_backend.loops.kernels import Kernel, kernel_sizes
 from torch_hybrid_backend.loops.layout import Strided
-from torch_hybrid_backend.sizes.size import Symbol, symbols
+from torch_hybrid_backend.sizes.size import Symbol, size_hint, symbols
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +46,14 @@ def {name}({parameters}):
 
 
 def row_sizes(kernel: Kernel) -> list[Symbol]:
-    """The sizes known only at run time that decide whether rows of its arguments, which lie one behind the other, begin at multiples of 16
-    elements: those of the dimension that runs through memory element by element."""
+    """The sizes known only at run time that decide whether rows, which lie one behind the other, begin at multiples of 16 elements: those of
+    the dimension that runs through memory element by element. Of the largest arguments: what is read of others hardly counts."""
+    arguments = (*kernel.reads, *kernel.writes)
+    most = max(size_hint(argument.span) for argument in arguments)
     extents = [
         extent
-        for argument in (*kernel.reads, *kernel.writes)
-        if isinstance(argument.layout, Strided)
+        for argument in arguments
+        if isinstance(argument.layout, Strided) and 2 * size_hint(argument.span) > most
         for extent, stride in zip(argument.buffer.shape, argument.layout.strides, strict=True)
         if stride == 1
     ]

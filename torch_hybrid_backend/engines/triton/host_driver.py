@@ -81,10 +81,6 @@ class HostDriver:
             self._functions[module] = interpretable(header.text, symbol)
         return module
 
-    def symbol(self, number: int) -> str:
-        """The name of a kernel."""
-        return self._headers[number].symbol
-
     def launch(self, number: int, grid: tuple[int, int, int], parameters: Callable[[int], int]) -> None:
         """Run a kernel. `parameters`: the address of each. Raises DriverError, with the program in the log, for one that cannot be run."""
         header = self._headers[number]
@@ -149,11 +145,11 @@ def _launch(config: Any, function: int, parameters: Any, _extra: int | None) -> 
     DRIVER.launch(function, (told.x, told.y, told.z), parameters.__getitem__)
 
 
-_names = {status: ctypes.create_string_buffer(f"CUDA_ERROR_{status.name}".encode()) for status in Status}
+_NAMES: Mapping[int, Any] = {s: ctypes.create_string_buffer(f"CUDA_ERROR_{s.name}".encode()) for s in Status}
 
 
 def _error_name(status: int, name: Any) -> None:
-    name[0] = ctypes.addressof(_names.get(status, _names[Status.UNKNOWN]))  # type: ignore[call-overload]
+    name[0] = ctypes.addressof(_NAMES.get(status, _NAMES[Status.UNKNOWN]))
 
 
 _FUNCTIONS: Mapping[str, tuple[Callable[..., None], tuple[Any, ...]]] = {

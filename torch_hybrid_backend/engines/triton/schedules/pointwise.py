@@ -21,8 +21,8 @@ from torch_hybrid_backend.sizes.size import product, size_hint
 _SQUARE = 32
 _LARGE_SQUARE = 256
 _MIN_EXTENT = 8  # of an axis that is worth a dimension of the tile
-_MIN_BLOCK = 128
-_ELEMENTS = 8  # of a thread: 16 bytes at once of all but what is narrower than two bytes
+_ELEMENTS = 8  # of a thread: 16 bytes at once of all that has two bytes or more
+_WARP = 32 * _ELEMENTS
 _NARROW = ("bool", "int8", "uint8")
 
 
@@ -30,16 +30,15 @@ def launch(kernel: MapKernel, target: Target) -> Launch:
     variables = _in_memory_order(kernel)
     other = _read_along(kernel, variables)
     if other is None:
-        narrow = all(argument.buffer.dtype in _NARROW for argument in (*kernel.reads, *kernel.writes))
-        factor = 2 if narrow else 1
-        block = block_for(product([v.extent for v in variables]), factor * target.elements, _MIN_BLOCK)
-        programs = blocks(product([v.extent for v in variables]), block)
-        return Launch((programs, 1, 1), {"BLOCK": block}, warps=max(1, min(8, block // (32 * factor * _ELEMENTS))))
+        points = product([v.extent for v in variables])
+        factor = 2 if all(a.buffer.dtype in _NARROW for a in (*kernel.reads, *kernel.writes)) else 1
+        block = block_for(points, factor * target.elements, factor * _WARP)
+        return Launch((blocks(points, block), 1, 1), {"BLOCK": block}, warps=min(8, block // (factor * _WARP)))
     edge = _LARGE_SQUARE if target.has_large_tiles else _SQUARE
     rows, columns = block_for(other.extent, edge), block_for(variables[-1].extent, edge)
     rest = product([v.extent for v in variables if v not in (other, variables[-1])])
     programs = product([blocks(variables[-1].extent, columns), blocks(other.extent, rows), rest])
-    return Launch((programs, 1, 1), {"ROWS": rows, "COLUMNS": columns})
+    return Launch((programs, 1, 1), {"ROWS": rows, "COLUMNS": columns}, warps=max(1, min(4, rows * columns // _WARP)))
 
 
 def emit(kernel: MapKernel, printer: Printer, target: Target, launch: Launch) -> None:
