@@ -182,7 +182,7 @@ def _widest(name: str, text: str) -> Code:
 
     with tempfile.TemporaryDirectory() as folder, _pretended_gpu(), triton.knobs.cache.scope():
         triton.knobs.cache.dir = folder
-        with mock.patch.object(triton_helpers, "set_driver_to_gpu", lambda: None):
+        with mock.patch.object(triton_helpers, "set_driver_to_gpu"):
             tuned = function_of(text, name, Path(folder))
         meta = tuned.triton_meta
         codes = []

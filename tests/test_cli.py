@@ -15,7 +15,7 @@ from tests.partition.engines_for_tests import FakeEngine
 from tests.report.plans_for_tests import PLAN
 from torch_hybrid_backend import cli
 from torch_hybrid_backend.config import Config
-from torch_hybrid_backend.core.engine import Engine
+from torch_hybrid_backend.core.engine import CompiledRegionBase, Engine, KernelText
 from torch_hybrid_backend.core.verdict import Reason, Refused, Verdict
 from torch_hybrid_backend.engines.eager import EagerEngine
 from torch_hybrid_backend.report import Explanation
@@ -83,6 +83,29 @@ def test_explain_as_json_and_html(script: Path, tmp_path: Path) -> None:
     assert json.loads(text)["plans"][0]["graph"] == "graph"
     assert _run("explain", f"{script}:make", "--html", str(tmp_path / "plan.html")) == (0, "")
     assert (tmp_path / "plan.html").read_text().startswith("<!doctype html>")
+
+
+class _Region(CompiledRegionBase):
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return []
+
+    def texts(self) -> Sequence[KernelText]:
+        return [KernelText("row_softmax", "the program", ".py")]
+
+
+def test_explain_writes_kernels(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside whatever else it prints; a folder that cannot be made is one clear line."""
+
+    def explain(model: torch.nn.Module, *args: torch.Tensor) -> Explanation:
+        return Explanation((PLAN,), ({"r0": _Region()},))
+
+    out, folder = io.StringIO(), tmp_path / "kernels"
+    assert cli.main(["explain", f"{script}:make", "--json", "--kernels", str(folder)], explain=explain, out=out) == 0
+    assert json.loads(out.getvalue())["plans"]
+    assert (folder / "000_r0_row_softmax.py").read_text() == "the program"
+    assert f"1 kernels written to {folder}" in capsys.readouterr().err
+    assert cli.main(["explain", f"{script}:make", "--kernels", str(script)], explain=explain, out=out) == 1
+    assert "cannot write the kernels" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

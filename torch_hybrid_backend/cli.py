@@ -176,11 +176,18 @@ def _doctor(engines: Engines, out: TextIO) -> int:
     lines.append("machine:")
     lines.append(f"  {'threads':<10} {torch.get_num_threads()} for kernels, {config.compile_threads} for compilation")
     lines.append(f"  {'processor':<10} {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} CPUs")
-    lines.append(f"  {'gpu':<10} {torch.cuda.get_device_name() if torch.cuda.is_available() else 'none'}")
+    lines.append(f"  {'gpu':<10} {_gpus()}")
     lines.append(f"  {'weights':<10} {_weights_state()}")
     lines.append(f"  {'cache':<10} {_cache_state(config)}")
     out.write("\n".join(lines) + "\n")
     return 0
+
+
+def _gpus() -> str:
+    if not torch.cuda.is_available():
+        return f"none that this torch can use (built for CUDA {torch.version.cuda or 'none'})"
+    names = (torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+    return f"{', '.join(names)}; torch is built for CUDA {torch.version.cuda}"
 
 
 def _weights_state() -> str:

@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with contextlib.suppress(KeyboardInterrupt):
         for number, row in enumerate(wanted):
             left = arguments.budget - (time.monotonic() - start)
-            if left < min(row.least_s, arguments.budget):
+            if left < row.least_s:
                 print(f"{len(wanted) - number} rows are left: --resume", flush=True)
                 break
             runner.run(row, min(row.limit_s, left), wanted[number + 1] if number + 1 < len(wanted) else None)
@@ -121,7 +121,8 @@ class _Runner:
         self._end = 0.0
 
     def run(self, row: Row, limit_s: float, following: Row | None) -> None:
-        """Measure one row in at most `limit_s` seconds. What it gives no figure for is in the record with the reason."""
+        """Measure one row in at most `limit_s` seconds. What it gives no figure for is in the record with the reason; it is done unless it was
+        to have more time than that, and used up what it had."""
         start = time.monotonic()
         self._end = start + limit_s
         print(f"{row.name} ...", end=" ", flush=True)
@@ -136,7 +137,10 @@ class _Runner:
             self._record["gaps"][row.name] = str(error)
         finally:
             self._end_worker()
-        self._record["done"].append(row.name)
+        if (
+            limit_s >= row.limit_s or time.monotonic() < self._end
+        ):  # else --resume gives it the time that it was to have
+            self._record["done"].append(row.name)
         print(f"{time.monotonic() - start:.0f} s {self._record['gaps'].get(row.name, '')}", flush=True)
 
     def end(self) -> None:

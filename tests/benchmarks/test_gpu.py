@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from benchmarks.gpu import device, kernels, models, work
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.report import report
-from benchmarks.gpu.rows import rows
+from benchmarks.gpu.rows import Row, rows
 from benchmarks.process import WorkerError, WorkerProcess
 from benchmarks.worker import State
 
@@ -85,6 +86,21 @@ def test_a_peer_that_dies_costs_only_its_own_figures(
     assert first["eager"]["median_ms"] == first["hybrid"]["median_ms"] == 2.0
     assert asked[:4] == ["eager", "inductor", "eager", "hybrid"]
     assert status == 0  # ours has its figures
+
+
+def test_a_row_that_time_ran_out_for_is_not_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no figure for now, and --resume measures it."""
+
+    def ask(self: WorkerProcess, message: object, within_s: float) -> Any:
+        time.sleep(1.1)
+        raise WorkerError("no answer within 1 s")
+
+    monkeypatch.setattr(WorkerProcess, "ask", ask)
+    monkeypatch.setattr("benchmarks.gpu.__main__.rows", lambda: (Row("overhead", least_s=0.1),))
+    status, record = _main(tmp_path, "--budget", "1")
+    assert status == 1
+    assert record["gaps"] == {"overhead": "no answer within 1 s"}
+    assert record["done"] == []
 
 
 def test_a_wrong_result_is_no_figure() -> None:

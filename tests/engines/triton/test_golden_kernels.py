@@ -8,6 +8,9 @@ numbers are those of the Triton in constraints.txt: with another one only spills
 from __future__ import annotations
 
 import hashlib
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,3 +69,33 @@ def test_what_kernels_take(model: str, workers: KernelCompiler, tmp_path: Path, 
         )
     if compiler.version() == _PINNED:
         golden.check("\n".join(lines))
+
+
+_FOR_AMD = """
+import sys
+from pathlib import Path
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from tests.engines.tvm.kernels_for_tests import attention_kernel, row_sum_kernel, scale_kernel
+from torch_hybrid_backend.engines.triton.emit import emit_kernel
+from torch_hybrid_backend.engines.triton.source import function_of
+from torch_hybrid_backend.engines.triton.target import Target
+
+triton.knobs.cache.dir = sys.argv[1]
+for number, kernel in enumerate((scale_kernel(1000), row_sum_kernel(8, 100), attention_kernel())):
+    program = emit_kernel(kernel, f"kernel_{number}", Target(90, 132))
+    function = function_of(program.text, program.name, Path(sys.argv[1]))
+    signature = {**program.signature, **dict.fromkeys(program.launch.constants, "constexpr")}
+    source = ASTSource(function, signature, dict(program.launch.constants), {})
+    options = {"num_warps": program.launch.warps, "num_stages": program.launch.stages}
+    assert "gfx942" in triton.compile(source, target=GPUTarget("hip", "gfx942", 64), options=options).asm["amdgcn"]
+"""
+
+
+@pytest.mark.full
+def test_programs_compile_for_an_amd_gpu_too(tmp_path: Path) -> None:
+    """The text is the same. Nothing launches them there: the engine refuses AMD's GPUs."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-c", _FOR_AMD, str(tmp_path)]
+    subprocess.run(command, env=environment, cwd=Path(__file__).resolve().parents[3], check=True, timeout=300)

@@ -87,7 +87,7 @@ def _number(value: Dim | float) -> int | float:
 def _input(name: str, argument: Argument, highest: dict[Buffer, int]) -> str:
     buffer, dtype = argument.buffer, argument.buffer.dtype
     if buffer.by_value:
-        return f"{1.5 if 'float' in dtype else 1},  # {name}"
+        return f"{1.5 if 'float' in dtype else 3},  # {name}"
     count = size_hint(argument.span)
     if "float" in dtype:
         return f"torch.randn({count}, device=device).to(torch.{dtype}),  # {name}"
