@@ -64,6 +64,7 @@ def work_of(kernel: MatMulKernel, target: Target) -> Work:
         operand_dtype(target, kernel.a, kernel.b),
         bytes_of(kernel),
         k,
+        target.tf32,
         runs_along(kernel.a, kernel.reads, kernel.k),
         runs_along(kernel.b, kernel.reads, kernel.k),
         can_split=is_known,

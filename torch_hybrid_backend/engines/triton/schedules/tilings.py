@@ -81,10 +81,11 @@ def part_of(kernel: Kernel) -> LoopVar:
 class Work:
     """What is to be cut up: `batch` products of m by k and k by n, at typical sizes.
 
-    `dtype`: what both operands are held in. `bytes`: read and written at least. `run`: elements along k that a step stays within (those of one
-    tap of a window); `deepest`: most of them that a step is to have. `is_left_along_k`, `is_right_along_k`: whether neighbours along k are
-    neighbours in memory. `can_split`: the size of the result is known when it is compiled, and with that what the parts along k take.
-    `can_be_thin`: it is a matrix product of known size. `has_long_epilogue`: what is fused behind it wants registers of its own.
+    `dtype`: what both operands are held in; `tf32`: float32 may be rounded to TF32. `bytes`: read and written at least. `run`: elements along k
+    that a step stays within (those of one tap of a window); `deepest`: most of them that a step is to have. `is_left_along_k`,
+    `is_right_along_k`: whether neighbours along k are neighbours in memory. `can_split`: the size of the result is known when it is
+    compiled, and with that what the parts along k take. `can_be_thin`: it is a matrix product of known size. `has_long_epilogue`: what is
+    fused behind it wants registers of its own.
     """
 
     batch: int
@@ -94,6 +95,7 @@ class Work:
     dtype: str
     bytes: int
     run: int
+    tf32: bool = False
     is_left_along_k: bool = True
     is_right_along_k: bool = True
     deepest: int = 1 << 16
@@ -187,7 +189,7 @@ def _tilings(work: Work, target: Target) -> list[Tiling]:
     least = MIN_TILE
     if work.dtype == "float64":
         shapes = _DOUBLE_TILES
-    elif work.dtype == "float32" and not target.tf32:
+    elif work.dtype == "float32" and not work.tf32:
         shapes = _SINGLE_TILES
     elif work.dtype in (*HALVES, "float32"):
         shapes = (*_LARGE_TILES, *_TENSOR_TILES) if target.capability == 90 else _TENSOR_TILES
@@ -280,7 +282,7 @@ def _cost(tiling: Tiling, work: Work, target: Target) -> float:
 def _rate(tiling: Tiling, work: Work, target: Target) -> float:
     """Multiply-adds by clock."""
     chip = _chip(target)
-    if work.dtype in HALVES or (work.dtype == "float32" and target.tf32):
+    if work.dtype in HALVES or (work.dtype == "float32" and work.tf32):
         full = chip.half if work.dtype in HALVES else chip.half / 2
         is_small = target.capability >= 90 and tiling.rows < 64
         return full * (_SMALL_EFFICIENCY if is_small else _EFFICIENCY)
