@@ -7,14 +7,14 @@ import itertools
 
 import pytest
 
-from torch_hybrid_backend.engines.triton.schedules.tilings import BYTES, MIN_TILE, Tiling, Work, best, ranked
+from torch_hybrid_backend.engines.triton.schedules.tilings import MIN_TILE, Tiling, Work, best, ranked, width_of
 from torch_hybrid_backend.engines.triton.target import INTERPRETER, Target
 
 HOPPER, AMPERE = Target(90, 132), Target(80, 108)
 
 
 def _work(m: int, n: int, k: int, dtype: str = "bfloat16", batch: int = 1, *, is_right_along_k: bool = True) -> Work:
-    moved = batch * (m * k + k * n + m * n) * BYTES[dtype]
+    moved = batch * (m * k + k * n + m * n) * width_of(dtype)
     return Work(batch, m, n, k, dtype, moved, k, tf32=True, is_right_along_k=is_right_along_k)
 
 
@@ -37,7 +37,7 @@ def test_every_tiling_can_run(capability: int) -> None:
                 continue
             assert min(tiling.rows, tiling.columns) >= MIN_TILE
             assert tiling.depth >= MIN_TILE or dtype == "int8"
-            held = tiling.stages * (tiling.rows + tiling.columns) * tiling.depth * BYTES[dtype]
+            held = tiling.stages * (tiling.rows + tiling.columns) * tiling.depth * width_of(dtype)
             assert held <= shared, tiling
 
 
