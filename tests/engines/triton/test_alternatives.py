@@ -77,12 +77,12 @@ def test_convolutions(memory_format: torch.memory_format, tmp_path: Path) -> Non
 
 def test_long_k_is_split_where_nothing_was_timed(tmp_path: Path) -> None:
     """With one tile and k of 70,000: the sums of parts, then a kernel that adds them and has the epilogue."""
-    x, w, bias = torch.randn(16, 70_000) / 100, torch.randn(16, 70_000), torch.randn(16)
+    x, w, bias = (torch.randn(16, 70_000) / 100).half(), torch.randn(16, 70_000).half(), torch.randn(16).half()
     region, taken = compiled(tmp_path, lambda x, w, b: torch.nn.functional.linear(x, w, b).relu(), x, w, bias)
     (option,) = region.options
     assert [type(kernel) for kernel in option.chosen.variant.kernels] == [TiledMatMulKernel, MapKernel]
     exact = torch.nn.functional.linear(x.double(), w.double(), bias.double()).relu()
-    torch.testing.assert_close(region(taken)[0].double(), exact, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(region(taken)[0].double(), exact, rtol=1e-3, atol=1e-3)
 
 
 def test_few_with_keys_of_their_own(tmp_path: Path) -> None:

@@ -94,8 +94,9 @@ def _read_by(kernel: Kernel, exprs: Sequence[Expr]) -> tuple[Argument, ...]:
 def _layout_like(kernel: MatMulKernel | ConvKernel) -> Strided:
     """The parts one after the other, each in the order of memory of the first result: channels last, or row-major."""
     shape = kernel.accumulator.shape
-    layout = kernel.writes[0].layout
-    if isinstance(kernel, ConvKernel) and isinstance(layout, Strided) and layout.strides[1] == 1:
+    write = kernel.writes[0]
+    is_image = isinstance(kernel, ConvKernel) and write.buffer.shape == shape
+    if is_image and isinstance(write.layout, Strided) and write.layout.strides[1] == 1:
         n, *spatial, channels = contiguous_strides((shape[0], *shape[2:], shape[1]))
         strides = (n, channels, *spatial)
     else:

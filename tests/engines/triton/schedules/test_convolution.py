@@ -7,8 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.engines.triton.programs_for_tests import run_program
 from tests.engines.triton.regions_for_tests import check
-from torch_hybrid_backend.loops.kernels import ConvKernel
+from torch_hybrid_backend.codegen.anchors import over
+from torch_hybrid_backend.engines.triton.alternatives import tiled
+from torch_hybrid_backend.engines.triton.schedules.tilings import Tiling
+from torch_hybrid_backend.loops.index import LoopVar, index_of
+from torch_hybrid_backend.loops.ir import Buffer
+from torch_hybrid_backend.loops.kernels import Argument, ConvKernel, Store
+from torch_hybrid_backend.loops.layout import contiguous
 
 pytest.importorskip("triton")
 
@@ -54,3 +61,38 @@ def test_what_is_computed_is_0_in_the_padding(tmp_path: Path) -> None:
     """The logarithm of an element outside the image would be -inf."""
     x, w = torch.rand(1, 20, 6, 6) + 0.5, torch.randn(18, 20, 3, 3)
     check(tmp_path, lambda x, w: torch.nn.functional.conv2d(x.log(), w, padding=1), x, w, tolerance=1e-4)
+
+
+def test_three_dimensions() -> None:
+    """The schedule is for any number of spatial dimensions. (Lowering refuses three, for every backend.)"""
+    x, w, out = (
+        Argument(Buffer(shape, "float32"), contiguous(shape))
+        for shape in ((2, 16, 3, 4, 4), (9, 16, 2, 3, 3), (2, 9, 2, 4, 2))
+    )
+    (x_vars, x_value), (w_vars, w_value) = over(x.buffer, "x"), over(w.buffer, "w")
+    domain = tuple(LoopVar(f"i{d}", n) for d, n in enumerate(out.buffer.shape))
+    point = tuple(map(index_of, domain))
+    accumulator = Buffer(out.buffer.shape, "float32", "accumulator")
+    stores = (Store(out.buffer, point, accumulator.at(point)),)
+    kernel = ConvKernel(
+        (x, w),
+        (out,),
+        domain,
+        x_vars,
+        x_value,
+        w_vars,
+        w_value,
+        (1, 1, 2),
+        (0, 1, 1),
+        (1, 1, 1),
+        1,
+        accumulator,
+        stores,
+    )
+    image, weight = torch.randn(x.buffer.shape), torch.randn(w.buffer.shape)
+    wanted = torch.conv3d(image.double(), weight.double(), stride=(1, 1, 2), padding=(0, 1, 1))
+    for kernels in ((kernel,), tiled(kernel, Tiling(16, 16, 16, splits=3))):
+        memory = {x.buffer: image, w.buffer: weight}
+        for each in kernels:
+            memory.update(zip((write.buffer for write in each.writes), run_program(each, memory), strict=True))
+        torch.testing.assert_close(memory[out.buffer].double(), wanted, rtol=1e-4, atol=1e-4)

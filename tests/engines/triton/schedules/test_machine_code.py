@@ -164,7 +164,7 @@ def test_no_tiling_spills(target: Target, workers: KernelCompiler, tmp_path: Pat
         own = Target(target.capability, target.multiprocessors, tf32)
         kernel = _kernel(_linear, _operands(4096, 4096, 4096, dtype), own)
         assert isinstance(kernel, MatMulKernel)
-        work = tilings.Work(1, 4096, 4096, 4096, str(dtype).removeprefix("torch."), 1, 4096)
+        work = tilings.Work(1, 4096, 4096, 4096, str(dtype).removeprefix("torch."), 1, 4096, tf32)
         found = [tiling for tiling, _ in tilings.ranked(work, own) if tiling.splits == 1]
         for tiling in (*found, Tiling(16, 32, found[0].depth, splits=4)):
             (first, *_) = tiled(kernel, tiling)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
 
-from torch_hybrid_backend.engines.triton.schedules.tilings import BYTES, MIN_TILE, Tiling, Work, best, ranked
+from torch_hybrid_backend.engines.triton.schedules.tilings import MIN_TILE, Tiling, Work, best, ranked, width_of
 from torch_hybrid_backend.engines.triton.target import INTERPRETER, Target
 
 HOPPER, AMPERE = Target(90, 132), Target(80, 108)
 
 
 def _work(m: int, n: int, k: int, dtype: str = "bfloat16", batch: int = 1, *, is_right_along_k: bool = True) -> Work:
-    moved = batch * (m * k + k * n + m * n) * BYTES[dtype]
-    return Work(batch, m, n, k, dtype, moved, k, is_right_along_k=is_right_along_k)
+    moved = batch * (m * k + k * n + m * n) * width_of(dtype)
+    return Work(batch, m, n, k, dtype, moved, k, tf32=True, is_right_along_k=is_right_along_k)
 
 
 @pytest.mark.parametrize("capability", [80, 86, 87, 89, 90, 100, 103, 120, 121])
@@ -25,7 +26,7 @@ def test_every_tiling_can_run(capability: int) -> None:
     for m, n, k, dtype in itertools.product(
         sizes, sizes, (0, 1, 100, 70_000), ("bfloat16", "float32", "float64", "int8")
     ):
-        found = ranked(_work(m, n, k, dtype), Target(capability, 100, tf32=True))
+        found = ranked(_work(m, n, k, dtype), Target(capability, 100))
         assert found
         for tiling, cost in found:
             assert cost >= 0
@@ -36,7 +37,7 @@ def test_every_tiling_can_run(capability: int) -> None:
                 continue
             assert min(tiling.rows, tiling.columns) >= MIN_TILE
             assert tiling.depth >= MIN_TILE or dtype == "int8"
-            held = tiling.stages * (tiling.rows + tiling.columns) * tiling.depth * BYTES[dtype]
+            held = tiling.stages * (tiling.rows + tiling.columns) * tiling.depth * width_of(dtype)
             assert held <= shared, tiling
 
 
@@ -58,6 +59,13 @@ def test_large_products_have_large_tiles() -> None:
     assert all(tiling.rows * tiling.columns <= 128 * 128 for tiling, _ in ranked(_work(8192, 8192, 8192), AMPERE))
     small = best(_work(256, 256, 256), HOPPER)
     assert small.rows * small.columns <= 32 * 64
+
+
+def test_a_long_epilogue_wants_registers() -> None:
+    """Which a large tile leaves none of. Where k is long, that is a small part of the whole."""
+    for k, is_large in ((512, False), (32768, True)):
+        tiling = best(dataclasses.replace(_work(8192, 8192, k), has_long_epilogue=True), HOPPER)
+        assert (tiling.rows * tiling.columns > 128 * 128) == is_large
 
 
 def test_few_tiles_of_long_k_are_split() -> None:

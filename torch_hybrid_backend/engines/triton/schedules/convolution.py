@@ -79,6 +79,7 @@ def work_of(kernel: ConvKernel, target: Target) -> Work:
         operand_dtype(target, kernel.x, kernel.w),
         bytes_of(kernel),
         channels if _is_by_tap(kernel) else depth,
+        target.convolution_tf32,
         deepest=depth if _is_by_tap(kernel) else _GATHERED,
         can_split=not isinstance(points, Size),
         can_be_thin=False,
@@ -98,8 +99,8 @@ class _Convolution:
         self._kernel = kernel
         self._printer = printer
         self._tiling = tiling_of(kernel, target)
-        dtype = operand_dtype(target, kernel.x, kernel.w)
-        self._products = Product(printer, dtype, kernel.accumulator.dtype, tf32=target.convolution_tf32)
+        work = work_of(kernel, target)
+        self._products = Product(printer, work.dtype, kernel.accumulator.dtype, tf32=work.tf32)
         n, self._o, *self._out = kernel.domain
         self._out_channels = known_int(self._o.extent) // kernel.groups
         self._in_channels = known_int(kernel.w_vars[1].extent)

@@ -15,13 +15,13 @@ from torch_hybrid_backend.engines.triton.functions import DTYPES
 from torch_hybrid_backend.engines.triton.printer import Printer, Tile, Value
 from torch_hybrid_backend.engines.triton.schedules.tiles import axis, blocks, flattened, program_start
 from torch_hybrid_backend.engines.triton.schedules.tilings import (
-    BYTES,
     HALVES,
     TiledMatMulKernel,
     Tiling,
     Work,
     best,
     part_of,
+    width_of,
 )
 from torch_hybrid_backend.engines.triton.source import Launch
 from torch_hybrid_backend.engines.triton.target import Target
@@ -64,6 +64,7 @@ def work_of(kernel: MatMulKernel, target: Target) -> Work:
         operand_dtype(target, kernel.a, kernel.b),
         bytes_of(kernel),
         k,
+        target.tf32,
         runs_along(kernel.a, kernel.reads, kernel.k),
         runs_along(kernel.b, kernel.reads, kernel.k),
         can_split=is_known,
@@ -159,10 +160,8 @@ def result_tile(
         lines.add(f"across = {printer.size(across)}")
         lines.add(f"first = program // ({_GROUP} * across) * {_GROUP}")
         lines.add(f"group = min(down - first, {_GROUP})")
-        row, column = (
-            "(first + program % group) * ROWS",
-            f"program % ({_GROUP} * across) // group * COLUMNS",
-        )
+        row = "(first + program % group) * ROWS"
+        column = f"program % ({_GROUP} * across) // group * COLUMNS"
     with (
         axis(printer, tile, 0, i, row, tiling.rows) as in_rows,
         axis(printer, tile, 1, j, column, tiling.columns) as in_columns,
@@ -199,7 +198,9 @@ def has_long_epilogue(kernel: MatMulKernel | ConvKernel) -> bool:
 
 def bytes_of(kernel: Kernel) -> int:
     """What a kernel reads and writes at least, at typical sizes."""
-    return sum(size_hint(argument.span) * BYTES[argument.buffer.dtype] for argument in (*kernel.reads, *kernel.writes))
+    return sum(
+        size_hint(argument.span) * width_of(argument.buffer.dtype) for argument in (*kernel.reads, *kernel.writes)
+    )
 
 
 def all_of(tests: Sequence[Value | None]) -> Value | None:

@@ -18,13 +18,6 @@ from torch_hybrid_backend.loops.index import LoopVar
 from torch_hybrid_backend.loops.kernels import ConvKernel, Kernel, MatMulKernel
 
 HALVES = ("float16", "bfloat16")
-# Of an element.
-BYTES = {
-    **dict.fromkeys(("float64", "int64"), 8),
-    **dict.fromkeys(("float32", "int32"), 4),
-    **dict.fromkeys(("float16", "bfloat16", "int16"), 2),
-    **dict.fromkeys(("bool", "int8", "uint8"), 1),
-}
 MIN_TILE = 16  # of `tl.dot`
 MOST_THIN = 8  # rows, or columns, of a product that is thin
 
@@ -53,6 +46,12 @@ class Tiling:
         return {"ROWS": self.rows, "COLUMNS": self.columns, "DEPTH": self.depth}
 
 
+# Bytes of an element; 1 of what is not here.
+_WIDTHS = {
+    **dict.fromkeys(("float64", "int64"), 8),
+    **dict.fromkeys(("float32", "int32"), 4),
+    **dict.fromkeys(("float16", "bfloat16", "int16"), 2),
+}
 WHOLE = LoopVar("part", 1)
 
 
@@ -81,10 +80,11 @@ def part_of(kernel: Kernel) -> LoopVar:
 class Work:
     """What is to be cut up: `batch` products of m by k and k by n, at typical sizes.
 
-    `dtype`: what both operands are held in. `bytes`: read and written at least. `run`: elements along k that a step stays within (those of one
-    tap of a window); `deepest`: most of them that a step is to have. `is_left_along_k`, `is_right_along_k`: whether neighbours along k are
-    neighbours in memory. `can_split`: the size of the result is known when it is compiled, and with that what the parts along k take.
-    `can_be_thin`: it is a matrix product of known size. `has_long_epilogue`: what is fused behind it wants registers of its own.
+    `dtype`: what both operands are held in; `tf32`: float32 may be rounded to TF32. `bytes`: read and written at least. `run`: elements along k
+    that a step stays within (those of one tap of a window); `deepest`: most of them that a step is to have. `is_left_along_k`,
+    `is_right_along_k`: whether neighbours along k are neighbours in memory. `can_split`: the size of the result is known when it is
+    compiled, and with that what the parts along k take. `can_be_thin`: it is a matrix product of known size. `has_long_epilogue`: what is
+    fused behind it wants registers of its own.
     """
 
     batch: int
@@ -94,6 +94,7 @@ class Work:
     dtype: str
     bytes: int
     run: int
+    tf32: bool = False
     is_left_along_k: bool = True
     is_right_along_k: bool = True
     deepest: int = 1 << 16
@@ -103,7 +104,8 @@ class Work:
 
     @property
     def element(self) -> int:
-        return BYTES[self.dtype]
+        """Bytes."""
+        return width_of(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +139,7 @@ _SERIAL = 0.2  # of the shorter of computing and reading, which does not overlap
 _START = 1500.0  # clocks from a program's start to its first product, and from its last to its end
 _LAUNCH = 3000.0  # clocks of one more kernel
 _EFFICIENCY = 0.8  # of tensor cores, in loops that do nothing else
-_SMALL_EFFICIENCY = (
-    0.6  # of Hopper's, where a tile has too few rows for `wgmma`: what is left of the peak with `mma.sync`
-)
+_SMALL_EFFICIENCY = 0.6  # of Hopper's, where a tile has too few rows for `wgmma`
 _MOST_PARTIAL = 32 << 20  # bytes of sums of parts
 _MIN_STEPS = 4  # of a part along k
 _SPLITS = (1, 2, 4, 8, 16, 32)
@@ -162,9 +162,15 @@ _LARGE_TILES = ((128, 256, 128, 8, 3), (256, 128, 128, 8, 3))  # only `wgmma` ha
 _SINGLE_TILES = ((128, 64, 64, 8, 3), (64, 64, 64, 4, 3), (32, 64, 64, 4, 3), (32, 32, 128, 4, 3), (16, 64, 128, 4, 3))
 _DOUBLE_TILES = ((64, 64, 128, 4, 3), (32, 32, 128, 4, 3), (16, 32, 128, 4, 3), (32, 16, 128, 4, 3))
 _INTEGER_TILES = ((32, 32, 32, 4, 1), (16, 16, 64, 4, 1))
+_WARPS, _DOT_WARPS = 64, 16  # that a multiprocessor has at once: with few registers, and with 128 a thread
 _THREADS = 128  # of a program of a thin product
 _LINE = 128  # bytes: of memory that is read at once
 _VECTOR = 16  # bytes that a thread loads at once
+
+
+def width_of(dtype: str) -> int:
+    """Bytes of an element."""
+    return _WIDTHS.get(dtype, 1)
 
 
 def best(work: Work, target: Target) -> Tiling:
@@ -187,7 +193,7 @@ def _tilings(work: Work, target: Target) -> list[Tiling]:
     least = MIN_TILE
     if work.dtype == "float64":
         shapes = _DOUBLE_TILES
-    elif work.dtype == "float32" and not target.tf32:
+    elif work.dtype == "float32" and not work.tf32:
         shapes = _SINGLE_TILES
     elif work.dtype in (*HALVES, "float32"):
         shapes = (*_LARGE_TILES, *_TENSOR_TILES) if target.capability == 90 else _TENSOR_TILES
@@ -263,9 +269,9 @@ def _cost(tiling: Tiling, work: Work, target: Target) -> float:
         step = max(multiply_adds / (chip.single / 2), many * depth * work.element / _L2, loads)
     else:
         step = max(multiply_adds / _rate(tiling, work, target), (rows + columns) * depth * work.element / _L2)
-    resident = max(
-        1, min(chip.shared // max(1, _shared_bytes(tiling, work)), 64 // tiling.warps // (1 if tiling.is_thin else 4))
-    )
+    # Those that a multiprocessor has at once, as far as shared memory and registers go.
+    warps = _WARPS if tiling.is_thin else _DOT_WARPS
+    resident = max(1, min(chip.shared // max(1, _shared_bytes(tiling, work)), warps // tiling.warps))
     busy = turns * -(-_steps(tiling, work) // tiling.splits) * step
     moved = work.bytes / (chip.memory * target.multiprocessors)
     cost = max(busy, moved) + _SERIAL * min(busy, moved) + -(-turns // resident) * _START
@@ -280,7 +286,7 @@ def _cost(tiling: Tiling, work: Work, target: Target) -> float:
 def _rate(tiling: Tiling, work: Work, target: Target) -> float:
     """Multiply-adds by clock."""
     chip = _chip(target)
-    if work.dtype in HALVES or (work.dtype == "float32" and target.tf32):
+    if work.dtype in HALVES or (work.dtype == "float32" and work.tf32):
         full = chip.half if work.dtype in HALVES else chip.half / 2
         is_small = target.capability >= 90 and tiling.rows < 64
         return full * (_SMALL_EFFICIENCY if is_small else _EFFICIENCY)
@@ -300,5 +306,5 @@ def _interpreted(work: Work) -> Tiling:
     """As large as may be."""
     most, depth = (1024, 4096) if work.dtype in (*HALVES, "float32") else (64, 64)
     return Tiling(
-        block_for(work.m, most, MIN_TILE), block_for(work.n, most, MIN_TILE), block_for(work.k, depth, MIN_TILE)
+        block_for(work.m, most, MIN_TILE), block_for(work.n, most, MIN_TILE), block_for(work.run, depth, MIN_TILE)
     )
