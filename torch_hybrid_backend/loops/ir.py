@@ -290,7 +290,8 @@ class ScoredAttentionOp(LoopOp):
     """out = softmax(score(q @ k^T)) @ v, with any number of leading dimensions, which all operands have.
 
     q is (*lead, S, D), k (*lead, T, D), v (*lead, T, E), out (*lead, S, E). `score` says what becomes of each product: scale, mask, cap.
-    `nan_rows`: a row that sees nothing (scores of -inf alone) is NaN, as softmax has it, instead of 0. `log_sum_exp`, `empty`: as `AttentionOp`.
+    `nan_rows`: a row that sees nothing (scores of -inf alone) is NaN, as softmax has it, instead of 0. `log_sum_exp`, `empty`: as in
+    `AttentionOp`.
     """
 
     q: Value

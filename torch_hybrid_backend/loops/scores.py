@@ -1,8 +1,8 @@
 """Scores of attention: what becomes of a product of a query and a key, and which keys a query can see at all.
 
-    (q . k, (*lead, s, t)) -> score                                     `loops.ir.ScoreFn`
-    where(t <= cache_position[s], q . k * scale, -inf)                  an example, as an expression
-    visible(score, t) -> t <= cache_position[s], exactly                what follows from it for every key
+(q . k, (*lead, s, t)) -> score                                     `loops.ir.ScoreFn`
+where(t <= cache_position[s], q . k * scale, -inf)                  an example, as an expression
+visible(score, t) -> t <= cache_position[s], exactly                what follows from it for every key
 """
 
 from __future__ import annotations
@@ -291,13 +291,13 @@ def simplified(e: Expr, decided: Mapping[Expr, bool]) -> Expr:
 
 def _folded(x: Call, args: tuple[Expr, ...]) -> Expr:
     match x.op, args:
-        case ("where" | "guard"), (Const(value=truth), inside, outside):
+        case (("where" | "guard"), (Const(value=truth), inside, outside)):
             return inside if truth else outside
         case "not", (Const(value=truth),):
             return Const("bool", not truth)
-        case ("and" | "mul" | "bitand"), (first, second) if x.dtype == "bool":
+        case (("and" | "mul" | "bitand"), (first, second)) if x.dtype == "bool":
             return _connected(x, first, second, True)
-        case ("or" | "add" | "bitor"), (first, second) if x.dtype == "bool":
+        case (("or" | "add" | "bitor"), (first, second)) if x.dtype == "bool":
             return _connected(x, first, second, False)
     return Call(x.dtype, x.op, args)
 
@@ -307,4 +307,3 @@ def _connected(x: Call, first: Expr, second: Expr, neutral: bool) -> Expr:
         if isinstance(a, Const):
             return b if bool(a.value) == neutral else a
     return Call(x.dtype, x.op, (first, second))
-

@@ -40,7 +40,7 @@ def test_heads_that_share_keys(key_heads: int, value_heads: int, share: int, tmp
 
 
 def test_a_split_kernel(tmp_path: Path) -> None:
-    """The first kernel reads what attention reads, the second what follows it; both have texts for the cache, and only the second the results."""
+    """The first kernel reads what attention reads, the second what follows it, and only that writes the result. All have a text."""
     q, x = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8)
     kernel = _kernel(tmp_path, lambda q, x: attend(q, q, q) + x, q, x)
     partial, combining = split_along_keys(kernel, 4)

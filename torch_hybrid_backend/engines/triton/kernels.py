@@ -31,8 +31,8 @@ from torch_hybrid_backend.sizes.size import Dim
 class ScoreKernel(Kernel):
     """What the kernels of attention have in common. Leading dimensions are written *lead; the last of them are the heads.
 
-    `score` is over `score_vars` (*lead, s, t) and reads `product`, which lives in the kernel: q . k at that point. `share` query heads read the same
-    keys and values.
+    `score` is over `score_vars` (*lead, s, t) and reads `product`, which lives in the kernel: q . k at that point. `share` query heads read
+    the same keys and values.
     """
 
     q: Expr
@@ -58,8 +58,8 @@ class ScoreKernel(Kernel):
 class FlashKernel(ScoreKernel):
     """Domain (*lead, s, e): softmax of the scores times v, then `stores` read `accumulator`.
 
-    `row_stores` are over `row_vars` (*lead, s) and read `log_sum_exp`, natural; a row that sees nothing has `empty` there. Such a row's result is 0,
-    or NaN with `nan_rows`.
+    `row_stores` are over `row_vars` (*lead, s) and read `log_sum_exp`, natural; a row that sees nothing has `empty` there. Such a row's
+    result is 0, or NaN with `nan_rows`.
 
     `splits`: so many programs share the keys of a row; each of them stores its own part, and `split`, its number, is among the variables of
     `stores` and `row_stores`.

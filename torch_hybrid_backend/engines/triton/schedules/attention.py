@@ -62,7 +62,7 @@ def _tile(dtype: str, width: int, target: Target) -> tuple[int, int, int, int]:
     """
     if dtype in _HALVES:
         if width <= 64:
-            return 128, 64, 4, 3 if target.capability >= 90 else 2
+            return 128, 64, 8, 3 if target.capability >= 90 else 2
         if width <= 128:
             return 128, 64, 8, 2
         return (64, 64 if target.capability >= 90 else 32, 4, 2) if width <= 256 else (32, 32, 4, 2)

@@ -124,9 +124,7 @@ class _Gradient:
         assert base.dims | delta.dims <= frozenset((dim,))
         return base.text, delta.text
 
-    def scores(
-        self, scores: Scores, tile: Tile, product_: str, bounds: Mapping[int, Value], whole: bool
-    ) -> None:
+    def scores(self, scores: Scores, tile: Tile, product_: str, bounds: Mapping[int, Value], whole: bool) -> None:
         """Writes `scores` of a tile of products."""
         kernel, printer = self.kernel, self.printer
         printer.lines.add(f"products = {product_}.to({scores.type})")
