@@ -52,3 +52,12 @@ def test_a_split_kernel(tmp_path: Path) -> None:
     assert [a.buffer for a in combining.reads] == [*(a.buffer for a in partial.writes), kernel.reads[1].buffer]
     assert combining.writes == kernel.writes
     assert len({canonical_text(k) for k in (kernel, partial, combining)}) == 3
+
+
+def test_what_operators_of_pytorch_could_compute(tmp_path: Path) -> None:
+    """Scores in the terms of attention operators, where they are of that kind; else None."""
+    q, mask = torch.randn(1, 2, 3, 8), torch.randn(3, 3)
+    plain = _kernel(tmp_path, lambda q, mask: attend(q, q, q, attn_mask=mask, scale=0.5), q, mask)
+    assert (plain.scale, plain.causal, len(plain.mask_vars)) == (0.5, False, 4)
+    written = _kernel(tmp_path, lambda q: torch.softmax(q @ q.transpose(-1, -2), -1) @ q, q)
+    assert (written.scale, written.mask) == (None, None)

@@ -80,14 +80,10 @@ class TritonBackend:
         return neutral_kernel(anchor)
 
     def join(self, kernels: Sequence[Kernel], outputs: Collection[Buffer]) -> Sequence[Kernel]:
-        return [
-            part
-            for kernel in kernels
-            for part in (attention.divided(kernel, self.target) if isinstance(kernel, FlashKernel) else (kernel,))
-        ]
+        return kernels
 
     def alternatives(self, kernel: Kernel, constants: Mapping[Buffer, Packed]) -> Sequence[Variant]:
-        return ()
+        return attention.alternatives(kernel, self.target) if isinstance(kernel, FlashKernel) else ()
 
     def step(self, kernel: Kernel, artifact: Artifact, arguments: tuple[int, ...]) -> Step:
         """A launch on the GPU, or by the interpreter."""

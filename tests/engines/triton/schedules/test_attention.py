@@ -13,10 +13,11 @@ import torch
 from tests.engines.triton.machine_code_for_tests import kernels_for, machine_code
 from tests.engines.triton.programs_for_tests import HOPPER, TARGETS
 from tests.engines.triton.regions_for_tests import check, compiled
+from torch_hybrid_backend.codegen.engine import KernelRegion
 from torch_hybrid_backend.engines.triton.kernels import FlashKernel
-from torch_hybrid_backend.engines.triton.schedules.attention import divided, launch
+from torch_hybrid_backend.engines.triton.schedules.attention import alternatives, launch
 from torch_hybrid_backend.engines.triton.target import Target
-from torch_hybrid_backend.loops.kernels import MapKernel, RowKernel
+from torch_hybrid_backend.loops.kernels import Kernel, MapKernel, RowKernel
 
 pytest.importorskip("triton")
 
@@ -71,6 +72,11 @@ def _unread(x: torch.Tensor, first: int, last: int) -> torch.Tensor:
     return x
 
 
+def _chosen(region: KernelRegion) -> list[Kernel]:
+    """The kernels that a region runs, which its variants decide."""
+    return [kernel for option in region.options for kernel in option.chosen.variant.kernels]
+
+
 @pytest.mark.parametrize(("length", "window"), [(70, 1000), (1, 1000), (300, 20), (512, 100)])
 @pytest.mark.parametrize("target", [FEW, MANY], ids=["one program", "split"])
 def test_a_cache_is_read_to_its_length(length: int, window: int, target: Target, tmp_path: Path) -> None:
@@ -87,7 +93,7 @@ def test_a_cache_is_read_to_its_length(length: int, window: int, target: Target,
     last = -(-length // tile) * tile
     given = _unread(k, first, last), _unread(v, first, last)
     region, taken = compiled(tmp_path, decode, q, *given, positions, target=target)
-    beginnings, flash, *combining = region.kernels.kernels  # the first one: where three windows begin
+    beginnings, flash, *combining = _chosen(region)  # the first one: where three windows begin
     assert isinstance(beginnings, MapKernel)
     assert [type(kernel) for kernel in combining] == [RowKernel] * (target is MANY)
     assert isinstance(flash, FlashKernel)
@@ -164,7 +170,10 @@ def test_a_split_ends_in_what_follows(tmp_path: Path) -> None:
     ) -> torch.Tensor:
         return torch.relu(attend(q, k, v, attn_mask=mask)) + x
 
-    check(tmp_path, function, q, k, v, mask, torch.randn(1, 2, 2, 16), target=MANY, kinds=(FlashKernel, RowKernel))
+    inputs = (q, k, v, mask, torch.randn(1, 2, 2, 16))
+    check(tmp_path, function, *inputs, target=MANY, kinds=(FlashKernel,))
+    region, _ = compiled(tmp_path, function, *inputs, target=MANY)
+    assert [type(kernel) for kernel in _chosen(region)] == [FlashKernel, RowKernel]
 
 
 @pytest.mark.parametrize(
@@ -177,11 +186,12 @@ def test_keys_are_split_where_programs_are_few(heads: int, queries: int, keys: i
     region, _ = compiled(tmp_path, lambda q, k: attend(q, k, k), q, k, target=Target(0, 132, is_interpreted=True))
     (kernel,) = region.kernels.kernels
     assert isinstance(kernel, FlashKernel)
-    found = divided(kernel, Target(90, 132))
-    first = found[0]
-    assert isinstance(first, FlashKernel)
-    assert first.splits == parts
-    assert len(found) == (1 if parts == 1 else 2)
+    found = alternatives(kernel, Target(90, 132))
+    assert [v.name for v in found if v.is_preferred] == [f"keys in {parts} parts"] * (parts > 1)
+    for variant in found:
+        first, _ = variant.kernels
+        assert isinstance(first, FlashKernel)
+        assert first.splits == parts
 
 
 def _causal(q: torch.Tensor) -> torch.Tensor:
@@ -212,9 +222,12 @@ def test_machine_code_of_decoding(capability: int, tmp_path: Path) -> None:
     q, k = torch.empty(1, 32, 1, 128, dtype=torch.bfloat16), torch.empty(1, 4, 8192, 128, dtype=torch.bfloat16)
 
     def decode(q: torch.Tensor, k: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        return attend(q, k, k, attn_mask=_seen(q, k, position, 1 << 20), enable_gqa=True)
+        return attend(q, k, k, attn_mask=torch.arange(8192) <= position[:, None], enable_gqa=True)
 
-    *_, flash, combining = kernels_for(decode, q, k, torch.tensor([7]), target=target)
+    (whole,) = kernels_for(decode, q, k, torch.tensor([7]), target=target)
+    assert isinstance(whole, FlashKernel)
+    (split,) = alternatives(whole, target)
+    flash, combining = split.kernels
     assert isinstance(flash, FlashKernel)
     assert flash.splits > 8
     code = machine_code(flash, target, tmp_path)
