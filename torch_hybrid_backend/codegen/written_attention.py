@@ -4,8 +4,8 @@
     p = exp(f(scores) - max) / sum                 over its columns; f: any function of a score and of where it stands, with what else it loads
     out = p @ v
 
-becomes `ScoredAttentionOp(out, q, k, v, f)`, where nothing else reads what is between. How the model got there (views, casts, einsum, masks filled
-in or added) does not matter: expressions are compared after views and elementwise operations have been written out.
+becomes `ScoredAttentionOp(out, q, k, v, f)`, where nothing else reads what is between. How the model got there (views, casts, einsum, masks
+filled in or added) does not matter: expressions are compared after views and elementwise operations have been written out.
 """
 
 from __future__ import annotations

@@ -326,7 +326,8 @@ class ScoredAttentionOp(LoopOp):
     """out = softmax(score(q @ k^T)) @ v, with any number of leading dimensions, which all operands have.
 
     q is (*lead, S, D), k (*lead, T, D), v (*lead, T, E), out (*lead, S, E). `score` says what becomes of each product: scale, mask, cap.
-    `nan_rows`: a row that sees nothing (scores of -inf alone) is NaN, as softmax has it, instead of 0. `log_sum_exp`, `empty`: as `AttentionOp`.
+    `nan_rows`: a row that sees nothing (scores of -inf alone) is NaN, as softmax has it, instead of 0. `log_sum_exp`, `empty`: as in
+    `AttentionOp`. `plain`: the operation without a score that this one stands for, if there is one.
     """
 
     q: Value
@@ -336,6 +337,7 @@ class ScoredAttentionOp(LoopOp):
     nan_rows: bool = False
     log_sum_exp: Buffer | None = None
     empty: float = 0.0
+    plain: AttentionOp | None = None
 
     @property
     def outs(self) -> tuple[Buffer, ...]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.engines.triton.regions_for_tests import kernel_of
-from tests.engines.tvm.kernels_for_tests import attention_kernel, row_sum_kernel, scale_kernel
+from tests.engines.tvm.kernels_for_tests import row_sum_kernel, scale_kernel
 from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
 from torch_hybrid_backend.codegen.workers.protocol import Job
 from torch_hybrid_backend.engines.triton import artifact, compiler
@@ -23,7 +23,7 @@ from torch_hybrid_backend.loops.ir import Call
 from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.sizes.size import symbol
 
-_KERNELS = {"map": scale_kernel(1000), "row": row_sum_kernel(8, 100), "attention": attention_kernel()}
+_KERNELS = {"map": scale_kernel(1000), "row": row_sum_kernel(8, 100)}
 
 
 @pytest.fixture(scope="module")

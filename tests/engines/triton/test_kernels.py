@@ -40,7 +40,7 @@ def test_heads_that_share_keys(key_heads: int, value_heads: int, share: int, tmp
 
 
 def test_a_split_kernel(tmp_path: Path) -> None:
-    """The first kernel reads what attention reads, the second what follows it; both have texts for the cache, and only the second the results."""
+    """The first kernel reads what attention reads, the second what follows it, and only that writes the result. All have a text."""
     q, x = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8)
     kernel = _kernel(tmp_path, lambda q, x: attend(q, q, q) + x, q, x)
     partial, combining = split_along_keys(kernel, 4)
@@ -52,3 +52,12 @@ def test_a_split_kernel(tmp_path: Path) -> None:
     assert [a.buffer for a in combining.reads] == [*(a.buffer for a in partial.writes), kernel.reads[1].buffer]
     assert combining.writes == kernel.writes
     assert len({canonical_text(k) for k in (kernel, partial, combining)}) == 3
+
+
+def test_what_operators_of_pytorch_could_compute(tmp_path: Path) -> None:
+    """Scores in the terms of attention operators, where they are of that kind; else None."""
+    q, mask = torch.randn(1, 2, 3, 8), torch.randn(3, 3)
+    plain = _kernel(tmp_path, lambda q, mask: attend(q, q, q, attn_mask=mask, scale=0.5), q, mask)
+    assert (plain.scale, plain.causal, len(plain.mask_vars)) == (0.5, False, 4)
+    written = _kernel(tmp_path, lambda q: torch.softmax(q @ q.transpose(-1, -2), -1) @ q, q)
+    assert (written.scale, written.mask) == (None, None)

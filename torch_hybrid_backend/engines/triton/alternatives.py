@@ -1,4 +1,4 @@
-"""The ways of computing a matrix product or a convolution that are worth timing: tilings, and parts along k. Nothing here imports Triton."""
+"""The ways of computing a matrix product, a convolution or attention that are worth timing: tilings, and parts along k. Nothing here imports Triton."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from torch_hybrid_backend.codegen.variants import Variant
-from torch_hybrid_backend.engines.triton.schedules import convolution, depthwise, matmul
+from torch_hybrid_backend.engines.triton.kernels import FlashKernel
+from torch_hybrid_backend.engines.triton.schedules import attention, convolution, depthwise, matmul
 from torch_hybrid_backend.engines.triton.schedules.tilings import (
     TiledConvKernel,
     TiledMatMulKernel,
@@ -25,8 +26,10 @@ _MOST = 3  # beside the kernel itself
 _CERTAIN_GAIN = 1.2  # of the estimate: what is preferred to the kernel before anything is timed
 
 
-def alternatives(kernel: Kernel, target: Target) -> list[Variant]:
+def alternatives(kernel: Kernel, target: Target) -> Sequence[Variant]:
     """The other ways of computing a kernel, best estimate first: the best of each shape of tile."""
+    if isinstance(kernel, FlashKernel):
+        return attention.alternatives(kernel, target)
     if isinstance(kernel, MatMulKernel):
         own, work = matmul.tiling_of(kernel, target), matmul.work_of(kernel, target)
     elif isinstance(kernel, ConvKernel) and not depthwise.serves(kernel):

@@ -23,9 +23,9 @@ from torch_hybrid_backend.engines.triton import compiler
 from torch_hybrid_backend.engines.triton.alternatives import alternatives
 from torch_hybrid_backend.engines.triton.artifact import read as read_artifact
 from torch_hybrid_backend.engines.triton.host_driver import HostLaunch
-from torch_hybrid_backend.engines.triton.kernels import FlashKernel, attention_kernel, with_scores
+from torch_hybrid_backend.engines.triton.kernels import attention_kernel, with_scores
 from torch_hybrid_backend.engines.triton.policy import DETERMINISTIC, POLICY
-from torch_hybrid_backend.engines.triton.schedules import attention, schedule_of
+from torch_hybrid_backend.engines.triton.schedules import schedule_of
 from torch_hybrid_backend.engines.triton.source import Launch
 from torch_hybrid_backend.engines.triton.split import split
 from torch_hybrid_backend.engines.triton.standalone import standalone
@@ -101,12 +101,7 @@ class TritonBackend:
         return neutral_kernel(anchor)
 
     def join(self, kernels: Sequence[Kernel], outputs: Collection[Buffer]) -> Sequence[Kernel]:
-        def parts(kernel: Kernel) -> Sequence[Kernel]:
-            if isinstance(kernel, FlashKernel):
-                return attention.divided(kernel, self.target)
-            return split(kernel, self.target)
-
-        return [part for kernel in kernels for part in parts(kernel)]
+        return [part for kernel in kernels for part in split(kernel, self.target)]
 
     def alternatives(self, kernel: Kernel, constants: Mapping[Buffer, Packed]) -> Sequence[Variant]:
         return alternatives(kernel, self.target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch_hybrid_backend.codegen.anchors import Anchor, over
 from torch_hybrid_backend.loops.graph import LoopGraph
@@ -31,8 +32,8 @@ from torch_hybrid_backend.sizes.size import Dim
 class ScoreKernel(Kernel):
     """What the kernels of attention have in common. Leading dimensions are written *lead; the last of them are the heads.
 
-    `score` is over `score_vars` (*lead, s, t) and reads `product`, which lives in the kernel: q . k at that point. `share` query heads read the same
-    keys and values.
+    `score` is over `score_vars` (*lead, s, t) and reads `product`, which lives in the kernel: q . k at that point. `share` query heads read
+    the same keys and values.
     """
 
     q: Expr
@@ -58,11 +59,14 @@ class ScoreKernel(Kernel):
 class FlashKernel(ScoreKernel):
     """Domain (*lead, s, e): softmax of the scores times v, then `stores` read `accumulator`.
 
-    `row_stores` are over `row_vars` (*lead, s) and read `log_sum_exp`, natural; a row that sees nothing has `empty` there. Such a row's result is 0,
-    or NaN with `nan_rows`.
+    `row_stores` are over `row_vars` (*lead, s) and read `log_sum_exp`, natural; a row that sees nothing has `empty` there. Such a row's
+    result is 0, or NaN with `nan_rows`.
 
     `splits`: so many programs share the keys of a row; each of them stores its own part, and `split`, its number, is among the variables of
     `stores` and `row_stores`.
+
+    `scale`: where scores are product * scale + mask, causal or not, and the result alone is stored; None where there is more to them. `mask` is
+    over `mask_vars` (*lead, s, t).
     """
 
     log_sum_exp: Buffer
@@ -71,6 +75,10 @@ class FlashKernel(ScoreKernel):
     empty: float = 0.0
     nan_rows: bool = False
     split: LoopVar | None = None
+    scale: float | None = None
+    causal: bool = False
+    mask: Expr | None = None
+    mask_vars: tuple[LoopVar, ...] = ()
 
     @property
     def splits(self) -> int:
@@ -114,7 +122,7 @@ def with_scores(graph: LoopGraph) -> LoopGraph:
 
 def _scored(op: AttentionOp) -> LoopOp:
     score = plain_score(op.mask, op.scale, op.causal)
-    return ScoredAttentionOp(op.out, op.q, op.k, op.v, score, False, op.log_sum_exp, op.empty)
+    return ScoredAttentionOp(op.out, op.q, op.k, op.v, score, False, op.log_sum_exp, op.empty, op)
 
 
 def attention_kernel(anchor: Anchor) -> Kernel:
@@ -155,6 +163,7 @@ def attention_kernel(anchor: Anchor) -> Kernel:
                 rows,
                 op.empty,
                 op.nan_rows,
+                **_plain(op.plain, stored_alone=not rows),
             )
     grad_vars, grad = over(op.grad, "g")
     row_vars = _variables(shape, "r")
@@ -190,6 +199,14 @@ def attention_kernel(anchor: Anchor) -> Kernel:
     value_accumulator = Buffer(op.value.shape, compute_dtype(op.value.dtype), "value accumulator")
     value_stores = _plain_stores(op.value, value_accumulator, value_vars, written)
     return KeyGradientKernel(*common, value_accumulator, value_vars, value_stores)
+
+
+def _plain(op: AttentionOp | None, *, stored_alone: bool) -> dict[str, Any]:
+    """The arguments of a FlashKernel that say what scores are in the terms of attention operators."""
+    if op is None or not stored_alone:
+        return {}
+    mask_vars, mask = over(op.mask, "m") if op.mask is not None else ((), None)
+    return {"scale": op.scale, "causal": op.causal, "mask": mask, "mask_vars": mask_vars}
 
 
 def _variables(shape: Sequence[Dim], prefix: str) -> tuple[LoopVar, ...]:
@@ -250,6 +267,9 @@ def split_along_keys(kernel: FlashKernel, splits: int) -> tuple[Kernel, ...]:
         empty=float("-inf"),
         nan_rows=False,
         split=split,
+        scale=None,
+        mask=None,
+        mask_vars=(),
     )
     p = LoopVar("p", splits)
     domain = (*kernel.domain, p)

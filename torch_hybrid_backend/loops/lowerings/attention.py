@@ -143,8 +143,10 @@ def _factor(q: Value, scale: float | None) -> float:
 
 
 def _read_log_sum_exp(ctx: Context, results: int, empty: float) -> float | None:
-    """`empty` where the graph reads the log-sum-exp, None where it does not. Refuses an operator of so many results whose others it reads, and a
-    log-sum-exp that the engine does not write."""
+    """`empty` where the graph reads the log-sum-exp, None where it does not.
+
+    Refuses an operator of so many results whose others are read, and a log-sum-exp that the engine does not write.
+    """
     if any(ctx.wants(position) for position in range(2, results)):
         raise Refuse(Reason.ARGUMENT, "the state of attention's random numbers, which backward needs, is eager's")
     if not ctx.wants(1):
@@ -183,8 +185,10 @@ def flash_attention(
     *,
     scale: float | None = None,
 ) -> tuple[Value | None, ...]:
-    """CUDA's flash attention: (result, log-sum-exp (B, H, S), None, ...). Its causal mask is aligned at the last query and the last key, that of
-    the other operators at the first ones."""
+    """CUDA's flash attention: (result, log-sum-exp (B, H, S), None, ...).
+
+    Its causal mask is aligned at the last query and the last key, that of the other operators at the first ones.
+    """
     empty = _read_log_sum_exp(ctx, 9, math.inf)
     mask = _flash_mask(q, k, is_causal)
     result, log_sum_exp = _attention(ctx, q, k, v, mask, dropout_p, is_causal and mask is None, scale, empty)
@@ -210,7 +214,10 @@ def efficient_attention(
     *,
     scale: float | None = None,
 ) -> tuple[Value | None, ...]:
-    """CUDA's memory-efficient attention: (result, log-sum-exp, None, None). Its log-sum-exp has a multiple of 32 rows; those beyond are +inf."""
+    """CUDA's memory-efficient attention: (result, log-sum-exp, None, None).
+
+    Its log-sum-exp has a multiple of 32 rows; those beyond are +inf.
+    """
     empty = _read_log_sum_exp(ctx, 4, -math.inf)
     result, log_sum_exp = _attention(ctx, q, k, v, attn_bias, dropout_p, is_causal, scale, empty)
     return result, None if log_sum_exp is None else _rows_padded(log_sum_exp), None, None

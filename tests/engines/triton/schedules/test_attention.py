@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.engines.triton.machine_code_for_tests import kernels_for, machine_code
 from tests.engines.triton.programs_for_tests import HOPPER, TARGETS
 from tests.engines.triton.regions_for_tests import check, compiled
+from torch_hybrid_backend.codegen.engine import KernelRegion
 from torch_hybrid_backend.engines.triton.kernels import FlashKernel
-from torch_hybrid_backend.engines.triton.schedules.attention import divided, launch
+from torch_hybrid_backend.engines.triton.schedules.attention import alternatives, launch
 from torch_hybrid_backend.engines.triton.target import Target
-from torch_hybrid_backend.loops.kernels import MapKernel, RowKernel
+from torch_hybrid_backend.loops.kernels import Kernel, MapKernel, RowKernel
 
 pytest.importorskip("triton")
 
@@ -25,7 +28,9 @@ MANY = dataclasses.replace(HOPPER, multiprocessors=132)  # more than there are p
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("queries", "keys", "width"), [(5, 5, 8), (70, 70, 20), (1, 90, 16), (64, 130, 32), (1, 1, 48)])
+@pytest.mark.parametrize(
+    ("queries", "keys", "width"), [(5, 5, 8), (70, 70, 20), (1, 90, 16), (64, 130, 32), (1, 1, 48)]
+)
 def test_sizes(target: str, causal: bool, queries: int, keys: int, width: int, tmp_path: Path) -> None:
     """Rows and keys that fill no tile; a causal mask begins at the first key."""
     q, k, v = (torch.randn(2, 3, n, width) for n in (queries, keys, keys))
@@ -41,7 +46,7 @@ def test_widths_and_dtypes(dtype: torch.dtype, width: int, values: int, tmp_path
     q, k, v = (torch.randn(1, 2, n, e).to(dtype) for n, e in ((50, width), (70, width), (70, values)))
     # Where widths differ PyTorch's composite multiplies in float32: values are converted first.
     kinds = (MapKernel, FlashKernel) if width != values and dtype is not torch.float64 else (FlashKernel,)
-    check(tmp_path, lambda q, k, v: attend(q, k, v), q, k, v, kinds=kinds)
+    check(tmp_path, attend, q, k, v, kinds=kinds)
 
 
 def test_masks(tmp_path: Path) -> None:
@@ -67,11 +72,16 @@ def _unread(x: torch.Tensor, first: int, last: int) -> torch.Tensor:
     return x
 
 
+def _chosen(region: KernelRegion) -> list[Kernel]:
+    """The kernels that a region runs, which its variants decide."""
+    return [kernel for option in region.options for kernel in option.chosen.variant.kernels]
+
+
 @pytest.mark.parametrize(("length", "window"), [(70, 1000), (1, 1000), (300, 20), (512, 100)])
 @pytest.mark.parametrize("target", [FEW, MANY], ids=["one program", "split"])
 def test_a_cache_is_read_to_its_length(length: int, window: int, target: Target, tmp_path: Path) -> None:
-    """A static cache: its mask is computed from positions that are only known in the call. Blocks that no query sees are not read, before a window
-    either: NaN there changes nothing. Heads share keys, and three queries have positions of their own."""
+    """A static cache: its mask is computed from positions that are only known in the call. Blocks that no query sees are not read, before a
+    window either: NaN there changes nothing. Heads share keys, and three queries have positions of their own."""
     q, k, v = torch.randn(1, 4, 3, 32), torch.randn(1, 2, 512, 32), torch.randn(1, 2, 512, 32)
     positions = torch.tensor([max(0, length - 3), max(0, length - 2), length - 1])
 
@@ -83,7 +93,7 @@ def test_a_cache_is_read_to_its_length(length: int, window: int, target: Target,
     last = -(-length // tile) * tile
     given = _unread(k, first, last), _unread(v, first, last)
     region, taken = compiled(tmp_path, decode, q, *given, positions, target=target)
-    beginnings, flash, *combining = region.kernels.kernels  # the first one: where three windows begin
+    beginnings, flash, *combining = _chosen(region)  # the first one: where three windows begin
     assert isinstance(beginnings, MapKernel)
     assert [type(kernel) for kernel in combining] == [RowKernel] * (target is MANY)
     assert isinstance(flash, FlashKernel)
@@ -112,28 +122,28 @@ def test_a_paged_cache_is_read_by_its_table(tmp_path: Path) -> None:
     torch.testing.assert_close(region(taken)[0].double(), exact, rtol=2e-5, atol=2e-5)
 
 
-def test_repeated_heads_cost_no_memory(tmp_path: Path) -> None:
+def _expanded(x: torch.Tensor) -> torch.Tensor:
+    return x[:, :, None].expand(1, 2, 3, 70, 16).reshape(1, 6, 70, 16)
+
+
+def _interleaved(x: torch.Tensor) -> torch.Tensor:
+    return x.repeat_interleave(3, 1)
+
+
+@pytest.mark.parametrize("repeat", [_expanded, _interleaved])
+def test_repeated_heads_cost_no_memory(repeat: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path) -> None:
     """Keys repeated by `expand` and `reshape`, or by `repeat_interleave`: the kernel reads them where they are."""
     q, k, v = torch.randn(1, 6, 70, 16), torch.randn(1, 2, 70, 16), torch.randn(1, 2, 70, 16)
 
-    def expanded(x: torch.Tensor) -> torch.Tensor:
-        return x[:, :, None].expand(1, 2, 3, 70, 16).reshape(1, 6, 70, 16)
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attend(q, repeat(k), repeat(v), is_causal=True)
 
-    def interleaved(x: torch.Tensor) -> torch.Tensor:
-        return x.repeat_interleave(3, 1)
-
-    for repeat in (expanded, interleaved):
-        repeated = repeat
-
-        def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return attend(q, repeated(k), repeated(v), is_causal=True)
-
-        check(tmp_path, function, q, k, v, kinds=(FlashKernel,))
-        region, _ = compiled(tmp_path, function, q, k, v)
-        (kernel,) = region.kernels.kernels
-        assert isinstance(kernel, FlashKernel)
-        assert kernel.share == 3
-        assert [argument.buffer.shape for argument in kernel.reads] == [(1, 6, 70, 16), (1, 2, 70, 16), (1, 2, 70, 16)]
+    check(tmp_path, function, q, k, v)
+    region, _ = compiled(tmp_path, function, q, k, v)
+    (kernel,) = region.kernels.kernels
+    assert isinstance(kernel, FlashKernel)
+    assert kernel.share == 3
+    assert sorted(argument.buffer.shape for argument in kernel.reads) == [(1, 2, 70, 16)] * 2 + [(1, 6, 70, 16)]
 
 
 def test_scores_that_a_model_writes_out(tmp_path: Path) -> None:
@@ -155,26 +165,72 @@ def test_a_split_ends_in_what_follows(tmp_path: Path) -> None:
     mask = torch.zeros(2, 1100)
     mask[1] = -math.inf
 
-    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def function(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, x: torch.Tensor
+    ) -> torch.Tensor:
         return torch.relu(attend(q, k, v, attn_mask=mask)) + x
 
-    check(tmp_path, function, q, k, v, mask, torch.randn(1, 2, 2, 16), target=MANY, kinds=(FlashKernel, RowKernel))
+    inputs = (q, k, v, mask, torch.randn(1, 2, 2, 16))
+    check(tmp_path, function, *inputs, target=MANY, kinds=(FlashKernel,))
+    region, _ = compiled(tmp_path, function, *inputs, target=MANY)
+    assert [type(kernel) for kernel in _chosen(region)] == [FlashKernel, RowKernel]
 
 
 @pytest.mark.parametrize(
     ("heads", "queries", "keys", "parts"),
     [(2, 1, 300, 1), (2, 1, 4096, 16), (64, 1, 4096, 2), (132, 1, 4096, 1), (2, 4096, 4096, 2), (1, 1, 1 << 20, 64)],
 )
-def test_keys_are_split_where_programs_are_few(
-    heads: int, queries: int, keys: int, parts: int, tmp_path: Path
-) -> None:
+def test_keys_are_split_where_programs_are_few(heads: int, queries: int, keys: int, parts: int, tmp_path: Path) -> None:
     """Up to one program for each multiprocessor, each with 256 keys at least."""
     q, k = torch.empty(1, heads, queries, 64, dtype=torch.half), torch.empty(1, heads, keys, 64, dtype=torch.half)
     region, _ = compiled(tmp_path, lambda q, k: attend(q, k, k), q, k, target=Target(0, 132, is_interpreted=True))
     (kernel,) = region.kernels.kernels
     assert isinstance(kernel, FlashKernel)
-    found = divided(kernel, Target(90, 132))
-    first = found[0]
-    assert isinstance(first, FlashKernel)
-    assert first.splits == parts
-    assert len(found) == (1 if parts == 1 else 2)
+    found = alternatives(kernel, Target(90, 132))
+    assert [v.name for v in found if v.is_preferred] == [f"keys in {parts} parts"] * (parts > 1)
+    for variant in found:
+        first, _ = variant.kernels
+        assert isinstance(first, FlashKernel)
+        assert first.splits == parts
+
+
+def _causal(q: torch.Tensor) -> torch.Tensor:
+    return attend(q, q, q, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    ("capability", "width"),
+    [(90, 64), *(pytest.param(c, w, marks=pytest.mark.full) for c, w in ((80, 64), (80, 128), (90, 128)))],
+)
+def test_machine_code(capability: int, width: int, tmp_path: Path) -> None:
+    """Of bfloat16: products by tensor cores (by groups of four warps on Hopper), exponentials in base 2, nothing spilled, and no
+    more shared memory than there is."""
+    target = Target(capability, 132)
+    (kernel,) = kernels_for(_causal, torch.empty(1, 16, 2048, width, dtype=torch.bfloat16), target=target)
+    code = machine_code(kernel, target, tmp_path)
+    assert ("wgmma.mma_async" if capability == 90 else "mma.sync") in code.ptx
+    assert "ex2.approx" in code.ptx
+    assert code.spilled_bytes == 0
+    assert code.shared_bytes <= (227 << 10 if capability == 90 else 163 << 10)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("capability", [80, 90])
+def test_machine_code_of_decoding(capability: int, tmp_path: Path) -> None:
+    """One query of eight heads that share keys: they are the rows of a tile that tensor cores multiply."""
+    target = Target(capability, 132)
+    q, k = torch.empty(1, 32, 1, 128, dtype=torch.bfloat16), torch.empty(1, 4, 8192, 128, dtype=torch.bfloat16)
+
+    def decode(q: torch.Tensor, k: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        return attend(q, k, k, attn_mask=torch.arange(8192) <= position[:, None], enable_gqa=True)
+
+    (whole,) = kernels_for(decode, q, k, torch.tensor([7]), target=target)
+    assert isinstance(whole, FlashKernel)
+    (split,) = alternatives(whole, target)
+    flash, combining = split.kernels
+    assert isinstance(flash, FlashKernel)
+    assert flash.splits > 8
+    code = machine_code(flash, target, tmp_path)
+    assert "mma.sync" in code.ptx
+    assert code.spilled_bytes == 0
+    assert machine_code(combining, target, tmp_path).spilled_bytes == 0

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from torch_hybrid_backend.codegen.variants import Variant
 from torch_hybrid_backend.engines.triton.functions import DTYPES
 from torch_hybrid_backend.engines.triton.kernels import FlashKernel, split_along_keys
 from torch_hybrid_backend.engines.triton.printer import Printer, Tile, Value, literal
@@ -31,7 +32,6 @@ from torch_hybrid_backend.engines.triton.schedules.tiles import axis, blocks, pr
 from torch_hybrid_backend.engines.triton.source import Launch
 from torch_hybrid_backend.engines.triton.target import Target
 from torch_hybrid_backend.loops.index import Index, LoopVar, index_of
-from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.sizes.size import product, size_hint
 
 _HALVES = ("float16", "bfloat16")
@@ -62,7 +62,7 @@ def _tile(dtype: str, width: int, target: Target) -> tuple[int, int, int, int]:
     """
     if dtype in _HALVES:
         if width <= 64:
-            return 128, 64, 4, 3 if target.capability >= 90 else 2
+            return 128, 64, 8, 3 if target.capability >= 90 else 2
         if width <= 128:
             return 128, 64, 8, 2
         return (64, 64 if target.capability >= 90 else 32, 4, 2) if width <= 256 else (32, 32, 4, 2)
@@ -75,14 +75,19 @@ def _rows(kernel: FlashKernel) -> Rows:
     return Rows(kernel, packed=size_hint(kernel.q_vars[-2].extent) <= _PACKED_QUERIES)
 
 
-def divided(kernel: FlashKernel, target: Target) -> Sequence[Kernel]:
-    """The kernel, or two where several programs shall share the keys of a row."""
+def alternatives(kernel: FlashKernel, target: Target) -> Sequence[Variant]:
+    """The split along the keys, preferred where there are fewer programs than multiprocessors.
+
+    A log-sum-exp is written by one program alone.
+    """
     if kernel.row_stores or target.has_large_tiles:
-        return (kernel,)
+        return ()
     programs = size_hint(launch(kernel, target).grid[0])
     keys = size_hint(kernel.k_vars[-2].extent)
     parts = min(target.multiprocessors // max(1, programs), keys // _KEYS_OF_PART, _MOST_PARTS)
-    return (kernel,) if parts < 2 else split_along_keys(kernel, parts)
+    if parts < 2:
+        return ()
+    return (Variant(f"keys in {parts} parts", split_along_keys(kernel, parts), is_preferred=True, cost=1 / parts),)
 
 
 def emit(kernel: FlashKernel, printer: Printer, target: Target, launch: Launch) -> None:

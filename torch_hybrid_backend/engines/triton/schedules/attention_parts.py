@@ -207,12 +207,13 @@ class Visit:
     def _extreme(self, which: str, bound: Expr, in_tile: Mapping[int, Value]) -> str:
         """The least or the greatest value of a bound in a tile, as a scalar of 32 bits."""
         value = self._printer.expr(bound)
-        text = f"tl.minimum(tl.maximum({value.text}, -{_FAR}), {_FAR}).to(tl.int32)"
+        # No less than -1: behind it begins element 0, and division rounds towards zero.
+        text = f"tl.minimum(tl.maximum({value.text}, -1), {_FAR}).to(tl.int32)"
         if not value.dims:
             return text
         masks = [mask.text for dim, mask in in_tile.items() if dim in value.dims]
         if masks:
-            text = f"tl.where({' & '.join(masks)}, {text}, {_FAR if which == 'min' else -_FAR})"
+            text = f"tl.where({' & '.join(masks)}, {text}, {_FAR if which == 'min' else -1})"
         return f"tl.{which}({text})"
 
 
