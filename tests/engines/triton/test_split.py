@@ -12,6 +12,7 @@ from tests.compiling import fresh_dynamo, kernel_cache
 from tests.engines.triton.regions_for_tests import HOPPER, check, compiled, kernels_of
 from torch_hybrid_backend import session
 from torch_hybrid_backend.engines.triton import backend, engine
+from torch_hybrid_backend.engines.triton.emit import emit_kernel
 from torch_hybrid_backend.engines.triton.schedules.reduction import PartKernel
 from torch_hybrid_backend.engines.triton.split import split
 from torch_hybrid_backend.engines.triton.target import INTERPRETER, Target
@@ -114,6 +115,20 @@ def test_the_first_of_equals_is_found(tmp_path: Path) -> None:
     x[1, 15000] = x[1, 35000] = 1
     region, taken = compiled(tmp_path, lambda x: x.argmax(-1), x)
     assert [int(n) for n in region(taken)[0]] == [0, 15000]
+
+
+def test_passes_that_read_tiles_of_other_shapes(tmp_path: Path) -> None:
+    """The first pass reads halves, in wider tiles than the second, which reads floats: neither counts an element twice."""
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (y - x.mean(0)).abs().mean(0)
+
+    x, y = torch.randn(5001, 40).to(torch.bfloat16), torch.randn(5001, 40)
+    tiles = [emit_kernel(kernel, "kernel", HOPPER).launch.constants for kernel in kernels_of(function, x, y)[::2]]
+    assert len(tiles) == 2
+    assert tiles[0] != tiles[1]
+    region, taken = compiled(tmp_path, function, x, y)
+    torch.testing.assert_close(region(taken)[0].double(), function(x.double(), y.double()), rtol=1e-3, atol=1e-3)
 
 
 def test_equal_inputs_give_equal_bits(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from torch_hybrid_backend.loops.index import Index, LoopVar
 from torch_hybrid_backend.loops.ir import Expr, buffers_of_expr, loads_of
 from torch_hybrid_backend.loops.kernels import RowKernel, Stage
 from torch_hybrid_backend.loops.layout import offset_of
-from torch_hybrid_backend.sizes.size import Dim, product, size_hint
+from torch_hybrid_backend.sizes.size import Dim, divide, product, size_hint
 
 _MAX_PERSISTENT = 8192  # elements of a row that are held in registers
 _CHUNK = 2048
@@ -46,6 +46,7 @@ _INTERPRETED = 1 << 20  # the same for the interpreter, where registers cost not
 _ELEMENTS_PER_WARP = 256
 # Of rows that are columns of memory.
 _CACHE_LINE = 1024  # bits
+_MAX_LINE = 64  # elements: wider tiles of bytes need registers that are not there
 _COLUMN_TILE = 4096
 _MAX_COLUMN_TILE = 16384  # where one that is held in registers saves a reading of memory
 _COLUMN_ELEMENTS_PER_WARP = 512
@@ -54,8 +55,7 @@ _COLUMN_ELEMENTS_PER_WARP = 512
 @dataclass(frozen=True, slots=True, eq=False)
 class PartKernel(RowKernel):
     """The reductions of parts of each row. A stage sees a part: elements `part * length` to `(part + 1) * length` of the row, as far as there
-    are any; a sum of exponentials is relative to the part's own maximum. `length` is a multiple of the chunk in which rows are read
-    (`launch`). What is stored once per row has `part` as its last index."""
+    are any; a sum of exponentials is relative to the part's own maximum. What is stored once per row has `part` as its last index."""
 
     part: LoopVar
     length: Dim
@@ -63,7 +63,7 @@ class PartKernel(RowKernel):
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """The kernel's axes as they lie in memory, fastest last. `line`: how many neighbouring elements are a cache line."""
+    """The kernel's axes as they lie in memory, fastest last. `line`: how many neighbouring elements are read at once."""
 
     rows: tuple[LoopVar, ...]
     elements: tuple[LoopVar, ...]
@@ -124,7 +124,7 @@ def _order(kernel: RowKernel) -> _Order:
     largest = max(loads, key=lambda load: size_hint(product(load.buffer.shape)))
     steps = dict(offset_of(layouts[largest.buffer], largest.buffer.shape, largest.index).terms)
     varying = [v for v in kernel.domain if v.extent != 1]
-    line = max(1, _CACHE_LINE // _bits(largest.buffer.dtype))
+    line = min(_MAX_LINE, _CACHE_LINE // _bits(largest.buffer.dtype))
     if not varying or not all(v in steps for v in varying):
         return _Order(rows, elements, False, line)
 
@@ -243,12 +243,16 @@ class _Emitter:
     @contextmanager
     def _elements_from(self, start: str, width: int) -> Iterator[Value | None]:
         """Inside it expressions are over `width` elements of each row. Gives which of them exist, None where all do."""
-        printer = self._printer
-        with (
-            axis(printer, self._tile, self._element, self._elements, start, width) as inside,
-            printer.over(self._tile, self._env, {**self._bounds, **inside}),
-        ):
-            yield inside.get(self._element)
+        printer, kernel = self._printer, self._kernel
+        with axis(printer, self._tile, self._element, self._elements, start, width) as in_row:
+            inside = in_row
+            if isinstance(kernel, PartKernel) and divide(kernel.length, width)[1] != 0:
+                # Another kernel of the same parts decided their length.
+                name = self._elements.name
+                printer.lines.add(f"{name}_in = {name} < end")
+                inside = {self._element: Value.along(f"{name}_in", self._element)}
+            with printer.over(self._tile, self._env, {**self._bounds, **inside}):
+                yield inside.get(self._element)
 
     def _range(self) -> tuple[str, str]:
         """Which elements of a row the program has."""
