@@ -1,7 +1,7 @@
 # Works from a fresh clone with Python 3.11 or later, make and g++. Everything is installed into .venv, nothing elsewhere.
 #   make demo    a sentence encoder and ResNet-50, eager against hybrid
 #   make test    all tests            (make test ARGS="tests/loops -x" for some)
-#   make test-full   the tests marked full, then PyTorch's own operators and modules on every dtype: hours; writes docs/correctness.md
+#   make test-full   the tests marked full, then PyTorch's own operators and modules on every dtype: hours; writes docs/correctness.md and docs/triton_operators.md
 #   make lint    style, types, spelling
 #   make bench   all models against all peers: hours; results are kept, and --resume goes on   (ARGS="--models resnet50 --batch 1 --resume")
 #   make ecosystem   models of other libraries beside eager, over an hour; writes docs/ecosystem.md
@@ -66,6 +66,8 @@ test-full: $(VENV)/.built $(VENV)/torchvision $(VENV)/ecosystem
 	$(PY) -m pytest -m full
 	$(PY) -m tests.operators.run --out $(FULL_OUT)/operators $(ARGS); status=$$?; \
 	$(PY) -m tests.operators.report $(FULL_OUT)/operators; exit $$status
+	TRITON_INTERPRET=1 $(PY) -m tests.operators.run --modes triton --limit 2 --out $(FULL_OUT)/triton; status=$$?; \
+	$(PY) -m tests.operators.report $(FULL_OUT)/triton; exit $$status
 
 lint: $(VENV)/.installed
 	$(PY) -m ruff check .

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from loops.interpret import run_graph, trace
+from torch_hybrid_backend.loops.policy import COMMON, Abilities
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.uint8)
@@ -44,11 +45,11 @@ def with_specials(tensor: torch.Tensor) -> torch.Tensor:
     return flat.reshape(tensor.shape)
 
 
-def check(fn: Callable[..., object], *inputs: torch.Tensor) -> None:
-    """`fn(*inputs)`, lowered and interpreted, equals eager's: values, dtypes and shapes."""
+def check(fn: Callable[..., object], *inputs: torch.Tensor, abilities: Abilities = COMMON) -> None:
+    """`fn(*inputs)`, lowered for kernels of such abilities and interpreted, equals eager's: values, dtypes and shapes."""
     results = fn(*inputs)
     expected = list(results) if isinstance(results, (tuple, list)) else [results]
-    actual = run_graph(trace(fn, inputs), inputs)
+    actual = run_graph(trace(fn, inputs), inputs, abilities)
     assert len(actual) == len(expected)
     narrow = [t.dtype for t in inputs if t.dtype in (torch.bfloat16, torch.float16)]
     for got, want in zip(actual, expected, strict=True):

@@ -29,6 +29,7 @@ from torch_hybrid_backend.loops.ir import (
     MapOp,
     MatMulOp,
     ReduceOp,
+    ScatterOp,
     Value,
     compute_dtype,
     domain_vars,
@@ -36,6 +37,7 @@ from torch_hybrid_backend.loops.ir import (
 )
 from torch_hybrid_backend.loops.lowering import Context, lower_node, supports
 from torch_hybrid_backend.loops.ops import BINARY, COMPARE, LOGICAL, OPS, PREDICATE, ROUND_TARGETS
+from torch_hybrid_backend.loops.policy import COMMON, Abilities
 
 Environment = dict[Buffer, torch.Tensor]
 
@@ -187,6 +189,8 @@ def evaluate(op: LoopOp, env: Environment) -> None:
             result = _read(value, env)
         case ReduceOp():
             result = _reduce(op, env)
+        case ScatterOp():
+            result = _scatter(op, env)
         case MatMulOp(a=a, b=b):
             result = torch.matmul(_read(a, env), _read(b, env))
         case ConvOp(x=x, w=w):
@@ -205,6 +209,22 @@ def _reduce(op: ReduceOp, env: Environment) -> torch.Tensor:
     frame = Frame(op.domain, env)
     body = frame.expr(op.body(frame.index), None).expand(op.domain)
     return combine(body, op.axes, op.combiner)
+
+
+def _scatter(op: ScatterOp, env: Environment) -> torch.Tensor:
+    """Point after point, in the order of the domain."""
+    result, frame = _read(op.base, env).clone(), Frame(op.domain, env)
+    body = frame.expr(op.body(frame.index), None).expand(op.domain).flatten()
+    flat = linear(op.place(frame.index), contiguous_strides(op.out.shape))
+    places = frame.evaluate_index(flat, None).expand(op.domain).flatten()
+    assert bool(((places >= 0) & (places < result.numel())).all()), "a scatter leaves its result"
+    memory = result.reshape(-1)
+    if op.combiner == "write":
+        for place, value in zip(places.tolist(), body, strict=True):
+            memory[place] = value
+    else:
+        memory.scatter_reduce_(0, places, body, op.combiner if op.combiner == "sum" else f"a{op.combiner}")
+    return result
 
 
 def combine(body: torch.Tensor, axes: Sequence[int], combiner: str) -> torch.Tensor:
@@ -265,17 +285,19 @@ def trace(fn: Callable[..., object], inputs: Sequence[torch.Tensor]) -> torch.fx
     return graph_module
 
 
-def run_graph(graph_module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def run_graph(
+    graph_module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], abilities: Abilities = COMMON
+) -> list[torch.Tensor]:
     """Lower every node of a graph, run the operations that come out, and return the graph's results."""
     operations: list[LoopOp] = []
-    context = Context(operations.append)
+    context = Context(operations.append, abilities)
     values: dict[torch.fx.Node, Any] = {}
     env: Environment = {}
     remaining = iter(inputs)
     outputs: list[torch.fx.Node] = []
     for node in graph_module.graph.nodes:
         if node.op == "call_function":
-            verdict = supports(node)
+            verdict = supports(node, abilities)
             assert verdict, f"{node.target}: {verdict}"
             values[node] = lower_node(context, node, values)
         elif node.op == "output":

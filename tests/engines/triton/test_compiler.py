@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.tvm.kernels_for_tests import attention_kernel, row_sum_kernel, scale_kernel
+from tests.engines.tvm.kernels_for_tests import attention_kernel, row_sum_kernel, scale_kernel, scatter_kernel
 from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
 from torch_hybrid_backend.codegen.workers.protocol import Job
 from torch_hybrid_backend.engines.triton import artifact, compiler
@@ -18,7 +18,12 @@ from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.ir import Call
 from torch_hybrid_backend.loops.kernels import Kernel
 
-_KERNELS = {"map": scale_kernel(1000), "row": row_sum_kernel(8, 100), "attention": attention_kernel()}
+_KERNELS = {
+    "map": scale_kernel(1000),
+    "row": row_sum_kernel(8, 100),
+    "attention": attention_kernel(),
+    "scatter": scatter_kernel(1000, 50),
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +50,9 @@ def test_kernels_become_cubins(name: str, capability: int, workers: KernelCompil
     assert code.startswith(b"\x7fELF")
     assert header.symbol == "kernel_1"
     assert header.threads % 32 == 0
-    assert f"sm_{capability}" in path.with_suffix(".ptx").read_text()
+    code_as_text = path.with_suffix(".ptx").read_text()
+    assert f"sm_{capability}" in code_as_text
+    assert ("atom.global.gpu.relaxed.max.s32" in code_as_text) == (name == "scatter")
 
 
 def test_a_kernel_for_the_interpreter_is_its_text(workers: KernelCompiler, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from torch_hybrid_backend.engines.triton.printer import Printer
 from torch_hybrid_backend.engines.triton.schedules import schedule_of
 from torch_hybrid_backend.engines.triton.source import Launch, Lines
 from torch_hybrid_backend.engines.triton.target import Target
+from torch_hybrid_backend.loops.ir import FLOAT8
 from torch_hybrid_backend.loops.kernels import Kernel, kernel_sizes
 
 
@@ -53,5 +54,5 @@ def emit_kernel(kernel: Kernel, name: str, target: Target) -> Program:
         + "\n".join(functions)
         + f"\n\n@triton.jit\ndef {name}({', '.join(parameters)}):\n{lines.text}\n"
     )
-    dtypes = tuple(argument.buffer.dtype for argument in printer.arguments)
+    dtypes = tuple("uint8" if a.buffer.dtype in FLOAT8 else a.buffer.dtype for a in printer.arguments)
     return Program(name, text, signature, dtypes, launch)
