@@ -1,7 +1,7 @@
 # Works from a fresh clone with Python 3.11 or later, make and g++. Everything is installed into .venv, nothing elsewhere.
 #   make demo    a sentence encoder and ResNet-50, eager against hybrid
 #   make test    all tests, by two processes   (make test ARGS="tests/loops -x" for some; WORKERS=0 for one process)
-#   make test-full   the tests marked full, then PyTorch's own operators and modules on every dtype: hours; writes docs/correctness.md
+#   make test-full   the tests marked full, then PyTorch's own operators and modules on every dtype: hours; writes docs/correctness.md and docs/triton_operators.md
 #   make lint    style, types, spelling
 #   make bench   all models against all peers: hours; results are kept, and --resume goes on   (ARGS="--models resnet50 --batch 1 --resume")
 #   make bench-gpu   kernels and models on this machine's GPU: nine minutes; needs torch and Triton, no .venv   (ARGS="--resume" goes on)
@@ -70,6 +70,8 @@ test-full: $(VENV)/.built $(VENV)/torchvision $(VENV)/ecosystem
 	$(PY) -m pytest -m full
 	$(PY) -m tests.operators.run --out $(FULL_OUT)/operators $(ARGS); status=$$?; \
 	$(PY) -m tests.operators.report $(FULL_OUT)/operators; exit $$status
+	TRITON_INTERPRET=1 $(PY) -m tests.operators.run --modes triton --limit 2 --out $(FULL_OUT)/triton; status=$$?; \
+	$(PY) -m tests.operators.report $(FULL_OUT)/triton; exit $$status
 
 lint: $(VENV)/.installed
 	$(PY) -m ruff check .

@@ -46,7 +46,7 @@ def with_specials(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check(fn: Callable[..., object], *inputs: torch.Tensor, abilities: Abilities = COMMON) -> None:
-    """`fn(*inputs)`, lowered and interpreted, equals eager's: values, dtypes and shapes. `abilities`: what the kernels can do."""
+    """`fn(*inputs)`, lowered for kernels of such abilities and interpreted, equals eager's: values, dtypes and shapes."""
     results = fn(*inputs)
     expected = list(results) if isinstance(results, (tuple, list)) else [results]
     actual = run_graph(trace(fn, inputs), inputs, abilities)

@@ -32,6 +32,7 @@ from torch_hybrid_backend.loops.ir import (
     MatMulOp,
     ReduceOp,
     ScanOp,
+    ScatterOp,
     ScoredAttentionOp,
     ScoreFn,
     Value,
@@ -197,6 +198,8 @@ def evaluate(op: LoopOp, env: Environment) -> None:
             result = _reduce(op, env)
         case ScanOp():
             result = _scan(op, env)
+        case ScatterOp():
+            result = _scatter(op, env)
         case MatMulOp(a=a, b=b):
             result = torch.matmul(_read(a, env), _read(b, env))
         case ConvOp(x=x, w=w):
@@ -275,6 +278,22 @@ def _scan(op: ScanOp, env: Environment) -> torch.Tensor:
         case _:
             found = [combine(rows[..., : place + 1], (rows.dim() - 1,), op.combiner) for place in places]
     return torch.stack(found, op.axis)
+
+
+def _scatter(op: ScatterOp, env: Environment) -> torch.Tensor:
+    """Point after point, in the order of the domain."""
+    result, frame = _read(op.base, env).clone(), Frame(op.domain, env)
+    body = frame.expr(op.body(frame.index), None).expand(op.domain).flatten()
+    flat = linear(op.place(frame.index), contiguous_strides(op.out.shape))
+    places = frame.evaluate_index(flat, None).expand(op.domain).flatten()
+    assert bool(((places >= 0) & (places < result.numel())).all()), "a scatter leaves its result"
+    memory = result.reshape(-1)
+    if op.combiner == "write":
+        for place, value in zip(places.tolist(), body, strict=True):
+            memory[place] = value
+    else:
+        memory.scatter_reduce_(0, places, body, op.combiner if op.combiner == "sum" else f"a{op.combiner}")
+    return result
 
 
 def combine(body: torch.Tensor, axes: Sequence[int], combiner: str) -> torch.Tensor:

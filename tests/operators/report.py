@@ -2,6 +2,8 @@
 
     python -m tests.operators.report JOURNAL_FOLDER            writes docs/correctness.md and tests/operators/results/
 
+Of a run with `--modes triton` it writes docs/triton_operators.md and results/triton.json.
+
 `results/<mode>.json` says for every operator and module, by kind, how the engine took it: "taken", "partly: code",
 "refused: code", "none" (nothing to compute: views, or no elements), "wrong", "upstream", "skipped"; `results/refusals.json` says
 for every ATen operator that was refused why, and in how many tasks.
@@ -29,6 +31,8 @@ MODES = {
     "tvm": "The TVM engine, forced",
     "default": "The default backend",
 }
+TRITON_PAGE = ROOT / "docs" / "triton_operators.md"
+_FAMILIES = ("nn.functional", "nn", "linalg", "fft", "special", "signal.windows", "masked", "torch.ops.aten", "_refs")
 _MAX_OPERATORS = 30
 
 INTRODUCTION = """\
@@ -52,6 +56,22 @@ Each sample runs twice: through the Python executor and through the C++ plan. Th
 does the first float32 sample of each operator; AOTAutograd traces the other samples of operators directly.
 """
 
+TRITON_INTRODUCTION = """\
+# What the Triton engine takes: operators and modules
+
+Generated; do not edit. `make test-full` renews it, or these commands:
+
+```
+TRITON_INTERPRET=1 python -m tests.operators.run --modes triton --limit 2 --out DIR
+python -m tests.operators.report DIR
+```
+
+PyTorch's own tables of operators (`op_db`) and modules (`module_db`) as kernels of the Triton engine, through the real plan, on the CPU: Triton's
+interpreter runs the programs, with the tiles that they have on a GPU of compute capability 9.0 and 4 multiprocessors. **No GPU ran any of it.**
+The engine is forced, as TVM is in [correctness.md](correctness.md), which also says what is compared and how. Two samples of each task are run.
+What is refused is run by PyTorch's own operators.
+"""
+
 COLUMNS = """\
 A task is one operator or module of one kind.
 
@@ -71,6 +91,11 @@ A task is one operator or module of one kind.
 def main(arguments: Sequence[str]) -> None:
     rows = list(Journal(Path(arguments[0]) / "journal.jsonl").rows.values())
     RESULTS.mkdir(parents=True, exist_ok=True)
+    if own := [row for row in rows if row.mode == "triton"]:
+        TRITON_PAGE.write_text(triton_page(own))
+        (RESULTS / "triton.json").write_text(_table(own, "triton"))
+    if not any(row.mode in MODES for row in rows):
+        return
     PAGE.write_text(page(rows))
     for mode in MODES:
         found = {row.name: _word(row) for row in rows if row.mode == mode}
@@ -86,13 +111,52 @@ def page(rows: Sequence[Row]) -> str:
         if mine:
             parts.append(f"## {title}\n\n{_totals(mine)}")
     parts.append(_failures(rows))
-    parts.append(_codes([row for row in rows if row.mode == "tvm"]))
+    parts.append(_codes([row for row in rows if row.mode == "tvm"], "TVM"))
     parts.append(_upstream([row for row in rows if row.mode == "default"]))
     return "\n".join(parts)
 
 
-def _versions() -> str:
-    names = ("torch", "apache-tvm", "numpy", "torch-hybrid-backend")
+def triton_page(rows: Sequence[Row]) -> str:
+    """The Triton engine's report as Markdown."""
+    parts = [TRITON_INTRODUCTION, f"{_versions('triton')}\n", COLUMNS, f"## By dtype and kind\n\n{_totals(rows)}"]
+    parts += [f"## By family of operators\n\n{_by_family(rows)}", _failures(rows), _codes(rows, "Triton")]
+    return "\n".join(parts)
+
+
+def _by_family(rows: Sequence[Row]) -> str:
+    head = "family tasks samples passed taken part refused nothing **wrong** codes".split()
+    lines = ["| " + " | ".join(head) + " |", "| --- |" + " ---: |" * (len(head) - 2) + " --- |"]
+    families: dict[str, list[Row]] = {}
+    for row in rows:
+        families.setdefault(next((f for f in _FAMILIES if row.subject.startswith(f"{f}.")), "torch"), []).append(row)
+    for family, some in sorted(families.items()):
+        statuses, shares = _counts(some)
+        codes = collections.Counter(r.code for row in some for r in row.refusals if r.matters)
+        cells = [
+            family,
+            len(some),
+            sum(row.samples for row in some),
+            statuses[PASSED],
+            *(shares[share] for share in ("taken", "partly", "refused", "none")),
+            sum(statuses[status] for status in FAILURES),
+            ", ".join(f"{code} {count}" for code, count in codes.most_common()),
+        ]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _counts(rows: Iterable[Row]) -> tuple[collections.Counter[str], collections.Counter[str]]:
+    """Samples by status, and those that passed by how the engine took them."""
+    statuses: collections.Counter[str] = collections.Counter()
+    shares: collections.Counter[str] = collections.Counter()
+    for row in rows:
+        statuses.update(row.statuses)
+        shares.update(row.shares)
+    return statuses, shares
+
+
+def _versions(compiler: str = "apache-tvm") -> str:
+    names = ("torch", compiler, "numpy", "torch-hybrid-backend")
     found = [f"{name} {importlib.metadata.version(name)}" for name in names]
     return f"Versions: Python {platform.python_version()}, {', '.join(found)}; {platform.machine()}."
 
@@ -109,11 +173,7 @@ def _totals(rows: Sequence[Row]) -> str:
 
 
 def _total(kind: str, rows: Sequence[Row]) -> str:
-    statuses: collections.Counter[str] = collections.Counter()
-    shares: collections.Counter[str] = collections.Counter()
-    for row in rows:
-        statuses.update(row.statuses)
-        shares.update(row.shares)
+    statuses, shares = _counts(rows)
     every = len(tasks(".*", KINDS if kind == "all" else [kind]))
     cells = [
         str(len(rows)) if len(rows) == every else f"{len(rows)} of {every}",
@@ -137,10 +197,10 @@ def _failures(rows: Iterable[Row]) -> str:
     return "\n".join(lines if len(lines) > 1 else [*lines, "None."]) + "\n"
 
 
-def _codes(rows: Sequence[Row]) -> str:
+def _codes(rows: Sequence[Row], engine: str) -> str:
     """The forced engine's refusals: code -> ATen operators by the number of tasks they were refused in."""
     lines = [
-        "## What the TVM engine refuses\n",
+        f"## What the {engine} engine refuses\n",
         "The number behind each ATen operator is the number of tasks in which the engine refused it.\n",
     ]
     codes: dict[str, collections.Counter[str]] = {}

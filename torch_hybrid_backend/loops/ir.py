@@ -5,7 +5,7 @@
            | Map(shape, dtype, fn)        fn(index) -> Expr, computed where it is read (inlined) or realised by a MapOp
     LoopOp = MapOp | ReduceOp | ScanOp | ScatterOp | MatMulOp | ConvOp | AttentionOp      each fills one buffer; attention some fill several
 
-Scalars are computed in the *compute dtype* of a tensor's dtype: float32 for bfloat16 and float16, the dtype itself otherwise. Loads widen,
+Scalars are computed in the *compute dtype* of a tensor's dtype: float32 for floats of 16 and 8 bits, the dtype itself otherwise. Loads widen,
 stores narrow; only an explicit cast rounds in between (`Call("round", ...)`), so results are at least as exact as eager's.
 """
 
@@ -21,9 +21,13 @@ from torch_hybrid_backend.sizes.size import Dim
 INDEX_DTYPE = "int64"
 
 
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+_NARROW_FLOATS = frozenset(("bfloat16", "float16", *FLOAT8))
+
+
 def compute_dtype(dtype: str) -> str:
     """The dtype scalars of a tensor's dtype are computed in."""
-    return "float32" if dtype in ("bfloat16", "float16") else dtype
+    return "float32" if dtype in _NARROW_FLOATS else dtype
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -28,6 +28,7 @@ from torch_hybrid_backend.core.tensor_spec import TensorSpec, dim, is_computable
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import (
+    FLOAT8,
     Buffer,
     Expr,
     InverseFn,
@@ -214,14 +215,14 @@ def _specs(value: object) -> tuple[TensorSpec, ...]:
     return ()
 
 
-def check_tensor(tensor: torch.Tensor) -> Refused | None:
+def check_tensor(tensor: torch.Tensor, abilities: Abilities = COMMON) -> Refused | None:
     """Why the loops language cannot hold a (fake) tensor, or None where it can."""
     if tensor.layout != torch.strided or tensor.is_quantized:
         return Refused(Reason.LAYOUT, f"a tensor has layout {tensor.layout}, only plain strided tensors are taken")
     if tensor.is_neg() or tensor.is_conj():
         return Refused(Reason.LAYOUT, "a tensor is a negated or conjugated view: its memory does not hold its values")
     dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype not in DTYPES:
+    if dtype not in DTYPES and not (abilities.float8 and dtype in FLOAT8):
         return Refused(Reason.DTYPE, f"dtype {dtype} is not taken")
     spec = TensorSpec.of(tensor)
     if not spec.is_computable:
@@ -265,7 +266,7 @@ def lower_node(ctx: Context, node: torch.fx.Node, values: Mapping[torch.fx.Node,
             continue  # batch norm's statistics, which are empty in eval; the states of generators beside attention
         if not isinstance(tensor, torch.Tensor):
             raise Refuse(Reason.NOT_A_TENSOR, f"{node.target} yields a {type(tensor).__name__}, not a tensor")
-        if (refused := check_tensor(tensor)) is not None:
+        if (refused := check_tensor(tensor, ctx.abilities)) is not None:
             raise Refuse(refused.code, refused.why)
     # A context of its own: values are lazy, and what they close over must not become the next node's.
     ctx = copy.copy(ctx)
@@ -290,7 +291,10 @@ def supports(node: torch.fx.Node, abilities: Abilities = COMMON) -> Verdict:
         return Refused(Reason.UNKNOWN_OPERATOR, f"a node of kind {node.op} is not an operator")
     if node.target is operator.getitem:
         producer = node.args[0]
-        if isinstance(meta := node.meta.get("val"), torch.Tensor) and (refused := check_tensor(meta)) is not None:
+        if (
+            isinstance(meta := node.meta.get("val"), torch.Tensor)
+            and (refused := check_tensor(meta, abilities)) is not None
+        ):
             return refused
         return supports(producer, abilities) if isinstance(producer, torch.fx.Node) else Supported()
     if not isinstance(node.target, torch._ops.OpOverload) or node.target not in table():
@@ -302,7 +306,7 @@ def supports(node: torch.fx.Node, abilities: Abilities = COMMON) -> Verdict:
         if source in unread:
             placeholders[source] = None
         elif isinstance(meta, torch.Tensor):
-            if (refused := check_tensor(meta)) is not None:
+            if (refused := check_tensor(meta, abilities)) is not None:
                 return refused
             spec = TensorSpec.of(meta)
             placeholders[source] = Buffer(spec.shape, spec.dtype)

@@ -13,7 +13,7 @@ import math
 import struct
 
 from torch_hybrid_backend.loops.index import Index, as_index
-from torch_hybrid_backend.loops.ir import INDEX_DTYPE, Call, Const, Expr, FromIndex, Load
+from torch_hybrid_backend.loops.ir import FLOAT8, INDEX_DTYPE, Call, Const, Expr, FromIndex, Load
 from torch_hybrid_backend.sizes.size import Dim, Size, known_at_most, known_less
 
 FLOAT_UNARY = frozenset(
@@ -27,12 +27,13 @@ COMPARE = frozenset("eq ne lt le gt ge".split())
 LOGICAL = frozenset("and or xor not".split())
 PREDICATE = frozenset("isnan isinf".split())
 # cast(x): to the call's dtype as C would, float -> int truncating, anything -> bool by != 0.
-# round(x): float32 rounded to the narrower dtype named by the second argument's Const ("bfloat16" -> 0, "float16" -> 1) and widened again.
+# round(x): float32 rounded to the narrower dtype named by the second argument's Const (its number in
+# ROUND_TARGETS) and widened again. What is too large becomes 448 in float8_e4m3fn and infinity in the others, as in PyTorch.
 OTHER = frozenset("cast round where guard fma".split())
 OPS = UNARY | BINARY | COMPARE | LOGICAL | PREDICATE | OTHER
 
 _FLOATS = ("float32", "float64")
-ROUND_TARGETS = ("bfloat16", "float16")
+ROUND_TARGETS = ("bfloat16", "float16", *FLOAT8)
 
 
 def is_float(dtype: str) -> bool:
@@ -136,7 +137,7 @@ def cast(x: Expr, dtype: str) -> Expr:
 
 
 def round_to(x: Expr, dtype: str) -> Expr:
-    """A float32 scalar rounded to bfloat16 or float16 (and kept in float32); other dtypes: a cast."""
+    """A float32 scalar rounded to one of `ROUND_TARGETS` (and kept in float32); other dtypes: a cast."""
     if dtype not in ROUND_TARGETS:
         return cast(x, dtype)
     if isinstance(x, Load) and x.buffer.dtype == dtype:

@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 class Abilities:
     """What lowerings may ask of the kernels beyond what each backend's can do.
 
+    `float8`: tensors may hold float8_e4m3fn and float8_e5m2.
     `scans`: kernels for `loops.ir.ScanOp`; elsewhere each element of a running sum reduces all before it, and long ones are refused.
-    `scatters`: whether many programs may write to one element (`loops.ir.ScatterOp`): "none"; "any", as atomic operations do it, in whatever
-    order; "ordered", only where the result is the same in every order. `max_gathered`: pixels up to which each is asked about all windows
-    that cover it, for the gradient of a maximum pooling. `max_taps`: neighbours that an interpolation may read for one pixel.
+    `scatters`: whether many points may write to one element (`loops.ir.ScatterOp`): "none"; "any", as atomic operations do it, in whatever
+    order; "ordered", only where every order has the same result. `max_gathered`: pixels up to which each is asked about all windows that cover
+    it, for the gradient of a maximum pooling. `max_taps`: neighbours that an interpolation may read for one pixel.
     `attention_gradients`: attention writes its log-sum-exp where that is read, and its gradients are kernels.
     """
 
+    float8: bool = False
     scans: bool = False
     scatters: str = "none"
     # Asking is 13 cycles a pixel on a CPU, against 3 for eager, which visits each window once (3x3 windows, stride 2, of 32 x 64 x 32 x 32).

@@ -47,7 +47,11 @@ TOLERANCES: Mapping[torch.dtype, Tolerance] = {
     torch.float32: Tolerance(1e-4, 1e-4),
     torch.float16: Tolerance(1e-3, 1e-5),
     torch.bfloat16: Tolerance(1.6e-2, 1e-5),
+    # One unit in the last place, as what is rounded may differ by a rounding.
+    torch.float8_e4m3fn: Tolerance(0.125, 2**-9),
+    torch.float8_e5m2: Tolerance(0.25, 2**-16),
 }
+_FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 _HALF = frozenset({torch.float16, torch.bfloat16})
 # What is widened for a run in a dtype.
 _NARROWER: Mapping[torch.dtype, frozenset[torch.dtype]] = {
@@ -184,6 +188,7 @@ def _allclose(reference: torch.Tensor, result: torch.Tensor) -> bool:
     if not reference.dtype.is_floating_point and not reference.dtype.is_complex:
         return torch.equal(reference, result)
     tolerance = TOLERANCES.get(reference.dtype, TOLERANCES[torch.float32])  # complex numbers, say
+    reference, result = _comparable(reference), _comparable(result)
     return torch.allclose(reference, result, rtol=tolerance.relative, atol=tolerance.absolute, equal_nan=True)
 
 
@@ -191,6 +196,7 @@ def _near(reference: torch.Tensor, result: torch.Tensor, ideal: object) -> bool:
     """Whether the result's root mean square error against `ideal`, the wider run's output, is about that of eager's."""
     if not isinstance(ideal, torch.Tensor):
         return False
+    reference, result = _comparable(reference), _comparable(result)
     ideal = ideal.to(torch.float64)  # `same` looks at errors only where the ideal is float64
     # One NaN or infinity makes the mean square of all elements NaN, which `same` takes for equal: take out those
     # on which both agree, and let the others fail unless the wider run, too, has a number where eager has none.
@@ -199,6 +205,11 @@ def _near(reference: torch.Tensor, result: torch.Tensor, ideal: object) -> bool:
     if result.isnan().any() or (reference.isnan().any() and ideal.isnan().any()):
         return False
     return bool(same(reference, result, ideal, tol=_ROOT_MEAN_SQUARE, equal_nan=True, log_error=_silent))
+
+
+def _comparable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself; floats of 8 bits, which PyTorch does not compare, in float32."""
+    return tensor.float() if tensor.dtype in _FLOAT8 else tensor
 
 
 def _silent(*_: object, **__: object) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.engines.triton.regions_for_tests import kernel_of
-from tests.engines.tvm.kernels_for_tests import row_sum_kernel, scale_kernel
+from tests.engines.tvm.kernels_for_tests import row_sum_kernel, scale_kernel, scatter_kernel
 from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
 from torch_hybrid_backend.codegen.workers.protocol import Job
 from torch_hybrid_backend.engines.triton import artifact, compiler
@@ -23,7 +23,11 @@ from torch_hybrid_backend.loops.ir import Call
 from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.sizes.size import symbol
 
-_KERNELS = {"map": scale_kernel(1000), "row": row_sum_kernel(8, 100)}
+_KERNELS = {
+    "map": scale_kernel(1000),
+    "row": row_sum_kernel(8, 100),
+    "scatter": scatter_kernel(1000, 50),
+}
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +54,9 @@ def test_kernels_become_cubins(name: str, capability: int, workers: KernelCompil
     assert code.startswith(b"\x7fELF")
     assert header.symbol == "kernel_1"
     assert header.threads % 32 == 0
-    assert f"sm_{capability}" in path.with_suffix(".ptx").read_text()
+    code_as_text = path.with_suffix(".ptx").read_text()
+    assert f"sm_{capability}" in code_as_text
+    assert ("atom.global.gpu.relaxed.max.s32" in code_as_text) == (name == "scatter")
 
 
 def _normalised(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

@@ -9,10 +9,11 @@ from tests.engines.triton.programs_for_tests import run_program
 from tests.engines.tvm.kernels_for_tests import argument
 from tests.loops.interpret import Frame
 from torch_hybrid_backend.engines.triton.functions import converted, template
+from torch_hybrid_backend.engines.triton.policy import POLICY
 from torch_hybrid_backend.errors import ScheduleError
 from torch_hybrid_backend.loops import ops
-from torch_hybrid_backend.loops.index import LoopVar, var
-from torch_hybrid_backend.loops.ir import Call, Expr
+from torch_hybrid_backend.loops.index import LoopVar, as_index, var
+from torch_hybrid_backend.loops.ir import FLOAT8, Call, Expr
 from torch_hybrid_backend.loops.kernels import MapKernel, Store
 
 pytest.importorskip("triton")
@@ -88,3 +89,52 @@ def test_conversions() -> None:
     assert converted("x", "float32", "bool") == "x != 0"
     assert converted("x", "float32", "int8") == "x.to(tl.int32).to(tl.int8)"
     assert converted("x", "int64", "int64") == "x"
+
+
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_floats_of_8_bits(dtype: str) -> None:
+    """Every pattern is read as PyTorch reads it, and what it writes is what PyTorch writes, bit for bit: ties, denormals, what is too large,
+    infinities and NaN of both signs."""
+    if not POLICY.abilities.float8:
+        pytest.skip("this torch makes NaN of what is too large for float8_e4m3fn")
+    torch_dtype: torch.dtype = getattr(torch, dtype)
+    every = torch.arange(256).to(torch.uint8).view(torch_dtype)
+    values = every.float()[every.float().isfinite()].unique()
+    middles = (values[1:] + values[:-1]) / 2
+    beyond = torch.tensor([449.0, 463, 464, 465, 480, 1e4, 57345, 61439, 61440, 7e4, 3e38, torch.inf, torch.nan, 1e-30])
+    numbers = torch.cat(
+        [values, middles, torch.nextafter(middles, values[1:]), torch.nextafter(middles, values[:-1]), beyond]
+    )
+    numbers = torch.cat([numbers, -numbers])
+    (got,) = _copied(numbers, "float32", dtype)
+    assert torch.equal(got.view(torch.uint8), numbers.to(torch_dtype).view(torch.uint8))
+    (wide,) = _copied(every, dtype, "float32")
+    torch.testing.assert_close(wide, every.float(), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(wide.signbit(), every.float().signbit())
+
+
+def _copied(x: torch.Tensor, source: str, target: str) -> list[torch.Tensor]:
+    a, out, i = argument(len(x), dtype=source), argument(len(x), dtype=target), var("i", len(x))
+    kernel = MapKernel((a,), (out,), (LoopVar("i", len(x)),), (Store(out.buffer, (i,), a.buffer.at((i,))),))
+    return run_program(kernel, {a.buffer: x})
+
+
+def test_the_sign_of_zero() -> None:
+    """-0.0 is made of 0.0: `-` of Triton's is 0 - x."""
+    a, out, i = argument(2), argument(2), var("i", 2)
+    e = ops.call("neg", a.buffer.at((i,)))
+    kernel = MapKernel((a,), (out,), (LoopVar("i", 2),), (Store(out.buffer, (i,), e),))
+    (got,) = run_program(kernel, {a.buffer: torch.tensor([0.0, -0.0])})
+    assert got.signbit().tolist() == [True, False]
+
+
+def test_one_number_beside_many() -> None:
+    """Comparisons, and functions of libdevice, of one number and a block: the interpreter takes them as a GPU does."""
+    a, b, out, i = argument(9), argument(1), argument(9, dtype="bool"), var("i", 9)
+    x, y = a.buffer.at((i,)), b.buffer.at((as_index(0),))
+    e = ops.call("and", ops.call("gt", x, ops.const(0, "float32")), ops.call("gt", y, ops.const(0, "float32")))
+    e = ops.call("or", e, ops.call("lt", ops.call("fmod", y, x), ops.const(0.5, "float32")))
+    kernel = MapKernel((a, b), (out,), (LoopVar("i", 9),), (Store(out.buffer, (i,), e),))
+    numbers, one = torch.linspace(-4, 4, 9) + 0.3, torch.tensor([3.0])
+    (got,) = run_program(kernel, {a.buffer: numbers, b.buffer: one})
+    assert torch.equal(got, ((numbers > 0) & (one > 0)) | (torch.fmod(one, numbers) < 0.5))

@@ -5,8 +5,17 @@ from __future__ import annotations
 from torch_hybrid_backend.engines.tvm.cpu.kernels import PackedConvKernel, PackedMatMulKernel
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import LoopVar, as_index, var
-from torch_hybrid_backend.loops.ir import Buffer, Load
-from torch_hybrid_backend.loops.kernels import Argument, AttentionKernel, Kernel, MapKernel, RowKernel, Stage, Store
+from torch_hybrid_backend.loops.ir import Buffer, Load, scalar_index
+from torch_hybrid_backend.loops.kernels import (
+    Argument,
+    AttentionKernel,
+    Kernel,
+    MapKernel,
+    RowKernel,
+    ScatterKernel,
+    Stage,
+    Store,
+)
 from torch_hybrid_backend.loops.layout import Blocked, contiguous
 from torch_hybrid_backend.sizes.size import Dim
 
@@ -41,6 +50,15 @@ def row_sum_kernel(rows: Dim = 4, columns: Dim = 8) -> RowKernel:
         ),
     )
     return RowKernel((x,), (out,), domain, (1,), stages)
+
+
+def scatter_kernel(points: int = 20, size: int = 6) -> ScatterKernel:
+    """out[index[i]] = the larger one of itself and x[i], for every i in no order; out (size,) float32, index int64 below size."""
+    x, index, out = argument(points), argument(points, dtype="int64"), argument(size)
+    i = var("i", points)
+    place = scalar_index(index.buffer.at((i,)), 0, size - 1)
+    store = Store(out.buffer, (place,), x.buffer.at((i,)))
+    return ScatterKernel((x, index), (out,), (LoopVar("i", points),), store, "max")
 
 
 def matmul_kernel() -> PackedMatMulKernel:

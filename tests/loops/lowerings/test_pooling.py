@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from loops.check import FLOATS, check, sample
+from torch_hybrid_backend.loops.policy import Abilities
 
 aten = torch.ops.aten
 
@@ -130,3 +131,22 @@ def test_resampling_of_other_ranks() -> None:
     check(lambda a: aten.upsample_linear1d.default(a, [11], False), sample(1, 2, 5))
     check(lambda a: aten.upsample_nearest3d.default(a, [4, 5, 6]), sample(1, 2, 2, 3, 4))
     check(lambda a: aten.upsample_trilinear3d.default(a, [4, 5, 6], True), sample(1, 2, 2, 3, 4))
+
+
+@pytest.mark.parametrize("align", [True, False])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_bicubic(dtype: torch.dtype, align: bool) -> None:
+    """Of 16 neighbours, for kernels that read so many; up, down and by scales."""
+    abilities = Abilities(max_taps=16)
+    x = sample(1, 2, 5, 7, dtype=dtype)
+    for size in ([9, 4], [5, 15], [1, 1]):
+        check(lambda a: aten.upsample_bicubic2d.default(a, size, align), x, abilities=abilities)  # noqa: B023
+    check(lambda a: aten.upsample_bicubic2d.vec(a, None, align, [1.7, 0.6]), x, abilities=abilities)
+
+
+@pytest.mark.parametrize("size", [(3, 2), (1, 1), (4, 9)])
+def test_positions_of_adaptive_maxima(size: tuple[int, int]) -> None:
+    """In the flattened image, of windows that may overlap."""
+    abilities = Abilities(scatters="any")
+    check(lambda a: aten.adaptive_max_pool2d.default(a, size), sample(2, 3, 8, 9), abilities=abilities)
+    check(lambda a: aten.adaptive_max_pool3d.default(a, (2, *size)), sample(2, 3, 8, 9), abilities=abilities)

@@ -1,4 +1,4 @@
-"""The ways of computing a matrix product, a convolution or attention that are worth timing: tilings, and parts along k. Nothing here imports Triton."""
+"""The ways of computing products, convolutions and attention that are worth timing: tilings, and parts along k. Nothing here imports Triton."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torch_hybrid_backend.errors import ScheduleError
+from torch_hybrid_backend.loops.ir import FLOAT8
 from torch_hybrid_backend.loops.ops import is_float
 
 # dtype -> (in Triton's language, in a kernel's signature)
@@ -24,10 +25,59 @@ DTYPES: Mapping[str, tuple[str, str]] = {
     "bfloat16": ("tl.bfloat16", "bf16"),
     "float32": ("tl.float32", "fp32"),
     "float64": ("tl.float64", "fp64"),
+    # As bits: see `from_float8_e4m3fn`.
+    "float8_e4m3fn": ("tl.uint8", "u8"),
+    "float8_e5m2": ("tl.uint8", "u8"),
 }
 
 # Functions that kernels may call, each in Triton's language; a kernel's text holds those that it calls.
 FUNCTIONS: Mapping[str, str] = {
+    # Floats of 8 bits are converted by arithmetic on their bits, as PyTorch does it everywhere: instructions of GPUs saturate e5m2, and
+    # those for e4m3 need compute capability 8.9. The formats: Micikevicius et al., "FP8 Formats for Deep Learning", 2022.
+    "from_float8_e4m3fn": '''
+@triton.jit
+def from_float8_e4m3fn(bits):
+    """1 bit of sign, 4 of an exponent over 2^-7, 3 more; the largest pattern is NaN, and there is no infinity."""
+    wide = bits.to(tl.int32)
+    size = wide & 127
+    normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+    value = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
+    value = tl.where(size == 127, float('nan'), value)
+    return (value.to(tl.int32, bitcast=True) | ((wide & 128) << 24)).to(tl.float32, bitcast=True)
+''',
+    "to_float8_e4m3fn": '''
+@triton.jit
+def to_float8_e4m3fn(x):
+    """To the nearest, ties to even; what is larger than the largest number, 448, becomes that."""
+    wide = x.to(tl.int32, bitcast=True)
+    size = wide & 0x7fffffff
+    # An addition rounds to the spacing of denormals, 2^-9.
+    small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - (141 << 23)
+    normal = (size - (120 << 23) + ((size >> 20) & 1) + 0x7ffff) >> 20
+    bits = tl.where(size < (121 << 23), small, normal)
+    bits = tl.where(size >= (1087 << 20), 126, tl.minimum(bits, 126))
+    bits = tl.where(size > (255 << 23), 127, bits)
+    return (bits | ((wide >> 24) & 128)).to(tl.uint8)
+''',
+    "from_float8_e5m2": '''
+@triton.jit
+def from_float8_e5m2(bits):
+    """The upper half of a float16."""
+    return (bits.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+''',
+    "to_float8_e5m2": '''
+@triton.jit
+def to_float8_e5m2(x):
+    """To the nearest, ties to even; infinity from 61440 on, the middle between the largest number and what would be the next."""
+    wide = x.to(tl.int32, bitcast=True)
+    size = wide & 0x7fffffff
+    small = (size.to(tl.float32, bitcast=True) + 128.0).to(tl.int32, bitcast=True) - (134 << 23)
+    normal = (size - (112 << 23) + ((size >> 21) & 1) + 0xfffff) >> 21
+    bits = tl.where(size < (113 << 23), small, normal)
+    bits = tl.where(size >= (143 << 23), 124, bits)
+    bits = tl.where(size > (255 << 23), 127, bits)
+    return (bits | ((wide >> 24) & 128)).to(tl.uint8)
+''',
     "floor_divide": '''
 @triton.jit
 def floor_divide(a, b):
@@ -134,7 +184,7 @@ _FLOAT: Mapping[str, str] = {
     "ceil": "tl.ceil({0})",
     "sigmoid": "tl.sigmoid({0})",
     "round_even": "libdevice.nearbyint({0})",
-    "neg": "-{0}",
+    "neg": "{0} * -1.0",  # `-` is 0 - x, which makes 0 of 0
     "abs": "tl.abs({0})",
     "sign": "tl.where({0} > 0, 1, tl.where({0} < 0, -1, 0)).to({type})",
     "isnan": "{0} != {0}",
@@ -260,6 +310,8 @@ def converted(value: str, source: str, target: str) -> str:
     """A value converted as C would; a float to a narrow integer through int32, so that what is out of range wraps as eager's does."""
     if source == target:
         return value
+    if target in FLOAT8:
+        return f"to_{target}({value})"
     if target == "bool":
         return f"{value} != 0"
     if is_float(source) and target in _NARROW:

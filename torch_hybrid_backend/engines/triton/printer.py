@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from torch_hybrid_backend.engines.triton.functions import DTYPES, FUNCTIONS, converted, template
 from torch_hybrid_backend.engines.triton.source import Lines
 from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, Scalar, as_index, compare_ranges
-from torch_hybrid_backend.loops.ir import Buffer, Call, Const, Expr, FromIndex, Load, compute_dtype
+from torch_hybrid_backend.loops.ir import FLOAT8, Buffer, Call, Const, Expr, FromIndex, Load, compute_dtype
 from torch_hybrid_backend.loops.kernels import Argument, Store
 from torch_hybrid_backend.loops.layout import offset_of
 from torch_hybrid_backend.loops.ops import COMPARE, ROUND_TARGETS, is_float
@@ -197,8 +197,8 @@ class Printer:
             case Call(_, "guard", _):
                 return self._guard(e)
             case Call(_, "round", (x, Const() as target)):
-                narrow, operand = DTYPES[ROUND_TARGETS[int(target.value)]][0], self.expr(x)
-                return self.let(f"{operand.text}.to({narrow}).to(tl.float32)", operand.dims)
+                narrow, operand = ROUND_TARGETS[int(target.value)], self.expr(x)
+                return self.widened(self.let(self._converted(operand.text, "float32", narrow), operand.dims), narrow)
             case Call("bool", op, _) if op in COMPARE and (sides := self._sides(e)) is not None:
                 known = compare_ranges(op, *sides)
                 if known is not None:
@@ -244,7 +244,17 @@ class Printer:
 
     def widened(self, value: Value, dtype: str) -> Value:
         wide = compute_dtype(dtype)
-        return value if wide == dtype else self.let(f"{value.text}.to({DTYPES[wide][0]})", value.dims)
+        if wide == dtype:
+            return value
+        text = (
+            f"{self._call(f'from_{dtype}')}({value.text})" if dtype in FLOAT8 else f"{value.text}.to({DTYPES[wide][0]})"
+        )
+        return self.let(text, value.dims)
+
+    def _converted(self, value: str, source: str, target: str) -> str:
+        if target in FLOAT8:
+            self._call(f"to_{target}")
+        return converted(value, source, target)
 
     def raw_load(self, e: Load) -> Value:
         """An element as it lies in memory, not widened."""
@@ -285,7 +295,11 @@ class Printer:
 
     def store(self, store: Store) -> None:
         """buffer[index] = value, at every point of the tile that exists."""
-        self.put(store.buffer, store.index, self.expr(store.value))
+        value = store.value
+        match value:
+            case Call(_, "round", (x, Const() as target)) if ROUND_TARGETS[int(target.value)] == store.buffer.dtype:
+                value = x  # storing rounds
+        self.put(store.buffer, store.index, self.expr(value))
 
     def combine(self, store: Store, combiner: str) -> None:
         """The same by an atomic operation that combines a point with what its place holds; see `loops.ir.ScatterOp`."""
@@ -312,7 +326,7 @@ class Printer:
         if mask is not None:
             dims |= mask.dims
         place = self._spread(place, dims)
-        narrow = converted(value.text, compute_dtype(buffer.dtype), buffer.dtype)
+        narrow = self._converted(value.text, compute_dtype(buffer.dtype), buffer.dtype)
         masked = "" if mask is None else f", {mask.text}"
         order = "" if how == "store" else ', sem="relaxed"'
         self.lines.add(f"tl.{how}({self._names[buffer]} + ({place.text}), {narrow}{masked}{order})")
