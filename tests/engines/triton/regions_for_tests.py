@@ -6,20 +6,32 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.partition.engines_for_tests import trace
 from tests.services_for_tests import services
+from torch_hybrid_backend import session
 from torch_hybrid_backend.codegen.assemble import assemble
 from torch_hybrid_backend.codegen.engine import KernelEngine, KernelRegion
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline
+from torch_hybrid_backend.engines.triton import engine as triton_engine
 from torch_hybrid_backend.engines.triton.backend import TritonBackend
 from torch_hybrid_backend.engines.triton.target import Target
 from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.partition.regions import partition_graph
 
 HOPPER = Target(90, 4, is_interpreted=True)
+
+
+def interpret_for(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`backend="hybrid"` has this engine only, with the programs for `target` interpreted; what fails raises."""
+    monkeypatch.setattr(triton_engine, "INTERPRETER", target)
+    monkeypatch.setattr(session, "_sessions", {})
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for name, value in (("ENGINES", "triton"), ("STRICT", "1"), ("PLACEMENT", "estimate")):
+        monkeypatch.setenv(f"HYBRID_{name}", value)
 
 
 def kernels_of(

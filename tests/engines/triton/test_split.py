@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,9 +10,8 @@ import pytest
 import torch
 
 from tests.compiling import fresh_dynamo, kernel_cache
-from tests.engines.triton.regions_for_tests import HOPPER, check, compiled, kernels_of
-from torch_hybrid_backend import session
-from torch_hybrid_backend.engines.triton import backend, engine
+from tests.engines.triton.regions_for_tests import HOPPER, check, compiled, interpret_for, kernels_of
+from torch_hybrid_backend.engines.triton import backend
 from torch_hybrid_backend.engines.triton.emit import emit_kernel
 from torch_hybrid_backend.engines.triton.schedules.reduction import PartKernel
 from torch_hybrid_backend.engines.triton.split import split
@@ -176,10 +176,7 @@ def test_what_a_pass_stores_is_stored_by_its_parts(tmp_path: Path) -> None:
 
 def test_sizes_known_at_run_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """One compilation, made for long rows, serves shorter ones, of one element even; the length of the parts is each call's own."""
-    monkeypatch.setattr(engine, "INTERPRETER", HOPPER)
-    monkeypatch.setattr(session, "_sessions", {})
-    for name, value in (("TRITON_INTERPRET", "1"), ("ENGINES", "triton"), ("STRICT", "1"), ("PLACEMENT", "estimate")):
-        monkeypatch.setenv(name if name.startswith("TRITON") else f"HYBRID_{name}", value)
+    interpret_for(HOPPER, monkeypatch)
     made: list[int] = []
     monkeypatch.setattr(backend, "split", lambda kernel, target: made.append(1) or split(kernel, target))  # type: ignore[func-returns-value]
     torch.manual_seed(0)
@@ -194,3 +191,32 @@ def test_sizes_known_at_run_time(monkeypatch: pytest.MonkeyPatch) -> None:
             for got, wanted in zip(compiled_function(x), statistics(x.double()), strict=True):
                 torch.testing.assert_close(got.to(wanted.dtype), wanted, rtol=5e-5, atol=1e-3)
     assert len(made) == 1
+
+
+@pytest.mark.full
+def test_losses_and_norms_are_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large vocabulary, ignored targets, smoothed labels; a batch's statistics; gradients of biases: sums over all rows."""
+    interpret_for(HOPPER, monkeypatch)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(2, 2, 1),
+        torch.nn.BatchNorm2d(2),
+        torch.nn.AvgPool2d(96),
+        torch.nn.Flatten(),
+        torch.nn.Linear(2, 9001),
+    )
+    target = torch.tensor([5, -100, 9000, 17])
+    x = torch.randn(4, 2, 96, 96)
+
+    def loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = model(x)
+        return torch.nn.functional.cross_entropy(y, target, label_smoothing=0.1) + (y.logsumexp(-1) ** 2).mean()
+
+    twin = copy.deepcopy(model).double()
+    torch.compile(loss, backend="hybrid")(model, x).backward()
+    loss(twin, x.double()).backward()
+    for (name, own), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(
+            own.grad.double(), other.grad, rtol=1e-3, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}"
+        )
+    torch.testing.assert_close(model[1].running_var.double(), twin[1].running_var, rtol=1e-5, atol=1e-6)

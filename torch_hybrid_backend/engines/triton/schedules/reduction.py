@@ -73,6 +73,8 @@ class _Order:
 
 def launch(kernel: RowKernel, target: Target) -> Launch:
     height, width, per_warp = _tile(kernel, target)
+    if any(stage.kind == "scan" and stage.combiner.startswith("arg") for stage in kernel.stages):
+        per_warp //= 2  # elements and positions, combined in registers
     warps = min(16, power_of_2(-(-height * width // per_warp)))
     rows = blocks(product([v.extent for v in _order(kernel).rows]), height)
     parts = kernel.part.extent if isinstance(kernel, PartKernel) else 1
