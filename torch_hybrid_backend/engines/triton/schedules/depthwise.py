@@ -21,12 +21,12 @@ from torch_hybrid_backend.loops.index import Index, LoopVar, index_of
 from torch_hybrid_backend.loops.kernels import ConvKernel
 from torch_hybrid_backend.sizes.size import known_int, product, size_hint
 
-_MOST_OUT = 4  # channels of a group's result: with more of them a matrix product has something to share
+_FEW = 4  # channels of a group, or of its result: with more of them a matrix product has something to share
 _MOST_TERMS = 128  # taps by channels
 _MOST_UNROLLED = 25  # of them: with more their loads, all made ahead, have no registers
 _CHANNELS = 64  # of a program, where they lie side by side
 _ELEMENTS = (
-    4096  # of a program there: each thread has several points of the same channels, for which it reads the weights once
+    4096  # of a program there: each thread has several points of the same channels, and reads their weights once
 )
 _FEWEST_ELEMENTS = 256
 
@@ -34,7 +34,8 @@ _FEWEST_ELEMENTS = 256
 def serves(kernel: ConvKernel) -> bool:
     """Whether a kernel is computed so."""
     terms = known_int(product([v.extent for v in kernel.w_vars[1:]]))
-    return known_int(kernel.domain[1].extent) // kernel.groups <= _MOST_OUT and terms <= _MOST_TERMS
+    most = max(known_int(kernel.domain[1].extent) // kernel.groups, known_int(kernel.w_vars[1].extent))
+    return most <= _FEW and terms <= _MOST_TERMS
 
 
 def launch(kernel: ConvKernel, target: Target) -> Launch:
