@@ -4,7 +4,9 @@
 // runtime/native/description.py writes:
 //
 //   {"version": 1,
-//    "values": [[kind, payload, dtype, sizes, strides, device], ...],
+//    "values": [[kind, payload, dtype, sizes, strides, device, offset], ...],      an offset of 0
+//    is
+//                                                                                 left out
 //    "steps": [{"kind": ..., ...}, ...],        in order of execution; see src/steps/
 //    "ranges": [[first step, name], ...],       what profilers show steps as
 //    "arenas": [[device, bytes], ...],

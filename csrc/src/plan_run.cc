@@ -114,11 +114,25 @@ RunResult Plan::Run(int64_t key, const Binding& binding, const std::vector<Tenso
 
 void Plan::BindConstants(Frame& frame, const Binding& binding) const {
   for (size_t v = 0; v < values_.size(); ++v) {
-    if (values_[v].kind == ValueKind::kConstant)
-      values_.SetData(frame, v, binding.data(values_[v].payload));
+    if (values_[v].kind != ValueKind::kConstant) continue;
+    void* const data = binding.data(values_[v].payload);
+    values_.SetData(
+        frame, v, data == nullptr ? data : static_cast<std::byte*>(data) + values_.OffsetBytes(v));
   }
-  for (const size_t v : tensor_constants_) {
-    frame.tensors[v] = binding.tensor(values_[v].payload);
+  frame.constants.resize(tensor_constants_.size());
+  for (size_t i = 0; i < tensor_constants_.size(); ++i) {
+    const size_t v = tensor_constants_[i];
+    if (binding.data(values_[v].payload) == nullptr && values_[v].span > 0) {
+      frame.tensors[v] = binding.tensor(values_[v].payload);  // only operators know how it lies
+      continue;
+    }
+    // Over its memory, which the guard has just found in its place. Kept: parameters seldom move.
+    auto& [data, tensor] = frame.constants[i];
+    if (!tensor || data != frame.views[v].data) {
+      data = frame.views[v].data;
+      tensor = Borrowed(data, values_[v].layout);
+    }
+    frame.tensors[v] = tensor;
   }
 }
 

@@ -75,16 +75,19 @@ class KernelOptions:
         most: int = 3,
         tuned: bool = False,
     ) -> KernelOptions:
-        """Where earlier searches found no `times`, `most` variants, the one in use included, are to be compiled and timed; where the kernel is
-        to be tuned, those without a time are left `untried`, else operators that were not probed."""
+        """Where earlier searches found no `times`, `most` variants of kernels are to be compiled and timed, the one in use included, and all
+        that call operators; where the kernel is to be tuned, those without a time are left `untried`, else what is to be probed."""
         winner = fastest(variants, times)
         exact = None if winner.is_exact else variants[0]
-        left = tuple(v for v in (*variants[1:], variants[0]) if v.name not in times and v is not winner)
+        # An operator in use has the kernel itself to beat first; another variant is better than it by estimate, as others may be.
+        in_order = variants if winner.calls_operator else (*variants[1:], variants[0])
+        left = tuple(v for v in in_order if v.name not in times and v is not winner)
         if tuned:
             return KernelOptions(key, (winner,), times=times, work=work, untried=left, exact=exact)
-        near = (v for v in left if v.cost <= _CONCEIVABLE_COST * winner.cost and not v.is_operator)
-        new = () if times else tuple(near)[: most - 1]
-        unprobed = tuple(v for v in left if v.is_operator and v.name + ALONE not in times)
+        near = [v for v in left if v.cost <= _CONCEIVABLE_COST * winner.cost and not v.is_probed]
+        of_kernels = [v for v in near if not v.calls_operator][: most - 1]
+        new = () if times else (*(v for v in near if v.calls_operator), *of_kernels)
+        unprobed = tuple(v for v in left if v.is_probed and v.name + ALONE not in times)
         is_open = not times and bool(new or unprobed)
         return KernelOptions(
             key, (winner, *new), is_open=is_open, times=times, work=work, untried=unprobed, exact=exact
@@ -151,7 +154,7 @@ def limited(options: Sequence[KernelOptions], least: int = 4) -> list[KernelOpti
     for key, equal in most_work_first:
         # What an earlier process timed counts, too: this one is not to go on where that stopped.
         timed = sum(not name.endswith(ALONE) for name in equal[0].times)
-        left -= max(timed - 1, sum(max(1, len(v.kernels)) for v in equal[0].to_compile[1:]))
+        left -= max(timed - 1, sum(max(1, v.compiled_kernels) for v in equal[0].to_compile[1:]))
         if left < 0 or sum(each.work for each in equal) < max(_MIN_SHARE * total, MIN_WORK):
             closed.add(key)
     return [each.closed() if each.is_open and each.key in closed else each for each in options]
