@@ -89,7 +89,7 @@ void Plan::ReadSteps(const Json& steps, PlanParts& parts) {
   for (const Json& description : steps.AsList()) {
     std::unique_ptr<Step> step = MakeStep(description, parts);
     const auto* kernel = step->InTeam() ? static_cast<const HostKernel*>(step.get()) : nullptr;
-    steps_.push_back({std::move(step), kernel, {}, {}});
+    steps_.push_back({std::move(step), kernel, parts.device, {}, {}});
   }
 }
 

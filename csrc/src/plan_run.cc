@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "cuda_events.h"
 #include "plan.h"
 #include "profiler_range.h"
 #include "team.h"
@@ -92,11 +93,22 @@ std::vector<int64_t> Plan::Time(int64_t key, const Binding& binding,
   const RunContext context{values_, *frame, key};
   std::vector<int64_t> times;
   times.reserve(steps_.size());
+  // Of one device, as a program is: on others only the host's time is known.
+  const auto elsewhere = std::find_if(steps_.begin(), steps_.end(),
+                                      [](const PlannedStep& step) { return step.device.IsCuda(); });
+  std::optional<CudaEvents> events;
+  if (elsewhere != steps_.end()) events.emplace(CurrentStream(elsewhere->device));
+  if (events) events->Mark();
   for (const PlannedStep& step : steps_) {
     const auto start = std::chrono::steady_clock::now();
     if (!RunStep(context, step)) return {};
     const auto spent = std::chrono::steady_clock::now() - start;
     times.push_back(std::chrono::duration_cast<std::chrono::nanoseconds>(spent).count());
+    if (events) events->Mark();
+  }
+  if (events) {
+    const std::vector<int64_t> on_device = events->Nanoseconds();
+    for (size_t s = 0; s < times.size(); ++s) times[s] = std::max(times[s], on_device[s]);
   }
   return times;
 }
