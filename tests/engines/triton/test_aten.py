@@ -6,19 +6,28 @@ What only a GPU has (cuDNN's fused convolutions, its attention, cuBLASLt's GELU)
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional
 
+from tests.codegen.regions_for_tests import region_of
 from tests.engines.triton.regions_for_tests import HOPPER, compiled
-from torch_hybrid_backend.codegen.engine import KernelRegion
+from tests.services_for_tests import services
+from torch_hybrid_backend import session
+from torch_hybrid_backend.backend import compile_graph
+from torch_hybrid_backend.codegen.assemble import assemble
+from torch_hybrid_backend.codegen.engine import KernelEngine, KernelRegion
+from torch_hybrid_backend.codegen.kernel_cache import Artifact
 from torch_hybrid_backend.codegen.search import CompiledVariant, compiled_variant, program_of
 from torch_hybrid_backend.codegen.variants import Variant
+from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline
+from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.core.program import OperatorCall, Program
+from torch_hybrid_backend.engines.triton.backend import TritonBackend
 from torch_hybrid_backend.engines.triton.target import Target
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 
@@ -207,3 +216,126 @@ def test_attention(case: str, tmp_path: Path) -> None:
     """ATen chooses the back end; queries, keys and values are read where they lie, in one tensor if they do."""
     function, inputs, steps = ATTENTIONS[case]
     check(tmp_path, function, inputs, steps)
+
+
+GPU = Target(90, 132)
+LAST_IMAGE, LAST_SUM = IMAGE.to(memory_format=LAST), randn(2, 8, 6, 7).to(memory_format=LAST)
+HEAD = tuple(randn(2, 16, 4, 64).transpose(1, 2) for _ in range(3))
+ON_A_GPU: dict[str, tuple[Function, tuple[torch.Tensor, ...], list[str]]] = {
+    "ReLU behind a convolution": (
+        lambda x, w, b: functional.relu(conv()(x, w, b)),
+        (LAST_IMAGE, FILTERS, FILTER_BIAS),
+        ["convolution, then a kernel", "cudnn_convolution_relu"],
+    ),
+    "ReLU behind a sum": (
+        lambda x, w, b, z: functional.relu(conv()(x, w, b) + z),
+        (LAST_IMAGE, FILTERS, FILTER_BIAS, LAST_SUM),
+        ["convolution, then a kernel", "cudnn_convolution_add_relu"],
+    ),
+    "ReLU behind a sum that lies otherwise": (
+        lambda x, w, z: functional.relu(conv()(x, w) + z),
+        (LAST_IMAGE, FILTERS, LAST_SUM.contiguous()),
+        ["convolution, then a kernel"],
+    ),
+    "GELU": (
+        lambda x, w, b: functional.gelu(functional.linear(x, w, b), approximate="tanh"),
+        (X, W, B),
+        ["linear, then a kernel", "_addmm_activation"],
+    ),
+    "the exact GELU": (
+        lambda x, w, b: functional.gelu(functional.linear(x, w, b)),
+        (X, W, B),
+        ["linear, then a kernel", "mm, then a kernel"],
+    ),
+    "attention": (
+        lambda q, k, v: sdpa()(q, k, v).transpose(1, 2).flatten(2),
+        HEAD,
+        [ATTENTION, "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_efficient_attention"],
+    ),
+    "attention of float32": (
+        lambda q, k, v: sdpa()(q, k, v).transpose(1, 2).flatten(2),
+        tuple(x.float() for x in HEAD),
+        [ATTENTION],
+    ),
+    "attention with a mask": (
+        lambda q, k, v, m: sdpa()(q, k, v, m).transpose(1, 2).flatten(2),
+        (*HEAD, randn(16, 16)),
+        [ATTENTION, "_scaled_dot_product_cudnn_attention"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ON_A_GPU)
+def test_what_only_a_gpu_has(case: str) -> None:
+    """Each call fits its operator's schema, and the plan can make it without Python. They have never run."""
+    function, inputs, ways = ON_A_GPU[case]
+    assembled = assemble(region_of(function, *inputs), TritonBackend(GPU))
+    (found,) = (some for some in map(assembled.backend.alternatives, assembled.kernels, [{}]) if some)
+    assert [variant.name.removeprefix("aten::") for variant in found] == ways
+    assert [variant.is_preferred for variant in found] == [True] + [False] * (len(ways) - 1)
+    for variant in found:
+        if variant.compiled_kernels == 0:
+            program = assembled.with_variants([variant]).program([Artifact("", "", "")])
+            (call,) = program.steps
+            assert isinstance(call, OperatorCall)
+            assert call.in_python is None
+            over = call.over(lambda buffer: buffer, lambda argument: argument.buffer)
+            assert len(over.describe()["arguments"]) == len(call.arguments)
+
+
+@pytest.mark.parametrize("aten_us", [10.0, 1000.0])
+def test_the_faster_one_is_taken_and_kept(aten_us: float, tmp_path: Path) -> None:
+    """Where nothing was timed ATen is; by the clock the kernel may win. A later process knows, one on another GPU finds out by itself."""
+    timed: list[str] = []
+
+    class Timed(ProgramRunner):
+        def __init__(self, program: Program) -> None:
+            super().__init__(program)
+            self._us = {"mm": aten_us, "kernel": 100.0}
+            self._steps = shown(program)
+
+        def kernel_us(self, inputs: Sequence[torch.Tensor]) -> list[float]:
+            timed.extend(self._steps)
+            return [self._us[step] for step in self._steps]
+
+    inputs = randn(128, 128), randn(128, 128)
+    region = region_of(torch.mm, *inputs)
+
+    def chosen(target: Target) -> list[str]:
+        timed.clear()
+        engine = KernelEngine(TritonBackend(target, operators=True), Config(), services(tmp_path, Timed))
+        (made,) = engine.compile([region], Deadline(120.0))
+        assert isinstance(made, KernelRegion), made
+        refined = made.refine(inputs, 0.0, Deadline(120.0))
+        torch.testing.assert_close(refined(inputs)[0], torch.mm(*inputs), rtol=1e-2, atol=1e-2)
+        return shown(refined.program)
+
+    winner = ["mm" if aten_us < 100 else "kernel"]
+    assert chosen(HOPPER) == winner
+    assert set(timed) == {"mm", "kernel"}
+    assert chosen(HOPPER) == winner
+    assert not timed
+    assert chosen(dataclasses.replace(HOPPER, multiprocessors=5)) == winner
+    assert set(timed) == {"mm", "kernel"}
+
+
+def test_a_whole_model_of_any_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls and the kernels around them take the sizes of each call, read the parameters where they are, and see them change."""
+    engine = ("triton", lambda config, services: KernelEngine(TritonBackend(HOPPER, operators=True), config, services))
+    monkeypatch.setattr(session, "ENGINES", (engine, session.ENGINES[-1]))
+    monkeypatch.setattr(session, "_sessions", {})
+    config = dataclasses.replace(Config(), placement="estimate", strict=True, cache_dir=tmp_path, engines=("triton",))
+    module = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(16, 16), torch.nn.SiLU()
+    ).eval()
+    plans: list[Plan] = []
+    compiled_module = torch.compile(module, backend=lambda gm, inputs: compile_graph(gm, inputs, config, plans.append))
+    with torch.no_grad():
+        for batch in (3, 5, 17, 5):
+            x = torch.randn(batch, 3, 4, 4)
+            torch._dynamo.mark_dynamic(x, 0)
+            torch.testing.assert_close(compiled_module(x), module(x), rtol=1e-4, atol=1e-5)
+            module[3].weight.mul_(1.5)
+    plan = plans[-1]
+    assert [region.engine for region in plan.regions] == ["triton"]
+    assert [operator.split(":")[2] for operator in plan.regions[0].operators] == ["convolution", "linear"]

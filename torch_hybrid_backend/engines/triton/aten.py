@@ -175,7 +175,7 @@ class _Call:
         kernels = (*self._borders, operator, *(() if is_direct else (self._behind(epilogue, result, variables),)))
         # With an epilogue behind it, a half type is rounded once more than in the kernel.
         is_exact = is_direct or self.dtype == kernel.accumulator.dtype
-        return Variant(operator.name, kernels, tuple(self._packed), is_exact)
+        return Variant(operator.name + ("" if is_direct else ", then a kernel"), kernels, tuple(self._packed), is_exact)
 
     def _direct(self, epilogue: _Epilogue, variables: Sequence[LoopVar], strides: Sequence[Dim]) -> Argument | None:
         """What the kernel writes, where that is the call's result as it lies."""
@@ -362,7 +362,7 @@ def _products(kernel: MatMulKernel, target: Target) -> list[Variant]:
             is_gelu = epilogue.activation == "gelu"
             found.append(made.variant("_addmm_activation", (bias, a, b, 1.0, 1.0, is_gelu), (m, n), epilogue))
     # What goes through AOTInductor's functions has to win: not every torch has them.
-    return sorted(found[:_MOST_FORMS], key=lambda variant: variant.name == "aten::_addmm_activation")
+    return sorted(found[:_MOST_FORMS], key=lambda variant: "_addmm_activation" in variant.name)
 
 
 _MOST_FORMS = 2  # of a product: each is timed
