@@ -103,7 +103,7 @@ class _Call:
     ) -> Operand:
         """The tensor value[variables]: where it lies, if it `fits` there, else what a kernel before the call writes, without gaps and its
         dimensions in memory in the `order` given."""
-        found = self.in_place(value, variables)
+        found = self.in_place(value, variables, order)
         if found is not None and fits(found):
             return self.take(found)
         used = _variables_of(value)
@@ -117,10 +117,10 @@ class _Call:
         self._borders.append(MapKernel(_arguments(self.kernel, [value]), (argument,), along, (store,)))
         self._reads[buffer] = argument
         shape = tuple(v.extent for v in variables)
-        return Operand(buffer, shape, _strides(shape, [steps.get(d, 0) for d in range(len(variables))]))
+        return Operand(buffer, shape, _strides(shape, [steps.get(d, 0) for d in range(len(variables))], order))
 
-    def in_place(self, value: Expr, variables: Sequence[LoopVar]) -> Operand | None:
-        """The tensor value[variables] as a strided view of a buffer; None where it is no such."""
+    def in_place(self, value: Expr, variables: Sequence[LoopVar], order: Sequence[int] = ()) -> Operand | None:
+        """The tensor value[variables] as a strided view of a buffer; None where it is no such. order: see `_strides`."""
         if not isinstance(value, Load) or value.buffer.dtype != self.dtype or value.buffer.by_value:
             return None
         layout = self._layout(value.buffer)
@@ -131,7 +131,7 @@ class _Call:
         if not all(known_at_most(0, step) for step in (*steps.values(), offset.const)):
             return None  # a flip: torch has no negative strides
         shape = tuple(v.extent for v in variables)
-        return Operand(value.buffer, shape, _strides(shape, [steps.get(v, 0) for v in variables]), offset.const)
+        return Operand(value.buffer, shape, _strides(shape, [steps.get(v, 0) for v in variables], order), offset.const)
 
     def take(self, operand: Operand) -> Operand:
         """An operand that is in memory."""
@@ -209,15 +209,18 @@ def dense_strides(shape: Sequence[Dim], order: Sequence[int] = ()) -> tuple[Dim,
     """The strides of a tensor without gaps whose dimensions lie in memory in this order, the last one innermost."""
     order = order or range(len(shape))
     steps = dict(zip(order, contiguous_strides(tuple(shape[d] for d in order)), strict=True))
-    return _strides(shape, [steps[d] for d in range(len(shape))])
+    return tuple(steps[d] for d in range(len(shape)))
 
 
-def _strides(shape: Sequence[Dim], steps: Sequence[Dim]) -> tuple[Dim, ...]:
-    """The strides of a tensor, where `steps` says nothing of dimensions of size 1: they get one that libraries take for row-major."""
+def _strides(shape: Sequence[Dim], steps: Sequence[Dim], order: Sequence[int] = ()) -> tuple[Dim, ...]:
+    """The strides of a tensor, where `steps` says nothing of dimensions of size 1: they get those by which libraries see that dimensions lie
+    in this order."""
     strides: list[Dim] = list(steps)
-    for d in reversed(range(len(shape))):
+    inner: Dim = 1
+    for d in reversed(order or range(len(shape))):
         if shape[d] == 1:
-            strides[d] = 1 if d + 1 == len(shape) else strides[d + 1] * shape[d + 1]
+            strides[d] = inner
+        inner = strides[d] * shape[d]
     return tuple(strides)
 
 
@@ -424,9 +427,9 @@ def _is_symmetric(kernel: ConvKernel) -> bool:
 
 def _weight(made: _Call, kernel: ConvKernel, order: Sequence[int]) -> Operand:
     """The weight as the image lies: a constant is brought into that form once."""
-    found = made.in_place(kernel.w, kernel.w_vars)
+    found = made.in_place(kernel.w, kernel.w_vars, order)
     if not order or found is None or found.strides == dense_strides(found.shape, order):
-        return made.operand(kernel.w, kernel.w_vars)
+        return made.operand(kernel.w, kernel.w_vars, order=order)
     buffer, shape = found.buffer, tuple(map(known_int, found.shape))
     assert isinstance(kernel.w, Load)
     offset = linear(kernel.w.index, contiguous_strides(buffer.shape))
@@ -450,7 +453,7 @@ def _fused(
     bias = z = None
     for addend in epilogue.addends:
         vector = _vector(made, addend, kernel.domain[1])
-        whole = made.in_place(addend, kernel.domain) if vector is None else None
+        whole = made.in_place(addend, kernel.domain, order) if vector is None else None
         if vector is not None and bias is None:
             bias = vector
         elif whole is not None and z is None and whole.strides == dense_strides(whole.shape, order):
