@@ -178,6 +178,14 @@ def program_of(kernels: RegionKernels, chosen: Sequence[CompiledVariant]) -> Pro
     return kernels.with_variants([compiled.variant for compiled in chosen]).program(artifacts)
 
 
+def _one_by_one(options: Sequence[KernelOptions], failed: Sequence[CompiledVariant]) -> list[list[CompiledVariant]]:
+    """Sets with one kernel's variant of a set that cannot run; none where it had but one."""
+    keys = dict.fromkeys(o.key for o, one in zip(options, failed, strict=True) if one is not o.chosen)
+    if len(keys) < 2:
+        return []
+    return [[one if o.key == key else o.chosen for o, one in zip(options, failed, strict=True)] for key in keys]
+
+
 def search(
     kernels: RegionKernels,
     options: Sequence[KernelOptions],
@@ -190,7 +198,8 @@ def search(
     """Microseconds of the variants of every open kernel: kernel key -> variant name -> time.
 
     The region runs with every kernel's first variant, with every kernel's second, and so on, in `least_rounds` rounds or more
-    after one to warm up. A run that raises HybridError gives no times.
+    after one to warm up. A run that raises HybridError gives no times: each of its variants then has a run of its own, beside those
+    in use, as an operator that does not take such tensors says nothing of the others.
 
     Each run packs its weights and has an arena of its own. Where one round spends the budget no second would follow, and there is nothing to
     gain from having all of them at once: each is then freed before the next is made.
@@ -200,27 +209,30 @@ def search(
         sets.append([o.compiled[number] if o.is_open and number < len(o.compiled) else o.chosen for o in options])
     samples: dict[tuple[int, str], list[float]] = {}
 
-    def time_once(chosen: Sequence[CompiledVariant], run: ProgramCall) -> list[tuple[tuple[int, str], float]]:
+    def time_once(chosen: Sequence[CompiledVariant], run: ProgramCall) -> list[tuple[tuple[int, str], float]] | None:
         try:
             times = iter(run.kernel_us(inputs))
         except HybridError as error:
             _log.info("a set of variants cannot run: %s", error)
-            return []
+            return None
         spent = [sum(next(times, math.nan) for _ in compiled.artifacts) for compiled in chosen]
         named = [(position, compiled.variant.name) for position, compiled in enumerate(chosen)]
         timed = zip(named, spent, strict=True)
         return [(name, us) for name, us in timed if options[name[0]].is_open and not math.isnan(us)]
 
     def sample(chosen: Sequence[CompiledVariant], run: ProgramCall) -> None:
-        for name, us in time_once(chosen, run):
+        for name, us in time_once(chosen, run) or ():
             samples.setdefault(name, []).append(us)
 
     start = clock()
     runs: list[tuple[list[CompiledVariant], ProgramCall]] = []
     one_by_one = False
-    for number, chosen in enumerate(sets):
+    for number, chosen in enumerate(sets):  # which grows
         run = run_program(program_of(kernels, chosen))
-        time_once(chosen, run)  # memory is new
+        if time_once(chosen, run) is None:  # memory is new
+            run.release()
+            sets += _one_by_one(options, chosen)
+            continue
         began = clock()
         sample(chosen, run)
         if number == 0:

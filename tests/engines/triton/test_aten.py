@@ -29,6 +29,7 @@ from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.core.program import OperatorCall, Program
 from torch_hybrid_backend.engines.triton.backend import TritonBackend
 from torch_hybrid_backend.engines.triton.target import Target
+from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 
 Function = Callable[..., torch.Tensor]
@@ -317,6 +318,38 @@ def test_the_faster_one_is_taken_and_kept(aten_us: float, tmp_path: Path) -> Non
     assert not timed
     assert chosen(dataclasses.replace(HOPPER, multiprocessors=5)) == winner
     assert set(timed) == {"mm", "kernel"}
+
+
+def test_an_operator_that_cannot_run_costs_itself_only(tmp_path: Path) -> None:
+    """What was timed in the same run as it is timed again, without it."""
+    us = {"linear": 10.0, "mm": 200.0, "kernel": 100.0}
+
+    class Timed(ProgramRunner):
+        def __init__(self, program: Program) -> None:
+            super().__init__(program)
+            self._steps = shown(program)
+
+        def kernel_us(self, inputs: Sequence[torch.Tensor]) -> list[float]:
+            if "_addmm_activation" in self._steps:
+                raise HybridError("no such epilogue")
+            return [us[step] for step in self._steps]
+
+    def function(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return functional.relu(functional.linear(x, w, b)) @ v
+
+    inputs = randn(128, 128), randn(96, 128) / 16, randn(96), randn(96, 120) / 16
+    region = region_of(function, *inputs)
+    by_shape = {x.shape: x for x in inputs}
+    taken = [by_shape[torch.Size(item.spec.shape)] for item in region.inputs if item.spec is not None]
+    engine = KernelEngine(TritonBackend(HOPPER, operators=True), Config(), services(tmp_path, Timed))
+    (made,) = engine.compile([region], Deadline(120.0))
+    assert isinstance(made, KernelRegion), made
+    refined = made.refine(taken, 0.0, Deadline(120.0))
+    assert shown(refined.program) == ["kernel", "kernel"]
+    first, second = refined.options
+    assert first.times == {"aten::linear, then a kernel": 110.0, "": 100.0}
+    assert second.times == {"aten::mm": 200.0, "": 100.0}
+    torch.testing.assert_close(refined(taken)[0], function(*inputs), rtol=2e-2, atol=2e-2)
 
 
 def test_a_whole_model_of_any_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
