@@ -94,6 +94,9 @@ def test_the_fingerprint_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (matmul, False),
         (torch._C._set_cudnn_benchmark, True),
         (torch._C._set_cudnn_deterministic, True),
+        (torch._C._set_sdp_use_flash, False),
+        (torch._C._set_sdp_use_cudnn, False),
+        (torch.use_deterministic_algorithms, True),
     ):
         change(other)
         try:

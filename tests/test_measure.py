@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from torch_hybrid_backend import measure as measure_module
 from torch_hybrid_backend.core.device import CPU, Device
-from torch_hybrid_backend.measure import DeviceTimer, HostTimer, measure, timer_for
+from torch_hybrid_backend.measure import DeviceTimer, HostTimer, cache_flush, measure, timer_for
 
 
 class FakeClock:
@@ -185,8 +188,9 @@ class Event:
 
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
-    """The stream that is current on the second GPU."""
+    """The stream that is current on the second GPU; overwriting that one's cache takes 0.05 ms."""
     found = Stream()
+    monkeypatch.setattr(measure_module, "cache_flush", lambda device: lambda: found.launch(0.05))
     monkeypatch.setattr(torch, "Event", Event)
     monkeypatch.setattr(torch.accelerator, "current_stream", {torch.device("cuda", 1): found}.__getitem__)
     return found
@@ -197,18 +201,72 @@ def test_work_on_a_device_is_timed_by_its_events(stream: Stream) -> None:
     timer = timer_for(Device("cuda", 1))
     assert isinstance(timer, DeviceTimer)
     stream.launch(5.0)  # what others queued before is no call's time
-    assert timer.round([lambda: stream.launch(0.25), lambda: stream.launch(2.0), lambda: None]) == [
-        250_000,
-        2_000_000,
-        0,
-    ]
+    assert timer.round([lambda: stream.launch(5.25), lambda: stream.launch(52.0)]) == [5_250_000, 52_000_000]
     assert (stream.waits, stream.queue) == (1, [])
+    assert stream.now_ms == pytest.approx(5.0 + 5.25 + 52.0 + 2 * 0.05), (
+        "the cache is overwritten before each, outside its time"
+    )
     assert timer.round([]) == []
     slow, fast = measure(
-        [lambda: stream.launch(3.0), lambda: stream.launch(1.0)], 10.0, timer=timer, min_rounds=4, max_rounds=4
+        [lambda: stream.launch(30.0), lambda: stream.launch(10.0)], 10.0, timer=timer, min_rounds=4, max_rounds=4
     )
-    assert (slow.median_us, fast.median_us, fast.rounds) == (3000.0, 1000.0, 4)
+    assert (slow.median_us, fast.median_us, fast.rounds) == (30000.0, 10000.0, 4)
     assert stream.waits == 1 + 5  # the warm-up is waited for, too
+
+
+def test_a_call_on_a_device_costs_what_takes_longer(stream: Stream) -> None:
+    """Sending its work off, or the work; in a graph that is replayed the work alone."""
+    for host_counts, expected in ((True, [40_000, 900_000]), (False, [10_000, 900_000])):
+        clock = FakeClock()
+        send = clock.taking(40)
+
+        def call(milliseconds: float, send: Callable[[], None] = send) -> None:
+            send()
+            stream.launch(milliseconds)
+
+        timer = DeviceTimer(Device("cuda", 1), host_counts=host_counts, clock=clock)
+        assert timer.round([lambda: call(0.01), lambda: call(0.9)]) == pytest.approx(expected)
+
+
+def test_what_events_cannot_tell_is_called_several_times(stream: Stream) -> None:
+    """Only that: a call of 0.3 us between two events of its own would be anything from 0 to 0.5."""
+    clock, calls = FakeClock(), [0, 0]
+    send = clock.taking(0.2)
+
+    def call(which: int, milliseconds: float) -> None:
+        calls[which] += 1
+        send()
+        stream.launch(milliseconds)
+
+    timer = DeviceTimer(Device("cuda", 1), clock=clock)
+    assert timer.round([lambda: call(0, 0.0003), lambda: call(1, 0.001)]) == pytest.approx([300, 1000], abs=1)
+    assert calls == [1 + 20, 1]
+
+
+def test_twice_the_cache_is_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As large as the device says; nothing where it says nothing, or has no memory for it."""
+    sizes: list[int] = []
+    told: dict[str, int] = {"L2_cache_size": 1 << 20}
+    module = SimpleNamespace(get_device_properties=lambda device: SimpleNamespace(**told))
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
+    empty = torch.empty
+
+    def made(size: int, **how: Any) -> torch.Tensor:
+        sizes.append(size)
+        if size > 4 << 20:
+            raise torch.OutOfMemoryError("no memory")
+        return empty(size, **how).fill_(7)
+
+    monkeypatch.setattr(torch, "empty", made)
+    flush = cache_flush(torch.device("cpu"))
+    written = flush()
+    assert isinstance(written, torch.Tensor)
+    assert (written.numel(), written.count_nonzero()) == (2 << 20, 0)
+    told["L2_cache_size"] = 4 << 20
+    assert cache_flush(torch.device("cpu"))() is None
+    told.clear()
+    assert cache_flush(torch.device("cpu"))() is None
+    assert sizes == [2 << 20, 8 << 20, 0, 0]
 
 
 def test_a_failing_call_on_a_device_passes_through(stream: Stream) -> None:

@@ -57,6 +57,8 @@ def _accelerator(device: Device) -> list[str]:
             f"driver {_driver()} runtime {torch.version.cuda}",
             f"float32 {' '.join(float32_precision('cuda'))} rnn {cudnn.rnn.fp32_precision} reduced {reduced}",
             f"cudnn {cudnn.version()} {cudnn.enabled} benchmark {cudnn.benchmark} deterministic {cudnn.deterministic}",
+            f"attention {' '.join(attention_backends())} deterministic {torch.are_deterministic_algorithms_enabled()}",
+            f"blas {torch.backends.cuda.preferred_blas_library()}",
         ]
     return parts
 
@@ -82,6 +84,20 @@ def float32_precision(device_type: str) -> tuple[str, str]:
         else (backends.cuda.matmul, backends.cudnn.conv)
     )
     return matmul.fp32_precision, convolution.fp32_precision
+
+
+def attention_backends() -> list[str]:
+    """The back ends of scaled dot product attention that CUDA may use now."""
+    import torch
+
+    cuda: Any = torch.backends.cuda
+    enabled = {
+        "flash": cuda.flash_sdp_enabled,
+        "efficient": cuda.mem_efficient_sdp_enabled,
+        "cudnn": cuda.cudnn_sdp_enabled,
+        "math": cuda.math_sdp_enabled,
+    }
+    return [name for name, is_enabled in enabled.items() if is_enabled()]
 
 
 def processors() -> int:

@@ -26,6 +26,7 @@
 namespace torch_hybrid_backend {
 
 struct Driver;
+struct EventDriver;
 struct GraphDriver;
 
 // Gives the address of a driver's function, by the name that NVIDIA's library exports it under.
@@ -66,6 +67,28 @@ class CudaFunction {
   const Driver& driver_;
   void* context_ = nullptr;
   void* function_ = nullptr;
+};
+
+// How long the work of several steps took on a GPU's stream, one after the other. Mark before the
+// first step and after each; then Nanoseconds, which waits for the last mark.
+class CudaEvents {
+ public:
+  CudaEvents(int32_t device, void* stream);
+  CudaEvents(const CudaEvents&) = delete;
+  CudaEvents& operator=(const CudaEvents&) = delete;
+  ~CudaEvents();
+
+  void Mark();
+  // Between each mark and the next one: one number fewer than there are marks. An event tells its
+  // time to about half a microsecond.
+  std::vector<int64_t> Nanoseconds() const;
+
+ private:
+  const Driver& driver_;
+  const EventDriver& functions_;
+  void* const context_;
+  void* const stream_;
+  std::vector<void*> events_;
 };
 
 // A launch as a node of a graph: what CudaFunction::Launch takes.

@@ -47,6 +47,9 @@ struct Frame {
   std::vector<FrameGraph> graphs;    // of all graphs of launches
   std::vector<std::optional<torch::stable::Tensor>>
       tensors;  // one for each value; filled while alive
+  // Of the constants that operators take: where each lay in the last call, and a tensor over that
+  // memory, which it does not own.
+  std::vector<std::pair<void*, std::optional<torch::stable::Tensor>>> constants;
 };
 
 class FramePool {

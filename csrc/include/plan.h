@@ -4,7 +4,9 @@
 // runtime/native/description.py writes:
 //
 //   {"version": 1,
-//    "values": [[kind, payload, dtype, sizes, strides, device], ...],
+//    "values": [[kind, payload, dtype, sizes, strides, device, offset], ...],      an offset of 0
+//    is
+//                                                                                 left out
 //    "steps": [{"kind": ..., ...}, ...],        in order of execution; see src/steps/
 //    "ranges": [[first step, name], ...],       what profilers show steps as
 //    "arenas": [[device, bytes], ...],
@@ -59,8 +61,9 @@ class Plan {
   RunResult Run(int64_t key, const Binding& binding,
                 const std::vector<torch::stable::Tensor>& inputs, bool profiled);
 
-  // A run whose outputs are dropped: the nanoseconds of the host that each step took. Empty where
-  // Run would return another status than kDone.
+  // A run whose outputs are dropped: the nanoseconds that each step took, on the host or on its
+  // device, whichever is more. Waits for the devices. Empty where Run would return another status
+  // than kDone.
   std::vector<int64_t> Time(int64_t key, const Binding& binding,
                             const std::vector<torch::stable::Tensor>& inputs);
 
@@ -68,6 +71,7 @@ class Plan {
   struct PlannedStep {
     std::unique_ptr<Step> step;
     const HostKernel* kernel;       // the step, where it is one: it is called directly
+    Device device;                  // where its work is
     std::vector<size_t> allocates;  // fresh values first touched here
     std::vector<size_t> releases;   // tensors last touched here
   };

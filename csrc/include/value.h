@@ -21,11 +21,11 @@ namespace torch_hybrid_backend {
 
 enum class ValueKind {
   kInput,     // payload: position among the inputs of a call; copied where it does not fit
-  kConstant,  // payload: slot of the binding; a tensor only where the binding owns it
+  kConstant,  // payload: slot of the binding
   kArena,     // payload: byte offset in its device's arena; it is no tensor
   kFresh,     // a new tensor in each call
   kReturned,  // a tensor that a callback or operator returns
-  kAlias,     // payload: the value whose memory it shares, from its first element on
+  kAlias,     // payload: the value whose memory it shares, from the element `offset` on
   kRawInput,  // payload: as kInput; never copied, so that a callback can write to it; only
               // callbacks read it
 };
@@ -55,6 +55,8 @@ struct Value {
   Layout layout;
   int64_t span;  // == layout.Span(), at a fixed address: DLTensors point at it as their shape
   size_t root;   // the value whose memory it is; itself unless it is an alias
+  int64_t
+      offset;  // elements before its first one: of an alias in its root, of a constant in its slot
   // Whether a step is given its address. Which device other values really are on, where it is not
   // the CPU, is for the operators that read them to find out: it is not always known before the
   // call (attention's random seed is on the CPU or on the GPU, whatever its fake tensor says).
@@ -92,8 +94,12 @@ torch::stable::Tensor Over(AlignedBlock block, const Layout& layout,
 // A copy on the same device with the expected strides; the shape must already be as expected.
 torch::stable::Tensor Restride(const torch::stable::Tensor& tensor, const Layout& expected);
 
-// A tensor over the memory of `tensor`, from its first element on.
-torch::stable::Tensor Reinterpret(const torch::stable::Tensor& tensor, const Layout& layout);
+// A tensor over the memory of `tensor`, from the element `offset` on.
+torch::stable::Tensor Reinterpret(const torch::stable::Tensor& tensor, const Layout& layout,
+                                  int64_t offset = 0);
+
+// A tensor over memory that somebody else owns, and must keep as long as the tensor is used.
+torch::stable::Tensor Borrowed(void* data, const Layout& layout);
 
 }  // namespace torch_hybrid_backend
 

@@ -23,7 +23,7 @@ namespace torch_hybrid_backend {
 
 class Values {
  public:
-  size_t Add(ValueKind kind, int64_t payload, Layout layout);
+  size_t Add(ValueKind kind, int64_t payload, Layout layout, int64_t offset = 0);
 
   size_t size() const { return values_.size(); }
   const Value& operator[](size_t value) const { return values_[value]; }
@@ -37,6 +37,8 @@ class Values {
   // A step is given the value's address, on `device`. `user`: "a kernel".
   void Address(size_t value, const Device& device, const char* user);
 
+  // The bytes before a value's first element.
+  size_t OffsetBytes(size_t value) const;
   // Where `root` lies in this call, and all that share its memory.
   void SetData(Frame& frame, size_t root, void* data) const;
   // As SetData, where a step needs the address at all.

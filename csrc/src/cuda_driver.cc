@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 
 #include <atomic>
+#include <cmath>
 #include <fstream>
 #include <functional>
 #include <iterator>
@@ -242,6 +243,70 @@ void CudaFunction::Launch(const std::array<uint32_t, 3>& grid, uint32_t threads,
                             1,       shared_bytes, stream,  nullptr, 0};
   const Status status = driver_.launch_kernel(&config, function_, parameters, nullptr);
   if (status != 0) Check(driver_, status, "launching it");
+}
+
+struct EventDriver {
+  Status (*create)(void** event, unsigned flags);
+  Status (*record)(void* event, void* stream);
+  Status (*synchronize)(void* event);
+  Status (*elapsed_time)(float* milliseconds, void* start, void* end);
+  Status (*destroy)(void* event);
+};
+
+namespace {
+
+const EventDriver& NvidiaEvents() {
+  static const EventDriver events = [] {
+    const Library& library = NvidiaDriver().library;
+    EventDriver found{};
+    Find(library, "cuEventCreate", found.create);
+    Find(library, "cuEventRecord", found.record);
+    Find(library, "cuEventSynchronize", found.synchronize);
+    Find(library, "cuEventElapsedTime", found.elapsed_time);
+    Find(library, "cuEventDestroy_v2", found.destroy);
+    return found;
+  }();
+  return events;
+}
+
+void* NvidiaContext(int32_t device) {
+  const DeviceOfDriver here(&NvidiaDriver(), device);
+  Modules& modules = AllModules();
+  const std::lock_guard<std::mutex> lock(modules.mutex);
+  return ContextOf(modules, here);
+}
+
+}  // namespace
+
+CudaEvents::CudaEvents(int32_t device, void* stream)
+    : driver_(NvidiaDriver()),
+      functions_(NvidiaEvents()),
+      context_(NvidiaContext(device)),
+      stream_(stream) {}
+
+CudaEvents::~CudaEvents() {
+  for (void* const event : events_) functions_.destroy(event);
+}
+
+void CudaEvents::Mark() {
+  const InContext inside(driver_, context_);
+  void* event = nullptr;
+  Check(driver_, functions_.create(&event, 0), "making an event");
+  events_.push_back(event);
+  Check(driver_, functions_.record(event, stream_), "recording an event");
+}
+
+std::vector<int64_t> CudaEvents::Nanoseconds() const {
+  std::vector<int64_t> spent;
+  if (events_.empty()) return spent;
+  Check(driver_, functions_.synchronize(events_.back()), "waiting for an event");
+  for (size_t i = 1; i < events_.size(); ++i) {
+    float milliseconds = 0;
+    Check(driver_, functions_.elapsed_time(&milliseconds, events_[i - 1], events_[i]),
+          "asking for a time");
+    spent.push_back(std::llround(static_cast<double>(milliseconds) * 1e6));
+  }
+  return spent;
 }
 
 namespace {

@@ -59,14 +59,16 @@ void Plan::ReadValues(const Json& values) {
   Device device = Device::Host();
   for (const Json& value : values.AsList()) {
     const std::vector<Json>& fields = value.AsList();
-    if (fields.size() != 6) Refuse("a value is described by six fields");
+    if (fields.size() != 6 && fields.size() != 7)
+      Refuse("a value is described by six fields, or seven");
     if (fields[5].AsString() != name) {
       name = fields[5].AsString();
       device = Device::Named(name);
     }
     values_.Add(
         ValueKindNamed(fields[0].AsString()), fields[1].AsInt(),
-        Layout{DtypeNamed(fields[2].AsString()), fields[3].AsInts(), fields[4].AsInts(), device});
+        Layout{DtypeNamed(fields[2].AsString()), fields[3].AsInts(), fields[4].AsInts(), device},
+        fields.size() == 7 ? fields[6].AsInt() : 0);
   }
 }
 
@@ -92,7 +94,7 @@ void Plan::ReadSteps(const Json& steps, PlanParts& parts) {
     std::unique_ptr<Step> step = MakeStep(description, parts);
     for (const size_t value : step->Touched()) parts.touched[values_[value].root] = true;
     const auto* kernel = step->InTeam() ? static_cast<const HostKernel*>(step.get()) : nullptr;
-    steps_.push_back({std::move(step), kernel, {}, {}});
+    steps_.push_back({std::move(step), kernel, parts.device, {}, {}});
   }
 }
 

@@ -97,11 +97,23 @@ std::vector<int64_t> Plan::Time(int64_t key, const Binding& binding,
   const RunContext context{values_, *frame, key};
   std::vector<int64_t> times;
   times.reserve(steps_.size());
+  // Of one device, as a program is: on others only the host's time is known.
+  const auto elsewhere = std::find_if(steps_.begin(), steps_.end(),
+                                      [](const PlannedStep& step) { return step.device.IsCuda(); });
+  std::optional<CudaEvents> events;
+  if (elsewhere != steps_.end())
+    events.emplace(elsewhere->device.index, CurrentStream(elsewhere->device));
+  if (events) events->Mark();
   for (const PlannedStep& step : steps_) {
     const auto start = std::chrono::steady_clock::now();
     if (!RunStep(context, step)) return {};
     const auto spent = std::chrono::steady_clock::now() - start;
     times.push_back(std::chrono::duration_cast<std::chrono::nanoseconds>(spent).count());
+    if (events) events->Mark();
+  }
+  if (events) {
+    const std::vector<int64_t> on_device = events->Nanoseconds();
+    for (size_t s = 0; s < times.size(); ++s) times[s] = std::max(times[s], on_device[s]);
   }
   return times;
 }
@@ -119,11 +131,25 @@ RunResult Plan::Run(int64_t key, const Binding& binding, const std::vector<Tenso
 
 void Plan::BindConstants(Frame& frame, const Binding& binding) const {
   for (size_t v = 0; v < values_.size(); ++v) {
-    if (values_[v].kind == ValueKind::kConstant)
-      values_.SetData(frame, v, binding.data(values_[v].payload));
+    if (values_[v].kind != ValueKind::kConstant) continue;
+    void* const data = binding.data(values_[v].payload);
+    values_.SetData(
+        frame, v, data == nullptr ? data : static_cast<std::byte*>(data) + values_.OffsetBytes(v));
   }
-  for (const size_t v : tensor_constants_) {
-    frame.tensors[v] = binding.tensor(values_[v].payload);
+  frame.constants.resize(tensor_constants_.size());
+  for (size_t i = 0; i < tensor_constants_.size(); ++i) {
+    const size_t v = tensor_constants_[i];
+    if (binding.data(values_[v].payload) == nullptr && values_[v].span > 0) {
+      frame.tensors[v] = binding.tensor(values_[v].payload);  // only operators know how it lies
+      continue;
+    }
+    // Over its memory, which the guard has just found in its place. Kept: parameters seldom move.
+    auto& [data, tensor] = frame.constants[i];
+    if (!tensor || data != frame.views[v].data) {
+      data = frame.views[v].data;
+      tensor = Borrowed(data, values_[v].layout);
+    }
+    frame.tensors[v] = tensor;
   }
 }
 

@@ -34,7 +34,10 @@ std::unique_ptr<Step> MakeStep(const Json& description, PlanParts& plan) {
 size_t PlanParts::Tensor(int64_t value, const char* user, bool constants) {
   const size_t checked = values.Checked(value);
   if (constants && values[checked].kind == ValueKind::kConstant) {
-    tensor_constants.push_back(checked);
+    if (std::find(tensor_constants.begin(), tensor_constants.end(), checked) ==
+        tensor_constants.end()) {
+      tensor_constants.push_back(checked);
+    }
   } else {
     values.RequireTensor(checked, user);
   }

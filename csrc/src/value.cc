@@ -208,11 +208,20 @@ Tensor Restride(const Tensor& tensor, const Layout& expected) {
   return copy;
 }
 
-Tensor Reinterpret(const Tensor& tensor, const Layout& layout) {
+Tensor Reinterpret(const Tensor& tensor, const Layout& layout, int64_t offset) {
   AtenTensorHandle handle = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
       tensor.get(), static_cast<int64_t>(layout.sizes.size()), layout.sizes.data(),
-      layout.strides.data(), /*storage_offset (added to the tensor's own)=*/0, &handle));
+      layout.strides.data(), /*storage_offset (added to the tensor's own)=*/offset, &handle));
+  return Tensor(handle);
+}
+
+Tensor Borrowed(void* data, const Layout& layout) {
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_create_tensor_from_blob(
+      data, static_cast<int64_t>(layout.sizes.size()), layout.sizes.data(), layout.strides.data(),
+      /*storage_offset=*/0, ShimDtype(layout.dtype), layout.device.type, layout.device.index,
+      &handle));
   return Tensor(handle);
 }
 

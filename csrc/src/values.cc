@@ -14,10 +14,13 @@ using torch::stable::Tensor;
 
 }  // namespace
 
-size_t Values::Add(ValueKind kind, int64_t payload, Layout layout) {
+size_t Values::Add(ValueKind kind, int64_t payload, Layout layout, int64_t offset) {
   if (layout.sizes.size() != layout.strides.size())
     Refuse("a value needs one stride for each size");
   if (payload < 0) Refuse("a value's payload cannot be negative");
+  if (offset < 0 || (offset > 0 && kind != ValueKind::kAlias && kind != ValueKind::kConstant)) {
+    Refuse("only aliases and constants begin after the first element of their memory");
+  }
   const size_t number = values_.size();
   size_t root = number;
   const int64_t span = layout.Span();
@@ -26,11 +29,11 @@ size_t Values::Add(ValueKind kind, int64_t payload, Layout layout) {
     const Value& shared = values_[root];
     if (shared.kind == ValueKind::kRawInput) Refuse("an input passed as it is cannot be aliased");
     if (shared.layout.dtype != layout.dtype || shared.layout.device != layout.device ||
-        span > shared.span) {
+        offset + span > shared.span) {
       Refuse("an alias must have the dtype and device of the value it aliases and fit in it");
     }
   }
-  values_.push_back({kind, payload, std::move(layout), span, root});
+  values_.push_back({kind, payload, std::move(layout), span, root, offset});
   aliases_.emplace_back();
   if (root != number) aliases_[root].push_back(number);
   return number;
@@ -74,7 +77,13 @@ void Values::SetData(Frame& frame, size_t root, void* data) const {
   alignas(64) static std::byte nothing[256];
   if (data == nullptr && values_[root].layout.device.is_host) data = nothing;
   frame.views[root].data = data;
-  for (const size_t alias : aliases_[root]) frame.views[alias].data = data;
+  for (const size_t alias : aliases_[root])
+    frame.views[alias].data = static_cast<std::byte*>(data) + OffsetBytes(alias);
+}
+
+size_t Values::OffsetBytes(size_t value) const {
+  const Value& of = values_[value];
+  return of.offset == 0 ? 0 : static_cast<size_t>(of.offset * ElementBytes(of.layout.dtype));
 }
 
 void Values::SetDataOf(Frame& frame, size_t root, const Tensor& tensor) const {
@@ -87,7 +96,7 @@ const Tensor& Values::TensorOf(Frame& frame, size_t value) const {
   if (!tensor) {
     const std::optional<Tensor>& shared = frame.tensors[values_[value].root];
     if (!shared) Refuse("value " + std::to_string(value) + " is read before it is written");
-    tensor = Reinterpret(*shared, values_[value].layout);
+    tensor = Reinterpret(*shared, values_[value].layout, values_[value].offset);
   }
   return *tensor;
 }

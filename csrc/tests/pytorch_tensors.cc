@@ -168,10 +168,26 @@ AOTITorchError torch_from_blob(void* data, int64_t dims, const int64_t* sizes,
   return AOTI_TORCH_SUCCESS;
 }
 
+AOTITorchError aoti_torch_create_tensor_from_blob(void* data, int64_t dims, const int64_t* sizes,
+                                                  const int64_t* strides, int64_t, int32_t dtype,
+                                                  int32_t device_type, int32_t device_index,
+                                                  AtenTensorHandle* out) {
+  *out = New({std::shared_ptr<char>(static_cast<char*>(data), [](char*) {}),
+              {sizes, sizes + dims},
+              {strides, strides + dims},
+              dtype,
+              device_type,
+              device_index});
+  return AOTI_TORCH_SUCCESS;
+}
+
 AOTITorchError aoti_torch__reinterpret_tensor(AtenTensorHandle self, int64_t dims,
-                                              const int64_t* sizes, const int64_t* strides, int64_t,
-                                              AtenTensorHandle* out) {
+                                              const int64_t* sizes, const int64_t* strides,
+                                              int64_t offset, AtenTensorHandle* out) {
   FakeTensor tensor = *Of(self);
+  const auto whole = tensor.memory;
+  tensor.memory = std::shared_ptr<char>(
+      whole, whole.get() + offset * static_cast<int64_t>(ElementSize(tensor.dtype)));
   tensor.sizes.assign(sizes, sizes + dims);
   tensor.strides.assign(strides, strides + dims);
   *out = New(std::move(tensor));

@@ -236,6 +236,25 @@ void TestNothingToDo() {
         "a grid without blocks is not launched: the driver would refuse it");
 }
 
+void TestLaunchesAreTimedByEvents() {
+  const std::string module = Module("double", "8 8 4");
+  const auto launch = [&](const std::string& arguments, const std::string& grid) {
+    return LaunchOf(module, "nothing", arguments, R"(["int32",3])", grid);
+  };
+  const auto row = [](const char* kind) { return Row(kind, 0, 3, "cuda:0"); };
+  Plan plan(Described(row("input") + "," + row("fresh") + "," + row("fresh"),
+                      launch("0,1", "7,1,1") + "," + launch("1,2", "20,1,1"), 1, "2"));
+  const auto guard =
+      std::make_shared<const Guard>(std::vector<torch::stable::Tensor>{}, GuardKind::kEveryByte);
+  current_stream = &stream_a;
+  const std::vector<int64_t> times =
+      plan.Time(7, Binding(guard, 0, {}, {}, {}, {}), {Floats({3}, {}, kCuda)});
+  Check(times.size() == 2 && times[0] >= 7000000 && times[0] < 20000000 && times[1] >= 20000000,
+        "a step takes what its work takes on the device, where the host took less");
+  driver->take();
+  driver->wait(&stream_a, kAll);
+}
+
 void TestWhatFails() {
   const std::string x = Row("input", 0, 3, "cuda");
   const std::string module = folder + "/double";
@@ -284,5 +303,6 @@ int main() {
   TestDriverOfAStep();
   TestAddressesAreAligned();
   TestNothingToDo();
+  TestLaunchesAreTimedByEvents();
   TestWhatFails();
 }

@@ -94,6 +94,22 @@ void TestCallbacks() {
         "and a timed one");
 }
 
+void TestAliasesBeginAnywhere() {
+  // The second half of a row, read by an operator's stand-in: a kernel, by its address.
+  const std::string half = R"(["alias",0,"float32",[2],[1],"cpu",2])";
+  Plan plan(Described(Row("input", 0, 4) + "," + half + "," + Row("fresh", 0, 2),
+                      R"({"kind":"copy","source":1,"destination":2})", 1, "2,1"));
+  const auto outputs = RunOnce(plan, {Floats({4}, {1, 2, 3, 4})});
+  Check(Read(outputs[0]) == Floats32{3, 4} && Read(outputs[1]) == Floats32{3, 4},
+        "a tensor and a view of it from its third element on");
+  const auto refused = [](const std::string& value, const std::string& part) {
+    CheckThrows([&] { Plan(Described(Row("input", 0, 4) + "," + value, "", 1, "")); }, part);
+  };
+  refused(R"(["alias",0,"float32",[3],[1],"cpu",2])", "fit in it");
+  refused(R"(["alias",0,"float32",[2],[1],"cpu",-1])", "begin after");
+  refused(R"(["fresh",0,"float32",[2],[1],"cpu",1])", "begin after");
+}
+
 struct Engine {
   int calls = 0;
   void* stream = nullptr;
@@ -160,4 +176,5 @@ int main() {
   TestCallbacks();
   TestExternalCalls();
   TestWhatIsRefused();
+  TestAliasesBeginAnywhere();
 }

@@ -13,6 +13,7 @@ from torch_hybrid_backend.codegen.assemble import RegionKernels, assemble
 from torch_hybrid_backend.codegen.kernel_cache import Artifact
 from torch_hybrid_backend.codegen.variants import Variant
 from torch_hybrid_backend.core.program import KernelCall, OperatorCall, Program
+from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.engines.tvm.backend import TvmBackend
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops.kernels import MapKernel, RowKernel
@@ -52,17 +53,14 @@ def test_a_program_of_packed_products() -> None:
     assert program.buffers[program.outputs[0]].shape == (40, 40)
 
 
-def test_parameters_that_operators_read_are_copied() -> None:
-    """A plan knows of a parameter but its address; what the interpreter's operators get is a tensor, row by row."""
+def test_parameters_that_operators_read_are_not_copied() -> None:
+    """They are read where they lie, with the graph's strides."""
     x, w = torch.randn(8, 8), torch.randn(8, 8).t()
     program = program_of(assemble(region_of(torch.mm, x, w), InterpreterBackend()))
-    (step,), (constant,) = program.steps, program.constants
+    (step,) = program.steps
     assert isinstance(step, OperatorCall)
-    assert program.inputs[1] == -1
-    assert constant.sources == (1,)
-    assert constant.pack(w).is_contiguous()
-    assert torch.equal(constant.pack(w), w)
-    assert program.buffers[constant.buffer].strides == (8, 1)
+    assert not program.constants
+    assert program.buffers[program.inputs[1]] == TensorSpec.of(w)
 
 
 def test_stages_of_rows() -> None:

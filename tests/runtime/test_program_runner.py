@@ -186,20 +186,32 @@ def test_operators_stand_between_kernels(kernels: str) -> None:
 
 
 def test_operators_read_parameters_as_they_are() -> None:
-    """A constant that an operator takes is handed over in each call: no copy of it is kept, and a changed one is seen."""
+    """An operator takes a constant where it lies, whole or a part: no copy of it is kept, a changed one is seen, and so is one elsewhere."""
     weight = torch.nn.Parameter(_randn(3, 6), requires_grad=False)
-    specs = (TensorSpec.of(X), TensorSpec.of(weight), TensorSpec.of(X @ weight.t()))
-    for name, arguments in (
-        ("aten::linear", (T(0), T(1), None)),
-        ("aten::linear", (T(0), T(1, TensorSpec.of(weight)), None)),
+    row = TensorSpec((1, 6), "float32", (6, 1), CPU)
+    for argument, rows in (
+        (T(1), slice(None)),
+        (T(1, TensorSpec.of(weight)), slice(None)),
+        (T(1, row, 12), slice(2, 3)),
     ):
-        program = Program(specs, (0, 1), (2,), (), (OperatorCall(name, arguments, (2,), ""),))
+        specs = (TensorSpec.of(X), TensorSpec.of(weight), TensorSpec.of(X @ weight[rows].t()))
+        program = Program(specs, (0, 1), (2,), (), (OperatorCall("aten::linear", (T(0), argument, None), (2,), ""),))
         piece = Piece(("x", "w"), specs[:2], ("out",), specs[2:], program)
         executor = Executor(("x", "w"), {"w"}, [piece], [lambda inputs: inputs], ("out",))
-        assert not executor.layout.slots
-        torch.testing.assert_close(executor([X, weight])[0], X @ weight.t())
-        weight.data.mul_(2)
-        torch.testing.assert_close(executor([X, weight])[0], X @ weight.t())
+        assert [slot.pack for slot in executor.layout.slots] == [None]
+        for other in (weight, weight, torch.nn.Parameter(_randn(3, 6), requires_grad=False)):
+            torch.testing.assert_close(executor([X, other])[0], X @ other[rows].t())
+            other.data.mul_(2)
+            torch.testing.assert_close(executor([X, other])[0], X @ other[rows].t())
+
+
+def test_operators_take_parts_and_return_other_forms() -> None:
+    """An operator may read a part of a buffer that begins anywhere, and what it returns is a buffer of another shape."""
+    halves = [T(0, TensorSpec((4, 3), "float32", (6, 1), CPU), offset) for offset in (0, 3)]
+    form = TensorSpec((4, 4), "float32", (4, 1), CPU)
+    product = OperatorCall("aten::linear", (*halves, None), (T(1, form),), "")
+    program = Program((TensorSpec.of(X), TensorSpec((2, 8), "float32", (8, 1), CPU)), (0,), (1,), (), (product,))
+    torch.testing.assert_close(ProgramRunner(program)([X])[0], (X[:, :3] @ X[:, 3:].t()).view(2, 8))
 
 
 def test_operators_in_python_read_packed_constants() -> None:

@@ -84,21 +84,24 @@ class RegionKernels:
         def argument(item: Operand | OperatorArgument) -> OperatorArgument:
             if not isinstance(item, Operand):
                 return item
-            spec = TensorSpec(item.shape, item.buffer.dtype, item.strides, device) if item.strides else None
-            return TensorArgument(number(item.buffer), spec)
+            return form(item) if item.strides or not item.shape else TensorArgument(number(item.buffer))
+
+        def form(item: Operand) -> TensorArgument:
+            spec = TensorSpec(item.shape, item.buffer.dtype, item.strides, device)
+            return TensorArgument(number(item.buffer), spec, item.offset)
 
         steps: list[Step] = []
         for kernel, artifact in zip(self.kernels, compiled, strict=True):
             if isinstance(kernel, OperatorKernel):
-                result = number(kernel.result.buffer)
                 operands = tuple(map(argument, kernel.arguments))
-                step: Step = OperatorCall(kernel.name, operands, (result,), kernel.title)
+                results = (form(kernel.result), *[None] * (kernel.results - 1))
+                step: Step = OperatorCall(kernel.name, operands, results, kernel.title)
             else:
                 numbered = tuple(number(a.buffer) for a in (*kernel.reads, *kernel.writes))
                 step = self.backend.step(kernel, artifact, numbered)
-            results = {number(write.buffer): write for write in kernel.writes}
-            for result in step.returned:
-                specs[result] = _logical(results[result], device)
+                written = {number(write.buffer): write for write in kernel.writes}
+                for result in step.returned:
+                    specs[result] = _logical(written[result], device)
             steps.append(step)
         read = {a.buffer for kernel in self.kernels for a in kernel.reads}
         sources = {b: position for position, b in enumerate(self.inputs)}
@@ -113,29 +116,18 @@ class RegionKernels:
         constants += [
             PackedConstant(number(b), (), partial(_itself, tensor)) for b, tensor in self.literals if b in read
         ]
-        by_address = {n for step in steps for n in step.memory}
         inputs = []
-        for position, (buffer, region_input) in enumerate(zip(self.inputs, self.region.inputs, strict=True)):
+        for buffer, region_input in zip(self.inputs, self.region.inputs, strict=True):
             if buffer not in read:
                 inputs.append(-1)
                 continue
             assert region_input.spec is not None
             own = number(buffer)
-            if buffer.constant and own not in by_address:
-                # Plans know of a parameter but its address. Operators, which take tensors, read a copy.
-                specs[own] = replace(region_input.spec, strides=contiguous(buffer.shape).strides)
-                constants.append(PackedConstant(own, (position,), _copied))
-                inputs.append(-1)
-            else:
-                specs[own] = region_input.spec
-                inputs.append(own)
+            specs[own] = region_input.spec
+            inputs.append(own)
         outputs = tuple(number(b) for b in self.outputs)
         signature = tuple(i.spec if i.spec is not None else i.size for i in self.region.inputs)
         return Program(tuple(specs), tuple(inputs), outputs, tuple(constants), tuple(steps), signature, device)
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:

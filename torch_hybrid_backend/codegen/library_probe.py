@@ -23,6 +23,7 @@ from torch_hybrid_backend.codegen.variants import Variant
 from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.errors import is_sticky
 from torch_hybrid_backend.measure import Timer
+from torch_hybrid_backend.sizes.size import known_int
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +81,8 @@ def operator_us(variant: Variant, device: Device, timer: Timer) -> float:
         dtype = getattr(torch, operand.buffer.dtype)
         if (constant := packed.get(operand.buffer)) is not None:
             return constant.ahead(torch.ones([int(n) for n in constant.view.shape], dtype=dtype, device=str(device)))
-        return torch.empty_strided(operand.shape, operand.strides, dtype=dtype, device=str(device)).fill_(1.0)
+        shape, strides = ([known_int(size) for size in sizes] for sizes in (operand.shape, operand.strides))
+        return torch.empty_strided(shape, strides, dtype=dtype, device=str(device)).fill_(1.0)
 
     with torch.no_grad():
         arguments = [made(a) if isinstance(a, Operand) else a for a in call.arguments]

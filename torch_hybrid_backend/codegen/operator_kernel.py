@@ -6,25 +6,29 @@ from dataclasses import dataclass
 
 from torch_hybrid_backend.loops.ir import Buffer
 from torch_hybrid_backend.loops.kernels import Kernel
+from torch_hybrid_backend.sizes.size import Dim
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operand:
-    """A tensor in a buffer's memory, from its first element on; without strides a constant that lies as the library wants it."""
+    """A tensor in a buffer's memory, from the element `offset` on; without strides a constant that lies as the library wants it."""
 
     buffer: Buffer
-    shape: tuple[int, ...]
-    strides: tuple[int, ...] = ()
+    shape: tuple[Dim, ...]
+    strides: tuple[Dim, ...] = ()
+    offset: Dim = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OperatorKernel(Kernel):
     """An operator of PyTorch's on whole tensors, for which nothing is compiled; it has no domain.
 
-    `name`: "namespace::operator". `arguments`: those of its schema. It writes one new tensor, `result`. `title`: for people.
+    `name`: "namespace::operator". `arguments`: those of its schema. Of its results, of which there are as many as `results` says, the first is
+    read: a new tensor with the sizes and strides of `result`. `title`: for people.
     """
 
     name: str
-    arguments: tuple[Operand | int | tuple[int, ...] | str | None, ...]
+    arguments: tuple[Operand | int | float | bool | tuple[int, ...] | str | None, ...]
     result: Operand
     title: str
+    results: int = 1

@@ -75,16 +75,19 @@ class KernelOptions:
         most: int = 3,
         tuned: bool = False,
     ) -> KernelOptions:
-        """Where earlier searches found no `times`, `most` variants, the one in use included, are to be compiled and timed; where the kernel is
-        to be tuned, those without a time are left `untried`, else operators that were not probed."""
+        """Where earlier searches found no `times`, `most` variants of kernels are to be compiled and timed, the one in use included, and all
+        that call operators; where the kernel is to be tuned, those without a time are left `untried`, else what is to be probed."""
         winner = fastest(variants, times)
         exact = None if winner.is_exact else variants[0]
-        left = tuple(v for v in (*variants[1:], variants[0]) if v.name not in times and v is not winner)
+        # An operator in use has the kernel itself to beat first; another variant is better than it by estimate, as others may be.
+        in_order = variants if winner.calls_operator else (*variants[1:], variants[0])
+        left = tuple(v for v in in_order if v.name not in times and v is not winner)
         if tuned:
             return KernelOptions(key, (winner,), times=times, work=work, untried=left, exact=exact)
-        near = (v for v in left if v.cost <= _CONCEIVABLE_COST * winner.cost and not v.is_operator)
-        new = () if times else tuple(near)[: most - 1]
-        unprobed = tuple(v for v in left if v.is_operator and v.name + ALONE not in times)
+        near = [v for v in left if v.cost <= _CONCEIVABLE_COST * winner.cost and not v.is_probed]
+        of_kernels = [v for v in near if not v.calls_operator][: most - 1]
+        new = () if times else (*(v for v in near if v.calls_operator), *of_kernels)
+        unprobed = tuple(v for v in left if v.is_probed and v.name + ALONE not in times)
         is_open = not times and bool(new or unprobed)
         return KernelOptions(
             key, (winner, *new), is_open=is_open, times=times, work=work, untried=unprobed, exact=exact
@@ -151,7 +154,7 @@ def limited(options: Sequence[KernelOptions], least: int = 4) -> list[KernelOpti
     for key, equal in most_work_first:
         # What an earlier process timed counts, too: this one is not to go on where that stopped.
         timed = sum(not name.endswith(ALONE) for name in equal[0].times)
-        left -= max(timed - 1, sum(max(1, len(v.kernels)) for v in equal[0].to_compile[1:]))
+        left -= max(timed - 1, sum(max(1, v.compiled_kernels) for v in equal[0].to_compile[1:]))
         if left < 0 or sum(each.work for each in equal) < max(_MIN_SHARE * total, MIN_WORK):
             closed.add(key)
     return [each.closed() if each.is_open and each.key in closed else each for each in options]
@@ -175,6 +178,14 @@ def program_of(kernels: RegionKernels, chosen: Sequence[CompiledVariant]) -> Pro
     return kernels.with_variants([compiled.variant for compiled in chosen]).program(artifacts)
 
 
+def _one_by_one(options: Sequence[KernelOptions], failed: Sequence[CompiledVariant]) -> list[list[CompiledVariant]]:
+    """Sets with one kernel's variant of a set that cannot run; none where it had but one."""
+    keys = dict.fromkeys(o.key for o, one in zip(options, failed, strict=True) if one is not o.chosen)
+    if len(keys) < 2:
+        return []
+    return [[one if o.key == key else o.chosen for o, one in zip(options, failed, strict=True)] for key in keys]
+
+
 def search(
     kernels: RegionKernels,
     options: Sequence[KernelOptions],
@@ -187,7 +198,8 @@ def search(
     """Microseconds of the variants of every open kernel: kernel key -> variant name -> time.
 
     The region runs with every kernel's first variant, with every kernel's second, and so on, in `least_rounds` rounds or more
-    after one to warm up. A run that raises HybridError gives no times, unless it leaves the device unusable: that is raised.
+    after one to warm up. A run that raises HybridError gives no times: each of its variants then has a run of its own, beside those
+    in use, as an operator that does not take such tensors says nothing of the others. One that leaves the device unusable is raised.
 
     Each run packs its weights and has an arena of its own. Where one round spends the budget no second would follow, and there is nothing to
     gain from having all of them at once: each is then freed before the next is made.
@@ -197,29 +209,32 @@ def search(
         sets.append([o.compiled[number] if o.is_open and number < len(o.compiled) else o.chosen for o in options])
     samples: dict[tuple[int, str], list[float]] = {}
 
-    def time_once(chosen: Sequence[CompiledVariant], run: ProgramCall) -> list[tuple[tuple[int, str], float]]:
+    def time_once(chosen: Sequence[CompiledVariant], run: ProgramCall) -> list[tuple[tuple[int, str], float]] | None:
         try:
             times = iter(run.kernel_us(inputs))
         except HybridError as error:
             if is_sticky(error):
                 raise
             _log.info("a set of variants cannot run: %s", error)
-            return []
+            return None
         spent = [sum(next(times, math.nan) for _ in compiled.artifacts) for compiled in chosen]
         named = [(position, compiled.variant.name) for position, compiled in enumerate(chosen)]
         timed = zip(named, spent, strict=True)
         return [(name, us) for name, us in timed if options[name[0]].is_open and not math.isnan(us)]
 
     def sample(chosen: Sequence[CompiledVariant], run: ProgramCall) -> None:
-        for name, us in time_once(chosen, run):
+        for name, us in time_once(chosen, run) or ():
             samples.setdefault(name, []).append(us)
 
     start = clock()
     runs: list[tuple[list[CompiledVariant], ProgramCall]] = []
     one_by_one = False
-    for number, chosen in enumerate(sets):
+    for number, chosen in enumerate(sets):  # which grows
         run = run_program(program_of(kernels, chosen))
-        time_once(chosen, run)  # memory is new
+        if time_once(chosen, run) is None:  # memory is new
+            run.release()
+            sets += _one_by_one(options, chosen)
+            continue
         began = clock()
         sample(chosen, run)
         if number == 0:

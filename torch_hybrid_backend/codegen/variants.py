@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch_hybrid_backend.codegen.operands import Packed
+from torch_hybrid_backend.codegen.operator_kernel import OperatorKernel
 from torch_hybrid_backend.loops.kernels import Kernel, kernel_sizes
 
 
@@ -20,8 +21,8 @@ class Variant:
     `name` is unique among a kernel's variants and stable: verdicts are kept under it. `packed`: constants that only this variant reads.
     Between its kernels it may use buffers of its own. `is_exact`: it rounds as the kernel itself does; a region with one that is not
     falls back to those that are, where its results are too far from eager's. `is_preferred`: by estimate it is the fastest, and taken where
-    nothing was timed. `cost`: its estimated time over the kernel's own. `is_operator`: it calls one of PyTorch's, and is tried only where the
-    kernel is found slow (`library_probe`): kernels around it, which convert operands, are compiled for it.
+    nothing was timed. `cost`: its estimated time over the kernel's own. `is_probed`: it is tried only where the kernel is found slow
+    (`library_probe`): it calls an operator of PyTorch's, and kernels around it, which convert operands, are compiled for it.
     """
 
     name: str
@@ -30,7 +31,16 @@ class Variant:
     is_exact: bool = True
     is_preferred: bool = False
     cost: float = 1.0
-    is_operator: bool = False
+    is_probed: bool = False
+
+    @property
+    def compiled_kernels(self) -> int:
+        """How many kernels are compiled for it; an operator of PyTorch's is there already."""
+        return sum(not isinstance(kernel, OperatorKernel) for kernel in self.kernels)
+
+    @property
+    def calls_operator(self) -> bool:
+        return self.compiled_kernels < len(self.kernels)
 
 
 def variants(kernel: Kernel, alternatives: Sequence[Variant]) -> tuple[Variant, ...]:

@@ -27,6 +27,7 @@ _WORDS = {
     "IntType": "int",
     "SymIntType": "int",
     "FloatType": "float",
+    "NumberType": "float",  # of those in BY_C_FUNCTION
     "BoolType": "bool",
     "StringType": "str",
     "ScalarTypeType": "dtype",
@@ -44,6 +45,11 @@ _KINDS_OF_WORD: dict[str, type | tuple[type, ...]] = {
     "memory_format": torch.memory_format,
     "device": torch.device,
 }
+
+
+# Operators that the plan calls by AOTInductor's C functions, which take a number as a float (torch/csrc/inductor/aoti_torch/generated): the
+# dispatcher's C interface cannot. src/steps/operator_call.cc has the same.
+BY_C_FUNCTION = frozenset({"aten::_addmm_activation", "aten::_scaled_dot_product_cudnn_attention"})
 
 
 def operator_schema(name: str, overload: str) -> Any:
@@ -65,6 +71,10 @@ def is_native(
     schema = operator_schema(name, overload)
     if len(arguments) != len(schema.arguments):
         raise HybridError(f"{schema} takes {len(schema.arguments)} arguments, not {len(arguments)}")
+    if name in BY_C_FUNCTION:
+        if len(results) != len(schema.returns):
+            raise HybridError(f"{schema} does not return what the program takes from it: {tuple(results)}")
+        return True
     returns = [_returned(result.real_type) for result in schema.returns]
     if [isinstance(result, tuple) for result in results] != [kind == "list" for kind in returns]:
         raise HybridError(f"{schema} does not return what the program takes from it: {tuple(results)}")
@@ -100,7 +110,7 @@ def _is_native(kind: Any, value: OperatorArgument) -> bool:
         return value is None or _is_native(kind.getElementType(), value)
     if kind.kind() == "ListType":
         return all(_is_native(kind.getElementType(), item) for item in (value if isinstance(value, tuple) else ()))
-    return kind.kind() in _WORDS
+    return kind.kind() in _WORDS and kind.kind() != "NumberType"
 
 
 def _described(kind: Any, value: OperatorArgument) -> list[Any]:

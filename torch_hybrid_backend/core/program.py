@@ -30,10 +30,18 @@ InPython = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class TensorArgument:
-    """A buffer as an operator takes it: with the sizes and strides of `spec`, or where that is None as the buffer itself has them."""
+    """A buffer as an operator takes or returns it: with the sizes and strides of `spec`, or where that is None as the buffer itself has them.
+    `offset`: elements of the buffer before the first one."""
 
     buffer: int
     spec: TensorSpec | None = None
+    offset: Dim = 0
+
+    def at(self, values: Mapping[str, int]) -> TensorArgument:
+        """The argument for values of the size symbols, by name."""
+        if self.spec is None:
+            return self
+        return replace(self, spec=self.spec.at(values), offset=evaluate(self.offset, values))
 
 
 class Step(ABC):
@@ -60,6 +68,11 @@ class Step(ABC):
     def returned(self) -> tuple[int, ...]:
         """Buffers that it fills with a new tensor in each call; nothing else writes them."""
         return ()
+
+    @property
+    def forms(self) -> Mapping[int, TensorSpec]:
+        """The sizes and strides with which it returns some of these, where they are not the buffer's own: the memory is shared."""
+        return {}
 
     @property
     def in_python(self) -> InPython | None:
@@ -206,8 +219,9 @@ OperatorArgument = (
     | tuple["OperatorArgument", ...]
 )
 
-# A result of an operator: a buffer, None where nobody reads it, or a tuple of these where the schema returns a list.
-OperatorResult = int | None | tuple[int | None, ...]
+# A result of an operator: a buffer, with the form in which the operator returns it where the buffer has another; None where nobody reads it; or
+# a tuple of buffers where the schema returns a list.
+OperatorResult = int | TensorArgument | None | tuple[int | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +252,25 @@ class OperatorCall(Step):
         return tuple(r for result in self.results for r in _flat(result) if r is not None)
 
     @property
+    def forms(self) -> Mapping[int, TensorSpec]:
+        """In which form results are returned, by buffer, where it is not the buffer's."""
+        return {r.buffer: r.spec for r in self.results if isinstance(r, TensorArgument) and r.spec is not None}
+
+    @property
+    def sizes_used(self) -> tuple[Dim, ...]:
+        of_tensors = ((*t.spec.shape, *t.spec.strides, t.offset) for t in self.tensors if t.spec is not None)
+        return tuple(size for sizes in of_tensors for size in sizes)
+
+    def at(self, values: Mapping[str, int]) -> OperatorCall:
+        def argument(item: OperatorArgument) -> OperatorArgument:
+            if isinstance(item, TensorArgument):
+                return item.at(values)
+            return tuple(map(argument, item)) if isinstance(item, tuple) else item
+
+        results = tuple(r.at(values) if isinstance(r, TensorArgument) else r for r in self.results)
+        return replace(self, arguments=tuple(map(argument, self.arguments)), results=results)
+
+    @property
     def in_python(self) -> InPython | None:
         if is_native(self.name, self.overload, self.arguments, self.results):
             return None
@@ -252,6 +285,8 @@ class OperatorCall(Step):
         def result(item: OperatorResult) -> OperatorResult:
             if isinstance(item, tuple):
                 return tuple(None if buffer is None else memory(buffer) for buffer in item)
+            if isinstance(item, TensorArgument):
+                return memory(item.buffer)
             return None if item is None else memory(item)
 
         return replace(self, arguments=tuple(map(argument, self.arguments)), results=tuple(map(result, self.results)))
@@ -501,4 +536,6 @@ def _tensors(arguments: Sequence[OperatorArgument]) -> Sequence[TensorArgument]:
 
 
 def _flat(result: OperatorResult) -> tuple[int | None, ...]:
-    return result if isinstance(result, tuple) else (result,)
+    if isinstance(result, tuple):
+        return result
+    return (result.buffer if isinstance(result, TensorArgument) else result,)

@@ -159,6 +159,14 @@ class AttentionKernel(Kernel):
     accumulator: Buffer
     stores: tuple[Store, ...] = field(default=())
 
+    @property
+    def multiply_adds(self) -> float:
+        return (
+            _points(self.domain[:3])
+            * size_hint(self.k_vars[2].extent)
+            * (_points(self.q_vars[3:]) + _points(self.domain[3:]))
+        )
+
 
 def _points(variables: tuple[LoopVar, ...]) -> float:
     return math.prod(float(size_hint(variable.extent)) for variable in variables)

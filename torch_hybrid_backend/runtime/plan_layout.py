@@ -37,7 +37,7 @@ from torch_hybrid_backend.runtime.native.description import (
     TitledSteps,
     ValueKind,
 )
-from torch_hybrid_backend.sizes.size import Size
+from torch_hybrid_backend.sizes.size import Size, known_int
 
 # Fewer launches are no graph. A launch takes 1.3 us on an H100 (meta-pytorch/tritonbench, pull request 1016), a graph of any number in a row
 # 2.5 us (NVIDIA, "Constant Time Launch for Straight-Line CUDA Graphs", 2024); neither was measured here.
@@ -133,6 +133,7 @@ class _Draft:
     root: int
     escapes: bool = False
     named: bool = False  # it is a value of the graph: its spec stays
+    offset: int = 0  # elements before its first one, of an alias or a constant
 
 
 class _Builder:
@@ -168,16 +169,20 @@ class _Builder:
 
     def _add_program(self, piece: Piece, program: Program, output_specs: Sequence[TensorSpec]) -> None:
         local: dict[int, int] = {}  # buffer of the program -> value
-        # Each call hands these over as they are: of a constant that is borrowed the plan knows only the address.
-        as_tensors = {tensor.buffer for step in program.steps for tensor in step.tensors}
+        # Each call hands these over as they are: a callback gets the very tensor.
+        as_tensors = {t.buffer for step in program.steps if step.in_python is not None for t in step.tensors}
         for name, spec, buffer in zip(piece.inputs, piece.input_specs, program.inputs, strict=True):
             if buffer >= 0 and buffer not in local:
                 given = buffer in program.outputs or buffer in as_tensors
                 local[buffer] = self._for_kernels(name, _static(spec, name), program.buffers[buffer], given)
         for constant in program.constants:
             local[constant.buffer] = self._packed(piece, constant, program.buffers[constant.buffer])
-        for buffer in (buffer for step in program.steps for buffer in step.returned):
-            local[buffer] = self._new(ValueKind.RETURNED, 0, _static(program.buffers[buffer], f"buffer {buffer}"))
+        for step in program.steps:
+            for buffer in step.returned:
+                spec = _static(program.buffers[buffer], f"buffer {buffer}")
+                form = _static(step.forms.get(buffer, spec), f"buffer {buffer}")
+                value = self._new(ValueKind.RETURNED, 0, form)
+                local[buffer] = value if form == spec else self._alias(value, spec)
         for step in program.steps:
             for buffer in (*step.memory, *(tensor.buffer for tensor in step.tensors)):
                 if buffer not in local:
@@ -198,18 +203,19 @@ class _Builder:
             value = local[argument.buffer]
             self._escape(value)
             if argument.spec is not None:
-                return self._alias(value, argument.spec)
+                return self._alias(value, argument.spec, known_int(argument.offset))
             self._drafts[value].named = True  # what reads it as it is expects its own sizes and strides
             return value
 
+        returned = {buffer: self._drafts[local[buffer]].root for buffer in step.returned}
         self._from_programs.append(len(self._steps))
         if (function := step.in_python) is not None:
             reads = tuple(map(tensor, step.tensors))
             number = self._pieces + len(self._functions)
             self._functions.append(function)
-            self._steps.append(PlanStep(Callback(number, reads, tuple(local[b] for b in step.returned))))
+            self._steps.append(PlanStep(Callback(number, reads, tuple(returned[b] for b in step.returned))))
             return
-        self._steps.append(PlanStep(step.over(local.__getitem__, tensor), device))
+        self._steps.append(PlanStep(step.over({**local, **returned}.__getitem__, tensor), device))
 
     def finish(self, outputs: Sequence[str], *, graphs: bool) -> StaticLayout:
         numbers = []
@@ -220,7 +226,7 @@ class _Builder:
             if draft.kind is None and draft.escapes:
                 draft.kind = ValueKind.FRESH
         arenas = self._place_in_arenas()
-        values = tuple(PlanValue(_placed(draft), draft.payload, draft.spec) for draft in self._drafts)
+        values = tuple(PlanValue(_placed(draft), draft.payload, draft.spec, draft.offset) for draft in self._drafts)
         # After their memory is planned, launch by launch: a graph is no step that all of it must outlive.
         steps, positions = _with_graphs(self._steps) if graphs else (self._steps, range(len(self._steps) + 1))
         return StaticLayout(
@@ -266,12 +272,18 @@ class _Builder:
         self._drafts.append(_Draft(kind, payload, spec, len(self._drafts) if root is None else root))
         return len(self._drafts) - 1
 
-    def _alias(self, value: int, spec: TensorSpec) -> int:
+    def _alias(self, value: int, spec: TensorSpec, offset: int = 0) -> int:
+        offset += self._drafts[value].offset
         root = self._drafts[value].root
         shared = self._drafts[root].spec
-        if spec.dtype != shared.dtype or spec.span > shared.span:
-            raise HybridError(f"{spec} cannot share the memory of {shared}")
-        return self._new(ValueKind.ALIAS, root, spec, root)
+        if spec.dtype != shared.dtype or offset - self._drafts[root].offset + spec.span > shared.span:
+            raise HybridError(f"{spec} cannot share the memory of {shared}, from element {offset} on")
+        if self._drafts[root].kind is ValueKind.CONSTANT:  # in each call a tensor of its own over the same memory
+            made = self._new(ValueKind.CONSTANT, self._drafts[root].payload, spec)
+        else:
+            made = self._new(ValueKind.ALIAS, root, spec, root)
+        self._drafts[made].offset = offset
+        return made
 
     def _escape(self, value: int) -> None:
         self._drafts[self._drafts[value].root].escapes = True

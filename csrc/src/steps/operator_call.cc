@@ -1,3 +1,4 @@
+#include <dlfcn.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/stableivalue_conversions.h>
 
@@ -90,6 +91,105 @@ Argument ReadArgument(const Json& description, PlanParts& plan, std::vector<size
   throw std::runtime_error("operators take no argument of the kind \"" + kind + "\"");
 }
 
+// A call by one of AOTInductor's C functions: for what the dispatcher's C interface cannot pass
+// (Scalars), or returns wrongly (tensors among numbers). Gives the results of the schema that are
+// tensors, and an undefined one for each that is a number.
+class Shim {
+ public:
+  using Tensors = std::vector<Tensor>;
+  using Call = Tensors (*)(void* function, const std::vector<Argument>& arguments,
+                           const RunContext& context);
+
+  // The one of that operator on the device; none (false) for an operator that needs none. Throws
+  // where this torch does not have it.
+  static Shim Find(const std::string& name, const Device& device);
+
+  explicit operator bool() const { return call_ != nullptr; }
+  Tensors Run(const std::vector<Argument>& arguments, const RunContext& context) const {
+    return call_(function_, arguments, context);
+  }
+
+ private:
+  void* function_ = nullptr;
+  Call call_ = nullptr;
+};
+
+AtenTensorHandle HandleOf(const Argument& argument, const RunContext& context) {
+  return context.values.TensorOf(context.frame, std::get<TensorOf>(argument.value).value).get();
+}
+
+const Argument* Optional(const Argument& argument) {
+  const auto* some = std::get_if<Some>(&argument.value);
+  return some == nullptr ? nullptr : some->value.data();
+}
+
+// (self, mat1, mat2, beta, alpha, use_gelu) -> result
+Shim::Tensors AddmmActivation(void* function, const std::vector<Argument>& arguments,
+                              const RunContext& context) {
+  using Function = AOTITorchError (*)(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, double,
+                                      double, int32_t, AtenTensorHandle*);
+  AtenTensorHandle result = nullptr;
+  TORCH_ERROR_CODE_CHECK(reinterpret_cast<Function>(function)(
+      HandleOf(arguments.at(0), context), HandleOf(arguments.at(1), context),
+      HandleOf(arguments.at(2), context), std::get<double>(arguments.at(3).value),
+      std::get<double>(arguments.at(4).value), std::get<bool>(arguments.at(5).value), &result));
+  return {Tensor(result)};
+}
+
+// (query, key, value, attn_bias, compute_log_sumexp, dropout_p, is_causal, return_debug_mask,
+// scale) -> (output, log_sumexp, 2 tensors, 2 numbers, 3 tensors)
+Shim::Tensors CudnnAttention(void* function, const std::vector<Argument>& arguments,
+                             const RunContext& context) {
+  using Function =
+      AOTITorchError (*)(AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*,
+                         int32_t, double, int32_t, int32_t, double*, AtenTensorHandle*,
+                         AtenTensorHandle*, AtenTensorHandle*, AtenTensorHandle*, int64_t*,
+                         int64_t*, AtenTensorHandle*, AtenTensorHandle*, AtenTensorHandle*);
+  const Argument* const given_bias = Optional(arguments.at(3));
+  AtenTensorHandle bias = given_bias == nullptr ? nullptr : HandleOf(*given_bias, context);
+  const Argument* const given_scale = Optional(arguments.at(8));
+  double scale = given_scale == nullptr ? 0 : std::get<double>(given_scale->value);
+  AtenTensorHandle results[9] = {};
+  int64_t numbers[2] = {};
+  TORCH_ERROR_CODE_CHECK(reinterpret_cast<Function>(function)(
+      HandleOf(arguments.at(0), context), HandleOf(arguments.at(1), context),
+      HandleOf(arguments.at(2), context), given_bias == nullptr ? nullptr : &bias,
+      std::get<bool>(arguments.at(4).value), std::get<double>(arguments.at(5).value),
+      std::get<bool>(arguments.at(6).value), std::get<bool>(arguments.at(7).value),
+      given_scale == nullptr ? nullptr : &scale, &results[0], &results[1], &results[2], &results[3],
+      &numbers[0], &numbers[1], &results[6], &results[7], &results[8]));
+  Shim::Tensors tensors;
+  for (AtenTensorHandle result : results)
+    tensors.push_back(result == nullptr ? Tensor() : Tensor(result));
+  return tensors;
+}
+
+// As core/operator_schema.py has them (BY_C_FUNCTION).
+constexpr std::pair<std::string_view, Shim::Call> kShims[] = {
+    {"aten::_addmm_activation", &AddmmActivation},
+    {"aten::_scaled_dot_product_cudnn_attention", &CudnnAttention}};
+
+Shim Shim::Find(const std::string& name, const Device& device) {
+  Shim shim;
+  for (const auto& [known, call] : kShims) {
+    if (known != name) continue;
+    const std::string kind = device.IsCuda() ? "cuda" : "cpu";
+    const std::string symbol = "aoti_torch_" + kind + "_" + name.substr(name.rfind(':') + 1);
+    shim.function_ = dlsym(RTLD_DEFAULT, symbol.c_str());
+    if (shim.function_ == nullptr) {
+      // torch opens its libraries where RTLD_DEFAULT does not look.
+      if (void* library = dlopen(("libtorch_" + kind + ".so").c_str(), RTLD_NOLOAD | RTLD_LAZY)) {
+        shim.function_ = dlsym(library, symbol.c_str());
+        dlclose(library);  // PyTorch keeps it
+      }
+    }
+    if (shim.function_ == nullptr)
+      throw std::runtime_error("this torch has no C function for " + name + " (" + symbol + ")");
+    shim.call_ = call;
+  }
+  return shim;
+}
+
 // How the results of the schema become values: one tensor each, or a list of them. A tensor that
 // nobody reads, or that the operator leaves undefined, has no value.
 struct Result {
@@ -101,10 +201,11 @@ struct Result {
 // the caller's stream, its results new tensors.
 class OperatorCall final : public Step {
  public:
-  OperatorCall(std::string name, std::string overload, std::vector<Argument> arguments,
+  OperatorCall(std::string name, std::string overload, Shim shim, std::vector<Argument> arguments,
                std::vector<size_t> tensors, std::vector<Result> results)
       : name_(std::move(name)),
         overload_(std::move(overload)),
+        shim_(shim),
         arguments_(std::move(arguments)),
         results_(std::move(results)),
         touched_(std::move(tensors)) {
@@ -121,6 +222,14 @@ class OperatorCall final : public Step {
   std::vector<size_t> Touched() const override { return touched_; }
 
   bool Run(const RunContext& context) const override {
+    if (shim_) {
+      Shim::Tensors tensors = shim_.Run(arguments_, context);
+      for (size_t i = 0; i < results_.size(); ++i) {
+        std::vector<Tensor> one{std::move(tensors.at(i))};
+        Receive(context, results_[i], one);
+      }
+      return true;
+    }
     std::vector<StableIValue> stack;
     stack.reserve(std::max(arguments_.size(), results_.size()));
     for (const Argument& argument : arguments_) stack.push_back(Stable(argument, context));
@@ -180,6 +289,7 @@ class OperatorCall final : public Step {
 
   const std::string name_;
   const std::string overload_;
+  const Shim shim_;
   const std::vector<Argument> arguments_;
   const std::vector<Result> results_;
   std::vector<size_t> touched_;
@@ -210,8 +320,9 @@ std::unique_ptr<Step> MakeOperatorCall(const Json& description, PlanParts& plan)
     for (const Json& value : result.AsList())
       results.back().values.push_back(ReadResult(value, plan));
   }
-  return std::make_unique<OperatorCall>(description["name"].AsString(),
-                                        description["overload"].AsString(), std::move(arguments),
+  const std::string& name = description["name"].AsString();
+  return std::make_unique<OperatorCall>(name, description["overload"].AsString(),
+                                        Shim::Find(name, plan.device), std::move(arguments),
                                         std::move(tensors), std::move(results));
 }
 

@@ -45,11 +45,15 @@ def kernels_of(
 
 
 def compiled(
-    folder: Path, function: Callable[..., torch.Tensor], *inputs: torch.Tensor, target: Target = HOPPER
+    folder: Path,
+    function: Callable[..., torch.Tensor],
+    *inputs: torch.Tensor,
+    target: Target = HOPPER,
+    operators: bool = False,
 ) -> tuple[KernelRegion, list[torch.Tensor]]:
-    """The function's one region, compiled for `target`, and what it takes of the inputs."""
+    """The function's one region, compiled for `target`, and what it takes of the inputs; `operators`: with ATen's where it may."""
     config = dataclasses.replace(Config(), placement="estimate")
-    engine = KernelEngine(TritonBackend(target), config, services(folder))
+    engine = KernelEngine(TritonBackend(target, operators=operators), config, services(folder))
     graph = partition_graph(trace(function, *inputs), [engine], config).graph
     (segment,) = graph.segments
     (region,) = engine.compile([segment.region], Deadline(300.0))

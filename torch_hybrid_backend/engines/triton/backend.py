@@ -22,8 +22,10 @@ from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdic
 from torch_hybrid_backend.engines.triton import compiler
 from torch_hybrid_backend.engines.triton.alternatives import alternatives
 from torch_hybrid_backend.engines.triton.artifact import read as read_artifact
+from torch_hybrid_backend.engines.triton.aten import aten_variants
 from torch_hybrid_backend.engines.triton.host_driver import HostLaunch
 from torch_hybrid_backend.engines.triton.kernels import attention_kernel, with_scores
+from torch_hybrid_backend.engines.triton.layouts import channels_last_layouts
 from torch_hybrid_backend.engines.triton.policy import DETERMINISTIC, POLICY
 from torch_hybrid_backend.engines.triton.schedules import schedule_of
 from torch_hybrid_backend.engines.triton.source import Launch
@@ -51,13 +53,17 @@ class TritonBackend:
     name: str = "triton"
     compiler: KernelCompilerModule = compiler
 
-    def __init__(self, target: Target | None = None, device: Device | None = None) -> None:
+    def __init__(
+        self, target: Target | None = None, device: Device | None = None, operators: bool | None = None
+    ) -> None:
+        """operators: ATen's take the place of kernels where they are faster; by default not of interpreted ones, which are there to be run."""
         self._target = target
         is_interpreted = target is not None and target.is_interpreted
         self.device: Device = device or (CPU if is_interpreted else Device("cuda", 0))
+        self._operators = not is_interpreted if operators is None else operators
 
     def on(self, device: Device) -> TritonBackend:
-        return TritonBackend(self._target or _target_of(device), device)
+        return TritonBackend(self._target or _target_of(device), device, self._operators)
 
     @property
     def target(self) -> Target:
@@ -93,7 +99,7 @@ class TritonBackend:
         return Prepared(with_scores(find_attention(graph)))
 
     def layouts(self, groups: Sequence[Group], fixed: Mapping[Buffer, Layout]) -> Mapping[Buffer, Layout]:
-        return row_major(groups, fixed)
+        return channels_last_layouts(groups, fixed, self.target) if self._operators else row_major(groups, fixed)
 
     def anchor(self, anchor: Anchor) -> Kernel:
         if isinstance(anchor.op, ScoredAttentionOp | AttentionGradientOp):
@@ -104,7 +110,8 @@ class TritonBackend:
         return [part for kernel in kernels for part in split(kernel, self.target)]
 
     def alternatives(self, kernel: Kernel, constants: Mapping[Buffer, Packed]) -> Sequence[Variant]:
-        return alternatives(kernel, self.target)
+        operators = aten_variants(kernel, self.target) if self._operators else ()
+        return (*operators, *alternatives(kernel, self.target))
 
     def step(self, kernel: Kernel, artifact: Artifact, arguments: tuple[int, ...]) -> Step:
         """A launch on the GPU, or by the interpreter's driver."""

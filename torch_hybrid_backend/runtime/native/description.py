@@ -39,6 +39,7 @@ class PlanValue:
     kind: ValueKind
     payload: int
     spec: TensorSpec
+    offset: int = 0  # elements before its first one, of an alias or a constant
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,8 @@ class PlanDescription:
 
 def _value(value: PlanValue) -> tuple[Any, ...]:
     spec = value.spec
-    return (value.kind, value.payload, spec.dtype, spec.shape, spec.strides, str(spec.device))
+    described = (value.kind, value.payload, spec.dtype, spec.shape, spec.strides, str(spec.device))
+    return (*described, value.offset) if value.offset else described
 
 
 def _step(planned: PlanStep, opened: Callable[[str, str], str]) -> dict[str, Any]:

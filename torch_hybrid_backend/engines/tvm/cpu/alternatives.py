@@ -102,7 +102,7 @@ def onednn(
     found = (
         onednn_convolution(kernel, weight) if isinstance(kernel, PackedConvKernel) else onednn_linear(kernel, weight)
     )
-    return [Variant("onednn", found.kernels, (found.packed,), is_exact=False, is_operator=True)] if found else []
+    return [Variant("onednn", found.kernels, (found.packed,), is_exact=False, is_probed=True)] if found else []
 
 
 # The estimates of `winograd_gains` are right within a quarter for most layers (docs/performance.md).
