@@ -25,9 +25,7 @@ _FEW = 4  # channels of a group, or of its result: with more of them a matrix pr
 _MOST_TERMS = 128  # taps by channels
 _MOST_UNROLLED = 25  # of them: with more their loads, all made ahead, have no registers
 _CHANNELS = 64  # of a program, where they lie side by side
-_ELEMENTS = (
-    4096  # of a program there: each thread has several points of the same channels, and reads their weights once
-)
+_ELEMENTS = 4096  # of a program there: each thread reads the weights of its channels once for several points
 _FEWEST_ELEMENTS = 256
 
 
