@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_hybrid_backend.engines.triton.artifact import Header, read, write
+from torch_hybrid_backend.engines.triton.artifact import Header, header_at, read, write
 from torch_hybrid_backend.errors import CacheError
 
 _HEADER = Header("def kernel(): ...", "kernel", {"x": "*fp32"}, {"BLOCK": 128}, 128, 4096)
@@ -30,3 +30,13 @@ def test_damaged_files_are_refused(damage, tmp_path: Path) -> None:  # type: ign
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(CacheError, match="no artifact of the Triton engine"):
         read(path)
+
+
+def test_without_machine_code_an_image_begins_with_the_header(tmp_path: Path) -> None:
+    """As a driver sees it, which is told where an image begins: as far as the first zero."""
+    path = tmp_path / "a.kernel"
+    write(path, _HEADER)
+    assert header_at(path.read_bytes().split(b"\0")[0]) == _HEADER
+    for other in (b"", b"\x7fELF", b"[]", b'{"text": "no more"}'):
+        with pytest.raises(CacheError, match="no kernel for Triton's interpreter"):
+            header_at(other)
