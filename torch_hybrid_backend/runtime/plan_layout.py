@@ -39,8 +39,8 @@ from torch_hybrid_backend.runtime.native.description import (
 )
 from torch_hybrid_backend.sizes.size import Size, known_int
 
-# Fewer launches are no graph. A launch takes 1.3 us on an H100 (meta-pytorch/tritonbench, pull request 1016), a graph of any number in a row
-# 2.5 us (NVIDIA, "Constant Time Launch for Straight-Line CUDA Graphs", 2024); neither was measured here.
+# Fewer launches are no graph. A launch takes the host 1.3 us (H100; meta-pytorch/tritonbench, pull request 1016), a graph of any number in a
+# row 2.5 us (Ampere; NVIDIA, "Constant Time Launch for Straight-Line CUDA Graphs", 2024). Neither was measured here.
 FEWEST_LAUNCHES = 3
 
 
