@@ -45,6 +45,15 @@ class CudaFunction {
   void* function_ = nullptr;
 };
 
+// The calling thread is in a device's primary context as long as it lives.
+class InPrimaryContext {
+ public:
+  explicit InPrimaryContext(int32_t device);
+
+ private:
+  std::shared_ptr<void> inside_;
+};
+
 }  // namespace torch_hybrid_backend
 
 #endif  // TORCH_HYBRID_BACKEND_CUDA_DRIVER_H_

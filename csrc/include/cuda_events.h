@@ -19,7 +19,8 @@ namespace torch_hybrid_backend {
 
 class CudaEvents {
  public:
-  explicit CudaEvents(void* stream) : stream_(stream) {}
+  // `stream`: of that GPU.
+  CudaEvents(int32_t device, void* stream) : device_(device), stream_(stream) {}
   CudaEvents(const CudaEvents&) = delete;
   CudaEvents& operator=(const CudaEvents&) = delete;
   ~CudaEvents();
@@ -30,6 +31,7 @@ class CudaEvents {
   std::vector<int64_t> Nanoseconds() const;
 
  private:
+  int32_t device_;
   void* stream_;
   std::vector<void*> events_;
 };

@@ -175,4 +175,10 @@ void CudaFunction::Launch(const std::array<uint32_t, 3>& grid, uint32_t threads,
   if (status != 0) Check(status, "launching a kernel");
 }
 
+InPrimaryContext::InPrimaryContext(int32_t device) {
+  Modules& modules = AllModules();
+  const std::lock_guard<std::mutex> lock(modules.mutex);
+  inside_ = std::make_shared<InContext>(ContextOf(modules, device));
+}
+
 }  // namespace torch_hybrid_backend

@@ -6,6 +6,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "cuda_driver.h"
+
 namespace torch_hybrid_backend {
 namespace {
 
@@ -55,6 +57,7 @@ CudaEvents::~CudaEvents() {
 }
 
 void CudaEvents::Mark() {
+  const InPrimaryContext inside(device_);  // an event is of the thread's
   void* event = nullptr;
   Check(Driver().create(&event, 0), "making an event");
   events_.push_back(event);
@@ -64,6 +67,7 @@ void CudaEvents::Mark() {
 std::vector<int64_t> CudaEvents::Nanoseconds() const {
   std::vector<int64_t> spent;
   if (events_.empty()) return spent;
+  const InPrimaryContext inside(device_);
   Check(Driver().synchronize(events_.back()), "waiting for an event");
   for (size_t i = 1; i < events_.size(); ++i) {
     float milliseconds = 0;

@@ -97,7 +97,8 @@ std::vector<int64_t> Plan::Time(int64_t key, const Binding& binding,
   const auto elsewhere = std::find_if(steps_.begin(), steps_.end(),
                                       [](const PlannedStep& step) { return step.device.IsCuda(); });
   std::optional<CudaEvents> events;
-  if (elsewhere != steps_.end()) events.emplace(CurrentStream(elsewhere->device));
+  if (elsewhere != steps_.end())
+    events.emplace(elsewhere->device.index, CurrentStream(elsewhere->device));
   if (events) events->Mark();
   for (const PlannedStep& step : steps_) {
     const auto start = std::chrono::steady_clock::now();
