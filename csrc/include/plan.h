@@ -4,9 +4,7 @@
 // runtime/native/description.py writes:
 //
 //   {"version": 1,
-//    "values": [[kind, payload, dtype, sizes, strides, device, offset], ...],      an offset of 0
-//    is
-//                                                                                 left out
+//    "values": [[kind, payload, dtype, sizes, strides, device, offset], ...],   no offset: 0
 //    "steps": [{"kind": ..., ...}, ...],        in order of execution; see src/steps/
 //    "ranges": [[first step, name], ...],       what profilers show steps as
 //    "arenas": [[device, bytes], ...],

@@ -55,8 +55,8 @@ struct Value {
   Layout layout;
   int64_t span;  // == layout.Span(), at a fixed address: DLTensors point at it as their shape
   size_t root;   // the value whose memory it is; itself unless it is an alias
-  int64_t
-      offset;  // elements before its first one: of an alias in its root, of a constant in its slot
+  // Elements before its first one: of an alias in its root, of a constant in its slot.
+  int64_t offset;
   // Whether a step is given its address. Which device other values really are on, where it is not
   // the CPU, is for the operators that read them to find out: it is not always known before the
   // call (attention's random seed is on the CPU or on the GPU, whatever its fake tensor says).

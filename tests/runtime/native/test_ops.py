@@ -210,7 +210,22 @@ def test_operators_read_constants_and_are_read_by_kernels(kernels: str) -> None:
     [result] = plan.run(Binding(plan, Guard([]), {0: packed}, {}), [x])
     torch.testing.assert_close(result, (2 * x @ weight.t()).flatten())
     with pytest.raises(HybridError, match="constant slot 0 is borrowed"):
-        plan.run(Binding(plan, Guard([]), {}, {0: weight.data_ptr()}), [x])
+        plan.run(Binding(plan, Guard([]), {}, {0: 0}), [x])
+
+
+def test_operators_read_borrowed_constants_where_they_lie() -> None:
+    """A tensor is made over the address of each binding, with the sizes and strides that the plan has for it."""
+    draft = Draft()
+    given = draft.add_value(ValueKind.INPUT, 0, F32, [4, 32], [32, 1])
+    constant = draft.add_value(ValueKind.CONSTANT, 0, F32, [8, 32], [1, 8])
+    product = draft.add_value(ValueKind.RETURNED, 0, F32, [4, 8], [8, 1])
+    arguments = (TensorArgument(given), TensorArgument(constant), None)
+    draft.add(OperatorCall("aten::linear", arguments, (product,), "linear"))
+    plan = draft.seal(1, 1, 0, [product])
+    x, weights = torch.randn(4, 32), [torch.randn(32, 8) for _ in range(2)]
+    for weight in (*weights, *weights):
+        [result] = plan.run(Binding(plan, Guard([]), {}, {0: weight.data_ptr()}), [x])
+        torch.testing.assert_close(result, x @ weight)
 
 
 def test_operators_that_fail_say_so() -> None:

@@ -404,9 +404,8 @@ def _convolutions(kernel: ConvKernel, target: Target) -> list[Variant]:
                 added = () if z is None else (z, None)
                 arguments = (x, w, *added, bias, *settings, kernel.groups)
                 found.append(made.variant(name, arguments, kernel.domain, epilogue, order))
-    return found[
-        ::-1
-    ]  # cuDNN's fused ones are slow for some shapes (pytorch/pytorch issue 68506): they have to win by the clock
+    # cuDNN's fused ones are slow for some shapes (pytorch/pytorch issue 68506): they come last, and have to win by the clock.
+    return found[::-1]
 
 
 def _is_symmetric(kernel: ConvKernel) -> bool:
@@ -474,11 +473,8 @@ def _attentions(kernel: AttentionKernel, target: Target) -> list[Variant]:
         name: str, settings: Callable[[Operand | None], tuple[Operand | float | bool | None, ...]], results: int
     ) -> Variant:
         made = _Call(kernel, dtype)
-        operands = (
-            made.operand(value, variables, lambda x: x.strides[-1] == 1)
-            for value, variables in ((kernel.q, kernel.q_vars), (kernel.k, kernel.k_vars), (kernel.v, kernel.v_vars))
-        )
-        q, k, v = operands
+        given = ((kernel.q, kernel.q_vars), (kernel.k, kernel.k_vars), (kernel.v, kernel.v_vars))
+        q, k, v = (made.operand(value, variables, lambda x: x.strides[-1] == 1) for value, variables in given)
         mask = None if kernel.mask is None else made.operand(kernel.mask, kernel.mask_vars)
         return made.variant(name, (q, k, v, *settings(mask)), kernel.domain, epilogue, (0, 2, 1, 3), results)
 
@@ -495,9 +491,10 @@ def _attentions(kernel: AttentionKernel, target: Target) -> list[Variant]:
         found.append(
             variant("_scaled_dot_product_cudnn_attention", lambda mask: (mask, False, 0.0, causal, False, scale), 9)
         )
-    if (
-        kernel.mask is None and allowed.flash_sdp_enabled() and allowed.mem_efficient_sdp_enabled()
-    ):  # else it is ATen's choice
+    is_flash = (
+        kernel.mask is None and allowed.flash_sdp_enabled()
+    )  # which ATen then chooses; else the next one is its choice
+    if is_flash and allowed.mem_efficient_sdp_enabled():
         found.append(
             variant("_scaled_dot_product_efficient_attention", lambda mask: (mask, False, 0.0, causal, scale), 4)
         )

@@ -41,7 +41,7 @@ from torch_hybrid_backend.loops.policy import FusionPolicy
 from torch_hybrid_backend.machine import float32_precision
 from torch_hybrid_backend.sizes.size import symbol
 
-# What a launch hands to a kernel besides its own parameters is Triton's to change: it did between 3.4 and 3.6. These have been compiled with.
+# What a launch hands to a kernel besides its own parameters is Triton's to change, and it has. With these kernels have been compiled.
 _FIRST_VERSION, _END_VERSION = (3, 6), (3, 8)
 _VERSIONS = "triton>=3.6,<3.8"
 _LEAST_CAPABILITY = 80  # bfloat16, asynchronous copies and TF32 begin there
