@@ -22,7 +22,7 @@ from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdic
 from torch_hybrid_backend.engines.triton import compiler
 from torch_hybrid_backend.engines.triton.artifact import read as read_artifact
 from torch_hybrid_backend.engines.triton.interpreted import InterpretedLaunch
-from torch_hybrid_backend.engines.triton.kernels import FlashKernel, attention_kernel, with_scores
+from torch_hybrid_backend.engines.triton.kernels import FlashKernel, attention_kernel, split_along_keys, with_scores
 from torch_hybrid_backend.engines.triton.policy import POLICY
 from torch_hybrid_backend.engines.triton.schedules import attention, schedule_of
 from torch_hybrid_backend.engines.triton.source import Launch
@@ -83,7 +83,10 @@ class TritonBackend:
         return kernels
 
     def alternatives(self, kernel: Kernel, constants: Mapping[Buffer, Packed]) -> Sequence[Variant]:
-        return attention.alternatives(kernel, self.target) if isinstance(kernel, FlashKernel) else ()
+        parts = attention.parts_of_keys(kernel, self.target) if isinstance(kernel, FlashKernel) else 1
+        if not isinstance(kernel, FlashKernel) or parts == 1:
+            return ()
+        return (Variant(f"keys in {parts} parts", split_along_keys(kernel, parts), is_preferred=True, cost=1 / parts),)
 
     def step(self, kernel: Kernel, artifact: Artifact, arguments: tuple[int, ...]) -> Step:
         """A launch on the GPU, or by the interpreter."""
