@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +13,8 @@ from tests.partition.engines_for_tests import FakeEngine, trace
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.loops.fusion import fuse
 from torch_hybrid_backend.loops.graph import LoopGraph, lower_region
-from torch_hybrid_backend.loops.ir import ConvOp, Map, ReduceOp, ScanOp
+from torch_hybrid_backend.loops.ir import AttentionOp, ConvOp, Map, MapOp, ReduceOp, ScanOp
+from torch_hybrid_backend.loops.lowering import Refuse
 from torch_hybrid_backend.loops.policy import Abilities, FusionPolicy
 from torch_hybrid_backend.partition.regions import partition_graph
 
@@ -108,3 +110,50 @@ def test_scans_are_operations_of_their_own() -> None:
     graph = _graph(lambda x: aten.exp.default(aten.cumsum.default(aten.tanh.default(x), 1)), scanning, x)
     (group,) = fuse(graph, scanning)
     assert [member.role for member in group.members] == ["scan", "full"]
+
+
+@pytest.mark.parametrize(("gathers", "operations"), [(True, 1), (False, 3)])
+def test_attention_reads_what_is_picked_and_computes_its_mask(gathers: bool, operations: int) -> None:
+    """Keys picked by an index, and a mask from positions: read and computed in attention, or given memory first."""
+
+    def fn(q: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        keys = aten.index_select.default(cache, 2, table)
+        seen = aten.le.Tensor(torch.arange(6), aten.unsqueeze.default(position, 1))
+        mask = aten.where.self(seen, torch.zeros(()), torch.full((), -math.inf))
+        first = aten._scaled_dot_product_flash_attention_for_cpu.default(q, keys, keys, attn_mask=mask)[0]
+        return aten._scaled_dot_product_flash_attention_for_cpu.default(first, keys, keys, attn_mask=mask)[0]
+
+    policy = dataclasses.replace(GENEROUS, gathers_in_attention=gathers)
+    inputs = (torch.randn(1, 2, 3, 8), torch.randn(1, 2, 9, 8), torch.arange(6), torch.arange(3))
+    ops = _graph(fn, policy, *inputs).ops
+    assert len([op for op in ops if isinstance(op, AttentionOp)]) == 2
+    assert len(ops) == 1 + operations
+
+
+def test_a_mask_that_is_dear_gets_memory() -> None:
+    """It is computed once for all that read it, whatever the policy says of cheap ones."""
+
+    def fn(q: torch.Tensor, distances: torch.Tensor) -> torch.Tensor:
+        mask = _chain(_chain(distances))
+        first = aten._scaled_dot_product_flash_attention_for_cpu.default(q, q, q, attn_mask=mask)[0]
+        return aten._scaled_dot_product_flash_attention_for_cpu.default(first, q, q, attn_mask=mask)[0]
+
+    policy = dataclasses.replace(GENEROUS, gathers_in_attention=True)
+    ops = _graph(fn, policy, torch.randn(1, 2, 5, 8), torch.randn(5, 5)).ops
+    assert [type(op) for op in ops] == [MapOp, AttentionOp, AttentionOp]
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_attention_writes_its_log_sum_exp(takes: bool) -> None:
+    """Where that is read and the policy takes it; else the operator is refused."""
+    policy = dataclasses.replace(GENEROUS, abilities=Abilities(attention_gradients=takes))
+
+    def fn(q: torch.Tensor) -> torch.Tensor:
+        return aten._scaled_dot_product_flash_attention_for_cpu.default(q, q, q)[1]
+
+    if not takes:
+        with pytest.raises(Refuse, match="log-sum-exp"):
+            _graph(fn, policy, torch.randn(1, 2, 5, 8))
+        return
+    (op,) = (op for op in _graph(fn, policy, torch.randn(1, 2, 5, 8)).ops if isinstance(op, AttentionOp))
+    assert op.outs == (op.out, op.log_sum_exp)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from torch_hybrid_backend.codegen.variants import Variant
-from torch_hybrid_backend.engines.triton.kernels import FlashKernel
+from torch_hybrid_backend.engines.triton.kernels import FlashKernel, split_along_keys
 from torch_hybrid_backend.engines.triton.schedules import attention, convolution, depthwise, matmul
 from torch_hybrid_backend.engines.triton.schedules.tilings import (
     TiledConvKernel,
@@ -26,10 +26,14 @@ _MOST = 3  # beside the kernel itself
 _CERTAIN_GAIN = 1.2  # of the estimate: what is preferred to the kernel before anything is timed
 
 
-def alternatives(kernel: Kernel, target: Target) -> Sequence[Variant]:
+def alternatives(kernel: Kernel, target: Target) -> list[Variant]:
     """The other ways of computing a kernel, best estimate first: the best of each shape of tile."""
     if isinstance(kernel, FlashKernel):
-        return attention.alternatives(kernel, target)
+        parts = attention.parts_of_keys(kernel, target)
+        if parts == 1:
+            return []
+        shared = split_along_keys(kernel, parts)
+        return [Variant(f"keys in {parts} parts", shared, is_preferred=True, cost=1 / parts)]
     if isinstance(kernel, MatMulKernel):
         own, work = matmul.tiling_of(kernel, target), matmul.work_of(kernel, target)
     elif isinstance(kernel, ConvKernel) and not depthwise.serves(kernel):

@@ -23,6 +23,7 @@ import torch
 from torch_hybrid_backend.codegen.operands import Packed, StridedView
 from torch_hybrid_backend.codegen.operator_kernel import Operand, OperatorKernel
 from torch_hybrid_backend.codegen.variants import Variant
+from torch_hybrid_backend.engines.triton.kernels import FlashKernel
 from torch_hybrid_backend.engines.triton.schedules.matmul import operand_dtype
 from torch_hybrid_backend.engines.triton.target import Target
 from torch_hybrid_backend.loops.fusion import replace_loads
@@ -49,7 +50,6 @@ from torch_hybrid_backend.loops.ir import (
 )
 from torch_hybrid_backend.loops.kernels import (
     Argument,
-    AttentionKernel,
     ConvKernel,
     Kernel,
     MapKernel,
@@ -61,7 +61,7 @@ from torch_hybrid_backend.loops.lowerings import arithmetic as formula
 from torch_hybrid_backend.loops.ops import call, is_float, where
 from torch_hybrid_backend.sizes.size import Dim, known_at_most, known_int
 
-Anchored = MatMulKernel | ConvKernel | AttentionKernel
+Anchored = MatMulKernel | ConvKernel | FlashKernel
 _HALVES = ("float16", "bfloat16")
 
 
@@ -74,7 +74,7 @@ def aten_variants(kernel: Kernel, target: Target) -> list[Variant]:
             forms = _products(kernel, target)
         case ConvKernel():
             forms = _convolutions(kernel, target)
-        case AttentionKernel():
+        case FlashKernel(scale=float()):
             forms = _attentions(kernel, target)
         case _:
             return []
@@ -462,7 +462,7 @@ def _fused(
     return ("cudnn_convolution_relu" if z is None else "cudnn_convolution_add_relu"), z, bias
 
 
-def _attentions(kernel: AttentionKernel, target: Target) -> list[Variant]:
+def _attentions(kernel: FlashKernel, target: Target) -> list[Variant]:
     """ATen's own choice of a back end, and those that it does not choose though they can compute it."""
     dtype = _dtype(target, kernel, kernel.q, kernel.k, kernel.v)
     if dtype is None or (kernel.causal and kernel.mask is not None):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch_hybrid_backend.codegen.anchors import Anchor, over
-from torch_hybrid_backend.loops.graph import LoopGraph
 from torch_hybrid_backend.loops.index import LoopVar, index_of
 from torch_hybrid_backend.loops.ir import (
     AttentionGradientOp,
@@ -26,6 +25,9 @@ from torch_hybrid_backend.loops.layout import contiguous
 from torch_hybrid_backend.loops.ops import call, literal
 from torch_hybrid_backend.loops.scores import is_free_of, plain_score
 from torch_hybrid_backend.sizes.size import Dim
+
+if TYPE_CHECKING:  # its module imports torch, which worker processes do without
+    from torch_hybrid_backend.loops.graph import LoopGraph
 
 
 @dataclass(frozen=True, slots=True, eq=False)

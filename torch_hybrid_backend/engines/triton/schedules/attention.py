@@ -4,7 +4,8 @@
 - Which keys can be seen is derived from the scores' conditions (`loops/scores.py`): a causal mask, a window, a cache that is filled up to a
   position that is only known when the kernel runs. Other blocks of keys are never read, and blocks that are seen whole have no masks.
 - Heads that read the same keys are packed as rows of one tile where there are few queries.
-- Where there are fewer rows than the GPU has work for, several programs share the keys (`split_along_keys`), and a second kernel combines.
+- Where there are fewer rows than the GPU has work for, several programs share the keys, and a second kernel combines
+  (`kernels.split_along_keys`).
 
 Source: Dao, "FlashAttention-2", 2023; the running softmax: Milakov and Gimelshein, 2018; Dao, Haziza, Massa and Sizov, "Flash-Decoding", 2023.
 """
@@ -12,11 +13,10 @@ Source: Dao, "FlashAttention-2", 2023; the running softmax: Milakov and Gimelshe
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from torch_hybrid_backend.codegen.variants import Variant
 from torch_hybrid_backend.engines.triton.functions import DTYPES
-from torch_hybrid_backend.engines.triton.kernels import FlashKernel, split_along_keys
+from torch_hybrid_backend.engines.triton.kernels import FlashKernel
 from torch_hybrid_backend.engines.triton.printer import Printer, Tile, Value, literal
 from torch_hybrid_backend.engines.triton.schedules.attention_parts import (
     MIN_TILE,
@@ -75,19 +75,16 @@ def _rows(kernel: FlashKernel) -> Rows:
     return Rows(kernel, packed=size_hint(kernel.q_vars[-2].extent) <= _PACKED_QUERIES)
 
 
-def alternatives(kernel: FlashKernel, target: Target) -> Sequence[Variant]:
-    """The split along the keys, preferred where there are fewer programs than multiprocessors.
+def parts_of_keys(kernel: FlashKernel, target: Target) -> int:
+    """How many programs should share the keys of a row: several where there are fewer than multiprocessors.
 
     A log-sum-exp is written by one program alone.
     """
     if kernel.row_stores or target.has_large_tiles:
-        return ()
+        return 1
     programs = size_hint(launch(kernel, target).grid[0])
     keys = size_hint(kernel.k_vars[-2].extent)
-    parts = min(target.multiprocessors // max(1, programs), keys // _KEYS_OF_PART, _MOST_PARTS)
-    if parts < 2:
-        return ()
-    return (Variant(f"keys in {parts} parts", split_along_keys(kernel, parts), is_preferred=True, cost=1 / parts),)
+    return max(1, min(target.multiprocessors // max(1, programs), keys // _KEYS_OF_PART, _MOST_PARTS))
 
 
 def emit(kernel: FlashKernel, printer: Printer, target: Target, launch: Launch) -> None:
@@ -151,7 +148,6 @@ class _Attention:
         if kernel.split is None:
             add("head = program // down")
             return {}
-        # Programs that share keys are far apart: those of one part run together, and read the same pages of memory.
         add(f"split = program // (down * {printer.size(rows.heads.extent)})")
         add(f"head = program // down % {printer.size(rows.heads.extent)}")
         own = LoopVar("split", kernel.splits)

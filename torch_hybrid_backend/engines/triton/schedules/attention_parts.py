@@ -30,10 +30,6 @@ def padded_width(variable: LoopVar) -> int:
     return max(MIN_TILE, power_of_2(variable.extent))
 
 
-def bytes_of(dtype: str) -> int:
-    return {"float16": 2, "bfloat16": 2, "float64": 8}.get(dtype, 4)
-
-
 class Rows:
     """The queries of one program: rows of one head, or, packed, of all heads that read the same keys, one head after the other.
 
@@ -197,7 +193,8 @@ class Visit:
 
     def _loop(self, first: str, behind: str, body: Callable[[bool], None], *, whole: bool) -> None:
         with self._printer.lines.block(f"for start in range({first}, {behind}, {self._block}):"):
-            self._printer.lines.add(f"start = tl.multiple_of(start, {self._block})")
+            start = "start + tl.zeros([], tl.int64)" if self._printer.is_wide else "start"
+            self._printer.lines.add(f"start = tl.multiple_of({start}, {self._block})")
             body(whole)
 
     def is_filled(self, whole: bool) -> bool:
