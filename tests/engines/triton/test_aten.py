@@ -52,7 +52,6 @@ def check(
     """These are the steps of the function's programs, by the first, the second ... variants of its kernels, and in each the results are
     eager's, or nearer to float64's."""
     region, taken = compiled(folder, function, *inputs, target=target, operators=True)
-    backend = region.kernels.backend
     found = [list(aten_variants(kernel, target)) or [Variant("", (kernel,))] for kernel in region.kernels.kernels]
     eager = function(*inputs)
     exact = function(*(x.double() if x.is_floating_point() else x for x in inputs))
