@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 from tests.partition.engines_for_tests import trace
 from tests.services_for_tests import services
@@ -23,6 +24,11 @@ from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.partition.regions import partition_graph
 
 HOPPER = Target(90, 4, is_interpreted=True)
+
+
+def sampled(names: Iterable[str], default: Collection[str]) -> list[ParameterSet]:
+    """Parameters of a test, all of them in test-full, those of `default` always."""
+    return [pytest.param(name, marks=() if name in default else pytest.mark.full) for name in names]
 
 
 def interpret_for(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.compiling import fresh_dynamo, kernel_cache
-from tests.engines.triton.regions_for_tests import HOPPER, check, compiled, interpret_for, kernels_of
+from tests.engines.triton.regions_for_tests import HOPPER, check, compiled, interpret_for, kernels_of, sampled
 from torch_hybrid_backend.engines.triton import backend
 from torch_hybrid_backend.engines.triton.emit import emit_kernel
 from torch_hybrid_backend.engines.triton.schedules.reduction import PartKernel
@@ -43,7 +43,9 @@ _FUNCTIONS: dict[str, tuple[Function, tuple[type[object], ...]]] = {
 _COLUMNS = ("sum", "argmax", "var", "softmax")
 
 
-@pytest.mark.parametrize("name", _FUNCTIONS)
+@pytest.mark.parametrize(
+    "name", sampled(_FUNCTIONS, ("prod", "amin", "all", "argmax", "logsumexp", "layer_norm", "twice"))
+)
 def test_parts_of_rows(name: str, tmp_path: Path) -> None:
     """Of every combiner, of what is found in one pass, and of several passes; the last part is short, and its last chunk not full."""
     torch.manual_seed(0)
@@ -53,7 +55,7 @@ def test_parts_of_rows(name: str, tmp_path: Path) -> None:
     check(tmp_path, function, x, tolerance=1e-3 if name == "prod" else 5e-5)
 
 
-@pytest.mark.parametrize("name", _COLUMNS)
+@pytest.mark.parametrize("name", sampled(_COLUMNS, ("argmax", "var")))
 def test_parts_of_columns(name: str, tmp_path: Path) -> None:
     """Neighbouring columns at once, so that whole cache lines are read."""
     torch.manual_seed(0)
@@ -64,7 +66,7 @@ def test_parts_of_columns(name: str, tmp_path: Path) -> None:
     check(tmp_path, columns, x)
 
 
-@pytest.mark.parametrize("name", ["cumsum", "cumprod", "cummax", "cummin"])
+@pytest.mark.parametrize("name", sampled(("cumsum", "cumprod", "cummax", "cummin"), ("cumsum",)))
 def test_scans(name: str, tmp_path: Path) -> None:
     """Each part goes on where those before it ended, NaN and infinities included; what is computed of the results is computed there."""
     kinds = (PartKernel, RowKernel, PartKernel)
@@ -98,7 +100,9 @@ def test_whole_tensors_and_statistics_of_channels(tmp_path: Path) -> None:
     check(tmp_path, lambda x: x.var((0, 2, 3)), x.to(memory_format=torch.channels_last))
 
 
-@pytest.mark.parametrize("name", ["amax", "argmax", "argmin", "var", "logsumexp", "softmax"])
+@pytest.mark.parametrize(
+    "name", sampled(("amax", "argmax", "argmin", "var", "logsumexp", "softmax"), ("argmax", "var", "logsumexp"))
+)
 def test_nan_and_infinities(name: str, tmp_path: Path) -> None:
     """NaN in the last part, infinities in others, a row of nothing but one of them."""
     x = torch.randn(5, 40001)
@@ -138,9 +142,9 @@ def test_equal_inputs_give_equal_bits(tmp_path: Path) -> None:
 
 
 def test_a_variance_beside_a_large_mean(tmp_path: Path) -> None:
-    """One pass is as exact as float32 can tell such elements apart: a mean of 10^4, a deviation of 1, half a million of them."""
+    """One pass is as exact as float32 can tell such elements apart: a mean of 10^4, a deviation of 1, 300,000 of them."""
     torch.manual_seed(0)
-    check(tmp_path, lambda x: x.var(-1), 1e4 + torch.randn(1, 500_001), tolerance=2e-4)
+    check(tmp_path, lambda x: x.var(-1), 1e4 + torch.randn(1, 300_001), tolerance=2e-4)
 
 
 def test_what_is_split() -> None:
@@ -186,7 +190,7 @@ def test_sizes_known_at_run_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
     compiled_function = torch.compile(statistics, backend="hybrid", dynamic=True)
     with torch.no_grad():
-        for shape in ((3, 50001), (2, 70000), (40, 9000), (3, 2)):
+        for shape in ((3, 40001), (2, 50000), (20, 900), (3, 2)):
             x = torch.randn(shape)
             for got, wanted in zip(compiled_function(x), statistics(x.double()), strict=True):
                 torch.testing.assert_close(got.to(wanted.dtype), wanted, rtol=5e-5, atol=1e-3)

@@ -53,10 +53,10 @@ def split(kernel: Kernel, target: Target) -> Sequence[Kernel]:
         parts = -(-elements // length)
     if parts < 2:
         return (kernel,)
-    own = _Split(kernel, LoopVar("part", parts), length, elements)
+    made = _Split(kernel, LoopVar("part", parts), length, elements)
     if not any(stage.kind == "scan" for stage in kernel.stages):
-        return own.kernels()
-    return own.scans() or (kernel,)
+        return made.kernels()
+    return made.scans() or (kernel,)
 
 
 # How the results of two parts of a scan make one.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engines.triton.regions_for_tests import check, kernels_of
+from tests.engines.triton.regions_for_tests import check, kernels_of, sampled
 from torch_hybrid_backend.loops.kernels import RowKernel
 
 pytest.importorskip("triton")
@@ -26,7 +26,9 @@ _FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", _FUNCTIONS)
+@pytest.mark.parametrize(
+    "name", sampled(_FUNCTIONS, ("cumsum", "where cummax", "logcumsumexp", "from behind", "softmax of it"))
+)
 def test_rows_and_columns(name: str, tmp_path: Path) -> None:
     """One element, rows that are held whole, and chunks, the last of which is not full; what is computed of the results joins them."""
     torch.manual_seed(0)
@@ -35,10 +37,13 @@ def test_rows_and_columns(name: str, tmp_path: Path) -> None:
         x = torch.randn(shape)
         assert [type(kernel) for kernel in kernels_of(function, x)] == [RowKernel]
         check(tmp_path, function, x, tolerance=2e-4)
-    check(tmp_path, lambda x: function(x.transpose(0, 1)), torch.randn(1030, 70), tolerance=2e-4)
+    check(tmp_path, lambda x: function(x.transpose(0, 1)), torch.randn(530, 40), tolerance=2e-4)
 
 
-@pytest.mark.parametrize("name", ["cumsum", "cummax", "where cummax", "where cummin", "logcumsumexp"])
+@pytest.mark.parametrize(
+    "name",
+    sampled(("cumsum", "cummax", "where cummax", "where cummin", "logcumsumexp"), ("where cummin", "logcumsumexp")),
+)
 @pytest.mark.parametrize("length", [40, 9000])
 def test_nan_infinities_and_equals(name: str, length: int, tmp_path: Path) -> None:
     """Of equal elements the last is named; a NaN stays, and the last of them is named."""
