@@ -1,7 +1,7 @@
 """Golden files of what Triton makes of models of the zoo, at their published sizes in bfloat16: threads, registers, shared memory and spills of
 each kernel, for two architectures. No GPU is needed.
 
-Renewed by `pytest tests/engines/triton/test_golden_kernels.py -m "full or not full" --update-golden`; a commit that changes them says why. The
+Renewed by `pytest tests/engines/triton/test_golden_kernels.py -m full --update-golden`; a commit that changes them says why. The
 numbers are those of the Triton in constraints.txt: with another one only spills are looked at.
 """
 
@@ -36,7 +36,6 @@ pytest.importorskip("triton")
 _TARGETS = {"sm_80": Target(80, 108), "sm_90": Target(90, 132)}  # A100, H100
 _PINNED = "3.7.1"
 _MODELS = ("gpt2", "resnet50", "vit_b16")
-_FAST = ("gpt2", "sm_90")
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +43,8 @@ def workers() -> KernelCompiler:
     return KernelCompiler(compiler, 2)
 
 
-@pytest.mark.parametrize(
-    ("model", "chip"),
-    [
-        pytest.param(*case, marks=() if case == _FAST else pytest.mark.full)
-        for case in itertools.product(_MODELS, _TARGETS)
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("model", "chip"), list(itertools.product(_MODELS, _TARGETS)))
 def test_what_kernels_take(model: str, chip: str, workers: KernelCompiler, tmp_path: Path, golden: Golden) -> None:
     """It is what it was; pointwise kernels and rows spill no register."""
     found = partitions(model, LoopsEngine(), torch.bfloat16)
