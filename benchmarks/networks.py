@@ -210,10 +210,8 @@ class LlamaBlock(nn.Module):
         y = self.before_attention(x)
         query = self.query(y).view(batch, length, self.heads, self.head_width)
         key, value = self.key_value(y).view(batch, length, 2, self.groups, self.head_width).unbind(2)
-        turned = (_rotated(each).transpose(1, 2) for each in (query, key))
-        seen = nn.functional.scaled_dot_product_attention(
-            *turned, value.transpose(1, 2), is_causal=True, enable_gqa=True
-        )
+        query, key, value = (each.transpose(1, 2) for each in (_rotated(query), _rotated(key), value))
+        seen = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         x = x + self.out(seen.transpose(1, 2).reshape(batch, length, width))
         y = self.before_hidden(x)
         result: torch.Tensor = x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
@@ -235,6 +233,8 @@ class DecodingStep(nn.Module):
 
     tokens: (batch, 1) int64; position: (1,) int64.  Returns: logits, (batch, 1, vocabulary). It writes the cache, its buffers, in place.
     """
+
+    cache: torch.Tensor
 
     def __init__(self, batch: int, layers: int, width: int, heads: int, length: int, vocabulary: int) -> None:
         super().__init__()

@@ -103,7 +103,7 @@ def test_explain_writes_kernels(script: Path, tmp_path: Path, capsys: pytest.Cap
     assert cli.main(["explain", f"{script}:make", "--json", "--kernels", str(folder)], explain=explain, out=out) == 0
     assert json.loads(out.getvalue())["plans"]
     assert (folder / "000_r0_row_softmax.py").read_text() == "the program"
-    assert f"1 kernels written to {folder}" in capsys.readouterr().err
+    assert f"1 kernel written to {folder}" in capsys.readouterr().err
     assert cli.main(["explain", f"{script}:make", "--kernels", str(script)], explain=explain, out=out) == 1
     assert "cannot write the kernels" in capsys.readouterr().err
 

@@ -33,6 +33,7 @@ from torch_hybrid_backend.core.engine import Engine
 from torch_hybrid_backend.core.verdict import Refused
 from torch_hybrid_backend.errors import CacheError, ConfigError, HybridError
 from torch_hybrid_backend.report import Explanation
+from torch_hybrid_backend.report.share import counted
 from torch_hybrid_backend.runtime.native.ops import CALLS_PER_ROUND, watches_writes
 from torch_hybrid_backend.store import Store
 
@@ -103,7 +104,7 @@ def _explain(parsed: argparse.Namespace, explain: Explain, out: TextIO) -> int:
     else:
         out.write((explanation.to_json() if parsed.json else str(explanation)) + "\n")
     if parsed.kernels is not None:
-        sys.stderr.write(f"hybrid: {len(kernels)} kernels written to {parsed.kernels}\n")
+        sys.stderr.write(f"hybrid: {counted(len(kernels), 'kernel')} written to {parsed.kernels}\n")
     return 0
 
 

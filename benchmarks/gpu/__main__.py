@@ -36,7 +36,7 @@ from benchmarks.worker import environment
 
 _VERSIONS = ("torch", "triton", "numpy", "transformers", "torch-hybrid-backend", "apache-tvm")
 _ANSWER_S = 5.0  # that a question is waited for at least
-_RESERVE_S = 20.0  # of a row's time, for the others where a peer takes all of it
+_RESERVE_S = 45.0  # of a row's time, for the others where a peer takes all of it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -137,9 +137,8 @@ class _Runner:
             self._record["gaps"][row.name] = str(error)
         finally:
             self._end_worker()
-        if (
-            limit_s >= row.limit_s or time.monotonic() < self._end
-        ):  # else --resume gives it the time that it was to have
+        was_cut = limit_s < row.limit_s and time.monotonic() >= self._end
+        if not was_cut:  # else --resume gives it the time that it was to have
             self._record["done"].append(row.name)
         print(f"{time.monotonic() - start:.0f} s {self._record['gaps'].get(row.name, '')}", flush=True)
 
@@ -175,8 +174,12 @@ class _Runner:
             case "kernels":
                 ceilings = self._record.get("rooflines", {})
                 for case in (case for case in kernels.CASES if case.kind == row.case):
-                    found = self._ask(work.KernelRow(case.name, peers, row.dtype, device, size, ceilings, seconds))
-                    self._keep("kernels", found)
+                    message = work.KernelRow(case.name, peers, row.dtype, device, size, ceilings, seconds)
+                    try:
+                        self._keep("kernels", self._ask(message))
+                    except WorkerError as error:  # which costs no more than this one
+                        self._end_worker()
+                        self._record["gaps"][row.name] = f"{case.name}: {error}"
             case "models":
                 self._keep("results", self._model(row, peers))
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -83,13 +82,18 @@ def time_calls(calls: Sequence[Call], budget_s: float, device: str) -> tuple[Tim
     return measure(calls, budget_s, warmup_rounds=2, timer=LoopTimer(device))
 
 
-@contextlib.contextmanager
-def peak_memory(device: str) -> Iterator[Callable[[], float | None]]:
-    """Within it, a function that gives the peak of what PyTorch's allocator held since, MiB; None where it counts nothing."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    yield lambda: round(torch.cuda.max_memory_allocated() / _MIB, 1) if device == "cuda" else None
+def allocated_mib(device: str) -> float:
+    """What PyTorch's allocator holds for tensors now, and from now on its peak is counted anew; 0 on the CPU, where it counts nothing."""
+    if device != "cuda":
+        return 0.0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated() / _MIB
+
+
+def peak_mib(device: str) -> float:
+    """The most that it held since `allocated_mib`; 0 on the CPU."""
+    return torch.cuda.max_memory_allocated() / _MIB if device == "cuda" else 0.0
 
 
 def leaves(value: Any) -> list[torch.Tensor]:

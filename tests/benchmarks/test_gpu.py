@@ -117,7 +117,7 @@ def test_a_wrong_result_is_no_figure() -> None:
 
 
 def test_what_workers_answer() -> None:
-    """A kernel and a model, checked and timed against eager; the ceilings; what the host takes."""
+    """A kernel, and what the host takes for one; a model, checked and timed; the ceilings."""
     state = State()
     with torch.no_grad():
         ceilings = work.Rooflines("cpu", "small", 0.01).answer(state)
@@ -128,10 +128,9 @@ def test_what_workers_answer() -> None:
         host = work.HostOverhead("cpu", kernels=20, rounds=3).answer(state)
         assert host["bare_launch_us"] > 0
         work.Build("llama_block", 1, "fp32", "cpu", "small").answer(state)
-        for peer in _PEERS:
-            assert "gap" not in work.PreparePeer(peer).answer(state)
+        assert "gap" not in work.PreparePeer("eager").answer(state)
         times = work.TimePeers(0.01).answer(state)
-    assert [*times] == [*_PEERS]
+    assert times["eager"]["median_ms"] > 0
 
 
 @pytest.mark.full

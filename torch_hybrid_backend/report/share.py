@@ -98,7 +98,7 @@ def covers_in_words(plan: Plan) -> tuple[str, ...]:
 
 
 def kernels_in_words(decision: RegionDecision) -> str:
-    """What the region calls, without the digits that tell kernels of one name apart: "12 mat_mul_gelu, row_softmax"."""
+    """What the region calls, without the digits that tell kernels of one name apart: "12 matmul_gelu, row_softmax"."""
     counts = Counter(re.sub(r"_[0-9a-f]{16}$", "", name) for name in decision.kernels)
     return ", ".join(f"{count} {name}" if count > 1 else name for name, count in counts.items())
 

@@ -33,11 +33,17 @@ def _written(folder: Path, function: Callable[..., torch.Tensor], *inputs: torch
     return region, taken, Explanation((), ({"r0": region},)).write_kernels(folder / "kernels")
 
 
-def test_the_files_are_the_model_s_kernels(tmp_path: Path) -> None:
-    """Launched one after the other, over the buffers of the program, they give what the model does."""
+@pytest.fixture(scope="module")
+def block(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ...]:
+    """The block's inputs, then as `_written` gives them."""
     torch.manual_seed(0)
     inputs = torch.randint(0, 50, (3, 7)), torch.randn(50, 32), torch.randn(32, 40), torch.tensor(2.0)
-    region, taken, files = _written(tmp_path, _block, *inputs)
+    return inputs, *_written(tmp_path_factory.mktemp("block"), _block, *inputs)
+
+
+def test_the_files_are_the_model_s_kernels(block: tuple[Any, ...]) -> None:
+    """Launched one after the other, over the buffers of the program, they give what the model does."""
+    inputs, region, taken, files = block
     program = region.program
     assert len(files) == len(program.steps) > 1
     memory = {n: torch.empty(spec.span, dtype=spec.torch_dtype) for n, spec in enumerate(program.buffers)}
@@ -50,10 +56,9 @@ def test_the_files_are_the_model_s_kernels(tmp_path: Path) -> None:
     torch.testing.assert_close(result.view(3, 7, 40), _block(*inputs), rtol=1e-5, atol=1e-6)
 
 
-def test_the_files_run_alone(tmp_path: Path) -> None:
+def test_the_files_run_alone(block: tuple[Any, ...]) -> None:
     """In a process of their own, on the numbers that they make, which are the same every time; each tells what it wrote."""
-    inputs = torch.randint(0, 50, (3, 7)), torch.randn(50, 32), torch.randn(32, 40), torch.tensor(2.0)
-    _, _, files = _written(tmp_path, _block, *inputs)
+    *_, files = block
     code = "import runpy, sys\nfor path in sys.argv[1:]: runpy.run_path(path, run_name='__main__')"
     command = [sys.executable, "-c", code, *map(str, files)]
     printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout

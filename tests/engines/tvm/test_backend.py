@@ -68,3 +68,12 @@ def test_steps_call_the_kernel_with_its_sizes() -> None:
     kernel = MapKernel((x,), (out,), (LoopVar("j", m), LoopVar("i", n)), stores)
     step = TvmBackend(_AVX512).step(kernel, Artifact("b.so", "kernel_b", "key"), (0, 1))
     assert step.sizes == (m, n)
+
+
+def test_a_kernel_s_text_is_its_tir() -> None:
+    """Of the schedule that was compiled, under the name that the plan has."""
+    backend, artifact = TvmBackend(_AVX512), Artifact("a.so", "map_mul_0123", "key")
+    text = backend.text(scale_kernel(), artifact, backend.step(scale_kernel(), artifact, (0, 1)))
+    assert (text.name, text.suffix) == ("map_mul_0123", ".tir.py")
+    assert "def map_mul_0123(" in text.text
+    assert "T.vectorized(16)" in text.text
