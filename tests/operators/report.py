@@ -68,8 +68,8 @@ python -m tests.operators.report DIR
 
 PyTorch's own tables of operators (`op_db`) and modules (`module_db`) as kernels of the Triton engine, through the real plan, on the CPU:
 Triton's interpreter runs the programs, with the tiles that they have on a GPU of compute capability 9.0 and 4 multiprocessors. **No GPU ran
-any of it.** The engine is forced, as TVM is in [correctness.md](correctness.md), which also says what is
-compared and how. Two samples of each task are run. What is refused is run by PyTorch's own operators.
+any of it.** The engine is forced, as TVM is in [correctness.md](correctness.md), which also says what is compared and how. Two samples of each
+task are run. What is refused is run by PyTorch's own operators.
 """
 
 COLUMNS = """\

@@ -50,6 +50,14 @@ def test_rounding_passes_and_a_wrong_value_does_not() -> None:
     assert "differs from eager's by up to 1" in why
 
 
+def test_floats_of_8_bits_may_differ_by_one_rounding() -> None:
+    """PyTorch cannot compare them itself: 1.0 and 1.125 are neighbours, 1.0 and 2.0 are not."""
+    x = torch.ones(16)
+    function = lambda v: v.to(torch.float8_e4m3fn)  # noqa: E731
+    assert _compare(function, x, lambda y: (y.float() * 1.125).to(y.dtype)) == ""
+    assert "differs" in _compare(function, x, lambda y: (y.float() * 2).to(y.dtype))
+
+
 def _runs(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
     """The dtypes of the wider runs that are made."""
     made: list[torch.dtype] = []

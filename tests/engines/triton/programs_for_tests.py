@@ -33,5 +33,6 @@ def run_program(
 def launch(program: Program, tensors: list[torch.Tensor], sizes: tuple[int, ...] = ()) -> None:
     """Run a program on tensors' memory."""
     grid = program.launch.grid
+    tensors = [t.view(getattr(torch, dtype)) for t, dtype in zip(tensors, program.dtypes, strict=True)]
     with np.errstate(all="ignore"):
         interpretable(program.text, program.name)[grid](*tensors, *sizes, **program.launch.constants)
