@@ -13,7 +13,6 @@ import torch
 from tests.codegen.search_for_tests import TWO_LAYERS, engine_in
 from tests.engines.tvm.regions_for_tests import compiled_region
 from tests.services_for_tests import services
-from torch_hybrid_backend.codegen import engine as engine_module
 from torch_hybrid_backend.codegen import library_probe
 from torch_hybrid_backend.codegen.search import ALONE
 from torch_hybrid_backend.codegen.variants import Variant
@@ -21,6 +20,7 @@ from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.program import OperatorCall, Program
+from torch_hybrid_backend.engines.tvm.backend import TvmBackend
 from torch_hybrid_backend.engines.tvm.engine import TvmEngine
 from torch_hybrid_backend.measure import Timer
 from torch_hybrid_backend.partition.placement import decide
@@ -58,7 +58,7 @@ def test_a_slow_kernel_gives_way(
         return alone_us
 
     monkeypatch.setattr(library_probe, "operator_us", alone)
-    monkeypatch.setattr(engine_module, "_VARIANTS", 1)
+    monkeypatch.setattr(TvmBackend, "timed_variants", 1)
     engine = TvmEngine(Config(compile_threads=2), services(tmp_path, Timed))
     _, compiled, inputs = compiled_region(engine, TWO_LAYERS)
     slow, _ = compiled.options
@@ -98,7 +98,7 @@ def test_an_operator_too_late(spent: bool, tmp_path: Path, monkeypatch: pytest.M
             return [1000.0 if name in slow else 100.0 for name in self._names]
 
     monkeypatch.setattr(library_probe, "operator_us", lambda variant, device, timer: 90.0)
-    monkeypatch.setattr(engine_module, "_VARIANTS", 1)
+    monkeypatch.setattr(TvmBackend, "timed_variants", 1)
     engine = TvmEngine(Config(compile_threads=2), services(tmp_path, Timed))
     _, compiled, inputs = compiled_region(engine, TWO_LAYERS)
     slow.append(compiled.options[0].chosen.artifacts[0].symbol)

@@ -21,6 +21,7 @@ from torch_hybrid_backend.codegen.search import (
 )
 from torch_hybrid_backend.codegen.variants import Variant
 from torch_hybrid_backend.core.deadline import Deadline
+from torch_hybrid_backend.engines.tvm.backend import TvmBackend
 from torch_hybrid_backend.engines.tvm.engine import TvmEngine
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 
@@ -30,7 +31,7 @@ pytest.importorskip("tvm")
 @pytest.mark.parametrize("case", CASES)
 def test_every_variant_is_right(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each choice of a schedule computes what the kernel computes, in float64's eyes."""
-    monkeypatch.setattr(engine_module, "_VARIANTS", 8)
+    monkeypatch.setattr(TvmBackend, "timed_variants", 8)
     monkeypatch.setattr(engine_module, "limited", list)
     _, compiled, inputs = compiled_region(engine_in(tmp_path), CASES[case])
     assert all(len(option.compiled) > 1 for option in compiled.options)

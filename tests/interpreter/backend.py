@@ -46,6 +46,7 @@ class InterpreterBackend:
     device: Device = CPU
     target: Interpreter = Interpreter()
     compiler: KernelCompilerModule = compiler
+    timed_variants: int = 1
     # Other limits than those of any processor, so that other groups come about.
     policy: FusionPolicy = FusionPolicy(
         max_members=5,

@@ -32,7 +32,8 @@ class KernelBackend(Protocol):
     """The choices of one engine. Without state that a region changes: threads use it at once.
 
     `name`: the engine's. `device`: where its kernels run; the type of it is what the engine serves, and `on` gives the backend for another of
-    that type.
+    that type. `timed_variants`: how many variants of a kernel are compiled and timed where it is not tuned, the one in use included; those that
+    call operators come on top.
     """
 
     @property
@@ -49,6 +50,9 @@ class KernelBackend(Protocol):
 
     @property
     def policy(self) -> FusionPolicy: ...
+
+    @property
+    def timed_variants(self) -> int: ...
 
     def on(self, device: Device) -> KernelBackend:
         """The backend for regions on `device`: its target is that of the device and of torch's settings, both as they are now."""

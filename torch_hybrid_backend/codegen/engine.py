@@ -50,8 +50,6 @@ log = logging.getLogger(__name__)
 
 
 _OPERATORS_PER_KERNEL = 4  # about: fused, and equal ones once
-# Of a kernel that are tried where it is not tuned, the one in use included; a third is worth 0.8 % at most (docs/performance.md).
-_VARIANTS = 2
 _TIMINGS = "variants"  # their kind in the cache of timings
 # For compiling one variant of every kernel while tuning, which no deadline ends: a compiler that hangs must not hold it up for ever.
 _TUNING_ROUND_S = 600.0
@@ -265,7 +263,9 @@ class KernelEngine(EngineBase):
             key = kernel_key(kernel, backend.target, backend.compiler)
             tuned = self._placement == "tune" and kernel.multiply_adds >= MIN_WORK
             times = self._times(backend.device, key)
-            result.append(KernelOptions.of(key, found, times, kernel.multiply_adds, most=_VARIANTS, tuned=tuned))
+            result.append(
+                KernelOptions.of(key, found, times, kernel.multiply_adds, most=backend.timed_variants, tuned=tuned)
+            )
         return tuple(result)
 
     def _assemble(self, region: Region, backend: KernelBackend) -> _Assembled | Exception:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -52,6 +53,7 @@ class TritonBackend:
 
     name: str = "triton"
     compiler: KernelCompilerModule = compiler
+    timed_variants: int = 3  # beside ATen's; how often a tiling beats the model's first was not measured
 
     def __init__(
         self, target: Target | None = None, device: Device | None = None, operators: bool | None = None
@@ -110,8 +112,12 @@ class TritonBackend:
         return [part for kernel in kernels for part in split(kernel, self.target)]
 
     def alternatives(self, kernel: Kernel, constants: Mapping[Buffer, Packed]) -> Sequence[Variant]:
+        """ATen's first, which is then the preferred one, where it may stand for a kernel."""
+        kernels = alternatives(kernel, self.target)
         operators = aten_variants(kernel, self.target) if self._operators else ()
-        return (*operators, *alternatives(kernel, self.target))
+        if operators:
+            kernels = [dataclasses.replace(variant, is_preferred=False) for variant in kernels]
+        return (*operators, *kernels)
 
     def step(self, kernel: Kernel, artifact: Artifact, arguments: tuple[int, ...]) -> Step:
         """A launch on the GPU, or by the interpreter's driver."""

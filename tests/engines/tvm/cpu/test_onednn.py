@@ -19,6 +19,7 @@ from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.core.program import OperatorCall, Program
+from torch_hybrid_backend.engines.tvm.backend import TvmBackend
 from torch_hybrid_backend.engines.tvm.engine import TvmEngine
 from torch_hybrid_backend.measure import HostTimer
 from torch_hybrid_backend.partition.accuracy import compare
@@ -141,7 +142,7 @@ def _with_operators(engine: TvmEngine, compiled: KernelRegion) -> tuple[Program,
 def test_operators_compute_what_kernels_compute(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Odd sizes, strides, groups, all ways that weights and images lie; and a weight that changes is seen."""
     monkeypatch.setattr(engine_module, "limited", list)
-    monkeypatch.setattr(engine_module, "_VARIANTS", 1)
+    monkeypatch.setattr(TvmBackend, "timed_variants", 1)
     engine = _engine(tmp_path)
     _, compiled, inputs = compiled_region(engine, CASES[case])
     program, operators = _with_operators(engine, compiled)
@@ -159,7 +160,7 @@ def test_operators_compute_what_kernels_compute(case: str, tmp_path: Path, monke
 def test_narrow_floats_are_multiplied_as_they_are(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator gets narrow operands and gives results about as near to float64's as eager's are; eager's layer rounds as often."""
     monkeypatch.setattr(engine_module, "limited", list)
-    monkeypatch.setattr(engine_module, "_VARIANTS", 1)
+    monkeypatch.setattr(TvmBackend, "timed_variants", 1)
     engine = _engine(tmp_path)
     region, compiled, inputs = compiled_region(engine, NARROW[case])
     variants = [variant for option in compiled.options for variant in option.untried]
