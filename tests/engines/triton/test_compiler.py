@@ -75,6 +75,10 @@ _WIDE: dict[str, tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]] =
         (_ones(64, 768, dtype=torch.half), _ones(768, dtype=torch.half)),
     ),
     "pointwise int8": (lambda x: x + 1, (_ones(64, 1024, dtype=torch.int8),)),
+    "pointwise float8": (
+        lambda x: (x.float() * 2).to(torch.float8_e4m3fn),
+        (_ones(64, 1024).to(torch.float8_e5m2),),
+    ),
     "not a whole block": (lambda x: x * 2, (_ones(1000),)),
     "channels last": (
         lambda x, y: x + y,

@@ -13,7 +13,7 @@ from torch_hybrid_backend.engines.triton.schedules.tiles import axis, block_for,
 from torch_hybrid_backend.engines.triton.source import Launch
 from torch_hybrid_backend.engines.triton.target import Target
 from torch_hybrid_backend.loops.index import LoopVar, index_of
-from torch_hybrid_backend.loops.ir import loads_of
+from torch_hybrid_backend.loops.ir import FLOAT8, loads_of
 from torch_hybrid_backend.loops.kernels import MapKernel, ScatterKernel
 from torch_hybrid_backend.loops.layout import offset_of
 from torch_hybrid_backend.sizes.size import product, size_hint
@@ -23,7 +23,7 @@ _LARGE_SQUARE = 256
 _MIN_EXTENT = 8  # of an axis that is worth a dimension of the tile
 _ELEMENTS = 8  # of a thread: 16 bytes at once of all that has two bytes or more
 _WARP = 32 * _ELEMENTS
-_NARROW = ("bool", "int8", "uint8")
+_NARROW = ("bool", "int8", "uint8", *FLOAT8)
 
 
 def launch(kernel: MapKernel, target: Target) -> Launch:
