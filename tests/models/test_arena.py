@@ -37,8 +37,8 @@ def test_the_arena_is_the_minimum_for_the_lifetimes(name: str, monkeypatch: pyte
     """The arena is no larger than what is alive at one step of the plan, which no placement can go below."""
     built: list[Executor] = []
 
-    def record(*arguments: Any) -> Executor:
-        built.append(build_executor(*arguments))
+    def record(*arguments: Any, **named: Any) -> Executor:
+        built.append(build_executor(*arguments, **named))
         return built[-1]
 
     monkeypatch.setattr(stages, "build_executor", record)

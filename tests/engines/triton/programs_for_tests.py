@@ -16,6 +16,7 @@ from torch_hybrid_backend.loops.kernels import Kernel
 
 # A Hopper with few multiprocessors, so that small tensors are enough work for it; and none, with large tiles.
 HOPPER = Target(90, 4, is_interpreted=True)
+_AS_BYTES = (torch.float8_e4m3fn, torch.float8_e5m2)  # as programs take them
 TARGETS = {"hopper": HOPPER, "large tiles": INTERPRETER}
 
 
@@ -33,6 +34,6 @@ def run_program(
 def launch(program: Program, tensors: list[torch.Tensor], sizes: tuple[int, ...] = ()) -> None:
     """Run a program on tensors' memory."""
     grid = program.launch.grid
-    tensors = [t.view(getattr(torch, dtype)) for t, dtype in zip(tensors, program.dtypes, strict=True)]
+    tensors = [t.view(torch.uint8) if t.dtype in _AS_BYTES else t for t in tensors]
     with np.errstate(all="ignore"):
         interpretable(program.text, program.name)[grid](*tensors, *sizes, **program.launch.constants)

@@ -14,7 +14,7 @@ from tests.engines.triton.machine_code_for_tests import kernels_for, machine_cod
 from tests.engines.triton.programs_for_tests import HOPPER, TARGETS
 from tests.engines.triton.regions_for_tests import check, compiled
 from torch_hybrid_backend.codegen.engine import KernelRegion
-from torch_hybrid_backend.engines.triton.backend import TritonBackend
+from torch_hybrid_backend.engines.triton.alternatives import alternatives
 from torch_hybrid_backend.engines.triton.kernels import FlashKernel
 from torch_hybrid_backend.engines.triton.schedules.attention import launch
 from torch_hybrid_backend.engines.triton.target import Target
@@ -187,7 +187,7 @@ def test_keys_are_split_where_programs_are_few(heads: int, queries: int, keys: i
     region, _ = compiled(tmp_path, lambda q, k: attend(q, k, k), q, k, target=Target(0, 132, is_interpreted=True))
     (kernel,) = region.kernels.kernels
     assert isinstance(kernel, FlashKernel)
-    found = TritonBackend(Target(90, 132)).alternatives(kernel, {})
+    found = alternatives(kernel, Target(90, 132))
     assert [v.name for v in found if v.is_preferred] == [f"keys in {parts} parts"] * (parts > 1)
     for variant in found:
         first, _ = variant.kernels
@@ -227,7 +227,7 @@ def test_machine_code_of_decoding(capability: int, tmp_path: Path) -> None:
 
     (whole,) = kernels_for(decode, q, k, torch.tensor([7]), target=target)
     assert isinstance(whole, FlashKernel)
-    (split,) = TritonBackend(target).alternatives(whole, {})
+    (split,) = alternatives(whole, target)
     flash, combining = split.kernels
     assert isinstance(flash, FlashKernel)
     assert flash.splits > 8
