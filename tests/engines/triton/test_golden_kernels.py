@@ -75,16 +75,19 @@ def test_what_kernels_take(model: str, chip: str, workers: KernelCompiler, tmp_p
 _FOR_AMD = """
 import sys
 from pathlib import Path
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from tests.engines.tvm.kernels_for_tests import attention_kernel, row_sum_kernel, scale_kernel
+from tests.engines.triton.regions_for_tests import kernel_of
+from tests.engines.tvm.kernels_for_tests import row_sum_kernel, scale_kernel
 from torch_hybrid_backend.engines.triton.emit import emit_kernel
 from torch_hybrid_backend.engines.triton.source import function_of
 from torch_hybrid_backend.engines.triton.target import Target
 
 triton.knobs.cache.dir = sys.argv[1]
-for number, kernel in enumerate((scale_kernel(1000), row_sum_kernel(8, 100), attention_kernel())):
+attention = kernel_of(lambda q: torch.nn.functional.scaled_dot_product_attention(q, q, q), torch.randn(1, 2, 64, 32))
+for number, kernel in enumerate((scale_kernel(1000), row_sum_kernel(8, 100), attention)):
     program = emit_kernel(kernel, f"kernel_{number}", Target(90, 132))
     function = function_of(program.text, program.name, Path(sys.argv[1]))
     signature = {**program.signature, **dict.fromkeys(program.launch.constants, "constexpr")}
