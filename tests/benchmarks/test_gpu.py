@@ -116,12 +116,11 @@ def test_a_wrong_result_is_no_figure() -> None:
     assert "differs" in device.mistake([torch.tensor([1])], [torch.tensor([1])], [torch.tensor([2])], "fp32")
 
 
-def test_what_workers_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_workers_answer() -> None:
     """A kernel, and what the host takes for one; a model, checked and timed; the ceilings."""
-    # PyTorch's own test tools, which other tests import, forbid to set what a worker sets for its whole process.
-    monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
     state = State()
-    with torch.no_grad():
+    # PyTorch's own test tools, which other tests import, forbid to set what a worker sets for its whole process.
+    with torch.no_grad(), torch.backends.__allow_nonbracketed_mutation():
         ceilings = work.Rooflines("cpu", "small", 0.01).answer(state)
         assert min(ceilings[name] for name in ("copy_gbytes", "launch_us")) > 0
         eager, ours = work.KernelRow("softmax", _PEERS, "fp32", "cpu", "small", ceilings, 0.01).answer(state)

@@ -168,7 +168,7 @@ class KernelEngine(EngineBase):
         ready = [item for item in assembled if isinstance(item, _Assembled)]
         options = [each for item in ready for each in item.options]
         if self._placement != "estimate":
-            options = limited(options)
+            options = limited(options, backend.timed_variants - 1)
         kernels = [k for each in options for v in each.to_compile for k in v.kernels]
         made = iter(self.built(kernels, backend.target, deadline))
         compiled = iter([o.with_compiled([[next(made) for _ in v.kernels] for v in o.to_compile]) for o in options])

@@ -141,15 +141,15 @@ def compiled_variant(variant: Variant, kernels: Sequence[Artifact | Exception]) 
     return CompiledVariant(variant, tuple(made for made in kernels if not isinstance(made, Exception)))
 
 
-def limited(options: Sequence[KernelOptions], least: int = 4) -> list[KernelOptions]:
-    """The options with those choices closed that are not worth compiling for: of kernels with little work, and those for which more kernels
-    would be compiled than a quarter of their number (and than `least`)."""
+def limited(options: Sequence[KernelOptions], further: int = 1, least: int = 4) -> list[KernelOptions]:
+    """The options with those choices closed that are not worth compiling for: of kernels with little work, and those beyond a quarter of the
+    kernels (and beyond `least`), counting `further` more kernels to be compiled for each."""
     total = sum(each.work for each in options)
     by_key: dict[str, list[KernelOptions]] = {}
     for each in options:
         by_key.setdefault(each.key or f"closed {id(each)}", []).append(each)
     most_work_first = sorted(by_key.items(), key=lambda item: -sum(each.work for each in item[1]))
-    left = max(least, -(-len(by_key) // 4))
+    left = further * max(least, -(-len(by_key) // 4))
     closed: set[str] = set()
     for key, equal in most_work_first:
         # What an earlier process timed counts, too: this one is not to go on where that stopped.
