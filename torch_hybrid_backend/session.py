@@ -9,12 +9,14 @@ import threading
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 
+import torch
+
 from torch_hybrid_backend.config import CUDA_DRIVER, Config
 from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.engine import EAGER, Engine, serves
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.engines.eager import EagerEngine
-from torch_hybrid_backend.engines.triton.engine import TritonEngine
+from torch_hybrid_backend.engines.triton import installed
 from torch_hybrid_backend.engines.tvm.engine import TvmEngine
 from torch_hybrid_backend.engines.unavailable import UnavailableEngine
 from torch_hybrid_backend.errors import ConfigError, HybridError
@@ -37,10 +39,16 @@ _TIMED_BY = sources_version(*TIMING_SOURCES)
 ENGINE_GROUP = "torch_hybrid_backend.engines"
 
 
-def _triton(config: Config, services: Services) -> TritonEngine:
-    """Named in `engines`, and under Triton's own TRITON_INTERPRET=1, it serves the CPU: that variable alone is for kernels of the user's."""
+def _triton(config: Config, services: Services) -> Engine:
+    """Named in `engines`, and under Triton's own TRITON_INTERPRET=1, it serves the CPU: that variable alone is for kernels of the user's.
+    Where it serves nothing it is not imported: that would be a quarter of what importing the backend takes."""
     interpreted = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
-    return TritonEngine(config, services, interpreted=interpreted and TritonEngine.name in config.engines)
+    interpreted = interpreted and "triton" in config.engines
+    if not interpreted and not torch.cuda.is_available():
+        return UnavailableEngine("triton", installed.NO_GPU, installed.described())
+    from torch_hybrid_backend.engines.triton.engine import TritonEngine
+
+    return TritonEngine(config, services, interpreted=interpreted)
 
 
 # The engines, in order; the order only breaks ties, measured cost decides. Third parties add theirs through the entry-point
@@ -67,7 +75,8 @@ def _third_party(entry: EntryPoint, config: Config, services: Services) -> Engin
         engine = _loaded(entry, config, services)
         engine.available()
     except Exception as error:  # a third party's package may fail in any way; that costs its engine only
-        return UnavailableEngine(entry.name, error)
+        why = f"its package fails: {type(error).__name__}: {error}"
+        return UnavailableEngine(entry.name, Refused(Reason.MISSING_DEPENDENCY, why))
     return engine
 
 

@@ -12,7 +12,7 @@ from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.engine import CompiledRegion, CompiledRegionBase, Engine, EngineBase, serves
 from torch_hybrid_backend.core.region import Region
-from torch_hybrid_backend.core.verdict import Supported, Verdict
+from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
 from torch_hybrid_backend.engines.eager import EagerEngine
 from torch_hybrid_backend.engines.unavailable import UnavailableEngine
 
@@ -62,7 +62,9 @@ def test_an_engine_must_say_what_it_takes_and_how() -> None:
 
 
 @pytest.mark.parametrize(
-    "engine", [EagerEngine(), UnavailableEngine("gone", ImportError("no library"))], ids=["eager", "unavailable"]
+    "engine",
+    [EagerEngine(), UnavailableEngine("gone", Refused(Reason.MISSING_DEPENDENCY, "no library"))],
+    ids=["eager", "unavailable"],
 )
 def test_engines_have_every_member(engine: Engine) -> None:
     """The protocol can be checked at run time, and is not satisfied by less."""

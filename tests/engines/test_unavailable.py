@@ -12,12 +12,13 @@ from torch_hybrid_backend.errors import CompileError
 
 
 def test_it_refuses_everything_and_says_why() -> None:
-    """Availability, operators and regions alike: one reason, which names what was raised."""
-    engine = UnavailableEngine("broken", ImportError("no module named fast"))
+    """Availability, operators and regions alike: one reason."""
+    engine = UnavailableEngine(
+        "broken", Refused(Reason.MISSING_DEPENDENCY, "no module named fast"), (("fast", "none"),)
+    )
     refused = engine.available()
-    assert isinstance(refused, Refused)
-    assert refused.code == Reason.MISSING_DEPENDENCY
-    assert refused.why == "its package fails: ImportError: no module named fast"
+    assert refused == Refused(Reason.MISSING_DEPENDENCY, "no module named fast")
+    assert engine.describe() == (("fast", "none"),)
     region = region_of(torch.exp, torch.rand(4))
     assert [engine.supports(node) for node in region.graph_module.graph.nodes] == [refused] * 3
     failed = engine.compile([region, region], Deadline(1.0))

@@ -1,4 +1,4 @@
-"""The stand-in for an engine that could not be made: it says why and takes nothing."""
+"""The stand-in for an engine that was not made: it says why and takes nothing."""
 
 from __future__ import annotations
 
@@ -9,21 +9,25 @@ import torch.fx
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.engine import CompiledRegion, EngineBase
 from torch_hybrid_backend.core.region import Region
-from torch_hybrid_backend.core.verdict import Reason, Refused, Verdict
+from torch_hybrid_backend.core.verdict import Refused, Verdict
 from torch_hybrid_backend.errors import CompileError
 
 
 class UnavailableEngine(EngineBase):
-    """Refuses everything, with one reason: what the engine's package raised when it was loaded."""
+    """Refuses everything, with one reason. `described`: what `hybrid doctor` prints of it, names and values."""
 
     keeps_deadline: bool = True
 
-    def __init__(self, name: str, error: Exception) -> None:
+    def __init__(self, name: str, refused: Refused, described: Sequence[tuple[str, str]] = ()) -> None:
         self.name = name
-        self._refused = Refused(Reason.MISSING_DEPENDENCY, f"its package fails: {type(error).__name__}: {error}")
+        self._refused = refused
+        self._described = described
 
     def available(self) -> Verdict:
         return self._refused
+
+    def describe(self) -> Sequence[tuple[str, str]]:
+        return self._described
 
     def supports(self, node: torch.fx.Node) -> Verdict:
         return self._refused

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -17,14 +18,20 @@ from torch_hybrid_backend.errors import HybridError
 
 def test_the_cpu_is_served_where_it_is_asked_for_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """TRITON_INTERPRET alone is for the user's own kernels."""
-    make = dict(session.ENGINES)["triton"]
+
+    def served(config: Config) -> Collection[str]:
+        engine = dict(session.ENGINES)["triton"](config, services(tmp_path))
+        assert engine.name == "triton"
+        return engine.devices if engine.available() else ()
+
     named = dataclasses.replace(Config(), engines=("triton",))
+    on_gpus = {"cuda"} if torch.cuda.is_available() else ()
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert make(named, services(tmp_path)).devices == {"cpu"}
-    assert make(Config(), services(tmp_path)).devices == {"cuda"}
+    assert served(named) == {"cpu"}
+    assert served(Config()) == on_gpus
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    assert make(named, services(tmp_path)).devices == {"cuda"}
-    assert TritonEngine(named, services(tmp_path)).name == "triton"
+    assert served(named) == on_gpus
+    assert TritonEngine(named, services(tmp_path)).devices == {"cuda"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -25,6 +25,7 @@ from torch_hybrid_backend.engines.triton.alternatives import alternatives
 from torch_hybrid_backend.engines.triton.artifact import read as read_artifact
 from torch_hybrid_backend.engines.triton.aten import aten_variants
 from torch_hybrid_backend.engines.triton.host_driver import HostLaunch
+from torch_hybrid_backend.engines.triton.installed import NO_GPU, described
 from torch_hybrid_backend.engines.triton.kernels import attention_kernel, with_scores
 from torch_hybrid_backend.engines.triton.layouts import channels_last_layouts
 from torch_hybrid_backend.engines.triton.policy import DETERMINISTIC, POLICY
@@ -79,7 +80,7 @@ class TritonBackend:
     def available(self) -> Verdict:
         if self._target is None:
             if not torch.cuda.is_available():
-                return Refused(Reason.NO_DEVICE, "there is no GPU that this torch can use (torch.cuda.is_available())")
+                return NO_GPU
             if torch.version.hip is not None:
                 return Refused(
                     Reason.DEVICE,
@@ -94,8 +95,7 @@ class TritonBackend:
 
     def describe(self) -> Sequence[tuple[str, str]]:
         found = [(self.device, self._target)] if self._target is not None else _gpus()
-        gpus = [("GPU", f"{d}: sm_{t.capability}, {t.multiprocessors} multiprocessors") for d, t in found]
-        return (("triton", compiler.version() or "not installed"), *(gpus or [("GPU", "none")]))
+        return described([f"{d}: sm_{t.capability}, {t.multiprocessors} multiprocessors" for d, t in found])
 
     def operands(self, graph: LoopGraph, layouts: Mapping[Buffer, Layout]) -> Prepared:
         return Prepared(with_scores(find_attention(graph)))

@@ -5,14 +5,13 @@ Nothing here imports Triton before `load`. A kernel for the interpreter is its t
 
 from __future__ import annotations
 
-import importlib.metadata
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from torch_hybrid_backend.codegen.workers.protocol import Job
 from torch_hybrid_backend.core.limits import ADDRESS_ALIGNMENT
-from torch_hybrid_backend.engines.triton import artifact
+from torch_hybrid_backend.engines.triton import artifact, installed
 from torch_hybrid_backend.engines.triton.emit import Program, emit_kernel
 from torch_hybrid_backend.engines.triton.source import function_of
 from torch_hybrid_backend.engines.triton.target import Target
@@ -24,14 +23,7 @@ SUFFIX = ".kernel"
 ENVIRONMENT: Mapping[str, str] = {"TRITON_INTERPRET": "0"}
 
 
-def version() -> str:
-    """The installed Triton's version, asked of the installation; "" where it is not installed."""
-    for package in ("triton", "pytorch-triton"):  # as it comes with releases of torch, and with nightly builds
-        try:
-            return importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return ""
+version = installed.version
 
 
 def load() -> None:
