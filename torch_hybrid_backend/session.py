@@ -41,7 +41,7 @@ ENGINE_GROUP = "torch_hybrid_backend.engines"
 
 def _triton(config: Config, services: Services) -> Engine:
     """Named in `engines`, and under Triton's own TRITON_INTERPRET=1, it serves the CPU: that variable alone is for kernels of the user's.
-    Where it serves nothing it is not imported: that would be a quarter of what importing the backend takes."""
+    Where it serves nothing it is not imported, which every process would wait for."""
     interpreted = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
     interpreted = interpreted and "triton" in config.engines
     if not interpreted and not torch.cuda.is_available():

@@ -172,6 +172,7 @@ def assemble(region: Region, backend: KernelBackend) -> RegionKernels:
 def _kernels(
     group: Group, needed: set[Buffer], layouts: Mapping[Buffer, Layout], backend: KernelBackend
 ) -> list[Kernel]:
+    """A group's kernels: one, but of a scatter two, which write to one buffer, first what is there before."""
     if group.kind != "scatter":
         return [_kernel(group, needed, layouts, backend)]
     (member,) = group.members

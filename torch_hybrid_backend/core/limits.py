@@ -2,8 +2,6 @@
 
 # No layout keeps more channels together: channels from a multiple of it on are whole blocks (AVX-512 has 16 lanes of float32).
 MAX_CHANNELS_TOGETHER = 16
-# Slices that a scatter writes one by one, each at the cost of a comparison for every element; with more it is left to eager.
-MAX_SCATTERED_SLICES = 4
 # Elements that kernels address: their indices are int32. A position at or beyond it (INT64_MAX is "to the end") is behind every dimension.
 MAX_ELEMENTS = (1 << 31) - 1
 # Bytes by which every address can be divided that a kernel of a GPU is given: plans copy what lies elsewhere. csrc/include/device.h has it too.

@@ -27,5 +27,5 @@ def test_what_doctor_prints() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_engine_is_not_imported_where_it_cannot_serve() -> None:
-    """It would be a quarter of what importing the backend takes."""
+    """Every process would wait for it."""
     subprocess.run([sys.executable, "-c", _COMPILES], check=True, timeout=120)

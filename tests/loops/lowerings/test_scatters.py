@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from loops.check import EVERYTHING, FLOATS, check, sample
-from torch_hybrid_backend.core.limits import MAX_SCATTERED_SLICES
 from torch_hybrid_backend.loops.lowering import supports
+from torch_hybrid_backend.loops.lowerings.scatters import MAX_SLICES
 
 aten = torch.ops.aten
 
@@ -80,11 +80,11 @@ def _refused(call: torch.fx.GraphModule, *values: torch.Tensor) -> bool:
 
 def test_many_slices_are_refused() -> None:
     """Each slice is asked for every element: many are left to eager. So are masks and several indices."""
-    many = torch.zeros(MAX_SCATTERED_SLICES + 1, dtype=torch.int64)
-    x, new = torch.zeros(9, 3), torch.zeros(MAX_SCATTERED_SLICES + 1, 3)
+    many = torch.zeros(MAX_SLICES + 1, dtype=torch.int64)
+    x, new = torch.zeros(9, 3), torch.zeros(MAX_SLICES + 1, 3)
     put = torch.fx.symbolic_trace(lambda a, i, v: aten.index_put.default(a, [i], v))
     assert _refused(put, x, many, new)
-    assert not _refused(put, x, many[:MAX_SCATTERED_SLICES], new[:MAX_SCATTERED_SLICES])
+    assert not _refused(put, x, many[:MAX_SLICES], new[:MAX_SLICES])
     mask = torch.fx.symbolic_trace(lambda a, m, v: aten.index_put.default(a, [m], v))
     assert _refused(mask, x, torch.ones(9, 3, dtype=torch.bool), torch.zeros(()))
     some = torch.fx.symbolic_trace(lambda a, i, v: aten.scatter.src(a, 0, i, v))

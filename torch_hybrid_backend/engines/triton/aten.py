@@ -491,9 +491,8 @@ def _attentions(kernel: FlashKernel, target: Target) -> list[Variant]:
         found.append(
             variant("_scaled_dot_product_cudnn_attention", lambda mask: (mask, False, 0.0, causal, False, scale), 9)
         )
-    is_flash = (
-        kernel.mask is None and allowed.flash_sdp_enabled()
-    )  # which ATen then chooses; else the next one is its choice
+    # ATen chooses flash attention where it may, else the efficient one: that is another way only beside flash.
+    is_flash = kernel.mask is None and allowed.flash_sdp_enabled()
     if is_flash and allowed.mem_efficient_sdp_enabled():
         found.append(
             variant("_scaled_dot_product_efficient_attention", lambda mask: (mask, False, 0.0, causal, scale), 4)

@@ -136,6 +136,8 @@ def attention_kernel(anchor: Anchor) -> Kernel:
     product = Buffer((*op.q.shape[:-1], op.k.shape[-2]), compute_dtype(op.q.dtype), "product")
     score = score_over(op.score, product, tuple(map(index_of, score_vars)))
     share = _share(q_vars[-3].extent, (k, k_vars), (v, v_vars))
+    operands = (q, q_vars, k, k_vars, v, v_vars, score, score_vars, product, share)
+    scored = (anchor.writes, anchor.domain, *operands, anchor.accumulator, anchor.stores)  # a `ScoreKernel`'s but reads
     written = {argument.buffer: argument for argument in anchor.writes}
     shape = op.q.shape[:-1]
     match op:
@@ -144,57 +146,14 @@ def attention_kernel(anchor: Anchor) -> Kernel:
             row_vars = _variables(shape, "r")
             rows = _plain_stores(op.log_sum_exp, log_sum_exp, row_vars, written)
             reads = _reads(anchor, [q, k, v, score], product)
-            return FlashKernel(
-                reads,
-                anchor.writes,
-                anchor.domain,
-                q,
-                q_vars,
-                k,
-                k_vars,
-                v,
-                v_vars,
-                score,
-                score_vars,
-                product,
-                share,
-                anchor.accumulator,
-                anchor.stores,
-                log_sum_exp,
-                row_vars,
-                rows,
-                op.empty,
-                op.nan_rows,
-                **_plain(op.plain, stored_alone=not rows),
-            )
+            plain = _plain(op.plain, stored_alone=not rows)
+            return FlashKernel(reads, *scored, log_sum_exp, row_vars, rows, op.empty, op.nan_rows, **plain)
     grad_vars, grad = over(op.grad, "g")
     row_vars = _variables(shape, "r")
     point = tuple(map(index_of, row_vars))
     log_sum_exp_, delta = op.log_sum_exp.at(point), op.delta.at(point)
     reads = _reads(anchor, [q, k, v, score, grad, log_sum_exp_, delta], product)
-    common = (
-        reads,
-        anchor.writes,
-        anchor.domain,
-        q,
-        q_vars,
-        k,
-        k_vars,
-        v,
-        v_vars,
-        score,
-        score_vars,
-        product,
-        share,
-        anchor.accumulator,
-        anchor.stores,
-        grad,
-        grad_vars,
-        log_sum_exp_,
-        delta,
-        row_vars,
-        op.scale,
-    )
+    common = (reads, *scored, grad, grad_vars, log_sum_exp_, delta, row_vars, op.scale)
     if not isinstance(op, AttentionKeyGradientOp):
         return QueryGradientKernel(*common)
     value_vars = _variables(op.value.shape, "w")

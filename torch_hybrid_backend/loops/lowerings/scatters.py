@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from torch_hybrid_backend.core.device import CPU
-from torch_hybrid_backend.core.limits import MAX_SCATTERED_SLICES
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import Expr, Map, Value, compute_dtype
@@ -27,6 +26,8 @@ from torch_hybrid_backend.sizes.size import Dim, known_at_most, known_int, produ
 
 aten = torch.ops.aten
 
+# That are written one by one where kernels cannot write to one place at once, each at the cost of a comparison for every element.
+MAX_SLICES = 4
 _SUMS_OF_BOOL = "sums of bool are left to eager"
 
 
@@ -164,10 +165,10 @@ def _asked(
 def _are_few(ctx: Context, count: Dim) -> bool:
     """Whether so few slices are written that each element may ask about all of them; refuses more where kernels cannot write them."""
     if ctx.abilities.scatters != "none":
-        return isinstance(count, int) and count <= MAX_SCATTERED_SLICES
+        return isinstance(count, int) and count <= MAX_SLICES
     count = known_int(count)
-    if count > MAX_SCATTERED_SLICES:
-        raise Refuse(Reason.ARGUMENT, f"writing {count} slices, more than {MAX_SCATTERED_SLICES}, is left to eager")
+    if count > MAX_SLICES:
+        raise Refuse(Reason.ARGUMENT, f"writing {count} slices, more than {MAX_SLICES}, is left to eager")
     return True
 
 

@@ -144,7 +144,8 @@ _MOST_PARTIAL = 32 << 20  # bytes of sums of parts
 _MIN_STEPS = 4  # of a part along k
 _SPLITS = (1, 2, 4, 8, 16, 32)
 
-# rows, columns, bytes along k, warps, stages. None of them spills on sm_80 or sm_90 (tests/engines/triton/test_machine_code.py).
+# rows, columns, bytes along k, warps, stages. With a short epilogue none of them spills on sm_80 or sm_90
+# (tests/engines/triton/schedules/test_machine_code.py); what models' kernels spill is in tests/golden/engines/triton/test_golden_kernels.
 _TENSOR_TILES = (
     (128, 128, 128, 8, 3),
     (64, 128, 128, 4, 4),
