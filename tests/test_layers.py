@@ -63,6 +63,7 @@ WITHOUT_TESTS = (
     "codegen/operator_kernel.py",
     "core/captured.py",
     "core/limits.py",
+    "core/precision.py",
     "engines/triton/policy.py",
     "engines/tvm/cpu/policy.py",
     "services.py",

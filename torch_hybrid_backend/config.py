@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch_hybrid_backend.core.engine import EAGER
+from torch_hybrid_backend.core.precision import AS_WRITTEN, PRECISIONS
 from torch_hybrid_backend.errors import ConfigError
 
 PREFIX = "HYBRID_"
@@ -83,6 +84,19 @@ def _seconds(raw: object) -> object:
     return value
 
 
+def _fraction(raw: object) -> object:
+    meaning = "a number greater than 0 and at most 1"
+    if isinstance(raw, bool) or not isinstance(raw, str | int | float):
+        raise ValueError(meaning)
+    try:
+        value = float(raw)
+    except ValueError:
+        raise ValueError(meaning) from None
+    if not 0 < value <= 1:
+        raise ValueError(meaning)
+    return value
+
+
 def _names(raw: object) -> object:
     if isinstance(raw, str):
         return tuple(part.strip().lower() for part in raw.split(",") if part.strip())
@@ -138,6 +152,25 @@ class Config:
     disable_engines: tuple[str, ...] = dataclasses.field(
         default=(),
         metadata=_setting(_names, "names, comma separated", "engines that may not be used"),
+    )
+    precision: str = dataclasses.field(
+        default=AS_WRITTEN,
+        metadata=_setting(
+            _choice(*PRECISIONS),
+            ", ".join(PRECISIONS),
+            "what inference graphs are computed in: what the model says, or layers that gain by it in 16 or 8 bits, or weights kept in 8 or 4 "
+            "(docs/precision.md)",
+        ),
+    )
+    precision_tolerance: float | None = dataclasses.field(
+        default=None,
+        metadata=_setting(
+            _fraction,
+            "between 0 and 1",
+            "how far a graph's outputs may be off those of the graph as written on the first call, as root mean square over root mean square; "
+            "beyond it the worst layers are computed as written",
+            "0.02 for bf16 and fp16, 0.1 for the others",
+        ),
     )
     placement: str = dataclasses.field(
         default="measure",

@@ -61,7 +61,7 @@ class HybridGraph:
         self._on_regions = on_regions
         self._deadline = deadline or Deadline(config.compile_deadline_s)
         self._lock = threading.RLock()
-        prepared = prepare(captured, name, self._compile_body)
+        prepared = prepare(captured, name, config, self._compile_body)
         # Replaced as a whole: whoever is interrupted, or comes from another thread, finds one stage or the next.
         self._state: Compiled | Installed = compile_graph(prepared, session, config, self._pricing())
         log.info("%s graph: compiled in %.2f s", captured.kind, time.perf_counter() - start)

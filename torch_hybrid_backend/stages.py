@@ -152,12 +152,15 @@ class Installed:
 
 
 def prepare(
-    captured: CapturedGraph, name: str, compile_body: Callable[[str, CapturedGraph], Callable[[list[Any]], list[Any]]]
+    captured: CapturedGraph,
+    name: str,
+    config: Config,
+    compile_body: Callable[[str, CapturedGraph], Callable[[list[Any]], list[Any]]],
 ) -> Prepared:
     """Run the passes on a captured graph, in place; `compile_body` compiles what its control flow calls."""
     module = captured.graph_module
     inline_subgraphs(module)
-    run_passes(module, PassContext.of(captured), bisected_passes(PASSES))
+    run_passes(module, PassContext.of(captured, config.precision), bisected_passes(PASSES))
     # Sub-graphs are looked into, so before they are compiled.
     has_collectives, repeatable = holds_collectives(module), is_repeatable(module)
     compile_bodies(captured, compile_body)

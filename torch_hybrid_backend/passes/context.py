@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch.fx
 
 from torch_hybrid_backend.core.captured import CapturedGraph, GraphKind
+from torch_hybrid_backend.core.precision import AS_WRITTEN
 from torch_hybrid_backend.graph.devices import device_of
 
 
@@ -17,6 +18,8 @@ class PassContext:
 
     `fold_limit_bytes`: the largest tensor that constant folding may keep in memory for the life of the graph.
 
+    `precision`: what the graph is to be computed in, one of `core.precision.PRECISIONS`; training graphs are as written.
+
     `devices`: types of the devices whose operators the pass that gets this may rewrite, by its entry in the pipeline; empty: all.
     """
 
@@ -25,12 +28,14 @@ class PassContext:
     # A causal mask of 4,096 x 4,096 booleans; beyond, computing costs less than the memory.
     fold_limit_bytes: int = 16 << 20
     devices: frozenset[str] = frozenset()
+    precision: str = AS_WRITTEN
 
     @staticmethod
-    def of(captured: CapturedGraph) -> PassContext:
+    def of(captured: CapturedGraph, precision: str = AS_WRITTEN) -> PassContext:
         """The context for a captured graph."""
-        constants = captured.static_inputs if captured.kind == "inference" else frozenset[str]()
-        return PassContext(captured.kind, constants)
+        if captured.kind != "inference":
+            return PassContext(captured.kind)
+        return PassContext(captured.kind, captured.static_inputs, precision=precision)
 
     def may_rewrite(self, node: torch.fx.Node) -> bool:
         """Whether the operator runs on one of the `devices`, all its tensors with it."""
