@@ -21,6 +21,7 @@ import torch.fx
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import dim
 from torch_hybrid_backend.loops.index import Index, LoopVar, contiguous_strides, linear
+from torch_hybrid_backend.loops.integer_products import integer_product, is_dequantised
 from torch_hybrid_backend.loops.ir import (
     AttentionGradientOp,
     AttentionOp,
@@ -157,6 +158,16 @@ class _Lowerer:
         return self._ctx.realize(MapOp(Buffer(value.shape, value.dtype), value))
 
     def _emit(self, op: LoopOp) -> None:
+        if self._policy.abilities.integer_products and isinstance(op, MatMulOp | ConvOp):
+            found = integer_product(op, self._narrow)
+            if found is not None:
+                product, scaled = found
+                self._emit(product)
+                self._ops.append(scaled)
+                if isinstance(op, ConvOp):
+                    self._convolved.add(op.out)
+                    self._images.add(op.out)
+                return
         match op:
             case MatMulOp():
                 op = replace(op, a=self._rows(self._operand(op.a)), b=self._operand(op.b))
@@ -171,6 +182,10 @@ class _Lowerer:
                 q, grad = self._operand(op.q), self._operand(op.grad)
                 op = replace(op, q=q, grad=grad, k=self._attended(op.k), v=self._attended(op.v))
         self._ops.append(op)
+
+    def _narrow(self, value: Value) -> Value:
+        """Integers that a product reads, in memory."""
+        return self._realize(value) if isinstance(value, Map) else value
 
     def _realize(self, value: Map) -> Buffer:
         if value.realized is None:
@@ -235,6 +250,8 @@ class _Lowerer:
     def _place(self, node: torch.fx.Node, value: Value | None) -> None:
         """Give a computed value memory where recomputing it would cost more."""
         if not isinstance(value, Map) or value.base is not None or value.realized is not None:
+            return
+        if self._policy.abilities.integer_products and is_dequantised(value):
             return
         expr = value.at(domain_vars(value.shape))
         calls = count_calls(expr)

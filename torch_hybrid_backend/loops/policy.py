@@ -15,6 +15,7 @@ class Abilities:
     order; "ordered", only where every order has the same result. `max_gathered`: pixels up to which each is asked about all windows that cover
     it, for the gradient of a maximum pooling. `max_taps`: neighbours that an interpolation may read for one pixel.
     `attention_gradients`: attention writes its log-sum-exp where that is read, and its gradients are kernels.
+    `integer_products`: products of quantised operands are products of integers (`loops.ir.IntegerMatMulOp`, `IntegerConvOp`).
     """
 
     float8: bool = False
@@ -24,6 +25,7 @@ class Abilities:
     max_gathered: int = 65_536
     max_taps: int = 8
     attention_gradients: bool = False
+    integer_products: bool = False
 
 
 COMMON = Abilities()  # what the kernels of every backend can do
