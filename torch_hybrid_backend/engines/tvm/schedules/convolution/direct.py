@@ -354,9 +354,9 @@ class _Direct:
         pieces = -(-self.rows.out // tiling.chunk_rows)
         chunks = WeightChunks(self.parts, self.channels // tiling.chunk, tiling.chunk_rows, pieces, self.channel_block)
         first = task.group * self.blocks + task.first_block
-        begin = b.nest(
-            (tiling.chunk_rows * columns, task.blocks),
-            lambda at: self.parts.begin(sums, at[0] * width + at[1] * self.block, first + at[1]),
+        begin = b.loop(
+            tiling.chunk_rows * columns * task.blocks,
+            lambda i: self.parts.begin(sums, i * self.block, first + i % task.blocks),
             name="z",
         )
         each_chunk = b.loop(
