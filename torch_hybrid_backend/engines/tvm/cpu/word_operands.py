@@ -238,7 +238,13 @@ class WordOperands:
         sums = Buffer(op.out.shape, dtype, "sums")
         kernel = tuple(map(known_int, op.w.shape[2:]))
         places = op.stride, op.padding, op.dilation, op.groups
-        self._packer.add(PackedConvOp(sums, Map(op.x.shape, dtype, x), w, *places, block, kernel))
+        wide: Value = Map(op.x.shape, dtype, x, ((op.x, lambda index: index),))
+        if dtype == "int32":
+            # In memory: schedules read the same element several times, which a difference of integers would be computed for each time.
+            copy = Buffer(op.x.shape, dtype, "wide")
+            self._packer.add(MapOp(copy, wide))
+            wide = copy
+        self._packer.add(PackedConvOp(sums, wide, w, *places, block, kernel))
         value = Map(op.out.shape, "int32", lambda i: scalar.cast(sums.at(i), "int32"), ((sums, lambda index: index),))
         self._packer.add(MapOp(op.out, value))
 
