@@ -49,6 +49,11 @@ class DotProduct:
     sums: str
     shift: int = 0
 
+    @property
+    def registers(self) -> int:
+        """Vector registers for what is multiplied and not added yet. Few sums suffice where an addition alone waits for the last."""
+        return 4 if self.instruction == "vpmaddwd" else 0
+
 
 # A word of one element, multiplied as it is.
 MULTIPLICATION = DotProduct("", 1, "int32", "int32", "int32")

@@ -239,8 +239,8 @@ class WordOperands:
         kernel = tuple(map(known_int, op.w.shape[2:]))
         places = op.stride, op.padding, op.dilation, op.groups
         wide: Value = Map(op.x.shape, dtype, x, ((op.x, lambda index: index),))
-        if dtype == "int32":
-            # In memory: schedules read the same element several times, which a difference of integers would be computed for each time.
+        if not is_depthwise(known_int(op.out.shape[1]), known_int(op.w.shape[1]), op.groups):
+            # In memory: other convolutions read an element for several outputs, and would convert it for each.
             copy = Buffer(op.x.shape, dtype, "wide")
             self._packer.add(MapOp(copy, wide))
             wide = copy

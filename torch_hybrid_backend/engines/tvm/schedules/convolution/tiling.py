@@ -96,10 +96,11 @@ def _most_columns(parts: ConvParts, columns: Axis, vectors: int) -> int:
     LLVM keeps an input element in a register that several columns read at different taps of an unrolled kernel row: those need
     room beside the accumulators, or accumulators are stored and loaded in every step (3x the time for 3x3 and 2 blocks of 14 columns).
     """
-    most = max_rows(vectors, parts.target)
+    spare = 0 if parts.kernel.dot is None else parts.kernel.dot.registers
+    most = max_rows(vectors, parts.target, spare)
     if is_wide(columns):
         return most
-    registers = register_count(parts.target) - 1 - vectors
+    registers = register_count(parts.target) - 1 - spare - vectors
     return next((c for c in range(most, 0, -1) if c * vectors + columns.shared(c) <= registers), 1)
 
 

@@ -129,7 +129,8 @@ class MatMul:
         return b.fused((self.b.extent, blocks, self.panels, per_block), tile)
 
     def _most_rows(self) -> int:
-        most = min(max_rows(1 if self.is_dot else self.vectors, self.target), self._most_cached_rows())
+        spare = 0 if self.kernel.dot is None else self.kernel.dot.registers
+        most = min(max_rows(1 if self.is_dot else self.vectors, self.target, spare), self._most_cached_rows())
         return min(most, _LONG_EPILOGUE_ACCUMULATORS // self.vectors) if self.long_epilogue else most
 
     def _most_cached_rows(self) -> int:
