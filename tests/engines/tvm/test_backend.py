@@ -59,14 +59,14 @@ def test_what_doctor_prints(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_steps_call_the_kernel_with_its_sizes() -> None:
     """The artifact's function, the buffers' numbers, how many are written, then the sizes in the kernel's order."""
-    step = TvmBackend(_AVX512).step(scale_kernel(), Artifact("a.so", "kernel_a", "key"), (4, 2))
+    step = TvmBackend(_AVX512).step(scale_kernel(), Artifact("a.so", "kernel_a", "key"), (4, 2), _no_memory)
     assert (step.library, step.symbol, step.arguments, step.writes, step.sizes) == ("a.so", "kernel_a", (4, 2), 1, ())
     n, m = symbol("n", 7), symbol("m", 9)
     x, out = (Argument(Buffer((n, m), "float32"), contiguous((n, m))) for _ in range(2))
     point = (var("i", n), var("j", m))
     stores = (Store(out.buffer, point, x.buffer.at(point)),)
     kernel = MapKernel((x,), (out,), (LoopVar("j", m), LoopVar("i", n)), stores)
-    step = TvmBackend(_AVX512).step(kernel, Artifact("b.so", "kernel_b", "key"), (0, 1))
+    step = TvmBackend(_AVX512).step(kernel, Artifact("b.so", "kernel_b", "key"), (0, 1), _no_memory)
     assert step.sizes == (m, n)
 
 
