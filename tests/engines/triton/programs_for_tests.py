@@ -23,7 +23,8 @@ TARGETS = {"hopper": HOPPER, "large tiles": INTERPRETER}
 def run_program(
     kernel: Kernel, inputs: Mapping[Buffer, torch.Tensor], target: Target = HOPPER, sizes: tuple[int, ...] = ()
 ) -> list[torch.Tensor]:
-    """The logical tensors the kernel writes, given those it reads. Nothing but those may be written. One that is given too keeps what is not."""
+    """The logical tensors the kernel writes, given those it reads. Nothing but those may be written. One that is given too keeps what is not
+    written."""
     program = emit_kernel(kernel, "kernel", target)
     memory = [to_memory(inputs[arg.buffer], arg.layout) for arg in kernel.reads]
     written = [

@@ -92,6 +92,7 @@ class Shares:
 
 def shares_of(tiling: Tiling, tiles: int, steps: int) -> Shares:
     """How a tiling with `sharers` has them share."""
+    assert 0 < tiling.shared <= tiles, "a tiling is of the product that it was made for"
     return Shares(tiles, tiling.shared, steps, -(-tiling.shared * steps // tiling.sharers))
 
 
