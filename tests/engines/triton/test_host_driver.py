@@ -102,7 +102,7 @@ def test_scratch_memory_is_lent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     def launch(self: HostDriver, number: int, grid: Any, parameters: Any) -> None:
         if grid != (programs, 1, 1):
             return launched(self, number, grid, parameters)
-        scratch = ctypes.c_void_p.from_address(parameters(4)).value  # behind three inputs and the result
+        scratch = ctypes.c_void_p.from_address(parameters(len(product.arguments))).value
         assert scratch is not None
         lent.append(scratch)
         ctypes.memset(scratch, 0xFF, programs * 256)
@@ -114,8 +114,8 @@ def test_scratch_memory_is_lent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     inputs = torch.randn(40, 72), torch.randn(56, 72), torch.randn(40, 56)
     function = lambda x, w, o: torch.softmax(torch.nn.functional.linear(x.exp(), w) + o, -1)  # noqa: E731
     program, taken = program_of(tmp_path, function, *inputs, tiling=Tiling(16, 32, 16, persistent=programs))
-    (launch_,) = (step for step in program.steps if isinstance(step, DeviceLaunch) and step.grid == (programs, 1, 1))
-    scratch, profile = launch_.scratch
+    (product,) = (step for step in program.steps if isinstance(step, DeviceLaunch) and step.grid == (programs, 1, 1))
+    scratch, profile = product.scratch
     assert (program.buffers[scratch].span, program.buffers[scratch].dtype, profile) == (programs * 256, "uint8", NULL)
     run = ProgramRunner(program)
     for _ in range(2):
