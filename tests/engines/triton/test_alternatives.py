@@ -14,6 +14,7 @@ from tests.engines.triton.regions_for_tests import HOPPER, compiled, kernels_of,
 from tests.engines.tvm.kernels_for_tests import attention_kernel, row_sum_kernel
 from torch_hybrid_backend.codegen.kernel_key import canonical_text
 from torch_hybrid_backend.codegen.variants import Variant, variants
+from torch_hybrid_backend.core.program import DeviceLaunch, LaunchGraph
 from torch_hybrid_backend.engines.triton.alternatives import alternatives, tiled
 from torch_hybrid_backend.engines.triton.schedules.tilings import (
     FixUpKernel,
@@ -140,15 +141,17 @@ def test_what_is_worth_timing_on_a_gpu() -> None:
 
 
 def test_kernels_of_shares_in_a_plan(tmp_path: Path) -> None:
-    """Both write one result, between other kernels: the second one after the first. Every call gives equal bits."""
+    """Both write one result, between other kernels: the second one after the first, in a CUDA graph too, whose driver here runs whatever may
+    run in any order. Every call gives equal bits."""
     inputs = torch.randn(40, 72), torch.randn(41, 72), torch.randn(40, 41)
     function = lambda x, w, o: torch.softmax(torch.nn.functional.linear(x.exp(), w) + o, -1)  # noqa: E731
     program, taken = program_of(tmp_path, function, *inputs, tiling=Tiling(16, 16, 16, shared=4, sharers=5))
     assert len(program.steps) == 4
-    run = ProgramRunner(program)
-    (first,), (again,) = run(taken), run(taken)
+    launches = tuple(step for step in program.steps if isinstance(step, DeviceLaunch))
+    runs = ProgramRunner(program), ProgramRunner(dataclasses.replace(program, steps=(LaunchGraph(launches),)))
+    first, *others = (run(taken)[0] for run in runs for _ in range(3))
     torch.testing.assert_close(first.double(), function(*(x.double() for x in inputs)), rtol=1e-4, atol=1e-5)
-    assert torch.equal(first, again)
+    assert all(torch.equal(first, other) for other in others)
 
 
 def test_few_with_keys_of_their_own(tmp_path: Path) -> None:

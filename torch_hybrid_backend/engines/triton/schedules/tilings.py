@@ -271,7 +271,7 @@ def ranked(work: Work, target: Target) -> list[tuple[Tiling, float]]:
     found = [replace(tiling, splits=splits) for tiling in whole for splits in _splits(tiling, work)]
     costs = {tiling: _cost(tiling, work, target) for tiling in found}
     least = min(costs.values())
-    for tiling in (*(way for each in whole for way in _with_sharers(each, work, target)), *_persistent(work, target)):
+    for tiling in (*(way for each in whole for way in _with_sharers(each, work, target)), *persistent(work, target)):
         if (cost := _cost(tiling, work, target)) < least:  # else nobody needs to know
             costs[tiling] = cost
     return sorted(costs.items(), key=lambda item: item[1])
@@ -347,7 +347,7 @@ def _with_sharers(tiling: Tiling, work: Work, target: Target) -> list[Tiling]:
     return [made] if partial <= _MOST_PARTIAL else []
 
 
-def _persistent(work: Work, target: Target) -> list[Tiling]:
+def persistent(work: Work, target: Target) -> list[Tiling]:
     """Tilings whose operands TMA copies, of more tiles than there are multiprocessors: the first loads of a tile then run beside the end of the
     tile before it, which is what persistent programs are for."""
     if not work.can_copy or target.capability != 90 or not (work.dtype in HALVES or work.tf32):
