@@ -81,6 +81,7 @@ def test_shared_and_persistent_products(tmp_path: Path) -> None:
     _check(tmp_path, lambda a, b: a.t() @ b, a.t().contiguous(), b, tilings=ways(40, 24))
     _check(tmp_path, torch.mm, a.bfloat16(), b.bfloat16(), tilings=ways(40, 24), tolerance=3e-2)
     _check(tmp_path, torch.mm, a.double(), b.double(), tilings=ways(40, 24)[:1])
+    _check(tmp_path, torch.mm, *((8 * x).long() for x in (a, b)), tilings=ways(40, 24)[:1])
     c, d = torch.randn(3, 40, 72).half(), torch.randn(3, 72, 24).half()
     _check(tmp_path, lambda c, d: torch.bmm(c, d) * 2, c, d, tilings=ways(40, 24, 3), tolerance=3e-2)
     _check(tmp_path, lambda c, d: c.mT @ d, c.mT.contiguous(), d, tilings=ways(40, 24, 3), tolerance=3e-2)
