@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch_hybrid_backend.codegen.variants import Variant
 from torch_hybrid_backend.engines.triton.kernels import FlashKernel, split_along_keys
-from torch_hybrid_backend.engines.triton.schedules import attention, convolution, depthwise, matmul
+from torch_hybrid_backend.engines.triton.schedules import attention, convolution, depthwise, matmul, stream_k
 from torch_hybrid_backend.engines.triton.schedules.tilings import (
     FixUpKernel,
     StreamMatMulKernel,
@@ -15,8 +15,6 @@ from torch_hybrid_backend.engines.triton.schedules.tilings import (
     TiledMatMulKernel,
     Tiling,
     ranked,
-    shares_of,
-    tiles_of,
 )
 from torch_hybrid_backend.engines.triton.target import Target
 from torch_hybrid_backend.loops.fusion import replace_loads
@@ -25,7 +23,6 @@ from torch_hybrid_backend.loops.ir import Buffer, Expr, Load, buffers_of_expr
 from torch_hybrid_backend.loops.kernels import Argument, ConvKernel, Kernel, MapKernel, MatMulKernel, Store
 from torch_hybrid_backend.loops.layout import Strided, contiguous
 from torch_hybrid_backend.loops.ops import add
-from torch_hybrid_backend.sizes.size import known_int
 
 _MOST = 3  # beside the kernel itself
 _CERTAIN_GAIN = 1.2  # of the estimate: what is preferred to the kernel before anything is timed
@@ -54,7 +51,8 @@ def alternatives(kernel: Kernel, target: Target) -> list[Variant]:
     for tiling in [*of_kind.values()][:_MOST]:
         cost = costs[tiling] / costs[own] if costs[own] else 1.0
         # One that TMA serves is for the clock alone: on a GPU it has not run yet.
-        is_preferred = not found and not tiling.persistent and cost * _CERTAIN_GAIN < 1
+        is_first = not tiling.persistent and not any(variant.is_preferred for variant in found)
+        is_preferred = is_first and cost * _CERTAIN_GAIN < 1
         found.append(Variant(tiling.name, tiled(kernel, tiling), is_preferred=is_preferred, cost=cost))
     return found
 
@@ -97,9 +95,7 @@ def tiled(kernel: MatMulKernel | ConvKernel, tiling: Tiling) -> tuple[Kernel, ..
 
 def _stream(kernel: MatMulKernel, tiling: Tiling) -> tuple[Kernel, ...]:
     sums = kernel.accumulator
-    batch, m, n, k = (known_int(variable.extent) for variable in (*kernel.domain, kernel.k))
-    shares = shares_of(tiling, tiles_of(tiling, batch, m, n), -(-k // tiling.depth))
-    shape = (shares.sums, tiling.rows, tiling.columns)
+    shape = (stream_k.shares_in(kernel.domain, kernel.k, tiling).sums, tiling.rows, tiling.columns)
     partial = Argument(Buffer(shape, sums.dtype, "partial"), contiguous(shape))
     first = _with(kernel, StreamMatMulKernel, writes=(*kernel.writes, partial), tiling=tiling, partial=partial.buffer)
     rest = _read_by(kernel, [store.value for store in kernel.stores])

@@ -192,7 +192,7 @@ class MatMulTiles:
         if e in printer.copied:  # with zeros where nothing is
             with printer.over(tile, env, {}):
                 return self._products.operand(e)
-        k = LoopVar(f"k{'ba'[along_k]}", kernel.k.extent)
+        k = LoopVar("ka" if along_k == 1 else "kb", kernel.k.extent)
         with (
             axis(printer, tile, along_k, k, "step * DEPTH", self._tiling.depth) as inside,
             printer.over(tile, {**env, kernel.k: index_of(k)}, {**bounds, **inside}),
@@ -255,12 +255,10 @@ def result_tile(
         row = "(first + tile % group) * ROWS"
         column = f"tile % ({_GROUP} * across) // group * COLUMNS"
     lines.add(f"row = {row}{within}")
-    lines.add(f"column = {column}")
-    with (
-        axis(printer, tile, 0, i, "row", tiling.rows) as in_rows,
-        axis(printer, tile, 1, j, "column", tiling.columns) as in_columns,
-    ):
-        yield env, in_rows, in_columns
+    with axis(printer, tile, 0, i, "row", tiling.rows) as in_rows:
+        lines.add(f"column = {column}")
+        with axis(printer, tile, 1, j, "column", tiling.columns) as in_columns:
+            yield env, in_rows, in_columns
 
 
 @contextmanager

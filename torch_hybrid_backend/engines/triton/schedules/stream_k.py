@@ -12,6 +12,8 @@ GPU", PPoPP 2023: its hybrid of whole tiles and one shared round, with the fix-u
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch_hybrid_backend.engines.triton.functions import DTYPES
 from torch_hybrid_backend.engines.triton.printer import Printer, Tile, Value
 from torch_hybrid_backend.engines.triton.schedules.matmul import MatMulTiles, result_tile
@@ -20,6 +22,7 @@ from torch_hybrid_backend.engines.triton.schedules.tilings import (
     FixUpKernel,
     Shares,
     StreamMatMulKernel,
+    Tiling,
     shares_of,
     tiles_of,
 )
@@ -50,9 +53,14 @@ def emit(kernel: StreamMatMulKernel | FixUpKernel, printer: Printer, target: Tar
         _emit_fix_up(kernel, printer)
 
 
+def shares_in(domain: Sequence[LoopVar], k: LoopVar, tiling: Tiling) -> Shares:
+    """How programs share the last tiles of a product of known size: `domain` is (b, m, n)."""
+    batch, m, n, depth = (known_int(variable.extent) for variable in (*domain, k))
+    return shares_of(tiling, tiles_of(tiling, batch, m, n), -(-depth // tiling.depth))
+
+
 def _shares(kernel: StreamMatMulKernel | FixUpKernel) -> Shares:
-    tiles = tiles_of(kernel.tiling, *(known_int(variable.extent) for variable in kernel.domain))
-    return shares_of(kernel.tiling, tiles, -(-known_int(kernel.k.extent) // kernel.tiling.depth))
+    return shares_in(kernel.domain, kernel.k, kernel.tiling)
 
 
 def _emit_stream(kernel: StreamMatMulKernel, printer: Printer, target: Target) -> None:

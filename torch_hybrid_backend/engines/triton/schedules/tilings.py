@@ -177,6 +177,11 @@ class Work:
     has_long_epilogue: bool = False
 
     @property
+    def is_for_tensor_cores(self) -> bool:
+        """Halves, and float32 where it may be rounded."""
+        return self.dtype in HALVES or (self.dtype == "float32" and self.tf32)
+
+    @property
     def element(self) -> int:
         """Bytes."""
         return width_of(self.dtype)
@@ -272,7 +277,7 @@ def ranked(work: Work, target: Target) -> list[tuple[Tiling, float]]:
     costs = {tiling: _cost(tiling, work, target) for tiling in found}
     least = min(costs.values())
     for tiling in (*(way for each in whole for way in _with_sharers(each, work, target)), *persistent(work, target)):
-        if (cost := _cost(tiling, work, target)) < least:  # else nobody needs to know
+        if (cost := _cost(tiling, work, target)) < least:  # what a plain tiling does as well is not worth trying
             costs[tiling] = cost
     return sorted(costs.items(), key=lambda item: item[1])
 
@@ -350,7 +355,7 @@ def _with_sharers(tiling: Tiling, work: Work, target: Target) -> list[Tiling]:
 def persistent(work: Work, target: Target) -> list[Tiling]:
     """Tilings whose operands TMA copies, of more tiles than there are multiprocessors: the first loads of a tile then run beside the end of the
     tile before it, which is what persistent programs are for."""
-    if not work.can_copy or target.capability != 90 or not (work.dtype in HALVES or work.tf32):
+    if not work.can_copy or target.capability != 90 or not work.is_for_tensor_cores:
         return []
     found = []
     for rows, columns, deep, warps, stages in _COPIED_TILES:
@@ -417,7 +422,7 @@ def _cost(tiling: Tiling, work: Work, target: Target) -> float:
 def _rate(tiling: Tiling, work: Work, target: Target) -> float:
     """Multiply-adds by clock."""
     chip = _chip(target)
-    if work.dtype in HALVES or (work.dtype == "float32" and work.tf32):
+    if work.is_for_tensor_cores:
         full = chip.half if work.dtype in HALVES else chip.half / 2
         is_small = target.capability >= 90 and tiling.rows < 64
         return full * (_SMALL_EFFICIENCY if is_small else _EFFICIENCY)
