@@ -18,20 +18,22 @@ from torch_hybrid_backend.engines.tvm.cpu.dot_products import (
     MULTIPLICATION,
     DotProduct,
     bf16_dot_product,
+    integer_dot_product,
+)
+from torch_hybrid_backend.engines.tvm.cpu.operations import PackedConvOp, PackedMatMulOp
+from torch_hybrid_backend.engines.tvm.cpu.packing import is_depthwise, pack_conv_weight, packed_conv_weight_value
+from torch_hybrid_backend.engines.tvm.cpu.tiles import output_block, tile_n
+from torch_hybrid_backend.engines.tvm.cpu.word_packing import (
     channel_sums,
     column_sums,
     constant_words,
     image_words,
-    integer_dot_product,
     left_words,
     pack_conv_words,
     pack_right,
     packed_conv_words_value,
     packed_right_value,
 )
-from torch_hybrid_backend.engines.tvm.cpu.operations import PackedConvOp, PackedMatMulOp
-from torch_hybrid_backend.engines.tvm.cpu.packing import is_depthwise, pack_conv_weight, packed_conv_weight_value
-from torch_hybrid_backend.engines.tvm.cpu.tiles import output_block, tile_n
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops import ops as scalar
 from torch_hybrid_backend.loops.index import Index, as_index
