@@ -99,6 +99,13 @@ def test_transposed(name: str, tmp_path: Path) -> None:
     check(tmp_path, convolve, *inputs, kinds=(ConvKernel,), tolerance=1e-4)
 
 
+@pytest.mark.parametrize("groups", [1, 16])
+def test_a_window_in_the_padding(groups: int, tmp_path: Path) -> None:
+    """Of a result of one point, whose only window sees nothing of the image."""
+    x, w = torch.randn(2, 16, 1), torch.randn(16, 16 // groups, 1)
+    check(tmp_path, lambda x, w: torch.conv1d(x, w, stride=3, padding=1, groups=groups), x, w, kinds=(ConvKernel,))
+
+
 @pytest.mark.parametrize("groups", [1, 6])
 def test_what_is_no_tap_is_not_read(groups: int, tmp_path: Path) -> None:
     """Behind the weight's last element there is none: NaN there would be seen. Nor does an infinite element of the image meet a weight that

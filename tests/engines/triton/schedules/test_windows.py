@@ -70,17 +70,17 @@ def _visited(windows: Windows, kernel: int) -> tuple[list[tuple[int, ...]], int]
     """Point, tap and place of everything that is added up, by the text of the program; and how many taps are tested in vain."""
     visited, idle = [], 0
     (n, point), (tap,) = windows.points, windows.taps
-    env = {v: index_of(v) for v in (n, point, tap, *windows.phases)}
+    env = {v: index_of(v) for v in (n, point, tap)}
     for phase in range(windows.phase_count):
         printer = Printer(Lines(), (), (), {})
-        for variable in (point, tap, *windows.phases):
+        for variable in (point, tap):
             printer.variable(variable, Value(variable.name))
-        windows.begin(printer, env)
+        windows.begin(printer)
         found, exists = windows.result(env)
         (pixel,), inside = windows.image(env, env)
         weight, is_tap = windows.weight(env[n], env[n], env[n], env)
         places = [printer.index(index).text for index in ([*found.values()][1], [*weight.values()][2], pixel)]
-        names = {"tl": SimpleNamespace(where=lambda test, a, b: a if test else b), "phase0": phase}
+        names = {"tl": SimpleNamespace(where=lambda test, a, b: a if test else b, program_id=[phase].__getitem__)}
         _run(printer.lines, names)
         for values in itertools.product(range(int(point.extent)), range(eval(printer.size(tap.extent), names))):
             names |= dict(zip((point.name, tap.name), values, strict=True))

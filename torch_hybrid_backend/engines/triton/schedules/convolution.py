@@ -121,9 +121,8 @@ class _Convolution:
     def emit(self) -> None:
         kernel, printer, tiling, windows = self._kernel, self._printer, self._tiling, self._windows
         tile, part = Tile(("ROWS", "COLUMNS")), part_of(kernel)
-        programs = (printer, tile, self._points, self._channel, (part, self._group), tiling, windows.phases)
-        with result_tile(*programs) as (env, rows, columns):
-            windows.begin(printer, env)
+        number, outer = windows.begin(printer), (part, self._group)
+        with result_tile(printer, tile, self._points, self._channel, outer, tiling, number) as (env, rows, columns):
             printer.lines.add(f"acc = tl.zeros([ROWS, COLUMNS], {DTYPES[kernel.accumulator.dtype][0]})")
             place = _Place(env[part], env[self._group], rows, columns)
             (self._by_tap if _is_by_tap(kernel) else self._by_window)(place)

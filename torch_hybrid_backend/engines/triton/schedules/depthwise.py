@@ -62,9 +62,9 @@ def emit(kernel: ConvKernel, printer: Printer, target: Target, launch: Launch) -
     channel, c = LoopVar("o", o.extent), LoopVar("c", in_channels(kernel))
     tile, dtype = Tile(("ROWS", "COLUMNS")), kernel.accumulator.dtype
     products = Product(printer, dtype, dtype, tf32=False)
-    with result_tile(printer, tile, points, channel, (), tiling, windows.phases) as (phases, rows, columns):
+    number = windows.begin(printer)
+    with result_tile(printer, tile, points, channel, (), tiling, number) as (_, rows, columns):
         inside = {**rows, **columns}
-        windows.begin(printer, phases)
         printer.lines.add(f"acc = tl.zeros([ROWS, COLUMNS], {DTYPES[dtype][0]})")
         with _terms(printer, [c, *windows.taps]) as env:
             place, tests = windows.image(point_env, env)

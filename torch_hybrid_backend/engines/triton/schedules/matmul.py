@@ -144,20 +144,14 @@ def result_tile(
     j: LoopVar,
     outer: Sequence[LoopVar],
     tiling: Tiling,
-    inner: Sequence[LoopVar] = (),
+    number: str = "",
 ) -> Iterator[tuple[dict[LoopVar, Index], dict[int, Value], dict[int, Value]]]:
-    """A program's tile of the result: `i` runs along its rows, `j` along its columns. Gives what the variables `outer` and `inner` are, of
-    which each value has all tiles of a result to itself, and which rows and which columns exist. Neighbours differ in `inner`."""
+    """A program's tile of the result: `i` runs along its rows, `j` along its columns. Gives what the variables `outer` are, of which each value
+    has all tiles of a result to itself, and which rows and which columns exist. `number`: the tile's; by default the program's."""
     lines = printer.lines
     down, across = blocks(i.extent, tiling.rows), blocks(j.extent, tiling.columns)
-    lines.add(f"program = {program_start(printer)}")
-    near, env = flattened(inner, "inner")
-    if near.extent != 1:
-        lines.add(f"inner = program % {near.extent}")
-        lines.add(f"program = program // {near.extent}")
-        printer.variable(near, Value("inner"))
-    which, outer_env = flattened(outer, "outer")
-    env.update(outer_env)
+    lines.add(f"program = {number or program_start(printer)}")
+    which, env = flattened(outer, "outer")
     if which.extent != 1:
         lines.add(f"outer = program // ({printer.size(down * across)})")
         lines.add(f"program = program % ({printer.size(down * across)})")

@@ -19,6 +19,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from torch_hybrid_backend.engines.triton.printer import Printer, Value
+from torch_hybrid_backend.engines.triton.schedules.tiles import flattened, program_start
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index, index_of
 from torch_hybrid_backend.loops.ir import Const, Expr
 from torch_hybrid_backend.loops.kernels import ConvKernel
@@ -54,10 +55,19 @@ class Windows:
     def phase_count(self) -> int:
         return known_int(product([v.extent for v in self.phases]))
 
-    def begin(self, printer: Printer, phases: Env) -> None:
-        """Has the program find out what its points have in common. phases: which they are of."""
+    def begin(self, printer: Printer) -> str:
+        """Has the program find out which phase its points are of, and what they have in common. Gives the number of its tile, "" where that is
+        its own. Neighbours have the phases of one tile: together they write whole lines of memory, while these are in the cache."""
+        if self.phase_count == 1:
+            number, phases = "", dict[LoopVar, Index]()
+        else:
+            phase, phases = flattened(self.phases, "phase")
+            number = f"{program_start(printer)} // {self.phase_count}"
+            printer.lines.add(f"phase = {program_start(printer)} % {self.phase_count}")
+            printer.variable(phase, Value("phase"))
         for axis in self._axes:
             axis.begin(printer, phases)
+        return number
 
     def result(self, points: Env) -> tuple[dict[LoopVar, Index], list[Expr]]:
         """The image and the place in the result, by the kernel's variables, and what has to hold for it to exist."""
@@ -183,7 +193,8 @@ def _named(printer: Printer, name: str, index: Index) -> Index:
 
 
 def _undecided(tests: Sequence[Expr]) -> list[Expr]:
-    return [test for test in tests if not isinstance(test, Const)]
+    """Those that do not hold everywhere. One that holds nowhere is left: a window may lie in the padding as a whole."""
+    return [test for test in tests if not (isinstance(test, Const) and test.value)]
 
 
 def in_channels(kernel: ConvKernel) -> int:
