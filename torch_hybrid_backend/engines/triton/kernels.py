@@ -242,18 +242,19 @@ def split_along_keys(kernel: FlashKernel, splits: int) -> tuple[Kernel, ...]:
         part beside it, and the sum of weights."""
         top, total = (Buffer(result.shape, dtype, name) for name in ("top", "total"))
         own, largest = sums.at((place, *point[: len(kernel.row_vars)])), top.at(point)
-        seen = call("eq", largest, literal(float("-inf"), dtype))
-        base = call("where", seen, zero, largest, dtype=dtype)
+        sees_nothing = call("eq", largest, literal(float("-inf"), dtype))
+        base = call("where", sees_nothing, zero, largest, dtype=dtype)
         weight = call("exp", call("sub", own, base))
         stages = [Stage("reduce", top, own, "max"), Stage("reduce", total, weight, "sum")]
         return stages, base, weight, total.at(point)
 
     def combined(
-        domain: tuple[LoopVar, ...], argument: Sequence[Argument], stages: list[Stage], stores: Sequence[Store]
+        domain: tuple[LoopVar, ...], found: Sequence[Argument], stages: list[Stage], stores: Sequence[Store]
     ) -> RowKernel:
+        """The kernel that stores what the stages make of what was `found` of the parts."""
         stored = {store.buffer for store in stores}
         read = {buffer for store in stores for buffer in buffers_of_expr(store.value)}
-        reads = (*argument, *(a for a in kernel.reads if a.buffer in read))
+        reads = (*found, *(a for a in kernel.reads if a.buffer in read))
         writes = tuple(a for a in kernel.writes if a.buffer in stored)
         last = [Stage("store_scalar", None, store.value, store=store) for store in stores]
         return RowKernel(reads, writes, (*domain, p), (len(domain),), (*stages, *last))
@@ -270,7 +271,6 @@ def split_along_keys(kernel: FlashKernel, splits: int) -> tuple[Kernel, ...]:
         return partial, results
     stages, base, _, whole = combining(row, kernel.log_sum_exp)
     found = call("add", base, call("log", whole))
-    sees_nothing = call("eq", whole, zero)
-    value = call("where", sees_nothing, literal(kernel.empty, dtype), found, dtype=dtype)
+    value = call("where", call("eq", whole, zero), literal(kernel.empty, dtype), found, dtype=dtype)
     stages.append(Stage("scalar", kernel.log_sum_exp, value))
     return partial, results, combined(kernel.row_vars, arguments[1:], stages, kernel.row_stores)
