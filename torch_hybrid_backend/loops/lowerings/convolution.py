@@ -1,4 +1,8 @@
-"""Convolutions: a ConvOp without bias, the bias added on top so that it joins the epilogue."""
+"""Convolutions: a ConvOp without bias, the bias added on top so that it joins the epilogue.
+
+Their gradients (`aten.convolution_backward`) have no lowering: that one operator gives those of image and weight together, and PyTorch's
+libraries have been tuned for both.
+"""
 
 from __future__ import annotations
 
