@@ -69,7 +69,7 @@ class HybridGraph:
     @property
     def plan(self) -> Plan | None:
         """The decisions; None before the first call."""
-        return self._state.placed.plan if isinstance(self._state, Installed) else None
+        return self._state.plan if isinstance(self._state, Installed) else None
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         state = self._state
@@ -95,16 +95,16 @@ class HybridGraph:
         with ConstantPool():
             placed, outputs = place(compiled, inputs, self._config, self._pricing())
             installed = install(placed, inputs, self._config)
-            self._tell(placed)
+            self._tell(installed, placed)
             self._state = installed  # last: interrupted before, the next call is a first call again
         if placed.compiled:  # else nothing was packed, and the C++ runtime may not even be there
             give_back_freed_memory()
         log.info("%s graph: engines chosen in %.2f s", placed.prepared.kind, time.perf_counter() - start)
         return outputs
 
-    def _tell(self, placed: Placed) -> None:
+    def _tell(self, decided: Placed | Installed, placed: Placed) -> None:
         if self._on_plan is not None:
-            self._on_plan(placed.plan)
+            self._on_plan(decided.plan)
         if self._on_regions is not None:
             self._on_regions(placed.compiled)
 
@@ -139,7 +139,7 @@ class HybridGraph:
                 return  # another thread met the same fault
             placed = installed.placed.without(region, cause, strict=self._config.strict)
             self._state = Installed(placed, installed.run)
-            self._tell(placed)
+            self._tell(placed, placed)
 
     def _installed(self) -> Installed:
         assert isinstance(self._state, Installed)

@@ -51,7 +51,7 @@ from torch_hybrid_backend.passes.hoist import Hoisted, hoist
 from torch_hybrid_backend.passes.inline_subgraphs import inline_subgraphs
 from torch_hybrid_backend.passes.pipeline import PASSES, run_passes
 from torch_hybrid_backend.runtime.constant_pool import release_unused
-from torch_hybrid_backend.runtime.executor import CompiledSegment, build_executor
+from torch_hybrid_backend.runtime.executor import CompiledSegment, Executor, build_executor
 from torch_hybrid_backend.runtime.plan_layout import StaticLayoutError
 from torch_hybrid_backend.runtime.python_executor import PythonExecutor
 from torch_hybrid_backend.runtime.symbolic_executor import SymbolicExecutor
@@ -149,6 +149,12 @@ class Installed:
 
     placed: Placed
     run: Run | PythonExecutor
+
+    @property
+    def plan(self) -> Plan:
+        """The decisions, for reports, with what runs them."""
+        graphs = self.run.cuda_graphs if isinstance(self.run, Executor | SymbolicExecutor) else ()
+        return dataclasses.replace(self.placed.plan, cuda_graphs=graphs)
 
 
 def prepare(

@@ -7,8 +7,11 @@
 // kernels for.
 //
 // Ownership: a module that was loaded stays in its device's primary context, the one that PyTorch
-// uses, until the process ends: a launch that still runs may need it after its plan is gone, and
-// only waiting for the device would tell.
+// uses, until the process ends: a launch that still runs may need it after its plan is gone. Events
+// on the streams that the plan was used on would tell when it is done, but a stream may be gone by
+// then, and a CUDA graph that the caller captured launches its kernels for as long as the graph
+// lives, which nobody tells us. So that plans which are made again and again add nothing, a module
+// is known by its contents: there are as many as there are different kernels.
 //
 // Failure: everything here throws std::runtime_error with the driver's own word for what failed:
 // "...: loading the module of add failed: CUDA_ERROR_INVALID_IMAGE (200)". The number is read in
@@ -41,7 +44,8 @@ const Driver& NvidiaDriver();
 // The driver of these functions, which are called as long as the process lives.
 const Driver& DriverOf(FindFunction find);
 
-// A compiled module (a cubin, a fat binary or PTX), as bytes. Each is loaded once on each device.
+// A compiled module (a cubin, a fat binary or PTX), as bytes. Equal ones are loaded once on each
+// device.
 struct ModuleImage {
   std::string bytes;  // with a zero behind it: PTX is a text
 };

@@ -134,10 +134,8 @@ struct Modules {
   std::mutex mutex;
   std::unordered_map<std::string, std::shared_ptr<const ModuleImage>> by_path;
   std::map<DeviceOfDriver, void*> contexts;
-  // Weak: an image that is gone may be followed by another at its address.
-  std::map<std::pair<const ModuleImage*, DeviceOfDriver>,
-           std::pair<std::weak_ptr<const ModuleImage>, void*>>
-      loaded;
+  // By their contents, of each driver and device.
+  std::map<std::pair<DeviceOfDriver, std::string>, void*> loaded;
 };
 
 Modules& AllModules() {
@@ -220,11 +218,10 @@ CudaFunction::CudaFunction(const Driver& driver, const std::shared_ptr<const Mod
   const DeviceOfDriver here(&driver, device);
   context_ = ContextOf(modules, here);
   const InContext inside(driver, context_);
-  auto& [owner, module] = modules.loaded[{image.get(), here}];
-  if (owner.lock() != image) {
+  void*& module = modules.loaded[{here, image->bytes}];
+  if (module == nullptr) {
     Check(driver, driver.module_load_data(&module, image->bytes.c_str()),
           "loading the module of " + symbol);
-    owner = image;
   }
   Check(driver, driver.module_get_function(&function_, module, symbol.c_str()),
         "finding the kernel " + symbol);

@@ -119,6 +119,26 @@ void TestOneModuleForPlansAndDevices() {
   driver->wait(&stream_a, kAll);
 }
 
+// A model that is compiled again brings the same kernels, after those of the first are closed.
+void TestEqualModulesAreLoadedOnce() {
+  const std::string bytes = "8 8 4";
+  const int before = driver->modules_loaded();
+  for (int i = 0; i < 3; ++i) {
+    const std::string module = Module("again" + std::to_string(i), bytes);
+    {
+      Plan plan(Doubling(module));
+      const auto x = Floats({3}, {1, 2, 3}, kCuda);  // alive until the launches have run
+      const auto out = RunOnce(plan, {x});
+      driver->wait(&stream_a, kAll);
+      Check(Read(out[0]) == Floats32{4, 8, 12}, "its kernels are the ones that are there");
+    }
+    CloseModule(module);
+  }
+  Check(driver->modules_loaded() == before, "by whatever path they come");
+  Plan other(Doubling(Module("other", bytes + " ")));
+  Check(driver->modules_loaded() == before + 1, "another one is loaded");
+}
+
 // The work of all calls runs after the last call has returned, as on a GPU.
 void TestCallsDoNotShareWhatStillRuns() {
   Plan plan(Doubling(folder + "/double"));
@@ -298,6 +318,7 @@ int main() {
   folder = std::getenv("MODULES");
   TestWhatTheDriverIsAskedFor();
   TestOneModuleForPlansAndDevices();
+  TestEqualModulesAreLoadedOnce();
   TestCallsDoNotShareWhatStillRuns();
   TestThreadsOnTheirStreams();
   TestDriverOfAStep();

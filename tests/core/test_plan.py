@@ -38,7 +38,8 @@ _regions = st.builds(
     st.none() | _numbers, st.integers(0, 1 << 60), _several(_texts), _texts, _devices, _several(_texts),
 )  # fmt: skip
 _calls = st.none() | st.builds(CallDecision, _texts, _costs, _refusals)
-_plans = st.builds(Plan, _texts, st.just("inference"), _several(_nodes), _several(_regions), _calls)
+_graphs = _several(_several(_texts))
+_plans = st.builds(Plan, _texts, st.just("inference"), _several(_nodes), _several(_regions), _calls, _costs, _graphs)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+import torch_hybrid_backend
 from tests.compiling import fresh_dynamo, kernel_cache
 from torch_hybrid_backend import session
+from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.engines.triton.host_driver import DRIVER, DriverError, HostDriver, Status
 
 __all__ = ["fresh_dynamo", "kernel_cache"]
@@ -177,6 +179,21 @@ def test_other_modes_have_none(mode: str, done: list[str]) -> None:
     for _ in range(3):
         compiled(torch.randn(6, 8))
     assert set(done) == {"launch"}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_they_are_explained(dynamic: bool) -> None:
+    """By the names that the regions' kernels have; where the setting asks for none, none are shown."""
+    x = torch.randn(6, 8)
+    found = torch_hybrid_backend.explain(by_turns, x, options={"cuda_graphs": True}, dynamic=dynamic)
+    (plan,) = found.plans
+    kernels = tuple(kernel for region in plan.regions for kernel in region.kernels)
+    assert len(kernels) == 3
+    assert plan.cuda_graphs == (kernels,)
+    assert "one CUDA graph of 3 kernels: " in str(found)
+    assert Plan.from_json(plan.to_json()) == plan
+    (plan,) = torch_hybrid_backend.explain(by_turns, x, dynamic=dynamic).plans
+    assert plan.cuda_graphs == ()
 
 
 def test_graphs_go_with_their_plan(caplog: pytest.LogCaptureFixture) -> None:

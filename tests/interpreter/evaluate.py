@@ -40,8 +40,8 @@ def run(kernel: Kernel, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
             env[kernel.accumulator], stores = a @ b, kernel.stores
         case ConvKernel():
             x, w = _over(kernel.x_vars, kernel.x, env), _over(kernel.w_vars, kernel.w, env)
-            size = _extents(kernel.domain)[2:]
-            convolved = convolve(x, w, size, kernel.stride, kernel.padding, kernel.dilation, kernel.groups)
+            settings = (kernel.stride, kernel.padding, kernel.dilation, kernel.groups, kernel.transposed)
+            convolved = convolve(x, w, _extents(kernel.domain)[2:], *settings)
             env[kernel.accumulator], stores = convolved, kernel.stores
         case AttentionKernel():
             q, k, v = (

@@ -36,7 +36,7 @@ _FIELDS: dict[type, tuple[str, ...]] = {
     Const: ("dtype", "value"),
     ConvKernel: (
         *("reads", "writes", "domain", "x_vars", "x", "w_vars", "w", "stride", "padding", "dilation", "groups"),
-        *("accumulator", "stores"),
+        *("accumulator", "stores", "transposed"),
     ),
     FloorDiv: ("numerator", "divisor"),
     FromIndex: ("dtype", "index"),

@@ -203,8 +203,8 @@ def evaluate(op: LoopOp, env: Environment) -> None:
         case MatMulOp(a=a, b=b):
             result = torch.matmul(_read(a, env), _read(b, env))
         case ConvOp(x=x, w=w):
-            size = op.out.shape[2:]
-            result = convolve(_read(x, env), _read(w, env), size, op.stride, op.padding, op.dilation, op.groups)
+            settings = (op.stride, op.padding, op.dilation, op.groups, op.transposed)
+            result = convolve(_read(x, env), _read(w, env), op.out.shape[2:], *settings)
         case AttentionOp():
             q, k, v = (_read(value, env) for value in (op.q, op.k, op.v))
             result = attend(q, k, v, None if op.mask is None else _read(op.mask, env), op.scale, op.causal)
@@ -323,14 +323,22 @@ def convolve(
     padding: Sequence[int],
     dilation: Sequence[int],
     groups: int,
+    transposed: bool,
 ) -> torch.Tensor:
     """See `loops.ir.ConvOp`; `size`: the result's."""
+    if transposed:
+        least = [
+            (n - 1) * s + d * (k - 1) + 1 - 2 * p
+            for n, k, s, p, d in zip(x.shape[2:], w.shape[2:], stride, padding, dilation, strict=True)
+        ]
+        extra = [have - reached for have, reached in zip(size, least, strict=True)]
+        return torch.convolution(x, w, None, stride, padding, dilation, True, extra, groups)
     pads: list[int] = []
     for n, k, out, s, p, d in zip(x.shape[2:], w.shape[2:], size, stride, padding, dilation, strict=True):
         # The last dimension comes first in `pad`; the zeros after the last element follow from the output's size.
         pads = [p, (out - 1) * s + d * (k - 1) + 1 - n - p, *pads]
-    convolution = torch.conv1d if len(stride) == 1 else torch.conv2d
-    return convolution(torch.nn.functional.pad(x, pads), w, None, stride, 0, dilation, groups)
+    rank, padded = len(stride), torch.nn.functional.pad(x, pads)
+    return torch.convolution(padded, w, None, stride, [0] * rank, dilation, False, [0] * rank, groups)
 
 
 def attend(

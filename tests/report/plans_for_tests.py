@@ -46,6 +46,7 @@ PLAN = Plan(
     ),
 )  # fmt: skip
 EMPTY = Plan("graph", "backward", (), ())
+GRAPHS = dataclasses.replace(EMPTY, cuda_graphs=(_KERNELS[:3], _KERNELS[1:2]))
 _TIMES = (Cost("plan", 70.0, "measured"), Cost("eager", 48.5, "measured"))
 _LOST = Refusal("plan", Reason.NOT_PROFITABLE, "a call takes 70.0 us, in eager 48.5 us")
 _EAGER_NODES = tuple(dataclasses.replace(node, engine="eager") for node in PLAN.nodes)

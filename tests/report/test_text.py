@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.conftest import Golden
-from tests.report.plans_for_tests import EMPTY, NOT_USED, PLAN, USED
+from tests.report.plans_for_tests import EMPTY, GRAPHS, NOT_USED, PLAN, USED
 from torch_hybrid_backend.report import render_text
 
 
@@ -15,6 +15,15 @@ def test_text(golden: Golden) -> None:
 def test_whole_calls(golden: Golden) -> None:
     """Who runs whole calls, at what cost; of a plan that is not used it is said why, and its regions are shown."""
     golden.check(render_text([USED, NOT_USED]))
+
+
+def test_cuda_graphs() -> None:
+    """Which kernels are launched together."""
+    _, *lines = render_text([GRAPHS]).splitlines()
+    assert lines == [
+        "  one CUDA graph of 3 kernels: 2 matmul_gelu, row_softmax",
+        "  one CUDA graph of 1 kernel: row_softmax",
+    ]
 
 
 def test_no_plans() -> None:

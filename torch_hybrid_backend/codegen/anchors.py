@@ -74,6 +74,7 @@ def neutral_kernel(anchor: Anchor) -> Kernel:
                 op.groups,
                 anchor.accumulator,
                 anchor.stores,
+                transposed=op.transposed,
             )
         case AttentionOp():
             (q_vars, q), (k_vars, k_expr), (v_vars, v) = over(op.q, "q"), over(op.k, "k"), over(op.v, "v")

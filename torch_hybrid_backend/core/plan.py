@@ -94,6 +94,9 @@ class Plan:
     `covers`: what a call costs with each of the partitions that were priced, by the order in which they asked the engines; empty where
     there was one. A cost of the kind "more than" was given up.
 
+    `cuda_graphs`: the names of the kernels that each CUDA graph launches together, across regions; of sizes known only at run time those of the
+    first call. Empty where the setting `cuda_graphs` does not ask for any.
+
     `call` is None where whole calls were not priced: the plan runs them. Where eager runs them, every node is eager's, and `regions` tell
     what the plan would have done.
     """
@@ -104,6 +107,7 @@ class Plan:
     regions: tuple[RegionDecision, ...]
     call: CallDecision | None = None
     covers: tuple[Cost, ...] = ()
+    cuda_graphs: tuple[tuple[str, ...], ...] = ()
 
     def to_json(self) -> str:
         """Stable JSON (sorted keys, two spaces)."""
@@ -147,7 +151,8 @@ class Plan:
         )
         decided = raw["call"]
         call = decided and CallDecision(decided["engine"], costs(decided["costs"]), refusals(decided["refusals"]))
-        return Plan(raw["graph"], raw["kind"], nodes, regions, call, costs(raw["covers"]))
+        graphs = tuple(map(tuple, raw["cuda_graphs"]))
+        return Plan(raw["graph"], raw["kind"], nodes, regions, call, costs(raw["covers"]), graphs)
 
 
 def _plain(value: Any) -> Any:

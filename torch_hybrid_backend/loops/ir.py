@@ -291,10 +291,14 @@ class IntegerMatMulOp(MatMulOp):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ConvOp(LoopOp):
-    """A 1-D or 2-D cross-correlation with zero padding, no bias (the epilogue adds it).
+    """A 1-D, 2-D or 3-D cross-correlation with zero padding, no bias (the epilogue adds it).
 
     `padding` counts the zeros before the first element; how many lie after the last follows from the output's size.
     x is (N, C, *spatial), w is (O, C/groups, *kernel), out is (N, O, *out_spatial); the tuples have one entry per spatial dimension.
+
+    `transposed`: the gradient of such a one by its image, as `torch.nn.ConvTranspose2d` has it. Along each spatial dimension
+    out[p] = sum over k of w[k] * x[(p + padding - k * dilation) / stride], where that is a whole number and inside x. w is then
+    (C, O/groups, *kernel). It, and 3-D ones, only where the kernels can (`loops.policy.Abilities`).
     """
 
     x: Value
@@ -303,6 +307,7 @@ class ConvOp(LoopOp):
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
+    transposed: bool = field(default=False, kw_only=True)
 
     def reads(self) -> list[Buffer]:
         return _unique(buffers_of(self.x) + buffers_of(self.w))

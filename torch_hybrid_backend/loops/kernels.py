@@ -123,7 +123,7 @@ class ConvKernel(Kernel):
     """Domain (n, o, *out_spatial): the accumulator, then the stores; see `loops.ir.ConvOp`.
 
     `x` is over (n, c, *in_spatial) given by `x_vars`, in range only: the printer handles padding. `w` is over (o, c / groups, *kernel) given
-    by `w_vars`.
+    by `w_vars`; (c, o / groups, *kernel) where the convolution is transposed.
     """
 
     x_vars: tuple[LoopVar, ...]
@@ -136,10 +136,13 @@ class ConvKernel(Kernel):
     groups: int
     accumulator: Buffer
     stores: tuple[Store, ...]
+    transposed: bool = field(default=False, kw_only=True)
 
     @property
     def multiply_adds(self) -> float:
-        return _points(self.domain) * _points(self.w_vars[1:])
+        # Each element of the image meets every tap, or each of the result.
+        points = self.x_vars if self.transposed else self.domain
+        return _points(points) * _points(self.w_vars[1:])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

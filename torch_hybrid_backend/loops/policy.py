@@ -14,6 +14,7 @@ class Abilities:
     `scatters`: whether many points may write to one element (`loops.ir.ScatterOp`): "none"; "any", as atomic operations do it, in whatever
     order; "ordered", only where every order has the same result. `max_gathered`: pixels up to which each is asked about all windows that cover
     it, for the gradient of a maximum pooling. `max_taps`: neighbours that an interpolation may read for one pixel.
+    `any_convolution`: convolutions of volumes, and transposed ones whose windows do not tile the result.
     `attention_gradients`: attention writes its log-sum-exp where that is read, and its gradients are kernels.
     `integer_products`: products of quantised operands are products of integers (`loops.ir.IntegerMatMulOp`, `IntegerConvOp`).
     """
@@ -24,6 +25,7 @@ class Abilities:
     # Asking is 13 cycles a pixel on a CPU, against 3 for eager, which visits each window once (3x3 windows, stride 2, of 32 x 64 x 32 x 32).
     max_gathered: int = 65_536
     max_taps: int = 8
+    any_convolution: bool = False
     attention_gradients: bool = False
     integer_products: bool = False
 

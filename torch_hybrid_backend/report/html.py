@@ -15,6 +15,7 @@ from torch_hybrid_backend.core.plan import NodeDecision, Plan
 from torch_hybrid_backend.report.share import (
     call_in_words,
     costs_in_words,
+    cuda_graphs_in_words,
     engine_in_words,
     flops_in_words,
     operator_kinds,
@@ -92,6 +93,8 @@ def _section(plan: Plan, colours: dict[str, str]) -> Iterable[str]:
             for decision in plan.regions
         ),
     )
+    for line in cuda_graphs_in_words(plan):
+        yield f"<p>{escape(line)}</p>"
     yield _table(("operator", "in regions", "in eager"), operator_kinds(plan))
     yield _table(
         ("refused operator", "times", "engine", "code", "why", "source"),

@@ -99,7 +99,16 @@ def covers_in_words(plan: Plan) -> tuple[str, ...]:
 
 def kernels_in_words(decision: RegionDecision) -> str:
     """What the region calls, without the digits that tell kernels of one name apart: "12 matmul_gelu, row_softmax"."""
-    counts = Counter(re.sub(r"_[0-9a-f]{16}$", "", name) for name in decision.kernels)
+    return _names_in_words(decision.kernels)
+
+
+def cuda_graphs_in_words(plan: Plan) -> tuple[str, ...]:
+    """What each CUDA graph launches: "one CUDA graph of 3 kernels: 2 row_softmax, map_add"."""
+    return tuple(f"one CUDA graph of {counted(len(g), 'kernel')}: {_names_in_words(g)}" for g in plan.cuda_graphs)
+
+
+def _names_in_words(kernels: Sequence[str]) -> str:
+    counts = Counter(re.sub(r"_[0-9a-f]{16}$", "", name) for name in kernels)
     return ", ".join(f"{count} {name}" if count > 1 else name for name, count in counts.items())
 
 

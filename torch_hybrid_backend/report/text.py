@@ -11,6 +11,7 @@ from torch_hybrid_backend.report.share import (
     costs_in_words,
     counted,
     covers_in_words,
+    cuda_graphs_in_words,
     engine_in_words,
     flops_in_words,
     kernels_in_words,
@@ -38,6 +39,8 @@ def _plan(plan: Plan) -> Iterable[str]:
         yield f"  {regions_title(plan)}:"
         for decision in plan.regions:
             yield from _region(decision)
+    for line in cuda_graphs_in_words(plan):
+        yield f"  {line}"
     kinds = operator_kinds(plan)
     if kinds:
         width = max(len(kind) for kind, _, _ in kinds)

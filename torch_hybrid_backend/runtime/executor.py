@@ -125,8 +125,8 @@ class Executor:
         folded = {name for name, source in sources.items() if isinstance(source, FoldedValue)}
         computed = list(dict.fromkeys(o for o in outputs if isinstance(o, str) and o not in sources))
         self._layout = lay_out(frozenset(inputs), constants | folded, pieces, computed, graphs=graphs)
-        if together := [str(len(s.step.launches)) for s in self._layout.steps if isinstance(s.step, LaunchGraph)]:
-            log.info("kernels in each CUDA graph of this plan: %s", ", ".join(together))
+        if self.cuda_graphs:
+            log.info("kernels in each CUDA graph of this plan: %s", ", ".join(str(len(g)) for g in self.cuda_graphs))
         self._plan = Plan(self._layout.description, (*callbacks, *self._layout.functions))
         self._plan_sources = tuple(sources[name] for name in self._layout.inputs)
         self._returns = tuple(_return(output, sources, computed) for output in outputs)
@@ -146,6 +146,12 @@ class Executor:
     def layout(self) -> StaticLayout:
         """What the plan was built from."""
         return self._layout
+
+    @property
+    def cuda_graphs(self) -> tuple[tuple[str, ...], ...]:
+        """The names of the kernels that each CUDA graph of the plan launches."""
+        graphs = [step.step for step in self._layout.steps if isinstance(step.step, LaunchGraph)]
+        return tuple(tuple(launch.symbol for launch in graph.launches if 0 not in launch.grid) for graph in graphs)
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """The graph's outputs, with exactly the dtypes, sizes and strides of their specs.

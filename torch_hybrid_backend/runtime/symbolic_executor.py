@@ -90,6 +90,11 @@ class SymbolicExecutor:
         """How many sets of sizes have a plan."""
         return len(self._plans)
 
+    @property
+    def cuda_graphs(self) -> tuple[tuple[str, ...], ...]:
+        """As in `Executor`, of the plan that was made first of those that there are."""
+        return next((run.cuda_graphs for run in self._plans.values() if isinstance(run, Executor)), ())
+
     def _find_sizes(self) -> SizeReader:
         """Where the call's inputs tell the sizes that the graph's specs are made of."""
         described: dict[str, TensorSpec | Dim | None] = dict(self._graph.sizes)

@@ -159,6 +159,21 @@ CONVOLUTIONS: dict[str, tuple[Function, tuple[torch.Tensor, ...], list[str]]] = 
         (IMAGE, FILTERS, FILTER_BIAS, randn(4, 8, 3, 3) / 9),
         ["kernel", "convolution", "kernel", "convolution", "kernel"],
     ),
+    "volumes": (
+        lambda x, w: functional.relu(functional.conv3d(x, w, padding=1, stride=2)),
+        (randn(1, 4, 4, 5, 4), randn(8, 4, 3, 3, 3) / 9),
+        ["convolution", "kernel"],
+    ),
+    "transposed": (
+        lambda x, w: functional.conv_transpose2d(x, w, stride=2, padding=1, output_padding=1, groups=2),
+        (IMAGE, randn(4, 3, 3, 3) / 4),
+        ["convolution"],
+    ),
+    "transposed, channels last": (
+        lambda x, w, b: functional.conv_transpose2d(x, w, b, stride=2, dilation=2),
+        (IMAGE.to(memory_format=LAST), randn(4, 8, 3, 3) / 6, FILTER_BIAS),
+        ["convolution", "kernel"],
+    ),
     "more zeros before than after": (
         lambda x, w: functional.conv2d(functional.pad(x, (1, 0, 1, 0)), w),
         (IMAGE, FILTERS),

@@ -382,7 +382,8 @@ def _convolutions(kernel: ConvKernel, target: Target) -> list[Variant]:
     """ATen's convolution, and cuDNN's with a ReLU, after a sum too."""
     dtype = _dtype(target, kernel, kernel.x, kernel.w)
     rank = len(kernel.x_vars) - 2
-    if dtype is None or not _is_symmetric(kernel):
+    extra = _output_padding(kernel)
+    if dtype is None or extra is None:
         return []
     is_last = wants_channels_last(dtype, kernel.groups, rank, target)
     order = _CHANNELS_LAST if is_last else ()
@@ -395,9 +396,9 @@ def _convolutions(kernel: ConvKernel, target: Target) -> list[Variant]:
         )
         w = _weight(made, kernel, order)
         if not epilogue.addends and not epilogue.activation:
-            plain = (x, w, None, *settings, False, (0,) * rank, kernel.groups)
+            plain = (x, w, None, *settings, kernel.transposed, extra, kernel.groups)
             found.append(made.variant("convolution", plain, kernel.domain, epilogue, order))
-        elif epilogue.activation == "relu" and rank == 2 and not target.is_interpreted:
+        elif epilogue.activation == "relu" and rank == 2 and not (kernel.transposed or target.is_interpreted):
             fused = _fused(made, kernel, epilogue, order)
             if fused is not None:
                 name, z, bias = fused
@@ -408,20 +409,23 @@ def _convolutions(kernel: ConvKernel, target: Target) -> list[Variant]:
     return found[::-1]
 
 
-def _is_symmetric(kernel: ConvKernel) -> bool:
-    """Whether as many zeros follow the image as come before it."""
-    return all(
-        out.extent == (x.extent + 2 * p - d * (tap.extent - 1) - 1) // s + 1
-        for x, out, tap, s, p, d in zip(
-            kernel.x_vars[2:],
-            kernel.domain[2:],
-            kernel.w_vars[2:],
-            kernel.stride,
-            kernel.padding,
-            kernel.dilation,
-            strict=True,
-        )
-    )
+def _output_padding(kernel: ConvKernel) -> tuple[int, ...] | None:
+    """What a transposed convolution's result has beyond what windows reach, 0 of any other; None where ATen has no such convolution: it
+    takes images with as many zeros behind as before them."""
+    found = []
+    for x, out, tap, s, p, d in zip(
+        kernel.x_vars[2:],
+        kernel.domain[2:],
+        kernel.w_vars[2:],
+        kernel.stride,
+        kernel.padding,
+        kernel.dilation,
+        strict=True,
+    ):
+        reach = d * (known_int(tap.extent) - 1) + 1 - 2 * p
+        size, result = known_int(x.extent), known_int(out.extent)
+        found.append(result - (size - 1) * s - reach if kernel.transposed else result - (size - reach) // s - 1)
+    return tuple(found) if kernel.transposed or not any(found) else None
 
 
 def _weight(made: _Call, kernel: ConvKernel, order: Sequence[int]) -> Operand:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torch_hybrid_backend.codegen.anchors import Anchor, over
-from torch_hybrid_backend.loops.index import LoopVar, index_of
+from torch_hybrid_backend.loops.index import Index, LoopVar, index_of
 from torch_hybrid_backend.loops.ir import (
     AttentionGradientOp,
     AttentionKeyGradientOp,
@@ -207,7 +207,8 @@ def _share(heads: Dim, *operands: tuple[Expr, tuple[LoopVar, ...]]) -> int:
 
 
 def split_along_keys(kernel: FlashKernel, splits: int) -> tuple[Kernel, ...]:
-    """The same by `splits` programs for each row, which share its keys, and a kernel that combines what they found.
+    """The same by `splits` programs for each row, which share its keys, and a kernel that combines what they found; where log-sum-exps are
+    wanted one more, which combines theirs.
 
     Source: Dao, Haziza, Massa and Sizov, "Flash-Decoding for long-context inference", 2023.
     """
@@ -233,24 +234,43 @@ def split_along_keys(kernel: FlashKernel, splits: int) -> tuple[Kernel, ...]:
         mask_vars=(),
     )
     p = LoopVar("p", splits)
-    domain = (*kernel.domain, p)
     place = index_of(p)
-    top, weights, total = (Buffer(shape, dtype, name) for name in ("top", "weights", "total"))
-    infinite = literal(float("-inf"), dtype)
     zero, one = literal(0, dtype), literal(1, dtype)
-    own = sums.at((place, *point[:-1]))
-    largest = top.at(point)
-    base = call("where", call("eq", largest, infinite), zero, largest, dtype=dtype)
-    weight = call("exp", call("sub", own, base))
-    whole = total.at(point)
+
+    def combining(point: tuple[Index, ...], result: Buffer) -> tuple[list[Stage], Expr, Expr, Expr]:
+        """The stages that the sums of the parts go through, for a kernel over `point`: the greatest of their logarithms, or 0, the weight of a
+        part beside it, and the sum of weights."""
+        top, total = (Buffer(result.shape, dtype, name) for name in ("top", "total"))
+        own, largest = sums.at((place, *point[: len(kernel.row_vars)])), top.at(point)
+        sees_nothing = call("eq", largest, literal(float("-inf"), dtype))
+        base = call("where", sees_nothing, zero, largest, dtype=dtype)
+        weight = call("exp", call("sub", own, base))
+        stages = [Stage("reduce", top, own, "max"), Stage("reduce", total, weight, "sum")]
+        return stages, base, weight, total.at(point)
+
+    def combined(
+        domain: tuple[LoopVar, ...], found: Sequence[Argument], stages: list[Stage], stores: Sequence[Store]
+    ) -> RowKernel:
+        """The kernel that stores what the stages make of what was `found` of the parts."""
+        stored = {store.buffer for store in stores}
+        read = {buffer for store in stores for buffer in buffers_of_expr(store.value)}
+        reads = (*found, *(a for a in kernel.reads if a.buffer in read))
+        writes = tuple(a for a in kernel.writes if a.buffer in stored)
+        last = [Stage("store_scalar", None, store.value, store=store) for store in stores]
+        return RowKernel(reads, writes, (*domain, p), (len(domain),), (*stages, *last))
+
+    stages, _, weight, whole = combining(point, kernel.accumulator)
+    weights = Buffer(shape, dtype, "weights")
     divisor = whole if kernel.nan_rows else call("where", call("eq", whole, zero), one, whole, dtype=dtype)
-    stages = [
-        Stage("reduce", top, own, "max"),
-        Stage("reduce", total, weight, "sum"),
+    stages += [
         Stage("reduce", weights, call("mul", weight, parts.at((place, *point))), "sum"),
         Stage("scalar", kernel.accumulator, call("div", weights.at(point), divisor)),
-        *(Stage("store_scalar", None, store.value, store=store) for store in kernel.stores),
     ]
-    read = {buffer for store in kernel.stores for buffer in buffers_of_expr(store.value)}
-    others = tuple(argument for argument in kernel.reads if argument.buffer in read)
-    return partial, RowKernel((*arguments, *others), kernel.writes, domain, (len(domain) - 1,), tuple(stages))
+    results = combined(kernel.domain, arguments, stages, kernel.stores)
+    if not kernel.row_stores:
+        return partial, results
+    stages, base, _, whole = combining(row, kernel.log_sum_exp)
+    found = call("add", base, call("log", whole))
+    value = call("where", call("eq", whole, zero), literal(kernel.empty, dtype), found, dtype=dtype)
+    stages.append(Stage("scalar", kernel.log_sum_exp, value))
+    return partial, results, combined(kernel.row_vars, arguments[1:], stages, kernel.row_stores)

@@ -30,6 +30,7 @@ POLICY = FusionPolicy(
         scatters="any",
         max_gathered=1 << 62,
         max_taps=16,
+        any_convolution=True,
         attention_gradients=True,
     ),
     gathers_in_attention=True,

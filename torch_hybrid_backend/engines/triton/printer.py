@@ -74,7 +74,7 @@ class Printer:
         self.names = [f"in{i}" for i in range(len(reads))] + [f"out{i}" for i in range(len(writes))]
         self._names = {a.buffer: name for a, name in reversed([*zip(arguments, self.names, strict=True)])}
         self._layouts = {argument.buffer: argument.layout for argument in arguments}
-        self._sizes = sizes
+        self._sizes = dict(sizes)
         self.is_wide = any(not known_at_most(a.span, (1 << 31) - 1) and isinstance(a.span, int) for a in arguments)
         self.tile = Tile(())
         self._variables: dict[LoopVar, Value] = {}
@@ -134,6 +134,11 @@ class Printer:
         if atom.name in ("max", "min"):
             return f"{atom.name}({left}, {right})"
         return f"(({left}) {'//' if atom.name == 'floordiv' else '%'} ({right}))"
+
+    def count(self, symbol: Symbol, text: str) -> None:
+        """A size that the program finds out itself, under the symbol's name. It is not negative."""
+        self.lines.add(f"{symbol.name} = {text}")
+        self._sizes[symbol] = symbol.name
 
     def let(self, text: str, dims: frozenset[int] = frozenset(), stem: str = "t") -> Value:
         """A name for a value."""

@@ -9,8 +9,11 @@ A row that sees nothing is 0, as in the composite operator of PyTorch.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -46,6 +49,65 @@ MASKED_ATTENTION = frozenset(
 )
 _RANDOM = "attention with dropout draws random numbers"
 _ALIGNED_ROWS = 32  # of the efficient operator's log-sum-exp
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What an operator of attention, or of its gradients, is called with. Each has arguments of its own, and an order of its own, but all have
+    the same names in their schemas.
+
+    q is (*lead, S, D), k and v (*lead, T, D), `mask` None or something that broadcasts to (*lead, S, T). Of gradients alone: `grad` and `out`,
+    like the result, and `log_sum_exp`. `others`: the other arguments.
+    """
+
+    q: Value
+    k: Value
+    v: Value
+    mask: Value | None
+    dropout: float
+    causal: bool
+    scale: float | None
+    others: dict[str, Any]
+    grad: Any = None
+    out: Any = None
+    log_sum_exp: Any = None
+
+
+# Their names in the schemas.
+_NAMES = {
+    "query": "q",
+    "key": "k",
+    "value": "v",
+    "attn_mask": "mask",
+    "attn_bias": "mask",
+    "dropout_p": "dropout",
+    "is_causal": "causal",
+    "scale": "scale",
+    "grad_out": "grad",
+    "grad_out_": "grad",
+    "out": "out",
+    "logsumexp": "log_sum_exp",
+}
+_Lowering = Callable[[Context, _Asked], Any]
+
+
+def _attends(*targets: torch._ops.OpOverload, unread: tuple[str, ...] = ()) -> Callable[[_Lowering], _Lowering]:
+    """`lowers`, for lowerings that get the arguments by name."""
+
+    def register(lowering: _Lowering) -> _Lowering:
+        for target in targets:
+            lowers(target, unread=unread)(functools.wraps(lowering)(functools.partial(_lower, target, lowering)))
+        return lowering
+
+    return register
+
+
+def _lower(target: torch._ops.OpOverload, lowering: _Lowering, ctx: Context, *args: Any, **kwargs: Any) -> Any:
+    schema = target._schema.arguments
+    given = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+    given |= dict(zip((argument.name for argument in schema), args, strict=False)) | kwargs
+    known = {"mask": None} | {own: given.pop(name) for name, own in _NAMES.items() if name in given}
+    return lowering(ctx, _Asked(**known, others=given))
 
 
 def _four_dimensional(value: Value) -> Value:
@@ -100,20 +162,11 @@ def _last_aligned(shape: tuple[Dim, ...], dtype: str) -> Value:
     return Map(shape, dtype, at)
 
 
-def _attention(
-    ctx: Context,
-    q: Value,
-    k: Value,
-    v: Value,
-    mask: Value | None,
-    dropout: float,
-    causal: bool,
-    scale: float | None,
-    empty: float | None = None,
-) -> tuple[Value, Buffer | None]:
+def _attention(ctx: Context, asked: _Asked, empty: float | None = None) -> tuple[Value, Buffer | None]:
     """(result, log-sum-exp): that with `empty` for rows that see nothing, (B, H, S); None where `empty` is."""
-    _check_exact(ctx, dropout)
+    _check_exact(ctx, asked.dropout)
     shape = ctx.shape
+    q, k, v, mask = asked.q, asked.k, asked.v, asked.mask
     lead, rows, columns = q.shape[:-2], q.shape[-2], k.shape[-2]
     if mask is not None:
         mask = _additive(ctx, mask, lead, rows, columns)
@@ -122,7 +175,7 @@ def _attention(
     k, v = (_batches_repeated(_heads_repeated(value, heads), batch) for value in (k, v))
     out = Buffer((batch, heads, rows, v.shape[-1]), ctx.out.dtype)
     log_sum_exp = None if empty is None else Buffer((batch, heads, rows), compute_dtype(ctx.out.dtype))
-    op = AttentionOp(out, q, k, v, mask, _factor(q, scale), causal, log_sum_exp, empty or 0.0)
+    op = AttentionOp(out, q, k, v, mask, _factor(q, asked.scale), asked.causal, log_sum_exp, empty or 0.0)
     return reshaped(ctx.realize(op), shape), log_sum_exp
 
 
@@ -156,70 +209,34 @@ def _read_log_sum_exp(ctx: Context, results: int, empty: float) -> float | None:
     return empty
 
 
-@lowers(aten._scaled_dot_product_flash_attention_for_cpu.default)
-def flash_attention_for_cpu(
-    ctx: Context,
-    q: Value,
-    k: Value,
-    v: Value,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    attn_mask: Value | None = None,
-    scale: float | None = None,
-) -> tuple[Value, Value | None]:
+@_attends(aten._scaled_dot_product_flash_attention_for_cpu.default)
+def flash_attention_for_cpu(ctx: Context, asked: _Asked) -> tuple[Value, Value | None]:
     """The CPU's flash attention: (result, log-sum-exp (B, H, S))."""
-    empty = _read_log_sum_exp(ctx, 2, 0.0)
-    return _attention(ctx, q, k, v, attn_mask, dropout_p, is_causal, scale, empty)
+    return _attention(ctx, asked, _read_log_sum_exp(ctx, 2, 0.0))
 
 
-@lowers(aten._scaled_dot_product_flash_attention.default)
-def flash_attention(
-    ctx: Context,
-    q: Value,
-    k: Value,
-    v: Value,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Value | None, ...]:
-    """CUDA's flash attention: (result, log-sum-exp (B, H, S), None, ...).
-
-    Its causal mask is aligned at the last query and the last key, that of the other operators at the first ones.
-    """
+@_attends(aten._scaled_dot_product_flash_attention.default)
+def flash_attention(ctx: Context, asked: _Asked) -> tuple[Value | None, ...]:
+    """CUDA's flash attention: (result, log-sum-exp (B, H, S), None, ...)."""
     empty = _read_log_sum_exp(ctx, 9, math.inf)
-    mask = _flash_mask(q, k, is_causal)
-    result, log_sum_exp = _attention(ctx, q, k, v, mask, dropout_p, is_causal and mask is None, scale, empty)
-    return result, log_sum_exp, *(None,) * 7
+    return *_attention(ctx, _as_flash(asked), empty), *(None,) * 7
 
 
-def _flash_mask(q: Value, k: Value, is_causal: bool) -> Value | None:
-    if not is_causal or q.shape[-2] == k.shape[-2]:
-        return None
-    return _last_aligned((*q.shape[:-1], k.shape[-2]), compute_dtype(q.dtype))
+def _as_flash(asked: _Asked) -> _Asked:
+    """CUDA's flash attention has its causal mask aligned at the last query and the last key, the other operators at the first ones."""
+    q, rows, columns = asked.q, asked.q.shape[-2], asked.k.shape[-2]
+    if not asked.causal or rows == columns:
+        return asked
+    return replace(asked, mask=_last_aligned((*q.shape[:-1], columns), compute_dtype(q.dtype)), causal=False)
 
 
-@lowers(aten._scaled_dot_product_efficient_attention.default)
-def efficient_attention(
-    ctx: Context,
-    q: Value,
-    k: Value,
-    v: Value,
-    attn_bias: Value | None,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Value | None, ...]:
+@_attends(aten._scaled_dot_product_efficient_attention.default)
+def efficient_attention(ctx: Context, asked: _Asked) -> tuple[Value | None, ...]:
     """CUDA's memory-efficient attention: (result, log-sum-exp, None, None).
 
     Its log-sum-exp has a multiple of 32 rows; those beyond are +inf.
     """
-    empty = _read_log_sum_exp(ctx, 4, -math.inf)
-    result, log_sum_exp = _attention(ctx, q, k, v, attn_bias, dropout_p, is_causal, scale, empty)
+    result, log_sum_exp = _attention(ctx, asked, _read_log_sum_exp(ctx, 4, -math.inf))
     return result, None if log_sum_exp is None else _rows_padded(log_sum_exp), None, None
 
 
@@ -236,84 +253,37 @@ def _rows_padded(log_sum_exp: Buffer) -> Value:
     return Map((*lead, padded), log_sum_exp.dtype, at)
 
 
-@lowers(aten._scaled_dot_product_cudnn_attention.default)
-def cudnn_attention(
-    ctx: Context,
-    q: Value,
-    k: Value,
-    v: Value,
-    attn_bias: Value | None,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Value | None, ...]:
+@_attends(aten._scaled_dot_product_cudnn_attention.default)
+def cudnn_attention(ctx: Context, asked: _Asked) -> tuple[Value | None, ...]:
     """cuDNN's attention: (result, log-sum-exp (B, H, S, 1), None, ...)."""
-    empty = _read_log_sum_exp(ctx, 9, -math.inf)
-    result, log_sum_exp = _attention(ctx, q, k, v, attn_bias, dropout_p, is_causal, scale, empty)
+    result, log_sum_exp = _attention(ctx, asked, _read_log_sum_exp(ctx, 9, -math.inf))
     if log_sum_exp is None:
         return result, *(None,) * 8
     return result, reshaped(log_sum_exp, (*log_sum_exp.shape, 1)), *(None,) * 7
 
 
-@lowers(aten.scaled_dot_product_attention.default)
-def scaled_dot_product_attention(
-    ctx: Context,
-    q: Value,
-    k: Value,
-    v: Value,
-    attn_mask: Value | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Value:
-    return _attention(ctx, q, k, v, attn_mask, dropout_p, is_causal, scale)[0]
+@_attends(aten.scaled_dot_product_attention.default)
+def scaled_dot_product_attention(ctx: Context, asked: _Asked) -> Value:
+    return _attention(ctx, asked)[0]
 
 
-@lowers(aten._scaled_dot_product_attention_math.default, aten._scaled_dot_product_attention_math_for_mps.default)
-def attention_math(
-    ctx: Context,
-    q: Value,
-    k: Value,
-    v: Value,
-    attn_mask: Value | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    dropout_mask: Value | None = None,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> tuple[Value, None]:
+@_attends(aten._scaled_dot_product_attention_math.default, aten._scaled_dot_product_attention_math_for_mps.default)
+def attention_math(ctx: Context, asked: _Asked) -> tuple[Value, None]:
     """(result, None): the attention weights are not kept."""
-    if ctx.wants(1) or dropout_mask is not None:
+    if ctx.wants(1) or asked.others["dropout_mask"] is not None:
         raise Refuse(Reason.ARGUMENT, "the attention weights are wanted, which the fused operation does not keep")
-    return _attention(ctx, q, k, v, attn_mask, dropout_p, is_causal, scale)[0], None
+    return _attention(ctx, asked)[0], None
 
 
 # Gradients
 
 
-def _gradients(
-    ctx: Context,
-    grad: Value,
-    q: Value,
-    k: Value,
-    v: Value,
-    out: Value,
-    log_sum_exp: Value,
-    mask: Value | None,
-    dropout: float,
-    causal: bool,
-    scale: float | None,
-) -> tuple[Value, Value, Value]:
+def _gradients(ctx: Context, asked: _Asked) -> tuple[Value, Value, Value]:
     """Of queries, keys and values, in their dtypes. `log_sum_exp`: (B, H, S)."""
     if not ctx.abilities.attention_gradients:
         raise Refuse(Reason.ARGUMENT, "the gradients of attention are computed by eager")
-    _check_exact(ctx, dropout)
+    _check_exact(ctx, asked.dropout)
+    q, k, v, mask, log_sum_exp = asked.q, asked.k, asked.v, asked.mask, asked.log_sum_exp
     if len(q.shape) != 4:
         raise Refuse(Reason.ARGUMENT, "gradients of attention are taken with operands of four dimensions")
     batch, heads, rows, _ = q.shape
@@ -322,13 +292,13 @@ def _gradients(
         raise Refuse(Reason.ARGUMENT, "keys and values of attention have different heads or batches in backward")
     if mask is not None:
         mask = _additive(ctx, mask, (batch, heads), rows, columns)
-    dtype, factor = compute_dtype(q.dtype), _factor(q, scale)
-    score = plain_score(mask, factor, causal)
-    products = ctx.pointwise(mul, grad, out, dtype=dtype, compute=dtype, shape=grad.shape)
+    dtype, factor = compute_dtype(q.dtype), _factor(q, asked.scale)
+    score = plain_score(mask, factor, asked.causal)
+    products = ctx.pointwise(mul, asked.grad, asked.out, dtype=dtype, compute=dtype, shape=asked.grad.shape)
     delta = ctx.reduce("sum", products, (3,), dtype=dtype)
     statistics = ctx.pointwise(_finite_or_infinite, log_sum_exp, dtype=dtype, compute=dtype, shape=log_sum_exp.shape)
     keys, values = _heads_repeated(k, heads), _heads_repeated(v, heads)
-    read = (q, keys, values, grad, statistics, delta, score, factor)
+    read = (q, keys, values, asked.grad, statistics, delta, score, factor)
     for_queries = ctx.realize(AttentionQueryGradientOp(Buffer(q.shape, q.dtype), *read))
     for_values = Buffer(v.shape, v.dtype)
     for_keys = ctx.realize(AttentionKeyGradientOp(Buffer(k.shape, k.dtype), *read, for_values))
@@ -341,107 +311,35 @@ def _finite_or_infinite(log_sum_exp: Expr) -> Expr:
     return where(call("eq", log_sum_exp, const(-math.inf, log_sum_exp.dtype)), infinity, log_sum_exp)
 
 
-@lowers(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
-def flash_attention_for_cpu_backward(
-    ctx: Context,
-    grad: Value,
-    q: Value,
-    k: Value,
-    v: Value,
-    out: Value,
-    log_sum_exp: Value,
-    dropout_p: float,
-    is_causal: bool,
-    *,
-    attn_mask: Value | None = None,
-    scale: float | None = None,
-) -> tuple[Value, Value, Value]:
+@_attends(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+def flash_attention_for_cpu_backward(ctx: Context, asked: _Asked) -> tuple[Value, Value, Value]:
     """(gradient of q, of k, of v)."""
-    return _gradients(ctx, grad, q, k, v, out, log_sum_exp, attn_mask, dropout_p, is_causal, scale)
+    return _gradients(ctx, asked)
 
 
-@lowers(
-    aten._scaled_dot_product_flash_attention_backward.default,
-    unread=("cum_seq_q", "cum_seq_k", "philox_seed", "philox_offset"),
-)
-def flash_attention_backward(
-    ctx: Context,
-    grad: Value,
-    q: Value,
-    k: Value,
-    v: Value,
-    out: Value,
-    log_sum_exp: Value,
-    cum_seq_q: object,
-    cum_seq_k: object,
-    max_q: object,
-    max_k: object,
-    dropout_p: float,
-    is_causal: bool,
-    philox_seed: object,
-    philox_offset: object,
-    *,
-    scale: float | None = None,
-) -> tuple[Value, Value, Value]:
-    """CUDA's: (gradient of q, of k, of v). Without dropout the state of random numbers is not read."""
-    mask = _flash_mask(q, k, is_causal)
-    return _gradients(ctx, grad, q, k, v, out, log_sum_exp, mask, dropout_p, is_causal and mask is None, scale)
+# Without dropout the state of random numbers is not read.
+_STATE = ("philox_seed", "philox_offset")
+_LENGTHS = ("cum_seq_q", "cum_seq_k")
 
 
-@lowers(
-    aten._scaled_dot_product_efficient_attention_backward.default,
-    unread=("philox_seed", "philox_offset"),
-)
-def efficient_attention_backward(
-    ctx: Context,
-    grad: Value,
-    q: Value,
-    k: Value,
-    v: Value,
-    attn_bias: Value | None,
-    out: Value,
-    log_sum_exp: Value,
-    philox_seed: object,
-    philox_offset: object,
-    dropout_p: float,
-    grad_input_mask: Sequence[bool],
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Value | None, ...]:
+@_attends(aten._scaled_dot_product_flash_attention_backward.default, unread=(*_LENGTHS, *_STATE))
+def flash_attention_backward(ctx: Context, asked: _Asked) -> tuple[Value, Value, Value]:
+    """CUDA's: (gradient of q, of k, of v)."""
+    return _gradients(ctx, _as_flash(asked))
+
+
+@_attends(aten._scaled_dot_product_efficient_attention_backward.default, unread=_STATE)
+def efficient_attention_backward(ctx: Context, asked: _Asked) -> tuple[Value | None, ...]:
     """CUDA's memory-efficient one: (gradient of q, of k, of v, None)."""
-    if ctx.wants(3) and attn_bias is not None and grad_input_mask[3]:
+    if ctx.wants(3) and asked.mask is not None and asked.others["grad_input_mask"][3]:
         raise Refuse(Reason.ARGUMENT, "the gradient of attention's bias is computed by eager")
-    if k.shape[1] != q.shape[1]:
+    if asked.k.shape[1] != asked.q.shape[1]:
         raise Refuse(Reason.ARGUMENT, "memory-efficient attention has as many heads of keys as of queries in backward")
-    rows = reindex(log_sum_exp, q.shape[:3], lambda index: index)
-    return *_gradients(ctx, grad, q, k, v, out, rows, attn_bias, dropout_p, is_causal, scale), None
+    rows = reindex(asked.log_sum_exp, asked.q.shape[:3], lambda index: index)
+    return *_gradients(ctx, replace(asked, log_sum_exp=rows)), None
 
 
-@lowers(
-    aten._scaled_dot_product_cudnn_attention_backward.default,
-    unread=("cum_seq_q", "cum_seq_k", "philox_seed", "philox_offset"),
-)
-def cudnn_attention_backward(
-    ctx: Context,
-    grad: Value,
-    q: Value,
-    k: Value,
-    v: Value,
-    out: Value,
-    log_sum_exp: Value,
-    philox_seed: object,
-    philox_offset: object,
-    attn_bias: Value | None,
-    cum_seq_q: object,
-    cum_seq_k: object,
-    max_q: object,
-    max_k: object,
-    dropout_p: float,
-    is_causal: bool,
-    *,
-    scale: float | None = None,
-) -> tuple[Value, Value, Value]:
+@_attends(aten._scaled_dot_product_cudnn_attention_backward.default, unread=(*_LENGTHS, *_STATE))
+def cudnn_attention_backward(ctx: Context, asked: _Asked) -> tuple[Value, Value, Value]:
     """cuDNN's: (gradient of q, of k, of v)."""
-    rows = reshaped(log_sum_exp, q.shape[:3])
-    return _gradients(ctx, grad, q, k, v, out, rows, attn_bias, dropout_p, is_causal, scale)
+    return _gradients(ctx, replace(asked, log_sum_exp=reshaped(asked.log_sum_exp, asked.q.shape[:3])))

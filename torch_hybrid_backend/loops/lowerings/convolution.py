@@ -1,4 +1,8 @@
-"""Convolutions: a ConvOp without bias, the bias added on top so that it joins the epilogue."""
+"""Convolutions: a ConvOp without bias, the bias added on top so that it joins the epilogue.
+
+Their gradients (`aten.convolution_backward`) have no lowering: that one operator gives those of image and weight together, and PyTorch's
+libraries have been tuned for both.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +40,9 @@ def convolution(
     output_padding: Sequence[int],
     groups: int,
 ) -> Value:
-    """1-D and 2-D; transposed only where windows tile the result exactly (kernel == stride)."""
+    """1-D and 2-D, transposed where windows tile the result exactly (kernel == stride); all others where the kernels can."""
     rank = len(weight.shape) - 2
-    if rank not in (1, 2):
+    if rank not in (1, 2) and not ctx.abilities.any_convolution:
         raise Refuse(Reason.ARGUMENT, f"only 1-D and 2-D convolutions are taken, this one is {rank}-D")
     if not is_float(compute_dtype(ctx.out.dtype)):
         raise Refuse(Reason.DTYPE, f"convolutions of {ctx.out.dtype} are left to eager")
@@ -50,23 +54,24 @@ def convolution(
     paddings = per_dimension(padding, rank)
     # With a bias to come, the sum is kept in the compute dtype: one rounding, as in eager.
     dtype = ctx.out.dtype if bias is None else compute_dtype(ctx.out.dtype)
-    if transposed:
-        if (
-            weight.shape[2:] != strides
-            or any(paddings)
-            or any(per_dimension(output_padding, rank))
-            or any(d != 1 for d in dilations)
-            or groups != 1
-        ):
-            raise Refuse(
-                Reason.ARGUMENT,
-                "transposed convolutions are taken only with kernel == stride, no padding, no dilation and one group",
-            )
-        result = _tiling_transposed(ctx, x, weight, dtype)
-    else:
-        out = Buffer(ctx.shape, dtype)
+    out = Buffer(ctx.shape, dtype)
+    if not transposed:
         x, paddings = _without_padding(x, paddings)
-        result = ctx.realize(ConvOp(out, x, weight, strides, paddings, dilations, groups))
+        result: Value = ctx.realize(ConvOp(out, x, weight, strides, paddings, dilations, groups))
+    elif (
+        weight.shape[2:] == strides
+        and not any((*paddings, *per_dimension(output_padding, rank)))
+        and all(d == 1 for d in dilations)
+        and groups == 1
+    ):
+        result = _tiling_transposed(ctx, x, weight, dtype)
+    elif ctx.abilities.any_convolution:
+        result = ctx.realize(ConvOp(out, x, weight, strides, paddings, dilations, groups, transposed=True))
+    else:
+        raise Refuse(
+            Reason.ARGUMENT,
+            "transposed convolutions are taken only with kernel == stride, no padding, no dilation and one group",
+        )
     return result if bias is None else ctx.pointwise(add, result, channelwise(bias, ctx.shape))
 
 

@@ -177,6 +177,26 @@ def test_a_split_ends_in_what_follows(tmp_path: Path) -> None:
     assert [type(kernel) for kernel in _chosen(region)] == [FlashKernel, RowKernel]
 
 
+@pytest.mark.parametrize("target", [FEW, MANY], ids=["one program", "split"])
+def test_log_sum_exps(target: Target, tmp_path: Path) -> None:
+    """What training reads of attention, beside the result, by one program or by several that share the keys. A row that sees nothing has what
+    PyTorch gives it."""
+    q, k = torch.randn(1, 2, 3, 16), torch.randn(1, 2, 1100, 16)
+    mask = torch.zeros(1, 2, 3, 1100)
+    mask[..., 1, :] = -math.inf
+
+    def function(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        result, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, k, attn_mask=mask)
+        return result + 1, sums
+
+    region, taken = compiled(tmp_path, function, q, k, mask, target=target)
+    assert [type(kernel) for kernel in _chosen(region)] == [FlashKernel, *([RowKernel] * 2 * (target is MANY))]
+    sums, result = sorted(region(taken), key=torch.Tensor.dim)
+    exact, exact_sums = function(q.double(), k.double(), mask.double())
+    torch.testing.assert_close(result.double(), exact, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(sums.double(), exact_sums, rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize(
     ("heads", "queries", "keys", "parts"),
     [(2, 1, 300, 1), (2, 1, 4096, 16), (64, 1, 4096, 2), (132, 1, 4096, 1), (2, 4096, 4096, 2), (1, 1, 1 << 20, 64)],

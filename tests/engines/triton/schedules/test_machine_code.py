@@ -27,7 +27,14 @@ pytest.importorskip("triton")
 
 _AMPERE, _HOPPER = Target(80, 108), Target(90, 132)
 _half, _bf16 = torch.float16, torch.bfloat16
-_OPERANDS = {"bf16": "bf16", "fp16": "f16", "tf32": "tf32", "3x3": "bf16"}  # as PTX names them
+_OPERANDS = {  # as PTX names them
+    "bf16": "bf16",
+    "fp16": "f16",
+    "tf32": "tf32",
+    "3x3": "bf16",
+    "transposed": "bf16",
+    "volumes": "bf16",
+}
 Tensors = tuple[torch.Tensor, ...]
 
 
@@ -91,6 +98,18 @@ def _convolve(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor
     return torch.nn.functional.conv2d(x, w, b, padding=w.shape[-1] // 2, groups=x.shape[1] // w.shape[1]).relu()
 
 
+def _transpose(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.conv_transpose2d(x, w, b, stride=2, padding=1, output_padding=1).relu()
+
+
+def _convolve_volumes(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.conv3d(x, w, b, padding=1).relu()
+
+
+def _volume(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=_bf16).to(memory_format=torch.channels_last_3d)
+
+
 def _kernel(function: Callable[..., torch.Tensor], inputs: Tensors, target: Target) -> Kernel:
     (kernel,) = kernels_of(function, *inputs, target=target)
     return kernel
@@ -111,6 +130,20 @@ def test_large_products_use_tensor_cores(target: Target, workers: KernelCompiler
             "3x3": (
                 _kernel(
                     _convolve, (_image(8, 256, 56, 56), _image(256, 256, 3, 3), torch.empty(256, dtype=_bf16)), target
+                ),
+                target,
+            ),
+            "transposed": (
+                _kernel(
+                    _transpose, (_image(8, 256, 28, 28), _image(256, 256, 3, 3), torch.empty(256, dtype=_bf16)), target
+                ),
+                target,
+            ),
+            "volumes": (
+                _kernel(
+                    _convolve_volumes,
+                    (_volume(4, 256, 8, 28, 28), _volume(256, 256, 3, 3, 3), torch.empty(256, dtype=_bf16)),
+                    target,
                 ),
                 target,
             ),

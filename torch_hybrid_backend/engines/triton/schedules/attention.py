@@ -76,11 +76,8 @@ def _rows(kernel: FlashKernel) -> Rows:
 
 
 def parts_of_keys(kernel: FlashKernel, target: Target) -> int:
-    """How many programs should share the keys of a row: several where there are fewer than multiprocessors.
-
-    A log-sum-exp is written by one program alone.
-    """
-    if kernel.row_stores or target.has_large_tiles:
+    """How many programs should share the keys of a row: several where there are fewer than multiprocessors."""
+    if target.has_large_tiles:
         return 1
     programs = size_hint(launch(kernel, target).grid[0])
     keys = size_hint(kernel.k_vars[-2].extent)

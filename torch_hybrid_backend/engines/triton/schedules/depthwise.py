@@ -1,5 +1,6 @@
 """Convolutions with few channels in and out of a group, as depthwise ones: a program has a tile of points by channels and adds up the taps of
-the window, which are unrolled. Memory bounds them; there is no k that a matrix product could run along.
+the window, which are unrolled. Memory bounds them; there is no k that a matrix product could run along. Transposed ones too: a program has
+points of one phase (`windows`), and masks the taps that this phase lacks.
 
 The tile is long along whichever of the two lies in memory side by side.
 """
@@ -14,7 +15,7 @@ from torch_hybrid_backend.engines.triton.printer import Printer, Tile, Value
 from torch_hybrid_backend.engines.triton.schedules.matmul import Product, result_tile, runs_along, tiled_launch
 from torch_hybrid_backend.engines.triton.schedules.tiles import block_for, flattened, power_of_2
 from torch_hybrid_backend.engines.triton.schedules.tilings import Tiling
-from torch_hybrid_backend.engines.triton.schedules.windows import window
+from torch_hybrid_backend.engines.triton.schedules.windows import Windows, in_channels, out_channels, taps_of
 from torch_hybrid_backend.engines.triton.source import Launch
 from torch_hybrid_backend.engines.triton.target import Target
 from torch_hybrid_backend.loops.index import Index, LoopVar, index_of
@@ -31,19 +32,17 @@ _FEWEST_ELEMENTS = 256
 
 def serves(kernel: ConvKernel) -> bool:
     """Whether a kernel is computed so."""
-    terms = known_int(product([v.extent for v in kernel.w_vars[1:]]))
-    most = max(known_int(kernel.domain[1].extent) // kernel.groups, known_int(kernel.w_vars[1].extent))
-    return most <= _FEW and terms <= _MOST_TERMS
+    channels = in_channels(kernel)
+    return max(channels, out_channels(kernel)) <= _FEW and channels * taps_of(kernel) <= _MOST_TERMS
 
 
 def launch(kernel: ConvKernel, target: Target) -> Launch:
-    n, o, *out = kernel.domain
-    return tiled_launch(_tiling(kernel, target), product([v.extent for v in (n, *out)]), o.extent, 1)
+    windows = Windows(kernel)
+    return tiled_launch(_tiling(kernel, target), windows.rows, kernel.domain[1].extent, windows.phase_count)
 
 
 def _tiling(kernel: ConvKernel, target: Target) -> Tiling:
-    n, o, *out = kernel.domain
-    points, channels = size_hint(product([v.extent for v in (n, *out)])), known_int(o.extent)
+    points, channels = size_hint(Windows(kernel).rows), known_int(kernel.domain[1].extent)
     share = max(_FEWEST_ELEMENTS, power_of_2(points * channels // target.programs))
     if runs_along(kernel.x, kernel.reads, kernel.x_vars[1]):
         elements = min(max(_ELEMENTS, target.elements), share)
@@ -57,29 +56,31 @@ def _tiling(kernel: ConvKernel, target: Target) -> Tiling:
 
 
 def emit(kernel: ConvKernel, printer: Printer, target: Target, launch: Launch) -> None:
-    n, o, *out = kernel.domain
-    tiling = _tiling(kernel, target)
-    out_channels, in_channels = known_int(o.extent) // kernel.groups, known_int(kernel.w_vars[1].extent)
-    points, point_env = flattened([n, *out], "m")
-    channel, c = LoopVar("o", o.extent), LoopVar("c", in_channels)
-    taps = [LoopVar(f"tap{d}", v.extent) for d, v in enumerate(kernel.w_vars[2:])]
+    tiling, windows = _tiling(kernel, target), Windows(kernel)
+    n, o = kernel.domain[:2]
+    points, point_env = flattened(windows.points, "m")
+    channel, c = LoopVar("o", o.extent), LoopVar("c", in_channels(kernel))
     tile, dtype = Tile(("ROWS", "COLUMNS")), kernel.accumulator.dtype
     products = Product(printer, dtype, dtype, tf32=False)
-    with result_tile(printer, tile, points, channel, (), tiling) as (_, rows, columns):
+    number = windows.begin(printer)
+    with result_tile(printer, tile, points, channel, (), tiling, number) as (_, rows, columns):
         inside = {**rows, **columns}
         printer.lines.add(f"acc = tl.zeros([ROWS, COLUMNS], {DTYPES[dtype][0]})")
-        with _terms(printer, [c, *taps]) as env:
-            place, tests = window(kernel, point_env, env, taps)
-            source = index_of(channel) // out_channels * in_channels + env[c]
-            own = {
-                **dict(zip(kernel.x_vars, (point_env[n], source, *place), strict=True)),
-                **dict(zip(kernel.w_vars, (index_of(channel), env[c], *(env[t] for t in taps)), strict=True)),
-            }
-            with printer.over(tile, own, inside):
+        with _terms(printer, [c, *windows.taps]) as env:
+            place, tests = windows.image(point_env, env)
+            group, own_o = index_of(channel) // out_channels(kernel), index_of(channel) % out_channels(kernel)
+            w_env, w_tests = windows.weight(group, own_o, env[c], env)
+            x_place = (point_env[n], group * in_channels(kernel) + env[c], *place)
+            with printer.over(tile, {**dict(zip(kernel.x_vars, x_place, strict=True)), **w_env}, inside):
                 x = products.term(kernel.x, *map(printer.expr, tests))
-                printer.lines.add(f"acc = acc + {x.text} * {products.term(kernel.w).text}")
+                w = products.term(kernel.w, *map(printer.expr, w_tests))
+                printer.lines.add(f"acc = acc + {x.text} * {w.text}")
         printer.locals[kernel.accumulator] = lambda _: Value.along("acc", 0, 1)
-        with printer.over(tile, {**point_env, o: index_of(channel)}, inside):
+        point, tests = windows.result(point_env)
+        with (
+            printer.over(tile, {**point, o: index_of(channel)}, inside),
+            printer.guarded([printer.expr(test) for test in tests]),
+        ):
             for store in kernel.stores:
                 printer.store(store)
 

@@ -11,6 +11,11 @@ whatever is computed of them. A longer one is read in chunks (looped), once for 
 Where there are fewer rows than multiprocessors, a kernel is made into several first (`engines/triton/split.py`); one of them is a
 `PartKernel`, whose programs have a part of each row.
 
+Rows whose length is no multiple of 16 bytes (50257 elements) begin anywhere, and each thread reads one element of them at once, not 16 bytes.
+A program could begin at the aligned address before its row; but Triton reads 16 bytes at once only where all of their elements have the same
+mask, so that what is before the row, and behind it, would have to be read, too, and left out afterwards. Behind the last row of a tensor there
+may be no memory. Results cannot be written so at all. Memory sees the same either way: a warp reads its lines whole, in more instructions.
+
 Source: the persistent and looped reductions of TorchInductor (Ansel et al., "PyTorch 2", ASPLOS 2024).
 """
 
