@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.eager_graph import TracedRun
 from torch_hybrid_backend.errors import OperatorRefusedError, is_out_of_memory
+from torch_hybrid_backend.graph.schema import draws_numbers, is_random
 from torch_hybrid_backend.machine import float32_precision
 
 _log = logging.getLogger(__name__)
@@ -78,16 +79,21 @@ class Comparison:
 
 @torch.no_grad()
 def compare(
-    region: Region, inputs: Sequence[object], expected: Sequence[object], actual: Sequence[object]
+    region: Region,
+    inputs: Sequence[object],
+    expected: Sequence[object],
+    actual: Sequence[object],
+    rewind: Callable[[], None] = lambda: None,
 ) -> Comparison:
-    """Compare an engine's outputs (`actual`) with eager's (`expected`), both made from `inputs`.
+    """Compare an engine's outputs (`actual`) with eager's (`expected`), both made from `inputs`. `rewind`: puts back the random generator that
+    both began with.
 
     The wider run costs a third run of the region, with twice the memory of eager's, and happens only where elements are not close.
     """
     if why := _forms(region, expected, actual):
         return Comparison(why, 0.0)
     try:
-        return _compare(region, inputs, expected, actual)
+        return _compare(region, inputs, expected, actual, rewind)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -95,7 +101,7 @@ def compare(
     if not all(_is_on_host(value) for value in (*inputs, *expected)):
         _log.info("region %s is compared on the host: its device has too little memory for that", region.name)
         try:
-            return _compare(region, _on_host(inputs), _on_host(expected), _on_host(actual), on_host=True)
+            return _compare(region, _on_host(inputs), _on_host(expected), _on_host(actual), rewind, on_host=True)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -129,10 +135,12 @@ def _compare(
     inputs: Sequence[object],
     expected: Sequence[object],
     actual: Sequence[object],
+    rewind: Callable[[], None],
     on_host: bool = False,
 ) -> Comparison:
     @functools.cache
     def ideal(dtype: torch.dtype) -> Sequence[object]:
+        rewind()
         return reference_run(region.graph_module, inputs, dtype, on_host=on_host) or [None] * len(expected)
 
     worst = 0.0
@@ -232,11 +240,12 @@ def reference_run(
 ) -> list[object] | None:
     """The region's outputs computed in `dtype`, float32 or float64: inputs, constants and dtype arguments below it are widened.
 
-    on_host: constants and device arguments are the host's, as the inputs are. None where the region cannot be run so (an operator
-    reinterprets bits, or does not take the dtype). Raises what operators raise for other reasons: for want of memory, say.
+    Random operators draw in the dtype that they were traced in: the numbers depend on it. on_host: constants and device arguments are the
+    host's, as the inputs are. None where the region cannot be run so (an operator reinterprets bits, or does not take the dtype; the host
+    would have to draw the numbers of another device). Raises what operators raise for other reasons: for want of memory, say.
     """
     bits = torch.ops.aten.view.dtype
-    if any(node.target is bits for node in graph_module.graph.nodes):
+    if any(node.target is bits for node in graph_module.graph.nodes) or (on_host and draws_numbers(graph_module)):
         return None
     run = _Widened(graph_module, dtype, on_host)
     try:
@@ -269,7 +278,15 @@ class _Widened(TracedRun):
 
     def fetch_args_kwargs_from_env(self, n: torch.fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args, kwargs = super().fetch_args_kwargs_from_env(n)
+        if is_random(n.target):
+            given: tuple[Any, dict[str, Any]] = torch.fx.node.map_arg((n.args, n.kwargs), self._as_traced)
+            return given
         return tuple(map(self.widen, args)), {name: self.widen(value) for name, value in kwargs.items()}
+
+    def _as_traced(self, n: torch.fx.Node) -> Any:
+        """A value in the dtype that it was traced in."""
+        value, traced = self.env[n], n.meta.get("val")
+        return value.to(traced.dtype) if isinstance(traced, torch.Tensor) else value
 
     def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return self.widen(super().get_attr(target, args, dict(kwargs)))

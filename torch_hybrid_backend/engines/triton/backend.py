@@ -46,6 +46,7 @@ from torch_hybrid_backend.sizes.size import symbol
 # What a launch hands to a kernel besides its own parameters is Triton's to change, and it has. With these kernels have been compiled.
 _FIRST_VERSION, _END_VERSION = (3, 6), (3, 8)
 _VERSIONS = "triton>=3.6,<3.8"
+_RANDOM_THREADS = 256  # of a block of PyTorch's kernels that draw random numbers
 _LEAST_CAPABILITY = 80  # bfloat16, asynchronous copies and TF32 begin there
 
 
@@ -75,7 +76,9 @@ class TritonBackend:
     @property
     def policy(self) -> FusionPolicy:
         """Of the moment: Dynamo compiles anew where the setting has changed."""
-        return DETERMINISTIC if torch.are_deterministic_algorithms_enabled() else POLICY
+        policy = DETERMINISTIC if torch.are_deterministic_algorithms_enabled() else POLICY
+        abilities = dataclasses.replace(policy.abilities, random_blocks=self.target.random_blocks)
+        return dataclasses.replace(policy, abilities=abilities)
 
     def available(self) -> Verdict:
         if self._target is None:
@@ -157,7 +160,10 @@ def _target_of(device: Device) -> Target:
     properties = torch.cuda.get_device_properties(device.index)
     products, convolutions = (precision == "tf32" for precision in float32_precision(device.type))
     capability = 10 * properties.major + properties.minor
-    return Target(capability, properties.multi_processor_count, products, convolution_tf32=convolutions)
+    blocks = properties.multi_processor_count * (properties.max_threads_per_multi_processor // _RANDOM_THREADS)
+    return Target(
+        capability, properties.multi_processor_count, products, convolution_tf32=convolutions, random_blocks=blocks
+    )
 
 
 def _too_old(chips: str) -> Refused:

@@ -7,7 +7,7 @@ substitute of.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch_hybrid_backend.errors import ScheduleError
 from torch_hybrid_backend.loops.ir import FLOAT8
@@ -167,7 +167,51 @@ def later_smallest(a, a_at, b, b_at):
 def multiply(a, b):
     return a * b
 """,
+    "random_word": '''
+@triton.jit
+def random_word(seed, group, thread, lane):
+    """One of the four 32-bit numbers that cuRAND's Philox4x32-10 gives a thread in a group."""
+    low, high = group.to(tl.uint32), (group >> 32).to(tl.uint32)
+    first, second, third, fourth = tl.philox(seed, low, high, thread.to(tl.uint32), (thread >> 32).to(tl.uint32))
+    return tl.where(lane < 2, tl.where(lane == 0, first, second), tl.where(lane == 2, third, fourth))
+''',
+    "random_uniform": '''
+@triton.jit
+def random_uniform(seed, group, thread, lane):
+    """cuRAND's float in (0, 1]: x / 2^32 + 1 / 2^33."""
+    word = random_word(seed, group, thread, lane)
+    return word.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
+''',
+    "random_uniform_double": '''
+@triton.jit
+def random_uniform_double(seed, group, thread, lane):
+    """cuRAND's double in (0, 1], of 53 bits of two numbers."""
+    x = random_word(seed, group, thread, lane * 2).to(tl.uint64)
+    y = random_word(seed, group, thread, lane * 2 + 1).to(tl.uint64)
+    return (x ^ (y << 21)).to(tl.float64) * 1.1102230246251565e-16 + 5.551115123125783e-17
+''',
+    "random_normal": '''
+@triton.jit
+def random_normal(seed, group, thread, lane):
+    """cuRAND's method of Box and Muller: two numbers give two, the first one by the sine, both by functions that are fast and approximate."""
+    x = random_word(seed, group, thread, lane & 2)
+    y = random_word(seed, group, thread, lane | 1)
+    distance = tl.sqrt_rn(-2.0 * libdevice.log(x.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10))
+    # 2 pi / 2^32 and half of it, of which 2 pi is rounded to float32.
+    angle = y.to(tl.float32) * 1.462918078360668e-09 + 7.31459039180334e-10
+    return distance * tl.where((lane & 1) == 0, libdevice.fast_sinf(angle), libdevice.fast_cosf(angle))
+''',
 }
+
+
+def texts(used: Collection[str]) -> list[str]:
+    """The functions of these names, and those that they call, each after those that it calls."""
+    needed: set[str] = set()
+    for name in reversed([*FUNCTIONS]):
+        if name in used or any(f"{name}(" in FUNCTIONS[caller] for caller in needed):
+            needed.add(name)
+    return [text for name, text in FUNCTIONS.items() if name in needed]
+
 
 _FLOAT: Mapping[str, str] = {
     "exp": "tl.exp({0})",
@@ -259,6 +303,11 @@ _BOOL: Mapping[str, str] = {
 _COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _SIMPLE = {"add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}"}
 _NARROW = ("int8", "uint8", "int16")
+_RANDOM: Mapping[tuple[str, str], str] = {
+    ("random_uniform", "float32"): "random_uniform({0}, {1}, {2}, {3})",
+    ("random_uniform", "float64"): "random_uniform_double({0}, {1}, {2}, {3})",
+    ("random_normal", "float32"): "random_normal({0}, {1}, {2}, {3})",
+}
 
 
 def template(op: str, dtype: str, operand: str) -> str:
@@ -270,6 +319,8 @@ def template(op: str, dtype: str, operand: str) -> str:
         return f"{{0}} {_COMPARE[op]} {{1}}"
     if op == "where":
         return "tl.where({0}, {1}, {2})"
+    if (op, dtype) in _RANDOM:
+        return _RANDOM[op, dtype]
     if op in ("isnan", "isinf") and not is_float(operand):
         return "{0} != {0}"
     if op in ("and", "or", "xor", "not"):
