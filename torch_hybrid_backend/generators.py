@@ -54,7 +54,7 @@ class Taken:
         counters = itertools.accumulate(self.groups[:-1], initial=offset // _GROUP)
         # As int64: a seed may have all 64 bits.
         signed = seed - (1 << 64) if seed >> 63 else seed
-        return list(torch.tensor([signed, *counters], dtype=torch.int64, device="cpu").unbind())
+        return [torch.tensor(number, dtype=torch.int64, device="cpu") for number in (signed, *counters)]
 
 
 class Replay:

@@ -38,7 +38,10 @@ class Gpus:
     def properties(self, index: int) -> SimpleNamespace:
         major, minor = divmod(self.capabilities[index], 10)
         return SimpleNamespace(
-            major=major, minor=minor, multi_processor_count={75: 40, 80: 108, 90: 132}[10 * major + minor]
+            major=major,
+            minor=minor,
+            multi_processor_count={75: 40, 80: 108, 90: 132}[10 * major + minor],
+            max_threads_per_multi_processor=2048,
         )
 
 
