@@ -108,7 +108,7 @@ def test_a_training_step_has_eagers_numbers(
     results: dict[str, list[torch.Tensor]] = {"eager": [], "hybrid": []}
     for name, run in (("eager", model), ("hybrid", fast)):
         generator.set_state((7, 0))
-        for call in range(3):
+        for call in range(4):
             x = torch.randn(6, 24, generator=torch.Generator().manual_seed(call), requires_grad=True)
             out = run(x)
             out.sin().sum().backward()
@@ -120,4 +120,4 @@ def test_a_training_step_has_eagers_numbers(
     for ours, eager in zip(results["hybrid"], results["eager"], strict=True):
         torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-5)
     drawing = [kernels for kernels in graphs if any("random" in DRIVER._headers[kernel].symbol for kernel in kernels)]
-    assert len(drawing) >= 2
+    assert len(drawing) == 2  # from the second call of the plan on
