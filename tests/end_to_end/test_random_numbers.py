@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from torch.nn import functional
 from tests.compiling import fresh_dynamo, kernel_cache
 from tests.engines.triton.regions_for_tests import HOPPER, interpret_for
 from tests.random_numbers_for_tests import EagerOnGpu, PhiloxGenerator
-from torch_hybrid_backend.engines.triton.host_driver import DRIVER, HostDriver
+from torch_hybrid_backend.engines.triton.host_driver import DRIVER, DriverError, HostDriver, Status
 
 __all__ = ["fresh_dynamo", "kernel_cache"]
 
@@ -63,8 +65,10 @@ def generator(drawn: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Phi
         return x.copy_(-like(x, eager.uniform(x.numel())).log() / rate)
 
     library = torch.library.Library("aten", "IMPL")
-    with pytest.warns(UserWarning, match="[Oo]verriding"):
-        for name, function in (("native_dropout", native_dropout), ("uniform_", uniform), ("exponential_", exponential)):
+    own = {"native_dropout": native_dropout, "uniform_": uniform, "exponential_": exponential}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it replaces kernels of PyTorch's is the point
+        for name, function in own.items():
             library.impl(name, function, "CPU")
     yield found
     library._destroy()
@@ -121,3 +125,61 @@ def test_a_training_step_has_eagers_numbers(
         torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-5)
     drawing = [kernels for kernels in graphs if any("random" in DRIVER._headers[kernel].symbol for kernel in kernels)]
     assert len(drawing) == 2  # from the second call of the plan on
+
+
+def test_sizes_known_only_at_run_time(generator: PhiloxGenerator, drawn: list[str]) -> None:
+    """Dropout of a width that is known, and of any number of rows: each call has eager's numbers, and takes as many."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.native_dropout(functional.gelu(x), 0.3, True)[0] + 1
+
+    fast = torch.compile(function, backend="hybrid")
+    for call, rows in enumerate((5, 90, 3)):
+        x = torch.randn(rows, 40, generator=torch.Generator().manual_seed(rows))
+        torch._dynamo.mark_dynamic(x, 0)
+        generator.set_state((call, 4 * call))
+        expected, state = function(x), generator.get_state()
+        generator.set_state((call, 4 * call))
+        drawn.clear()
+        torch.testing.assert_close(fast(x), expected)
+        assert generator.get_state() == state
+        assert call == 0 or not drawn
+
+
+def test_a_region_that_fails_is_run_again_with_the_same_numbers(
+    generator: PhiloxGenerator, drawn: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eager, which takes a region over while the first call runs, draws what the kernels would have drawn."""
+    monkeypatch.setenv("HYBRID_STRICT", "0")
+    launched = HostDriver.launch
+
+    def failing(self: HostDriver, *arguments: Any) -> None:
+        launched(self, *arguments)
+        raise DriverError(Status.NOT_SUPPORTED)
+
+    monkeypatch.setattr(HostDriver, "launch", failing)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.native_dropout(functional.gelu(x), 0.3, True)[0] + 1
+
+    x = torch.randn(6, 40)
+    expected, state = function(x), generator.get_state()
+    generator.set_state((7, 0))
+    assert torch.equal(torch.compile(function, backend="hybrid")(x), expected)
+    assert generator.get_state() == state
+
+
+def test_checks_of_every_call_draw_once(generator: PhiloxGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`verify=always` runs eager beside the kernels: both have the same numbers, and the generator moves on by one run's."""
+    monkeypatch.setenv("HYBRID_VERIFY", "always")
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.native_dropout(functional.gelu(x), 0.3, True)[0] + torch.rand_like(x)
+
+    x = torch.randn(6, 40)
+    expected = [function(x) for _ in range(3)]
+    state = generator.get_state()
+    generator.set_state((7, 0))
+    fast = torch.compile(function, backend="hybrid")
+    torch.testing.assert_close([fast(x) for _ in range(3)], expected)
+    assert generator.get_state() == state

@@ -30,9 +30,9 @@ PREDICATE = frozenset("isnan isinf".split())
 # round(x): float32 rounded to the narrower dtype named by the second argument's Const (its number in
 # ROUND_TARGETS) and widened again. What is too large becomes 448 in float8_e4m3fn and infinity in the others, as in PyTorch.
 OTHER = frozenset("cast round where guard fma".split())
-# random_uniform, random_normal(seed, counter, thread, lane), all int64: what thread number `thread` of a kernel gets of cuRAND in place `lane`
-# of group number `counter`, where the key is `seed`. A group is four float32 or two float64, uniform in (0, 1] or of the standard normal
-# distribution. Only where the kernels can (`loops.policy.Abilities.random_blocks`).
+# random_uniform, random_normal(seed, counter, position, threads, vector, per_group): an element's number as cuRAND makes it of Philox4x32-10,
+# uniform in (0, 1] or of the standard normal distribution (`loops.random_numbers.Draw`). seed and counter are int64, the others int32, or int64
+# where there are more elements. Only where the kernels can (`loops.policy.Abilities.random_blocks`).
 RANDOM = frozenset(("random_uniform", "random_normal"))
 OPS = UNARY | BINARY | COMPARE | LOGICAL | PREDICATE | OTHER | RANDOM
 

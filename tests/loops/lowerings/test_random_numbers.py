@@ -149,8 +149,8 @@ def test_dropout_keeps_what_eager_keeps(
 
 
 def test_dropout_of_other_layouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A transposed tensor is gone through as it lies in memory; one with gaps row by row, element by element; one that begins in the middle of 16
-    bytes in smaller vectors."""
+    """A transposed tensor is gone through as it lies in memory; one with gaps row by row, element by element; one that begins in the middle of
+    16 bytes in smaller vectors."""
 
     def function(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(aten.native_dropout.default(each, 0.5, True)[1] for each in (x, y, z))

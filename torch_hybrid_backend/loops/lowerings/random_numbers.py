@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.index import Index, linear
@@ -40,7 +41,7 @@ def uniform(ctx: Context, x: Value, low: float = 0.0, high: float = 1.0, *, gene
 def _uniform(ctx: Context, low: float, high: float) -> Value:
     """From `low` to below `high`: cuRAND's numbers are in (0, 1], and what rounds to `high` becomes `low`."""
     dtype = ctx.out.torch_dtype
-    begin, end = (torch.tensor(bound, dtype=dtype, device="cpu") for bound in (low, high))
+    begin, end = (torch.tensor(bound, dtype=dtype, device=str(CPU)) for bound in (low, high))
     compute = compute_dtype(ctx.out.dtype)
     start, stop, extent = (const(bound.item(), compute) for bound in (begin, end, end - begin))
 
@@ -92,7 +93,7 @@ def native_dropout(ctx: Context, x: Value, p: float, train: bool | None) -> tupl
     accumulate = compute_dtype(x.dtype)
     keep = 1.0 - p
     limit = const(keep, accumulate)
-    scale = const(1.0 / float(torch.tensor(keep, dtype=getattr(torch, accumulate), device="cpu")), accumulate)
+    scale = const(1.0 / float(torch.tensor(keep, dtype=getattr(torch, accumulate), device=str(CPU))), accumulate)
 
     def is_kept(index: tuple[Index, ...]) -> Expr:
         # Whatever the dtype, the kernel draws float32.
