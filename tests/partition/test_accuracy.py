@@ -17,7 +17,9 @@ from torch_hybrid_backend.partition.regions import partition_graph
 
 
 def _region(function: Callable[..., object], *inputs: torch.Tensor) -> Region:
-    (segment,) = partition_graph(trace(function, *inputs), [FakeEngine()], Config()).graph.segments
+    engine = FakeEngine()
+    engine.draws = True
+    (segment,) = partition_graph(trace(function, *inputs), [engine], Config()).graph.segments
     return segment.region
 
 
@@ -274,3 +276,34 @@ def test_an_operator_without_float64_has_no_float64_run() -> None:
     region = _region(lambda t, i: t[i], table, torch.tensor([0, 1]))
     with pytest.raises(IndexError):
         reference_run(region.graph_module, [table, torch.tensor([0, 9])], torch.float64)
+
+
+def test_a_wider_run_draws_the_same_numbers() -> None:
+    """Random operators draw in their own dtype, from the generator as it was: else nothing that draws could be told from what is wrong. On the
+    host no numbers of another device are drawn."""
+
+    def function(v: torch.Tensor) -> torch.Tensor:
+        noise = torch.rand_like(v)
+        kept, mask = torch.native_dropout(v + noise, 0.3, True)
+        return (kept + 1).log() * mask
+
+    x = torch.rand(4000).bfloat16() / 100
+    region, state = _region(function, x), torch.get_rng_state()
+    expected = function(x)
+    torch.set_rng_state(state)
+    wide = reference_run(region.graph_module, [x], torch.float64)
+    assert wide is not None
+    (ideal,) = wide
+    assert isinstance(ideal, torch.Tensor)
+    assert ideal.dtype == torch.float64
+    assert ((ideal == 0) == (expected == 0)).all()
+    torch.testing.assert_close(ideal, expected.double(), rtol=2e-2, atol=2e-2)
+
+    def rewind() -> None:
+        torch.set_rng_state(state)
+
+    inexact = expected * (1 + 2e-2 * (torch.arange(4000) == 7))
+    assert compare(region, [x], [expected], [inexact], rewind).why == ""
+    assert compare(region, [x], [expected], [expected * 1.05], rewind).why != ""
+    assert compare(region, [x], [expected], [expected * 1.05]).why == ""  # judged by other numbers, whatever is right
+    assert reference_run(region.graph_module, [x], torch.float64, on_host=True) is None
