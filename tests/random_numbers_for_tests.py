@@ -7,10 +7,12 @@ aten/src/ATen/native/cuda/DistributionTemplates.h and Dropout.cu as loops over t
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+import torch
 
 from torch_hybrid_backend import generators
 
@@ -48,10 +50,19 @@ class PhiloxGenerator:
         assert offset % 4 == 0
         self.offset = offset
 
-    def get_state(self) -> tuple[int, int]:
+    def get_state(self) -> torch.Tensor:
+        """Both, as 16 bytes."""
+        return torch.tensor([*struct.pack("<QQ", self.seed, self.offset)], dtype=torch.uint8)
+
+    def set_state(self, state: torch.Tensor) -> None:
+        self.seed, self.offset = struct.unpack("<QQ", bytes(state.tolist()))
+
+    @property
+    def state(self) -> tuple[int, int]:
         return self.seed, self.offset
 
-    def set_state(self, state: tuple[int, int]) -> None:
+    @state.setter
+    def state(self, state: tuple[int, int]) -> None:
         self.seed, self.offset = state
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> PhiloxGenerator:
@@ -72,7 +83,7 @@ class EagerOnGpu:
 
     def _take(self, numel: int, unroll: int) -> Callable[[int], Iterator[Words]]:
         """The groups of each thread from here on; the generator advances as `calc_execution_policy` says."""
-        seed, offset = self._generator.get_state()
+        seed, offset = self._generator.state
         self._generator.set_offset(offset + 4 * ((numel - 1) // (self._threads(numel) * unroll) + 1))
         key = (seed & _WORD, seed >> 32)
 

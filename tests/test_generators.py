@@ -63,9 +63,11 @@ def test_runs_that_draw_the_same_numbers() -> None:
         torch.rand(100)
     with pytest.raises(ZeroDivisionError):
         replay.run(lambda: torch.rand(7) / (1 // 0))
+    assert replay.is_unanimous
     replay.rewind()
     assert torch.equal(torch.rand(5), expected)
-    torch.rand(3)
+    replay.run(lambda: torch.rand(8))
+    assert not replay.is_unanimous
     replay.finish()
     assert torch.equal(torch.rand(5), following)
 

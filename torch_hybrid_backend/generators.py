@@ -65,23 +65,32 @@ class Replay:
 
     def __init__(self, device: Device, *, draws: bool) -> None:
         self._generator = default_generator(device) if draws else None
-        self._before = self._generator.get_state() if self._generator is not None else None
-        self._after = self._before
+        self._before = self._state()
+        self._left: list[torch.Tensor] = []  # by each whole run
 
     def run(self, call: Callable[[], _T]) -> _T:
         """What a whole run returns."""
         self.rewind()
         result = call()
-        if self._generator is not None:
-            self._after = self._generator.get_state()
+        self._left += self._state()
         return result
+
+    @property
+    def is_unanimous(self) -> bool:
+        """Whether all whole runs left the generator alike."""
+        return all(torch.equal(state, self._left[0]) for state in self._left)
 
     def rewind(self) -> None:
         """The generator as it was before the runs."""
-        if self._generator is not None and self._before is not None:
-            self._generator.set_state(self._before)
+        self._put(self._before)
 
     def finish(self) -> None:
-        """The generator as the last whole run left it."""
-        if self._generator is not None and self._after is not None:
-            self._generator.set_state(self._after)
+        """The generator as the first whole run left it, or as it was where there was none."""
+        self._put(self._left or self._before)
+
+    def _state(self) -> list[torch.Tensor]:
+        return [] if self._generator is None else [self._generator.get_state()]
+
+    def _put(self, states: Sequence[torch.Tensor]) -> None:
+        if self._generator is not None:
+            self._generator.set_state(states[0])

@@ -111,7 +111,7 @@ def test_a_training_step_has_eagers_numbers(
     fast = torch.compile(copy.deepcopy(model), backend="hybrid")
     results: dict[str, list[torch.Tensor]] = {"eager": [], "hybrid": []}
     for name, run in (("eager", model), ("hybrid", fast)):
-        generator.set_state((7, 0))
+        generator.state = (7, 0)
         for call in range(4):
             x = torch.randn(6, 24, generator=torch.Generator().manual_seed(call), requires_grad=True)
             out = run(x)
@@ -137,12 +137,12 @@ def test_sizes_known_only_at_run_time(generator: PhiloxGenerator, drawn: list[st
     for call, rows in enumerate((5, 90, 3)):
         x = torch.randn(rows, 40, generator=torch.Generator().manual_seed(rows))
         torch._dynamo.mark_dynamic(x, 0)
-        generator.set_state((call, 4 * call))
-        expected, state = function(x), generator.get_state()
-        generator.set_state((call, 4 * call))
+        generator.state = (call, 4 * call)
+        expected, state = function(x), generator.state
+        generator.state = (call, 4 * call)
         drawn.clear()
         torch.testing.assert_close(fast(x), expected)
-        assert generator.get_state() == state
+        assert generator.state == state
         assert call == 0 or not drawn
 
 
@@ -163,10 +163,10 @@ def test_a_region_that_fails_is_run_again_with_the_same_numbers(
         return torch.native_dropout(functional.gelu(x), 0.3, True)[0] + 1
 
     x = torch.randn(6, 40)
-    expected, state = function(x), generator.get_state()
-    generator.set_state((7, 0))
+    expected, state = function(x), generator.state
+    generator.state = (7, 0)
     assert torch.equal(torch.compile(function, backend="hybrid")(x), expected)
-    assert generator.get_state() == state
+    assert generator.state == state
 
 
 def test_checks_of_every_call_draw_once(generator: PhiloxGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,8 +178,8 @@ def test_checks_of_every_call_draw_once(generator: PhiloxGenerator, monkeypatch:
 
     x = torch.randn(6, 40)
     expected = [function(x) for _ in range(3)]
-    state = generator.get_state()
-    generator.set_state((7, 0))
+    state = generator.state
+    generator.state = (7, 0)
     fast = torch.compile(function, backend="hybrid")
     torch.testing.assert_close([fast(x) for _ in range(3)], expected)
-    assert generator.get_state() == state
+    assert generator.state == state

@@ -25,6 +25,7 @@ from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.eager_graph import TracedRun
 from torch_hybrid_backend.errors import OperatorRefusedError, is_out_of_memory
+from torch_hybrid_backend.generators import Replay
 from torch_hybrid_backend.graph.schema import draws_numbers, is_random
 from torch_hybrid_backend.machine import float32_precision
 
@@ -83,15 +84,18 @@ def compare(
     inputs: Sequence[object],
     expected: Sequence[object],
     actual: Sequence[object],
-    rewind: Callable[[], None] = lambda: None,
+    replay: Replay | None = None,
 ) -> Comparison:
-    """Compare an engine's outputs (`actual`) with eager's (`expected`), both made from `inputs`. `rewind`: puts back the random generator that
-    both began with.
+    """Compare an engine's outputs (`actual`) with eager's (`expected`), both made from `inputs`. `replay`: what both were run by, where the
+    region draws random numbers.
 
     The wider run costs a third run of the region, with twice the memory of eager's, and happens only where elements are not close.
     """
     if why := _forms(region, expected, actual):
         return Comparison(why, 0.0)
+    if replay is not None and not replay.is_unanimous:
+        return Comparison("it takes more or fewer numbers of the random generator than eager", 0.0)
+    rewind = replay.rewind if replay is not None else _nothing
     try:
         return _compare(region, inputs, expected, actual, rewind)
     except (RuntimeError, MemoryError) as error:
@@ -107,6 +111,10 @@ def compare(
                 raise
     why = "there is no memory to compare its outputs with eager's and with a run in a wider dtype, so that nothing shows that they are right"
     return Comparison(why, 0.0, Reason.OUT_OF_MEMORY)
+
+
+def _nothing() -> None:
+    """Eager's run and the engine's drew no random numbers."""
 
 
 def _is_on_host(value: object) -> bool:

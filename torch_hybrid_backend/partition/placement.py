@@ -118,6 +118,8 @@ def choose(
     unable = found if isinstance(found, Refused) else None  # why eager is no candidate
     if unable is not None:
         refusals.append(Refusal.of(EAGER, unable))
+        replay.rewind()  # what it drew before it failed
+        replay = replay_of(region)
     expected = None if isinstance(found, Refused) else found
     outputs = expected
     errors: dict[str, float] = {}
@@ -201,11 +203,11 @@ def _tried(
         results = run(compiled)
         if expected is None:
             return compiled, results, None
-        comparison = compare(region, inputs, expected, results, replay.rewind)
+        comparison = compare(region, inputs, expected, results, replay)
         if comparison.why and (exact := compiled.exact(deadline)) is not None:
             _log.info("region %s needs exact kernels: %s", region.name, comparison.why)
             compiled, results = exact, run(exact)
-            comparison = compare(region, inputs, expected, results, replay.rewind)
+            comparison = compare(region, inputs, expected, results, replay)
     return compiled, results, comparison
 
 

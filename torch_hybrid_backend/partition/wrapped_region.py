@@ -89,7 +89,7 @@ class _Check:
         cause: Exception | None = None
         try:
             results = replay.run(lambda: list(compiled(inputs)))
-            refused = compare(self._region, inputs, expected, results, replay.rewind).refused
+            refused = compare(self._region, inputs, expected, results, replay).refused
         except Exception as error:  # an engine's kernels or code may fail in any way
             refused, cause = run_refusal(error), error
         if refused is not None:

@@ -35,7 +35,7 @@ def _run(
     other = PhiloxGenerator(SEED, OFFSET)
 
     def check() -> None:
-        assert ours.get_state() == other.get_state()
+        assert ours.state == other.state
 
     return results, EagerOnGpu(other, BLOCKS), check
 
@@ -197,7 +197,7 @@ def test_a_number_read_by_several_kernels_is_the_same(tmp_path: Path, monkeypatc
         wide = x.double()
         for result, expected in zip(results, (wide + noise, (wide * noise).sum(1), wide.t() @ noise), strict=True):
             torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
-        assert ours.get_state() == other.get_state()
+        assert ours.state == other.state
 
 
 def _verdict(function: Callable[..., object], *inputs: torch.Tensor, random: bool = True) -> object:
