@@ -167,7 +167,7 @@ def test_each_gpu_has_code_of_its_own(tmp_path: Path, request: pytest.FixtureReq
 
 def test_the_state_of_the_generator_is_passed_by_value(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Eager's kernels have as many blocks as the multiprocessors hold. A call's seed and counters are numbers that a callback hands over before
-    the launches; each of these takes its own."""
+    the launches; each of these takes those that it needs."""
     pytest.importorskip("triton")
 
     def function(x: torch.Tensor) -> torch.Tensor:
@@ -191,10 +191,10 @@ def test_the_state_of_the_generator_is_passed_by_value(tmp_path: Path, request: 
         assert (spec.shape, spec.dtype, spec.device) == ((), "int64", CPU)
     launches = [step for step in compiled.program.steps if isinstance(step, DeviceLaunch)]
     taken = [[b for b in random.counters if b in launch.arguments] for launch in launches]
-    assert [each for each in taken if each] == [[counter] for counter in random.counters]
+    assert sorted(counter for each in taken for counter in each) == sorted(random.counters)
     for launch, numbers in zip(launches, taken, strict=True):
         header, _ = read(Path(launch.module))
-        assert [*header.signature.values()].count("i64") == 2 * len(numbers)
+        assert [*header.signature.values()].count("i64") == len(numbers) + bool(numbers)
     names, outputs = tuple(segment.inputs), tuple(segment.outputs)
     specs = tuple(region_input.spec for region_input in segment.region.inputs)
     piece = Piece(names, specs, outputs, segment.region.outputs, compiled.program)
