@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -13,6 +14,9 @@ from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.errors import HybridError
 
 _T = TypeVar("_T")
+# Two calls shall not take the same numbers. PyTorch's own lock of a generator cannot be held from Python: an operator that draws in another
+# thread at this very moment can take numbers that a call takes as well.
+_taking = threading.Lock()
 _GROUP = 4  # the offset of a generator counts numbers, which kernels draw by so many
 
 
@@ -49,8 +53,9 @@ class Taken:
                 "kernels draw no random numbers while a CUDA graph is captured: eager has to run the call"
             )
         generator = default_generator(self.device)
-        seed, offset = generator.initial_seed(), generator.get_offset()
-        generator.set_offset(offset + _GROUP * sum(self.groups))
+        with _taking:
+            seed, offset = generator.initial_seed(), generator.get_offset()
+            generator.set_offset(offset + _GROUP * sum(self.groups))
         counters = itertools.accumulate(self.groups[:-1], initial=offset // _GROUP)
         # As int64: a seed may have all 64 bits.
         signed = seed - (1 << 64) if seed >> 63 else seed

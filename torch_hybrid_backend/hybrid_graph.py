@@ -20,7 +20,6 @@ from torch_hybrid_backend.eager_graph import EagerGraph
 from torch_hybrid_backend.errors import HybridError, is_sticky
 from torch_hybrid_backend.garbage import full_collections
 from torch_hybrid_backend.generators import is_captured
-from torch_hybrid_backend.graph.schema import draws_numbers
 from torch_hybrid_backend.partition.placement import Pricing
 from torch_hybrid_backend.partition.reference import replay_of
 from torch_hybrid_backend.runtime.constant_pool import ConstantPool
@@ -128,7 +127,7 @@ class HybridGraph:
         """One segment's results; a region that fails goes to eager, in this call and from then on."""
         region = segment.region
         compiled = self._installed().placed.compiled.get(region.name)
-        if compiled is not None and not (is_captured(region.device) and draws_numbers(region.graph_module)):
+        if compiled is not None and not (region.draws and is_captured(region.device)):
             replay = replay_of(region)
             try:
                 return checked(segment, compiled(arguments))

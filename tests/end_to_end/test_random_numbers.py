@@ -183,3 +183,20 @@ def test_checks_of_every_call_draw_once(generator: PhiloxGenerator, monkeypatch:
     fast = torch.compile(function, backend="hybrid")
     torch.testing.assert_close([fast(x) for _ in range(3)], expected)
     assert generator.state == state
+
+
+def test_attention_with_a_random_mask(generator: PhiloxGenerator, drawn: list[str]) -> None:
+    """A mask that attention computes as it needs it is the one that others read."""
+
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mask = torch.rand(40, 50) < 0.7
+        return functional.scaled_dot_product_attention(q * 2, k, v, attn_mask=mask), mask.sum(1)
+
+    q, k, v = (torch.randn(2, 3, rows, 16) for rows in (40, 50, 50))
+    expected, state = [function(q, k, v) for _ in range(2)], generator.state
+    generator.state = (7, 0)
+    drawn.clear()
+    fast = torch.compile(function, backend="hybrid")
+    torch.testing.assert_close([fast(q, k, v) for _ in range(2)], expected, rtol=1e-5, atol=1e-5)
+    assert generator.state == state
+    assert drawn == ["uniform_"]  # of the first call's reference

@@ -10,13 +10,12 @@ from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Refused
 from torch_hybrid_backend.errors import OperatorRefusedError, is_out_of_memory
 from torch_hybrid_backend.generators import Replay
-from torch_hybrid_backend.graph.schema import draws_numbers
 from torch_hybrid_backend.partition.fallback import run_refusal
 
 
 def replay_of(region: Region) -> Replay:
     """Runs of the region that draw the same random numbers, beginning with the generator as it is now."""
-    return Replay(region.device, draws=draws_numbers(region.graph_module))
+    return Replay(region.device, draws=region.draws)
 
 
 def run_eager(region: Region, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
