@@ -65,11 +65,12 @@ class Taken:
 class Replay:
     """Several runs of one piece of work on a device, which draw the same numbers, and after which the generator is as one run leaves it.
 
-    `draws`: whether it draws any; where it does not, nothing is done. Not for threads: others that draw meanwhile draw these numbers too.
+    `draws`: whether it draws any; where it does not, and during a capture, which allows none of this, nothing is done. Not for threads: others
+    that draw meanwhile draw these numbers too.
     """
 
     def __init__(self, device: Device, *, draws: bool) -> None:
-        self._generator = default_generator(device) if draws else None
+        self._generator = default_generator(device) if draws and not is_captured(device) else None
         self._before = self._state()
         self._left: list[torch.Tensor] = []  # by each whole run
 

@@ -17,7 +17,7 @@ from torch_hybrid_backend.loops.ir import INDEX_DTYPE, Buffer, Expr
 from torch_hybrid_backend.loops.ops import call, from_index
 from torch_hybrid_backend.sizes.size import Dim, ceil_div, function
 
-_BLOCK = 256  # threads of a block of PyTorch's kernels
+BLOCK = 256  # threads of a block of PyTorch's kernels
 _GROUP = 4  # 32-bit numbers that a thread draws at once
 
 
@@ -43,7 +43,7 @@ class Generator:
     def draw(self, numel: Dim, blocks: int, *, per_group: int = _GROUP, vector: int = 1) -> Draw:
         """The numbers of the next operator, which has `numel` elements. blocks: `loops.policy.Abilities.random_blocks`; per_group, vector: as
         in `Draw`."""
-        threads = _BLOCK * function("min", blocks, ceil_div(numel, _BLOCK))
+        threads = BLOCK * function("min", blocks, ceil_div(numel, BLOCK))
         counter = Buffer((), INDEX_DTYPE, "counter", by_value=self.by_value)
         self.draws.append(Draw(self.seed, counter, numel, threads, per_group, vector))
         return self.draws[-1]

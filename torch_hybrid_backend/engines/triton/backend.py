@@ -40,13 +40,13 @@ from torch_hybrid_backend.loops.ir import AttentionGradientOp, Buffer, ScoredAtt
 from torch_hybrid_backend.loops.kernels import Kernel, kernel_sizes
 from torch_hybrid_backend.loops.layout import Layout
 from torch_hybrid_backend.loops.policy import FusionPolicy
+from torch_hybrid_backend.loops.random_numbers import BLOCK
 from torch_hybrid_backend.machine import float32_precision
 from torch_hybrid_backend.sizes.size import symbol
 
 # What a launch hands to a kernel besides its own parameters is Triton's to change, and it has. With these kernels have been compiled.
 _FIRST_VERSION, _END_VERSION = (3, 6), (3, 8)
 _VERSIONS = "triton>=3.6,<3.8"
-_RANDOM_THREADS = 256  # of a block of PyTorch's kernels that draw random numbers
 _LEAST_CAPABILITY = 80  # bfloat16, asynchronous copies and TF32 begin there
 
 
@@ -160,10 +160,9 @@ def _target_of(device: Device) -> Target:
     properties = torch.cuda.get_device_properties(device.index)
     products, convolutions = (precision == "tf32" for precision in float32_precision(device.type))
     capability = 10 * properties.major + properties.minor
-    blocks = properties.multi_processor_count * (properties.max_threads_per_multi_processor // _RANDOM_THREADS)
-    return Target(
-        capability, properties.multi_processor_count, products, convolution_tf32=convolutions, random_blocks=blocks
-    )
+    count = properties.multi_processor_count
+    blocks = count * (properties.max_threads_per_multi_processor // BLOCK)
+    return Target(capability, count, products, convolution_tf32=convolutions, random_blocks=blocks)
 
 
 def _too_old(chips: str) -> Refused:

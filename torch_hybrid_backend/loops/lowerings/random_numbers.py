@@ -119,6 +119,11 @@ def _dropout_draw(ctx: Context, given: torch.Tensor) -> tuple[Draw, tuple[Dim, .
             "where the tensor begins in memory, on which dropout depends, is only known at run time",
         )
     is_dense = _is_dense(spec.shape, spec.strides)
+    if not is_dense and any(isinstance(size, Size) for size in (*spec.shape, *spec.strides)):
+        raise Refuse(
+            Reason.SYMBOLIC_SHAPE,
+            "whether the tensor has gaps in memory, on which dropout depends, is only known at run time",
+        )
     vector = _VECTOR_BYTES // given.element_size() if is_dense else 1
     while vector > 1 and (offset % vector != 0 or not _divides(vector, numel)):
         vector //= 2
