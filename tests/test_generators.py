@@ -63,11 +63,11 @@ def test_runs_that_draw_the_same_numbers() -> None:
         torch.rand(100)
     with pytest.raises(ZeroDivisionError):
         replay.run(lambda: torch.rand(7) / (1 // 0))
-    assert replay.is_unanimous
+    assert replay.agrees
     replay.rewind()
     assert torch.equal(torch.rand(5), expected)
     replay.run(lambda: torch.rand(8))
-    assert not replay.is_unanimous
+    assert not replay.agrees
     replay.finish()
     assert torch.equal(torch.rand(5), following)
 

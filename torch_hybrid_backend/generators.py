@@ -82,9 +82,9 @@ class Replay:
         return result
 
     @property
-    def is_unanimous(self) -> bool:
-        """Whether all whole runs left the generator alike."""
-        return all(torch.equal(state, self._left[0]) for state in self._left)
+    def agrees(self) -> bool:
+        """Whether the last whole run left the generator as the first one did."""
+        return not self._left or torch.equal(self._left[0], self._left[-1])
 
     def rewind(self) -> None:
         """The generator as it was before the runs."""

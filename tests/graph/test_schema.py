@@ -10,6 +10,7 @@ import torch.distributed
 from torch.fx import Graph, Node
 
 from torch_hybrid_backend.graph.schema import (
+    draws,
     draws_numbers,
     has_effects,
     is_collective,
@@ -178,5 +179,7 @@ def test_what_only_draws_random_numbers(x: Node) -> None:
     for target in (aten.bernoulli_.float, aten.sin.default, operator.neg, torch.ops.higher_order.cond):
         assert not only_draws(_call(graph, target, y))
     attention = _call(graph, aten._scaled_dot_product_flash_attention.default, y, y, y)
+    assert only_draws(attention)
     assert not has_effects(attention)
+    assert not draws(attention)
     assert not draws_numbers(torch.fx.GraphModule({}, graph))

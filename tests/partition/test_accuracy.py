@@ -312,3 +312,16 @@ def test_a_wider_run_draws_the_same_numbers() -> None:
     assert reference_run(region.graph_module, [x], torch.float64, on_host=True) is None
     replay.run(lambda: torch.rand(1))
     assert "more or fewer numbers of the random generator" in compare(region, [x], [expected], [expected], replay).why
+
+
+def test_attention_without_dropout_is_widened() -> None:
+    """Its operator draws numbers where it has dropout only."""
+    q = torch.randn(1, 2, 16, 8).bfloat16()
+
+    def function(v: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(v, v, v)[0]
+
+    module = _region(function, q).graph_module
+    wide = reference_run(module, [q], torch.float64)
+    assert wide is not None
+    torch.testing.assert_close(wide[0], function(q.double()))

@@ -157,9 +157,14 @@ def only_draws(node: Node) -> bool:
     return not (facts.written or facts.is_collective or facts.returns_nothing)
 
 
+def draws(node: Node) -> bool:
+    """Whether drawing random numbers is the node's effect: attention draws where it has dropout only."""
+    return only_draws(node) and has_effects(node)
+
+
 def draws_numbers(gm: torch.fx.GraphModule) -> bool:
     """Whether the graph draws random numbers."""
-    return any(only_draws(node) and has_effects(node) for node in gm.graph.nodes)
+    return any(map(draws, gm.graph.nodes))
 
 
 def is_pure(node: Node) -> bool:

@@ -26,7 +26,7 @@ from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.eager_graph import TracedRun
 from torch_hybrid_backend.errors import OperatorRefusedError, is_out_of_memory
 from torch_hybrid_backend.generators import Replay
-from torch_hybrid_backend.graph.schema import draws_numbers, is_random
+from torch_hybrid_backend.graph.schema import draws, draws_numbers
 from torch_hybrid_backend.machine import float32_precision
 
 _log = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ def compare(
     """
     if why := _forms(region, expected, actual):
         return Comparison(why, 0.0)
-    if replay is not None and not replay.is_unanimous:
+    if replay is not None and not replay.agrees:
         return Comparison("it takes more or fewer numbers of the random generator than eager", 0.0)
     rewind = replay.rewind if replay is not None else _nothing
     try:
@@ -286,7 +286,7 @@ class _Widened(TracedRun):
 
     def fetch_args_kwargs_from_env(self, n: torch.fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args, kwargs = super().fetch_args_kwargs_from_env(n)
-        if is_random(n.target):
+        if draws(n):
             given: tuple[Any, dict[str, Any]] = torch.fx.node.map_arg((n.args, n.kwargs), self._as_traced)
             return given
         return tuple(map(self.widen, args)), {name: self.widen(value) for name, value in kwargs.items()}

@@ -32,11 +32,11 @@ def capability(
     """The verdict of each engine on each operator; every engine is asked at most once per operator, and not about those that are `known`.
 
     What picks one of several outputs (getitem) goes with its operator. Operators with effects are eager's: a region
-    means the same each time it runs. About those that only draw random numbers the engines that draw are asked. Eager's are
-    views of what a collective still writes, which an engine might copy, and
-    operators with tensors on several devices. An engine is not asked about devices that it does not serve. An engine
-    that raises instead of answering is taken to refuse, with one WARNING for that engine, or RegionError under `strict`;
-    where it stumbled over a size that depends on data, without.
+    means the same each time it runs. About those that only draw random numbers the engines that draw are asked. Views of
+    what a collective still writes, which an engine might copy, are eager's too, as are operators with tensors on several
+    devices. An engine is not asked about devices that it does not serve. An engine that raises instead of answering is
+    taken to refuse, with one WARNING for that engine, or RegionError under `strict`; where it stumbled over a size that
+    depends on data, without.
     """
     verdicts: dict[Node, tuple[Verdict, ...]] = {}
     broken: set[str] = set()
