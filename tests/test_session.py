@@ -152,7 +152,7 @@ def test_a_third_party_gets_what_ours_get(tmp_path: Path, monkeypatch: pytest.Mo
         ("_misnamed", "_misnamed made an engine called 'fremd'; it must be called 'stranger'"),
         (
             "_no_engine",
-            "type EntryPoint, which must be an Engine, and lacks devices, keep_ops, keeps_deadline, available",
+            "type EntryPoint, which must be an Engine, and lacks devices, keep_ops, draws, keeps_deadline, available",
         ),
         ("_absent", "has no attribute '_absent'"),
     ],

@@ -25,7 +25,7 @@ from torch_hybrid_backend.partition.placement import Pricing
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 from torch_hybrid_backend.services import Services
 from torch_hybrid_backend.session import Session
-from torch_hybrid_backend.stages import Compiled, Placed, compile_graph, install, place, prepare
+from torch_hybrid_backend.stages import Compiled, Placed, _UnlessCaptured, compile_graph, install, place, prepare
 from torch_hybrid_backend.store import Store
 from torch_hybrid_backend.timing_cache import TimingCache
 
@@ -250,3 +250,27 @@ def test_a_region_that_failed_goes_to_eager_in_a_new_value(clock: _Clock, wiring
     assert after.decisions[segment.region.name].engine == "eager"
     assert segment.region.name not in after.compiled
     assert "out of order" in after.decisions[segment.region.name].refusals[-1].why
+
+
+def test_eager_runs_what_is_captured(wiring: _Wiring, clock: _Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the caller captures a CUDA graph, eager runs every segment in place of a plan that draws random numbers; constants were folded
+    before. Then the plan runs again."""
+    engine = _TimedEngine("mine", clock, ["mm", "sin", "exp", "cos"], {})
+    placed = wiring.place(wiring.compile([engine]))
+    calls: list[str] = []
+
+    def plan(inputs: Sequence[Any]) -> list[Any]:
+        calls.append("plan")
+        return [inputs[0]]
+
+    eager = placed.eager_executor()
+    x = torch.randn(8, 8)
+    eager.bind([x])
+    run = _UnlessCaptured(plan, eager)
+    for is_capturing in (False, True, False):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda found=is_capturing: found)
+        before = clock.ns
+        (result,) = run([x])
+        torch.testing.assert_close(result, _function(x) if is_capturing else x)
+        assert (clock.ns > before) == is_capturing
+    assert calls == ["plan", "plan"]

@@ -95,6 +95,7 @@ class _Bisected:
         self.name = engine.name
         self.devices = engine.devices
         self.keep_ops = engine.keep_ops
+        self.draws = engine.draws
         self.keeps_deadline = engine.keeps_deadline
 
     def available(self) -> Verdict:

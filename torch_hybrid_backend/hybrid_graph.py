@@ -19,7 +19,9 @@ from torch_hybrid_backend.core.region import Region, Segment
 from torch_hybrid_backend.eager_graph import EagerGraph
 from torch_hybrid_backend.errors import HybridError, is_sticky
 from torch_hybrid_backend.garbage import full_collections
+from torch_hybrid_backend.generators import is_captured
 from torch_hybrid_backend.partition.placement import Pricing
+from torch_hybrid_backend.partition.reference import replay_of
 from torch_hybrid_backend.runtime.constant_pool import ConstantPool
 from torch_hybrid_backend.runtime.native.ops import give_back_freed_memory
 from torch_hybrid_backend.runtime.python_executor import PythonExecutor, checked
@@ -125,11 +127,13 @@ class HybridGraph:
         """One segment's results; a region that fails goes to eager, in this call and from then on."""
         region = segment.region
         compiled = self._installed().placed.compiled.get(region.name)
-        if compiled is not None:
+        if compiled is not None and not (region.draws and is_captured(region.device)):
+            replay = replay_of(region)
             try:
                 return checked(segment, compiled(arguments))
             except Exception as cause:  # whatever a compiled region raises, eager is there for it
                 self._give_to_eager(segment.region, cause)
+                replay.rewind()
         return region.eager(arguments)
 
     def _give_to_eager(self, region: Region, cause: Exception) -> None:

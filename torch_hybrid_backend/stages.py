@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
@@ -141,6 +142,12 @@ class Placed:
         """The plan run from Python, segment by segment."""
         prepared = self.prepared
         return PythonExecutor(self.partition.graph, self.runs, prepared.hoisted.inputs, prepared.fold, self.titles)
+
+    def eager_executor(self) -> PythonExecutor:
+        """The same with eager for every segment."""
+        prepared, graph = self.prepared, self.partition.graph
+        runs = [segment.region.eager for segment in graph.segments]
+        return PythonExecutor(graph, runs, prepared.hoisted.inputs, prepared.fold, _titles(self.partition, {}))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -407,7 +414,26 @@ def install(placed: Placed, inputs: Sequence[Any], config: Config) -> Installed:
         return Installed(placed, placed.python_executor())
     for compiled in placed.compiled.values():
         compiled.release()  # the plan keeps packed constants of its own, or shares these
+    programs = [compiled.program for compiled in placed.compiled.values() if compiled.program is not None]
+    if any(program.random is not None and not program.device.is_host for program in programs):
+        eager = placed.eager_executor()
+        eager.bind(inputs)
+        return Installed(placed, _UnlessCaptured(run, eager))
     return Installed(placed, run)
+
+
+@dataclass(frozen=True, slots=True)
+class _UnlessCaptured:
+    """A plan whose kernels draw random numbers, and eager in its place while the caller captures a CUDA graph: only eager's operators draw new
+    ones in each replay. Another stream of the thread's than the current one is not looked at."""
+
+    plan: Run
+    eager: PythonExecutor
+
+    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
+        if torch.cuda.is_current_stream_capturing():
+            return self.eager(inputs)
+        return self.plan(inputs)
 
 
 def _titles(partition: Partition, engines: Mapping[str, str]) -> list[str]:

@@ -39,6 +39,7 @@ def test_the_bases_make_whole_engines() -> None:
     engine = Shortest()
     assert isinstance(engine, Engine)
     assert (engine.devices, engine.keep_ops, engine.keeps_deadline) == (frozenset({"cpu"}), frozenset(), False)
+    assert not engine.draws
     assert engine.available()
     assert (engine.version(CPU), tuple(engine.describe())) == ("", ())
     engine.prepare(7)

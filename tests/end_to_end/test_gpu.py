@@ -187,6 +187,100 @@ def test_training_step() -> None:
     assert {plan.kind for plan in plans} == {"forward", "backward"}
 
 
+def _random(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What kernels draw, each from where the one before left the generator; the last by eager."""
+    dropped, kept = torch.native_dropout(functional.gelu(x), 0.3, True)
+    uniform, normal = torch.rand_like(x), torch.randn_like(x) if x.dtype != torch.float64 else torch.zeros_like(x)
+    bernoulli = torch.ops.aten.bernoulli.p(x, 0.4)
+    return dropped, kept, uniform, normal, bernoulli, torch.empty_like(x).exponential_(), torch.rand_like(x)
+
+
+@pytest.mark.parametrize("shape", [(1,), (7, 301), (64, 96), (3, 1000, 1001), (4096, 2048)])
+@pytest.mark.parametrize("dtype", [*_HALVES, torch.float64])
+def test_random_numbers_are_eagers(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Bit for bit, also of more elements than all threads of the GPU take in one turn; normal numbers to the last bits. The generator stands
+    where eager leaves it, in the first call and in later ones."""
+    plans: list[Plan] = []
+    fast = _compiled(_random, plans)
+    x = _randn(*shape, dtype=dtype)
+    results, states = [], []
+    with torch.no_grad():
+        for run in (_random, fast):
+            torch.cuda.manual_seed((1 << 62) + 5)
+            results.append([run(x) for _ in range(3)])
+            states.append(torch.cuda.get_rng_state())
+    assert torch.equal(*states)
+    for eager, ours in zip(*results, strict=True):
+        for position, (wanted, got) in enumerate(zip(eager, ours, strict=True)):
+            rounding = {torch.bfloat16: 2**-7, torch.float16: 2**-10}.get(dtype, 0.0)
+            tolerance = {0: max(rounding, 1e-5), 3: max(rounding, 1e-6)}.get(position, 0.0)
+            torch.testing.assert_close(
+                got, wanted, rtol=tolerance, atol=tolerance, msg=lambda m, p=position: f"{p}: {m}"
+            )
+    engines = {node.operator: node.engine for node in plans[0].nodes}
+    assert engines["aten.exponential.default"] == "eager"
+    drawn = ("aten.native_dropout.default", "aten.rand_like.default", "aten.bernoulli.p")
+    assert {engines[name] for name in drawn} == {"triton"}
+
+
+def test_random_numbers_of_other_layouts() -> None:
+    """Dropout of what is transposed, of what has gaps, and of what begins in the middle of 16 bytes; numbers like a transposed tensor."""
+
+    def function(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        masks = [torch.native_dropout(each, 0.5, True)[1] for each in (x, y, z)]
+        return (*masks, torch.rand_like(x))
+
+    x, y, z = _randn(240, 100).t(), _randn(240, 101)[:, :100], _randn(4 * 512 + 2)[2:]
+    fast = _compiled(function, [])
+    with torch.no_grad():
+        for _ in range(2):
+            torch.cuda.manual_seed(3)
+            expected = function(x, y, z)
+            torch.cuda.manual_seed(3)
+            assert all(map(torch.equal, fast(x, y, z), expected))
+
+
+def test_a_training_step_with_dropout() -> None:
+    """The same masks forward, and gradients through them."""
+    model = nn.Sequential(nn.Linear(20, 64), nn.GELU(), nn.Dropout(0.2), nn.Linear(64, 8), nn.Dropout(0.5)).to(_DEVICE)
+    plans: list[Plan] = []
+    fast = _compiled(copy.deepcopy(model), plans)
+    gradients = []
+    for run in (model, fast):
+        torch.cuda.manual_seed(11)
+        for seed in range(3):
+            x = torch.randn(64, 20, generator=torch.Generator().manual_seed(seed)).to(_DEVICE)
+            run(x).square().sum().backward()
+        gradients.append([parameter.grad for parameter in run.parameters()])  # type: ignore[attr-defined]
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-4)
+    assert any("random" in kernel for plan in plans for region in plan.regions for kernel in region.kernels)
+
+
+def test_each_replay_of_a_captured_call_draws_anew() -> None:
+    """Inside the caller's CUDA graph eager draws, whose numbers advance with the generator at each replay."""
+    function = lambda x: torch.native_dropout(functional.gelu(x), 0.5, True)[0]  # noqa: E731
+    fast = _compiled(function, [])
+    x = _randn(64, 96)
+    with torch.no_grad():
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                fast(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = fast(x)
+        results = []
+        torch.cuda.manual_seed(2)
+        for _ in range(3):
+            graph.replay()
+            results.append(captured.clone())
+        torch.cuda.manual_seed(2)
+        expected = [function(x) for _ in range(3)]
+    torch.testing.assert_close(results, expected, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(results[0], results[1])
+
+
 def test_two_streams() -> None:
     """Calls on two streams at once do not share working memory."""
     fast = _compiled(lambda x: (x @ x).softmax(-1) @ x, [])

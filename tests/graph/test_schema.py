@@ -10,12 +10,15 @@ import torch.distributed
 from torch.fx import Graph, Node
 
 from torch_hybrid_backend.graph.schema import (
+    draws,
+    draws_numbers,
     has_effects,
     is_collective,
     is_in_flight,
     is_mutating,
     is_pure,
     is_view,
+    only_draws,
     shared_arguments,
     written_arguments,
 )
@@ -164,3 +167,19 @@ def test_arithmetic_on_sizes_is_pure(x: Node) -> None:
     size.meta["val"] = 6
     assert is_pure(size)
     assert has_effects(_call(x.graph, print, x))
+
+
+def test_what_only_draws_random_numbers(x: Node) -> None:
+    """Not what writes to an argument too, nor what draws nothing; a graph draws where one of its operators does."""
+    assert only_draws(_call(x.graph, aten.rand_like.default, x))
+    assert only_draws(_call(x.graph, aten.native_dropout.default, x, 0.5, True))
+    assert draws_numbers(torch.fx.GraphModule({}, x.graph))
+    graph = Graph()
+    y = graph.placeholder("y")
+    for target in (aten.bernoulli_.float, aten.sin.default, operator.neg, torch.ops.higher_order.cond):
+        assert not only_draws(_call(graph, target, y))
+    attention = _call(graph, aten._scaled_dot_product_flash_attention.default, y, y, y)
+    assert only_draws(attention)
+    assert not has_effects(attention)
+    assert not draws(attention)
+    assert not draws_numbers(torch.fx.GraphModule({}, graph))

@@ -9,15 +9,19 @@ import torch
 
 from tests.partition.engines_for_tests import FakeEngine, trace
 from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason
+from torch_hybrid_backend.generators import Replay
 from torch_hybrid_backend.partition import accuracy
 from torch_hybrid_backend.partition.accuracy import TOLERANCES, compare, reference_run
 from torch_hybrid_backend.partition.regions import partition_graph
 
 
 def _region(function: Callable[..., object], *inputs: torch.Tensor) -> Region:
-    (segment,) = partition_graph(trace(function, *inputs), [FakeEngine()], Config()).graph.segments
+    engine = FakeEngine()
+    engine.draws = True
+    (segment,) = partition_graph(trace(function, *inputs), [engine], Config()).graph.segments
     return segment.region
 
 
@@ -274,3 +278,50 @@ def test_an_operator_without_float64_has_no_float64_run() -> None:
     region = _region(lambda t, i: t[i], table, torch.tensor([0, 1]))
     with pytest.raises(IndexError):
         reference_run(region.graph_module, [table, torch.tensor([0, 9])], torch.float64)
+
+
+def test_a_wider_run_draws_the_same_numbers() -> None:
+    """Random operators draw in their own dtype, from the generator as it was: else nothing that draws could be told from what is wrong. On the
+    host no numbers of another device are drawn."""
+
+    def function(v: torch.Tensor) -> torch.Tensor:
+        noise = torch.rand_like(v)
+        kept, mask = torch.native_dropout(v + noise, 0.3, True)
+        return (kept * 0.5).sin() * mask
+
+    x = torch.rand(4000).bfloat16() / 100
+    region, state = _region(function, x), torch.get_rng_state()
+    expected = function(x)
+    torch.set_rng_state(state)
+    wide = reference_run(region.graph_module, [x], torch.float64)
+    assert wide is not None
+    (ideal,) = wide
+    assert isinstance(ideal, torch.Tensor)
+    assert ideal.dtype == torch.float64
+    assert ((ideal == 0) == (expected == 0)).all()
+    torch.testing.assert_close(ideal, expected.double(), rtol=2e-2, atol=2e-2)
+
+    torch.set_rng_state(state)
+    replay = Replay(CPU, draws=True)
+    replay.run(lambda: function(x))
+    inexact = torch.where(torch.arange(4000) == 7, expected * 1.02, expected)
+    inexact[7] += 0.02
+    assert compare(region, [x], [expected], [inexact], replay).why == ""
+    assert compare(region, [x], [expected], [expected * 1.05], replay).why != ""
+    assert compare(region, [x], [expected], [expected * 1.05]).why == ""  # judged by other numbers, whatever is right
+    assert reference_run(region.graph_module, [x], torch.float64, on_host=True) is None
+    replay.run(lambda: torch.rand(1))
+    assert "more or fewer numbers of the random generator" in compare(region, [x], [expected], [expected], replay).why
+
+
+def test_attention_without_dropout_is_widened() -> None:
+    """Its operator draws numbers where it has dropout only."""
+    q = torch.randn(1, 2, 16, 8).bfloat16()
+
+    def function(v: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(v, v, v)[0]
+
+    module = _region(function, q).graph_module
+    wide = reference_run(module, [q], torch.float64)
+    assert wide is not None
+    torch.testing.assert_close(wide[0], function(q.double()))

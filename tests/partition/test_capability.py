@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tests.partition.engines_for_tests import FakeEngine, trace
+from tests.partition.engines_for_tests import FakeEngine, LoopsEngine, trace
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.region import Region
@@ -108,3 +108,28 @@ def test_no_engine_is_asked_about_what_goes_between_devices() -> None:
     assert isinstance(verdict, Refused)
     assert verdict.code is Reason.DEVICE
     assert engine.asked == []
+
+
+def test_only_engines_that_draw_are_asked_about_random_numbers() -> None:
+    """And about nothing else that has effects. The others refuse, as does an engine whose kernels cannot draw them, by a code of its own."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = torch.native_dropout(x, 0.5, True)[0] + torch.rand_like(x)
+        torch._assert_async((y > 0).all())
+        return y.bernoulli_(0.5)
+
+    drawing, other, loops = FakeEngine("drawing"), FakeEngine("other"), LoopsEngine()
+    drawing.draws = loops.draws = True
+    gm = trace(function, torch.ones(5))
+    verdicts = capability([n for n in gm.graph.nodes if n.op == "call_function"], [drawing, other, loops], strict=True)
+    by_name = {str(node.target).removeprefix("aten.").split(".")[0]: verdict for node, verdict in verdicts.items()}
+    for name in ("native_dropout", "rand_like"):
+        mine, others, refused = by_name[name]
+        assert mine
+        assert isinstance(others, Refused)
+        assert isinstance(refused, Refused)
+        assert (others.code, refused.code) == (Reason.UNKNOWN_OPERATOR, Reason.RANDOM)
+    assert not any(by_name["bernoulli_"])
+    assert not any(by_name["_assert_async"])
+    assert {"native_dropout", "rand_like"} <= set(drawing.asked)
+    assert not {"native_dropout", "rand_like"} & set(other.asked)

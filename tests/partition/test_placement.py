@@ -442,3 +442,23 @@ def test_a_fault_of_the_values_is_not_hidden_by_an_engine() -> None:
     region = _region(pick)
     with pytest.raises(IndexError, match="out of range"):
         choose(region, {"fake": _doubled(region)}, [torch.full((8, 8), 9.0)], CONFIG, Pricing())
+
+
+@pytest.mark.parametrize("config", [CONFIG, Config(placement="estimate"), Config(verify="off", measure_budget_s=0.001)])
+def test_candidates_draw_the_random_numbers_of_one_run(config: Config) -> None:
+    """Those that eager and its rivals draw while they are compared are the same, and what is drawn while they are timed is drawn for nobody:
+    the outputs are those of one run, and the generator is left as by one."""
+    engine = FakeEngine()
+    engine.draws = True
+    function = lambda x: (x + torch.rand_like(x), torch.native_dropout(x, 0.5, True)[1])  # noqa: E731
+    (segment,) = partition_graph(trace(function, X), [engine], Config()).graph.segments
+    assert segment.engine_hint == "fake"
+    (compiled,) = engine.compile([segment.region], Deadline(1.0))
+    assert isinstance(compiled, FakeRegion)
+    torch.manual_seed(5)
+    expected, following = function(X), torch.rand(3)
+    torch.manual_seed(5)
+    choice = choose(segment.region, {"fake": compiled}, [X], config, Pricing())
+    assert not [refusal for refusal in choice.decision.refusals if refusal.code is Reason.ACCURACY]
+    assert all(torch.equal(ours, eager) for ours, eager in zip(choice.outputs, expected, strict=True))
+    assert torch.equal(torch.rand(3), following)

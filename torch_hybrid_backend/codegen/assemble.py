@@ -17,12 +17,13 @@ from torch_hybrid_backend.codegen.kernel_cache import Artifact
 from torch_hybrid_backend.codegen.operands import Packed
 from torch_hybrid_backend.codegen.operator_kernel import Operand, OperatorKernel
 from torch_hybrid_backend.codegen.variants import Variant
-from torch_hybrid_backend.core.device import Device
+from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.program import (
     OperatorArgument,
     OperatorCall,
     PackedConstant,
     Program,
+    RandomNumbers,
     Step,
     TensorArgument,
 )
@@ -45,6 +46,7 @@ from torch_hybrid_backend.loops.ir import (
 )
 from torch_hybrid_backend.loops.kernels import Argument, Kernel, MapKernel, RowKernel, ScatterKernel, Stage, Store
 from torch_hybrid_backend.loops.layout import Layout, Strided, contiguous
+from torch_hybrid_backend.loops.random_numbers import Generator
 from torch_hybrid_backend.sizes.size import Dim
 
 
@@ -60,6 +62,7 @@ class RegionKernels:
     packed: tuple[Packed, ...]
     layouts: Mapping[Buffer, Layout]
     backend: KernelBackend
+    generator: Generator | None = None
 
     def with_variants(self, chosen: Sequence[Variant]) -> RegionKernels:
         """The region computed by one variant of each kernel."""
@@ -131,8 +134,15 @@ class RegionKernels:
             specs[own] = region_input.spec
             inputs.append(own)
         outputs = tuple(number(b) for b in self.outputs)
+        random = None
+        if self.generator is not None:
+            counters = tuple(number(draw.counter) for draw in self.generator.draws)
+            taken = tuple(draw.groups for draw in self.generator.draws)
+            random = RandomNumbers(number(self.generator.seed), counters, taken)
+            for own in (random.seed, *counters):
+                specs[own] = TensorSpec((), INDEX_DTYPE, (), CPU)
         signature = tuple(i.spec if i.spec is not None else i.size for i in self.region.inputs)
-        return Program(tuple(specs), tuple(inputs), outputs, tuple(constants), tuple(steps), signature, device)
+        return Program(tuple(specs), tuple(inputs), outputs, tuple(constants), tuple(steps), signature, device, random)
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
@@ -162,6 +172,8 @@ def assemble(region: Region, backend: KernelBackend) -> RegionKernels:
         fixed[buffer] = Strided(spec.strides)
     for buffer, _ in lowered.literals:
         fixed[buffer] = contiguous(buffer.shape)
+    if lowered.generator is not None:
+        fixed.update(dict.fromkeys(lowered.generator.buffers, contiguous(())))
     prepared = backend.operands(lowered, fixed)
     groups = fuse(prepared.graph, backend.policy)
     fixed.update((buffer, contiguous(buffer.shape)) for buffer in prepared.row_major)
@@ -170,7 +182,15 @@ def assemble(region: Region, backend: KernelBackend) -> RegionKernels:
     found = [kernel for group in groups for kernel in _kernels(group, needed, layouts, backend)]
     kernels = backend.join(found, lowered.outputs)
     return RegionKernels(
-        region, tuple(kernels), lowered.inputs, lowered.outputs, lowered.literals, prepared.packed, layouts, backend
+        region,
+        tuple(kernels),
+        lowered.inputs,
+        lowered.outputs,
+        lowered.literals,
+        prepared.packed,
+        layouts,
+        backend,
+        lowered.generator,
     )
 
 

@@ -118,6 +118,7 @@ class KernelRegion:
 class KernelEngine(EngineBase):
     """Compiles regions to kernels of a backend. Owns its kernel compiler processes, which start with the first compilation."""
 
+    draws: bool = True  # whether its kernels can is the backend's to say: see `loops.policy.Abilities`
     keeps_deadline: bool = True
 
     def __init__(self, backend: KernelBackend, config: Config, services: Services) -> None:

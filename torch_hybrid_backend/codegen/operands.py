@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -139,5 +139,5 @@ class OperandPacker:
 
     def prepared(self, graph: LoopGraph) -> Prepared:
         """`graph` with the operations added here in place of its own."""
-        whole = LoopGraph(graph.inputs, graph.outputs, graph.literals, tuple(self._ops))
+        whole = replace(graph, ops=tuple(self._ops))
         return Prepared(whole, tuple(self._packed), (*self._buffers.values(), *self._row_major))

@@ -113,6 +113,12 @@ class Engine(Protocol):
         ...
 
     @property
+    def draws(self) -> bool:
+        """Whether it is asked about operators that draw random numbers. A region of its that holds some draws the numbers that eager would,
+        from the default generator of the region's device, and leaves that as eager would."""
+        ...
+
+    @property
     def keeps_deadline(self) -> bool:
         """Whether `compile` is done by its deadline, whatever happens. It is trusted: one that says so is called in the main thread."""
         ...
@@ -185,12 +191,14 @@ class CompiledRegionBase(ABC):
 class EngineBase(ABC):
     """An engine for the CPU that can run anywhere, keeps no operator whole and takes every region of what it supports.
 
-    Its timings are not kept between processes: it has no version. It is not trusted with deadlines: it compiles in a thread of its own.
+    It is not asked about random numbers. Its timings are not kept between processes: it has no version. It is not trusted with deadlines: it
+    compiles in a thread of its own.
     """
 
     name: str
     devices: frozenset[str] = frozenset({"cpu"})
     keep_ops: frozenset[torch._ops.OpOverload] = frozenset()
+    draws: bool = False
     keeps_deadline: bool = False
 
     def available(self) -> Verdict:

@@ -484,6 +484,24 @@ class PackedConstant:
 
 
 @dataclass(frozen=True, slots=True)
+class RandomNumbers:
+    """What a program takes of its device's random generator in each call, before its steps: the generator then stands where eager's
+    operators would have left it.
+
+    It counts groups of four 32-bit numbers. `taken`: how many each of its operators takes, in program order. `seed`: the buffer of the
+    generator's seed; `counters`: those of the generator's position before each operator. They are int64, of no dimensions, on the CPU.
+    """
+
+    seed: int
+    counters: tuple[int, ...]
+    taken: tuple[Dim, ...]
+
+    def at(self, values: Mapping[str, int]) -> RandomNumbers:
+        """The same for values of the size symbols, by name."""
+        return replace(self, taken=_at(self.taken, values))
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """Steps over buffers.
 
@@ -501,17 +519,20 @@ class Program:
     # Of a program with sizes known only at run time: what they are read from, the region's inputs as tensors or sizes.
     signature: tuple[TensorSpec | Dim | None, ...] = ()
     device: Device = CPU
+    random: RandomNumbers | None = None
 
     def at(self, values: Mapping[str, int]) -> Program:
         """The program for values of the size symbols, by name; KeyError for one that is missing."""
         buffers = tuple(buffer.at(values) for buffer in self.buffers)
-        return replace(self, buffers=buffers, steps=tuple(step.at(values) for step in self.steps))
+        random = None if self.random is None else self.random.at(values)
+        return replace(self, buffers=buffers, steps=tuple(step.at(values) for step in self.steps), random=random)
 
     @property
     def sizes_used(self) -> tuple[Dim, ...]:
         """The sizes of its buffers, and those that its steps take."""
         of_buffers = (size for spec in self.buffers for size in (*spec.shape, *spec.strides))
-        return (*(size for step in self.steps for size in step.sizes_used), *of_buffers)
+        taken = () if self.random is None else self.random.taken
+        return (*(size for step in self.steps for size in step.sizes_used), *of_buffers, *taken)
 
     def reading(self, inputs: Sequence[int]) -> Program:
         """The program with only those of the region's inputs, by position; the others are read by no kernel and no packing."""

@@ -37,7 +37,8 @@ class RegionInput:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A functional ATen graph with static meaning: same inputs, same outputs, no mutation.
+    """A functional ATen graph with static meaning: same inputs, same outputs, no mutation. One that `draws` random numbers has the same
+    outputs for the same state of its device's generator, and leaves that in the same one (`core.engine.Engine.draws`).
 
     `graph_module` takes `inputs` in order and returns a tuple of `outputs`; every node carries `meta["val"]`. `eager` runs it.
     `node_names` are the names of the covered nodes in the partitioned graph; `source` is the user's line that
@@ -56,6 +57,7 @@ class Region:
     key: str
     device: Device
     source: str = ""
+    draws: bool = False
 
     @property
     def numbers(self) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ class Reason(StrEnum):
     NONDETERMINISTIC = (
         "nondeterministic"  # results would depend on an order that nothing fixes, and torch is told to avoid that
     )
+    RANDOM = "random"  # the engine's kernels cannot draw the numbers that eager draws
     NOT_A_TENSOR = "not_a_tensor"  # the node yields no tensor (SymInt arithmetic, None, ...)
     DISABLED = "disabled"  # the engine is switched off by HYBRID_ENGINES / HYBRID_DISABLE_ENGINES
     MISSING_DEPENDENCY = "missing_dependency"  # the engine cannot run in this installation

@@ -149,6 +149,24 @@ def has_effects(node: Node) -> bool:
     return not (is_item(node) or isinstance(node.meta.get("val"), _NUMBERS))
 
 
+def only_draws(node: Node) -> bool:
+    """Whether drawing random numbers is all that the node does beside computing its value."""
+    if not (is_random(node.target) and isinstance(node.target, torch._ops.OpOverload)) or node.op != "call_function":
+        return False
+    facts = _facts(node.target)
+    return not (facts.written or facts.is_collective or facts.returns_nothing)
+
+
+def draws(node: Node) -> bool:
+    """Whether drawing random numbers is the node's effect: attention draws where it has dropout only."""
+    return only_draws(node) and has_effects(node)
+
+
+def draws_numbers(gm: torch.fx.GraphModule) -> bool:
+    """Whether the graph draws random numbers."""
+    return any(map(draws, gm.graph.nodes))
+
+
 def is_pure(node: Node) -> bool:
     """Whether the node may be merged with its like, moved, or dropped when unused: a deterministic function of its arguments."""
     return node.op in ("get_attr", "call_function") and not has_effects(node)

@@ -43,6 +43,7 @@ from torch_hybrid_backend.loops.ir import (
 from torch_hybrid_backend.loops.lowering import Context, lower_node
 from torch_hybrid_backend.loops.lowerings.attention import MASKED_ATTENTION
 from torch_hybrid_backend.loops.policy import FusionPolicy
+from torch_hybrid_backend.loops.random_numbers import Generator
 from torch_hybrid_backend.sizes.size import product, size_hint
 
 aten = torch.ops.aten
@@ -90,13 +91,15 @@ _CONCATENATIONS = frozenset((aten.cat.default, aten.stack.default))
 class LoopGraph:
     """Operations in execution order. `inputs` are the region's inputs, position by position; `outputs` its outputs.
 
-    `literals` are the graph's own constant tensors (get_attr nodes), contiguous, with the buffers that stand for them.
+    `literals` are the graph's own constant tensors (get_attr nodes), contiguous, with the buffers that stand for them. `generator`: what random
+    numbers are drawn from, where any are.
     """
 
     inputs: tuple[Buffer, ...]
     outputs: tuple[Buffer, ...]
     literals: tuple[tuple[Buffer, torch.Tensor], ...]
     ops: tuple[LoopOp, ...]
+    generator: Generator | None = None
 
 
 def lower_region(region: Region, policy: FusionPolicy) -> LoopGraph:
@@ -109,7 +112,8 @@ class _Lowerer:
         self._region = region
         self._policy = policy
         self._ops: list[LoopOp] = []
-        self._ctx = Context(self._emit, policy.abilities)
+        self._generator = Generator(by_value=not region.device.is_host)
+        self._ctx = Context(self._emit, policy.abilities, self._generator)
         self._convolved: set[Buffer] = set()  # what convolutions write
         self._images: set[Buffer] = set()  # the same, and of what their epilogues write
         self._concatenated: set[Value] = set()  # the values that are concatenations
@@ -147,7 +151,9 @@ class _Lowerer:
         for node in outputs:
             results.append(self._output(values[node], taken))
             taken.add(results[-1])
-        return LoopGraph(tuple(inputs), tuple(results), tuple(literals), in_order(self._ops, results))
+        ops = in_order(self._ops, results)
+        generator = self._generator if self._generator.draws else None
+        return LoopGraph(tuple(inputs), tuple(results), tuple(literals), ops, generator)
 
     def _output(self, value: Value, taken: set[Buffer]) -> Buffer:
         """The value in memory of its own: AOTAutograd forbids an output that shares storage with an input or another output."""

@@ -43,6 +43,7 @@ from torch_hybrid_backend.loops.ir import (
 )
 from torch_hybrid_backend.loops.ops import cast, const
 from torch_hybrid_backend.loops.policy import COMMON, Abilities
+from torch_hybrid_backend.loops.random_numbers import Generator
 from torch_hybrid_backend.sizes.size import Dim, Size, UndecidedSizeError
 
 DTYPES = frozenset(
@@ -76,6 +77,7 @@ _MODULES = (
     "scans",
     "scatters",
     "gradients",
+    "random_numbers",
 )
 
 
@@ -105,11 +107,15 @@ def table() -> Mapping[torch._ops.OpOverload, Lowering]:
 
 
 class Context:
-    """What a lowering may use: the node's result specs, a place for operations that need memory, and what kernels can do."""
+    """What a lowering may use: the node's result specs, a place for operations that need memory, what kernels can do, and the random
+    generator of the region's device."""
 
-    def __init__(self, emit: Callable[[LoopOp], None], abilities: Abilities = COMMON) -> None:
+    def __init__(
+        self, emit: Callable[[LoopOp], None], abilities: Abilities = COMMON, generator: Generator | None = None
+    ) -> None:
         self._emit = emit
         self.abilities = abilities
+        self.generator = generator or Generator()
         self.node: torch.fx.Node | None = None
         self.outs: tuple[TensorSpec, ...] = ()
 

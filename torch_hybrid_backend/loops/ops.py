@@ -30,7 +30,11 @@ PREDICATE = frozenset("isnan isinf".split())
 # round(x): float32 rounded to the narrower dtype named by the second argument's Const (its number in
 # ROUND_TARGETS) and widened again. What is too large becomes 448 in float8_e4m3fn and infinity in the others, as in PyTorch.
 OTHER = frozenset("cast round where guard fma".split())
-OPS = UNARY | BINARY | COMPARE | LOGICAL | PREDICATE | OTHER
+# random_uniform, random_normal(seed, counter, position, threads, vector, per_group): an element's number as cuRAND makes it of Philox4x32-10,
+# uniform in (0, 1] or of the standard normal distribution (`loops.random_numbers.Draw`). seed and counter are int64, the others int32, or int64
+# where there are more elements. Only where the kernels can (`loops.policy.Abilities.random_blocks`).
+RANDOM = frozenset(("random_uniform", "random_normal"))
+OPS = UNARY | BINARY | COMPARE | LOGICAL | PREDICATE | OTHER | RANDOM
 
 _FLOATS = ("float32", "float64")
 ROUND_TARGETS = ("bfloat16", "float16", *FLOAT8)

@@ -17,6 +17,8 @@ class Abilities:
     `any_convolution`: convolutions of volumes, and transposed ones whose windows do not tile the result.
     `attention_gradients`: attention writes its log-sum-exp where that is read, and its gradients are kernels.
     `integer_products`: products of quantised operands are products of integers (`loops.ir.IntegerMatMulOp`, `IntegerConvOp`).
+    `random_blocks`: for kernels that draw random numbers (`loops.random_numbers`), how many blocks of 256 threads PyTorch's own have at most; 0
+    where there are none.
     """
 
     float8: bool = False
@@ -28,6 +30,7 @@ class Abilities:
     any_convolution: bool = False
     attention_gradients: bool = False
     integer_products: bool = False
+    random_blocks: int = 0
 
 
 COMMON = Abilities()  # what the kernels of every backend can do

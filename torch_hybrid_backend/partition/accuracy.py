@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.eager_graph import TracedRun
 from torch_hybrid_backend.errors import OperatorRefusedError, is_out_of_memory
+from torch_hybrid_backend.generators import Replay
+from torch_hybrid_backend.graph.schema import draws, draws_numbers
 from torch_hybrid_backend.machine import float32_precision
 
 _log = logging.getLogger(__name__)
@@ -78,16 +80,24 @@ class Comparison:
 
 @torch.no_grad()
 def compare(
-    region: Region, inputs: Sequence[object], expected: Sequence[object], actual: Sequence[object]
+    region: Region,
+    inputs: Sequence[object],
+    expected: Sequence[object],
+    actual: Sequence[object],
+    replay: Replay | None = None,
 ) -> Comparison:
-    """Compare an engine's outputs (`actual`) with eager's (`expected`), both made from `inputs`.
+    """Compare an engine's outputs (`actual`) with eager's (`expected`), both made from `inputs`. `replay`: what both were run by, where the
+    region draws random numbers.
 
     The wider run costs a third run of the region, with twice the memory of eager's, and happens only where elements are not close.
     """
     if why := _forms(region, expected, actual):
         return Comparison(why, 0.0)
+    if replay is not None and not replay.agrees:
+        return Comparison("it takes more or fewer numbers of the random generator than eager", 0.0)
+    rewind = replay.rewind if replay is not None else _nothing
     try:
-        return _compare(region, inputs, expected, actual)
+        return _compare(region, inputs, expected, actual, rewind)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -95,12 +105,16 @@ def compare(
     if not all(_is_on_host(value) for value in (*inputs, *expected)):
         _log.info("region %s is compared on the host: its device has too little memory for that", region.name)
         try:
-            return _compare(region, _on_host(inputs), _on_host(expected), _on_host(actual), on_host=True)
+            return _compare(region, _on_host(inputs), _on_host(expected), _on_host(actual), rewind, on_host=True)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
     why = "there is no memory to compare its outputs with eager's and with a run in a wider dtype, so that nothing shows that they are right"
     return Comparison(why, 0.0, Reason.OUT_OF_MEMORY)
+
+
+def _nothing() -> None:
+    """Eager's run and the engine's drew no random numbers."""
 
 
 def _is_on_host(value: object) -> bool:
@@ -129,10 +143,12 @@ def _compare(
     inputs: Sequence[object],
     expected: Sequence[object],
     actual: Sequence[object],
+    rewind: Callable[[], None],
     on_host: bool = False,
 ) -> Comparison:
     @functools.cache
     def ideal(dtype: torch.dtype) -> Sequence[object]:
+        rewind()
         return reference_run(region.graph_module, inputs, dtype, on_host=on_host) or [None] * len(expected)
 
     worst = 0.0
@@ -232,11 +248,12 @@ def reference_run(
 ) -> list[object] | None:
     """The region's outputs computed in `dtype`, float32 or float64: inputs, constants and dtype arguments below it are widened.
 
-    on_host: constants and device arguments are the host's, as the inputs are. None where the region cannot be run so (an operator
-    reinterprets bits, or does not take the dtype). Raises what operators raise for other reasons: for want of memory, say.
+    Random operators draw in the dtype that they were traced in: the numbers depend on it. on_host: constants and device arguments are the
+    host's, as the inputs are. None where the region cannot be run so (an operator reinterprets bits, or does not take the dtype; the host
+    would have to draw the numbers of another device). Raises what operators raise for other reasons: for want of memory, say.
     """
     bits = torch.ops.aten.view.dtype
-    if any(node.target is bits for node in graph_module.graph.nodes):
+    if any(node.target is bits for node in graph_module.graph.nodes) or (on_host and draws_numbers(graph_module)):
         return None
     run = _Widened(graph_module, dtype, on_host)
     try:
@@ -269,7 +286,15 @@ class _Widened(TracedRun):
 
     def fetch_args_kwargs_from_env(self, n: torch.fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args, kwargs = super().fetch_args_kwargs_from_env(n)
+        if draws(n):
+            given: tuple[Any, dict[str, Any]] = torch.fx.node.map_arg((n.args, n.kwargs), self._as_traced)
+            return given
         return tuple(map(self.widen, args)), {name: self.widen(value) for name, value in kwargs.items()}
+
+    def _as_traced(self, n: torch.fx.Node) -> Any:
+        """A value in the dtype that it was traced in."""
+        value, traced = self.env[n], n.meta.get("val")
+        return value.to(traced.dtype) if isinstance(traced, torch.Tensor) else value
 
     def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return self.widen(super().get_attr(target, args, dict(kwargs)))

@@ -17,7 +17,7 @@ from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason, Refused, Verdict
 from torch_hybrid_backend.errors import RegionError
 from torch_hybrid_backend.graph.devices import device_of
-from torch_hybrid_backend.graph.schema import has_effects, is_in_flight, is_item
+from torch_hybrid_backend.graph.schema import has_effects, is_in_flight, is_item, only_draws
 
 _log = logging.getLogger(__name__)
 
@@ -32,10 +32,11 @@ def capability(
     """The verdict of each engine on each operator; every engine is asked at most once per operator, and not about those that are `known`.
 
     What picks one of several outputs (getitem) goes with its operator. Operators with effects are eager's: a region
-    means the same each time it runs. So are views of what a collective still writes, which an engine might copy, and
-    operators with tensors on several devices. An engine is not asked about devices that it does not serve. An engine
-    that raises instead of answering is taken to refuse, with one WARNING for that engine, or RegionError under `strict`;
-    where it stumbled over a size that depends on data, without.
+    means the same each time it runs. About those that only draw random numbers the engines that draw are asked. Views of
+    what a collective still writes, which an engine might copy, are eager's too, as are operators with tensors on several
+    devices. An engine is not asked about devices that it does not serve. An engine that raises instead of answering is
+    taken to refuse, with one WARNING for that engine, or RegionError under `strict`; where it stumbled over a size that
+    depends on data, without.
     """
     verdicts: dict[Node, tuple[Verdict, ...]] = {}
     broken: set[str] = set()
@@ -58,7 +59,11 @@ def capability(
                 Reason.UNKNOWN_OPERATOR,
                 f"{node.target} writes in place, draws random numbers, asserts or works with other processes",
             )
-            verdicts[node] = (refusal,) * len(engines)
+            device = device_of(node)
+            verdicts[node] = tuple(
+                _ask(engine, node, device, broken, strict) if engine.draws and only_draws(node) else refusal
+                for engine in engines
+            )
         elif any(is_in_flight(source) for source in node.all_input_nodes):
             refusal = Refused(Reason.ARGUMENT, "an argument is still being written by a collective")
             verdicts[node] = (refusal,) * len(engines)

@@ -18,7 +18,7 @@ from torch_hybrid_backend.core.engine import EAGER
 from torch_hybrid_backend.core.region import Region, RegionInput, Segment
 from torch_hybrid_backend.core.tensor_spec import TensorSpec, dim, is_computable
 from torch_hybrid_backend.eager_graph import EagerGraph
-from torch_hybrid_backend.graph.schema import is_in_flight
+from torch_hybrid_backend.graph.schema import draws_numbers, is_in_flight
 from torch_hybrid_backend.partition.dependencies import is_operator
 from torch_hybrid_backend.partition.region_key import region_key
 from torch_hybrid_backend.sizes.size import Dim, symbols
@@ -100,6 +100,7 @@ def extract(
         key=region_key(module, inputs),
         device=device,
         source=next(filter(None, map(source_line, nodes)), ""),
+        draws=draws_numbers(module),
     )
     return Segment(region, tuple(source.name for source in sources), tuple(node.name for node in outputs), engine)
 

@@ -28,12 +28,13 @@ from torch_hybrid_backend.core.program import OperatorCall
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason, Refused
+from torch_hybrid_backend.generators import Replay
 from torch_hybrid_backend.measure import HostTimer, Rounds, Timer, measure
 from torch_hybrid_backend.partition.accuracy import Comparison, compare
 from torch_hybrid_backend.partition.estimate import eager_us, engine_us, roofline
 from torch_hybrid_backend.partition.fallback import compile_refusal, demote, report_unchecked, run_refusal
 from torch_hybrid_backend.partition.flops import node_flops
-from torch_hybrid_backend.partition.reference import reference, run_eager, unable_to_run
+from torch_hybrid_backend.partition.reference import reference, replay_of, run_eager, unable_to_run
 from torch_hybrid_backend.timing_cache import TimingCache
 
 _log = logging.getLogger(__name__)
@@ -103,6 +104,7 @@ def choose(
         alive.pop(engine, None)
         refusals.append(demote(region, engine, refused, strict=config.strict, cause=cause))
 
+    replay = replay_of(region)
     alive: dict[str, CompiledRegion] = {}
     for engine, candidate in candidates.items():
         if isinstance(candidate, Exception):
@@ -112,17 +114,19 @@ def choose(
         else:
             alive[engine] = candidate
 
-    found = reference(region, inputs) if alive and config.verify != "off" else None
+    found = replay.run(lambda: reference(region, inputs)) if alive and config.verify != "off" else None
     unable = found if isinstance(found, Refused) else None  # why eager is no candidate
     if unable is not None:
         refusals.append(Refusal.of(EAGER, unable))
+        replay.rewind()  # what it drew before it failed
+        replay = replay_of(region)
     expected = None if isinstance(found, Refused) else found
     outputs = expected
     errors: dict[str, float] = {}
     for engine in list(alive):
         try:
             alive[engine], results, comparison = _tried(
-                region, alive[engine], inputs, config, expected, pricing.deadline
+                region, alive[engine], inputs, config, expected, pricing.deadline, replay
             )
         except Exception as error:  # an engine's kernels or code may fail in any way; eager is there for it
             drop(engine, run_refusal(error), error)
@@ -145,7 +149,10 @@ def choose(
     if unable is not None and compiled_winner is not None:
         report_unchecked(region, winner, unable)
     decision = decide(region, winner, compiled_winner, costs, tuple(refusals), errors.get(winner))
-    return Choice(decision, compiled_winner, run_eager(region, inputs) if outputs is None else outputs)
+    if outputs is None:
+        outputs = replay.run(lambda: run_eager(region, inputs))
+    replay.finish()
+    return Choice(decision, compiled_winner, outputs)
 
 
 def decide(
@@ -183,19 +190,24 @@ def _tried(
     config: Config,
     expected: Sequence[torch.Tensor] | None,
     deadline: Deadline,
+    replay: Replay,
 ) -> tuple[CompiledRegion, list[torch.Tensor], Comparison | None]:
     """A candidate refined and run once: what it became, its outputs, and their comparison with those that are `expected`, if any are."""
+
+    def run(candidate: CompiledRegion) -> list[torch.Tensor]:
+        return replay.run(lambda: list(candidate(inputs)))
+
     with torch.no_grad():
         if config.placement != "estimate":
             compiled = compiled.refine(inputs, config.measure_budget_s, deadline)
-        results = list(compiled(inputs))
+        results = run(compiled)
         if expected is None:
             return compiled, results, None
-        comparison = compare(region, inputs, expected, results)
+        comparison = compare(region, inputs, expected, results, replay)
         if comparison.why and (exact := compiled.exact(deadline)) is not None:
             _log.info("region %s needs exact kernels: %s", region.name, comparison.why)
-            compiled, results = exact, list(exact(inputs))
-            comparison = compare(region, inputs, expected, results)
+            compiled, results = exact, run(exact)
+            comparison = compare(region, inputs, expected, results, replay)
     return compiled, results, comparison
 
 

@@ -1,4 +1,4 @@
-"""What eager makes of a region's inputs: the reference of checks, and why there is none."""
+"""What eager makes of a region's inputs: the reference of checks, and why there is none. Runs that draw the same random numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ import torch
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Refused
 from torch_hybrid_backend.errors import OperatorRefusedError, is_out_of_memory
+from torch_hybrid_backend.generators import Replay
 from torch_hybrid_backend.partition.fallback import run_refusal
+
+
+def replay_of(region: Region) -> Replay:
+    """Runs of the region that draw the same random numbers, beginning with the generator as it is now."""
+    return Replay(region.device, draws=region.draws)
 
 
 def run_eager(region: Region, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

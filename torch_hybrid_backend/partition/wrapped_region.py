@@ -16,7 +16,7 @@ from torch_hybrid_backend.core.verdict import Refused
 from torch_hybrid_backend.errors import HybridError, is_sticky
 from torch_hybrid_backend.partition.accuracy import compare
 from torch_hybrid_backend.partition.fallback import demote, run_refusal
-from torch_hybrid_backend.partition.reference import reference, run_eager
+from torch_hybrid_backend.partition.reference import reference, replay_of, run_eager
 
 # Runs a compiled region on its inputs, in order, and returns its outputs, in order.
 Around = Callable[[CompiledRegion, Sequence[torch.Tensor]], list[torch.Tensor]]
@@ -82,16 +82,19 @@ class _Check:
     def __call__(self, compiled: CompiledRegion, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if compiled is self._failed:
             return run_eager(self._region, inputs)
-        expected = reference(self._region, inputs)
+        replay = replay_of(self._region)
+        expected = replay.run(lambda: reference(self._region, inputs))
         if isinstance(expected, Refused):
-            return list(compiled(inputs))
+            return replay.run(lambda: list(compiled(inputs)))
         cause: Exception | None = None
         try:
-            refused = compare(self._region, inputs, expected, list(compiled(inputs))).refused
+            results = replay.run(lambda: list(compiled(inputs)))
+            refused = compare(self._region, inputs, expected, results, replay).refused
         except Exception as error:  # an engine's kernels or code may fail in any way
             refused, cause = run_refusal(error), error
         if refused is not None:
             self._failed = compiled
             demote(self._region, self._engine, refused, strict=self._strict, cause=cause)
             compiled.release()
+        replay.finish()
         return expected

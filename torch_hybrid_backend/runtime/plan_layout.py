@@ -24,11 +24,13 @@ from torch_hybrid_backend.core.program import (
     LaunchGraph,
     PackedConstant,
     Program,
+    RandomNumbers,
     Step,
     TensorArgument,
 )
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import HybridError
+from torch_hybrid_backend.generators import Taken
 from torch_hybrid_backend.runtime.memory import LiveRange, alignment_on, plan_arena
 from torch_hybrid_backend.runtime.native.description import (
     PlanDescription,
@@ -177,6 +179,9 @@ class _Builder:
                 local[buffer] = self._for_kernels(name, _static(spec, name), program.buffers[buffer], given)
         for constant in program.constants:
             local[constant.buffer] = self._packed(piece, constant, program.buffers[constant.buffer])
+        if program.random is not None:
+            for buffer in (program.random.seed, *program.random.counters):
+                local[buffer] = self._new(ValueKind.RETURNED, 0, _static(program.buffers[buffer], f"buffer {buffer}"))
         for step in program.steps:
             for buffer in step.returned:
                 spec = _static(program.buffers[buffer], f"buffer {buffer}")
@@ -187,12 +192,21 @@ class _Builder:
             for buffer in (*step.memory, *(tensor.buffer for tensor in step.tensors)):
                 if buffer not in local:
                     local[buffer] = self._new(None, 0, _static(program.buffers[buffer], f"buffer {buffer}"))
+        if program.random is not None:
+            self._take_numbers(program.random, local, program.device)
         for step in program.steps:
             self._add_step(step, local, program.device)
         for name, spec, buffer in zip(piece.outputs, output_specs, program.outputs, strict=True):
             if buffer not in local:
                 raise HybridError(f"no kernel writes {name}: its program gives it buffer {buffer}, which nothing uses")
             self._computed[name] = self._as_output(local[buffer], spec, name)
+
+    def _take_numbers(self, random: RandomNumbers, local: Mapping[int, int], device: Device) -> None:
+        """A callback before the program's own steps: among these it is not timed."""
+        number = self._pieces + len(self._functions)
+        self._functions.append(Taken(device, tuple(map(known_int, random.taken))))
+        returned = tuple(local[buffer] for buffer in (random.seed, *random.counters))
+        self._steps.append(PlanStep(Callback(number, (), returned)))
 
     def _add_step(self, step: Step, local: Mapping[int, int], device: Device) -> None:
         unknown = [size for size in step.sizes_used if isinstance(size, Size)]

@@ -59,6 +59,11 @@ class PythonExecutor:
         """The graph's outputs; tensors have the strides of their static specs."""
         return self.run(inputs)
 
+    def bind(self, inputs: Sequence[Any]) -> None:
+        """Folds the constants among a call's inputs now, not in that call."""
+        with torch.no_grad():
+            self._folded.compared(inputs)
+
     def run(self, inputs: Sequence[Any], on_segment: OnSegment | None = None) -> list[Any]:
         """As a call, but every segment is run by `on_segment` where it is given (to verify and time it, say).
 

@@ -18,7 +18,7 @@ from torch_hybrid_backend.codegen.kernel_cache import Artifact
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import CPU, Device
-from torch_hybrid_backend.core.program import NULL, DeviceLaunch
+from torch_hybrid_backend.core.program import NULL, Callback, DeviceLaunch
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported
 from torch_hybrid_backend.engines.triton import compiler
 from torch_hybrid_backend.engines.triton.artifact import Header, read, write
@@ -26,7 +26,9 @@ from torch_hybrid_backend.engines.triton.backend import TritonBackend
 from torch_hybrid_backend.engines.triton.engine import TritonEngine
 from torch_hybrid_backend.engines.triton.host_driver import HostLaunch
 from torch_hybrid_backend.engines.triton.target import INTERPRETER, Target
+from torch_hybrid_backend.generators import Taken
 from torch_hybrid_backend.partition.regions import partition_graph
+from torch_hybrid_backend.runtime.plan_layout import Piece, lay_out
 from torch_hybrid_backend.sizes.size import Dim
 
 
@@ -39,7 +41,10 @@ class Gpus:
     def properties(self, index: int) -> SimpleNamespace:
         major, minor = divmod(self.capabilities[index], 10)
         return SimpleNamespace(
-            major=major, minor=minor, multi_processor_count={75: 40, 80: 108, 90: 132}[10 * major + minor]
+            major=major,
+            minor=minor,
+            multi_processor_count={75: 40, 80: 108, 90: 132}[10 * major + minor],
+            max_threads_per_multi_processor=2048,
         )
 
 
@@ -171,3 +176,45 @@ def test_each_gpu_has_code_of_its_own(tmp_path: Path, request: pytest.FixtureReq
         (flags,) = struct.unpack_from("<I", code, 48)  # of the ELF header: the lowest byte is the architecture
         assert flags & 0xFF == gpus.capabilities[region.device.index]
     assert engine.version(Device("cuda", 0)) != engine.version(Device("cuda", 1))
+
+
+def test_the_state_of_the_generator_is_passed_by_value(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Eager's kernels have as many blocks as the multiprocessors hold. A call's seed and counters are numbers that a callback hands over before
+    the launches; each of these takes those that it needs."""
+    pytest.importorskip("triton")
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = torch.ops.aten.native_dropout.default(torch.sin(x), 0.5, True)[0].sum(1, keepdim=True)
+        return torch.ops.aten.native_dropout.default(torch.sin(x * y), 0.5, True)[0]
+
+    config = dataclasses.replace(Config(), placement="estimate", compile_threads=1)
+    engine = TritonEngine(config, services(tmp_path))
+    devices = FakeDevices()
+    inputs = [devices.tensor(64, 600, device="cuda:1")]
+    captured = devices.captured(function, *inputs, keep_ops=list(engine.keep_ops))
+    request.getfixturevalue("gpus")
+    (segment,) = partition_graph(captured.graph_module, [engine], config).graph.segments
+    (compiled,) = engine.compile([segment.region], Deadline(300.0))
+    assert isinstance(compiled, KernelRegion), compiled
+    random = compiled.program.random
+    assert random is not None
+    assert random.taken == (1, 1)
+    for buffer in (random.seed, *random.counters):
+        spec = compiled.program.buffers[buffer]
+        assert (spec.shape, spec.dtype, spec.device) == ((), "int64", CPU)
+    launches = [step for step in compiled.program.steps if isinstance(step, DeviceLaunch)]
+    taken = [[b for b in random.counters if b in launch.arguments] for launch in launches]
+    assert sorted(counter for each in taken for counter in each) == sorted(random.counters)
+    for launch, numbers in zip(launches, taken, strict=True):
+        header, _ = read(Path(launch.module))
+        assert [*header.signature.values()].count("i64") == len(numbers) + bool(numbers)
+    names, outputs = tuple(segment.inputs), tuple(segment.outputs)
+    specs = tuple(region_input.spec for region_input in segment.region.inputs)
+    piece = Piece(names, specs, outputs, segment.region.outputs, compiled.program)
+    layout = lay_out(frozenset(names), frozenset(), [piece], outputs)
+    first, *others = (planned.step for planned in layout.steps)
+    assert isinstance(first, Callback)
+    assert layout.functions == (Taken(Device("cuda", 1), (1, 1)),)
+    assert all(isinstance(step, DeviceLaunch) for step in others)
+    assert len(layout.from_programs) == len(launches)
+    assert TritonBackend(device=Device("cuda", 1)).policy.abilities.random_blocks == 132 * 8

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engines.triton.regions_for_tests import kernel_of
+from tests.engines.triton.machine_code_for_tests import machine_code
+from tests.engines.triton.regions_for_tests import kernel_of, kernels_of
 from tests.engines.tvm.kernels_for_tests import row_sum_kernel, scale_kernel, scatter_kernel
 from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
 from torch_hybrid_backend.codegen.workers.protocol import Job
@@ -208,3 +209,22 @@ def test_the_user_s_process_never_imports_triton() -> None:
         "assert not {m for m in set(sys.modules) - before if m.split('.')[0] == 'triton'}"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_neighbours_share_the_random_numbers_of_a_group(capability: int, tmp_path: Path) -> None:
+    """Dropout of 8 neighbours takes two groups of four numbers of a thread, by 10 rounds of two products each; normal numbers are made by the
+    approximate sines and cosines of cuRAND, and by its sum of a product."""
+    pytest.importorskip("triton")
+    target = Target(capability, 132, random_blocks=132 * 8)
+
+    def dropout(x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten.native_dropout.default(torch.relu(x), 0.1, True)[0]
+
+    (kernel,) = kernels_of(dropout, torch.empty(64, 1024, dtype=torch.bfloat16), target=target)
+    code = machine_code(kernel, target, tmp_path)
+    assert 36 <= len(re.findall(r"mul\.hi\.u32", code.ptx)) < 50
+    (kernel,) = kernels_of(lambda x: x + torch.randn_like(x), torch.empty(64, 1024), target=target)
+    code = machine_code(kernel, target, tmp_path)
+    for instruction in ("sin.approx.ftz.f32", "cos.approx.ftz.f32", "sqrt.rn", "fma.rn.ftz.f32"):
+        assert instruction in code.ptx or instruction.replace(".ftz", "") in code.ptx

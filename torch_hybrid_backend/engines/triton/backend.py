@@ -40,6 +40,7 @@ from torch_hybrid_backend.loops.ir import AttentionGradientOp, Buffer, ScoredAtt
 from torch_hybrid_backend.loops.kernels import Kernel, kernel_sizes
 from torch_hybrid_backend.loops.layout import Layout
 from torch_hybrid_backend.loops.policy import FusionPolicy
+from torch_hybrid_backend.loops.random_numbers import BLOCK
 from torch_hybrid_backend.machine import float32_precision
 from torch_hybrid_backend.sizes.size import Dim, product, symbol
 
@@ -75,7 +76,9 @@ class TritonBackend:
     @property
     def policy(self) -> FusionPolicy:
         """Of the moment: Dynamo compiles anew where the setting has changed."""
-        return DETERMINISTIC if torch.are_deterministic_algorithms_enabled() else POLICY
+        policy = DETERMINISTIC if torch.are_deterministic_algorithms_enabled() else POLICY
+        abilities = dataclasses.replace(policy.abilities, random_blocks=self.target.random_blocks)
+        return dataclasses.replace(policy, abilities=abilities)
 
     def available(self) -> Verdict:
         if self._target is None:
@@ -162,7 +165,9 @@ def _target_of(device: Device) -> Target:
     properties = torch.cuda.get_device_properties(device.index)
     products, convolutions = (precision == "tf32" for precision in float32_precision(device.type))
     capability = 10 * properties.major + properties.minor
-    return Target(capability, properties.multi_processor_count, products, convolution_tf32=convolutions)
+    count = properties.multi_processor_count
+    blocks = count * (properties.max_threads_per_multi_processor // BLOCK)
+    return Target(capability, count, products, convolution_tf32=convolutions, random_blocks=blocks)
 
 
 def _too_old(chips: str) -> Refused:

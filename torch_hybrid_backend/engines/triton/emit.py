@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch_hybrid_backend.engines.triton.functions import DTYPES, FUNCTIONS
+from torch_hybrid_backend.engines.triton.functions import DTYPES, texts
 from torch_hybrid_backend.engines.triton.printer import Printer
 from torch_hybrid_backend.engines.triton.schedules import schedule_of
 from torch_hybrid_backend.engines.triton.schedules.boxes import DESCRIPTOR_BYTES
@@ -77,12 +77,11 @@ def emit_kernel(kernel: Kernel, name: str, target: Target) -> Program:
     signature = dict(zip(printer.names, types, strict=True))
     signature.update(dict.fromkeys(sizes.values(), "i32"))
     parameters = [*signature, *(f"{constant}: tl.constexpr" for constant in launch.constants)]
-    functions = [FUNCTIONS[own] for own in FUNCTIONS if own in printer.functions]
     aligned = [sizes[symbol] for symbol in row_sizes(kernel)]
     body = f"{name}_body" if aligned else name
     text = (
         _HEAD.format(title=f"A {type(kernel).__name__} over {tuple(str(v.extent) for v in kernel.domain)}.")
-        + "\n".join(functions)
+        + "\n".join(texts(printer.functions))
         + f"\n\n@triton.jit\ndef {body}({', '.join(parameters)}):\n{lines.text}\n"
     )
     if aligned:

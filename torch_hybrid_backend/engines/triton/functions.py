@@ -7,7 +7,7 @@ substitute of.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch_hybrid_backend.errors import ScheduleError
 from torch_hybrid_backend.loops.ir import FLOAT8
@@ -167,7 +167,71 @@ def later_smallest(a, a_at, b, b_at):
 def multiply(a, b):
     return a * b
 """,
+    "random_place": '''
+@triton.jit
+def random_place(position, threads, vector, per_group):
+    """The group, the thread and the place in the group of an element. Unsigned: then it shows that neighbours have a group in common."""
+    if position.dtype == tl.int64:
+        position, threads = position.to(tl.uint64), threads.to(tl.uint64)
+        vector, per_group = vector.to(tl.uint64), per_group.to(tl.uint64)
+    else:
+        position, threads = position.to(tl.uint32), threads.to(tl.uint32)
+        vector, per_group = vector.to(tl.uint32), per_group.to(tl.uint32)
+    neighbour, column = position % vector, position // vector
+    turn, thread = column // threads, column % threads
+    groups = (vector + per_group - 1) // per_group
+    group = tl.where(vector == 1, turn // per_group, turn * groups + neighbour // per_group)
+    lane = tl.where(vector == 1, turn % per_group, neighbour % per_group)
+    return group.to(tl.int64), thread.to(tl.uint32), lane
+''',
+    "random_words": '''
+@triton.jit
+def random_words(seed, counter, group, thread):
+    """The four 32-bit numbers of a group of a thread, by Philox4x32-10."""
+    at = counter + group
+    return tl.philox(seed, at.to(tl.uint32), (at >> 32).to(tl.uint32), thread, (thread * 0).to(tl.uint32))
+''',
+    "random_uniform": '''
+@triton.jit
+def random_uniform(seed, counter, position, threads, vector, per_group):
+    """cuRAND's float in (0, 1]: x / 2^32 + 1 / 2^33."""
+    group, thread, lane = random_place(position, threads, vector, per_group)
+    first, second, third, fourth = random_words(seed, counter, group, thread)
+    word = tl.where(lane < 2, tl.where(lane == 0, first, second), tl.where(lane == 2, third, fourth))
+    return word.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
+''',
+    "random_uniform_double": '''
+@triton.jit
+def random_uniform_double(seed, counter, position, threads, vector, per_group):
+    """cuRAND's double in (0, 1], of 53 bits of two numbers."""
+    group, thread, lane = random_place(position, threads, vector, per_group)
+    first, second, third, fourth = random_words(seed, counter, group, thread)
+    low, high = tl.where(lane == 0, first, third).to(tl.uint64), tl.where(lane == 0, second, fourth).to(tl.uint64)
+    return (low ^ (high << 21)).to(tl.float64) * 1.1102230246251565e-16 + 5.551115123125783e-17
+''',
+    "random_normal": '''
+@triton.jit
+def random_normal(seed, counter, position, threads, vector, per_group):
+    """cuRAND's method of Box and Muller: two numbers give two, the first one by the sine, both by functions that are fast and approximate."""
+    group, thread, lane = random_place(position, threads, vector, per_group)
+    first, second, third, fourth = random_words(seed, counter, group, thread)
+    x, y = tl.where(lane < 2, first, third).to(tl.float32), tl.where(lane < 2, second, fourth).to(tl.float32)
+    distance = tl.sqrt_rn(-2.0 * libdevice.log(x * 2.3283064365386963e-10 + 1.1641532182693481e-10))
+    # 2 pi / 2^32 and half of it, of which 2 pi is rounded to float32.
+    angle = y * 1.462918078360668e-09 + 7.31459039180334e-10
+    return distance * tl.where((lane % 2) == 0, libdevice.fast_sinf(angle), libdevice.fast_cosf(angle))
+''',
 }
+
+
+def texts(used: Collection[str]) -> list[str]:
+    """The functions of these names, and those that they call, each after those that it calls."""
+    needed: set[str] = set()
+    for name in reversed([*FUNCTIONS]):  # callers come after what they call
+        if name in used or any(f"{name}(" in FUNCTIONS[caller] for caller in needed):
+            needed.add(name)
+    return [text for name, text in FUNCTIONS.items() if name in needed]
+
 
 _FLOAT: Mapping[str, str] = {
     "exp": "tl.exp({0})",
@@ -259,6 +323,11 @@ _BOOL: Mapping[str, str] = {
 _COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _SIMPLE = {"add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}"}
 _NARROW = ("int8", "uint8", "int16")
+_RANDOM: Mapping[tuple[str, str], str] = {
+    ("random_uniform", "float32"): "random_uniform({0}, {1}, {2}, {3}, {4}, {5})",
+    ("random_uniform", "float64"): "random_uniform_double({0}, {1}, {2}, {3}, {4}, {5})",
+    ("random_normal", "float32"): "random_normal({0}, {1}, {2}, {3}, {4}, {5})",
+}
 
 
 def template(op: str, dtype: str, operand: str) -> str:
@@ -270,6 +339,8 @@ def template(op: str, dtype: str, operand: str) -> str:
         return f"{{0}} {_COMPARE[op]} {{1}}"
     if op == "where":
         return "tl.where({0}, {1}, {2})"
+    if (op, dtype) in _RANDOM:
+        return _RANDOM[op, dtype]
     if op in ("isnan", "isinf") and not is_float(operand):
         return "{0} != {0}"
     if op in ("and", "or", "xor", "not"):

@@ -42,6 +42,8 @@ _UNARY: Mapping[str, Callable[..., Any]] = {
     "sqrt": np.sqrt,
     "sin": np.sin,
     "cos": np.cos,
+    "fast_sinf": np.sin,
+    "fast_cosf": np.cos,
     "erf": lambda x: torch.erf(torch.from_numpy(np.ascontiguousarray(x))).numpy(),
     "erfc": lambda x: torch.erfc(torch.from_numpy(np.ascontiguousarray(x))).numpy(),
 }

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 class Target:
     """`capability`: NVIDIA's compute capability times ten (90: Hopper). `multiprocessors`: how many there are. `tf32`, `convolution_tf32`: what
     float32 products and convolutions multiply may be rounded to TF32, as torch's settings say. `is_interpreted`: the programs for such a
-    GPU are run by Triton's interpreter on the CPU."""
+    GPU are run by Triton's interpreter on the CPU. `random_blocks`: how many blocks PyTorch's own kernels that draw random numbers have there
+    at most; 0 where eager's numbers are not those of such kernels, as on a CPU."""
 
     capability: int
     multiprocessors: int = 1
     tf32: bool = False
     is_interpreted: bool = False
     convolution_tf32: bool = False
+    random_blocks: int = 0
 
     @property
     def has_large_tiles(self) -> bool:
