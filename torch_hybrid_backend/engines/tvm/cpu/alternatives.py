@@ -71,7 +71,6 @@ def winograd(kernel: PackedConvKernel, weight: Packed | None, target: Target) ->
         weight is None
         or kernel.kernel != (3, 3)
         or {*kernel.stride, *kernel.dilation} != {1}
-        or not _is_whole(kernel, weight)
         or {kernel.accumulator.dtype, compute_dtype(kernel.packed.dtype)} != {"float32"}
     ):
         return []
@@ -96,7 +95,7 @@ def winograd(kernel: PackedConvKernel, weight: Packed | None, target: Target) ->
 
 def widened(kernel: Packable, weight: Packed | None, target: Target) -> list[Variant]:
     """Products of bfloat16 widened to float32, as processors do them whose dot products of it are slow (Intel's without AMX)."""
-    if weight is None or kernel.dot is None or kernel.packed.dtype != "bfloat16" or not _is_whole(kernel, weight):
+    if weight is None or kernel.dot is None or kernel.packed.dtype != "bfloat16":
         return []
     shape: tuple[Dim, ...]
     ahead: Callable[[torch.Tensor], torch.Tensor]
@@ -110,16 +109,6 @@ def widened(kernel: Packable, weight: Packed | None, target: Target) -> list[Var
     return [Variant("widened", (with_weight(kernel, packed),), (packed,), is_exact=False)]
 
 
-def _is_whole(kernel: PackedConvKernel | PackedMatMulKernel, weight: Packed) -> bool:
-    """Whether the other operand has the weight's depth, and none of padding."""
-    depth = (
-        kernel.k.extent
-        if isinstance(kernel, PackedMatMulKernel)
-        else known_int(kernel.x_vars[1].extent) // kernel.groups
-    )
-    return weight.view.shape[1] == depth
-
-
 def apart(kernel: FusedConvKernel, weight: Packed | None, target: Target) -> list[Variant]:
     """The convolutions of a chain one after the other, with the tensors between them in memory."""
     return [Variant("apart", kernel.stages)]
@@ -129,8 +118,6 @@ def onednn(
     kernel: PackedConvKernel | PackedMatMulKernel | UnpackedMatMulKernel, weight: Packed | None, target: Target
 ) -> list[Variant]:
     """oneDNN's own, where PyTorch has it and may use it."""
-    if not isinstance(kernel, UnpackedMatMulKernel) and weight is not None and not _is_whole(kernel, weight):
-        return []
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):  # type: ignore[no-untyped-call]
         return []
     found = (

@@ -77,7 +77,13 @@ class WordOperands:
         k, n, dot = op.a.shape[2], op.out.shape[2], bf16_dot_product(self._target)
         if dot is None or not op.a.dtype == op.b.dtype == "bfloat16":
             return False
-        if not isinstance(k, int) or k < _LEAST_DEPTH or (isinstance(n, int) and n < self._target.lanes):
+        # Without padding: other ways of computing the kernel read its left operand too.
+        if (
+            not isinstance(k, int)
+            or k < _LEAST_DEPTH
+            or k % dot.group
+            or (isinstance(n, int) and n < self._target.lanes)
+        ):
             return False
         b, tile = self._right(op.b, dot, n)
         self._packer.add(PackedMatMulOp(op.out, self._left(op.a, dot), b, tile, dot))
@@ -155,7 +161,7 @@ class WordOperands:
         if dot is None or not op.x.dtype == op.w.dtype == "bfloat16" or not _has_words(op, dot):
             return False
         block = output_block(known_int(op.out.shape[1]), op.groups, self._target)
-        if block != self._target.lanes:
+        if block != self._target.lanes or known_int(op.w.shape[1]) % dot.group:
             return False
         self._add_convolution(op, self._image(op, dot, 0), dot, block, None)
         return True
