@@ -54,6 +54,20 @@ def test_rounding_passes_and_a_wrong_value_does_not() -> None:
     assert "differs from eager's by up to 1" in why
 
 
+def test_large_outputs_are_judged_by_their_size() -> None:
+    """Sums in another order differ by some 1e-6 of the outputs, however large those are; 1e-4 of them is a fault."""
+    torch.manual_seed(0)
+    x, w = torch.randn(128, 3072), torch.randint(-127, 128, (3072, 96)) / 64
+    region = _region(torch.mm, x, w)
+    exact = (x.double() @ w.double()).float()  # of one rounding, as exact as any
+    one_by_one = torch.zeros(128, 96)
+    for k in range(3072):
+        one_by_one += x[:, k : k + 1] * w[k]
+    assert not torch.allclose(one_by_one, exact, rtol=1e-4, atol=1e-4)
+    assert compare(region, [x, w], [exact], [one_by_one]).why == ""
+    assert compare(region, [x, w], [exact], [one_by_one + 1e-5 * exact.abs().mean()]).why != ""
+
+
 def test_floats_of_8_bits_may_differ_by_one_rounding() -> None:
     """PyTorch cannot compare them itself: 1.0 and 1.125 are neighbours, 1.0 and 2.0 are not."""
     x = torch.ones(16)

@@ -2,7 +2,8 @@
 
 Shapes, dtypes and strides must be equal; integers and booleans exactly so. Floating-point outputs pass where all elements are close to
 eager's, or else where their root mean square error against a run of the region in a wider dtype is not much larger than eager's own
-(`torch._dynamo.utils.same`, as PyTorch's own benchmarks judge): half types against float32, float32 against float64. NaN equals NaN.
+(`torch._dynamo.utils.same`, as PyTorch's own benchmarks judge; in units of that output's size where it is large): half types against float32,
+float32 against float64. NaN equals NaN.
 
 Where a device's memory does not suffice to compare, the host compares. Where the host's does not either, nothing was found out about the
 outputs: they are not verified, which is a verdict of its own, never one about accuracy.
@@ -41,6 +42,8 @@ class Tolerance:
 
 
 _ROOT_MEAN_SQUARE = 1e-4  # the default of `same`: a tenth of it is what any result may be off by
+# Of float32 outputs' own: sums of 4,096 terms, added one by one, are off by half of it.
+_RELATIVE_ROOT_MEAN_SQUARE = 4e-6
 # float32: the default of `same`. Kernels sum in other orders than eager's: torch.testing's 1.3e-6 is for one rounding. float64 has what float32
 # has, as it has no wider dtype to be judged by. The half types: torch.testing's, one and two units in the last place; more would not be closer
 # to the truth, and less would never pass and cost each region a wider run.
@@ -220,7 +223,12 @@ def _near(reference: torch.Tensor, result: torch.Tensor, ideal: object) -> bool:
     reference, result, ideal = (values.masked_fill(agreed, 0) for values in (reference, result, ideal))
     if result.isnan().any() or (reference.isnan().any() and ideal.isnan().any()):
         return False
-    return bool(same(reference, result, ideal, tol=_ROOT_MEAN_SQUARE, equal_nan=True, log_error=_silent))
+    if same(reference, result, ideal, tol=_ROOT_MEAN_SQUARE, equal_nan=True, log_error=_silent):
+        return True
+    # What `same` lets pass whatever eager's error is, is next to nothing for outputs in the hundreds: there float32 sums of thousands of terms
+    # differ by more when they are taken in another order, and eager's order may happen to be a very good one.
+    error, size = ((values.square().mean().sqrt()) for values in (result - ideal, ideal))
+    return result.dtype == torch.float32 and bool(error <= _RELATIVE_ROOT_MEAN_SQUARE * size)
 
 
 def _comparable(tensor: torch.Tensor) -> torch.Tensor:
