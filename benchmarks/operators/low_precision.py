@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--budget-s", type=float, default=1.0, help="seconds for each shape and precision")
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     arguments = parser.parse_args()
-    import torch.ao.quantization.fx._decomposed  # noqa: F401  the operators of quantised graphs
+    import torch.ao.quantization.fx._decomposed  # the operators of quantised graphs
 
     rows = []
     shapes = [s for s in (*LINEAR, *CONVOLUTIONS) if arguments.only in (None, "conv" if s.kernel else "linear")]

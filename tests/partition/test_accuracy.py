@@ -57,12 +57,12 @@ def test_rounding_passes_and_a_wrong_value_does_not() -> None:
 def test_large_outputs_are_judged_by_their_size() -> None:
     """Sums in another order differ by some 1e-6 of the outputs, however large those are; 1e-4 of them is a fault."""
     torch.manual_seed(0)
-    x, w = torch.randn(128, 3072), torch.randint(-127, 128, (3072, 96)) / 64
+    x, w = torch.randn(128, 3072), torch.randint(-127, 128, (3072, 768)) / 64
     region = _region(torch.mm, x, w)
     exact = (x.double() @ w.double()).float()  # of one rounding, as exact as any
-    one_by_one = torch.zeros(128, 96)
+    one_by_one = torch.zeros(128, 768)
     for k in range(3072):
-        one_by_one += x[:, k : k + 1] * w[k]
+        one_by_one.addcmul_(x[:, k : k + 1], w[k])
     assert not torch.allclose(one_by_one, exact, rtol=1e-4, atol=1e-4)
     assert compare(region, [x, w], [exact], [one_by_one]).why == ""
     assert compare(region, [x, w], [exact], [one_by_one + 1e-5 * exact.abs().mean()]).why != ""
