@@ -110,7 +110,7 @@ class OperandPacker:
             return self._buffers[key]
         value = each_call(operand)
         constant = view is not None and view.buffer.constant and view.is_static
-        buffer = self._buffers[key] = Buffer(value.shape, operand.dtype, "packed", constant=constant)
+        buffer = self._buffers[key] = Buffer(value.shape, value.dtype, "packed", constant=constant)
         if view is not None and constant:
             self._packed.append(Packed(buffer, view.buffer, view, ahead))
         else:

@@ -21,6 +21,7 @@ import torch.fx
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import dim
 from torch_hybrid_backend.loops.index import Index, LoopVar, contiguous_strides, linear
+from torch_hybrid_backend.loops.integer_products import is_dequantised
 from torch_hybrid_backend.loops.ir import (
     AttentionGradientOp,
     AttentionOp,
@@ -34,6 +35,7 @@ from torch_hybrid_backend.loops.ir import (
     MapOp,
     MatMulOp,
     Value,
+    buffers_of,
     count_calls,
     domain_vars,
     loads_of,
@@ -159,7 +161,7 @@ class _Lowerer:
     def _emit(self, op: LoopOp) -> None:
         match op:
             case MatMulOp():
-                op = replace(op, a=self._rows(self._operand(op.a)), b=self._operand(op.b))
+                op = replace(op, a=self._rows(self._operand(op.a)), b=self._matrix(op.b))
             case ConvOp():
                 x = op.x if self._is_part(op) else self._image(op.x)
                 op = replace(op, x=x, w=self._operand(op.w))
@@ -188,6 +190,16 @@ class _Lowerer:
         if isinstance(root, Map) and root.realized is None:
             self._realize(root)
         return value
+
+    def _matrix(self, value: Value) -> Value:
+        """The right operand of a matmul: as `_operand`, or a dequantised constant as it is."""
+        return value if self._is_dequantised_constant(value) else self._operand(value)
+
+    def _is_dequantised_constant(self, value: Value) -> bool:
+        """Whether kernels compute a value where they read it rather than that it gets memory."""
+        if not self._policy.abilities.dequantized_weights or not is_dequantised(value):
+            return False
+        return all(buffer.constant for buffer in buffers_of(value))
 
     def _attended(self, value: Value) -> Value:
         """Keys or values; what only picks elements (pages of a cache) is picked where it is read, where the policy says so."""
@@ -235,6 +247,8 @@ class _Lowerer:
     def _place(self, node: torch.fx.Node, value: Value | None) -> None:
         """Give a computed value memory where recomputing it would cost more."""
         if not isinstance(value, Map) or value.base is not None or value.realized is not None:
+            return
+        if self._is_dequantised_constant(value):
             return
         expr = value.at(domain_vars(value.shape))
         calls = count_calls(expr)

@@ -166,13 +166,21 @@ def _quantized(
     return _elementwise(ctx, fn, x, scales, zero_points)
 
 
-def _dequantized(ctx: Context, x: Value, scales: Value, zero_points: Value | None) -> Value:
+def _dequantized(
+    ctx: Context, x: Value, scales: Value, zero_points: Value | None, bounds: tuple[int, int] | None = None
+) -> Value:
     """(x - zero_point) * scale. The difference is taken in the dtype of the scales, which holds the integers of 8 and 16 bits and their
-    zero points exactly."""
+    zero points exactly.
+
+    `bounds`: between which graphs promise that x lies. Of 16 values or fewer they are part of what is computed: by them kernels know that
+    4 bits hold x.
+    """
     _check(scales, zero_points)
     _refuse_float8(ctx, x)
 
     def fn(a: Expr, scale: Expr, *zero_point: Expr) -> Expr:
+        if bounds is not None and bounds[1] - bounds[0] < 16:
+            a = clamp(a, lit(a, bounds[0]), lit(a, bounds[1]))
         wide = cast(a, scales.dtype)
         if zero_point:
             wide = _centred(wide, cast(zero_point[0], scales.dtype))
@@ -223,7 +231,7 @@ def dequantize_per_channel(
     out_dtype: torch.dtype | None = None,
 ) -> Value:
     centre = None if zero_points is None else _along(x, zero_points, axis)
-    return _dequantized(ctx, x, _along(x, scales, axis), centre)
+    return _dequantized(ctx, x, _along(x, scales, axis), centre, (quant_min, quant_max))
 
 
 @lowers(quantized.quantize_per_token.default)
@@ -284,7 +292,7 @@ def dequantize_per_channel_group(
     output_dtype: torch.dtype,
 ) -> Value:
     centre = None if zero_points is None else _by_group(x, zero_points, group_size)
-    return _dequantized(ctx, x, _by_group(x, scales, group_size), centre)
+    return _dequantized(ctx, x, _by_group(x, scales, group_size), centre, (quant_min, quant_max))
 
 
 # Scales found at run time

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torch_hybrid_backend.core.limits import MAX_CHANNELS_TOGETHER
-from torch_hybrid_backend.loops.policy import FusionPolicy
+from torch_hybrid_backend.loops.policy import Abilities, FusionPolicy
 
 POLICY = FusionPolicy(
     max_inline_calls=160,  # longer expressions cost more to print and compile than a pass over memory
@@ -13,4 +13,5 @@ POLICY = FusionPolicy(
     min_rows=8,  # fewer leave cores idle when a whole row belongs to one task
     small_elements=16_384,  # not worth a second kernel
     channel_block=MAX_CHANNELS_TOGETHER,
+    abilities=Abilities(dequantized_weights=True),
 )
