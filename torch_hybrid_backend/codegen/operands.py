@@ -28,6 +28,11 @@ class StridedView:
         """Whether a tensor can be viewed so ahead of any call."""
         return not any(isinstance(n, Size) for n in (*self.shape, *self.strides, self.offset))
 
+    @property
+    def is_constant(self) -> bool:
+        """Whether it is known ahead of any call."""
+        return self.buffer.constant and self.is_static
+
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The view of a tensor with the buffer's shape (any strides, beginning anywhere in its storage)."""
         sizes, strides = [int(n) for n in self.shape], [int(s) for s in self.strides]
@@ -57,7 +62,7 @@ class Packed:
 class Prepared:
     """A graph whose operations read operands as an engine's kernels want them.
 
-    `packed`: those that are made ahead. `row_major`: the buffers of all that were packed, ahead or in every call; that is how they lie.
+    `packed`: those that are made ahead. `row_major`: buffers that lie so, among them all that were packed, ahead or in every call.
     """
 
     graph: LoopGraph
@@ -91,6 +96,7 @@ class OperandPacker:
         self._ops: list[LoopOp] = []
         self._packed: list[Packed] = []
         self._buffers: dict[tuple[object, ...], Buffer] = {}
+        self._row_major: list[Buffer] = []
 
     def pack(
         self,
@@ -109,7 +115,7 @@ class OperandPacker:
         if key in self._buffers:
             return self._buffers[key]
         value = each_call(operand)
-        constant = view is not None and view.buffer.constant and view.is_static
+        constant = view is not None and view.is_constant
         buffer = self._buffers[key] = Buffer(value.shape, value.dtype, "packed", constant=constant)
         if view is not None and constant:
             self._packed.append(Packed(buffer, view.buffer, view, ahead))
@@ -117,10 +123,21 @@ class OperandPacker:
             self._ops.append(MapOp(buffer, value))
         return buffer
 
+    def made_ahead(self, view: StridedView, ahead: Callable[[torch.Tensor], torch.Tensor], like: Buffer) -> Buffer:
+        """A buffer of the form of `like` that `ahead` makes of a constant view."""
+        buffer = Buffer(like.shape, like.dtype, like.name, constant=True)
+        self._packed.append(Packed(buffer, view.buffer, view, ahead))
+        self._row_major.append(buffer)
+        return buffer
+
+    def keep_row_major(self, buffer: Buffer) -> None:
+        """Has a buffer of the graph, which is no input, lie row-major."""
+        self._row_major.append(buffer)
+
     def add(self, op: LoopOp) -> None:
         self._ops.append(op)
 
     def prepared(self, graph: LoopGraph) -> Prepared:
         """`graph` with the operations added here in place of its own."""
         whole = LoopGraph(graph.inputs, graph.outputs, graph.literals, tuple(self._ops))
-        return Prepared(whole, tuple(self._packed), tuple(self._buffers.values()))
+        return Prepared(whole, tuple(self._packed), (*self._buffers.values(), *self._row_major))

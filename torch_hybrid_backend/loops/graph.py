@@ -21,7 +21,7 @@ import torch.fx
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import dim
 from torch_hybrid_backend.loops.index import Index, LoopVar, contiguous_strides, linear
-from torch_hybrid_backend.loops.integer_products import is_dequantised
+from torch_hybrid_backend.loops.integer_products import integer_product, is_dequantised
 from torch_hybrid_backend.loops.ir import (
     AttentionGradientOp,
     AttentionOp,
@@ -159,6 +159,16 @@ class _Lowerer:
         return self._ctx.realize(MapOp(Buffer(value.shape, value.dtype), value))
 
     def _emit(self, op: LoopOp) -> None:
+        if self._policy.abilities.integer_products and isinstance(op, MatMulOp | ConvOp):
+            found = integer_product(op, self._narrow)
+            if found is not None:
+                product, scaled = found
+                self._emit(product)
+                self._ops.append(scaled)
+                if isinstance(op, ConvOp):
+                    self._convolved.add(op.out)
+                    self._images.add(op.out)
+                return
         match op:
             case MatMulOp():
                 op = replace(op, a=self._rows(self._operand(op.a)), b=self._matrix(op.b))
@@ -173,6 +183,10 @@ class _Lowerer:
                 q, grad = self._operand(op.q), self._operand(op.grad)
                 op = replace(op, q=q, grad=grad, k=self._attended(op.k), v=self._attended(op.v))
         self._ops.append(op)
+
+    def _narrow(self, value: Value) -> Value:
+        """Integers that a product reads, in memory."""
+        return self._realize(value) if isinstance(value, Map) else value
 
     def _realize(self, value: Map) -> Buffer:
         if value.realized is None:
@@ -193,13 +207,10 @@ class _Lowerer:
 
     def _matrix(self, value: Value) -> Value:
         """The right operand of a matmul: as `_operand`, or a dequantised constant as it is."""
-        return value if self._is_dequantised_constant(value) else self._operand(value)
-
-    def _is_dequantised_constant(self, value: Value) -> bool:
-        """Whether kernels compute a value where they read it rather than that it gets memory."""
-        if not self._policy.abilities.dequantized_weights or not is_dequantised(value):
-            return False
-        return all(buffer.constant for buffer in buffers_of(value))
+        if self._policy.abilities.integer_products and is_dequantised(value):
+            if all(buffer.constant for buffer in buffers_of(value)):
+                return value
+        return self._operand(value)
 
     def _attended(self, value: Value) -> Value:
         """Keys or values; what only picks elements (pages of a cache) is picked where it is read, where the policy says so."""
@@ -248,7 +259,7 @@ class _Lowerer:
         """Give a computed value memory where recomputing it would cost more."""
         if not isinstance(value, Map) or value.base is not None or value.realized is not None:
             return
-        if self._is_dequantised_constant(value):
+        if self._policy.abilities.integer_products and is_dequantised(value):
             return
         expr = value.at(domain_vars(value.shape))
         calls = count_calls(expr)

@@ -1,18 +1,47 @@
-"""Quantised operands of products: which integers an operand is made of, whatever operators it came about by.
+"""Products of quantised operands: which integers an operand is made of, whatever operators it came about by.
 
-A quantised operand is a value `(cast(q) - zero) * scale`, q of 8 bits. An operand says what it is by what it computes, so views, permutations
-and different spellings of dequantisation are all one case.
+A quantised operand is a value `(cast(q) - zero) * scale`, q of 8 bits. Where both operands of a product are, and their scales and zero
+points do not change along the sum, the product is one of integers, and scales are its epilogue:
+
+    sum over k of ((a - z) * s) * (b * t)  =  (sum over k of (a - z) * b) * s * t
+
+An operand says what it is by what it computes, so views, permutations and different spellings of dequantisation are all one case: the
+quantise-dequantise graphs of torchao and of this package, and integer tensors that are multiplied as they are (`aten._int_mm`).
 Source: Jacob et al., "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference", CVPR 2018.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch_hybrid_backend.loops import ops as scalar
-from torch_hybrid_backend.loops.ir import Call, Const, Expr, Value, domain_vars
+from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
+from torch_hybrid_backend.loops.ir import (
+    Buffer,
+    Call,
+    Const,
+    ConvOp,
+    Expr,
+    IntegerConvOp,
+    IntegerMatMulOp,
+    Load,
+    LoopOp,
+    Map,
+    MapOp,
+    MatMulOp,
+    Value,
+    domain_vars,
+    indices,
+    parts,
+)
 
 NARROW = ("int8", "uint8")
+# Of products of 255 by -128, an int32 holds the sum of so many.
+MAX_DEPTH = (1 << 31) // (255 * 128)
+
+# Gives a value of 8 bits memory, or what has it already.
+Realize = Callable[[Value], Value]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +90,165 @@ def _whole(zero: Expr) -> Expr | None:
     return scalar.cast(zero, "int32") if zero.dtype in ("int8", "uint8", "int16", "int32", "int64") else None
 
 
+def _varies_along(e: Expr, along: tuple[Index, ...]) -> bool:
+    """Whether a scalar changes with any of the loop variables."""
+    wanted = {atom for index in along for atom, _ in index.terms}
+    found = {
+        leaf
+        for part in parts([e], within_indices=True)
+        for index in indices(part)
+        for leaf in index.leaves()
+        if isinstance(leaf, LoopVar)
+    }
+    return not found.isdisjoint(wanted)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Operand:
+    """A quantised operand. Nothing but its integers changes along the dimensions that are summed."""
+
+    value: Value
+
+    def at(self, *index: Index) -> Affine:
+        """What it is at an index; any will do in the dimensions that are summed."""
+        found = affine(self.value.at(index))
+        assert found is not None
+        return found
+
+    @property
+    def first(self) -> Affine:
+        return self.at(*map(as_index, [0] * len(self.value.shape)))
+
+    def integers(self, realize: Realize) -> Value:
+        """Its integers in memory: a buffer, or a view of one."""
+        own = _narrow(self.value)
+        if own is not None:
+            realize(own)
+
+        def at(index: tuple[Index, ...]) -> Expr:
+            return self.at(*index).integer
+
+        index = domain_vars(self.value.shape)
+        expr = at(index)
+        if isinstance(expr, Load) and expr.index == index and expr.buffer.shape == self.value.shape:
+            return expr.buffer
+        base = expr.buffer if isinstance(expr, Load) else None
+        return Map(self.value.shape, expr.dtype, at, ((self.value, lambda index: index),), base)
+
+
+def _narrow(value: Value) -> Map | None:
+    """The value of 8 bits, not in memory yet, that `value` is computed from."""
+    stack, seen = [value], set[Value]()
+    while stack:
+        found = stack.pop()
+        if found in seen or not isinstance(found, Map) or found.realized is not None:
+            continue
+        seen.add(found)
+        if found.dtype in NARROW and found.base is None:
+            return found
+        stack += [parent for parent, _ in found.parents] + ([found.base] if found.base is not None else [])
+    return None
+
+
+def _operand(value: Value, summed: tuple[int, ...]) -> _Operand | None:
+    """`value` as a quantised operand of a sum over the dimensions `summed`; None where it is none."""
+    index = domain_vars(value.shape)
+    found = affine(value.at(index))
+    if found is None:
+        return None
+    fixed = (*found.scales, *(() if found.zero is None else (found.zero,)))
+    along = tuple(index[d] for d in summed)
+    return None if any(_varies_along(part, along) for part in fixed) else _Operand(value)
+
+
 def is_dequantised(value: Value) -> bool:
     """Whether a value is cheaper to compute where it is read than to keep: an integer of 8 bits, moved and scaled."""
     return value.dtype not in NARROW and affine(value.at(domain_vars(value.shape))) is not None
+
+
+def integer_product(op: MatMulOp | ConvOp, realize: Realize) -> tuple[LoopOp, MapOp] | None:
+    """A product as one of integers, and what makes its result of that; None where it is none.
+
+    Both operands are quantised, the right one constant and symmetric. `realize`: called with what the product reads.
+    """
+    if isinstance(op, IntegerMatMulOp | IntegerConvOp) or not scalar.is_float(op.out.dtype) and op.out.dtype not in _HALF:
+        return None
+    (left, of_left), (right, of_right) = (
+        ((op.a, (2,)), (op.b, (1,))) if isinstance(op, MatMulOp) else ((op.x, (1, *_spatial(op.x))), (op.w, (1, *_spatial(op.w))))
+    )
+    a, b = _operand(left, of_left), _operand(right, of_right)
+    if a is None or b is None or b.first.zero is not None:
+        return None
+    depth = 1
+    for size in (left.shape[2],) if isinstance(op, MatMulOp) else op.w.shape[1:]:
+        if not isinstance(size, int):
+            return None
+        depth *= size
+    weight = b.first.integer
+    if depth > MAX_DEPTH or not (isinstance(weight, Load) and weight.buffer.constant):
+        return None
+    sums = Buffer(op.out.shape, "int32", "sums")
+    if isinstance(op, MatMulOp):
+        return _matmul(op, a, b, sums, realize)
+    return _convolution(op, a, b, sums, realize)
+
+
+_HALF = ("bfloat16", "float16")
+
+
+def _spatial(value: Value) -> tuple[int, ...]:
+    return tuple(range(2, len(value.shape)))
+
+
+def _matmul(op: MatMulOp, a: _Operand, b: _Operand, sums: Buffer, realize: Realize) -> tuple[LoopOp, MapOp]:
+    none = as_index(0)
+
+    def zero(index: tuple[Index, ...]) -> Expr:
+        found = a.at(*index, none).zero
+        assert found is not None
+        return found
+
+    def scales(index: tuple[Index, ...]) -> tuple[Expr, ...]:
+        batch, row, column = index
+        matrix = none if op.b.shape[0] == 1 else batch
+        return (*a.at(batch, row, none).scales, *b.at(matrix, none, column).scales)
+
+    integers = a.integers(realize), b.integers(realize)
+    product = IntegerMatMulOp(sums, *integers, None if a.first.zero is None else zero)
+    return product, _scaled(op.out, sums, scales)
+
+
+def _convolution(op: ConvOp, x: _Operand, w: _Operand, sums: Buffer, realize: Realize) -> tuple[LoopOp, MapOp] | None:
+    zero = x.first.zero
+    if zero is not None and not isinstance(zero, Const):
+        return None
+    none = as_index(0)
+
+    def scales(index: tuple[Index, ...]) -> tuple[Expr, ...]:
+        image, channel, *_ = index
+        return (
+            *x.at(image, *[none] * (len(index) - 1)).scales,
+            *w.at(channel, *[none] * (len(index) - 1)).scales,
+        )
+
+    product = IntegerConvOp(
+        sums,
+        x.integers(realize),
+        w.integers(realize),
+        op.stride,
+        op.padding,
+        op.dilation,
+        op.groups,
+        0 if zero is None else int(zero.value),
+    )
+    return product, _scaled(op.out, sums, scales)
+
+
+def _scaled(out: Buffer, sums: Buffer, scales: Callable[[tuple[Index, ...]], tuple[Expr, ...]]) -> MapOp:
+    def at(index: tuple[Index, ...]) -> Expr:
+        result = scalar.cast(sums.at(index), "float32")
+        for scale in scales(index):
+            result = scalar.mul(result, scalar.cast(scale, "float32"))
+        return result
+
+    return MapOp(out, Map(out.shape, out.dtype, at, ((sums, lambda index: index),)))

@@ -274,6 +274,20 @@ class MatMulOp(LoopOp):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class IntegerMatMulOp(MatMulOp):
+    """out[b, m, n] = sum over k of (a[b, m, k] - zero(b, m)) * b[b, k, n], exactly: operands of 8 bits, `out` and `zero` int32.
+
+    `zero` None is 0.
+    """
+
+    zero: ScalarFn | None = None
+
+    def reads(self) -> list[Buffer]:
+        own = MatMulOp.reads(self)
+        return own if self.zero is None else _unique([*own, *buffers_of_expr(self.zero(domain_vars(self.out.shape[:2])))])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ConvOp(LoopOp):
     """A 1-D or 2-D cross-correlation with zero padding, no bias (the epilogue adds it).
 
@@ -290,6 +304,13 @@ class ConvOp(LoopOp):
 
     def reads(self) -> list[Buffer]:
         return _unique(buffers_of(self.x) + buffers_of(self.w))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class IntegerConvOp(ConvOp):
+    """The convolution of x - `zero` with w, exactly: operands of 8 bits, `out` int32. What lies around x counts as `zero` before it is moved."""
+
+    zero: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

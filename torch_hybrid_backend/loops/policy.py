@@ -15,8 +15,8 @@ class Abilities:
     order; "ordered", only where every order has the same result. `max_gathered`: pixels up to which each is asked about all windows that cover
     it, for the gradient of a maximum pooling. `max_taps`: neighbours that an interpolation may read for one pixel.
     `attention_gradients`: attention writes its log-sum-exp where that is read, and its gradients are kernels.
-    `dequantized_weights`: a matrix product reads a constant right operand that is dequantised where it is read, integers of 8 bits moved and
-    scaled, as the expression that it is.
+    `integer_products`: products of quantised operands are products of integers (`loops.ir.IntegerMatMulOp`, `IntegerConvOp`),
+    and a constant right operand of a matrix product that is dequantised is read as the expression that it is.
     """
 
     float8: bool = False
@@ -26,7 +26,7 @@ class Abilities:
     max_gathered: int = 65_536
     max_taps: int = 8
     attention_gradients: bool = False
-    dequantized_weights: bool = False
+    integer_products: bool = False
 
 
 COMMON = Abilities()  # what the kernels of every backend can do

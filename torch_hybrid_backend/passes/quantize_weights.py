@@ -82,7 +82,9 @@ def quantize_weights(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
 def _refusal(weight: torch.Tensor, bits: int, has_rows: bool) -> Refused | None:
     """Why a weight stays as it is, or None."""
     if weight.dim() != 2 or weight.dtype != torch.float32:
-        return Refused(Reason.UNSUPPORTED, f"weights of dtype {weight.dtype} and {weight.dim()} dimensions are not quantised")
+        return Refused(
+            Reason.UNSUPPORTED, f"weights of dtype {weight.dtype} and {weight.dim()} dimensions are not quantised"
+        )
     if weight.numel() < LEAST_ELEMENTS:
         return Refused(Reason.SLOWER, f"the weight has {weight.numel()} elements: reading it is not what takes time")
     k = weight.shape[1 if has_rows else 0]
@@ -115,7 +117,11 @@ def _in_nibbles(before: Node, w: Node) -> Node:
     """w (N, K) by way of integers of 4 bits: dequantised."""
     quantized = torch.ops.quantized_decomposed
     n, k = w.meta["val"].shape
-    whole = w if w.meta["val"].is_contiguous() else insert(before, aten.clone.default, w, memory_format=torch.contiguous_format)
+    whole = (
+        w
+        if w.meta["val"].is_contiguous()
+        else insert(before, aten.clone.default, w, memory_format=torch.contiguous_format)
+    )
     groups = insert(before, aten.view.default, whole, [n * k // GROUP, GROUP])
     low, high = insert(before, aten.amin.default, groups, [1]), insert(before, aten.amax.default, groups, [1])
     is_low = insert(before, aten.gt.Tensor, insert(before, aten.neg.default, low), high)
@@ -127,9 +133,7 @@ def _in_nibbles(before: Node, w: Node) -> Node:
     # By groups as channels: the operator for groups refuses NaN.
     q = insert(before, quantized.quantize_per_channel.default, groups, scale, _zeros(before, scale), 0, *how)
     q, scale = insert(before, aten.view.default, q, [n, k]), insert(before, aten.view.default, scale, [n, k // GROUP])
-    return insert(
-        before, quantized.dequantize_per_channel_group.default, q, scale, None, *how, GROUP, torch.float32
-    )
+    return insert(before, quantized.dequantize_per_channel_group.default, q, scale, None, *how, GROUP, torch.float32)
 
 
 def _zeros(before: Node, scale: Node) -> Node:

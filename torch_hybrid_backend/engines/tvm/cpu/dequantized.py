@@ -45,7 +45,12 @@ def dequantized_operand(op: MatMulOp, packer: OperandPacker, target: Target) -> 
     _, k, n = op.b.shape
     if op.a.shape[0] != 1 or op.b.shape[0] != 1 or not isinstance(k, int) or not isinstance(n, int):
         return None
-    if isinstance(op.b, Buffer) or n <= target.lanes or target.lanes < 8 or (op.a.dtype, op.out.dtype) != ("float32",) * 2:
+    if (
+        isinstance(op.b, Buffer)
+        or n <= target.lanes
+        or target.lanes < 8
+        or (op.a.dtype, op.out.dtype) != ("float32",) * 2
+    ):
         return None
     index = domain_vars(op.b.shape, "w")
     weight = _Weight.of(op.b.at(index))
@@ -96,7 +101,9 @@ def dequantized_operand(op: MatMulOp, packer: OperandPacker, target: Target) -> 
         packed(integers, pack_q, rows, q_dtype, ("integers", bits, weight.bounds)),
         bits,
         packed(scales, partial(pack_b, tile_n=tile), k // group, "float32", "scales"),
-        None if zeros is None else packed(zeros, pack_z, k // group, "float32", ("zeros", low, weight.zero is not None)),
+        None
+        if zeros is None
+        else packed(zeros, pack_z, k // group, "float32", ("zeros", low, weight.zero is not None)),
         group,
         tile,
     )
@@ -175,4 +182,3 @@ def _pack_integers(q: torch.Tensor, tile_n: int, bounds: tuple[int, int]) -> tor
 def _pack_zeros(zeros: torch.Tensor, tile_n: int, low: int, is_given: bool) -> torch.Tensor:
     """Zero points of integers that are less by `low`; where none are given, 0 is what they are of, and `zeros` has their form."""
     return pack_b((zeros.float() if is_given else torch.zeros_like(zeros)) - low, tile_n)
-

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from torch_hybrid_backend.engines.tvm.cpu.dot_products import DotProduct
 from torch_hybrid_backend.loops.index import LoopVar
 from torch_hybrid_backend.loops.ir import Buffer, Expr
 from torch_hybrid_backend.loops.kernels import Kernel, Store
@@ -16,6 +17,9 @@ class PackedMatMulKernel(Kernel):
     """Domain (b, m, n): accumulator[b, m, n] = sum over `k` of a * packed_b, then the stores read `accumulator`.
 
     `a` is over (b, m, k). `b` is packed ahead as (B or 1, ceil(N / tile_n), K, tile_n) in the argument `packed`, zero-padded.
+
+    With a `dot`: k counts words. `a` is the load of a word's first element, behind which the others lie; `packed` has a word's elements
+    innermost; sums start at `start`, (B or 1, ceil(N / tile_n) * tile_n), if there is one.
     """
 
     k: LoopVar
@@ -25,10 +29,12 @@ class PackedMatMulKernel(Kernel):
     batched_b: bool
     accumulator: Buffer
     stores: tuple[Store, ...]
+    dot: DotProduct | None = None
+    start: Buffer | None = None
 
     @property
     def multiply_adds(self) -> float:
-        return _points(self) * size_hint(self.k.extent)
+        return _points(self) * size_hint(self.k.extent) * (1 if self.dot is None else self.dot.group)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,10 +18,13 @@ from functools import partial
 import tvm
 from tvm import tirx
 
+from torch_hybrid_backend.engines.tvm.cpu.dot_products import DotProduct
 from torch_hybrid_backend.engines.tvm.cpu.tiles import Split
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirBuffer, TirExpr
+from torch_hybrid_backend.engines.tvm.tir.dot import dot_product
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
+from torch_hybrid_backend.engines.tvm.tir.storage import storage_dtype
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import count_calls
 from torch_hybrid_backend.loops.kernels import Store
@@ -175,6 +178,30 @@ class RegisterTile:
             return self.builder.seq(*steps)
 
         return self._lanes(body)
+
+    def accumulate_words(
+        self, words: Sequence[TirExpr | None], vectors: Sequence[TirExpr], dot: DotProduct, way: int = 0
+    ) -> Stmt | None:
+        """acc[row, v] += the dot products of words[row] and vectors[v]; a row whose word is None is left alone."""
+        if all(word is None for word in words):
+            return None
+        b, steps = self.builder, []
+
+        def bound(value: TirExpr, dtype: str) -> TirExpr:
+            name = tirx.Var(b.fresh("word"), dtype)
+            steps.append(tirx.stmt.Bind(name, value))
+            return name
+
+        right = [bound(vector, f"{storage_dtype(dot.right)}x{self.lanes * dot.group}") for vector in vectors]
+        for row, word in enumerate(words):
+            if word is None:
+                continue
+            left = bound(word, f"int32x{self.lanes}")
+            for v, vector in enumerate(right):
+                place = [tirx.Ramp(tirx.IntImm("int32", self._offset(row, v, way)), 1, self.lanes)]
+                total = dot_product(b, dot, self.lanes, tirx.BufferLoad(self.buffer, place), left, vector)
+                steps.append(tirx.BufferStore(self.buffer, total, place))
+        return b.seq(*steps)
 
     def merge(self) -> Stmt | None:
         """Sums the copies into the first."""

@@ -9,7 +9,7 @@ sees it. Loops of one iteration vanish.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import tvm
@@ -51,6 +51,8 @@ class Builder:
         self._count = 0
         # Set by the printer: how a scalar of the loops language inside an index is printed.
         self.print_scalar: Callable[[Scalar], TirExpr] | None = None
+        # LLVM's text of functions that the kernel calls; each once.
+        self.llvm_helpers: dict[str, None] = {}
 
     def fresh(self, stem: str) -> str:
         """A name no other object of this kernel has."""
@@ -220,7 +222,9 @@ def argument(span: Dim, dtype: str, name: str) -> TirBuffer:
     return tirx.decl_buffer((length,), dtype, name, data_alignment=itemsize)
 
 
-def prim_func(name: str, arguments: Sequence[TirBuffer], body: Stmt) -> Any:
-    """A kernel as a TIR function; its arguments never alias."""
+def prim_func(name: str, arguments: Sequence[TirBuffer], body: Stmt, llvm_helpers: Iterable[str] = ()) -> Any:
+    """A kernel as a TIR function; its arguments never alias. `llvm_helpers`: the builder's, which LLVM links into the kernel."""
+    for text in llvm_helpers:
+        body = tirx.AttrStmt(tirx.IntImm("int32", 0), "pragma_import_llvm", tvm.ir.StringImm(text), body)
     function = tirx.PrimFunc(list(arguments), body)
     return function.with_attr({"global_symbol": name, "tirx.noalias": True, "s_tir": True})

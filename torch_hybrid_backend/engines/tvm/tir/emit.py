@@ -31,5 +31,6 @@ def emit_kernel(kernel: Kernel, name: str, target: Target) -> Any:
             body = emit(kernel, builder, Printer(builder, arrays), target)
             if kernel.schedule_rank >= builder.ways:
                 raise ScheduleError(f"the schedule of this {type(kernel).__name__} has one way only")
-            return prim_func(name, [*(array for array, _ in arrays.values()), *sizes], body)
+            parameters = [*(array for array, _ in arrays.values()), *sizes]
+            return prim_func(name, parameters, body, builder.llvm_helpers)
     raise ScheduleError(f"no schedule serves a {type(kernel).__name__}")

@@ -25,6 +25,7 @@ from functools import partial
 import tvm
 from tvm import tirx
 
+from torch_hybrid_backend.engines.tvm.cpu.dot_products import DotProduct
 from torch_hybrid_backend.engines.tvm.cpu.kernels import PackedMatMulKernel
 from torch_hybrid_backend.engines.tvm.cpu.tiles import Split, max_rows, split_at_most, split_into
 from torch_hybrid_backend.engines.tvm.schedules.axes import Chunk, chunks, step
@@ -41,6 +42,7 @@ from torch_hybrid_backend.engines.tvm.schedules.registers import (
 )
 from torch_hybrid_backend.engines.tvm.target import LINE_BYTES, Target
 from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirExpr
+from torch_hybrid_backend.engines.tvm.tir.dot import load_word, load_words
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import Load, compute_dtype, loads_of
@@ -90,7 +92,7 @@ class MatMul:
         whole = self.n.extent // kernel.tile_n if isinstance(self.n.extent, Size) else self.panels - 1
         self.last = self.n.extent - whole * kernel.tile_n
         self.long_epilogue = has_long_epilogue(kernel.stores)
-        self.is_dot = kernel.tile_n == 1 and size_hint(kernel.k.extent) >= 2 * lanes_of(target, self.dtype)
+        self.is_dot = kernel.dot is None and kernel.tile_n == 1 and size_hint(kernel.k.extent) >= 2 * lanes_of(target, self.dtype)
 
     def emit(self) -> Stmt:
         if isinstance(self.m.extent, Size):
@@ -207,12 +209,17 @@ class MatMul:
 
     def _tile(self, batch: Index, first: Index, rows: int, panel: Index, columns: Dim, ahead: Ahead) -> Stmt:
         """One register tile: `rows` rows from `first`, the first `columns` columns of a panel."""
-        b, k_extent = self.builder, self.kernel.k.extent
+        b, kernel, k_extent = self.builder, self.kernel, self.kernel.k.extent
         vectors = self.vectors if isinstance(columns, Size) else -(-columns // self.lanes)
         ways = RegisterTile.ways_for(rows * vectors, k_extent)
         tile = RegisterTile(b, self.printer, rows, vectors, self.lanes, self.dtype, ways)
 
         def step(k: Index, way: int) -> Stmt | None:
+            if kernel.dot is not None:
+                words = [self._word(batch, first + row, k, kernel.dot) for row in range(rows)]
+                columns_of = [self._packed_words(batch, panel, k, v, kernel.dot) for v in range(vectors)]
+                return tile.accumulate_words(words, columns_of, kernel.dot, way)
+
             def a(row: int, _: Index) -> TirExpr:
                 return self._a(batch, first + row, k)
 
@@ -222,8 +229,38 @@ class MatMul:
             return tile.accumulate(partials(a, rows), partials(packed, vectors), way)
 
         begin, prefetch = self._prefetching(tile, batch, panel, ahead)
-        compute = b.seq(begin, tile.declare(), tile.clear(), tile.reduce(k_extent, step, prefetch))
+        compute = b.seq(
+            begin, tile.declare(), tile.clear(), self._start(tile, batch, panel), tile.reduce(k_extent, step, prefetch)
+        )
         return b.seq(compute, self._write(tile, batch, first, panel * self.kernel.tile_n, columns))
+
+    def _start(self, tile: RegisterTile, batch: Index, panel: Index) -> Stmt | None:
+        """What the sums start at, where that is not zero: it may overwrite the first copy alone."""
+        kernel, start = self.kernel, self.kernel.start
+        if start is None:
+            return None
+        of_right = batch if kernel.batched_b else as_index(0)
+
+        def value(row: int, vector: int, lane: Index) -> TirExpr:
+            column = panel * kernel.tile_n + (lane + vector * self.lanes)
+            return self.printer.expr(Load("int32", start, (of_right, column)), {})
+
+        return tile.fill(value)
+
+    def _word(self, batch: Index, row: Index, k: Index, dot: DotProduct) -> TirExpr:
+        load = self.kernel.a
+        assert isinstance(load, Load)
+        env = {self.b: batch, self.m: row, self.kernel.k: k}
+        array = self.printer.arguments[load.buffer][0]
+        offset = self.builder.index(self.printer.offset(load.buffer, load.index, env))
+        return load_word(array, offset, dot, self.lanes)
+
+    def _packed_words(self, batch: Index, panel: Index, k: Index, vector: int, dot: DotProduct) -> TirExpr:
+        packed = self.kernel.packed
+        none = as_index(0)
+        position = (batch if self.kernel.batched_b else none, panel, k, as_index(vector * self.lanes), none)
+        array = self.printer.arguments[packed][0]
+        return load_words(array, self.builder.index(self.printer.offset(packed, position, {})), dot, self.lanes)
 
     def _prefetching(
         self, tile: RegisterTile, batch: Index, panel: Index, ahead: Ahead
@@ -235,7 +272,8 @@ class MatMul:
         # Lines of a panel for one unrolled step, and how many of them each of the tiles fetches.
         itemsize = max(1, int(tvm.DataType(kernel.packed.dtype).bits) // 8)
         line = LINE_BYTES // itemsize
-        lines = -(-unroll * kernel.tile_n // line)
+        step_elements = kernel.tile_n * (1 if kernel.dot is None else kernel.dot.group)
+        lines = -(-unroll * step_elements // line)
         if size_hint(panels) <= self.target.cores or size_hint(k_extent) < unroll:
             return None, None
         share = -(-lines // ahead.tiles)
@@ -247,7 +285,7 @@ class MatMul:
         each = k_extent // unroll * (share * line)
         start = tirx.Var(b.fresh("next"), "int32")
         mine = tirx.Min(b.index(ahead.tile), tirx.IntImm("int32", -(-lines // share) - 1)) * b.size(each)
-        begin = tirx.stmt.Bind(start, b.index(following * (k_extent * kernel.tile_n)) + mine)
+        begin = tirx.stmt.Bind(start, b.index(following * (k_extent * step_elements)) + mine)
         array = self.printer.arguments[kernel.packed][0]
 
         def prefetch(k: Index) -> Stmt:

@@ -1,0 +1,47 @@
+"""Dot products (`cpu/dot_products.py`) as TIR over vectors."""
+
+from __future__ import annotations
+
+from tvm import tirx
+
+from torch_hybrid_backend.engines.tvm.cpu.dot_products import DotProduct
+from torch_hybrid_backend.engines.tvm.tir.builder import Builder, TirBuffer, TirExpr
+
+# TVM has no vectors of bfloat (LLVM would crash on TVM's own): the operands are words, and LLVM makes what it wants of them.
+_BF16 = """
+declare <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512(<16 x float>, <32 x bfloat>, <32 x bfloat>)
+define linkonce_odr <16 x float> @hybrid_dot_bf16(<16 x float> %c, <16 x i32> %a, <16 x i32> %b) alwaysinline {
+  %x = bitcast <16 x i32> %a to <32 x bfloat>
+  %y = bitcast <16 x i32> %b to <32 x bfloat>
+  %r = call <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512(<16 x float> %c, <32 x bfloat> %x, <32 x bfloat> %y)
+  ret <16 x float> %r
+}
+"""
+_MADD = {8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}
+
+
+def load_word(array: TirBuffer, offset: TirExpr, dot: DotProduct, lanes: int) -> TirExpr:
+    """The word of the left operand that begins at element `offset`, in every lane."""
+    place = offset if dot.group == 1 else tirx.Ramp(offset, 1, dot.group)
+    return tirx.Broadcast(tirx.reinterpret("int32", tirx.BufferLoad(array, [place])), lanes)
+
+
+def load_words(array: TirBuffer, offset: TirExpr, dot: DotProduct, lanes: int) -> TirExpr:
+    """The words of `lanes` columns of the right operand, from element `offset` on."""
+    return tirx.BufferLoad(array, [tirx.Ramp(offset, 1, lanes * dot.group)])
+
+
+def dot_product(builder: Builder, dot: DotProduct, lanes: int, total: TirExpr, left: TirExpr, right: TirExpr) -> TirExpr:
+    """total + the products of `left`, words, and `right`, in every lane."""
+    if dot.instruction == "vpdpbusd":
+        left = tirx.reinterpret(f"int8x{lanes * 4}", left)
+        intrinsic = f"llvm.x86.avx512.vpdpbusd.{lanes * 32}"
+        return tirx.call_llvm_pure_intrin(f"int32x{lanes}", intrinsic, total, left, right)
+    if dot.instruction == "vpmaddwd":
+        left = tirx.reinterpret(f"int16x{lanes * 2}", left)
+        return total + tirx.call_llvm_pure_intrin(f"int32x{lanes}", _MADD[lanes], left, right)
+    if dot.instruction == "":
+        return total + left * right
+    builder.llvm_helpers[_BF16] = None
+    right = tirx.reinterpret(f"int32x{lanes}", right)
+    return tirx.call_pure_extern(f"float32x{lanes}", "hybrid_dot_bf16", total, left, right)
