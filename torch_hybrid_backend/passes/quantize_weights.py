@@ -137,13 +137,4 @@ def _in_nibbles(before: Node, w: Node) -> Node:
 
 
 def _zeros(before: Node, scale: Node) -> Node:
-    return insert(
-        before,
-        aten.full.default,
-        list(scale.meta["val"].shape),
-        0,
-        dtype=torch.int32,
-        layout=torch.strided,
-        device=scale.meta["val"].device,
-        pin_memory=False,
-    )
+    return insert(before, aten.full_like.default, scale, 0, dtype=torch.int32)

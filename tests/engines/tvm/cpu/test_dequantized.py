@@ -124,7 +124,22 @@ def test_one_weight_of_two_products_is_packed_once() -> None:
     assert len(found.packed) == 2
 
 
-@pytest.mark.parametrize("case", ["run time", "narrow", "batched", "scales of columns of groups", "half"])
+def test_half_activations() -> None:
+    """Activations and scales may be of a half type, as torch's own operator has them; the weight's rounding to it is left out."""
+
+    def in_half(x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x, (q.float() * scales[:, None]).t().bfloat16())
+
+    def by_torch(x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten._weight_int8pack_mm.default(x, q, scales)
+
+    x, q, scales = torch.randn(5, K).bfloat16(), torch.ones(N, K, dtype=torch.int8), torch.rand(N)
+    assert kernel_of(assembled(in_half, x, q, scales)).bits == 8
+    kernel = kernel_of(assembled(by_torch, x, q, scales.bfloat16()))
+    assert kernel.scales.dtype == "float32"
+
+
+@pytest.mark.parametrize("case", ["run time", "narrow", "batched", "a scale for each element"])
 def test_others_are_dequantised_in_every_call(case: str) -> None:
     """What changes from call to call, is too small or of another form is right all the same."""
     x, q, scales = torch.randn(5, K), torch.ones(N, K, dtype=torch.int8), torch.rand(N)
@@ -140,10 +155,6 @@ def test_others_are_dequantised_in_every_call(case: str) -> None:
 
         def function(x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
             return torch.bmm(x, (q.float() * scales[:, None]).mT)
-    elif case == "half":
-
-        def function(x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-            return torch.mm(x.bfloat16(), (q.float() * scales[:, None]).t().bfloat16())
     else:
         scales = torch.rand(N, K)
 

@@ -19,7 +19,7 @@ from torch_hybrid_backend.engines.tvm.cpu.tiles import tile_n
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar
 from torch_hybrid_backend.loops.integer_products import affine
-from torch_hybrid_backend.loops.ir import Buffer, Call, Const, Expr, Load, Map, MatMulOp, domain_vars
+from torch_hybrid_backend.loops.ir import Buffer, Call, Const, Expr, Load, Map, MatMulOp, compute_dtype, domain_vars
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,12 +45,9 @@ def dequantized_operand(op: MatMulOp, packer: OperandPacker, target: Target) -> 
     _, k, n = op.b.shape
     if op.a.shape[0] != 1 or op.b.shape[0] != 1 or not isinstance(k, int) or not isinstance(n, int):
         return None
-    if (
-        isinstance(op.b, Buffer)
-        or n <= target.lanes
-        or target.lanes < 8
-        or (op.a.dtype, op.out.dtype) != ("float32",) * 2
-    ):
+    if isinstance(op.b, Buffer) or n <= target.lanes or target.lanes < 8:
+        return None
+    if {compute_dtype(op.a.dtype), compute_dtype(op.out.dtype)} != {"float32"}:
         return None
     index = domain_vars(op.b.shape, "w")
     weight = _Weight.of(op.b.at(index))
@@ -78,7 +75,7 @@ def dequantized_operand(op: MatMulOp, packer: OperandPacker, target: Target) -> 
     tile = tile_n(n, target)
     low = weight.bounds[0] + 8 if bits == 4 else 0  # what is taken off integers, so that they lie in -8 .. 7
     integers = part(lambda w: w.integers, 1, weight.integers.buffer.dtype)
-    scales = part(lambda w: w.scale, group, "float32")
+    scales = part(lambda w: w.scale, group, weight.scale.buffer.dtype)
     zeros = None if weight.zero is None and low == 0 else scales
     if weight.zero is not None:
         zeros = part(lambda w: w.zero, group, weight.zero.buffer.dtype)
@@ -100,7 +97,7 @@ def dequantized_operand(op: MatMulOp, packer: OperandPacker, target: Target) -> 
         op.a,
         packed(integers, pack_q, rows, q_dtype, ("integers", bits, weight.bounds)),
         bits,
-        packed(scales, partial(pack_b, tile_n=tile), k // group, "float32", "scales"),
+        packed(scales, partial(_pack_scales, tile_n=tile), k // group, "float32", "scales"),
         None
         if zeros is None
         else packed(zeros, pack_z, k // group, "float32", ("zeros", low, weight.zero is not None)),
@@ -133,9 +130,9 @@ class _Weight:
         if found is None or len(found.scales) != 1:
             return None
         integers, bounds = _bounded(found.integer)
-        (scale,) = found.scales
+        scale = _read(found.scales[0])
         zero = None if found.zero is None else _read(found.zero)
-        if not isinstance(integers, Load) or not isinstance(scale, Load) or scale.buffer.dtype != "float32":
+        if not isinstance(integers, Load) or scale is None or scale.dtype != "float32":
             return None
         if found.zero is not None and zero is None:
             return None
@@ -163,13 +160,12 @@ def _read(e: Expr | None) -> Load | None:
 
 def _group(load: Load, k: Index, extent: int) -> int | None:
     """How many neighbours along k read the same element; None where they do not form groups that lie one after the other."""
-    (variable,) = {atom for atom, _ in k.terms} or {None}
-    sizes = set()
+    variables, sizes = {atom for atom, _ in k.terms}, set()
     for index in load.index:
         for atom, _ in index.terms:
             if isinstance(atom, FloorDiv) and atom.numerator == k and isinstance(atom.divisor, int):
                 sizes.add(atom.divisor)
-            elif not isinstance(atom, LoopVar) or atom == variable:
+            elif not isinstance(atom, LoopVar) or atom in variables:
                 return None
     return extent if not sizes else sizes.pop() if len(sizes) == 1 else None
 
@@ -179,6 +175,10 @@ def _pack_integers(q: torch.Tensor, tile_n: int, bounds: tuple[int, int]) -> tor
     return pack_nibbles(q.to(torch.int32).clamp(*bounds) - (bounds[0] + 8), tile_n)
 
 
+def _pack_scales(scales: torch.Tensor, tile_n: int) -> torch.Tensor:
+    return pack_b(scales.float(), tile_n)
+
+
 def _pack_zeros(zeros: torch.Tensor, tile_n: int, low: int, is_given: bool) -> torch.Tensor:
     """Zero points of integers that are less by `low`; where none are given, 0 is what they are of, and `zeros` has their form."""
-    return pack_b((zeros.float() if is_given else torch.zeros_like(zeros)) - low, tile_n)
+    return pack_b((zeros.float() if is_given else torch.zeros(zeros.shape)) - low, tile_n)

@@ -103,12 +103,12 @@ def packed_operands(graph: LoopGraph, layouts: Mapping[Buffer, Layout], target: 
         match op:
             case IntegerMatMulOp():
                 add_integer_matmul(packer, op, layouts, target)
+            case MatMulOp() if (quantized := dequantized_operand(op, packer, target)) is not None:
+                packer.add(quantized)
             case MatMulOp() if multiplies_words(packer, op, layouts, target):
                 pass
             case MatMulOp() if (weight := unpacked_view(op, layouts, target)) is not None:
                 packer.add(UnpackedMatMulOp(op.out, op.a, op.b, weight))
-            case MatMulOp() if (quantized := dequantized_operand(op, packer, target)) is not None:
-                packer.add(quantized)
             case MatMulOp():
                 tile = tile_n(op.out.shape[2], target)
                 each_call = partial(packed_b_value, tile_n=tile)
