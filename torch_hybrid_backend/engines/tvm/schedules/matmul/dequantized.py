@@ -1,18 +1,19 @@
 """Matmul with a quantised weight: C[m, n] = sum over k of A[m, k] * (Q[k, n] - zero[g, n]) * scale[g, n], g = k // group, Q of 8 or 4 bits.
 
-Pattern: a `DequantizedMatMulKernel`. Activations stay float32: sums are as exact as those of the dequantised weight, and no larger. The weight
-comes from memory once, as it is packed: a sequential stream for each task, which has a share of the panels.
+Pattern: a `DequantizedMatMulKernel`. Activations stay float32, so sums are as exact as those of the dequantised weight. The weight comes from
+memory once, as it is packed: a sequential stream for each task, which has a share of the panels.
 
-Few rows (decoding): integers become float32 in registers and are multiplied there, and a group's sum by its scale. For 16 weights of 8 bits that
-is a widening load, a conversion and a multiply-add; of 4 bits a shift, a mask, a conversion and a multiply-add: the nibble stays where the sign
-of the word is, so it counts 2^28 fold, and the rows are divided by that when they are copied (exactly, but for what is below 1e-30). With AVX-512,
-at two such operations a cycle, a core takes 8 to 10 weights a cycle: 18 GB/s and more at 3.7 GHz, so that two cores wait for memory. Products of
-integers (vpdpbusd) would take a fifth of the operations, gain nothing behind memory, and round the activations to 8 bits.
+Few rows (decoding): integers become float32 in registers and are multiplied there; a group's sum is multiplied by its scale. 16 weights of 8
+bits are a widening load, a conversion and a multiply-add; of 4 bits a shift, a mask, a conversion and a multiply-add. The nibble stays where the
+sign of its word is, so it counts 2^28 fold, and the rows are divided by that when they are copied: exactly, but for what is below 1e-30. With
+AVX-512 a core takes 25 to 27 G weights a second so, of either kind (Zen 4, one core, weights in its cache): two cores as much as 32 GB/s of
+nibbles with scales, which is what memory has. Products of integers (vpdpbusd) would be a fifth of the operations; behind memory that gains
+nothing, and activations would be rounded to 8 bits.
 
 Many rows: a task dequantises a part of a panel's k into scratch that stays in its cache, then runs all tiles of rows over it (those of
-`packed`); between the parts of k sums wait in memory. A weight costs five instructions a vector, against a multiply-add for each row.
+`packed`); between the parts of k sums wait in memory. That costs five instructions for each vector of weights, against a multiply-add a row.
 
-Source: Goto & van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008; groups with scales of their own: Frantar et al., "GPTQ", 2022.
+Source: Goto & van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008; scales of groups: Frantar et al., "GPTQ", 2022.
 """
 
 from __future__ import annotations
@@ -253,8 +254,10 @@ class _Dequantized(MatMul):
     def _unpacked(
         self, blocks: Dim, rows: int, tallest: int, tiles: Callable[[Index, Callable[[Index, Index, int], Stmt]], Stmt]
     ) -> Stmt:
-        """Blocks of `rows` rows at most by panels, shared among tasks. `tiles(block, tile)` calls `tile(number, first row, height)` for the tiles
-        of a block, none higher than `tallest`."""
+        """Blocks of `rows` rows at most by panels, shared among tasks.
+
+        `tiles(block, tile)` is `tile(number, first row, height)` for the tiles of a block, none higher than `tallest`.
+        """
         b = self.builder
         items = blocks * self.count
         tasks = min(self.target.cores, items) if isinstance(items, int) else self.target.cores
