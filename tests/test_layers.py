@@ -53,7 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     "engines": {"core", "sizes", "loops", "codegen", *_UTILITIES},
     "runtime": {"core", "sizes", *_UTILITIES},
 }
-WIRING = {"backend", "hybrid_graph", "stages", "session", "cli", "__init__"}
+WIRING = {"backend", "hybrid_graph", "model_gate", "stages", "session", "cli", "__init__"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # Modules that have no test file of their own. The list only gets shorter: a new module brings its test, and a name whose test is there, or

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from tests.passes.test_hoist import call, fold
 from tests.passes.values import verify_values
-from torch_hybrid_backend.core.verdict import Reason
+from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.passes.cpu.merge_siblings import merge_siblings
 from torch_hybrid_backend.passes.hoist import hoist
 from torch_hybrid_backend.passes.quantize_weights import GROUP, LEAST_ELEMENTS, quantize_weights
@@ -156,6 +156,17 @@ def test_what_stays_as_written(captured):
     assert codes == [Reason.SLOWER, Reason.UNSUPPORTED, Reason.UNSUPPORTED]
     assert quantize_weights(subject.gm, replace(subject.ctx, precision="int8-weights"))
     assert len(subject.gm.meta["as_written"]) == 2 + 1  # the odd one's code stays from before
+
+
+def test_layers_that_must_stay(captured):
+    """One that the context names is left alone; others are not."""
+    first, second = nn.Linear(128, 128).eval(), nn.Linear(128, 128).eval()
+    subject = captured(lambda x: second(first(x)), torch.randn(3, 128))
+    name = next(node.name for node in subject.gm.graph.nodes if node.target is torch.ops.aten.addmm.default)
+    subject.ctx = replace(subject.ctx, as_written={name: Refused(Reason.ACCURACY, "its error is the largest")})
+    quantized(subject, "int8-weights")
+    assert subject.operators()[_BY_CHANNEL] == 1
+    assert not subject.gm.meta["as_written"]
 
 
 @pytest.mark.parametrize("precision", FORMS)

@@ -24,6 +24,7 @@ from torch_hybrid_backend.passes.cpu.merge_siblings import merge_siblings
 from torch_hybrid_backend.passes.cpu.resample_last import resample_last
 from torch_hybrid_backend.passes.cpu.transposed_convolutions import transposed_convolutions
 from torch_hybrid_backend.passes.cpu.volume_convolutions import volume_convolutions
+from torch_hybrid_backend.passes.precision.half import half
 from torch_hybrid_backend.passes.quantize_weights import quantize_weights
 from torch_hybrid_backend.passes.verify import Contract, verify
 
@@ -64,12 +65,16 @@ PASSES: tuple[tuple[Pass, Devices, str], ...] = (
     (remove_no_ops, _ALL, "again: copies of folded constants, views that simplify brought together"),
     (merge_siblings, _CPU, "after cse, which makes equal views of one tensor one input"),
     (merge_convolutions, _CPU, "after fold_batch_norm, behind which their activations are, and cse"),
-    (
-        quantize_weights,
-        _CPU,
-        "after merge_siblings: merged weights are quantised whole; after all that computes with weights, which does so in float32",
-    ),
     (contiguous_tables, _CPU, "after remove_no_ops, to which its copies would be copies of constants like others"),
+    (dead_code, _ALL, "last: sweeps what the others left"),
+)
+
+# What computes an inference graph in another precision than it was written in; after PASSES, which combine weights in float32. The graph
+# before them is what their results are judged by.
+PRECISION_PASSES: tuple[tuple[Pass, Devices, str], ...] = (
+    (half, _CPU, "first: the others see its casts"),
+    (quantize_weights, _CPU, "after PASSES, in which weights are merged: they are quantised whole"),
+    (remove_no_ops, _ALL, "after half, whose casts may undo those of the graph"),
     (dead_code, _ALL, "last: sweeps what the others left"),
 )
 

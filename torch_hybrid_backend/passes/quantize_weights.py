@@ -48,7 +48,8 @@ _TINY = torch.finfo(torch.float32).tiny
 def quantize_weights(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
     """Quantise the constant weights of linear layers, as `ctx.precision` says; whether there were any.
 
-    Their products carry `meta["precision"]`, "int8" or "int4". Layers that stay as written are in `gm.meta["as_written"]`: name -> why.
+    Their products carry `meta["precision"]`, "int8" or "int4". Layers that stay as written, for another reason than
+    `ctx.as_written`, are in `gm.meta["as_written"]`: name -> why.
     """
     bits = _BITS.get(ctx.precision)
     if bits is None or has_mutation(gm):
@@ -57,7 +58,7 @@ def quantize_weights(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
     left: dict[str, Refused] = {}
     made: dict[Node, Node] = {}
     for node in list(gm.graph.nodes):
-        if node.target not in _PRODUCTS or not ctx.may_rewrite(node):
+        if node.target not in _PRODUCTS or not ctx.may_rewrite(node) or node.name in ctx.as_written:
             continue
         x, position, has_rows = _PRODUCTS[node.target]
         weight = node.args[position]
