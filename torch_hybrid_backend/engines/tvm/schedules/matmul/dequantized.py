@@ -3,9 +3,10 @@
 Pattern: a `DequantizedMatMulKernel`. Activations stay float32, so sums are as exact as those of the dequantised weight. The weight comes from
 memory once, as it is packed: a sequential stream for each task, which has a share of the panels.
 
-Few rows (decoding): integers become float32 in registers and are multiplied there; a group's sum is multiplied by its scale. 16 weights of 8
-bits are a widening load, a conversion and a multiply-add; of 4 bits a shift, a mask, a conversion and a multiply-add. The nibble stays where the
-sign of its word is, so it counts 2^28 fold, and the rows are divided by that when they are copied: exactly, but for what is below 1e-30. With
+Few rows (decoding): integers become float32 in registers and are multiplied there; a group's sum is multiplied by its scale. (So activations
+above 1e36 may be infinite too early.) 16 weights of 8 bits are a widening load, a conversion and a multiply-add; of 4 bits a shift, a mask, a
+conversion and a multiply-add. The nibble stays where the sign of its word is, so it counts 2^28 fold, and the rows are divided by that when
+they are copied: exactly, but for what is below 1e-30. With
 AVX-512 a core takes 25 to 27 G weights a second so, of either kind (Zen 4, one core, weights in its cache): two cores as much as 32 GB/s of
 nibbles with scales, which is what memory has. Products of integers (vpdpbusd) would be a fifth of the operations; behind memory that gains
 nothing, and activations would be rounded to 8 bits.
@@ -206,7 +207,8 @@ class _Dequantized(MatMul):
 
         def group(number: Index) -> Stmt:
             start = number * self.quantized.group
-            ways = RegisterTile.ways_for(rows * vectors, self.quantized.group)
+            # A multiply-add comes with two operations or three: half as many in flight as elsewhere keep it busy.
+            ways = min(2, RegisterTile.ways_for(rows * vectors, self.quantized.group))
             tile = RegisterTile(b, self.printer, rows, vectors, self.lanes, self.dtype, ways)
             size = min(self.quantized.group, self.depth_of_all)
             # Whole words, and of bytes as many as give every copy its share.
