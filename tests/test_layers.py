@@ -65,6 +65,7 @@ WITHOUT_TESTS = (
     "core/limits.py",
     "core/precision.py",
     "engines/triton/policy.py",
+    "engines/tvm/cpu/operations.py",
     "engines/tvm/cpu/policy.py",
     "services.py",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import os
 from collections.abc import Callable
@@ -16,8 +17,15 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.models import ZOO, tensors
 from torch_hybrid_backend.backend import compile_graph
+from torch_hybrid_backend.codegen.variants import Variant
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.plan import Plan
+from torch_hybrid_backend.engines.triton import backend as triton_backend
+from torch_hybrid_backend.engines.triton.alternatives import tiled
+from torch_hybrid_backend.engines.triton.schedules.tilings import Tiling, tiles_of
+from torch_hybrid_backend.engines.triton.target import Target
+from torch_hybrid_backend.loops.kernels import Kernel, MatMulKernel
+from torch_hybrid_backend.sizes.size import known_int
 
 pytestmark = [
     pytest.mark.gpu,
@@ -105,6 +113,30 @@ def test_matmul(dtype: torch.dtype) -> None:
     _check(lambda x, w, b: functional.gelu(functional.linear(x, w, b)), x, w, b)
     _check(lambda x, w: functional.linear(x[:1], w), x, w)
     _check(lambda a, b: a @ b, _randn(3, 33, 65, dtype=dtype), _randn(3, 65, 17, dtype=dtype))
+
+
+@pytest.mark.parametrize("is_persistent", [False, True], ids=["shared", "persistent"])
+def test_ways_of_sharing_a_product(is_persistent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taken for every product: the last tiles shared by programs; one program for each multiprocessor, fed by TMA, on a Hopper."""
+    if is_persistent and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("operands are copied by TMA on compute capability 9.0 alone")
+    tiling = Tiling(128, 128, 64, 8, 3)
+
+    def forced(kernel: Kernel, target: Target) -> list[Variant]:
+        if not isinstance(kernel, MatMulKernel):
+            return []
+        tiles = tiles_of(tiling, *(known_int(variable.extent) for variable in kernel.domain))
+        shared = dataclasses.replace(tiling, shared=(tiles + 1) // 2, sharers=tiles)
+        way = dataclasses.replace(tiling, persistent=target.multiprocessors) if is_persistent else shared
+        return [Variant(way.name, tiled(kernel, way), is_preferred=True)]
+
+    monkeypatch.setattr(triton_backend, "alternatives", forced)
+    monkeypatch.setattr(triton_backend, "aten_variants", lambda *_: ())
+    x, w, bias = (_randn(*shape, dtype=torch.bfloat16) for shape in ((2000, 1000), (3000, 1000), (3000,)))
+    _check(lambda x, w, b: functional.linear(x, w, b).relu(), x, w, bias)
+    _check(lambda x, y: x.t() @ y, x, _randn(2000, 600, dtype=torch.bfloat16))
+    a, b = _randn(5, 300, 200, dtype=torch.float16), _randn(5, 200, 400, dtype=torch.float16)
+    _check(lambda a, b: torch.bmm(a, b) * 2, a, b)
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])

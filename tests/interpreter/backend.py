@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -35,6 +35,7 @@ from torch_hybrid_backend.loops.ir import Buffer
 from torch_hybrid_backend.loops.kernels import Argument, Kernel, RowKernel, Stage
 from torch_hybrid_backend.loops.layout import Layout, Strided
 from torch_hybrid_backend.loops.policy import FusionPolicy
+from torch_hybrid_backend.sizes.size import Dim
 
 _NAMESPACE = "hybrid_interpreter"
 _library = torch.library.Library(_NAMESPACE, "DEF")
@@ -83,7 +84,9 @@ class InterpreterBackend:
     def alternatives(self, kernel: Kernel, constants: Mapping[Buffer, Packed]) -> Sequence[Variant]:
         return ()
 
-    def step(self, kernel: Kernel, artifact: Artifact, arguments: tuple[int, ...]) -> OperatorCall:
+    def step(
+        self, kernel: Kernel, artifact: Artifact, arguments: tuple[int, ...], working: Callable[[Dim], int]
+    ) -> OperatorCall:
         _paths[artifact.symbol] = artifact.path
         *reads, result = arguments
         tensors = [_tensor(number, read) for number, read in zip(reads, kernel.reads, strict=True)]

@@ -45,6 +45,7 @@ from torch_hybrid_backend.loops.ir import (
 )
 from torch_hybrid_backend.loops.kernels import Argument, Kernel, MapKernel, RowKernel, ScatterKernel, Stage, Store
 from torch_hybrid_backend.loops.layout import Layout, Strided, contiguous
+from torch_hybrid_backend.sizes.size import Dim
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +82,10 @@ class RegionKernels:
                 specs.append(spec if spec is not None else _physical(buffer, self.layouts[buffer], device))
             return numbers[buffer]
 
+        def working(size: Dim) -> int:
+            specs.append(TensorSpec((size,), "uint8", (1,), device))
+            return len(specs) - 1
+
         def argument(item: Operand | OperatorArgument) -> OperatorArgument:
             if not isinstance(item, Operand):
                 return item
@@ -98,7 +103,7 @@ class RegionKernels:
                 step: Step = OperatorCall(kernel.name, operands, results, kernel.title)
             else:
                 numbered = tuple(number(a.buffer) for a in (*kernel.reads, *kernel.writes))
-                step = self.backend.step(kernel, artifact, numbered)
+                step = self.backend.step(kernel, artifact, numbered, working)
                 written = {number(write.buffer): write for write in kernel.writes}
                 for result in step.returned:
                     specs[result] = _logical(written[result], device)

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from torch_hybrid_backend.codegen.anchors import Anchor
@@ -26,6 +26,7 @@ from torch_hybrid_backend.loops.ir import Buffer
 from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.loops.layout import Layout, contiguous
 from torch_hybrid_backend.loops.policy import FusionPolicy
+from torch_hybrid_backend.sizes.size import Dim
 
 
 class KernelBackend(Protocol):
@@ -89,9 +90,11 @@ class KernelBackend(Protocol):
         """Other ways of computing what a kernel computes, best estimate first. `constants`: what is packed ahead, by its buffer."""
         ...
 
-    def step(self, kernel: Kernel, artifact: Artifact, arguments: tuple[int, ...]) -> Step:
+    def step(
+        self, kernel: Kernel, artifact: Artifact, arguments: tuple[int, ...], working: Callable[[Dim], int]
+    ) -> Step:
         """The step of a program that runs the kernel. `arguments`: the numbers of its buffers, those it reads first, then those it
-        writes."""
+        writes. `working` gives the number of one more buffer, of so many bytes, for this step alone."""
         ...
 
     def text(self, kernel: Kernel, artifact: Artifact, step: Step) -> KernelText:

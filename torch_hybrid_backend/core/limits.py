@@ -6,3 +6,5 @@ MAX_CHANNELS_TOGETHER = 16
 MAX_ELEMENTS = (1 << 31) - 1
 # Bytes by which every address can be divided that a kernel of a GPU is given: plans copy what lies elsewhere. csrc/include/device.h has it too.
 ADDRESS_ALIGNMENT = 16
+# Bytes by which the addresses can be divided of what a plan keeps in a GPU's memory for its steps. csrc/include/device.h has it too.
+MEMORY_ALIGNMENT = 256

@@ -207,9 +207,9 @@ class _Lowerer:
 
     def _matrix(self, value: Value) -> Value:
         """The right operand of a matmul: as `_operand`, or a dequantised constant as it is."""
-        if self._policy.abilities.integer_products and is_dequantised(value):
-            if all(buffer.constant for buffer in buffers_of(value)):
-                return value
+        is_read_as_it_is = self._policy.abilities.integer_products and is_dequantised(value)
+        if is_read_as_it_is and all(buffer.constant for buffer in buffers_of(value)):
+            return value
         return self._operand(value)
 
     def _attended(self, value: Value) -> Value:

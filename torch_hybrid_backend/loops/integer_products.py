@@ -171,10 +171,14 @@ def integer_product(op: MatMulOp | ConvOp, realize: Realize) -> tuple[LoopOp, Ma
 
     Both operands are quantised, the right one constant and symmetric. `realize`: called with what the product reads.
     """
-    if isinstance(op, IntegerMatMulOp | IntegerConvOp) or not scalar.is_float(op.out.dtype) and op.out.dtype not in _HALF:
+    if isinstance(op, IntegerMatMulOp | IntegerConvOp) or (
+        not scalar.is_float(op.out.dtype) and op.out.dtype not in _HALF
+    ):
         return None
     (left, of_left), (right, of_right) = (
-        ((op.a, (2,)), (op.b, (1,))) if isinstance(op, MatMulOp) else ((op.x, (1, *_spatial(op.x))), (op.w, (1, *_spatial(op.w))))
+        ((op.a, (2,)), (op.b, (1,)))
+        if isinstance(op, MatMulOp)
+        else ((op.x, (1, *_spatial(op.x))), (op.w, (1, *_spatial(op.w))))
     )
     a, b = _operand(left, of_left), _operand(right, of_right)
     if a is None or b is None or b.first.zero is not None:

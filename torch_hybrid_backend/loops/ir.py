@@ -284,7 +284,9 @@ class IntegerMatMulOp(MatMulOp):
 
     def reads(self) -> list[Buffer]:
         own = MatMulOp.reads(self)
-        return own if self.zero is None else _unique([*own, *buffers_of_expr(self.zero(domain_vars(self.out.shape[:2])))])
+        return (
+            own if self.zero is None else _unique([*own, *buffers_of_expr(self.zero(domain_vars(self.out.shape[:2])))])
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -308,7 +310,7 @@ class ConvOp(LoopOp):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IntegerConvOp(ConvOp):
-    """The convolution of x - `zero` with w, exactly: operands of 8 bits, `out` int32. What lies around x counts as `zero` before it is moved."""
+    """The convolution of x - `zero` with w, exactly: operands of 8 bits, `out` int32. Zeros lie around x - `zero`, not around x."""
 
     zero: int = 0
 

@@ -15,11 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch_hybrid_backend.core.device import Device
+from torch_hybrid_backend.core.limits import MEMORY_ALIGNMENT
 
 # A cache line, and the widest vector register: csrc/include/aligned_block.h aligns the arena itself to it.
 ALIGNMENT = 64
-# On other devices: csrc/include/device.h.
-_DEVICE_ALIGNMENT = 256
 
 # Orders tried where the first misses the bound, and pairs of buffers looked at for it: some 0.1 s.
 _MAX_ORDERS, _MAX_PAIRS = 64, 500_000
@@ -44,7 +43,7 @@ class ArenaLayout:
 
 def alignment_on(device: Device) -> int:
     """What offsets in an arena of the device must be multiples of, in bytes."""
-    return ALIGNMENT if device.is_host else _DEVICE_ALIGNMENT
+    return ALIGNMENT if device.is_host else MEMORY_ALIGNMENT
 
 
 def plan_arena(ranges: Sequence[LiveRange], alignment: int = ALIGNMENT) -> ArenaLayout:

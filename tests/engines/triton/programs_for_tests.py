@@ -23,10 +23,16 @@ TARGETS = {"hopper": HOPPER, "large tiles": INTERPRETER}
 def run_program(
     kernel: Kernel, inputs: Mapping[Buffer, torch.Tensor], target: Target = HOPPER, sizes: tuple[int, ...] = ()
 ) -> list[torch.Tensor]:
-    """The logical tensors the kernel writes, given those it reads. Nothing but those may be written."""
+    """The logical tensors the kernel writes, given those it reads. Nothing but those may be written. One that is given too keeps what is not
+    written."""
     program = emit_kernel(kernel, "kernel", target)
     memory = [to_memory(inputs[arg.buffer], arg.layout) for arg in kernel.reads]
-    written = [torch.full((arg.span,), 77).to(getattr(torch, arg.buffer.dtype)) for arg in kernel.writes]
+    written = [
+        to_memory(inputs[arg.buffer], arg.layout)
+        if arg.buffer in inputs
+        else torch.full((arg.span,), 77).to(getattr(torch, arg.buffer.dtype))
+        for arg in kernel.writes
+    ]
     launch(program, [*memory, *written], sizes)
     return [w[offsets(arg.buffer.shape, arg.layout)] for w, arg in zip(written, kernel.writes, strict=True)]
 

@@ -15,12 +15,19 @@ from tests.services_for_tests import services
 from torch_hybrid_backend import session
 from torch_hybrid_backend.codegen.assemble import assemble
 from torch_hybrid_backend.codegen.engine import KernelEngine, KernelRegion
+from torch_hybrid_backend.codegen.kernel_cache import Artifact
+from torch_hybrid_backend.codegen.variants import Variant
+from torch_hybrid_backend.codegen.workers.protocol import Job
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline
+from torch_hybrid_backend.core.program import Program
+from torch_hybrid_backend.engines.triton import compiler
 from torch_hybrid_backend.engines.triton import engine as triton_engine
+from torch_hybrid_backend.engines.triton.alternatives import tiled
 from torch_hybrid_backend.engines.triton.backend import TritonBackend
+from torch_hybrid_backend.engines.triton.schedules.tilings import Tiling
 from torch_hybrid_backend.engines.triton.target import Target
-from torch_hybrid_backend.loops.kernels import Kernel
+from torch_hybrid_backend.loops.kernels import Kernel, MatMulKernel
 from torch_hybrid_backend.partition.regions import partition_graph
 
 HOPPER = Target(90, 4, is_interpreted=True)
@@ -65,6 +72,25 @@ def compiled(
     (region,) = engine.compile([segment.region], Deadline(300.0))
     assert isinstance(region, KernelRegion), region
     return region, [inputs[graph.inputs.index(name)] for name in segment.inputs]
+
+
+def program_of(
+    folder: Path, function: Callable[..., torch.Tensor], *inputs: torch.Tensor, tiling: Tiling
+) -> tuple[Program, list[torch.Tensor]]:
+    """The function's one region as a program, its matrix products cut up as `tiling` says, and what it takes of the inputs."""
+    graph = partition_graph(
+        trace(function, *inputs), [KernelEngine(TritonBackend(HOPPER), Config(), services())], Config()
+    ).graph
+    (segment,) = graph.segments
+    region = assemble(segment.region, TritonBackend(HOPPER))
+    ways = [Variant("", tiled(k, tiling) if isinstance(k, MatMulKernel) else (k,)) for k in region.kernels]
+    chosen = region.with_variants(ways)
+    artifacts = []
+    for number, kernel in enumerate(chosen.kernels):
+        job = Job(f"key_{number}", f"kernel_{number}", kernel, HOPPER, str(folder / f"{number}.kernel"))
+        compiler.compile_kernel(job)
+        artifacts.append(Artifact(job.output, job.symbol, job.key))
+    return chosen.program(artifacts), [inputs[graph.inputs.index(name)] for name in segment.inputs]
 
 
 def kernel_of(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Kernel:

@@ -27,6 +27,7 @@ from torch_hybrid_backend.engines.triton.engine import TritonEngine
 from torch_hybrid_backend.engines.triton.host_driver import HostLaunch
 from torch_hybrid_backend.engines.triton.target import INTERPRETER, Target
 from torch_hybrid_backend.partition.regions import partition_graph
+from torch_hybrid_backend.sizes.size import Dim
 
 
 class Gpus:
@@ -123,14 +124,26 @@ def test_where_kernels_run() -> None:
 
 @pytest.mark.parametrize("target", [Target(90, 132), Target(90, 132, is_interpreted=True)])
 def test_a_kernel_is_a_launch(target: Target, tmp_path: Path) -> None:
-    """As many programs as there are blocks, with what the compiler says that they need; Triton's two scratch addresses are null."""
+    """As many programs as there are blocks, with what the compiler says that they need. Of Triton's two scratch addresses the second one is
+    null; the first one is memory for all programs where they need some."""
+    asked: list[Dim] = []
+
+    def working(size: Dim) -> int:
+        asked.append(size)
+        return 9
+
     path = tmp_path / "a.kernel"
     write(path, Header("", "scale_0d1d", {"x": "*fp32", "y": "*fp32"}, {}, 256, 4096), b"code")
-    step = TritonBackend(target).step(scale_kernel(5000), Artifact(str(path), "scale", "key"), (3, 7))
+    step = TritonBackend(target).step(scale_kernel(5000), Artifact(str(path), "scale", "key"), (3, 7), working)
     assert type(step) is (HostLaunch if target.is_interpreted else DeviceLaunch)
     assert isinstance(step, DeviceLaunch)
     assert (step.module, step.symbol, step.arguments, step.writes) == (str(path), "scale_0d1d", (3, 7), 1)
     assert (step.grid, step.threads, step.shared_bytes, step.scratch) == ((5, 1, 1), 256, 4096, (NULL, NULL))
+    assert not asked
+    write(path, Header("", "scale_0d1d", {"x": "*fp32", "y": "*fp32"}, {}, 256, 4096, 384), b"code")
+    step = TritonBackend(target).step(scale_kernel(5000), Artifact(str(path), "scale", "key"), (3, 7), working)
+    assert isinstance(step, DeviceLaunch)
+    assert (step.scratch, step.written, asked) == ((9, NULL), (7, 9), [5 * 384])
 
 
 def test_each_gpu_has_code_of_its_own(tmp_path: Path, request: pytest.FixtureRequest) -> None:

@@ -16,11 +16,13 @@ from tests.engines.tvm.kernels_for_tests import row_sum_kernel, scale_kernel, sc
 from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
 from torch_hybrid_backend.codegen.workers.protocol import Job
 from torch_hybrid_backend.engines.triton import artifact, compiler
+from torch_hybrid_backend.engines.triton.alternatives import tiled
+from torch_hybrid_backend.engines.triton.schedules.tilings import Tiling
 from torch_hybrid_backend.engines.triton.target import INTERPRETER, Target
 from torch_hybrid_backend.errors import CompileError
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.ir import Call
-from torch_hybrid_backend.loops.kernels import Kernel
+from torch_hybrid_backend.loops.kernels import Kernel, MatMulKernel
 from torch_hybrid_backend.sizes.size import symbol
 
 _KERNELS = {
@@ -182,6 +184,18 @@ def test_what_cannot_be_printed_is_an_error(workers: KernelCompiler, tmp_path: P
     assert "kernel_a" in str(failed)
     assert "'shl' has no code" in str(failed)
     assert isinstance(made, Path)
+
+
+def test_more_shared_memory_than_there_is_is_an_error(workers: KernelCompiler, tmp_path: Path) -> None:
+    """Found when it is compiled, not when it is loaded."""
+    pytest.importorskip("triton")
+    half = torch.float16
+    kernel = kernel_of(torch.mm, torch.empty(512, 512, dtype=half), torch.empty(512, 512, dtype=half))
+    assert isinstance(kernel, MatMulKernel)
+    (large,) = tiled(kernel, Tiling(128, 128, 64, 8, 8))
+    (got,) = workers.compile([Job("large", "kernel_1", large, Target(80, 108), str(tmp_path / "a.kernel"))], 300.0)
+    assert isinstance(got, CompileError)
+    assert re.search(r"takes \d+ bytes of shared memory, and a program may have 166912", str(got))
 
 
 def test_the_user_s_process_never_imports_triton() -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.compiling import fresh_dynamo, kernel_cache
+from tests.engines.triton.regions_for_tests import program_of
 from torch_hybrid_backend import session
 from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.core.program import NULL, DeviceLaunch, Program, ScalarArgument
@@ -28,6 +29,7 @@ from torch_hybrid_backend.engines.triton.host_driver import (
     Status,
     find_address,
 )
+from torch_hybrid_backend.engines.triton.schedules.tilings import Tiling
 from torch_hybrid_backend.errors import DeviceError, HybridError
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 
@@ -89,6 +91,38 @@ def test_every_kind_of_parameter(tmp_path: Path) -> None:
     for seed in range(2):
         x = torch.randn(40, generator=torch.Generator().manual_seed(seed))
         torch.testing.assert_close(run([x])[0], (x + 3) * 0.5 + 0.25)
+
+
+def test_scratch_memory_is_lent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To each program of a product that TMA feeds, for two descriptors: it is the launch's own. What is written there, as a GPU would write it,
+    is no input, no result, and nothing that another kernel of the plan still needs."""
+    programs, lent = 7, list[int]()
+    launched = HostDriver.launch
+
+    def launch(self: HostDriver, number: int, grid: Any, parameters: Any) -> None:
+        if grid != (programs, 1, 1):
+            return launched(self, number, grid, parameters)
+        scratch = ctypes.c_void_p.from_address(parameters(len(product.arguments))).value
+        assert scratch is not None
+        lent.append(scratch)
+        ctypes.memset(scratch, 0xFF, programs * 256)
+        launched(self, number, grid, parameters)
+        ctypes.memset(scratch, 0xFF, programs * 256)
+        return None
+
+    monkeypatch.setattr(HostDriver, "launch", launch)
+    inputs = torch.randn(40, 72), torch.randn(56, 72), torch.randn(40, 56)
+    function = lambda x, w, o: torch.softmax(torch.nn.functional.linear(x.exp(), w) + o, -1)  # noqa: E731
+    program, taken = program_of(tmp_path, function, *inputs, tiling=Tiling(16, 32, 16, persistent=programs))
+    (product,) = (step for step in program.steps if isinstance(step, DeviceLaunch) and step.grid == (programs, 1, 1))
+    scratch, profile = product.scratch
+    assert (program.buffers[scratch].span, program.buffers[scratch].dtype, profile) == (programs * 256, "uint8", NULL)
+    run = ProgramRunner(program)
+    for _ in range(2):
+        (got,) = run(taken)
+        torch.testing.assert_close(got.double(), function(*(x.double() for x in inputs)), rtol=1e-4, atol=1e-5)
+    assert len(lent) == 2
+    assert len({*lent}) == 1, "addresses of a frame stay as they are: a CUDA graph has them"
 
 
 @pytest.mark.usefixtures("interpreted")

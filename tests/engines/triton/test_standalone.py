@@ -14,8 +14,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tests.engines.triton.regions_for_tests import compiled
+from tests.engines.triton.regions_for_tests import HOPPER, compiled, kernels_of, program_of
+from torch_hybrid_backend.codegen.kernel_cache import Artifact
 from torch_hybrid_backend.core.program import DeviceLaunch
+from torch_hybrid_backend.engines.triton.alternatives import tiled
+from torch_hybrid_backend.engines.triton.backend import TritonBackend
+from torch_hybrid_backend.engines.triton.schedules.tilings import Tiling
+from torch_hybrid_backend.loops.kernels import MatMulKernel
 from torch_hybrid_backend.report import Explanation
 
 pytest.importorskip("triton")
@@ -74,6 +79,24 @@ def test_the_files_run_alone(block: tuple[Any, ...]) -> None:
         assert written.count_nonzero()
         lines.append(f"out0: {written.dtype}, {written.numel()} elements, mean {written.double().mean().item():.6g}\n")
     assert printed == "".join(lines)
+
+
+def test_memory_for_descriptors_is_lent(tmp_path: Path) -> None:
+    """To a kernel that makes some, by Triton's own way of asking for it."""
+    inputs = torch.randn(40, 72), torch.randn(24, 72)
+    tiling = Tiling(16, 32, 16, persistent=3)
+    (kernel,) = kernels_of(functional.linear, *inputs)
+    assert isinstance(kernel, MatMulKernel)
+    (made,) = tiled(kernel, tiling)
+    program, taken = program_of(tmp_path, functional.linear, *inputs, tiling=tiling)
+    (step,) = program.steps
+    text = TritonBackend(HOPPER).text(made, Artifact(step.module, "kernel_0", "key"), step).text
+    assert text.count("triton.set_allocator(") == 1
+    path, out = tmp_path / "alone.py", torch.empty(40 * 24)
+    path.write_text(text)
+    read = dict(zip(program.inputs, taken, strict=True))
+    runpy.run_path(str(path))["launch"](*(read[number].flatten() for number in step.memory[:2]), out)
+    torch.testing.assert_close(out.view(40, 24), functional.linear(*inputs), rtol=1e-5, atol=1e-5)
 
 
 def test_places_are_where_the_kernel_may_read(tmp_path: Path) -> None:

@@ -8,18 +8,17 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tests.partition.engines_for_tests import trace
-from torch_hybrid_backend.codegen.engine import KernelRegion
+from torch_hybrid_backend.codegen.engine import KernelEngine, KernelRegion
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.region import Region
-from torch_hybrid_backend.engines.tvm.engine import TvmEngine
 from torch_hybrid_backend.partition.regions import partition_graph
 
 # A function of an input and of constants behind it, and what makes them.
 RegionCase = tuple[Callable[..., torch.Tensor], Callable[[], Sequence[torch.Tensor]]]
 
 
-def compiled_region(engine: TvmEngine, case: RegionCase) -> tuple[Region, KernelRegion, list[torch.Tensor]]:
+def compiled_region(engine: KernelEngine, case: RegionCase) -> tuple[Region, KernelRegion, list[torch.Tensor]]:
     """The case's one region, all inputs but the first constant; what the engine made of it; and the inputs."""
     function, make = case
     torch.manual_seed(0)

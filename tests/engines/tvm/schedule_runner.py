@@ -63,7 +63,9 @@ def compile_kernel(kernel: Kernel, emit: Emit, target: Target = HOST) -> Any:
     """The module whose function `kernel` takes the arguments' 1-D arrays."""
     printer = printer_of(kernel)
     body = emit(kernel, printer.builder, printer, target)
-    function = prim_func("kernel", [array for array, _ in printer.arguments.values()], body, printer.builder.llvm_helpers)
+    function = prim_func(
+        "kernel", [array for array, _ in printer.arguments.values()], body, printer.builder.llvm_helpers
+    )
     return build("kernel", function, tvm_target(target))
 
 

@@ -19,7 +19,7 @@ from torch_hybrid_backend.loops.index import LoopVar, var
 from torch_hybrid_backend.loops.ir import Buffer
 from torch_hybrid_backend.loops.kernels import Argument, MapKernel, Store
 from torch_hybrid_backend.loops.layout import contiguous
-from torch_hybrid_backend.sizes.size import symbol
+from torch_hybrid_backend.sizes.size import Dim, symbol
 
 _AVX512 = Target("x86-64-v4", "x", ("avx2", "avx512f"), 16, 2, 48 << 10, 1 << 20)
 
@@ -57,23 +57,27 @@ def test_what_doctor_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cc" in missing["linker"]
 
 
+def _no_memory(_: Dim) -> int:
+    raise AssertionError("TVM's kernels ask for none")
+
+
 def test_steps_call_the_kernel_with_its_sizes() -> None:
     """The artifact's function, the buffers' numbers, how many are written, then the sizes in the kernel's order."""
-    step = TvmBackend(_AVX512).step(scale_kernel(), Artifact("a.so", "kernel_a", "key"), (4, 2))
+    step = TvmBackend(_AVX512).step(scale_kernel(), Artifact("a.so", "kernel_a", "key"), (4, 2), _no_memory)
     assert (step.library, step.symbol, step.arguments, step.writes, step.sizes) == ("a.so", "kernel_a", (4, 2), 1, ())
     n, m = symbol("n", 7), symbol("m", 9)
     x, out = (Argument(Buffer((n, m), "float32"), contiguous((n, m))) for _ in range(2))
     point = (var("i", n), var("j", m))
     stores = (Store(out.buffer, point, x.buffer.at(point)),)
     kernel = MapKernel((x,), (out,), (LoopVar("j", m), LoopVar("i", n)), stores)
-    step = TvmBackend(_AVX512).step(kernel, Artifact("b.so", "kernel_b", "key"), (0, 1))
+    step = TvmBackend(_AVX512).step(kernel, Artifact("b.so", "kernel_b", "key"), (0, 1), _no_memory)
     assert step.sizes == (m, n)
 
 
 def test_a_kernel_s_text_is_its_tir() -> None:
     """Of the schedule that was compiled, under the name that the plan has."""
     backend, artifact = TvmBackend(_AVX512), Artifact("a.so", "map_mul_0123", "key")
-    text = backend.text(scale_kernel(), artifact, backend.step(scale_kernel(), artifact, (0, 1)))
+    text = backend.text(scale_kernel(), artifact, backend.step(scale_kernel(), artifact, (0, 1), _no_memory))
     assert (text.name, text.suffix) == ("map_mul_0123", ".tir.py")
     assert "def map_mul_0123(" in text.text
     assert "T.vectorized(16)" in text.text

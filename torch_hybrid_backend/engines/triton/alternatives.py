@@ -7,8 +7,10 @@ from collections.abc import Sequence
 
 from torch_hybrid_backend.codegen.variants import Variant
 from torch_hybrid_backend.engines.triton.kernels import FlashKernel, split_along_keys
-from torch_hybrid_backend.engines.triton.schedules import attention, convolution, depthwise, matmul
+from torch_hybrid_backend.engines.triton.schedules import attention, convolution, depthwise, matmul, stream_k
 from torch_hybrid_backend.engines.triton.schedules.tilings import (
+    FixUpKernel,
+    StreamMatMulKernel,
     TiledConvKernel,
     TiledMatMulKernel,
     Tiling,
@@ -19,7 +21,7 @@ from torch_hybrid_backend.loops.fusion import replace_loads
 from torch_hybrid_backend.loops.index import LoopVar, as_index, contiguous_strides, index_of
 from torch_hybrid_backend.loops.ir import Buffer, Expr, Load, buffers_of_expr
 from torch_hybrid_backend.loops.kernels import Argument, ConvKernel, Kernel, MapKernel, MatMulKernel, Store
-from torch_hybrid_backend.loops.layout import Strided
+from torch_hybrid_backend.loops.layout import Strided, contiguous
 from torch_hybrid_backend.loops.ops import add
 
 _MOST = 3  # beside the kernel itself
@@ -27,7 +29,7 @@ _CERTAIN_GAIN = 1.2  # of the estimate: what is preferred to the kernel before a
 
 
 def alternatives(kernel: Kernel, target: Target) -> list[Variant]:
-    """The other ways of computing a kernel, best estimate first: the best of each shape of tile."""
+    """The other ways of computing a kernel, best estimate first: the best of each shape of tile, and of each way of sharing the work."""
     if isinstance(kernel, FlashKernel):
         parts = attention.parts_of_keys(kernel, target)
         if parts == 1:
@@ -41,14 +43,16 @@ def alternatives(kernel: Kernel, target: Target) -> list[Variant]:
     else:
         return []
     costs = dict(ranked(work, target))
-    of_shape: dict[tuple[int, int, bool], Tiling] = {}
+    of_kind: dict[tuple[int | bool, ...], Tiling] = {}
     for tiling in costs:
         if tiling != own:
-            of_shape.setdefault((tiling.rows, tiling.columns, tiling.splits > 1), tiling)
+            of_kind.setdefault(tiling.kind, tiling)
     found: list[Variant] = []
-    for tiling in [*of_shape.values()][:_MOST]:
+    for tiling in [*of_kind.values()][:_MOST]:
         cost = costs[tiling] / costs[own] if costs[own] else 1.0
-        is_preferred = not found and cost * _CERTAIN_GAIN < 1
+        # One that TMA serves is for the clock alone: on a GPU it has not run yet.
+        is_first = not tiling.persistent and not any(variant.is_preferred for variant in found)
+        is_preferred = is_first and cost * _CERTAIN_GAIN < 1
         found.append(Variant(tiling.name, tiled(kernel, tiling), is_preferred=is_preferred, cost=cost))
     return found
 
@@ -57,8 +61,12 @@ def tiled(kernel: MatMulKernel | ConvKernel, tiling: Tiling) -> tuple[Kernel, ..
     """The kernels that compute what `kernel` does, cut up as `tiling` says.
 
     Where that splits k (split-K), the first writes the sums of the parts, in the accumulator's dtype, and the second adds those in a fixed
-    order, and has the epilogue: results do not depend on which program is done first.
+    order, and has the epilogue: results do not depend on which program is done first. Where programs share the last tiles (stream-K), the
+    second does so with these.
     """
+    if tiling.sharers:
+        assert isinstance(kernel, MatMulKernel)
+        return _stream(kernel, tiling)
     if tiling.splits == 1:
         return (_with(kernel, tiling=tiling),)
     sums = kernel.accumulator
@@ -85,9 +93,19 @@ def tiled(kernel: MatMulKernel | ConvKernel, tiling: Tiling) -> tuple[Kernel, ..
     return first, MapKernel((partial, *rest), kernel.writes, kernel.domain, stores)
 
 
-def _with(kernel: MatMulKernel | ConvKernel, **changed: object) -> Kernel:
+def _stream(kernel: MatMulKernel, tiling: Tiling) -> tuple[Kernel, ...]:
+    sums = kernel.accumulator
+    shape = (stream_k.shares_in(kernel.domain, kernel.k, tiling).sums, tiling.rows, tiling.columns)
+    partial = Argument(Buffer(shape, sums.dtype, "partial"), contiguous(shape))
+    first = _with(kernel, StreamMatMulKernel, writes=(*kernel.writes, partial), tiling=tiling, partial=partial.buffer)
+    rest = _read_by(kernel, [store.value for store in kernel.stores])
+    common = (kernel.domain, tiling, kernel.k, partial.buffer, sums, kernel.stores)
+    return first, FixUpKernel((partial, *rest), kernel.writes, *common)
+
+
+def _with(kernel: MatMulKernel | ConvKernel, kind: type[Kernel] | None = None, **changed: object) -> Kernel:
     """The kernel with a tiling, and other fields changed."""
-    kind = TiledMatMulKernel if isinstance(kernel, MatMulKernel) else TiledConvKernel
+    kind = kind or (TiledMatMulKernel if isinstance(kernel, MatMulKernel) else TiledConvKernel)
     fields = {field.name: getattr(kernel, field.name) for field in dataclasses.fields(kernel)}
     made: Kernel = kind(**{**fields, **changed})
     return made

@@ -26,7 +26,8 @@ _END = _LENGTH.size + len(_MAGIC)
 @dataclass(frozen=True, slots=True)
 class Header:
     """`symbol`: the kernel's name in the machine code. `signature`: its parameters' types by name, as Triton writes them ("*fp32": an address),
-    but those of `constants`, its `tl.constexpr` parameters. `threads`: of a program."""
+    but those of `constants`, its `tl.constexpr` parameters. `threads`: of a program. `scratch_bytes`: of the device's memory that a launch
+    lends each program, for descriptors of tensors (`schedules/boxes.py`)."""
 
     text: str
     symbol: str
@@ -34,6 +35,7 @@ class Header:
     constants: Mapping[str, int]
     threads: int
     shared_bytes: int = 0
+    scratch_bytes: int = 0
 
 
 def write(path: Path, header: Header, code: bytes = b"") -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -41,7 +41,7 @@ from torch_hybrid_backend.loops.kernels import Kernel, kernel_sizes
 from torch_hybrid_backend.loops.layout import Layout
 from torch_hybrid_backend.loops.policy import FusionPolicy
 from torch_hybrid_backend.machine import float32_precision
-from torch_hybrid_backend.sizes.size import symbol
+from torch_hybrid_backend.sizes.size import Dim, product, symbol
 
 # What a launch hands to a kernel besides its own parameters is Triton's to change, and it has. With these kernels have been compiled.
 _FIRST_VERSION, _END_VERSION = (3, 6), (3, 8)
@@ -119,10 +119,15 @@ class TritonBackend:
             kernels = [dataclasses.replace(variant, is_preferred=False) for variant in kernels]
         return (*operators, *kernels)
 
-    def step(self, kernel: Kernel, artifact: Artifact, arguments: tuple[int, ...]) -> Step:
+    def step(
+        self, kernel: Kernel, artifact: Artifact, arguments: tuple[int, ...], working: Callable[[Dim], int]
+    ) -> Step:
         """A launch on the GPU, or by the interpreter's driver."""
         launch: Launch = schedule_of(kernel).launch(kernel, self.target)
         header, _ = read_artifact(Path(artifact.path))
+        # Triton's own memory, which each program has its part of; nothing of ours asks for what its profiler wants.
+        programs = product(launch.grid)
+        scratch = working(header.scratch_bytes * programs) if header.scratch_bytes else NULL
         launched = HostLaunch if self.target.is_interpreted else DeviceLaunch
         return launched(
             artifact.path,
@@ -133,7 +138,7 @@ class TritonBackend:
             header.threads,
             tuple(ScalarArgument("int32", symbol(size.name, size.hint)) for size in kernel_sizes(kernel)),
             header.shared_bytes,
-            (NULL, NULL),  # Triton's own scratch memory: no kernel of ours asks for it
+            (scratch, NULL),
         )
 
     def text(self, kernel: Kernel, artifact: Artifact, step: Step) -> KernelText:

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from torch_hybrid_backend.codegen.workers.protocol import Job
-from torch_hybrid_backend.core.limits import ADDRESS_ALIGNMENT
+from torch_hybrid_backend.core.limits import ADDRESS_ALIGNMENT, MEMORY_ALIGNMENT
 from torch_hybrid_backend.engines.triton import artifact, installed
 from torch_hybrid_backend.engines.triton.emit import Program, emit_kernel
+from torch_hybrid_backend.engines.triton.schedules.tilings import most_shared_bytes
 from torch_hybrid_backend.engines.triton.source import function_of
 from torch_hybrid_backend.engines.triton.target import Target
 from torch_hybrid_backend.errors import CompileError
@@ -38,7 +39,12 @@ def compile_kernel(job: Job) -> None:
     if target.is_interpreted:
         code = b""
         header = artifact.Header(
-            program.text, program.name, program.signature, program.launch.constants, 32 * program.launch.warps
+            program.text,
+            program.name,
+            program.signature,
+            program.launch.constants,
+            32 * program.launch.warps,
+            scratch_bytes=program.scratch_bytes,
         )
     else:
         header, code = _compiled(program, target, Path(job.output) if job.assembly else None)
@@ -68,8 +74,15 @@ def _compiled(program: Program, target: Target, beside: Path | None) -> tuple[ar
         options = {"num_warps": program.launch.warps, "num_stages": program.launch.stages}
         compiled = triton.compile(source, target=GPUTarget("cuda", target.capability, 32), options=options)
     metadata = compiled.metadata
-    if metadata.global_scratch_size:
-        raise CompileError(f"{program.name} asks for scratch memory, which launches do not give it")
+    if metadata.shared > (most := most_shared_bytes(target)):
+        raise CompileError(
+            f"{program.name} takes {metadata.shared} bytes of shared memory, and a program may have {most}"
+        )
+    if metadata.global_scratch_size % metadata.global_scratch_align or MEMORY_ALIGNMENT % metadata.global_scratch_align:
+        raise CompileError(
+            f"{program.name} asks for {metadata.global_scratch_size} bytes of scratch memory at multiples of {metadata.global_scratch_align},"
+            f" and plans lend it at multiples of {MEMORY_ALIGNMENT}"
+        )
     if beside is not None:
         beside.with_suffix(".ptx").write_text(compiled.asm["ptx"])
     header = artifact.Header(
@@ -79,6 +92,7 @@ def _compiled(program: Program, target: Target, beside: Path | None) -> tuple[ar
         program.launch.constants,
         32 * metadata.num_warps,
         metadata.shared,
+        metadata.global_scratch_size,
     )
     return header, compiled.asm["cubin"]
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch_hybrid_backend.engines.triton.functions import DTYPES, FUNCTIONS
 from torch_hybrid_backend.engines.triton.printer import Printer
 from torch_hybrid_backend.engines.triton.schedules import schedule_of
+from torch_hybrid_backend.engines.triton.schedules.boxes import DESCRIPTOR_BYTES
 from torch_hybrid_backend.engines.triton.source import Launch, Lines
 from torch_hybrid_backend.engines.triton.target import Target
 from torch_hybrid_backend.loops.kernels import Kernel, kernel_sizes
@@ -17,12 +18,13 @@ from torch_hybrid_backend.sizes.size import Symbol, size_hint, symbols
 @dataclass(frozen=True, slots=True)
 class Program:
     """A kernel as Triton's compiler wants it. `text`: a module whose function `name` is the kernel; `signature`: the types of the function's
-    parameters by name, but those of `launch.constants`."""
+    parameters by name, but those of `launch.constants`. `scratch_bytes`: of memory that each program needs beside them."""
 
     name: str
     text: str
     signature: dict[str, str]
     launch: Launch
+    scratch_bytes: int
 
 
 _HEAD = '''"""{title}"""
@@ -94,4 +96,4 @@ def emit_kernel(kernel: Kernel, name: str, target: Target) -> Program:
             multiples=", ".join(multiples),
             arguments=", ".join(arguments),
         )
-    return Program(name, text, signature, launch)
+    return Program(name, text, signature, launch, DESCRIPTOR_BYTES * printer.descriptors)

@@ -58,7 +58,8 @@ class Tile:
 class Printer:
     """Prints the expressions of one kernel. Owns the names of its arguments, sizes and functions; `lines` is where it writes.
 
-    `is_wide`: addresses need 64 bits. `locals`: loads of buffers that live in the kernel only.
+    `is_wide`: addresses need 64 bits. `locals`: loads of buffers that live in the kernel only. `copied`: tiles that stand for loads, with zeros
+    where nothing is; `descriptors`: of tensors that they are copied from, so many each program makes.
     """
 
     def __init__(
@@ -67,6 +68,8 @@ class Printer:
         self.lines = lines
         self.functions: set[str] = set()
         self.locals: dict[Buffer, Callable[[tuple[Index, ...]], Value]] = {}
+        self.copied: dict[Expr, Value] = {}
+        self.descriptors = 0
         self.arguments = arguments = (*reads, *writes)
         self.names = [f"in{i}" for i in range(len(reads))] + [f"out{i}" for i in range(len(writes))]
         self._names = {a.buffer: name for a, name in reversed([*zip(arguments, self.names, strict=True)])}
@@ -82,6 +85,10 @@ class Printer:
         self._sharing = Sharing()
 
     # What stands around expressions.
+
+    def name_of(self, buffer: Buffer) -> str:
+        """The parameter that has an argument's address."""
+        return self._names[buffer]
 
     def variable(self, variable: LoopVar, value: Value) -> None:
         """A variable of the schedule's: what holds its value."""
@@ -260,6 +267,8 @@ class Printer:
         """An element as it lies in memory, not widened."""
         if e.buffer.by_value:
             return Value(self._names[e.buffer])
+        if (copied := self.copied.get(e)) is not None:
+            return self.let(copied.text, copied.dims)
         place = self._offset(e.buffer, e.index)
         mask = self._mask(place.dims)
         place = self._spread(place, place.dims | mask.dims) if mask is not None else place

@@ -31,7 +31,7 @@ def arguments(device):
 
 def launch(*arguments):
     """As the plan does."""
-    kernel = {name}
+{lend}    kernel = {name}
     if triton.knobs.runtime.interpret:  # Triton's interpreter lacks functions, which this package has substitutes of
         from torch_hybrid_backend.engines.triton.interpreted import interpretable
 
@@ -48,6 +48,9 @@ if __name__ == "__main__":
     if on_gpu:
         print(f"{{1e3 * triton.testing.do_bench(lambda: launch(*given)):.2f}} us")  # which waits for it
 '''
+_LEND = """    # What Triton's launcher lends programs for the descriptors that they make.
+    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
+"""
 _MOST_INDEX = 1 << 31
 
 
@@ -68,6 +71,7 @@ def standalone(kernel: Kernel, name: str, header: Header, step: DeviceLaunch, la
     main = _MAIN.format(
         arguments="\n".join(f"        {line}" for line in lines),
         name=name,
+        lend=_LEND if header.scratch_bytes else "",
         grid=tuple(size_hint(n) for n in step.grid),
         constants="".join(f"{name}={value}, " for name, value in header.constants.items()),
         warps=launch.warps,

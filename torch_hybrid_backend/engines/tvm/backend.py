@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -31,7 +31,7 @@ from torch_hybrid_backend.loops.ir import Buffer
 from torch_hybrid_backend.loops.kernels import Kernel, kernel_sizes
 from torch_hybrid_backend.loops.layout import Layout
 from torch_hybrid_backend.loops.policy import FusionPolicy
-from torch_hybrid_backend.sizes.size import symbol
+from torch_hybrid_backend.sizes.size import Dim, symbol
 
 
 class TvmBackend:
@@ -84,7 +84,9 @@ class TvmBackend:
     def alternatives(self, kernel: Kernel, constants: Mapping[Buffer, Packed]) -> Sequence[Variant]:
         return alternatives(kernel, constants, self.target)
 
-    def step(self, kernel: Kernel, artifact: Artifact, arguments: tuple[int, ...]) -> KernelCall:
+    def step(
+        self, kernel: Kernel, artifact: Artifact, arguments: tuple[int, ...], working: Callable[[Dim], int]
+    ) -> KernelCall:
         sizes = tuple(symbol(size.name, size.hint) for size in kernel_sizes(kernel))
         return KernelCall(artifact.path, artifact.symbol, arguments, len(kernel.writes), sizes)
 

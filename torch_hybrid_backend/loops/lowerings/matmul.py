@@ -6,9 +6,21 @@ import math
 
 import torch
 
+from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.index import Index, as_index, var
-from torch_hybrid_backend.loops.ir import Buffer, Expr, Map, MatMulOp, Value, buffers_of_expr, canonical, compute_dtype
-from torch_hybrid_backend.loops.lowering import Context, lowers
+from torch_hybrid_backend.loops.integer_products import NARROW
+from torch_hybrid_backend.loops.ir import (
+    Buffer,
+    Expr,
+    IntegerMatMulOp,
+    Map,
+    MatMulOp,
+    Value,
+    buffers_of_expr,
+    canonical,
+    compute_dtype,
+)
+from torch_hybrid_backend.loops.lowering import Context, Refuse, lowers
 from torch_hybrid_backend.loops.lowerings import arithmetic as formula
 from torch_hybrid_backend.loops.lowerings.reducing import axes_of, reduced_body
 from torch_hybrid_backend.loops.lowerings.views import permuted, reshaped, selected
@@ -54,6 +66,16 @@ def _plus_scaled(ctx: Context, bias: Value, result: Value, beta: float, alpha: f
 @lowers(aten.mm.default)
 def mm(ctx: Context, a: Value, b: Value) -> Value:
     return product(ctx, a, b, ctx.out.dtype)
+
+
+@lowers(aten._int_mm.default)
+def int_mm(ctx: Context, a: Value, b: Value) -> Value:
+    """int8 or uint8 by int8, exactly, in int32."""
+    if not ctx.abilities.integer_products or not {a.dtype, b.dtype} <= set(NARROW):
+        raise Refuse(Reason.DTYPE, "products of integers are left to eager")
+    left, right = reshaped(a, (1, *a.shape)), reshaped(b, (1, *b.shape))
+    result = ctx.realize(IntegerMatMulOp(Buffer((1, a.shape[0], b.shape[1]), ctx.out.dtype), left, right))
+    return reshaped(result, ctx.shape)
 
 
 @lowers(aten.bmm.default)

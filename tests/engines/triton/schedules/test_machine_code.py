@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.conftest import Golden
 from tests.engines.triton.regions_for_tests import kernels_of
 from tests.engines.triton.resource_usage import resource_usage
 from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
 from torch_hybrid_backend.codegen.workers.protocol import Job
 from torch_hybrid_backend.engines.triton import artifact, compiler
 from torch_hybrid_backend.engines.triton.alternatives import alternatives, tiled
-from torch_hybrid_backend.engines.triton.schedules import tilings
+from torch_hybrid_backend.engines.triton.schedules import matmul, tilings
 from torch_hybrid_backend.engines.triton.schedules.tilings import Tiling
 from torch_hybrid_backend.engines.triton.target import Target
 from torch_hybrid_backend.loops.kernels import Kernel, MatMulKernel
@@ -31,11 +33,13 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Code:
-    """A kernel's PTX; `shared_bytes` of a program; `spill_bytes` of a thread."""
+    """A kernel's PTX; `shared_bytes` and `scratch_bytes` of a program; `spill_bytes` and `registers` of a thread."""
 
     ptx: str
     shared_bytes: int
+    scratch_bytes: int
     spill_bytes: int
+    registers: int
 
     def has(self, instruction: str) -> int:
         """How many of them there are."""
@@ -66,7 +70,8 @@ def _codes(kernels: Mapping[str, tuple[Kernel, Target]], workers: KernelCompiler
         assert isinstance(path, Path), path
         header, image = artifact.read(path)
         usage = resource_usage(image, header.shared_bytes)
-        codes[job.key] = _Code(path.with_suffix(".ptx").read_text(), usage.shared_bytes, usage.spill_bytes)
+        ptx = path.with_suffix(".ptx").read_text()
+        codes[job.key] = _Code(ptx, usage.shared_bytes, header.scratch_bytes, usage.spill_bytes, usage.registers)
     return codes
 
 
@@ -153,6 +158,90 @@ def test_memory_bound_ones_read_16_bytes_at_once(target: Target, workers: Kernel
         assert code.spill_bytes == 0, name
     for name in ("along k", "vector", "float32"):
         assert codes[name].narrow_loads <= 3, name  # of the vector, which one thread in two has a part of
+
+
+def _square(n: int, *batch: int) -> torch.Tensor:
+    return torch.empty(*batch, n, n, dtype=_half)
+
+
+_PRODUCTS: Mapping[str, tuple[Callable[..., torch.Tensor], Tensors]] = {
+    "linear": (_linear, _operands(4096, 4096, 4096, _bf16)),
+    "turned": (lambda a, b: a.t() @ b, (_square(4096), _square(4096))),
+    "batched": (torch.bmm, (_square(1024, 16), _square(1024, 16))),
+    "tf32": (_linear, _operands(4096, 4096, 4096, torch.float32)),
+}
+
+
+def _product(name: str, target: Target) -> tuple[MatMulKernel, Target]:
+    function, inputs = _PRODUCTS[name]
+    own = dataclasses.replace(target, tf32=name == "tf32")
+    kernel = _kernel(function, inputs, own)
+    assert isinstance(kernel, MatMulKernel)
+    return kernel, own
+
+
+def _persistent(name: str) -> dict[str, tuple[Kernel, Target]]:
+    """A product by each tiling of persistent programs that fits a Hopper."""
+    kernel, target = _product(name, _HOPPER)
+    found = tilings.persistent(matmul.work_of(kernel, target), target)
+    return {f"{name} {tiling.name}": (tiled(kernel, tiling)[0], target) for tiling in found}
+
+
+def _check_copied(codes: Mapping[str, _Code]) -> None:
+    for name, code in codes.items():
+        assert code.has(r"cp\.async\.bulk\.tensor"), name
+        assert not code.has(r"cp\.async\.c[ag]"), name
+        assert code.has(r"wgmma\.mma_async"), name
+        assert not code.has(r"mma\.sync"), name
+        assert code.has(r"st\.global\.v4\.b32"), name
+        # A descriptor is made in memory that another kernel had before: what the accelerator knows of that memory is out of date.
+        assert code.has(r"fence\.proxy\.tensormap::generic\.acquire\.gpu") == 2, name
+        assert code.scratch_bytes == 256, name
+        assert code.spill_bytes == 0, name
+        assert code.shared_bytes <= 227 << 10, name
+
+
+def test_operands_of_persistent_products_are_copied_by_tma(workers: KernelCompiler, tmp_path: Path) -> None:
+    """Both, in every order of memory and of batches, with descriptors of 128 bytes each, for `wgmma`; nothing is spilled."""
+    first = {name: kernel for of in _PRODUCTS for name, kernel in [next(iter(_persistent(of).items()))]}
+    _check_copied(_codes(first, workers, tmp_path))
+
+
+@pytest.mark.parametrize("target", [_AMPERE, _HOPPER], ids=["sm_80", "sm_90"])
+def test_shared_products(target: Target, workers: KernelCompiler, tmp_path: Path) -> None:
+    """Tensor cores, with operands copied ahead; sums are stored and read 16 bytes a thread. Nothing is spilled, nothing waits for another
+    program, and nothing is added by an atomic operation."""
+    kernel, target = _product("linear", target)
+    tiling = Tiling(128, 256 if target.capability == 90 else 128, 64, 8, 3, shared=30, sharers=100)
+    kernels = {name: (each, target) for name, each in zip(("shares", "sums"), tiled(kernel, tiling), strict=True)}
+    codes = _codes(kernels, workers, tmp_path)
+    for name, code in codes.items():
+        assert code.has(r"cp\.async\.cg"), name
+        assert code.has(r"st\.global\.v4\.b32"), name
+        assert not code.has(r"(?:atom|red|ld\.acquire)\."), name
+        assert code.spill_bytes == code.scratch_bytes == 0, name
+    assert codes["shares"].has(r"wgmma\.mma_async" if target.capability == 90 else r"mma\.sync")
+
+
+@pytest.mark.full
+def test_what_shared_and_persistent_products_take(workers: KernelCompiler, tmp_path: Path, golden: Golden) -> None:
+    """It is what it was: of each shape of persistent tiles, and of some shared ones. Nothing is spilled."""
+    copied = {name: kernel for of in _PRODUCTS for name, kernel in _persistent(of).items()}
+    kernels = dict(copied)
+    for target in (_AMPERE, _HOPPER):
+        kernel, _ = _product("linear", target)
+        for rows, columns, warps, stages in ((128, 128, 8, 3), (64, 128, 4, 4), (64, 64, 4, 4)):
+            tiling = Tiling(rows, columns, 64, warps, stages, shared=30, sharers=100)
+            for number, each in enumerate(tiled(kernel, tiling)):
+                kernels[f"{tiling.name}, kernel {number}, sm_{target.capability}"] = each, target
+    codes = _codes(kernels, workers, tmp_path)
+    _check_copied({name: codes[name] for name in copied})
+    lines = []
+    for name, code in codes.items():
+        assert code.spill_bytes == 0, name
+        lines.append(f"{name}: {code.registers} registers, {code.shared_bytes} bytes shared")
+    if compiler.version() == "3.7.1":  # that in constraints.txt
+        golden.check("\n".join(lines))
 
 
 @pytest.mark.full

@@ -9,8 +9,7 @@ from tests.codegen.regions_for_tests import region_of
 from torch_hybrid_backend.codegen.assemble import RegionKernels, assemble
 from torch_hybrid_backend.engines.tvm.backend import TvmBackend
 from torch_hybrid_backend.engines.tvm.cpu.kernels import PackedConvKernel, PackedMatMulKernel, UnpackedMatMulKernel
-from torch_hybrid_backend.engines.tvm.cpu.operands import packed_conv_weight_value
-from torch_hybrid_backend.engines.tvm.cpu.packing import pack_b, pack_conv_weight
+from torch_hybrid_backend.engines.tvm.cpu.packing import pack_b, pack_conv_weight, packed_conv_weight_value
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops.index import as_index
 from torch_hybrid_backend.loops.ir import Buffer, Const, Load

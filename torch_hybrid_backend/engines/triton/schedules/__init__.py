@@ -14,8 +14,14 @@ from torch_hybrid_backend.engines.triton.schedules import (
     pointwise,
     reduction,
     scatter,
+    stream_k,
 )
-from torch_hybrid_backend.engines.triton.schedules.tilings import TiledConvKernel, TiledMatMulKernel
+from torch_hybrid_backend.engines.triton.schedules.tilings import (
+    FixUpKernel,
+    StreamMatMulKernel,
+    TiledConvKernel,
+    TiledMatMulKernel,
+)
 from torch_hybrid_backend.errors import ScheduleError
 from torch_hybrid_backend.loops.kernels import ConvKernel, Kernel, MapKernel, MatMulKernel, RowKernel, ScatterKernel
 
@@ -26,6 +32,8 @@ _SCHEDULES: dict[type[Kernel], ModuleType] = {
     ScatterKernel: scatter,
     MatMulKernel: matmul,
     TiledMatMulKernel: matmul,
+    StreamMatMulKernel: stream_k,
+    FixUpKernel: stream_k,
     ConvKernel: convolution,
     TiledConvKernel: convolution,
     FlashKernel: attention,

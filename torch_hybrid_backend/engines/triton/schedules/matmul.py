@@ -8,11 +8,13 @@ Source: the grouped order of programs of Triton's matrix multiplication tutorial
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from torch_hybrid_backend.engines.triton.functions import DTYPES
 from torch_hybrid_backend.engines.triton.printer import Printer, Tile, Value
+from torch_hybrid_backend.engines.triton.schedules.boxes import Box, boxes_of, copies_both
 from torch_hybrid_backend.engines.triton.schedules.tiles import axis, blocks, flattened, program_start
 from torch_hybrid_backend.engines.triton.schedules.tilings import (
     HALVES,
@@ -21,16 +23,17 @@ from torch_hybrid_backend.engines.triton.schedules.tilings import (
     Work,
     best,
     part_of,
+    tiles_of,
     width_of,
 )
 from torch_hybrid_backend.engines.triton.source import Launch
 from torch_hybrid_backend.engines.triton.target import Target
-from torch_hybrid_backend.loops.index import Index, LoopVar, index_of
+from torch_hybrid_backend.loops.index import Index, LoopVar, as_index, index_of
 from torch_hybrid_backend.loops.ir import Call, Const, Expr, Load, count_calls, loads_of
-from torch_hybrid_backend.loops.kernels import Argument, ConvKernel, Kernel, MatMulKernel
+from torch_hybrid_backend.loops.kernels import Argument, ConvKernel, Kernel, MatMulKernel, Store
 from torch_hybrid_backend.loops.layout import offset_of
 from torch_hybrid_backend.loops.ops import ROUND_TARGETS
-from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, product, size_hint
+from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, known_int, product, size_hint
 
 _GROUP = 8  # rows of tiles
 _SHORT_EPILOGUE = 6  # operations
@@ -43,7 +46,8 @@ def launch(kernel: MatMulKernel, target: Target) -> Launch:
 
 def emit(kernel: MatMulKernel, printer: Printer, target: Target, launch: Launch) -> None:
     tiling = tiling_of(kernel, target)
-    (_emit_thin if tiling.is_thin else _emit_tiles)(kernel, printer, target, tiling)
+    how = _emit_thin if tiling.is_thin else _emit_persistent if tiling.persistent else _emit_tiles
+    how(kernel, printer, target, tiling)
 
 
 def tiling_of(kernel: MatMulKernel, target: Target) -> Tiling:
@@ -56,6 +60,7 @@ def work_of(kernel: MatMulKernel, target: Target) -> Work:
     sizes = [variable.extent for variable in (*kernel.domain, kernel.k)]
     batch, m, n, k = map(size_hint, sizes)
     is_known = not any(isinstance(size, Size) for size in sizes[:3])
+    is_all_known = is_known and not isinstance(kernel.k.extent, Size)
     return Work(
         batch,
         m,
@@ -69,36 +74,31 @@ def work_of(kernel: MatMulKernel, target: Target) -> Work:
         runs_along(kernel.b, kernel.reads, kernel.k),
         can_split=is_known,
         can_be_thin=is_known,
+        can_share=is_all_known,
+        can_copy=is_all_known and copies_both(kernel),
+        stored=max(width_of(write.buffer.dtype) for write in kernel.writes),
         has_long_epilogue=has_long_epilogue(kernel),
     )
 
 
 def _emit_tiles(kernel: MatMulKernel, printer: Printer, target: Target, tiling: Tiling) -> None:
-    batch, m, n = kernel.domain
-    part = part_of(kernel)
-    i, j = LoopVar("m", m.extent), LoopVar("n", n.extent)
-    ka, kb = LoopVar("ka", kernel.k.extent), LoopVar("kb", kernel.k.extent)
-    tile, left, right = Tile(("ROWS", "COLUMNS")), Tile(("ROWS", "DEPTH")), Tile(("DEPTH", "COLUMNS"))
-    products = Product(printer, operand_dtype(target, kernel.a, kernel.b), kernel.accumulator.dtype, tf32=target.tf32)
-    with result_tile(printer, tile, i, j, (part, batch), tiling) as (outer, in_rows, in_columns):
-        env = {**outer, m: index_of(i), n: index_of(j)}
-        printer.lines.add(f"acc = tl.zeros([ROWS, COLUMNS], {DTYPES[kernel.accumulator.dtype][0]})")
-        with steps_along_k(printer, kernel.k.extent, outer[part], tiling):
-            with (
-                axis(printer, left, 1, ka, "step * DEPTH", tiling.depth) as inside,
-                printer.over(left, {**env, kernel.k: index_of(ka)}, {**in_rows, **inside}),
-            ):
-                a = products.operand(kernel.a, inside.get(1))
-            with (
-                axis(printer, right, 0, kb, "step * DEPTH", tiling.depth) as inside,
-                printer.over(right, {**env, kernel.k: index_of(kb)}, {**in_columns, **inside}),
-            ):
-                b = products.operand(kernel.b, inside.get(0))
-            products.add("acc", a, b)
-        printer.locals[kernel.accumulator] = lambda _: Value.along("acc", 0, 1)
-        with printer.over(tile, env, {**in_rows, **in_columns}):
-            for store in kernel.stores:
-                printer.store(store)
+    tiles = MatMulTiles(kernel, printer, target, tiling)
+    with tiles.at() as place:
+        with steps_along_k(printer, kernel.k.extent, place.outer[part_of(kernel)], tiling):
+            tiles.add_products(place)
+        tiles.store(kernel.stores, place)
+
+
+def _emit_persistent(kernel: MatMulKernel, printer: Printer, target: Target, tiling: Tiling) -> None:
+    """Programs that take one tile after the other, with operands copied by TMA. Both loops become one (`flatten`), so that the first steps of
+    a tile are being loaded while the tile before it is stored."""
+    tiles = MatMulTiles(kernel, printer, target, tiling)
+    tiles.copy_operands()
+    numbers = f"tl.range(tl.program_id(0), {tiles.count}, {tiling.persistent}, flatten=True)"
+    with printer.lines.block(f"for number in {numbers}:"), tiles.at("number") as place:
+        with steps_along_k(printer, kernel.k.extent, as_index(0), tiling):
+            tiles.add_products(place)
+        tiles.store(kernel.stores, place)
 
 
 def _emit_thin(kernel: MatMulKernel, printer: Printer, target: Target, tiling: Tiling) -> None:
@@ -127,30 +127,122 @@ def _emit_thin(kernel: MatMulKernel, printer: Printer, target: Target, tiling: T
                 printer.store(store)
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tile lies. `outer`: what the variables are of which each value has all tiles of a result to itself; `rows`, `columns`: which of
+    its points exist, by dimension."""
+
+    outer: dict[LoopVar, Index]
+    rows: dict[int, Value]
+    columns: dict[int, Value]
+
+
+class MatMulTiles:
+    """Writes what a program of a matrix product does with a tile: `with at(...)`, the sums over k in `acc`, and what is stored of them."""
+
+    def __init__(self, kernel: MatMulKernel, printer: Printer, target: Target, tiling: Tiling) -> None:
+        self._kernel = kernel
+        self._printer = printer
+        self._tiling = tiling
+        self._batch, self._m, self._n = kernel.domain
+        self._i, self._j = LoopVar("m", self._m.extent), LoopVar("n", self._n.extent)
+        dtype = operand_dtype(target, kernel.a, kernel.b)
+        self._products = Product(printer, dtype, kernel.accumulator.dtype, tf32=target.tf32)
+        self._boxes: list[tuple[str, Box]] = []
+
+    @property
+    def count(self) -> int:
+        """Tiles of the whole, where its size is known."""
+        return tiles_of(self._tiling, *(known_int(variable.extent) for variable in self._kernel.domain))
+
+    @contextmanager
+    def at(self, number: str = "") -> Iterator[Place]:
+        """What is written inside it is about the tile of that number; by default each program has the one of its own number."""
+        printer, tiling = self._printer, self._tiling
+        outer = (part_of(self._kernel), self._batch)
+        with result_tile(printer, Tile(("ROWS", "COLUMNS")), self._i, self._j, outer, tiling, number) as found:
+            place = Place(*found)
+            printer.lines.add(f"acc = tl.zeros([ROWS, COLUMNS], {DTYPES[self._kernel.accumulator.dtype][0]})")
+            for name, box in self._boxes:
+                printer.copied[box.load] = Value.along(box.copy(printer, name, place.outer), 0, 1)
+            yield place
+
+    def copy_operands(self) -> None:
+        """From here on operands are copied by TMA, as far as it can."""
+        kernel, printer = self._kernel, self._printer
+        for stem, (e, row) in {"left": (kernel.a, self._m), "right": (kernel.b, self._n)}.items():
+            for box in boxes_of(e, kernel.reads, self._batch, row, kernel.k, is_left=stem == "left"):
+                name = printer.lines.name(stem)
+                printer.lines.add(f"{name} = {box.descriptor(printer)}")
+                printer.descriptors += 1
+                self._boxes.append((name, box))
+
+    def add_products(self, place: Place) -> None:
+        """Adds the products of one step along k, that of number `step`."""
+        kernel = self._kernel
+        env = {**place.outer, self._m: index_of(self._i), self._n: index_of(self._j)}
+        a = self._operand(kernel.a, Tile(("ROWS", "DEPTH")), 1, env, place.rows)
+        b = self._operand(kernel.b, Tile(("DEPTH", "COLUMNS")), 0, env, place.columns)
+        self._products.add("acc", a, b)
+
+    def _operand(
+        self, e: Expr, tile: Tile, along_k: int, env: Mapping[LoopVar, Index], bounds: Mapping[int, Value]
+    ) -> Value:
+        kernel, printer = self._kernel, self._printer
+        if e in printer.copied:  # with zeros where nothing is
+            with printer.over(tile, env, {}):
+                return self._products.operand(e)
+        k = LoopVar("ka" if along_k == 1 else "kb", kernel.k.extent)
+        with (
+            axis(printer, tile, along_k, k, "step * DEPTH", self._tiling.depth) as inside,
+            printer.over(tile, {**env, kernel.k: index_of(k)}, {**bounds, **inside}),
+        ):
+            return self._products.operand(e, inside.get(along_k))
+
+    def store(self, stores: Sequence[Store], place: Place) -> None:
+        """Stores that read the kernel's accumulator."""
+        printer = self._printer
+        printer.locals[self._kernel.accumulator] = lambda _: Value.along("acc", 0, 1)
+        env = {**place.outer, self._m: index_of(self._i), self._n: index_of(self._j)}
+        with printer.over(Tile(("ROWS", "COLUMNS")), env, {**place.rows, **place.columns}):
+            for store in stores:
+                printer.store(store)
+
+
 # What matrix products and convolutions have in common.
 
 
 def tiled_launch(tiling: Tiling, m: Dim, n: Dim, batch: Dim) -> Launch:
     """Programs for the tiles of `batch` products of m rows and n columns."""
+    if tiling.persistent:
+        return Launch((tiling.persistent, 1, 1), tiling.constants, tiling.warps, tiling.stages)
     programs = product([tiling.splits, batch, blocks(m, tiling.rows), blocks(n, tiling.columns)])
     return Launch((programs, 1, 1), tiling.constants, tiling.warps, tiling.stages)
 
 
 @contextmanager
 def result_tile(
-    printer: Printer, tile: Tile, i: LoopVar, j: LoopVar, outer: Sequence[LoopVar], tiling: Tiling
+    printer: Printer,
+    tile: Tile,
+    i: LoopVar,
+    j: LoopVar,
+    outer: Sequence[LoopVar],
+    tiling: Tiling,
+    number: str = "",
+    within: str = "",
 ) -> Iterator[tuple[dict[LoopVar, Index], dict[int, Value], dict[int, Value]]]:
-    """A program's tile of the result: `i` runs along its rows, `j` along its columns. Gives what the variables `outer` are, of which each value
-    has all tiles of a result to itself, and which rows and which columns exist."""
+    """A tile of the result: `i` runs along its rows, `j` along its columns, which begin at `row` and `column`. Gives what the variables `outer`
+    are, of which each value has all tiles of a result to itself, and which rows and which columns exist. `number`: the tile's; by default the
+    program's. `within`: text that is added to its first row."""
     lines = printer.lines
     down, across = blocks(i.extent, tiling.rows), blocks(j.extent, tiling.columns)
-    lines.add(f"program = {program_start(printer)}")
+    lines.add(f"tile = {number or program_start(printer)}")
     which, env = flattened(outer, "outer")
     if which.extent != 1:
-        lines.add(f"outer = program // ({printer.size(down * across)})")
-        lines.add(f"program = program % ({printer.size(down * across)})")
+        lines.add(f"outer = tile // ({printer.size(down * across)})")
+        lines.add(f"tile = tile % ({printer.size(down * across)})")
         printer.variable(which, Value("outer"))
-    row, column = "program * ROWS", "program * COLUMNS"
+    row, column = "tile * ROWS", "tile * COLUMNS"
     if down == 1:
         row = "0"
     elif across == 1:
@@ -158,15 +250,15 @@ def result_tile(
     else:
         lines.add(f"down = {printer.size(down)}")
         lines.add(f"across = {printer.size(across)}")
-        lines.add(f"first = program // ({_GROUP} * across) * {_GROUP}")
+        lines.add(f"first = tile // ({_GROUP} * across) * {_GROUP}")
         lines.add(f"group = min(down - first, {_GROUP})")
-        row = "(first + program % group) * ROWS"
-        column = f"program % ({_GROUP} * across) // group * COLUMNS"
-    with (
-        axis(printer, tile, 0, i, row, tiling.rows) as in_rows,
-        axis(printer, tile, 1, j, column, tiling.columns) as in_columns,
-    ):
-        yield env, in_rows, in_columns
+        row = "(first + tile % group) * ROWS"
+        column = f"tile % ({_GROUP} * across) // group * COLUMNS"
+    lines.add(f"row = {row}{within}")
+    with axis(printer, tile, 0, i, "row", tiling.rows) as in_rows:
+        lines.add(f"column = {column}")
+        with axis(printer, tile, 1, j, "column", tiling.columns) as in_columns:
+            yield env, in_rows, in_columns
 
 
 @contextmanager

@@ -4,7 +4,8 @@ The model counts clocks of one multiprocessor: what tensor cores take for its ti
 a start for each program that no other one hides, and at least what memory takes for the whole. It ranks; which tiling wins is measured.
 It has not been held against a GPU yet: its rates are those of NVIDIA's data sheets, and of the sources named below.
 
-Source of the form: Williams et al., "Roofline", CACM 2009; of splitting k: "split-K" in NVIDIA's CUTLASS documentation, "Efficient GEMM".
+Source of the form: Williams et al., "Roofline", CACM 2009; of splitting k: "split-K" in NVIDIA's CUTLASS documentation, "Efficient GEMM";
+of sharing the last round of tiles: Osama et al., "Stream-K", PPoPP 2023.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from dataclasses import dataclass, field, replace
 from torch_hybrid_backend.engines.triton.schedules.tiles import block_for, power_of_2
 from torch_hybrid_backend.engines.triton.target import Target
 from torch_hybrid_backend.loops.index import LoopVar
-from torch_hybrid_backend.loops.kernels import ConvKernel, Kernel, MatMulKernel
+from torch_hybrid_backend.loops.ir import Buffer
+from torch_hybrid_backend.loops.kernels import ConvKernel, Kernel, MatMulKernel, Store
 
 HALVES = ("float16", "bfloat16")
 MIN_TILE = 16  # of `tl.dot`
@@ -25,7 +27,12 @@ MOST_THIN = 8  # rows, or columns, of a product that is thin
 @dataclass(frozen=True, slots=True)
 class Tiling:
     """A program computes `rows` by `columns` of a product, along k in steps of `depth`; `splits` programs share one such tile, each with a part
-    of k. `warps` of 32 threads run it, and load `stages` steps ahead. `is_thin`: by sums of products, without tensor cores."""
+    of k. `warps` of 32 threads run it, and load `stages` steps ahead. `is_thin`: by sums of products, without tensor cores.
+
+    `sharers`: so many more programs share the steps along k of the last `shared` tiles evenly (stream-K); each of the others has a tile.
+    `persistent`: there are only so many programs, which take one tile after the other and have the tensor memory accelerator (TMA) copy
+    operands.
+    """
 
     rows: int
     columns: int
@@ -34,16 +41,59 @@ class Tiling:
     stages: int = 3
     splits: int = 1
     is_thin: bool = False
+    shared: int = 0
+    sharers: int = 0
+    persistent: int = 0
 
     @property
     def name(self) -> str:
-        parts = f" {self.splits} parts" if self.splits > 1 else ""
+        how = f" {self.splits} parts" if self.splits > 1 else ""
+        how += f" last {self.shared} by {self.sharers}" if self.sharers else ""
+        how += f" TMA {self.persistent} programs" if self.persistent else ""
         kind = "thin" if self.is_thin else "tiles"
-        return f"{kind} {self.rows}x{self.columns}x{self.depth} {self.warps} warps {self.stages} stages{parts}"
+        return f"{kind} {self.rows}x{self.columns}x{self.depth} {self.warps} warps {self.stages} stages{how}"
+
+    @property
+    def kind(self) -> tuple[int | bool, ...]:
+        """What tilings that are worth timing beside each other differ in: the shape of plain ones, or how they share the work."""
+        if self.sharers or self.persistent:
+            return self.sharers > 0, self.persistent > 0
+        return self.rows, self.columns, self.splits > 1
 
     @property
     def constants(self) -> dict[str, int]:
         return {"ROWS": self.rows, "COLUMNS": self.columns, "DEPTH": self.depth}
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """How programs share the last of `tiles` tiles: the steps along k of all `shared` ones, `steps` each, one behind the other, are cut into
+    parts of `each` steps, one for a program. A program whose part ends within a tile, and the one that goes on there, have a sum each."""
+
+    tiles: int
+    shared: int
+    steps: int
+    each: int
+
+    @property
+    def whole(self) -> int:
+        """The tiles before them, each of which one program computes."""
+        return self.tiles - self.shared
+
+    @property
+    def programs(self) -> int:
+        return -(-self.shared * self.steps // self.each)
+
+    @property
+    def sums(self) -> int:
+        """Places for sums. That of program p for shared tile t is p + t: from one sum to the next either one grows, or both."""
+        return self.programs + self.shared - 1
+
+
+def shares_of(tiling: Tiling, tiles: int, steps: int) -> Shares:
+    """How a tiling with `sharers` has them share."""
+    assert 0 < tiling.shared <= tiles, "a tiling is of the product that it was made for"
+    return Shares(tiles, tiling.shared, steps, -(-tiling.shared * steps // tiling.sharers))
 
 
 # Bytes of an element; 1 of what is not here.
@@ -61,6 +111,26 @@ class TiledMatMulKernel(MatMulKernel):
 
     tiling: Tiling = field(kw_only=True)
     part: LoopVar = field(default=WHOLE, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StreamMatMulKernel(TiledMatMulKernel):
+    """One whose tiling has sharers: whole tiles are stored as `stores` say; each sum of a shared one is added up by a `FixUpKernel`, from
+    `partial` (sums, rows, columns)."""
+
+    partial: Buffer = field(kw_only=True)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FixUpKernel(Kernel):
+    """Domain (b, m, n), as of the matrix product that wrote `partial`: accumulator[b, m, n] = its sums, added in the order of k, then the
+    stores read `accumulator`; in the shared tiles only. `k`: what the product is summed over."""
+
+    tiling: Tiling
+    k: LoopVar
+    partial: Buffer
+    accumulator: Buffer
+    stores: tuple[Store, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,7 +153,8 @@ class Work:
     `dtype`: what both operands are held in; `tf32`: float32 may be rounded to TF32. `bytes`: read and written at least. `run`: elements along k
     that a step stays within (those of one tap of a window); `deepest`: most of them that a step is to have. `is_left_along_k`,
     `is_right_along_k`: whether neighbours along k are neighbours in memory. `can_split`: the size of the result is known when it is
-    compiled, and with that what the parts along k take. `can_be_thin`: it is a matrix product of known size. `has_long_epilogue`: what is
+    compiled, and with that what the parts along k take. `can_be_thin`: it is a matrix product of known size. `can_share`: so is k, and programs
+    may share tiles. `can_copy`: TMA can copy both operands. `stored`: bytes of an element of the widest result. `has_long_epilogue`: what is
     fused behind it wants registers of its own.
     """
 
@@ -100,7 +171,15 @@ class Work:
     deepest: int = 1 << 16
     can_split: bool = True
     can_be_thin: bool = True
+    can_share: bool = False
+    can_copy: bool = False
+    stored: int = 4
     has_long_epilogue: bool = False
+
+    @property
+    def is_for_tensor_cores(self) -> bool:
+        """Halves, and float32 where it may be rounded."""
+        return self.dtype in HALVES or (self.dtype == "float32" and self.tf32)
 
     @property
     def element(self) -> int:
@@ -142,6 +221,7 @@ _EFFICIENCY = 0.8  # of tensor cores, in loops that do nothing else
 _SMALL_EFFICIENCY = 0.6  # of Hopper's, where a tile has too few rows for `wgmma`
 _MOST_PARTIAL = 32 << 20  # bytes of sums of parts
 _MIN_STEPS = 4  # of a part along k
+_MOST_SHARING = 8  # programs of one tile: the sums of a tile are read one after the other
 _SPLITS = (1, 2, 4, 8, 16, 32)
 
 # rows, columns, bytes along k, warps, stages. With a short epilogue none of them spills on sm_80 or sm_90
@@ -160,6 +240,14 @@ _TENSOR_TILES = (
     (128, 16, 128, 4, 4),
 )
 _LARGE_TILES = ((128, 256, 128, 8, 3), (256, 128, 128, 8, 3))  # only `wgmma` has registers for these
+# Of persistent programs.
+_COPIED_TILES = (
+    (128, 256, 128, 8, 3),
+    (256, 128, 128, 8, 3),
+    (128, 128, 128, 8, 4),
+    (64, 128, 128, 4, 4),
+    (128, 64, 128, 4, 4),
+)
 _SINGLE_TILES = ((128, 64, 64, 8, 3), (64, 64, 64, 4, 3), (32, 64, 64, 4, 3), (32, 32, 128, 4, 3), (16, 64, 128, 4, 3))
 _DOUBLE_TILES = ((64, 64, 128, 4, 3), (32, 32, 128, 4, 3), (16, 32, 128, 4, 3), (32, 16, 128, 4, 3))
 _INTEGER_TILES = ((32, 32, 32, 4, 1), (16, 16, 64, 4, 1))
@@ -175,8 +263,8 @@ def width_of(dtype: str) -> int:
 
 
 def best(work: Work, target: Target) -> Tiling:
-    """The tiling of least cost that does not split k."""
-    return ranked(replace(work, can_split=False), target)[0][0]
+    """The tiling of least cost that has a program for each tile."""
+    return ranked(replace(work, can_split=False, can_share=False, can_copy=False), target)[0][0]
 
 
 def ranked(work: Work, target: Target) -> list[tuple[Tiling, float]]:
@@ -185,8 +273,13 @@ def ranked(work: Work, target: Target) -> list[tuple[Tiling, float]]:
         return [(_interpreted(work), 0.0)]
     chip = _chip(target)
     whole = [tiling for tiling in _tilings(work, target) if _shared_bytes(tiling, work) <= chip.shared]
-    found = {replace(tiling, splits=splits): None for tiling in whole for splits in _splits(tiling, work)}
-    return sorted(((tiling, _cost(tiling, work, target)) for tiling in found), key=lambda item: item[1])
+    found = [replace(tiling, splits=splits) for tiling in whole for splits in _splits(tiling, work)]
+    costs = {tiling: _cost(tiling, work, target) for tiling in found}
+    least = min(costs.values())
+    for tiling in (*(way for each in whole for way in _with_sharers(each, work, target)), *persistent(work, target)):
+        if (cost := _cost(tiling, work, target)) < least:  # what a plain tiling does as well is not worth trying
+            costs[tiling] = cost
+    return sorted(costs.items(), key=lambda item: item[1])
 
 
 def _tilings(work: Work, target: Target) -> list[Tiling]:
@@ -247,20 +340,61 @@ def _splits(tiling: Tiling, work: Work) -> list[int]:
     ]
 
 
+def _with_sharers(tiling: Tiling, work: Work, target: Target) -> list[Tiling]:
+    """The tiling with the tiles of the last round shared, where there are such."""
+    tiles, steps = tiles_of(tiling, work.batch, work.m, work.n), _steps(tiling, work)
+    shared = tiles % target.multiprocessors
+    sharers = min(target.multiprocessors, shared * steps // _MIN_STEPS, _MOST_SHARING * shared)
+    if not work.can_share or tiling.is_thin or sharers <= shared:
+        return []
+    made = replace(tiling, shared=shared, sharers=sharers)
+    partial = 4 * shares_of(made, tiles, steps).sums * tiling.rows * tiling.columns
+    return [made] if partial <= _MOST_PARTIAL else []
+
+
+def persistent(work: Work, target: Target) -> list[Tiling]:
+    """Tilings whose operands TMA copies, of more tiles than there are multiprocessors: the first loads of a tile then run beside the end of the
+    tile before it, which is what persistent programs are for."""
+    if not work.can_copy or target.capability != 90 or not work.is_for_tensor_cores:
+        return []
+    found = []
+    for rows, columns, deep, warps, stages in _COPIED_TILES:
+        tiling = Tiling(rows, columns, deep // work.element, warps, stages, persistent=target.multiprocessors)
+        has_turns = tiles_of(tiling, work.batch, work.m, work.n) > target.multiprocessors
+        if has_turns and work.k >= tiling.depth and _shared_bytes(tiling, work) <= most_shared_bytes(target):
+            found.append(tiling)
+    return found
+
+
+def tiles_of(tiling: Tiling, batch: int, m: int, n: int) -> int:
+    """How many tiles cover `batch` results of m by n."""
+    return batch * -(-m // tiling.rows) * -(-n // tiling.columns)
+
+
 def _steps(tiling: Tiling, work: Work) -> int:
     return max(1, work.k // max(1, work.run)) * -(-work.run // tiling.depth)
 
 
 def _shared_bytes(tiling: Tiling, work: Work) -> int:
-    return 0 if tiling.is_thin else tiling.stages * (tiling.rows + tiling.columns) * tiling.depth * work.element
+    if tiling.is_thin:
+        return 0
+    # What is loaded ahead of a persistent program's next tile lies beside the results that pass through shared memory, at most all of them.
+    results = tiling.rows * tiling.columns * work.stored if tiling.persistent else 0
+    return tiling.stages * (tiling.rows + tiling.columns) * tiling.depth * work.element + results
 
 
 def _cost(tiling: Tiling, work: Work, target: Target) -> float:
     """Clocks."""
     chip = _chip(target)
     rows, columns, depth = tiling.rows, tiling.columns, tiling.depth
-    programs = work.batch * -(-work.m // rows) * -(-work.n // columns) * tiling.splits
-    turns = -(-programs // target.multiprocessors)
+    tiles, steps = tiles_of(tiling, work.batch, work.m, work.n), _steps(tiling, work)
+    turns = -(-tiles * tiling.splits // target.multiprocessors)
+    own = turns * -(-steps // tiling.splits)  # steps of a multiprocessor
+    partial = 4 * tiling.splits * work.batch * work.m * work.n if tiling.splits > 1 else 0  # bytes of sums
+    if tiling.sharers:
+        shares = shares_of(tiling, tiles, steps)
+        own = shares.whole // target.multiprocessors * steps + shares.each
+        partial = 4 * shares.sums * rows * columns
     multiply_adds = rows * columns * depth
     if tiling.is_thin:
         few, many = sorted((rows, columns))
@@ -273,21 +407,22 @@ def _cost(tiling: Tiling, work: Work, target: Target) -> float:
     # Those that a multiprocessor has at once, as far as shared memory and registers go.
     warps = _WARPS if tiling.is_thin else _DOT_WARPS
     resident = max(1, min(chip.shared // max(1, _shared_bytes(tiling, work)), warps // tiling.warps))
-    busy = turns * -(-_steps(tiling, work) // tiling.splits) * step
+    busy = own * step
     moved = work.bytes / (chip.memory * target.multiprocessors)
-    cost = max(busy, moved) + _SERIAL * min(busy, moved) + -(-turns // resident) * _START
+    cost = max(busy, moved) + _SERIAL * min(busy, moved)
+    # A persistent program's next tile begins while the last one ends: half of what lies between two of them is hidden.
+    cost += (turns + 1) / 2 * _START if tiling.persistent else -(-turns // resident) * _START
     if work.has_long_epilogue and tiling.splits == 1 and rows * columns > _MOST_SUMS * 32 * tiling.warps:
         cost += turns * _SPILLED
-    if tiling.splits > 1:
-        partial = 2 * 4 * tiling.splits * work.batch * work.m * work.n
-        cost += _LAUNCH + partial / (chip.memory * target.multiprocessors)
+    if partial:
+        cost += _LAUNCH + 2 * partial / (chip.memory * target.multiprocessors)
     return cost
 
 
 def _rate(tiling: Tiling, work: Work, target: Target) -> float:
     """Multiply-adds by clock."""
     chip = _chip(target)
-    if work.dtype in HALVES or (work.dtype == "float32" and work.tf32):
+    if work.is_for_tensor_cores:
         full = chip.half if work.dtype in HALVES else chip.half / 2
         is_small = target.capability >= 90 and tiling.rows < 64
         return full * (_SMALL_EFFICIENCY if is_small else _EFFICIENCY)
@@ -296,6 +431,11 @@ def _rate(tiling: Tiling, work: Work, target: Target) -> float:
         edge = math.sqrt(tiling.rows * tiling.columns / (32 * tiling.warps))
         return chip.single * edge / (edge + 4)
     return chip.double if work.dtype == "float64" else chip.single / 4
+
+
+def most_shared_bytes(target: Target) -> int:
+    """Of shared memory that a program may have."""
+    return _chip(target).shared
 
 
 def _chip(target: Target) -> _Chip:

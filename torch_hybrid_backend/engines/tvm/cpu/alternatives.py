@@ -24,14 +24,19 @@ from torch_hybrid_backend.engines.tvm.cpu.kernels import (
     UnpackedMatMulKernel,
 )
 from torch_hybrid_backend.engines.tvm.cpu.onednn import onednn_convolution, onednn_linear
-from torch_hybrid_backend.engines.tvm.cpu.packing import pack_winograd_weight
+from torch_hybrid_backend.engines.tvm.cpu.packing import (
+    pack_b,
+    pack_conv_weight,
+    pack_winograd_weight,
+    packed_conv_shape,
+)
 from torch_hybrid_backend.engines.tvm.cpu.winograd_cost import winograd_gains
 from torch_hybrid_backend.engines.tvm.cpu.winograd_transform import packed_winograd_shape
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops.ir import Buffer, compute_dtype
 from torch_hybrid_backend.loops.kernels import Argument, Kernel
 from torch_hybrid_backend.loops.layout import contiguous
-from torch_hybrid_backend.sizes.size import known_int
+from torch_hybrid_backend.sizes.size import Dim, known_int
 
 Packable = TypeVar("Packable", PackedConvKernel, PackedMatMulKernel)
 Ways = Callable[..., Sequence[Variant]]
@@ -48,11 +53,11 @@ def alternatives(kernel: Kernel, constants: Mapping[Buffer, Packed], target: Tar
 
 
 def with_weight(kernel: Packable, weight: Packed) -> Packable:
-    """The kernel with another packed weight in place of its own."""
+    """The kernel with another packed weight, of single elements, in place of its own."""
     own = kernel.packed
     argument = Argument(weight.buffer, contiguous(weight.buffer.shape))
     reads = tuple(argument if read.buffer is own else read for read in kernel.reads)
-    return dataclasses.replace(kernel, reads=reads, packed=weight.buffer)
+    return dataclasses.replace(kernel, reads=reads, packed=weight.buffer, dot=None)
 
 
 def schedule_ranks(kernel: Kernel, weight: Packed | None, target: Target) -> list[Variant]:
@@ -66,6 +71,7 @@ def winograd(kernel: PackedConvKernel, weight: Packed | None, target: Target) ->
         weight is None
         or kernel.kernel != (3, 3)
         or {*kernel.stride, *kernel.dilation} != {1}
+        or not _is_whole(kernel, weight)
         or {kernel.accumulator.dtype, compute_dtype(kernel.packed.dtype)} != {"float32"}
     ):
         return []
@@ -88,6 +94,32 @@ def winograd(kernel: PackedConvKernel, weight: Packed | None, target: Target) ->
     return found
 
 
+def widened(kernel: Packable, weight: Packed | None, target: Target) -> list[Variant]:
+    """Products of bfloat16 widened to float32, as processors do them whose dot products of it are slow (Intel's without AMX)."""
+    if weight is None or kernel.dot is None or kernel.packed.dtype != "bfloat16" or not _is_whole(kernel, weight):
+        return []
+    shape: tuple[Dim, ...]
+    ahead: Callable[[torch.Tensor], torch.Tensor]
+    if isinstance(kernel, PackedMatMulKernel):
+        shape = (*kernel.packed.shape[:2], kernel.k.extent, kernel.tile_n)
+        ahead = partial(pack_b, tile_n=kernel.tile_n)
+    else:
+        shape = packed_conv_shape(tuple(map(known_int, weight.view.shape)), kernel.groups, kernel.block)
+        ahead = partial(pack_conv_weight, groups=kernel.groups, block=kernel.block)
+    packed = weight.repacked(Buffer(shape, kernel.packed.dtype, "packed", constant=True), ahead)
+    return [Variant("widened", (with_weight(kernel, packed),), (packed,), is_exact=False)]
+
+
+def _is_whole(kernel: PackedConvKernel | PackedMatMulKernel, weight: Packed) -> bool:
+    """Whether the other operand has the weight's depth, and none of padding."""
+    depth = (
+        kernel.k.extent
+        if isinstance(kernel, PackedMatMulKernel)
+        else known_int(kernel.x_vars[1].extent) // kernel.groups
+    )
+    return weight.view.shape[1] == depth
+
+
 def apart(kernel: FusedConvKernel, weight: Packed | None, target: Target) -> list[Variant]:
     """The convolutions of a chain one after the other, with the tensors between them in memory."""
     return [Variant("apart", kernel.stages)]
@@ -97,6 +129,8 @@ def onednn(
     kernel: PackedConvKernel | PackedMatMulKernel | UnpackedMatMulKernel, weight: Packed | None, target: Target
 ) -> list[Variant]:
     """oneDNN's own, where PyTorch has it and may use it."""
+    if not isinstance(kernel, UnpackedMatMulKernel) and weight is not None and not _is_whole(kernel, weight):
+        return []
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):  # type: ignore[no-untyped-call]
         return []
     found = (
@@ -113,6 +147,8 @@ ALTERNATIVES: tuple[tuple[type[Kernel], Ways], ...] = (
     (PackedConvKernel, schedule_ranks),
     (FusedConvKernel, apart),
     (PackedMatMulKernel, schedule_ranks),
+    (PackedConvKernel, widened),
+    (PackedMatMulKernel, widened),
     # Last: the others are kernels of ours.
     (PackedConvKernel, onednn),
     (PackedMatMulKernel, onednn),

@@ -14,27 +14,13 @@ from functools import partial
 import torch
 
 from torch_hybrid_backend.codegen.operands import OperandPacker, strided_view
+from torch_hybrid_backend.engines.tvm.cpu.operations import DequantizedMatMulOp
 from torch_hybrid_backend.engines.tvm.cpu.packing import NIBBLES, pack_b, pack_nibbles, packed_b_shape
 from torch_hybrid_backend.engines.tvm.cpu.tiles import tile_n
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar
 from torch_hybrid_backend.loops.integer_products import affine
 from torch_hybrid_backend.loops.ir import Buffer, Call, Const, Expr, Load, Map, MatMulOp, compute_dtype, domain_vars
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DequantizedMatMulOp(MatMulOp):
-    """A matmul, one b, whose `b` is packed as `kernels.DequantizedMatMulKernel` says, which the other fields are of too."""
-
-    b: Buffer
-    bits: int
-    scales: Buffer
-    zeros: Buffer | None
-    group: int
-    tile_n: int
-
-    def reads(self) -> list[Buffer]:
-        return [*MatMulOp.reads(self), self.scales, *([] if self.zeros is None else [self.zeros])]
 
 
 def dequantized_operand(op: MatMulOp, packer: OperandPacker, target: Target) -> DequantizedMatMulOp | None:

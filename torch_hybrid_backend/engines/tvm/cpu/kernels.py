@@ -18,8 +18,8 @@ class PackedMatMulKernel(Kernel):
 
     `a` is over (b, m, k). `b` is packed ahead as (B or 1, ceil(N / tile_n), K, tile_n) in the argument `packed`, zero-padded.
 
-    With a `dot`: k counts words. `a` is the load of a word's first element, behind which the others lie; `packed` has a word's elements
-    innermost; sums start at `start`, (B or 1, ceil(N / tile_n) * tile_n), if there is one.
+    With a `dot`: K is in whole words, along which `a` is the load of what lies together; `packed` has a word's elements innermost, (B or 1,
+    ceil(N / tile_n), K / group, tile_n, group); sums start at `start`, (B or 1, ceil(N / tile_n) * tile_n), if there is one.
     """
 
     k: LoopVar
@@ -34,7 +34,7 @@ class PackedMatMulKernel(Kernel):
 
     @property
     def multiply_adds(self) -> float:
-        return _points(self) * size_hint(self.k.extent) * (1 if self.dot is None else self.dot.group)
+        return _points(self) * size_hint(self.k.extent)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,6 +90,9 @@ class PackedConvKernel(Kernel):
 
     `x` is over (n, c, *in_spatial) given by `x_vars`, in range only: the schedule handles padding. The weight argument `packed` is packed ahead
     by the engine, zero-padded. `winograd`: outputs along a side of a Winograd tile, for which the weight was transformed; 0 for a direct sum.
+
+    With a `dot`: `x` is the load of what lies together along whole words of channels, `packed` has a word's elements innermost, and sums start
+    at `start`, one for each output channel of each group, padded as they are in `packed`, if there is one.
     """
 
     x_vars: tuple[LoopVar, ...]
@@ -104,6 +107,8 @@ class PackedConvKernel(Kernel):
     accumulator: Buffer
     stores: tuple[Store, ...]
     winograd: int = 0
+    dot: DotProduct | None = None
+    start: Buffer | None = None
 
     @property
     def multiply_adds(self) -> float:

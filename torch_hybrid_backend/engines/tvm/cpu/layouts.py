@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torch_hybrid_backend.engines.tvm.cpu.operands import PackedConvOp
+from torch_hybrid_backend.engines.tvm.cpu.operations import PackedConvOp
 from torch_hybrid_backend.engines.tvm.cpu.tiles import output_block
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops.fusion import Group
-from torch_hybrid_backend.loops.ir import Buffer, ConvOp
+from torch_hybrid_backend.loops.ir import Buffer, ConvOp, buffers_of
 from torch_hybrid_backend.loops.layout import Blocked, Layout, contiguous
 from torch_hybrid_backend.sizes.size import Size
 
@@ -21,7 +21,7 @@ from torch_hybrid_backend.sizes.size import Size
 def blocked_layouts(groups: Sequence[Group], fixed: Mapping[Buffer, Layout], target: Target) -> dict[Buffer, Layout]:
     """The layout of every buffer the groups read or write; `fixed` holds inputs, outputs and packed operands."""
     layouts = dict(fixed)
-    convolved = {m.op.x for g in groups for m in g.members if isinstance(m.op, ConvOp)}
+    convolved = {b for g in groups for m in g.members if isinstance(m.op, ConvOp) for b in buffers_of(m.op.x)}
     for group in groups:
         blocked = [b for b in group.reads() if isinstance(layouts.get(b), Blocked)]
         for member in group.members:

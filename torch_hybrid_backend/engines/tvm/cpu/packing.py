@@ -10,9 +10,9 @@ import torch
 
 from torch_hybrid_backend.engines.tvm.cpu.winograd_transform import packed_winograd_shape, weight_matrix
 from torch_hybrid_backend.loops import ops
-from torch_hybrid_backend.loops.index import Index
+from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.ir import Expr, Map, Value, compute_dtype
-from torch_hybrid_backend.sizes.size import Dim, ceil_div
+from torch_hybrid_backend.sizes.size import Dim, ceil_div, known_int
 
 
 def packed_b_shape(batch: Dim, n: Dim, k: Dim, tile_n: int) -> tuple[Dim, Dim, Dim, int]:
@@ -106,6 +106,28 @@ def pack_conv_weight(w: torch.Tensor, groups: int, block: int) -> torch.Tensor:
     if whole < blocks:
         packed[:, whole, ..., : per_group - whole * block] = grouped[:, whole * block :].permute(0, 3, 2, 4, 1)
     return packed
+
+
+def packed_conv_weight_value(w: Value, groups: int, block: int) -> Map:
+    """`pack_conv_weight` as a value, for weights only known at run time (training)."""
+    outputs, inputs, *kernel = map(known_int, w.shape)
+    shape = packed_conv_shape((outputs, inputs, *kernel), groups, block)
+    per_group = outputs // groups
+    zero = ops.const(0, compute_dtype(w.dtype))
+    spatial = len(kernel)
+
+    def at(index: tuple[Index, ...]) -> Expr:
+        if is_depthwise(outputs, inputs, groups):
+            (o_block, kh, kw, lane), group, channel = index, 0, 0
+            within, limit = o_block * block + lane, outputs
+        else:
+            group_index, o_block, kh, channel_index, kw, lane = index
+            group, channel = group_index * per_group, channel_index  # type: ignore[assignment]
+            within, limit = o_block * block + lane, per_group
+        position = (within + group, as_index(channel), *(kh, kw)[2 - spatial :])
+        return ops.guard(ops.index_in(within, 0, limit), w.at(position), zero)
+
+    return Map(shape, w.dtype, at)
 
 
 def pack_winograd_weight(w: torch.Tensor, m: int, lanes: int, groups: int = 1) -> torch.Tensor:

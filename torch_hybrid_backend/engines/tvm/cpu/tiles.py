@@ -20,9 +20,9 @@ def register_count(target: Target) -> int:
     return 32 if target.lanes >= 16 else 16
 
 
-def max_rows(vectors: int, target: Target) -> int:
-    """The tallest tile whose accumulators leave registers for one row of vectors and one broadcast scalar."""
-    return max(1, min(_MAX_ROWS, (register_count(target) - 1 - vectors) // vectors))
+def max_rows(vectors: int, target: Target, spare: int = 0) -> int:
+    """The tallest tile whose accumulators leave registers for one row of vectors, one broadcast scalar and `spare` more."""
+    return max(1, min(_MAX_ROWS, (register_count(target) - 1 - spare - vectors) // vectors))
 
 
 def reads_unpacked(m: Dim, k: Dim, n: Dim, target: Target) -> bool:

@@ -31,7 +31,9 @@ def load_words(array: TirBuffer, offset: TirExpr, dot: DotProduct, lanes: int) -
     return tirx.BufferLoad(array, [tirx.Ramp(offset, 1, lanes * dot.group)])
 
 
-def dot_product(builder: Builder, dot: DotProduct, lanes: int, total: TirExpr, left: TirExpr, right: TirExpr) -> TirExpr:
+def dot_product(
+    builder: Builder, dot: DotProduct, lanes: int, total: TirExpr, left: TirExpr, right: TirExpr
+) -> TirExpr:
     """total + the products of `left`, words, and `right`, in every lane."""
     if dot.instruction == "vpdpbusd":
         left = tirx.reinterpret(f"int8x{lanes * 4}", left)

@@ -57,7 +57,7 @@ class _Direct:
 
     def __init__(self, parts: ConvParts, is_flat: bool = True) -> None:
         self.parts, self.builder, self.target = parts, parts.builder, parts.target
-        self.groups, self.blocks, _, self.channels, _, self.block = map(known_int, parts.kernel.packed.shape)
+        self.groups, self.blocks, _, self.channels, _, self.block = map(known_int, parts.kernel.packed.shape[:6])
         self.per_group = parts.out_channels // self.groups
         self.tail = self.per_group - (self.blocks - 1) * self.block
         self.is_flat = is_flat and reads_one_long_row(parts)
@@ -149,7 +149,14 @@ class _Direct:
             return task.image, self._channel(task, vector, lane), *self._pixel(row, first + column)
 
         write = self._with_tail(task, lambda channels: self.parts.write_tile(tile, channels, place))
-        return b.seq(tile.declare(), tile.clear(), reduce, write)
+        return b.seq(tile.declare(), self._begin(tile, task), reduce, write)
+
+    def _begin(self, tile: RegisterTile, task: Task) -> Stmt:
+        """What the sums of a tile start at."""
+        if self.parts.kernel.start is None:
+            return tile.clear()
+        block = task.group * self.blocks + task.first_block
+        return tile.fill(lambda _, vector, lane: self.parts.start((block + vector) * self.block + lane))
 
     def _with_tail(self, task: Task, body: Callable[[int], Stmt]) -> Stmt:
         """`body(channels of the task's last block)`: the very last block may be padded."""
@@ -186,7 +193,22 @@ class _Direct:
         if not wide and not taps:
             return None
 
+        dot = parts.kernel.dot
+
         def step(kh: Index, source_row: Index, channel: Index, kw: Index, columns: Sequence[bool]) -> Stmt | None:
+            if dot is not None:
+                places = [self._pixel(source_row, self.columns.source(first + c, kw)) for c in range(tile.rows)]
+                of_group = task.group * self.channels + channel
+                words = [
+                    parts.word(dot, task.image, of_group, *place) if columns[c] else None
+                    for c, place in enumerate(places)
+                ]
+                weights = [
+                    parts.weight_words(dot, task.group, task.first_block + v, kh, channel, kw, as_index(0))
+                    for v in range(tile.vectors)
+                ]
+                return tile.accumulate_words(words, weights, dot)
+
             def x(column: int, _: Index) -> TirExpr:
                 pixel = self._pixel(source_row, self.columns.source(first + column, kw))
                 return parts.x(task.image, task.group * self.channels + channel, *pixel)
@@ -331,12 +353,15 @@ class _Direct:
 
         pieces = -(-self.rows.out // tiling.chunk_rows)
         chunks = WeightChunks(self.parts, self.channels // tiling.chunk, tiling.chunk_rows, pieces, self.channel_block)
-        zero = b.loop(
-            tiling.chunk_rows * columns * task.blocks, lambda i: self.parts.clear(sums, i * self.block), name="z"
+        first = task.group * self.blocks + task.first_block
+        begin = b.loop(
+            tiling.chunk_rows * columns * task.blocks,
+            lambda i: self.parts.begin(sums, i * self.block, first + i % task.blocks),
+            name="z",
         )
         each_chunk = b.loop(
             self.channels // tiling.chunk,
             lambda chunk: each_row(lambda row, r: b.seq(*[add(chunk, row, r, kind) for kind in kinds])),
             name="chunk",
         )
-        return b.seq(b.alloc(sums), zero, each_chunk, each_row(write))
+        return b.seq(b.alloc(sums), begin, each_chunk, each_row(write))

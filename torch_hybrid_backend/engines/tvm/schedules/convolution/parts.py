@@ -9,15 +9,17 @@ from functools import partial
 import tvm
 from tvm import tirx
 
+from torch_hybrid_backend.engines.tvm.cpu.dot_products import DotProduct
 from torch_hybrid_backend.engines.tvm.cpu.kernels import PackedConvKernel
 from torch_hybrid_backend.engines.tvm.cpu.tiles import lane_chunks
 from torch_hybrid_backend.engines.tvm.schedules.convolution.geometry import Axis, axes
 from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, has_long_epilogue, zero
 from torch_hybrid_backend.engines.tvm.target import LINE_BYTES, Target
 from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirBuffer, TirExpr
+from torch_hybrid_backend.engines.tvm.tir.dot import load_word, load_words
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
-from torch_hybrid_backend.loops.index import Index, LoopVar
-from torch_hybrid_backend.loops.ir import Load, compute_dtype
+from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
+from torch_hybrid_backend.loops.ir import Load, compute_dtype, loads_of
 from torch_hybrid_backend.loops.layout import Blocked
 from torch_hybrid_backend.sizes.size import known_int
 
@@ -33,18 +35,44 @@ class ConvParts:
         self.dtype = compute_dtype(kernel.accumulator.dtype)
         self.block = kernel.block
         self.long_epilogue = has_long_epilogue(kernel.stores)
+        # Input channels of one step of a sum, and the bytes that one output channel's weight takes for it.
+        self.together = 1 if kernel.dot is None else kernel.dot.group
+        self.weight_bytes = self.together * int(tvm.DataType(kernel.packed.dtype).bits) // 8
+        self.x_bytes = self.together * max(
+            (int(tvm.DataType(load.buffer.dtype).bits) // 8 for load in loads_of(kernel.x)), default=4
+        )
 
     def _spatial(self, variables: tuple[LoopVar, ...], row: Index, column: Index) -> dict[LoopVar, Index]:
         return dict(zip(variables[2:], (row, column)[4 - len(variables) :], strict=True))
 
     def x_env(self, image: Index, channel: Index, row: Index, column: Index) -> dict[LoopVar, Index]:
-        """The kernel's input variables at a position inside the input."""
+        """The kernel's input variables at a position inside the input; channels are counted by steps of a sum."""
         variables = self.kernel.x_vars
-        return {variables[0]: image, variables[1]: channel, **self._spatial(variables, row, column)}
+        return {variables[0]: image, variables[1]: channel * self.together, **self._spatial(variables, row, column)}
 
     def x(self, image: Index, channel: Index, row: Index, column: Index) -> TirExpr:
         """One input element; the position must lie inside the input."""
         return self.printer.expr(self.kernel.x, self.x_env(image, channel, row, column))
+
+    def word(self, dot: DotProduct, image: Index, channel: Index, row: Index, column: Index) -> TirExpr:
+        """A word of input channels, in every lane; the position must lie inside the input."""
+        load = self.kernel.x
+        assert isinstance(load, Load)
+        array = self.printer.arguments[load.buffer][0]
+        offset = self.printer.offset(load.buffer, load.index, self.x_env(image, channel, row, column))
+        return load_word(array, self.builder.index(offset), dot, self.block)
+
+    def weight_words(self, dot: DotProduct, *position: Index) -> TirExpr:
+        """A block's words of the packed weight, of which `position` is the first lane's."""
+        packed = self.kernel.packed
+        array = self.printer.arguments[packed][0]
+        offset = self.printer.offset(packed, (*position, as_index(0)), {})
+        return load_words(array, self.builder.index(offset), dot, self.block)
+
+    def start(self, channel: Index) -> TirExpr:
+        """What the sums of an output channel start at; channels are counted as they are in the packed weight."""
+        start = self.kernel.start
+        return zero(self.dtype) if start is None else self.printer.expr(Load(self.dtype, start, (channel,)), {})
 
     def fetch(
         self,
@@ -101,6 +129,13 @@ class ConvParts:
         """One block of zeros."""
         b = self.builder
         return self.printer.vector_loop(self.block, lambda lane: b.store(buffer, offset + lane, zero(self.dtype)))
+
+    def begin(self, buffer: TirBuffer, offset: Index, block: Index) -> Stmt:
+        """What the sums of an output block start at."""
+        b = self.builder
+        return self.printer.vector_loop(
+            self.block, lambda lane: b.store(buffer, offset + lane, self.start(block * self.block + lane))
+        )
 
     def write_vectors(
         self,

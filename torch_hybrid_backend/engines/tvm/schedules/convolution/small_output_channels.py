@@ -42,7 +42,14 @@ def small_output_channels(parts: ConvParts) -> Stmt | None:
 
 def _serves(parts: ConvParts) -> bool:
     kernel, lanes, outputs = parts.kernel, parts.target.lanes, parts.out_channels
-    if kernel.winograd or kernel.groups > 1 or parts.dtype != "float32" or lanes % 4 or parts.in_channels % lanes:
+    if (
+        kernel.winograd
+        or kernel.dot is not None
+        or kernel.groups > 1
+        or parts.dtype != "float32"
+        or lanes % 4
+        or parts.in_channels % lanes
+    ):
         return False
     if outputs > lanes or is_wide(parts.columns) or _tile_columns(parts) is None:
         return False

@@ -52,7 +52,7 @@ def channel_block(parts: ConvParts) -> int:
         for load in loads_of(parts.kernel.x)
         if isinstance(layout := parts.printer.arguments[load.buffer][1], Blocked)
     }
-    block = max(found, default=channels)
+    block = max(found, default=channels * parts.together) // parts.together
     return channels if parts.kernel.groups > 1 and channels % block else min(block, channels)
 
 
@@ -68,7 +68,14 @@ def choose_tiling(parts: ConvParts, rows: Axis, columns: Axis, is_flat: bool) ->
         chunk_rows = _chunks(parts, rows, columns, blocks)[1]
         turns = -(-rows.out // chunk_rows) if chunk_rows else tiles if is_flat else rows.out
         tasks = size_hint(parts.images) * groups * blocks.parts * turns
-        weight = 4 * blocks.size * parts.block * known_int(parts.kernel.packed.shape[3]) * rows.kernel * columns.kernel
+        weight = (
+            parts.weight_bytes
+            * blocks.size
+            * parts.block
+            * known_int(parts.kernel.packed.shape[3])
+            * rows.kernel
+            * columns.kernel
+        )
         is_far = weight > target.l1_bytes // 2 and rows.out * columns.out > 1
         work = sum(
             n_blocks * n_columns * _tile_time(b * vectors, c, b * parts.block if is_far else 0)
@@ -89,19 +96,20 @@ def _most_columns(parts: ConvParts, columns: Axis, vectors: int) -> int:
     LLVM keeps an input element in a register that several columns read at different taps of an unrolled kernel row: those need
     room beside the accumulators, or accumulators are stored and loaded in every step (3x the time for 3x3 and 2 blocks of 14 columns).
     """
-    most = max_rows(vectors, parts.target)
+    spare = 0 if parts.kernel.dot is None else parts.kernel.dot.registers
+    most = max_rows(vectors, parts.target, spare)
     if is_wide(columns):
         return most
-    registers = register_count(parts.target) - 1 - vectors
+    registers = register_count(parts.target) - 1 - spare - vectors
     return next((c for c in range(most, 0, -1) if c * vectors + columns.shared(c) <= registers), 1)
 
 
 def _chunks(parts: ConvParts, rows: Axis, columns: Axis, blocks: Split) -> tuple[int, int]:
     """Input channels and output rows per chunk; (all channels, 0) where the weight of one task fits the cache."""
-    groups, _, _, channels, _, block = map(known_int, parts.kernel.packed.shape)
+    groups, _, _, channels, _, block = map(known_int, parts.kernel.packed.shape[:6])
     together, l2 = channel_block(parts), parts.target.l2_bytes
     row_bytes = columns.out * blocks.size * block * 4
-    channel_bytes = blocks.size * block * rows.kernel * columns.kernel * 4
+    channel_bytes = blocks.size * block * rows.kernel * columns.kernel * parts.weight_bytes
     sizes = [c for c in range(together, channels, together) if channels % c == 0 and c * channel_bytes <= l2 // 4]
     if channels * channel_bytes <= l2 // 2 or not sizes or rows.out == 1 or row_bytes > l2 // 8:
         return channels, 0

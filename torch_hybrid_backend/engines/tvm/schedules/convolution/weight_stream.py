@@ -25,8 +25,9 @@ _MAX_LINES = 64
 
 def streams(parts: ConvParts) -> bool:
     """Whether the weight is gone through once: it is larger than an image of the input, or than half the cache, where it could stay."""
-    weight, (rows, columns) = math.prod(map(known_int, parts.kernel.packed.shape)), (parts.rows, parts.columns)
-    return 4 * weight > min(parts.target.l2_bytes // 2, 4 * parts.in_channels * rows.size * columns.size)
+    weight = math.prod(map(known_int, parts.kernel.packed.shape[:6])) * parts.weight_bytes
+    image = parts.in_channels // parts.together * parts.rows.size * parts.columns.size * parts.x_bytes
+    return weight > min(parts.target.l2_bytes // 2, image)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,8 @@ class WeightChunks:
 
     def prefetch(self, task: Task, chunk: Index, row: Index, kh: Index, channel: Index) -> Stmt | None:
         """A row's share of the next chunk, or of the next task's first: what lies there as kernel row `kh` and `channel` do here."""
-        groups, blocks, kernel_rows, channels, columns, block = map(known_int, self.parts.kernel.packed.shape)
+        groups, blocks, kernel_rows, channels, columns, lanes = map(known_int, self.parts.kernel.packed.shape[:6])
+        block = lanes * self.parts.together
         line = LINE_BYTES * 8 // int(tvm.DataType(self.parts.kernel.packed.dtype).bits)
         share = -(-self.together * columns * block // (line * self.rows))
         if share * task.blocks > _MAX_LINES:

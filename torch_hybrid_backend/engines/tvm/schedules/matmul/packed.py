@@ -85,6 +85,8 @@ class MatMul:
         self.kernel, self.builder, self.printer, self.target = kernel, builder, printer, target
         self.b, self.m, self.n = kernel.domain
         self.dtype = compute_dtype(kernel.accumulator.dtype)
+        # Of a tile: along k, one element each, or one word.
+        self.steps = kernel.k.extent if kernel.dot is None else kernel.k.extent // kernel.dot.group
         self.lanes = min(lanes_of(target, self.dtype), kernel.tile_n)
         self.vectors = kernel.tile_n // self.lanes
         self.panels = ceil_div(self.n.extent, kernel.tile_n)
@@ -92,7 +94,9 @@ class MatMul:
         whole = self.n.extent // kernel.tile_n if isinstance(self.n.extent, Size) else self.panels - 1
         self.last = self.n.extent - whole * kernel.tile_n
         self.long_epilogue = has_long_epilogue(kernel.stores)
-        self.is_dot = kernel.dot is None and kernel.tile_n == 1 and size_hint(kernel.k.extent) >= 2 * lanes_of(target, self.dtype)
+        self.is_dot = (
+            kernel.dot is None and kernel.tile_n == 1 and size_hint(kernel.k.extent) >= 2 * lanes_of(target, self.dtype)
+        )
 
     def emit(self) -> Stmt:
         if isinstance(self.m.extent, Size):
@@ -125,7 +129,8 @@ class MatMul:
         return b.fused((self.b.extent, blocks, self.panels, per_block), tile)
 
     def _most_rows(self) -> int:
-        most = min(max_rows(1 if self.is_dot else self.vectors, self.target), self._most_cached_rows())
+        spare = 0 if self.kernel.dot is None else self.kernel.dot.registers
+        most = min(max_rows(1 if self.is_dot else self.vectors, self.target, spare), self._most_cached_rows())
         return min(most, _LONG_EPILOGUE_ACCUMULATORS // self.vectors) if self.long_epilogue else most
 
     def _most_cached_rows(self) -> int:
@@ -153,7 +158,7 @@ class MatMul:
     def _fitting(self, rows: int) -> int:
         """Tiles of `rows` rows of A that fit half the second-level cache."""
         itemsize = max(4, int(tvm.DataType(self.dtype).bits) // 8)
-        return max(1, self.target.l2_bytes // 2 // (rows * max(1, size_hint(self.kernel.k.extent)) * itemsize))
+        return max(1, self.target.l2_bytes // 2 // (rows * max(1, size_hint(self.steps)) * itemsize))
 
     def _order(self) -> _Order:
         """Rows per tile: the kernel's `schedule_rank` by estimated time; then blocks of rows that fit half the second-level cache."""
@@ -209,7 +214,7 @@ class MatMul:
 
     def _tile(self, batch: Index, first: Index, rows: int, panel: Index, columns: Dim, ahead: Ahead) -> Stmt:
         """One register tile: `rows` rows from `first`, the first `columns` columns of a panel."""
-        b, kernel, k_extent = self.builder, self.kernel, self.kernel.k.extent
+        b, kernel, k_extent = self.builder, self.kernel, self.steps
         vectors = self.vectors if isinstance(columns, Size) else -(-columns // self.lanes)
         ways = RegisterTile.ways_for(rows * vectors, k_extent)
         tile = RegisterTile(b, self.printer, rows, vectors, self.lanes, self.dtype, ways)
@@ -250,7 +255,7 @@ class MatMul:
     def _word(self, batch: Index, row: Index, k: Index, dot: DotProduct) -> TirExpr:
         load = self.kernel.a
         assert isinstance(load, Load)
-        env = {self.b: batch, self.m: row, self.kernel.k: k}
+        env = {self.b: batch, self.m: row, self.kernel.k: k * dot.group}
         array = self.printer.arguments[load.buffer][0]
         offset = self.builder.index(self.printer.offset(load.buffer, load.index, env))
         return load_word(array, offset, dot, self.lanes)
@@ -266,7 +271,7 @@ class MatMul:
         self, tile: RegisterTile, batch: Index, panel: Index, ahead: Ahead
     ) -> tuple[Stmt | None, Callable[[Index], Stmt] | None]:
         """A statement before a tile, and what goes before each of its unrolled steps: this tile's share of the next panel."""
-        b, kernel, k_extent = self.builder, self.kernel, self.kernel.k.extent
+        b, kernel, k_extent = self.builder, self.kernel, self.steps
         panels = self.panels * (self.b.extent if kernel.batched_b else 1)
         unroll = tile.unrolled(k_extent)
         # Lines of a panel for one unrolled step, and how many of them each of the tiles fetches.

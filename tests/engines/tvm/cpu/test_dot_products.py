@@ -1,0 +1,44 @@
+"""Which dot products a processor has."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from torch_hybrid_backend.engines.tvm.cpu.dot_products import bf16_dot_product, integer_dot_product
+from torch_hybrid_backend.engines.tvm.target import Target
+
+AVX2 = Target("haswell", "x86", ("avx", "avx2", "fma"), 8, 2, 32 << 10, 1 << 20)
+AVX_VNNI = dataclasses.replace(AVX2, features=(*AVX2.features, "avx_vnni"))
+AVX512 = dataclasses.replace(AVX2, features=(*AVX2.features, "avx512f", "avx512bw"), lanes=16)
+VNNI = dataclasses.replace(AVX512, features=(*AVX512.features, "avx512_vnni"))
+BF16 = dataclasses.replace(VNNI, features=(*VNNI.features, "avx512_bf16"))
+SSE = dataclasses.replace(AVX2, features=(), lanes=4)
+
+
+@pytest.mark.parametrize(
+    ("target", "left", "right", "knows", "instruction"),
+    [
+        (VNNI, "uint8", "int8", False, "vpdpbusd"),
+        (VNNI, "int8", "int8", True, "vpdpbusd"),
+        (VNNI, "int8", "int8", False, "vpmaddwd"),  # what moves it could not be made up for
+        (VNNI, "uint8", "uint8", True, "vpmaddwd"),
+        (AVX_VNNI, "int8", "int8", True, "vpdpbusd"),
+        (AVX512, "int8", "int8", True, "vpmaddwd"),
+        (AVX2, "uint8", "int8", True, "vpmaddwd"),
+        (SSE, "uint8", "int8", True, None),
+    ],
+)
+def test_integer_dot_products(target: Target, left: str, right: str, knows: bool, instruction: str | None) -> None:
+    """VNNI where the processor has it and the operands suit it, products of 16 bits elsewhere; signed operands are moved for VNNI alone."""
+    dot = integer_dot_product(left, right, target, knows_right=knows)
+    assert (dot and dot.instruction) == instruction
+    if dot is not None:
+        assert dot.shift == (128 if dot.instruction == "vpdpbusd" and left == "int8" else 0)
+
+
+def test_bfloat16_has_dot_products_with_avx512_bf16_alone() -> None:
+    """Elsewhere it is widened."""
+    assert bf16_dot_product(BF16) is not None
+    assert bf16_dot_product(VNNI) is None

@@ -1,0 +1,158 @@
+"""Products of integers and of bfloat16 by dot products: bit-equal to int64, whatever instructions there are."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from tests.engines.tvm.regions_for_tests import compiled_region
+from tests.services_for_tests import services
+from torch_hybrid_backend.codegen.engine import KernelEngine
+from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.engines.tvm.backend import TvmBackend
+from torch_hybrid_backend.engines.tvm.target import Target, widest_lanes
+
+HOST = Target.host()
+# What this processor has, with VNNI of 256 bits, and with less: instruction sets in the order of `cpu/dot_products.py`.
+WITHOUT_VNNI = tuple(f for f in HOST.features if f not in ("avx512_vnni", "avx_vnni", "avx512_bf16"))
+AVX2 = tuple(f for f in WITHOUT_VNNI if not f.startswith(("avx512", "amx")))
+TARGETS = {
+    "host": HOST,
+    "narrow": dataclasses.replace(HOST, lanes=min(8, HOST.lanes)),
+    "without vnni": dataclasses.replace(HOST, features=WITHOUT_VNNI, lanes=widest_lanes(WITHOUT_VNNI)),
+    "avx2": dataclasses.replace(HOST, features=AVX2, lanes=widest_lanes(AVX2)),
+    "plain": dataclasses.replace(HOST, lanes=4),
+}
+
+
+@pytest.fixture(scope="module", params=TARGETS, ids=lambda name: name.replace(" ", "_"))
+def engine(request: pytest.FixtureRequest) -> KernelEngine:
+    return KernelEngine(TvmBackend(TARGETS[request.param]), Config(compile_threads=2), services())
+
+
+def computed(
+    engine: KernelEngine, function: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, str]:
+    """The region's result, and what its kernels are called."""
+    _, compiled, _ = compiled_region(engine, (function, lambda: inputs))
+    assert compiled.program is not None
+    return compiled(list(inputs))[0], " ".join(getattr(step, "symbol", "") for step in compiled.program.steps)
+
+
+def extreme(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Integers of 8 bits, every other one the largest or the smallest."""
+    info = torch.iinfo(dtype)
+    drawn = torch.randint(info.min, info.max + 1, tuple(shape), dtype=torch.int32)
+    ends = torch.where(torch.rand(tuple(shape)) < 0.5, info.min, info.max)
+    return torch.where(torch.rand(tuple(shape)) < 0.5, ends, drawn).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "n", "dtype"),
+    [(1, 64, 48, torch.int8), (5, 16, 5, torch.uint8), (33, 77, 50, torch.int8), (7, 4096, 33, torch.uint8)],
+)
+def test_matmuls_of_integers_are_exact(engine: KernelEngine, m: int, k: int, n: int, dtype: torch.dtype) -> None:
+    """`_int_mm`, odd sizes, K that fills no word, and the extremes of both dtypes."""
+    torch.manual_seed(0)
+    a, b = extreme((m, k), dtype), extreme((k, n), torch.int8)
+    found, names = computed(engine, torch._int_mm, [a, b])
+    assert torch.equal(found.long(), a.long() @ b.long())
+    assert "packed_matmul" in names
+
+
+@pytest.mark.parametrize("zero", [0, 3, 200])
+def test_a_zero_point_and_scales_are_taken_in(engine: KernelEngine, zero: int) -> None:
+    """Scales by row and column; the sums themselves are exact, so what is left is the rounding of four float32 operations."""
+    torch.manual_seed(0)
+    x, w = extreme((9, 40), torch.uint8), extreme((24, 40), torch.int8)
+    columns, rows = torch.rand(24) + 0.5, torch.rand(9) + 0.5
+
+    def linear(x: torch.Tensor, rows: torch.Tensor, w: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        left = (x.float() - zero) * rows[:, None]
+        return torch.mm(left, (w.float() * columns[:, None]).t())
+
+    found, names = computed(engine, linear, [x, rows, w, columns])
+    exact = (x.double() - zero) @ w.double().t() * rows.double()[:, None] * columns.double()
+    torch.testing.assert_close(found.double(), exact, rtol=4e-7, atol=0)
+    assert names.count("packed_matmul") == 1
+
+
+# (shape of x, shape of w, stride, padding, dilation, groups, dtype of x, zero point)
+CONVOLUTIONS = [
+    ((1, 16, 9, 9), (32, 16, 3, 3), 1, 1, 1, 1, torch.uint8, 0),
+    ((2, 3, 19, 17), (24, 3, 3, 3), 2, 1, 1, 1, torch.int8, 0),
+    ((1, 30, 6, 7), (40, 30, 5, 5), 1, 2, 1, 1, torch.uint8, 200),
+    ((1, 32, 10, 10), (64, 8, 3, 3), 2, 2, 2, 4, torch.int8, -5),
+    ((1, 256, 4, 4), (16, 256, 1, 1), 1, 0, 1, 1, torch.int8, 0),
+    ((2, 12, 9, 9), (12, 1, 3, 3), 1, 1, 1, 12, torch.uint8, 7),
+    ((1, 6, 9, 9), (9, 2, 3, 3), 1, 1, 1, 3, torch.uint8, 0),
+    ((1, 512, 7, 7), (40, 512, 3, 3), 1, 1, 1, 1, torch.uint8, 0),
+    ((3, 8, 40), (16, 8, 5), 1, 2, 1, 1, torch.int8, 9),
+]
+
+
+@pytest.mark.parametrize("case", CONVOLUTIONS, ids=lambda case: f"{case[0]}_{case[1]}")
+def test_convolutions_of_integers_are_exact(engine: KernelEngine, case: tuple[object, ...]) -> None:
+    """Padding counts as the zero point, in whatever order sums are made; depthwise ones, and groups that fill no word, are exact too."""
+    x_shape, w_shape, stride, padding, dilation, groups, dtype, zero = case
+    torch.manual_seed(0)
+    x, w = extreme(x_shape, dtype), extreme(w_shape, torch.int8)  # type: ignore[arg-type]
+    convolve = torch.nn.functional.conv2d if x.dim() == 4 else torch.nn.functional.conv1d
+    places = stride, padding, dilation, groups
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return convolve(x.float() - zero, w.float(), None, *places) * 0.5
+
+    found, _ = computed(engine, function, [x, w])
+    exact = convolve(x.double() - zero, w.double(), None, *places)
+    assert exact.abs().max() < 2**31
+    assert torch.equal(found, exact.float() * 0.5)
+
+
+def test_a_result_that_is_quantised_again_is_one_kernel() -> None:
+    """Convolution, bias, ReLU, a sum and requantisation: nothing of float32 lies in memory."""
+    torch.manual_seed(0)
+    x, w = extreme((1, 16, 8, 8), torch.uint8), extreme((32, 16, 1, 1), torch.int8)
+    other, bias = extreme((1, 32, 8, 8), torch.uint8), torch.randn(32)
+
+    def block(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        y = torch.nn.functional.conv2d(x.float() * 0.02, w.float() * 0.01, bias)
+        y = torch.relu(y + other.float() * 0.03)
+        return torch.clamp(torch.round(y / 0.04), 0, 255).to(torch.uint8)
+
+    engine = KernelEngine(TvmBackend(HOST), Config(compile_threads=1), services())
+    region, compiled, inputs = compiled_region(engine, (block, lambda: [x, w, bias, other]))
+    assert compiled.program is not None
+    names = [getattr(step, "symbol", "") for step in compiled.program.steps]
+    assert [name.split("_")[0] for name in names] == ["map", "packed"]  # the first puts the input into blocked channels
+    difference = compiled(inputs)[0].int() - region.eager(inputs)[0].int()
+    assert difference.abs().max() <= 1
+
+
+@pytest.mark.skipif("avx512_bf16" not in HOST.features, reason="this processor has no AVX-512 BF16")
+@pytest.mark.parametrize("kind", ["mm", "bmm", "conv", "grouped"])
+def test_products_of_bfloat16(kind: str) -> None:
+    """Sums in float32, as close to float64 as eager's."""
+    torch.manual_seed(0)
+    shapes = {
+        "mm": ((33, 77), (77, 40)),
+        "bmm": ((3, 20, 32), (3, 32, 24)),
+        "conv": ((2, 15, 9, 9), (24, 15, 3, 3)),
+        "grouped": ((1, 32, 9, 9), (64, 8, 3, 3)),
+    }[kind]
+    x, w = (torch.randn(shape).bfloat16() for shape in shapes)
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        if x.dim() < 4:
+            return torch.matmul(x, w)
+        return torch.nn.functional.conv2d(x, w, None, 1, 1, 1, x.shape[1] // w.shape[1])
+
+    engine = KernelEngine(TvmBackend(HOST), Config(compile_threads=1), services())
+    found, names = computed(engine, function, [x, w])
+    exact = function(x.double(), w.double())
+    eager = function(x, w)
+    assert (found - exact).square().mean() <= 1.01 * (eager - exact).square().mean()
+    assert "packed" in names

@@ -1,0 +1,163 @@
+"""Which operands are quantised, and what products of them become."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from torch_hybrid_backend.loops import ops
+from torch_hybrid_backend.loops.index import Index
+from torch_hybrid_backend.loops.integer_products import MAX_DEPTH, affine, integer_product, is_dequantised
+from torch_hybrid_backend.loops.ir import (
+    Buffer,
+    Const,
+    ConvOp,
+    Expr,
+    IntegerConvOp,
+    IntegerMatMulOp,
+    Load,
+    LoopOp,
+    Map,
+    MatMulOp,
+    Value,
+    domain_vars,
+)
+
+X, ROWS, DEPTHS = Buffer((4, 8), "uint8"), Buffer((4,), "float32"), Buffer((8,), "float32")
+POINT = domain_vars((4, 8))
+
+
+def as_float(e: Expr) -> Expr:
+    return ops.cast(e, "float32")
+
+
+def number(value: float) -> Expr:
+    return ops.const(value, "float32")
+
+
+@pytest.mark.parametrize(
+    ("expr", "zero", "scales"),
+    [
+        (X.at(POINT), None, 0),
+        (as_float(X.at(POINT)), None, 0),
+        (ops.mul(as_float(X.at(POINT)), number(0.5)), None, 1),
+        (ops.mul(number(0.5), ops.sub(as_float(X.at(POINT)), number(3))), 3, 1),
+        (ops.mul(as_float(ops.sub(ops.cast(X.at(POINT), "int32"), ops.const(3, "int32"))), ROWS.at(POINT[:1])), 3, 1),
+        (ops.mul(ops.mul(as_float(X.at(POINT)), number(2)), ROWS.at(POINT[:1])), None, 2),
+        (ops.round_to(ops.mul(as_float(X.at(POINT)), number(2)), "bfloat16"), None, 1),
+        (ops.mul(ops.sub(as_float(X.at(POINT)), number(0)), number(2)), None, 1),
+    ],
+)
+def test_an_affine_scalar_is_an_integer_moved_and_scaled(expr: Expr, zero: int | None, scales: int) -> None:
+    """In whatever way it is spelled; a zero point of 0 is none."""
+    found = affine(expr)
+    assert found is not None
+    assert isinstance(found.integer, Load)
+    assert found.integer.buffer is X
+    assert (found.zero.value if isinstance(found.zero, Const) else found.zero) == zero
+    assert len(found.scales) == scales
+
+
+@pytest.mark.parametrize(
+    "expr",
+    [
+        ROWS.at(POINT[:1]),
+        ops.sub(as_float(X.at(POINT)), number(0.5)),  # no whole zero point
+        ops.sub(ops.mul(as_float(X.at(POINT)), number(2)), number(3)),  # moved after it was scaled
+        ops.cast(ops.mul(as_float(X.at(POINT)), number(0.5)), "int32"),  # cut off
+        ops.add(as_float(X.at(POINT)), number(1)),
+        ops.cast(X.at(POINT), "bool"),
+    ],
+)
+def test_other_scalars_are_not_affine(expr: Expr) -> None:
+    """What an integer product could not give exactly stays a product of floats."""
+    assert affine(expr) is None
+
+
+def dequantised(buffer: Buffer, scale: Callable[[tuple[Index, ...]], Expr], zero: float = 0) -> Map:
+    def at(index: tuple[Index, ...]) -> Expr:
+        return ops.mul(ops.sub(as_float(buffer.at(index)), number(zero)), scale(index))
+
+    return Map(buffer.shape, "float32", at, ((buffer, lambda index: index),))
+
+
+def realize_nothing(value: Value) -> Value:
+    raise AssertionError(f"{value} is in memory already")
+
+
+def product_of(a: Value, b: Value) -> tuple[LoopOp, LoopOp] | None:
+    shape = (a.shape[0], a.shape[1], b.shape[2])
+    return integer_product(MatMulOp(Buffer(shape, "float32"), a, b), realize_nothing)
+
+
+def test_a_matmul_of_quantised_operands_is_one_of_integers() -> None:
+    """Its operands are the buffers of integers; scales by row and column come behind it, and so does a zero point."""
+    a, b = Buffer((1, 4, 8), "uint8"), Buffer((1, 8, 6), "int8", constant=True)
+    rows, columns = Buffer((4,), "float32"), Buffer((6,), "float32", constant=True)
+    found = product_of(dequantised(a, lambda i: rows.at(i[1:2]), 7), dequantised(b, lambda i: columns.at(i[2:])))
+    assert found is not None
+    product, scaled = found
+    assert isinstance(product, IntegerMatMulOp)
+    assert (product.a, product.b, product.out.dtype) == (a, b, "int32")
+    assert product.zero is not None
+    zero = product.zero(domain_vars((1, 4)))
+    assert isinstance(zero, Const)
+    assert zero.value == 7
+    assert set(scaled.reads()) == {product.out, rows, columns}
+
+
+def test_scales_along_the_sum_and_weights_that_change_make_no_integer_product() -> None:
+    """Nor do a right operand with a zero point, one that nobody quantised, and sums that int32 may not hold."""
+    a, b = Buffer((1, 4, 8), "int8"), Buffer((1, 8, 6), "int8", constant=True)
+    one = number(0.5)
+    left, right = dequantised(a, lambda i: one), dequantised(b, lambda i: one)
+    assert product_of(left, right) is not None
+    assert product_of(dequantised(a, lambda i: DEPTHS.at(i[2:])), right) is None
+    assert product_of(left, dequantised(b, lambda i: DEPTHS.at(i[1:2]))) is None
+    assert product_of(left, dequantised(b, lambda i: one, 3)) is None
+    assert product_of(left, dequantised(Buffer(b.shape, "int8"), lambda i: one)) is None
+    assert product_of(left, Buffer(b.shape, "float32", constant=True)) is None
+    long, tall = Buffer((1, 4, MAX_DEPTH + 1), "int8"), Buffer((1, MAX_DEPTH + 1, 6), "int8", constant=True)
+    assert product_of(dequantised(long, lambda i: one), dequantised(tall, lambda i: one)) is None
+
+
+def test_a_convolution_of_quantised_operands_is_one_of_integers() -> None:
+    """With the input's zero point, which must be known."""
+    x, w = Buffer((1, 8, 5, 5), "uint8"), Buffer((6, 8, 3, 3), "int8", constant=True)
+    scales = Buffer((6,), "float32", constant=True)
+    out = Buffer((1, 6, 3, 3), "float32")
+    places = (1, 1), (0, 0), (1, 1), 1
+    image, weight = dequantised(x, lambda i: number(0.5), 9), dequantised(w, lambda i: scales.at(i[:1]))
+    found = integer_product(ConvOp(out, image, weight, *places), realize_nothing)
+    assert found is not None
+    product, scaled = found
+    assert isinstance(product, IntegerConvOp)
+    assert (product.x, product.w, product.zero) == (x, w, 9)
+    assert scaled.out is out
+    by_channel = dequantised(x, lambda i: DEPTHS.at(i[1:2]))
+    assert integer_product(ConvOp(out, by_channel, weight, *places), realize_nothing) is None
+
+
+def test_a_quantised_value_that_is_computed_is_given_memory() -> None:
+    """The value of 8 bits itself, so that all who read it find the same buffer."""
+    source = Buffer((1, 4, 8), "float32")
+    narrow = Map((1, 4, 8), "int8", lambda i: ops.cast(source.at(i), "int8"), ((source, lambda i: i),))
+    wide = Map((1, 4, 8), "float32", lambda i: ops.mul(as_float(narrow.at(i)), number(2)), ((narrow, lambda i: i),))
+    b = Buffer((1, 8, 6), "int8", constant=True)
+    made: list[Buffer] = []
+
+    def realize(value: Value) -> Value:
+        assert value is narrow
+        made.append(Buffer(value.shape, value.dtype))
+        narrow.realize(made[-1])
+        return made[-1]
+
+    op = MatMulOp(Buffer((1, 4, 6), "float32"), wide, dequantised(b, lambda i: number(2)))
+    found = integer_product(op, realize)
+    assert found is not None
+    assert isinstance(found[0], MatMulOp)
+    assert found[0].a is made[0]
+    assert is_dequantised(wide)
+    assert not is_dequantised(narrow)
+    assert not is_dequantised(source)

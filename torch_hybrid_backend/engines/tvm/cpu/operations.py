@@ -1,0 +1,64 @@
+"""Operations whose operands are packed for the schedules of a processor: they say which by their class."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch_hybrid_backend.codegen.operands import StridedView
+from torch_hybrid_backend.engines.tvm.cpu.dot_products import DotProduct
+from torch_hybrid_backend.loops.ir import Buffer, ConvOp, MatMulOp
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedMatMulOp(MatMulOp):
+    """A matmul whose `b` is packed in panels of `tile_n` columns (`packing.pack_b`).
+
+    With a `dot`: `a` is what words are read from, (B, M, words * group), `b` is packed in words, and sums start at `start`.
+    """
+
+    b: Buffer
+    tile_n: int
+    dot: DotProduct | None = None
+    start: Buffer | None = None
+
+    def reads(self) -> list[Buffer]:
+        return [*MatMulOp.reads(self), *([] if self.start is None else [self.start])]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DequantizedMatMulOp(MatMulOp):
+    """A matmul, one b, whose `b` is packed as `kernels.DequantizedMatMulKernel` says, which the other fields are of too."""
+
+    b: Buffer
+    bits: int
+    scales: Buffer
+    zeros: Buffer | None
+    group: int
+    tile_n: int
+
+    def reads(self) -> list[Buffer]:
+        return [*MatMulOp.reads(self), self.scales, *([] if self.zeros is None else [self.zeros])]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnpackedMatMulOp(MatMulOp):
+    """A matmul whose right operand, (1, k, n), is read where it lies: as the view `weight` of memory."""
+
+    weight: StridedView
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedConvOp(ConvOp):
+    """A convolution whose `w` is packed in blocks of `block` output channels (`packing.pack_conv_weight`). `kernel`: its sizes before.
+
+    With a `dot`: `x` has whole words of channels in each group, `w` is packed in words, and sums start at `start`.
+    """
+
+    w: Buffer
+    block: int
+    kernel: tuple[int, ...]
+    dot: DotProduct | None = None
+    start: Buffer | None = None
+
+    def reads(self) -> list[Buffer]:
+        return [*ConvOp.reads(self), *([] if self.start is None else [self.start])]
