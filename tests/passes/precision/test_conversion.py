@@ -25,8 +25,14 @@ def test_counts(captured) -> None:
     nodes = {node.name: node for node in subject.gm.graph.nodes}
     nodes["addmm"].meta["precision"], nodes["sin"].meta["precision"] = "int8", "bfloat16"
     others = ["mm", "mm_1"]
-    subject.gm.meta["as_written"] = {others[0]: Refused(Reason.UNCALIBRATED, "no ranges"), "gone": Refused(Reason.SLOWER, "")}
-    given = {others[1]: Refused(Reason.ACCURACY, "off"), "addmm": Refused(Reason.EXCLUDED, "it is converted all the same")}
+    subject.gm.meta["as_written"] = {
+        others[0]: Refused(Reason.UNCALIBRATED, "no ranges"),
+        "gone": Refused(Reason.SLOWER, ""),
+    }
+    given = {
+        others[1]: Refused(Reason.ACCURACY, "off"),
+        "addmm": Refused(Reason.EXCLUDED, "it is converted all the same"),
+    }
     context = dataclasses.replace(subject.ctx, precision="int8+bf16", as_written=given)
 
     found = conversion(subject.gm, context)

@@ -75,7 +75,9 @@ def test_a_value_is_cast_once(captured):
         lambda x: (x.view(-1), x.view(-1).view(6, 6) @ x),  # shares an input's memory
         lambda x: (x.relu(), x.relu() @ x),
         lambda x: (x @ x).unsqueeze(0).expand(3, 6, 6),
-        lambda x: aten.convolution(x.expand(2, 3, 6, 6), x[:3, :3].expand(4, 3, 3, 3), None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1),
+        lambda x: aten.convolution(
+            x.expand(2, 3, 6, 6), x[:3, :3].expand(4, 3, 3, 3), None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1
+        ),
     ],
 )
 def test_outputs_are_as_promised(captured, function: Callable[..., object]):
@@ -132,7 +134,9 @@ def test_layers_that_are_to_stay(captured):
 
 def test_what_cannot_be_converted_says_why(captured, monkeypatch: pytest.MonkeyPatch):
     """A layer that raises for half values stays as written, with a code; those around it are converted."""
-    monkeypatch.setattr(lists, "_READ_AS_WRITTEN", {aten.bmm: ("mat2",)})  # a product of half values and of float32: PyTorch has none
+    monkeypatch.setattr(
+        lists, "_READ_AS_WRITTEN", {aten.bmm: ("mat2",)}
+    )  # a product of half values and of float32: PyTorch has none
     found = _convert(captured(lambda x: torch.bmm((x @ x)[None], x.cos()[None]), torch.rand(6, 6)))
     assert {(layer.operator, layer.code) for layer in found.left} == {("aten.bmm.default", Reason.UNSUPPORTED)}
     assert "it does not take bfloat16: expected scalar type" in found.left[0].why
