@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.conftest import Golden
-from tests.report.plans_for_tests import EMPTY, NOT_USED, PLAN, USED
+from tests.report.plans_for_tests import CONVERTED, EMPTY, NOT_COMPARED, NOT_USED, PLAN, USED
 from torch_hybrid_backend.report import render_text
 
 
@@ -15,6 +15,11 @@ def test_text(golden: Golden) -> None:
 def test_whole_calls(golden: Golden) -> None:
     """Who runs whole calls, at what cost; of a plan that is not used it is said why, and its regions are shown."""
     golden.check(render_text([USED, NOT_USED]))
+
+
+def test_reduced_precision(golden: Golden) -> None:
+    """How much was converted to what, by how many casts; what it costs in accuracy, by region; every layer that was not, with code and line."""
+    golden.check(render_text([CONVERTED, NOT_COMPARED]))
 
 
 def test_no_plans() -> None:

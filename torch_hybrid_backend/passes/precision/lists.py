@@ -2,7 +2,7 @@
 
 ALLOW   gains by it and loses nothing that matters: sums of products are made in float32
 INFER   is harmless on half values, and not worth a cast: follows its inputs, but not behind a DENY operator
-CLEAR   moves, compares or picks values without rounding them: half values in, the same values out
+CLEAR   moves or picks values: rounding them before or after it is the same
 DENY    makes large errors of small ones: it computes in float32, and so does what reads its results
 
 Contents: torch's autocast for CPUs (aten/src/ATen/autocast_mode.cpp, 2.13) and TensorFlow's auto mixed precision
@@ -39,7 +39,7 @@ INFER = _packets(
     "avg_pool2d _adaptive_avg_pool2d upsample_linear1d upsample_bilinear2d upsample_bicubic2d"
 )
 CLEAR = _packets(
-    "relu clamp clamp_min clamp_max hardtanh abs neg sign floor ceil round trunc maximum minimum amax amin "
+    "relu clamp clamp_min clamp_max hardtanh abs neg sign maximum minimum amax amin "
     "max_pool2d_with_indices cat stack clone constant_pad_nd gather index_select index flip roll repeat where masked_fill "
     "upsample_nearest1d upsample_nearest2d _upsample_nearest_exact1d _upsample_nearest_exact2d "
     "pixel_shuffle pixel_unshuffle im2col slice_scatter select_scatter "
