@@ -1,11 +1,11 @@
 """How layers are quantised: the operators, written once for graphs and for tensors.
 
-`apply(operator, *arguments)` is what a step does: calls the operator, or inserts a node for it. Weights are of int8, symmetric, with a scale for
-each output channel; activations are of int8, symmetric, or of uint8 where they are never negative. So every zero point is 0: zeros of padding are
-zeros, and kernels correct for nothing.
+`apply(operator, *arguments)` is what a step does: calls the operator, or inserts a node for it. Weights are of int8, symmetric, with a scale
+for each output channel; activations are of int8, symmetric, or of uint8 where they are never negative. So every zero point is 0: zeros of
+padding are zeros, and kernels correct for nothing.
 
-Sources: Jacob et al., "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference", 2018; Wu et al., "Integer
-Quantization for Deep Learning Inference", 2020 (symmetric weights per channel).
+Sources: Jacob et al., "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference", 2018; Wu et al.,
+"Integer Quantization for Deep Learning Inference", 2020 (symmetric weights per channel).
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def call(operator: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 
 def _tensor(x: Any) -> torch.Tensor:
-    return x.meta["val"] if isinstance(x, Node) else x
+    value: torch.Tensor = x.meta["val"] if isinstance(x, Node) else x
+    return value
 
 
 def weight(apply: Apply, w: Any, axis: int) -> Any:
@@ -64,7 +65,9 @@ def tensor_now(apply: Apply, x: Any, *, non_negative: bool = False) -> Any:
     """An activation quantised by the largest magnitude in it, and dequantised."""
     bounds = UNSIGNED if non_negative else SIGNED
     dtype = _tensor(x).dtype
-    scale = _scales(apply, dtype, apply(aten.amax.default, x if non_negative else apply(aten.abs.default, x)), bounds[1])
+    scale = _scales(
+        apply, dtype, apply(aten.amax.default, x if non_negative else apply(aten.abs.default, x)), bounds[1]
+    )
     zero = apply(aten.full_like.default, scale, 0, dtype=torch.int64)
     narrow = apply(quantized.quantize_per_tensor.tensor, x, scale, zero, *bounds)
     return _as(apply, apply(quantized.dequantize_per_tensor.tensor, narrow, scale, zero, *bounds), dtype)

@@ -24,6 +24,7 @@ from torch_hybrid_backend.passes.cpu.merge_siblings import merge_siblings
 from torch_hybrid_backend.passes.cpu.resample_last import resample_last
 from torch_hybrid_backend.passes.cpu.transposed_convolutions import transposed_convolutions
 from torch_hybrid_backend.passes.cpu.volume_convolutions import volume_convolutions
+from torch_hybrid_backend.passes.quantize_layers import quantize_layers
 from torch_hybrid_backend.passes.verify import Contract, verify
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ PASSES: tuple[tuple[Pass, Devices, str], ...] = (
     (merge_siblings, _CPU, "after cse, which makes equal views of one tensor one input"),
     (merge_convolutions, _CPU, "after fold_batch_norm, behind which their activations are, and cse"),
     (contiguous_tables, _CPU, "after remove_no_ops, to which its copies would be copies of constants like others"),
+    (quantize_layers, _CPU, "after all that computes with weights, which does so as written"),
     (dead_code, _ALL, "last: sweeps what the others left"),
 )
 

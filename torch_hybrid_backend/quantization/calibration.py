@@ -23,9 +23,9 @@ class Collector:
     """
 
     def collect(self, name: str, operator: str, tensor: torch.Tensor) -> None:
-        """`name`: of the layer, as in `Module.named_modules()`, with "#2" for its second call in one forward and so on, and "other" behind it for
-        the second operand of a product of activations. `operator`: "conv", "linear" or "matmul". `tensor`: the activation, of floating point,
-        finite; not to be changed."""
+        """`name`: of the layer, as in `Module.named_modules()`, with "#2" behind it for its second call in one forward and so on, and " other"
+        for the second operand of a product of activations. `operator`: "conv", "linear" or "matmul". `tensor`: the activation, of floating
+        point, finite; not to be changed."""
         raise NotImplementedError
 
     def ranges(self) -> Mapping[str, Range]:
@@ -115,15 +115,17 @@ def best_threshold(counts: np.ndarray, levels: int) -> int:
     best, least = middle, np.inf
     for reach in range(levels // 2, middle + 1):
         start, stop = middle - reach, middle + reach + 1
-        divergence = _divergence(counts[start:stop], total[start : stop + 1], occupied[start : stop + 1], total[-1], levels)
+        divergence = _divergence(
+            counts[start:stop], total[start : stop + 1], occupied[start : stop + 1], total[-1], levels
+        )
         if divergence < least:
             best, least = reach, divergence
     return best
 
 
 def _divergence(kept: np.ndarray, total: np.ndarray, occupied: np.ndarray, everything: float, levels: int) -> float:
-    """Of the kept bins with the outliers at their ends (p) from the kept bins spread evenly over each level (q). `total` and `occupied` are running
-    sums of counts, and of bins that are not empty."""
+    """Of the kept bins with the outliers at their ends (p) from the kept bins spread evenly over each level (q). `total` and `occupied` are
+    running sums of counts, and of bins that are not empty."""
     p = kept.copy()
     p[0] += total[0]
     p[-1] += everything - total[-1]

@@ -39,7 +39,7 @@ def _first_as_arguments(model: Callee, item: Any) -> Any:
     return model(*item[0])
 
 
-_SHOWN = {
+_SHOWN: dict[Call, str] = {
     _as_keywords: "model(**item)",
     _as_arguments: "model(*item)",
     _alone: "model(item)",
@@ -89,7 +89,7 @@ def _forms(model: nn.Module, item: Any) -> list[Call]:
         return [_alone]
     if len(item) != 2:
         return [_as_arguments, _alone]
-    first = [_first_alone]
+    first: list[Call] = [_first_alone]
     if isinstance(item[0], Mapping):
         first = [_first_as_keywords, _first_alone]
     elif isinstance(item[0], list | tuple):

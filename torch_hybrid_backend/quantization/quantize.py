@@ -62,7 +62,9 @@ def quantize(
     another model's.
     """
     if model.training:
-        raise QuantizationError("the model is in training mode, a quantised one is for inference: call model.eval() first")
+        raise QuantizationError(
+            "the model is in training mode, a quantised one is for inference: call model.eval() first"
+        )
     excluded = _excluded(model, exclude)
     if unknown := set(exclude_kinds) - set(KINDS):
         raise QuantizationError(f"exclude_kinds must be among {', '.join(KINDS)}; {', '.join(sorted(unknown))} is not")
@@ -86,8 +88,12 @@ def quantize(
     data = Loader(loader, model) if loader is not None else None
     if ranges is not None:
         found = Ranges.load(ranges, model)
-        kept = {name: site for name, site in found.sites.items() if not excluded(name) and site.kind not in exclude_kinds}
-        result.ranges = replace(found, sites=kept, in_float={**found.in_float, **_dropped(found.sites, kept, "excluded")})
+        kept = {
+            name: site for name, site in found.sites.items() if not excluded(name) and site.kind not in exclude_kinds
+        }
+        result.ranges = replace(
+            found, sites=kept, in_float={**found.in_float, **_dropped(found.sites, kept, "excluded")}
+        )
     elif data is None:
         result.ranges = _unseen(result, excluded, exclude_kinds)
     else:
@@ -154,9 +160,7 @@ class QuantizedModule(nn.Module):
 
         return run
 
-    def _visit(
-        self, name: str, kind: str, axis: int | None, x: torch.Tensor, w: torch.Tensor, compute: Compute
-    ) -> Any:
+    def _visit(self, name: str, kind: str, axis: int | None, x: torch.Tensor, w: torch.Tensor, compute: Compute) -> Any:
         site = self._sites.get(name)
         return compute(x, w) if site is None or site.kind != kind else self.quantized(name, site, axis, x, w, compute)
 
@@ -188,19 +192,21 @@ class QuantizedModule(nn.Module):
 
 
 def _excluded(model: nn.Module, patterns: Sequence[str]) -> Callable[[str], bool]:
-    """Whether a name, of a module or of a site, is excluded by the patterns, itself or by what it lies in. Raises QuantizationError for a pattern
-    that matches no module."""
+    """Whether a name, of a module or of a site, is excluded by the patterns, itself or by what it lies in. Raises QuantizationError for a
+    pattern that matches no module."""
     if isinstance(patterns, str):
         raise QuantizationError(f"exclude must be a sequence of names: ({patterns!r},)")
     names = [name for name, _ in model.named_modules() if name]
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4)
-            advice = f"did you mean {' or '.join(map(repr, near))}?" if near else f"names are like {', '.join(names[:3])}"
+            advice = (
+                f"did you mean {' or '.join(map(repr, near))}?" if near else f"names are like {', '.join(names[:3])}"
+            )
             raise QuantizationError(f"exclude={pattern!r} matches no module of the {type(model).__name__}: {advice}")
 
     def excluded(name: str) -> bool:
-        parts = name.split("#")[0].split(".")
+        parts = name.split("#", maxsplit=1)[0].split(".")
         return any(
             fnmatch.fnmatchcase(".".join(parts[:count]), pattern)
             for count in range(1, len(parts) + 1)
@@ -238,7 +244,9 @@ def _calibrated(
     """What running the model on the data tells: which calls there are, how inputs of linear layers are smoothed, and ranges."""
     seen: dict[str, Site] = {}
     in_float: dict[str, str] = {}
-    largest: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # of linear layers, by input channel: of inputs, of weights
+    largest: dict[
+        str, tuple[torch.Tensor, torch.Tensor]
+    ] = {}  # of linear layers, by input channel: of inputs, of weights
 
     def look(name: str, kind: str, axis: int | None, x: torch.Tensor, w: torch.Tensor, compute: Compute) -> Any:
         if excluded(name) or kind in kinds:
@@ -264,7 +272,9 @@ def _calibrated(
         for name in layers_of(result.model)
         if name not in result.ranges.sites and name not in in_float
     }
-    return Ranges(result.ranges.model, seen, {**in_float, **missing, **_dropped(result.ranges.sites, seen, "uncalibrated")})
+    return Ranges(
+        result.ranges.model, seen, {**in_float, **missing, **_dropped(result.ranges.sites, seen, "uncalibrated")}
+    )
 
 
 def _smoothing(of_x: torch.Tensor, of_w: torch.Tensor, alpha: float) -> tuple[float, ...]:
@@ -293,7 +303,7 @@ def _with_ranges(result: QuantizedModule, data: Loader, collector: Collector) ->
     for name, (low, high) in found.items():
         if not (math.isfinite(low) and math.isfinite(high) and low <= high):
             raise QuantizationError(
-                f"{type(collector).__name__}.ranges() gave {name!r} the range ({low}, {high}): it must be two finite numbers, the lower one first"
+                f"{type(collector).__name__}.ranges() gave {name!r} the range ({low}, {high}): it must be two finite numbers, the lower first"
             )
     calibrated = {}
     for name, site in sites.items():
@@ -327,7 +337,9 @@ def _return_to_float(result: QuantizedModule, data: Loader, metric: Metric, goal
 def _score(metric: Metric, module: nn.Module) -> float:
     score = float(metric(module))
     if math.isnan(score):
-        raise QuantizationError(f"the metric of the {type(module).__name__} is NaN: it must be a number, higher is better")
+        raise QuantizationError(
+            f"the metric of the {type(module).__name__} is NaN: it must be a number, higher is better"
+        )
     return score
 
 
