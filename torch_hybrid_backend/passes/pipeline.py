@@ -14,6 +14,7 @@ from torch_hybrid_backend.passes.canonical.dead_code import dead_code
 from torch_hybrid_backend.passes.canonical.fold_batch_norm import fold_batch_norm
 from torch_hybrid_backend.passes.canonical.fold_constants import fold_constants
 from torch_hybrid_backend.passes.canonical.index_to_views import index_to_views
+from torch_hybrid_backend.passes.canonical.quantized_pairs import quantized_pairs
 from torch_hybrid_backend.passes.canonical.remove_no_ops import remove_no_ops
 from torch_hybrid_backend.passes.canonical.simplify import simplify
 from torch_hybrid_backend.passes.context import PassContext
@@ -61,6 +62,7 @@ PASSES: tuple[tuple[Pass, Devices, str], ...] = (
     (fold_constants, _ALL, "before cse: equal constants become one"),
     (index_to_views, _ALL, "after fold_constants, which computes the indices; before cse: equal views become one"),
     (cse, _ALL, "after all that makes expressions equal"),
+    (quantized_pairs, _ALL, "after cse, which makes one of what several layers quantise by the same numbers"),
     (remove_no_ops, _ALL, "again: copies of folded constants, views that simplify brought together"),
     (merge_siblings, _CPU, "after cse, which makes equal views of one tensor one input"),
     (merge_convolutions, _CPU, "after fold_batch_norm, behind which their activations are, and cse"),
