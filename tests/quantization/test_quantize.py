@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional
 
 import torch_hybrid_backend
 from torch_hybrid_backend import Collector, quantize
 from torch_hybrid_backend.errors import QuantizationError
+
+load_digits = pytest.importorskip("sklearn.datasets").load_digits
 
 
 class Small(nn.Module):
