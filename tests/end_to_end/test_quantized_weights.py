@@ -50,7 +50,9 @@ class Block(nn.Module):
 def compiled_block(precision: str, **options: Any) -> tuple[Block, Callable[..., torch.Tensor]]:
     model = Block().eval()
     dynamic = options.pop("dynamic", False)
-    return model, torch.compile(model, backend="hybrid", dynamic=dynamic, options={"precision": precision, "strict": True})
+    return model, torch.compile(
+        model, backend="hybrid", dynamic=dynamic, options={"precision": precision, "strict": True}
+    )
 
 
 @pytest.mark.parametrize("precision", FORMS)

@@ -91,7 +91,7 @@ def test_per_token(zero_dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("size", [8, 32])
 @pytest.mark.parametrize("zero_dtype", [torch.int64, torch.float32], ids=str)
 def test_per_group(zero_dtype: torch.dtype, size: int) -> None:
-    """Each few neighbours in a row have a scale; there may be no zero points. What is dequantised lies between its bounds, as graphs promise."""
+    """Each few neighbours in a row have a scale; there may be no zero points. What is dequantised is between its bounds, as graphs promise."""
     x, q = sample(6, 32, low=-4, high=4), sample(6, 32, dtype=torch.int8, low=-8, high=7)
     scales, zero_points = sample(6, 32 // size, low=0.01, high=0.05), sample(6, 32 // size, low=-9, high=9)
     zero_points = zero_points.to(zero_dtype)

@@ -124,6 +124,27 @@ def test_one_weight_of_two_products_is_packed_once() -> None:
     assert len(found.packed) == 2
 
 
+def test_one_scale_and_none() -> None:
+    """A scale and a zero point for all, as numbers, and integers whose scale is applied to the product, as torchao's tensors do."""
+
+    def by_tensor(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x, quantized.dequantize_per_tensor.default(q, 0.25, 3, -128, 127, torch.int8).t())
+
+    def scaled_product(x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x, q.t().to(x.dtype)) * scales
+
+    x, q, scales = torch.randn(5, K), torch.randint(-128, 128, (N, K), dtype=torch.int8), torch.rand(N)
+    found = assembled(by_tensor, x, q)
+    integers, factors, moved = packed_of(found, q)
+    assert kernel_of(found).group == K
+    assert torch.equal(integers, pack_b(q.t()[None], 32))
+    assert (factors.flatten()[:N] == 0.25).all()
+    assert (moved.flatten()[:N] == 3).all()
+    found = assembled(scaled_product, x, q, scales)
+    assert kernel_of(found).zeros is None
+    assert (packed_of(found, q, scales)[1].flatten()[:N] == 1).all()
+
+
 def test_half_activations() -> None:
     """Activations and scales may be of a half type, as torch's own operator has them; the weight's rounding to it is left out."""
 

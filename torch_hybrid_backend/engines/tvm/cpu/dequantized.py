@@ -39,57 +39,73 @@ def dequantized_operand(op: MatMulOp, packer: OperandPacker, target: Target) -> 
     weight = _Weight.of(op.b.at(index))
     if weight is None:
         return None
-    groups = {_group(of_group, index[1], k) for of_group in weight.of_groups}
+    groups = {_group(load, index[1], k) for load in (weight.scale, weight.zero) if isinstance(load, Load)} or {k}
     group = groups.pop()
     if groups or group is None or k % group:
         return None
-    bits = 4 if weight.fits_nibbles and group % NIBBLES == 0 else 8
+    bits = 4 if weight.bounds[1] - weight.bounds[0] < 16 and group % NIBBLES == 0 else 8
     if bits == 8 and group != k and group % NIBBLES:
         return None
 
-    def part(of: Callable[[_Weight], Load | None], step: int, dtype: str) -> Map:
-        """A part of the weight as a value, for every `step`-th k."""
+    def every(step: int, of: Callable[[_Weight], Number]) -> Map:
+        """What the weight reads for every `step`-th k."""
 
         def at(place: tuple[Index, ...]) -> Expr:
             found = _Weight.of(op.b.at((place[0], place[1] * step, place[2])))
-            load = None if found is None else of(found)
-            assert load is not None
-            return load
+            assert found is not None
+            return of(found)
 
-        return Map((1, k // step, n), dtype, at)
+        read = of(weight)
+        return Map((1, k // step, n), read.buffer.dtype if isinstance(read, Load) else "float32", at)
 
     tile = tile_n(n, target)
     low = weight.bounds[0] + 8 if bits == 4 else 0  # what is taken off integers, so that they lie in -8 .. 7
-    integers = part(lambda w: w.integers, 1, weight.integers.buffer.dtype)
-    scales = part(lambda w: w.scale, group, weight.scale.buffer.dtype)
-    zeros = None if weight.zero is None and low == 0 else scales
-    if weight.zero is not None:
-        zeros = part(lambda w: w.zero, group, weight.zero.buffer.dtype)
-    views = [strided_view(value) for value in (integers, scales, *([] if zeros is None else [zeros]))]
-    if any(view is None or not view.is_static for view in views):
+    integers, first = every(1, lambda w: w.integers), every(group, lambda w: w.integers)
+    parts = [
+        _Part(
+            integers,
+            partial(_pack_integers, tile_n=tile, bits=bits, bounds=weight.bounds),
+            ("integers", bits, weight.bounds),
+        )
+    ]
+    numbers: tuple[tuple[Callable[[_Weight], Number], int], ...] = ((lambda w: w.scale, 0), (lambda w: w.zero, low))
+    for of, less in numbers:
+        number = of(weight)
+        if isinstance(number, Load):
+            parts.append(_Part(every(group, of), partial(_pack_numbers, tile_n=tile, less=less), ("numbers", less)))
+        else:  # the same for all: in the form that the others have
+            same = float(number.value) - less
+            parts.append(_Part(first, partial(_pack_same, tile_n=tile, number=same), ("same", same)))
+    if any(view is None or not view.is_static for view in (strided_view(part.value) for part in parts)):
         return None
+    has_zeros = isinstance(weight.zero, Load) or float(weight.zero.value) != low
 
-    rows = k // NIBBLES if bits == 4 else k
-    q_dtype = "int32" if bits == 4 else integers.dtype
-    pack_q = partial(_pack_integers, tile_n=tile, bounds=weight.bounds) if bits == 4 else partial(pack_b, tile_n=tile)
-    pack_z = partial(_pack_zeros, tile_n=tile, low=low, is_given=weight.zero is not None)
-
-    def packed(value: Map, ahead: Callable[[torch.Tensor], torch.Tensor], rows: int, dtype: str, how: object) -> Buffer:
+    def packed(part: _Part, rows: int, dtype: str) -> Buffer:
         form = packed_b_shape(1, n, rows, tile)
-        return packer.pack(value, ahead, lambda _: Map(form, dtype, value.fn), (how, tile))
+        return packer.pack(part.value, part.ahead, lambda value: Map(form, dtype, value.at), (part.how, tile))
 
     return DequantizedMatMulOp(
         op.out,
         op.a,
-        packed(integers, pack_q, rows, q_dtype, ("integers", bits, weight.bounds)),
+        packed(parts[0], *((k // NIBBLES, "int32") if bits == 4 else (k, integers.dtype))),
         bits,
-        packed(scales, partial(_pack_scales, tile_n=tile), k // group, "float32", "scales"),
-        None
-        if zeros is None
-        else packed(zeros, pack_z, k // group, "float32", ("zeros", low, weight.zero is not None)),
+        packed(parts[1], k // group, "float32"),
+        packed(parts[2], k // group, "float32") if has_zeros else None,
         group,
         tile,
     )
+
+
+Number = Load | Const
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """Something that is packed of a weight: what of it, how, and what this way of packing is known by."""
+
+    value: Map
+    ahead: Callable[[torch.Tensor], torch.Tensor]
+    how: tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,31 +114,21 @@ class _Weight:
 
     integers: Load
     bounds: tuple[int, int]
-    scale: Load
-    zero: Load | None
-
-    @property
-    def fits_nibbles(self) -> bool:
-        return self.bounds[1] - self.bounds[0] < 16
-
-    @property
-    def of_groups(self) -> tuple[Load, ...]:
-        return (self.scale,) if self.zero is None else (self.scale, self.zero)
+    scale: Number
+    zero: Number
 
     @staticmethod
     def of(e: Expr) -> _Weight | None:
-        """None where an expression is not of this form, or one of its parts is not simply read from a constant."""
+        """None where an expression is not of this form, or one of its parts is neither a number nor simply read from a constant."""
         found = affine(e)
-        if found is None or len(found.scales) != 1:
+        if found is None or len(found.scales) > 1:
             return None
         integers, bounds = _bounded(found.integer)
-        scale = _read(found.scales[0])
-        zero = None if found.zero is None else _read(found.zero)
-        if not isinstance(integers, Load) or scale is None or scale.dtype != "float32":
+        scale = _number(found.scales[0]) if found.scales else Const("float32", 1.0)
+        zero = Const("int32", 0) if found.zero is None else _number(found.zero)
+        if not isinstance(integers, Load) or scale is None or scale.dtype != "float32" or zero is None:
             return None
-        if found.zero is not None and zero is None:
-            return None
-        if not all(load.buffer.constant for load in (integers, scale, *([] if zero is None else [zero]))):
+        if not all(part.buffer.constant for part in (integers, scale, zero) if isinstance(part, Load)):
             return None
         return _Weight(integers, bounds, scale, zero)
 
@@ -137,11 +143,11 @@ def _bounded(e: Expr) -> tuple[Expr, tuple[int, int]]:
     return e, (low, high)
 
 
-def _read(e: Expr | None) -> Load | None:
-    """What is read to be cast."""
+def _number(e: Expr) -> Number | None:
+    """A number, or what is read to be cast."""
     while isinstance(e, Call) and e.op == "cast":
         e = e.args[0]
-    return e if isinstance(e, Load) else None
+    return e if isinstance(e, Load | Const) else None
 
 
 def _group(load: Load, k: Index, extent: int) -> int | None:
@@ -156,15 +162,15 @@ def _group(load: Load, k: Index, extent: int) -> int | None:
     return extent if not sizes else sizes.pop() if len(sizes) == 1 else None
 
 
-def _pack_integers(q: torch.Tensor, tile_n: int, bounds: tuple[int, int]) -> torch.Tensor:
-    """Integers within bounds 15 apart or less, as nibbles."""
-    return pack_nibbles(q.to(torch.int32).clamp(*bounds) - (bounds[0] + 8), tile_n)
+def _pack_integers(q: torch.Tensor, tile_n: int, bits: int, bounds: tuple[int, int]) -> torch.Tensor:
+    """Integers of 8 bits as they are, of 4 bits in -8 .. 7."""
+    return pack_b(q, tile_n) if bits == 8 else pack_nibbles(q.to(torch.int32).clamp(*bounds) - (bounds[0] + 8), tile_n)
 
 
-def _pack_scales(scales: torch.Tensor, tile_n: int) -> torch.Tensor:
-    return pack_b(scales.float(), tile_n)
+def _pack_numbers(numbers: torch.Tensor, tile_n: int, less: int) -> torch.Tensor:
+    return pack_b(numbers.float() - less, tile_n)
 
 
-def _pack_zeros(zeros: torch.Tensor, tile_n: int, low: int, is_given: bool) -> torch.Tensor:
-    """Zero points of integers that are less by `low`; where none are given, 0 is what they are of, and `zeros` has their form."""
-    return pack_b((zeros.float() if is_given else torch.zeros(zeros.shape)) - low, tile_n)
+def _pack_same(like: torch.Tensor, tile_n: int, number: float) -> torch.Tensor:
+    """One number in the form of what would be packed of `like`."""
+    return pack_b(torch.full(like.shape, number), tile_n)
