@@ -133,6 +133,16 @@ def test_one_weight_of_several_layers_is_quantised_once(captured):
     assert subject.operators()["quantized_decomposed.quantize_per_channel.default"] == 1
 
 
+def test_one_matrix_both_ways_is_two_weights(captured):
+    """A product with a matrix and one with its transpose have other output channels, so other scales."""
+    w = nn.Parameter(torch.randn(128, 128) * torch.linspace(0.01, 1, 128))
+    subject = captured(lambda x: torch.mm(torch.mm(x, w), w.t()), torch.randn(3, 128))
+    (got,) = quantized(subject, "int8-weights")
+    first, second = (by_hand(rows.detach().contiguous(), "int8-weights") for rows in (w.t(), w))
+    x = next(value for value in subject.inputs if value.shape == (3, 128))
+    torch.testing.assert_close(got.double(), x.double() @ first.T @ second.T, rtol=1e-5, atol=1e-4)
+
+
 def test_merged_products_are_quantised_whole(captured):
     """Queries, keys and values that were merged are one weight."""
     query, key = nn.Linear(128, 128).eval(), nn.Linear(128, 160).eval()

@@ -56,7 +56,7 @@ def quantize_weights(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
         return False
     constant = constant_nodes(gm, ctx.constants)
     left: dict[str, Refused] = {}
-    made: dict[Node, Node] = {}
+    made: dict[tuple[Node, bool], Node] = {}
     for node in list(gm.graph.nodes):
         if node.target not in _PRODUCTS or not ctx.may_rewrite(node) or node.name in ctx.as_written:
             continue
@@ -68,12 +68,12 @@ def quantize_weights(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
         if refused is not None:
             left[node.name] = refused
             continue
-        rows, turned = _rows(weight, has_rows)
-        if rows not in made:
+        how = rows, turned = _rows(weight, has_rows)
+        if how not in made:
             importlib.import_module("torch.ao.quantization.fx._decomposed")  # the operators exist from here on
             whole = insert(node, aten.permute.default, rows, [1, 0]) if turned else rows
-            made[rows] = (_in_bytes if bits == 8 else _in_nibbles)(node, whole)
-        dequantized = made[rows] if has_rows else insert(node, aten.permute.default, made[rows], [1, 0])
+            made[how] = (_in_bytes if bits == 8 else _in_nibbles)(node, whole)
+        dequantized = made[how] if has_rows else insert(node, aten.permute.default, made[how], [1, 0])
         node.update_arg(position, dequantized)
         node.meta["precision"] = f"int{bits}"
     gm.meta["as_written"] = {**gm.meta.get("as_written", {}), **left}
@@ -95,7 +95,7 @@ def _refusal(weight: torch.Tensor, bits: int, has_rows: bool) -> Refused | None:
 
 
 def _rows(weight: Node, has_rows: bool) -> tuple[Node, bool]:
-    """What the weight's rows, one for each output channel, are rows of; and whether that has them as columns."""
+    """What holds the weight's rows, one for each output channel; and whether as columns."""
     if has_rows:
         return weight, False
     if weight.target is aten.t.default or (weight.target is aten.permute.default and list(weight.args[1]) == [1, 0]):  # type: ignore[arg-type]
@@ -118,12 +118,9 @@ def _in_nibbles(before: Node, w: Node) -> Node:
     """w (N, K) by way of integers of 4 bits: dequantised."""
     quantized = torch.ops.quantized_decomposed
     n, k = w.meta["val"].shape
-    whole = (
-        w
-        if w.meta["val"].is_contiguous()
-        else insert(before, aten.clone.default, w, memory_format=torch.contiguous_format)
-    )
-    groups = insert(before, aten.view.default, whole, [n * k // GROUP, GROUP])
+    if not w.meta["val"].is_contiguous():
+        w = insert(before, aten.clone.default, w, memory_format=torch.contiguous_format)
+    groups = insert(before, aten.view.default, w, [n * k // GROUP, GROUP])
     low, high = insert(before, aten.amin.default, groups, [1]), insert(before, aten.amax.default, groups, [1])
     is_low = insert(before, aten.gt.Tensor, insert(before, aten.neg.default, low), high)
     extreme = insert(before, aten.div.Tensor, insert(before, aten.where.self, is_low, low, high), -8.0)
