@@ -26,7 +26,7 @@ from benchmarks import machine
 from torch_hybrid_backend.backend import compile_graph
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.measure import measure
-from torch_hybrid_backend.passes.quantize_weights import GROUP
+from torch_hybrid_backend.passes.cpu.quantize_weights import GROUP
 
 aten = torch.ops.aten
 

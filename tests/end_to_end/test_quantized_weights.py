@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import torch_hybrid_backend
-from tests.passes.test_quantize_weights import by_hand
+from tests.passes.cpu.test_quantize_weights import by_hand
 from torch_hybrid_backend.runtime.executor import BoundConstants
 
 FORMS = ["int8-weights", "int4-weights"]

@@ -22,12 +22,12 @@ from torch_hybrid_backend.passes.cpu.contiguous_tables import contiguous_tables
 from torch_hybrid_backend.passes.cpu.dilated_convolutions import dilated_convolutions
 from torch_hybrid_backend.passes.cpu.merge_convolutions import merge_convolutions
 from torch_hybrid_backend.passes.cpu.merge_siblings import merge_siblings
+from torch_hybrid_backend.passes.cpu.quantize_layers import quantize_layers
+from torch_hybrid_backend.passes.cpu.quantize_weights import quantize_weights
 from torch_hybrid_backend.passes.cpu.resample_last import resample_last
 from torch_hybrid_backend.passes.cpu.transposed_convolutions import transposed_convolutions
 from torch_hybrid_backend.passes.cpu.volume_convolutions import volume_convolutions
 from torch_hybrid_backend.passes.precision.half import half
-from torch_hybrid_backend.passes.quantize_layers import quantize_layers
-from torch_hybrid_backend.passes.quantize_weights import quantize_weights
 from torch_hybrid_backend.passes.verify import Contract, verify
 
 log = logging.getLogger(__name__)

@@ -73,7 +73,7 @@ def test_other_precisions_are_other_passes(captured, precision):
     """Nothing is quantised here under another setting."""
     subject = captured(Net().eval(), torch.randn(2, 3, 12, 12))
     subject.ctx = replace(subject.ctx, precision=precision)
-    from torch_hybrid_backend.passes.quantize_layers import quantize_layers
+    from torch_hybrid_backend.passes.cpu.quantize_layers import quantize_layers
 
     assert not quantize_layers(subject.gm, subject.ctx)
 
