@@ -135,3 +135,31 @@ def language_model(name: str) -> tuple[nn.Module, torch.Tensor]:
         **common,
     )
     return transformers.LlamaForCausalLM(config).eval(), torch.randint(0, 256, (1, 24))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_torchs_own_operator(dtype: torch.dtype) -> None:
+    """`_weight_int8pack_mm` is a kernel of ours, for any number of rows of float32 or bfloat16."""
+
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("q", torch.randint(-128, 128, (96, 160), dtype=torch.int8))
+            self.register_buffer("scales", torch.rand(96, dtype=dtype))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.ops.aten._weight_int8pack_mm(x, self.q, self.scales)
+
+    torch.manual_seed(0)
+    model = Packed()
+    compiled = torch.compile(model, backend="hybrid", dynamic=True, options={"strict": True})
+    for rows in (3, 1, 40):
+        x = torch.randn(rows, 160).to(dtype)
+        want = x.double() @ (model.q.double() * model.scales.double()[:, None]).T
+        got = compiled(x)
+        assert got.dtype == dtype
+        tolerance = 1e-5 if dtype == torch.float32 else 8e-3
+        torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance * float(want.abs().max()))
+    explained = torch_hybrid_backend.explain(model, x)
+    assert "dequantized_matmul" in str(explained)

@@ -14,8 +14,8 @@ from tests.passes.test_hoist import call, fold
 from tests.passes.values import verify_values
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.passes.cpu.merge_siblings import merge_siblings
-from torch_hybrid_backend.passes.hoist import hoist
 from torch_hybrid_backend.passes.cpu.quantize_weights import GROUP, LEAST_ELEMENTS, quantize_weights
+from torch_hybrid_backend.passes.hoist import hoist
 from torch_hybrid_backend.passes.verify import verify
 
 FORMS = ["int8-weights", "int4-weights"]
