@@ -40,6 +40,55 @@ def test_options_and_modes_are_settings() -> None:
     torch.testing.assert_close(result, x.sin() + 1)
 
 
+@pytest.mark.parametrize(
+    ("asked", "lacking", "used"),
+    [
+        ("bf16", {"bf16"}, "as-written"),
+        ("bf16", {"fp16"}, "bf16"),
+        ("fp16", {"bf16", "fp16"}, "as-written"),
+        ("int8+bf16", {"bf16"}, "int8"),
+        ("int8", {"bf16", "fp16"}, "int8"),
+        ("as-written", {"bf16", "fp16"}, "as-written"),
+    ],
+)
+def test_a_precision_without_instructions_is_not_used(
+    asked: str, lacking: set[str], used: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning says what the machine lacks and what is done instead; the integer part of a precision stays."""
+    monkeypatch.setattr(backend, "lacking_instructions", lambda half: (f"avx512_{half}",) if half in lacking else ())
+    config = backend.with_instructions(Config(precision=asked))
+    assert config == Config(precision=used)
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == (asked != used)
+    assert all(f"precision={asked}" in line and used in line and "avx512_" in line for line in warnings)
+
+
+def test_without_instructions_graphs_are_as_written(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """End to end: float32's results, bit by bit, and one warning for a compilation."""
+    monkeypatch.setattr(backend, "lacking_instructions", lambda half: ("avx512_bf16",))
+    model, x = torch.nn.Linear(8, 8), torch.randn(4, 8)
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="hybrid", options={"precision": "bf16"})
+        assert torch.equal(compiled(x), model(x))
+        assert torch.equal(compiled(x), model(x))
+        (plan,) = torch_hybrid_backend.explain(model, x, options={"precision": "as-written"}).plans
+    assert plan.conversion is None
+    assert len([record for record in caplog.records if "no instructions for bf16" in record.getMessage()]) == 1
+
+
+def test_training_graphs_are_as_written(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Forward and backward compute in float32, and one warning says so."""
+    monkeypatch.setattr(backend, "lacking_instructions", lambda half: ())
+    model, x = torch.nn.Linear(8, 8), torch.randn(4, 8)
+    result = torch.compile(model, backend="hybrid", options={"precision": "bf16"})(x)
+    result.sum().backward()
+    assert torch.equal(result, model(x))
+    assert torch.equal(model.bias.grad, torch.full((8,), 4.0))  # type: ignore[arg-type]
+    assert len([record for record in caplog.records if "is for inference" in record.getMessage()]) == 1
+
+
 def test_explain_has_a_plan_for_every_graph() -> None:
     """Two graphs, for a break between them, in the order in which they run; the model itself stays as it was."""
 

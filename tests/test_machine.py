@@ -14,7 +14,7 @@ import torch
 
 from torch_hybrid_backend import machine
 from torch_hybrid_backend.core.device import CPU, Device
-from torch_hybrid_backend.machine import cpuinfo, fingerprint
+from torch_hybrid_backend.machine import cpuinfo, fingerprint, lacking_instructions
 
 
 def test_the_fingerprint_names_threads_and_versions() -> None:
@@ -113,3 +113,36 @@ def test_cpuinfo_is_of_the_first_processor(tmp_path: Path) -> None:
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/cpuinfo").write_text("processor : 0\nModel name\t: One: a\nrubbish\n\nprocessor : 1\nflags : x\n")
     assert cpuinfo(tmp_path) == {"processor": "0", "model name": "One: a"}
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo_text", "bf16", "fp16"),
+    [
+        ("flags : avx2 avx512f avx512_bf16", True, False),
+        ("flags : avx2 amx_tile amx_bf16", True, False),
+        ("flags : avx512f avx512_fp16 amx_bf16 avx512_bf16", True, True),
+        ("flags : avx2 fma", False, False),
+        ("Features : asimd asimdhp bf16", True, True),
+        ("", False, False),
+    ],
+)
+def test_instructions_of_a_precision(
+    cpuinfo_text: str, bf16: bool, fp16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the processor shows, x86's and Arm's; where it shows none, those that are lacking are named."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text(cpuinfo_text)
+    for precision, there in (("bf16", bf16), ("fp16", fp16)):
+        lacking = lacking_instructions(precision, tmp_path)
+        assert bool(lacking) is not there
+        assert all(precision in name or name == "asimdhp" for name in lacking)
+
+
+def test_pytorch_held_to_avx2_has_no_wider_instructions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ATEN_CPU_CAPABILITY=avx2 holds kernels to that too; a machine that tells nothing has no instructions."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text("flags : avx2 avx512_bf16 amx_bf16")
+    assert "avx512_bf16" in lacking_instructions("bf16", tmp_path)
+    assert lacking_instructions("bf16", tmp_path / "nowhere")

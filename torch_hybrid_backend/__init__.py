@@ -4,6 +4,7 @@ The line needs no import of this package. What the package offers beside it:
 
     explain(model, *args)    where every operator runs, and why
     refresh(model)           use the weights as they are now, however they were changed
+    quantize(model, loader)  a module that multiplies integers of 8 bits, for this or any other backend
     bisect(works)            which pass or operator makes a program wrong
     Config                   the settings
 """
@@ -19,10 +20,19 @@ if TYPE_CHECKING:
     from torch_hybrid_backend.backend import explain
     from torch_hybrid_backend.bisection import bisect
     from torch_hybrid_backend.config import Config
+    from torch_hybrid_backend.quantization.calibration import Collector
+    from torch_hybrid_backend.quantization.quantize import quantize
     from torch_hybrid_backend.runtime.constants import refresh
 
-_HOMES = {"Config": "config", "bisect": "bisection", "explain": "backend", "refresh": "runtime.constants"}
-__all__ = ["Config", "__version__", "bisect", "explain", "refresh"]
+_HOMES = {
+    "Collector": "quantization.calibration",
+    "Config": "config",
+    "bisect": "bisection",
+    "explain": "backend",
+    "quantize": "quantization.quantize",
+    "refresh": "runtime.constants",
+}
+__all__ = ["Collector", "Config", "__version__", "bisect", "explain", "quantize", "refresh"]
 
 
 def __getattr__(name: str) -> Any:

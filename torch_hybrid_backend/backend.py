@@ -12,7 +12,9 @@ torch.compile(model, backend="hybrid")
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,13 +32,17 @@ from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.plan import Plan
+from torch_hybrid_backend.core.precision import AS_WRITTEN
 from torch_hybrid_backend.garbage import collector_paused
 from torch_hybrid_backend.graph.values import is_repeatable
 from torch_hybrid_backend.hybrid_graph import HybridGraph, OnPlan, OnRegions, pricing_of
+from torch_hybrid_backend.machine import lacking_instructions
 from torch_hybrid_backend.partition.seen_graphs import SeenGraphs, graph_key
 from torch_hybrid_backend.partition.whole_call import PricedCall
 from torch_hybrid_backend.report import Explanation
 from torch_hybrid_backend.session import open_session
+
+log = logging.getLogger(__name__)
 
 
 def hybrid(
@@ -65,10 +71,13 @@ def compile_graph(
     """Compile one Dynamo graph under `config`; `on_plan` gets each plan when it is made (in the graph's first call),
     `on_regions` what its regions were compiled to."""
     apply_log_level(config)
+    config = with_instructions(config)
     shared = open_session(config)
     deadline = Deadline(config.compile_deadline_s)
     devices = {CPU, *(Device.of(value.device) for value in example_inputs if isinstance(value, torch.Tensor))}
-    key = graph_key(gm, example_inputs, f"{[shared.versions(device) for device in sorted(devices, key=str)]}")
+    key = graph_key(
+        gm, example_inputs, f"{config.precision} {[shared.versions(device) for device in sorted(devices, key=str)]}"
+    )
     calls: list[PricedCall] = []
 
     @collector_paused()  # a backward graph may be compiled later, when backward is called
@@ -96,6 +105,22 @@ def compile_graph(
     compiled = compiled_whole()
     known.add(key)
     return compiled
+
+
+def with_instructions(config: Config) -> Config:
+    """`config` in a precision that this machine has instructions for, by one WARNING where it lacks those of the one that was asked for."""
+    for half, without in (("bf16", {"bf16": AS_WRITTEN, "int8+bf16": "int8"}), ("fp16", {"fp16": AS_WRITTEN})):
+        if config.precision in without and (lacking := lacking_instructions(half)):
+            instead = without[config.precision]
+            log.warning(
+                "this machine has no instructions for %s (one of: %s): with precision=%s graphs are computed %s",
+                half,
+                ", ".join(lacking),
+                config.precision,
+                instead if instead == AS_WRITTEN else f"in {instead}",
+            )
+            return dataclasses.replace(config, precision=instead)
+    return config
 
 
 def _is_priced_whole(captured: CapturedGraph, config: Config) -> bool:

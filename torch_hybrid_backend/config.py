@@ -169,7 +169,7 @@ class Config:
             "between 0 and 1",
             "how far a graph's outputs may be off those of the graph as written on the first call, as root mean square over root mean square; "
             "beyond it the worst layers are computed as written",
-            "0.02 for bf16 and fp16, 0.1 for the others",
+            "0.02 for bf16 and fp16, 0.3 for int4-weights, 0.1 for the others",
         ),
     )
     placement: str = dataclasses.field(

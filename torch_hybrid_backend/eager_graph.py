@@ -11,7 +11,7 @@ given their strides. Mostly there are none, and later runs are the code that fx 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -114,6 +114,15 @@ class TracedRun(torch.fx.Interpreter):
         self._formulas: dict[Node, Callable[..., Any]] = {}  # the operators that were computed by a decomposition
         self._places: dict[str, _Place] = {}
         self._sizes: dict[str, int] = {}
+
+    def values(self, inputs: Sequence[Any]) -> Iterator[tuple[Node, Any]]:
+        """Runs the graph step by step: each node and its value, which is let go of after its last use. The last is the outputs."""
+        self.args_iter = iter(inputs)
+        for node in self._graph_module.graph.nodes:
+            value = self.env[node] = self.run_node(node)
+            yield node, value
+            for dead in self.user_to_last_uses.get(node, ()):
+                del self.env[dead]
 
     def run_node(self, n: Node) -> Any:
         """The node's value. Raises OperatorRefusedError as `EagerGraph.run` does."""

@@ -11,6 +11,10 @@ class ConfigError(HybridError, ValueError):
     """A setting or option is unknown or has an illegal value."""
 
 
+class QuantizationError(HybridError, ValueError):
+    """A model cannot be quantised as asked: its calibration data, an exclusion, or a file of ranges is at fault."""
+
+
 class CompileError(HybridError):
     """An engine could not compile a region."""
 

@@ -15,18 +15,20 @@ from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.plan import Plan
+from torch_hybrid_backend.core.precision import AS_WRITTEN
 from torch_hybrid_backend.core.region import Region, Segment
 from torch_hybrid_backend.eager_graph import EagerGraph
 from torch_hybrid_backend.errors import HybridError, is_sticky
 from torch_hybrid_backend.garbage import full_collections
 from torch_hybrid_backend.generators import is_captured
+from torch_hybrid_backend.model_gate import judged
 from torch_hybrid_backend.partition.placement import Pricing
 from torch_hybrid_backend.partition.reference import replay_of
 from torch_hybrid_backend.runtime.constant_pool import ConstantPool
 from torch_hybrid_backend.runtime.native.ops import give_back_freed_memory
 from torch_hybrid_backend.runtime.python_executor import PythonExecutor, checked
 from torch_hybrid_backend.session import Session
-from torch_hybrid_backend.stages import Compiled, Installed, Placed, compile_graph, install, place, prepare
+from torch_hybrid_backend.stages import Compiled, Installed, Placed, Prepared, compile_graph, install, place, prepare
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +58,11 @@ class HybridGraph:
     ) -> None:
         """`deadline`: for the kernels of this graph and of others that are compiled with it; None: of `config`, for this one."""
         start = time.perf_counter()
+        if captured.kind == "forward" and config.precision != AS_WRITTEN:
+            log.warning(
+                "precision=%s is for inference: this graph, which is for training, is computed as written",
+                config.precision,
+            )
         self._name = name
         self._config = config
         self._session = session
@@ -65,7 +72,7 @@ class HybridGraph:
         self._lock = threading.RLock()
         prepared = prepare(captured, name, config, self._compile_body)
         # Replaced as a whole: whoever is interrupted, or comes from another thread, finds one stage or the next.
-        self._state: Compiled | Installed = compile_graph(prepared, session, config, self._pricing())
+        self._state: Compiled | Installed = self._compiled(prepared)
         log.info("%s graph: compiled in %.2f s", captured.kind, time.perf_counter() - start)
 
     @property
@@ -95,7 +102,10 @@ class HybridGraph:
     def _first_call(self, compiled: Compiled, inputs: Sequence[Any]) -> list[Any]:
         start = time.perf_counter()
         with ConstantPool():
-            placed, outputs = place(compiled, inputs, self._config, self._pricing())
+            placed, outputs = self._placed(compiled, inputs)
+            placed, outputs = judged(
+                placed, outputs, inputs, self._config, lambda anew: self._placed(self._compiled(anew), inputs)
+            )
             installed = install(placed, inputs, self._config)
             self._tell(installed, placed)
             self._state = installed  # last: interrupted before, the next call is a first call again
@@ -103,6 +113,12 @@ class HybridGraph:
             give_back_freed_memory()
         log.info("%s graph: engines chosen in %.2f s", placed.prepared.kind, time.perf_counter() - start)
         return outputs
+
+    def _compiled(self, prepared: Prepared) -> Compiled:
+        return compile_graph(prepared, self._session, self._config, self._pricing())
+
+    def _placed(self, compiled: Compiled, inputs: Sequence[Any]) -> tuple[Placed, list[Any]]:
+        return place(compiled, inputs, self._config, self._pricing())
 
     def _tell(self, decided: Placed | Installed, placed: Placed) -> None:
         if self._on_plan is not None:

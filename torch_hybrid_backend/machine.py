@@ -117,6 +117,28 @@ def processor() -> str:
         return platform.processor()
 
 
+# Instructions that multiply in a precision, as Linux names them: x86's, Arm's. One of them is enough.
+_INSTRUCTIONS: Mapping[str, tuple[str, ...]] = {
+    "bf16": ("avx512_bf16", "amx_bf16", "bf16"),
+    "fp16": ("avx512_fp16", "amx_fp16", "asimdhp"),
+}
+
+
+def lacking_instructions(precision: str, root: Path = Path("/")) -> tuple[str, ...]:
+    """The instructions of which `precision`, "bf16" or "fp16", needs one to gain anything, where the host has none; else ()."""
+    import torch
+
+    try:
+        fields = cpuinfo(root)
+    except OSError:
+        fields = {}
+    flags = set((fields.get("flags") or fields.get("features") or "").split())
+    if torch.backends.cpu.get_cpu_capability() == "AVX2":  # PyTorch is held to that, and our kernels with it
+        flags = {flag for flag in flags if not flag.startswith(("avx512", "amx"))}
+    needed = _INSTRUCTIONS[precision]
+    return () if flags.intersection(needed) else needed
+
+
 def cpuinfo(root: Path) -> Mapping[str, str]:
     """What Linux says of the first processor (`proc/cpuinfo` below `root`), names in lower case. Raises OSError where it says nothing."""
     text = (root / "proc/cpuinfo").read_text(errors="replace")

@@ -1,6 +1,6 @@
 """The stages of one captured graph, each a frozen value made from the one before. Part of the wiring, as `backend` is.
 
-CapturedGraph --prepare--> Prepared    after the passes; the part that parameters alone decide split off
+CapturedGraph --prepare--> Prepared    after the passes, in its precision; the part that parameters alone decide split off
               --compile--> Compiled    its covers, every region compiled by each engine that may run it; nothing has run
               --place----> Placed      one cover, and who runs each of its regions: tried on the first call's inputs
               --install--> Installed   one C++ plan of the choices made, or the same from Python
@@ -29,7 +29,8 @@ from torch_hybrid_backend.core.captured import CapturedGraph, GraphKind
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.engine import EAGER, CompiledRegion
-from torch_hybrid_backend.core.plan import Cost, Plan, RegionDecision
+from torch_hybrid_backend.core.plan import Conversion, Cost, Plan, RegionDecision
+from torch_hybrid_backend.core.precision import AS_WRITTEN
 from torch_hybrid_backend.core.region import Region, Segment
 from torch_hybrid_backend.core.verdict import Refused
 from torch_hybrid_backend.eager_graph import EagerGraph
@@ -50,7 +51,8 @@ from torch_hybrid_backend.passes.control_flow import compile_bodies
 from torch_hybrid_backend.passes.decompose import decompose
 from torch_hybrid_backend.passes.hoist import Hoisted, hoist
 from torch_hybrid_backend.passes.inline_subgraphs import inline_subgraphs
-from torch_hybrid_backend.passes.pipeline import PASSES, run_passes
+from torch_hybrid_backend.passes.pipeline import PASSES, PRECISION_PASSES, run_passes
+from torch_hybrid_backend.passes.precision.conversion import conversion
 from torch_hybrid_backend.runtime.constant_pool import release_unused
 from torch_hybrid_backend.runtime.executor import CompiledSegment, Executor, build_executor
 from torch_hybrid_backend.runtime.plan_layout import StaticLayoutError
@@ -69,8 +71,21 @@ Candidate = CompiledRegion | Refused | Exception
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Reduced:
+    """A graph in another precision than it was written in. `written`: as it was before; `context`: what the passes were told."""
+
+    written: torch.fx.GraphModule
+    graph: torch.fx.GraphModule
+    context: PassContext
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """A captured graph after the passes. `fold` computes what parameters alone decide; `is_repeatable`: running it twice goes unnoticed."""
+    """A captured graph after the passes. `fold` computes what parameters alone decide; `is_repeatable`: running it twice goes unnoticed.
+
+    `conversion`: what became of it under another precision than as written; None under that. `reduced`: what its first call is judged by,
+    None after that, and where nothing was converted.
+    """
 
     name: str
     kind: GraphKind
@@ -78,6 +93,8 @@ class Prepared:
     fold: EagerGraph | None
     has_collectives: bool
     is_repeatable: bool
+    conversion: Conversion | None = None
+    reduced: Reduced | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,7 +135,7 @@ class Placed:
     def plan(self) -> Plan:
         """The decisions, for reports."""
         plan = make_plan(self.prepared.name, self.prepared.kind, self.partition, list(self.decisions.values()))
-        return dataclasses.replace(plan, covers=self.covers)
+        return dataclasses.replace(plan, covers=self.covers, conversion=self.prepared.conversion)
 
     def without(self, region: Region, cause: Exception, *, strict: bool) -> Placed:
         """The same with eager in place of the engine whose compiled region raised `cause`. Raises RegionError under `strict`."""
@@ -173,14 +190,45 @@ def prepare(
     """Run the passes on a captured graph, in place; `compile_body` compiles what its control flow calls."""
     module = captured.graph_module
     inline_subgraphs(module)
-    run_passes(module, PassContext.of(captured, config.precision), bisected_passes(PASSES))
+    context = PassContext.of(captured, config.precision)
+    run_passes(module, context, bisected_passes(PASSES))
+    reduced = None if context.precision == AS_WRITTEN else reduce_precision(module, context)
     # Sub-graphs are looked into, so before they are compiled.
     has_collectives, repeatable = holds_collectives(module), is_repeatable(module)
     compile_bodies(captured, compile_body)
-    constants = captured.static_inputs if captured.kind == "inference" else frozenset[str]()
-    hoisted = hoist(module, constants)
-    fold = EagerGraph(hoisted.fold) if hoisted.fold is not None else None
-    return Prepared(name, captured.kind, hoisted, fold, has_collectives, repeatable)
+    prepared = Prepared(name, captured.kind, *_split(module, context), has_collectives, repeatable)
+    return prepared if reduced is None else _told(prepared, reduced, config)
+
+
+def _split(module: torch.fx.GraphModule, context: PassContext) -> tuple[Hoisted, EagerGraph | None]:
+    hoisted = hoist(module, context.constants)
+    return hoisted, EagerGraph(hoisted.fold) if hoisted.fold is not None else None
+
+
+def reduce_precision(module: torch.fx.GraphModule, context: PassContext) -> Reduced:
+    """Convert the graph, in place, to the precision that the context says."""
+    written = copy_of(module)
+    run_passes(module, context, bisected_passes(PRECISION_PASSES))
+    return Reduced(written, module, context)
+
+
+def copy_of(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """The same graph, with the same tensors."""
+    graph = torch.fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    return torch.fx.GraphModule(module, graph, "Graph")
+
+
+def _told(prepared: Prepared, reduced: Reduced, config: Config) -> Prepared:
+    """The graph with what its precision made of it."""
+    found = conversion(reduced.graph, reduced.context, config.precision_tolerance)
+    return dataclasses.replace(prepared, conversion=found, reduced=reduced if found.converted else None)
+
+
+def prepare_anew(prepared: Prepared, reduced: Reduced, config: Config) -> Prepared:
+    """The graph as its precision makes it with other layers as written."""
+    hoisted, fold = _split(reduced.graph, reduced.context)
+    return _told(dataclasses.replace(prepared, hoisted=hoisted, fold=fold), reduced, config)
 
 
 def compile_graph(prepared: Prepared, session: Session, config: Config, pricing_on: PricingOn) -> Compiled:

@@ -11,7 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_hybrid_backend.core.device import CPU, Device
-from torch_hybrid_backend.core.plan import CallDecision, Cost, NodeDecision, Plan, Refusal, RegionDecision
+from torch_hybrid_backend.core.plan import (
+    CallDecision,
+    Conversion,
+    Cost,
+    NodeDecision,
+    Plan,
+    Refusal,
+    RegionDecision,
+    Unconverted,
+)
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.sizes.size import ceil_div, symbol
@@ -36,10 +45,26 @@ _nodes = st.builds(
 _regions = st.builds(
     RegionDecision, _texts, _texts, _texts, _several(_texts), _several(_specs), _several(_specs), _costs, _refusals,
     st.none() | _numbers, st.integers(0, 1 << 60), _several(_texts), _texts, _devices, _several(_texts),
+    _several(_texts), st.none() | _numbers,
 )  # fmt: skip
 _calls = st.none() | st.builds(CallDecision, _texts, _costs, _refusals)
 _graphs = _several(_several(_texts))
-_plans = st.builds(Plan, _texts, st.just("inference"), _several(_nodes), _several(_regions), _calls, _costs, _graphs)
+_counts = st.integers(0, 1 << 30)
+_conversions = st.builds(
+    Conversion, _texts, _numbers, _counts, _several(st.tuples(_texts, _counts)), _counts, _counts,
+    _several(st.builds(Unconverted, _texts, _texts, st.sampled_from(Reason), _texts, _texts)), st.none() | _numbers, _texts,
+)  # fmt: skip
+_plans = st.builds(
+    Plan,
+    _texts,
+    st.just("inference"),
+    _several(_nodes),
+    _several(_regions),
+    _calls,
+    _costs,
+    _graphs,
+    st.none() | _conversions,
+)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

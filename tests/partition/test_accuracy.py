@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+import torch.ao.quantization.fx._decomposed
 
 from tests.partition.engines_for_tests import FakeEngine, trace
 from torch_hybrid_backend.config import Config
@@ -339,3 +340,64 @@ def test_attention_without_dropout_is_widened() -> None:
     wide = reference_run(module, [q], torch.float64)
     assert wide is not None
     torch.testing.assert_close(wide[0], function(q.double()))
+
+
+def _quantize(x: torch.Tensor) -> torch.Tensor:
+    return torch.ops.quantized_decomposed.quantize_per_tensor.default(x, 0.1, 3, 0, 255, torch.uint8)
+
+
+def _written_out(x: torch.Tensor) -> torch.Tensor:
+    return torch.clamp(torch.round(x * 10) + 3, 0, 255).to(torch.uint8)
+
+
+@pytest.mark.parametrize("quantize", [_quantize, _written_out])
+def test_quantised_integers_may_differ_by_one_step(quantize: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """One step is a rounding, also behind views and pooling; two are a fault. Integers that come about otherwise are exact, places of pooling
+    among them."""
+    x = torch.rand(2, 4, 8, 8) * 20
+    pooled = lambda v: torch.nn.functional.max_pool2d(quantize(v), 2).flatten(1)  # noqa: E731
+    for function in (quantize, pooled):
+        assert _compare(function, x, lambda y: y + 1) == ""
+        assert "by up to 2" in _compare(function, x, lambda y: y + 2)
+    truncated = lambda v: v.to(torch.uint8)  # noqa: E731
+    places = lambda v: torch.ops.aten.max_pool2d_with_indices.default(quantize(v).float(), [2, 2])[1]  # noqa: E731
+    for function in (truncated, places):
+        assert "by up to 1" in _compare(function, x, lambda y: y + 1)
+
+
+def test_regions_that_quantise_are_run_in_a_wider_dtype() -> None:
+    """The wider run goes through operators that take float32 alone: what differs from eager no more than rounding does passes, what differs
+    more does not."""
+    w = torch.randn(8, 16)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        quantized = torch.ops.quantized_decomposed
+        q = quantized.quantize_per_tensor.default(x @ w, 0.1, 0, -128, 127, torch.int8)
+        return quantized.dequantize_per_tensor.default(q, 0.1, 0, -128, 127, torch.int8) @ w.T
+
+    x = torch.randn(64, 8)
+    (wide,) = reference_run(_region(function, x).graph_module, [x], torch.float64)
+    assert wide.dtype == torch.float64
+    torch.testing.assert_close(wide.float(), function(x), rtol=1e-4, atol=1e-4)
+    assert _compare(function, x, lambda y: y * 1.00001) == ""
+    assert "differs" in _compare(function, x, lambda y: y * 1.01)
+
+
+def test_a_step_at_a_tie_may_show_in_what_is_computed_from_it() -> None:
+    """A value that lies at a tie may be quantised to either side of it, and what is computed from it differs by a step times its weights;
+    four steps are a fault, and so is one where nothing lies at a tie."""
+    w = torch.randn(16, 16)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        quantized = torch.ops.quantized_decomposed
+        q = quantized.quantize_per_tensor.default(x, 0.1, 0, -128, 127, torch.int8)
+        return quantized.dequantize_per_tensor.default(q, 0.1, 0, -128, 127, torch.int8) @ w
+
+    x = torch.randint(-100, 100, (4, 16)) * 0.1
+    x[1, 3] = 0.55 + 1e-7
+    step = torch.zeros(4, 16)
+    step[1] = 0.1 * w[3]
+    assert _compare(function, x, lambda y: y + step) == "" or _compare(function, x, lambda y: y - step) == ""
+    assert "differs" in _compare(function, x, lambda y: y + 4 * step)
+    x[1, 3] = 0.5
+    assert "differs" in _compare(function, x, lambda y: y + step)

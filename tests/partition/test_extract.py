@@ -1,39 +1,31 @@
-"""Where a region came from, for the user."""
+"""A segment taken out of a graph is a region that runs alone."""
 
 from __future__ import annotations
 
 import torch
 
 from tests.partition.engines_for_tests import trace
-from torch_hybrid_backend.partition.extract import source_line
-
-_TORCH_FILE = torch.nn.functional.__file__
-
-
-def _source(trace_text: str | None) -> str:
-    node = next(node for node in trace(torch.sin, torch.randn(2)).graph.nodes if node.op == "call_function")
-    node.meta["stack_trace"] = trace_text
-    return source_line(node)
+from torch_hybrid_backend.core.device import CPU
+from torch_hybrid_backend.partition.extract import extract
 
 
-def test_the_innermost_line_of_the_users_own_is_named() -> None:
-    """Frames inside PyTorch are passed over; file name, line, function and code are given."""
-    text = (
-        '  File "/home/me/model.py", line 3, in forward\n    x = self.block(x)\n'
-        '  File "/home/me/block.py", line 12, in forward\n    return F.relu(x)\n'
-        f'  File "{_TORCH_FILE}", line 1700, in relu\n    result = torch.relu(input)\n'
-    )
-    assert _source(text) == "block.py:12 in forward: return F.relu(x)"
+def test_a_region_computes_its_part_of_the_graph() -> None:
+    """Inputs are in the order of their first use, outputs those that others read, in graph order; marks of the operators stay."""
+    x, y = torch.randn(3), torch.randn(3)
 
+    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        before = torch.sin(x)
+        total = y + before
+        return torch.exp(total) * torch.cos(total)
 
-def test_without_a_frame_of_the_users_the_last_is_named() -> None:
-    """Better PyTorch's line than none."""
-    text = f'  File "{_TORCH_FILE}", line 1700, in relu\n    result = torch.relu(input)\n'
-    assert _source(text) == "functional.py:1700 in relu: result = torch.relu(input)"
-
-
-def test_frames_without_code_and_nodes_without_trace() -> None:
-    """Code made at run time has no source line; nodes that passes made have no trace."""
-    assert _source('  File "<string>", line 1, in forward') == "<string>:1 in forward"
-    assert _source(None) == ""
-    assert _source("nothing known") == ""
+    gm = trace(function, x, y)
+    nodes = [node for node in gm.graph.nodes if str(node.target) in ("aten.add.Tensor", "aten.exp.default")]
+    nodes[0].meta["precision"] = "bfloat16"
+    segment = extract("r0", nodes, "tvm", CPU, gm, frozenset())
+    region = segment.region
+    total = y + x.sin()
+    assert segment.outputs == region.node_names == ("add", "exp")
+    assert [value.name for value in region.inputs] == [*segment.inputs] == [n.name for n in nodes[0].all_input_nodes]
+    values = {"sin": x.sin(), "y_1": y, "arg1_1": y}
+    torch.testing.assert_close(region.eager([values[name] for name in segment.inputs]), [total, total.exp()])
+    assert next(n for n in region.graph_module.graph.nodes if n.name == "add").meta["precision"] == "bfloat16"

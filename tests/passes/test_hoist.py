@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.ao.quantization.fx._decomposed
 import torch.distributed
 from torch import nn
 
@@ -181,3 +182,43 @@ def test_what_is_returned_through_a_hidden_view_stays():
     gm = trace(lambda w, x: (torch.ops.aten._unsafe_view(w.sin(), [12]), x.cos()), torch.ones(3, 4), torch.ones(2))
     hoisted = hoist(gm, frozenset({"w_1"}))
     assert hoisted.fold is None
+
+
+class Quantised(nn.Module):
+    """A convolution with weights quantised per channel, written with torch.ao's operators or out in full, and batch norm."""
+
+    def __init__(self, written_out: bool) -> None:
+        super().__init__()
+        self.written_out = written_out
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.conv.weight
+        scales = weight.abs().amax((1, 2, 3)) / 127
+        if self.written_out:
+            narrow = torch.clamp(torch.round(weight / scales.view(-1, 1, 1, 1)), -127, 127).to(torch.int8)
+            weight = narrow.float() * scales.view(-1, 1, 1, 1)
+        else:
+            quantized, zeros = torch.ops.quantized_decomposed, torch.zeros(4, dtype=torch.int64)
+            narrow = quantized.quantize_per_channel.default(weight, scales, zeros, 0, -127, 127, torch.int8)
+            weight = quantized.dequantize_per_channel.default(narrow, scales, zeros, 0, -127, 127, torch.int8)
+        return self.norm(torch.nn.functional.conv2d(x, weight, self.conv.bias))
+
+
+@pytest.mark.parametrize("written_out", [False, True])
+def test_weights_are_quantised_once_and_dequantised_where_they_are_read(captured, written_out):
+    """What is kept of a quantised weight is 8 bits an element; batch norm is not folded into its dequantised form. A changed parameter is
+    quantised anew."""
+    model = Quantised(written_out).eval()
+    x = torch.randn(2, 3, 6, 6)
+    subject = captured(model, x)
+    hoisted = hoisted_of(subject)
+    kept = fold(hoisted, subject.inputs)
+    assert [value.dtype for value in kept if value.numel() == model.conv.weight.numel()] == [torch.int8]
+    operators = subject.operators(hoisted.main)
+    assert operators["convolution.default"] == 1
+    widened = "_to_copy.default" if written_out else "quantized_decomposed.dequantize_per_channel.default"
+    assert operators[widened] == 1
+    with torch.no_grad():
+        model.conv.weight.mul_(-1.5)
+    torch.testing.assert_close(call(hoisted, subject.inputs)[0], model(x), rtol=1e-5, atol=1e-5)

@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.passes.values import verify_values
 from torch_hybrid_backend.errors import PassError
-from torch_hybrid_backend.passes.pipeline import PASSES, run_passes
+from torch_hybrid_backend.passes.pipeline import PASSES, PRECISION_PASSES, run_passes
 from torch_hybrid_backend.passes.verify import verify
 
 aten = torch.ops.aten
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 def test_every_position_has_a_reason():
     """The order is a literal, each place argued."""
-    assert all(callable(graph_pass) and reason for graph_pass, _, reason in PASSES)
+    assert all(callable(graph_pass) and reason for graph_pass, _, reason in (*PASSES, *PRECISION_PASSES))
 
 
 def test_passes_for_kernels_of_the_cpu_exist_for_the_cpu_alone():

@@ -5,7 +5,16 @@ from __future__ import annotations
 import dataclasses
 
 from torch_hybrid_backend.core.device import CPU, Device
-from torch_hybrid_backend.core.plan import CallDecision, Cost, NodeDecision, Plan, Refusal, RegionDecision
+from torch_hybrid_backend.core.plan import (
+    CallDecision,
+    Conversion,
+    Cost,
+    NodeDecision,
+    Plan,
+    Refusal,
+    RegionDecision,
+    Unconverted,
+)
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason
 
@@ -53,3 +62,15 @@ _EAGER_NODES = tuple(dataclasses.replace(node, engine="eager") for node in PLAN.
 NOT_USED = dataclasses.replace(PLAN, nodes=_EAGER_NODES, call=CallDecision("eager", _TIMES, (_LOST,)))
 _WON = (Cost("plan", 40.0, "cached"), Cost("eager", 48.5, "cached"))
 USED = dataclasses.replace(PLAN, call=CallDecision("plan", _WON, ()))
+_LEFT = Unconverted("mm_1", "aten.mm.default", Reason.ACCURACY, "its results are off by <0.3> & more", _LINE)
+_MADE = Conversion("int8+bf16", 0.1, 123, (("int8", 71), ("bfloat16", 4)), 2, 54, (_LEFT,), 0.0123)
+CONVERTED = dataclasses.replace(
+    PLAN,
+    regions=(
+        dataclasses.replace(PLAN.regions[0], precision=("int8", "bfloat16"), precision_error=0.0123),
+        dataclasses.replace(PLAN.regions[1], precision=("float32",)),
+    ),
+    conversion=_MADE,
+)
+_UNCHECKED = Conversion("bf16", 0.02, 2, (), 0, 0, unchecked="verify=off")
+NOT_COMPARED = dataclasses.replace(PLAN, conversion=_UNCHECKED, regions=())

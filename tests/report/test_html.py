@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
-from tests.report.plans_for_tests import EMPTY, NOT_USED, PLAN, USED
+from tests.report.plans_for_tests import CONVERTED, EMPTY, NOT_USED, PLAN, USED
 from torch_hybrid_backend.report import render_html
 
 _VOID = {"meta"}
@@ -54,6 +54,20 @@ def test_a_plan_that_is_not_used_is_said_to_be() -> None:
     ):
         assert shown in page
     assert "not used" not in render_html([PLAN, USED])
+
+
+def test_reduced_precision_is_shown() -> None:
+    """The sentence of the text, each region's precision and error, and the layers that stayed as written."""
+    parser = _Balance()
+    parser.feed(render_html([CONVERTED]))
+    text = " ".join(parser.text)
+    for shown in (
+        "converted 71/123 operators to int8, 4 to bfloat16, using 2 casts (54 of weights, made once)",
+        "int8 and bfloat16, off by 0.012",
+        "layer as written",
+        "off by <0.3> & more",
+    ):
+        assert shown in text
 
 
 def test_the_page_loads_nothing() -> None:

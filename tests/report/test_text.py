@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.conftest import Golden
-from tests.report.plans_for_tests import EMPTY, GRAPHS, NOT_USED, PLAN, USED
+from tests.report.plans_for_tests import CONVERTED, EMPTY, GRAPHS, NOT_COMPARED, NOT_USED, PLAN, USED
 from torch_hybrid_backend.report import render_text
 
 
@@ -24,6 +24,11 @@ def test_cuda_graphs() -> None:
         "  one CUDA graph of 3 kernels: 2 matmul_gelu, row_softmax",
         "  one CUDA graph of 1 kernel: row_softmax",
     ]
+
+
+def test_reduced_precision(golden: Golden) -> None:
+    """How much was converted to what, by how many casts; what it costs in accuracy, by region; every layer that was not, with code and line."""
+    golden.check(render_text([CONVERTED, NOT_COMPARED]))
 
 
 def test_no_plans() -> None:

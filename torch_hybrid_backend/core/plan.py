@@ -60,6 +60,8 @@ class RegionDecision:
 
     `kernels`: what it calls, step by step: the names of kernels and operators.
     `operators`: its layers that an operator of PyTorch's computes in place of a kernel, as "mkldnn::_linear_pointwise: linear layer of ...".
+    `precision`: what its operators compute in, the most frequent first: ("bfloat16", "float32").
+    `precision_error`: how far its outputs are off those of the graph as written, of which `Conversion` tells; None where that is not known.
     """
 
     name: str
@@ -76,6 +78,8 @@ class RegionDecision:
     source: str
     device: Device
     operators: tuple[str, ...] = ()
+    precision: tuple[str, ...] = ()
+    precision_error: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,38 @@ class CallDecision:
     engine: str
     costs: tuple[Cost, ...]
     refusals: tuple[Refusal, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Unconverted:
+    """A layer that is computed as written under another precision, and why."""
+
+    name: str
+    operator: str
+    code: Reason
+    why: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What became of a graph that is not computed as written.
+
+    `operators`: how many compute floating-point tensors in a call; `converted`: how many of them to which precision. `casts`: conversions
+    of values of the call; `weight_casts`: of parameters, made once. `error`: the largest of how far outputs were off those of the graph as
+    written in the first call, as root mean square of the difference over root mean square; None where that is not known, and `unchecked`
+    says why. `tolerance`: how large it may be.
+    """
+
+    precision: str
+    tolerance: float
+    operators: int
+    converted: tuple[tuple[str, int], ...]
+    casts: int
+    weight_casts: int
+    left: tuple[Unconverted, ...] = ()
+    error: float | None = None
+    unchecked: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +144,7 @@ class Plan:
     call: CallDecision | None = None
     covers: tuple[Cost, ...] = ()
     cuda_graphs: tuple[tuple[str, ...], ...] = ()
+    conversion: Conversion | None = None
 
     def to_json(self) -> str:
         """Stable JSON (sorted keys, two spaces)."""
@@ -141,6 +178,7 @@ class Plan:
                     "node_names": tuple(r["node_names"]),
                     "kernels": tuple(r["kernels"]),
                     "operators": tuple(r["operators"]),
+                    "precision": tuple(r["precision"]),
                     "inputs": tuple(map(spec, r["inputs"])),
                     "outputs": tuple(map(spec, r["outputs"])),
                     "costs": costs(r["costs"]),
@@ -152,7 +190,14 @@ class Plan:
         decided = raw["call"]
         call = decided and CallDecision(decided["engine"], costs(decided["costs"]), refusals(decided["refusals"]))
         graphs = tuple(map(tuple, raw["cuda_graphs"]))
-        return Plan(raw["graph"], raw["kind"], nodes, regions, call, costs(raw["covers"]), graphs)
+        conversion = raw["conversion"] and _conversion(raw["conversion"])
+        return Plan(raw["graph"], raw["kind"], nodes, regions, call, costs(raw["covers"]), graphs, conversion)
+
+
+def _conversion(raw: dict[str, Any]) -> Conversion:
+    left = tuple(Unconverted(**{**layer, "code": Reason(layer["code"])}) for layer in raw["left"])
+    converted = tuple((name, count) for name, count in raw["converted"])
+    return Conversion(**{**raw, "left": left, "converted": converted})
 
 
 def _plain(value: Any) -> Any:

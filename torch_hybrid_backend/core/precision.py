@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 AS_WRITTEN = "as-written"
 # bf16, fp16: layers that gain by it. int8: activations and weights in 8 bits; int8+bf16: and the rest as bf16.
 # int8-weights, int4-weights: weights alone, activations as written.
 PRECISIONS = (AS_WRITTEN, "bf16", "fp16", "int8", "int8+bf16", "int8-weights", "int4-weights")
+# How far outputs may be off those of the graph as written: root mean square of the difference over root mean square.
+DEFAULT_TOLERANCES: Mapping[str, float] = {
+    "bf16": 0.02,
+    "fp16": 0.02,
+    "int8": 0.1,
+    "int8+bf16": 0.1,
+    "int8-weights": 0.1,
+    "int4-weights": 0.3,  # a weight in 4 bits is off by 0.075, two layers by 0.11: 0.1 would leave hardly any
+}

@@ -10,7 +10,24 @@ from torch.fx import Node
 
 from torch_hybrid_backend.graph.schema import is_collective, is_item, is_mutating, is_pure, is_view, shared_arguments
 
-_OF_PYTORCH = frozenset({"aten", "prims"})
+aten = torch.ops.aten
+
+# The operators of torch.ao that quantise and dequantise; they exist once `torch.ao.quantization.fx._decomposed` is imported.
+QUANTIZED = "quantized_decomposed"
+_OF_PYTORCH = frozenset({"aten", "prims", QUANTIZED})
+_CASTS = frozenset({aten._to_copy.default, torch.ops.prims.convert_element_type.default})
+_BYTES = frozenset({torch.int8, torch.uint8})
+# Operators each of whose results is one of the elements of their first tensor.
+_CHOOSING = frozenset(
+    {
+        aten.clone.default,
+        aten.cat.default,
+        aten.relu.default,
+        aten.constant_pad_nd.default,
+        aten.max_pool2d_with_indices.default,
+    }
+)
+_KEEPING_WHOLE = frozenset({aten.add.Tensor, aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default})
 
 
 def outputs_of(gm: torch.fx.GraphModule) -> tuple[object, ...]:
@@ -51,12 +68,61 @@ def has_mutation(gm: torch.fx.GraphModule) -> bool:
     return any(is_mutating(node) for node in gm.graph.nodes)
 
 
+def is_dequantized(node: Node) -> bool:
+    """Whether the node makes wide numbers of narrow ones that stand for them: an operator that dequantises, or integers of 8 bits cast to a
+    wider dtype, as graphs do that write the arithmetic out.
+
+    Such values, and what is made of them, are computed where they are read: made ahead they would take four times the memory, and hide
+    from engines that a product is one of integers.
+    """
+    target, value = node.target, node.meta.get("val")
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if target.namespace == QUANTIZED:
+        return target._schema.name.startswith(f"{QUANTIZED}::dequantize")
+    if target not in _CASTS or not isinstance(value, torch.Tensor):
+        return False
+    narrow = node.all_input_nodes[0].meta["val"]
+    return narrow.dtype in _BYTES and value.dtype not in _BYTES and value.dtype is not torch.bool
+
+
+def is_quantizing(target: object) -> bool:
+    """Whether an operator, a node's target, is one of torch.ao's on quantised tensors."""
+    return isinstance(target, torch._ops.OpOverload) and target.namespace == QUANTIZED
+
+
+def is_quantized(value: object) -> bool:
+    """Whether a value of a graph is integers that numbers were quantised to: the result of an operator that quantises, or of rounding and a
+    cast where graphs write that out; seen through operators that choose among, move or copy elements."""
+    while isinstance(value, Node) and value.op == "call_function":
+        if is_quantizing(value.target):
+            return not is_dequantized(value)
+        if value.target in _CASTS and value.all_input_nodes[0].meta["val"].dtype.is_floating_point:
+            return _is_rounded(value.all_input_nodes[0])
+        source = value.all_input_nodes[0] if value.all_input_nodes else None
+        if is_item(value):  # the first result of pooling is elements, the second is places
+            chosen = value.args[1] == 0 or (source is not None and is_quantizing(source.target))
+        else:
+            chosen = is_view(value) or value.target in _CHOOSING
+        if not chosen:
+            return False
+        value = source
+    return False
+
+
+def _is_rounded(node: Node) -> bool:
+    """Whether a value is whole numbers: rounded, then perhaps shifted by a zero point and clamped."""
+    while node.target in _KEEPING_WHOLE:
+        node = node.all_input_nodes[0]
+    return node.target is aten.round.default
+
+
 def constant_nodes(gm: torch.fx.GraphModule, constants: frozenset[str]) -> set[Node]:
-    """Nodes that depend on the placeholders `constants`, and on buffers, alone."""
+    """Nodes that depend on the placeholders `constants`, and on buffers, alone, and that `passes.hoist` therefore computes ahead."""
     found: set[Node] = set()
     for node in gm.graph.nodes:
         if (node.op == "placeholder" and node.name in constants) or (
-            is_pure(node) and all(argument in found for argument in node.all_input_nodes)
+            is_pure(node) and not is_dequantized(node) and all(argument in found for argument in node.all_input_nodes)
         ):
             found.add(node)
     return found

@@ -35,6 +35,7 @@ from torch_hybrid_backend.loops.ir import (
     MapOp,
     MatMulOp,
     Value,
+    buffers_of,
     count_calls,
     domain_vars,
     loads_of,
@@ -176,7 +177,7 @@ class _Lowerer:
                 return
         match op:
             case MatMulOp():
-                op = replace(op, a=self._rows(self._operand(op.a)), b=self._operand(op.b))
+                op = replace(op, a=self._rows(self._operand(op.a)), b=self._matrix(op.b))
             case ConvOp():
                 x = op.x if self._is_part(op) else self._image(op.x)
                 op = replace(op, x=x, w=self._operand(op.w))
@@ -209,6 +210,13 @@ class _Lowerer:
         if isinstance(root, Map) and root.realized is None:
             self._realize(root)
         return value
+
+    def _matrix(self, value: Value) -> Value:
+        """The right operand of a matmul: as `_operand`, or a dequantised constant as it is."""
+        is_read_as_it_is = self._policy.abilities.integer_products and is_dequantised(value)
+        if is_read_as_it_is and all(buffer.constant for buffer in buffers_of(value)):
+            return value
+        return self._operand(value)
 
     def _attended(self, value: Value) -> Value:
         """Keys or values; what only picks elements (pages of a cache) is picked where it is read, where the policy says so."""

@@ -79,6 +79,8 @@ _MODULES = (
     "gradients",
     "random_numbers",
 )
+# Operators that exist only once the library that brings them is imported: namespace -> the module of their lowerings.
+_MODULES_OF_LIBRARIES = {"quantized_decomposed": "quantized"}
 
 
 def lowers(*targets: torch._ops.OpOverload, unread: tuple[str, ...] = ()) -> Callable[[Lowering], Lowering]:
@@ -104,6 +106,15 @@ def table() -> Mapping[torch._ops.OpOverload, Lowering]:
     for module in _MODULES:
         importlib.import_module(f"torch_hybrid_backend.loops.lowerings.{module}")
     return _TABLE
+
+
+def _lowering_of(target: object) -> Lowering | None:
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    lowerings = table()
+    if target not in lowerings and target.namespace in _MODULES_OF_LIBRARIES:
+        importlib.import_module(f"{__package__}.lowerings.{_MODULES_OF_LIBRARIES[target.namespace]}")
+    return lowerings.get(target)
 
 
 class Context:
@@ -260,7 +271,7 @@ def lower_node(ctx: Context, node: torch.fx.Node, values: Mapping[torch.fx.Node,
     """The value(s) of one call_function node; raises Refuse where it is not taken. `values` holds a `Size` or int for a size."""
     if node.target is operator.getitem:
         return values[node.args[0]][node.args[1]]  # type: ignore[index]
-    lowering = table().get(node.target) if isinstance(node.target, torch._ops.OpOverload) else None
+    lowering = _lowering_of(node.target)
     if lowering is None:
         raise Refuse(Reason.UNKNOWN_OPERATOR, f"there is no lowering for {node.target}")
     meta = node.meta.get("val")
@@ -303,7 +314,7 @@ def supports(node: torch.fx.Node, abilities: Abilities = COMMON) -> Verdict:
         ):
             return refused
         return supports(producer, abilities) if isinstance(producer, torch.fx.Node) else Supported()
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target not in table():
+    if _lowering_of(node.target) is None:
         return Refused(Reason.UNKNOWN_OPERATOR, f"there is no lowering for {node.target}")
     placeholders: dict[torch.fx.Node, Any] = {}
     unread = _unread_inputs(node)

@@ -14,6 +14,7 @@ import functools
 import json
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -29,6 +30,7 @@ from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.generators import Replay
+from torch_hybrid_backend.graph.precision import computes, precision_of
 from torch_hybrid_backend.measure import HostTimer, Rounds, Timer, measure
 from torch_hybrid_backend.partition.accuracy import Comparison, compare
 from torch_hybrid_backend.partition.estimate import eager_us, engine_us, roofline
@@ -165,6 +167,7 @@ def decide(
 ) -> RegionDecision:
     """The plan's entry for a region that `engine` runs."""
     steps = compiled.program.steps if compiled is not None and compiled.program is not None else ()
+    precisions = Counter(precision_of(node) for node in region.graph_module.graph.nodes if computes(node))
     return RegionDecision(
         name=region.name,
         engine=engine,
@@ -180,6 +183,7 @@ def decide(
         source=region.source,
         device=region.device,
         operators=tuple(f"{call.name}: {call.title}" for call in steps if isinstance(call, OperatorCall)),
+        precision=tuple(name for name, _ in precisions.most_common()),
     )
 
 

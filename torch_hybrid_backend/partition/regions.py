@@ -24,17 +24,11 @@ from torch_hybrid_backend.core.region import PartitionedGraph, Segment
 from torch_hybrid_backend.core.verdict import Reason, Refused, Verdict
 from torch_hybrid_backend.graph.devices import device_of
 from torch_hybrid_backend.graph.schema import is_item, is_view
+from torch_hybrid_backend.graph.source import source_line
 from torch_hybrid_backend.graph.values import outputs_of
 from torch_hybrid_backend.partition.capability import capability
 from torch_hybrid_backend.partition.dependencies import Dependencies, dependencies
-from torch_hybrid_backend.partition.extract import (
-    by_level,
-    constants_of,
-    extract,
-    size_of,
-    sizes_of,
-    source_line,
-)
+from torch_hybrid_backend.partition.extract import by_level, constants_of, extract, size_of, sizes_of
 from torch_hybrid_backend.partition.flops import node_flops
 from torch_hybrid_backend.partition.levels import segments, sink
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch.fx
 
 from torch_hybrid_backend.core.captured import CapturedGraph, GraphKind
 from torch_hybrid_backend.core.precision import AS_WRITTEN
+from torch_hybrid_backend.core.verdict import Refused
 from torch_hybrid_backend.graph.devices import device_of
 
 
@@ -20,6 +22,8 @@ class PassContext:
 
     `precision`: what the graph is to be computed in, one of `core.precision.PRECISIONS`; training graphs are as written.
 
+    `as_written`: layers, by their node's name, that stay as written whatever the precision, and why.
+
     `devices`: types of the devices whose operators the pass that gets this may rewrite, by its entry in the pipeline; empty: all.
     """
 
@@ -29,6 +33,7 @@ class PassContext:
     fold_limit_bytes: int = 16 << 20
     devices: frozenset[str] = frozenset()
     precision: str = AS_WRITTEN
+    as_written: Mapping[str, Refused] = field(default_factory=dict)
 
     @staticmethod
     def of(captured: CapturedGraph, precision: str = AS_WRITTEN) -> PassContext:

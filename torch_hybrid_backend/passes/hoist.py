@@ -16,7 +16,7 @@ import torch.fx
 
 from torch_hybrid_backend.core.hoisted_inputs import CallInput, FoldedValue, HoistedInputs
 from torch_hybrid_backend.graph.schema import is_pure, is_view
-from torch_hybrid_backend.graph.values import has_mutation, returned_roots, storage_root
+from torch_hybrid_backend.graph.values import has_mutation, is_dequantized, returned_roots, storage_root
 from torch_hybrid_backend.passes.canonical.fold_constants import is_deterministic
 
 aten = torch.ops.aten
@@ -47,7 +47,8 @@ def hoist(gm: torch.fx.GraphModule, constant_names: frozenset[str]) -> Hoisted:
     """Split off what depends on `constant_names` (placeholders) and get_attr tensors alone; `gm` is left as it is.
 
     Stays in main: what is random or mutates; what is returned (each call must return fresh memory); values much larger
-    than what they are made of; `expand`, which costs nothing in a loop; and fills, which depend on nothing.
+    than what they are made of; dequantised weights, and what is made of them; `expand`, which costs nothing in a loop; and fills, which depend
+    on nothing.
     """
     movable = {} if has_mutation(gm) else _movable(gm, constant_names)
     folded = _frontier(gm, movable)
@@ -85,7 +86,11 @@ def _movable(gm: torch.fx.GraphModule, constant_names: frozenset[str]) -> dict[N
             size = _size_bytes(node.meta.get("val"))
             if size is not None:
                 movable[node] = size
-        elif is_deterministic(node) and all(argument in movable for argument in node.all_input_nodes):
+        elif (
+            is_deterministic(node)
+            and not is_dequantized(node)
+            and all(argument in movable for argument in node.all_input_nodes)
+        ):
             source_bytes = sum(movable[argument] for argument in node.all_input_nodes)
             if storage_root(node) not in returned and _worthwhile(node, source_bytes):
                 movable[node] = source_bytes

@@ -14,6 +14,7 @@ from torch_hybrid_backend.passes.canonical.dead_code import dead_code
 from torch_hybrid_backend.passes.canonical.fold_batch_norm import fold_batch_norm
 from torch_hybrid_backend.passes.canonical.fold_constants import fold_constants
 from torch_hybrid_backend.passes.canonical.index_to_views import index_to_views
+from torch_hybrid_backend.passes.canonical.quantized_pairs import quantized_pairs
 from torch_hybrid_backend.passes.canonical.remove_no_ops import remove_no_ops
 from torch_hybrid_backend.passes.canonical.simplify import simplify
 from torch_hybrid_backend.passes.context import PassContext
@@ -21,9 +22,12 @@ from torch_hybrid_backend.passes.cpu.contiguous_tables import contiguous_tables
 from torch_hybrid_backend.passes.cpu.dilated_convolutions import dilated_convolutions
 from torch_hybrid_backend.passes.cpu.merge_convolutions import merge_convolutions
 from torch_hybrid_backend.passes.cpu.merge_siblings import merge_siblings
+from torch_hybrid_backend.passes.cpu.quantize_layers import quantize_layers
+from torch_hybrid_backend.passes.cpu.quantize_weights import quantize_weights
 from torch_hybrid_backend.passes.cpu.resample_last import resample_last
 from torch_hybrid_backend.passes.cpu.transposed_convolutions import transposed_convolutions
 from torch_hybrid_backend.passes.cpu.volume_convolutions import volume_convolutions
+from torch_hybrid_backend.passes.precision.half import half
 from torch_hybrid_backend.passes.verify import Contract, verify
 
 log = logging.getLogger(__name__)
@@ -60,10 +64,21 @@ PASSES: tuple[tuple[Pass, Devices, str], ...] = (
     (fold_constants, _ALL, "before cse: equal constants become one"),
     (index_to_views, _ALL, "after fold_constants, which computes the indices; before cse: equal views become one"),
     (cse, _ALL, "after all that makes expressions equal"),
+    (quantized_pairs, _ALL, "after cse, which makes one of what several layers quantise by the same numbers"),
     (remove_no_ops, _ALL, "again: copies of folded constants, views that simplify brought together"),
     (merge_siblings, _CPU, "after cse, which makes equal views of one tensor one input"),
     (merge_convolutions, _CPU, "after fold_batch_norm, behind which their activations are, and cse"),
     (contiguous_tables, _CPU, "after remove_no_ops, to which its copies would be copies of constants like others"),
+    (quantize_layers, _CPU, "after all that computes with weights, which does so as written"),
+    (dead_code, _ALL, "last: sweeps what the others left"),
+)
+
+# What computes an inference graph in another precision than it was written in; after PASSES, which combine weights in float32. The graph
+# before them is what their results are judged by.
+PRECISION_PASSES: tuple[tuple[Pass, Devices, str], ...] = (
+    (half, _CPU, "first: the others see its casts"),
+    (quantize_weights, _CPU, "after PASSES, in which weights are merged: they are quantised whole"),
+    (remove_no_ops, _ALL, "after half, whose casts may undo those of the graph"),
     (dead_code, _ALL, "last: sweeps what the others left"),
 )
 

@@ -14,11 +14,13 @@ from torch_hybrid_backend.core.engine import EAGER
 from torch_hybrid_backend.core.plan import NodeDecision, Plan
 from torch_hybrid_backend.report.share import (
     call_in_words,
+    conversion_in_words,
     costs_in_words,
     cuda_graphs_in_words,
     engine_in_words,
     flops_in_words,
     operator_kinds,
+    precision_in_words,
     refused_operators,
     regions_title,
     shares,
@@ -58,7 +60,7 @@ def render_html(plans: Sequence[Plan]) -> str:
 
 def _section(plan: Plan, colours: dict[str, str]) -> Iterable[str]:
     yield f"<section><h2>{escape(plan.graph)} ({escape(plan.kind)})</h2><p>{escape(summary(plan))}</p>"
-    for line in call_in_words(plan):
+    for line in (*call_in_words(plan), *conversion_in_words(plan)):
         yield f"<p>{escape(line)}</p>"
     parts = [share for share in shares(plan) if share.fraction]
     if parts:
@@ -76,7 +78,19 @@ def _section(plan: Plan, colours: dict[str, str]) -> Iterable[str]:
     if plan.regions:
         yield f"<p>{escape(regions_title(plan))}</p>"
     yield _table(
-        ("region", "engine", "operators", "flops", "kernels", "calls", "cost", "max error", "not run by", "source"),
+        (
+            "region",
+            "engine",
+            "operators",
+            "flops",
+            "kernels",
+            "calls",
+            "cost",
+            "precision",
+            "max error",
+            "not run by",
+            "source",
+        ),
         (
             (
                 decision.name,
@@ -86,6 +100,7 @@ def _section(plan: Plan, colours: dict[str, str]) -> Iterable[str]:
                 len(decision.kernels),
                 "; ".join(decision.operators),
                 costs_in_words(decision.costs),
+                precision_in_words(decision),
                 "not verified" if decision.max_error is None else f"{decision.max_error:.2g}",
                 "; ".join(f"{r.engine}: {r.code}: {r.why}" for r in decision.refusals),
                 decision.source,
@@ -101,6 +116,13 @@ def _section(plan: Plan, colours: dict[str, str]) -> Iterable[str]:
         (
             (item.operator, item.count, item.refusal.engine, item.refusal.code, item.refusal.why, item.source)
             for item in refused_operators(plan)
+        ),
+    )
+    yield _table(
+        ("layer as written", "operator", "code", "why", "source"),
+        (
+            (layer.name, layer.operator, layer.code, layer.why, layer.source)
+            for layer in (plan.conversion.left if plan.conversion is not None else ())
         ),
     )
     yield "</section>"

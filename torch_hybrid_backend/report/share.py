@@ -97,6 +97,30 @@ def covers_in_words(plan: Plan) -> tuple[str, ...]:
     )
 
 
+def conversion_in_words(plan: Plan) -> tuple[str, ...]:
+    """What became of a graph that is not computed as written, and how near its outputs are to those as written; empty where it is."""
+    made = plan.conversion
+    if made is None:
+        return ()
+    (first, count), *others = made.converted or ((made.precision, 0),)
+    found = [f"{count}/{made.operators} operators to {first}", *(f"{n} to {name}" for name, n in others)]
+    casts = f"{counted(made.casts, 'cast')} ({made.weight_casts} of weights, made once)"
+    lines = [f"converted {', '.join(found)}, using {casts}"]
+    if made.error is not None:
+        lines.append(
+            f"outputs differ from those as written by {made.error:.2g} (relative root mean square), {made.tolerance:.2g} is allowed"
+        )
+    elif made.unchecked:
+        lines.append(f"outputs were not compared with those as written: {made.unchecked}")
+    return tuple(lines)
+
+
+def precision_in_words(decision: RegionDecision) -> str:
+    """For example "bfloat16 and float32, off by 0.003"."""
+    found = " and ".join(decision.precision)
+    return found if decision.precision_error is None else f"{found}, off by {decision.precision_error:.2g}"
+
+
 def kernels_in_words(decision: RegionDecision) -> str:
     """What the region calls, without the digits that tell kernels of one name apart: "12 matmul_gelu, row_softmax"."""
     return _names_in_words(decision.kernels)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from torch_hybrid_backend.core.plan import Plan, RegionDecision
 from torch_hybrid_backend.report.share import (
     call_in_words,
+    conversion_in_words,
     costs_in_words,
     counted,
     covers_in_words,
@@ -16,6 +17,7 @@ from torch_hybrid_backend.report.share import (
     flops_in_words,
     kernels_in_words,
     operator_kinds,
+    precision_in_words,
     refused_operators,
     regions_title,
     summary,
@@ -33,12 +35,14 @@ def _plan(plan: Plan) -> Iterable[str]:
     yield summary(plan)
     for number, line in enumerate(call_in_words(plan)):
         yield f"{'    ' if number else '  '}{line}"
+    for number, line in enumerate(conversion_in_words(plan)):
+        yield f"{'    ' if number else '  '}{line}"
     for line in covers_in_words(plan):
         yield f"  {line}"
     if plan.regions:
         yield f"  {regions_title(plan)}:"
         for decision in plan.regions:
-            yield from _region(decision)
+            yield from _region(decision, with_precision=plan.conversion is not None)
     for line in cuda_graphs_in_words(plan):
         yield f"  {line}"
     kinds = operator_kinds(plan)
@@ -55,14 +59,21 @@ def _plan(plan: Plan) -> Iterable[str]:
             times = f" ({item.count} times)" if item.count > 1 else ""
             where = f" [{item.source}]" if item.source else ""
             yield f"    {item.operator}{times} by {refusal.engine}: {refusal.code}: {refusal.why}{where}"
+    if plan.conversion is not None and plan.conversion.left:
+        yield "  layers as written:"
+        for layer in plan.conversion.left:
+            where = f" [{layer.source}]" if layer.source else ""
+            yield f"    {layer.name}, {layer.operator}: {layer.code}: {layer.why}{where}"
 
 
-def _region(decision: RegionDecision) -> Iterable[str]:
+def _region(decision: RegionDecision, *, with_precision: bool) -> Iterable[str]:
     size = f"{counted(len(decision.node_names), 'operator')}, {flops_in_words(decision.flops)}"
     kernels = f", {counted(len(decision.kernels), 'kernel')}" if decision.kernels else ""
     error = "not verified" if decision.max_error is None else f"max error {decision.max_error:.2g}"
     where = f" [{decision.source}]" if decision.source else ""
     yield f"    {decision.name}: {engine_in_words(decision)}, {size}{kernels}; {costs_in_words(decision.costs)}; {error}{where}"
+    if with_precision:
+        yield f"      in {precision_in_words(decision)}"
     if decision.kernels:
         yield f"      kernels: {kernels_in_words(decision)}"
     for operator, count in Counter(decision.operators).items():

@@ -15,6 +15,7 @@ import torch.distributed
 from torch import nn
 from torch._dynamo.utils import counters
 
+import torch_hybrid_backend
 from tests.fake_devices import FakeDevices
 from torch_hybrid_backend.capture.aot import capture
 from torch_hybrid_backend.capture.cache import aot_cache
@@ -60,6 +61,10 @@ def small_net() -> nn.Module:
     ).eval()
 
 
+def quantised_net() -> nn.Module:
+    return torch_hybrid_backend.quantize(small_net(), calibration="none")
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -103,6 +108,7 @@ KEPT: dict[str, tuple[Callable[[], Callable[..., Any]], tuple[torch.Tensor, ...]
     "autograd switched inside": (lambda: without_gradients, (torch.randn(3, 4),)),
     "attention": (lambda: attention, (torch.randn(6, 4),)),
     "strided input": (lambda: transposed, (torch.randn(3, 8)[:, ::2].t(),)),
+    "quantised layers": (quantised_net, (torch.randn(1, 3, 8, 8),)),
     "empty batch": (small_net, (torch.randn(0, 3, 8, 8),)),
 }
 

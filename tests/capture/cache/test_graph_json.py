@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.ao.quantization.fx._decomposed
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -192,3 +195,26 @@ def test_what_is_no_graph_is_refused(damage: Callable[[dict[str, Any]], object])
     damage(written)
     with pytest.raises(_NAMED_LATER):
         graph_from_text(json.dumps(written).encode(), FakeTensorMode())
+
+
+def test_operators_on_quantised_tensors_are_found_in_a_new_process(tmp_path) -> None:
+    """They exist only once torch.ao's module is imported: reading a graph that holds some imports it."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    with FakeTensorMode():
+        x.meta["val"] = torch.empty(3)
+    q = graph.call_function(
+        torch.ops.quantized_decomposed.quantize_per_tensor.default, (x, 0.5, 0, -128, 127, torch.int8)
+    )
+    graph.output((q,))
+    (tmp_path / "graph.json").write_bytes(graph_to_text(torch.fx.GraphModule(torch.nn.Module(), graph)))
+    program = (
+        "import sys; from torch._subclasses.fake_tensor import FakeTensorMode\n"
+        "from torch_hybrid_backend.capture.cache.graph_json import graph_from_text\n"
+        "graph = graph_from_text(open(sys.argv[1], 'rb').read(), FakeTensorMode())\n"
+        "import torch; print(graph(torch.tensor([0.2, 0.3, 9.0]))[0].tolist())"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "graph.json")], check=False, capture_output=True, text=True
+    )
+    assert ran.stdout.strip() == "[0, 1, 18]", ran.stderr

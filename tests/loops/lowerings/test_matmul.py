@@ -92,3 +92,10 @@ def test_linear() -> None:
         buffers = {n: Buffer(tuple(t.shape), "float32") for n, t in zip(nodes, (x, w, b), strict=True)}
         value = lower_node(Context(lambda op: None), node, buffers)
         assert value.shape == tuple(node.meta["val"].shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_of_8_bits(dtype: torch.dtype) -> None:
+    """torch's product with int8 rows, each of which has a scale."""
+    q = sample(11, 16, dtype=torch.int8, low=-128, high=127)
+    check(aten._weight_int8pack_mm.default, sample(3, 16, dtype=dtype), q, sample(11, dtype=dtype).abs())

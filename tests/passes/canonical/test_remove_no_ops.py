@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from torch_hybrid_backend.passes.canonical.dead_code import dead_code
 from torch_hybrid_backend.passes.canonical.remove_no_ops import remove_no_ops
 
 aten = torch.ops.aten
@@ -52,6 +53,29 @@ def test_kept(captured, function, kept):
     subject = captured(function, torch.randn(4, 6))
     subject.apply(remove_no_ops, exact=True)
     assert subject.operators()[kept] == 1
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "left"),
+    [
+        ((torch.bfloat16, torch.float32, torch.bfloat16), 0),
+        ((torch.float16, torch.float64, torch.float16), 0),
+        ((torch.float32, torch.float64, torch.float32), 0),
+        ((torch.float32, torch.bfloat16, torch.float32), 2),  # rounds
+        ((torch.bfloat16, torch.float16, torch.bfloat16), 2),  # neither holds the other's values
+        ((torch.float16, torch.float32, torch.bfloat16), 2),
+        ((torch.int32, torch.float32, torch.int32), 2),  # 2**24 + 1
+    ],
+)
+def test_casts_to_a_wider_dtype_and_back(captured, dtypes, left):
+    """They cancel where not a bit can change, NaN, infinities and -0.0 included; and no others do."""
+    before, between, after = dtypes
+    x = torch.tensor([1.0, -0.0, 3.1415926, 65504.0, 1e-8])
+    if before.is_floating_point:
+        x = torch.cat((x, torch.tensor([float("nan"), float("inf"), -float("inf")])))
+    subject = captured(lambda x: x.abs().to(between).to(after).abs(), x.to(before))
+    subject.apply(remove_no_ops, dead_code, exact=True)
+    assert subject.operators()["_to_copy.default"] == left
 
 
 def test_copy_of_an_intermediate_goes_even_if_returned(captured):

@@ -24,7 +24,7 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Node
 
-from torch_hybrid_backend.capture.cache.graph_json import NotTextError, graph_from_text, graph_to_text
+from torch_hybrid_backend.capture.cache.graph_json import NAMESPACES, NotTextError, graph_from_text, graph_to_text
 from torch_hybrid_backend.errors import CacheError
 from torch_hybrid_backend.machine import float32_precision
 from torch_hybrid_backend.sources import sources_version
@@ -192,9 +192,9 @@ def _check_argument(value: object) -> None:
 
 
 def _is_torchs(function: object) -> bool:
-    """Whether a function is the one of this name in Python's `operator` or in one of torch's own modules, or an operator of ATen."""
+    """Whether a function is the one of this name in Python's `operator` or in one of torch's own modules, or an operator of torch's own."""
     if isinstance(function, torch._ops.OpOverload):
-        return function.namespace in ("aten", "prims")
+        return function.namespace in NAMESPACES
     name = getattr(function, "__name__", "")
     functions = (torch, torch.functional, torch.nn.functional, torch._C, torch._C._nn, torch.amp.autocast_mode)
     places: tuple[Any, ...] = (operator, *functions, getattr(torch._C, "_special", None))

@@ -1,6 +1,7 @@
 """A functional ATen graph as text, and back: what is kept of AOTAutograd's work between processes.
 
-Text (JSON), not a pickle: nothing that is read can run, and an operator is looked up by name in ATen and prims alone. What has no place in it
+Text (JSON), not a pickle: nothing that is read can run, and an operator is looked up by name in ATen, prims and torch.ao's operators on
+quantised tensors alone. What has no place in it
 raises `NotTextError`: symbolic sizes, sub-graphs, operators of other libraries, constants that are large or lie elsewhere than on the CPU.
 
     text = graph_to_text(graph_module)
@@ -10,6 +11,7 @@ raises `NotTextError`: symbolic sizes, sub-graphs, operators of other libraries,
 from __future__ import annotations
 
 import base64
+import importlib
 import json
 import operator
 from collections.abc import Callable, Mapping
@@ -20,7 +22,9 @@ import torch.fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx import Node
 
-_NAMESPACES = ("aten", "prims")
+from torch_hybrid_backend.graph.values import QUANTIZED
+
+NAMESPACES = ("aten", "prims", QUANTIZED)
 _OPS = ("placeholder", "get_attr", "call_function", "output")
 _MAX_CONSTANT_BYTES = 1 << 16  # of all lifted constants: they are small tables in the user's code
 _SINGLETONS: dict[type, str] = {torch.dtype: "dtype", torch.memory_format: "memory_format", torch.layout: "layout"}
@@ -185,7 +189,7 @@ class _Reader:
 def _operator_name(target: object) -> str:
     if target is operator.getitem:
         return "getitem"
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in _NAMESPACES:
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in NAMESPACES:
         raise NotTextError(f"the operator {target}")
     return str(target)
 
@@ -194,8 +198,10 @@ def _operator(name: str) -> Callable[..., Any]:
     if name == "getitem":
         return operator.getitem
     namespace, packet, overload = name.split(".")
-    if namespace not in _NAMESPACES:
+    if namespace not in NAMESPACES:
         raise ValueError(f"an operator of {namespace}")
+    if namespace == QUANTIZED:
+        importlib.import_module("torch.ao.quantization.fx._decomposed")  # its operators exist from now on
     found = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
     if not isinstance(found, torch._ops.OpOverload):  # "aten.add.__class__"
         raise ValueError(f"{name} is no operator")

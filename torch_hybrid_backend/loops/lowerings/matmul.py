@@ -7,12 +7,13 @@ import math
 import torch
 
 from torch_hybrid_backend.core.verdict import Reason
-from torch_hybrid_backend.loops.index import as_index, var
+from torch_hybrid_backend.loops.index import Index, as_index, var
 from torch_hybrid_backend.loops.integer_products import NARROW
 from torch_hybrid_backend.loops.ir import (
     Buffer,
     Expr,
     IntegerMatMulOp,
+    Map,
     MatMulOp,
     Value,
     buffers_of_expr,
@@ -121,6 +122,18 @@ def linear(ctx: Context, x: Value, weight: Value, bias: Value | None = None) -> 
     dtype = ctx.out.dtype if bias is None else compute_dtype(ctx.out.dtype)
     result = reshaped(product(ctx, flat, columns, dtype), ctx.shape)
     return result if bias is None else ctx.pointwise(add, result, bias)
+
+
+@lowers(aten._weight_int8pack_mm.default)
+def weight_int8pack_mm(ctx: Context, a: Value, b: Value, scales: Value) -> Value:
+    """a (M, K) times the transpose of b (N, K), int8, each row of which has one of `scales` (N)."""
+    n, k = b.shape
+
+    def at(index: tuple[Index, ...]) -> Expr:
+        row, column = index
+        return mul(cast(b.at((column, row)), "float32"), cast(scales.at((column,)), "float32"))
+
+    return product(ctx, a, Map((k, n), "float32", at), ctx.out.dtype)
 
 
 @lowers(aten.addbmm.default)

@@ -24,7 +24,7 @@ RESHAPES = frozenset(
 
 
 def remove_no_ops(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
-    """Remove casts to the same dtype, copies, views that change nothing (same shape, full slice, identity
+    """Remove casts to the same dtype or to a wider one and back, copies, views that change nothing (same shape, full slice, identity
     permutation) and what concatenations join without elements; merge view-of-view and permute-of-permute.
 
     A copy whose memory format differs from its input's stays: it is a real layout change. A copy that keeps an
@@ -39,10 +39,20 @@ def remove_no_ops(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
         if node.op != "call_function" or not node.args or not isinstance(node.args[0], torch.fx.Node):
             continue
         if node.target in COPIES:
-            changed |= replace(gm, node, node.args[0])
+            changed |= replace(gm, node, _before_widening(node.args[0])) or replace(gm, node, node.args[0])
         elif is_view(node):
             changed |= _remove_view(gm, node) or _merge_views(gm, node) or _plain_view(gm, node)
     return changed
+
+
+def _before_widening(value: torch.fx.Node) -> torch.fx.Node:
+    """What a cast to a wider dtype was made of, which a cast back yields again bit by bit; `value` itself where it is none."""
+    if value.target is not aten._to_copy.default:
+        return value
+    narrow: Any = value.args[0]
+    before, after = narrow.meta["val"].dtype, value.meta["val"].dtype
+    is_exact = before.is_floating_point and after.is_floating_point and torch.promote_types(before, after) == after
+    return narrow if is_exact else value
 
 
 def _drop_empty_parts(gm: torch.fx.GraphModule, node: torch.fx.Node) -> bool:

@@ -55,3 +55,15 @@ def test_depthwise_weight_has_channels_innermost() -> None:
     assert tuple(packed.shape) == (3, 3, 2, 4)
     assert torch.equal(packed[2, :, :, 1], w[9, 0])
     assert not packed[2, ..., 2:].any()
+
+
+@pytest.mark.parametrize("n", [5, 32, 45])
+def test_nibbles_are_eight_to_a_word_along_k(n: int) -> None:
+    """In two's complement, the first in the lowest bits; columns beyond the last are zero."""
+    q = torch.randint(-8, 8, (1, 24, n), dtype=torch.int8)
+    packed = packing.pack_nibbles(q, 16)
+    assert (packed.dtype, tuple(packed.shape)) == (torch.int32, (1, -(-n // 16), 3, 16))
+    words = packed[0].permute(1, 0, 2).reshape(3, -1).to(torch.int64)
+    back = torch.stack([((words >> 4 * j & 15) + 8) % 16 - 8 for j in range(8)], 1).reshape(24, -1)
+    assert torch.equal(back[:, :n], q[0].to(torch.int64))
+    assert not back[:, n:].any()

@@ -60,6 +60,31 @@ class UnpackedMatMulKernel(Kernel):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class DequantizedMatMulKernel(Kernel):
+    """Domain (b, m, n), one b: accumulator[0, m, n] = sum over `k` of a * (q[k, n] - zero[k // group, n]) * scale[k // group, n].
+
+    `a` is over (b, m, k), float32. The q of a panel of `tile_n` columns lie in `packed`, of `bits` bits each (`packing.pack_b` and
+    `packing.pack_nibbles`); `scales` and `zeros`, None where all are 0, are float32, (1, ceil(N / tile_n), ceil(K / group), tile_n). `group` is
+    a multiple of 8 where there are several and where `bits` is 4.
+    """
+
+    k: LoopVar
+    a: Expr
+    packed: Buffer
+    bits: int
+    scales: Buffer
+    zeros: Buffer | None
+    group: int
+    tile_n: int
+    accumulator: Buffer
+    stores: tuple[Store, ...]
+
+    @property
+    def multiply_adds(self) -> float:
+        return _points(self) * size_hint(self.k.extent)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PackedConvKernel(Kernel):
     """Domain (n, o, *out_spatial): the accumulator, then the stores.
 

@@ -12,8 +12,19 @@ from functools import partial
 
 from torch_hybrid_backend.codegen.anchors import Anchor, neutral_kernel, over
 from torch_hybrid_backend.codegen.operands import OperandPacker, Prepared, StridedView, strided_view
-from torch_hybrid_backend.engines.tvm.cpu.kernels import PackedConvKernel, PackedMatMulKernel, UnpackedMatMulKernel
-from torch_hybrid_backend.engines.tvm.cpu.operations import PackedConvOp, PackedMatMulOp, UnpackedMatMulOp
+from torch_hybrid_backend.engines.tvm.cpu.dequantized import dequantized_operand
+from torch_hybrid_backend.engines.tvm.cpu.kernels import (
+    DequantizedMatMulKernel,
+    PackedConvKernel,
+    PackedMatMulKernel,
+    UnpackedMatMulKernel,
+)
+from torch_hybrid_backend.engines.tvm.cpu.operations import (
+    DequantizedMatMulOp,
+    PackedConvOp,
+    PackedMatMulOp,
+    UnpackedMatMulOp,
+)
 from torch_hybrid_backend.engines.tvm.cpu.packing import (
     pack_b,
     pack_conv_weight,
@@ -40,6 +51,8 @@ def packed_operands(graph: LoopGraph, layouts: Mapping[Buffer, Layout], target: 
         match op:
             case IntegerMatMulOp():
                 words.add_integer_matmul(op)
+            case MatMulOp() if (quantized := dequantized_operand(op, packer, target)) is not None:
+                packer.add(quantized)
             case MatMulOp() if words.takes_matmul(op):
                 pass
             case MatMulOp() if (weight := unpacked_view(op, layouts, target)) is not None:
@@ -102,6 +115,25 @@ def packed_kernel(anchor: Anchor) -> Kernel:
                 offset,
                 n_stride,
                 k_stride,
+                anchor.accumulator,
+                anchor.stores,
+            )
+        case DequantizedMatMulOp():
+            k = LoopVar("k", op.a.shape[2])
+            a = op.a.at((*anchor.point[:2], index_of(k)))
+            operands = [op.b, op.scales, *([] if op.zeros is None else [op.zeros])]
+            return DequantizedMatMulKernel(
+                anchor.reads([a], operands),
+                anchor.writes,
+                anchor.domain,
+                k,
+                a,
+                op.b,
+                op.bits,
+                op.scales,
+                op.zeros,
+                op.group,
+                op.tile_n,
                 anchor.accumulator,
                 anchor.stores,
             )

@@ -26,6 +26,21 @@ class PackedMatMulOp(MatMulOp):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class DequantizedMatMulOp(MatMulOp):
+    """A matmul, one b, whose `b` is packed as `kernels.DequantizedMatMulKernel` says, which the other fields are of too."""
+
+    b: Buffer
+    bits: int
+    scales: Buffer
+    zeros: Buffer | None
+    group: int
+    tile_n: int
+
+    def reads(self) -> list[Buffer]:
+        return [*MatMulOp.reads(self), self.scales, *([] if self.zeros is None else [self.zeros])]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class UnpackedMatMulOp(MatMulOp):
     """A matmul whose right operand, (1, k, n), is read where it lies: as the view `weight` of memory."""
 

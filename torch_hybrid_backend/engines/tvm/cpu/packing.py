@@ -35,6 +35,22 @@ def pack_b(b: torch.Tensor, tile_n: int) -> torch.Tensor:
     return packed
 
 
+NIBBLES = 8  # in a word of 32 bits
+
+
+def pack_nibbles(b: torch.Tensor, tile_n: int) -> torch.Tensor:
+    """Packs a right-hand side of 4-bit integers, eight of a column to a word, as they follow along k.
+
+    b: (1, K, N) of -8 .. 7, any integer dtype and strides, K a multiple of 8.  Returns (1, ceil(N / tile_n), K / 8, tile_n), int32, contiguous:
+    q[k, n] is in bits 4 * (k % 8) and up of word k // 8, in two's complement. Columns beyond N are zero.
+    """
+    _, k, n = b.shape
+    words = torch.zeros((1, k // NIBBLES, n), dtype=torch.int32, device=b.device)
+    for j in range(NIBBLES):
+        words |= (b[:, j::NIBBLES].to(torch.int32) & 15) << (4 * j)
+    return pack_b(words, tile_n)
+
+
 def packed_b_value(b: Value, tile_n: int) -> Map:
     """`pack_b` as a value: (B, K, N) -> (B, ceil(N / tile_n), K, tile_n), zero beyond N."""
     batch, k, n = b.shape

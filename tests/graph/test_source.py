@@ -1,0 +1,39 @@
+"""Where a region came from, for the user."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.partition.engines_for_tests import trace
+from torch_hybrid_backend.graph.source import source_line
+
+_TORCH_FILE = torch.nn.functional.__file__
+
+
+def _source(trace_text: str | None) -> str:
+    node = next(node for node in trace(torch.sin, torch.randn(2)).graph.nodes if node.op == "call_function")
+    node.meta["stack_trace"] = trace_text
+    return source_line(node)
+
+
+def test_the_innermost_line_of_the_users_own_is_named() -> None:
+    """Frames inside PyTorch are passed over; file name, line, function and code are given."""
+    text = (
+        '  File "/home/me/model.py", line 3, in forward\n    x = self.block(x)\n'
+        '  File "/home/me/block.py", line 12, in forward\n    return F.relu(x)\n'
+        f'  File "{_TORCH_FILE}", line 1700, in relu\n    result = torch.relu(input)\n'
+    )
+    assert _source(text) == "block.py:12 in forward: return F.relu(x)"
+
+
+def test_without_a_frame_of_the_users_the_last_is_named() -> None:
+    """Better PyTorch's line than none."""
+    text = f'  File "{_TORCH_FILE}", line 1700, in relu\n    result = torch.relu(input)\n'
+    assert _source(text) == "functional.py:1700 in relu: result = torch.relu(input)"
+
+
+def test_frames_without_code_and_nodes_without_trace() -> None:
+    """Code made at run time has no source line; nodes that passes made have no trace."""
+    assert _source('  File "<string>", line 1, in forward') == "<string>:1 in forward"
+    assert _source(None) == ""
+    assert _source("nothing known") == ""

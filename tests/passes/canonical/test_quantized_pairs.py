@@ -1,0 +1,115 @@
+"""Pairs of dequantising and quantising by the same numbers vanish, and nothing changes by a bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.ao.quantization.fx._decomposed
+from torch.nn import functional
+
+from torch_hybrid_backend.passes.canonical.dead_code import dead_code
+from torch_hybrid_backend.passes.canonical.quantized_pairs import _Numbers, quantized_pairs
+
+quantized = torch.ops.quantized_decomposed
+UNSIGNED, SIGNED = (0.02, 0, 0, 255, torch.uint8), (0.1, -3, -128, 127, torch.int8)
+
+
+def _q(x: torch.Tensor, numbers=UNSIGNED) -> torch.Tensor:
+    return quantized.quantize_per_tensor.default(x, *numbers)
+
+
+def _dq(q: torch.Tensor, numbers=UNSIGNED) -> torch.Tensor:
+    return quantized.dequantize_per_tensor.default(q, *numbers)
+
+
+def _everything(numbers) -> torch.Tensor:
+    """Every integer of the dtype, some of them twice."""
+    return torch.arange(numbers[2], numbers[3] + 1).to(numbers[4]).roll(7).repeat(2).reshape(2, 4, 8, 8)
+
+
+def _count(subject) -> int:
+    return sum(count for name, count in subject.operators().items() if "quantize" in name)
+
+
+THROUGH = {
+    "nothing": lambda x: x,
+    "views": lambda x: x.permute(0, 2, 3, 1).flatten(1)[:, 5:].unsqueeze(1).contiguous(),
+    "cat": lambda x: torch.cat([x, x[:, :2]], 1),
+    "pooling": lambda x: functional.max_pool2d(x, 3, stride=2, padding=1),
+    "relu": torch.relu,
+    "relu6": functional.relu6,
+    "clamps": lambda x: x.clamp(-0.35, 1.234).clamp_min(0.07).clamp_max(1.0),
+    "hardtanh": functional.hardtanh,
+    "all": lambda x: torch.relu(functional.max_pool2d(torch.cat([x, x.relu()]), 2)).flatten(1),
+}
+
+
+@pytest.mark.parametrize("numbers", [UNSIGNED, SIGNED], ids=["u8", "s8"])
+@pytest.mark.parametrize("name", THROUGH)
+def test_pairs_vanish(captured, name: str, numbers) -> None:
+    """Also through views, concatenation, max pooling and clamps, for every integer: results are equal bit by bit."""
+    subject = captured(lambda q: _q(THROUGH[name](_dq(q, numbers)), numbers).clone(), _everything(numbers))
+    before = _count(subject)
+    assert subject.apply(quantized_pairs, exact=True)
+    dead_code(subject.gm, subject.ctx)
+    assert (before > 0, _count(subject)) == (True, 0)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda q: _q(_dq(q), (0.03, *UNSIGNED[1:])),
+        lambda q: _q(_dq(q), (0.02, 1, *UNSIGNED[2:])),
+        lambda q: _q(_dq(q) + 0.001),
+        lambda q: _q(functional.avg_pool2d(_dq(q), 2)),
+        lambda q: _q(torch.cat([_dq(q), _dq(q, (0.03, *UNSIGNED[1:]))])),
+        lambda q: _q(_dq(q, (1e-38, *UNSIGNED[1:])), (1e-38, *UNSIGNED[1:])),
+        lambda q: _q(functional.max_pool2d(_dq(q), 2, return_indices=True)[1].float()),
+        lambda q: _q(_dq(q, (0.02, 0, 0, 100, torch.uint8)), (0.02, 0, 0, 100, torch.uint8)),
+    ],
+)
+def test_others_stay(captured, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Other numbers, arithmetic between, scales whose reciprocal is no normal number, and integers that may lie beyond the bounds."""
+    subject = captured(function, _everything(UNSIGNED))
+    assert not subject.apply(quantized_pairs, exact=True)
+
+
+def test_saturation_does_what_a_clamp_did(captured) -> None:
+    """A ReLU before unsigned integers, and a ReLU6 whose range is theirs, are dropped; one that something else reads, or whose ends lie
+    elsewhere, stays."""
+    x = torch.cat([torch.randn(997) * 4, torch.tensor([torch.inf, -torch.inf, -0.0])])
+    six = (6 / 255, *UNSIGNED[1:])
+    for function, numbers in ((torch.relu, UNSIGNED), (functional.relu6, six)):
+        subject = captured(lambda v, f=function, n=numbers: _q(f(v), n), x)
+        assert subject.apply(quantized_pairs, exact=True)
+        assert sum(subject.operators().values()) == 1
+    for kept in (
+        lambda v: _q(functional.relu6(v), (0.05, *UNSIGNED[1:])),
+        lambda v: _q(torch.relu(v), SIGNED),
+        lambda v: (_q(y := torch.relu(v)), y),
+    ):
+        assert not captured(kept, x).apply(quantized_pairs, exact=True)
+
+
+def test_integers_are_pooled(captured) -> None:
+    """What is quantised behind max pooling is quantised before it, the ReLU before that dropped; not where the maxima are read otherwise."""
+    x = torch.randn(2, 3, 9, 9)
+
+    def pooled(v: torch.Tensor) -> torch.Tensor:
+        return functional.max_pool2d(torch.relu(v), 3, stride=2, padding=1)
+
+    subject = captured(lambda v: _q(pooled(v)), x)
+    assert subject.apply(quantized_pairs, exact=True)
+    assert "relu.default" not in subject.operators()
+    (pool,) = [node for node in subject.gm.graph.nodes if "max_pool" in str(node.target)]
+    assert pool.args[0].meta["val"].dtype == torch.uint8
+    assert not captured(lambda v: (_q(y := pooled(v)), y), x).apply(quantized_pairs, exact=True)
+
+
+def test_numbers_are_quantised_as_pytorch_does() -> None:
+    """The ends of clamps, ties among them."""
+    for numbers in (UNSIGNED, SIGNED, (0.5, 3, 0, 255, torch.uint8), (1 / 3, 0, -128, 127, torch.int8)):
+        values = torch.cat([torch.arange(-40, 40) * 0.25, torch.randn(200) * 9, torch.tensor([torch.inf, -torch.inf])])
+        assert [_Numbers(*numbers).quantized(float(v)) for v in values] == _q(values, numbers).tolist()

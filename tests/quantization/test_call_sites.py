@@ -1,0 +1,112 @@
+"""Where a model multiplies, found as it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from torch_hybrid_backend.quantization.call_sites import CallSites, follow, layers_of
+
+
+class Attention(nn.Module):
+    """Products of activations beside layers, and a weight that is no layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.out = nn.Parameter(torch.randn(8, 4))
+        self.bias = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.query(x) @ self.key(x).transpose(-1, -2)
+        mixed = torch.matmul(input=scores.softmax(-1), other=x)
+        return torch.addmm(self.bias, mixed.reshape(-1, 8), self.out)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv1d(2, 8, 3), nn.ReLU())
+        self.block = Attention()
+        self.kernel = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.block(self.stem(x).transpose(1, 2))
+        return functional.linear(functional.linear(y, weight=self.kernel), self.kernel)
+
+
+SITES = [
+    ("stem.0", "conv", 0),
+    ("block.query", "linear", 0),
+    ("block.key", "linear", 0),
+    ("block", "matmul", None),
+    ("block#2", "matmul", None),
+    ("block#3", "linear", 1),
+    ("", "linear", 0),
+    ("#2", "linear", 0),
+]
+
+
+def _net() -> Net:
+    torch.manual_seed(0)
+    net = Net().eval()
+    follow(net)
+    return net
+
+
+def _visited(net: nn.Module, x: torch.Tensor) -> tuple[list[tuple[str, str, int | None]], torch.Tensor]:
+    found: list[tuple[str, str, int | None]] = []
+
+    def visit(name: str, kind: str, axis: int | None, a: Any, b: Any, compute: Callable[..., Any]) -> Any:
+        found.append((name, kind, axis))
+        return compute(a, b)
+
+    with torch.no_grad(), CallSites(visit):
+        return found, net(x)
+
+
+def test_sites_are_named_after_modules() -> None:
+    """Layers, functional calls and products of activations: named after the module in whose forward they are made, numbered from the second on.
+    A parameter of two dimensions on the right of a product is a linear layer's weight. Results do not change."""
+    net, x = _net(), torch.randn(3, 2, 9)
+    found, y = _visited(net, x)
+    assert found == SITES
+    with torch.no_grad():
+        assert torch.equal(y, net(x))
+    assert sorted(layers_of(net)) == ["block.key", "block.query", "stem.0"]
+
+
+def test_operands_may_be_replaced() -> None:
+    """What `compute` is given stands in for the operands, by position or by keyword."""
+    net, x = _net(), torch.randn(3, 2, 9)
+    with torch.no_grad(), CallSites(lambda name, kind, axis, a, b, compute: compute(a * 0, b)):
+        assert torch.equal(net(x), torch.zeros(21, 4))
+
+
+def test_threads_and_errors_leave_no_trace() -> None:
+    """Each thread has its own place in the model; a forward that raises does not shift the names of the next one."""
+    net, x = _net(), torch.randn(3, 2, 9)
+    with pytest.raises(RuntimeError):
+        _visited(net, torch.randn(3, 5, 9))
+    with ThreadPoolExecutor(4) as pool:
+        for found, _ in pool.map(lambda _: _visited(net, x), range(24)):
+            assert found == SITES
+
+
+def test_dynamo_traces_through() -> None:
+    """One graph, with what the visits did in it."""
+    net, x = _net(), torch.randn(3, 2, 9)
+
+    def scaled(value: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad(), CallSites(lambda name, kind, axis, a, b, compute: compute(a * len(name), b)):
+            return net(value)
+
+    expected = scaled(x)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(scaled, backend="eager", fullgraph=True)(x), expected)

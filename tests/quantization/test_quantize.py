@@ -1,0 +1,303 @@
+"""`quantize`: accuracy on real images, live weights, equal results of every backend, and one clear error for each fault."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import torch_hybrid_backend
+from torch_hybrid_backend import Collector, quantize
+from torch_hybrid_backend.errors import QuantizationError
+
+load_digits = pytest.importorskip("sklearn.datasets").load_digits
+
+
+class Small(nn.Module):
+    """Convolutions with batch norm, a residual, ReLU6 and two linear layers, for images of 8 x 8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU())
+        self.inner = nn.Conv2d(16, 16, 3, padding=1)
+        self.down = nn.Conv2d(16, 32, 3, stride=2, padding=1)
+        self.hidden, self.classifier = nn.Linear(512, 32), nn.Linear(32, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.features(x)
+        x = functional.relu6(self.inner(x) + x)
+        x = torch.relu(self.down(x)).flatten(1)
+        return self.classifier(functional.gelu(self.hidden(x)))
+
+
+class Digits:
+    """A network trained on half of scikit-learn's digits; the other half held out."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        bunch = load_digits()
+        images = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / 16
+        labels = torch.tensor(bunch.target)
+        order = torch.randperm(len(images))
+        train, held_out = order[:900], order[900:]
+        self.images, self.labels = images[held_out], labels[held_out]
+        self.calibration = [images[train[k : k + 50]] for k in range(0, 200, 50)]
+        self.model = Small()
+        optimizer = torch.optim.Adam(self.model.parameters(), 3e-3)
+        for _ in range(6):
+            for k in range(0, 900, 60):
+                batch = train[k : k + 60]
+                optimizer.zero_grad()
+                functional.cross_entropy(self.model(images[batch]), labels[batch]).backward()
+                optimizer.step()
+        self.model.eval()
+
+    def accuracy(self, module: Callable[..., torch.Tensor]) -> float:
+        with torch.no_grad():
+            return float((module(self.images).argmax(1) == self.labels).double().mean())
+
+    def deviation(self, module: Callable[..., torch.Tensor]) -> float:
+        """The outputs' relative root mean square error."""
+        with torch.no_grad():
+            exact = self.model(self.images)
+            return float((module(self.images) - exact).norm() / exact.norm())
+
+
+@pytest.fixture(scope="module")
+def digits() -> Digits:
+    return Digits()
+
+
+@pytest.mark.parametrize("calibration", ["entropy", "naive", "none"])
+def test_digits_are_read_as_well(digits: Digits, calibration: str) -> None:
+    """A network of 8 bits loses at most 0.5 points of 897 held-out images, and its outputs are a few percent off."""
+    quantized = quantize(digits.model, digits.calibration, calibration=calibration)
+    assert sorted(quantized.ranges.sites) == ["classifier", "down", "features.0", "hidden", "inner"]
+    assert digits.accuracy(digits.model) > 0.93
+    assert digits.accuracy(quantized) >= digits.accuracy(digits.model) - 0.005
+    assert 1e-4 < digits.deviation(quantized) < 0.05
+
+
+def test_values_that_cannot_be_negative_are_unsigned(digits: Digits) -> None:
+    """Behind a ReLU all 255 steps are above 0, behind ReLU6 they end at 6; elsewhere 127 lie on either side."""
+    sites = quantize(digits.model, digits.calibration, calibration="naive").ranges.sites
+    ((low, high),) = sites["down"].ranges or ()
+    assert low == 0
+    assert high <= 6
+    ((low, _),) = sites["classifier"].ranges or ()
+    assert low < 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"calibration": "naive"},
+        {"calibration": "none"},
+        pytest.param({"smooth": 0.5, "calibration": "naive"}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_compiled_equals_eager(digits: Digits, options: Mapping[str, Any]) -> None:
+    """One graph without breaks; results are eager's, whose steps it takes, but for ties; a parameter of the original that changes in place, and
+    one that is loaded, is seen by both."""
+    model = copy.deepcopy(digits.model)
+    quantized = quantize(model, digits.calibration, **options)
+    assert {id(p) for p in quantized.parameters()} == {id(p) for p in model.parameters()}
+    torch._dynamo.reset()
+    compiled = torch.compile(quantized, backend="hybrid", fullgraph=True)
+    x = digits.images[:64]
+    with torch.no_grad():
+        before = compiled(x)
+        for change in (lambda: model.classifier.weight.mul_(-2), lambda: model.load_state_dict(Small().state_dict())):
+            change()
+            eager = quantized(x)
+            assert float((eager - before).norm() / before.norm()) > 0.5
+            assert float((compiled(x) - eager).norm() / eager.norm()) < 2e-3
+
+
+@pytest.mark.full
+def test_inductor_takes_it_too(digits: Digits) -> None:
+    """The graph is made of PyTorch's own operators: any backend compiles it."""
+    quantized = quantize(digits.model, digits.calibration, calibration="naive")
+    torch._dynamo.reset()
+    compiled = torch.compile(quantized, fullgraph=True)
+    x = digits.images[:32]
+    assert float((compiled(x) - quantized(x)).norm() / quantized(x).norm()) < 2e-3
+
+
+def test_training_goes_on(digits: Digits) -> None:
+    """The original trains after it was quantised, in its own mode; the quantised module follows, needs no gradients and stays in evaluation."""
+    model = copy.deepcopy(digits.model)
+    quantized = quantize(model, digits.calibration, calibration="naive")
+    before = quantized(digits.images[:8])
+    assert not before.requires_grad
+    model.train()
+    functional.cross_entropy(model(digits.images[:8]), digits.labels[:8]).backward()
+    torch.optim.SGD(model.parameters(), 0.5).step()
+    assert not torch.equal(quantized(digits.images[:8]), before)
+    with pytest.raises(QuantizationError, match="for inference: train the original"):
+        quantized.train()
+    assert not quantized.eval().training
+
+
+class Channels(nn.Module):
+    """A linear layer of whose inputs one channel is a hundred times as large as the others, and one of a bare parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 16)
+        self.weight = nn.Parameter(torch.randn(16, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) @ self.weight
+
+
+def test_smoothing_moves_outliers_into_weights() -> None:
+    """With one large channel the error falls several times; in floating point the product stays the same; both layouts of weights."""
+    torch.manual_seed(0)
+    model = Channels().eval()
+    with torch.no_grad():
+        model.linear.weight[:, 3] *= 0.01
+    scale = torch.ones(32)
+    scale[3] = 100.0
+    data = [torch.randn(64, 32) * scale for _ in range(4)]
+    exact = model(data[0]).detach()
+
+    def error(module: nn.Module) -> float:
+        return float((module(data[0]) - exact).norm() / exact.norm())
+
+    plain = quantize(model, data, calibration="naive", smooth=None)
+    smooth = quantize(model, data, calibration="naive", smooth=0.5)
+    assert error(smooth) < error(plain) / 4
+    assert error(smooth) < 0.02
+
+    def only_smooth(name: str, kind: str, axis: int | None, x: Any, w: Any, compute: Callable[..., Any]) -> Any:
+        moved_x, moved_w = smooth.smoothed(name, axis, x, w)
+        assert not torch.equal(moved_w, w)
+        return compute(moved_x, moved_w)
+
+    torch.testing.assert_close(smooth.run_with(only_smooth)(data[0]), exact, rtol=1e-4, atol=1e-4)
+
+
+def test_ranges_stand_in_for_calibration(digits: Digits, tmp_path: Path) -> None:
+    """Saved ranges make the same module again, smoothing included, without data; what is excluded then, too, stays out."""
+    quantized = quantize(digits.model, digits.calibration, "naive", smooth=0.4)
+    quantized.save_ranges(tmp_path / "ranges.json")
+    again = quantize(digits.model, ranges=tmp_path / "ranges.json")
+    assert again.ranges == quantized.ranges
+    assert torch.equal(again(digits.images), quantized(digits.images))
+    less = quantize(digits.model, ranges=tmp_path / "ranges.json", exclude=["features"])
+    assert less.ranges.in_float["features.0"] == "excluded"
+    with pytest.raises(QuantizationError, match="another model's"):
+        quantize(nn.Linear(3, 3).eval(), ranges=tmp_path / "ranges.json")
+
+
+def test_exclusions(digits: Digits) -> None:
+    """Names, patterns and kinds; a container takes along what is in it; the rest is quantised."""
+    quantized = quantize(digits.model, digits.calibration, "naive", exclude=("features", "hid*"), exclude_kinds=())
+    assert quantized.ranges.in_float == {"features.0": "excluded", "hidden": "excluded"}
+    only = quantize(digits.model, digits.calibration, "naive", exclude_kinds=("conv", "matmul"))
+    assert sorted(only.ranges.sites) == ["classifier", "hidden"]
+    none = quantize(digits.model, digits.calibration, "naive", exclude=("*",))
+    assert torch.equal(none(digits.images), digits.model(digits.images))
+
+
+class Attention(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x @ x.transpose(-1, -2), -1) @ x
+
+
+@pytest.mark.parametrize("calibration", ["naive", "none"])
+def test_products_of_activations(calibration: str) -> None:
+    """They stay in floating point unless asked for; then both operands are quantised."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 12, 16)
+    model = Attention().eval()
+    assert torch.equal(quantize(model, [x], calibration=calibration)(x), model(x))
+    quantized = quantize(model, [x], calibration=calibration, exclude_kinds=())
+    assert sorted(quantized.ranges.sites) == ["", "#2"]
+    assert 1e-4 < float((quantized(x) - model(x)).norm() / model(x).norm()) < 0.05
+
+
+class Widest(Collector):
+    """Ten for everything but the classifier, of which it says nothing."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, str]] = []
+
+    def collect(self, name: str, operator: str, tensor: torch.Tensor) -> None:
+        self.seen.append((name, operator))
+
+    def ranges(self) -> Mapping[str, tuple[float, float]]:
+        return {name: (-10.0, 10.0) for name, _ in self.seen if name != "classifier"}
+
+
+def test_own_calibration(digits: Digits) -> None:
+    """A collector is shown every activation, and decides; a layer that it leaves out, or that no data reaches, stays in floating point."""
+    collector = Widest()
+    quantized = quantize(digits.model, digits.calibration[:1], calibration=collector)
+    assert ("inner", "conv") in collector.seen
+    assert ("hidden", "linear") in collector.seen
+    assert quantized.ranges.sites["inner"].ranges == ((-10.0, 10.0),)
+    assert quantized.ranges.in_float == {"classifier": "uncalibrated"}
+    unused = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)}).eval()
+    unused.forward = unused["a"].forward
+    assert quantize(unused, [torch.randn(2, 3)], "naive").ranges.in_float["b"] == "uncalibrated"
+
+
+def test_metric_returns_the_worst_layers(digits: Digits) -> None:
+    """Layers return to floating point, the worst first, until the drop is small enough, and no further."""
+    model = copy.deepcopy(digits.model)
+    with torch.no_grad():  # one channel of the hidden layer's input is what its step is as large as
+        model.down.bias[0] = 3e4
+        model.hidden.weight[:, :16] *= 1e-7
+    exact = model(digits.images)
+    scores = []
+
+    def metric(module: nn.Module) -> float:
+        with torch.no_grad():
+            scores.append(1 - float((module(digits.images) - exact).norm() / exact.norm()))
+        return scores[-1]
+
+    assert metric(quantize(model, digits.calibration, calibration="naive")) < 0.7
+    scores.clear()
+    quantized = quantize(model, digits.calibration, calibration="naive", metric=metric, max_drop=0.1)
+    assert quantized.ranges.in_float == {"hidden": "accuracy"}
+    assert scores[0] == 1.0
+    assert scores[-1] >= 0.9
+    assert len(scores) == 3
+    untouched = quantize(model, digits.calibration, "naive", metric=lambda module: 1.0)
+    assert not untouched.ranges.in_float
+
+
+def _refused(**arguments: Any) -> str:
+    arguments.setdefault("model", Small().eval())
+    with pytest.raises(QuantizationError) as refused:
+        quantize(**arguments)
+    assert isinstance(refused.value, torch_hybrid_backend.errors.HybridError | ValueError)
+    return str(refused.value)
+
+
+def test_faults_get_one_clear_error() -> None:
+    """Each says what is wrong, what is legal, and what to do."""
+    data = [torch.randn(2, 1, 8, 8)]
+    assert "call model.eval() first" in _refused(model=Small(), loader=data)
+    assert "the loader is empty" in _refused(loader=[])
+    assert "calibration='entropy' needs a loader" in _refused()
+    assert "did you mean 'classifier'" in _refused(loader=data, exclude=["clasifier"])
+    assert "must be a sequence" in _refused(loader=data, exclude="classifier")
+    assert "must be among conv, linear, matmul" in _refused(loader=data, exclude_kinds=["lstm"])
+    assert "must be one of none, naive, entropy" in _refused(loader=data, calibration="kl")
+    assert "from 0 to 1" in _refused(loader=data, smooth=2)
+    assert "metric needs a loader" in _refused(calibration="none", metric=lambda module: 1.0)
+    assert "is NaN" in _refused(loader=data, calibration="naive", metric=lambda module: float("nan"))
+    model = Small().eval()
+    with torch.no_grad():
+        model.features[1].bias[0] = torch.inf
+    assert "'inner' is given NaN or infinity" in _refused(model=model, loader=data)

@@ -1,0 +1,69 @@
+"""Files of ranges: they come back as they were, and nothing else is taken for one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from torch_hybrid_backend.errors import QuantizationError
+from torch_hybrid_backend.quantization.ranges import Ranges, Site, fingerprint
+
+
+def _model(width: int = 4) -> nn.Module:
+    return nn.Sequential(nn.Linear(3, width), nn.ReLU(), nn.Linear(width, 2))
+
+
+def _saved(path: Path) -> Ranges:
+    sites = {
+        "0": Site("linear", ((-1.5, 1 / 3),), (1.0, 0.1, 2.5)),
+        "0#2": Site("matmul", ((0.0, 1e-20), (-7.0, 7.0))),
+        "2": Site("linear"),
+    }
+    ranges = Ranges(fingerprint(_model()), sites, {"1": "excluded"})
+    ranges.save(path)
+    return ranges
+
+
+def test_ranges_come_back(tmp_path: Path) -> None:
+    """Bit by bit, for any model of the same structure, whatever its weights."""
+    assert _saved(tmp_path / "r.json") == Ranges.load(tmp_path / "r.json", _model())
+
+
+def test_ranges_of_another_model_are_refused(tmp_path: Path) -> None:
+    """A model with a layer of another width, or another kind, is another model."""
+    _saved(tmp_path / "r.json")
+    for other in (_model(5), nn.Sequential(nn.Linear(3, 4), nn.GELU(), nn.Linear(4, 2))):
+        with pytest.raises(QuantizationError, match="are another model's"):
+            Ranges.load(tmp_path / "r.json", other)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: "",
+        lambda text: "[]",
+        lambda text: text.replace("-1.5", "-1.6"),
+        lambda text: text.replace('"version": 1', '"version": 9'),
+        lambda text: text.replace("torch_hybrid_backend ranges", "something else"),
+        lambda text: text.replace('"sites"', '"cites"'),
+        lambda text: json.dumps({"format": "torch_hybrid_backend ranges", "version": 1}),
+    ],
+)
+def test_damaged_files_are_refused(tmp_path: Path, change: Callable[[str], str]) -> None:
+    """One error names the file and what to do, whatever is wrong with it."""
+    path = tmp_path / "r.json"
+    _saved(path)
+    path.write_text(change(path.read_text()))
+    with pytest.raises(QuantizationError, match=r"r\.json cannot be read: .*; calibrate again"):
+        Ranges.load(path, _model())
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    """With the same error."""
+    with pytest.raises(QuantizationError, match="cannot be read"):
+        Ranges.load(tmp_path / "none.json", _model())

@@ -1,0 +1,176 @@
+"""Right operands of products that are dequantised weights: recognised by what they compute, and packed for kernels that unpack them.
+
+    b[k, n] = (q[k, n] - zero[k // group, n]) * scale[k // group, n]          q of 8 bits, or of 8 bits of which 4 matter
+
+No form of the weight in float32 is ever made: what is packed ahead has 8 or 4 bits an element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from torch_hybrid_backend.codegen.operands import OperandPacker, strided_view
+from torch_hybrid_backend.engines.tvm.cpu.operations import DequantizedMatMulOp
+from torch_hybrid_backend.engines.tvm.cpu.packing import NIBBLES, pack_b, pack_nibbles, packed_b_shape
+from torch_hybrid_backend.engines.tvm.cpu.tiles import tile_n
+from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar
+from torch_hybrid_backend.loops.integer_products import affine
+from torch_hybrid_backend.loops.ir import Buffer, Call, Const, Expr, Load, Map, MatMulOp, compute_dtype, domain_vars
+
+
+def dequantized_operand(op: MatMulOp, packer: OperandPacker, target: Target) -> DequantizedMatMulOp | None:
+    """The product with its dequantised weight packed; None where its right operand is none, or kernels do not take it.
+
+    They take whole groups, one matrix of known sizes and more columns than a vector has lanes; of 4 bits, groups of whole words.
+    """
+    _, k, n = op.b.shape
+    if op.a.shape[0] != 1 or op.b.shape[0] != 1 or not isinstance(k, int) or not isinstance(n, int):
+        return None
+    if isinstance(op.b, Buffer) or n <= target.lanes or target.lanes < 8:
+        return None
+    if {compute_dtype(op.a.dtype), compute_dtype(op.out.dtype)} != {"float32"}:
+        return None
+    index = domain_vars(op.b.shape, "w")
+    weight = _Weight.of(op.b.at(index))
+    if weight is None:
+        return None
+    groups = {_group(load, index[1], k) for load in (weight.scale, weight.zero) if isinstance(load, Load)} or {k}
+    group = groups.pop()
+    if groups or group is None or k % group:
+        return None
+    bits = 4 if weight.bounds[1] - weight.bounds[0] < 16 and group % NIBBLES == 0 else 8
+    if bits == 8 and group != k and group % NIBBLES:
+        return None
+
+    def every(step: int, of: Callable[[_Weight], Number]) -> Map:
+        """What the weight reads for every `step`-th k."""
+
+        def at(place: tuple[Index, ...]) -> Expr:
+            found = _Weight.of(op.b.at((place[0], place[1] * step, place[2])))
+            assert found is not None
+            return of(found)
+
+        read = of(weight)
+        return Map((1, k // step, n), read.buffer.dtype if isinstance(read, Load) else "float32", at)
+
+    tile = tile_n(n, target)
+    low = weight.bounds[0] + 8 if bits == 4 else 0  # what is taken off integers, so that they lie in -8 .. 7
+    integers, first = every(1, lambda w: w.integers), every(group, lambda w: w.integers)
+    parts = [
+        _Part(
+            integers,
+            partial(_pack_integers, tile_n=tile, bits=bits, bounds=weight.bounds),
+            ("integers", bits, weight.bounds),
+        )
+    ]
+    numbers: tuple[tuple[Callable[[_Weight], Number], int], ...] = ((lambda w: w.scale, 0), (lambda w: w.zero, low))
+    for of, less in numbers:
+        number = of(weight)
+        if isinstance(number, Load):
+            parts.append(_Part(every(group, of), partial(_pack_numbers, tile_n=tile, less=less), ("numbers", less)))
+        else:  # the same for all: in the form that the others have
+            same = float(number.value) - less
+            parts.append(_Part(first, partial(_pack_same, tile_n=tile, number=same), ("same", same)))
+    if any(view is None or not view.is_static for view in (strided_view(part.value) for part in parts)):
+        return None
+    has_zeros = isinstance(weight.zero, Load) or float(weight.zero.value) != low
+
+    def packed(part: _Part, rows: int, dtype: str) -> Buffer:
+        form = packed_b_shape(1, n, rows, tile)
+        return packer.pack(part.value, part.ahead, lambda value: Map(form, dtype, value.at), (part.how, tile))
+
+    return DequantizedMatMulOp(
+        op.out,
+        op.a,
+        packed(parts[0], *((k // NIBBLES, "int32") if bits == 4 else (k, integers.dtype))),
+        bits,
+        packed(parts[1], k // group, "float32"),
+        packed(parts[2], k // group, "float32") if has_zeros else None,
+        group,
+        tile,
+    )
+
+
+Number = Load | Const
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """Something that is packed of a weight: what of it, how, and what this way of packing is known by."""
+
+    value: Map
+    ahead: Callable[[torch.Tensor], torch.Tensor]
+    how: tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Weight:
+    """An element of a dequantised weight: what it is read from. `bounds`: between which integers lie."""
+
+    integers: Load
+    bounds: tuple[int, int]
+    scale: Number
+    zero: Number
+
+    @staticmethod
+    def of(e: Expr) -> _Weight | None:
+        """None where an expression is not of this form, or one of its parts is neither a number nor simply read from a constant."""
+        found = affine(e)
+        if found is None or len(found.scales) > 1:
+            return None
+        integers, bounds = _bounded(found.integer)
+        scale = _number(found.scales[0]) if found.scales else Const("float32", 1.0)
+        zero = Const("int32", 0) if found.zero is None else _number(found.zero)
+        if not isinstance(integers, Load) or scale is None or scale.dtype != "float32" or zero is None:
+            return None
+        if not all(part.buffer.constant for part in (integers, scale, zero) if isinstance(part, Load)):
+            return None
+        return _Weight(integers, bounds, scale, zero)
+
+
+def _bounded(e: Expr) -> tuple[Expr, tuple[int, int]]:
+    """What an integer of 8 bits is read from, seen through a clamp, and its bounds."""
+    low, high = (0, 255) if e.dtype == "uint8" else (-128, 127)
+    while isinstance(e, Call) and e.op in ("max", "min") and isinstance(e.args[1], Const):
+        bound = int(e.args[1].value)
+        low, high = (max(low, bound), high) if e.op == "max" else (low, min(high, bound))
+        e = e.args[0]
+    return e, (low, high)
+
+
+def _number(e: Expr) -> Number | None:
+    """A number, or what is read to be cast."""
+    while isinstance(e, Call) and e.op == "cast":
+        e = e.args[0]
+    return e if isinstance(e, Load | Const) else None
+
+
+def _group(load: Load, k: Index, extent: int) -> int | None:
+    """How many neighbours along k read the same element; None where they do not form groups that lie one after the other."""
+    variables, sizes = {atom for atom, _ in k.terms}, set()
+    for index in load.index:
+        for atom, _ in index.terms:
+            if isinstance(atom, FloorDiv) and atom.numerator == k and isinstance(atom.divisor, int):
+                sizes.add(atom.divisor)
+            elif not isinstance(atom, LoopVar) or atom in variables:
+                return None
+    return extent if not sizes else sizes.pop() if len(sizes) == 1 else None
+
+
+def _pack_integers(q: torch.Tensor, tile_n: int, bits: int, bounds: tuple[int, int]) -> torch.Tensor:
+    """Integers of 8 bits as they are, of 4 bits in -8 .. 7."""
+    return pack_b(q, tile_n) if bits == 8 else pack_nibbles(q.to(torch.int32).clamp(*bounds) - (bounds[0] + 8), tile_n)
+
+
+def _pack_numbers(numbers: torch.Tensor, tile_n: int, less: int) -> torch.Tensor:
+    return pack_b(numbers.float() - less, tile_n)
+
+
+def _pack_same(like: torch.Tensor, tile_n: int, number: float) -> torch.Tensor:
+    """One number in the form of what would be packed of `like`."""
+    return pack_b(torch.full(like.shape, number), tile_n)

@@ -1,0 +1,368 @@
+"""Matmul with a quantised weight: C[m, n] = sum over k of A[m, k] * (Q[k, n] - zero[g, n]) * scale[g, n], g = k // group, Q of 8 or 4 bits.
+
+Pattern: a `DequantizedMatMulKernel`. Activations stay float32, so sums are as exact as those of the dequantised weight. The weight comes from
+memory once, as it is packed: a sequential stream for each task, which has a share of the panels.
+
+Few rows (decoding): integers become float32 in registers and are multiplied there; a group's sum is multiplied by its scale. (So activations
+above 1e36 may be infinite too early.) 16 weights of 8 bits are a widening load, a conversion and a multiply-add; of 4 bits a shift, a mask, a
+conversion and a multiply-add. The nibble stays where the sign of its word is, so it counts 2^28 fold, and the rows are divided by that when
+they are copied: exactly, but for what is below 1e-30. With
+AVX-512 a core takes 25 to 27 G weights a second so, of either kind (Zen 4, one core, weights in its cache): two cores as much as 32 GB/s of
+nibbles with scales, which is what memory has. Products of integers (vpdpbusd) would be a fifth of the operations; behind memory that gains
+nothing, and activations would be rounded to 8 bits.
+
+Many rows: a task dequantises a part of a panel's k into scratch that stays in its cache, then runs all tiles of rows over it (those of
+`packed`); between the parts of k sums wait in memory. That costs five instructions for each vector of weights, against a multiply-add a row.
+
+Source: Goto & van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008; scales of groups: Frantar et al., "GPTQ", 2022.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import tvm
+from tvm import tirx
+
+from torch_hybrid_backend.engines.tvm.cpu.kernels import DequantizedMatMulKernel, PackedMatMulKernel
+from torch_hybrid_backend.engines.tvm.cpu.packing import NIBBLES
+from torch_hybrid_backend.engines.tvm.cpu.tiles import register_count
+from torch_hybrid_backend.engines.tvm.schedules.axes import offsets_of, step
+from torch_hybrid_backend.engines.tvm.schedules.matmul.packed import MatMul
+from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, by_height, by_part, partials, tile_start
+from torch_hybrid_backend.engines.tvm.target import LINE_BYTES, Target
+from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirExpr
+from torch_hybrid_backend.engines.tvm.tir.printer import Printer
+from torch_hybrid_backend.loops.index import Index, as_index
+from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, known_int
+
+_TOP = tirx.IntImm("int32", -(1 << 28))  # the mask of a word's last nibble
+_TOP_UNIT = 2.0**28  # what a 1 there counts as
+# Steps of k that are dequantised at once, roughly: 64 KiB of a panel of 32 columns.
+_DEPTH = 512
+# How far ahead of its use a line of the weight is asked for: what the prefetcher of a core, which stops at a page's end, does not see.
+_AHEAD_BYTES = 4096
+
+
+def emit(kernel: DequantizedMatMulKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
+    """The kernel's body. A and accumulator float32; more than a vector of columns; K and N are known."""
+    return _Dequantized(kernel, builder, printer, target).emit()
+
+
+class _Dequantized(MatMul):
+    """The emission of one kernel."""
+
+    def __init__(self, kernel: DequantizedMatMulKernel, builder: Builder, printer: Printer, target: Target) -> None:
+        as_packed = PackedMatMulKernel(
+            kernel.reads, kernel.writes, kernel.domain, kernel.k, kernel.a, kernel.packed, kernel.tile_n, False,
+            kernel.accumulator, kernel.stores,
+        )  # fmt: skip
+        super().__init__(as_packed, builder, printer, target)
+        self.quantized, self.width = kernel, kernel.tile_n
+        self.weight = printer.arguments[kernel.packed][0]
+        self.depth_of_all, self.count = known_int(kernel.k.extent), known_int(self.panels)
+        self.per_word = NIBBLES if kernel.bits == 4 else 1  # steps of k in one element of the packed weight
+        self.groups = -(-self.depth_of_all // kernel.group)
+        whole = max(1, _DEPTH // kernel.group) * kernel.group
+        self.depth = min(self.depth_of_all, whole if self.groups > 1 else _DEPTH)
+        self.parts = -(-self.depth_of_all // self.depth)
+
+    def emit(self) -> Stmt:
+        m = self.m.extent
+        if isinstance(m, Size):
+            return by_height(self.builder, m, self._most_rows(), self.vectors, self._of_height)
+        return self._streamed(m) if m <= self._few() else self._unpacked_static(m)
+
+    def _few(self) -> int:
+        """Rows up to which a group's sums, and the sums of groups, have registers."""
+        return max(1, (register_count(self.target) - 6) // (2 * self.vectors))
+
+    def _of_height(self, rows: int) -> Stmt:
+        """All rows, in tiles of `rows`, where their number is only known at run time; one row is a tile by itself."""
+        if rows == 1:
+            return self.builder.loop(self.m.extent, lambda row: self._streamed(1, row), name="row")
+        b, parts, fitting = self.builder, ceil_div(self.m.extent, rows), self._fitting(rows)
+
+        def tiles(block: Index, tile: Callable[[Index, Index, int], Stmt]) -> Stmt:
+            def at(inner: Index) -> Stmt:
+                first, begin = tile_start(b, self.m.extent, rows, block * fitting + inner)
+                return b.seq(begin, tile(inner, first, rows))
+
+            held = tirx.Min(b.size(parts) - b.index(block * fitting), tirx.IntImm("int32", fitting))
+            return b.loop_until(held, fitting, at, "tile")
+
+        return self._unpacked(ceil_div(parts, fitting), fitting * rows, rows, tiles)
+
+    def _unpacked_static(self, m: int) -> Stmt:
+        b, order = self.builder, self._order()
+
+        def tiles(block: Index, tile: Callable[[Index, Index, int], Stmt]) -> Stmt:
+            def at(inner: Index) -> Stmt:
+                part = block * order.per_block + inner
+                return by_part(b, order.rows, part, lambda first, rows: tile(inner, first, rows))
+
+            return b.loop(order.per_block, at, name="tile")
+
+        return self._unpacked(order.blocks, order.per_block * order.rows.size, order.rows.size, tiles)
+
+    def _fitting(self, rows: int) -> int:
+        return max(1, self.target.l2_bytes // 2 // (rows * self.depth * 4))
+
+    # The weight.
+
+    def _words_before(self, panel: Index, k: Index) -> Index:
+        """Elements of the packed weight before step `k` of a panel; `k` is the first of a word."""
+        per_panel = -(-self.depth_of_all // self.per_word) * self.width
+        return panel * per_panel + k // self.per_word * self.width
+
+    def _integer(self, word: Index, j: int, column: Index) -> TirExpr:
+        """Step `j` of the word at element `word` of a panel, as float32 times `_unit`."""
+        value = self.builder.load(self.weight, word + column)
+        if self.quantized.bits == 4:
+            if j < NIBBLES - 1:
+                value = tirx.shift_left(value, tirx.IntImm("int32", 4 * (NIBBLES - 1 - j)))
+            value = tirx.bitwise_and(value, _TOP)
+        return tirx.Cast("float32", value)
+
+    @property
+    def _unit(self) -> float:
+        return _TOP_UNIT if self.quantized.bits == 4 else 1.0
+
+    def _of_group(self, panel: Index, group: Index, column: Index, *, zero: bool) -> TirExpr:
+        """The scale of a column's group, or its zero point times `_unit`."""
+        buffer = self.quantized.zeros if zero else self.quantized.scales
+        assert buffer is not None
+        place = panel * (self.groups * self.width) + group * self.width + column
+        value = self.builder.load(self.printer.arguments[buffer][0], place)
+        return value * tirx.const(self._unit, "float32") if zero and self._unit != 1 else value
+
+    def _moved(self, value: TirExpr, panel: Index, group: Index, column: Index) -> TirExpr:
+        """An integer less its zero point."""
+        if self.quantized.zeros is None:
+            return value
+        return value - self._of_group(panel, group, column, zero=True)
+
+    def _ahead(self, word: Index, words: int) -> Stmt:
+        """Asks for the lines that lie `_AHEAD_BYTES` behind some words of a panel."""
+        b, itemsize = self.builder, max(1, int(tvm.DataType(str(self.weight.dtype)).bits) // 8)
+        line, start = LINE_BYTES // itemsize, word + _AHEAD_BYTES // itemsize
+        lines = range(0, words * self.width, line)
+        return b.seq(*[b.prefetch(self.weight, b.index(start + place)) for place in lines])
+
+    # Few rows.
+
+    def _streamed(self, rows: int, row: Index | None = None) -> Stmt:
+        """`rows` rows from `row` on (the first), all panels: each task copies the rows, then goes through its share of the panels."""
+        b, first_row = self.builder, as_index(0) if row is None else row
+        tasks = min(self.target.cores, self.count)
+        copied = tirx.decl_buffer((rows * self.depth_of_all,), "float32", b.fresh("copied"), scope="global")
+
+        def task(number: Index) -> Stmt:
+            first, end = number * self.count // tasks, (number + 1) * self.count // tasks
+            held = tirx.Var(b.fresh("count"), "int32")
+
+            def panel(inner: Index) -> Stmt:
+                at, bind = b.bound(b.index(first) + b.index(inner), self.count, "panel")
+                return b.seq(bind, self._by_width(at, lambda p, n: self._sums(copied, rows, first_row, p, n)))
+
+            return b.seq(
+                tirx.stmt.Bind(held, b.index(end) - b.index(first)),
+                tirx.stmt.AllocBuffer(copied),
+                b.loop(rows, lambda r: self._copy(copied, r, first_row + r), name="row"),
+                b.loop_until(held, -(-self.count // tasks), panel, "panel"),
+            )
+
+        return b.loop(tasks, task, "parallel", "task")
+
+    def _by_width(self, panel: Index, body: Callable[[Index, int], Stmt]) -> Stmt:
+        """`body(panel, columns)`: the last panel may have fewer."""
+        last = known_int(self.last)
+        if last == self.width or self.count == 1:
+            return body(panel, last)
+        is_whole = self.builder.index(panel) < tirx.IntImm("int32", self.count - 1)
+        return self.builder.when(is_whole, body(panel, self.width), body(as_index(self.count - 1), last))
+
+    def _copy(self, copied: TirExpr, to: Index, row: Index) -> Stmt:
+        """copied[to, k] = A[row, k] / unit."""
+        b = self.builder
+        along_k = all(step(offset, self.kernel.k) in (0, 1) for offset in offsets_of(self.printer, [self.kernel.a]))
+        whole = self.depth_of_all // self.lanes if along_k else 0
+
+        def element(k: Index) -> Stmt:
+            value = self._a(as_index(0), row, k)
+            value = value if self._unit == 1 else value * tirx.const(1 / self._unit, "float32")
+            return b.store(copied, to * self.depth_of_all + k, value)
+
+        def vector(i: Index) -> Stmt:
+            return self.printer.vector_loop(self.lanes, lambda lane: element(i * self.lanes + lane))
+
+        left = self.depth_of_all - whole * self.lanes
+        rest = b.loop(left, lambda k: element(k + whole * self.lanes), name="k") if left else None
+        return b.seq(b.loop(whole, vector, name="k") if whole else None, rest)
+
+    def _sums(self, copied: TirExpr, rows: int, row: Index, panel: Index, columns: int) -> Stmt:
+        """One panel times the copied rows, and its stores."""
+        b, vectors = self.builder, -(-columns // self.lanes)
+        total = RegisterTile(b, self.printer, rows, vectors, self.lanes, self.dtype)
+
+        def group(number: Index) -> Stmt:
+            start = number * self.quantized.group
+            # A multiply-add comes with two operations or three: half as many in flight as elsewhere keep it busy.
+            ways = min(2, RegisterTile.ways_for(rows * vectors, self.quantized.group))
+            tile = RegisterTile(b, self.printer, rows, vectors, self.lanes, self.dtype, ways)
+            size = min(self.quantized.group, self.depth_of_all)
+            # Whole words, and of bytes as many as give every copy its share.
+            steps = max(self.per_word, min(8, size))
+
+            def some(i: Index, count: int) -> Stmt:
+                k = start + i * steps
+                word = self._words_before(panel, k)
+
+                def products(j: int) -> Stmt | None:
+                    here, place = j % self.per_word, word + j // self.per_word * self.width
+
+                    def a(r: int, _: Index) -> TirExpr:
+                        return b.load(copied, k + (r * self.depth_of_all + j))
+
+                    def w(vector: int, lane: Index) -> TirExpr:
+                        column = lane + vector * self.lanes
+                        return self._moved(self._integer(place, here, column), panel, number, column)
+
+                    return tile.accumulate(partials(a, rows), partials(w, vectors), j % ways)
+
+                return b.seq(self._ahead(word, count // self.per_word), *[products(j) for j in range(count)])
+
+            whole, left = divmod(size, steps)
+
+            def scaled(r: int, v: int, lane: Index) -> TirExpr:
+                scale = self._of_group(panel, number, lane + v * self.lanes, zero=False)
+                return total.at(r, v, lane) + tile.at(r, v, lane) * scale
+
+            return b.seq(
+                tile.declare(),
+                tile.clear(),
+                b.loop(whole, lambda i: some(i, steps), name="k"),
+                some(as_index(whole), left) if left else None,
+                tile.merge(),
+                total.fill(scaled),
+            )
+
+        groups = b.loop(self.groups, group, name="group")
+        write = self._write(total, as_index(0), row, panel * self.width, columns)
+        return b.seq(total.declare(), total.clear(), groups, write)
+
+    # Many rows.
+
+    def _unpacked(
+        self, blocks: Dim, rows: int, tallest: int, tiles: Callable[[Index, Callable[[Index, Index, int], Stmt]], Stmt]
+    ) -> Stmt:
+        """Blocks of `rows` rows at most by panels, shared among tasks.
+
+        `tiles(block, tile)` is `tile(number, first row, height)` for the tiles of a block, none higher than `tallest`.
+        """
+        b = self.builder
+        items = blocks * self.count
+        tasks = min(self.target.cores, items) if isinstance(items, int) else self.target.cores
+        held = tirx.decl_buffer((self.depth * self.width,), "float32", b.fresh("held"), scope="global")
+        sums = tirx.decl_buffer((rows * self.width,), "float32", b.fresh("sums"), scope="global")
+
+        def task(number: Index) -> Stmt:
+            first, end = (b.index(n) * b.size(items) // tirx.IntImm("int32", tasks) for n in (number, number + 1))
+            begin, count = tirx.Var(b.fresh("begin"), "int32"), tirx.Var(b.fresh("count"), "int32")
+
+            def item(inner: Index) -> Stmt:
+                at, bind = b.bound(begin + b.index(inner), items, "item")
+                block, panel = at // self.count, at % self.count
+
+                def tile(is_last: bool, size: int, part: Index) -> Callable[[Index, Index, int], Stmt]:
+                    def of(number: Index, row: Index, height: int) -> Stmt:
+                        place = number * (tallest * self.width)
+                        return self._tile_over(held, sums, place, row, height, panel, part, size, is_last)
+
+                    return of
+
+                def over(part: Index, size: int, is_last: bool) -> Stmt:
+                    return b.seq(self._dequantize(held, panel, part, size), tiles(block, tile(is_last, size, part)))
+
+                last = over(as_index(self.parts - 1), self.depth_of_all - (self.parts - 1) * self.depth, True)
+                if self.parts == 1:
+                    return b.seq(bind, last)
+                return b.seq(bind, b.loop(self.parts - 1, lambda p: over(p, self.depth, False), name="part"), last)
+
+            return b.seq(
+                tirx.stmt.Bind(begin, first),
+                tirx.stmt.Bind(count, end - begin),
+                *[tirx.stmt.AllocBuffer(array) for array in ([held, sums] if self.parts > 1 else [held])],
+                b.loop_until(count, items, item, "item"),
+            )
+
+        return b.loop(tasks, task, "parallel", "task")
+
+    def _dequantize(self, held: TirExpr, panel: Index, part: Index, size: int) -> Stmt:
+        """held[k, column] = the weight, for `size` steps from part number `part` on."""
+        b, group = self.builder, min(self.quantized.group, size)
+        start = part * self.depth
+
+        def of_group(inner: Index) -> Stmt:
+            first = inner * group  # in the part
+            number = (start + first) // self.quantized.group if self.groups > 1 else as_index(0)
+            scale = b.local(self.width, "float32", "scale")
+
+            def keep(v: int) -> Stmt:
+                def of(lane: Index) -> Stmt:
+                    column = lane + v * self.lanes
+                    value = self._of_group(panel, number, column, zero=False)
+                    return b.store(scale, column, value * tirx.const(1 / self._unit, "float32"))
+
+                return self.printer.vector_loop(self.lanes, of)
+
+            def word(i: Index) -> Stmt:
+                k = first + i * self.per_word
+                place = self._words_before(panel, start + k)
+
+                def put(j: int, v: int) -> Stmt:
+                    def of(lane: Index) -> Stmt:
+                        column = lane + v * self.lanes
+                        value = self._moved(self._integer(place, j, column), panel, number, column)
+                        return b.store(held, (k + j) * self.width + column, value * b.load(scale, column))
+
+                    return self.printer.vector_loop(self.lanes, of)
+
+                vectors = [put(j, v) for j in range(self.per_word) for v in range(self.vectors)]
+                return b.seq(self._ahead(place, 1), *vectors)
+
+            return b.seq(
+                b.alloc(scale),
+                *[keep(v) for v in range(self.vectors)],
+                b.loop(group // self.per_word, word, name="word"),
+            )
+
+        return b.loop(size // group, of_group, name="group")
+
+    def _tile_over(
+        self, held: TirExpr, sums: TirExpr, place: Index, row: Index, rows: int, panel: Index, part: Index, size: int,
+        is_last: bool,
+    ) -> Stmt:  # fmt: skip
+        """A tile of rows over what is held of a panel: onto what waits at `place` of the sums; the stores after the last part."""
+        b = self.builder
+        ways = RegisterTile.ways_for(rows * self.vectors, size)
+        tile = RegisterTile(b, self.printer, rows, self.vectors, self.lanes, self.dtype, ways)
+
+        def products(k: Index, way: int) -> Stmt | None:
+            def a(r: int, _: Index) -> TirExpr:
+                return self._a(as_index(0), row + r, part * self.depth + k)
+
+            def w(vector: int, lane: Index) -> TirExpr:
+                return b.load(held, k * self.width + lane + vector * self.lanes)
+
+            return tile.accumulate(partials(a, rows), partials(w, self.vectors), way)
+
+        before = None
+        if self.parts > 1:
+            restored = tile.restore(sums, place)
+            before = restored if is_last else b.when(b.index(part) > 0, restored)
+        main = b.seq(tile.declare(), tile.clear(), before, tile.reduce(size, products))
+        if not is_last:
+            return b.seq(main, tile.spill(sums, place))
+        columns = self._by_width(panel, lambda at, n: self._write(tile, as_index(0), row, at * self.width, n))
+        return b.seq(main, columns)

@@ -1,0 +1,47 @@
+"""What operators compute in, where that is not the same everywhere in a graph.
+
+linear(cast16(x), cast16(W))      the linear layer computes in bfloat16; its casts, like quantisations, compute nothing
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+from torch.utils._pytree import tree_leaves
+
+from torch_hybrid_backend.graph.schema import is_item, is_view
+
+_CASTS = frozenset({torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default})
+_QUANTISERS = "quantized_decomposed"
+
+
+def is_cast(node: Node) -> bool:
+    """Whether the node changes the precision of floating-point values: a cast between such dtypes, or a quantisation."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or not node.all_input_nodes:
+        return False
+    if target.namespace == _QUANTISERS:
+        return target._schema.name.startswith(f"{_QUANTISERS}::quantize")
+    before, after = node.all_input_nodes[0].meta.get("val"), node.meta.get("val")
+    if target not in _CASTS or not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return False
+    return before.dtype != after.dtype and before.is_floating_point() and after.is_floating_point()
+
+
+def computes(node: Node) -> bool:
+    """Whether the operator makes floating-point values of its own."""
+    if node.op != "call_function" or is_item(node) or is_view(node) or is_cast(node):
+        return False
+    if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == _QUANTISERS:
+        return False
+    return bool(_floats(node))
+
+
+def precision_of(node: Node) -> str:
+    """What an operator that `computes` does so in: `meta["precision"]`, a pass's mark ("bfloat16", "int8"), else its result's dtype."""
+    return str(node.meta.get("precision") or _floats(node)[0].dtype).removeprefix("torch.")
+
+
+def _floats(node: Node) -> list[torch.Tensor]:
+    values = tree_leaves(node.meta.get("val"))
+    return [value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()]

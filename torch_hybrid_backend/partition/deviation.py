@@ -1,0 +1,153 @@
+"""How far a graph of reduced precision is from the same graph as written, on the inputs of one call.
+
+An error is relative: the root mean square of the difference over that of the values as written. Values that no number tells apart (equal
+infinities, NaN in both) do not count; where one is finite and the other is not, the error is infinite. Integers are not compared: the index
+of the largest of two that are nearly equal may be either's.
+
+    WrittenRun            the graph as written, run step by step beside what it is compared with: few values are alive at once
+    layer_errors          what each layer adds by itself: it alone in its precision, on the values as written
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+from torch.fx import Node
+from torch.utils._pytree import tree_leaves
+
+from torch_hybrid_backend.eager_graph import TracedRun
+
+
+def relative_error(reference: object, result: object) -> float | None:
+    """The error of one value, or the largest of several's; None where there is nothing to compare."""
+    if reference is None:
+        return None
+    pairs = zip(tree_leaves(reference), tree_leaves(result), strict=True)
+    errors = [
+        _relative_error(a, b)
+        for a, b in pairs
+        if isinstance(a, torch.Tensor)
+        and isinstance(b, torch.Tensor)
+        and (a.is_floating_point() and b.is_floating_point())
+    ]
+    return max(errors, default=None)
+
+
+@torch.no_grad()
+def _relative_error(reference: torch.Tensor, result: torch.Tensor) -> float:
+    result = result.to(torch.promote_types(reference.dtype, torch.float32))
+    reference = reference.to(result.dtype)
+    finite = reference.isfinite() & result.isfinite()
+    if not finite.all():
+        if not (finite | (reference == result) | (reference.isnan() & result.isnan())).all():
+            return math.inf
+        reference, result = reference.where(finite, 0.0), result.where(finite, 0.0)
+    difference = _norm(result - reference)
+    return difference / norm if (norm := _norm(reference)) else (math.inf if difference else 0.0)
+
+
+def _norm(values: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64))
+
+
+class WrittenRun:
+    """A graph as written, which runs as far as its values are asked for. Owns those that are yet to be asked for."""
+
+    def __init__(self, written: torch.fx.GraphModule, inputs: Sequence[Any], wanted: Collection[str]) -> None:
+        """wanted: names of the values that will be asked for, once each."""
+        self._values = TracedRun(written).values(inputs)
+        self._pending = {node.name for node in written.graph.nodes if node.op == "call_function"}.intersection(wanted)
+        self._found: dict[str, Any] = {}
+
+    def value(self, name: str) -> Any:
+        """One of the wanted values; None where the graph has none of that name."""
+        while name in self._pending:
+            self._step()
+        return self._found.pop(name, None)
+
+    def outputs(self) -> Sequence[Any]:
+        """The graph's outputs, after all else."""
+        outputs: Sequence[Any] = ()
+        while (found := self._step()) is not None:
+            outputs = found[1]
+        return outputs
+
+    @torch.no_grad()
+    def _step(self) -> tuple[Node, Any] | None:
+        found = next(self._values, None)
+        if found is not None and found[0].name in self._pending:
+            self._pending.remove(found[0].name)
+            self._found[found[0].name] = found[1]
+        return found
+
+
+@torch.no_grad()
+def layer_errors(
+    written: torch.fx.GraphModule, reduced: torch.fx.GraphModule, layers: Collection[str], inputs: Sequence[Any]
+) -> Mapping[str, float]:
+    """The error that each of the `layers` makes by itself: computed as in `reduced` of the values in `written`, beside its value there.
+
+    Both graphs have the layers under the same names; nodes that only `reduced` has (casts, quantisations) are computed with the layer.
+    An error is infinite where the layer does not run in eager.
+    """
+    known = {node.name for node in written.graph.nodes}
+    cones = {node.name: _Cone(node, known) for node in reduced.graph.nodes if node.name in layers}
+    uses = Counter(name for cone in cones.values() for name in cone.leaves)
+    values: dict[str, Any] = {}
+    errors: dict[str, float] = {}
+    for node, value in TracedRun(written).values(inputs):
+        if node.name in uses:
+            values[node.name] = value
+        if node.name not in cones:
+            continue
+        cone = cones[node.name]
+        try:
+            errors[node.name] = relative_error(value, cone.run(values)) or 0.0
+        except (RuntimeError, TypeError, ValueError):
+            errors[node.name] = math.inf
+        uses.subtract(cone.leaves)
+        for name in cone.leaves:
+            if not uses[name]:
+                del values[name]
+    return errors
+
+
+class _Cone:
+    """A layer and what lies between it and the values that both graphs have, its `leaves`."""
+
+    def __init__(self, layer: Node, known: Collection[str]) -> None:
+        self.leaves: set[str] = set()
+        self._layer = layer
+        pending = list(layer.all_input_nodes)
+        while pending:
+            node = pending.pop()
+            if node.name in known:
+                self.leaves.add(node.name)
+            else:
+                pending += node.all_input_nodes
+
+    def run(self, values: Mapping[str, Any]) -> Any:
+        """The layer's value. `values`: those of the leaves, by name, in the graph as written."""
+        found: dict[Node, Any] = {}
+
+        def value(node: Node) -> Any:
+            if node not in found:
+                if node.name in self.leaves:
+                    found[node] = _as_traced(values[node.name], node.meta.get("val"))
+                else:
+                    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), value)
+                    found[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            return found[node]
+
+        return value(self._layer)
+
+
+def _as_traced(value: Any, traced: Any) -> Any:
+    """The value in the dtype that it has in the other graph."""
+    both = isinstance(value, torch.Tensor) and isinstance(traced, torch.Tensor)
+    return value.to(traced.dtype) if both and value.dtype != traced.dtype else value

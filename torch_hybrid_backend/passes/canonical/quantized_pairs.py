@@ -1,0 +1,208 @@
+"""Drop quantising of what was dequantised by the same numbers, exactly.
+
+    quantize(dequantize(q))             -> q
+    quantize(view(dequantize(q)))       -> view(q)                     also permutations, slices, copies
+    quantize(cat(dequantize(a), ...))   -> cat(a, ...)
+    quantize(max_pool(dequantize(q)))   -> max_pool(q)                 quantising keeps order
+    quantize(clamp(dequantize(q)))      -> clamp(q, quantize(low), quantize(high))     ReLU, ReLU6
+    quantize(max_pool(x))               -> max_pool(quantize(x))       pooling reads a quarter of the bytes
+    quantize(clamp(x))                  -> quantize(x)                 where saturation clamps anyway: u8 behind a ReLU
+
+Rounding and saturating keep order: that is why they may change places with maxima and clamps.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+from torch.fx import Node
+
+from torch_hybrid_backend.graph.schema import is_item, is_view
+from torch_hybrid_backend.graph.values import QUANTIZED, has_mutation
+from torch_hybrid_backend.passes.context import PassContext
+from torch_hybrid_backend.passes.rewrite import insert, replace, replace_by_new
+
+aten = torch.ops.aten
+
+# Within these, a step times 255 and its reciprocal are normal numbers of float32: a value and back is the value.
+_LEAST_SCALE, _MOST_SCALE = 1e-30, 1e30
+_BOUNDS = {torch.int8: (-128, 127), torch.uint8: (0, 255)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """One scale for a tensor, a literal, and what it is quantised to."""
+
+    scale: float
+    zero_point: int
+    low: int
+    high: int
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(node: Node, name: str) -> _Numbers | None:
+        """Those of an operator `name` of quantised tensors with one literal scale, None for other nodes."""
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload) or str(target) != f"{QUANTIZED}.{name}_per_tensor.default":
+            return None
+        numbers = _Numbers(*node.args[1:6])  # type: ignore[arg-type]
+        return numbers if _LEAST_SCALE <= numbers.scale <= _MOST_SCALE and numbers.dtype in _BOUNDS else None
+
+    def quantized(self, value: float) -> int:
+        """A number that float32 holds, as PyTorch quantises it."""
+        if math.isinf(value):
+            return self.low if value < 0 else self.high
+        scaled = _float32(_float32(value) * _float32(1.0 / self.scale))
+        return int(min(max(round(scaled) + self.zero_point, self.low), self.high))
+
+
+def _float32(value: float) -> float:
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+def quantized_pairs(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
+    """Rewrite what quantises values that come, unchanged in number, from dequantised ones of the same scale, zero point and bounds.
+
+    Results are equal bit by bit, integers being what they are: there is no NaN among them. Scales that are tensors are left alone.
+    """
+    if has_mutation(gm):
+        return False
+    changed = False
+    for node in list(gm.graph.nodes):
+        numbers = _Numbers.of(node, "quantize") if node.op == "call_function" else None
+        if numbers is None:
+            continue
+        source: Any = node.args[0]
+        if _is_integer(source, numbers):
+            before = node.prev
+            narrow = _integers(source, numbers, node, {})
+            changed |= replace(gm, node, narrow) if node.prev is before else replace_by_new(gm, node, narrow, before)
+        else:
+            changed |= _pool_integers(gm, node, source, numbers) or _drop_clamp(node, source, numbers)
+    return changed
+
+
+def _is_integer(node: Any, numbers: _Numbers) -> bool:
+    """Whether the value is one of integers under `numbers`: dequantised, then moved, chosen among or clamped."""
+    if not isinstance(node, Node) or node.op != "call_function" or node.meta["val"].dtype != torch.float32:
+        return False
+    if _Numbers.of(node, "dequantize") == numbers:
+        source: Any = node.args[0]
+        made_so = _Numbers.of(source, "quantize") == numbers
+        return made_so or (numbers.low, numbers.high) == _BOUNDS[numbers.dtype]
+    if node.target is aten.cat.default:
+        return all(_is_integer(part, numbers) for part in node.args[0])  # type: ignore[union-attr]
+    if _is_pooled(node):
+        return _is_integer(node.all_input_nodes[0].args[0], numbers)
+    if _clamp(node) is not None or node.target is aten.clone.default or (is_view(node) and not is_item(node)):
+        return _is_integer(node.args[0], numbers)
+    return False
+
+
+def _is_pooled(node: Node) -> bool:
+    """Whether the value is the maxima of pooling, whose places nobody reads."""
+    pool = node.all_input_nodes[0] if is_item(node) else None
+    return (
+        pool is not None
+        and pool.target is aten.max_pool2d_with_indices.default
+        and all(user.args[1] == 0 or not user.users for user in pool.users)
+    )
+
+
+def _integers(node: Any, numbers: _Numbers, before: Node, made: dict[Node, Node]) -> Node:
+    """The integers that a value for which `_is_integer` holds stands for."""
+    if node not in made:
+        made[node] = _new_integers(node, numbers, before, made)
+    return made[node]
+
+
+def _new_integers(node: Node, numbers: _Numbers, before: Node, made: dict[Node, Node]) -> Node:
+    target: Any = node.target
+    if _Numbers.of(node, "dequantize") is not None:
+        narrow: Node = node.args[0]  # type: ignore[assignment]
+        return narrow
+    if target is aten.cat.default:
+        parts = [_integers(part, numbers, before, made) for part in node.args[0]]  # type: ignore[union-attr]
+        return insert(before, target, parts, *node.args[1:], origin=node)
+    if is_item(node):
+        pool = node.all_input_nodes[0]
+        return _maxima(before, pool, _integers(pool.args[0], numbers, before, made))
+    source: Any = _integers(node.args[0], numbers, before, made)
+    clamp = _clamp(node)
+    if clamp is None:
+        return insert(before, target, source, *node.args[1:], origin=node, **node.kwargs)
+    low, high = map(numbers.quantized, clamp)
+    if low > numbers.low:
+        source = insert(before, aten.clamp_min.default, source, low, origin=node)
+    return insert(before, aten.clamp_max.default, source, high, origin=node) if high < numbers.high else source
+
+
+def _maxima(before: Node, pool: Node, source: Node) -> Node:
+    """The maxima of another tensor, pooled as `pool` does."""
+    pooled = insert(before, aten.max_pool2d_with_indices.default, source, *pool.args[1:], origin=pool)
+    with before.graph.inserting_before(before):
+        maxima = before.graph.call_function(operator.getitem, (pooled, 0))
+    maxima.meta = {**pooled.meta, "val": pooled.meta["val"][0]}
+    return maxima
+
+
+def _pool_integers(gm: torch.fx.GraphModule, node: Node, source: Any, numbers: _Numbers) -> bool:
+    """Quantises before pooling instead of behind it."""
+    if not isinstance(source, Node) or not _is_pooled(source) or list(source.users) != [node]:
+        return False
+    before = node.prev
+    pool = source.all_input_nodes[0]
+    x: Any = pool.args[0]
+    if x.meta["val"].dtype != torch.float32:
+        return False
+    narrow = insert(node, node.target, x, *node.args[1:], origin=node)  # type: ignore[arg-type]
+    if not replace_by_new(gm, node, _maxima(node, pool, narrow), before):
+        return False
+    for unused in (source, pool):
+        gm.graph.erase_node(unused)
+    _drop_clamp(narrow, x, numbers)
+    return True
+
+
+def _clamp(node: Node) -> tuple[float, float] | None:
+    """Between which numbers an operator clamps its input, None for other operators."""
+    low: Any = -math.inf
+    high: Any = math.inf
+    match node.target:
+        case aten.relu.default:
+            low = 0.0
+        case aten.relu6.default:
+            low, high = 0.0, 6.0
+        case aten.hardtanh.default | aten.clamp.default:
+            ends: Any = (-1.0, 1.0) if node.target is aten.hardtanh.default else (None, None)
+            names = ("min_val", "max_val") if node.target is aten.hardtanh.default else ("min", "max")
+            given = [
+                node.args[k + 1] if len(node.args) > k + 1 else node.kwargs.get(name, ends[k])
+                for k, name in enumerate(names)
+            ]
+            low, high = (end if value is None else value for value, end in zip(given, (low, high), strict=True))
+        case aten.clamp_min.default:
+            low = node.args[1]
+        case aten.clamp_max.default:
+            high = node.args[1]
+        case _:
+            return None
+    return (low, high) if isinstance(low, int | float) and isinstance(high, int | float) and low <= high else None
+
+
+def _drop_clamp(node: Node, source: Any, numbers: _Numbers) -> bool:
+    """Lets saturation do what a clamp does that nothing else reads."""
+    clamp = _clamp(source) if isinstance(source, Node) and source.op == "call_function" else None
+    if clamp is None or list(source.users) != [node] or source.meta["val"].dtype != torch.float32:
+        return False
+    if tuple(map(numbers.quantized, clamp)) != (numbers.low, numbers.high):
+        return False
+    node.replace_input_with(source, source.args[0])
+    node.graph.erase_node(source)
+    return True

@@ -1,0 +1,129 @@
+"""Convolutions and linear layers on integers of 8 bits, by the setting `precision` alone: scales of activations are found in every call.
+
+    addmm(b, x, t(w))  ->  addmm(b, dequantize(quantize(x, rows)), t(dequantize(quantize(w, channels))))
+
+`passes.hoist` quantises weights once, and anew when a parameter changes; the pairs that stay in the call are an integer product to engines.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx
+from torch.fx import Node
+
+from torch_hybrid_backend.core.verdict import Reason, Refused
+from torch_hybrid_backend.graph.schema import is_item, is_view
+from torch_hybrid_backend.graph.values import constant_nodes, has_mutation, is_dequantized, storage_root
+from torch_hybrid_backend.passes.context import PassContext
+from torch_hybrid_backend.passes.rewrite import insert
+
+aten = torch.ops.aten
+
+_PRECISIONS = ("int8", "int8+bf16")
+# Operator -> positions of its input and its weight, and the weight's dimension of output channels.
+_LAYERS: dict[object, tuple[int, int, int]] = {
+    aten.convolution.default: (0, 1, 0),
+    aten.linear.default: (0, 1, 0),
+    aten.mm.default: (0, 1, 1),
+    aten.addmm.default: (1, 2, 1),
+}
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# What is never negative whatever it is given, and what is where its input is not.
+_NEVER_NEGATIVE = frozenset(
+    {aten.relu.default, aten.relu6.default, aten.sigmoid.default, aten.hardsigmoid.default, aten.abs.default}
+)
+_KEEP_SIGNS = frozenset({aten.max_pool2d_with_indices.default, aten.avg_pool2d.default, aten.clone.default})
+
+
+def quantize_layers(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
+    """Quantise the layers whose weights are constants, as `ctx.precision` says; whether there were any.
+
+    Inputs of convolutions get one scale, those of linear layers one for each row; to uint8 where they come from an operator that yields
+    nothing negative. Layers that are quantised carry `meta["precision"]`, "int8"; those that stay as written are in `gm.meta["as_written"]`:
+    name -> why. A layer that the graph itself quantises is left alone.
+    """
+    if ctx.precision not in _PRECISIONS or has_mutation(gm):
+        return False
+    constant = constant_nodes(gm, ctx.constants)
+    left: dict[str, Refused] = {}
+    made: dict[Any, Node] = {}  # of activations and weights that several layers read
+    changed = False
+    for node in list(gm.graph.nodes):
+        if node.target not in _LAYERS or not ctx.may_rewrite(node) or node.name in ctx.as_written:
+            continue
+        x_at, w_at, axis = _LAYERS[node.target]
+        x: Any = node.args[x_at]
+        w: Any = node.args[w_at]
+        if w not in constant or x in constant or is_dequantized(storage_root(x)):
+            continue
+        refused = _refusal(node, x, w)
+        if refused is not None:
+            left[node.name] = refused
+            continue
+        node.update_arg(x_at, _activation(made, node, x))
+        node.update_arg(w_at, _weight(made, node, w, axis))
+        node.meta["precision"] = "int8"
+        changed = True
+    gm.meta["as_written"] = {**gm.meta.get("as_written", {}), **left}
+    return changed
+
+
+def _refusal(node: Node, x: Node, w: Node) -> Refused | None:
+    dtypes = {x.meta["val"].dtype, w.meta["val"].dtype}
+    if len(dtypes) != 1 or not dtypes <= {*_DTYPES}:
+        return Refused(
+            Reason.UNSUPPORTED, f"values of dtype {' and '.join(sorted(map(str, dtypes)))} are not quantised"
+        )
+    if node.target is aten.convolution.default and node.args[6]:
+        return Refused(Reason.UNSUPPORTED, "transposed convolutions are not quantised")
+    return None
+
+
+def _once(made: dict[Any, Node], key: Any, make: Callable[[], Node]) -> Node:
+    if key not in made:
+        made[key] = make()
+    return made[key]
+
+
+def _activation(made: dict[Any, Node], layer: Node, x: Node) -> Node:
+    from torch_hybrid_backend.graph import quantization as steps  # imports torch.ao, which graphs as written do without
+
+    apply = functools.partial(insert, layer)
+    if layer.target is not aten.convolution.default:
+        return _once(made, (x, "rows"), lambda: steps.rows_now(apply, x))
+    return _once(made, x, lambda: steps.tensor_now(apply, x, non_negative=_is_never_negative(x)))
+
+
+def _weight(made: dict[Any, Node], layer: Node, w: Node, axis: int) -> Node:
+    """Of a transposed weight the parameter is quantised, as it lies in memory."""
+    from torch_hybrid_backend.graph import quantization as steps
+
+    apply = functools.partial(insert, layer)
+    base: Any = w.args[0] if w.target is aten.t.default else None
+    if w.target is aten.permute.default and list(w.args[1]) == [1, 0]:  # type: ignore[arg-type]
+        base = w.args[0]
+    if base is None:
+        return _once(made, (w, axis), lambda: steps.weight(apply, w, axis))
+    dequantized = _once(made, (base, 1 - axis), lambda: steps.weight(apply, base, 1 - axis))
+    return insert(layer, aten.permute.default, dequantized, [1, 0])
+
+
+def _is_never_negative(x: Node) -> bool:
+    """Whether the operators that x comes from yield nothing below 0; NaN apart."""
+    while isinstance(x, Node) and x.op == "call_function":
+        if x.target in _NEVER_NEGATIVE:
+            return True
+        if x.target in (aten.hardtanh.default, aten.clamp.default, aten.clamp_min.default):
+            low = x.args[1] if len(x.args) > 1 else x.kwargs.get("min")
+            if isinstance(low, int | float) and low >= 0:
+                return True
+        if x.target is aten.cat.default:
+            return all(map(_is_never_negative, x.all_input_nodes))
+        if not (x.target in _KEEP_SIGNS or is_view(x) or (is_item(x) and x.args[1] == 0)):
+            return False
+        x = x.all_input_nodes[0]
+    return False

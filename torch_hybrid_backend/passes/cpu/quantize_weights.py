@@ -1,0 +1,138 @@
+"""Weights of linear layers in 8 or 4 bits; activations, and all that is computed, stay as written.
+
+    mm(x, w)   ->   q = quantize(rows of w^T, scale); mm(x, dequantize(q, scale)^T)         q int8
+
+`passes.hoist` computes q and scale of the parameter, and anew when it changes; never the dequantised form, which kernels unpack where they
+multiply: a product of few rows takes as long as its weight comes from memory. Quantisation is symmetric:
+
+    int8-weights   a scale per output channel: the largest magnitude is 127
+    int4-weights   a scale per 32 neighbours along k: what has the largest magnitude is -8, so that all 16 values are used (a scale is negative
+                   where that is positive); of its neighbours those beyond 7.5 of the other sign are rounded to 7
+
+Both are (N, K) int8, of 4 bits those between -8 and 7, in torch.ao's own operators: engines pack them. Embeddings that share such a weight keep
+reading the parameter: a few rows, exact.
+
+Sources: Dettmers et al., "LLM.int8()", 2022 (scales per channel); Frantar et al., "GPTQ", 2022 (groups); ggml's format Q4_0, 2023 (-8).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.fx
+from torch.fx import Node
+
+from torch_hybrid_backend.core.verdict import Reason, Refused
+from torch_hybrid_backend.graph.values import constant_nodes, has_mutation
+from torch_hybrid_backend.passes.context import PassContext
+from torch_hybrid_backend.passes.rewrite import insert
+
+aten = torch.ops.aten
+
+# Operator -> positions of its input and its weight, and whether that lies (N, K).
+_PRODUCTS: Mapping[object, tuple[int, int, bool]] = {
+    aten.mm.default: (0, 1, False),
+    aten.addmm.default: (1, 2, False),
+    aten.linear.default: (0, 1, True),
+}
+_BITS = {"int8-weights": 8, "int4-weights": 4}
+GROUP = 32
+# Weights of fewer elements come from memory in 2 us, at 30 GB/s: less than a kernel takes to begin.
+LEAST_ELEMENTS = 1 << 14
+_TINY = torch.finfo(torch.float32).tiny
+
+
+def quantize_weights(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
+    """Quantise the constant weights of linear layers, as `ctx.precision` says; whether there were any.
+
+    Their products carry `meta["precision"]`, "int8" or "int4". Layers that stay as written, for another reason than
+    `ctx.as_written`, are in `gm.meta["as_written"]`: name -> why.
+    """
+    bits = _BITS.get(ctx.precision)
+    if bits is None or has_mutation(gm):
+        return False
+    constant = constant_nodes(gm, ctx.constants)
+    left: dict[str, Refused] = {}
+    made: dict[tuple[Node, bool], Node] = {}
+    for node in list(gm.graph.nodes):
+        if node.target not in _PRODUCTS or not ctx.may_rewrite(node) or node.name in ctx.as_written:
+            continue
+        x, position, has_rows = _PRODUCTS[node.target]
+        weight = node.args[position]
+        if weight not in constant or node.args[x] in constant:
+            continue
+        refused = _refusal(weight.meta["val"], bits, has_rows)
+        if refused is not None:
+            left[node.name] = refused
+            continue
+        how = rows, turned = _rows(weight, has_rows)
+        if how not in made:
+            importlib.import_module("torch.ao.quantization.fx._decomposed")  # the operators exist from here on
+            whole = insert(node, aten.permute.default, rows, [1, 0]) if turned else rows
+            made[how] = (_in_bytes if bits == 8 else _in_nibbles)(node, whole)
+        dequantized = made[how] if has_rows else insert(node, aten.permute.default, made[how], [1, 0])
+        node.update_arg(position, dequantized)
+        node.meta["precision"] = f"int{bits}"
+    gm.meta["as_written"] = {**gm.meta.get("as_written", {}), **left}
+    return bool(made)
+
+
+def _refusal(weight: torch.Tensor, bits: int, has_rows: bool) -> Refused | None:
+    """Why a weight stays as it is, or None."""
+    if weight.dim() != 2 or weight.dtype != torch.float32:
+        return Refused(
+            Reason.UNSUPPORTED, f"weights of dtype {weight.dtype} and {weight.dim()} dimensions are not quantised"
+        )
+    if weight.numel() < LEAST_ELEMENTS:
+        return Refused(Reason.SLOWER, f"the weight has {weight.numel()} elements: reading it is not what takes time")
+    k = weight.shape[1 if has_rows else 0]
+    if bits == 4 and k % GROUP:
+        return Refused(Reason.UNSUPPORTED, f"the {k} inputs of the layer are no whole groups of {GROUP}")
+    return None
+
+
+def _rows(weight: Node, has_rows: bool) -> tuple[Node, bool]:
+    """What holds the weight's rows, one for each output channel; and whether as columns."""
+    if has_rows:
+        return weight, False
+    if weight.target is aten.t.default or (weight.target is aten.permute.default and list(weight.args[1]) == [1, 0]):  # type: ignore[arg-type]
+        base: Any = weight.args[0]
+        return base, False
+    return weight, True
+
+
+def _in_bytes(before: Node, w: Node) -> Node:
+    """w (N, K) by way of integers of 8 bits: dequantised."""
+    quantized = torch.ops.quantized_decomposed
+    largest = insert(before, aten.amax.default, insert(before, aten.abs.default, w), [1])
+    scale = insert(before, aten.clamp_min.default, insert(before, aten.div.Tensor, largest, 127.0), _TINY)
+    how = (0, -127, 127, torch.int8)
+    q = insert(before, quantized.quantize_per_channel.default, w, scale, _zeros(before, scale), *how)
+    return insert(before, quantized.dequantize_per_channel.default, q, scale, None, *how)
+
+
+def _in_nibbles(before: Node, w: Node) -> Node:
+    """w (N, K) by way of integers of 4 bits: dequantised."""
+    quantized = torch.ops.quantized_decomposed
+    n, k = w.meta["val"].shape
+    if not w.meta["val"].is_contiguous():
+        w = insert(before, aten.clone.default, w, memory_format=torch.contiguous_format)
+    groups = insert(before, aten.view.default, w, [n * k // GROUP, GROUP])
+    low, high = insert(before, aten.amin.default, groups, [1]), insert(before, aten.amax.default, groups, [1])
+    is_low = insert(before, aten.gt.Tensor, insert(before, aten.neg.default, low), high)
+    extreme = insert(before, aten.div.Tensor, insert(before, aten.where.self, is_low, low, high), -8.0)
+    # A NaN passes.
+    is_none = insert(before, aten.lt.Scalar, insert(before, aten.abs.default, extreme), _TINY)
+    scale = insert(before, aten.where.ScalarSelf, is_none, _TINY, extreme)
+    how = (-8, 7, torch.int8)
+    # By groups as channels: the operator for groups refuses NaN.
+    q = insert(before, quantized.quantize_per_channel.default, groups, scale, _zeros(before, scale), 0, *how)
+    q, scale = insert(before, aten.view.default, q, [n, k]), insert(before, aten.view.default, scale, [n, k // GROUP])
+    return insert(before, quantized.dequantize_per_channel_group.default, q, scale, None, *how, GROUP, torch.float32)
+
+
+def _zeros(before: Node, scale: Node) -> Node:
+    return insert(before, aten.full_like.default, scale, 0, dtype=torch.int32)

@@ -1,0 +1,173 @@
+"""Calibration: from the activations of a few inputs to the range that each is quantised in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from torch_hybrid_backend.errors import QuantizationError
+
+Range = tuple[float, float]
+
+_BINS = 8001  # of a histogram around 0: odd, and a multiple of three
+_LEVELS = 255
+_SMOOTHING = 1e-4
+
+
+class Collector:
+    """A calibration: derive from it, and give `quantize` an instance.
+
+    `collect` is called for every activation that a layer is given, in every call of the model; `ranges` once, at the end.
+    """
+
+    def collect(self, name: str, operator: str, tensor: torch.Tensor) -> None:
+        """`name`: of the layer, as in `Module.named_modules()`, with "#2" behind it for its second call in one forward and so on, and " other"
+        for the second operand of a product of activations. `operator`: "conv", "linear" or "matmul". `tensor`: the activation, of floating
+        point, finite; not to be changed."""
+        raise NotImplementedError
+
+    def ranges(self) -> Mapping[str, Range]:
+        """For each name the lowest and the highest value that it is quantised to; one that is not there stays in floating point."""
+        raise NotImplementedError
+
+
+class MinMax(Collector):
+    """All that was seen: `calibration="naive"`."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, Range] = {}
+
+    def collect(self, name: str, operator: str, tensor: torch.Tensor) -> None:
+        low, high = map(float, torch.aminmax(tensor))
+        before = self._seen.get(name, (low, high))
+        self._seen[name] = min(low, before[0]), max(high, before[1])
+
+    def ranges(self) -> Mapping[str, Range]:
+        return dict(self._seen)
+
+
+class Entropy(Collector):
+    """The range that loses least information: `calibration="entropy"`.
+
+    Of every threshold, the distribution of what is seen, clipped there, is compared with its quantised form by the Kullback-Leibler divergence.
+    Source: Migacz, "8-bit Inference with TensorRT", 2017; with the bins, levels and smoothing of Apache MXNet's calibrate.cc.
+    """
+
+    def __init__(self) -> None:
+        self._seen = MinMax()
+        self._histograms: dict[str, _Histogram] = {}
+
+    def collect(self, name: str, operator: str, tensor: torch.Tensor) -> None:
+        self._seen.collect(name, operator, tensor)
+        self._histograms.setdefault(name, _Histogram()).add(tensor)
+
+    def ranges(self) -> Mapping[str, Range]:
+        found = {}
+        for name, (low, high) in self._seen.ranges().items():
+            limit = max(high, -low)
+            found[name] = (low, high) if limit == 0 else self._histograms[name].range(limit, non_negative=low >= 0)
+        return found
+
+
+class _Histogram:
+    """Counts of `_BINS` bins of equal width around 0, whose range is tripled when larger values come: three bins become one, exactly.
+
+    Zeros are not counted: any range holds them exactly, and after a ReLU they would outweigh all else.
+    """
+
+    def __init__(self) -> None:
+        self.counts = np.zeros(_BINS)
+        self.limit = 0.0  # the range is -limit .. limit
+
+    def add(self, tensor: torch.Tensor) -> None:
+        values = tensor.detach().flatten().to("cpu", torch.float32)
+        values = values[values != 0]
+        if not len(values):
+            return
+        largest = float(values.abs().max())
+        self.limit = self.limit or largest
+        while largest > self.limit:
+            self.limit *= 3
+            merged = self.counts.reshape(-1, 3).sum(1)
+            around = (_BINS - len(merged)) // 2
+            self.counts = np.pad(merged, around)
+        self.counts += torch.histc(values, _BINS, -self.limit, self.limit).double().numpy()
+
+    def range(self, largest: float, *, non_negative: bool) -> Range:
+        """The best range within -largest .. largest, from 0 where nothing is negative."""
+        width = 2 * self.limit / _BINS
+        used = min(round(largest / width), _BINS // 2)  # bins on either side of the middle one that hold something
+        middle = _BINS // 2
+        counts = self.counts[middle - used : middle + used + 1]
+        reach = best_threshold(counts, 2 * _LEVELS + 1 if non_negative else _LEVELS)
+        threshold = min((reach + 0.5) * width, largest)
+        return (0.0 if non_negative else -threshold), threshold
+
+
+def best_threshold(counts: np.ndarray, levels: int) -> int:
+    """How many bins to keep on either side of the middle one of a histogram, so that its distribution with the rest moved to the ends differs
+    least, by Kullback and Leibler, from what `levels` equal steps make of it. `counts` has an odd number of bins, `levels` is odd."""
+    middle = len(counts) // 2
+    total = np.concatenate(([0.0], np.cumsum(counts)))
+    occupied = np.concatenate(([0], np.cumsum(counts != 0)))
+    best, least = middle, np.inf
+    for reach in range(levels // 2, middle + 1):
+        start, stop = middle - reach, middle + reach + 1
+        divergence = _divergence(
+            counts[start:stop], total[start : stop + 1], occupied[start : stop + 1], total[-1], levels
+        )
+        if divergence < least:
+            best, least = reach, divergence
+    return best
+
+
+def _divergence(kept: np.ndarray, total: np.ndarray, occupied: np.ndarray, everything: float, levels: int) -> float:
+    """Of the kept bins with the outliers at their ends (p) from the kept bins spread evenly over each level (q). `total` and `occupied` are
+    running sums of counts, and of bins that are not empty."""
+    p = kept.copy()
+    p[0] += total[0]
+    p[-1] += everything - total[-1]
+    present = p != 0
+    edges = np.arange(levels + 1) * len(kept) // levels
+    mass, bins = np.diff(total[edges]), np.diff(occupied[edges])
+    # A bin that only outliers have filled counts as one of its level.
+    bins[0] += int(present[0]) - int(kept[0] != 0)
+    bins[-1] += int(present[-1]) - int(kept[-1] != 0)
+    level = np.divide(mass, bins, out=np.zeros(levels), where=bins > 0)
+    q = np.where(present, np.repeat(level, np.diff(edges)), 0.0)
+    return _kullback_leibler(_smoothed(p), _smoothed(q))
+
+
+def _smoothed(counts: np.ndarray) -> np.ndarray | None:
+    """No zeros: each gets `_SMOOTHING`, taken from the others; None where they have too little."""
+    zero = counts == 0
+    zeros = int(zero.sum())
+    if zeros == len(counts):
+        return None
+    taken = _SMOOTHING * zeros / (len(counts) - zeros)
+    smooth = np.where(zero, _SMOOTHING, counts - taken)
+    return smooth if float(smooth.min()) > 0 else None
+
+
+def _kullback_leibler(p: np.ndarray | None, q: np.ndarray | None) -> float:
+    if p is None or q is None:
+        return np.inf
+    p, q = p / p.sum(), q / q.sum()
+    return float((p * np.log(p / q)).sum())
+
+
+CALIBRATIONS = {"naive": MinMax, "entropy": Entropy}
+LEGAL = ("none", *CALIBRATIONS)
+
+
+def collector_of(calibration: str | Collector) -> Collector | None:
+    """The collector that a calibration stands for; None for "none". Raises QuantizationError for what is no calibration."""
+    if isinstance(calibration, Collector):
+        return calibration
+    if calibration == "none":
+        return None
+    if calibration not in CALIBRATIONS:
+        raise QuantizationError(f"calibration must be one of {', '.join(LEGAL)}, or a Collector; it is {calibration!r}")
+    return CALIBRATIONS[calibration]()

@@ -1,0 +1,360 @@
+"""`quantize`: a model whose convolutions and linear layers multiply integers of 8 bits."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import fnmatch
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_hybrid_backend.errors import QuantizationError
+from torch_hybrid_backend.graph import quantization as steps
+from torch_hybrid_backend.quantization.calibration import Collector, collector_of
+from torch_hybrid_backend.quantization.call_sites import KINDS, CallSites, follow, layers_of
+from torch_hybrid_backend.quantization.loader import Loader
+from torch_hybrid_backend.quantization.ranges import Ranges, Site, fingerprint
+
+Metric = Callable[[nn.Module], float]
+Compute = Callable[..., Any]
+OTHER = " other"  # behind a site's name: the second operand of a product of activations
+_LEAST_FACTOR = 1e-5
+
+
+def quantize(
+    model: nn.Module,
+    loader: Iterable[Any] | None = None,
+    calibration: str | Collector = "entropy",
+    exclude: Sequence[str] = (),
+    exclude_kinds: Sequence[str] = ("matmul",),
+    smooth: float | None = None,
+    metric: Metric | None = None,
+    max_drop: float = 0.002,
+    ranges: str | Path | None = None,
+) -> QuantizedModule:
+    """A module with the model's signature, for inference, whose layers quantise their inputs and weights to 8 bits.
+
+    In eager it quantises and dequantises, so that its accuracy can be judged without a compiler; `torch.compile(..., backend="hybrid")` makes
+    integer products of it. Its parameters and buffers are the model's own: an optimizer's step or `load_state_dict` on the model is seen.
+    Weights are quantised per output channel, symmetrically; activations per tensor, to uint8 where calibration saw nothing negative.
+
+    model: in eval mode; float32, bfloat16 or float16. It is left as it is.
+    loader: calibration data, some hundred inputs. Its items are a tensor, a tuple of arguments, a dict of keyword arguments, or an
+        (input, label) pair of these. Not needed for `calibration="none"`, nor with `ranges`.
+    calibration: "entropy" (the range that loses least information), "naive" (all that was seen), "none" (scales are found in every call: per
+        tensor for convolutions, per row for linear layers; of modules alone, unless a loader shows other calls), or a `Collector`.
+    exclude: names of modules (as in `named_modules()`, patterns as in `fnmatch`) that stay in floating point, with all that is in them.
+    exclude_kinds: kinds of layers that do: "conv", "linear", "matmul" (products of two activations).
+    smooth: between 0 and 1: by how much the differences between the channels of linear layers' inputs move into their weights; 0.5 is usual
+        for transformers. The product stays the same but for rounding (Xiao et al., "SmoothQuant", ICML 2023).
+    metric: how good a module is, higher is better. Layers return to floating point, the one with the largest error first, until
+        `metric(model) - metric(result)` is at most `max_drop`. It needs the loader, by which errors are measured.
+    ranges: a file that `QuantizedModule.save_ranges` wrote for the same model, in place of calibration.
+
+    Raises QuantizationError, a ValueError, for: a model in training mode, an empty loader, items that forward does not take, activations that
+    are not finite (the layer is named), an exclusion that matches no module, unknown kinds or calibrations, a file of ranges that is damaged or
+    another model's.
+    """
+    if model.training:
+        raise QuantizationError(
+            "the model is in training mode, a quantised one is for inference: call model.eval() first"
+        )
+    excluded = _excluded(model, exclude)
+    if unknown := set(exclude_kinds) - set(KINDS):
+        raise QuantizationError(f"exclude_kinds must be among {', '.join(KINDS)}; {', '.join(sorted(unknown))} is not")
+    if smooth is not None and not 0 <= smooth <= 1:
+        raise QuantizationError(f"smooth must be a number from 0 to 1, or None; it is {smooth}")
+    collector = collector_of(calibration)
+    needed = [
+        what
+        for what, wanted in (
+            (f"calibration={calibration!r}", collector is not None and ranges is None),
+            ("smooth", smooth is not None and ranges is None),
+            ("metric", metric is not None),
+        )
+        if wanted
+    ]
+    if loader is None and needed:
+        raise QuantizationError(f"{' and '.join(needed)} needs a loader: pass some hundred inputs of the model")
+
+    result = QuantizedModule(model, Ranges(fingerprint(model), {}, {}))
+    goal = _score(metric, model) - max_drop if metric is not None else None
+    data = Loader(loader, model) if loader is not None else None
+    if ranges is not None:
+        found = Ranges.load(ranges, model)
+        kept = {
+            name: site for name, site in found.sites.items() if not excluded(name) and site.kind not in exclude_kinds
+        }
+        result.ranges = replace(
+            found, sites=kept, in_float={**found.in_float, **_dropped(found.sites, kept, "excluded")}
+        )
+    elif data is None:
+        result.ranges = _unseen(result, excluded, exclude_kinds)
+    else:
+        result.ranges = _calibrated(result, data, collector, excluded, exclude_kinds, smooth)
+    if metric is not None and goal is not None and data is not None:
+        _return_to_float(result, data, metric, goal)
+    return result
+
+
+class QuantizedModule(nn.Module):
+    """What `quantize` returns. `model` is a copy of the original's modules, around the original's own parameters and buffers."""
+
+    def __init__(self, model: nn.Module, ranges: Ranges) -> None:
+        super().__init__()
+        own = [*model.parameters(), *model.buffers()]
+        # The memo makes the copy share them, and whatever refers to them or to modules refer to the copy's.
+        self.model = copy.deepcopy(model, {id(tensor): tensor for tensor in own})
+        follow(self.model)
+        self._smoothing: dict[str, str] = {}  # a site's name -> its buffer's
+        self.ranges = ranges
+        super().train(False)
+
+    @property
+    def ranges(self) -> Ranges:
+        """How each call of a layer is quantised, and which layers stay in floating point, and why."""
+        return self._ranges
+
+    @ranges.setter
+    def ranges(self, ranges: Ranges) -> None:
+        self._ranges = ranges
+        self._sites = dict(ranges.sites)
+        for name in self._smoothing.values():
+            delattr(self, name)
+        self._smoothing = {}
+        device = next((parameter.device for parameter in self.model.parameters()), None)
+        for position, (name, site) in enumerate(self._sites.items()):
+            if site.smoothing is not None:
+                self._smoothing[name] = f"smoothing_{position}"
+                factors = torch.tensor(site.smoothing, dtype=torch.float32, device=device)
+                self.register_buffer(self._smoothing[name], factors, persistent=False)
+
+    def save_ranges(self, path: str | Path) -> None:
+        """Writes what calibration found as JSON, for `quantize(model, ranges=path)`."""
+        self._ranges.save(path)
+
+    def train(self, mode: bool = True) -> QuantizedModule:
+        """Raises QuantizationError for training mode: rounding has no gradient."""
+        if mode:
+            raise QuantizationError("a quantised module is for inference: train the original, whose weights it shares")
+        super().train(False)
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward, without gradients."""
+        with torch.no_grad(), CallSites(self._visit):
+            return self.model(*args, **kwargs)
+
+    def run_with(self, visit: Callable[..., Any]) -> Callable[..., Any]:
+        """The module with every call of a layer left to `visit`, as `CallSites` describes it."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with torch.no_grad(), CallSites(visit):
+                return self.model(*args, **kwargs)
+
+        return run
+
+    def _visit(self, name: str, kind: str, axis: int | None, x: torch.Tensor, w: torch.Tensor, compute: Compute) -> Any:
+        site = self._sites.get(name)
+        return compute(x, w) if site is None or site.kind != kind else self.quantized(name, site, axis, x, w, compute)
+
+    def quantized(
+        self, name: str, site: Site, axis: int | None, x: torch.Tensor, w: torch.Tensor, compute: Compute
+    ) -> Any:
+        """One call of a layer with its operands quantised and dequantised."""
+        x, w = self.smoothed(name, axis, x, w)
+        if site.ranges is None:
+            per_row = site.kind != "conv"
+            narrow_x = steps.rows_now(steps.call, x) if per_row else steps.tensor_now(steps.call, x)
+            narrow_w = steps.tensor_now(steps.call, w) if axis is None else steps.weight(steps.call, w, axis)
+        else:
+            narrow_x = steps.tensor(steps.call, x, *site.ranges[0])
+            narrow_w = (
+                steps.tensor(steps.call, w, *site.ranges[1]) if axis is None else steps.weight(steps.call, w, axis)
+            )
+        return compute(narrow_x, narrow_w)
+
+    def smoothed(
+        self, name: str, axis: int | None, x: torch.Tensor, w: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The operands with the differences between input channels moved into the weight."""
+        if name not in self._smoothing:
+            return x, w
+        factors = getattr(self, self._smoothing[name])
+        along = factors if axis == 0 else factors.unsqueeze(1)
+        return x * (1 / factors).to(x.dtype), w * along.to(w.dtype)
+
+
+def _excluded(model: nn.Module, patterns: Sequence[str]) -> Callable[[str], bool]:
+    """Whether a name, of a module or of a site, is excluded by the patterns, itself or by what it lies in. Raises QuantizationError for a
+    pattern that matches no module."""
+    if isinstance(patterns, str):
+        raise QuantizationError(f"exclude must be a sequence of names: ({patterns!r},)")
+    names = [name for name, _ in model.named_modules() if name]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4)
+            advice = (
+                f"did you mean {' or '.join(map(repr, near))}?" if near else f"names are like {', '.join(names[:3])}"
+            )
+            raise QuantizationError(f"exclude={pattern!r} matches no module of the {type(model).__name__}: {advice}")
+
+    def excluded(name: str) -> bool:
+        parts = name.split("#", maxsplit=1)[0].split(".")
+        return any(
+            fnmatch.fnmatchcase(".".join(parts[:count]), pattern)
+            for count in range(1, len(parts) + 1)
+            for pattern in patterns
+        )
+
+    return excluded
+
+
+def _dropped(before: Mapping[str, Site], after: Mapping[str, Site], why: str) -> dict[str, str]:
+    return {name: why for name in before if name not in after}
+
+
+def _unseen(result: QuantizedModule, excluded: Callable[[str], bool], kinds: Sequence[str]) -> Ranges:
+    """Without calibration data: every layer that is a module, with scales found in every call."""
+    sites: dict[str, Site] = {}
+    in_float: dict[str, str] = {}
+    for name, layer in layers_of(result.model).items():
+        kind = "linear" if isinstance(layer, nn.Linear) else "conv"
+        if excluded(name) or kind in kinds:
+            in_float[name] = "excluded"
+        else:
+            sites[name] = Site(kind)
+    return Ranges(result.ranges.model, sites, in_float)
+
+
+def _calibrated(
+    result: QuantizedModule,
+    data: Loader,
+    collector: Collector | None,
+    excluded: Callable[[str], bool],
+    kinds: Sequence[str],
+    smooth: float | None,
+) -> Ranges:
+    """What running the model on the data tells: which calls there are, how inputs of linear layers are smoothed, and ranges."""
+    seen: dict[str, Site] = {}
+    in_float: dict[str, str] = {}
+    largest: dict[
+        str, tuple[torch.Tensor, torch.Tensor]
+    ] = {}  # of linear layers, by input channel: of inputs, of weights
+
+    def look(name: str, kind: str, axis: int | None, x: torch.Tensor, w: torch.Tensor, compute: Compute) -> Any:
+        if excluded(name) or kind in kinds:
+            in_float[name] = "excluded"
+            return compute(x, w)
+        _check_finite(name, kind, x, w)
+        seen[name] = Site(kind)
+        if smooth is not None and kind == "linear" and axis is not None:
+            of_x = x.abs().reshape(-1, x.shape[-1]).amax(0).float()
+            before, _ = largest.get(name, (of_x, of_x))
+            largest[name] = torch.maximum(before, of_x), w.abs().amax(axis).float()
+        return compute(x, w)
+
+    data.run(result.run_with(look))
+    if smooth is not None:
+        for name, (of_x, of_w) in largest.items():
+            seen[name] = replace(seen[name], smoothing=_smoothing(of_x, of_w, smooth))
+    result.ranges = Ranges(result.ranges.model, seen, in_float)
+    if collector is not None:
+        seen = _with_ranges(result, data, collector)
+    missing = {
+        name: "excluded" if excluded(name) else "uncalibrated"
+        for name in layers_of(result.model)
+        if name not in result.ranges.sites and name not in in_float
+    }
+    return Ranges(
+        result.ranges.model, seen, {**in_float, **missing, **_dropped(result.ranges.sites, seen, "uncalibrated")}
+    )
+
+
+def _smoothing(of_x: torch.Tensor, of_w: torch.Tensor, alpha: float) -> tuple[float, ...]:
+    """max|x|^alpha / max|w|^(1 - alpha) for each input channel; 1 where one of them is never used."""
+    factors = of_x.pow(alpha) / of_w.pow(1 - alpha)
+    used = (of_x > 0) & (of_w > 0) & factors.isfinite()
+    return tuple(torch.where(used, factors.clamp(_LEAST_FACTOR, 1 / _LEAST_FACTOR), 1.0).tolist())
+
+
+def _with_ranges(result: QuantizedModule, data: Loader, collector: Collector) -> dict[str, Site]:
+    """The sites that the collector knows ranges of."""
+    sites = result.ranges.sites
+    products: set[str] = set()  # of two activations
+
+    def collect(name: str, kind: str, axis: int | None, x: torch.Tensor, w: torch.Tensor, compute: Compute) -> Any:
+        if name in sites:
+            smooth_x, _ = result.smoothed(name, axis, x, w)
+            collector.collect(name, kind, smooth_x)
+            if axis is None:
+                collector.collect(name + OTHER, kind, w)
+                products.add(name)
+        return compute(x, w)
+
+    data.run(result.run_with(collect))
+    found = collector.ranges()
+    for name, (low, high) in found.items():
+        if not (math.isfinite(low) and math.isfinite(high) and low <= high):
+            raise QuantizationError(
+                f"{type(collector).__name__}.ranges() gave {name!r} the range ({low}, {high}): it must be two finite numbers, the lower first"
+            )
+    calibrated = {}
+    for name, site in sites.items():
+        operands = [name, name + OTHER] if name in products else [name]
+        if all(operand in found for operand in operands):
+            calibrated[name] = replace(site, ranges=tuple(found[operand] for operand in operands))
+    return calibrated
+
+
+def _check_finite(name: str, kind: str, *operands: torch.Tensor) -> None:
+    if not all(bool(operand.isfinite().all()) for operand in operands):
+        raise QuantizationError(
+            f"the {kind} layer {name!r} is given NaN or infinity while calibrating: mend the model or the loader, or exclude the layer"
+        )
+
+
+def _return_to_float(result: QuantizedModule, data: Loader, metric: Metric, goal: float) -> None:
+    """Takes layers out of the result's ranges, the one with the largest error first, until the metric is at least `goal`."""
+    reached = _score(metric, result)
+    if reached >= goal:
+        return
+    worst = _errors(result, data)
+    for name in sorted(result.ranges.sites, key=lambda site: worst.get(site, 0.0), reverse=True):
+        ranges = result.ranges
+        rest = {site: how for site, how in ranges.sites.items() if site != name}
+        result.ranges = Ranges(ranges.model, rest, {**ranges.in_float, name: "accuracy"})
+        if _score(metric, result) >= goal:
+            return
+
+
+def _score(metric: Metric, module: nn.Module) -> float:
+    score = float(metric(module))
+    if math.isnan(score):
+        raise QuantizationError(
+            f"the metric of the {type(module).__name__} is NaN: it must be a number, higher is better"
+        )
+    return score
+
+
+def _errors(result: QuantizedModule, data: Loader) -> dict[str, float]:
+    """How much quantising each site's operands changes its result, as a share of the result's root mean square."""
+    squares: dict[str, list[float]] = {}
+
+    def compare(name: str, kind: str, axis: int | None, x: torch.Tensor, w: torch.Tensor, compute: Compute) -> Any:
+        expected = compute(x, w)
+        site = result.ranges.sites.get(name)
+        if site is not None and site.kind == kind:
+            sums = squares.setdefault(name, [0.0, 0.0])
+            sums[0] += float((result.quantized(name, site, axis, x, w, compute) - expected).double().square().sum())
+            sums[1] += float(expected.double().square().sum())
+        return expected
+
+    data.run(result.run_with(compare))
+    return {name: math.sqrt(error / size) if size else 0.0 for name, (error, size) in squares.items()}

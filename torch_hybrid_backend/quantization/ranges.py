@@ -1,0 +1,105 @@
+"""What calibration found, layer by layer, and the file that keeps it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_hybrid_backend.errors import QuantizationError
+
+_FORMAT = "torch_hybrid_backend ranges"
+_VERSION = 1
+KEPT_IN_FLOAT = ("excluded", "uncalibrated", "unsupported", "accuracy")
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """How one call of a layer is quantised.
+
+    `ranges`: the lowest and the highest value of its activations: one pair, or two where both operands are activations; None where scales are
+    found in every call. `smoothing`: for each input channel the factor by which the activation is divided and the weight multiplied.
+    """
+
+    kind: str
+    ranges: tuple[tuple[float, float], ...] | None = None
+    smoothing: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ranges:
+    """The sites of a model by name, and, for layers that stay in floating point, why: one of `KEPT_IN_FLOAT`."""
+
+    model: str  # `fingerprint` of the model
+    sites: Mapping[str, Site]
+    in_float: Mapping[str, str]
+
+    def save(self, path: str | Path) -> None:
+        """Writes them as JSON."""
+        sites = {
+            name: {"kind": site.kind, "ranges": site.ranges, "smoothing": site.smoothing}
+            for name, site in self.sites.items()
+        }
+        content = {"model": self.model, "sites": sites, "in_float": dict(self.in_float)}
+        head = {"format": _FORMAT, "version": _VERSION, "sha256": _checksum(content)}
+        Path(path).write_text(json.dumps(head | content, indent=1) + "\n")
+
+    @staticmethod
+    def load(path: str | Path, model: nn.Module) -> Ranges:
+        """Those of a file for this model. Raises QuantizationError for a file that is damaged, no file of ranges, or another model's."""
+        try:
+            content = json.loads(Path(path).read_text())
+            if content.pop("format", None) != _FORMAT:
+                raise ValueError("it is no file of ranges")
+            if (version := content.pop("version")) != _VERSION:
+                raise ValueError(f"its version is {version}, this package reads {_VERSION}")
+            if content.pop("sha256") != _checksum(content):
+                raise ValueError("its contents do not have the checksum that they were saved with")
+            found = Ranges(
+                content["model"],
+                {name: _site(**fields) for name, fields in content["sites"].items()},
+                content["in_float"],
+            )
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise QuantizationError(
+                f"the ranges of {path} cannot be read: {error}; calibrate again and save them anew"
+            ) from error
+        if found.model != fingerprint(model):
+            raise QuantizationError(
+                f"the ranges of {path} are another model's: names, kinds or shapes of its layers differ from this {type(model).__name__}'s. "
+                f"Its layers are {_some(found.sites)}; this model's {_some(name for name, _ in model.named_modules() if name)}"
+            )
+        return found
+
+
+def _site(kind: str, ranges: Any, smoothing: Any) -> Site:
+    pairs = None if ranges is None else tuple((float(low), float(high)) for low, high in ranges)
+    factors = None if smoothing is None else tuple(map(float, smoothing))
+    numbers = [*(number for pair in pairs or () for number in pair), *(factors or ())]
+    if not all(map(math.isfinite, numbers)):
+        raise ValueError("a range is not finite")
+    return Site(str(kind), pairs, factors)
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _some(names: Iterable[str]) -> str:
+    shown = sorted(names)
+    return ", ".join(shown[:5]) + (f" and {len(shown) - 5} more" if len(shown) > 5 else "")
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Equal for models of the same modules with parameters and buffers of the same names and shapes, whatever these hold."""
+    lines = [f"{name} {type(module).__name__}" for name, module in model.named_modules()]
+    tensors: Iterable[tuple[str, torch.Tensor]] = (*model.named_parameters(), *model.named_buffers())
+    lines += [f"{name} {tuple(tensor.shape)}" for name, tensor in tensors]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
