@@ -122,6 +122,18 @@ def test_compiled_equals_eager(digits: Digits, options: Mapping[str, Any]) -> No
 
 
 @pytest.mark.full
+def test_sizes_only_known_at_run_time(digits: Digits) -> None:
+    """One compilation serves batches of any size."""
+    for calibration in ("naive", "none"):
+        quantized = quantize(digits.model, digits.calibration, calibration)
+        torch._dynamo.reset()
+        compiled = torch.compile(quantized, backend="hybrid", fullgraph=True, dynamic=True)
+        for batch in (4, 7, 32):
+            x = digits.images[:batch]
+            assert float((compiled(x) - quantized(x)).norm() / quantized(x).norm()) < 2e-3
+
+
+@pytest.mark.full
 def test_inductor_takes_it_too(digits: Digits) -> None:
     """The graph is made of PyTorch's own operators: any backend compiles it."""
     quantized = quantize(digits.model, digits.calibration, calibration="naive")

@@ -45,12 +45,11 @@ def weight(apply: Apply, w: Any, axis: int) -> Any:
     value = _tensor(w)
     others = [d for d in range(value.dim()) if d != axis]
     scales = _scales(apply, value.dtype, apply(aten.amax.default, apply(aten.abs.default, w), others), WEIGHTS[1])
-    zeros = apply(aten.full_like.default, scales, 0, dtype=torch.int64)
+    # A fill of a known size: kernels see that it is zeros. (None would do for dequantising, but not for inductor.)
+    zeros = apply(aten.full.default, [value.shape[axis]], 0, dtype=torch.int64, device=value.device)
     narrow = apply(quantized.quantize_per_channel.default, w, scales, zeros, axis, *WEIGHTS)
-    # No zero points: nothing is subtracted.
-    return _as(
-        apply, apply(quantized.dequantize_per_channel.default, narrow, scales, None, axis, *WEIGHTS), value.dtype
-    )
+    wide = apply(quantized.dequantize_per_channel.default, narrow, scales, zeros, axis, *WEIGHTS)
+    return _as(apply, wide, value.dtype)
 
 
 def tensor(apply: Apply, x: Any, low: float, high: float) -> Any:

@@ -17,10 +17,15 @@ from torch_hybrid_backend.graph.values import output_nodes, returned_roots, stor
 ORIGIN_KEYS = ("stack_trace", "nn_module_stack", "source_fn_stack", "original_aten", "seq_nr", "from_node")
 
 
-def fake_value(target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What `target` would return for the arguments' `meta["val"]`, as fake tensors."""
+def fake_value(
+    target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], graph: torch.fx.Graph | None = None
+) -> Any:
+    """What `target` would return for the arguments' `meta["val"]`, as fake tensors; of the graph's own mode where no argument has one."""
     fake_args, fake_kwargs = torch.fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
-    mode = detect_fake_mode((fake_args, fake_kwargs)) or FakeTensorMode()
+    mode = detect_fake_mode((fake_args, fake_kwargs))
+    if mode is None and graph is not None:
+        mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes])
+    mode = mode or FakeTensorMode()
     with mode:
         return target(*fake_args, **fake_kwargs)
 
@@ -33,8 +38,8 @@ def insert(
     **kwargs: Any,
 ) -> torch.fx.Node:
     """A new operator in front of `before`, with `meta["val"]`; its source line is `origin`'s (default: `before`'s)."""
-    value = fake_value(target, args, kwargs)
     graph = before.graph
+    value = fake_value(target, args, kwargs, graph)
     with graph.inserting_before(before):
         node = graph.call_function(target, args, kwargs)
     source = origin or before

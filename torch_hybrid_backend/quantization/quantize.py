@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from torch_hybrid_backend.errors import QuantizationError
-from torch_hybrid_backend.graph import quantization as steps
+from torch_hybrid_backend.graph.quantization import call, rows_now, tensor, tensor_now, weight
 from torch_hybrid_backend.quantization.calibration import Collector, collector_of
 from torch_hybrid_backend.quantization.call_sites import KINDS, CallSites, follow, layers_of
 from torch_hybrid_backend.quantization.loader import Loader
@@ -171,13 +171,11 @@ class QuantizedModule(nn.Module):
         x, w = self.smoothed(name, axis, x, w)
         if site.ranges is None:
             per_row = site.kind != "conv"
-            narrow_x = steps.rows_now(steps.call, x) if per_row else steps.tensor_now(steps.call, x)
-            narrow_w = steps.tensor_now(steps.call, w) if axis is None else steps.weight(steps.call, w, axis)
+            narrow_x = rows_now(call, x) if per_row else tensor_now(call, x)
+            narrow_w = tensor_now(call, w) if axis is None else weight(call, w, axis)
         else:
-            narrow_x = steps.tensor(steps.call, x, *site.ranges[0])
-            narrow_w = (
-                steps.tensor(steps.call, w, *site.ranges[1]) if axis is None else steps.weight(steps.call, w, axis)
-            )
+            narrow_x = tensor(call, x, *site.ranges[0])
+            narrow_w = tensor(call, w, *site.ranges[1]) if axis is None else weight(call, w, axis)
         return compute(narrow_x, narrow_w)
 
     def smoothed(

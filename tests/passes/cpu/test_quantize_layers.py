@@ -90,6 +90,8 @@ def test_what_stays_as_written_stays(captured):
     before = captured(own, x).operators()
     assert _quantized(captured, own, x).operators()["quantized_decomposed.quantize_per_tensor.default"] == 3
     assert before["quantized_decomposed.quantize_per_tensor.default"] == 3
+    empty = _quantized(captured, model, x[:0])
+    assert not any("quantized" in name for name in empty.operators())
     products = _quantized(captured, lambda a: a @ a.T, torch.randn(16, 16))
     assert not any("quantized" in name for name in products.operators())
     trained = captured(model, x, grad=True)

@@ -51,7 +51,10 @@ class _Numbers:
         target = node.target
         if not isinstance(target, torch._ops.OpOverload) or str(target) != f"{QUANTIZED}.{name}_per_tensor.default":
             return None
-        numbers = _Numbers(*node.args[1:6])  # type: ignore[arg-type]
+        given = node.args[1:6]
+        if len(given) < 5 or any(isinstance(number, Node) for number in given):
+            return None
+        numbers = _Numbers(*given)  # type: ignore[arg-type]
         return numbers if _LEAST_SCALE <= numbers.scale <= _MOST_SCALE and numbers.dtype in _BOUNDS else None
 
     def quantized(self, value: float) -> int:

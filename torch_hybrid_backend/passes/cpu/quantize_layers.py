@@ -19,7 +19,7 @@ from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.graph.schema import is_item, is_view
 from torch_hybrid_backend.graph.values import constant_nodes, has_mutation, is_dequantized, storage_root
 from torch_hybrid_backend.passes.context import PassContext
-from torch_hybrid_backend.passes.rewrite import insert
+from torch_hybrid_backend.passes.rewrite import insert, same_dim
 
 aten = torch.ops.aten
 
@@ -78,6 +78,8 @@ def _refusal(node: Node, x: Node, w: Node) -> Refused | None:
         return Refused(
             Reason.UNSUPPORTED, f"values of dtype {' and '.join(sorted(map(str, dtypes)))} are not quantised"
         )
+    if any(same_dim(size, 0) for size in x.meta["val"].shape):
+        return Refused(Reason.UNSUPPORTED, "a tensor without elements has no largest magnitude")
     if node.target is aten.convolution.default and node.args[6]:
         return Refused(Reason.UNSUPPORTED, "transposed convolutions are not quantised")
     return None
