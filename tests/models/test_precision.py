@@ -79,8 +79,8 @@ def _boxed(module: torch.fx.GraphModule) -> Any:
     "name", ["convnext_tiny", "distilbert", "gpt2", pytest.param("minilm", marks=pytest.mark.full)]
 )
 def test_results_are_within_the_tolerance(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A convolutional network, encoders (MiniLM has trained weights) and GPT-2: compiled in bfloat16 they are within 0.02 of float64's results, in
-    the first call and after weights have changed, and no layer had to return."""
+    """A convolutional network, encoders (MiniLM has trained weights) and GPT-2: compiled in bfloat16 they are within 0.02 of float64's results,
+    in the first call and after weights have changed, and no layer had to return."""
     monkeypatch.setattr(backend, "lacking_instructions", lambda precision: ())
     entry = ZOO[name]
     model, inputs = entry.build("small"), entry.inputs("small", batch=2)

@@ -120,6 +120,18 @@ def test_training_graphs_are_as_written(captured):
     assert subject.ctx.of(subject.captured, "bf16").precision == "as-written"
 
 
+def test_who_reads_a_form_alone_needs_no_cast(captured):
+    """Sizes that are known only at run time, and fills in a dtype of their own, are the same of half values."""
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x @ x.t()
+        first = torch.arange(y.shape[0] + y.shape[1]).float() * torch.ones_like(y, dtype=torch.float64).sum()
+        return (y @ y).view(y.shape[0] * y.shape[1]), first
+
+    found = _convert(captured(function, torch.rand(5, 6), dynamic=True))
+    assert (found.casts, found.converted) == (2, (("bfloat16", 2),))
+
+
 def test_layers_that_are_to_stay(captured):
     """They compute in float32, and are told with the reason that was given for them."""
     linear = nn.Linear(6, 6)

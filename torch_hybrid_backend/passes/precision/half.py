@@ -23,7 +23,7 @@ from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.graph.schema import has_effects, is_item
 from torch_hybrid_backend.graph.values import constant_nodes, has_mutation
 from torch_hybrid_backend.passes.context import PassContext
-from torch_hybrid_backend.passes.precision.lists import is_layer, read_as_written
+from torch_hybrid_backend.passes.precision.lists import is_layer, read_as_written, reads_form
 from torch_hybrid_backend.passes.precision.paint import paint
 from torch_hybrid_backend.passes.rewrite import insert, same_dims
 
@@ -83,7 +83,7 @@ class _Trial:
             if node in painted or (is_item(node) and node.args[0] in self.values):
                 self._try(node)
         for node in list(self.values):
-            if any(user not in painted and not is_item(user) for user in node.users):
+            if any(user not in painted and not (is_item(user) or reads_form(user)) for user in node.users):
                 self._try_back(node)
 
     def _try(self, node: Node) -> None:
@@ -143,8 +143,8 @@ def _convert(gm: torch.fx.GraphModule, dtype: torch.dtype, painted: set[Node], v
         return casts[value, to]
 
     for node in list(gm.graph.nodes):
-        if is_item(node):
-            pass  # it follows the operator that it picks of
+        if is_item(node) or reads_form(node):
+            pass  # an item follows the operator that it picks of
         elif node in painted:
             wide = read_as_written(node)
             for source in list(node.all_input_nodes):
