@@ -22,7 +22,7 @@ from torch_hybrid_backend.core.region import Segment
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.eager_graph import EagerGraph
 from torch_hybrid_backend.errors import OperatorRefusedError, is_out_of_memory
-from torch_hybrid_backend.graph.precision import is_cast
+from torch_hybrid_backend.graph.precision import converted_to, is_cast
 from torch_hybrid_backend.graph.source import source_line
 from torch_hybrid_backend.graph.values import is_repeatable
 from torch_hybrid_backend.partition.deviation import WrittenRun, layer_errors, relative_error
@@ -163,7 +163,7 @@ def _error(expected: Sequence[Any], outputs: Sequence[Any]) -> float:
 
 
 def _worst_first(reduced: Reduced, inputs: Sequence[Any]) -> list[tuple[str, float]]:
-    layers = {node.name for node in reduced.graph.graph.nodes if is_layer(node) and "precision" in node.meta}
+    layers = {node.name for node in reduced.graph.graph.nodes if is_layer(node) and converted_to(node)}
     errors = layer_errors(reduced.written, reduced.graph, layers, inputs)
     return sorted(errors.items(), key=lambda item: -item[1])
 

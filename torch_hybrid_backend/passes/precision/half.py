@@ -20,6 +20,7 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.core.verdict import Reason, Refused
+from torch_hybrid_backend.graph.precision import converted_to
 from torch_hybrid_backend.graph.schema import has_effects, is_item
 from torch_hybrid_backend.graph.values import constant_nodes, has_mutation
 from torch_hybrid_backend.passes.context import PassContext
@@ -62,6 +63,8 @@ def _is_free(node: Node, ctx: PassContext, constant: set[Node]) -> bool:
     """Whether the operator computes float32 values of the call's own, in no dtype that it names."""
     if node.op != "call_function" or node in constant or has_effects(node) or not ctx.may_rewrite(node):
         return False
+    if is_layer(node) and converted_to(node) is not None:
+        return False  # it is quantised
     if any(isinstance(value, torch.dtype) for value in tree_leaves((node.args, node.kwargs))):
         return False
     made = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
