@@ -14,6 +14,7 @@ import torch_hybrid_backend
 from torch_hybrid_backend import backend, model_gate
 from torch_hybrid_backend.core.plan import Conversion, Plan
 from torch_hybrid_backend.core.verdict import Reason
+from torch_hybrid_backend.errors import OperatorRefusedError
 from torch_hybrid_backend.partition.deviation import relative_error
 
 _OPTIONS = {"precision": "bf16"}
@@ -23,6 +24,7 @@ _OPTIONS = {"precision": "bf16"}
 def eager_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """On a machine that has the instructions, whichever it is."""
     monkeypatch.setenv("HYBRID_ENGINES", "eager")
+    monkeypatch.setenv("HYBRID_PLACEMENT", "estimate")  # whole calls of the graph as written would win now and then
     monkeypatch.setenv("HYBRID_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(backend, "lacking_instructions", lambda precision: ())
     torch.compiler.reset()
@@ -166,9 +168,25 @@ def test_without_memory_to_compare_the_call_goes_on(monkeypatch: pytest.MonkeyPa
     _, found = _explained(_Robust(), torch.randn(8, 16))
     assert (found.error, bool(found.converted)) == (None, True)
     assert "no memory" in found.unchecked
+    error = OperatorRefusedError("aten.mm.default", RuntimeError("not on this device"))
+    _, found = _explained(_Robust(), torch.randn(8, 16))
+    assert "PyTorch cannot run it as written: aten.mm.default does not take" in found.unchecked
     error = RuntimeError("something else")
     with pytest.raises(RuntimeError, match="something else"):
         _explained(_Robust(), torch.randn(8, 16))
+
+
+def test_without_memory_to_try_layers_all_return(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs that are known to be off are not kept for want of memory."""
+
+    class NoMemory:
+        def __init__(self, *_: object) -> None:
+            raise torch.OutOfMemoryError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(model_gate, "EagerGraph", NoMemory)
+    _, found = _explained(_Sensitive(), torch.randn(8, 16))
+    assert len(found.left) == 3
+    assert found.error == 0.0
 
 
 def test_branches_are_graphs_of_their_own() -> None:

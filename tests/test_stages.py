@@ -122,7 +122,9 @@ class _Wiring:
         module = trace(lambda x: (function(x),), torch.randn(8, 8))
         captured = CapturedGraph(module, "inference", frozenset(), False)
         self._versions = {engine.name: engine.version(Device("cpu")) for engine in engines}
-        return compile_graph(prepare(captured, "graph", lambda *_: None), session, self.config, self._pricing)  # type: ignore[arg-type,return-value]
+        return compile_graph(
+            prepare(captured, "graph", self.config, lambda *_: None), session, self.config, self._pricing
+        )  # type: ignore[arg-type,return-value]
 
     def _pricing(self, device: Device) -> Pricing:
         return Pricing(self._timings, self._versions, device, deadline=Deadline(60.0), timer=HostTimer(self._clock))

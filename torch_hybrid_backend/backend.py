@@ -82,6 +82,8 @@ def compile_graph(
 
     @collector_paused()  # a backward graph may be compiled later, when backward is called
     def compile_captured(captured: CapturedGraph) -> Callable[[list[Any]], list[Any]]:
+        if captured.kind == "forward" and config.precision != AS_WRITTEN:
+            log.warning("precision=%s is for inference: a graph for training is computed as written", config.precision)
         if not _is_priced_whole(captured, config):
             return HybridGraph(captured, shared, config, on_plan, deadline=deadline, on_regions=on_regions)
         sizes = [k for k, value in enumerate(example_inputs) if isinstance(value, int | torch.SymInt)]

@@ -15,7 +15,6 @@ from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.plan import Plan
-from torch_hybrid_backend.core.precision import AS_WRITTEN
 from torch_hybrid_backend.core.region import Region, Segment
 from torch_hybrid_backend.eager_graph import EagerGraph
 from torch_hybrid_backend.errors import HybridError, is_sticky
@@ -58,11 +57,6 @@ class HybridGraph:
     ) -> None:
         """`deadline`: for the kernels of this graph and of others that are compiled with it; None: of `config`, for this one."""
         start = time.perf_counter()
-        if captured.kind == "forward" and config.precision != AS_WRITTEN:
-            log.warning(
-                "precision=%s is for inference: this graph, which is for training, is computed as written",
-                config.precision,
-            )
         self._name = name
         self._config = config
         self._session = session

@@ -21,8 +21,8 @@ from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.region import Segment
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.eager_graph import EagerGraph
-from torch_hybrid_backend.errors import is_out_of_memory
-from torch_hybrid_backend.graph.precision import is_cast
+from torch_hybrid_backend.errors import OperatorRefusedError, is_out_of_memory
+from torch_hybrid_backend.graph.precision import converted_to, is_cast
 from torch_hybrid_backend.graph.source import source_line
 from torch_hybrid_backend.graph.values import is_repeatable
 from torch_hybrid_backend.partition.deviation import WrittenRun, layer_errors, relative_error
@@ -45,15 +45,20 @@ def judged(
     reduced = placed.prepared.reduced
     if reduced is None:
         return placed, outputs
-    why = _not_compared(reduced, config)
+    if why := _not_compared(reduced, config):
+        return _let_go(placed, why), outputs
     try:
-        if not why:
-            placed, outputs = _within_tolerance(placed, outputs, inputs, config, place_anew, reduced)
+        found = _deviation(placed, reduced, inputs)
+    except OperatorRefusedError as error:
+        return _let_go(placed, f"PyTorch cannot run it as written: {error}"), outputs
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        why = "there is no memory to run it as written too"
-    return _let_go(placed, why), outputs
+        return _let_go(placed, "there is no memory to run it as written too"), outputs
+    assert placed.prepared.conversion is not None
+    if found.error > placed.prepared.conversion.tolerance:
+        placed, outputs, found = _within_tolerance(placed.prepared, reduced, found, inputs, config, place_anew)
+    return _let_go(_with_errors(placed, found)), outputs
 
 
 def _not_compared(reduced: Reduced, config: Config) -> str:
@@ -64,7 +69,7 @@ def _not_compared(reduced: Reduced, config: Config) -> str:
     return ""
 
 
-def _let_go(placed: Placed, unchecked: str) -> Placed:
+def _let_go(placed: Placed, unchecked: str = "") -> Placed:
     """Without the graph as written, which later calls have no use for."""
     conversion = placed.prepared.conversion
     assert conversion is not None
@@ -84,37 +89,42 @@ class _Deviation:
 
 
 def _within_tolerance(
-    placed: Placed, outputs: list[Any], inputs: Sequence[Any], config: Config, place_anew: Place, reduced: Reduced
-) -> tuple[Placed, list[Any]]:
-    prepared = placed.prepared
+    prepared: Prepared, reduced: Reduced, found: _Deviation, inputs: Sequence[Any], config: Config, place_anew: Place
+) -> tuple[Placed, list[Any], _Deviation]:
+    """The graph with as many layers as written as it takes, and its outputs and errors. `found`: those of all of them converted."""
     assert prepared.conversion is not None
-    precision, tolerance = prepared.conversion.precision, prepared.conversion.tolerance
-    found = first = _deviation(placed, reduced, inputs)
-    if found.error > tolerance:
-        order = _worst_first(reduced, inputs)
+    tolerance, expected = prepared.conversion.tolerance, found.expected
+    off = f"in {prepared.conversion.precision} the outputs are off by {found.error:.2g}, at most {tolerance:.2g} may be"
+    order = _worst_first(reduced, inputs)
 
-        def without(count: int) -> Reduced:
-            said = f"in {precision} the outputs are off by {first.error:.2g}, at most {tolerance:.2g} may be"
-            why = {
-                name: Refused(Reason.ACCURACY, f"{said}; its own results by {error:.2g}")
-                for name, error in order[:count]
-            }
-            context = dataclasses.replace(reduced.context, as_written=why)
-            return reduce_precision(copy_of(reduced.written), context)
+    def without(count: int) -> Reduced:
+        """The graph with the worst layers as written."""
+        why = {
+            name: Refused(Reason.ACCURACY, f"{off}; its own results by {error:.2g}") for name, error in order[:count]
+        }
+        return reduce_precision(copy_of(reduced.written), dataclasses.replace(reduced.context, as_written=why))
 
-        def suffices(count: int) -> bool:
-            return count == len(order) or _error(first.expected, EagerGraph(without(count).graph)(inputs)) <= tolerance
+    def suffices(count: int) -> bool:
+        if count == len(order):
+            return True
+        try:
+            return _error(expected, EagerGraph(without(count).graph)(inputs)) <= tolerance
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return False
 
-        # Errors fall with each layer that returns, but for chance: so few runs find how many must.
-        count = 1 + bisect.bisect_left(range(1, len(order) + 1), True, key=suffices)
-        while True:
-            placed, outputs = place_anew(prepare_anew(prepared, without(count), config))
-            found = _deviation(placed, reduced, inputs)
-            if found.error <= tolerance or count == len(order):
-                break
-            count += 1
-        _warn(reduced, [name for name, _ in order[:count]], first.error, tolerance)
-    return _with_errors(placed, found), outputs
+    # Errors fall with each layer that returns, but for chance: so few runs find how many must.
+    count = 1 + bisect.bisect_left(range(1, len(order) + 1), True, key=suffices)
+    while True:
+        anew = without(count)
+        placed, outputs = place_anew(prepare_anew(prepared, anew, config))
+        found = _deviation(placed, anew, inputs)
+        if found.error <= tolerance or count >= len(order):
+            break
+        count += 1
+    _warn(reduced, [name for name, _ in order[:count]], off)
+    return placed, outputs, found
 
 
 def _deviation(placed: Placed, reduced: Reduced, inputs: Sequence[Any]) -> _Deviation:
@@ -153,7 +163,7 @@ def _error(expected: Sequence[Any], outputs: Sequence[Any]) -> float:
 
 
 def _worst_first(reduced: Reduced, inputs: Sequence[Any]) -> list[tuple[str, float]]:
-    layers = {node.name for node in reduced.graph.graph.nodes if is_layer(node) and "precision" in node.meta}
+    layers = {node.name for node in reduced.graph.graph.nodes if is_layer(node) and converted_to(node)}
     errors = layer_errors(reduced.written, reduced.graph, layers, inputs)
     return sorted(errors.items(), key=lambda item: -item[1])
 
@@ -169,13 +179,7 @@ def _with_errors(placed: Placed, found: _Deviation) -> Placed:
     return dataclasses.replace(placed, decisions=decisions, prepared=prepared)
 
 
-def _warn(reduced: Reduced, returned: Sequence[str], error: float, tolerance: float) -> None:
+def _warn(reduced: Reduced, returned: Sequence[str], off: str) -> None:
     lines = {node.name: source_line(node) for node in reduced.written.graph.nodes}
     named = ", ".join(f"{name} ({lines[name]})" if lines[name] else name for name in returned)
-    _log.warning(
-        "in %s the outputs of a graph are off by %.2g, at most %.2g may be (precision_tolerance): computed as written from now on: %s",
-        reduced.context.precision,
-        error,
-        tolerance,
-        named,
-    )
+    _log.warning("%s (precision_tolerance): these layers are computed as written from now on: %s", off, named)

@@ -9,7 +9,7 @@ import torch
 from torch.ao.quantization.fx import _decomposed  # noqa: F401  # registers the operators
 
 from tests.partition.engines_for_tests import trace
-from torch_hybrid_backend.graph.precision import computes, is_cast, precision_of
+from torch_hybrid_backend.graph.precision import computes, converted_to, is_cast, precision_of
 
 quantized = torch.ops.quantized_decomposed
 
@@ -51,4 +51,16 @@ def test_precision() -> None:
     assert precision_of(node) == "bfloat16"
     node.meta["precision"] = "int8"
     assert precision_of(node) == "int8"
+    assert converted_to(_last(lambda x: x.bfloat16().sin(), torch.rand(4))) is None
     assert precision_of(_last(lambda x: x.double().sort(), torch.rand(4)).args[0]) == "float64"
+
+
+def test_products_of_dequantised_values() -> None:
+    """They compute in int8, also where views lie between."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        wide = quantized.dequantize_per_tensor(x.to(torch.int8), 0.1, 0, -128, 127, torch.int8)
+        return torch.mm(wide.view(4, 4).t(), wide.view(4, 4))
+
+    node = _last(function, torch.rand(16))
+    assert converted_to(node) == precision_of(node) == "int8"

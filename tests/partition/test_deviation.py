@@ -44,7 +44,8 @@ def test_relative_error_of_several_values() -> None:
     large = torch.full((100,), 60000.0)
     assert relative_error(large.half(), large.half()) == 0.0
     assert relative_error(large * 1e33, large * 1e33 * 1.01) == pytest.approx(0.01, rel=1e-4)
-    assert relative_error(a, a.bfloat16()) == 0.0
+    assert relative_error(a, a.bfloat16()) == relative_error(a, a.to(torch.float8_e5m2)) == 0.0
+    assert relative_error(a.to_sparse(), a.to_sparse()) is None
 
 
 def test_the_graph_as_written_runs_as_far_as_it_is_asked() -> None:

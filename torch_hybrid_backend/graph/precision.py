@@ -37,9 +37,25 @@ def computes(node: Node) -> bool:
     return bool(_floats(node))
 
 
+def converted_to(node: Node) -> str | None:
+    """What an operator that `computes` was converted to: `meta["precision"]`, the mark of a pass ("bfloat16"), or "int8" where it reads
+    dequantised values. None where it computes as its dtypes say."""
+    if "precision" in node.meta:
+        return str(node.meta["precision"])
+    return "int8" if any(map(_is_dequantised, node.all_input_nodes)) else None
+
+
 def precision_of(node: Node) -> str:
-    """What an operator that `computes` does so in: `meta["precision"]`, a pass's mark ("bfloat16", "int8"), else its result's dtype."""
-    return str(node.meta.get("precision") or _floats(node)[0].dtype).removeprefix("torch.")
+    """What an operator that `computes` does so in."""
+    return converted_to(node) or str(_floats(node)[0].dtype).removeprefix("torch.")
+
+
+def _is_dequantised(node: Node) -> bool:
+    """Whether the value is a dequantised one, or a view of it."""
+    while is_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target._schema.name.startswith(f"{_QUANTISERS}::dequantize")
 
 
 def _floats(node: Node) -> list[torch.Tensor]:

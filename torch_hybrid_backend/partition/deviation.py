@@ -28,27 +28,24 @@ def relative_error(reference: object, result: object) -> float | None:
     if reference is None:
         return None
     pairs = zip(tree_leaves(reference), tree_leaves(result), strict=True)
-    errors = [
-        _relative_error(a, b)
-        for a, b in pairs
-        if isinstance(a, torch.Tensor)
-        and isinstance(b, torch.Tensor)
-        and (a.is_floating_point() and b.is_floating_point())
-    ]
-    return max(errors, default=None)
+    return max((_relative_error(a, b) for a, b in pairs if _has_values(a) and _has_values(b)), default=None)
+
+
+def _has_values(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.layout is torch.strided
 
 
 @torch.no_grad()
 def _relative_error(reference: torch.Tensor, result: torch.Tensor) -> float:
-    result = result.to(torch.promote_types(reference.dtype, torch.float32))
-    reference = reference.to(result.dtype)
+    wide = torch.float64 if reference.dtype == torch.float64 else torch.float32
+    reference, result = reference.to(wide), result.to(wide)
     finite = reference.isfinite() & result.isfinite()
     if not finite.all():
         if not (finite | (reference == result) | (reference.isnan() & result.isnan())).all():
             return math.inf
         reference, result = reference.where(finite, 0.0), result.where(finite, 0.0)
-    difference = _norm(result - reference)
-    return difference / norm if (norm := _norm(reference)) else (math.inf if difference else 0.0)
+    difference, norm = _norm(result - reference), _norm(reference)
+    return difference / norm if norm else (math.inf if difference else 0.0)
 
 
 def _norm(values: torch.Tensor) -> float:
@@ -93,7 +90,7 @@ def layer_errors(
     """The error that each of the `layers` makes by itself: computed as in `reduced` of the values in `written`, beside its value there.
 
     Both graphs have the layers under the same names; nodes that only `reduced` has (casts, quantisations) are computed with the layer.
-    An error is infinite where the layer does not run in eager.
+    An error is infinite where the layer does not run in eager, for want of memory or else.
     """
     known = {node.name for node in written.graph.nodes}
     cones = {node.name: _Cone(node, known) for node in reduced.graph.nodes if node.name in layers}
@@ -108,7 +105,7 @@ def layer_errors(
         cone = cones[node.name]
         try:
             errors[node.name] = relative_error(value, cone.run(values)) or 0.0
-        except (RuntimeError, TypeError, ValueError):
+        except (RuntimeError, TypeError, ValueError, MemoryError):
             errors[node.name] = math.inf
         uses.subtract(cone.leaves)
         for name in cone.leaves:

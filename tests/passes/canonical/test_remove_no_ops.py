@@ -65,6 +65,7 @@ def test_kept(captured, function, kept):
         ((torch.bfloat16, torch.float16, torch.bfloat16), 2),  # neither holds the other's values
         ((torch.float16, torch.float32, torch.bfloat16), 2),
         ((torch.int32, torch.float32, torch.int32), 2),  # 2**24 + 1
+        ((torch.float32, torch.float8_e5m2, torch.float32), 2),
     ],
 )
 def test_casts_to_a_wider_dtype_and_back(captured, dtypes, left):

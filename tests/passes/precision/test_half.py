@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.ao.quantization.fx import _decomposed  # noqa: F401  # registers the operators
 
 from tests.passes.values import verify_values
 from torch_hybrid_backend.core.verdict import Reason, Refused
@@ -114,10 +115,40 @@ def test_as_written_and_integer_precisions_are_not_for_this_pass(captured):
         assert half(subject.gm, dataclasses.replace(subject.ctx, precision=precision)) is changes
 
 
+def test_quantised_layers_stay_so(captured):
+    """What reads dequantised values is not cast: engines multiply integers there. The layers around it are converted."""
+    quantized = torch.ops.quantized_decomposed
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = quantized.quantize_per_tensor((x @ x).relu(), 0.1, 0, -128, 127, torch.int8)
+        y = quantized.dequantize_per_tensor(y, 0.1, 0, -128, 127, torch.int8)
+        return (y @ y.t()) @ x
+
+    subject = captured(function, torch.rand(6, 6))
+    context = dataclasses.replace(subject.ctx, precision="int8+bf16")
+    run_passes(subject.gm, context, PRECISION_PASSES)
+    verify_values(subject.gm)
+    dtypes = [node.meta["val"].dtype for node in subject.gm.graph.nodes if node.target is aten.mm.default]
+    assert dtypes == [torch.bfloat16, torch.float32, torch.bfloat16]
+    assert set(conversion(subject.gm, context).converted) == {("bfloat16", 3), ("int8", 1)}
+
+
 def test_training_graphs_are_as_written(captured):
     """They have no precision to begin with."""
     subject = captured(nn.Linear(6, 6), torch.rand(6, 6), grad=True)
     assert subject.ctx.of(subject.captured, "bf16").precision == "as-written"
+
+
+def test_who_reads_a_form_alone_needs_no_cast(captured):
+    """Sizes that are known only at run time, and fills in a dtype of their own, are the same of half values."""
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x @ x.t()
+        first = torch.arange(y.shape[0] + y.shape[1]).float() * torch.ones_like(y, dtype=torch.float64).sum()
+        return (y @ y).view(y.shape[0] * y.shape[1]), first
+
+    found = _convert(captured(function, torch.rand(5, 6), dynamic=True))
+    assert (found.casts, found.converted) == (2, (("bfloat16", 2),))
 
 
 def test_layers_that_are_to_stay(captured):

@@ -21,6 +21,12 @@ COPIES = frozenset({aten.clone.default, aten.lift_fresh_copy.default, aten._to_c
 RESHAPES = frozenset(
     {aten.view.default, aten.unsqueeze.default, aten.squeeze.dims, aten.squeeze.dim, aten.squeeze.default}
 )
+# Dtype -> those that hold all its values.
+_WIDER = {
+    torch.bfloat16: (torch.float32, torch.float64),
+    torch.float16: (torch.float32, torch.float64),
+    torch.float32: (torch.float64,),
+}
 
 
 def remove_no_ops(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
@@ -50,9 +56,7 @@ def _before_widening(value: torch.fx.Node) -> torch.fx.Node:
     if value.target is not aten._to_copy.default:
         return value
     narrow: Any = value.args[0]
-    before, after = narrow.meta["val"].dtype, value.meta["val"].dtype
-    is_exact = before.is_floating_point and after.is_floating_point and torch.promote_types(before, after) == after
-    return narrow if is_exact else value
+    return narrow if value.meta["val"].dtype in _WIDER.get(narrow.meta["val"].dtype, ()) else value
 
 
 def _drop_empty_parts(gm: torch.fx.GraphModule, node: torch.fx.Node) -> bool:

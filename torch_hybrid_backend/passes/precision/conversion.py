@@ -8,7 +8,7 @@ import torch.fx
 
 from torch_hybrid_backend.core.plan import Conversion, Unconverted
 from torch_hybrid_backend.core.precision import DEFAULT_TOLERANCES
-from torch_hybrid_backend.graph.precision import computes, is_cast
+from torch_hybrid_backend.graph.precision import computes, converted_to, is_cast
 from torch_hybrid_backend.graph.source import source_line
 from torch_hybrid_backend.graph.values import constant_nodes
 from torch_hybrid_backend.passes.context import PassContext
@@ -19,12 +19,12 @@ def conversion(gm: torch.fx.GraphModule, ctx: PassContext, tolerance: float | No
     constant = constant_nodes(gm, ctx.constants)
     casts = [node for node in gm.graph.nodes if is_cast(node)]
     computing = [node for node in gm.graph.nodes if node not in constant and computes(node)]
-    converted = Counter(str(node.meta["precision"]) for node in computing if "precision" in node.meta)
+    converted = Counter(name for name in map(converted_to, computing) if name is not None)
     reasons = {**gm.meta.get("as_written", {}), **ctx.as_written}
     left = tuple(
         Unconverted(node.name, str(node.target), reasons[node.name].code, reasons[node.name].why, source_line(node))
         for node in computing
-        if node.name in reasons and "precision" not in node.meta
+        if node.name in reasons and converted_to(node) is None
     )
     return Conversion(
         precision=ctx.precision,

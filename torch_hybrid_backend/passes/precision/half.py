@@ -20,10 +20,11 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.core.verdict import Reason, Refused
+from torch_hybrid_backend.graph.precision import converted_to
 from torch_hybrid_backend.graph.schema import has_effects, is_item
 from torch_hybrid_backend.graph.values import constant_nodes, has_mutation
 from torch_hybrid_backend.passes.context import PassContext
-from torch_hybrid_backend.passes.precision.lists import is_layer, read_as_written
+from torch_hybrid_backend.passes.precision.lists import is_layer, read_as_written, reads_form
 from torch_hybrid_backend.passes.precision.paint import paint
 from torch_hybrid_backend.passes.rewrite import insert, same_dims
 
@@ -62,6 +63,8 @@ def _is_free(node: Node, ctx: PassContext, constant: set[Node]) -> bool:
     """Whether the operator computes float32 values of the call's own, in no dtype that it names."""
     if node.op != "call_function" or node in constant or has_effects(node) or not ctx.may_rewrite(node):
         return False
+    if is_layer(node) and converted_to(node) is not None:
+        return False  # it is quantised
     if any(isinstance(value, torch.dtype) for value in tree_leaves((node.args, node.kwargs))):
         return False
     made = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
@@ -83,7 +86,7 @@ class _Trial:
             if node in painted or (is_item(node) and node.args[0] in self.values):
                 self._try(node)
         for node in list(self.values):
-            if any(user not in painted and not is_item(user) for user in node.users):
+            if any(user not in painted and not (is_item(user) or reads_form(user)) for user in node.users):
                 self._try_back(node)
 
     def _try(self, node: Node) -> None:
@@ -143,8 +146,8 @@ def _convert(gm: torch.fx.GraphModule, dtype: torch.dtype, painted: set[Node], v
         return casts[value, to]
 
     for node in list(gm.graph.nodes):
-        if is_item(node):
-            pass  # it follows the operator that it picks of
+        if is_item(node) or reads_form(node):
+            pass  # an item follows the operator that it picks of
         elif node in painted:
             wide = read_as_written(node)
             for source in list(node.all_input_nodes):

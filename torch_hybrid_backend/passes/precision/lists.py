@@ -38,12 +38,13 @@ INFER = _packets(
     "native_layer_norm native_group_norm _native_batch_norm_legit_no_training "
     "avg_pool2d _adaptive_avg_pool2d upsample_linear1d upsample_bilinear2d upsample_bicubic2d"
 )
-CLEAR = _packets(
+_FILLS = _packets("zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty")
+_FORMS = _packets("sym_size sym_numel sym_stride sym_storage_offset")
+CLEAR = _FILLS | _packets(
     "relu clamp clamp_min clamp_max hardtanh abs neg sign maximum minimum amax amin "
     "max_pool2d_with_indices cat stack clone constant_pad_nd gather index_select index flip roll repeat where masked_fill "
     "upsample_nearest1d upsample_nearest2d _upsample_nearest_exact1d _upsample_nearest_exact2d "
-    "pixel_shuffle pixel_unshuffle im2col slice_scatter select_scatter "
-    "zeros_like ones_like full_like new_zeros new_ones new_full"
+    "pixel_shuffle pixel_unshuffle im2col slice_scatter select_scatter"
 )
 DENY = _packets(
     "exp exp2 expm1 sin cos tan asin acos sinh cosh asinh acosh atanh logit erfinv lgamma digamma "
@@ -86,6 +87,11 @@ def is_denied(node: Node, dtype: torch.dtype) -> bool:
         return True
     squares = node.target is aten.mul.Tensor and node.args[0] is node.args[1]
     return dtype == torch.float16 and (squares or is_on(node, DENY_FLOAT16))
+
+
+def reads_form(node: Node) -> bool:
+    """Whether the operator reads no values, so that their dtype is the same to it: sizes, and fills in a dtype that they name."""
+    return is_on(node, _FORMS) or (is_on(node, _FILLS) and node.kwargs.get("dtype") is not None)
 
 
 def read_as_written(node: Node) -> set[Node]:

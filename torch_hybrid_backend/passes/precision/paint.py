@@ -20,7 +20,15 @@ import torch.fx
 from torch.fx import Node
 
 from torch_hybrid_backend.graph.schema import is_item
-from torch_hybrid_backend.passes.precision.lists import ALLOW, INFER, is_clear, is_denied, is_on, read_as_written
+from torch_hybrid_backend.passes.precision.lists import (
+    ALLOW,
+    INFER,
+    is_clear,
+    is_denied,
+    is_on,
+    read_as_written,
+    reads_form,
+)
 from torch_hybrid_backend.passes.rewrite import same_dim
 
 
@@ -71,7 +79,9 @@ def _joined(
 
 
 def _only_feeds(node: Node, painted: Set[Node]) -> bool:
-    return bool(node.users) and all(user in painted and node not in read_as_written(user) for user in node.users)
+    """Whether all that read the node's values do so in their own precision."""
+    users = [user for user in node.users if not reads_form(user)]
+    return bool(users) and all(user in painted and node not in read_as_written(user) for user in users)
 
 
 def _shrinks(node: Node) -> bool:

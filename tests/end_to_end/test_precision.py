@@ -1,0 +1,77 @@
+"""Reduced precision as docs/precision.md tells of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import torch_hybrid_backend
+from torch_hybrid_backend import backend
+from torch_hybrid_backend.partition.deviation import relative_error
+
+_PAGE = Path(__file__).parents[2] / "docs" / "precision.md"
+
+
+@pytest.fixture(autouse=True)
+def instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is told holds on machines that have the instructions."""
+    monkeypatch.setattr(backend, "lacking_instructions", lambda precision: ())
+
+
+def _model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    nn = torch.nn
+    layers = (
+        nn.Conv2d(3, 32, 3),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(32, 10),
+    )
+    return nn.Sequential(*layers).eval()
+
+
+def test_the_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each piece of Python, one after the other; what is printed has the lines that are shown, but for numbers."""
+    names = {
+        "torch": torch,
+        "torch_hybrid_backend": torch_hybrid_backend,
+        "model": _model(),
+        "x": torch.randn(1, 3, 64, 64),
+    }
+    blocks = re.findall(r"```(\w*)\n(.*?)```", _PAGE.read_text(), re.DOTALL)
+    code = [text for language, text in blocks if language == "python"]
+    (shown,) = (text for language, text in blocks if not language)
+    assert len(code) == 2
+    with torch.no_grad():
+        for text in code:
+            exec(text, names)
+    printed = _without_numbers(capsys.readouterr().out)
+    for line in shown.splitlines():
+        assert _without_numbers(line).strip() in printed
+
+
+def _without_numbers(text: str) -> str:
+    """Times are this machine's, and so are errors."""
+    text = re.sub(r"\((measured|estimated|cached)\)", "", text)
+    return re.sub(r"\d[\d.]*(e-\d+)?", "n", text)
+
+
+def test_the_environment_is_enough(settings: pytest.MonkeyPatch) -> None:
+    """HYBRID_PRECISION converts a program as it is; its outputs are float32, near those as written, and follow the weights."""
+    settings.setenv("HYBRID_PRECISION", "bf16")
+    model, x = _model(), torch.randn(2, 3, 64, 64)
+    compiled = torch.compile(model, backend="hybrid")
+    with torch.no_grad():
+        for _ in range(3):
+            expected, result = model(x), compiled(x)
+            assert result.dtype == torch.float32
+            error = relative_error(expected, result)
+            assert error is not None
+            assert 1e-5 < error < 0.02
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
