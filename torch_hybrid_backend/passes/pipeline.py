@@ -69,14 +69,14 @@ PASSES: tuple[tuple[Pass, Devices, str], ...] = (
     (merge_siblings, _CPU, "after cse, which makes equal views of one tensor one input"),
     (merge_convolutions, _CPU, "after fold_batch_norm, behind which their activations are, and cse"),
     (contiguous_tables, _CPU, "after remove_no_ops, to which its copies would be copies of constants like others"),
-    (quantize_layers, _CPU, "after all that computes with weights, which does so as written"),
     (dead_code, _ALL, "last: sweeps what the others left"),
 )
 
 # What computes an inference graph in another precision than it was written in; after PASSES, which combine weights in float32. The graph
 # before them is what their results are judged by.
 PRECISION_PASSES: tuple[tuple[Pass, Devices, str], ...] = (
-    (half, _CPU, "first: the others see its casts"),
+    (quantize_layers, _CPU, "after PASSES, which compute with weights as written; before half, which leaves quantised layers alone"),
+    (half, _CPU, "before quantize_weights, which sees its casts"),
     (quantize_weights, _CPU, "after PASSES, in which weights are merged: they are quantised whole"),
     (remove_no_ops, _ALL, "after half, whose casts may undo those of the graph"),
     (dead_code, _ALL, "last: sweeps what the others left"),
