@@ -4,6 +4,7 @@ The line needs no import of this package. What the package offers beside it:
 
     explain(model, *args)    where every operator runs, and why
     refresh(model)           use the weights as they are now, however they were changed
+    compress(model, ...)     a copy with pruned and shared weights; save_compressed, load_compressed: small files of weights
     bisect(works)            which pass or operator makes a program wrong
     Config                   the settings
 """
@@ -18,11 +19,21 @@ __version__ = "0.1.0.dev0"
 if TYPE_CHECKING:
     from torch_hybrid_backend.backend import explain
     from torch_hybrid_backend.bisection import bisect
+    from torch_hybrid_backend.compression.container import load_compressed, save_compressed
+    from torch_hybrid_backend.compression.shared_weights import compress
     from torch_hybrid_backend.config import Config
     from torch_hybrid_backend.runtime.constants import refresh
 
-_HOMES = {"Config": "config", "bisect": "bisection", "explain": "backend", "refresh": "runtime.constants"}
-__all__ = ["Config", "__version__", "bisect", "explain", "refresh"]
+_HOMES = {
+    "Config": "config",
+    "bisect": "bisection",
+    "compress": "compression.shared_weights",
+    "explain": "backend",
+    "load_compressed": "compression.container",
+    "refresh": "runtime.constants",
+    "save_compressed": "compression.container",
+}
+__all__ = ["Config", "__version__", "bisect", "compress", "explain", "load_compressed", "refresh", "save_compressed"]
 
 
 def __getattr__(name: str) -> Any:
