@@ -60,3 +60,10 @@ def test_few_distinct_values_are_their_own_centres() -> None:
     values = np.array([3.0, -1.0, 3.0, 0.5, 0.5])
     assert k_means(values, 16).tolist() == [-1.0, 0.5, 3.0]
     assert nearest(values, k_means(values, 16)).tolist() == [2, 0, 2, 1, 1]
+
+
+def test_no_cluster_is_lost_to_a_hole() -> None:
+    """Around zero, as pruning leaves it: an odd number of clusters is 7 on one side and 8 on the other."""
+    values = np.random.default_rng(3).normal(size=40_000)
+    centres = k_means(values[np.abs(values) > 0.7], 15)
+    assert sorted((int((centres < 0).sum()), int((centres > 0).sum()))) == [7, 8]

@@ -14,20 +14,22 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
-# Groups in the middle; and at both ends so many values that are groups by themselves: there the few large weights lie that matter most.
-_GROUPS = 3072
-_SINGLE = 512
+# Groups of as many values each, which are cut again at so many of the widest gaps: where there are few values, as the large weights, groups are
+# small, and none reaches over the hole that pruning leaves.
+_GROUPS = 2048
+_GAPS = 1024
 _ROUNDS = 100  # of Lloyd's iteration, which ends after a few
 
 
 def k_means(values: Floats, clusters: int) -> Floats:
     """At most `clusters` centres, ascending, for `values` (n,), finite and at least one; distinct values that are fewer are the centres."""
     ordered = np.sort(values)
-    distinct = np.unique(ordered)
-    if len(distinct) <= clusters:
-        return distinct
+    gaps = np.diff(ordered)
+    distinct = np.flatnonzero(gaps)
+    if len(distinct) < clusters:
+        return ordered[np.append(distinct, len(ordered) - 1)]
     sums = _Sums(ordered)
-    borders = _groups(len(ordered))
+    borders = _groups(gaps)
     starts = borders[_partition(sums, borders, clusters)]
     centres = sums.means(starts)
     for _ in range(_ROUNDS):
@@ -70,12 +72,13 @@ class _Sums:
         return errors
 
 
-def _groups(count: int) -> Integers:
+def _groups(gaps: Floats) -> Integers:
     """Where groups of neighbours begin, and the end."""
-    if count <= _GROUPS + 2 * _SINGLE:
+    count = len(gaps) + 1
+    if count <= _GROUPS + _GAPS:
         return np.arange(count + 1)
-    middle = np.linspace(_SINGLE, count - _SINGLE, _GROUPS + 1).astype(np.int64)
-    return np.concatenate((np.arange(_SINGLE), middle, np.arange(count - _SINGLE + 1, count + 1)))
+    even = np.linspace(0, count, _GROUPS + 1).astype(np.int64)
+    return np.union1d(even, np.argpartition(gaps, -_GAPS)[-_GAPS:] + 1)
 
 
 def _partition(sums: _Sums, borders: Integers, clusters: int) -> Integers:

@@ -273,7 +273,7 @@ class _Reader:
             (number,) = self._unpack("<I")
             if number >= len(earlier):
                 raise self._error("a tensor is to be the same as one that does not come before it")
-            return earlier[number]
+            return earlier[int(number)]
         if form not in (_DENSE, _SPARSE):
             raise self._error(f"there is no form {form} of tensors")
         number, dimensions = self._unpack("<BB")
@@ -292,8 +292,8 @@ class _Reader:
             elements[mask] = _joined(planes)
         if dtype == torch.bool and (elements > 1).any():
             raise self._error("what should be true or false is neither")
-        tensor: torch.Tensor = torch.from_numpy(elements.view(np.uint8)).view(dtype)
-        return tensor.view(sizes)
+        tensor: torch.Tensor = torch.from_numpy(elements.view(np.uint8)).view(dtype).view(sizes)
+        return tensor
 
     def _planes(self, count: int, width: int) -> list[Bytes]:
         return [self._stream(count) for _ in range(width)]
