@@ -3,9 +3,9 @@
     python -m benchmarks.compression
     python -m benchmarks.compression --models minilm --out compression.json
 
-For each model and setting of `torch_hybrid_backend.compress`: bytes of the file over bytes of the float32 state, bits per weight that was
-compressed, the seconds of compressing, saving and loading, the megabytes of float32 weights that loading gives per second, and the relative root mean
-square difference of the outputs. Models have the weights of the zoo: MiniLM its real ones, others random ones, whose outputs mean little.
+For each model and setting of `torch_hybrid_backend.compress`: bytes of the file over those of the float32 state, bits per weight, seconds of
+compressing, saving and loading, the megabytes of float32 weights that loading gives per second, and the relative root mean square
+difference of the outputs. Models have the weights of the zoo: MiniLM its real ones, others random ones, whose outputs mean little.
 """
 
 from __future__ import annotations

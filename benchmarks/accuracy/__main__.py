@@ -3,9 +3,9 @@
     python -m benchmarks.accuracy --precision bf16 int8
     python -m benchmarks.accuracy --tasks docstrings --precision clusters-16 --out accuracy.json
 
-Tasks: "docstrings" (MiniLM's real weights), "resnet50" and "mobilenet_v2" (layouts trained on scikit-learn's digits), "llama" (a small one, trained on
-the standard library's sources). Training takes some minutes in all, once. Besides precisions `--precision` takes calibrated quantisation and compression.
-Accuracies are percent, and their differences points; perplexities are per byte, and their differences percent.
+Tasks: "docstrings" (MiniLM's real weights), "resnet50" and "mobilenet_v2" (layouts trained on scikit-learn's digits), "llama" (a small one,
+trained on the standard library's sources). Training takes some minutes in all, once. Besides precisions `--precision` takes calibrated
+quantisation and compression. Accuracies are percent, and their differences points; perplexities are per byte, and their differences percent.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def _train(images: torch.Tensor, labels: torch.Tensor, epochs: int) -> Callable[
 
 def prepare(name: str, size: Size) -> Prepared:
     images, labels = _digits()
-    held_out, epochs, copies = (500, 24, 20) if size == "full" else (100, 4, 2)
+    held_out, epochs, copies = (500, 24, 20) if size == "full" else (100, 10, 2)
     seen, target = images[held_out:], labels[held_out:]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

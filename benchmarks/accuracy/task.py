@@ -7,7 +7,6 @@ import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
@@ -23,7 +22,8 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """`model` is in eval mode; `calibration` are positional arguments that it was trained on, or like them; `score` of a callable in its place."""
+    """`model` is in eval mode; `calibration` are positional arguments, none of which `score` uses where it can be helped; `score` judges a
+    callable in the model's place."""
 
     model: nn.Module
     calibration: tuple[tuple[torch.Tensor, ...], ...]
