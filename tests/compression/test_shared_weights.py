@@ -193,7 +193,7 @@ def _poisoned() -> nn.Module:
         (lambda: compress(_network(), clusters=16.0), "clusters=16.0: must be a whole number"),  # type: ignore[arg-type]
         (lambda: compress(_poisoned(), clusters=4), r"3\.weight has NaN"),
         (lambda: compress(nn.Linear(3, 3), clusters=4), "no weight to compress"),
-        (lambda: compress(_network(), clusters=4, exclude=["5.wieght"]), r"'5\.wieght'.*near names: 5\.weight"),
+        (lambda: compress(_network(), clusters=4, exclude=["5.weigh"]), r"'5\.weigh'.*near names: 5\.weight"),
         (lambda: compress(_network(), clusters=4, exclude="5.weight"), "must be a list or tuple"),
     ],
 )

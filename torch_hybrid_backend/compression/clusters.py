@@ -27,7 +27,8 @@ def k_means(values: Floats, clusters: int) -> Floats:
     gaps = np.diff(ordered)
     distinct = np.flatnonzero(gaps)
     if len(distinct) < clusters:
-        return ordered[np.append(distinct, len(ordered) - 1)]
+        last: Floats = ordered[np.append(distinct, len(ordered) - 1)]  # of each run of equal ones
+        return last
     sums = _Sums(ordered)
     borders = _groups(gaps)
     starts = borders[_partition(sums, borders, clusters)]
