@@ -6,6 +6,7 @@ import hashlib
 import random
 import struct
 import tracemalloc
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -222,6 +223,23 @@ def test_what_is_no_tensor_with_data_is_refused(tmp_path: Path) -> None:
         with pytest.raises(HybridError, match="'extra' cannot be saved: it is"):
             save_compressed({"x": torch.ones(2), "extra": value}, tmp_path / "file")  # type: ignore[dict-item]
     assert not list(tmp_path.iterdir())
+
+
+def test_tensors_made_while_they_are_saved_are_kept_apart(tmp_path: Path) -> None:
+    """A mapping may make its tensors one by one, so that each could get the memory of the one before."""
+
+    class Lazy(Mapping[str, torch.Tensor]):
+        def __getitem__(self, name: str) -> torch.Tensor:
+            return torch.full((1000,), float(name))
+
+        def __iter__(self) -> Iterator[str]:
+            return map(str, range(20))
+
+        def __len__(self) -> int:
+            return 20
+
+    save_compressed(Lazy(), tmp_path / "file")
+    assert [int(tensor[0]) for tensor in load_compressed(tmp_path / "file").values()] == list(range(20))
 
 
 def test_a_failing_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,6 +174,12 @@ def test_what_is_excluded_stays() -> None:
         assert not torch.equal(small.transformer.h[1].mlp.c_fc.weight, model.transformer.h[1].mlp.c_fc.weight)
     small = compress(model, clusters=16, exclude=["lm_head.weight"])
     assert small.transformer.wte.weight is small.lm_head.weight
+    layer = nn.Linear(64, 64)
+    twice = nn.ModuleDict({"a": layer, "b": layer, "c": nn.Linear(64, 64)})
+    assert torch.equal(compress(twice, clusters=16, exclude=["b"])["a"].weight, layer.weight)
+    small = compress(twice, clusters=16)
+    assert small["a"] is small["b"]
+    assert len(small["b"].weight.unique()) == 16
 
 
 def _poisoned() -> nn.Module:

@@ -11,7 +11,7 @@ import hashlib
 import math
 import os
 import struct
-import tempfile
+import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,7 +102,8 @@ class _Writer:
     def __init__(self) -> None:
         self._parts: list[bytes] = []
         self._count = 0
-        self._numbers: dict[object, int] = {}  # of tensors, by the memory they have
+        # By the memory that tensors have: which came first. They are held, or another one might get the memory.
+        self._first: dict[object, tuple[int, torch.Tensor]] = {}
 
     def add(self, name: str, tensor: object) -> None:
         if (
@@ -125,7 +126,7 @@ class _Writer:
             raise HybridError(f"{name[:40]!r}... is too long: a name has at most 65,535 bytes")
         self._parts += [struct.pack("<H", len(encoded)), encoded]
         memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        number = self._numbers.setdefault(memory, self._count)
+        number, _ = self._first.setdefault(memory, (self._count, tensor))
         if number != self._count:
             self._parts.append(struct.pack("<BI", _SAME, number))
         else:
@@ -206,16 +207,13 @@ def _planes(elements: NDArray[Any]) -> list[_Stream]:
 
 def _replace(path: Path, parts: list[bytes]) -> None:
     """Readers see the old file or all of the new one."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
+    new = path.with_name(f".{uuid.uuid4().hex}.part")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with new.open("xb") as file:
             file.writelines(parts)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)  # as other files are made
-        os.replace(name, path)
+        os.replace(new, path)
     except BaseException:
-        os.unlink(name)
+        new.unlink(missing_ok=True)
         raise
 
 

@@ -31,6 +31,7 @@ NIBBLE = 16
 _MOST_CLUSTERS = 256
 # Smaller ones (and biases, and the scales of norms) are a percent of a model at most, and a table beside them takes its share back.
 _SMALLEST = 1024
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 class SharedWeight(nn.Module):
@@ -71,9 +72,9 @@ def compress(
     exclude: names of parameters that stay as they are, such as "classifier.weight"; "*" stands for anything ("*.0.*"); the name of a
     module stands for all below it.
 
-    Weights are the floating-point parameters of at least two dimensions and 1,024 elements. Those that a model ties stay tied. Those with a
-    parametrisation of their own, and members of a ParameterList or ParameterDict, stay as they are. The copy does not see later
-    changes of `model`; as with every model, compiled code sees changes of the copy's own tables and indices.
+    Weights are the parameters of float64, float32, bfloat16 or float16, of at least two dimensions and 1,024 elements. Those that a model
+    ties stay tied. Those with a parametrisation of their own, and members of a ParameterList or ParameterDict, stay as they are. The
+    copy does not see later changes of `model`; as with every model, compiled code sees changes of the copy's own tables and indices.
 
     Raises HybridError for a weight with NaN or infinity, a model without any weight, and an exclusion that matches nothing; ValueError for
     numbers out of range.
@@ -88,7 +89,8 @@ def compress(
     weights = _weights(model, _matching(exclude, [name for name, _ in model.named_parameters(remove_duplicate=False)]))
     if not weights:
         raise HybridError(
-            f"there is no weight to compress: a floating-point parameter of at least 2 dimensions and {_SMALLEST} elements, not excluded"
+            f"there is no weight to compress: a parameter of {', '.join(map(str, _DTYPES))}, at least 2 dimensions and {_SMALLEST} elements,"
+            " not excluded"
         )
     for weight, places in weights:
         if not bool(torch.isfinite(weight).all()):
@@ -160,6 +162,8 @@ def _install(places: Sequence[_Place], shared: SharedWeight, table: torch.Tensor
     parameter = nn.Parameter(table.to(weight), weight.requires_grad)
     shared.to(weight.device)
     for place in places:
+        if parametrize.is_parametrized(place.module, place.attribute):
+            continue  # a module that has several names
         setattr(place.module, place.attribute, parameter)
         # Unsafe: what the parametrisation makes of the table has another shape.
         parametrize.register_parametrization(place.module, place.attribute, shared, unsafe=True)
@@ -168,7 +172,7 @@ def _install(places: Sequence[_Place], shared: SharedWeight, table: torch.Tensor
 def _places(model: nn.Module) -> dict[int, list[_Place]]:
     """All places of each parameter, by its id, but for those whose modules do not read them as attributes of a name."""
     found: dict[int, list[_Place]] = {}
-    for path, module in model.named_modules():
+    for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.ParameterList | nn.ParameterDict | parametrize.ParametrizationList):
             continue
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -184,7 +188,7 @@ def _weights(model: nn.Module, excluded: AbstractSet[str]) -> list[tuple[nn.Para
         (parameter, places[id(parameter)])
         for parameter in model.parameters()
         if id(parameter) in places
-        and parameter.is_floating_point()
+        and parameter.dtype in _DTYPES
         and parameter.dim() >= 2
         and parameter.numel() >= _SMALLEST
         and excluded.isdisjoint(place.name for place in places[id(parameter)])
