@@ -24,6 +24,7 @@ def test_docstrings_do_not_tell_their_package_by_its_name() -> None:
 
 def test_distorted_digits_are_the_same_each_time() -> None:
     """They move and turn, differ from one another, and are drawn from a fixed seed."""
+    pytest.importorskip("sklearn")
     images, labels = digits._digits()
     assert (images.shape, labels.bincount().shape) == ((1797, 1, 8, 8), (10,))
     one, again = (digits._distorted(images[:1].repeat(8, 1, 1, 1), torch.Generator().manual_seed(0)) for _ in range(2))
@@ -69,6 +70,7 @@ def test_differences_are_points_and_percent() -> None:
 @pytest.mark.parametrize("name", [task.name for task in command.TASKS])
 def test_a_reduced_form_of_each_task_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trained model does better than chance, the compiled one as well as eager, 256 clusters nearly; the record says so."""
+    pytest.importorskip("sklearn")
     monkeypatch.setenv("HYBRID_CACHE_DIR", str(tmp_path / "cache"))
     arguments = [
         "--size",
