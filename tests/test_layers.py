@@ -46,6 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "services": {"config", "core", "measure", "progress", "store", "timing_cache"},
     "bisection": {"core", "errors"},
     "report": {"core", "errors"},
+    "compression": {"errors", "runtime"},
     "capture": {"core", "sizes", "graph", *_UTILITIES},
     "graph": {"core", "sizes", "errors"},
     "passes": {"core", "sizes", "eager_graph", "errors", "graph"},

@@ -5,6 +5,7 @@ The line needs no import of this package. What the package offers beside it:
     explain(model, *args)    where every operator runs, and why
     refresh(model)           use the weights as they are now, however they were changed
     quantize(model, loader)  a module that multiplies integers of 8 bits, for this or any other backend
+    compress(model, ...)     a copy with pruned and shared weights; save_compressed, load_compressed: small files of weights
     bisect(works)            which pass or operator makes a program wrong
     Config                   the settings
 """
@@ -19,6 +20,8 @@ __version__ = "0.1.0.dev0"
 if TYPE_CHECKING:
     from torch_hybrid_backend.backend import explain
     from torch_hybrid_backend.bisection import bisect
+    from torch_hybrid_backend.compression.container import load_compressed, save_compressed
+    from torch_hybrid_backend.compression.shared_weights import compress
     from torch_hybrid_backend.config import Config
     from torch_hybrid_backend.quantization.calibration import Collector
     from torch_hybrid_backend.quantization.quantize import quantize
@@ -28,11 +31,25 @@ _HOMES = {
     "Collector": "quantization.calibration",
     "Config": "config",
     "bisect": "bisection",
+    "compress": "compression.shared_weights",
     "explain": "backend",
+    "load_compressed": "compression.container",
     "quantize": "quantization.quantize",
     "refresh": "runtime.constants",
+    "save_compressed": "compression.container",
 }
-__all__ = ["Collector", "Config", "__version__", "bisect", "explain", "quantize", "refresh"]
+__all__ = [
+    "Collector",
+    "Config",
+    "__version__",
+    "bisect",
+    "compress",
+    "explain",
+    "load_compressed",
+    "quantize",
+    "refresh",
+    "save_compressed",
+]
 
 
 def __getattr__(name: str) -> Any:

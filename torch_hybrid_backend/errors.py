@@ -31,6 +31,10 @@ class CacheError(HybridError):
     """The on-disk cache cannot be used: not writable, not private, or not ours."""
 
 
+class CompressedFileError(HybridError, ValueError):
+    """A file of compressed weights is damaged, or is none."""
+
+
 class PassError(HybridError):
     """A graph pass broke an invariant; the message names the pass and those before it."""
 

@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
+#include <span>
+#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -22,6 +24,7 @@
 #include "cuda_driver.h"
 #include "guard.h"
 #include "handle_tables.h"
+#include "huffman.h"
 #include "kernel_library.h"
 #include "plan.h"
 
@@ -93,6 +96,30 @@ void GiveBackFreedMemory() {
 #endif
 }
 
+std::span<uint8_t> BytesOf(const Tensor& tensor) {
+  if (!tensor.is_cpu() || tensor.scalar_type() != torch::headeronly::ScalarType::Byte ||
+      !tensor.is_contiguous()) {
+    throw std::runtime_error("bytes must be a contiguous tensor of uint8 on the CPU");
+  }
+  return {static_cast<uint8_t*>(tensor.data_ptr()), static_cast<size_t>(tensor.numel())};
+}
+
+WordLengths WordLengthsOf(const Tensor& tensor) {
+  const std::span<uint8_t> bytes = BytesOf(tensor);
+  if (bytes.size() != WordLengths::extent) {
+    throw std::runtime_error("each of the 256 symbols must have a length");
+  }
+  return WordLengths(bytes);
+}
+
+void Encode(Tensor symbols, Tensor lengths, Tensor coded) {
+  HuffmanEncode(BytesOf(symbols), WordLengthsOf(lengths), BytesOf(coded));
+}
+
+void Decode(Tensor coded, Tensor lengths, Tensor symbols) {
+  HuffmanDecode(BytesOf(coded), WordLengthsOf(lengths), BytesOf(symbols));
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(torch_hybrid_backend, m) {
@@ -113,6 +140,8 @@ STABLE_TORCH_LIBRARY(torch_hybrid_backend, m) {
       "int[] borrowed_slots, int[] borrowed) -> int");
   m.def("finalizers() -> int[]");
   m.def("give_back_freed_memory() -> ()");
+  m.def("huffman_encode(Tensor symbols, Tensor lengths, Tensor(a!) coded) -> ()");
+  m.def("huffman_decode(Tensor coded, Tensor lengths, Tensor(a!) symbols) -> ()");
 }
 
 // One kernel for every backend and for calls without any tensor.
@@ -130,6 +159,8 @@ STABLE_TORCH_LIBRARY_IMPL(torch_hybrid_backend, CompositeExplicitAutograd, m) {
   m.impl("binding_new", TORCH_BOX(&BindingNew));
   m.impl("finalizers", TORCH_BOX(&Finalizers));
   m.impl("give_back_freed_memory", TORCH_BOX(&GiveBackFreedMemory));
+  m.impl("huffman_encode", TORCH_BOX(&Encode));
+  m.impl("huffman_decode", TORCH_BOX(&Decode));
 }
 
 }  // namespace torch_hybrid_backend

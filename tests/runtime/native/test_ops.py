@@ -30,6 +30,8 @@ from torch_hybrid_backend.runtime.native.ops import (
     Guard,
     GuardKind,
     Plan,
+    huffman_decode,
+    huffman_encode,
     use_cuda_driver,
     watches_writes,
 )
@@ -672,3 +674,21 @@ def test_a_missing_runtime_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_
     (tmp_path / "_runtime.so").write_text("no library")
     with pytest.raises(HybridError, match="cannot be loaded into torch"):
         ops.load()
+
+
+def test_bytes_are_coded_and_decoded() -> None:
+    """By words of given lengths; what is no code, and what are no bytes on the CPU, is refused with the reason."""
+    lengths = torch.zeros(256, dtype=torch.uint8)
+    lengths[:3] = torch.tensor([1, 2, 2])
+    symbols, coded, found = torch.tensor([0, 1, 2, 0, 0], dtype=torch.uint8), *torch.zeros(2, 5, dtype=torch.uint8)
+    huffman_encode(symbols, lengths, coded[:1])
+    assert coded[0] == 0b0011010  # 0, 10, 11, 0, 0, their first bits lowest
+    huffman_decode(coded[:1], lengths, found)
+    assert found.equal(symbols)
+    with pytest.raises(HybridError, match="too few words"):
+        huffman_decode(coded[:1], torch.zeros(256, dtype=torch.uint8), found)
+    with pytest.raises(HybridError, match="each of the 256 symbols"):
+        huffman_decode(coded[:1], lengths[:255], found)
+    for wrong in (found.int(), torch.zeros(10, dtype=torch.uint8)[::2], found.to("meta")):
+        with pytest.raises(HybridError, match="contiguous tensor of uint8 on the CPU"):
+            huffman_decode(coded[:1], lengths, wrong)

@@ -149,6 +149,8 @@ class _Operators:
         self.watches_writes = ops.watches_writes.default
         self.binding_new = ops.binding_new.default
         self.give_back_freed_memory = ops.give_back_freed_memory.default
+        self.huffman_encode = ops.huffman_encode.default
+        self.huffman_decode = ops.huffman_decode.default
 
     def close_library(self, path: str) -> None:
         self._close_library(os.fsencode(path))
@@ -204,6 +206,20 @@ def give_back_freed_memory() -> None:
     process, however large the sum: BERT-base kept 840 MiB after its first call.
     """
     _ops().give_back_freed_memory()
+
+
+def huffman_encode(symbols: torch.Tensor, lengths: torch.Tensor, coded: torch.Tensor) -> None:
+    """Writes the words of `symbols` to `coded`; see csrc/include/huffman.h.
+
+    All are contiguous uint8 on the CPU; `lengths` has 256: the bits of each symbol's word, or 0. `coded` has the bytes that the words need.
+    Raises HybridError for lengths that are no complete prefix code, a symbol without a word, and another size of `coded`.
+    """
+    _building(_ops().huffman_encode, symbols, lengths, coded)
+
+
+def huffman_decode(coded: torch.Tensor, lengths: torch.Tensor, symbols: torch.Tensor) -> None:
+    """Fills `symbols` from what `huffman_encode` wrote. Raises HybridError for lengths and bytes that it cannot have written."""
+    _building(_ops().huffman_decode, coded, lengths, symbols)
 
 
 class Plan:

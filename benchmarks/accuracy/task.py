@@ -1,0 +1,62 @@
+"""A task: a trained model, data that it has not seen, and how well it does."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from benchmarks.models import Size
+from torch_hybrid_backend import load_compressed, save_compressed
+from torch_hybrid_backend.config import Config
+
+Call = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """`model` is in eval mode; `calibration` are positional arguments, none of which `score` uses where it can be helped; `score` judges a
+    callable in the model's place."""
+
+    model: nn.Module
+    calibration: tuple[tuple[torch.Tensor, ...], ...]
+    score: Callable[[Call], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """`measure`: "accuracy", the share of right answers in percent, or "perplexity". `prepare` trains where no weights are kept."""
+
+    name: str
+    title: str
+    measure: Literal["accuracy", "perplexity"]
+    prepare: Callable[[Size], Prepared]
+
+    def difference(self, score: float, reference: float) -> float:
+        """Of accuracies in points, of perplexities in percent; below 0 means worse for accuracies, above 0 for perplexities."""
+        return score - reference if self.measure == "accuracy" else 100 * (score / reference - 1)
+
+
+def trained(model: nn.Module, name: str, source: ModuleType, train: Callable[[nn.Module], None]) -> nn.Module:
+    """`model`, trained and in eval mode. Its weights are kept under the cache folder, for as long as the text of `source` stays the same."""
+    version = hashlib.sha256(inspect.getsource(source).encode()).hexdigest()[:16]
+    path = Config.from_env(os.environ).cache_dir / "accuracy" / f"{name}-{version}.hybridw"
+    if path.exists():
+        load_compressed(path, into=model)
+    else:
+        train(model)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_compressed(model, path)
+    return model.eval()
+
+
+def batches(*tensors: torch.Tensor, size: int) -> list[tuple[torch.Tensor, ...]]:
+    """Slices of `size` rows; what is left at the end is dropped, so that one compiled graph serves all."""
+    return [tuple(t[k : k + size] for t in tensors) for k in range(0, len(tensors[0]) - size + 1, size)]

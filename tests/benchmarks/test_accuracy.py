@@ -1,0 +1,94 @@
+"""The tasks by which accuracy is judged: their data are real and fixed, and a reduced form of each runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.accuracy import __main__ as command
+from benchmarks.accuracy import digits, docstrings, sources, task
+
+
+def test_docstrings_do_not_tell_their_package_by_its_name() -> None:
+    """Different texts, the same in every process, without the label in them; none of a package that is not there."""
+    texts = docstrings._docstrings("numpy", 20)
+    assert len(set(texts)) == 20
+    assert texts == docstrings._docstrings("numpy", 20)
+    assert not any("numpy" in text.lower() for text in texts)
+    assert docstrings._docstrings("a_package_that_is_not_there", 1) == []
+
+
+def test_distorted_digits_are_the_same_each_time() -> None:
+    """They move and turn, differ from one another, and are drawn from a fixed seed."""
+    pytest.importorskip("sklearn")
+    images, labels = digits._digits()
+    assert (images.shape, labels.bincount().shape) == ((1797, 1, 8, 8), (10,))
+    one, again = (digits._distorted(images[:1].repeat(8, 1, 1, 1), torch.Generator().manual_seed(0)) for _ in range(2))
+    assert one.shape == (8, 3, 32, 32)
+    assert torch.equal(one, again)
+    assert (one[1:] - one[:1]).abs().amax((1, 2, 3)).min() > 0.5
+
+
+def test_held_out_sources_are_not_learnt() -> None:
+    """No window of bytes is on both sides but by chance."""
+    seen, held_out = sources._windows()
+    assert len(seen) > 5 * len(held_out) > 1000
+    assert not {bytes(row.tolist()) for row in seen.to(torch.uint8)} & {
+        bytes(row.tolist()) for row in held_out.to(torch.uint8)
+    }
+
+
+def test_trained_weights_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trained once, read afterwards."""
+    monkeypatch.setenv("HYBRID_CACHE_DIR", str(tmp_path))
+    trainings = []
+
+    def train(model: nn.Module) -> None:
+        trainings.append(model)
+        nn.init.constant_(model.weight, 3.0)
+
+    for _ in range(2):
+        model = task.trained(nn.Linear(2, 2), "linear", task, train)
+        assert model.weight.eq(3).all()
+        assert not model.training
+    assert len(trainings) == 1
+
+
+def test_differences_are_points_and_percent() -> None:
+    """Accuracies are subtracted, perplexities divided."""
+    accuracy, perplexity = command.TASKS[0], command.TASKS[-1]
+    assert (accuracy.measure, perplexity.measure) == ("accuracy", "perplexity")
+    assert accuracy.difference(80.0, 81.5) == -1.5
+    assert perplexity.difference(4.2, 4.0) == pytest.approx(5.0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [task.name for task in command.TASKS])
+def test_a_reduced_form_of_each_task_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trained model does better than chance, the compiled one as well as eager, 256 clusters nearly; the record says so."""
+    pytest.importorskip("sklearn")
+    monkeypatch.setenv("HYBRID_CACHE_DIR", str(tmp_path / "cache"))
+    arguments = [
+        "--size",
+        "small",
+        "--tasks",
+        name,
+        "--precision",
+        "as-written",
+        "clusters-256",
+        "--out",
+        str(tmp_path / "record"),
+    ]
+    command.main(arguments)
+    as_written, clusters = json.loads((tmp_path / "record").read_text())["results"]
+    assert (as_written["precision"], clusters["precision"]) == ("as-written", "clusters-256")
+    assert abs(as_written["difference"]) < 0.6  # one image of 200 may lie on the border of two
+    assert abs(clusters["difference"]) < 3
+    if as_written["measure"] == "accuracy":
+        assert as_written["float32"] > 20
+    else:
+        assert as_written["float32"] < 100

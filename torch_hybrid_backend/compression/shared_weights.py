@@ -1,0 +1,263 @@
+"""Pruned and shared weights: a copy of a model whose weights are few values, each kept as a small number that says which.
+
+Source: Han, Mao, Dally, "Deep Compression", ICLR 2016. Which clusters and which weights to prune: docs/adr/0038-compressed-weights.md.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import fnmatch
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.nn.utils import parametrize
+
+from torch_hybrid_backend.compression.clusters import Floats, k_means, nearest
+from torch_hybrid_backend.errors import HybridError
+
+Model = TypeVar("Model", bound=nn.Module)
+
+# Indices of so many clusters take four bits; of more, a byte.
+NIBBLE = 16
+_MOST_CLUSTERS = 256
+# Smaller ones (and biases, and the scales of norms) are a percent of a model at most, and a table beside them takes its share back.
+_SMALLEST = 1024
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+class SharedWeight(nn.Module):
+    """Indices of clusters, as a parametrisation (torch.nn.utils.parametrize) of a weight: from the table of values it makes the weight.
+
+    indices: uint8, (shape[0], columns), columns = ceil(prod(shape[1:]) / 2), each byte two indices of four bits, the lower bits first,
+    zero behind a row's end; where `clusters` exceeds 16, one index a byte and columns = prod(shape[1:]).
+
+    forward: table (clusters,), floating -> weight of `shape` and the table's dtype. The table is the module's parameter: its gradient is
+    the sum over each cluster's weights, by which the paper fine-tunes.
+    """
+
+    indices: torch.Tensor
+
+    def __init__(self, indices: torch.Tensor, shape: torch.Size, clusters: int) -> None:
+        super().__init__()
+        self.register_buffer("indices", indices)
+        self.shape = shape
+        self.is_packed = clusters <= NIBBLE
+
+    def forward(self, table: torch.Tensor) -> torch.Tensor:
+        index = self.indices
+        if self.is_packed:
+            index = torch.stack((index & 15, index >> 4), dim=-1).flatten(1)[:, : self.shape[1:].numel()]
+        # 30 ms for 2.4 million weights, where `table[index]` took 95.
+        return table.index_select(0, index.to(torch.int32).reshape(-1)).view(self.shape)
+
+
+def compress(
+    model: Model, *, sparsity: float | None = None, clusters: int | None = None, exclude: Sequence[str] = ()
+) -> Model:
+    """A copy of `model` with pruned and shared weights; its class, its methods and what its forward takes and returns stay.
+
+    sparsity: the share of all elements that becomes 0, between 0 and 1: those of the least magnitude, on a scale that all weights share.
+    Alone it leaves ordinary parameters, of which `save_compressed` makes a smaller file.
+    clusters: each weight gets so many values at most, 2 to 256, by k-means, one of them 0 where elements are pruned. It is kept as a table of
+    these values, a parameter, and four bits for each element, up to 16 clusters (else eight), a buffer (`SharedWeight`).
+    exclude: names of parameters that stay as they are, such as "classifier.weight"; "*" stands for anything ("*.0.*"); the name of a
+    module stands for all below it.
+
+    Weights are the parameters of float64, float32, bfloat16 or float16, of at least two dimensions and 1,024 elements. Those that a model
+    ties stay tied. Those with a parametrisation of their own, and members of a ParameterList or ParameterDict, stay as they are. The
+    copy does not see later changes of `model`; as with every model, compiled code sees changes of the copy's own tables and indices.
+
+    Raises HybridError for a weight with NaN or infinity, a model without any weight, and an exclusion that matches nothing; ValueError for
+    numbers out of range.
+    """
+    if sparsity is None and clusters is None:
+        raise ValueError("nothing to do: give sparsity (between 0 and 1), clusters (2 to 256), or both")
+    if sparsity is not None and not 0 < sparsity < 1:
+        raise ValueError(f"sparsity={sparsity!r}: must be a share between 0 and 1, both excluded")
+    if clusters is not None and not (isinstance(clusters, int) and 2 <= clusters <= _MOST_CLUSTERS):
+        raise ValueError(f"clusters={clusters!r}: must be a whole number of 2 to {_MOST_CLUSTERS}")
+    model = copy.deepcopy(model)
+    weights = _weights(model, _matching(exclude, [name for name, _ in model.named_parameters(remove_duplicate=False)]))
+    if not weights:
+        raise HybridError(
+            f"there is no weight to compress: a parameter of {', '.join(map(str, _DTYPES))}, at least 2 dimensions and {_SMALLEST} elements,"
+            " not excluded"
+        )
+    for weight, places in weights:
+        if not bool(torch.isfinite(weight).all()):
+            raise HybridError(f"the weight {places[0].name} has NaN or infinity: mend it, or name it in `exclude`")
+    pruned = [] if sparsity is None else _pruned([weight for weight, _ in weights], sparsity)
+    for (weight, places), zero in itertools.zip_longest(weights, pruned):
+        if clusters is None:
+            weight.data = weight.data.masked_fill(torch.from_numpy(zero).view(weight.shape).to(weight.device), 0)
+        else:
+            table, indices = _shared(_values(weight), zero, clusters)
+            shared = SharedWeight(
+                _packed(torch.from_numpy(indices).view(weight.shape[0], -1), clusters), weight.shape, clusters
+            )
+            _install(places, shared, torch.from_numpy(table), weight)
+    return model
+
+
+def restore_form(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Gives those weights of `model` the form of shared ones that have it in `tensors`, the state of a compressed model of its kind.
+
+    What the tensors hold is not copied. Raises HybridError where indices and table are not those of a weight of the model's size, or hold
+    indices beyond the table.
+    """
+    by_name = {place.name: places for places in _places(model).values() for place in places}
+    done: set[str] = set()
+    for key, indices in tensors.items():
+        found = _INDICES.fullmatch(key)
+        name = found and f"{found['module'] or ''}{found['attribute']}"
+        if not name or name not in by_name or name in done:
+            continue
+        places = by_name[name]
+        weight = getattr(places[0].module, places[0].attribute)
+        table = tensors.get(key.removesuffix("0.indices") + "original")
+        if table is None or not _fits(indices, table, weight):
+            raise HybridError(
+                f"{name}: the tensors under {key!r} are no shared weight of the shape {tuple(weight.shape)}"
+            )
+        shared = SharedWeight(torch.empty_like(indices), weight.shape, len(table))
+        _install(places, shared, torch.empty_like(table), weight)
+        done.update(place.name for place in places)
+
+
+# The name of indices in a module's state.
+_INDICES = re.compile(r"(?P<module>.+\.)?parametrizations\.(?P<attribute>[^.]+)\.0\.indices")
+
+
+def _fits(indices: torch.Tensor, table: torch.Tensor, weight: torch.Tensor) -> bool:
+    if table.dim() != 1 or not 0 < len(table) <= _MOST_CLUSTERS or not table.is_floating_point() or weight.dim() < 2:
+        return False
+    columns = weight.shape[1:].numel()
+    packed = len(table) <= NIBBLE
+    if indices.dtype != torch.uint8 or indices.shape != (weight.shape[0], (columns + 1) // 2 if packed else columns):
+        return False
+    every = torch.maximum(indices & 15, indices >> 4) if packed else indices
+    return not every.numel() or int(every.max()) < len(table)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Place:
+    """Where a model has a parameter: its name in the model, its module, and its name there."""
+
+    name: str
+    module: nn.Module
+    attribute: str
+
+
+def _install(places: Sequence[_Place], shared: SharedWeight, table: torch.Tensor, weight: torch.Tensor) -> None:
+    """Puts a shared weight in the place of `weight`, or in all places of one that is tied."""
+    parameter = nn.Parameter(table.to(weight), weight.requires_grad)
+    shared.to(weight.device)
+    for place in places:
+        if parametrize.is_parametrized(place.module, place.attribute):
+            continue  # a module that has several names
+        setattr(place.module, place.attribute, parameter)
+        # Unsafe: what the parametrisation makes of the table has another shape.
+        parametrize.register_parametrization(place.module, place.attribute, shared, unsafe=True)
+
+
+def _places(model: nn.Module) -> dict[int, list[_Place]]:
+    """All places of each parameter, by its id, but for those whose modules do not read them as attributes of a name."""
+    found: dict[int, list[_Place]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.ParameterList | nn.ParameterDict | parametrize.ParametrizationList):
+            continue
+        for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            name = f"{path}.{attribute}" if path else attribute
+            found.setdefault(id(parameter), []).append(_Place(name, module, attribute))
+    return found
+
+
+def _weights(model: nn.Module, excluded: AbstractSet[str]) -> list[tuple[nn.Parameter, list[_Place]]]:
+    """What is compressed; a weight one of whose names is excluded is not."""
+    places = _places(model)
+    return [
+        (parameter, places[id(parameter)])
+        for parameter in model.parameters()
+        if id(parameter) in places
+        and parameter.dtype in _DTYPES
+        and parameter.dim() >= 2
+        and parameter.numel() >= _SMALLEST
+        and excluded.isdisjoint(place.name for place in places[id(parameter)])
+    ]
+
+
+def _matching(patterns: Sequence[str], names: Sequence[str]) -> AbstractSet[str]:
+    """The names that a pattern stands for, or that lie in a module it stands for. Raises HybridError for a pattern without any."""
+    if isinstance(patterns, str):
+        raise HybridError(f"exclude={patterns!r}: must be a list or tuple of names")
+    matching: set[str] = set()
+    for pattern in patterns:
+        found = fnmatch.filter(names, pattern) + fnmatch.filter(names, f"{pattern}.*")
+        if not found:
+            modules = {name.rpartition(".")[0] for name in names} - {""}
+            near = difflib.get_close_matches(pattern, [*names, *modules], n=3, cutoff=0.5) or list(names)[:3]
+            raise HybridError(f"nothing is named as {pattern!r} in `exclude`; near names: {', '.join(near)}")
+        matching.update(found)
+    return matching
+
+
+def _values(weight: torch.Tensor) -> Floats:
+    values: Floats = weight.detach().to("cpu", torch.float64).numpy().ravel()
+    return values
+
+
+def _pruned(weights: Sequence[torch.Tensor], sparsity: float) -> list[NDArray[np.bool_]]:
+    """Which elements of each weight are pruned: `sparsity` of all, those of the lowest scores.
+
+    An element's score is its square over the sum of the squares of its weight that are not smaller (layer-adaptive magnitude-based pruning:
+    Lee et al., ICLR 2021). It puts the magnitudes of layers on one scale, and each weight keeps its largest element.
+    """
+    scores = [_scores(_values(weight)) for weight in weights]
+    sizes = [len(score) for score in scores]
+    every = np.concatenate(scores)
+    count = round(sparsity * len(every))
+    pruned = np.zeros(len(every), dtype=np.bool_)
+    pruned[np.argpartition(every, count - 1)[:count]] = True
+    return np.split(pruned, np.cumsum(sizes)[:-1])
+
+
+def _scores(values: Floats) -> NDArray[np.float32]:
+    squares = values * values
+    order = np.argsort(squares)
+    not_smaller = np.cumsum(squares[order][::-1])[::-1]
+    scores = np.zeros(len(values), dtype=np.float32)
+    np.divide(squares[order], not_smaller, out=squares, where=not_smaller > 0)
+    scores[order] = squares
+    return scores
+
+
+def _shared(values: Floats, pruned: NDArray[np.bool_] | None, clusters: int) -> tuple[Floats, NDArray[np.uint8]]:
+    """The table (clusters,) and for each value its index there. Where many are zero, zeros stay: as the first of the table."""
+    zero = values == 0
+    keeps_zero = pruned is not None or np.count_nonzero(zero) * clusters >= len(values)
+    zero = zero | pruned if pruned is not None else zero & keeps_zero
+    first = int(keeps_zero)  # the place of the others in the table
+    rest = values[~zero]
+    centres = k_means(rest, clusters - first) if len(rest) else rest
+    indices = np.zeros(len(values), dtype=np.uint8)
+    indices[~zero] = nearest(rest, centres) + first
+    table = np.zeros(clusters)
+    table[first : first + len(centres)] = centres
+    return table, indices
+
+
+def _packed(indices: torch.Tensor, clusters: int) -> torch.Tensor:
+    """Indices (rows, columns) of uint8 as `SharedWeight` keeps them."""
+    if clusters > NIBBLE:
+        return indices
+    padded = nn.functional.pad(indices, (0, indices.shape[1] % 2))
+    return padded[:, ::2] | padded[:, 1::2] << 4
