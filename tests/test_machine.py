@@ -113,3 +113,17 @@ def test_cpuinfo_is_of_the_first_processor(tmp_path: Path) -> None:
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/cpuinfo").write_text("processor : 0\nModel name\t: One: a\nrubbish\n\nprocessor : 1\nflags : x\n")
     assert cpuinfo(tmp_path) == {"processor": "0", "model name": "One: a"}
+
+
+def test_tiles_are_asked_for_where_the_system_has_them() -> None:
+    """What the system answers is known for the rest of the process; a processor without AMX has nothing to permit."""
+    answer = machine.may_use_tiles()
+    assert machine.may_use_tiles() is answer
+    if "amx_tile" not in cpuinfo(Path("/")).get("flags", "").split():
+        assert answer is False
+
+
+def test_without_the_runtime_there_are_no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is what asks: where it was built for another Python, kernels do without."""
+    monkeypatch.setitem(sys.modules, "torch_hybrid_backend._runtime", None)
+    assert machine.may_use_tiles.__wrapped__() is False

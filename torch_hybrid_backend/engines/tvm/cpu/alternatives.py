@@ -17,6 +17,7 @@ import torch
 
 from torch_hybrid_backend.codegen.operands import Packed
 from torch_hybrid_backend.codegen.variants import Variant
+from torch_hybrid_backend.engines.tvm.cpu.amx import tile_products
 from torch_hybrid_backend.engines.tvm.cpu.kernels import (
     FusedConvKernel,
     PackedConvKernel,
@@ -112,6 +113,8 @@ ALTERNATIVES: tuple[tuple[type[Kernel], Ways], ...] = (
     (PackedConvKernel, winograd),
     (PackedConvKernel, schedule_ranks),
     (FusedConvKernel, apart),
+    (PackedMatMulKernel, tile_products),
+    (UnpackedMatMulKernel, tile_products),
     (PackedMatMulKernel, schedule_ranks),
     # Last: the others are kernels of ours.
     (PackedConvKernel, onednn),

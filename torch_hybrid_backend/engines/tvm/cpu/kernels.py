@@ -54,6 +54,27 @@ class UnpackedMatMulKernel(Kernel):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class TileMatMulKernel(Kernel):
+    """Domain (b, m, n): accumulator[b, m, n] = sum over `k` of a * b by AMX, then the stores read `accumulator`. All sizes are known.
+
+    `a` is over (b, m, k). `b`, of one batch unless `batched_b`, is packed ahead in the argument `packed` as the format of that name in
+    `amx_formats.FORMATS` says. Sums of 8-bit integers are int32, modulo 2^32.
+    """
+
+    k: LoopVar
+    a: Expr
+    packed: Buffer
+    format: str
+    batched_b: bool
+    accumulator: Buffer
+    stores: tuple[Store, ...]
+
+    @property
+    def multiply_adds(self) -> float:
+        return _points(self) * size_hint(self.k.extent)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PackedConvKernel(Kernel):
     """Domain (n, o, *out_spatial): the accumulator, then the stores.
 

@@ -9,12 +9,14 @@ from torch_hybrid_backend.engines.tvm.cpu.kernels import (
     FusedConvKernel,
     PackedConvKernel,
     PackedMatMulKernel,
+    TileMatMulKernel,
     UnpackedMatMulKernel,
 )
 from torch_hybrid_backend.engines.tvm.schedules import elementwise
 from torch_hybrid_backend.engines.tvm.schedules.attention import rules as attention_rules
 from torch_hybrid_backend.engines.tvm.schedules.convolution import fused as fused_convolution
 from torch_hybrid_backend.engines.tvm.schedules.convolution import rules as convolution_rules
+from torch_hybrid_backend.engines.tvm.schedules.matmul import amx as amx_matmul
 from torch_hybrid_backend.engines.tvm.schedules.matmul import packed as packed_matmul
 from torch_hybrid_backend.engines.tvm.schedules.matmul import unpacked as unpacked_matmul
 from torch_hybrid_backend.engines.tvm.schedules.reduction import rows as reduction_rows
@@ -25,6 +27,7 @@ SCHEDULES: tuple[tuple[type[Kernel], Callable[..., Any]], ...] = (
     (RowKernel, reduction_rows.emit),
     (PackedMatMulKernel, packed_matmul.emit),
     (UnpackedMatMulKernel, unpacked_matmul.emit),
+    (TileMatMulKernel, amx_matmul.emit),
     (PackedConvKernel, convolution_rules.emit),
     (FusedConvKernel, fused_convolution.emit),
     (AttentionKernel, attention_rules.emit),
