@@ -19,7 +19,14 @@ from torch_hybrid_backend.codegen.variants import Variant
 from torch_hybrid_backend.engines.tvm.backend import TvmBackend
 from torch_hybrid_backend.engines.tvm.cpu import amx
 from torch_hybrid_backend.engines.tvm.cpu.alternatives import alternatives
-from torch_hybrid_backend.engines.tvm.cpu.kernels import PackedMatMulKernel, TileMatMulKernel, UnpackedMatMulKernel
+from torch_hybrid_backend.engines.tvm.cpu.amx_formats import FORMATS
+from torch_hybrid_backend.engines.tvm.cpu.kernels import (
+    PackedMatMulKernel,
+    TileConvKernel,
+    TileMatMulKernel,
+    UnpackedMatMulKernel,
+)
+from torch_hybrid_backend.engines.tvm.cpu.packing import pack_conv_tiles
 from torch_hybrid_backend.engines.tvm.schedules.matmul.amx import emit
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops import ops
@@ -134,4 +141,34 @@ def test_where_tiles_do_not_serve() -> None:
     assert not of_product(linear, x, w, changing=2)[2]
     assert not of_product(linear, x.double(), w.double())[2]
     assert not of_product(linear, x[:7], w)[2]
-    assert of_product(linear, x[:8], w)[2] or amx._cost(8, 96, 100, amx.FORMATS["float32"]) > amx._CONCEIVABLE_COST
+    assert of_product(linear, x[:8], w)[2] or amx._cost(1, 8, 96, 100, FORMATS["float32"]) > amx._CONCEIVABLE_COST
+
+
+def of_convolution(w: torch.Tensor, groups: int = 1, changing: int = 1, size: int = 28) -> list[Variant]:
+    def convolution(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        edge = w.shape[2] // 2
+        return torch.convolution(x, w, None, [1, 1], [edge, edge], [1, 1], False, [0, 0], groups)
+
+    return of_product(convolution, torch.randn(1, w.shape[1] * groups, size, size), w, changing=changing)[2]
+
+
+def test_convolutions() -> None:
+    """As products of a matrix that is made as it is read; preferred where it is not made nine times for few outputs."""
+    w = torch.randn(128, 64, 1, 1)
+    ways = of_convolution(w)
+    assert [way.name for way in ways] == ["amx float32", *[f"amx float32 choice {n}" for n in (1, 2, 3)]]
+    (kernel,), (packed,) = ways[0].kernels, ways[0].packed
+    assert isinstance(kernel, TileConvKernel)
+    assert (ways[0].is_preferred, ways[0].is_exact) == (True, False)
+    assert packed.buffer in [read.buffer for read in kernel.reads]
+    assert torch.equal(packed.pack(w).view(torch.int16), pack_conv_tiles(w, FORMATS["float32"]).view(torch.int16))
+    few = of_convolution(torch.randn(32, 64, 3, 3))
+    assert few[0].cost > ways[0].cost
+
+
+def test_where_tiles_do_not_serve_convolutions() -> None:
+    """Groups, channels that do not fill a vector, a weight known only at run time, hardly any pixels."""
+    assert not of_convolution(torch.randn(64, 16, 3, 3), groups=2)
+    assert not of_convolution(torch.randn(64, 3, 3, 3))
+    assert not of_convolution(torch.randn(64, 64, 3, 3), changing=2)
+    assert not of_convolution(torch.randn(64, 64, 3, 3), size=2)

@@ -1,6 +1,7 @@
 """Products on AMX's tiles in place of kernels that multiply by vectors, where the processor has them and this process may use them.
 
-Enters: a kernel of a product with a constant right operand. Leaves: the kernel that does the same with tiles, and the operand packed for it.
+Enters: a kernel of a product with a constant right operand, or of a convolution with a constant weight. Leaves: the kernel that does the same
+with tiles, and the operand packed for it.
 float32 is multiplied as three bfloat16, or as two where `torch.set_float32_matmul_precision` allows less than float32's own precision:
 `amx_formats` says what that costs. bfloat16 is multiplied as it is, a denormal number as 0, as PyTorch's own kernels for AMX do. 8-bit integers
 are multiplied exactly. Illegal: sizes known only at run time.
@@ -11,17 +12,24 @@ Nothing here imports TVM.
 from __future__ import annotations
 
 import dataclasses
+import math
 from functools import partial
 
 from torch_hybrid_backend.codegen.operands import Packed
 from torch_hybrid_backend.codegen.variants import Variant
 from torch_hybrid_backend.engines.tvm.cpu.amx_formats import FORMATS, PANEL, TileFormat
-from torch_hybrid_backend.engines.tvm.cpu.kernels import PackedMatMulKernel, TileMatMulKernel, UnpackedMatMulKernel
+from torch_hybrid_backend.engines.tvm.cpu.kernels import (
+    PackedConvKernel,
+    PackedMatMulKernel,
+    TileConvKernel,
+    TileMatMulKernel,
+    UnpackedMatMulKernel,
+)
 from torch_hybrid_backend.engines.tvm.cpu.operands import packed_unpacked
-from torch_hybrid_backend.engines.tvm.cpu.packing import pack_tiles
+from torch_hybrid_backend.engines.tvm.cpu.packing import pack_conv_tiles, pack_tiles
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops.ir import Buffer, Call, Expr, Load
-from torch_hybrid_backend.loops.kernels import Argument, kernel_sizes
+from torch_hybrid_backend.loops.kernels import Argument, Kernel, kernel_sizes
 from torch_hybrid_backend.loops.layout import contiguous
 from torch_hybrid_backend.machine import float32_precision
 from torch_hybrid_backend.sizes.size import known_int
@@ -34,6 +42,8 @@ _VECTOR_RATE, _INTEGER_RATE, _TILE_SHARE = 25.0, 100.0, 0.65
 # By estimate tiles are taken where they are so much faster, and tried where they might be.
 _CERTAIN_COST, _CONCEIVABLE_COST = 0.8, 1.25
 _RANKS = 4
+# Channels are read in vectors of so many.
+_LANES = 16
 
 
 def tile_products(
@@ -45,9 +55,7 @@ def tile_products(
     if name is None or kernel_sizes(kernel):
         return []
     batch, m, n, k = (known_int(variable.extent) for variable in (*kernel.domain, kernel.k))
-    if m < _MIN_ROWS or not (batch and n and k):
-        return []
-    form, cost = FORMATS[name], _cost(m, n, k, FORMATS[name])
+    form, cost = FORMATS[name], _cost(batch, m, n, k, FORMATS[name])
     if cost > _CONCEIVABLE_COST:
         return []
     batched = isinstance(kernel, PackedMatMulKernel) and kernel.batched_b
@@ -59,10 +67,8 @@ def tile_products(
         packed = weight.repacked(buffer, ahead)
     else:
         return []
-    argument = Argument(buffer, contiguous(buffer.shape))
-    reads = tuple(argument if read.buffer is operand else read for read in kernel.reads)
     product = TileMatMulKernel(
-        reads,
+        _reading(kernel, operand, packed),
         kernel.writes,
         kernel.domain,
         kernel.k,
@@ -73,18 +79,54 @@ def tile_products(
         kernel.accumulator,
         kernel.stores,
     )
-    first = Variant(f"amx {name}", (product,), (packed,), not form.splits, cost < _CERTAIN_COST, cost)
-    others = [
-        Variant(
-            f"amx {name} choice {n}",
-            (dataclasses.replace(product, schedule_rank=n),),
-            (packed,),
-            not form.splits,
-            cost=cost,
-        )
-        for n in range(1, _RANKS)
-    ]
-    return [first, *others]
+    return _variants(product, packed, cost)
+
+
+def tile_convolutions(kernel: PackedConvKernel, weight: Packed | None, target: Target) -> list[Variant]:
+    """The convolution as a product on tiles, and the further choices of its schedule; none where it has no such form."""
+    name = _format(kernel.x, kernel.packed.dtype, kernel.accumulator.dtype, target)
+    if weight is None or name is None or kernel.groups != 1 or kernel.winograd or kernel_sizes(kernel):
+        return []
+    images, outputs, *spatial = (known_int(variable.extent) for variable in kernel.domain)
+    channels = known_int(kernel.x_vars[1].extent)
+    if channels % _LANES:
+        return []
+    form, m, k = FORMATS[name], math.prod(spatial), math.prod(kernel.kernel) * channels
+    cost = _cost(images, m, outputs, k, form)
+    if cost > _CONCEIVABLE_COST:
+        return []
+    buffer = Buffer(form.packed_shape(1, k, outputs), form.dtype, "tiles", constant=True)
+    packed = weight.repacked(buffer, partial(pack_conv_tiles, form=form))
+    convolution = TileConvKernel(
+        _reading(kernel, kernel.packed, packed),
+        kernel.writes,
+        kernel.domain,
+        kernel.x_vars,
+        kernel.x,
+        buffer,
+        name,
+        kernel.stride,
+        kernel.padding,
+        kernel.dilation,
+        kernel.kernel,
+        kernel.accumulator,
+        kernel.stores,
+    )
+    return _variants(convolution, packed, cost)
+
+
+def _reading(kernel: Kernel, operand: Buffer, packed: Packed) -> tuple[Argument, ...]:
+    """What the kernel reads, with the packed operand in place of its own."""
+    argument = Argument(packed.buffer, contiguous(packed.buffer.shape))
+    return tuple(argument if read.buffer is operand else read for read in kernel.reads)
+
+
+def _variants(kernel: TileMatMulKernel | TileConvKernel, packed: Packed, cost: float) -> list[Variant]:
+    """The kernel as its schedule ranks first, second and so on."""
+    name, is_exact = f"amx {kernel.format}", not FORMATS[kernel.format].splits
+    first = Variant(name, (kernel,), (packed,), is_exact, cost < _CERTAIN_COST, cost)
+    others = [(dataclasses.replace(kernel, schedule_rank=rank),) for rank in range(1, _RANKS)]
+    return [first, *(Variant(f"{name} choice {n}", k, (packed,), is_exact, cost=cost) for n, k in enumerate(others, 1))]
 
 
 def _format(a: Expr, dtype: str, sums: str, target: Target) -> str | None:
@@ -102,10 +144,11 @@ def _format(a: Expr, dtype: str, sums: str, target: Target) -> str | None:
     return None
 
 
-def _cost(m: int, n: int, k: int, form: TileFormat) -> float:
-    """The estimated time on tiles over that by vectors."""
+def _cost(batch: int, m: int, n: int, k: int, form: TileFormat) -> float:
+    """The estimated time on tiles over that by vectors; infinite where there are too few rows, or nothing to compute."""
+    if m < _MIN_ROWS or not (batch and n and k):
+        return math.inf
     tiles = -(-m // 16) * 2 * -(-n // PANEL) * form.steps(k)
     multiplied = tiles * form.products * 16 / _TILE_SHARE
-    copied = m * k * form.copy_cycles
     by_vectors = m * n * k / (_INTEGER_RATE if form.itemsize == 1 else _VECTOR_RATE)
-    return (multiplied + copied) / by_vectors
+    return (multiplied + m * k * form.copy_cycles) / by_vectors

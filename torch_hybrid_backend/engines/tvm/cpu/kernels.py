@@ -101,6 +101,30 @@ class PackedConvKernel(Kernel):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class TileConvKernel(Kernel):
+    """Domain (n, o, *out_spatial): the accumulator by AMX, then the stores. All sizes are known; one group; channels are a multiple of 16.
+
+    `x` is over (n, c, *in_spatial) given by `x_vars`, in range only. The weight is packed ahead as a matrix of (kernel, c) by o, in the format
+    of that name in `amx_formats.FORMATS`.
+    """
+
+    x_vars: tuple[LoopVar, ...]
+    x: Expr
+    packed: Buffer
+    format: str
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    kernel: tuple[int, ...]
+    accumulator: Buffer
+    stores: tuple[Store, ...]
+
+    @property
+    def multiply_adds(self) -> float:
+        return _points(self) * size_hint(self.x_vars[1].extent) * math.prod(self.kernel)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class FusedConvKernel(Kernel):
     """Convolutions one after the other: each reads what the one before it stores, which nothing else does and which lies in no memory.
 

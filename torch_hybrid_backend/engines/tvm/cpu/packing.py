@@ -83,6 +83,11 @@ def pack_tiles(b: torch.Tensor, form: TileFormat) -> torch.Tensor:
     return torch.cat((packed.flatten(), is_plain.to(torch.int16))).view(torch.bfloat16)
 
 
+def pack_conv_tiles(w: torch.Tensor, form: TileFormat) -> torch.Tensor:
+    """`pack_tiles` of a convolution's weight (O, I, *kernel) as the matrix (1, kernel positions times I, O)."""
+    return pack_tiles(w.flatten(2).permute(2, 1, 0).reshape(1, -1, w.shape[0]), form)
+
+
 def is_depthwise(o: int, inputs_per_group: int, groups: int) -> bool:
     """Whether every output channel reads exactly its own input channel."""
     return groups > 1 and inputs_per_group == 1 and o == groups

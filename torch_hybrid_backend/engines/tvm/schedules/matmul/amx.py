@@ -17,14 +17,14 @@ Sources: Goto & van de Geijn, "Anatomy of High-Performance Matrix Multiplication
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from tvm import tirx
 
 from torch_hybrid_backend.engines.tvm.cpu.amx_formats import FORMATS, LARGEST, PANEL, ROW_BYTES, SMALLEST
-from torch_hybrid_backend.engines.tvm.cpu.kernels import TileMatMulKernel
+from torch_hybrid_backend.engines.tvm.cpu.kernels import TileConvKernel, TileMatMulKernel
 from torch_hybrid_backend.engines.tvm.cpu.tiles import lane_chunks
 from torch_hybrid_backend.engines.tvm.schedules import amx_tiles
 from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, partials
@@ -33,7 +33,7 @@ from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirBuffe
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.engines.tvm.tir.storage import narrow, storage_dtype
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
-from torch_hybrid_backend.loops.ir import Load
+from torch_hybrid_backend.loops.ir import Expr, Load
 from torch_hybrid_backend.sizes.size import known_int
 
 _LANES = 16  # of a vector, and rows, and columns of words, of a tile
@@ -49,6 +49,10 @@ _EXACT_ROWS = 8
 def emit(kernel: TileMatMulKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
     """The kernel's body."""
     return _TileMatMul(kernel, builder, printer, target).emit()
+
+
+# Of a vector's piece of A: when it is there, None for always (elsewhere it is zero), and what the kernel's variables are at each lane.
+Piece = tuple[TirExpr | None, Callable[[Index], Mapping[LoopVar, Index]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +75,23 @@ class _Part:
     elements: int
 
 
-class _TileMatMul:
-    """The emission of one kernel."""
+class TileProduct:
+    """The emission of one kernel: products of (batch, m, k) by (batch or 1, k, n), whose A is the expression `a`."""
 
-    def __init__(self, kernel: TileMatMulKernel, builder: Builder, printer: Printer, target: Target) -> None:
-        self.kernel, self.builder, self.printer, self.target = kernel, builder, printer, target
+    def __init__(
+        self,
+        kernel: TileMatMulKernel | TileConvKernel,
+        a: Expr,
+        sizes: tuple[int, int, int, int],
+        builder: Builder,
+        printer: Printer,
+        target: Target,
+    ) -> None:
+        self.kernel, self.a, self.builder, self.printer, self.target = kernel, a, builder, printer, target
         self.form = FORMATS[kernel.format]
-        self.batch, self.m, self.n = (known_int(v.extent) for v in kernel.domain)
-        self.k = known_int(kernel.k.extent)
+        self.batch, self.m, self.k, self.n = sizes
+        self.batched_b = False
+        self.column = kernel.domain[2] if isinstance(kernel, TileMatMulKernel) else kernel.domain[1]
         self.row_panels, self.column_panels = -(-self.m // PANEL), -(-self.n // PANEL)
         self.steps = self.form.steps(self.k)
         self.parts = 1 if self.steps <= _WHOLE_STEPS else -(-self.steps // _PART_STEPS)
@@ -93,9 +106,20 @@ class _TileMatMul:
         waiting = 1 if self.parts == 1 else self.block * self.group
         self.sums = builder.local(waiting * PANEL * PANEL, self.form.sums, "sums")
         self.configuration = amx_tiles.configuration(builder)
-        # Of a panel of A: whether it is to be multiplied by vectors. Of a panel of B: its numbers, for that.
+        # Of each panel of A: whether it is to be multiplied by vectors. For that, a panel of A as numbers, (32, k), and one of B, (k, 32).
         self.is_outside = builder.local(self.block, "int32", "outside")
-        self.numbers = builder.local(self.part_steps * self.form.depth * PANEL, "float32", "numbers")
+        self.part_elements = self.part_steps * self.form.depth
+        self.a_numbers, self.b_numbers = (
+            builder.local(self.part_elements * PANEL, "float32", name) for name in ("a_numbers", "b_numbers")
+        )
+
+    def row(self, batch: Index, number: Index) -> tuple[dict[LoopVar, Index], list[Stmt]]:
+        """The kernel's variables in a row of A and of the result, and the statements that bind them."""
+        raise NotImplementedError
+
+    def piece(self, env: dict[LoopVar, Index], unit: Index, within: int) -> Piece:
+        """Elements of a row of A from `16 * unit + within` of k on, of one unit."""
+        raise NotImplementedError
 
     def _task_size(self) -> tuple[int, int]:
         """Panels of rows and of columns of one task: the kernel's `schedule_rank` by estimated time."""
@@ -130,14 +154,14 @@ class _TileMatMul:
         batch, row, column = position[0], position[1] * self.block, position[2] * self.group
         arrays = [self.configuration, self.scratch, self.sums]
         if self.form.splits:
-            arrays += [self.is_outside, self.numbers]
+            arrays += [self.is_outside, self.a_numbers, self.b_numbers]
         last_steps = self.steps - (self.parts - 1) * self.part_steps
         last_start = (self.parts - 1) * self.part_steps
         last = _Part(as_index(self.parts - 1), as_index(last_start), last_steps, self.k - last_start * self.form.depth)
 
         def whole(number: Index) -> Stmt:
-            elements = self.part_steps * self.form.depth
-            return self._part(batch, row, column, _Part(number, number * self.part_steps, self.part_steps, elements))
+            part = _Part(number, number * self.part_steps, self.part_steps, self.part_elements)
+            return self._part(batch, row, column, part)
 
         return b.seq(
             # Memory first: where there is none, the kernel ends here, with no tiles configured.
@@ -184,62 +208,82 @@ class _TileMatMul:
 
     # A as tiles.
 
+    def _rows(
+        self,
+        batch: Index,
+        panel: Index,
+        part: _Part,
+        put: Callable[[Index, Index, Mapping[LoopVar, Index] | None], Stmt],
+    ) -> Stmt:
+        """`put(line, at, env)` for every row of a panel of A and every element of a part of k, counted from its first, in vectors.
+
+        `env`: the kernel's variables there; None where the element is zero: behind the last k, or where A says so.
+        """
+        b, depth = self.builder, self.form.depth
+        whole, left = divmod(part.elements, depth)
+
+        def row(line: Index) -> Stmt:
+            own, bindings = self.row(batch, panel * PANEL + line)
+
+            def zeros(at: Index, width: int) -> Stmt:
+                return self.printer.vector_loop(width, lambda lane: put(line, at + lane, None))
+
+            def numbers(step: Index, start: int, width: int) -> Stmt:
+                unit, within = divmod(start, _LANES)
+                at = step * depth + start
+                condition, env = self.piece(own, (part.start + step) * (depth // _LANES) + unit, within)
+                there = self.printer.vector_loop(width, lambda lane: put(line, at + lane, env(lane)))
+                return there if condition is None else b.when(condition, there, zeros(at, width))
+
+            def step(at: Index) -> Stmt:
+                return b.seq(*[numbers(at, start, _LANES) for start in range(0, depth, _LANES)])
+
+            rest = []
+            if left:
+                rest = [numbers(as_index(whole), start, width) for start, width in lane_chunks(left, _LANES)]
+                behind = lane_chunks(depth - left, _LANES)
+                rest += [zeros(as_index(whole * depth + left + start), width) for start, width in behind]
+            return b.seq(*bindings, b.loop(whole, step, name="step") if whole else None, *rest)
+
+        return (
+            b.loop_until(self._rows_of(panel), PANEL, row, "line")
+            if self.m % PANEL
+            else b.loop(PANEL, row, name="line")
+        )
+
     def _copy(self, batch: Index, panel: Index, r: Index, part: _Part) -> Stmt:
         """One part of a panel of rows to scratch memory, and whether any of its numbers is outside of what can be split."""
         b, form = self.builder, self.form
         zero = tirx.const(0, storage_dtype(form.a_dtype))
-        whole, left = divmod(part.elements, form.depth)
         splitting = None
         if form.splits:
             largest, smallest, bits = (b.local(_LANES, "uint32", name) for name in ("largest", "smallest", "bits"))
             splitting = _Splitting(largest, smallest, b.local(_LANES, "float32", "rest"), bits)
 
-        def row(line: Index) -> Stmt:
-            point = {self.kernel.domain[0]: batch, self.kernel.domain[1]: panel * PANEL + line}
+        def put(line: Index, at: Index, env: Mapping[LoopVar, Index] | None) -> Stmt:
+            to = r * (self.part_steps * self.panel_size) + at // form.depth * self.panel_size
+            to = to + line * form.depth + at % form.depth
+            if env is None:
+                places = [to + p * form.panel_elements for p in range(form.parts)]
+                return b.seq(*[b.store(self.scratch, place, zero) for place in places])
+            if splitting is None:
+                return b.store(self.scratch, to, self._whole(env))
+            return self._split(to, at % _LANES, self.printer.expr(self.a, env), splitting)
 
-            def piece(step: Index, start: int, width: int, is_zero: bool) -> Stmt:
-                to = (r * self.part_steps + step) * self.panel_size + line * form.depth + start
-
-                def element(lane: Index) -> Stmt:
-                    if is_zero:
-                        places = [to + lane + p * form.panel_elements for p in range(form.parts)]
-                        return b.seq(*[b.store(self.scratch, place, zero) for place in places])
-                    k = (part.start + step) * form.depth + start + lane
-                    return self._place(to + lane, lane, {**point, self.kernel.k: k}, splitting)
-
-                return self.printer.vector_loop(width, element)
-
-            def step(at: Index) -> Stmt:
-                return b.seq(*[piece(at, start, _LANES, False) for start in range(0, form.depth, _LANES)])
-
-            rest = []
-            if left:
-                rest = [piece(as_index(whole), start, width, False) for start, width in lane_chunks(left, _LANES)]
-                for start, width in lane_chunks(form.depth - left, _LANES):
-                    rest.append(piece(as_index(whole), left + start, width, True))
-            return b.seq(b.loop(whole, step, name="step") if whole else None, *rest)
-
-        rows = (
-            b.loop_until(self._rows_of(panel), PANEL, row, "line")
-            if self.m % PANEL
-            else b.loop(PANEL, row, name="line")
-        )
+        rows = self._rows(batch, panel, part, put)
         return rows if splitting is None else self._watched(r, splitting, rows)
 
     def _rows_of(self, panel: Index) -> TirExpr:
         return tirx.Min(self.builder.index(self.m - panel * PANEL), tirx.IntImm("int32", PANEL))
 
-    def _place(self, to: Index, lane: Index, env: dict[LoopVar, Index], splitting: _Splitting | None) -> Stmt:
-        """One element of A to where its tile has it, and its parts after the first to theirs."""
-        b, a = self.builder, self.kernel.a
-        if splitting is not None:
-            return self._split(to, lane, self.printer.expr(a, env), splitting)
-        if isinstance(a, Load) and a.buffer.dtype == self.form.a_dtype and a.buffer in self.printer.arguments:
-            offset = self.printer.offset(a.buffer, a.index, env)
-            return b.store(self.scratch, to, b.load(self.printer.arguments[a.buffer][0], offset))
+    def _whole(self, env: Mapping[LoopVar, Index]) -> TirExpr:
+        """An element of A that is one part, as tiles have it."""
+        a, dtype = self.a, self.form.a_dtype
+        if isinstance(a, Load) and a.buffer.dtype == dtype and a.buffer in self.printer.arguments:
+            array, _ = self.printer.arguments[a.buffer]
+            return self.builder.load(array, self.printer.offset(a.buffer, a.index, env))
         value = self.printer.expr(a, env)
-        value = narrow(value, self.form.a_dtype) if a.dtype == "float32" else tirx.Cast(self.form.a_dtype, value)
-        return b.store(self.scratch, to, value)
+        return narrow(value, dtype) if a.dtype == "float32" else tirx.Cast(dtype, value)
 
     def _split(self, to: Index, lane: Index, value: TirExpr, vectors: _Splitting) -> Stmt:
         """A float32 as bfloat16: the first is it rounded to nearest, each other what is left, rounded. Watches its magnitude.
@@ -308,7 +352,7 @@ class _TileMatMul:
         """The sums of a panel of rows and one of columns, with a part of k added."""
         b = self.builder
         panel = column + c
-        if self.kernel.batched_b:
+        if self.batched_b:
             panel = panel + batch * self.column_panels
         by_tiles = self._by_tiles(r, panel, c, part, 2)
         if 0 < self.m % PANEL <= PANEL // 2:
@@ -320,7 +364,7 @@ class _TileMatMul:
             )
         if not self.form.splits:
             return by_tiles
-        count = self.column_panels * (self.batch if self.kernel.batched_b else 1)
+        count = self.column_panels * (self.batch if self.batched_b else 1)
         is_plain = b.load(self.packed, count * self.steps * self.panel_size + panel) != tirx.IntImm("uint16", 0)
         is_outside = b.load(self.is_outside, r) != 0
         by_vectors = self._by_vectors(batch, row, r, panel, c, part, is_plain)
@@ -388,42 +432,35 @@ class _TileMatMul:
         self, batch: Index, row: Index, r: Index, panel: Index, c: Index, part: _Part, is_plain: TirExpr
     ) -> Stmt:
         """As `_by_tiles`, in float32: of A as it is, and of B put together again."""
-        b, kernel = self.builder, self.kernel
-        sums = self._sums_at(r, c)
-        start = part.start * self.form.depth
+        b, sums = self.builder, self._sums_at(r, c)
 
-        def rows(eighth: Index) -> Stmt:
+        def put(line: Index, at: Index, env: Mapping[LoopVar, Index] | None) -> Stmt:
+            value = tirx.const(0, "float32") if env is None else self.printer.expr(self.a, env)
+            return b.store(self.a_numbers, line * self.part_elements + at, value)
+
+        def rows(group: Index) -> Stmt:
             tile = RegisterTile(b, self.printer, _EXACT_ROWS, PANEL // _LANES, _LANES, "float32")
-            at = sums + eighth * (_EXACT_ROWS * PANEL)
-            points, bounds = [], []
-            for i in range(_EXACT_ROWS):
-                point = (row + r) * PANEL + eighth * _EXACT_ROWS + i
-                if self.m % PANEL:  # the last row in place of those beyond it
-                    point, bound = b.bound(tirx.Min(b.index(point), self.m - 1), self.m, "row")
-                    bounds.append(bound)
-                points.append(point)
+            at = sums + group * (_EXACT_ROWS * PANEL)
 
             def a(i: int, k: Index) -> TirExpr:
-                env = {kernel.domain[0]: batch, kernel.domain[1]: points[i], kernel.k: start + k}
-                return self.printer.expr(kernel.a, env)
+                return b.load(self.a_numbers, (group * _EXACT_ROWS + i) * self.part_elements + k)
 
             def step(k: Index, way: int) -> Stmt | None:
                 scalars = partials(lambda i, _: a(i, k), _EXACT_ROWS)
-                vectors = partials(lambda v, lane: b.load(self.numbers, k * PANEL + v * _LANES + lane), PANEL // _LANES)
+                vectors = partials(
+                    lambda v, lane: b.load(self.b_numbers, k * PANEL + v * _LANES + lane), PANEL // _LANES
+                )
                 return tile.accumulate(scalars, vectors, way)
 
             restore = b.when(b.index(part.number) > 0, tile.restore(self.sums, at)) if self.parts > 1 else None
-            return b.seq(
-                *bounds,
-                tile.declare(),
-                tile.clear(),
-                restore,
-                tile.steps(part.elements, step),
-                tile.spill(self.sums, at),
-            )
+            steps = tile.steps(part.elements, step)
+            return b.seq(tile.declare(), tile.clear(), restore, steps, tile.spill(self.sums, at))
 
-        numbers = b.when(is_plain, self._numbers(panel, part, True), self._numbers(panel, part, False))
-        return b.seq(numbers, b.loop(PANEL // _EXACT_ROWS, rows, name="rows"))
+        return b.seq(
+            self._rows(batch, row + r, part, put),
+            b.when(is_plain, self._numbers(panel, part, True), self._numbers(panel, part, False)),
+            b.loop(PANEL // _EXACT_ROWS, rows, name="rows"),
+        )
 
     def _numbers(self, panel: Index, part: _Part, is_plain: bool) -> Stmt:
         """B's panel as float32, (k, 32 columns), from a plain panel or from the sums of parts."""
@@ -457,7 +494,7 @@ class _TileMatMul:
             to = ((s * _LANES + line) * 2) * PANEL + j * _LANES
             return b.seq(
                 *[
-                    tirx.BufferStore(self.numbers, number(words, odd == 1), [_ramp(b, to + odd * PANEL, _LANES)])
+                    tirx.BufferStore(self.b_numbers, number(words, odd == 1), [_ramp(b, to + odd * PANEL, _LANES)])
                     for odd in (0, 1)
                 ]
             )
@@ -471,24 +508,38 @@ class _TileMatMul:
         b, kernel = self.builder, self.kernel
         sums, left = self._sums_at(r, c), self.n % PANEL
 
-        def columns(line: Index, count: int) -> Stmt:
+        def columns(line: Index, env: dict[LoopVar, Index], count: int) -> Stmt:
             def store(start: int, lane: Index) -> Stmt:
                 value = b.load(self.sums, sums + line * PANEL + start + lane)
                 self.printer.locals[kernel.accumulator] = lambda _: value
-                point = (batch, (row + r) * PANEL + line, (column + c) * PANEL + start + lane)
-                return self.printer.stores(kernel.stores, dict(zip(kernel.domain, point, strict=True)))
+                return self.printer.stores(kernel.stores, {**env, self.column: (column + c) * PANEL + start + lane})
 
             pieces = lane_chunks(count, _LANES)
             return b.seq(*[self.printer.vector_loop(width, partial(store, start)) for start, width in pieces])
 
         def line(at: Index) -> Stmt:
-            if not left:
-                return columns(at, PANEL)
-            if self.column_panels == 1:
-                return columns(at, left)
-            return b.when(b.index(column + c) < self.column_panels - 1, columns(at, PANEL), columns(at, left))
+            env, bindings = self.row(batch, (row + r) * PANEL + at)
+            if not left or self.column_panels == 1:
+                return b.seq(*bindings, columns(at, env, left or PANEL))
+            is_whole = b.index(column + c) < self.column_panels - 1
+            return b.seq(*bindings, b.when(is_whole, columns(at, env, PANEL), columns(at, env, left)))
 
         return b.loop_until(self._rows_of(row + r), PANEL, line, "line")
+
+
+class _TileMatMul(TileProduct):
+    """The emission of a `TileMatMulKernel`."""
+
+    def __init__(self, kernel: TileMatMulKernel, builder: Builder, printer: Printer, target: Target) -> None:
+        batch, m, n = (known_int(variable.extent) for variable in kernel.domain)
+        super().__init__(kernel, kernel.a, (batch, m, known_int(kernel.k.extent), n), builder, printer, target)
+        self.depth, self.batched_b = kernel.k, kernel.batched_b
+
+    def row(self, batch: Index, number: Index) -> tuple[dict[LoopVar, Index], list[Stmt]]:
+        return dict(zip(self.kernel.domain, (batch, number), strict=False)), []
+
+    def piece(self, env: dict[LoopVar, Index], unit: Index, within: int) -> Piece:
+        return None, lambda lane: {**env, self.depth: unit * _LANES + within + lane}
 
 
 def _spread(statements: list[Stmt], among: list[Stmt]) -> list[Stmt]:

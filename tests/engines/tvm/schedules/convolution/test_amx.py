@@ -1,0 +1,107 @@
+"""Convolution by AMX: the kernel runs on emulated tiles and is compared with eager in float64."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+
+import pytest
+import torch
+
+from tests.engines.tvm.amx_for_tests import SAPPHIRE_RAPIDS, emulated
+from tests.engines.tvm.schedule_runner import HOST, compile_kernel, row_major, run_kernel
+from tests.engines.tvm.schedules.convolution.convolutions_for_tests import Case, make
+from torch_hybrid_backend.engines.tvm.cpu.amx_formats import FORMATS
+from torch_hybrid_backend.engines.tvm.cpu.kernels import TileConvKernel
+from torch_hybrid_backend.engines.tvm.cpu.packing import pack_conv_tiles
+from torch_hybrid_backend.engines.tvm.schedules.convolution.amx import emit
+from torch_hybrid_backend.loops.ir import Buffer
+
+__all__ = ["emulated"]  # the fixture
+
+_HOST = dataclasses.replace(HOST, lanes=16, cores=2, l1_bytes=48 << 10, l2_bytes=2 << 20)
+
+
+def tiles_of(
+    case: Case, name: str, x: torch.Tensor | None = None
+) -> tuple[TileConvKernel, dict[Buffer, torch.Tensor], torch.Tensor]:
+    """As `make`, the kernel and its weight for tiles."""
+    kernel, inputs, want = make(case, _HOST, x)
+    # The weight that `make` packed, as it was: blocks of outputs come back together.
+    blocks = inputs.pop(kernel.packed)[0]
+    weight = blocks.permute(0, 4, 2, 1, 3).flatten(0, 1)[: case.o].reshape(case.o, case.x[1], *case.kernel)
+    ahead = pack_conv_tiles(weight, FORMATS[name])
+    packed = Buffer(tuple(ahead.shape), "bfloat16", "tiles")
+    reads = tuple(row_major(packed) if read.buffer is kernel.packed else read for read in kernel.reads)
+    tiles = TileConvKernel(
+        reads,
+        kernel.writes,
+        kernel.domain,
+        kernel.x_vars,
+        kernel.x,
+        packed,
+        name,
+        kernel.stride,
+        kernel.padding,
+        kernel.dilation,
+        kernel.kernel,
+        kernel.accumulator,
+        kernel.stores,
+    )
+    return tiles, {**inputs, packed: ahead}, want
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((2, 32, 7, 9), 40, (1, 1)),
+        Case((1, 16, 9, 7), 32, (3, 3), padding=1),
+        Case((1, 48, 11, 8), 33, (3, 2), stride=2, padding=(1, 0), blocked_x=False, blocked_out=False),
+        Case((1, 16, 12, 12), 16, (3, 3), padding=2, dilation=2, long_epilogue=True),
+        Case((2, 32, 40), 32, (5,), padding=2),
+        Case((1, 128, 6, 6), 32, (3, 3), padding=1),  # k in two parts
+        Case((1, 32, 7, 7), 24, (3, 3), stride=2),
+    ],
+    ids=lambda case: f"{case.x} {case.o} {case.kernel}",
+)
+def test_matches_eager(emulated: ctypes.CDLL, case: Case) -> None:
+    """Every geometry and layout, with a bias, a residual and a ReLU."""
+    kernel, inputs, want = tiles_of(case, "float32")
+    (got,) = run_kernel(kernel, emit, inputs, _HOST)
+    torch.testing.assert_close(got.double(), want, rtol=2e-6, atol=2e-6 * float(want.abs().max()))
+
+
+def test_bfloat16(emulated: ctypes.CDLL) -> None:
+    """Images and weights of bfloat16 are multiplied as they are."""
+    kernel, inputs, want = tiles_of(Case((1, 32, 9, 9), 40, (3, 3), padding=1, dtype="bfloat16"), "bfloat16")
+    (got,) = run_kernel(kernel, emit, inputs, _HOST)
+    torch.testing.assert_close(got.double(), want, rtol=1e-2, atol=1e-2 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("nan"), 1e-40, 3e38])
+def test_numbers_that_cannot_be_split(emulated: ctypes.CDLL, number: float) -> None:
+    """Pixels that see such a number of the image are as eager's, and so are all others."""
+    x = torch.randn(1, 16, 12, 12)
+    x[0, 3, 0, 5] = number
+    kernel, inputs, want = tiles_of(Case((1, 16, 12, 12), 32, (3, 3), padding=1), "float32", x)
+    before = emulated.products_so_far()
+    (got,) = run_kernel(kernel, emit, inputs, _HOST)
+    assert emulated.products_so_far() > before
+    want = want.float().double()
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got[want.isinf()].double(), want[want.isinf()])
+    near = torch.zeros(12, 12, dtype=torch.bool)
+    near[:2, 4:7] = True
+    torch.testing.assert_close(got[..., ~near].double(), want[..., ~near], rtol=2e-6, atol=1e-5)
+    if number != 3e38:
+        return
+    finite = want.isfinite()
+    assert ((got.double() - want).abs() <= 1e-6 * 3e38)[finite].all()
+
+
+def test_machine_code() -> None:
+    """Tiles are multiplied in a loop without vectors, configured and released once."""
+    kernel, _, _ = tiles_of(Case((1, 64, 14, 14), 64, (3, 3), padding=1), "float32")
+    assembly = compile_kernel(kernel, emit, SAPPHIRE_RAPIDS).inspect_source("asm")
+    assert "\ttdpbf16ps\t" in assembly
+    assert assembly.count("\tldtilecfg\t") == assembly.count("\ttilerelease") == 1
