@@ -41,6 +41,9 @@ _MIN_ROWS = 8
 _VECTOR_RATE, _INTEGER_RATE, _TILE_SHARE = 25.0, 100.0, 0.65
 # By estimate tiles are taken where they are so much faster, and tried where they might be.
 _CERTAIN_COST, _CONCEIVABLE_COST = 0.8, 1.25
+# No estimate for float32 is below this: it was confirmed on one processor, so a kernel by vectors is timed beside the one on tiles
+# (`codegen.search` times no variant whose estimate is 1.6 times another's).
+_LEAST_SPLIT_COST = 0.65
 _RANKS = 4
 # Channels are read in vectors of so many.
 _LANES = 16
@@ -51,7 +54,8 @@ def tile_products(
 ) -> list[Variant]:
     """The product on tiles, and the further choices of its schedule; none where it has no such form."""
     operand = kernel.packed if isinstance(kernel, PackedMatMulKernel) else kernel.weight
-    name = _format(kernel.a, operand.dtype, kernel.accumulator.dtype, target)
+    precision, _ = float32_precision("cpu")
+    name = _format(kernel.a, operand.dtype, kernel.accumulator.dtype, precision, target)
     if name is None or kernel_sizes(kernel):
         return []
     batch, m, n, k = (known_int(variable.extent) for variable in (*kernel.domain, kernel.k))
@@ -84,7 +88,8 @@ def tile_products(
 
 def tile_convolutions(kernel: PackedConvKernel, weight: Packed | None, target: Target) -> list[Variant]:
     """The convolution as a product on tiles, and the further choices of its schedule; none where it has no such form."""
-    name = _format(kernel.x, kernel.packed.dtype, kernel.accumulator.dtype, target)
+    _, precision = float32_precision("cpu")
+    name = _format(kernel.x, kernel.packed.dtype, kernel.accumulator.dtype, precision, target)
     if weight is None or name is None or kernel.groups != 1 or kernel.winograd or kernel_sizes(kernel):
         return []
     images, outputs, *spatial = (known_int(variable.extent) for variable in kernel.domain)
@@ -122,19 +127,24 @@ def _reading(kernel: Kernel, operand: Buffer, packed: Packed) -> tuple[Argument,
 
 
 def _variants(kernel: TileMatMulKernel | TileConvKernel, packed: Packed, cost: float) -> list[Variant]:
-    """The kernel as its schedule ranks first, second and so on."""
+    """The kernel as its schedule ranks first, second and so on; the latter are for tuning: no first call times what is estimated so."""
     name, is_exact = f"amx {kernel.format}", not FORMATS[kernel.format].splits
     first = Variant(name, (kernel,), (packed,), is_exact, cost < _CERTAIN_COST, cost)
     others = [(dataclasses.replace(kernel, schedule_rank=rank),) for rank in range(1, _RANKS)]
-    return [first, *(Variant(f"{name} choice {n}", k, (packed,), is_exact, cost=cost) for n, k in enumerate(others, 1))]
+    return [
+        first,
+        *(Variant(f"{name} choice {n}", k, (packed,), is_exact, cost=2 * cost) for n, k in enumerate(others, 1)),
+    ]
 
 
-def _format(a: Expr, dtype: str, sums: str, target: Target) -> str | None:
-    """The format's name for an operand `a` and one of `dtype`; None where the processor has no tiles for them."""
+def _format(a: Expr, dtype: str, sums: str, precision: str, target: Target) -> str | None:
+    """The format's name for an operand `a` and one of `dtype`; None where the processor has no tiles for them.
+
+    `precision`: how products of float32 may round (`machine.float32_precision`).
+    """
     bfloat16, int8 = ({"amx_tile", name} <= set(target.features) for name in ("amx_bf16", "amx_int8"))
     if dtype == a.dtype == sums == "float32" and bfloat16:
-        matmul, _ = float32_precision("cpu")
-        return "float32" if matmul in ("none", "ieee") else "float32 high"
+        return "float32" if precision in ("none", "ieee") else "float32 high"
     if dtype == "bfloat16" and a.dtype == "float32" and bfloat16:
         return "bfloat16"  # operands of a product have one dtype: `a` is of bfloat16, widened
     if dtype == "int8" and sums == "int32" and int8:
@@ -151,4 +161,5 @@ def _cost(batch: int, m: int, n: int, k: int, form: TileFormat) -> float:
     tiles = -(-m // 16) * 2 * -(-n // PANEL) * form.steps(k)
     multiplied = tiles * form.products * 16 / _TILE_SHARE
     by_vectors = m * n * k / (_INTEGER_RATE if form.itemsize == 1 else _VECTOR_RATE)
-    return (multiplied + m * k * form.copy_cycles) / by_vectors
+    cost = (multiplied + m * k * form.copy_cycles) / by_vectors
+    return max(cost, _LEAST_SPLIT_COST) if form.splits else cost
