@@ -148,7 +148,7 @@ def test_where_tiles_do_not_serve() -> None:
     assert not of_product(linear, x, w, changing=2)[2]
     assert not of_product(linear, x.double(), w.double())[2]
     assert not of_product(linear, x[:7], w)[2]
-    assert of_product(linear, x[:8], w)[2] or amx._cost(1, 8, 96, 100, FORMATS["float32"]) > amx._CONCEIVABLE_COST
+    assert of_product(linear, torch.randn(16, 128), torch.randn(96, 128))[2]
 
 
 def of_convolution(w: torch.Tensor, groups: int = 1, changing: int = 1, size: int = 28) -> list[Variant]:

@@ -28,7 +28,7 @@ from torch_hybrid_backend.engines.tvm.cpu.kernels import (
 from torch_hybrid_backend.engines.tvm.cpu.operands import packed_unpacked
 from torch_hybrid_backend.engines.tvm.cpu.packing import pack_conv_tiles, pack_tiles
 from torch_hybrid_backend.engines.tvm.target import Target
-from torch_hybrid_backend.loops.ir import Buffer, Call, Expr, Load
+from torch_hybrid_backend.loops.ir import Buffer, Call, Expr
 from torch_hybrid_backend.loops.kernels import Argument, Kernel, kernel_sizes
 from torch_hybrid_backend.loops.layout import contiguous
 from torch_hybrid_backend.machine import float32_precision
@@ -149,8 +149,7 @@ def _format(a: Expr, dtype: str, sums: str, precision: str, target: Target) -> s
         return "bfloat16"  # operands of a product have one dtype: `a` is of bfloat16, widened
     if dtype == "int8" and sums == "int32" and int8:
         source = a.args[0] if isinstance(a, Call) and a.op == "cast" else a
-        if isinstance(source, Load) and source.buffer.dtype in ("int8", "uint8"):
-            return source.buffer.dtype
+        return source.dtype if source.dtype in ("int8", "uint8") else None
     return None
 
 

@@ -40,7 +40,7 @@ _LANES = 16  # of a vector, and rows, and columns of words, of a tile
 _TILE_CYCLES = 16
 # Steps of k in one part, 768 elements of bfloat16; fewer than the second number are not cut.
 _PART_STEPS, _WHOLE_STEPS = 24, 32
-# Cycles to read a byte of B from beyond the second-level cache, which a core partly hides.
+# Cycles to read or write a byte beyond the second-level cache, which a core partly hides.
 _BYTE_CYCLES = 0.06
 # Rows that share what is made of a panel of B for a product by vectors.
 _EXACT_ROWS = 8
@@ -138,6 +138,9 @@ class TileProduct:
             copied = block * PANEL * self.k * form.copy_cycles
             multiplied = block * group * self.steps * form.products * 4 * _TILE_CYCLES
             read = group * self.steps * step_bytes * _BYTE_CYCLES
+            waiting = block * group * PANEL * PANEL * 4
+            if self.parts > 1 and waiting > self.target.l2_bytes // 2:  # each part reads and writes all sums
+                read += 2 * self.parts * waiting * _BYTE_CYCLES
             return -(-tasks // self.target.cores) * (copied + multiplied + read)
 
         estimates = {
@@ -163,15 +166,16 @@ class TileProduct:
             part = _Part(number, number * self.part_steps, self.part_steps, self.part_elements)
             return self._part(batch, row, column, part)
 
+        def write(r: Index, c: Index) -> Stmt:
+            return self._write(batch, row, column, r, c)
+
         return b.seq(
             # Memory first: where there is none, the kernel ends here, with no tiles configured.
             *map(b.alloc, arrays),
             amx_tiles.configure(b, self.configuration),
             b.loop(self.parts - 1, whole, name="part") if self.parts > 1 else None,
             self._part(batch, row, column, last),
-            self._each_panel(row, column, lambda r, c: self._write(batch, row, column, r, c))
-            if self.parts > 1
-            else None,
+            None if self.parts == 1 else self._each_panel(row, column, write),
             amx_tiles.release(),
         )
 
