@@ -96,8 +96,8 @@ def tile_convolutions(kernel: PackedConvKernel, weight: Packed | None, target: T
     channels = known_int(kernel.x_vars[1].extent)
     if channels % _LANES:
         return []
-    form, m, k = FORMATS[name], math.prod(spatial), math.prod(kernel.kernel) * channels
-    cost = _cost(images, m, outputs, k, form)
+    form, k = FORMATS[name], math.prod(kernel.kernel) * channels
+    cost = _cost(1, images * math.prod(spatial), outputs, k, form)
     if cost > _CONCEIVABLE_COST:
         return []
     buffer = Buffer(form.packed_shape(1, k, outputs), form.dtype, "tiles", constant=True)

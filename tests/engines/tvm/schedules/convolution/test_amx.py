@@ -15,7 +15,11 @@ from torch_hybrid_backend.engines.tvm.cpu.amx_formats import FORMATS
 from torch_hybrid_backend.engines.tvm.cpu.kernels import TileConvKernel
 from torch_hybrid_backend.engines.tvm.cpu.packing import pack_conv_tiles
 from torch_hybrid_backend.engines.tvm.schedules.convolution.amx import emit
+from torch_hybrid_backend.loops import ops
+from torch_hybrid_backend.loops.index import index_of
 from torch_hybrid_backend.loops.ir import Buffer
+from torch_hybrid_backend.loops.kernels import Argument, Store
+from torch_hybrid_backend.loops.layout import Blocked
 
 __all__ = ["emulated"]  # the fixture
 
@@ -111,3 +115,38 @@ def test_machine_code() -> None:
     assembly = compile_kernel(kernel, emit, SAPPHIRE_RAPIDS).inspect_source("asm")
     assert "\ttdpbf16ps\t" in assembly
     assert assembly.count("\tldtilecfg\t") == assembly.count("\ttilerelease") == 1
+
+
+@pytest.mark.parametrize("name", ["uint8", pytest.param("int8", marks=pytest.mark.full)])
+def test_integers(emulated: ctypes.CDLL, name: str) -> None:
+    """Bytes are multiplied exactly, the most extreme ones too; outside of the image they are 0."""
+    kernel, _, _ = tiles_of(Case((2, 48, 6, 7), 33, (3, 3), padding=1), "float32")
+    torch.manual_seed(0)
+    low = 0 if name == "uint8" else -128
+    image = torch.randint(low, low + 256, (2, 48, 6, 7)).to(getattr(torch, name))
+    weight = torch.randint(-128, 128, (33, 48, 3, 3)).to(torch.int8)
+    image[0], weight[0] = (255 if name == "uint8" else -128), -128
+    ahead = pack_conv_tiles(weight, FORMATS[name])
+    x, packed, out, sums = (
+        Buffer(shape, dtype)
+        for shape, dtype in [
+            (tuple(image.shape), name),
+            (tuple(ahead.shape), "int8"),
+            ((2, 33, 6, 7), "int32"),
+            ((2, 33, 6, 7), "int32"),
+        ]
+    )
+    point = tuple(map(index_of, kernel.domain))
+    tiles = dataclasses.replace(
+        kernel,
+        reads=(Argument(x, Blocked(16)), row_major(packed)),
+        writes=(row_major(out),),
+        x=ops.cast(x.at(tuple(map(index_of, kernel.x_vars))), "int32"),
+        packed=packed,
+        format=name,
+        accumulator=sums,
+        stores=(Store(out, point, sums.at(point)),),
+    )
+    (got,) = run_kernel(tiles, emit, {x: image, packed: ahead}, _HOST)
+    want = torch.nn.functional.conv2d(image.double(), weight.double(), padding=1)
+    assert torch.equal(got.double(), want)

@@ -33,15 +33,18 @@ class _TileConvolution(TileProduct):
 
     def __init__(self, kernel: TileConvKernel, builder: Builder, printer: Printer, target: Target) -> None:
         images, outputs, *spatial = (known_int(variable.extent) for variable in kernel.domain)
+        # A row's place: images one after the other, so that a panel of rows may have pixels of two.
+        self.places = (kernel.domain[0], *kernel.domain[2:])
         self.units = known_int(kernel.x_vars[1].extent) // _LANES
         depth = math.prod(kernel.kernel) * self.units * _LANES
-        super().__init__(kernel, kernel.x, (images, math.prod(spatial), depth, outputs), builder, printer, target)
+        super().__init__(kernel, kernel.x, (1, images * math.prod(spatial), depth, outputs), builder, printer, target)
         self.conv = kernel
 
     def row(self, batch: Index, number: Index) -> tuple[dict[LoopVar, Index], list[Stmt]]:
-        env, bindings = {self.conv.domain[0]: batch}, []
-        left = math.prod(known_int(variable.extent) for variable in self.conv.domain[2:])
-        for variable in self.conv.domain[2:]:
+        env: dict[LoopVar, Index] = {}
+        bindings: list[Stmt] = []
+        left = self.m
+        for variable in self.places:
             size = known_int(variable.extent)
             left //= size
             # Bound, as every piece of the row asks for it.
