@@ -359,13 +359,9 @@ class TileProduct:
         if self.batched_b:
             panel = panel + batch * self.column_panels
         by_tiles = self._by_tiles(r, panel, c, part, 2)
-        if 0 < self.m % PANEL <= PANEL // 2:
-            is_short = b.index(row + r) >= self.row_panels - 1
-            by_tiles = (
-                b.when(is_short, self._by_tiles(r, panel, c, part, 1), by_tiles)
-                if self.row_panels > 1
-                else self._by_tiles(r, panel, c, part, 1)
-            )
+        if 0 < self.m % PANEL <= PANEL // 2:  # the last panel of rows is one tile
+            is_last = b.index(row + r) >= self.row_panels - 1
+            by_tiles = b.when(is_last, self._by_tiles(r, panel, c, part, 1), by_tiles)
         if not self.form.splits:
             return by_tiles
         count = self.column_panels * (self.batch if self.batched_b else 1)
@@ -375,6 +371,7 @@ class TileProduct:
         return b.when(tirx.Or(is_outside, is_plain), by_vectors, by_tiles)
 
     def _by_tiles(self, r: Index, panel: Index, c: Index, part: _Part, row_tiles: int) -> Stmt:
+        """The products of `row_tiles` tiles of rows and two of columns."""
         b, form = self.builder, self.form
         half, sum_bytes = form.panel_elements // 2, 4 * PANEL
         places = {2 * i + j: self._sums_at(r, c) + (i * PANEL + j) * _LANES for i in range(row_tiles) for j in (0, 1)}
