@@ -3,7 +3,8 @@
     python -m benchmarks.roofline                    all thread counts; writes benchmarks/results/<machine>/roofline.json
     python -m benchmarks.roofline --threads 2
 
-float32 multiply-add: independent accumulators in registers, as many as gives most (the latency of one instruction must be hidden).
+float32 multiply-add: independent accumulators in registers, as many as gives most (the latency of one instruction must be hidden). The same for
+products of narrower numbers, by the instructions that the processor has: vpdpbusd (8-bit integers), vdpbf16ps (bfloat16), and AMX's.
 Bandwidth: each thread runs over memory of its own, half a cache large ("L3": four times level 2), or larger than all caches. "copy"
 counts what is read and what is written (the STREAM convention: lines fetched only to be overwritten are not counted).
 """
@@ -27,6 +28,7 @@ from benchmarks import machine
 from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.core.program import KernelCall, Program
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.engines.tvm.backend import TvmBackend
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops.index import Index
 from torch_hybrid_backend.measure import measure
@@ -40,16 +42,34 @@ _MEMORY_BYTES = 256 << 20
 # Work of one call: a millisecond or more, beside which waking threads costs nothing.
 _FMA_STEPS, _CACHE_BYTES = 400_000, 64 << 20
 PATTERNS = ("read", "write", "copy")
+# An instruction that multiplies narrow numbers -> what Linux calls the extension it is of, and multiplications and additions of one.
+PRODUCTS = {
+    "vpdpbusd": ("avx512_vnni", 128),
+    "vdpbf16ps": ("avx512_bf16", 64),
+    "tdpbusd": ("amx_int8", 32_768),
+    "tdpbf16ps": ("amx_bf16", 16_384),
+}
+_TILE_STEPS = 50_000
+# TVM has no vectors of bfloat16: a function of LLVM's, which becomes the instruction where it is called.
+_BFLOAT16_DOT = """
+declare <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512(<16 x float>, <32 x bfloat>, <32 x bfloat>)
+define <16 x float> @bfloat16_dot(<16 x float> %sums, <16 x float> %a, <16 x float> %b) alwaysinline {
+  %x = bitcast <16 x float> %a to <32 x bfloat>
+  %y = bitcast <16 x float> %b to <32 x bfloat>
+  %r = call <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512(<16 x float> %sums, <32 x bfloat> %x, <32 x bfloat> %y)
+  ret <16 x float> %r
+}"""
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The ceilings of `threads` threads together: float32 GFLOP/s, and GB/s by level ("L1", "L2", "L3", "memory") and
-    pattern."""
+    """The ceilings of `threads` threads together: float32 GFLOP/s, GB/s by level ("L1", "L2", "L3", "memory") and pattern, and billions of
+    operations a second by those instructions of `PRODUCTS` that the processor has."""
 
     threads: int
     gflops: float
     gbytes: dict[str, dict[str, float]] = field(hash=False)
+    products: dict[str, float] = field(default_factory=dict, hash=False)
 
     def seconds(self, flops: float, size_bytes: float, level: str = "memory") -> float:
         """The least time that arithmetic and traffic (half read, half written at most) can take."""
@@ -117,6 +137,100 @@ def _fma(threads: int, lanes: int, chains: int) -> _Compiled:
         return b.loop(threads, thread, "parallel")
 
     return _Compiled([2 * lanes, threads * chains * lanes], emit)
+
+
+def _vector_products(instruction: str, threads: int, chains: int) -> _Compiled:
+    """Each thread: `_FMA_STEPS` times acc[c] += products of x and y by an instruction on vectors of 64 bytes, for every chain c, from zero."""
+    import tvm
+    from tvm import tirx
+
+    def emit(b: Any, arrays: list[Any]) -> Any:
+        operands, result = arrays
+        dtype = "int32" if instruction == "vpdpbusd" else "float32"
+
+        def vector(array: Any, offset: Index | int) -> Any:
+            return tirx.BufferLoad(array, [ramp(offset)])
+
+        def ramp(offset: Index | int) -> Any:
+            return tirx.Ramp(b.index(offset), tirx.IntImm("int32", 1), 16)
+
+        def sums(accumulator: Any, x: Any, y: Any) -> Any:
+            if dtype == "float32":
+                return tirx.call_pure_extern("float32x16", "bfloat16_dot", accumulator, x, y)
+            x, y = (tirx.reinterpret("int8x64", value) for value in (x, y))
+            return tirx.call_llvm_pure_intrin("int32x16", "llvm.x86.avx512.vpdpbusd.512", accumulator, x, y)
+
+        def thread(t: Index) -> Any:
+            accumulators, pair = b.local(chains * 16, dtype), b.local(32, "float32")
+            zero = tirx.Broadcast(tirx.const(0, dtype), 16)
+
+            def each(value: Callable[[int], Any]) -> Any:
+                return b.seq(*(tirx.BufferStore(accumulators, value(c), [ramp(c * 16)]) for c in range(chains)))
+
+            x, y = vector(pair, 0), vector(pair, 16)
+            written = [
+                tirx.BufferStore(
+                    result,
+                    tirx.reinterpret("float32x16", vector(accumulators, c * 16)),
+                    [ramp(t * (chains * 16) + c * 16)],
+                )
+                for c in range(chains)
+            ]
+            return b.seq(
+                b.alloc(accumulators),
+                b.alloc(pair),
+                *(tirx.BufferStore(pair, vector(operands, at), [ramp(at)]) for at in (0, 16)),
+                each(lambda _: zero),
+                b.loop(_FMA_STEPS, lambda _: each(lambda c: sums(vector(accumulators, c * 16), x, y))),
+                *written,
+            )
+
+        body = b.loop(threads, thread, "parallel")
+        helper = tvm.ir.StringImm(_BFLOAT16_DOT)
+        return body if dtype == "int32" else tirx.AttrStmt(b.index(0), "pragma_import_llvm", helper, body)
+
+    return _Compiled([32, threads * chains * 16], emit)
+
+
+def _tile_products(instruction: str, threads: int) -> _Compiled:
+    """Each thread: `_TILE_STEPS` times four tiles of sums, from zero, by two tiles of each operand: as a kernel for AMX has them."""
+    from torch_hybrid_backend.engines.tvm.schedules import amx_tiles
+
+    def emit(b: Any, arrays: list[Any]) -> Any:
+        operands, result = arrays
+
+        def thread(t: Index) -> Any:
+            array = amx_tiles.configuration(b)
+            step = [amx_tiles.multiply(instruction, 2 * i + j, 4 + i, 6 + j) for i in (0, 1) for j in (0, 1)]
+            return b.seq(
+                b.alloc(array),
+                amx_tiles.configure(b, array),
+                *(amx_tiles.zero(tile) for tile in range(4)),
+                *(amx_tiles.load(b, tile, operands, 0, 64) for tile in range(4, 8)),
+                b.loop(_TILE_STEPS, lambda _: b.seq(*step)),
+                *(amx_tiles.store(b, tile, result, (t * 4 + tile) * 256, 64) for tile in range(4)),
+                amx_tiles.release(),
+            )
+
+        return b.loop(threads, thread, "parallel")
+
+    return _Compiled([256, threads * 4 * 256], emit)
+
+
+def _products(threads: int) -> dict[str, float]:
+    """Billions of operations a second by each instruction that this processor has."""
+    found = {}
+    for instruction, (extension, operations) in PRODUCTS.items():
+        if extension not in _target().features:
+            continue
+        if extension.startswith("amx"):
+            kernels, works = [_tile_products(instruction, threads)], [4.0 * _TILE_STEPS]
+        else:
+            kernels = [_vector_products(instruction, threads, chains) for chains in _CHAINS]
+            works = [float(chains * _FMA_STEPS) for chains in _CHAINS]
+        times = _best(kernels)
+        found[instruction] = max(threads * operations * w / us / 1e3 for w, us in zip(works, times, strict=True))
+    return found
 
 
 def _stream(pattern: str, threads: int, lanes: int, elements: int, repeats: int) -> _Compiled:
@@ -192,9 +306,10 @@ def peak(threads: int) -> Peak:
             "memory": _MEMORY_BYTES,
         }
         gbytes = {level: _bandwidths(threads, target.lanes, size) for level, size in levels.items()}
+        products = _products(threads)
     finally:
         torch.set_num_threads(before)
-    return Peak(threads, gflops, gbytes)
+    return Peak(threads, gflops, gbytes, products)
 
 
 def _bandwidths(threads: int, lanes: int, size_bytes: int) -> dict[str, float]:
@@ -230,7 +345,7 @@ def known_peak(threads: int) -> Peak:
 
 
 def _target() -> Target:
-    return Target.host().within(torch.backends.cpu.get_cpu_capability())
+    return TvmBackend().target
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -240,11 +355,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=path())
     arguments = parser.parse_args(argv)
     peaks = [peak(threads) for threads in arguments.threads or range(1, _target().cores + 1)]
-    print("| threads | GFLOP/s | " + " | ".join(f"{level} {p}" for level in peaks[0].gbytes for p in PATTERNS) + " |")
-    print("|---|---|" + "---|" * (len(PATTERNS) * len(peaks[0].gbytes)))
+    columns = [
+        "threads",
+        "GFLOP/s",
+        *peaks[0].products,
+        *(f"{level} {p}" for level in peaks[0].gbytes for p in PATTERNS),
+    ]
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for found in peaks:
+        operations = [found.gflops, *found.products.values()]
         rates = [f"{found.gbytes[level][p]:.1f}" for level in found.gbytes for p in PATTERNS]
-        print(f"| {found.threads} | {found.gflops:.0f} | {' | '.join(rates)} |")
+        print(f"| {found.threads} | {' | '.join([*(f'{rate:.0f}' for rate in operations), *rates])} |")
+    for instruction in PRODUCTS.keys() - peaks[0].products.keys():
+        print(f"{instruction}: not measured, for this machine lacks {PRODUCTS[instruction][0]} or forbids it")
     machine.write_record(arguments.out, unit="GB/s", peaks=[asdict(found) for found in peaks])
     return 0
 

@@ -146,3 +146,17 @@ def test_pytorch_held_to_avx2_has_no_wider_instructions(tmp_path: Path, monkeypa
     (tmp_path / "proc/cpuinfo").write_text("flags : avx2 avx512_bf16 amx_bf16")
     assert "avx512_bf16" in lacking_instructions("bf16", tmp_path)
     assert lacking_instructions("bf16", tmp_path / "nowhere")
+
+
+def test_tiles_are_asked_for_where_the_system_has_them() -> None:
+    """What the system answers is known for the rest of the process; a processor without AMX has nothing to permit."""
+    answer = machine.may_use_tiles()
+    assert machine.may_use_tiles() is answer
+    if "amx_tile" not in cpuinfo(Path("/")).get("flags", "").split():
+        assert answer is False
+
+
+def test_without_the_runtime_there_are_no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is what asks: where it was built for another Python, kernels do without."""
+    monkeypatch.setitem(sys.modules, "torch_hybrid_backend._runtime", None)
+    assert machine.may_use_tiles.__wrapped__() is False

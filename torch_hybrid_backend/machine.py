@@ -7,6 +7,7 @@ fingerprint(Device("cuda"))   the same with the GPU, its capability, the driver 
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import platform
 from collections.abc import Mapping
@@ -84,6 +85,18 @@ def float32_precision(device_type: str) -> tuple[str, str]:
         else (backends.cuda.matmul, backends.cudnn.conv)
     )
     return matmul.fp32_precision, convolution.fp32_precision
+
+
+@functools.cache
+def may_use_tiles() -> bool:
+    """Whether this process may use AMX's tile registers. Linux lets processes that ask, as this does: csrc/include/tile_permission.h."""
+    import torch  # noqa: F401 - the C++ runtime is linked to it
+
+    try:
+        runtime = importlib.import_module("torch_hybrid_backend._runtime")
+    except ImportError:  # built for another Python: kernels are then those of a processor without tiles
+        return False
+    return bool(runtime.may_use_tiles())
 
 
 def attention_backends() -> list[str]:

@@ -24,6 +24,7 @@
 
 #include "handle_tables.h"
 #include "tensor_states.h"
+#include "tile_permission.h"
 
 namespace torch_hybrid_backend {
 namespace {
@@ -213,6 +214,8 @@ PyObject* Run(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   }
 }
 
+PyObject* MayUseTilesNow(PyObject*, PyObject*) { return PyBool_FromLong(MayUseTiles()); }
+
 // Python's table of methods has one type for all ways of being called.
 PyCFunction AsMethod(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
@@ -231,6 +234,8 @@ PyModuleDef* Definition() {
       {"run", AsMethod(&Run), METH_FASTCALL,
        "run(plan, binding, inputs) -> list of outputs, the status of a run that was not done, or "
        "NotImplemented where an input cannot be read."},
+      {"may_use_tiles", &MayUseTilesNow, METH_NOARGS,
+       "may_use_tiles() -> bool: asks the system to let this process use AMX's tile registers."},
       {nullptr, nullptr, 0, nullptr}};
   static PyModuleDef definition = {
       PyModuleDef_HEAD_INIT, "_runtime", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -42,3 +43,38 @@ def test_kept_ceilings_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     file.write_text(json.dumps({"peaks": [{"threads": 3, "gflops": 7.0, "gbytes": {"memory": {"read": 1.0}}}]}))
     monkeypatch.setattr(roofline, "path", lambda: file)
     assert roofline.known_peak(3).gflops == 7.0
+
+
+@pytest.mark.parametrize("instruction", ["vpdpbusd", "vdpbf16ps"])
+def test_products_of_narrow_numbers_compute(instruction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step adds four products of bytes, or two of bfloat16, to each sum."""
+    if roofline.PRODUCTS[instruction][0] not in roofline._target().features:
+        pytest.skip(f"this machine has no {instruction}")
+    monkeypatch.setattr(roofline, "_FMA_STEPS", 5)
+    kernel = roofline._vector_products(instruction, 2, 8)
+    numbers = torch.full((64,), 3, dtype=torch.int8) if instruction == "vpdpbusd" else torch.full((32,), 3.0).bfloat16()
+    kernel._inputs[0].copy_(numbers.view(torch.float32).repeat(2))
+    kernel()
+    sums = kernel._inputs[1]
+    want = 5 * 4 * 9 if instruction == "vpdpbusd" else 5 * 2 * 9.0
+    assert torch.equal(
+        sums.view(torch.int32) if instruction == "vpdpbusd" else sums,
+        torch.full_like(sums, want).to(torch.int32 if instruction == "vpdpbusd" else torch.float32),
+    )
+
+
+def test_what_a_machine_lacks_is_no_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instructions of extensions that it has not, or that Linux forbids the process, are not run."""
+    target = dataclasses.replace(roofline._target(), features=("avx2",))
+    monkeypatch.setattr(roofline, "_target", lambda: target)
+    assert roofline._products(1) == {}
+
+
+@pytest.mark.skipif("amx_bf16" not in roofline._target().features, reason="needs AMX")
+@pytest.mark.parametrize("instruction", ["tdpbusd", "tdpbf16ps"])
+def test_tiles_compute(instruction: str) -> None:
+    """Every thread's four tiles of sums are written."""
+    kernel = roofline._tile_products(instruction, 2)
+    kernel._inputs[1].fill_(-1.0)
+    kernel()
+    assert (kernel._inputs[1] != -1.0).all()

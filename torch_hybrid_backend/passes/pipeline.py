@@ -75,7 +75,11 @@ PASSES: tuple[tuple[Pass, Devices, str], ...] = (
 # What computes an inference graph in another precision than it was written in; after PASSES, which combine weights in float32. The graph
 # before them is what their results are judged by.
 PRECISION_PASSES: tuple[tuple[Pass, Devices, str], ...] = (
-    (quantize_layers, _CPU, "after PASSES, which compute with weights as written; before half, which leaves quantised layers alone"),
+    (
+        quantize_layers,
+        _CPU,
+        "after PASSES, which compute with weights as written; before half, which leaves quantised layers alone",
+    ),
     (half, _CPU, "before quantize_weights, which sees its casts"),
     (quantize_weights, _CPU, "after PASSES, in which weights are merged: they are quantised whole"),
     (remove_no_ops, _ALL, "after half, whose casts may undo those of the graph"),

@@ -61,7 +61,7 @@ def printer_of(kernel: Kernel, schedule_rank: int = 0) -> Printer:
 
 def compile_kernel(kernel: Kernel, emit: Emit, target: Target = HOST) -> Any:
     """The module whose function `kernel` takes the arguments' 1-D arrays."""
-    printer = printer_of(kernel)
+    printer = printer_of(kernel, kernel.schedule_rank)
     body = emit(kernel, printer.builder, printer, target)
     function = prim_func(
         "kernel", [array for array, _ in printer.arguments.values()], body, printer.builder.llvm_helpers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 
 import pytest
@@ -32,6 +33,18 @@ def test_the_target_is_what_pytorch_uses_of_this_processor(monkeypatch: pytest.M
     narrow = TvmBackend()
     assert (narrow.target.lanes, narrow.device) == (8, CPU)
     assert narrow.target is narrow.target
+
+
+@pytest.mark.parametrize("permitted", [True, False])
+def test_amx_where_the_process_may_use_it(monkeypatch: pytest.MonkeyPatch, permitted: bool) -> None:
+    """The target, and with it every key, has AMX only where Linux lets this process have the tiles."""
+    has = dataclasses.replace(_AVX512, features=("amx_bf16", "amx_tile", "avx512f"))
+    monkeypatch.setattr(Target, "host", lambda: has)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(backend_module, "may_use_tiles", lambda: permitted)
+    backend = TvmBackend()
+    assert backend.target.features == (has.features if permitted else ("avx512f",))
+    assert ("and AMX" in dict(backend.describe())["target"]) == permitted
 
 
 def test_without_tvm(monkeypatch: pytest.MonkeyPatch) -> None:

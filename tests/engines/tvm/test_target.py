@@ -100,6 +100,18 @@ def test_host_does_not_import_tvm() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_amx_takes_permission(tmp_path: Path) -> None:
+    """Where Linux refuses a process the tiles, its target has none, and so other keys; one without AMX does not ask."""
+    has = Target.host(machine(tmp_path / "has", X86.format(more="avx512f amx_bf16 amx_int8 amx_tile")))
+    assert {"amx_bf16", "amx_int8", "amx_tile"} <= set(has.features)
+    assert has.permitted(lambda: True) is has
+    refused = has.permitted(lambda: False)
+    assert refused.features == tuple(name for name in has.features if not name.startswith("amx"))
+    assert refused.fingerprint != has.fingerprint
+    without = Target.host(machine(tmp_path / "without", X86.format(more="avx512f")))
+    assert without.permitted(lambda: pytest.fail("there is nothing to ask for")) is without
+
+
 def test_fingerprint_covers_every_field() -> None:
     """Any field that differs gives another fingerprint; equal targets, also across a pickle, give the same."""
     target = Target.host()

@@ -31,11 +31,12 @@ from torch_hybrid_backend.loops.ir import Buffer
 from torch_hybrid_backend.loops.kernels import Kernel, kernel_sizes
 from torch_hybrid_backend.loops.layout import Layout
 from torch_hybrid_backend.loops.policy import FusionPolicy
+from torch_hybrid_backend.machine import may_use_tiles
 from torch_hybrid_backend.sizes.size import Dim, symbol
 
 
 class TvmBackend:
-    """Kernels for `target`; without one, for the processor this process runs on, with no more of it than PyTorch uses."""
+    """Kernels for `target`; without one, for the processor this process runs on, with no more of it than PyTorch uses and Linux permits."""
 
     name: str = "tvm"
     device: Device = CPU
@@ -48,7 +49,9 @@ class TvmBackend:
 
     @functools.cached_property
     def target(self) -> Target:
-        return self._target or Target.host().within(torch.backends.cpu.get_cpu_capability())
+        if self._target is not None:
+            return self._target
+        return Target.host().within(torch.backends.cpu.get_cpu_capability()).permitted(may_use_tiles)
 
     def on(self, device: Device) -> TvmBackend:
         return self
@@ -63,9 +66,10 @@ class TvmBackend:
     def describe(self) -> Sequence[tuple[str, str]]:
         """TVM, what kernels are compiled for, and what links them."""
         caches = f"{self.target.l1_bytes >> 10} KiB and {self.target.l2_bytes >> 10} KiB of cache each"
+        lanes = f"{self.target.lanes} lanes of float32{' and AMX' if 'amx_tile' in self.target.features else ''}"
         return (
             ("tvm", compiler.version() or "not installed"),
-            ("target", f"{self.target.lanes} lanes of float32, {self.target.cores} cores with {caches}"),
+            ("target", f"{lanes}, {self.target.cores} cores with {caches}"),
             ("linker", find_linker() or "none; kernels need one of " + ", ".join(LINKERS)),
         )
 

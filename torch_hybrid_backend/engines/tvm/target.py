@@ -11,6 +11,7 @@ import logging
 import os
 import platform
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ _log = logging.getLogger(__name__)
 NATIVE = "native"
 # Of the caches of x86 and of ARM servers.
 LINE_BYTES = 64
-# What LLVM calls an instruction set extension -> what Linux calls it. Only those that LLVM might use in a kernel unasked.
+# What LLVM calls an instruction set extension -> what Linux calls it. Only those that LLVM might use in a kernel unasked. Linux has no names
+# for AMX-FP16, AVX-VNNI-INT8 and AVX10 (its arch/x86/include/asm/cpufeatures.h keeps them for guests of KVM): kernels do without.
 _X86_FEATURES = {
     "adx": "adx",
     "amx-bf16": "amx_bf16",
@@ -98,6 +100,15 @@ class Target:
             return self
         features = tuple(name for name in self.features if not name.startswith(("avx512", "amx")))
         return replace(self, features=features, lanes=widest_lanes(features))
+
+    def permitted(self, may_use_tiles: Callable[[], bool]) -> Target:
+        """This processor without AMX, where the operating system does not let this process use its tile registers; asked only where it has AMX.
+
+        The first instruction on tiles would end the process. Kernels are compiled in other processes and run in this one, so what counts is
+        what this one may do, before any key is made.
+        """
+        features = tuple(name for name in self.features if not name.startswith("amx"))
+        return self if features == self.features or may_use_tiles() else replace(self, features=features)
 
     @property
     def fingerprint(self) -> str:

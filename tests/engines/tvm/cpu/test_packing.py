@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from torch_hybrid_backend.engines.tvm.cpu import packing
+from torch_hybrid_backend.engines.tvm.cpu.amx_formats import FORMATS
 from torch_hybrid_backend.loops.index import as_index, var
 from torch_hybrid_backend.loops.ir import Buffer, Call, Load
 
@@ -67,3 +68,45 @@ def test_nibbles_are_eight_to_a_word_along_k(n: int) -> None:
     back = torch.stack([((words >> 4 * j & 15) + 8) % 16 - 8 for j in range(8)], 1).reshape(24, -1)
     assert torch.equal(back[:, :n], q[0].to(torch.int64))
     assert not back[:, n:].any()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_tiles_hold_words_of_k(name: str) -> None:
+    """Element (b, k, n) of part p lies in its panel, step, part, tile, row, column and byte of a word; the rest is zero."""
+    form = FORMATS[name]
+    batch, k, n, in_word = 2, form.depth + 5, 40, 4 // form.itemsize
+    b = torch.randn(batch, k, n) if form.dtype == "bfloat16" else torch.randint(-128, 128, (batch, k, n)).to(torch.int8)
+    b = b if form.splits or form.dtype == "int8" else b.bfloat16()
+    packed = packing.pack_tiles(b, form)
+    assert tuple(packed.shape) == form.packed_shape(batch, k, n)
+    panels = 2 * batch
+    count = panels * form.steps(k) * form.parts * form.panel_elements
+    tiles = packed[:count].reshape(batch, 2, form.steps(k), form.parts, 2, 16, 16, in_word)
+    rest = b.float()
+    for part in range(form.parts):
+        at = tiles[:, :, :, part].permute(0, 2, 4, 6, 1, 3, 5).reshape(batch, form.steps(k) * form.depth, 64)
+        assert torch.equal(at[:, :k, :n].float(), rest.to(packed.dtype).float())
+        assert not at[:, k:].any()
+        assert not at[..., n:].any()
+        rest = rest - rest.bfloat16().float()
+    assert not packed[count:].any()
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("nan"), 1e-40, -3e38])
+def test_a_panel_that_cannot_be_split_keeps_its_bits(number: float) -> None:
+    """Its first two parts are the halves of each number, and it is marked; the other panels are not concerned."""
+    form = FORMATS["float32"]
+    b = torch.randn(1, 32, 96)
+    b[0, 7, 40] = number
+    packed = packing.pack_tiles(b, form)
+    assert packed[-3:].view(torch.int16).tolist() == [0, 1, 0]
+    panel = (
+        packed[3 * 1024 : 6 * 1024].view(torch.int16).reshape(3, 2, 16, 16, 2).permute(0, 2, 4, 1, 3).reshape(3, 32, 32)
+    )
+    bits = (panel[0].int() << 16) | (panel[1].int() & 0xFFFF)
+    assert torch.equal(bits, b[0, :, 32:64].contiguous().view(torch.int32))
+    plain = torch.randn(1, 32, 96)
+    plain[..., :32], plain[..., 64:] = b[..., :32], b[..., 64:]
+    other = packing.pack_tiles(plain, form)
+    assert torch.equal(packed[: 3 * 1024], other[: 3 * 1024])
+    assert torch.equal(packed[6 * 1024 : -3], other[6 * 1024 : -3])

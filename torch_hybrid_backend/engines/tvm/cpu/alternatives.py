@@ -17,6 +17,7 @@ import torch
 
 from torch_hybrid_backend.codegen.operands import Packed
 from torch_hybrid_backend.codegen.variants import Variant
+from torch_hybrid_backend.engines.tvm.cpu.amx import tile_convolutions, tile_products
 from torch_hybrid_backend.engines.tvm.cpu.kernels import (
     FusedConvKernel,
     PackedConvKernel,
@@ -131,8 +132,11 @@ _CONCEIVABLE_GAIN, _CERTAIN_GAIN = 0.8, 1.15
 _RANKS = 8  # beyond the eighth best by estimate nothing has won
 ALTERNATIVES: tuple[tuple[type[Kernel], Ways], ...] = (
     (PackedConvKernel, winograd),
+    (PackedConvKernel, tile_convolutions),
     (PackedConvKernel, schedule_ranks),
     (FusedConvKernel, apart),
+    (PackedMatMulKernel, tile_products),
+    (UnpackedMatMulKernel, tile_products),
     (PackedMatMulKernel, schedule_ranks),
     (PackedConvKernel, widened),
     (PackedMatMulKernel, widened),

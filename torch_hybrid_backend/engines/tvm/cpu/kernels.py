@@ -85,6 +85,27 @@ class DequantizedMatMulKernel(Kernel):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class TileMatMulKernel(Kernel):
+    """Domain (b, m, n): accumulator[b, m, n] = sum over `k` of a * b by AMX, then the stores read `accumulator`. All sizes are known.
+
+    `a` is over (b, m, k). `b`, of one batch unless `batched_b`, is packed ahead in the argument `packed` as the format of that name in
+    `amx_formats.FORMATS` says. Sums of 8-bit integers are int32, modulo 2^32.
+    """
+
+    k: LoopVar
+    a: Expr
+    packed: Buffer
+    format: str
+    batched_b: bool
+    accumulator: Buffer
+    stores: tuple[Store, ...]
+
+    @property
+    def multiply_adds(self) -> float:
+        return _points(self) * size_hint(self.k.extent)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class PackedConvKernel(Kernel):
     """Domain (n, o, *out_spatial): the accumulator, then the stores.
 
@@ -113,6 +134,30 @@ class PackedConvKernel(Kernel):
     @property
     def multiply_adds(self) -> float:
         return _points(self) * size_hint(self.x_vars[1].extent) / self.groups * math.prod(self.kernel)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TileConvKernel(Kernel):
+    """Domain (n, o, *out_spatial): the accumulator by AMX, then the stores. All sizes are known; one group; channels are a multiple of 16.
+
+    `x` is over (n, c, *in_spatial) given by `x_vars`, in range only. The weight is packed ahead as a matrix of (kernel, c) by o, in the format
+    of that name in `amx_formats.FORMATS`.
+    """
+
+    x_vars: tuple[LoopVar, ...]
+    x: Expr
+    packed: Buffer
+    format: str
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    kernel: tuple[int, ...]
+    accumulator: Buffer
+    stores: tuple[Store, ...]
+
+    @property
+    def multiply_adds(self) -> float:
+        return _points(self) * size_hint(self.x_vars[1].extent) * math.prod(self.kernel)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

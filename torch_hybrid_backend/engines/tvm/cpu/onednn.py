@@ -18,11 +18,12 @@ from functools import partial
 
 import torch
 
-from torch_hybrid_backend.codegen.operands import Packed, StridedView
+from torch_hybrid_backend.codegen.operands import Packed
 from torch_hybrid_backend.codegen.operator_kernel import Operand, OperatorKernel
 from torch_hybrid_backend.engines.tvm.cpu.kernels import PackedConvKernel, PackedMatMulKernel, UnpackedMatMulKernel
+from torch_hybrid_backend.engines.tvm.cpu.operands import packed_unpacked
 from torch_hybrid_backend.loops.fusion import replace_loads
-from torch_hybrid_backend.loops.index import Index, LoopVar, as_index, contiguous_strides
+from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
 from torch_hybrid_backend.loops.ir import Buffer, Expr, Load, buffers_of_expr, compute_dtype
 from torch_hybrid_backend.loops.kernels import Argument, Kernel, MapKernel, Store
 from torch_hybrid_backend.loops.layout import Strided, contiguous, offset_of
@@ -85,12 +86,10 @@ def onednn_linear(kernel: PackedMatMulKernel | UnpackedMatMulKernel, weight: Pac
     _, rows, columns, depth = sizes
     buffer = Buffer((columns, depth), dtype, "packed by oneDNN", constant=True)
     if isinstance(kernel, UnpackedMatMulKernel):
-        packed = _of_unpacked(kernel, buffer, rows)
+        packed = packed_unpacked(kernel, buffer, partial(_pack_linear, rows=rows))
     elif weight is not None:
         packed = weight.repacked(buffer, partial(_pack_linear, rows=rows))
     else:
-        return None
-    if packed is None:
         return None
     border, read, x = _in_memory(
         kernel, kernel.a, (kernel.domain[1], kernel.k), (rows, depth), contiguous((rows, depth)), dtype
@@ -202,26 +201,6 @@ def _reads(kernel: Kernel, exprs: Sequence[Expr]) -> tuple[Argument, ...]:
     return tuple(argument for argument in kernel.reads if argument.buffer in read)
 
 
-def _of_unpacked(kernel: UnpackedMatMulKernel, buffer: Buffer, rows: int) -> Packed | None:
-    """The weight that the kernel reads where it lies."""
-    source = kernel.weight
-    layout = next(argument.layout for argument in kernel.reads if argument.buffer is source)
-    sizes = _known(source.shape)
-    if not isinstance(layout, Strided) or sizes is None:
-        return None
-    strides = (kernel.row_stride, kernel.k_stride)
-    ahead = partial(
-        _pack_unpacked,
-        memory=tuple(map(known_int, layout.strides)),
-        shape=(known_int(buffer.shape[0]), known_int(buffer.shape[1])),
-        strides=strides,
-        offset=kernel.offset,
-        rows=rows,
-    )
-    view = StridedView(source, source.shape, contiguous_strides(source.shape), 0)
-    return Packed(buffer, source, view, ahead)
-
-
 def _pack_convolution(
     weight: torch.Tensor,
     shape: Sequence[int],
@@ -241,17 +220,3 @@ def _pack_linear(b: torch.Tensor, rows: int) -> torch.Tensor:
     """b: (1, K, N), any strides. Returns oneDNN's own tensor for `rows` rows."""
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(b[0].t().contiguous(), rows)
     return packed
-
-
-def _pack_unpacked(
-    weight: torch.Tensor,
-    memory: tuple[int, ...],
-    shape: tuple[int, int],
-    strides: tuple[int, int],
-    offset: int,
-    rows: int,
-) -> torch.Tensor:
-    """weight: contiguous; in the graph it has the strides `memory`, and there (N, K) is a view of it."""
-    laid_out = weight.new_empty_strided(tuple(weight.shape), memory).copy_(weight)
-    view = laid_out.as_strided(shape, strides, offset)
-    return _pack_linear(view.t().unsqueeze(0), rows)

@@ -7,11 +7,13 @@ read as fast where it lies (`reads_unpacked`) is not packed: no second copy of i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
+import torch
+
 from torch_hybrid_backend.codegen.anchors import Anchor, neutral_kernel, over
-from torch_hybrid_backend.codegen.operands import OperandPacker, Prepared, StridedView, strided_view
+from torch_hybrid_backend.codegen.operands import OperandPacker, Packed, Prepared, StridedView, strided_view
 from torch_hybrid_backend.engines.tvm.cpu.dequantized import dequantized_operand
 from torch_hybrid_backend.engines.tvm.cpu.kernels import (
     DequantizedMatMulKernel,
@@ -35,7 +37,7 @@ from torch_hybrid_backend.engines.tvm.cpu.tiles import copies_panels, output_blo
 from torch_hybrid_backend.engines.tvm.cpu.word_operands import WordOperands
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops.graph import LoopGraph
-from torch_hybrid_backend.loops.index import LoopVar, index_of
+from torch_hybrid_backend.loops.index import LoopVar, contiguous_strides, index_of
 from torch_hybrid_backend.loops.ir import Buffer, ConvOp, IntegerConvOp, IntegerMatMulOp, MatMulOp
 from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.loops.layout import Layout, Strided
@@ -179,3 +181,35 @@ def unpacked_view(op: MatMulOp, layouts: Mapping[Buffer, Layout], target: Target
         return view
     is_columns = n_stride == 1 and isinstance(n, int) and known_at_most(n, k_stride)
     return view if is_columns and copies_panels(m, k, n, target) else None
+
+
+def packed_unpacked(
+    kernel: UnpackedMatMulKernel, buffer: Buffer, ahead: Callable[[torch.Tensor], torch.Tensor]
+) -> Packed:
+    """The weight that the kernel reads where it lies, packed into `buffer` by `ahead`, which takes it as (1, K, N)."""
+    source = kernel.weight
+    layout = next(argument.layout for argument in kernel.reads if argument.buffer is source)
+    assert isinstance(layout, Strided)
+    pack = partial(
+        _pack_unpacked,
+        memory=tuple(map(known_int, layout.strides)),
+        shape=(known_int(kernel.domain[2].extent), known_int(kernel.k.extent)),
+        strides=(kernel.row_stride, kernel.k_stride),
+        offset=kernel.offset,
+        ahead=ahead,
+    )
+    view = StridedView(source, source.shape, contiguous_strides(source.shape), 0)
+    return Packed(buffer, source, view, pack)
+
+
+def _pack_unpacked(
+    weight: torch.Tensor,
+    memory: tuple[int, ...],
+    shape: tuple[int, int],
+    strides: tuple[int, int],
+    offset: int,
+    ahead: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """weight: contiguous; in the graph it has the strides `memory`, and there (N, K) is a view of it."""
+    laid_out = weight.new_empty_strided(tuple(weight.shape), memory).copy_(weight)
+    return ahead(laid_out.as_strided(shape, strides, offset).t().unsqueeze(0))

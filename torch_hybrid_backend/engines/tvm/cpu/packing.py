@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from torch_hybrid_backend.engines.tvm.cpu.amx_formats import LARGEST, PANEL, SMALLEST, TileFormat
 from torch_hybrid_backend.engines.tvm.cpu.winograd_transform import packed_winograd_shape, weight_matrix
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import Index, as_index
@@ -63,6 +64,44 @@ def packed_b_value(b: Value, tile_n: int) -> Map:
         return ops.guard(inside, b.at((batch_index, row, column)), zero)
 
     return Map(packed_b_shape(batch, n, k, tile_n), b.dtype, at)
+
+
+def pack_tiles(b: torch.Tensor, form: TileFormat) -> torch.Tensor:
+    """Packs a matmul's right-hand side for AMX as `amx_formats` says.
+
+    b: (B, K, N), any strides: float32 where the format splits, otherwise of its dtype.  Returns a vector of `form.packed_shape(B, K, N)`
+    elements of `form.dtype`; k and columns beyond the last are zero.
+    """
+    batch, k, n = b.shape
+    steps, panels, in_word = form.steps(k), -(-n // PANEL), 4 // form.itemsize
+    dtype = torch.float32 if form.splits else b.dtype
+    padded = b.new_zeros((batch, steps * form.depth, panels * PANEL), dtype=dtype)
+    padded[:, :k, :n] = b
+
+    def tiled(part: torch.Tensor) -> torch.Tensor:
+        split = part.reshape(batch, steps, form.depth // in_word, in_word, panels, PANEL // 16, 16)
+        return split.permute(0, 4, 1, 5, 2, 6, 3).reshape(batch * panels, steps, -1)
+
+    if not form.splits:
+        return tiled(padded).flatten()
+    parts, rest = [], padded
+    for _ in range(form.parts):
+        parts.append(rest.bfloat16())
+        rest = rest - parts[-1]
+    packed = torch.stack([tiled(part) for part in parts], 2).view(torch.int16)
+    size = padded.abs()
+    is_split = (size == 0) | ((size >= SMALLEST) & (size <= LARGEST))
+    is_plain = ~is_split.reshape(batch, -1, panels, PANEL).all(3).all(1).flatten()
+    if is_plain.any():
+        bits = padded.view(torch.int32)
+        for number, half in enumerate((bits >> 16, bits)):
+            packed[is_plain, :, number] = tiled(half.to(torch.int16))[is_plain]
+    return torch.cat((packed.flatten(), is_plain.to(torch.int16))).view(torch.bfloat16)
+
+
+def pack_conv_tiles(w: torch.Tensor, form: TileFormat) -> torch.Tensor:
+    """`pack_tiles` of a convolution's weight (O, I, *kernel) as the matrix (1, kernel positions times I, O)."""
+    return pack_tiles(w.flatten(2).permute(2, 1, 0).reshape(1, -1, w.shape[0]), form)
 
 
 def is_depthwise(o: int, inputs_per_group: int, groups: int) -> bool:

@@ -10,12 +10,16 @@ from torch_hybrid_backend.engines.tvm.cpu.kernels import (
     FusedConvKernel,
     PackedConvKernel,
     PackedMatMulKernel,
+    TileConvKernel,
+    TileMatMulKernel,
     UnpackedMatMulKernel,
 )
 from torch_hybrid_backend.engines.tvm.schedules import elementwise
 from torch_hybrid_backend.engines.tvm.schedules.attention import rules as attention_rules
+from torch_hybrid_backend.engines.tvm.schedules.convolution import amx as amx_convolution
 from torch_hybrid_backend.engines.tvm.schedules.convolution import fused as fused_convolution
 from torch_hybrid_backend.engines.tvm.schedules.convolution import rules as convolution_rules
+from torch_hybrid_backend.engines.tvm.schedules.matmul import amx as amx_matmul
 from torch_hybrid_backend.engines.tvm.schedules.matmul import dequantized as dequantized_matmul
 from torch_hybrid_backend.engines.tvm.schedules.matmul import packed as packed_matmul
 from torch_hybrid_backend.engines.tvm.schedules.matmul import unpacked as unpacked_matmul
@@ -28,7 +32,9 @@ SCHEDULES: tuple[tuple[type[Kernel], Callable[..., Any]], ...] = (
     (PackedMatMulKernel, packed_matmul.emit),
     (UnpackedMatMulKernel, unpacked_matmul.emit),
     (DequantizedMatMulKernel, dequantized_matmul.emit),
+    (TileMatMulKernel, amx_matmul.emit),
     (PackedConvKernel, convolution_rules.emit),
     (FusedConvKernel, fused_convolution.emit),
+    (TileConvKernel, amx_convolution.emit),
     (AttentionKernel, attention_rules.emit),
 )

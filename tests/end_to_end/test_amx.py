@@ -1,0 +1,89 @@
+"""Models on AMX's tiles, on a processor that has them; what such kernels compute is tested on any, by their schedules' tests."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from torch_hybrid_backend.engines.tvm.backend import TvmBackend
+
+pytestmark = pytest.mark.skipif(
+    "amx_bf16" not in TvmBackend().target.features, reason="needs AMX, and permission to use it"
+)
+
+_MODEL = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 256)).eval()
+x = torch.randn(64, 256)
+
+def check():
+    with torch.no_grad():
+        got = torch.compile(model, backend="hybrid", options={"placement": "estimate"})(x)
+        want = model.double()(x.double())
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
+"""
+
+
+def _run(code: str) -> None:
+    subprocess.run([sys.executable, "-c", _MODEL + code], check=True, timeout=300)
+
+
+def test_threads_and_onednn_in_between() -> None:
+    """Several threads call a model while PyTorch's own products run on tiles, configured otherwise, on the same cores."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 96)).eval()
+    x, a, b = torch.randn(100, 256), torch.randn(64, 128).bfloat16(), torch.randn(128, 48).bfloat16()
+    with torch.no_grad():
+        want, product = copy.deepcopy(model).double()(x.double()), a.double() @ b.double()
+        compiled = torch.compile(model, backend="hybrid", options={"placement": "estimate"})
+        compiled(x)
+
+        def call(_: int) -> None:
+            with torch.no_grad():
+                torch.testing.assert_close(compiled(x).double(), want, rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close((a @ b).double(), product, rtol=1e-2, atol=0.2)
+
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(call, range(40)))
+
+
+def test_a_forked_process_has_the_permission() -> None:
+    """One that a process forks after it asked runs the same kernels."""
+    _run("""
+import os
+from torch_hybrid_backend.machine import may_use_tiles
+assert may_use_tiles()
+child = os.fork()
+if child == 0:
+    try:
+        check()
+    except BaseException:
+        os._exit(1)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+""")
+
+
+def test_permission_refused() -> None:
+    """A thread's signal stack that is too small for the tiles: Linux refuses, and kernels do without."""
+    _run("""
+import ctypes
+from torch_hybrid_backend.engines.tvm.backend import TvmBackend
+from torch_hybrid_backend.machine import may_use_tiles
+
+class Stack(ctypes.Structure):
+    _fields_ = [("sp", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+
+room = ctypes.create_string_buffer(8192)
+stack = Stack(ctypes.addressof(room), 0, 8192)
+assert ctypes.CDLL(None).sigaltstack(ctypes.byref(stack), None) == 0
+assert not may_use_tiles()
+assert not [name for name in TvmBackend().target.features if name.startswith("amx")]
+check()
+""")

@@ -1,0 +1,181 @@
+"""Products on tiles in place of kernels by vectors: where there are any, and that they compute the same."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from tests.codegen.regions_for_tests import region_of
+from tests.engines.tvm.amx_for_tests import SAPPHIRE_RAPIDS, emulated
+from tests.engines.tvm.kernels_for_tests import matmul_kernel
+from tests.engines.tvm.schedule_runner import HOST, run_kernel
+from torch_hybrid_backend.codegen.assemble import RegionKernels, assemble
+from torch_hybrid_backend.codegen.operands import Packed
+from torch_hybrid_backend.codegen.variants import Variant
+from torch_hybrid_backend.engines.tvm.backend import TvmBackend
+from torch_hybrid_backend.engines.tvm.cpu import amx
+from torch_hybrid_backend.engines.tvm.cpu.alternatives import alternatives
+from torch_hybrid_backend.engines.tvm.cpu.amx_formats import FORMATS
+from torch_hybrid_backend.engines.tvm.cpu.kernels import (
+    PackedMatMulKernel,
+    TileConvKernel,
+    TileMatMulKernel,
+    UnpackedMatMulKernel,
+)
+from torch_hybrid_backend.engines.tvm.cpu.packing import pack_conv_tiles
+from torch_hybrid_backend.engines.tvm.schedules.matmul.amx import emit
+from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.loops import ops
+from torch_hybrid_backend.loops.index import as_index, var
+from torch_hybrid_backend.loops.ir import Buffer
+from torch_hybrid_backend.loops.kernels import Kernel
+
+__all__ = ["emulated"]  # the fixture
+
+
+@pytest.fixture(autouse=True)
+def float32_as_it_is() -> Iterator[None]:
+    """PyTorch's default for products, whatever tests before this one set."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def of_product(
+    function: Callable[..., torch.Tensor], *inputs: torch.Tensor, target: Target = SAPPHIRE_RAPIDS, changing: int = 1
+) -> tuple[RegionKernels, Kernel, list[Variant]]:
+    """The region of a product, its kernel, and the variants of it that multiply on tiles."""
+    found = assemble(region_of(function, *inputs, changing=changing), TvmBackend(target))
+    kernel = found.kernels[-1]
+    ways = alternatives(kernel, {packed.buffer: packed for packed in found.packed}, target)
+    return found, kernel, [way for way in ways if way.name.startswith("amx ")]
+
+
+def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.relu(torch.mm(torch.clamp(x, min=-1.5), w.t()))
+
+
+@pytest.mark.parametrize(("rows", "columns", "kind"), [(48, 96, PackedMatMulKernel), (128, 1536, UnpackedMatMulKernel)])
+def test_a_linear_layer(emulated: ctypes.CDLL, rows: int, columns: int, kind: type[Kernel]) -> None:
+    """float32 by three parts, preferred and inexact, of a weight packed ahead, one that is packed anyway or one that lies as it is."""
+    torch.manual_seed(0)
+    x, w = torch.randn(rows, 128), torch.randn(columns, 128)
+    _, kernel, ways = of_product(linear, x, w)
+    assert isinstance(kernel, kind)
+    assert [way.name for way in ways] == ["amx float32", *[f"amx float32 choice {n}" for n in (1, 2, 3)]]
+    assert [way.is_preferred for way in ways] == [True, False, False, False]
+    assert not any(way.is_exact for way in ways)
+    first = ways[0]
+    (product,), (packed,) = first.kernels, first.packed
+    assert isinstance(product, TileMatMulKernel)
+    assert 0.3 < first.cost < 0.8
+    assert len(product.reads) == len(kernel.reads)
+    assert product.packed is packed.buffer
+    packed_weight = packed.pack(w)
+    assert tuple(packed_weight.shape) == packed.buffer.shape
+    # The other kernel of the region makes A.
+    a = x.clamp(min=-1.5)
+    inputs = {read.buffer: packed_weight if read.buffer is packed.buffer else a for read in product.reads}
+    target = dataclasses.replace(SAPPHIRE_RAPIDS, mcpu=HOST.mcpu, cpu=HOST.cpu, features=HOST.features)
+    (got,) = run_kernel(product, emit, inputs, target)
+    want = linear(x.double(), w.double())
+    scale = x.double().clamp(min=-1.5).abs() @ w.double().t().abs()
+    assert ((got.reshape(want.shape) - want).abs() <= 3e-7 * scale).all()
+
+
+def test_what_pytorch_allows_of_float32() -> None:
+    """Two parts where products of float32 may be rounded; the name, by which times are kept, says so."""
+    inputs = torch.randn(64, 100), torch.randn(96, 100)
+    for precision in ("high", "medium"):
+        torch.set_float32_matmul_precision(precision)
+        _, _, ways = of_product(linear, *inputs)
+        assert ways[0].name == "amx float32 high"
+    torch.set_float32_matmul_precision("highest")
+    assert of_product(linear, *inputs)[2][0].name == "amx float32"
+
+
+def test_a_kernel_by_vectors_is_timed_beside_float32_on_tiles() -> None:
+    """Estimates are that near, whatever the layer: the first call decides by time. Of the schedule's further ways none comes first."""
+    _, _, ways = of_product(linear, torch.randn(1024, 768), torch.randn(3072, 768))
+    first, *others = ways
+    assert 1 / 1.6 < first.cost < 1
+    assert all(other.cost > 1.6 * first.cost for other in others)
+
+
+def test_bfloat16() -> None:
+    """Multiplied as it is: exact, as kernels count that."""
+    _, _, ways = of_product(linear, torch.randn(40, 100).bfloat16(), torch.randn(96, 100).bfloat16())
+    assert ways[0].name == "amx bfloat16"
+    assert (ways[0].is_exact, ways[0].is_preferred) == (True, True)
+    assert ways[0].cost < 0.3
+
+
+@pytest.mark.parametrize(("dtype", "name"), [("uint8", "amx uint8"), ("int8", "amx int8"), ("int16", None)])
+def test_integers(dtype: str, name: str | None) -> None:
+    """8-bit operands that are widened to int32 sums are multiplied as they are."""
+    kernel = matmul_kernel()
+    a, packed = Buffer((1, 64, 64), dtype), Buffer((1, 2, 64, 32), "int8", constant=True)
+    accumulator = Buffer((1, 64, 64), "int32")
+    loaded = ops.cast(a.at((as_index(0), var("m", 64), var("k", 64))), "int32")
+    domain = tuple(dataclasses.replace(v, extent=n) for v, n in zip(kernel.domain, (1, 64, 64), strict=True))
+    kernel = dataclasses.replace(
+        kernel,
+        domain=domain,
+        k=dataclasses.replace(kernel.k, extent=64),
+        a=loaded,
+        packed=packed,
+        accumulator=accumulator,
+    )
+    view = of_product(linear, torch.randn(40, 100), torch.randn(96, 100))[0].packed[0]
+    weight = Packed(packed, view.source, view.view, view.ahead)
+    ways = amx.tile_products(kernel, weight, SAPPHIRE_RAPIDS)
+    assert [way.name for way in ways[:1]] == [name][: 0 if name is None else 1]
+    assert all(way.is_exact for way in ways)
+
+
+def test_where_tiles_do_not_serve() -> None:
+    """No AMX, a weight known only at run time, float64, few rows, and sizes known only at run time."""
+    x, w = torch.randn(40, 100), torch.randn(96, 100)
+    without = dataclasses.replace(SAPPHIRE_RAPIDS, features=("avx512f",))
+    assert not of_product(linear, x, w, target=without)[2]
+    only_integers = dataclasses.replace(SAPPHIRE_RAPIDS, features=("amx_int8", "amx_tile", "avx512f"))
+    assert not of_product(linear, x, w, target=only_integers)[2]
+    assert not of_product(linear, x, w, changing=2)[2]
+    assert not of_product(linear, x.double(), w.double())[2]
+    assert not of_product(linear, x[:7], w)[2]
+    assert of_product(linear, torch.randn(16, 128), torch.randn(96, 128))[2]
+
+
+def of_convolution(w: torch.Tensor, groups: int = 1, changing: int = 1, size: int = 28) -> list[Variant]:
+    def convolution(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        edge = w.shape[2] // 2
+        return torch.convolution(x, w, None, [1, 1], [edge, edge], [1, 1], False, [0, 0], groups)
+
+    return of_product(convolution, torch.randn(1, w.shape[1] * groups, size, size), w, changing=changing)[2]
+
+
+def test_convolutions() -> None:
+    """As products of a matrix that is made as it is read; preferred where it is not made nine times for few outputs."""
+    w = torch.randn(128, 64, 1, 1)
+    ways = of_convolution(w)
+    assert [way.name for way in ways] == ["amx float32", *[f"amx float32 choice {n}" for n in (1, 2, 3)]]
+    (kernel,), (packed,) = ways[0].kernels, ways[0].packed
+    assert isinstance(kernel, TileConvKernel)
+    assert (ways[0].is_preferred, ways[0].is_exact) == (True, False)
+    assert packed.buffer in [read.buffer for read in kernel.reads]
+    assert torch.equal(packed.pack(w).view(torch.int16), pack_conv_tiles(w, FORMATS["float32"]).view(torch.int16))
+    few = of_convolution(torch.randn(32, 64, 3, 3))
+    assert few[0].cost > ways[0].cost
+
+
+def test_where_tiles_do_not_serve_convolutions() -> None:
+    """Groups, channels that do not fill a vector, a weight known only at run time, hardly any pixels."""
+    assert not of_convolution(torch.randn(64, 16, 3, 3), groups=2)
+    assert not of_convolution(torch.randn(64, 3, 3, 3))
+    assert not of_convolution(torch.randn(64, 64, 3, 3), changing=2)
+    assert not of_convolution(torch.randn(64, 64, 3, 3), size=2)

@@ -1,0 +1,152 @@
+"""Convolution by AMX: the kernel runs on emulated tiles and is compared with eager in float64."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+
+import pytest
+import torch
+
+from tests.engines.tvm.amx_for_tests import SAPPHIRE_RAPIDS, emulated
+from tests.engines.tvm.schedule_runner import HOST, compile_kernel, offsets, row_major, run_kernel, to_memory
+from tests.engines.tvm.schedules.convolution.convolutions_for_tests import Case, make
+from torch_hybrid_backend.engines.tvm.cpu.amx_formats import FORMATS
+from torch_hybrid_backend.engines.tvm.cpu.kernels import TileConvKernel
+from torch_hybrid_backend.engines.tvm.cpu.packing import pack_conv_tiles
+from torch_hybrid_backend.engines.tvm.schedules.convolution.amx import emit
+from torch_hybrid_backend.loops import ops
+from torch_hybrid_backend.loops.index import index_of
+from torch_hybrid_backend.loops.ir import Buffer
+from torch_hybrid_backend.loops.kernels import Argument, Store
+from torch_hybrid_backend.loops.layout import Blocked
+
+__all__ = ["emulated"]  # the fixture
+
+_HOST = dataclasses.replace(HOST, lanes=16, cores=2, l1_bytes=48 << 10, l2_bytes=2 << 20)
+
+
+def tiles_of(
+    case: Case, name: str, x: torch.Tensor | None = None
+) -> tuple[TileConvKernel, dict[Buffer, torch.Tensor], torch.Tensor]:
+    """As `make`, the kernel and its weight for tiles."""
+    kernel, inputs, want = make(case, _HOST, x)
+    # The weight that `make` packed, as it was: blocks of outputs come back together.
+    blocks = inputs.pop(kernel.packed)[0]
+    weight = blocks.permute(0, 4, 2, 1, 3).flatten(0, 1)[: case.o].reshape(case.o, case.x[1], *case.kernel)
+    ahead = pack_conv_tiles(weight, FORMATS[name])
+    packed = Buffer(tuple(ahead.shape), "bfloat16", "tiles")
+    reads = tuple(row_major(packed) if read.buffer is kernel.packed else read for read in kernel.reads)
+    tiles = TileConvKernel(
+        reads,
+        kernel.writes,
+        kernel.domain,
+        kernel.x_vars,
+        kernel.x,
+        packed,
+        name,
+        kernel.stride,
+        kernel.padding,
+        kernel.dilation,
+        kernel.kernel,
+        kernel.accumulator,
+        kernel.stores,
+    )
+    return tiles, {**inputs, packed: ahead}, want
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((2, 32, 7, 9), 40, (1, 1)),
+        pytest.param(Case((1, 16, 9, 7), 32, (3, 3), padding=1), marks=pytest.mark.full),
+        Case((1, 48, 11, 8), 33, (3, 2), stride=2, padding=(1, 0), blocked_x=False, blocked_out=False),
+        pytest.param(
+            Case((1, 16, 12, 12), 16, (3, 3), padding=2, dilation=2, long_epilogue=True), marks=pytest.mark.full
+        ),
+        Case((2, 32, 40), 32, (5,), padding=2),
+        Case((1, 128, 6, 6), 32, (3, 3), padding=1),  # k in two parts
+        pytest.param(Case((1, 32, 7, 7), 24, (3, 3), stride=2), marks=pytest.mark.full),
+    ],
+    ids=lambda case: f"{case.x} {case.o} {case.kernel}",
+)
+def test_matches_eager(emulated: ctypes.CDLL, case: Case) -> None:
+    """Every geometry and layout, with a bias, a residual and a ReLU."""
+    kernel, inputs, want = tiles_of(case, "float32")
+    (got,) = run_kernel(kernel, emit, inputs, _HOST)
+    torch.testing.assert_close(got.double(), want, rtol=2e-6, atol=2e-6 * float(want.abs().max()))
+
+
+def test_bfloat16(emulated: ctypes.CDLL) -> None:
+    """Images and weights of bfloat16 are multiplied as they are."""
+    kernel, inputs, want = tiles_of(Case((1, 32, 9, 9), 40, (3, 3), padding=1, dtype="bfloat16"), "bfloat16")
+    (got,) = run_kernel(kernel, emit, inputs, _HOST)
+    torch.testing.assert_close(got.double(), want, rtol=1e-2, atol=1e-2 * float(want.abs().max()))
+
+
+def test_numbers_that_cannot_be_split(emulated: ctypes.CDLL) -> None:
+    """Pixels that see such a number of the image are as eager's, and so are all others."""
+    case = Case((1, 16, 12, 12), 32, (3, 3), padding=1)
+    kernel, _, _ = tiles_of(case, "float32")
+    function = compile_kernel(kernel, emit, _HOST)["kernel"]
+    (write,) = kernel.writes
+    near = torch.zeros(12, 12, dtype=torch.bool)
+    near[:2, 4:7] = True
+    for number in (float("inf"), float("nan"), 1e-40, 3e38):
+        x = torch.randn(1, 16, 12, 12)
+        x[0, 3, 0, 5] = number
+        own, inputs, want = tiles_of(case, "float32", x)
+        got = torch.empty(write.span)
+        before = emulated.products_so_far()
+        function(*[to_memory(inputs[read.buffer], read.layout) for read in own.reads], got)
+        assert emulated.products_so_far() > before
+        got, want = got[offsets(write.buffer.shape, write.layout)], want.float().double()
+        assert torch.equal(got.isnan(), want.isnan())
+        assert torch.equal(got[want.isinf()].double(), want[want.isinf()])
+        torch.testing.assert_close(got[..., ~near].double(), want[..., ~near], rtol=2e-6, atol=1e-5)
+        finite = want.isfinite()
+        bound = 5e-5 + (5e-6 * number if number == 3e38 else 0.0)  # over |A| |B|, some hundred products
+        assert ((got.double() - want).abs() <= bound)[finite].all()
+
+
+def test_machine_code() -> None:
+    """Tiles are multiplied in a loop without vectors, configured and released once."""
+    kernel, _, _ = tiles_of(Case((1, 64, 14, 14), 64, (3, 3), padding=1), "float32")
+    assembly = compile_kernel(kernel, emit, SAPPHIRE_RAPIDS).inspect_source("asm")
+    assert "\ttdpbf16ps\t" in assembly
+    assert assembly.count("\tldtilecfg\t") == assembly.count("\ttilerelease") == 1
+
+
+@pytest.mark.parametrize("name", ["uint8", pytest.param("int8", marks=pytest.mark.full)])
+def test_integers(emulated: ctypes.CDLL, name: str) -> None:
+    """Bytes are multiplied exactly, the most extreme ones too; outside of the image they are 0."""
+    kernel, _, _ = tiles_of(Case((2, 48, 6, 7), 33, (3, 3), padding=1), "float32")
+    torch.manual_seed(0)
+    low = 0 if name == "uint8" else -128
+    image = torch.randint(low, low + 256, (2, 48, 6, 7)).to(getattr(torch, name))
+    weight = torch.randint(-128, 128, (33, 48, 3, 3)).to(torch.int8)
+    image[0], weight[0] = (255 if name == "uint8" else -128), -128
+    ahead = pack_conv_tiles(weight, FORMATS[name])
+    x, packed, out, sums = (
+        Buffer(shape, dtype)
+        for shape, dtype in [
+            (tuple(image.shape), name),
+            (tuple(ahead.shape), "int8"),
+            ((2, 33, 6, 7), "int32"),
+            ((2, 33, 6, 7), "int32"),
+        ]
+    )
+    point = tuple(map(index_of, kernel.domain))
+    tiles = dataclasses.replace(
+        kernel,
+        reads=(Argument(x, Blocked(16)), row_major(packed)),
+        writes=(row_major(out),),
+        x=ops.cast(x.at(tuple(map(index_of, kernel.x_vars))), "int32"),
+        packed=packed,
+        format=name,
+        accumulator=sums,
+        stores=(Store(out, point, sums.at(point)),),
+    )
+    (got,) = run_kernel(tiles, emit, {x: image, packed: ahead}, _HOST)
+    want = torch.nn.functional.conv2d(image.double(), weight.double(), padding=1)
+    assert torch.equal(got.double(), want)

@@ -1,0 +1,183 @@
+"""Products on AMX's tiles in place of kernels that multiply by vectors, where the processor has them and this process may use them.
+
+Enters: a kernel of a product with a constant right operand, or of a convolution with a constant weight. Leaves: the kernel that does the same
+with tiles, and the operand packed for it.
+float32 is multiplied as three bfloat16, or as two where `torch.set_float32_matmul_precision` allows less than float32's own precision:
+`amx_formats` says what that costs. bfloat16 is multiplied as it is, a denormal number as 0, as PyTorch's own kernels for AMX do. 8-bit integers
+are multiplied exactly. Illegal: sizes known only at run time.
+
+Nothing here imports TVM.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import partial
+
+from torch_hybrid_backend.codegen.operands import Packed
+from torch_hybrid_backend.codegen.variants import Variant
+from torch_hybrid_backend.engines.tvm.cpu.amx_formats import FORMATS, PANEL, TileFormat
+from torch_hybrid_backend.engines.tvm.cpu.kernels import (
+    PackedConvKernel,
+    PackedMatMulKernel,
+    TileConvKernel,
+    TileMatMulKernel,
+    UnpackedMatMulKernel,
+)
+from torch_hybrid_backend.engines.tvm.cpu.operands import packed_unpacked
+from torch_hybrid_backend.engines.tvm.cpu.packing import pack_conv_tiles, pack_tiles
+from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.loops import ops
+from torch_hybrid_backend.loops.fusion import replace_loads
+from torch_hybrid_backend.loops.index import Index, as_index, index_of
+from torch_hybrid_backend.loops.ir import Buffer, Call, Expr, Load
+from torch_hybrid_backend.loops.kernels import Argument, Kernel, Store, kernel_sizes
+from torch_hybrid_backend.loops.layout import contiguous
+from torch_hybrid_backend.machine import float32_precision
+from torch_hybrid_backend.sizes.size import known_int
+
+# Products of fewer rows take as long as their weight takes to come from memory, and tiles are mostly empty.
+_MIN_ROWS = 8
+# Multiply-adds a cycle that kernels by vectors reach, of float32 (which bfloat16 is widened to) and of 8-bit integers, and the share of their
+# cycles in which tiles multiply: 2-core Granite Rapids, 128 to 1,024 rows.
+_VECTOR_RATE, _INTEGER_RATE, _TILE_SHARE = 25.0, 100.0, 0.65
+# By estimate tiles are taken where they are so much faster, and tried where they might be.
+_CERTAIN_COST, _CONCEIVABLE_COST = 0.8, 1.25
+# No estimate for float32 is below this: it was confirmed on one processor, so a kernel by vectors is timed beside the one on tiles
+# (`codegen.search` times no variant whose estimate is 1.6 times another's).
+_LEAST_SPLIT_COST = 0.65
+_RANKS = 4
+# Channels are read in vectors of so many.
+_LANES = 16
+
+
+def tile_products(
+    kernel: PackedMatMulKernel | UnpackedMatMulKernel, weight: Packed | None, target: Target
+) -> list[Variant]:
+    """The product on tiles, and the further choices of its schedule; none where it has no such form."""
+    operand = kernel.packed if isinstance(kernel, PackedMatMulKernel) else kernel.weight
+    precision, _ = float32_precision("cpu")
+    name = _format(kernel.a, operand.dtype, kernel.accumulator.dtype, precision, target)
+    if name is None or kernel_sizes(kernel):
+        return []
+    batch, m, n, k = (known_int(variable.extent) for variable in (*kernel.domain, kernel.k))
+    form, cost = FORMATS[name], _cost(batch, m, n, k, FORMATS[name])
+    if cost > _CONCEIVABLE_COST:
+        return []
+    batched = isinstance(kernel, PackedMatMulKernel) and kernel.batched_b
+    buffer = Buffer(form.packed_shape(batch if batched else 1, k, n), form.dtype, "tiles", constant=True)
+    ahead = partial(pack_tiles, form=form)
+    if isinstance(kernel, UnpackedMatMulKernel):
+        packed = packed_unpacked(kernel, buffer, ahead)
+    elif weight is not None:
+        packed = weight.repacked(buffer, ahead)
+    else:
+        return []
+    product = TileMatMulKernel(
+        _reading(kernel, operand, packed),
+        kernel.writes,
+        kernel.domain,
+        kernel.k,
+        kernel.a,
+        buffer,
+        name,
+        batched,
+        kernel.accumulator,
+        _stores(kernel),
+    )
+    return _variants(product, packed, cost)
+
+
+def tile_convolutions(kernel: PackedConvKernel, weight: Packed | None, target: Target) -> list[Variant]:
+    """The convolution as a product on tiles, and the further choices of its schedule; none where it has no such form."""
+    _, precision = float32_precision("cpu")
+    name = _format(kernel.x, kernel.packed.dtype, kernel.accumulator.dtype, precision, target)
+    if weight is None or name is None or kernel.groups != 1 or kernel.winograd or kernel_sizes(kernel):
+        return []
+    images, outputs, *spatial = (known_int(variable.extent) for variable in kernel.domain)
+    channels = known_int(kernel.x_vars[1].extent)
+    if channels % _LANES or weight.view.shape[1] != channels:  # which may be padded for dot products
+        return []
+    form, k = FORMATS[name], math.prod(kernel.kernel) * channels
+    cost = _cost(1, images * math.prod(spatial), outputs, k, form)
+    if cost > _CONCEIVABLE_COST:
+        return []
+    buffer = Buffer(form.packed_shape(1, k, outputs), form.dtype, "tiles", constant=True)
+    packed = weight.repacked(buffer, partial(pack_conv_tiles, form=form))
+    convolution = TileConvKernel(
+        _reading(kernel, kernel.packed, packed),
+        kernel.writes,
+        kernel.domain,
+        kernel.x_vars,
+        kernel.x,
+        buffer,
+        name,
+        kernel.stride,
+        kernel.padding,
+        kernel.dilation,
+        kernel.kernel,
+        kernel.accumulator,
+        _stores(kernel),
+    )
+    return _variants(convolution, packed, cost)
+
+
+def _stores(kernel: PackedMatMulKernel | UnpackedMatMulKernel | PackedConvKernel) -> tuple[Store, ...]:
+    """The kernel's stores, of sums that start at zero: what its own start at is added behind."""
+    if isinstance(kernel, UnpackedMatMulKernel) or kernel.start is None:
+        return kernel.stores
+    start, (batch, *_), column = kernel.start, map(index_of, kernel.domain), index_of(kernel.domain[2])
+    if isinstance(kernel, PackedConvKernel):
+        place: tuple[Index, ...] = (index_of(kernel.domain[1]),)
+    else:
+        place = (batch if kernel.batched_b else as_index(0), column)
+
+    def started(load: Load) -> Expr | None:
+        return ops.add(load, start.at(place)) if load.buffer is kernel.accumulator else None
+
+    return tuple(dataclasses.replace(store, value=replace_loads(store.value, started)) for store in kernel.stores)
+
+
+def _reading(kernel: Kernel, operand: Buffer, packed: Packed) -> tuple[Argument, ...]:
+    """What the kernel reads, with the packed operand in place of its own."""
+    argument = Argument(packed.buffer, contiguous(packed.buffer.shape))
+    return tuple(argument if read.buffer is operand else read for read in kernel.reads)
+
+
+def _variants(kernel: TileMatMulKernel | TileConvKernel, packed: Packed, cost: float) -> list[Variant]:
+    """The kernel as its schedule ranks first, second and so on; the latter are for tuning: no first call times what is estimated so."""
+    name, is_exact = f"amx {kernel.format}", not FORMATS[kernel.format].splits
+    first = Variant(name, (kernel,), (packed,), is_exact, cost < _CERTAIN_COST, cost)
+    others = [(dataclasses.replace(kernel, schedule_rank=rank),) for rank in range(1, _RANKS)]
+    return [
+        first,
+        *(Variant(f"{name} choice {n}", k, (packed,), is_exact, cost=2 * cost) for n, k in enumerate(others, 1)),
+    ]
+
+
+def _format(a: Expr, dtype: str, sums: str, precision: str, target: Target) -> str | None:
+    """The format's name for an operand `a` and one of `dtype`; None where the processor has no tiles for them.
+
+    `precision`: how products of float32 may round (`machine.float32_precision`).
+    """
+    bfloat16, int8 = ({"amx_tile", name} <= set(target.features) for name in ("amx_bf16", "amx_int8"))
+    if dtype == a.dtype == sums == "float32" and bfloat16:
+        return "float32" if precision in ("none", "ieee") else "float32 high"
+    if dtype == "bfloat16" and a.dtype == "float32" and bfloat16:
+        return "bfloat16"  # operands of a product have one dtype: `a` is of bfloat16, widened
+    if dtype == "int8" and sums == "int32" and int8:
+        source = a.args[0] if isinstance(a, Call) and a.op == "cast" else a
+        return source.dtype if source.dtype in ("int8", "uint8") else None
+    return None
+
+
+def _cost(batch: int, m: int, n: int, k: int, form: TileFormat) -> float:
+    """The estimated time on tiles over that by vectors; infinite where there are too few rows, or nothing to compute."""
+    if m < _MIN_ROWS or not (batch and n and k):
+        return math.inf
+    tiles = -(-m // 16) * 2 * -(-n // PANEL) * form.steps(k)
+    multiplied = tiles * form.products * 16 / _TILE_SHARE
+    by_vectors = m * n * k / (_INTEGER_RATE if form.itemsize == 1 else _VECTOR_RATE)
+    cost = (multiplied + m * k * form.copy_cycles) / by_vectors
+    return max(cost, _LEAST_SPLIT_COST) if form.splits else cost

@@ -1,0 +1,559 @@
+"""Matmul by AMX: C[b, m, n] = sum over k of A[b, m, k] * B[b, k, n], with B packed ahead in tiles.
+
+Pattern: a `TileMatMulKernel`. Operands lie as `cpu/amx_formats.py` says. Steps:
+1. A task has a block of rows and a group of columns, both in panels of 32. It configures the tile registers first, and releases them last.
+2. k is cut into parts of about 768 elements. For each part the task writes its rows of A as tiles to scratch memory: any expression, rounded to
+   bfloat16, or split into several. What is beyond the last k is zero; rows beyond the last are never written, nor are sums of them stored.
+3. A panel of B stays in the caches while the panels of A go by. The 2 x 2 tiles of sums are registers 0 to 3; those of A are 4 and 5, those of
+   B 6 and 7. Meanwhile the tiles of the next step are fetched into the first-level cache, and a share of B's next panel into the second.
+   Outermost k and the fetches are worth 16 to 35 % of the time of large products (2-core Granite Rapids).
+4. Tiles reach vectors through memory only: sums are stored to 4 KiB that the first-level cache holds, and the epilogue runs from there. Where k
+   has several parts, all sums of a task wait in memory, and the epilogue follows the last part.
+5. Operands of float32 are split into parts, and the numbers of A are looked at on the way. A panel of rows that has one, in this part of k, for
+   which products of parts are not exact, and a plain panel of B, are multiplied in float32 by vectors: sums of both ways add up.
+Sources: Goto & van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008; Henry, Tang & Heinecke, ARITH 2019 (`amx_formats`).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from tvm import tirx
+
+from torch_hybrid_backend.engines.tvm.cpu.amx_formats import FORMATS, LARGEST, PANEL, ROW_BYTES, SMALLEST
+from torch_hybrid_backend.engines.tvm.cpu.kernels import TileConvKernel, TileMatMulKernel
+from torch_hybrid_backend.engines.tvm.cpu.tiles import lane_chunks
+from torch_hybrid_backend.engines.tvm.schedules import amx_tiles
+from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, partials
+from torch_hybrid_backend.engines.tvm.target import LINE_BYTES, Target
+from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirBuffer, TirExpr
+from torch_hybrid_backend.engines.tvm.tir.printer import Printer
+from torch_hybrid_backend.engines.tvm.tir.storage import narrow, storage_dtype
+from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
+from torch_hybrid_backend.loops.ir import Expr, Load
+from torch_hybrid_backend.sizes.size import known_int
+
+_LANES = 16  # of a vector, and rows, and columns of words, of a tile
+_TILE_CYCLES = 16
+# Steps of k in one part, 768 elements of bfloat16; fewer than the second number are not cut.
+_PART_STEPS, _WHOLE_STEPS = 24, 32
+# Cycles to read or write a byte beyond the second-level cache, which a core partly hides.
+_BYTE_CYCLES = 0.06
+# Rows that share what is made of a panel of B for a product by vectors.
+_EXACT_ROWS = 8
+
+
+def emit(kernel: TileMatMulKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
+    """The kernel's body."""
+    return _TileMatMul(kernel, builder, printer, target).emit()
+
+
+# Of a vector's piece of A: when it is there, None for always (elsewhere it is zero), and what the kernel's variables are at each lane.
+Piece = tuple[TirExpr | None, Callable[[Index], Mapping[LoopVar, Index]]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Splitting:
+    """Vectors in registers while a panel of A is split: the magnitudes' bits, largest and, less 1, smallest; what is left of a number; bits."""
+
+    largest: TirBuffer
+    smallest: TirBuffer
+    rest: TirBuffer
+    bits: TirBuffer
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Steps of k: `steps` from number `start` on, `elements` of k in all; `number` says which part it is."""
+
+    number: Index
+    start: Index
+    steps: int
+    elements: int
+
+
+class TileProduct:
+    """The emission of one kernel: products of (batch, m, k) by (batch or 1, k, n), whose A is the expression `a`."""
+
+    def __init__(
+        self,
+        kernel: TileMatMulKernel | TileConvKernel,
+        a: Expr,
+        sizes: tuple[int, int, int, int],
+        builder: Builder,
+        printer: Printer,
+        target: Target,
+    ) -> None:
+        self.kernel, self.a, self.builder, self.printer, self.target = kernel, a, builder, printer, target
+        self.form = FORMATS[kernel.format]
+        self.batch, self.m, self.k, self.n = sizes
+        self.batched_b = False
+        self.column = kernel.domain[2] if isinstance(kernel, TileMatMulKernel) else kernel.domain[1]
+        self.row_panels, self.column_panels = -(-self.m // PANEL), -(-self.n // PANEL)
+        self.steps = self.form.steps(self.k)
+        self.parts = 1 if self.steps <= _WHOLE_STEPS else -(-self.steps // _PART_STEPS)
+        self.part_steps = -(-self.steps // self.parts)
+        self.parts = -(-self.steps // self.part_steps)
+        self.block, self.group = self._task_size()
+        self.packed = printer.arguments[kernel.packed][0]
+        self.panel_size = self.form.parts * self.form.panel_elements  # of one step
+        self.scratch = builder.local(
+            self.block * self.part_steps * self.panel_size, storage_dtype(self.form.a_dtype), "a"
+        )
+        waiting = 1 if self.parts == 1 else self.block * self.group
+        self.sums = builder.local(waiting * PANEL * PANEL, self.form.sums, "sums")
+        self.configuration = amx_tiles.configuration(builder)
+        # Of each panel of A: whether it is to be multiplied by vectors. For that, a panel of A as numbers, (32, k), and one of B, (k, 32).
+        self.is_outside = builder.local(self.block, "int32", "outside")
+        self.part_elements = self.part_steps * self.form.depth
+        self.a_numbers, self.b_numbers = (
+            builder.local(self.part_elements * PANEL, "float32", name) for name in ("a_numbers", "b_numbers")
+        )
+
+    def row(self, batch: Index, number: Index) -> tuple[dict[LoopVar, Index], list[Stmt]]:
+        """The kernel's variables in a row of A and of the result, and the statements that bind them."""
+        raise NotImplementedError
+
+    def piece(self, env: dict[LoopVar, Index], unit: Index, within: int) -> Piece:
+        """Elements of a row of A from `16 * unit + within` of k on, of one unit."""
+        raise NotImplementedError
+
+    def _task_size(self) -> tuple[int, int]:
+        """Panels of rows and of columns of one task: the kernel's `schedule_rank` by estimated time."""
+        form, step_bytes = self.form, self.form.parts * PANEL * ROW_BYTES
+        most = max(1, self.target.l2_bytes // 2 // (self.part_steps * step_bytes))
+        fewest = -(-self.row_panels // most)
+        blocks = {-(-self.row_panels // count) for count in range(fewest, min(self.row_panels, 4 * fewest) + 1)}
+        groups = {
+            -(-self.column_panels // count)
+            for count in (1, 2, 4, 8, 16, 32, 64, self.target.cores)
+            if count <= self.column_panels
+        }
+
+        def time(block: int, group: int) -> float:
+            tasks = self.batch * -(-self.row_panels // block) * -(-self.column_panels // group)
+            copied = block * PANEL * self.k * form.copy_cycles
+            multiplied = block * group * self.steps * form.products * 4 * _TILE_CYCLES
+            read = group * self.steps * step_bytes * _BYTE_CYCLES
+            waiting = block * group * PANEL * PANEL * 4
+            if self.parts > 1 and waiting > self.target.l2_bytes // 2:  # each part reads and writes all sums
+                read += 2 * self.parts * waiting * _BYTE_CYCLES
+            return -(-tasks // self.target.cores) * (copied + multiplied + read)
+
+        estimates = {
+            (block, group): time(block, group) for block in sorted(blocks, reverse=True) for group in sorted(groups)
+        }
+        return self.builder.ranked_choice(estimates)
+
+    def emit(self) -> Stmt:
+        blocks, groups = -(-self.row_panels // self.block), -(-self.column_panels // self.group)
+        return self.builder.fused((self.batch, blocks, groups), self._task)
+
+    def _task(self, position: tuple[Index, ...]) -> Stmt:
+        b = self.builder
+        batch, row, column = position[0], position[1] * self.block, position[2] * self.group
+        arrays = [self.configuration, self.scratch, self.sums]
+        if self.form.splits:
+            arrays += [self.is_outside, self.a_numbers, self.b_numbers]
+        last_steps = self.steps - (self.parts - 1) * self.part_steps
+        last_start = (self.parts - 1) * self.part_steps
+        last = _Part(as_index(self.parts - 1), as_index(last_start), last_steps, self.k - last_start * self.form.depth)
+
+        def whole(number: Index) -> Stmt:
+            part = _Part(number, number * self.part_steps, self.part_steps, self.part_elements)
+            return self._part(batch, row, column, part)
+
+        def write(r: Index, c: Index) -> Stmt:
+            return self._write(batch, row, column, r, c)
+
+        return b.seq(
+            # Memory first: where there is none, the kernel ends here, with no tiles configured.
+            *map(b.alloc, arrays),
+            amx_tiles.configure(b, self.configuration),
+            b.loop(self.parts - 1, whole, name="part") if self.parts > 1 else None,
+            self._part(batch, row, column, last),
+            None if self.parts == 1 else self._each_panel(row, column, write),
+            amx_tiles.release(),
+        )
+
+    def _part(self, batch: Index, row: Index, column: Index, part: _Part) -> Stmt:
+        """A part of k: the task's rows of A as tiles, and the products with its columns."""
+
+        def panel(r: Index, c: Index) -> Stmt:
+            products = self._products(batch, row, column, r, c, part)
+            if self.parts > 1:
+                return products
+            return self.builder.seq(products, self._write(batch, row, column, r, c))
+
+        copies = self._each_row(row, lambda r: self._copy(batch, row + r, r, part))
+        return self.builder.seq(copies, self._each_panel(row, column, panel))
+
+    def _each_row(self, first: Index, body: Callable[[Index], Stmt]) -> Stmt:
+        return self._each(self.block, first, self.row_panels, body, "row")
+
+    def _each_panel(self, row: Index, column: Index, body: Callable[[Index, Index], Stmt]) -> Stmt:
+        """`body(row, column)` for the panels of a task, counted from its first: all rows with one column, then with the next."""
+        return self._each(
+            self.group, column, self.column_panels, lambda c: self._each_row(row, lambda r: body(r, c)), "column"
+        )
+
+    def _each(self, count: int, first: Index, total: int, body: Callable[[Index], Stmt], name: str) -> Stmt:
+        """`body(i)` for i in 0 .. count-1 where `first + i < total`; `first` is a multiple of `count`."""
+        b = self.builder
+
+        def one(i: Index) -> Stmt:
+            inner = body(i)
+            return b.when(b.index(first + i) < total, inner) if total % count else inner
+
+        return b.loop(count, one, name=name)
+
+    # A as tiles.
+
+    def _rows(
+        self,
+        batch: Index,
+        panel: Index,
+        part: _Part,
+        put: Callable[[Index, Index, Mapping[LoopVar, Index] | None], Stmt],
+    ) -> Stmt:
+        """`put(line, at, env)` for every row of a panel of A and every element of a part of k, counted from its first, in vectors.
+
+        `env`: the kernel's variables there; None where the element is zero: behind the last k, or where A says so.
+        """
+        b, depth = self.builder, self.form.depth
+        whole, left = divmod(part.elements, depth)
+
+        def row(line: Index) -> Stmt:
+            own, bindings = self.row(batch, panel * PANEL + line)
+
+            def zeros(at: Index, width: int) -> Stmt:
+                return self.printer.vector_loop(width, lambda lane: put(line, at + lane, None))
+
+            def numbers(step: Index, start: int, width: int) -> Stmt:
+                unit, within = divmod(start, _LANES)
+                at = step * depth + start
+                condition, env = self.piece(own, (part.start + step) * (depth // _LANES) + unit, within)
+                there = self.printer.vector_loop(width, lambda lane: put(line, at + lane, env(lane)))
+                return there if condition is None else b.when(condition, there, zeros(at, width))
+
+            def step(at: Index) -> Stmt:
+                return b.seq(*[numbers(at, start, _LANES) for start in range(0, depth, _LANES)])
+
+            rest = []
+            if left:
+                rest = [numbers(as_index(whole), start, width) for start, width in lane_chunks(left, _LANES)]
+                behind = lane_chunks(depth - left, _LANES)
+                rest += [zeros(as_index(whole * depth + left + start), width) for start, width in behind]
+            return b.seq(*bindings, b.loop(whole, step, name="step") if whole else None, *rest)
+
+        return (
+            b.loop_until(self._rows_of(panel), PANEL, row, "line")
+            if self.m % PANEL
+            else b.loop(PANEL, row, name="line")
+        )
+
+    def _copy(self, batch: Index, panel: Index, r: Index, part: _Part) -> Stmt:
+        """One part of a panel of rows to scratch memory, and whether any of its numbers is outside of what can be split."""
+        b, form = self.builder, self.form
+        zero = tirx.const(0, storage_dtype(form.a_dtype))
+        splitting = None
+        if form.splits:
+            largest, smallest, bits = (b.local(_LANES, "uint32", name) for name in ("largest", "smallest", "bits"))
+            splitting = _Splitting(largest, smallest, b.local(_LANES, "float32", "rest"), bits)
+
+        def put(line: Index, at: Index, env: Mapping[LoopVar, Index] | None) -> Stmt:
+            to = r * (self.part_steps * self.panel_size) + at // form.depth * self.panel_size
+            to = to + line * form.depth + at % form.depth
+            if env is None:
+                places = [to + p * form.panel_elements for p in range(form.parts)]
+                return b.seq(*[b.store(self.scratch, place, zero) for place in places])
+            if splitting is None:
+                return b.store(self.scratch, to, self._whole(env))
+            return self._split(to, at % _LANES, self.printer.expr(self.a, env), splitting)
+
+        rows = self._rows(batch, panel, part, put)
+        return rows if splitting is None else self._watched(r, splitting, rows)
+
+    def _rows_of(self, panel: Index) -> TirExpr:
+        return tirx.Min(self.builder.index(self.m - panel * PANEL), tirx.IntImm("int32", PANEL))
+
+    def _whole(self, env: Mapping[LoopVar, Index]) -> TirExpr:
+        """An element of A that is one part, as tiles have it."""
+        a, dtype = self.a, self.form.a_dtype
+        if isinstance(a, Load) and a.buffer.dtype == dtype and a.buffer in self.printer.arguments:
+            array, _ = self.printer.arguments[a.buffer]
+            return self.builder.load(array, self.printer.offset(a.buffer, a.index, env))
+        value = self.printer.expr(a, env)
+        return narrow(value, dtype) if a.dtype == "float32" else tirx.Cast(dtype, value)
+
+    def _split(self, to: Index, lane: Index, value: TirExpr, vectors: _Splitting) -> Stmt:
+        """A float32 as bfloat16: the first is it rounded to nearest, each other what is left, rounded. Watches its magnitude.
+
+        Values are kept in local arrays: TVM would substitute a binding at each use.
+        """
+        b = self.builder
+
+        def word(number: int) -> TirExpr:
+            return tirx.IntImm("uint32", number)
+
+        rest, bits = b.load(vectors.rest, lane), b.load(vectors.bits, lane)
+        magnitude = tirx.bitwise_and(tirx.reinterpret("uint32", rest), word(0x7FFFFFFF))
+        statements = [
+            b.store(vectors.rest, lane, value),
+            b.store(vectors.bits, lane, magnitude),
+            b.store(vectors.largest, lane, tirx.Max(b.load(vectors.largest, lane), bits)),
+            # 0 becomes the largest.
+            b.store(vectors.smallest, lane, tirx.Min(b.load(vectors.smallest, lane), bits - word(1))),
+        ]
+        for number in range(self.form.parts):
+            own = tirx.reinterpret("uint32", rest)
+            odd = tirx.bitwise_and(tirx.shift_right(own, word(16)), word(1))
+            upper = tirx.shift_right(bits, word(16))
+            statements += [
+                b.store(vectors.bits, lane, own + word(0x7FFF) + odd),
+                b.store(self.scratch, to + number * self.form.panel_elements, tirx.Cast("uint16", upper)),
+            ]
+            if number + 1 < self.form.parts:
+                part = tirx.reinterpret("float32", tirx.bitwise_and(bits, word(0xFFFF0000)))
+                statements.append(b.store(vectors.rest, lane, rest - part))
+        return b.seq(*statements)
+
+    def _watched(self, r: Index, vectors: _Splitting, rows: Stmt) -> Stmt:
+        """`rows`, which collect the magnitudes of a panel of A, and what follows from them."""
+        b = self.builder
+        least, most = (struct.unpack("<I", struct.pack("<f", limit))[0] for limit in (SMALLEST, LARGEST))
+
+        def filled(array: TirBuffer, number: int) -> Stmt:
+            word = tirx.IntImm("uint32", number)
+            return self.printer.vector_loop(_LANES, lambda lane: b.store(array, lane, word))
+
+        def look(lane: Index) -> Stmt:
+            outside = tirx.Or(
+                b.load(vectors.largest, lane) > tirx.IntImm("uint32", most),
+                b.load(vectors.smallest, lane) < tirx.IntImm("uint32", least - 1),
+            )
+            return b.when(outside, b.store(self.is_outside, r, tirx.IntImm("int32", 1)))
+
+        return b.seq(
+            *map(b.alloc, (vectors.largest, vectors.smallest, vectors.rest, vectors.bits)),
+            filled(vectors.largest, 0),
+            filled(vectors.smallest, 0xFFFFFFFF),
+            b.store(self.is_outside, r, tirx.IntImm("int32", 0)),
+            rows,
+            b.loop(_LANES, look, name="l"),
+        )
+
+    # Products.
+
+    def _sums_at(self, r: Index, c: Index) -> Index:
+        """Where the sums of a panel of rows and one of columns are, 32 x 32 of them."""
+        return as_index(0) if self.parts == 1 else (c * self.block + r) * (PANEL * PANEL)
+
+    def _products(self, batch: Index, row: Index, column: Index, r: Index, c: Index, part: _Part) -> Stmt:
+        """The sums of a panel of rows and one of columns, with a part of k added."""
+        b = self.builder
+        panel = column + c
+        if self.batched_b:
+            panel = panel + batch * self.column_panels
+        by_tiles = self._by_tiles(r, panel, c, part, 2)
+        if 0 < self.m % PANEL <= PANEL // 2:  # the last panel of rows is one tile
+            is_last = b.index(row + r) >= self.row_panels - 1
+            by_tiles = b.when(is_last, self._by_tiles(r, panel, c, part, 1), by_tiles)
+        if not self.form.splits:
+            return by_tiles
+        count = self.column_panels * (self.batch if self.batched_b else 1)
+        is_plain = b.load(self.packed, count * self.steps * self.panel_size + panel) != tirx.IntImm("uint16", 0)
+        is_outside = b.load(self.is_outside, r) != 0
+        by_vectors = self._by_vectors(batch, row, r, panel, c, part, is_plain)
+        return b.when(tirx.Or(is_outside, is_plain), by_vectors, by_tiles)
+
+    def _by_tiles(self, r: Index, panel: Index, c: Index, part: _Part, row_tiles: int) -> Stmt:
+        """The products of `row_tiles` tiles of rows and two of columns."""
+        b, form = self.builder, self.form
+        half, sum_bytes = form.panel_elements // 2, 4 * PANEL
+        places = {2 * i + j: self._sums_at(r, c) + (i * PANEL + j) * _LANES for i in range(row_tiles) for j in (0, 1)}
+        zeros = [amx_tiles.zero(tile) for tile in places]
+        loads = [amx_tiles.load(b, tile, self.sums, at, sum_bytes) for tile, at in places.items()]
+        statements: list[Stmt] = zeros
+        if self.parts > 1:
+            is_first = b.index(part.number).equal(0)
+            statements = [b.when(is_first, b.seq(*zeros), b.seq(*loads))]
+
+        def step(s: Index, products: tuple[tuple[int, int], ...], fetches: list[Stmt]) -> Stmt:
+            a_at = (r * self.part_steps + s) * self.panel_size
+            b_at = (panel * self.steps + part.start + s) * self.panel_size
+            inner: list[Stmt] = []
+            held: tuple[int | None, int | None] = (None, None)
+            for pair in products:
+                if pair[0] != held[0]:
+                    at = a_at + pair[0] * form.panel_elements
+                    inner += [
+                        amx_tiles.load(b, 4 + i, self.scratch, at + i * half, ROW_BYTES) for i in range(row_tiles)
+                    ]
+                if pair[1] != held[1]:
+                    at = b_at + pair[1] * form.panel_elements
+                    inner += [amx_tiles.load(b, 6 + j, self.packed, at + j * half, ROW_BYTES) for j in (0, 1)]
+                held = pair
+                inner += [
+                    amx_tiles.multiply(form.instruction, 2 * i + j, 4 + i, 6 + j)
+                    for i in range(row_tiles)
+                    for j in (0, 1)
+                ]
+            return b.seq(*_spread(inner, fetches))
+
+        for number, products in enumerate(form.passes):
+
+            def one(s: Index, number: int = number, products: tuple[tuple[int, int], ...] = products) -> Stmt:
+                return step(s, products, self._fetches(r, panel, part, s) if number == 0 else [])
+
+            statements.append(b.loop(part.steps, one, name="step"))
+        statements += [amx_tiles.store(b, tile, self.sums, at, sum_bytes) for tile, at in places.items()]
+        return b.seq(*statements)
+
+    def _fetches(self, r: Index, panel: Index, part: _Part, s: Index) -> list[Stmt]:
+        """Prefetches of one step: all of the next one's tiles, and a share of B's next panel."""
+        b, line = self.builder, LINE_BYTES // self.form.itemsize
+        lines = self.panel_size // line
+        a_next = (r * self.part_steps + s + 1) * self.panel_size
+        b_next = (panel * self.steps + part.start + s + 1) * self.panel_size
+        nearby = [
+            (array, at + i * line, 1)
+            for i in range(lines)
+            for array, at in ((self.scratch, a_next), (self.packed, b_next))
+        ]
+        share = -(-lines // self.block)
+        following = ((panel + 1) * self.steps + part.start) * self.panel_size
+        far = [(self.packed, following + ((r * part.steps + s) * share + i) * line, 2) for i in range(share)]
+        return [b.prefetch(array, b.index(at), level) for array, at, level in (*nearby, *far)]
+
+    def _by_vectors(
+        self, batch: Index, row: Index, r: Index, panel: Index, c: Index, part: _Part, is_plain: TirExpr
+    ) -> Stmt:
+        """As `_by_tiles`, in float32: of A as it is, and of B put together again."""
+        b, sums = self.builder, self._sums_at(r, c)
+
+        def put(line: Index, at: Index, env: Mapping[LoopVar, Index] | None) -> Stmt:
+            value = tirx.const(0, "float32") if env is None else self.printer.expr(self.a, env)
+            return b.store(self.a_numbers, line * self.part_elements + at, value)
+
+        def rows(group: Index) -> Stmt:
+            tile = RegisterTile(b, self.printer, _EXACT_ROWS, PANEL // _LANES, _LANES, "float32")
+            at = sums + group * (_EXACT_ROWS * PANEL)
+
+            def a(i: int, k: Index) -> TirExpr:
+                return b.load(self.a_numbers, (group * _EXACT_ROWS + i) * self.part_elements + k)
+
+            def step(k: Index, way: int) -> Stmt | None:
+                scalars = partials(lambda i, _: a(i, k), _EXACT_ROWS)
+                vectors = partials(
+                    lambda v, lane: b.load(self.b_numbers, k * PANEL + v * _LANES + lane), PANEL // _LANES
+                )
+                return tile.accumulate(scalars, vectors, way)
+
+            restore = b.when(b.index(part.number) > 0, tile.restore(self.sums, at)) if self.parts > 1 else None
+            steps = tile.steps(part.elements, step)
+            return b.seq(tile.declare(), tile.clear(), restore, steps, tile.spill(self.sums, at))
+
+        return b.seq(
+            self._rows(batch, row + r, part, put),
+            b.when(is_plain, self._numbers(panel, part, True), self._numbers(panel, part, False)),
+            b.loop(PANEL // _EXACT_ROWS, rows, name="rows"),
+        )
+
+    def _numbers(self, panel: Index, part: _Part, is_plain: bool) -> Stmt:
+        """B's panel as float32, (k, 32 columns), from a plain panel or from the sums of parts."""
+        b, form = self.builder, self.form
+        sixteen, upper = (tirx.Broadcast(tirx.IntImm("uint32", number), _LANES) for number in (16, 0xFFFF0000))
+        lower = tirx.Broadcast(tirx.IntImm("uint32", 0xFFFF), _LANES)
+
+        def number(words: list[TirExpr], is_odd: bool) -> TirExpr:
+            def half(word: TirExpr) -> TirExpr:
+                return tirx.bitwise_and(word, upper) if is_odd else tirx.shift_left(word, sixteen)
+
+            if is_plain:
+                low = tirx.shift_right(words[1], sixteen) if is_odd else tirx.bitwise_and(words[1], lower)
+                return tirx.reinterpret(f"float32x{_LANES}", tirx.bitwise_or(half(words[0]), low))
+            total = tirx.reinterpret(f"float32x{_LANES}", half(words[-1]))
+            for word in reversed(words[:-1]):
+                total = tirx.reinterpret(f"float32x{_LANES}", half(word)) + total
+            return total
+
+        def pair(position: tuple[Index, ...]) -> Stmt:
+            s, j, line = position
+            at = (
+                (panel * self.steps + part.start + s) * self.panel_size
+                + j * (form.panel_elements // 2)
+                + line * form.depth
+            )
+            words = [
+                tirx.reinterpret(f"uint32x{_LANES}", _vector(b, self.packed, at + p * form.panel_elements, 2 * _LANES))
+                for p in range(form.parts)
+            ]
+            to = ((s * _LANES + line) * 2) * PANEL + j * _LANES
+            return b.seq(
+                *[
+                    tirx.BufferStore(self.b_numbers, number(words, odd == 1), [_ramp(b, to + odd * PANEL, _LANES)])
+                    for odd in (0, 1)
+                ]
+            )
+
+        return b.nest((part.steps, 2, _LANES), pair, name="k")
+
+    # The stores.
+
+    def _write(self, batch: Index, row: Index, column: Index, r: Index, c: Index) -> Stmt:
+        """The kernel's stores of a panel of rows and one of columns."""
+        b, kernel = self.builder, self.kernel
+        sums, left = self._sums_at(r, c), self.n % PANEL
+
+        def columns(line: Index, env: dict[LoopVar, Index], count: int) -> Stmt:
+            def store(start: int, lane: Index) -> Stmt:
+                value = b.load(self.sums, sums + line * PANEL + start + lane)
+                self.printer.locals[kernel.accumulator] = lambda _: value
+                return self.printer.stores(kernel.stores, {**env, self.column: (column + c) * PANEL + start + lane})
+
+            pieces = lane_chunks(count, _LANES)
+            return b.seq(*[self.printer.vector_loop(width, partial(store, start)) for start, width in pieces])
+
+        def line(at: Index) -> Stmt:
+            env, bindings = self.row(batch, (row + r) * PANEL + at)
+            if not left or self.column_panels == 1:
+                return b.seq(*bindings, columns(at, env, left or PANEL))
+            is_whole = b.index(column + c) < self.column_panels - 1
+            return b.seq(*bindings, b.when(is_whole, columns(at, env, PANEL), columns(at, env, left)))
+
+        return b.loop_until(self._rows_of(row + r), PANEL, line, "line")
+
+
+class _TileMatMul(TileProduct):
+    """The emission of a `TileMatMulKernel`."""
+
+    def __init__(self, kernel: TileMatMulKernel, builder: Builder, printer: Printer, target: Target) -> None:
+        batch, m, n = (known_int(variable.extent) for variable in kernel.domain)
+        super().__init__(kernel, kernel.a, (batch, m, known_int(kernel.k.extent), n), builder, printer, target)
+        self.depth, self.batched_b = kernel.k, kernel.batched_b
+
+    def row(self, batch: Index, number: Index) -> tuple[dict[LoopVar, Index], list[Stmt]]:
+        return dict(zip(self.kernel.domain, (batch, number), strict=False)), []
+
+    def piece(self, env: dict[LoopVar, Index], unit: Index, within: int) -> Piece:
+        return None, lambda lane: {**env, self.depth: unit * _LANES + within + lane}
+
+
+def _spread(statements: list[Stmt], among: list[Stmt]) -> list[Stmt]:
+    """`statements`, each followed by its share of those that go `among` them."""
+    count, found = len(statements), []
+    for number, statement in enumerate(statements):
+        found += [statement, *among[len(among) * number // count : len(among) * (number + 1) // count]]
+    return found
+
+
+def _ramp(builder: Builder, offset: Index, lanes: int) -> TirExpr:
+    return tirx.Ramp(builder.index(offset), tirx.IntImm("int32", 1), lanes)
+
+
+def _vector(builder: Builder, array: TirBuffer, offset: Index, lanes: int) -> TirExpr:
+    return tirx.BufferLoad(array, [_ramp(builder, offset, lanes)])
