@@ -13,7 +13,7 @@ import torch_hybrid_backend
 from torch_hybrid_backend.core.precision import PRECISIONS
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.passes.hoist import hoist
-from torch_hybrid_backend.passes.pipeline import run_passes
+from torch_hybrid_backend.passes.pipeline import PASSES, PRECISION_PASSES, run_passes
 
 
 class Net(nn.Module):
@@ -33,7 +33,7 @@ class Net(nn.Module):
 def _quantized(captured, model: nn.Module, *inputs: torch.Tensor, **changes):
     subject = captured(model, *inputs)
     subject.ctx = replace(subject.ctx, precision="int8", **changes)
-    run_passes(subject.gm, subject.ctx)
+    run_passes(subject.gm, subject.ctx, (*PASSES, *PRECISION_PASSES))
     return subject
 
 
