@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tests.partition.engines_for_tests import trace
+from torch_hybrid_backend.graph import source
 from torch_hybrid_backend.graph.source import source_line
 
 _TORCH_FILE = torch.nn.functional.__file__
@@ -17,10 +18,11 @@ def _source(trace_text: str | None) -> str:
 
 
 def test_the_innermost_line_of_the_users_own_is_named() -> None:
-    """Frames inside PyTorch are passed over; file name, line, function and code are given."""
+    """Frames inside PyTorch and this package are passed over; file name, line, function and code are given."""
     text = (
         '  File "/home/me/model.py", line 3, in forward\n    x = self.block(x)\n'
         '  File "/home/me/block.py", line 12, in forward\n    return F.relu(x)\n'
+        f'  File "{source.__file__}", line 5, in call\n    return operator()\n'
         f'  File "{_TORCH_FILE}", line 1700, in relu\n    result = torch.relu(input)\n'
     )
     assert _source(text) == "block.py:12 in forward: return F.relu(x)"

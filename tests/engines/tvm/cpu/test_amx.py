@@ -138,6 +138,31 @@ def test_integers(dtype: str, name: str | None) -> None:
     assert all(way.is_exact for way in ways)
 
 
+@pytest.mark.parametrize(("dtype", "zero"), [("int8", 0), ("uint8", 9)])
+def test_quantised_operands(emulated: ctypes.CDLL, dtype: str, zero: int) -> None:
+    """What moves the left operand for the dot products of vectors is taken off behind a sum on tiles too."""
+    torch.manual_seed(0)
+    target = dataclasses.replace(SAPPHIRE_RAPIDS, features=(*SAPPHIRE_RAPIDS.features, "avx512_vnni"))
+    low = -128 if dtype == "int8" else 0
+    x = torch.randint(low, low + 256, (48, 128)).to(getattr(torch, dtype))
+    w = torch.randint(-128, 128, (96, 128), dtype=torch.int8)
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x.float() - zero, w.float().t())
+
+    found, kernel, ways = of_product(function, x, w, target=target)
+    assert isinstance(kernel, PackedMatMulKernel)
+    assert kernel.start is not None
+    assert ways[0].name == "amx uint8"
+    (product,) = ways[0].kernels
+    made = {packed.buffer: packed.pack(w) for packed in (*found.packed, *ways[0].packed)}
+    moved = x.int() + 128 if dtype == "int8" else x
+    inputs = {read.buffer: made.get(read.buffer, moved.to(torch.uint8)) for read in product.reads}
+    on_host = dataclasses.replace(SAPPHIRE_RAPIDS, mcpu=HOST.mcpu, cpu=HOST.cpu, features=HOST.features)
+    (got,) = run_kernel(product, emit, inputs, on_host)
+    assert torch.equal(got.reshape(48, 96).double(), (x.double() - zero) @ w.double().t())
+
+
 def test_where_tiles_do_not_serve() -> None:
     """No AMX, a weight known only at run time, float64, few rows, and sizes known only at run time."""
     x, w = torch.randn(40, 100), torch.randn(96, 100)
