@@ -35,18 +35,20 @@ def _model() -> torch.nn.Module:
     return nn.Sequential(*layers).eval()
 
 
-def test_the_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_examples_run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each piece of Python, one after the other; what is printed has the lines that are shown, but for numbers."""
     names = {
         "torch": torch,
         "torch_hybrid_backend": torch_hybrid_backend,
         "model": _model(),
         "x": torch.randn(1, 3, 64, 64),
+        "loader": torch.randn(4, 1, 3, 64, 64),
     }
+    monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```(\w*)\n(.*?)```", _PAGE.read_text(), re.DOTALL)
     code = [text for language, text in blocks if language == "python"]
     (shown,) = (text for language, text in blocks if not language)
-    assert len(code) == 2
+    assert len(code) == 3
     with torch.no_grad():
         for text in code:
             exec(text, names)

@@ -17,6 +17,8 @@ QUANTIZED = "quantized_decomposed"
 _OF_PYTORCH = frozenset({"aten", "prims", QUANTIZED})
 _CASTS = frozenset({aten._to_copy.default, torch.ops.prims.convert_element_type.default})
 _BYTES = frozenset({torch.int8, torch.uint8})
+# What graphs that write dequantisation out do with integers.
+_ARITHMETIC = _CASTS | {aten.sub.Tensor, aten.sub.Scalar, aten.mul.Tensor, aten.mul.Scalar, aten._int_mm.default}
 # Operators each of whose results is one of the elements of their first tensor.
 _CHOOSING = frozenset(
     {
@@ -70,7 +72,7 @@ def has_mutation(gm: torch.fx.GraphModule) -> bool:
 
 def is_dequantized(node: Node) -> bool:
     """Whether the node makes wide numbers of narrow ones that stand for them: an operator that dequantises, or integers of 8 bits cast to a
-    wider dtype, as graphs do that write the arithmetic out.
+    wider dtype, as graphs do that write the arithmetic out. Wider integers that nobody computes with are places in a table.
 
     Such values, and what is made of them, are computed where they are read: made ahead they would take four times the memory, and hide
     from engines that a product is one of integers.
@@ -82,8 +84,11 @@ def is_dequantized(node: Node) -> bool:
         return target._schema.name.startswith(f"{QUANTIZED}::dequantize")
     if target not in _CASTS or not isinstance(value, torch.Tensor):
         return False
-    narrow = node.all_input_nodes[0].meta["val"]
-    return narrow.dtype in _BYTES and value.dtype not in _BYTES and value.dtype is not torch.bool
+    source = node.args[0] if node.args else None
+    narrow = source.meta["val"] if isinstance(source, Node) else None
+    if not isinstance(narrow, torch.Tensor) or narrow.dtype not in _BYTES or value.dtype in (*_BYTES, torch.bool):
+        return False
+    return value.dtype.is_floating_point or any(user.target in _ARITHMETIC for user in node.users)
 
 
 def is_quantizing(target: object) -> bool:
@@ -97,7 +102,11 @@ def is_quantized(value: object) -> bool:
     while isinstance(value, Node) and value.op == "call_function":
         if is_quantizing(value.target):
             return not is_dequantized(value)
-        if value.target in _CASTS and value.all_input_nodes[0].meta["val"].dtype.is_floating_point:
+        if (
+            value.target in _CASTS
+            and value.all_input_nodes
+            and value.all_input_nodes[0].meta["val"].dtype.is_floating_point
+        ):
             return _is_rounded(value.all_input_nodes[0])
         source = value.all_input_nodes[0] if value.all_input_nodes else None
         if is_item(value):  # the first result of pooling is elements, the second is places

@@ -15,8 +15,8 @@ import torch
 
 from torch_hybrid_backend.codegen.operands import OperandPacker, strided_view
 from torch_hybrid_backend.engines.tvm.cpu.operations import DequantizedMatMulOp
-from torch_hybrid_backend.engines.tvm.cpu.packing import NIBBLES, pack_b, pack_nibbles, packed_b_shape
-from torch_hybrid_backend.engines.tvm.cpu.tiles import tile_n
+from torch_hybrid_backend.engines.tvm.cpu.packing import pack_b, pack_nibbles, packed_b_shape
+from torch_hybrid_backend.engines.tvm.cpu.tiles import NIBBLES, tile_n
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar
 from torch_hybrid_backend.loops.integer_products import affine

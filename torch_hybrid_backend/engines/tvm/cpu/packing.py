@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from torch_hybrid_backend.engines.tvm.cpu.amx_formats import LARGEST, PANEL, SMALLEST, TileFormat
+from torch_hybrid_backend.engines.tvm.cpu.tiles import NIBBLES
 from torch_hybrid_backend.engines.tvm.cpu.winograd_transform import packed_winograd_shape, weight_matrix
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import Index, as_index
@@ -34,9 +35,6 @@ def pack_b(b: torch.Tensor, tile_n: int) -> torch.Tensor:
     if whole < tiles:
         packed[:, whole, :, : n - whole * tile_n] = b[:, :, whole * tile_n :]
     return packed
-
-
-NIBBLES = 8  # in a word of 32 bits
 
 
 def pack_nibbles(b: torch.Tensor, tile_n: int) -> torch.Tensor:

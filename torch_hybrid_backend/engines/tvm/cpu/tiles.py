@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.sizes.size import Dim, Size, size_hint
 
+NIBBLES = 8  # in a word of 32 bits
+
 # Taller register tiles gain nothing: the vectors' own loads are already 1/14 of the work.
 _MAX_ROWS = 14
 

@@ -25,8 +25,7 @@ import tvm
 from tvm import tirx
 
 from torch_hybrid_backend.engines.tvm.cpu.kernels import DequantizedMatMulKernel, PackedMatMulKernel
-from torch_hybrid_backend.engines.tvm.cpu.packing import NIBBLES
-from torch_hybrid_backend.engines.tvm.cpu.tiles import register_count
+from torch_hybrid_backend.engines.tvm.cpu.tiles import NIBBLES, register_count
 from torch_hybrid_backend.engines.tvm.schedules.axes import offsets_of, step
 from torch_hybrid_backend.engines.tvm.schedules.matmul.packed import MatMul
 from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, by_height, by_part, partials, tile_start
