@@ -4,9 +4,9 @@
     python -m benchmarks.operators.low_precision --only linear --out low_precision.json
 
 int8 is uint8 by int8, sums in int32, scaled to float32; bf16 is bfloat16 throughout. Ours is what `torch.compile(backend="hybrid")` makes of
-the layer: Dynamo's guards are included, and for convolutions the way from NCHW to blocked channels and back, which a model goes once and not for
-each layer; oneDNN's is PyTorch's operator with the weight packed ahead, called as it is. All run in turn in one
-process, the lower quartile of the rounds counts; "float32" is our own layer in float32. Run it on an otherwise idle machine.
+the layer: Dynamo's guards are included, and for convolutions the way from NCHW to blocked channels and back, which a model goes once, not
+once a layer. oneDNN's is PyTorch's operator with the weight packed ahead, called as it is. All run in turn in one process, the lower
+quartile of the rounds counts; "float32" is our own layer in float32. Run it on an otherwise idle machine.
 """
 
 from __future__ import annotations
