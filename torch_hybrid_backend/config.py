@@ -71,30 +71,23 @@ def _whole(minimum: int) -> _Parser:
     return parse
 
 
-def _seconds(raw: object) -> object:
-    meaning = "a number of seconds greater than 0"
-    if isinstance(raw, bool) or not isinstance(raw, str | int | float):
-        raise ValueError(meaning)
-    try:
-        value = float(raw)
-    except ValueError:
-        raise ValueError(meaning) from None
-    if not 0 < value < float("inf"):
-        raise ValueError(meaning)
-    return value
+def _number(meaning: str, is_legal: Callable[[float], bool]) -> _Parser:
+    def parse(raw: object) -> object:
+        if isinstance(raw, bool) or not isinstance(raw, str | int | float):
+            raise ValueError(meaning)
+        try:
+            value = float(raw)
+        except ValueError:
+            raise ValueError(meaning) from None
+        if not is_legal(value):
+            raise ValueError(meaning)
+        return value
+
+    return parse
 
 
-def _fraction(raw: object) -> object:
-    meaning = "a number greater than 0 and at most 1"
-    if isinstance(raw, bool) or not isinstance(raw, str | int | float):
-        raise ValueError(meaning)
-    try:
-        value = float(raw)
-    except ValueError:
-        raise ValueError(meaning) from None
-    if not 0 < value <= 1:
-        raise ValueError(meaning)
-    return value
+_seconds = _number("a number of seconds greater than 0", lambda value: 0 < value < float("inf"))
+_fraction = _number("a number greater than 0 and at most 1", lambda value: 0 < value <= 1)
 
 
 def _names(raw: object) -> object:
