@@ -11,6 +11,7 @@ from torch_hybrid_backend.loops.index import Index
 from torch_hybrid_backend.loops.integer_products import MAX_DEPTH, affine, integer_product, is_dequantised
 from torch_hybrid_backend.loops.ir import (
     Buffer,
+    Call,
     Const,
     ConvOp,
     Expr,
@@ -161,3 +162,30 @@ def test_a_quantised_value_that_is_computed_is_given_memory() -> None:
     assert is_dequantised(wide)
     assert not is_dequantised(narrow)
     assert not is_dequantised(source)
+
+
+def test_what_is_scaled_by_long_work_is_no_dequantised_value() -> None:
+    """A mask times an activation, say: it is kept where several read it, as any computed value is."""
+    mask, x = Buffer((4, 8), "uint8"), Buffer((4, 8), "float32")
+
+    def masked(calls: int) -> Map:
+        def at(index: tuple[Index, ...]) -> Expr:
+            value = x.at(index)
+            for _ in range(calls):
+                value = ops.call("exp", value)
+            return ops.mul(as_float(mask.at(index)), value)
+
+        return Map((4, 8), "float32", at)
+
+    assert is_dequantised(masked(2))
+    assert not is_dequantised(masked(20))
+
+
+def test_a_zero_point_that_wraps_is_taken_as_it_is() -> None:
+    """A cast between integers changes numbers that do not fit; only the one to a float is looked through."""
+    wide = Buffer((), "int32")
+    wrapped = ops.cast(wide.at(()), "uint8")
+    found = affine(ops.sub(as_float(X.at(POINT)), as_float(wrapped)))
+    assert found is not None
+    assert isinstance(found.zero, Call)
+    assert found.zero.args == (wrapped,)

@@ -31,6 +31,7 @@ from torch_hybrid_backend.loops.ir import (
     MapOp,
     MatMulOp,
     Value,
+    count_calls,
     domain_vars,
     indices,
     parts,
@@ -39,6 +40,9 @@ from torch_hybrid_backend.loops.ir import (
 NARROW = ("int8", "uint8")
 # Of products of 255 by -128, an int32 holds the sum of so many.
 MAX_DEPTH = (1 << 31) // (255 * 128)
+
+# To dequantise takes two, and what a scale is made of a few more: a division, a bound, a factor of SmoothQuant's.
+_CHEAP_CALLS = 8
 
 # Gives a value of 8 bits memory, or what has it already.
 Realize = Callable[[Value], Value]
@@ -85,7 +89,8 @@ def _whole(zero: Expr) -> Expr | None:
     """A zero point as an int32 scalar; None where it need not be a whole number."""
     if isinstance(zero, Const):
         return scalar.literal(int(zero.value), "int32") if float(zero.value).is_integer() else None
-    while isinstance(zero, Call) and zero.op == "cast":
+    # A cast between integers may wrap: it stays.
+    while isinstance(zero, Call) and zero.op == "cast" and scalar.is_float(zero.dtype):
         zero = zero.args[0]
     return scalar.cast(zero, "int32") if zero.dtype in ("int8", "uint8", "int16", "int32", "int64") else None
 
@@ -162,8 +167,11 @@ def _operand(value: Value, summed: tuple[int, ...]) -> _Operand | None:
 
 
 def is_dequantised(value: Value) -> bool:
-    """Whether a value is cheaper to compute where it is read than to keep: an integer of 8 bits, moved and scaled."""
-    return value.dtype not in NARROW and affine(value.at(domain_vars(value.shape))) is not None
+    """Whether a value is cheaper to compute where it is read than to keep: an integer of 8 bits, moved and scaled by what is no work itself."""
+    if value.dtype in NARROW:
+        return False
+    expr = value.at(domain_vars(value.shape))
+    return affine(expr) is not None and count_calls(expr) <= _CHEAP_CALLS
 
 
 def integer_product(op: MatMulOp | ConvOp, realize: Realize) -> tuple[LoopOp, MapOp] | None:

@@ -105,7 +105,10 @@ def _rows(weight: Node, has_rows: bool) -> tuple[Node, bool]:
 
 
 def _in_bytes(before: Node, w: Node) -> Node:
-    """w (N, K) by way of integers of 8 bits: dequantised."""
+    """w (N, K) by way of integers of 8 bits: dequantised.
+
+    As `graph.quantization.weight`, but without zero points to dequantise by: their fill would stay in every call.
+    """
     quantized = torch.ops.quantized_decomposed
     largest = insert(before, aten.amax.default, insert(before, aten.abs.default, w), [1])
     scale = insert(before, aten.clamp_min.default, insert(before, aten.div.Tensor, largest, 127.0), _TINY)
