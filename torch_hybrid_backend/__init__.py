@@ -6,6 +6,7 @@ The line needs no import of this package. What the package offers beside it:
     refresh(model)           use the weights as they are now, however they were changed
     quantize(model, loader)  a module that multiplies integers of 8 bits, for this or any other backend
     compress(model, ...)     a copy with pruned and shared weights; save_compressed, load_compressed: small files of weights
+    wait_for_builds()        until nothing is built any more off the call (the setting `background`)
     bisect(works)            which pass or operator makes a program wrong
     Config                   the settings
 """
@@ -19,6 +20,7 @@ __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
     from torch_hybrid_backend.backend import explain
+    from torch_hybrid_backend.background import wait_for_builds
     from torch_hybrid_backend.bisection import bisect
     from torch_hybrid_backend.compression.container import load_compressed, save_compressed
     from torch_hybrid_backend.compression.shared_weights import compress
@@ -37,6 +39,7 @@ _HOMES = {
     "quantize": "quantization.quantize",
     "refresh": "runtime.constants",
     "save_compressed": "compression.container",
+    "wait_for_builds": "background",
 }
 __all__ = [
     "Collector",
@@ -49,6 +52,7 @@ __all__ = [
     "quantize",
     "refresh",
     "save_compressed",
+    "wait_for_builds",
 ]
 
 

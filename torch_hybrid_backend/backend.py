@@ -23,6 +23,7 @@ import torch
 import torch.fx
 from torch.utils._pytree import tree_leaves
 
+from torch_hybrid_backend.background import InBackground, copies_of
 from torch_hybrid_backend.bisection import is_running
 from torch_hybrid_backend.capture.aot import capture
 from torch_hybrid_backend.capture.cache.aot_cache import AotCache
@@ -33,14 +34,16 @@ from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.core.precision import AS_WRITTEN
+from torch_hybrid_backend.eager_graph import EagerGraph
 from torch_hybrid_backend.garbage import collector_paused
-from torch_hybrid_backend.graph.values import is_repeatable
+from torch_hybrid_backend.graph.values import holds_collectives, is_repeatable
 from torch_hybrid_backend.hybrid_graph import HybridGraph, OnPlan, OnRegions, pricing_of
 from torch_hybrid_backend.machine import lacking_instructions
 from torch_hybrid_backend.partition.seen_graphs import SeenGraphs, graph_key
 from torch_hybrid_backend.partition.whole_call import PricedCall
 from torch_hybrid_backend.report import Explanation
 from torch_hybrid_backend.session import open_session
+from torch_hybrid_backend.stages import copy_of
 
 log = logging.getLogger(__name__)
 
@@ -67,9 +70,10 @@ def compile_graph(
     config: Config,
     on_plan: OnPlan | None = None,
     on_regions: OnRegions | None = None,
+    on_background: Callable[[InBackground], None] | None = None,
 ) -> Callable[..., Any]:
     """Compile one Dynamo graph under `config`; `on_plan` gets each plan when it is made (in the graph's first call),
-    `on_regions` what its regions were compiled to."""
+    `on_regions` what its regions were compiled to, `on_background` what is built off the call."""
     apply_log_level(config)
     config = with_instructions(config)
     shared = open_session(config)
@@ -79,24 +83,65 @@ def compile_graph(
         gm, example_inputs, f"{config.precision} {[shared.versions(device) for device in sorted(devices, key=str)]}"
     )
     calls: list[PricedCall] = []
+    whole_off_the_call: list[bool] = []
 
     @collector_paused()  # a backward graph may be compiled later, when backward is called
     def compile_captured(captured: CapturedGraph) -> Callable[[list[Any]], list[Any]]:
         if captured.kind == "forward" and config.precision != AS_WRITTEN:
             log.warning("precision=%s is for inference: a graph for training is computed as written", config.precision)
+        why_not = _not_off_the_call(captured) if config.background else ""
+        if why_not:
+            log.warning("a graph is compiled in its call, not in the background: %s", why_not)
+        in_background = config.background and not why_not
+        make = functools.partial(
+            HybridGraph, captured, shared, config, deadline=deadline, on_regions=on_regions, is_lazy=in_background
+        )
         if not _is_priced_whole(captured, config):
-            return HybridGraph(captured, shared, config, on_plan, deadline=deadline, on_regions=on_regions)
+            if not in_background:
+                return make(on_plan=on_plan)
+            meanwhile = _without_grad(EagerGraph(copy_of(captured.graph_module)))  # before passes change it
+            graph = make(on_plan=on_plan)
+            return off_the_call(
+                f"a {captured.kind} graph", meanwhile, graph, lambda _: not graph.is_ready, lambda i: [graph.copied(i)]
+            )
         sizes = [k for k, value in enumerate(example_inputs) if isinstance(value, int | torch.SymInt)]
         pricing = functools.partial(
             pricing_of, shared, config, deadline, CPU
         )  # only calls on the host are priced whole
         call = PricedCall(gm.forward, key, sizes, config.measure_budget_s, pricing, on_plan)
         calls.append(call)
-        return HybridGraph(captured, shared, config, call.take_plan, deadline=deadline, on_regions=on_regions)
+        whole_off_the_call.append(in_background)
+        return make(on_plan=call.take_plan)
+
+    def off_the_call(
+        title: str,
+        eager: Callable[..., Any],
+        planned: Callable[..., Any],
+        waits: Callable[..., bool],
+        copied: Callable[..., Sequence[Any]],
+        *,
+        once: bool = True,
+    ) -> Callable[..., Any]:
+        made = InBackground(title, eager, planned, waits, copied, once=once, strict=config.strict)
+        if on_background is not None:
+            on_background(made)
+        return made.call
 
     def compiled_whole() -> Callable[..., Any]:
         planned = capture(gm, example_inputs, compile_captured, keep_ops, kept)
-        return calls[0].around(planned) if calls else planned
+        if not calls:
+            return planned
+        call = calls[0].around(planned)
+        if not whole_off_the_call[0]:
+            return call
+        return off_the_call(
+            "a graph",
+            gm.forward,
+            call,
+            calls[0].waits,
+            lambda *inputs: copies_of(inputs, _is_static),
+            once=not any(isinstance(value, int | torch.SymInt) for value in example_inputs),
+        )
 
     keep_ops = frozenset[torch._ops.OpOverload]().union(*(engine.keep_ops for engine in shared.engines))
     kept = AotCache(shared.services.store) if config.cache else None
@@ -107,6 +152,37 @@ def compile_graph(
     compiled = compiled_whole()
     known.add(key)
     return compiled
+
+
+def _not_off_the_call(captured: CapturedGraph) -> str:
+    """Why a graph cannot be tried on copies of its inputs while calls go on; "" where it can."""
+    module = captured.graph_module
+    if is_running():
+        return "PyTorch's compiler bisector runs"
+    if holds_collectives(module):
+        return "it works with other processes, and all of them have to do the same in each call"
+    if any(isinstance(part, torch.fx.GraphModule) for part in module.children()):
+        return "it has control flow, whose branches are compiled when they are first taken"
+    if not is_repeatable(module):
+        return (
+            "it draws random numbers, or calls operators that may have other effects: it cannot be run twice unnoticed"
+        )
+    if not _is_on_cpu(captured):
+        return "it runs on a GPU, where building beside calls was never tried"
+    return ""
+
+
+def _without_grad(graph: EagerGraph) -> Callable[[list[Any]], list[Any]]:
+    def run(inputs: list[Any]) -> list[Any]:
+        with torch.no_grad():
+            return graph(inputs)
+
+    return run
+
+
+def _is_static(_position: int, value: object) -> bool:
+    """Whether Dynamo takes a tensor for one that keeps its memory: a parameter or a buffer."""
+    return isinstance(value, torch.nn.Parameter) or getattr(value, "_dynamo_static_input_type", None) is not None
 
 
 def with_instructions(config: Config) -> Config:
@@ -131,10 +207,12 @@ def _is_priced_whole(captured: CapturedGraph, config: Config) -> bool:
         return False
     if config.placement == "estimate" or config.verify == "always":
         return False
-    graph = captured.graph_module.graph
-    values = [value for node in graph.nodes for value in tree_leaves(node.meta.get("val"))]
-    on_cpu = all(value.device.type == "cpu" for value in values if isinstance(value, torch.Tensor))
-    return on_cpu and is_repeatable(captured.graph_module)
+    return _is_on_cpu(captured) and is_repeatable(captured.graph_module)
+
+
+def _is_on_cpu(captured: CapturedGraph) -> bool:
+    values = [value for node in captured.graph_module.graph.nodes for value in tree_leaves(node.meta.get("val"))]
+    return all(value.device.type == "cpu" for value in values if isinstance(value, torch.Tensor))
 
 
 def explain(

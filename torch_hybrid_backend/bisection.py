@@ -24,7 +24,7 @@ from torch.fx import Node
 
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import Device
-from torch_hybrid_backend.core.engine import CompiledRegion, Engine
+from torch_hybrid_backend.core.engine import CompiledRegion, Engine, PendingRegion
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason, Refused, Verdict
@@ -122,7 +122,9 @@ class _Bisected:
     def accepts(self, region: Region) -> Verdict:
         return self._engine.accepts(region)
 
-    def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[CompiledRegion | Exception]:
+    def compile(
+        self, regions: Sequence[Region], deadline: Deadline
+    ) -> Sequence[CompiledRegion | PendingRegion | Exception]:
         return self._engine.compile(regions, deadline)
 
 

@@ -230,6 +230,15 @@ class Config:
             "late ones run in eager",
         ),
     )
+    background: bool = dataclasses.field(
+        default=False,
+        metadata=_setting(
+            _boolean,
+            "0, 1",
+            "eager answers calls while kernels are compiled, checked and timed off the call (docs/background.md); what cannot be run twice "
+            "unnoticed is compiled in the call as ever",
+        ),
+    )
     cuda_driver: str = dataclasses.field(
         default=CUDA_DRIVER,
         metadata=_setting(

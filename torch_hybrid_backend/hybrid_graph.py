@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from torch_hybrid_backend.background import Job, builder, copies_of
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import Device
-from torch_hybrid_backend.core.engine import CompiledRegion
+from torch_hybrid_backend.core.engine import CompiledRegion, PendingRegion
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.core.region import Region, Segment
 from torch_hybrid_backend.eager_graph import EagerGraph
 from torch_hybrid_backend.errors import HybridError, is_sticky
+from torch_hybrid_backend.fork_lock import ForkLock
 from torch_hybrid_backend.garbage import full_collections
 from torch_hybrid_backend.generators import is_captured
 from torch_hybrid_backend.model_gate import judged
@@ -27,7 +34,19 @@ from torch_hybrid_backend.runtime.constant_pool import ConstantPool
 from torch_hybrid_backend.runtime.native.ops import give_back_freed_memory
 from torch_hybrid_backend.runtime.python_executor import PythonExecutor, checked
 from torch_hybrid_backend.session import Session
-from torch_hybrid_backend.stages import Compiled, Installed, Placed, Prepared, compile_graph, install, place, prepare
+from torch_hybrid_backend.stages import (
+    Compiled,
+    Divided,
+    Installed,
+    Placed,
+    Prepared,
+    Run,
+    compile_graph,
+    divide,
+    install,
+    place,
+    prepare,
+)
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +73,11 @@ class HybridGraph:
         name: str = "graph",
         deadline: Deadline | None = None,
         on_regions: OnRegions | None = None,
+        *,
+        is_lazy: bool = False,
     ) -> None:
-        """`deadline`: for the kernels of this graph and of others that are compiled with it; None: of `config`, for this one."""
+        """`deadline`: for the kernels of this graph and of others that are compiled with it; None: of `config`, for this one. `is_lazy`: it is
+        compiled in its first call, by the builder (`background`)."""
         start = time.perf_counter()
         self._name = name
         self._config = config
@@ -63,20 +85,35 @@ class HybridGraph:
         self._on_plan = on_plan
         self._on_regions = on_regions
         self._deadline = deadline or Deadline(config.compile_deadline_s)
-        self._lock = threading.RLock()
+        self._lock = ForkLock()
+        names = [node.name for node in captured.graph_module.graph.find_nodes(op="placeholder")]
+        self._static = frozenset(k for k, each in enumerate(names) if each in captured.static_inputs)
+        self._is_inference = captured.kind == "inference"
         prepared = prepare(captured, name, config, self._compile_body)
+        divided = divide(prepared, session, config, self._pricing())
         # Replaced as a whole: whoever is interrupted, or comes from another thread, finds one stage or the next.
-        self._state: Compiled | Installed = self._compiled(prepared)
-        log.info("%s graph: compiled in %.2f s", captured.kind, time.perf_counter() - start)
+        self._state: Divided | Compiled | Installed = divided if is_lazy else self._compiled(divided)
+        log.info(
+            "%s graph: %s in %.2f s", captured.kind, "divided" if is_lazy else "compiled", time.perf_counter() - start
+        )
 
     @property
     def plan(self) -> Plan | None:
         """The decisions; None before the first call."""
         return self._state.plan if isinstance(self._state, Installed) else None
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next call runs a plan, and waits for nothing."""
+        return isinstance(self._state, Installed)
+
+    def copied(self, inputs: Sequence[Any]) -> list[Any]:
+        """The inputs of a call for the builder to keep: copies, but for the parameters and buffers of an inference graph, which stay live."""
+        return copies_of(inputs, lambda position, _: self._is_inference and position in self._static)
+
     def __call__(self, inputs: list[Any]) -> list[Any]:
         state = self._state
-        if isinstance(state, Compiled):
+        if not isinstance(state, Installed):
             with self._lock:
                 if self._state is state:
                     return self._first_call(state, inputs)
@@ -92,24 +129,90 @@ class HybridGraph:
                     return self._recover(inputs, error)
         return self(inputs)  # another thread, which met the same fault, has put something else in its place
 
+    def _first_call(self, state: Divided | Compiled, inputs: Sequence[Any]) -> list[Any]:
+        if isinstance(state, Divided):
+            start = time.perf_counter()
+            self._state = state = self._compiled(state)
+            log.info("%s graph: compiled in %.2f s", state.prepared.kind, time.perf_counter() - start)
+        return self._choose(state, inputs)
+
     @full_collections.held()
-    def _first_call(self, compiled: Compiled, inputs: Sequence[Any]) -> list[Any]:
+    def _choose(self, compiled: Compiled, inputs: Sequence[Any]) -> list[Any]:
+        """Choose engines on a call's inputs; its outputs."""
         start = time.perf_counter()
         with ConstantPool():
-            placed, outputs = self._placed(compiled, inputs)
-            placed, outputs = judged(
-                placed, outputs, inputs, self._config, lambda anew: self._placed(self._compiled(anew), inputs)
-            )
+            compiled, placed, outputs = self._chosen(compiled, inputs)
             installed = install(placed, inputs, self._config)
             self._tell(installed, placed)
             self._state = installed  # last: interrupted before, the next call is a first call again
         if placed.compiled:  # else nothing was packed, and the C++ runtime may not even be there
             give_back_freed_memory()
         log.info("%s graph: engines chosen in %.2f s", placed.prepared.kind, time.perf_counter() - start)
+        if pending := compiled.pending:
+            _await(self, dataclasses.replace(compiled, prepared=placed.prepared), pending)
         return outputs
 
-    def _compiled(self, prepared: Prepared) -> Compiled:
-        return compile_graph(prepared, self._session, self._config, self._pricing())
+    def _chosen(self, compiled: Compiled, inputs: Sequence[Any]) -> tuple[Compiled, Placed, list[Any]]:
+        """Who runs what, of which compilation, and the outputs.
+
+        Where parameters changed meanwhile, by an optimizer in another thread, say, results that were compared do not belong together: nothing
+        that was found counts, and all is done again on copies of them.
+        """
+        before = self._versions(inputs)
+        try:
+            found = self._judged(compiled, inputs)
+            if self._versions(inputs) == before:
+                return found
+        except Exception:
+            if self._versions(inputs) == before:
+                raise
+        log.info("parameters changed while engines were chosen: once more, on copies of them")
+        return self._judged(compiled, copies_of(inputs, lambda position, _: position not in self._static))
+
+    def _versions(self, inputs: Sequence[Any]) -> list[int]:
+        """How often each parameter was changed, as PyTorch counts. Inference tensors are not counted."""
+        tensors = (inputs[position] for position in sorted(self._static))
+        return [
+            0 if tensor.is_inference() else tensor._version for tensor in tensors if isinstance(tensor, torch.Tensor)
+        ]
+
+    def _judged(self, compiled: Compiled, inputs: Sequence[Any]) -> tuple[Compiled, Placed, list[Any]]:
+        tried = [compiled]
+
+        def place_anew(anew: Prepared) -> tuple[Placed, list[Any]]:
+            tried.append(self._compiled(divide(anew, self._session, self._config, self._pricing())))
+            return self._placed(tried[-1], inputs)
+
+        placed, outputs = judged(*self._placed(compiled, inputs), inputs, self._config, place_anew)
+        return tried[-1], placed, outputs
+
+    def choose_anew(self, compiled: Compiled, inputs: Sequence[Any]) -> None:
+        """Choose engines once more, with what was built elsewhere among them; calls go on meanwhile. Of an error that comes of it, one WARNING,
+        and all stays as it is; under `strict` later calls raise it."""
+        try:
+            self._choose(compiled, inputs)
+        except Exception as error:
+            log.warning("what was built meanwhile is not used: %s: %s", type(error).__name__, error)
+            if self._config.strict:
+                self._state = Installed(self._installed().placed, functools.partial(_raise, error))
+
+    def with_next_call(self, compiled: Compiled) -> None:
+        """Choose engines once more, off the call, on the inputs of the next one."""
+        with self._lock:
+            installed = self._installed()
+            self._state = Installed(installed.placed, _NextCall(weakref.ref(self), installed.run, compiled))
+
+    def without_sample(self, sampling: _NextCall) -> bool:
+        """Undo `with_next_call`; False where another thread has."""
+        with self._lock:
+            installed = self._installed()
+            if installed.run is not sampling:
+                return False
+            self._state = Installed(installed.placed, sampling.run)
+            return True
+
+    def _compiled(self, divided: Divided) -> Compiled:
+        return compile_graph(divided, self._session, self._config, self._pricing())
 
     def _placed(self, compiled: Compiled, inputs: Sequence[Any]) -> tuple[Placed, list[Any]]:
         return place(compiled, inputs, self._config, self._pricing())
@@ -174,6 +277,64 @@ class HybridGraph:
                 raise
             log.warning("the sub-graph %s of a control flow operator runs in eager: %s", name, error)
             return EagerGraph(body.graph_module)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _NextCall:
+    """Runs one call as before, and gives copies of its inputs to the builder, which chooses engines anew on them."""
+
+    graph: weakref.ref[HybridGraph]
+    run: Run | PythonExecutor
+    compiled: Compiled
+
+    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
+        graph = self.graph()
+        assert graph is not None  # it is at work on this call
+        kept = list(inputs)
+        is_sample = graph.without_sample(self)
+        outputs = graph(list(inputs))
+        if is_sample:
+            copies, reference, compiled = graph.copied(kept), self.graph, self.compiled
+
+            def work() -> None:
+                if (alive := reference()) is not None:
+                    alive.choose_anew(compiled, copies)
+
+            builder().submit(Job(work))
+        return outputs
+
+
+def _await(graph: HybridGraph, compiled: Compiled, pending: Sequence[PendingRegion]) -> None:
+    """Have engines chosen anew when all that is pending is built; it is cancelled when the graph is dropped."""
+    prepared = compiled.prepared
+    if prepared.has_collectives or not prepared.is_repeatable:  # never tried twice
+        _cancel(pending)
+        return
+    weakref.finalize(graph, _cancel, pending).atexit = False
+    reference, home, lock, left = weakref.ref(graph), builder(), threading.Lock(), len(pending)
+
+    def one_done() -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            if left:
+                return
+        if (alive := reference()) is not None:
+            alive.with_next_call(compiled)
+        home.arrived()
+
+    home.expect()
+    for each in pending:
+        each.when_done(one_done)
+
+
+def _cancel(pending: Sequence[PendingRegion]) -> None:
+    for each in pending:
+        each.cancel()
+
+
+def _raise(error: Exception, _inputs: Sequence[Any]) -> list[Any]:
+    raise error
 
 
 def pricing_of(session: Session, config: Config, deadline: Deadline, device: Device) -> Pricing:

@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypedDict, Unpack
 
 import torch
 
+from torch_hybrid_backend.cancellation import check
 from torch_hybrid_backend.core.device import Device
 
 Call = Callable[[], object]
@@ -181,12 +182,13 @@ def sample(
     its worst.
 
     At least `min_rounds` rounds are taken even over budget; only where one round, of warm-up or the first, already exceeded the
-    budget is a single round taken. An exception of a callable passes through.
+    budget is a single round taken. An exception of a callable passes through; Cancelled comes between two rounds.
     """
     timer = timer or HostTimer()
     start = timer.now()
     budget_ns = int(budget_s * 1e9)
     for _ in range(warmup_rounds):
+        check()
         timer.round(callables)
     needed = 1 if warmup_rounds and timer.now() - start > budget_ns else max(min_rounds, 1)
     samples: list[list[int]] = [[] for _ in callables]
@@ -203,6 +205,7 @@ def sample(
         return spent < _MAX_EXTENSION * budget_ns or rounds < min_rounds
 
     while rounds < max(needed, max_rounds) and goes_on():
+        check()
         for taken, nanoseconds in zip(samples, timer.round(callables), strict=True):
             taken.append(nanoseconds)
         rounds += 1

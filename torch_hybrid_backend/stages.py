@@ -1,7 +1,8 @@
 """The stages of one captured graph, each a frozen value made from the one before. Part of the wiring, as `backend` is.
 
 CapturedGraph --prepare--> Prepared    after the passes, in its precision; the part that parameters alone decide split off
-              --compile--> Compiled    its covers, every region compiled by each engine that may run it; nothing has run
+              --divide---> Divided     its covers: cut into regions in the ways that are worth pricing
+              --compile--> Compiled    every region of them compiled by each engine that may run it; nothing has run
               --place----> Placed      one cover, and who runs each of its regions: tried on the first call's inputs
               --install--> Installed   one C++ plan of the choices made, or the same from Python
 """
@@ -23,12 +24,13 @@ import torch.fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from torch_hybrid_backend.bisection import bisected_engines, bisected_passes, is_running
+from torch_hybrid_backend.cancellation import check
 from torch_hybrid_backend.capture.decompositions import decomposed
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.captured import CapturedGraph, GraphKind
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import CPU, Device
-from torch_hybrid_backend.core.engine import EAGER, CompiledRegion
+from torch_hybrid_backend.core.engine import EAGER, CompiledRegion, PendingRegion
 from torch_hybrid_backend.core.plan import Conversion, Cost, Plan, RegionDecision
 from torch_hybrid_backend.core.precision import AS_WRITTEN
 from torch_hybrid_backend.core.region import Region, Segment
@@ -66,8 +68,8 @@ COVER_TIMINGS = "covers"  # their kind in the cache of timings
 
 Run = Callable[[Sequence[Any]], list[Any]]
 PricingOn = Callable[[Device], Pricing]
-# An engine's compilation of a region, why it does not accept it, or what stopped it.
-Candidate = CompiledRegion | Refused | Exception
+# An engine's compilation of a region, done or under way, why it does not accept it, or what stopped it.
+Candidate = CompiledRegion | PendingRegion | Refused | Exception
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,14 +113,30 @@ class CompiledCover:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Compiled:
+class Divided:
     """The covers that are to be priced, the cheapest by estimate first. `timing_key`: what their costs are kept under, "" for a single one;
     `kept`: costs that are known of earlier processes."""
+
+    prepared: Prepared
+    covers: tuple[Cover, ...]
+    timing_key: str = ""
+    kept: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Compiled:
+    """The same with their regions compiled."""
 
     prepared: Prepared
     covers: tuple[CompiledCover, ...]
     timing_key: str = ""
     kept: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def pending(self) -> list[PendingRegion]:
+        """The regions that are being built elsewhere, each once."""
+        found = (c for cover in self.covers for some in cover.candidates.values() for c in some.values())
+        return list({id(c): c for c in found if isinstance(c, PendingRegion)}.values())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -231,10 +249,10 @@ def prepare_anew(prepared: Prepared, reduced: Reduced, config: Config) -> Prepar
     return _told(dataclasses.replace(prepared, hoisted=hoisted, fold=fold), reduced, config)
 
 
-def compile_graph(prepared: Prepared, session: Session, config: Config, pricing_on: PricingOn) -> Compiled:
-    """Partition the graph and compile every region of every cover that is worth pricing, with each engine that may run it.
+def divide(prepared: Prepared, session: Session, config: Config, pricing_on: PricingOn) -> Divided:
+    """Partition the graph, in every way that is worth pricing.
 
-    Only the cheapest cover is compiled where an earlier process has priced them, where nothing is to be timed, and where the graph cannot be
+    Only the cheapest cover is left where an earlier process has priced them, where nothing is to be timed, and where the graph cannot be
     run more than once unnoticed.
     """
     engines = bisected_engines(session.engines)
@@ -254,7 +272,16 @@ def compile_graph(prepared: Prepared, session: Session, config: Config, pricing_
         found = tuple(sorted(found, key=lambda cover: kept.get(", ".join(cover.order), math.inf)))[:1]
     elif config.placement == "estimate" or prepared.has_collectives or not prepared.is_repeatable:
         found = found[:1]
-    return Compiled(prepared, _compile_covers(found, session, config, pricing.deadline), key, kept)
+    return Divided(prepared, tuple(found), key, kept)
+
+
+def compile_graph(divided: Divided, session: Session, config: Config, pricing_on: PricingOn) -> Compiled:
+    """Compile every region of every cover, with each engine that may run it."""
+    deadline = pricing_on(_device_of(divided.covers)).deadline
+    covers = _compile_covers(divided.covers, session, config, deadline)
+    compiled = Compiled(divided.prepared, covers, divided.timing_key, divided.kept)
+    # What is found without the regions that are still being built says nothing of later processes.
+    return dataclasses.replace(compiled, timing_key="") if compiled.pending else compiled
 
 
 def _device_of(found: Sequence[Cover]) -> Device:
@@ -400,8 +427,9 @@ class _Trial:
 
     def run(self, _index: int, segment: Segment, arguments: Sequence[Any]) -> Sequence[Any]:
         """Choose a region's engine on its inputs; its outputs. Raises _TooDearError."""
+        check()
         region = segment.region
-        candidates = self._candidate.candidates[region.name]
+        candidates = {name: _ready(made) for name, made in self._candidate.candidates[region.name].items()}
         if not candidates:
             outputs: Sequence[Any] = region.eager(arguments)
             if self._times_eager:
@@ -429,6 +457,16 @@ class _Trial:
         self.spent_us += microseconds
         if self.spent_us > self._limit_us:
             raise _TooDearError
+
+
+def _ready(candidate: Candidate) -> Candidate:
+    """What was built elsewhere, where it is done by now."""
+    if not isinstance(candidate, PendingRegion) or not candidate.done:
+        return candidate
+    try:
+        return candidate.result()
+    except Exception as error:  # whatever stopped it
+        return error
 
 
 def _watched(region: Region, engine: str, compiled: CompiledRegion, config: Config) -> CompiledRegion:

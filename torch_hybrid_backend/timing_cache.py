@@ -6,16 +6,29 @@ machine as it is for a device. The key says what was timed, versions included: a
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 
 from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.errors import CacheError
 from torch_hybrid_backend.store import Store
 
 _log = logging.getLogger(__name__)
+_keeps: ContextVar[bool] = ContextVar("keeps timings", default=True)
+
+
+@contextlib.contextmanager
+def keeping_none() -> Iterator[None]:
+    """What this thread times inside, beside the calls of others, is not kept: it tells of their load too. What is kept is found as ever."""
+    token = _keeps.set(False)
+    try:
+        yield
+    finally:
+        _keeps.reset(token)
 
 
 class TimingCache:
@@ -36,7 +49,9 @@ class TimingCache:
 
     def put(self, kind: str, key: str, device: Device, times: Mapping[str, float]) -> None:
         """Keep the times in place of what there was. A store that cannot be written costs a later process its timing: that is logged, not
-        raised."""
+        raised. Nothing is kept inside `keeping_none`."""
+        if not _keeps.get():
+            return
         data = json.dumps(dict(times), sort_keys=True).encode()
         try:
             self._store.remove(kind, self._key(key, device))

@@ -94,6 +94,31 @@ class CompiledRegion(Protocol):
 
 
 @runtime_checkable
+class PendingRegion(Protocol):
+    """A region that its engine is building elsewhere, in a process of its own: others run it until it is ready.
+
+    Then the region's engines are tried again, on a later call's inputs and off the call, with what was built among them.
+    """
+
+    @property
+    def done(self) -> bool:
+        """Whether `result` would not wait."""
+        ...
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Call it once when it is done, in any thread; at once where it is done already. What is called does not wait."""
+        ...
+
+    def result(self) -> CompiledRegion:
+        """What was built, of a region that is `done`. Raises what stopped it."""
+        ...
+
+    def cancel(self) -> None:
+        """Nobody wants it any more."""
+        ...
+
+
+@runtime_checkable
 class Engine(Protocol):
     """One way of running regions."""
 
@@ -153,11 +178,13 @@ class Engine(Protocol):
         the value; estimates count the copy."""
         ...
 
-    def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[CompiledRegion | Exception]:
+    def compile(
+        self, regions: Sequence[Region], deadline: Deadline
+    ) -> Sequence[CompiledRegion | PendingRegion | Exception]:
         """Compile regions together (so that kernels are built in parallel and equal ones once).
 
         `deadline` is the graph's, and running: engines before this one may have left little of it, or nothing. Returns, region by region, the
-        compiled region or the exception that stopped it; never raises for a region.
+        compiled region, one that is being built elsewhere, or the exception that stopped it; never raises for a region.
         """
         ...
 
@@ -223,4 +250,6 @@ class EngineBase(ABC):
         return spec
 
     @abstractmethod
-    def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[CompiledRegion | Exception]: ...
+    def compile(
+        self, regions: Sequence[Region], deadline: Deadline
+    ) -> Sequence[CompiledRegion | PendingRegion | Exception]: ...

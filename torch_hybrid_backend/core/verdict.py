@@ -27,6 +27,7 @@ class Reason(StrEnum):
     NOT_PROFITABLE = "not_profitable"  # eager was faster, by measurement or by estimate
     COMPILE_FAILED = "compile_failed"  # the engine raised or its compiler failed
     COMPILER_CRASHED = "compiler_crashed"  # the kernel compiler's process died
+    BUILDING = "building"  # the engine is still at work on it, in a process of its own
     DEADLINE = "deadline"  # compilation exceeded HYBRID_COMPILE_DEADLINE_S
     ACCURACY = "accuracy"  # the region's outputs differ from eager's
     OUT_OF_MEMORY = (

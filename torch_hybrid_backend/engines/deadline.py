@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 
 import torch
 
+from torch_hybrid_backend.cancellation import patience
 from torch_hybrid_backend.core.deadline import Deadline
-from torch_hybrid_backend.core.engine import CompiledRegion, CompiledRegionBase, Engine
+from torch_hybrid_backend.core.engine import CompiledRegion, CompiledRegionBase, Engine, PendingRegion
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.errors import CompileError, DeadlineError
 
+_Made = CompiledRegion | PendingRegion | Exception
 _GRACE_S = 1.0  # an engine that looks at the clock between two regions is a little late
 
 
 def compile_in_time(
     engine: Engine, regions: Sequence[Region], deadline: Deadline
-) -> Sequence[CompiledRegion | Exception]:
+) -> Sequence[CompiledRegion | PendingRegion | Exception]:
     """What `engine.compile` returns, or for each region the exception that tells why it returned nothing of use. The deadline's clock runs
     meanwhile; where it is over already the engine is asked all the same, for what it need not compile.
 
@@ -27,7 +30,7 @@ def compile_in_time(
     with deadline.running():
         if engine.keeps_deadline:
             return _compiled(engine, regions, deadline)
-        made: list[Sequence[CompiledRegion | Exception]] = []
+        made: list[Sequence[_Made]] = []
         grad = torch.is_grad_enabled()
 
         def work() -> None:
@@ -37,7 +40,9 @@ def compile_in_time(
         thread = threading.Thread(target=work, name=f"hybrid-compile-{engine.name}", daemon=True)
         left_s = deadline.left_s()
         thread.start()
-        thread.join(left_s + _GRACE_S)
+        until = time.monotonic() + left_s + _GRACE_S
+        while thread.is_alive() and (left := until - time.monotonic()) > 0:
+            thread.join(patience(left))
     if made:
         return made[0]
     had = f"{left_s:.3g} s it had of {deadline.limit_s:g} (HYBRID_COMPILE_DEADLINE_S)"
@@ -46,7 +51,7 @@ def compile_in_time(
     ] * len(regions)
 
 
-def _compiled(engine: Engine, regions: Sequence[Region], deadline: Deadline) -> Sequence[CompiledRegion | Exception]:
+def _compiled(engine: Engine, regions: Sequence[Region], deadline: Deadline) -> Sequence[_Made]:
     try:
         compiled = engine.compile(regions, deadline)
         if len(compiled) == len(regions):
@@ -57,9 +62,9 @@ def _compiled(engine: Engine, regions: Sequence[Region], deadline: Deadline) -> 
     return [error] * len(regions)
 
 
-def _checked(engine: Engine, region: Region, result: CompiledRegion | Exception) -> CompiledRegion | Exception:
+def _checked(engine: Engine, region: Region, result: _Made) -> _Made:
     # The base first: looking for the protocol's members reads `program`, which a region may make only then.
-    if isinstance(result, CompiledRegionBase | CompiledRegion | Exception):
+    if isinstance(result, CompiledRegionBase | CompiledRegion | PendingRegion | Exception):
         return result
     return CompileError(
         f"{engine.name} returned an object of type {type(result).__name__} for region {region.name}; it must be a CompiledRegion "

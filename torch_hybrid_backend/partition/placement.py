@@ -23,7 +23,7 @@ import torch
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import CPU, Device
-from torch_hybrid_backend.core.engine import EAGER, CompiledRegion
+from torch_hybrid_backend.core.engine import EAGER, CompiledRegion, PendingRegion
 from torch_hybrid_backend.core.plan import Cost, Refusal, RegionDecision
 from torch_hybrid_backend.core.program import OperatorCall
 from torch_hybrid_backend.core.region import Region
@@ -89,7 +89,7 @@ class _CandidateError(Exception):
 
 def choose(
     region: Region,
-    candidates: Mapping[str, CompiledRegion | Refused | Exception],
+    candidates: Mapping[str, CompiledRegion | PendingRegion | Refused | Exception],
     inputs: Sequence[torch.Tensor],
     config: Config,
     pricing: Pricing,
@@ -97,8 +97,9 @@ def choose(
     """Choose the engine of `region` and run it once on `inputs`.
 
     `candidates`: engine name -> what `Engine.compile` returned, or why the engine does not accept the region, in order of preference; eager
-    is implied. Raises RegionError under `config.strict` where a candidate fails, and whatever leaves a device unusable as it is. What eager
-    raises for the values passes through; for other reasons where no engine can run the region either.
+    is implied. One that is still being built does not take part. Raises RegionError under `config.strict` where a candidate fails, and
+    whatever leaves a device unusable as it is. What eager raises for the values passes through; for other reasons where no engine can run the
+    region either.
     """
     refusals: list[Refusal] = []
 
@@ -113,6 +114,8 @@ def choose(
             drop(engine, compile_refusal(candidate), candidate)
         elif isinstance(candidate, Refused):  # no failure: nobody need be warned of it
             refusals.append(Refusal.of(engine, candidate))
+        elif isinstance(candidate, PendingRegion):
+            refusals.append(Refusal(engine, Reason.BUILDING, "it is being built; until then another runs the region"))
         else:
             alive[engine] = candidate
 

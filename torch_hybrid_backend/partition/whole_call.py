@@ -17,7 +17,6 @@ import hashlib
 import json
 import logging
 import math
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ from torch_hybrid_backend.core.engine import EAGER
 from torch_hybrid_backend.core.plan import CallDecision, Plan, Refusal
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.errors import is_sticky
+from torch_hybrid_backend.fork_lock import ForkLock
 from torch_hybrid_backend.measure import Rounds
 from torch_hybrid_backend.partition.placement import Pricing, priced
 
@@ -65,7 +65,7 @@ class PricedCall:
         self._budget_s = budget_s
         self._pricing = pricing
         self._on_plan = on_plan
-        self._lock = threading.Lock()
+        self._lock = ForkLock()
         self._plan: Plan | None = None
         self._decision: CallDecision | None = None
         self._planned: Callable[..., Any] | None = None
@@ -85,12 +85,22 @@ class PricedCall:
         if self._decision is not None or not self._is_open:
             self._tell()
 
+    def waits(self, *inputs: Any) -> bool:
+        """Whether a call on these inputs would compile or time anything before it returns."""
+        if self._settled is not None or not self._is_open or self._planned is None:
+            return False
+        size = self._size(inputs)
+        return size > self._eager_up_to and self._is_far(size)
+
+    def _size(self, inputs: Sequence[Any]) -> int:
+        return max(1, math.prod(int(inputs[position]) for position in self._sizes))
+
     def _call(self, *inputs: Any) -> Any:
         settled = self._settled
         return self._by_size(inputs) if settled is None else settled(*inputs)
 
     def _by_size(self, inputs: Sequence[Any]) -> Any:
-        size = max(1, math.prod(int(inputs[position]) for position in self._sizes))
+        size = self._size(inputs)
         planned = self._planned
         if planned is None or size <= self._eager_up_to or not self._is_far(size):
             return self._eager(*inputs)

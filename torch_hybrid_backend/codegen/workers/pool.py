@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
+from torch_hybrid_backend.cancellation import patience
 from torch_hybrid_backend.codegen.compiler import KernelCompilerModule, compiler_version
 from torch_hybrid_backend.codegen.workers.process import CompilerProcess
 from torch_hybrid_backend.codegen.workers.protocol import IDLE_EXIT_STATUS, Job, Order
@@ -128,7 +129,7 @@ class _Processes:
                 left = until - time.monotonic() if until is not None else 0.0
                 if left <= 0:
                     return None
-                self._changed.wait(left)
+                self._changed.wait(patience(left))
 
     def give_back(self, worker: CompilerProcess) -> None:
         with self._changed:
@@ -195,7 +196,7 @@ class _Batch:
                 if not self.workers or time.monotonic() >= self._until:
                     self._stop_at_deadline()
                     break
-                for key, events in self._selector.select(self._until - time.monotonic()):
+                for key, events in self._selector.select(patience(self._until - time.monotonic())):
                     worker: CompilerProcess = key.data
                     # Both pipes of a process may be ready at once, and what is read may have been its end.
                     if events & selectors.EVENT_WRITE and worker in self.workers:

@@ -1,0 +1,33 @@
+"""A region whose bytes a build makes, as engines return it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch_hybrid_backend.builds.builds import Build
+from torch_hybrid_backend.core.engine import CompiledRegion
+
+
+class BuildingRegion:
+    """A `PendingRegion` that becomes what `load` makes of a build's bytes; what `load` raises is the region's failure."""
+
+    def __init__(self, build: Build, load: Callable[[bytes], CompiledRegion]) -> None:
+        self._build = build
+        self._load = load
+        self._loaded: CompiledRegion | None = None
+
+    @property
+    def done(self) -> bool:
+        return self._build.done
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        self._build.when_done(call)
+
+    def result(self) -> CompiledRegion:
+        """As the protocol says; loaded once."""
+        if self._loaded is None:
+            self._loaded = self._load(self._build.result(0))
+        return self._loaded
+
+    def cancel(self) -> None:
+        self._build.cancel()
