@@ -42,6 +42,7 @@ def test_every_field_can_be_set_by_its_variable() -> None:
         "cuda_driver": ("/usr/lib/wsl/lib/libcuda.so.1", "/usr/lib/wsl/lib/libcuda.so.1"),
         "compile_deadline_s": ("12", 12.0),
         "cuda_graphs": ("1", True),
+        "background": ("on", True),
         "precision": ("BF16", "bf16"),
         "precision_tolerance": ("0.05", 0.05),
         "log": ("INFO", "info"),

@@ -228,7 +228,8 @@ def explain(
     only the forward graph is compiled by the call, as nothing calls backward. `options` and `dynamic` as for `torch.compile`: Dynamo
     makes sizes symbolic that it has seen vary, also in earlier compilations of the same code, unless `dynamic=False`. A model whose graphs
     hold collectives is explained by all ranks or by none: the call is a call. The result prints as text; `to_json()` and `to_html()` give
-    the other forms, `write_kernels(folder)` the text of every kernel.
+    the other forms, `write_kernels(folder)` the text of every kernel. Under the setting `background` it says how many graphs are still
+    being compiled, and its `updated()` what became of them.
 
         with torch.no_grad():
             print(torch_hybrid_backend.explain(model, x))
@@ -237,6 +238,18 @@ def explain(
     plans: list[Plan] = []
     regions: list[Mapping[str, CompiledRegion]] = []
     # Dynamo recognises a compilation by its backend object: a new partial is a new compilation.
-    backend = functools.partial(compile_graph, config=config, on_plan=plans.append, on_regions=regions.append)
+    in_background: list[InBackground] = []
+    backend = functools.partial(
+        compile_graph,
+        config=config,
+        on_plan=plans.append,
+        on_regions=regions.append,
+        on_background=in_background.append,
+    )
     torch.compile(model, backend=backend, dynamic=dynamic)(*args, **kwargs)
-    return Explanation(tuple(plans), tuple(regions))
+
+    def now() -> Explanation:
+        compiling = sum(graph.compiling for graph in in_background)
+        return Explanation(tuple(plans), tuple(regions), compiling, now if in_background else None)
+
+    return now()

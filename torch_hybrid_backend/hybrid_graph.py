@@ -41,6 +41,7 @@ from torch_hybrid_backend.stages import (
     Placed,
     Prepared,
     Run,
+    compile_divided,
     compile_graph,
     divide,
     install,
@@ -51,6 +52,8 @@ from torch_hybrid_backend.stages import (
 log = logging.getLogger(__name__)
 
 OnPlan = Callable[[Plan], None]
+# A compilation, what of it was still being built, who runs what, and the outputs of the call that decided it.
+_Chosen = tuple[Compiled, list[PendingRegion], Placed, list[Any]]
 # Gets the regions of a plan that engines run, by name and in order.
 OnRegions = Callable[[Mapping[str, CompiledRegion]], None]
 
@@ -141,19 +144,19 @@ class HybridGraph:
         """Choose engines on a call's inputs; its outputs."""
         start = time.perf_counter()
         with ConstantPool():
-            compiled, placed, outputs = self._chosen(compiled, inputs)
+            compiled, pending, placed, outputs = self._chosen(compiled, inputs)
             installed = install(placed, inputs, self._config)
             self._tell(installed, placed)
             self._state = installed  # last: interrupted before, the next call is a first call again
         if placed.compiled:  # else nothing was packed, and the C++ runtime may not even be there
             give_back_freed_memory()
         log.info("%s graph: engines chosen in %.2f s", placed.prepared.kind, time.perf_counter() - start)
-        if pending := compiled.pending:
+        if pending:
             _await(self, dataclasses.replace(compiled, prepared=placed.prepared), pending)
         return outputs
 
-    def _chosen(self, compiled: Compiled, inputs: Sequence[Any]) -> tuple[Compiled, Placed, list[Any]]:
-        """Who runs what, of which compilation, and the outputs.
+    def _chosen(self, compiled: Compiled, inputs: Sequence[Any]) -> _Chosen:
+        """Who runs what, and the outputs.
 
         Where parameters changed meanwhile, by an optimizer in another thread, say, results that were compared do not belong together: nothing
         that was found counts, and all is done again on copies of them.
@@ -176,15 +179,16 @@ class HybridGraph:
             0 if tensor.is_inference() else tensor._version for tensor in tensors if isinstance(tensor, torch.Tensor)
         ]
 
-    def _judged(self, compiled: Compiled, inputs: Sequence[Any]) -> tuple[Compiled, Placed, list[Any]]:
-        tried = [compiled]
+    def _judged(self, compiled: Compiled, inputs: Sequence[Any]) -> _Chosen:
+        tried = [(compiled, compiled.pending)]  # before it is placed: what is built meanwhile did not take part
 
         def place_anew(anew: Prepared) -> tuple[Placed, list[Any]]:
-            tried.append(self._compiled(divide(anew, self._session, self._config, self._pricing())))
-            return self._placed(tried[-1], inputs)
+            compiled = compile_graph(anew, self._session, self._config, self._pricing())
+            tried.append((compiled, compiled.pending))
+            return self._placed(compiled, inputs)
 
         placed, outputs = judged(*self._placed(compiled, inputs), inputs, self._config, place_anew)
-        return tried[-1], placed, outputs
+        return *tried[-1], placed, outputs
 
     def choose_anew(self, compiled: Compiled, inputs: Sequence[Any]) -> None:
         """Choose engines once more, with what was built elsewhere among them; calls go on meanwhile. Of an error that comes of it, one WARNING,
@@ -212,7 +216,7 @@ class HybridGraph:
             return True
 
     def _compiled(self, divided: Divided) -> Compiled:
-        return compile_graph(divided, self._session, self._config, self._pricing())
+        return compile_divided(divided, self._session, self._config, self._pricing())
 
     def _placed(self, compiled: Compiled, inputs: Sequence[Any]) -> tuple[Placed, list[Any]]:
         return place(compiled, inputs, self._config, self._pricing())

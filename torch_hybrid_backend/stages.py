@@ -134,9 +134,9 @@ class Compiled:
 
     @property
     def pending(self) -> list[PendingRegion]:
-        """The regions that are being built elsewhere, each once."""
+        """The regions that are still being built elsewhere, each once."""
         found = (c for cover in self.covers for some in cover.candidates.values() for c in some.values())
-        return list({id(c): c for c in found if isinstance(c, PendingRegion)}.values())
+        return list({id(c): c for c in found if isinstance(c, PendingRegion) and not c.done}.values())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -275,7 +275,12 @@ def divide(prepared: Prepared, session: Session, config: Config, pricing_on: Pri
     return Divided(prepared, tuple(found), key, kept)
 
 
-def compile_graph(divided: Divided, session: Session, config: Config, pricing_on: PricingOn) -> Compiled:
+def compile_graph(prepared: Prepared, session: Session, config: Config, pricing_on: PricingOn) -> Compiled:
+    """Divide the graph and compile what it was divided into."""
+    return compile_divided(divide(prepared, session, config, pricing_on), session, config, pricing_on)
+
+
+def compile_divided(divided: Divided, session: Session, config: Config, pricing_on: PricingOn) -> Compiled:
     """Compile every region of every cover, with each engine that may run it."""
     deadline = pricing_on(_device_of(divided.covers)).deadline
     covers = _compile_covers(divided.covers, session, config, deadline)

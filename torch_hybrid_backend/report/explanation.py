@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,14 +22,23 @@ def render_json(plans: Sequence[Plan]) -> str:
 class Explanation:
     """The plans of every graph one call compiled, in the order of compilation. Prints as text.
 
-    `compiled`: of each graph, what its regions were compiled to, by name and in order.
+    `compiled`: of each graph, what its regions were compiled to, by name and in order. `compiling`: how many graphs, which have no plan yet,
+    were being compiled off the call, and run in eager meanwhile.
     """
 
     plans: tuple[Plan, ...]
     compiled: tuple[Mapping[str, CompiledRegion], ...] = field(default=(), compare=False, repr=False)
 
+    compiling: int = 0
+    now: Callable[[], Explanation] | None = field(default=None, compare=False, repr=False)
+
     def __str__(self) -> str:
-        return render_text(self.plans)
+        meanwhile = ["a graph: eager meanwhile: compiling"] * self.compiling
+        return "\n\n".join([*([render_text(self.plans)] if self.plans or not meanwhile else []), *meanwhile])
+
+    def updated(self) -> Explanation:
+        """The same as it is now: what was being compiled may have got its plan. `torch_hybrid_backend.wait_for_builds` waits for that."""
+        return self if self.now is None else self.now()
 
     def to_json(self) -> str:
         """As a JSON object with the key `plans`."""
