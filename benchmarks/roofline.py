@@ -321,6 +321,12 @@ def _bandwidths(threads: int, lanes: int, size_bytes: int) -> dict[str, float]:
     return found
 
 
+def read_gbytes(threads: int) -> float:
+    """GB/s at which so many of PyTorch's threads read memory together, measured now."""
+    (us,) = _best([_stream("read", threads, _target().lanes, _MEMORY_BYTES // 4, 1)])
+    return threads * _MEMORY_BYTES / us / 1e3
+
+
 def _best(kernels: Sequence[_Compiled]) -> list[float]:
     """The fastest call of each, microseconds: a ceiling is what was reached once."""
     best = [math.inf] * len(kernels)

@@ -80,7 +80,9 @@ def compile_graph(
     deadline = Deadline(config.compile_deadline_s)
     devices = {CPU, *(Device.of(value.device) for value in example_inputs if isinstance(value, torch.Tensor))}
     key = graph_key(
-        gm, example_inputs, f"{config.precision} {[shared.versions(device) for device in sorted(devices, key=str)]}"
+        gm,
+        example_inputs,
+        f"{config.precision} {config.weight_form} {[shared.versions(device) for device in sorted(devices, key=str)]}",
     )
     calls: list[PricedCall] = []
     whole_off_the_call: list[bool] = []

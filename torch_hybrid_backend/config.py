@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch_hybrid_backend.core.engine import EAGER
-from torch_hybrid_backend.core.precision import AS_WRITTEN, PRECISIONS
+from torch_hybrid_backend.core.precision import AS_WRITTEN, GROUP_SIZES, PRECISIONS, WeightForm
 from torch_hybrid_backend.errors import ConfigError
 
 PREFIX = "HYBRID_"
@@ -69,6 +69,12 @@ def _whole(minimum: int) -> _Parser:
         return value
 
     return parse
+
+
+def _group_size(raw: object) -> object:
+    if not isinstance(raw, bool) and isinstance(raw, str | int) and str(raw).strip() in map(str, GROUP_SIZES):
+        return int(raw)
+    raise ValueError("one of " + ", ".join(map(str, GROUP_SIZES)))
 
 
 def _number(meaning: str, is_legal: Callable[[float], bool]) -> _Parser:
@@ -163,6 +169,25 @@ class Config:
             "how far a graph's outputs may be off those of the graph as written on the first call, as root mean square over root mean square; "
             "beyond it the worst layers are computed as written",
             "0.02 for bf16 and fp16, 0.3 for int4-weights, 0.1 for the others",
+        ),
+    )
+    weight_group_size: int | None = dataclasses.field(
+        default=None,
+        metadata=_setting(
+            _group_size,
+            ", ".join(map(str, GROUP_SIZES)),
+            "under `int8-weights` and `int4-weights`: how many neighbours along a row of a weight share a scale; rows that are no whole groups "
+            "stay as written",
+            "32 for int4-weights, a whole row for int8-weights",
+        ),
+    )
+    weight_zero_points: bool = dataclasses.field(
+        default=False,
+        metadata=_setting(
+            _boolean,
+            "0, 1",
+            "under `int8-weights` and `int4-weights`: keep a zero point beside each scale: smaller errors where a group's values are not about "
+            "0, and as many bytes again as scales take",
         ),
     )
     placement: str = dataclasses.field(
@@ -266,6 +291,11 @@ class Config:
     )
     explicit: frozenset[str] = dataclasses.field(default=frozenset(), repr=False, compare=False)
     """Names of the fields that the environment or options set: a mode does not override those."""
+
+    @property
+    def weight_form(self) -> WeightForm:
+        """How weights of 8 and 4 bits are kept."""
+        return WeightForm(self.weight_group_size, self.weight_zero_points)
 
     @staticmethod
     def from_env(environ: Mapping[str, str]) -> Config:

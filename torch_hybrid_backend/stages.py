@@ -208,7 +208,7 @@ def prepare(
     """Run the passes on a captured graph, in place; `compile_body` compiles what its control flow calls."""
     module = captured.graph_module
     inline_subgraphs(module)
-    context = PassContext.of(captured, config.precision)
+    context = PassContext.of(captured, config.precision, config.weight_form)
     run_passes(module, context, bisected_passes(PASSES))
     reduced = None if context.precision == AS_WRITTEN else reduce_precision(module, context)
     # Sub-graphs are looked into, so before they are compiled.

@@ -12,6 +12,7 @@ from torch import nn
 
 import torch_hybrid_backend
 from tests.passes.cpu.test_quantize_weights import by_hand
+from torch_hybrid_backend.core.precision import WeightForm
 from torch_hybrid_backend.runtime.executor import BoundConstants
 
 FORMS = ["int8-weights", "int4-weights"]
@@ -75,6 +76,22 @@ def test_any_number_of_rows(precision: str) -> None:
     for rows in (8, 1, 2, 3, 5, 33, 129, 300):
         x = torch.randn(rows, 160)
         torch.testing.assert_close(compiled(x).double(), model.exact(x, precision), rtol=1e-5, atol=1e-4)
+
+
+@torch.no_grad()
+def test_groups_and_zero_points() -> None:
+    """`weight_group_size` and `weight_zero_points` say how weights are kept; kernels unpack that too, for few rows and for many."""
+    torch.manual_seed(0)
+    model = nn.Linear(256, 224).eval()
+    model.weight.add_(0.03)
+    options = {"precision": "int4-weights", "weight_group_size": 128, "weight_zero_points": True, "strict": True}
+    compiled = torch.compile(model, backend="hybrid", dynamic=True, options=options)
+    exact = by_hand(model.weight, "int4-weights", WeightForm(128, True))
+    for rows in (3, 1, 40):
+        x = torch.randn(rows, 256)
+        want = x.double() @ exact.T + model.bias.double()
+        torch.testing.assert_close(compiled(x).double(), want, rtol=1e-5, atol=1e-4)
+    assert "dequantized_matmul" in str(torch_hybrid_backend.explain(model, x, options=options))
 
 
 @pytest.mark.parametrize(("precision", "share"), [("int8-weights", 0.27), ("int4-weights", 0.17)])

@@ -6,8 +6,8 @@ user wrote them, sizes possibly symbolic. Leaves: for each of inference, or forw
 `decompositions.decomposition_table`.
 
 AOTAutograd's run-time wrapper around the compiled graphs restores what functionalisation took away: it copies mutated
-inputs back (`keep_inference_input_mutations` is off, so that no `copy_` is in the graph), rebuilds outputs that are
-views of inputs from the input itself, and re-applies autograd. Hence:
+inputs back (`keep_inference_input_mutations` is off, so that no `copy_` is in the graph; `input_updates` writes small parts in place instead),
+rebuilds outputs that are views of inputs from the input itself, and re-applies autograd. Hence:
 
 - Outputs must have the strides of their `meta["val"]`; the wrapper's `as_strided` and the backward graph's
   placeholders rely on them, saved activations included.
@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch_hybrid_backend.capture.cache.aot_cache import AotCache, capture_key
 from torch_hybrid_backend.capture.decompositions import decomposition_table, whole_upsampling
 from torch_hybrid_backend.capture.fixes.attention_states import without_attention_states
+from torch_hybrid_backend.capture.fixes.input_updates import write_in_place
 from torch_hybrid_backend.capture.fixes.norm_statistics import correct_statistics
 from torch_hybrid_backend.capture.fixes.output_aliases import separate_aliases
 from torch_hybrid_backend.capture.fixes.overlap import watch_overlaps
@@ -96,7 +97,8 @@ def capture(
             and aot_cache.add(key, graph_module, frozenset(static))
         )
         returned = _returned() if kind == "forward" else 0
-        boxed = _boxed(graph_module, kind, frozenset(static), _writes_inputs(), compile_graph, returned)
+        mutated = _mutated_inputs() if kind == "inference" else ()
+        boxed = _boxed(graph_module, kind, frozenset(static), _writes_inputs(), compile_graph, returned, mutated)
         if is_kept:
             without_wrapper.append(boxed)
         return boxed
@@ -129,10 +131,13 @@ def _boxed(
     writes_inputs: bool,
     compile_graph: CompileGraph,
     returned: int = 0,
+    mutated: Sequence[int] = (),
 ) -> CompiledGraph:
-    """AOTAutograd's graph, corrected and compiled, as AOTAutograd calls it; `returned` as for `separate_aliases`."""
+    """AOTAutograd's graph, corrected and compiled, as AOTAutograd calls it; `returned` as for `separate_aliases`, `mutated` as for
+    `write_in_place`."""
     complete_metadata(graph_module)
     correct_statistics(graph_module)
+    in_place = write_in_place(graph_module, mutated)
     restore = separate_aliases(graph_module, returned)
     compiled = compile_graph(CapturedGraph(graph_module, kind, static, writes_inputs))
 
@@ -150,10 +155,14 @@ def _boxed(
         if ordered:
             # AOTAutograd traces effect tokens as empty tensors and passes None for them.
             inputs = [torch.empty(0, device="cpu") if value is None else value for value in inputs]
-        if restore is None:
+        if restore is None and in_place is None:
             return compiled(inputs)
-        viewed = [inputs[k] for k in restore.inputs]  # the list may be cleared
-        return restore(compiled(inputs), viewed)
+        viewed, changed = (
+            [inputs[k] for k in step.inputs] if step else () for step in (restore, in_place)
+        )  # the list may be cleared
+        outputs = compiled(inputs)
+        outputs = outputs if restore is None else restore(outputs, viewed)
+        return outputs if in_place is None else in_place(outputs, changed)
 
     boxed._boxed_call = True  # type: ignore[attr-defined]  # tells AOTAutograd not to unpack the list
     return boxed
@@ -216,6 +225,18 @@ def _static_inputs(placeholders: Sequence[str]) -> set[str]:
         for index in metadata.static_input_indices
         if index < len(placeholders) and index not in mutated
     }
+
+
+def _mutated_inputs() -> Sequence[int]:
+    """Positions of the inputs whose new contents are an inference graph's first outputs, in that order; none where anything else is changed."""
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    if metadata is None or metadata.tokens:
+        return ()
+    mutated: list[int] = metadata.mutated_inp_runtime_indices
+    infos = [metadata.input_info[position] for position in mutated]
+    is_plain = all(info.mutates_data and not info.mutates_metadata for info in infos)
+    return mutated if is_plain else ()
 
 
 def _writes_inputs() -> bool:

@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 AS_WRITTEN = "as-written"
 # bf16, fp16: layers that gain by it. int8: activations and weights in 8 bits; int8+bf16: and the rest as bf16.
 # int8-weights, int4-weights: weights alone, activations as written.
 PRECISIONS = (AS_WRITTEN, "bf16", "fp16", "int8", "int8+bf16", "int8-weights", "int4-weights")
+# Of how many neighbours along a row one scale may be.
+GROUP_SIZES = (32, 64, 128, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightForm:
+    """How weights of 8 and 4 bits are kept. `group_size`: neighbours along a row that share a scale; None: 32 under `int4-weights`, a whole
+    row under `int8-weights`. `zero_points`: whether a group has a zero point beside its scale, for values that are not about 0."""
+
+    group_size: int | None = None
+    zero_points: bool = False
+
+
+SYMMETRIC = WeightForm()
+
 # How far outputs may be off those of the graph as written: root mean square of the difference over root mean square.
 DEFAULT_TOLERANCES: Mapping[str, float] = {
     "bf16": 0.02,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch.fx
 
 from torch_hybrid_backend.core.captured import CapturedGraph, GraphKind
-from torch_hybrid_backend.core.precision import AS_WRITTEN
+from torch_hybrid_backend.core.precision import AS_WRITTEN, SYMMETRIC, WeightForm
 from torch_hybrid_backend.core.verdict import Refused
 from torch_hybrid_backend.graph.devices import device_of
 
@@ -22,6 +22,8 @@ class PassContext:
 
     `precision`: what the graph is to be computed in, one of `core.precision.PRECISIONS`; training graphs are as written.
 
+    `weights`: how `int8-weights` and `int4-weights` keep them.
+
     `as_written`: layers, by their node's name, that stay as written whatever the precision, and why.
 
     `devices`: types of the devices whose operators the pass that gets this may rewrite, by its entry in the pipeline; empty: all.
@@ -33,14 +35,15 @@ class PassContext:
     fold_limit_bytes: int = 16 << 20
     devices: frozenset[str] = frozenset()
     precision: str = AS_WRITTEN
+    weights: WeightForm = SYMMETRIC
     as_written: Mapping[str, Refused] = field(default_factory=dict)
 
     @staticmethod
-    def of(captured: CapturedGraph, precision: str = AS_WRITTEN) -> PassContext:
+    def of(captured: CapturedGraph, precision: str = AS_WRITTEN, weights: WeightForm = SYMMETRIC) -> PassContext:
         """The context for a captured graph."""
         if captured.kind != "inference":
             return PassContext(captured.kind)
-        return PassContext(captured.kind, captured.static_inputs, precision=precision)
+        return PassContext(captured.kind, captured.static_inputs, precision=precision, weights=weights)
 
     def may_rewrite(self, node: torch.fx.Node) -> bool:
         """Whether the operator runs on one of the `devices`, all its tensors with it."""

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from tests.passes.test_hoist import call, fold
 from tests.passes.values import verify_values
+from torch_hybrid_backend.core.precision import SYMMETRIC, WeightForm
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.passes.cpu.merge_siblings import merge_siblings
 from torch_hybrid_backend.passes.cpu.quantize_weights import GROUP, LEAST_ELEMENTS, quantize_weights
@@ -23,9 +24,9 @@ _GROUPED = "quantized_decomposed.dequantize_per_channel_group.default"
 _BY_CHANNEL = "quantized_decomposed.dequantize_per_channel.default"
 
 
-def quantized(subject: Any, precision: str) -> list[torch.Tensor]:
+def quantized(subject: Any, precision: str, weights: WeightForm = SYMMETRIC) -> list[torch.Tensor]:
     """The graph's results with quantised weights, checked to be a legal graph."""
-    assert quantize_weights(subject.gm, replace(subject.ctx, precision=precision))
+    assert quantize_weights(subject.gm, replace(subject.ctx, precision=precision, weights=weights))
     verify(subject.gm, subject.contract)
     verify_values(subject.gm)
     outputs = [output.detach() for output in subject.run()]
@@ -34,12 +35,22 @@ def quantized(subject: Any, precision: str) -> list[torch.Tensor]:
     return outputs
 
 
-def by_hand(weight: torch.Tensor, precision: str) -> torch.Tensor:
+def by_hand(weight: torch.Tensor, precision: str, form: WeightForm = SYMMETRIC) -> torch.Tensor:
     """A weight (N, K) by way of 8 or 4 bits, in float64, element by element as the pass's document says."""
+    bits = int(precision.removeprefix("int").removesuffix("-weights"))
+    size = form.group_size or (GROUP if bits == 4 else weight.shape[1])
+    if form.zero_points:
+        groups, low, high = weight.double().reshape(-1, size), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+        least, most = groups.amin(1, keepdim=True).clamp(max=0), groups.amax(1, keepdim=True).clamp(min=0)
+        scale = (most - least) / (high - low)
+        zero = low - (least / scale).round()
+        return (((groups / scale).round() + zero).clamp(low, high) - zero).mul(scale).view(weight.shape)
+    if bits == 8 and form.group_size:
+        return by_hand(weight.reshape(-1, size), precision).view(weight.shape)
     if precision == "int8-weights":
         scale = weight.abs().amax(1, keepdim=True).double() / 127
         return (weight.double() / scale).round().clamp(-127, 127) * scale
-    groups = weight.double().view(-1, GROUP)
+    groups = weight.double().view(-1, size)
     scale = groups.gather(1, groups.abs().argmax(1, keepdim=True)) / -8
     return ((groups / scale).round().clamp(-8, 7) * scale).view(weight.shape)
 
@@ -179,14 +190,53 @@ def test_layers_that_must_stay(captured):
     assert not subject.gm.meta["as_written"]
 
 
+@pytest.mark.parametrize(
+    ("precision", "form"),
+    [
+        ("int4-weights", WeightForm(128)),
+        ("int4-weights", WeightForm(zero_points=True)),
+        ("int8-weights", WeightForm(64)),
+        ("int8-weights", WeightForm(zero_points=True)),
+        ("int8-weights", WeightForm(32, zero_points=True)),
+    ],
+    ids=str,
+)
+def test_forms_of_weights(captured, precision, form):
+    """Groups of any size, and zero points, as the document says; of values that are all positive, zero points halve the error."""
+    layer = nn.Linear(256, 128).eval()
+    with torch.no_grad():
+        layer.weight.abs_()
+    subject = captured(layer, torch.randn(5, 256))
+    (got,) = quantized(subject, precision, form)
+    x = next(value for value in subject.inputs if isinstance(value, torch.Tensor) and value.shape == (5, 256))
+    weight = layer.weight.detach()
+    want = x.double() @ by_hand(weight, precision, form).T + layer.bias.detach().double()
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-4)
+    plain, moved = (
+        (by_hand(weight, precision, WeightForm(form.group_size, zeros)) - weight).abs().amax() for zeros in (0, 1)
+    )
+    assert moved < 0.6 * plain
+
+
+def test_rows_that_are_no_whole_groups(captured):
+    """They stay as written, under 8 bits too where groups are asked for; the code says of what size."""
+    subject = captured(nn.Linear(160, 128), torch.randn(3, 160))
+    ctx = replace(subject.ctx, precision="int8-weights", weights=WeightForm(128))
+    assert not quantize_weights(subject.gm, ctx)
+    (refused,) = subject.gm.meta["as_written"].values()
+    assert refused.code == Reason.UNSUPPORTED
+    assert "groups of 128" in refused.why
+
+
 @pytest.mark.parametrize("precision", FORMS)
-def test_nan_stays_in_its_channel(captured, precision):
+@pytest.mark.parametrize("zero_points", [False, True])
+def test_nan_stays_in_its_channel(captured, precision, zero_points):
     """A weight that is NaN or infinite makes its channel NaN and no other; nothing is raised."""
     layer = nn.Linear(128, 128, bias=False).eval()
     with torch.no_grad():
         layer.weight[2, 5], layer.weight[9, 100] = torch.nan, torch.inf
     subject = captured(layer, torch.randn(3, 128))
-    (got,) = quantized(subject, precision)
+    (got,) = quantized(subject, precision, WeightForm(zero_points=zero_points))
     assert got.isnan().any(0).nonzero().flatten().tolist() == [2, 9]
 
 

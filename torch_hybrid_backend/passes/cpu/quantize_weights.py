@@ -3,16 +3,21 @@
     mm(x, w)   ->   q = quantize(rows of w^T, scale); mm(x, dequantize(q, scale)^T)         q int8
 
 `passes.hoist` computes q and scale of the parameter, and anew when it changes; never the dequantised form, which kernels unpack where they
-multiply: a product of few rows takes as long as its weight comes from memory. Quantisation is symmetric:
+multiply: a product of few rows takes as long as its weight comes from memory. Unless `ctx.weights` says otherwise, it is
+symmetric:
 
     int8-weights   a scale per output channel: the largest magnitude is 127
     int4-weights   a scale per 32 neighbours along k: what has the largest magnitude is -8, so that all 16 values are used (a scale is negative
                    where that is positive); of its neighbours those beyond 7.5 of the other sign are rounded to 7
 
+`ctx.weights.group_size` gives either a scale for so many neighbours. With `ctx.weights.zero_points` the integers of a group span from its
+least value to its largest, and one of them stands for 0.
+
 Both are (N, K) int8, of 4 bits those between -8 and 7, in torch.ao's own operators: engines pack them. Embeddings that share such a weight keep
 reading the parameter: a few rows, exact.
 
-Sources: Dettmers et al., "LLM.int8()", 2022 (scales per channel); Frantar et al., "GPTQ", 2022 (groups); ggml's format Q4_0, 2023 (-8).
+Sources: Dettmers et al., "LLM.int8()", 2022 (scales per channel); Frantar et al., "GPTQ", 2022 (groups); Jacob et al., CVPR
+2018 (zero points); ggml's format Q4_0, 2023 (-8).
 """
 
 from __future__ import annotations
@@ -39,7 +44,7 @@ _PRODUCTS: Mapping[object, tuple[int, int, bool]] = {
     aten.linear.default: (0, 1, True),
 }
 _BITS = {"int8-weights": 8, "int4-weights": 4}
-GROUP = 32
+GROUP = 32  # of 4 bits, where nothing else is asked for
 # Weights of fewer elements come from memory in 2 us, at 30 GB/s: less than a kernel takes to begin.
 LEAST_ELEMENTS = 1 << 14
 _TINY = torch.finfo(torch.float32).tiny
@@ -55,6 +60,7 @@ def quantize_weights(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
     if bits is None or has_mutation(gm):
         return False
     constant = constant_nodes(gm, ctx.constants)
+    group = ctx.weights.group_size or (GROUP if bits == 4 else None)
     left: dict[str, Refused] = {}
     made: dict[tuple[Node, bool], Node] = {}
     for node in list(gm.graph.nodes):
@@ -64,7 +70,7 @@ def quantize_weights(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
         weight = node.args[position]
         if weight not in constant or node.args[x] in constant:
             continue
-        refused = _refusal(weight.meta["val"], bits, has_rows)
+        refused = _refusal(weight.meta["val"], group, has_rows)
         if refused is not None:
             left[node.name] = refused
             continue
@@ -72,7 +78,10 @@ def quantize_weights(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
         if how not in made:
             importlib.import_module("torch.ao.quantization.fx._decomposed")  # the operators exist from here on
             whole = insert(node, aten.permute.default, rows, [1, 0]) if turned else rows
-            made[how] = (_in_bytes if bits == 8 else _in_nibbles)(node, whole)
+            if group is None and not ctx.weights.zero_points:
+                made[how] = _by_channel(node, whole)
+            else:
+                made[how] = _by_group(node, whole, bits, group, has_zeros=ctx.weights.zero_points)
         dequantized = made[how] if has_rows else insert(node, aten.permute.default, made[how], [1, 0])
         node.update_arg(position, dequantized)
         node.meta["precision"] = f"int{bits}"
@@ -80,7 +89,7 @@ def quantize_weights(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
     return bool(made)
 
 
-def _refusal(weight: torch.Tensor, bits: int, has_rows: bool) -> Refused | None:
+def _refusal(weight: torch.Tensor, group: int | None, has_rows: bool) -> Refused | None:
     """Why a weight stays as it is, or None."""
     if weight.dim() != 2 or weight.dtype != torch.float32:
         return Refused(
@@ -89,8 +98,8 @@ def _refusal(weight: torch.Tensor, bits: int, has_rows: bool) -> Refused | None:
     if weight.numel() < LEAST_ELEMENTS:
         return Refused(Reason.SLOWER, f"the weight has {weight.numel()} elements: reading it is not what takes time")
     k = weight.shape[1 if has_rows else 0]
-    if bits == 4 and k % GROUP:
-        return Refused(Reason.UNSUPPORTED, f"the {k} inputs of the layer are no whole groups of {GROUP}")
+    if group is not None and k % group:
+        return Refused(Reason.UNSUPPORTED, f"the {k} inputs of the layer are no whole groups of {group}")
     return None
 
 
@@ -104,37 +113,72 @@ def _rows(weight: Node, has_rows: bool) -> tuple[Node, bool]:
     return weight, True
 
 
-def _in_bytes(before: Node, w: Node) -> Node:
-    """w (N, K) by way of integers of 8 bits: dequantised.
+def _by_channel(before: Node, w: Node) -> Node:
+    """w (N, K) by way of integers of 8 bits with a scale for each row: dequantised.
 
     As `graph.quantization.weight`, but without zero points to dequantise by: their fill would stay in every call.
     """
     quantized = torch.ops.quantized_decomposed
-    largest = insert(before, aten.amax.default, insert(before, aten.abs.default, w), [1])
-    scale = insert(before, aten.clamp_min.default, insert(before, aten.div.Tensor, largest, 127.0), _TINY)
+    scale = _symmetric_bytes(before, w)
     how = (0, -127, 127, torch.int8)
     q = insert(before, quantized.quantize_per_channel.default, w, scale, _zeros(before, scale), *how)
     return insert(before, quantized.dequantize_per_channel.default, q, scale, None, *how)
 
 
-def _in_nibbles(before: Node, w: Node) -> Node:
-    """w (N, K) by way of integers of 4 bits: dequantised."""
+def _by_group(before: Node, w: Node, bits: int, group: int | None, *, has_zeros: bool) -> Node:
+    """w (N, K) by way of integers of 8 or 4 bits with a scale for `group` neighbours (None: a row), and a zero point: dequantised."""
     quantized = torch.ops.quantized_decomposed
     n, k = w.meta["val"].shape
+    group = k if group is None else group
     if not w.meta["val"].is_contiguous():
         w = insert(before, aten.clone.default, w, memory_format=torch.contiguous_format)
-    groups = insert(before, aten.view.default, w, [n * k // GROUP, GROUP])
-    low, high = insert(before, aten.amin.default, groups, [1]), insert(before, aten.amax.default, groups, [1])
+    groups = insert(before, aten.view.default, w, [n * k // group, group])
+    low, high = (-8, 7) if bits == 4 else (-128, 127)
+    zero = None
+    if has_zeros:
+        scale, zero = _asymmetric(before, groups, low, high)
+    elif bits == 4:
+        scale = _symmetric_nibbles(before, groups)
+    else:
+        scale, low = _symmetric_bytes(before, groups), -127
+    # By groups as channels: the operator for groups refuses NaN.
+    points = _zeros(before, scale) if zero is None else zero
+    q = insert(before, quantized.quantize_per_channel.default, groups, scale, points, 0, low, high, torch.int8)
+    form = [n, k // group]
+    q, scale = insert(before, aten.view.default, q, [n, k]), insert(before, aten.view.default, scale, form)
+    if zero is not None:
+        zero = insert(before, aten.view.default, zero, form)
+    how = (low, high, torch.int8, group, torch.float32)
+    return insert(before, quantized.dequantize_per_channel_group.default, q, scale, zero, *how)
+
+
+def _symmetric_bytes(before: Node, rows: Node) -> Node:
+    """The scale of each row, by which its largest magnitude is 127."""
+    largest = insert(before, aten.amax.default, insert(before, aten.abs.default, rows), [1])
+    return insert(before, aten.clamp_min.default, insert(before, aten.div.Tensor, largest, 127.0), _TINY)
+
+
+def _symmetric_nibbles(before: Node, rows: Node) -> Node:
+    """The scale of each row, by which what has the largest magnitude is -8."""
+    low, high = insert(before, aten.amin.default, rows, [1]), insert(before, aten.amax.default, rows, [1])
     is_low = insert(before, aten.gt.Tensor, insert(before, aten.neg.default, low), high)
     extreme = insert(before, aten.div.Tensor, insert(before, aten.where.self, is_low, low, high), -8.0)
     # A NaN passes.
     is_none = insert(before, aten.lt.Scalar, insert(before, aten.abs.default, extreme), _TINY)
-    scale = insert(before, aten.where.ScalarSelf, is_none, _TINY, extreme)
-    how = (-8, 7, torch.int8)
-    # By groups as channels: the operator for groups refuses NaN.
-    q = insert(before, quantized.quantize_per_channel.default, groups, scale, _zeros(before, scale), 0, *how)
-    q, scale = insert(before, aten.view.default, q, [n, k]), insert(before, aten.view.default, scale, [n, k // GROUP])
-    return insert(before, quantized.dequantize_per_channel_group.default, q, scale, None, *how, GROUP, torch.float32)
+    return insert(before, aten.where.ScalarSelf, is_none, _TINY, extreme)
+
+
+def _asymmetric(before: Node, rows: Node, low: int, high: int) -> tuple[Node, Node]:
+    """The scale and the zero point of each row, by which its values, and 0, lie from `low` to `high`."""
+    least = insert(before, aten.clamp_max.default, insert(before, aten.amin.default, rows, [1]), 0.0)
+    most = insert(before, aten.clamp_min.default, insert(before, aten.amax.default, rows, [1]), 0.0)
+    span = insert(before, aten.sub.Tensor, most, least)
+    scale = insert(before, aten.clamp_min.default, insert(before, aten.div.Tensor, span, float(high - low)), _TINY)
+    steps = insert(before, aten.round.default, insert(before, aten.div.Tensor, least, scale))
+    zero = insert(before, aten.clamp.default, insert(before, aten.rsub.Scalar, steps, float(low)), low, high)
+    # Of what is not finite, 0: the scale makes the row NaN then.
+    finite = insert(before, aten.nan_to_num.default, zero, 0.0)
+    return scale, insert(before, aten._to_copy.default, finite, dtype=torch.int32)
 
 
 def _zeros(before: Node, scale: Node) -> Node:
