@@ -6,20 +6,22 @@
 Tasks: "docstrings" (MiniLM's real weights), "resnet50" and "mobilenet_v2" (layouts trained on scikit-learn's digits), "llama" (a small one,
 trained on the standard library's sources). Training takes some minutes in all, once. Besides precisions `--precision` takes calibrated
 quantisation and compression. Accuracies are percent, and their differences points; perplexities are per byte, and their differences percent.
+Each difference has its standard error. Rows are written as they are found, and take the place of the same ones of a run before.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
 from benchmarks.accuracy import digits, docstrings, sources
-from benchmarks.accuracy.changes import CHANGES
+from benchmarks.accuracy.changes import CHANGES, DEFAULT
 from benchmarks.accuracy.task import Task
 from benchmarks.models import Size
 from benchmarks.table import RESULTS
@@ -32,23 +34,37 @@ TASKS = (
 )
 
 
-def rows(task: Task, changes: Sequence[str], size: Size) -> list[dict[str, Any]]:
-    """A row for each change, all beside one score of float32 in eager."""
+def rows(task: Task, changes: Sequence[str], size: Size) -> Iterator[dict[str, Any]]:
+    """A row for each change, all beside one judgement of float32 in eager."""
     prepared = task.prepare(size)
-    reference = prepared.score(prepared.model)
-    found = []
+    reference = prepared.judge(prepared.model)
     for change in changes:
         start = time.perf_counter()
-        score = prepared.score(CHANGES[change](prepared))
-        row = {"task": task.name, "measure": task.measure, "precision": change, "float32": reference, "score": score}
-        seconds = round(time.perf_counter() - start, 1)
-        found.append(row | {"difference": task.difference(score, reference), "seconds": seconds})
-    return found
+        items = prepared.judge(CHANGES[change](prepared))
+        difference, error = task.difference(items, reference)
+        yield {
+            "task": task.name,
+            "measure": task.measure,
+            "precision": change,
+            "items": len(items),
+            "float32": task.score(reference),
+            "score": task.score(items),
+            "difference": difference,
+            "standard_error": error,
+            "seconds": round(time.perf_counter() - start, 1),
+        }
+
+
+def _kept(path: Path, size: Size) -> dict[tuple[str, str], dict[str, Any]]:
+    """The rows of a record of the same size, by task and change; none where there is no such record."""
+    record = json.loads(path.read_text()) if path.exists() else {}
+    results = record.get("results", []) if record.get("size") == size else []
+    return {(row["task"], row["precision"]): row for row in results}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--precision", nargs="+", choices=list(CHANGES), default=["bf16", "int8"], metavar="CHANGE")
+    parser.add_argument("--precision", nargs="+", choices=list(CHANGES), default=list(DEFAULT), metavar="CHANGE")
     parser.add_argument(
         "--tasks", nargs="+", choices=[task.name for task in TASKS], default=[task.name for task in TASKS]
     )
@@ -57,19 +73,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--out", type=Path, default=RESULTS / machine.slug() / "accuracy.json", metavar="FILE")
     chosen = parser.parse_args(arguments)
-    every: list[dict[str, Any]] = []
-    print(f"{'task':34} {'precision':26} {'float32':>9} {'score':>9} {'difference':>11}")
+    found = _kept(chosen.out, chosen.size)
+    print(f"{'task':34} {'precision':26} {'float32':>9} {'score':>9} {'difference':>11} {'error':>7}")
     for task in TASKS:
         if task.name not in chosen.tasks:
             continue
         for row in rows(task, chosen.precision, chosen.size):
             unit = "points" if task.measure == "accuracy" else "%"
             print(
-                f"{task.title:34} {row['precision']:26} {row['float32']:9.3f} {row['score']:9.3f} {row['difference']:+7.3f} {unit}",
+                f"{task.title:34} {row['precision']:26} {row['float32']:9.3f} {row['score']:9.3f} {row['difference']:+11.3f}"
+                f" {row['standard_error']:7.3f} {unit}",
                 flush=True,
             )
-            every.append(row)
-        machine.write_record(chosen.out, size=chosen.size, results=every)
+            found[task.name, row["precision"]] = row
+            machine.write_record(chosen.out, size=chosen.size, results=list(found.values()))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import torch._dynamo
 import torch_hybrid_backend
 from benchmarks.accuracy.task import Call, Prepared
 from torch_hybrid_backend.core.precision import PRECISIONS
+from torch_hybrid_backend.quantization.calibration import LEGAL
 
 Change = Callable[[Prepared], Call]
 
@@ -25,12 +26,8 @@ def _with_precision(precision: str) -> Change:
     return lambda task: _compiled(task.model, precision=precision)
 
 
-def _quantized(calibration: str) -> Change:
-    def change(task: Prepared) -> Call:
-        quantize: Any = torch_hybrid_backend.quantize
-        return _compiled(quantize(task.model, task.calibration, calibration=calibration))
-
-    return change
+def _quantized(**how: Any) -> Change:
+    return lambda task: _compiled(torch_hybrid_backend.quantize(task.model, task.calibration, **how))
 
 
 def _compressed(**how: Any) -> Change:
@@ -39,14 +36,12 @@ def _compressed(**how: Any) -> Change:
 
 CHANGES: dict[str, Change] = {
     **{precision: _with_precision(precision) for precision in PRECISIONS},
-    **(
-        {f"quantize-{how}": _quantized(how) for how in ("none", "naive", "entropy")}
-        if "quantize" in torch_hybrid_backend.__all__
-        else {}
-    ),
+    **{f"quantize-{how}": _quantized(calibration=how) for how in LEGAL},
+    **{f"quantize-{how}-smooth": _quantized(calibration=how, smooth=0.5) for how in LEGAL},
     "clusters-16": _compressed(clusters=16),
     "clusters-256": _compressed(clusters=256),
     "sparsity-0.3": _compressed(sparsity=0.3),
     "sparsity-0.5": _compressed(sparsity=0.5),
     "sparsity-0.5-clusters-16": _compressed(sparsity=0.5, clusters=16),
 }
+DEFAULT = ("bf16", "int8", "int8-weights", "int4-weights", "quantize-none", "quantize-naive", "quantize-entropy")

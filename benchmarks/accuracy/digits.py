@@ -99,9 +99,9 @@ def prepare(name: str, size: Size) -> Prepared:
     inputs = batches(_distorted(images[:held_out].repeat(copies, 1, 1, 1), generator), size=_BATCH)
     wanted = labels[:held_out].repeat(copies)
 
-    def score(call: Call) -> float:
+    def judge(call: Call) -> torch.Tensor:
         with torch.no_grad():
             guesses = torch.cat([call(*batch).argmax(1) for batch in inputs])
-        return 100 * float((guesses == wanted).double().mean())
+        return (guesses == wanted).double()
 
-    return Prepared(model, tuple(batches(_distorted(seen[: 8 * _BATCH], generator), size=_BATCH)), score)
+    return Prepared(model, tuple(batches(_distorted(seen[: 8 * _BATCH], generator), size=_BATCH)), judge)

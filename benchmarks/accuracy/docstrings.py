@@ -46,7 +46,7 @@ _PACKAGES = (
     ),
 )
 _SHORTEST = 80  # characters
-_TOKENS = 64
+_TOKENS = 32
 _BATCH = 32
 
 
@@ -87,10 +87,10 @@ def prepare(size: Size) -> Prepared:
     encoded = tokenizer([text for found in texts.values() for text in found], **settings)
     inputs = batches(encoded["input_ids"], encoded["attention_mask"], size=_BATCH)
 
-    def score(call: Call) -> float:
+    def judge(call: Call) -> torch.Tensor:
         with torch.no_grad():
             rows = torch.cat([call(*batch) for batch in inputs])
         similarity = (rows @ rows.T).fill_diagonal_(-2.0)
-        return 100 * float((labels[similarity.argmax(1)] == labels).double().mean())
+        return (labels[similarity.argmax(1)] == labels).double()
 
-    return Prepared(SentenceEncoder().eval(), tuple(inputs[:: max(1, len(inputs) // 8)]), score)
+    return Prepared(SentenceEncoder().eval(), tuple(inputs[:: max(1, len(inputs) // 8)]), judge)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from pathlib import Path
@@ -57,7 +56,9 @@ def _windows() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _loss(call: Call, windows: torch.Tensor) -> torch.Tensor:
-    return functional.cross_entropy(call(windows[:, :-1].contiguous()).flatten(0, 1), windows[:, 1:].flatten())
+    """Of each window, in nats per byte."""
+    scores = call(windows[:, :-1].contiguous())
+    return functional.cross_entropy(scores.transpose(1, 2), windows[:, 1:], reduction="none").mean(1)
 
 
 def prepare(size: Size) -> Prepared:
@@ -70,7 +71,7 @@ def prepare(size: Size) -> Prepared:
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
         model.train()
         for _ in range(steps):
-            loss = _loss(model, seen[torch.randint(len(seen), (_BATCH,), generator=generator)])
+            loss = _loss(model, seen[torch.randint(len(seen), (_BATCH,), generator=generator)]).mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -82,9 +83,9 @@ def prepare(size: Size) -> Prepared:
     order = torch.randperm(len(held_out), generator=torch.Generator().manual_seed(2))
     inputs = batches(held_out[order], size=_BATCH)[:tested]
 
-    def score(call: Call) -> float:
+    def judge(call: Call) -> torch.Tensor:
         with torch.no_grad():
-            return math.exp(sum(float(_loss(call, windows)) for (windows,) in inputs) / len(inputs))
+            return torch.cat([_loss(call, windows) for (windows,) in inputs]).double()
 
     calibration = tuple((windows[:, :-1].contiguous(),) for (windows,) in batches(seen[: 8 * _BATCH], size=_BATCH))
-    return Prepared(model, calibration, score)
+    return Prepared(model, calibration, judge)

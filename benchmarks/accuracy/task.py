@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,12 +23,15 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """`model` is in eval mode; `calibration` are positional arguments, none of which `score` uses where it can be helped; `score` judges a
-    callable in the model's place."""
+    """`model` is in eval mode; `calibration` are positional arguments, none of which `judge` uses where it can be helped.
+
+    `judge` tries a callable in the model's place: (items,) float64. For an accuracy 1 is a right answer and 0 a wrong one; for a perplexity
+    they are the losses of texts, in nats per byte.
+    """
 
     model: nn.Module
     calibration: tuple[tuple[torch.Tensor, ...], ...]
-    score: Callable[[Call], float]
+    judge: Callable[[Call], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +43,22 @@ class Task:
     measure: Literal["accuracy", "perplexity"]
     prepare: Callable[[Size], Prepared]
 
-    def difference(self, score: float, reference: float) -> float:
-        """Of accuracies in points, of perplexities in percent; below 0 means worse for accuracies, above 0 for perplexities."""
-        return score - reference if self.measure == "accuracy" else 100 * (score / reference - 1)
+    def score(self, items: torch.Tensor) -> float:
+        """The percentage of right answers, or the perplexity."""
+        mean = float(items.mean())
+        return 100 * mean if self.measure == "accuracy" else math.exp(mean)
+
+    def difference(self, items: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:
+        """Of accuracies in points, of perplexities in percent, and its standard error. Below 0 means worse for accuracies, above 0 for
+        perplexities.
+
+        Both were judged by the same items, so that only what changed between them counts, not how hard each item is.
+        """
+        changes = items - reference
+        mean, error = float(changes.mean()), float(changes.std()) / math.sqrt(len(changes))
+        if self.measure == "accuracy":
+            return 100 * mean, 100 * error
+        return 100 * math.expm1(mean), 100 * math.exp(mean) * error
 
 
 def trained(model: nn.Module, name: str, source: ModuleType, train: Callable[[nn.Module], None]) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -59,11 +60,38 @@ def test_trained_weights_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_differences_are_points_and_percent() -> None:
-    """Accuracies are subtracted, perplexities divided."""
+    """Accuracies are subtracted, perplexities divided; the standard error is that of what changed item by item."""
     accuracy, perplexity = command.TASKS[0], command.TASKS[-1]
     assert (accuracy.measure, perplexity.measure) == ("accuracy", "perplexity")
-    assert accuracy.difference(80.0, 81.5) == -1.5
-    assert perplexity.difference(4.2, 4.0) == pytest.approx(5.0)
+    before, after = torch.ones(100, dtype=torch.float64), torch.ones(100, dtype=torch.float64)
+    before[:20], after[:21] = 0.0, 0.0
+    assert (accuracy.score(before), accuracy.score(after)) == (pytest.approx(80), pytest.approx(79))
+    assert accuracy.difference(after, before) == (pytest.approx(-1.0), pytest.approx(1.0))
+    losses = torch.linspace(1.0, 3.0, 64, dtype=torch.float64)
+    assert perplexity.score(losses) == pytest.approx(math.exp(2))
+    difference, error = perplexity.difference(losses + math.log(1.05), losses)
+    assert difference == pytest.approx(5.0)
+    assert error == pytest.approx(0.0, abs=1e-9)  # every text got worse by the same share
+
+
+def test_a_record_keeps_rows_of_other_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run replaces its own rows and keeps the others; a record of another size counts for nothing."""
+    layer = nn.Linear(4, 3).eval()
+    prepared = task.Prepared(layer, (), lambda call: (call(torch.eye(4)).argmax(1) == 0).double())
+    tasks = tuple(task.Task(name, name, "accuracy", lambda size: prepared) for name in ("one", "other"))
+    monkeypatch.setattr(command, "TASKS", tasks)
+    path = tmp_path / "record.json"
+
+    def recorded(*arguments: str) -> list[str]:
+        command.main([*arguments, "--precision", "as-written", "--out", str(path)])
+        results = json.loads(path.read_text())["results"]
+        assert all(row["difference"] == row["standard_error"] == 0 and row["items"] == 4 for row in results)
+        return [row["task"] for row in results]
+
+    assert recorded("--tasks", "one") == ["one"]
+    assert recorded("--tasks", "other") == ["one", "other"]
+    assert recorded() == ["one", "other"]
+    assert recorded("--size", "small", "--tasks", "other") == ["other"]
 
 
 @pytest.mark.full
