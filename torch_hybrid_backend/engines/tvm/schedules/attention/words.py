@@ -165,7 +165,8 @@ class WordAttention(TiledAttention):
         """weights[start ...] = the panel's, rounded; zeros where it has fewer than a panel's vectors."""
         b, lanes = self.builder, self.lanes
         if not self.rounds_words:
-            return None
+            missing = (self.panel_vectors - vectors) * lanes
+            return self.fill(self.weights, start + vectors * lanes, missing, zero("uint16")) if missing else None
 
         def vector(number: int) -> TirExpr:
             if number >= vectors:
