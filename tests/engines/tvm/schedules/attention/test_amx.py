@@ -31,9 +31,7 @@ _PLAIN = dataclasses.replace(_HOST, features=tuple(f for f in HOST.features if f
         ((1, 1, 1100, 1100, 16, 16), True),
     ],
 )
-def test_is_as_exact_as_eager(
-    emulated: ctypes.CDLL, shape: tuple[int, int, int, int, int, int], causal: bool
-) -> None:
+def test_is_as_exact_as_eager(emulated: ctypes.CDLL, shape: tuple[int, int, int, int, int, int], causal: bool) -> None:
     """(B, H, S, T, D, E); with every core's tiles released."""
     before = emulated.products_so_far()
     check_words(shape, on_tiles=True, causal=causal, heads_inside=True, target=_HOST)
