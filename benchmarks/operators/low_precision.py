@@ -1,12 +1,13 @@
-"""Linear layers and convolutions below float32 beside oneDNN's.
+"""Linear layers, convolutions and attention below float32 beside PyTorch's own operators.
 
     python -m benchmarks.operators.low_precision
     python -m benchmarks.operators.low_precision --only linear --out low_precision.json
 
 int8 is uint8 by int8, sums in int32, scaled to float32; bf16 is bfloat16 throughout. Ours is what `torch.compile(backend="hybrid")` makes of
 the layer: Dynamo's guards are included, and for convolutions the way from NCHW to blocked channels and back, which a model goes once, not
-once a layer. oneDNN's is PyTorch's operator with the weight packed ahead, called as it is. All run in turn in one process, the lower
-quartile of the rounds counts; "float32" is our own layer in float32. Run it on an otherwise idle machine.
+once a layer. once a layer. Theirs is oneDNN's operator with the weight packed ahead, called as it is; for attention, in bf16 alone, ATen's
+scaled_dot_product_attention. All run in turn in one process, the lower quartile of the rounds counts; "float32" is our own layer in float32.
+Run it on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +48,27 @@ class Shape:
         return 2.0 * places * self.x[1] * self.outputs * max(1, self.kernel) ** 2
 
 
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Scaled dot product attention of one batch: `heads` heads of `width`, as many keys as there are `tokens`."""
+
+    heads: int
+    tokens: int
+    width: int
+    causal: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.heads} heads of {self.width}, {self.tokens} tokens{', causal' if self.causal else ''}"
+
+    @property
+    def operations(self) -> float:
+        """Two for each multiply-add; of keys that can be seen."""
+        return 4.0 * self.heads * self.tokens**2 * self.width / (2 if self.causal else 1)
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+
+
 LINEAR = [
     Shape((1, 4096), 4096),
     Shape((128, 768), 768),
@@ -63,6 +85,8 @@ CONVOLUTIONS = [
     Shape((1, 512, 7, 7), 512, 3),
     Shape((1, 256, 56, 56), 512, 1, 2),
 ]
+# BERT, ViT-B/16, GPT-2.
+ATTENTION = [Attention(12, 128, 64), Attention(12, 512, 64), Attention(12, 197, 64), Attention(12, 1024, 64, True)]
 
 
 class Layer(nn.Module):
@@ -121,6 +145,26 @@ def onednn(shape: Shape, layer: Layer, x: torch.Tensor) -> Call:
     return lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 
 
+def attention_compared(shape: Attention, budget_s: float) -> dict[str, float]:
+    """As `compared`, of attention in bf16."""
+    torch.manual_seed(0)
+    # As projections leave them.
+    wide = [torch.randn(1, shape.tokens, shape.heads, shape.width).transpose(1, 2) for _ in range(3)]
+    half = [x.bfloat16() for x in wide]
+    torch.compiler.reset()
+    ours, plain = (torch.compile(shape.__call__, backend="hybrid", dynamic=False) for _ in range(2))
+    return timed(lambda: ours(*half), lambda: shape(*half), lambda: plain(*wide), 0.02, str(shape), budget_s)
+
+
+def timed(ours: Call, theirs: Call, plain: Call, limit: float, name: str, budget_s: float) -> dict[str, float]:
+    """Microseconds of one call of each side. Raises AssertionError where the first two differ by more than `limit` of the largest."""
+    result, other = (torch.as_tensor(side()).double() for side in (ours, theirs))
+    assert (result - other).abs().max() <= limit * other.abs().max(), name
+    sides: dict[str, Call] = {"ours": ours, "theirs": theirs, "float32": plain}
+    timings = measure(list(sides.values()), budget_s)
+    return {side: timing.low_us for side, timing in zip(sides, timings, strict=True)}
+
+
 def compared(shape: Shape, precision: str, budget_s: float) -> dict[str, float]:
     """Microseconds of one call of each side. Raises AssertionError where their results differ by more than their precision allows."""
     torch.manual_seed(0)
@@ -131,37 +175,37 @@ def compared(shape: Shape, precision: str, budget_s: float) -> dict[str, float]:
     torch.compiler.reset()
     ours, plain = (torch.compile(layer, backend="hybrid", dynamic=False) for layer in layers)
     theirs = onednn(shape, layers[0], x)
-    result, other = ours(x).double(), torch.as_tensor(theirs()).double()
     limit = 1e-6 if precision == "int8" else 0.02
-    assert (result - other).abs().max() <= limit * other.abs().max(), (str(shape), precision)
-    sides: dict[str, Call] = {"ours": lambda: ours(x), "oneDNN": theirs, "float32": lambda: plain(wide)}
-    timings = measure(list(sides.values()), budget_s)
-    return {name: timing.low_us for name, timing in zip(sides, timings, strict=True)}
+    return timed(lambda: ours(x), theirs, lambda: plain(wide), limit, f"{shape} {precision}", budget_s)
 
 
 def main() -> None:
     """Every shape in int8 and in bf16."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["linear", "conv"], help="one kind of layer")
+    parser.add_argument("--only", choices=["linear", "conv", "attention"], help="one kind of layer")
     parser.add_argument("--budget-s", type=float, default=1.0, help="seconds for each shape and precision")
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     arguments = parser.parse_args()
     import torch.ao.quantization.fx._decomposed  # the operators of quantised graphs
 
     rows = []
-    shapes = [s for s in (*LINEAR, *CONVOLUTIONS) if arguments.only in (None, "conv" if s.kernel else "linear")]
-    print(f"{'layer':36} {'precision':9} {'ours':>9} {'oneDNN':>9} {'float32':>9}  us   ours GOP/s   oneDNN / ours")
+    layers: dict[str, Sequence[Shape | Attention]] = {"linear": LINEAR, "conv": CONVOLUTIONS, "attention": ATTENTION}
+    shapes = [shape for kind, each in layers.items() if arguments.only in (None, kind) for shape in each]
+    print(f"{'layer':36} {'precision':9} {'ours':>9} {'theirs':>9} {'float32':>9}  us   ours GOP/s   theirs / ours")
     with torch.no_grad():
         for shape in shapes:
-            for precision in ("int8", "bf16"):
-                took = compared(shape, precision, arguments.budget_s)
-                speed, ratio = shape.operations / took["ours"] * 1e-3, took["oneDNN"] / took["ours"]
-                shown = " ".join(f"{took[name]:9.1f}" for name in ("ours", "oneDNN", "float32"))
+            for precision in ("int8", "bf16") if isinstance(shape, Shape) else ("bf16",):
+                if isinstance(shape, Shape):
+                    took = compared(shape, precision, arguments.budget_s)
+                else:
+                    took = attention_compared(shape, arguments.budget_s)
+                speed, ratio = shape.operations / took["ours"] * 1e-3, took["theirs"] / took["ours"]
+                shown = " ".join(f"{took[name]:9.1f}" for name in ("ours", "theirs", "float32"))
                 print(f"{shape!s:36} {precision:9} {shown} {speed:17.0f} {ratio:15.2f}", flush=True)
                 rows.append({"layer": str(shape), "precision": precision, "us": took})
-    means = {p: [r["us"]["oneDNN"] / r["us"]["ours"] for r in rows if r["precision"] == p] for p in ("int8", "bf16")}  # type: ignore[index]
-    for precision, ratios in means.items():
-        print(f"{precision}: oneDNN / ours, geometric mean {math.exp(sum(map(math.log, ratios)) / len(ratios)):.2f}")
+    for precision in sorted({str(row["precision"]) for row in rows}):
+        ratios = [row["us"]["theirs"] / row["us"]["ours"] for row in rows if row["precision"] == precision]  # type: ignore[index]
+        print(f"{precision}: theirs / ours, geometric mean {math.exp(sum(map(math.log, ratios)) / len(ratios)):.2f}")
     if arguments.out is not None:
         arguments.out.write_text(json.dumps({"machine": machine.describe(), "results": rows}, indent=2) + "\n")
 

@@ -18,6 +18,7 @@ import torch
 from torch_hybrid_backend.codegen.operands import Packed
 from torch_hybrid_backend.codegen.variants import Variant
 from torch_hybrid_backend.engines.tvm.cpu.amx import tile_convolutions, tile_products
+from torch_hybrid_backend.engines.tvm.cpu.attention import word_attention
 from torch_hybrid_backend.engines.tvm.cpu.kernels import (
     FusedConvKernel,
     PackedConvKernel,
@@ -35,7 +36,7 @@ from torch_hybrid_backend.engines.tvm.cpu.winograd_cost import winograd_gains
 from torch_hybrid_backend.engines.tvm.cpu.winograd_transform import packed_winograd_shape
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops.ir import Buffer, compute_dtype
-from torch_hybrid_backend.loops.kernels import Argument, Kernel
+from torch_hybrid_backend.loops.kernels import Argument, AttentionKernel, Kernel
 from torch_hybrid_backend.loops.layout import contiguous
 from torch_hybrid_backend.sizes.size import Dim, known_int
 
@@ -140,6 +141,7 @@ ALTERNATIVES: tuple[tuple[type[Kernel], Ways], ...] = (
     (PackedMatMulKernel, schedule_ranks),
     (PackedConvKernel, widened),
     (PackedMatMulKernel, widened),
+    (AttentionKernel, word_attention),
     # Last: the others are kernels of ours.
     (PackedConvKernel, onednn),
     (PackedMatMulKernel, onednn),

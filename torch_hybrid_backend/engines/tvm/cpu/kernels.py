@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch_hybrid_backend.engines.tvm.cpu.dot_products import DotProduct
 from torch_hybrid_backend.loops.index import LoopVar
 from torch_hybrid_backend.loops.ir import Buffer, Expr
-from torch_hybrid_backend.loops.kernels import Kernel, Store
+from torch_hybrid_backend.loops.kernels import AttentionKernel, Kernel, Store
 from torch_hybrid_backend.sizes.size import size_hint
 
 
@@ -172,6 +172,17 @@ class FusedConvKernel(Kernel):
     @property
     def multiply_adds(self) -> float:
         return sum(stage.multiply_adds for stage in self.stages)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WordAttentionKernel(AttentionKernel):
+    """Attention of bfloat16 whose products are of bfloat16 too: q, k and v are rounded to it, and the weights before they meet the values.
+
+    q k^T is scaled, masked and made weights in float32, which is also what sums are in. All sizes of heads are known; `scale` is positive.
+    `on_tiles`: products by AMX, of known sizes; else by dot products (`dot_products.bf16_dot_product`).
+    """
+
+    on_tiles: bool = False
 
 
 def _points(kernel: Kernel) -> float:

@@ -17,6 +17,14 @@ define linkonce_odr <16 x float> @hybrid_dot_bf16(<16 x float> %c, <16 x i32> %a
   ret <16 x float> %r
 }
 """
+_ROUND = """
+declare <32 x bfloat> @llvm.x86.avx512bf16.cvtne2ps2bf16.512(<16 x float>, <16 x float>)
+define linkonce_odr <16 x i32> @hybrid_round_bf16(<16 x float> %low, <16 x float> %high) alwaysinline {
+  %r = call <32 x bfloat> @llvm.x86.avx512bf16.cvtne2ps2bf16.512(<16 x float> %high, <16 x float> %low)
+  %w = bitcast <32 x bfloat> %r to <16 x i32>
+  ret <16 x i32> %w
+}
+"""
 _MADD = {8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}
 
 
@@ -47,3 +55,9 @@ def dot_product(
     builder.llvm_helpers[_BF16] = None
     right = tirx.reinterpret(f"int32x{lanes}", right)
     return tirx.call_pure_extern(f"float32x{lanes}", "hybrid_dot_bf16", total, left, right)
+
+
+def rounded_words(builder: Builder, low: TirExpr, high: TirExpr) -> TirExpr:
+    """Two vectors of 16 float32 as 32 bfloat16 in words, rounded to nearest even: by AVX512-BF16, which takes denormal numbers for 0."""
+    builder.llvm_helpers[_ROUND] = None
+    return tirx.call_pure_extern("int32x16", "hybrid_round_bf16", low, high)

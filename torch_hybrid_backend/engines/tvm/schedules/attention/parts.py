@@ -25,14 +25,18 @@ _KEYS = 1024
 class AttentionParts:
     """Sizes, workspaces and packing of one attention kernel. Workspaces belong to a task: one (batch, head, piece of rows)."""
 
+    # Neighbouring elements that lie in one of what is packed: along the head of keys, along the keys of values.
+    group = 1
+
     def __init__(self, kernel: AttentionKernel, builder: Builder, printer: Printer, target: Target) -> None:
         self.kernel, self.builder, self.printer, self.target = kernel, builder, printer, target
         self.batch, self.heads, self.queries = (v.extent for v in kernel.domain[:3])
         self.width = known_int(kernel.domain[3].extent)
         self.keys, self.depth = kernel.k_vars[2].extent, kernel.q_vars[3].extent
         self.dtype = compute_dtype(kernel.accumulator.dtype)
+        self.packed_dtype = self.dtype if self.group == 1 else "int32"
         self.lanes = lanes_of(target, self.dtype)
-        self.panel_vectors = 1 if isinstance(self.keys, int) and self.keys <= self.lanes else 2
+        self.panel_vectors = self._panel_vectors()
         self.panel = self.panel_vectors * self.lanes
         self.panels = ceil_div(self.keys, self.panel)
         self.whole_panels = self.keys // self.panel
@@ -43,23 +47,39 @@ class AttentionParts:
         # One vector more than the keys: rows a power of two apart would compete for the same lines of the cache.
         self.stride = self.block_panels * self.panel + self.lanes
         self.value_vectors = -(-self.width // self.lanes)
-        self.most_rows = max_rows(2, target)
+        self.most_rows = self._most_rows()
         size = min(self.queries, self.most_rows) if isinstance(self.queries, int) else self.most_rows
-        self.packed_k = self._workspace(self.panels * self.depth * self.panel, "kt")
-        self.packed_v = self._workspace(self.panels * self.panel * self.value_vectors * self.lanes, "v")
+        self.key_rows = self._key_rows()
+        self.packed_k = self._workspace(self.panels * self.key_rows * self.panel, "kt", self.packed_dtype)
+        self.packed_v = self._workspace(
+            self.panels * self.panel // self.group * self.value_vectors * self.lanes, "v", self.packed_dtype
+        )
         self.q = self._workspace(size * self.depth, "q")
         self.scores = self._workspace(size * self.stride, "scores")
         self.out = self._workspace(size * self.value_vectors * self.lanes, "out")
         self.maximum, self.sum = builder.local(size, self.dtype, "max"), builder.local(size, self.dtype, "sum")
         self._operand = Buffer((), self.dtype, "operand")
 
+    def _most_rows(self) -> int:
+        """Of a tile of queries."""
+        return max_rows(2, self.target)
+
+    def _key_rows(self) -> Dim:
+        """Of a packed panel of keys."""
+        return self.depth // self.group
+
+    def _panel_vectors(self) -> int:
+        return 1 if isinstance(self.keys, int) and self.keys <= self.lanes else 2
+
     def _panels_of_block(self) -> int:
         if isinstance(self.panels, Size) or isinstance(self.keys, Size):
             return _KEYS // self.panel
         return max(self.panels, 1) if self.keys <= _KEYS else _KEYS // 2 // self.panel
 
-    def _workspace(self, size: Dim, name: str) -> TirBuffer:
-        return tirx.decl_buffer((self.builder.size(size),), self.dtype, self.builder.fresh(name), scope="global")
+    def _workspace(self, size: Dim, name: str, dtype: str | None = None) -> TirBuffer:
+        """An array of the kernel's compute dtype, or of `dtype`."""
+        own = dtype or self.dtype
+        return tirx.decl_buffer((self.builder.size(size),), own, self.builder.fresh(name), scope="global")
 
     def read(self, expr: Expr, variables: tuple[LoopVar, ...], *point: Index) -> TirExpr:
         return self.printer.expr(expr, dict(zip(variables, point, strict=True)))
@@ -97,18 +117,18 @@ class AttentionParts:
 
     def pack_k(self, batch: Index, head: Index) -> Stmt:
         """kt[panel][d][key of the panel]; keys beyond the last are zero, or as the last."""
-        b, kernel = self.builder, self.kernel
+        b = self.builder
         squares = self._squares()
         whole = self.whole_panels
 
         def at(panel: Index, count: Dim, d: Index) -> Stmt:
-            start = panel * (self.depth * self.panel) + d * self.panel
+            start = panel * (self.key_rows * self.panel) + d * self.panel
 
             def one(i: Index) -> Stmt:
-                key = panel * self.panel + i
-                return b.store(self.packed_k, start + i, self.read(kernel.k, kernel.k_vars, batch, head, key, d))
+                return b.store(self.packed_k, start + i, self._of_key(batch, head, panel * self.panel + i, d))
 
-            clear = self.fill(self.packed_k, start, self.panel, zero(self.dtype)) if count != self.panel else None
+            nothing = zero(self.packed_dtype)
+            clear = self.fill(self.packed_k, start, self.panel, nothing) if count != self.panel else None
             return b.seq(clear, self.along(count, one))
 
         def of(panel: Index, count: Dim) -> Stmt:
@@ -116,7 +136,7 @@ class AttentionParts:
             in_squares = (
                 self._transpose(batch, head, panel, count, squares) if done and isinstance(count, int) else None
             )
-            left = self.depth - done
+            left = self.depth // self.group - done
             return b.seq(
                 in_squares, b.loop(left, lambda d: at(panel, count, d + done), name="d") if left != 0 else None
             )
@@ -126,30 +146,38 @@ class AttentionParts:
             return b.seq(loop, b.when(b.size(self.tail) > 0, of(as_index(whole), self.tail)))
         return b.seq(loop, of(as_index(whole), self.tail) if self.tail else None)
 
+    def _of_key(self, batch: Index, head: Index, key: Index, d: Index) -> TirExpr:
+        """What is packed as number `d` of a key."""
+        return self.read(self.kernel.k, self.kernel.k_vars, batch, head, key, d)
+
     def _squares(self) -> int:
-        """How many squares of `lanes` elements along a head's dimension can be loaded as vectors of keys and transposed."""
+        """How many squares of `lanes` packed elements along a head's dimension can be loaded as vectors of keys and transposed."""
         k, d = self.kernel.k, self.kernel.k_vars[3]
-        if not isinstance(k, Load) or k.buffer.dtype != "float32" or self.lanes % 4 or not isinstance(d.extent, int):
+        dtype = "float32" if self.group == 1 else "bfloat16"
+        if not isinstance(k, Load) or k.buffer.dtype != dtype or self.lanes % 4 or not isinstance(d.extent, int):
             return 0
         terms = self.printer.offset(k.buffer, k.index, {}).terms
         is_dense = all(coefficient == 1 if atom == d else is_free_of(atom, d) for atom, coefficient in terms)
-        return d.extent // self.lanes if is_dense else 0
+        return d.extent // self.group // self.lanes if is_dense else 0
 
     def _transpose(self, batch: Index, head: Index, panel: Index, count: int, squares: int) -> Stmt:
         """The first `squares * lanes` elements of a panel's first `count` keys; in vectors of which some exist, the others are as the last."""
         b, k, lanes = self.builder, self.kernel.k, self.lanes
         assert isinstance(k, Load)
         array = self.printer.arguments[k.buffer][0]
+        dtype = f"{self.packed_dtype}x{lanes}"
 
         def square(number: Index, vector: int) -> Stmt:
             rows, loads = [], []
             for lane in range(lanes):
-                point = (batch, head, panel * self.panel + min(vector * lanes + lane, count - 1), number * lanes)
-                start = self.printer.offset(k.buffer, k.index, dict(zip(self.kernel.k_vars, point, strict=True)))
-                row = tirx.Var(b.fresh("row"), f"float32x{lanes}")
-                loads.append(tirx.stmt.Bind(row, tirx.BufferLoad(array, [tirx.Ramp(b.index(start), 1, lanes)])))
+                key, d = panel * self.panel + min(vector * lanes + lane, count - 1), number * (lanes * self.group)
+                env = dict(zip(self.kernel.k_vars, (batch, head, key, d), strict=True))
+                start = b.index(self.printer.offset(k.buffer, k.index, env))
+                row = tirx.Var(b.fresh("row"), dtype)
+                value = tirx.BufferLoad(array, [tirx.Ramp(start, 1, lanes * self.group)])
+                loads.append(tirx.stmt.Bind(row, value if self.group == 1 else tirx.reinterpret(dtype, value)))
                 rows.append(row)
-            first = panel * (self.depth * self.panel) + number * (lanes * self.panel) + vector * lanes
+            first = panel * (self.key_rows * self.panel) + number * (lanes * self.panel) + vector * lanes
             stores = [
                 tirx.BufferStore(self.packed_k, value, [tirx.Ramp(b.index(first + j * self.panel), 1, lanes)])
                 for j, value in enumerate(transposed(rows))

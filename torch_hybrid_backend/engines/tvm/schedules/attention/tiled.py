@@ -59,7 +59,7 @@ class TiledAttention(AttentionParts):
         def task(position: tuple[Index, ...]) -> Stmt:
             batch, head, piece = position
             allocations = [b.alloc(buffer) for buffer in buffers]
-            return b.seq(*allocations, self._pack(batch, head), tiles(batch, head, piece))
+            return b.seq(*allocations, self._pack(batch, head), tiles(batch, head, piece), self._end())
 
         return b.fused((self.batch, self.heads, pieces), task)
 
@@ -110,19 +110,29 @@ class TiledAttention(AttentionParts):
 
         return min(range(1, min(split.parts, 4 * self.target.cores) + 1), key=time)
 
+    def _end(self) -> Stmt | None:
+        """What a task does last."""
+        return None
+
     # One tile of query rows.
 
-    def _row_tile(self, batch: Index, head: Index, first: Index, rows: int) -> Stmt:
+    def _copy_q(self, batch: Index, head: Index, query: Index, r: Index) -> Stmt:
+        """q[r][d] = the query, scaled."""
         b, kernel = self.builder, self.kernel
         scale = literal(kernel.scale, self.dtype)
 
-        def start(r: Index) -> Stmt:
-            def scaled(d: Index) -> Stmt:
-                value = self.read(kernel.q, kernel.q_vars, batch, head, first + r, d) * scale
-                return b.store(self.q, r * self.depth + d, value)
+        def scaled(d: Index) -> Stmt:
+            value = self.read(kernel.q, kernel.q_vars, batch, head, query, d) * scale
+            return b.store(self.q, r * self.depth + d, value)
 
+        return self.along(self.depth, scaled)
+
+    def _row_tile(self, batch: Index, head: Index, first: Index, rows: int) -> Stmt:
+        b = self.builder
+
+        def start(r: Index) -> Stmt:
             return b.seq(
-                self.along(self.depth, scaled),
+                self._copy_q(batch, head, first + r, r),
                 b.store(self.maximum, r, literal(-math.inf, self.dtype)),
                 b.store(self.sum, r, zero(self.dtype)),
             )
@@ -136,7 +146,8 @@ class TiledAttention(AttentionParts):
             return b.seq(scores, softmax, self._times_v(batch, head, rows, each_panel))
 
         width = self.value_vectors * self.lanes
-        clear = self.fill(self.out, as_index(0), rows * width, zero(self.dtype)) if self.is_online else None
+        held = self._held(rows) * width
+        clear = self.fill(self.out, as_index(0), held, zero(self.dtype)) if self.is_online else None
         return b.seq(
             b.loop(rows, start, name="r"),
             clear,
@@ -168,27 +179,28 @@ class TiledAttention(AttentionParts):
 
     def _scores(self, batch: Index, head: Index, first: Index, rows: int, panel: Index, column: Index) -> Stmt:
         """scores[row][column ...] = q k^T for one panel, masked."""
-        b = self.builder
-
-        def of(keys: Dim) -> Stmt:
-            tile = self._tile(rows, self.vectors_of(keys), self.depth)
-
-            def step(d: Index, way: int) -> Stmt | None:
-                start = panel * (self.depth * self.panel) + d * self.panel
-
-                def q(row: int, _: Index) -> TirExpr:
-                    return b.load(self.q, d + row * self.depth)
-
-                def k(vector: int, lane: Index) -> TirExpr:
-                    return b.load(self.packed_k, start + lane + vector * self.lanes)
-
-                return tile.accumulate(partials(q, rows), partials(k, tile.vectors), way)
-
-            compute = b.seq(tile.declare(), tile.clear(), tile.reduce(self.depth, step))
-            return b.seq(compute, tile.spill(self.scores, column, self.stride))
-
         mask = partial(self._mask, batch, head, first, rows, panel, column)
-        return b.seq(self.by_length(panel, of), self.by_panel(panel, mask))
+        products = self.by_length(panel, partial(self._products, rows, panel, column))
+        return self.builder.seq(products, self.by_panel(panel, mask))
+
+    def _products(self, rows: int, panel: Index, column: Index, keys: Dim) -> Stmt:
+        """scores[row][column ...] = q k^T for the first `keys` keys of a panel, in whole vectors."""
+        b = self.builder
+        tile = self._tile(rows, self.vectors_of(keys), self.depth)
+
+        def step(d: Index, way: int) -> Stmt | None:
+            start = panel * (self.depth * self.panel) + d * self.panel
+
+            def q(row: int, _: Index) -> TirExpr:
+                return b.load(self.q, d + row * self.depth)
+
+            def k(vector: int, lane: Index) -> TirExpr:
+                return b.load(self.packed_k, start + lane + vector * self.lanes)
+
+            return tile.accumulate(partials(q, rows), partials(k, tile.vectors), way)
+
+        compute = b.seq(tile.declare(), tile.clear(), tile.reduce(self.depth, step))
+        return b.seq(compute, tile.spill(self.scores, column, self.stride))
 
     def _mask(
         self, batch: Index, head: Index, first: Index, rows: int, panel: Index, column: Index, keys: Dim
@@ -207,6 +219,7 @@ class TiledAttention(AttentionParts):
                 key = panel * self.panel + i
                 value = b.load(self.scores, start + i)
                 if kernel.mask is not None:
+                    value = self._scaled(value)
                     value = value + self.read(kernel.mask, kernel.mask_vars, batch, head, first + r, key)
                 if kernel.causal:
                     value = tirx.Select(b.index(key) <= b.index(first + r), value, never)
@@ -221,6 +234,14 @@ class TiledAttention(AttentionParts):
             # Panels wholly in the past are seen by every row.
             return b.when(b.index(panel * self.panel + (self.panel - 1)) > b.index(first), statement)
         return statement
+
+    def _scaled(self, product: TirExpr) -> TirExpr:
+        """A score of a product in `scores`: queries are scaled already."""
+        return product
+
+    def _unmasked(self, score: TirExpr) -> TirExpr:
+        """What the softmax is of, from what is in `scores` then."""
+        return score if self.kernel.mask is not None else self._scaled(score)
 
     def _horizontal(self, vector: TirBuffer, combine: Callable[[TirExpr, TirExpr], TirExpr]) -> Stmt:
         """vector[0] = all of its lanes combined, by halves."""
@@ -248,26 +269,31 @@ class TiledAttention(AttentionParts):
         top, total = b.local(self.panel, dtype, "top"), b.local(self.panel, dtype, "total")
         old, shift = tirx.Var(b.fresh("old"), dtype), tirx.Var(b.fresh("shift"), dtype)
 
-        def each_vector(body: Callable[[Index, Index], Stmt | None]) -> Stmt:
+        def each_vector(
+            body: Callable[[Index, Index], Stmt | None], after: Callable[[Index, int], Stmt | None] | None = None
+        ) -> Stmt:
             def at(panel: Index, column: Index) -> Stmt | None:
                 start = r * self.stride + column
 
                 def vector(first: int) -> Stmt:
                     return self.vector(self.lanes, lambda lane: body(lane + first, start + lane + first))
 
-                return self.by_length(
-                    panel, lambda keys: b.seq(*[vector(v * self.lanes) for v in range(self.vectors_of(keys))])
-                )
+                def of(keys: Dim) -> Stmt:
+                    count = self.vectors_of(keys)
+                    behind = None if after is None else after(start, count)
+                    return b.seq(*[vector(v * self.lanes) for v in range(count)], behind)
+
+                return self.by_length(panel, of)
 
             return each_panel(at)
 
         def raise_top(lane: Index, at: Index) -> Stmt:
-            return b.store(top, lane, tirx.max(b.load(top, lane), b.load(self.scores, at)))
+            return b.store(top, lane, tirx.max(b.load(top, lane), self._unmasked(b.load(self.scores, at))))
 
         def exponential(lane: Index, at: Index) -> Stmt:
             return self._exp(
-                b.load(self.scores, at) - shift,
-                lambda e: b.seq(b.store(self.scores, at, e), b.store(total, lane, b.load(total, lane) + e)),
+                self._unmasked(b.load(self.scores, at)) - shift,
+                lambda e: b.seq(self._keep(lane, at, e), b.store(total, lane, b.load(total, lane) + e)),
             )
 
         lowest = literal(-math.inf, dtype)
@@ -275,7 +301,7 @@ class TiledAttention(AttentionParts):
         # Nothing but masked keys so far: subtract zero, so that their exponentials are zero and not NaN.
         finite = tirx.Select(b.load(self.maximum, r) == lowest, zero(dtype), b.load(self.maximum, r))
         return b.seq(
-            b.alloc(top), b.alloc(total),
+            b.alloc(top), b.alloc(total), *map(b.alloc, self._row_locals()),
             self.fill(top, as_index(0), self.panel, lowest),
             self.fill(total, as_index(0), self.panel, zero(dtype)),
             each_vector(raise_top),
@@ -283,12 +309,24 @@ class TiledAttention(AttentionParts):
             tirx.stmt.Bind(old, b.load(self.maximum, r)),
             b.store(self.maximum, r, maximum),
             tirx.stmt.Bind(shift, finite),
-            each_vector(exponential),
+            each_vector(exponential, self._kept),
             self._horizontal(total, lambda x, y: x + y),
             self._exp(old - shift, lambda e: self._rescale(r, rows, e, b.load(total, 0)))
             if self.is_online
             else b.store(self.sum, r, b.load(total, 0)),
         )  # fmt: skip
+
+    def _row_locals(self) -> tuple[TirBuffer, ...]:
+        """What else the softmax of one row holds in registers."""
+        return ()
+
+    def _keep(self, lane: Index, at: Index, weight: TirExpr) -> Stmt:
+        """Keeps a weight, of number `lane` in its panel, where the score at `at` was."""
+        return self.builder.store(self.scores, at, weight)
+
+    def _kept(self, start: Index, vectors: int) -> Stmt | None:
+        """What follows the weights of a row's panel of so many vectors, whose scores begin at `start`."""
+        return None
 
     def _rescale(self, r: Index, rows: int, factor: TirExpr, added: TirExpr) -> Stmt:
         """The row's sum and output so far, brought to the new maximum."""
@@ -296,7 +334,7 @@ class TiledAttention(AttentionParts):
 
         def group(first: int, vectors: int) -> Stmt:
             def one(i: Index) -> Stmt:
-                at = r * (vectors * self.lanes) + i + first * rows * self.lanes
+                at = r * (vectors * self.lanes) + i + first * self._held(rows) * self.lanes
                 return b.store(self.out, at, b.load(self.out, at) * factor)
 
             return self.along(vectors * self.lanes, one)
@@ -305,6 +343,10 @@ class TiledAttention(AttentionParts):
             b.store(self.sum, r, b.load(self.sum, r) * factor + added),
             *[group(first, vectors) for first, vectors in self._groups()],
         )
+
+    def _held(self, rows: int) -> int:
+        """Rows that `out` has for a tile of `rows` rows."""
+        return rows
 
     def _groups(self) -> list[tuple[int, int]]:
         """(first, count) of the value vectors that are summed together: two at a time."""
@@ -319,25 +361,27 @@ class TiledAttention(AttentionParts):
         def group(first: int, vectors: int) -> Stmt:
             tile = self._tile(rows, vectors, self.panel)
             start = first * rows * self.lanes
-
-            def panel_sum(panel: Index, column: Index) -> Stmt:
-                def weight(t: Index, row: int, _: Index) -> TirExpr:
-                    return b.load(self.scores, column + t + row * self.stride)
-
-                def values(t: Index) -> list[LaneFn]:
-                    return [partial(self._value, batch, head, panel, t, first + vector) for vector in range(vectors)]
-
-                def step(t: Index, way: int) -> Stmt | None:
-                    return tile.accumulate(partials(partial(weight, t), rows), values(t), way)
-
-                return self._over_keys(panel, lambda keys: tile.steps(keys, step))
-
             begin = tile.restore(self.out, start) if self.is_online else None
-            return b.seq(
-                tile.declare(), tile.clear(), begin, each_panel(panel_sum), tile.merge(), tile.spill(self.out, start)
-            )
+            sums = each_panel(partial(self._add_values, tile, batch, head, first))
+            return b.seq(tile.declare(), tile.clear(), begin, sums, tile.merge(), tile.spill(self.out, start))
 
         return b.seq(*[group(first, vectors) for first, vectors in self._groups()])
+
+    def _add_values(
+        self, tile: RegisterTile, batch: Index, head: Index, first: int, panel: Index, column: Index
+    ) -> Stmt | None:
+        """tile += a panel's weights times the value vectors from `first` on."""
+
+        def weight(t: Index, row: int, _: Index) -> TirExpr:
+            return self.builder.load(self.scores, column + t + row * self.stride)
+
+        def values(t: Index) -> list[LaneFn]:
+            return [partial(self._value, batch, head, panel, t, first + vector) for vector in range(tile.vectors)]
+
+        def step(t: Index, way: int) -> Stmt | None:
+            return tile.accumulate(partials(partial(weight, t), tile.rows), values(t), way)
+
+        return self._over_keys(panel, lambda keys: tile.steps(keys, step))
 
     def _over_keys(self, panel: Index, body: Callable[[Dim], Stmt]) -> Stmt | None:
         """`body` with how many values of a panel there are to sum."""
@@ -357,7 +401,7 @@ class TiledAttention(AttentionParts):
 
         def group(first_vector: int, vectors: int) -> Stmt:
             def one(i: Index) -> Stmt:
-                at = r * (vectors * self.lanes) + i + first_vector * rows * self.lanes
+                at = r * (vectors * self.lanes) + i + first_vector * self._held(rows) * self.lanes
                 value = b.load(self.out, at) * inverse
                 self.printer.locals[self.kernel.accumulator] = lambda _: value
                 point = (batch, head, first + r, i + first_vector * self.lanes)

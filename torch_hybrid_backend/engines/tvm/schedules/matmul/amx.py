@@ -16,17 +16,17 @@ Sources: Goto & van de Geijn, "Anatomy of High-Performance Matrix Multiplication
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from tvm import tirx
 
-from torch_hybrid_backend.engines.tvm.cpu.amx_formats import FORMATS, LARGEST, PANEL, ROW_BYTES, SMALLEST
+from torch_hybrid_backend.engines.tvm.cpu.amx_formats import FORMATS, PANEL, ROW_BYTES
 from torch_hybrid_backend.engines.tvm.cpu.kernels import TileConvKernel, TileMatMulKernel
 from torch_hybrid_backend.engines.tvm.cpu.tiles import lane_chunks
 from torch_hybrid_backend.engines.tvm.schedules import amx_tiles
+from torch_hybrid_backend.engines.tvm.schedules.float_parts import FloatParts
 from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, partials
 from torch_hybrid_backend.engines.tvm.target import LINE_BYTES, Target
 from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirBuffer, TirExpr
@@ -53,16 +53,6 @@ def emit(kernel: TileMatMulKernel, builder: Builder, printer: Printer, target: T
 
 # Of a vector's piece of A: when it is there, None for always (elsewhere it is zero), and what the kernel's variables are at each lane.
 Piece = tuple[TirExpr | None, Callable[[Index], Mapping[LoopVar, Index]]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Splitting:
-    """Vectors in registers while a panel of A is split: the magnitudes' bits, largest and, less 1, smallest; what is left of a number; bits."""
-
-    largest: TirBuffer
-    smallest: TirBuffer
-    rest: TirBuffer
-    bits: TirBuffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,23 +249,31 @@ class TileProduct:
         """One part of a panel of rows to scratch memory, and whether any of its numbers is outside of what can be split."""
         b, form = self.builder, self.form
         zero = tirx.const(0, storage_dtype(form.a_dtype))
-        splitting = None
-        if form.splits:
-            largest, smallest, bits = (b.local(_LANES, "uint32", name) for name in ("largest", "smallest", "bits"))
-            splitting = _Splitting(largest, smallest, b.local(_LANES, "float32", "rest"), bits)
+        splitting = FloatParts(b, self.printer, form.parts) if form.splits else None
 
         def put(line: Index, at: Index, env: Mapping[LoopVar, Index] | None) -> Stmt:
             to = r * (self.part_steps * self.panel_size) + at // form.depth * self.panel_size
             to = to + line * form.depth + at % form.depth
+
+            def store(number: int, bits: TirExpr) -> Stmt:
+                upper = tirx.Cast("uint16", tirx.shift_right(bits, tirx.IntImm("uint32", 16)))
+                return b.store(self.scratch, to + number * form.panel_elements, upper)
+
             if env is None:
                 places = [to + p * form.panel_elements for p in range(form.parts)]
                 return b.seq(*[b.store(self.scratch, place, zero) for place in places])
             if splitting is None:
                 return b.store(self.scratch, to, self._whole(env))
-            return self._split(to, at % _LANES, self.printer.expr(self.a, env), splitting)
+            return splitting.split(at % _LANES, self.printer.expr(self.a, env), store)
 
         rows = self._rows(batch, panel, part, put)
-        return rows if splitting is None else self._watched(r, splitting, rows)
+        if splitting is None:
+            return rows
+
+        def mark(value: int) -> Stmt:
+            return b.store(self.is_outside, r, tirx.IntImm("int32", value))
+
+        return b.seq(splitting.begin(), mark(0), rows, splitting.when_outside(mark(1)))
 
     def _rows_of(self, panel: Index) -> TirExpr:
         return tirx.Min(self.builder.index(self.m - panel * PANEL), tirx.IntImm("int32", PANEL))
@@ -288,63 +286,6 @@ class TileProduct:
             return self.builder.load(array, self.printer.offset(a.buffer, a.index, env))
         value = self.printer.expr(a, env)
         return narrow(value, dtype) if a.dtype == "float32" else tirx.Cast(dtype, value)
-
-    def _split(self, to: Index, lane: Index, value: TirExpr, vectors: _Splitting) -> Stmt:
-        """A float32 as bfloat16: the first is it rounded to nearest, each other what is left, rounded. Watches its magnitude.
-
-        Values are kept in local arrays: TVM would substitute a binding at each use.
-        """
-        b = self.builder
-
-        def word(number: int) -> TirExpr:
-            return tirx.IntImm("uint32", number)
-
-        rest, bits = b.load(vectors.rest, lane), b.load(vectors.bits, lane)
-        magnitude = tirx.bitwise_and(tirx.reinterpret("uint32", rest), word(0x7FFFFFFF))
-        statements = [
-            b.store(vectors.rest, lane, value),
-            b.store(vectors.bits, lane, magnitude),
-            b.store(vectors.largest, lane, tirx.Max(b.load(vectors.largest, lane), bits)),
-            # 0 becomes the largest.
-            b.store(vectors.smallest, lane, tirx.Min(b.load(vectors.smallest, lane), bits - word(1))),
-        ]
-        for number in range(self.form.parts):
-            own = tirx.reinterpret("uint32", rest)
-            odd = tirx.bitwise_and(tirx.shift_right(own, word(16)), word(1))
-            upper = tirx.shift_right(bits, word(16))
-            statements += [
-                b.store(vectors.bits, lane, own + word(0x7FFF) + odd),
-                b.store(self.scratch, to + number * self.form.panel_elements, tirx.Cast("uint16", upper)),
-            ]
-            if number + 1 < self.form.parts:
-                part = tirx.reinterpret("float32", tirx.bitwise_and(bits, word(0xFFFF0000)))
-                statements.append(b.store(vectors.rest, lane, rest - part))
-        return b.seq(*statements)
-
-    def _watched(self, r: Index, vectors: _Splitting, rows: Stmt) -> Stmt:
-        """`rows`, which collect the magnitudes of a panel of A, and what follows from them."""
-        b = self.builder
-        least, most = (struct.unpack("<I", struct.pack("<f", limit))[0] for limit in (SMALLEST, LARGEST))
-
-        def filled(array: TirBuffer, number: int) -> Stmt:
-            word = tirx.IntImm("uint32", number)
-            return self.printer.vector_loop(_LANES, lambda lane: b.store(array, lane, word))
-
-        def look(lane: Index) -> Stmt:
-            outside = tirx.Or(
-                b.load(vectors.largest, lane) > tirx.IntImm("uint32", most),
-                b.load(vectors.smallest, lane) < tirx.IntImm("uint32", least - 1),
-            )
-            return b.when(outside, b.store(self.is_outside, r, tirx.IntImm("int32", 1)))
-
-        return b.seq(
-            *map(b.alloc, (vectors.largest, vectors.smallest, vectors.rest, vectors.bits)),
-            filled(vectors.largest, 0),
-            filled(vectors.smallest, 0xFFFFFFFF),
-            b.store(self.is_outside, r, tirx.IntImm("int32", 0)),
-            rows,
-            b.loop(_LANES, look, name="l"),
-        )
 
     # Products.
 

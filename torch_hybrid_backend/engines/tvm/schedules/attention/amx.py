@@ -1,0 +1,136 @@
+"""Attention of bfloat16 by AMX: as `words`, with both products by tiles of 16 x 16 sums.
+
+Pattern: a `WordAttentionKernel` on tiles. Operands lie as they do for dot products, which is how tiles have them:
+1. Scores: 32 queries by a panel of 32 keys are four tiles; a step is 32 elements of a head. Packed keys are tiles whose rows lie a panel apart.
+2. Values: weights of 32 queries and 32 keys by 32 columns, a step for each panel, so that sums stay in registers for all panels of a block.
+Tiles reach vectors through memory only, and the first-level cache holds scores for the softmax anyway. Rows beyond the last query are
+computed of what is there, and never read. Elements beyond a head's last, and keys beyond the last, are zeros.
+Sources: as `schedules/matmul/amx.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch_hybrid_backend.engines.tvm.cpu.amx_formats import FORMATS, PANEL
+from torch_hybrid_backend.engines.tvm.cpu.kernels import WordAttentionKernel
+from torch_hybrid_backend.engines.tvm.schedules import amx_tiles
+from torch_hybrid_backend.engines.tvm.schedules.attention.words import WordAttention
+from torch_hybrid_backend.engines.tvm.schedules.registers import zero
+from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirBuffer
+from torch_hybrid_backend.engines.tvm.tir.printer import Printer
+from torch_hybrid_backend.loops.index import Index, as_index
+from torch_hybrid_backend.sizes.size import Dim, known_int
+
+_FORMAT = FORMATS["bfloat16"]
+_ROWS = 16  # of a tile
+
+
+class TileAttention(WordAttention):
+    """The emission of one kernel. Sizes are known."""
+
+    def __init__(self, kernel: WordAttentionKernel, builder: Builder, printer: Printer, target: Target) -> None:
+        super().__init__(kernel, builder, printer, target)
+        self.configuration = amx_tiles.configuration(builder)
+
+    def _most_rows(self) -> int:
+        return PANEL
+
+    def _panel_vectors(self) -> int:
+        return PANEL // _ROWS
+
+    def _key_rows(self) -> Dim:
+        return _FORMAT.steps(known_int(self.depth)) * _ROWS
+
+    def _held(self, rows: int) -> int:
+        return -(-rows // _ROWS) * _ROWS
+
+    def _reads_beyond(self) -> bool:
+        return True
+
+    def _buffers(self) -> tuple[TirBuffer, ...]:
+        return (*super()._buffers(), self.configuration)
+
+    def _pack(self, batch: Index, head: Index) -> Stmt | None:
+        return self.builder.seq(amx_tiles.configure(self.builder, self.configuration), super()._pack(batch, head))
+
+    def _end(self) -> Stmt | None:
+        return amx_tiles.release()
+
+    def pack_k(self, batch: Index, head: Index) -> Stmt:
+        used, held = known_int(self.depth) // self.group, known_int(self.key_rows)
+
+        def clear(panel: Index) -> Stmt:
+            start = (panel * held + used) * self.panel
+            return self.fill(self.packed_k, start, (held - used) * self.panel, zero(self.packed_dtype))
+
+        beyond = self.builder.loop(self.panels, clear, name="p") if used < held else None
+        return self.builder.seq(super().pack_k(batch, head), beyond)
+
+    def _copy_q(self, batch: Index, head: Index, query: Index, r: Index) -> Stmt:
+        left, end = self.query_size - known_int(self.depth), (r + 1) * self.query_size
+        beyond = self.fill(self.q, end - left, left, zero("uint16")) if left else None
+        return self.builder.seq(super()._copy_q(batch, head, query, r), beyond)
+
+    # Products.
+
+    def _products(self, rows: int, panel: Index, column: Index, keys: Dim) -> Stmt:
+        b, held = self.builder, known_int(self.key_rows)
+        sums = _Sums(self._held(rows) // _ROWS, self.vectors_of(keys))
+
+        def step(s: Index) -> Stmt:
+            k = (panel * held + s * _ROWS) * self.panel
+            return self._multiply(sums, self.q, s * _FORMAT.depth, self.query_size, self.packed_k, k, self.panel)
+
+        stores = sums.each(lambda tile, i, j: self._store(tile, self.scores, column, i, j, self.stride))
+        steps = b.loop(held // _ROWS, step, name="step")
+        return b.seq(*sums.each(lambda tile, i, j: amx_tiles.zero(tile)), steps, *stores)
+
+    def _times_v(
+        self, batch: Index, head: Index, rows: int, each_panel: Callable[[Callable[[Index, Index], Stmt | None]], Stmt]
+    ) -> Stmt:
+        b = self.builder
+
+        def group(first: int, vectors: int) -> Stmt:
+            sums, width = _Sums(self._held(rows) // _ROWS, vectors), vectors * self.lanes
+            start = as_index(first * self._held(rows) * self.lanes)
+
+            def add(panel: Index, column: Index) -> Stmt:
+                v = panel * (self.panel // 2 * self.padded) + first * self.lanes
+                return self._multiply(sums, self.weights, column, self.stride, self.packed_v, v, self.padded)
+
+            def begin(tile: int, i: int, j: int) -> Stmt:
+                if not self.is_online:
+                    return amx_tiles.zero(tile)
+                return amx_tiles.load(b, tile, self.out, start + (i * width + j) * _ROWS, width * 4)
+
+            stores = sums.each(lambda tile, i, j: self._store(tile, self.out, start, i, j, width))
+            return b.seq(*sums.each(begin), each_panel(add), *stores)
+
+        return b.seq(*[group(first, vectors) for first, vectors in self._groups()])
+
+    def _store(self, tile: int, array: TirBuffer, start: Index, i: int, j: int, stride: int) -> Stmt:
+        """A tile of sums as rows of an array of float32."""
+        return amx_tiles.store(self.builder, tile, array, start + (i * stride + j) * _ROWS, stride * 4)
+
+    def _multiply(
+        self, sums: _Sums, left: TirBuffer, at: Index, stride: int, right: TirBuffer, words: Index, width: int
+    ) -> Stmt:
+        """sums += rows of 32 bfloat16 of `left`, `stride` elements apart, times 16 rows of words of `right`, `width` apart."""
+        b = self.builder
+        rows = [amx_tiles.load(b, 4 + i, left, at + i * _ROWS * stride, stride * 2) for i in range(sums.rows)]
+        columns = [amx_tiles.load(b, 6 + j, right, words + j * _ROWS, width * 4) for j in range(sums.columns)]
+        name = _FORMAT.instruction
+        return b.seq(*rows, *columns, *sums.each(lambda tile, i, j: amx_tiles.multiply(name, tile, 4 + i, 6 + j)))
+
+
+class _Sums:
+    """Up to 2 x 2 tiles of sums, registers 0 to 3; the rows' operands are in 4 and 5, the columns' in 6 and 7."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        self.rows, self.columns = rows, columns
+
+    def each(self, body: Callable[[int, int, int], Stmt]) -> list[Stmt]:
+        """`body(register, row, column)` of every tile."""
+        return [body(2 * i + j, i, j) for i in range(self.rows) for j in range(self.columns)]
