@@ -16,12 +16,14 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "torch_hybrid_backend"
 
 _UTILITIES = {
+    "builds",
     "config",
     "eager_graph",
     "errors",
     "generators",
     "machine",
     "measure",
+    "processes",
     "progress",
     "services",
     "sources",
@@ -38,6 +40,8 @@ ALLOWED: dict[str, set[str]] = {
     "generators": {"core", "errors"},
     "machine": {"core", "errors"},
     "measure": {"core", "errors"},
+    "processes": {"errors"},
+    "builds": {"errors", "processes", "store"},
     "progress": {"core", "errors"},
     "sources": set(),
     "garbage": set(),

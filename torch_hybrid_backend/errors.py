@@ -27,6 +27,10 @@ class DeadlineError(CompileError):
     """Compilation exceeded its deadline."""
 
 
+class BuildCancelledError(CompileError):
+    """Nobody wanted a build any more before it was done."""
+
+
 class CacheError(HybridError):
     """The on-disk cache cannot be used: not writable, not private, or not ours."""
 

@@ -130,6 +130,10 @@ class Store:
         for path in _files(self._folder(kind, key)):
             path.unlink(missing_ok=True)
 
+    def keys(self, kind: str) -> list[str]:
+        """The keys of the entries of one kind, in order."""
+        return sorted({path.parent.name for path, _ in self._entries() if path.parent.parent.name == kind})
+
     def usage(self) -> list[Usage]:
         """What each kind of entries takes of the disk, by name."""
         sizes: dict[str, list[int]] = {}

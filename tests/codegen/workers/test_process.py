@@ -17,10 +17,11 @@ from tests.engines.tvm.kernels_for_tests import scale_kernel
 from tests.interpreter import compiler as interpreter_compiler
 from torch_hybrid_backend.codegen.compiler import compiler_version
 from torch_hybrid_backend.codegen.workers.process import CompilerProcess
-from torch_hybrid_backend.codegen.workers.protocol import Job, Order, frame
+from torch_hybrid_backend.codegen.workers.protocol import Job, Order
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tir import compiler as tir_compiler
 from torch_hybrid_backend.errors import CompileError
+from torch_hybrid_backend.processes.frames import frame
 
 pytest.importorskip("tvm")
 

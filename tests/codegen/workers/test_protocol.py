@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 
 from tests.engines.tvm.kernels_for_tests import scale_kernel
-from torch_hybrid_backend.codegen.workers.protocol import Job, Order, frame, split_frame
+from torch_hybrid_backend.codegen.workers.protocol import Job, Order
 from torch_hybrid_backend.engines.tvm.target import Target
-
-
-def test_frames() -> None:
-    """Messages come apart again however they arrive."""
-    sent = frame(b"one") + frame(b"") + frame(b"x" * 1000)
-    received, messages = bytearray(), []
-    stream = io.BytesIO(sent)
-    while chunk := stream.read(7):
-        received += chunk
-        while (message := split_frame(received)) is not None:
-            messages.append(message)
-    assert messages == [b"one", b"", b"x" * 1000]
-    assert not received
 
 
 def test_indices_survive_the_way() -> None:

@@ -27,8 +27,10 @@ from pathlib import Path
 
 from torch_hybrid_backend.codegen.compiler import KernelCompilerModule, compiler_version
 from torch_hybrid_backend.codegen.workers.process import CompilerProcess
-from torch_hybrid_backend.codegen.workers.protocol import IDLE_EXIT_STATUS, Job, Order, frame
-from torch_hybrid_backend.errors import CompileError, CompilerCrashError, DeadlineError, ScheduleError
+from torch_hybrid_backend.codegen.workers.protocol import IDLE_EXIT_STATUS, Job, Order
+from torch_hybrid_backend.errors import CompileError, CompilerCrashError, DeadlineError
+from torch_hybrid_backend.processes.child import as_exception
+from torch_hybrid_backend.processes.frames import frame
 
 _log = logging.getLogger(__name__)
 
@@ -261,14 +263,14 @@ class _Batch:
                     self._fail_pending(
                         CompileError(_OTHER_SOURCES)
                         if answer["ready"]
-                        else _as_exception("the kernel compiler cannot start", answer["error"])
+                        else as_exception("the kernel compiler cannot start", answer["error"])
                     )
                     return
             elif worker.job is not None:
                 job, worker.job = worker.job, None
                 failure = answer["error"]
                 self._made[job.key] = (
-                    _as_exception(f"{job.symbol} was not compiled", failure) if failure else Path(job.output)
+                    as_exception(f"{job.symbol} was not compiled", failure) if failure else Path(job.output)
                 )
             self._order(worker)
 
@@ -318,17 +320,3 @@ class _Batch:
                 f"{job.symbol} was not compiled within the {self._deadline_s:.3g} s that were left for it (HYBRID_COMPILE_DEADLINE_S)"
             )
         self._pending.clear()
-
-
-def _as_exception(what: str, described: object) -> CompileError:
-    """An exception that a worker described, with its traceback as a note."""
-    fields = described if isinstance(described, dict) else {}
-    kind, message = str(fields.get("type", "")), str(fields.get("message", ""))
-    if kind == "ScheduleError":
-        error: CompileError = ScheduleError(f"{what}: {message}")
-    elif kind == "CompileError":
-        error = CompileError(f"{what}: {message}")
-    else:
-        error = CompileError(f"{what}: {kind}: {message}")
-    error.add_note(str(fields.get("traceback", "")))
-    return error

@@ -1,0 +1,381 @@
+"""Builds that take minutes and cannot be interrupted in a thread: each in a process of its own, which can be told to stop, and killed.
+
+    builds = Builds(store, "engines")
+    build = builds.start(key, "package.module:function", request, deadline_s=600)
+    build.done, build.progress              # without waiting
+    build.result(timeout=5)                 # the bytes; or what stopped the build; or TimeoutError: it is still at work
+    build.when_done(callback)
+    build.cancel()
+
+In the child, `function(request: bytes, going_on: Callable[[float], bool]) -> bytes` runs. It calls `going_on(fraction done)` as often as it can, and ends
+soon when that says no: at the deadline, or when nobody wants the result any more. One that does not is killed after `grace_s` seconds.
+
+Result bytes are kept in the store, under the kind and the key; a key names everything that they depend on: versions and the device too.
+A build that failed is remembered under it for a day (`failures`). Corrupt entries are built anew; so are those that turn out to be of no use, by
+`rebuild`. Unix only.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import tempfile
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from torch_hybrid_backend.builds.failures import Failures
+from torch_hybrid_backend.builds.main import REQUEST, RESULT
+from torch_hybrid_backend.errors import (
+    BuildCancelledError,
+    CacheError,
+    CompileError,
+    CompilerCrashError,
+    DeadlineError,
+)
+from torch_hybrid_backend.processes.child import Child, as_exception
+from torch_hybrid_backend.store import Store
+
+_log = logging.getLogger(__name__)
+
+_SELF_LIMIT_S = 5.0  # so long after its parent would have killed it a process ends itself
+_LAST_S = 5.0
+_CLOSE_S = 5.0  # killed processes end at once; what waits for them may take a moment
+
+
+class Build:
+    """One asker's hold of a build. Several hold one where they asked for one key. Thread-safe."""
+
+    def __init__(self, task: _Task, builds: Builds) -> None:
+        self._task = task
+        self._builds = builds  # whose processes end with it
+        self._is_held = True
+
+    @property
+    def key(self) -> str:
+        """What it was started with."""
+        return self._task.key
+
+    @property
+    def done(self) -> bool:
+        """Whether `result` would not wait."""
+        return self._task.finished.is_set()
+
+    @property
+    def progress(self) -> float:
+        """The fraction that is done, by the builder's own account."""
+        return self._task.progress
+
+    def result(self, timeout: float | None = None) -> bytes:
+        """What was built, waiting for at most `timeout` seconds (None: until the deadline and the grace after it).
+
+        Raises TimeoutError where it is not done by then; BuildCancelledError where everybody who asked has cancelled, or this process ends;
+        DeadlineError, CompilerCrashError (the process died) or CompileError where the build failed, now or within the last day.
+        """
+        if self._task.pid != os.getpid():
+            raise BuildCancelledError(f"the build of {self.key} belongs to the process that this one was forked from")
+        if not self._task.finished.wait(timeout):
+            raise TimeoutError(f"the build of {self.key} is not done after {timeout:g} s")
+        outcome = self._task.outcome
+        assert outcome is not None
+        if isinstance(outcome, CompileError):
+            raise outcome
+        return outcome
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Call it once when the build is done, in a thread of the builds; at once where it is done already. It must not wait."""
+        self._task.when_done(call)
+
+    def cancel(self) -> None:
+        """This asker wants it no more; where none is left it is stopped."""
+        if self._is_held and self._task.pid == os.getpid():
+            self._is_held = False
+            self._task.let_go()
+
+
+class Builds:
+    """The builds of one kind of results. Owns their processes; thread-safe.
+
+    A forked child has none of its parent's builds, and starts its own. At the interpreter's end processes are killed.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        kind: str,
+        *,
+        at_once: int = 1,
+        grace_s: float = 10.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """kind: of the results in the store. at_once: processes; builders that time what they build disturb one another. grace_s: how long a
+        builder that was told to stop may take. clock: seconds since 1970, for failures that are remembered."""
+        self._store = store
+        self._kind = kind
+        self._at_once = at_once
+        self._grace_s = grace_s
+        self._failures = Failures(store, clock)
+        self._of_process: _Queue | None = None
+        self._lock = threading.Lock()
+
+    def start(self, key: str, entry: str, request: bytes, deadline_s: float, *, rebuild: bool = False) -> Build:
+        """Start building, without waiting; or take up the build of this key that is under way, or what the store knows of it: its result, or its
+        failure. The deadline counts from when its process starts: builds wait for one another.
+
+        entry: "package.module:function", which the child imports. rebuild: whatever the store has. Raises CompileError for an entry that is no
+        such text, CacheError for a key that cannot name an entry of the store.
+        """
+        module, separator, name = entry.partition(":")
+        if not (separator and module.replace(".", "").isidentifier() and name.isidentifier()):
+            raise CompileError(f"{entry!r} names no builder; it must be package.module:function")
+        known = None if rebuild else self._known(key)
+        if rebuild:
+            self._store.remove(self._kind, key)
+        return Build(self._queue().start(_Task(key, entry, request, deadline_s), known), self)
+
+    def _known(self, key: str) -> bytes | CompileError | None:
+        result = self._store.get(self._kind, key)
+        if result is not None:
+            return result
+        failure = self._failures.get(self._kind, key)
+        return failure.as_exception() if failure is not None else None
+
+    def process_ids(self) -> list[int]:
+        """The builder processes there are, for diagnosis."""
+        return self._queue().process_ids()
+
+    def close(self) -> None:
+        """Kill what runs: nobody wants any of it. New builds can be started."""
+        self._queue().close()
+
+    def _queue(self) -> _Queue:
+        with self._lock:
+            found = self._of_process
+            if found is None or found.pid != os.getpid():
+                self._of_process = found = _Queue(self._store, self._kind, self._failures, self._at_once, self._grace_s)
+                weakref.finalize(self, found.close)
+            return found
+
+
+class _Task:
+    """One build: who wants it, and what came of it."""
+
+    def __init__(self, key: str, entry: str, request: bytes, deadline_s: float) -> None:
+        self.key = key
+        self.entry = entry
+        self.request = request
+        self.deadline_s = deadline_s
+        self.pid = os.getpid()
+        self.progress = 0.0
+        self.outcome: bytes | CompileError | None = None
+        self.finished = threading.Event()
+        # Written to when nobody wants it any more: the thread that waits for the process wakes.
+        self.wake, self._waker = os.pipe()
+        self._lock = threading.Lock()
+        self._holders = 0
+        self._is_stopped = False
+        self._calls: list[Callable[[], None]] = []
+
+    @property
+    def is_wanted(self) -> bool:
+        return not self._is_stopped
+
+    def hold(self) -> bool:
+        """One more wants it. False where it was stopped, as nobody did."""
+        with self._lock:
+            if self._is_stopped:
+                return False
+            self._holders += 1
+            return True
+
+    def let_go(self) -> None:
+        with self._lock:
+            self._holders -= 1
+            is_last = self._holders == 0
+        if is_last:
+            self.stop()
+
+    def stop(self) -> None:
+        """Nobody wants it any more, whoever holds it."""
+        with self._lock:
+            if not self.finished.is_set():
+                self._is_stopped = True
+                os.write(self._waker, b"\0")
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        with self._lock:
+            if not self.finished.is_set():
+                self._calls.append(call)
+                return
+        call()
+
+    def finish(self, outcome: bytes | CompileError) -> None:
+        with self._lock:
+            if self.finished.is_set():
+                return
+            self.outcome = outcome
+            self.progress = 1.0
+            self.request = b""
+            self.finished.set()
+            os.close(self.wake)
+            os.close(self._waker)
+            calls, self._calls = self._calls, []
+        for call in calls:
+            try:
+                call()
+            except Exception:
+                _log.exception("what was to be called after the build of %s failed", self.key)
+
+
+class _Queue:
+    """The builds of one process: those at work, each with a thread that waits for its child, and those that wait for them."""
+
+    def __init__(self, store: Store, kind: str, failures: Failures, at_once: int, grace_s: float) -> None:
+        self.pid = os.getpid()
+        self._store = store
+        self._kind = kind
+        self._failures = failures
+        self._at_once = at_once
+        self._grace_s = grace_s
+        self._lock = threading.Lock()
+        self._tasks: dict[str, _Task] = {}  # not finished
+        self._waiting: deque[_Task] = deque()
+        self._threads: dict[threading.Thread, Child | None] = {}
+        self._is_closed = False
+
+    def start(self, task: _Task, known: bytes | CompileError | None) -> _Task:
+        """The task that is held in place of `task`: one of its key that is under way, or itself, done where its outcome is `known`."""
+        with self._lock:
+            under_way = self._tasks.get(task.key)
+            if under_way is not None and under_way.hold():
+                task.finish(_cancelled(task))  # frees its pipe
+                return under_way
+            task.hold()
+            if known is None:
+                self._is_closed = False
+                self._tasks[task.key] = task
+                self._waiting.append(task)
+                if len(self._threads) < self._at_once:
+                    # It dies with the interpreter, which need not wait for it: `close` ends its child.
+                    thread = threading.Thread(target=self._work, name=f"hybrid-builds-{self._kind}", daemon=True)
+                    self._threads[thread] = None
+                    thread.start()
+        if known is not None:
+            task.finish(known)
+        return task
+
+    def process_ids(self) -> list[int]:
+        with self._lock:
+            return sorted(child.process.pid for child in self._threads.values() if child is not None and child.alive)
+
+    def close(self) -> None:
+        if self.pid != os.getpid():
+            return  # a forked child: they are its parent's
+        with self._lock:
+            self._is_closed = True
+            tasks, threads = list(self._tasks.values()), list(self._threads)
+        for task in tasks:
+            task.stop()
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(_CLOSE_S)
+
+    def _work(self) -> None:
+        thread = threading.current_thread()
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    del self._threads[thread]
+                    return
+                task = self._waiting.popleft()
+            try:
+                outcome = self._built(task, thread)
+            except Exception as error:  # a full disk, say: nobody may wait for ever
+                outcome = CompileError(f"{task.key} cannot be built: {type(error).__name__}: {error}")
+            with self._lock:
+                if self._tasks.get(task.key) is task:
+                    del self._tasks[task.key]
+            task.finish(outcome)
+
+    def _built(self, task: _Task, thread: threading.Thread) -> bytes | CompileError:
+        if not task.is_wanted:
+            return _cancelled(task)
+        with tempfile.TemporaryDirectory(prefix="torch_hybrid_backend-") as folder:
+            Path(folder, REQUEST).write_bytes(task.request)
+            limit_s = task.deadline_s + self._grace_s + _SELF_LIMIT_S
+            child = Child("torch_hybrid_backend.builds.main", [task.entry, folder, f"{limit_s:.3f}"], "a builder")
+            with self._lock:
+                self._threads[thread] = child
+            try:
+                outcome = self._watched(task, child)
+            finally:
+                with self._lock:
+                    self._threads[thread] = None
+                child.end()
+            if outcome is None:
+                outcome = Path(folder, RESULT).read_bytes()
+        if isinstance(outcome, bytes):
+            self._keep(task, outcome)
+        elif not isinstance(outcome, BuildCancelledError):
+            self._failures.put(self._kind, task.key, outcome)
+        return outcome
+
+    def _watched(self, task: _Task, child: Child) -> CompileError | None:
+        """Wait for the child's end; None where its result is there."""
+        until = time.monotonic() + task.deadline_s
+        is_told = False
+        while True:
+            now = time.monotonic()
+            if not is_told and (now >= until or not task.is_wanted):
+                is_told = True
+                child.close_orders()
+                until = now + self._grace_s
+            if self._is_closed or (is_told and now >= until):
+                return self._stopped(task, "it did not stop when it was told to, and was killed")
+            ready = select.select([child.stdout, task.wake], [], [], until - now)[0]
+            if task.wake in ready:
+                os.read(task.wake, 1)
+            if child.stdout not in ready:
+                continue
+            answers = child.read()
+            if answers is None:
+                return self._stopped(task, "it ended when it was told to") if is_told else _died(task, child)
+            for answer in answers:
+                if "progress" in answer:
+                    task.progress = float(str(answer["progress"]))
+                elif answer["error"] is None:
+                    return None
+                elif is_told:
+                    return self._stopped(task, "it stopped when it was told to")
+                else:
+                    return as_exception(f"{task.key} was not built", answer["error"])
+
+    def _stopped(self, task: _Task, how: str) -> CompileError:
+        if not task.is_wanted:
+            return _cancelled(task)
+        return DeadlineError(f"{task.key} was not built within {task.deadline_s:.3g} s; {how}")
+
+    def _keep(self, task: _Task, result: bytes) -> None:
+        try:
+            self._store.remove(self._kind, task.key)
+            self._store.put(self._kind, task.key, result)
+        except (CacheError, OSError) as error:
+            _log.info("what was built is not kept: %s", error)
+
+
+def _cancelled(task: _Task) -> BuildCancelledError:
+    return BuildCancelledError(f"the build of {task.key} was cancelled")
+
+
+def _died(task: _Task, child: Child) -> CompilerCrashError:
+    words = child.last_words()
+    child.wait(_LAST_S)  # its output has ended, so it is about to end: let it, for the sake of its exit status
+    status = child.end()
+    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+    said = f"\nIts last words:\n{words}" if words else ""
+    return CompilerCrashError(f"the process that built {task.key} {how}.{said}")

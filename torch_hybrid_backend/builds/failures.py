@@ -1,0 +1,99 @@
+"""Builds that failed, remembered for a day: a process started next does not spend ten minutes on the same failure.
+
+What is remembered lies in the store, under the build's kind and key. A key says all that the result depends on: versions and device included, so a new
+version is tried at once. `hybrid cache` shows them and removes them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch_hybrid_backend.errors import CacheError, CompileError, CompilerCrashError, DeadlineError
+from torch_hybrid_backend.store import Store
+
+_log = logging.getLogger(__name__)
+
+KIND = "failed-builds"
+REMEMBERED_S = 24 * 3600.0
+_TYPES: dict[str, type[CompileError]] = {
+    kind.__name__: kind for kind in (CompileError, CompilerCrashError, DeadlineError)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A build that failed. `at`: when, in seconds since 1970; `error`: its class, one of CompileError, CompilerCrashError and DeadlineError."""
+
+    kind: str
+    key: str
+    at: float
+    error: str
+    message: str
+
+    def as_exception(self) -> CompileError:
+        """What the build raised, once more."""
+        return _TYPES.get(self.error, CompileError)(
+            f"{self.message} (at {time.strftime('%Y-%m-%d %H:%M', time.localtime(self.at))}; tried again a day later, or after `hybrid cache "
+            "--forget-failures`)"
+        )
+
+
+class Failures:
+    """The failures in a store. `clock` gives seconds since 1970; a test gives its own."""
+
+    def __init__(self, store: Store, clock: Callable[[], float] = time.time) -> None:
+        self._store = store
+        self._clock = clock
+
+    def get(self, kind: str, key: str) -> Failure | None:
+        """The failure that is remembered of a build; one that is a day old, or of a day to come, is forgotten."""
+        entry = _entry(kind, key)
+        found = _parsed(self._store.get(KIND, entry))
+        if found is None or (found.kind, found.key) != (kind, key) or not 0 <= self._clock() - found.at < REMEMBERED_S:
+            self._store.remove(KIND, entry)
+            return None
+        return found
+
+    def put(self, kind: str, key: str, error: CompileError) -> None:
+        """Remember that the build failed with `error`. A store that cannot be written costs a later process its time: that is logged."""
+        name = type(error).__name__ if type(error).__name__ in _TYPES else CompileError.__name__
+        fields = {"kind": kind, "key": key, "at": self._clock(), "error": name, "message": str(error)}
+        try:
+            self._store.remove(KIND, _entry(kind, key))
+            self._store.put(KIND, _entry(kind, key), json.dumps(fields).encode(), suffix=".json")
+        except (CacheError, OSError) as cannot:
+            _log.info("a failed build is not remembered: %s", cannot)
+
+    def all(self) -> list[Failure]:
+        """Those that are remembered, the latest first."""
+        found = (_parsed(self._store.get(KIND, entry)) for entry in self._store.keys(KIND))
+        alive = [one for one in found if one is not None and 0 <= self._clock() - one.at < REMEMBERED_S]
+        return sorted(alive, key=lambda failure: -failure.at)
+
+    def forget(self) -> None:
+        """Forget them all."""
+        for entry in self._store.keys(KIND):
+            self._store.remove(KIND, entry)
+
+
+def _entry(kind: str, key: str) -> str:
+    return hashlib.sha256(json.dumps([kind, key]).encode()).hexdigest()
+
+
+def _parsed(data: bytes | None) -> Failure | None:
+    try:
+        fields = json.loads(data or b"")
+        return Failure(
+            str(fields["kind"]),
+            str(fields["key"]),
+            float(fields["at"]),
+            str(fields["error"]),
+            str(fields["message"]),
+        )
+    except (ValueError, KeyError, TypeError):
+        return None
