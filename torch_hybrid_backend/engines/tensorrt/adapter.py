@@ -9,11 +9,13 @@ Importing it takes seconds, and needs a GPU: torch_tensorrt asks for the capabil
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
 import re
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +23,13 @@ import torch
 import torch.fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch_tensorrt import __version__ as release
+from torch_tensorrt import logging as their_logging
 from torch_tensorrt._enums import dtype as trt_dtype
 from torch_tensorrt._Input import Input
 from torch_tensorrt.dynamo._settings import CompilationSettings
 from torch_tensorrt.dynamo.conversion import DYNAMO_CONVERTERS
 from torch_tensorrt.dynamo.conversion._ConverterRegistry import DYNAMO_ATEN_CONVERTERS, node_has_dynamic_shapes
-from torch_tensorrt.dynamo.conversion._TRTInterpreter import TRTInterpreter, trt
+from torch_tensorrt.dynamo.conversion._TRTInterpreter import TRTInterpreter, trt  # trt: TensorRT or TensorRT-RTX
 from torch_tensorrt.dynamo.lowering import get_decompositions, post_lowering
 
 from torch_hybrid_backend.engines.tensorrt.fakes import Fakes
@@ -35,6 +38,23 @@ from torch_hybrid_backend.errors import CompileError
 _log = logging.getLogger(__name__)
 
 GoingOn = Callable[[float], bool]
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Their code logs through the root logger, which gives that a handler, and warns. Neither is the user's."""
+    root = logging.getLogger()
+    handlers = list(root.handlers)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        root.handlers[:] = handlers
+
+
+# Importing them hands every warning of the process to Python's logging.
+logging.captureWarnings(False)
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------------------------
@@ -84,9 +104,10 @@ def lowered(graph_module: torch.fx.GraphModule, fakes: Fakes, inputs: Sequence[o
             *(next(left) if isinstance(value, torch.Tensor) else value for value in inputs)
         )
 
-    with fakes.mode:
-        traced = make_fx(run, decomposition_table=_decompositions(), _allow_non_fake_inputs=True)(*tensors)
-    result: torch.fx.GraphModule = post_lowering(traced, _settings(tf32=False))
+    with _silent():
+        with fakes.mode:
+            traced = make_fx(run, decomposition_table=_decompositions(), _allow_non_fake_inputs=True)(*tensors)
+        result: torch.fx.GraphModule = post_lowering(traced, _settings(tf32=False))
     assumed = fakes.assumed()
     if assumed:
         raise CompileError(f"TensorRT's lowering holds only for sizes with {', '.join(assumed)}")
@@ -171,28 +192,27 @@ def build_engine(
     `going_on` is told how far the build is, from 0 to 1, and says whether to go on. Raises CompileError where it said no, where a converter
     fails, where the network would not be exact, and where TensorRT fails.
     """
-    _logger.layers.clear()
-    _logger.errors.clear()
-    interpreter = _Interpreter(module, inputs, outputs, _settings(tf32), going_on)
-    try:
-        interpreter._construct_trt_network_def()
-    except CompileError:
-        raise
-    except Exception as error:  # a converter may fail in any way
-        node = interpreter._cur_node
-        raise CompileError(
-            f"the converter of {None if node is None else node.target} failed: {type(error).__name__}: {error}"
-        ) from error
-    _check_exact(interpreter.ctx.net)
-    config = interpreter._populate_trt_builder_config()
-    config.progress_monitor = monitor = _Monitor(going_on)
-    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
-    plan = interpreter.builder.build_serialized_network(interpreter.ctx.net, config)
+    with _silent(), _logged() as log:
+        interpreter = _Interpreter(module, inputs, outputs, _settings(tf32), going_on)
+        try:
+            interpreter._construct_trt_network_def()
+        except CompileError:
+            raise
+        except Exception as error:  # a converter may fail in any way
+            node = interpreter._cur_node
+            raise CompileError(
+                f"the converter of {None if node is None else node.target} failed: {type(error).__name__}: {error}"
+            ) from error
+        _check_exact(interpreter.ctx.net)
+        config = interpreter._populate_trt_builder_config()
+        config.progress_monitor = monitor = _Monitor(going_on)
+        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+        plan = interpreter.builder.build_serialized_network(interpreter.ctx.net, config)
     if monitor.cancelled:
         raise CompileError("the build of a TensorRT engine was cancelled")
     if plan is None:
-        raise CompileError(f"TensorRT could not build an engine: {'; '.join(_logger.errors[-3:]) or 'it says no reason'}")
-    return bytes(plan), tuple(_logger.layers)
+        raise CompileError(f"TensorRT could not build an engine: {'; '.join(log.errors[-3:]) or 'it says no reason'}")
+    return bytes(plan), tuple(log.layers)
 
 
 class _Interpreter(TRTInterpreter):  # type: ignore[misc]
@@ -327,34 +347,40 @@ class _Monitor(trt.IProgressMonitor):  # type: ignore[misc]
 # --- log --------------------------------------------------------------------------------------------------------------------------------
 
 _LAYER = re.compile(r"^Name: (.*?), LayerType: (\w+),", re.MULTILINE)
-_LEVELS = {
-    trt.Logger.INTERNAL_ERROR: logging.WARNING,  # what it means for the user is in the refusal
-    trt.Logger.ERROR: logging.WARNING,
-    trt.Logger.WARNING: logging.INFO,
-    trt.Logger.INFO: logging.DEBUG,
-    trt.Logger.VERBOSE: logging.DEBUG,
-}
 
 
-class _Logger(trt.ILogger):  # type: ignore[misc]
-    """TensorRT's log as ours. Without a GPU its log is also the only place that tells the layers of an engine."""
+class _Log(logging.Handler):
+    """What TensorRT says, as ours. Without a GPU its log is also the only place that tells the layers of an engine."""
 
     def __init__(self) -> None:
-        trt.ILogger.__init__(self)
+        super().__init__()
         self.layers: list[str] = []
         self.errors: list[str] = []
 
-    def log(self, severity: Any, message: str) -> None:
-        if severity in (trt.Logger.ERROR, trt.Logger.INTERNAL_ERROR):
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if record.levelno >= logging.ERROR:
             self.errors.append(message)
         if message.startswith("Layers:"):
             self.layers += [f"{kind}: {name}" for name, kind in _LAYER.findall(message)]
-        _log.log(_LEVELS[severity], "TensorRT: %s", message)
+        # What an error means for the user is in the refusal.
+        _log.log(min(record.levelno, logging.INFO), "TensorRT: %s", message)
 
 
-# TensorRT has one log for a process: that of its first builder.
-_logger = _Logger()
-_first_builder = trt.Builder(_logger)
+@contextlib.contextmanager
+def _logged() -> Iterator[_Log]:
+    """TensorRT's log while something is built. It has one for a process, which torch_tensorrt hands to Python's logging."""
+    theirs, log = their_logging._LOGGER, _Log()
+    level, propagates = theirs.level, theirs.propagate
+    theirs.addHandler(log)
+    theirs.setLevel(logging.DEBUG)
+    theirs.propagate = False
+    try:
+        yield log
+    finally:
+        theirs.removeHandler(log)
+        theirs.setLevel(level)
+        theirs.propagate = propagates
 
 
 def versions() -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from torch_hybrid_backend.core.device import Device
+from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.engines.tensorrt.capability import on_host
@@ -27,7 +27,7 @@ from torch_hybrid_backend.engines.tensorrt.fakes import Fakes
 from torch_hybrid_backend.errors import CompileError
 from torch_hybrid_backend.graph.graph_json import NotTextError, graph_from_text, graph_to_text
 from torch_hybrid_backend.sizes.forms import parse
-from torch_hybrid_backend.sizes.size import Dim, evaluate, size_hint, symbol, symbols
+from torch_hybrid_backend.sizes.size import Dim, evaluate, size_hint, symbols
 
 GoingOn = Callable[[float], bool]
 _REQUEST, _ENGINE = b"hybrid trt request 1\n", b"hybrid trt engine 1\n"
@@ -152,11 +152,10 @@ class Request:
             for position, dtype, shape, nbytes in header["constants"]:
                 constants[position] = _tensor(dtype, shape, rest[:nbytes])
                 rest = rest[nbytes:]
-            hints = {name: r[1] for name, r in header["ranges"].items()}
             return Request(
                 header["graph"].encode(),
-                tuple(_size(i, hints) if isinstance(i, str) else _read_layout(i, hints) for i in header["inputs"]),
-                tuple(_read_layout(each, hints) for each in header["outputs"]),
+                tuple(parse(each) if isinstance(each, str) else _read_layout(each) for each in header["inputs"]),
+                tuple(map(_read_layout, header["outputs"])),
                 {name: Range(*r) for name, r in header["ranges"].items()},
                 constants,
                 bool(header["tf32"]),
@@ -205,7 +204,7 @@ def build(request: bytes, going_on: GoingOn) -> bytes:
     from torch_hybrid_backend.engines.tensorrt import adapter
 
     wanted = Request.from_bytes(request)
-    fakes = Fakes()
+    fakes = Fakes({name: each.typical for name, each in wanted.ranges.items()})
     try:
         graph = graph_from_text(wanted.graph, fakes.mode)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
@@ -297,19 +296,9 @@ def _layout(layout: Layout) -> list[Any]:
     return [spec.dtype, [str(n) for n in spec.shape], [str(n) for n in spec.strides], list(layout.order)]
 
 
-def _read_layout(written: Sequence[Any], hints: Mapping[str, int]) -> Layout:
+def _read_layout(written: Sequence[Any]) -> Layout:
     dtype, shape, strides, order = written
-    sizes = (tuple(_size(n, hints) for n in each) for each in (shape, strides))
-    return Layout(TensorSpec(next(sizes), dtype, next(sizes), Device("cpu")), tuple(order))
-
-
-def _size(text: str, hints: Mapping[str, int]) -> Dim:
-    """A size with the typical values of its symbols for hints, which its text does not have."""
-    size = parse(text)
-    if isinstance(size, int):
-        return size
-    known = {each.name: symbol(each.name, hints[each.name]) for each in symbols([size])}
-    return evaluate(size, known)  # type: ignore[arg-type]
+    return Layout(TensorSpec(tuple(map(parse, shape)), dtype, tuple(map(parse, strides)), CPU), tuple(order))
 
 
 def _form(tensor: torch.Tensor) -> tuple[str, list[int], int]:

@@ -10,6 +10,9 @@ What tracing decides by a size's example value would be a guard of the user's gr
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,9 +23,10 @@ from torch_hybrid_backend.sizes.size import Dim, evaluate, symbols
 
 
 class Fakes:
-    """A fake mode, and the sizes it knows by the names of their symbols."""
+    """A fake mode, and the sizes it knows by the names of their symbols. `examples`: values of these; a symbol's own hint elsewhere."""
 
-    def __init__(self) -> None:
+    def __init__(self, examples: Mapping[str, int] = MappingProxyType({})) -> None:
+        self._examples = examples
         self._environment = ShapeEnv(duck_shape=False)
         self.mode = FakeTensorMode(shape_env=self._environment, allow_non_fake_inputs=True)
         self._sizes: dict[str, torch.SymInt] = {}
@@ -33,7 +37,8 @@ class Fakes:
             return size
         for each in symbols([size]):
             if each.name not in self._sizes:
-                self._sizes[each.name] = self._symbol(each.name, max(2, each.hint))
+                # 0 and 1 would be taken for numbers.
+                self._sizes[each.name] = self._symbol(each.name, max(2, self._examples.get(each.name, each.hint)))
         return evaluate(size, self._sizes)  # type: ignore[arg-type]
 
     def tensor(self, spec: TensorSpec) -> torch.Tensor:
