@@ -29,7 +29,7 @@ from torch_tensorrt._Input import Input
 from torch_tensorrt.dynamo._settings import CompilationSettings
 from torch_tensorrt.dynamo.conversion import DYNAMO_CONVERTERS
 from torch_tensorrt.dynamo.conversion._ConverterRegistry import DYNAMO_ATEN_CONVERTERS, node_has_dynamic_shapes
-from torch_tensorrt.dynamo.conversion._TRTInterpreter import TRTInterpreter, trt  # trt: TensorRT or TensorRT-RTX
+from torch_tensorrt.dynamo.conversion._TRTInterpreter import TRT_LOGGER, TRTInterpreter, trt  # trt: TensorRT or RTX
 from torch_tensorrt.dynamo.lowering import get_decompositions, post_lowering
 
 from torch_hybrid_backend.engines.tensorrt.fakes import Fakes
@@ -85,8 +85,11 @@ def _settings(tf32: bool) -> CompilationSettings:
 
 @functools.cache
 def _decompositions() -> dict[Any, Callable[..., Any]]:
-    table: dict[Any, Callable[..., Any]] = get_decompositions(False, decompose_attention=True)
-    return table
+    # They have no converter for this one, which decompositions of PyTorch's yield, and our own casts are.
+    own = {
+        torch.ops.prims.convert_element_type.default: lambda x, dtype: torch.ops.aten._to_copy.default(x, dtype=dtype)
+    }
+    return {**get_decompositions(False, decompose_attention=True), **own}
 
 
 # --- lowering ---------------------------------------------------------------------------------------------------------------------------
@@ -136,13 +139,18 @@ class Converters:
 def converters_of(node: torch.fx.Node) -> Converters:
     """The same walk as the registry's own, which tells no reason. `node` is of a lowered graph."""
     settings = _settings(tf32=False)
-    DYNAMO_CONVERTERS.set_compilation_settings(settings)  # of the whole process: whoever asked before may have set others
+    DYNAMO_CONVERTERS.set_compilation_settings(
+        settings
+    )  # of the whole process: whoever asked before may have set others
     candidates = DYNAMO_ATEN_CONVERTERS.get(node.target, ())
     willing = [each for each in candidates if each.capability_validator(node, settings)]
     refusing = tuple(_validator(each.capability_validator) for each in candidates if each not in willing)
     dynamic = [each for each in willing if each.supports_dynamic_shapes] if node_has_dynamic_shapes(node) else willing
     return Converters(
-        len(candidates), refusing, bool(willing and not dynamic), any(each.requires_output_allocator for each in dynamic[:1])
+        len(candidates),
+        refusing,
+        bool(willing and not dynamic),
+        any(each.requires_output_allocator for each in dynamic[:1]),
     )
 
 
@@ -261,7 +269,9 @@ class _Interpreter(TRTInterpreter):  # type: ignore[misc]
                 raise CompileError(f"the output {wanted.name} is no tensor of the network")
             tensor = self._typed(value, wanted)
             if tuple(tensor.shape) != wanted.shape and -1 not in (*tensor.shape, *wanted.shape):
-                raise CompileError(f"a converter makes {wanted.name} of shape {tuple(tensor.shape)}, not {wanted.shape}")
+                raise CompileError(
+                    f"a converter makes {wanted.name} of shape {tuple(tensor.shape)}, not {wanted.shape}"
+                )
             tensor = self._reordered(tensor, wanted.order, wanted.name)
             if id(tensor) in seen or tensor.name in names:
                 tensor = self.ctx.net.add_identity(tensor).get_output(0)
@@ -297,23 +307,22 @@ _WIDENING = {
 
 def _check_exact(network: Any) -> None:
     """Raises CompileError where whole numbers are cut to 32 bits for anything but an index: an index that fits a tensor fits those."""
-    cut: dict[str, str] = {}
-    users: dict[str, list[tuple[Any, int]]] = {}
-    for number in range(network.num_layers):
-        layer = network.get_layer(number)
+    layers = [network.get_layer(number) for number in range(network.num_layers)]
+    cut = {layer.get_output(0).name: layer.name for layer in layers if _cuts(layer)}
+    for layer in layers:
         for position in range(layer.num_inputs):
             tensor = layer.get_input(position)
-            if tensor is not None:
-                users.setdefault(tensor.name, []).append((layer, position))
-        if layer.num_inputs and layer.num_outputs and layer.get_input(0) is not None:
-            before, after = layer.get_input(0), layer.get_output(0)
-            if layer.type in _CASTS and (before.dtype, after.dtype) == (trt.int64, trt.int32):
-                if not (before.is_shape_tensor or after.is_shape_tensor):
-                    cut[after.name] = layer.name
-    for name, layer in cut.items():
-        for user, position in users.get(name, []):
-            if user.type != trt.LayerType.GATHER or position == 0:
-                raise CompileError(f"the layer {layer!r} cuts whole numbers to 32 bits")
+            is_index = layer.type == trt.LayerType.GATHER and position == 1
+            if tensor is not None and tensor.name in cut and not is_index:
+                raise CompileError(f"the layer {cut[tensor.name]!r} cuts whole numbers to 32 bits")
+
+
+def _cuts(layer: Any) -> bool:
+    if layer.type not in _CASTS:
+        return False
+    before, after = layer.get_input(0), layer.get_output(0)
+    is_size = before.is_shape_tensor or after.is_shape_tensor
+    return bool((before.dtype, after.dtype) == (trt.int64, trt.int32)) and not is_size
 
 
 _CASTS = (trt.LayerType.CAST, trt.LayerType.IDENTITY)
@@ -386,3 +395,34 @@ def _logged() -> Iterator[_Log]:
 def versions() -> str:
     """TensorRT's version and torch_tensorrt's, as they are loaded."""
     return f"{trt.__name__} {trt.__version__}, torch_tensorrt {release}"
+
+
+# --- running ----------------------------------------------------------------------------------------------------------------------------
+
+
+class Loaded:
+    """An engine on the current device: a `runtime.LoadedEngine`. Raises CompileError for one that this TensorRT or GPU does not take."""
+
+    def __init__(self, plan: bytes) -> None:
+        with _logged() as log:
+            self._runtime = trt.Runtime(TRT_LOGGER)
+            self._engine = self._runtime.deserialize_cuda_engine(plan)
+        if self._engine is None:
+            raise CompileError(
+                f"TensorRT does not load the engine: {'; '.join(log.errors[-3:]) or 'it says no reason'}"
+            )
+
+    @property
+    def scratch_bytes(self) -> int:
+        size = getattr(self._engine, "device_memory_size_v2", None)  # the first name overflows, and is deprecated
+        return int(self._engine.device_memory_size if size is None else size)
+
+    def context(self) -> Any:
+        made = self._engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        if made is None:
+            raise CompileError("TensorRT makes no context for an engine: there may be no memory for it")
+        return made
+
+    def can_be_captured(self, context: Any, stream: int) -> bool:
+        asked = getattr(context, "is_stream_capturable", None)  # TensorRT-RTX compiles in a call, TensorRT does not
+        return True if asked is None else bool(asked(stream))

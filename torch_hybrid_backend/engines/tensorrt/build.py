@@ -108,14 +108,15 @@ class Request:
         """The request for a region. Raises CompileError where it has no text."""
         inputs: list[Layout | Dim] = []
         for each in region.inputs:
-            if each.spec is None and each.size is None:
+            entering = Layout.of(each.spec) if each.spec is not None else each.size
+            if entering is None:
                 raise CompileError(f"the input {each.name} is neither a tensor nor a size")
-            inputs.append(Layout.of(each.spec) if each.spec is not None else each.size)  # type: ignore[arg-type]
+            inputs.append(entering)
         outputs = [Layout.of(spec) for spec in region.outputs if spec is not None]
         if len(outputs) != len(region.outputs):
             raise CompileError("an output of the region is no plain tensor")
         graph = torch.fx.Graph()
-        graph.output(graph.graph_copy(region.graph_module.graph, {}))  # type: ignore[arg-type]
+        graph.output(graph.graph_copy(region.graph_module.graph, {}))
         for node in graph.nodes:
             node.meta.clear()  # traced anew, with sizes of its own
         on_host(graph)
@@ -133,15 +134,22 @@ class Request:
 
     def to_bytes(self) -> bytes:
         """As a process that builds gets it."""
-        header = {
-            "graph": self.graph.decode(),
+        return _framed(_REQUEST, {"graph": self.graph.decode(), **self.form}, self.contents())
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """All of it but the graph and the values of constants, as JSON has it."""
+        return {
             "inputs": [_layout(i) if isinstance(i, Layout) else str(i) for i in self.inputs],
             "outputs": [_layout(each) for each in self.outputs],
             "ranges": {name: [r.least, r.typical, r.most] for name, r in self.ranges.items()},
             "constants": [[position, *_form(tensor)] for position, tensor in self.constants.items()],
             "tf32": self.tf32,
         }
-        return _framed(_REQUEST, header, [_content(tensor) for tensor in self.constants.values()])
+
+    def contents(self) -> list[bytes]:
+        """The values of its constants, in the order of `form`."""
+        return [_content(tensor) for tensor in self.constants.values()]
 
     @staticmethod
     def from_bytes(data: bytes) -> Request:

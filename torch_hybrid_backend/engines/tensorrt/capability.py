@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx
 from torch.fx import Node
+from torch.fx.node import Argument, map_aggregate, map_arg
 from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.core.tensor_spec import TensorSpec, dim, is_computable
@@ -34,6 +35,7 @@ _DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.int64, 
 _EXACT_INT64: frozenset[object] = frozenset(
     {
         operator.getitem,
+        aten._reshape_copy.default,
         aten.alias.default,
         aten.argmax.default,
         aten.argmin.default,
@@ -107,7 +109,7 @@ def _form(node: Node) -> str | None:
         values = tree_leaves(argument.meta.get("val"))
         return str([TensorSpec.of(value) if isinstance(value, torch.Tensor) else value for value in values])
 
-    arguments = torch.fx.node.map_arg((node.args, node.kwargs), described)
+    arguments = map_arg((node.args, node.kwargs), described)
     return f"{node.target}{arguments}{_read(node)}"
 
 
@@ -144,13 +146,13 @@ def alone(node: Node, fakes: Fakes) -> tuple[torch.fx.GraphModule, list[object]]
 def on_host(graph: torch.fx.Graph) -> None:
     """The same for the CPU: what is traced, folded or built is so without a GPU's memory. All of a region is on one device."""
 
-    def moved(argument: object) -> object:
+    def moved(argument: Argument) -> Argument:
         return torch.device("cpu") if isinstance(argument, torch.device) else argument
 
     for node in graph.nodes:
         if node.op == "call_function":
-            node.args = torch.fx.node.map_aggregate(node.args, moved)
-            node.kwargs = torch.fx.node.map_aggregate(node.kwargs, moved)
+            node.args = map_aggregate(node.args, moved)
+            node.kwargs = map_aggregate(node.kwargs, moved)
 
 
 def refusal_of(node: Node, found: Converters) -> Refused | None:
@@ -257,7 +259,8 @@ def _is_unbacked(sizes: Iterable[int | torch.SymInt]) -> bool:
 def _values(node: Node) -> list[object]:
     """What a node reads, and what of its results is read."""
     arguments = [argument.meta.get("val") for argument in node.all_input_nodes]
-    results, read = node.meta.get("val"), _read(node)
+    results: Any = node.meta.get("val")
+    read = _read(node)
     return [*tree_leaves(arguments), *tree_leaves(results if read is None else [results[i] for i in read])]
 
 
