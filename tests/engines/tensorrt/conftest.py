@@ -13,5 +13,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     found = installation()
     if isinstance(found, Refused):
         for item in items:
-            if "tensorrt" in item.keywords:
+            if item.get_closest_marker("tensorrt"):
                 item.add_marker(pytest.mark.skip(reason=found.why))

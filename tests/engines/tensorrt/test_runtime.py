@@ -1,4 +1,4 @@
-"""Engines in calls: what contexts are told, on which streams, and how many there are. The context records; streams are made up, as no GPU is here."""
+"""Engines in calls: what contexts are told, on which streams, and how many there are. No GPU is here: contexts record, streams are made up."""
 
 from __future__ import annotations
 
