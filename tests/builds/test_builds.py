@@ -112,7 +112,8 @@ def test_results_are_kept(shop: Workshop) -> None:
     second = shop.builds.start("key", "builders_of_tests:upper", request, 60)
     assert first.result(60) == second.result(60) == request.upper()
     assert called.wait(10)
-    assert first.done and first.progress == 1.0
+    assert first.done
+    assert first.progress == 1.0
     found = shop.anew().start("key", "builders_of_tests:upper", request, 60)
     assert found.done
     assert found.result(0) == request.upper()

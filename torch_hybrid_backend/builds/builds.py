@@ -7,12 +7,13 @@
     build.when_done(callback)
     build.cancel()
 
-In the child, `function(request: bytes, going_on: Callable[[float], bool]) -> bytes` runs. It calls `going_on(fraction done)` as often as it can, and ends
-soon when that says no: at the deadline, or when nobody wants the result any more. One that does not is killed after `grace_s` seconds.
+In the child, `function(request: bytes, going_on: Callable[[float], bool]) -> bytes` runs. It calls `going_on(fraction done)` as
+often as it can, and ends soon when that says no: at the deadline, or when nobody wants the result any more. One that does not is killed after
+`grace_s` seconds.
 
-Result bytes are kept in the store, under the kind and the key; a key names everything that they depend on: versions and the device too.
-A build that failed is remembered under it for a day (`failures`). Corrupt entries are built anew; so are those that turn out to be of no use, by
-`rebuild`. Unix only.
+Result bytes are kept in the store, under the kind and the key; a key names everything that they depend on: versions and the device too. A
+build that failed is remembered under it for a day (`failures`). Corrupt entries are built anew; so are those that turn out to be of no use,
+by `rebuild`. Unix only.
 """
 
 from __future__ import annotations
@@ -124,8 +125,8 @@ class Builds:
         self._lock = threading.Lock()
 
     def start(self, key: str, entry: str, request: bytes, deadline_s: float, *, rebuild: bool = False) -> Build:
-        """Start building, without waiting; or take up the build of this key that is under way, or what the store knows of it: its result, or its
-        failure. The deadline counts from when its process starts: builds wait for one another.
+        """Start building, without waiting; or take up the build of this key that is under way, or what the store knows of it: its result, or
+        its failure. The deadline counts from when its process starts: builds wait for one another.
 
         entry: "package.module:function", which the child imports. rebuild: whatever the store has. Raises CompileError for an entry that is no
         such text, CacheError for a key that cannot name an entry of the store.
@@ -312,18 +313,18 @@ class _Queue:
             with self._lock:
                 self._threads[thread] = child
             try:
-                outcome = self._watched(task, child)
+                stopped = self._watched(task, child)
             finally:
                 with self._lock:
                     self._threads[thread] = None
                 child.end()
-            if outcome is None:
-                outcome = Path(folder, RESULT).read_bytes()
-        if isinstance(outcome, bytes):
-            self._keep(task, outcome)
-        elif not isinstance(outcome, BuildCancelledError):
-            self._failures.put(self._kind, task.key, outcome)
-        return outcome
+            if stopped is None:
+                result = Path(folder, RESULT).read_bytes()
+                self._keep(task, result)
+                return result
+        if not isinstance(stopped, BuildCancelledError):
+            self._failures.put(self._kind, task.key, stopped)
+        return stopped
 
     def _watched(self, task: _Task, child: Child) -> CompileError | None:
         """Wait for the child's end; None where its result is there."""

@@ -1,7 +1,7 @@
 """Builds that failed, remembered for a day: a process started next does not spend ten minutes on the same failure.
 
-What is remembered lies in the store, under the build's kind and key. A key says all that the result depends on: versions and device included, so a new
-version is tried at once. `hybrid cache` shows them and removes them.
+What is remembered lies in the store, under the build's kind and key. A key says all that the result depends on, versions and device
+included, so another version is tried at once. `hybrid cache` shows them, and `hybrid cache --forget-failures` forgets them.
 """
 
 from __future__ import annotations

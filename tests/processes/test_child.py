@@ -1,0 +1,59 @@
+"""A child process, as its parent sees it. More of it is in tests/codegen/workers/test_process.py."""
+
+from __future__ import annotations
+
+import select
+from pathlib import Path
+
+import pytest
+
+from torch_hybrid_backend.errors import CompileError, ScheduleError
+from torch_hybrid_backend.processes.child import Child, as_exception
+from torch_hybrid_backend.processes.frames import frame
+
+_MODULE = """
+import os
+from torch_hybrid_backend.processes.inside import answer, begin
+
+def main(lifeline, *arguments):
+    orders, answers = begin(lifeline)
+    print("this goes to the errors", flush=True)
+    answer(answers, {"arguments": arguments, "setting": os.environ["OF_TESTS"]})
+    received = b""
+    while chunk := os.read(orders, 100):
+        received += chunk
+    answer(answers, {"received": received.hex()})
+"""
+
+
+def test_a_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets its arguments, empty ones too, its environment and orders; it answers; what it prints are its last words."""
+    (tmp_path / "child_of_tests.py").write_text(_MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    child = Child("child_of_tests", ["one", "", "three"], "the child", {"OF_TESTS": "set"})
+    try:
+        child.outgoing += frame(b"order")
+        while child.outgoing:
+            child.write()
+        child.close_orders()
+        answers: list[dict[str, object]] = []
+        while (arrived := child.read()) is not None:
+            answers += arrived
+            select.select([child.stdout], [], [], 30)
+        assert answers == [
+            {"arguments": ["one", "", "three"], "setting": "set"},
+            {"received": frame(b"order").hex()},
+        ]
+        assert child.last_words() == "this goes to the errors"
+        child.wait(30)
+    finally:
+        assert child.end() == 0
+
+
+def test_errors_of_a_child() -> None:
+    """They arrive as this package's errors, with what was at work and the child's traceback; whatever is no description too."""
+    error = as_exception("the kernel", {"type": "ValueError", "message": "odd", "traceback": "in line 3"})
+    assert (type(error), str(error), error.__notes__) == (CompileError, "the kernel: ValueError: odd", ["in line 3"])
+    assert str(as_exception("the kernel", {"type": "CompileError", "message": "odd"})) == "the kernel: odd"
+    assert isinstance(as_exception("the kernel", {"type": "ScheduleError", "message": "odd"}), ScheduleError)
+    assert isinstance(as_exception("the kernel", None), CompileError)

@@ -1,0 +1,35 @@
+"""What a child process does to end in time. Its end with its parent is in tests/codegen/workers/ and tests/builds/."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+from torch_hybrid_backend.processes.inside import described
+
+
+def test_a_time_limit() -> None:
+    """What is done in time is not disturbed; what is not ends the process, also while it hangs outside Python."""
+    script = """
+import time
+from torch_hybrid_backend.processes.inside import time_limit
+with time_limit(0.05):
+    pass
+time.sleep(0.1)
+print("alive", flush=True)
+with time_limit(0.05):
+    sum(range(1 << 60))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == ("alive\n", -signal.SIGALRM)
+
+
+def test_described() -> None:
+    """An error's type, message and traceback, as texts."""
+    try:
+        raise ValueError("odd")
+    except ValueError as error:
+        fields = described(error)
+    assert (fields["type"], fields["message"]) == ("ValueError", "odd")
+    assert "test_inside.py" in fields["traceback"]
