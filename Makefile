@@ -2,6 +2,7 @@
 #   make demo    a sentence encoder and ResNet-50, eager against hybrid
 #   make test    all tests, by two processes   (make test ARGS="tests/loops -x" for some; WORKERS=0 for one process)
 #   make test-full   the tests marked full, then PyTorch's own operators and modules on every dtype: hours; writes docs/correctness.md and docs/triton_operators.md
+#   make test-tensorrt   builds TensorRT engines, without a GPU, in an environment apart; writes docs/tensorrt_operators.md
 #   make lint    style, types, spelling
 #   make bench   all models against all peers: hours; results are kept, and --resume goes on   (ARGS="--models resnet50 --batch 1 --resume")
 #   make bench-gpu   kernels and models on this machine's GPU: nine minutes; needs torch and Triton, no .venv   (ARGS="--resume" goes on)
@@ -19,10 +20,10 @@ FULL_OUT ?= build/test-full
 GPU_OUT ?= build/bench-gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full lint format bench bench-gpu ecosystem docs clean distclean
+.PHONY: help setup demo test test-full test-tensorrt lint format bench bench-gpu ecosystem docs clean distclean
 
 help:
-	@sed -n '2,11s/^# *//p' Makefile
+	@sed -n '2,12s/^# *//p' Makefile
 
 setup: $(VENV)/.built
 
@@ -72,6 +73,25 @@ test-full: $(VENV)/.built $(VENV)/torchvision $(VENV)/ecosystem
 	$(PY) -m tests.operators.report $(FULL_OUT)/operators; exit $$status
 	TRITON_INTERPRET=1 $(PY) -m tests.operators.run --modes triton --limit 2 --out $(FULL_OUT)/triton; status=$$?; \
 	$(PY) -m tests.operators.report $(FULL_OUT)/triton; exit $$status
+
+# TensorRT-RTX beside a torch of the same release, in an environment apart: engines are built without a GPU, and never run. Of torch-tensorrt
+# the parts that are linked to CUDA are removed: its own run-time, which is not used here. Where pip's torch is one for CUDA, that does as well.
+# The distributions of TensorRT-RTX are there as sources that fetch nothing; hence --no-build-isolation.
+TENSORRT := $(VENV)/tensorrt
+TENSORRT_PARTS := torch-tensorrt-rtx tensorrt_rtx_cu13 tensorrt_rtx_cu13_bindings tensorrt_rtx_cu13_libs dllist
+$(TENSORRT)/.installed: constraints.txt setup.py
+	rm -rf $(TENSORRT)
+	$(PYTHON) -m venv $(TENSORRT)
+	$(TENSORRT)/bin/python -m pip install -q -c constraints.txt setuptools wheel numpy torch packaging psutil \
+		pytest pytest-timeout pytest-xdist hypothesis expecttest
+	$(TENSORRT)/bin/python -m pip install -q --no-deps --no-build-isolation $(foreach part,$(TENSORRT_PARTS),$(shell grep -ix '$(part)==.*' constraints.txt))
+	cd $(TENSORRT)/lib/python3*/site-packages && rm -rf torch_tensorrt/lib torch_tensorrt/_C*.so tensorrt_rtx/plugin
+	$(TENSORRT)/bin/python -m pip install -q --no-deps --no-build-isolation -e .
+	touch $@
+
+test-tensorrt: $(TENSORRT)/.installed
+	$(TENSORRT)/bin/python -m pytest tests/engines/tensorrt $(ARGS)
+	$(TENSORRT)/bin/python -m tests.engines.tensorrt.operators docs/tensorrt_operators.md
 
 lint: $(VENV)/.installed
 	$(PY) -m ruff check .

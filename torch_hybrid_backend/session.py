@@ -16,6 +16,7 @@ from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.engine import EAGER, Engine, serves
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.engines.eager import EagerEngine
+from torch_hybrid_backend.engines.tensorrt import installed as tensorrt_installed
 from torch_hybrid_backend.engines.triton import installed
 from torch_hybrid_backend.engines.tvm.engine import TvmEngine
 from torch_hybrid_backend.engines.unavailable import UnavailableEngine
@@ -51,11 +52,26 @@ def _triton(config: Config, services: Services) -> Engine:
     return TritonEngine(config, services, interpreted=interpreted)
 
 
+def _tensorrt(config: Config, services: Services) -> Engine:
+    """It takes part where `engines` names it: its builds take minutes, and no GPU has run its engines yet."""
+    found = tensorrt_installed.installation()
+    missing = found if isinstance(found, Refused) else None if torch.cuda.is_available() else tensorrt_installed.NO_GPU
+    if "tensorrt" not in config.engines:
+        why = missing.why if missing else "it takes part where the setting `engines` names it"
+        missing = Refused(Reason.DISABLED, why)
+    if missing:
+        return UnavailableEngine("tensorrt", missing, tensorrt_installed.described())
+    from torch_hybrid_backend.engines.tensorrt.engine import TensorRTEngine
+
+    return TensorRTEngine(config, services)
+
+
 # The engines, in order; the order only breaks ties, measured cost decides. Third parties add theirs through the entry-point
 # group `torch_hybrid_backend.engines`.
 ENGINES: tuple[tuple[str, EngineFactory], ...] = (
     ("tvm", TvmEngine),
     ("triton", _triton),
+    ("tensorrt", _tensorrt),
     (EAGER, lambda config, services: EagerEngine()),
 )
 
@@ -178,7 +194,7 @@ def _can_run(name: str, engine: Engine, config: Config) -> bool:
     available = engine.available()
     if not isinstance(available, Refused):
         return True
-    if available.code is Reason.NO_DEVICE and name not in config.engines:
+    if available.code in (Reason.NO_DEVICE, Reason.DISABLED) and name not in config.engines:
         log.debug("the engine %s is not used: %s", name, available.why)
         return False
     if config.strict:

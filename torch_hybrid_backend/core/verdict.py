@@ -19,6 +19,11 @@ class Reason(StrEnum):
         "nondeterministic"  # results would depend on an order that nothing fixes, and torch is told to avoid that
     )
     RANDOM = "random"  # the engine's kernels cannot draw the numbers that eager draws
+    INT64 = "int64"  # whole numbers of 64 bits, which the engine would cut short
+    FLOAT64 = "float64"  # the engine would round them
+    EMPTY = "empty"  # a tensor has no elements, or may have none
+    IN_PLACE = "in_place"  # the operator writes into an argument
+    DATA_DEPENDENT = "data_dependent"  # how large a result is depends on the values of its arguments
     NOT_A_TENSOR = "not_a_tensor"  # the node yields no tensor (SymInt arithmetic, None, ...)
     DISABLED = "disabled"  # the engine is switched off by HYBRID_ENGINES / HYBRID_DISABLE_ENGINES
     MISSING_DEPENDENCY = "missing_dependency"  # the engine cannot run in this installation

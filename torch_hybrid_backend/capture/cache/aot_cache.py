@@ -24,8 +24,8 @@ from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Node
 
-from torch_hybrid_backend.capture.cache.graph_json import NAMESPACES, NotTextError, graph_from_text, graph_to_text
 from torch_hybrid_backend.errors import CacheError
+from torch_hybrid_backend.graph.graph_json import NAMESPACES, NotTextError, graph_from_text, graph_to_text
 from torch_hybrid_backend.machine import float32_precision
 from torch_hybrid_backend.sources import sources_version
 from torch_hybrid_backend.store import Store

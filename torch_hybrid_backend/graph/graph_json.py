@@ -1,4 +1,4 @@
-"""A functional ATen graph as text, and back: what is kept of AOTAutograd's work between processes.
+"""A functional ATen graph as text, and back: for what is kept of AOTAutograd's work between processes, and for processes that build.
 
 Text (JSON), not a pickle: nothing that is read can run, and an operator is looked up by name in ATen, prims and torch.ao's operators on
 quantised tensors alone. What has no place in it

@@ -15,7 +15,7 @@ import torch.ao.quantization.fx._decomposed
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torch_hybrid_backend.capture.cache.graph_json import NotTextError, graph_from_text, graph_to_text
+from torch_hybrid_backend.graph.graph_json import NotTextError, graph_from_text, graph_to_text
 
 aten = torch.ops.aten
 _TABLE = torch.tensor([1.5, -math.inf, math.nan])
@@ -210,7 +210,7 @@ def test_operators_on_quantised_tensors_are_found_in_a_new_process(tmp_path) -> 
     (tmp_path / "graph.json").write_bytes(graph_to_text(torch.fx.GraphModule(torch.nn.Module(), graph)))
     program = (
         "import sys; from torch._subclasses.fake_tensor import FakeTensorMode\n"
-        "from torch_hybrid_backend.capture.cache.graph_json import graph_from_text\n"
+        "from torch_hybrid_backend.graph.graph_json import graph_from_text\n"
         "graph = graph_from_text(open(sys.argv[1], 'rb').read(), FakeTensorMode())\n"
         "import torch; print(graph(torch.tensor([0.2, 0.3, 9.0]))[0].tolist())"
     )

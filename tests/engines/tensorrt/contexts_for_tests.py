@@ -1,0 +1,125 @@
+"""An engine whose contexts record what they are told, and streams that are none: there is no GPU to run engines on."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from torch_hybrid_backend.core.region import Region
+from torch_hybrid_backend.engines.tensorrt.build import Layout, Request
+
+
+class FakeStream:
+    def __init__(self, number: int, log: list[tuple[object, ...]] | None = None, *, is_done: bool = True) -> None:
+        self.cuda_stream = number
+        self.calls: list[tuple[object, ...]] = [] if log is None else log
+        self.is_done = is_done
+
+    def wait_stream(self, stream: FakeStream) -> None:
+        self.calls.append(("wait_stream", self.cuda_stream, stream.cuda_stream))
+
+    def query(self) -> bool:
+        return self.is_done
+
+    def synchronize(self) -> None:
+        self.calls.append(("synchronize", self.cuda_stream))
+
+
+class FakeStreams:
+    def __init__(self, now: FakeStream, other: FakeStream | None = None) -> None:
+        self.now = now
+        self.other = other
+        self.capturing = False
+
+    def current(self) -> FakeStream:
+        return self.now
+
+    def side(self) -> FakeStream:
+        assert self.other is not None, "the caller's stream is no default one"
+        return self.other
+
+
+class FakeContext:
+    def __init__(self, engine: FakeEngine, log: list[tuple[object, ...]] | None) -> None:
+        self.calls: list[tuple[Any, ...]] = [] if log is None else log
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.addresses: dict[str, int] = {}
+        self._engine = engine
+
+    def _told(self, method: str, *told: object) -> bool:
+        self.calls.append((method, *told))
+        return self._engine.refuses != method
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        self.shapes[name] = shape
+        return self._told("set_input_shape", name, shape)
+
+    def set_tensor_address(self, name: str, address: int) -> bool:
+        self.addresses[name] = address
+        return self._told("set_tensor_address", name, address)
+
+    def set_device_memory(self, address: int, size_bytes: int) -> None:
+        self._told("set_device_memory", address, size_bytes)
+
+    def execute_async_v3(self, stream: int) -> bool:
+        self._engine.during()
+        went = self._told("execute_async_v3", stream)
+        if went:
+            self._engine.compute(self)
+        return went
+
+
+class FakeEngine:
+    """Records; `compute` is called with the context in each run, `during` before it."""
+
+    def __init__(
+        self,
+        scratch_bytes: int = 0,
+        log: list[tuple[object, ...]] | None = None,
+        compute: Callable[[FakeContext], None] = lambda context: None,
+    ) -> None:
+        self.scratch_bytes = scratch_bytes
+        self.contexts: list[FakeContext] = []
+        self.compute = compute
+        self.during: Callable[[], object] = lambda: None
+        self.refuses = ""
+        self.is_capturable = True
+        self._log = log
+
+    def context(self) -> FakeContext:
+        self.contexts.append(FakeContext(self, self._log))
+        return self.contexts[-1]
+
+    def can_be_captured(self, context: object, stream: int) -> bool:
+        return self.is_capturable
+
+
+def computing(region: Region) -> Callable[[FakeContext], None]:
+    """What an engine of the region would do, by PyTorch's operators, on the memory at the addresses that the context was told."""
+    request = Request.of(region, {})
+
+    def compute(context: FakeContext) -> None:
+        inputs: list[object] = []
+        for position, each in enumerate(request.inputs):
+            if isinstance(each, Layout):
+                name = f"input{request.engine_inputs.index(position)}"
+                inputs.append(_at(context.addresses[name], context.shapes[name], each))
+        with torch.no_grad():
+            results: Sequence[torch.Tensor] = region.graph_module(*inputs)
+        for number, (result, layout) in enumerate(zip(results, request.outputs, strict=True)):
+            in_memory = [result.shape[d] for d in layout.order]
+            _at(context.addresses[f"output{number}"], tuple(in_memory), layout).copy_(result)
+
+    return compute
+
+
+def _at(address: int, shape: tuple[int, ...], layout: Layout) -> torch.Tensor:
+    """The tensor at an address, whose dimensions lie there in the layout's order."""
+    dtype = layout.spec.torch_dtype
+    memory = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(address)
+    tensor = torch.frombuffer(memory, dtype=dtype).reshape(shape)
+    return tensor.permute([layout.order.index(d) for d in range(len(layout.order))])

@@ -1,0 +1,23 @@
+"""What torch_tensorrt asks of torch.cuda as it is imported, answered where there is no GPU: engines can be built without one, not run.
+
+Importing it answers. `build` is the builder for processes that build in tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+if not torch.cuda.is_available():
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    torch.cuda.current_device = lambda: 0
+    if not hasattr(torch._C, "_CudaDeviceProperties"):
+        torch._C._CudaDeviceProperties = type("_CudaDeviceProperties", (), {})
+
+
+def build(request: bytes, going_on: Callable[[float], bool]) -> bytes:
+    """The product's."""
+    from torch_hybrid_backend.engines.tensorrt.build import build as real
+
+    return real(request, going_on)

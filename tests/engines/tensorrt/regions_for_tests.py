@@ -1,0 +1,44 @@
+"""Functions as regions of the TensorRT engine, which serves the CPU here: what it builds is not run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tests.services_for_tests import services
+from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.region import Region
+from torch_hybrid_backend.engines.tensorrt.build import Engine, Request, build
+from torch_hybrid_backend.engines.tensorrt.engine import TensorRTEngine, ranges_of
+from torch_hybrid_backend.partition.regions import partition_graph
+from torch_hybrid_backend.services import Services
+
+BUILD = "tests.engines.tensorrt.no_gpu:build"
+
+
+def engine(given: Services | Path | None = None, **options: Any) -> TensorRTEngine:
+    """The engine for the CPU, which builds without a GPU and takes the machine for always the same."""
+    options = {"entry": BUILD, "machine": lambda device: "a GPU and its driver", **options}
+    made = TensorRTEngine(Config(), given if isinstance(given, Services) else services(given), **options)
+    made.devices = frozenset({"cpu"})
+    return made
+
+
+def region(function: Callable[..., Any], *inputs: torch.Tensor, dynamic: bool = False) -> Region:
+    """The one region that the engine takes of a function; `dynamic`: all sizes of the inputs but 1 are symbols."""
+    mode = "symbolic" if dynamic else "fake"
+    graph = make_fx(function, tracing_mode=mode, _allow_non_fake_inputs=True)(*inputs)
+    graph.graph.eliminate_dead_code()
+    cut = partition_graph(graph, [engine()], Config(min_region_nodes=1)).graph
+    (found,) = (segment.region for segment in cut.segments if segment.engine_hint == "tensorrt")
+    return found
+
+
+def built(made: Region, *, tf32: bool = False, constants: dict[int, torch.Tensor] | None = None) -> Engine:
+    """Its engine, built in this process."""
+    request = Request.of(made, ranges_of(made), tf32=tf32, constants=constants)
+    return Engine.from_bytes(build(request.to_bytes(), lambda done: True))

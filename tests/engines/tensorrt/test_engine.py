@@ -1,0 +1,236 @@
+"""The engine: regions to engines in processes that build, their keys, the cache, ranges, and the step that runs them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engines.tensorrt.contexts_for_tests import FakeEngine, FakeStream, FakeStreams, computing
+from tests.engines.tensorrt.regions_for_tests import engine, region
+from tests.services_for_tests import services
+from torch_hybrid_backend import session
+from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.deadline import Deadline
+from torch_hybrid_backend.core.device import Device
+from torch_hybrid_backend.core.region import Region
+from torch_hybrid_backend.core.verdict import Reason
+from torch_hybrid_backend.engines.tensorrt import engine as module
+from torch_hybrid_backend.engines.tensorrt.build import Request
+from torch_hybrid_backend.engines.tensorrt.engine import MAX_GROWTH, allows_tf32, engine_key, ranges_of
+from torch_hybrid_backend.errors import CompileError, DeadlineError
+
+pytestmark = pytest.mark.tensorrt
+
+F = torch.nn.functional
+
+
+def streams(device: object) -> FakeStreams:
+    return FakeStreams(FakeStream(7))
+
+
+def loading(*regions: Region, log: list[bytes] | None = None) -> Callable[..., FakeEngine]:
+    """Loads a fake engine for each of the regions in turn, and keeps the bytes."""
+    left = list(regions)
+
+    def load(plan: bytes, device: object) -> FakeEngine:
+        if log is not None:
+            log.append(plan)
+        return FakeEngine(1000, compute=computing(left.pop(0)))
+
+    return load
+
+
+def key(made: Region, machine: str = "a GPU", **options: Any) -> str:
+    return engine_key(made, Request.of(made, ranges_of(made), **options), machine)
+
+
+def test_a_region_is_built_in_a_process_and_run_by_a_step(tmp_path: Path) -> None:
+    """Its result is eager's, in memory that the plan laid out; the layers are there to read; what is built is kept."""
+    x, w = torch.randn(2, 3, 8), torch.randn(5, 8)
+    made = region(lambda x, w: (F.linear(x, w).relu().transpose(1, 2), x.transpose(0, 1) * 2), x, w)
+    plans: list[bytes] = []
+    (compiled,) = engine(tmp_path, load=loading(made, log=plans), streams=streams).compile([made], Deadline(120.0))
+    assert not isinstance(compiled, Exception), compiled
+    assert compiled.program is not None
+    assert len(compiled.program.steps) == 1
+    assert compiled.program.buffers[-1].shape == (1000 + 256,)
+    for _ in range(2):
+        inputs = [{"x_1": x, "w_1": w}[each.name] for each in made.inputs]
+        results = compiled(inputs)
+        expected = made.graph_module(*inputs)
+        for result, wanted in zip(results, expected, strict=True):
+            torch.testing.assert_close(result, wanted)
+            assert result.stride() == wanted.stride()
+    assert "Relu" in compiled.texts()[0].text
+    # A second process finds it: nothing is built, as nothing can be.
+    again = engine(tmp_path, load=loading(made, log=plans), streams=streams, entry="nowhere:build")
+    (compiled,) = again.compile([made], Deadline(120.0))
+    assert not isinstance(compiled, Exception), compiled
+    assert plans[0] == plans[1]
+
+
+def test_entries_that_are_cut_short_or_foreign_are_built_anew(tmp_path: Path) -> None:
+    """Whatever stands under the key, the engine that is loaded is whole."""
+    made = region(lambda x: x.relu() + 1, torch.ones(4, 4))
+    plans: list[bytes] = []
+
+    def compile_once() -> object:
+        given = services(tmp_path)
+        return engine(given, load=loading(made, log=plans), streams=streams).compile([made], Deadline(120.0))[0]
+
+    assert not isinstance(compile_once(), Exception)
+    store = services(tmp_path).store
+    name = key(made, "a GPU and its driver")
+    whole = store.get("tensorrt", name)
+    assert whole is not None
+    for wrong in (whole[: len(whole) // 2], b"something else"):
+        store.remove("tensorrt", name)
+        store.put("tensorrt", name, wrong)
+        assert not isinstance(compile_once(), Exception)
+        assert store.get("tensorrt", name) is not None
+        assert plans[-1] in (store.get("tensorrt", name) or b"")
+    (entry,) = (tmp_path / "tensorrt" / name).iterdir()
+    entry.write_bytes(whole[:100])  # what the store itself notices
+    assert not isinstance(compile_once(), Exception)
+    assert len(plans) == 4
+
+
+def test_an_engine_that_does_not_load_is_built_once_more_and_then_refused(tmp_path: Path) -> None:
+    """One of another TensorRT, say: the region's error says what TensorRT said."""
+    tried: list[bytes] = []
+
+    def load(plan: bytes, device: object) -> FakeEngine:
+        tried.append(plan)
+        raise CompileError("TensorRT does not load the engine: version mismatch")
+
+    made = region(lambda x: x.relu(), torch.ones(4, 4))
+    (error,) = engine(tmp_path, load=load, streams=streams).compile([made], Deadline(120.0))
+    assert isinstance(error, CompileError)
+    assert "version mismatch" in str(error)
+    assert len(tried) == 2
+
+
+def test_builds_end_with_the_deadline(tmp_path: Path) -> None:
+    """What is not built by then is given up: the other region's error is its own."""
+    regions = [region(lambda x: x.relu(), torch.ones(4, 4)), region(lambda x: x.exp(), torch.ones(4, 4))]
+    deadline = Deadline(0.2)
+    with deadline.running():
+        errors = engine(tmp_path, load=loading(*regions), streams=streams).compile(regions, deadline)
+    assert all(isinstance(error, DeadlineError) for error in errors), errors
+
+
+def test_keys_hold_arguments_wires_and_everything_around() -> None:
+    """torch_tensorrt's own cache would take some of these for one another."""
+    x, y = torch.ones(4, 4), torch.ones(4, 4)
+    functions: list[Callable[..., Any]] = [
+        lambda x, y: x - y * 2,
+        lambda x, y: x - y * 3,
+        lambda x, y: (x - y) * x,
+        lambda x, y: (x - y) * y,
+        lambda x, y: x.sum(0) - y.sum(0),
+        lambda x, y: x.sum(1) - y.sum(1),
+        lambda x, y: F.gelu(x) - y,
+        lambda x, y: F.gelu(x, approximate="tanh") - y,
+    ]
+    keys = {key(region(function, x, y)) for function in functions}
+    assert len(keys) == len(functions)
+    first = region(functions[0], x, y)
+    keys |= {
+        key(region(functions[0], x.half(), y.half())),
+        key(region(functions[0], x.t(), y)),
+        key(first, "another GPU"),
+    }
+    keys |= {key(first, tf32=True), key(first, constants={1: y}), key(first, constants={1: y * 2})}
+    keys.add(key(region(functions[0], x, y, dynamic=True)))
+    assert len(keys) == len(functions) + 7
+    assert key(first) == key(region(functions[0], torch.zeros(4, 4), y))  # names and values of inputs are no part of it
+
+
+def test_regions_that_differ_in_one_argument_or_wire_have_different_engines() -> None:
+    """Not by their keys alone."""
+    from tests.engines.tensorrt.regions_for_tests import built
+
+    x, y = torch.ones(4, 4), torch.ones(4, 4)
+    plans = {
+        built(region(function, x, y)).plan
+        for function in (lambda x, y: x - y * 2, lambda x, y: x - y * 3, lambda x, y: (x - y) * x, lambda x, y: (x - y) * y)
+    }
+    assert len(plans) == 4
+
+
+def test_ranges_come_from_what_is_known_of_a_size() -> None:
+    """From its least value to a stated multiple of its example."""
+    made = region(lambda x: x.relu().reshape(x.shape[0], -1), torch.ones(5, 6, 7), dynamic=True)
+    ranges = ranges_of(made)
+    assert sorted(r.typical for r in ranges.values()) == [5, 6, 7]
+    assert all(r.least in (1, 2) and r.most == MAX_GROWTH * 8 for r in ranges.values())
+    assert ranges_of(region(lambda x: x.relu(), torch.ones(3))) == {}
+
+
+def test_sizes_outside_the_range_are_pytorchs(tmp_path: Path) -> None:
+    """The engine is not asked; inside it one engine serves every size."""
+    made = region(lambda x: x.relu().transpose(0, 1) * 3, torch.ones(5, 6), dynamic=True)
+    fake = FakeEngine(compute=computing(made))
+    (compiled,) = engine(tmp_path, load=lambda plan, device: fake, streams=streams).compile([made], Deadline(120.0))
+    assert not isinstance(compiled, Exception), compiled
+    assert compiled.program is None
+    names = [each.name for each in made.inputs]
+
+    def call(rows: int, columns: int) -> torch.Tensor:
+        x = torch.randn(rows, columns)
+        values = {str(size): n for size, n in zip(made.inputs[names.index("x_1")].spec.shape, x.shape, strict=True)}  # type: ignore[union-attr]
+        inputs = [x if each.spec is not None else values[str(each.size)] for each in made.inputs]
+        (result,) = compiled(inputs)  # type: ignore[operator,arg-type]
+        torch.testing.assert_close(result, x.relu().t() * 3)
+        return result
+
+    for rows in (5, 3, 64):
+        call(rows, 6)
+    runs = sum(call_[0] == "execute_async_v3" for context in fake.contexts for call_ in context.calls)
+    assert runs == 3
+    call(65, 6)
+    call(1000, 1000)
+    assert sum(call_[0] == "execute_async_v3" for context in fake.contexts for call_ in context.calls) == runs
+
+
+def test_tf32_only_where_every_operator_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine has one flag for products and convolutions; PyTorch has one for each."""
+    x, w = torch.ones(1, 4, 8, 8), torch.ones(4, 4, 3, 3)
+    product = region(lambda x: x @ x, torch.ones(4, 4))
+    convolution = region(lambda x, w: F.conv2d(x, w), x, w)  # noqa: PLW0108 (tracing counts its arguments)
+    both = region(lambda x, w: F.conv2d(x, w).flatten(2) @ torch.ones(36, 2), x, w)
+    neither = region(lambda x: x.relu(), x)
+    for precisions, allowed in (
+        (("tf32", "tf32"), (True, True, True)),
+        (("ieee", "tf32"), (False, True, False)),
+        (("tf32", "none"), (True, False, False)),
+        (("ieee", "ieee"), (False, False, False)),
+    ):
+        monkeypatch.setattr(module, "float32_precision", lambda device, found=precisions: found)
+        assert tuple(map(allows_tf32, (product, convolution, both))) == allowed
+        assert not allows_tf32(neither)
+
+
+def test_regions_it_cannot_serve_are_refused_before_anything_is_built() -> None:
+    """Numbers that are tensors on the host, and sizes that no input tells."""
+    made = region(lambda x: x.relu(), torch.ones(3))
+    assert engine().accepts(made)
+    on_gpu = dataclasses.replace(made, device=Device("cuda", 0))
+    refused = engine().accepts(on_gpu)
+    assert not refused
+    assert refused.code is Reason.DEVICE
+
+
+def test_the_session_has_it_where_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no part of the default, and without a GPU it says so; nobody who did not ask is warned."""
+    made = dict(session.ENGINES)["tensorrt"](Config(), services())
+    assert not made.available()
+    named = dict(session.ENGINES)["tensorrt"](dataclasses.replace(Config(), engines=("tensorrt",)), services())
+    verdict = named.available()
+    assert verdict or verdict.code is Reason.NO_DEVICE
+    assert made.describe()[0][0] == "tensorrt"

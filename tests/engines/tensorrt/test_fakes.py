@@ -1,0 +1,34 @@
+"""Tensors for tracing anew: of the sizes and strides of a spec, on the host, with symbols that are nobody else's."""
+
+from __future__ import annotations
+
+import torch
+
+from torch_hybrid_backend.core.device import Device
+from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.engines.tensorrt.fakes import Fakes
+from torch_hybrid_backend.sizes.size import symbol
+
+
+def test_tensors_of_a_spec() -> None:
+    """Equal symbols are equal sizes, and different ones are not, whatever their examples; the CPU stands for any device."""
+    a, b = symbol("a", 8), symbol("b", 8)
+    fakes = Fakes({"b": 8})
+    x = fakes.tensor(TensorSpec((a, b, 3), "float16", (b * 3, 3, 1), Device("cuda", 1)))
+    assert x.device.type == "cpu"
+    assert x.dtype is torch.float16
+    y = fakes.tensor(TensorSpec((a * 2, b), "float32", (1, a * 2), Device("cpu")))
+    assert not fakes.assumed()
+    assert x.shape[0] * 2 == y.shape[0]
+    assert y.stride(1) == y.shape[0]
+    assert not fakes.assumed()
+    assert fakes.size(7) == 7
+    assert bool(x.shape[0] == x.shape[1])
+    assert fakes.assumed()
+
+
+def test_a_size_whose_example_is_1_stays_unknown() -> None:
+    """PyTorch would take 0 and 1 for numbers."""
+    fakes = Fakes()
+    x = fakes.tensor(TensorSpec((symbol("n", 1), 4), "float32", (4, 1), Device("cpu")))
+    assert not isinstance(x.shape[0], int)

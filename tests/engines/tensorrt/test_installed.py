@@ -1,0 +1,113 @@
+"""What is told of TensorRT where it is not imported: each way of being installed wrongly is one sentence that says what to install."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from torch_hybrid_backend.core.verdict import Reason, Refused
+from torch_hybrid_backend.engines.tensorrt import installed
+from torch_hybrid_backend.engines.tensorrt.installed import NO_GPU, Installation, described, installation
+
+_RTX = {"torch-tensorrt-rtx": "2.13.0", "tensorrt_rtx_cu13": "1.5.0.114", "torch": "2.13.0+cpu", "dllist": "2.0.0"}
+_NEEDS = ["torch<2.14.0,>=2.13.0", "tensorrt_rtx<1.6.0.0,>=1.5.0.114", "dllist", "executorch>=1.3; extra == 'all'"]
+
+
+@pytest.fixture
+def installs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Make the installation one of these distributions, by version, whose library is there or not."""
+
+    def install(versions: Mapping[str, str], *, has_library: bool = True, has_module: bool = True) -> None:
+        def version(name: str) -> str:
+            if name not in versions:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return versions[name]
+
+        def find_spec(name: str) -> SimpleNamespace | None:
+            return SimpleNamespace(submodule_search_locations=[str(tmp_path)]) if has_module else None
+
+        if has_library:
+            for flavour in installed.FLAVOURS:
+                (tmp_path / f"lib{flavour.library}.so.1").touch()
+        monkeypatch.setattr(importlib.metadata, "version", version)
+        monkeypatch.setattr(importlib.metadata, "requires", lambda name: _NEEDS)
+        monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+        monkeypatch.setattr(installed, "find_library", lambda name: None)
+
+    return install
+
+
+def _why() -> str:
+    found = installation()
+    assert isinstance(found, Refused)
+    assert found.code is Reason.MISSING_DEPENDENCY
+    return found.why
+
+
+def test_a_whole_installation(installs) -> None:
+    """Distribution, TensorRT's flavour and both versions; the distribution of one version of CUDA stands for TensorRT's own."""
+    installs(_RTX)
+    found = installation()
+    assert found == Installation(installed.FLAVOURS[1], "2.13.0", "1.5.0.114")
+    assert found.release == "2.13"
+    assert described()[0] == ("tensorrt", "TensorRT-RTX 1.5.0.114, torch-tensorrt-rtx 2.13.0")
+    assert described()[1:] == (("GPU", "none"),)
+    assert described(["H200"])[1:] == (("GPU", "H200"),)
+    installs(
+        {
+            "torch-tensorrt": "2.13.0",
+            "tensorrt": "10.14.1",
+            "torch": "2.13.0",
+            "dllist": "2.0.0",
+            "tensorrt_rtx": "1.5.1",
+        }
+    )
+    assert str(installation()) == "TensorRT 10.14.1, torch-tensorrt 2.13.0"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"torch-tensorrt-rtx": ""}, "pip install torch-tensorrt, or torch-tensorrt-rtx"),
+        ({"torch-tensorrt": "2.13.0"}, "torch-tensorrt and torch-tensorrt-rtx are both installed"),
+        ({"torch-tensorrt-rtx": "2.10.1"}, "must be one of 2.11, 2.12, 2.13, 2.14"),
+        ({"torch": "2.12.1"}, "pip install 'torch<2.14.0,>=2.13.0'"),
+        ({"tensorrt_rtx_cu13": "1.4.0.76"}, "pip install 'tensorrt_rtx<1.6.0.0,>=1.5.0.114'"),
+        ({"tensorrt_rtx_cu13": "", "dllist": ""}, "pip install 'tensorrt_rtx<1.6.0.0,>=1.5.0.114' 'dllist'"),
+    ],
+)
+def test_what_is_missing_or_does_not_fit(installs, change: dict[str, str], says: str) -> None:
+    """One sentence each, with what to install; what an extra needs is not missed."""
+    installs({name: version for name, version in {**_RTX, **change}.items() if version})
+    assert says in _why()
+    assert described()[0][1] == _why()
+
+
+def test_a_stub_without_libraries(installs) -> None:
+    """TensorRT's distributions on PyPI may be stubs: the bindings are there, what they load is not."""
+    installs(_RTX, has_library=False)
+    assert "without its library libtensorrt_rtx" in _why()
+    installs(_RTX, has_module=False)
+    assert "pip install tensorrt_rtx" in _why()
+    assert NO_GPU.code is Reason.NO_DEVICE
+
+
+def test_nothing_of_it_is_imported() -> None:
+    """Neither by asking what is installed, nor by compiling for the CPU."""
+    program = """
+import sys, torch
+from torch_hybrid_backend.engines.tensorrt.installed import described
+from torch_hybrid_backend.backend import hybrid
+described()
+torch.compile(torch.nn.ReLU(), backend=hybrid, options={"engines": "eager"})(torch.ones(2))
+wrong = [name for name in sys.modules if name.split(".")[0] in ("tensorrt", "tensorrt_rtx", "torch_tensorrt")]
+assert not wrong + [name for name in sys.modules if name.endswith("tensorrt.engine")], wrong
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -1,0 +1,155 @@
+"""Engines in calls: what contexts are told, on which streams, and how many there are. No GPU is here: contexts record, streams are made up."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from tests.engines.tensorrt.contexts_for_tests import FakeEngine, FakeStream, FakeStreams
+from torch_hybrid_backend.engines.tensorrt.runtime import SCRATCH_ALIGNMENT, EngineRunner, scratch_buffer_bytes
+from torch_hybrid_backend.errors import HybridError
+
+IN, OUT = [("input0", (0, 1))], [("output0", (0, 1))]
+
+
+def runner(engine: FakeEngine, streams: FakeStreams, **options: object) -> EngineRunner:
+    return EngineRunner(engine, IN, OUT, streams, **options)  # type: ignore[arg-type]
+
+
+def test_a_call_sets_shapes_and_addresses_and_enqueues_on_the_callers_stream() -> None:
+    """In this order, on that stream, and nothing else: no wait, no event, no copy."""
+    engine, streams = FakeEngine(scratch_bytes=100), FakeStreams(FakeStream(7))
+    run = runner(engine, streams)
+    x, y, scratch = torch.ones(2, 3), torch.empty(2, 3), torch.empty(scratch_buffer_bytes(100), dtype=torch.uint8)
+    run([x, y, scratch])
+    (context,) = engine.contexts
+    aligned = -(-scratch.data_ptr() // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
+    assert context.calls == [
+        ("set_input_shape", "input0", (2, 3)),
+        ("set_tensor_address", "input0", x.data_ptr()),
+        ("set_tensor_address", "output0", y.data_ptr()),
+        ("set_device_memory", aligned, 100),
+        ("execute_async_v3", 7),
+    ]
+    assert aligned + 100 <= scratch.data_ptr() + scratch.nbytes
+    assert not streams.now.calls
+
+
+def test_shapes_are_set_where_they_changed_and_addresses_always() -> None:
+    """Setting a shape makes TensorRT work out all the others."""
+    engine, streams = FakeEngine(), FakeStreams(FakeStream(7))
+    run = runner(engine, streams)
+    for rows in (2, 2, 4, 2):
+        run([torch.ones(rows, 3), torch.empty(rows, 3)])
+    (context,) = engine.contexts
+    assert [call[2][0] for call in context.calls if call[0] == "set_input_shape"] == [2, 4, 2]
+    assert sum(call[0] == "set_tensor_address" for call in context.calls) == 8
+
+
+def test_dimensions_are_told_as_they_lie_in_memory() -> None:
+    """A tensor of another order goes in by its address: nothing is made contiguous."""
+    engine, streams = FakeEngine(), FakeStreams(FakeStream(7))
+    x = torch.ones(2, 16, 8, 4).to(memory_format=torch.channels_last)
+    run = EngineRunner(engine, [("input0", (0, 2, 3, 1))], OUT, streams)
+    run([x, torch.empty(2, 3)])
+    assert engine.contexts[0].calls[:2] == [
+        ("set_input_shape", "input0", (2, 8, 4, 16)),
+        ("set_tensor_address", "input0", x.data_ptr()),
+    ]
+
+
+def test_the_default_stream_is_left_to_others() -> None:
+    """On it TensorRT would wait for the whole device: its work goes to a side stream, between two events."""
+    log: list[tuple[object, ...]] = []
+    default, side = FakeStream(0, log), FakeStream(5, log)
+    engine = FakeEngine(log=log)
+    runner(engine, FakeStreams(default, side))([torch.ones(2, 3), torch.empty(2, 3)])
+    assert [call for call in log if call[0] in ("wait_stream", "execute_async_v3")] == [
+        ("wait_stream", 5, 0),
+        ("execute_async_v3", 5),
+        ("wait_stream", 0, 5),
+    ]
+
+
+def test_every_thread_and_stream_has_a_context_of_its_own() -> None:
+    """A context is no two threads' at once, and its work on one stream knows nothing of that on another."""
+    engine = FakeEngine()
+    streams = FakeStreams(FakeStream(7))
+    run = runner(engine, streams)
+    inside = threading.Barrier(4)
+    engine.during = lambda: inside.wait(10)
+
+    def work() -> None:
+        run([torch.ones(2, 3), torch.empty(2, 3)])
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(engine.contexts) == 4
+    assert all(sum(call[0] == "execute_async_v3" for call in context.calls) == 1 for context in engine.contexts)
+    engine.during = lambda: None
+    run([torch.ones(2, 3), torch.empty(2, 3)])
+    streams.now = FakeStream(8)
+    run([torch.ones(2, 3), torch.empty(2, 3)])
+    assert len({id(context) for context in engine.contexts}) == 6
+
+
+def test_contexts_are_bounded() -> None:
+    """Of those that are kept the one unused longest goes, when its stream has done its work; only where none has is one waited for."""
+    engine = FakeEngine()
+    log: list[tuple[object, ...]] = []
+    made = [FakeStream(number, log, is_done=number != 1) for number in range(1, 5)]
+    streams = FakeStreams(made[0])
+    run = runner(engine, streams, max_contexts=2)
+    tensors = [torch.ones(2, 3), torch.empty(2, 3)]
+    for stream in made[:3]:
+        streams.now = stream
+        run(tensors)
+    assert len(run._contexts) == 2
+    streams.now = made[0]
+    run(tensors)  # its context stayed: the work on it was not done
+    assert len(engine.contexts) == 3
+    assert not [call for call in log if call[0] == "synchronize"]
+    for stream in made:
+        stream.is_done = False
+    streams.now = made[3]
+    run(tensors)
+    assert [call for call in log if call[0] == "synchronize"] == [("synchronize", 3)]
+
+
+def test_what_tensorrt_refuses_is_an_error_of_ours() -> None:
+    """A shape outside the range, an address, a run that fails: each says so, and the next call works."""
+    tensors = [torch.ones(2, 3), torch.empty(2, 3)]
+    engine = FakeEngine()
+    run = runner(engine, FakeStreams(FakeStream(7)))
+    for method, says in (
+        ("set_input_shape", "was not built for input0 of shape"),
+        ("set_tensor_address", "the address of input0"),
+        ("execute_async_v3", "could not run"),
+    ):
+        engine.refuses = method
+        with pytest.raises(HybridError, match=says):
+            run([torch.ones(3 + len(engine.contexts[0].calls) if engine.contexts else 3, 3), torch.empty(2, 3)])
+        engine.refuses = ""
+        run(tensors)
+        assert engine.contexts[0].calls[-1] == ("execute_async_v3", 7)
+    assert len(engine.contexts) == 1
+
+
+def test_captures_that_cannot_hold_it_are_refused() -> None:
+    """TensorRT-RTX compiles in calls, which no graph can hold: it says so, and nothing is enqueued."""
+    engine, streams = FakeEngine(), FakeStreams(FakeStream(7))
+    run = runner(engine, streams)
+    tensors = [torch.ones(2, 3), torch.empty(2, 3)]
+    streams.capturing = True
+    run(tensors)
+    engine.is_capturable = False
+    with pytest.raises(HybridError, match="cannot be captured into a CUDA graph"):
+        run(tensors)
+    streams.capturing = False
+    run(tensors)
+    assert sum(call[0] == "execute_async_v3" for call in engine.contexts[0].calls) == 2

@@ -1,0 +1,428 @@
+"""The one module that imports TensorRT and torch_tensorrt: their lowering, their registry of converters, networks, engines, contexts.
+
+What differs between releases of torch_tensorrt is in `_SETTINGS`, as data; the rest is what 2.11, 2.13 and 2.14 have in common, read in their
+sources (github.com/pytorch/TensorRT). Their partitioner, run-time and engine cache are not used: the cache unpickles, and its key leaves out
+the arguments of operators.
+
+Importing it takes seconds, and needs a GPU: torch_tensorrt asks for the capability of one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch_tensorrt import __version__ as release
+from torch_tensorrt import logging as their_logging
+from torch_tensorrt._enums import dtype as trt_dtype
+from torch_tensorrt._Input import Input
+from torch_tensorrt.dynamo._settings import CompilationSettings
+from torch_tensorrt.dynamo.conversion import DYNAMO_CONVERTERS
+from torch_tensorrt.dynamo.conversion._ConverterRegistry import DYNAMO_ATEN_CONVERTERS, node_has_dynamic_shapes
+from torch_tensorrt.dynamo.conversion._TRTInterpreter import TRT_LOGGER, TRTInterpreter, trt  # trt: TensorRT or RTX
+from torch_tensorrt.dynamo.lowering import get_decompositions, post_lowering
+
+from torch_hybrid_backend.engines.tensorrt.fakes import Fakes
+from torch_hybrid_backend.errors import CompileError
+
+_log = logging.getLogger(__name__)
+
+GoingOn = Callable[[float], bool]
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Their code logs through the root logger, which gives that a handler, and warns. Neither is the user's."""
+    root = logging.getLogger()
+    handlers = list(root.handlers)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        root.handlers[:] = handlers
+
+
+# Importing them hands every warning of the process to Python's logging.
+logging.captureWarnings(False)
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------------------------
+
+# What is set where a release has a setting of this name. Left at their defaults, some change results: `attn_bias_is_causal` takes every
+# bias of attention for a causal mask. Releases before 2.12 ask for strong typing; those after always do it.
+_SETTINGS: dict[str, object] = {
+    "min_block_size": 1,
+    "truncate_double": False,
+    "use_explicit_typing": True,  # until 2.11
+    "use_fp32_acc": False,
+    "attn_bias_is_causal": False,
+    "decompose_attention": True,
+    "immutable_weights": True,
+    "cache_built_engines": False,
+    "reuse_cached_engines": False,
+    "offload_module_to_cpu": False,
+    "enable_autocast": False,
+    "use_complex_decomposition": False,  # from 2.14
+}
+
+
+def _settings(tf32: bool) -> CompilationSettings:
+    known = {field.name for field in dataclasses.fields(CompilationSettings)}
+    chosen = {name: value for name, value in _SETTINGS.items() if name in known}
+    return CompilationSettings(**chosen, disable_tf32=not tf32)
+
+
+@functools.cache
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    # They have no converter for this one, which decompositions of PyTorch's yield, and our own casts are.
+    own = {
+        torch.ops.prims.convert_element_type.default: lambda x, dtype: torch.ops.aten._to_copy.default(x, dtype=dtype)
+    }
+    return {**get_decompositions(False, decompose_attention=True), **own}
+
+
+# --- lowering ---------------------------------------------------------------------------------------------------------------------------
+
+
+def lowered(graph_module: torch.fx.GraphModule, fakes: Fakes, inputs: Sequence[object]) -> torch.fx.GraphModule:
+    """A graph in the operators that converters exist for, with metadata. `inputs`: a value for each placeholder; those that are tensors of
+    `fakes` are the inputs of the result, in this order, and its sizes are read from them. Raises what tracing raises, CompileError where that
+    decided something by an example of a size."""
+    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+
+    def run(*given: torch.Tensor) -> Any:
+        left = iter(given)
+        return torch.fx.Interpreter(graph_module).run(
+            *(next(left) if isinstance(value, torch.Tensor) else value for value in inputs)
+        )
+
+    with _silent():
+        with fakes.mode:
+            traced = make_fx(run, decomposition_table=_decompositions(), _allow_non_fake_inputs=True)(*tensors)
+        result: torch.fx.GraphModule = post_lowering(traced, _settings(tf32=False))
+    assumed = fakes.assumed()
+    if assumed:
+        raise CompileError(f"TensorRT's lowering holds only for sizes with {', '.join(assumed)}")
+    return result
+
+
+# --- capability -------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Converters:
+    """What the registry has for one node. `known`: how many converters its operator has; `refusing`: the names of the validators that
+    refuse this node; `static_only`: whether what is left takes no sizes known only at run time; `allocates`: whether the one that is chosen
+    tells the size of its result only when it has run."""
+
+    known: int
+    refusing: tuple[str, ...] = ()
+    static_only: bool = False
+    allocates: bool = False
+
+    @property
+    def found(self) -> bool:
+        return self.known > len(self.refusing) and not self.static_only
+
+
+def converters_of(node: torch.fx.Node) -> Converters:
+    """The same walk as the registry's own, which tells no reason. `node` is of a lowered graph."""
+    settings = _settings(tf32=False)
+    DYNAMO_CONVERTERS.set_compilation_settings(
+        settings
+    )  # of the whole process: whoever asked before may have set others
+    candidates = DYNAMO_ATEN_CONVERTERS.get(node.target, ())
+    willing = [each for each in candidates if each.capability_validator(node, settings)]
+    refusing = tuple(_validator(each.capability_validator) for each in candidates if each not in willing)
+    dynamic = [each for each in willing if each.supports_dynamic_shapes] if node_has_dynamic_shapes(node) else willing
+    return Converters(
+        len(candidates),
+        refusing,
+        bool(willing and not dynamic),
+        any(each.requires_output_allocator for each in dynamic[:1]),
+    )
+
+
+def _validator(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__name__", function))
+
+
+# --- building ---------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkInput:
+    """An input of an engine: a tensor of `shape` (-1: known only at run time), whose dimensions lie in memory in this `order`, outermost
+    first. `least`, `typical`, `most`: the range of shapes."""
+
+    name: str
+    dtype: torch.dtype
+    order: tuple[int, ...]
+    shape: tuple[int, ...]
+    least: tuple[int, ...]
+    typical: tuple[int, ...]
+    most: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkOutput:
+    """An output of an engine, likewise."""
+
+    name: str
+    dtype: torch.dtype
+    order: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def build_engine(
+    module: torch.fx.GraphModule,
+    inputs: Sequence[NetworkInput],
+    outputs: Sequence[NetworkOutput],
+    *,
+    tf32: bool,
+    going_on: GoingOn,
+) -> tuple[bytes, tuple[str, ...]]:
+    """A serialised engine of a lowered graph, and its layers as TensorRT lists them, fused as they are: "gemm: name".
+
+    `going_on` is told how far the build is, from 0 to 1, and says whether to go on. Raises CompileError where it said no, where a converter
+    fails, where the network would not be exact, and where TensorRT fails.
+    """
+    with _silent(), _logged() as log:
+        interpreter = _Interpreter(module, inputs, outputs, _settings(tf32), going_on)
+        try:
+            interpreter._construct_trt_network_def()
+        except CompileError:
+            raise
+        except Exception as error:  # a converter may fail in any way
+            node = interpreter._cur_node
+            raise CompileError(
+                f"the converter of {None if node is None else node.target} failed: {type(error).__name__}: {error}"
+            ) from error
+        _check_exact(interpreter.ctx.net)
+        config = interpreter._populate_trt_builder_config()
+        config.progress_monitor = monitor = _Monitor(going_on)
+        config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+        plan = interpreter.builder.build_serialized_network(interpreter.ctx.net, config)
+    if monitor.cancelled:
+        raise CompileError("the build of a TensorRT engine was cancelled")
+    if plan is None:
+        raise CompileError(f"TensorRT could not build an engine: {'; '.join(log.errors[-3:]) or 'it says no reason'}")
+    return bytes(plan), tuple(log.layers)
+
+
+class _Interpreter(TRTInterpreter):  # type: ignore[misc]
+    """Runs a lowered graph through converters. Inputs and outputs are ours: their order in memory, ranges, names and types."""
+
+    def __init__(
+        self,
+        module: torch.fx.GraphModule,
+        inputs: Sequence[NetworkInput],
+        outputs: Sequence[NetworkOutput],
+        settings: CompilationSettings,
+        going_on: GoingOn,
+    ) -> None:
+        ranged = [each for each in inputs if each.least != each.most]
+        # Its own constructor wants to know only whether there is a range.
+        spec = [Input(min_shape=(1,), opt_shape=(2,), max_shape=(2,), dtype=torch.float32)] if ranged else []
+        super().__init__(module, spec, compilation_settings=settings)
+        self._inputs = iter(inputs)
+        self._outputs = outputs
+        self._going_on = going_on
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        if not self._going_on(0.0):
+            raise CompileError("the build of a TensorRT engine was cancelled")
+        return super().run_node(n)
+
+    def placeholder(self, target: str, args: Any, kwargs: Any) -> Any:
+        given = next(self._inputs)
+        shape, least, typical, most = (
+            [sizes[d] for d in given.order] for sizes in (given.shape, given.least, given.typical, given.most)
+        )
+        tensor = self.ctx.net.add_input(given.name, trt_dtype._from(given.dtype).to(trt.DataType), shape)
+        if self.optimization_profiles and least != most:
+            self.optimization_profiles[0].set_shape(given.name, least, typical, most)
+        inverse = tuple(given.order.index(d) for d in range(len(given.order)))
+        return self._reordered(tensor, inverse, given.name)
+
+    def output(self, target: str, args: Any, kwargs: Any) -> None:
+        aliased = getattr(self.ctx, "aliased_outputs", ())
+        if aliased:  # from 2.14: caches of keys and values are updated where they lie
+            raise CompileError("the engine would write into its inputs")
+        seen: set[int] = {id(self.ctx.net.get_input(i)) for i in range(self.ctx.net.num_inputs)}
+        names = {self.ctx.net.get_input(i).name for i in range(self.ctx.net.num_inputs)}
+        for value, wanted in zip(args[0], self._outputs, strict=True):
+            if not isinstance(value, trt.ITensor):
+                raise CompileError(f"the output {wanted.name} is no tensor of the network")
+            tensor = self._typed(value, wanted)
+            if tuple(tensor.shape) != wanted.shape and -1 not in (*tensor.shape, *wanted.shape):
+                raise CompileError(
+                    f"a converter makes {wanted.name} of shape {tuple(tensor.shape)}, not {wanted.shape}"
+                )
+            tensor = self._reordered(tensor, wanted.order, wanted.name)
+            if id(tensor) in seen or tensor.name in names:
+                tensor = self.ctx.net.add_identity(tensor).get_output(0)
+            seen.add(id(tensor))
+            names.add(wanted.name)
+            tensor.name = wanted.name
+            self.ctx.net.mark_output(tensor)
+
+    def _typed(self, tensor: Any, wanted: NetworkOutput) -> Any:
+        dtype = trt_dtype._from(wanted.dtype).to(trt.DataType)
+        if tensor.dtype == dtype:
+            return tensor
+        if (tensor.dtype, dtype) not in _WIDENING:
+            raise CompileError(f"a converter computes {wanted.name} in {tensor.dtype}, not in {dtype}")
+        return self.ctx.net.add_cast(tensor, dtype).get_output(0)
+
+    def _reordered(self, tensor: Any, order: tuple[int, ...], name: str) -> Any:
+        if order == tuple(range(len(order))):
+            return tensor
+        layer = self.ctx.net.add_shuffle(tensor)
+        layer.first_transpose = trt.Permutation(order)
+        layer.name = f"{name} in memory"
+        return layer.get_output(0)
+
+
+# Conversions that lose nothing: indices that converters compute in 32 bits, truth values in either.
+_WIDENING = {
+    (trt.int32, trt.int64),
+    (trt.bool, trt.int32),
+    (trt.bool, trt.int64),
+}
+
+
+def _check_exact(network: Any) -> None:
+    """Raises CompileError where whole numbers are cut to 32 bits for anything but an index: an index that fits a tensor fits those."""
+    layers = [network.get_layer(number) for number in range(network.num_layers)]
+    cut = {layer.get_output(0).name: layer.name for layer in layers if _cuts(layer)}
+    for layer in layers:
+        for position in range(layer.num_inputs):
+            tensor = layer.get_input(position)
+            is_index = layer.type == trt.LayerType.GATHER and position == 1
+            if tensor is not None and tensor.name in cut and not is_index:
+                raise CompileError(f"the layer {cut[tensor.name]!r} cuts whole numbers to 32 bits")
+
+
+def _cuts(layer: Any) -> bool:
+    if layer.type not in _CASTS:
+        return False
+    before, after = layer.get_input(0), layer.get_output(0)
+    is_size = before.is_shape_tensor or after.is_shape_tensor
+    return bool((before.dtype, after.dtype) == (trt.int64, trt.int32)) and not is_size
+
+
+_CASTS = (trt.LayerType.CAST, trt.LayerType.IDENTITY)
+
+
+class _Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+    """Tells how far the outermost phase is, and cancels."""
+
+    def __init__(self, going_on: GoingOn) -> None:
+        trt.IProgressMonitor.__init__(self)
+        self._going_on = going_on
+        self._steps: dict[str, int] = {}
+        self.cancelled = False
+
+    def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
+        if not parent_phase:
+            self._steps[phase_name] = max(1, num_steps)
+
+    def phase_finish(self, phase_name: str) -> None:
+        self._steps.pop(phase_name, None)
+
+    def step_complete(self, phase_name: str, step: int) -> bool:
+        done = step / self._steps[phase_name] if phase_name in self._steps else 0.0
+        try:
+            self.cancelled = self.cancelled or not self._going_on(done)
+        except BaseException:  # Ctrl-C too: nothing may be raised through TensorRT's C++
+            self.cancelled = True
+        return not self.cancelled
+
+
+# --- log --------------------------------------------------------------------------------------------------------------------------------
+
+_LAYER = re.compile(r"^Name: (.*?), LayerType: (\w+),", re.MULTILINE)
+
+
+class _Log(logging.Handler):
+    """What TensorRT says, as ours. Without a GPU its log is also the only place that tells the layers of an engine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers: list[str] = []
+        self.errors: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if record.levelno >= logging.ERROR:
+            self.errors.append(message)
+        if message.startswith("Layers:"):
+            self.layers += [f"{kind}: {name}" for name, kind in _LAYER.findall(message)]
+        # What an error means for the user is in the refusal.
+        _log.log(min(record.levelno, logging.INFO), "TensorRT: %s", message)
+
+
+@contextlib.contextmanager
+def _logged() -> Iterator[_Log]:
+    """TensorRT's log while something is built. It has one for a process, which torch_tensorrt hands to Python's logging."""
+    theirs, log = their_logging._LOGGER, _Log()
+    level, propagates = theirs.level, theirs.propagate
+    theirs.addHandler(log)
+    theirs.setLevel(logging.DEBUG)
+    theirs.propagate = False
+    try:
+        yield log
+    finally:
+        theirs.removeHandler(log)
+        theirs.setLevel(level)
+        theirs.propagate = propagates
+
+
+def versions() -> str:
+    """TensorRT's version and torch_tensorrt's, as they are loaded."""
+    return f"{trt.__name__} {trt.__version__}, torch_tensorrt {release}"
+
+
+# --- running ----------------------------------------------------------------------------------------------------------------------------
+
+
+class Loaded:
+    """An engine on the current device: a `runtime.LoadedEngine`. Raises CompileError for one that this TensorRT or GPU does not take."""
+
+    def __init__(self, plan: bytes) -> None:
+        with _logged() as log:
+            self._runtime = trt.Runtime(TRT_LOGGER)
+            self._engine = self._runtime.deserialize_cuda_engine(plan)
+        if self._engine is None:
+            raise CompileError(
+                f"TensorRT does not load the engine: {'; '.join(log.errors[-3:]) or 'it says no reason'}"
+            )
+
+    @property
+    def scratch_bytes(self) -> int:
+        size = getattr(self._engine, "device_memory_size_v2", None)  # the first name overflows, and is deprecated
+        return int(self._engine.device_memory_size if size is None else size)
+
+    def context(self) -> Any:
+        made = self._engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        if made is None:
+            raise CompileError("TensorRT makes no context for an engine: there may be no memory for it")
+        return made
+
+    def can_be_captured(self, context: Any, stream: int) -> bool:
+        asked = getattr(context, "is_stream_capturable", None)  # TensorRT-RTX compiles in a call, TensorRT does not
+        return True if asked is None else bool(asked(stream))

@@ -1,0 +1,60 @@
+"""Tensors without data for tracing a graph anew, apart from the user's program: on the host, with size symbols of their own.
+
+    fakes = Fakes()
+    x = fakes.tensor(TensorSpec((symbol("s0"), 4), "float32", (4, 1), Device("cuda")))      # on the CPU, 4 columns, any number of rows
+    with fakes.mode: ...                                                                # trace
+    fakes.assumed()                                                                     # what tracing took for granted of sizes
+
+What tracing decides by a size's example value would be a guard of the user's graph; here it is found out and can be refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.sizes.size import Dim, evaluate, symbols
+
+
+class Fakes:
+    """A fake mode, and the sizes it knows by the names of their symbols. `examples`: values of these; a symbol's own hint elsewhere."""
+
+    def __init__(self, examples: Mapping[str, int] = MappingProxyType({})) -> None:
+        self._examples = examples
+        self._environment = ShapeEnv(duck_shape=False)
+        self.mode = FakeTensorMode(shape_env=self._environment, allow_non_fake_inputs=True)
+        self._sizes: dict[str, torch.SymInt] = {}
+
+    def size(self, size: Dim) -> int | torch.SymInt:
+        """A size as tracing computes with it."""
+        if isinstance(size, int):
+            return size
+        for each in symbols([size]):
+            if each.name not in self._sizes:
+                # 0 and 1 would be taken for numbers.
+                self._sizes[each.name] = self._symbol(each.name, max(2, self._examples.get(each.name, each.hint)))
+        return evaluate(size, self._sizes)  # type: ignore[arg-type]
+
+    def tensor(self, spec: TensorSpec) -> torch.Tensor:
+        """A tensor of these sizes and strides, on the CPU wherever the spec's device is."""
+        shape, strides = ([self.size(n) for n in sizes] for sizes in (spec.shape, spec.strides))
+        with self.mode:
+            return torch.empty_strided(shape, strides, dtype=spec.torch_dtype, device="cpu")
+
+    def assumed(self) -> list[str]:
+        """What tracing took for granted of sizes that it knows by example only, as texts."""
+        replaced = [f"{old} = {new}" for old, new in self._environment.replacements.items()]
+        return replaced + [str(guard.expr) for guard in self._environment.guards]
+
+    def _symbol(self, name: str, hint: int) -> torch.SymInt:
+        source = ConstantSource(name)
+        made = self._environment.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+        size = self._environment.create_symintnode(made, hint=hint, source=source)
+        assert isinstance(size, torch.SymInt)
+        return size
