@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import onnx
@@ -23,7 +22,7 @@ def prepare(model: nn.Module, inputs: tuple[torch.Tensor, ...], setting: Setting
     the graph as optimised."""
     if setting.is_bf16:
         raise NotImplementedError("ONNX Runtime's CPU provider has no kernels in bfloat16")
-    exported = export(model, inputs, setting.scratch)
+    exported = export(model, inputs, setting)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = setting.threads
     options.inter_op_num_threads = 1
@@ -36,17 +35,16 @@ def prepare(model: nn.Module, inputs: tuple[torch.Tensor, ...], setting: Setting
     def call() -> list[torch.Tensor]:
         return [torch.from_numpy(value) for value in session.run(None, feed)]
 
-    def report() -> dict[str, object]:
-        return {} if setting.precision == FLOAT32 else {"executed": _executed(optimised)}
-
-    return Prepared(call, report)
+    return Prepared(call, lambda: {} if setting.precision == FLOAT32 else {"executed": _executed(optimised)})
 
 
-def export(model: nn.Module, inputs: tuple[torch.Tensor, ...], folder: Path) -> str:
-    """The path of an ONNX file (weights in a file beside it) whose inputs are called as `forward` calls them."""
-    path = str(folder / "model.onnx")
+def export(model: nn.Module, inputs: tuple[torch.Tensor, ...], setting: Setting) -> str:
+    """The path of an ONNX file. Weights are in a file beside it; but what is quantised must be one file, of 2 GB at most: the quantiser moves
+    it away from a second one."""
+    path = str(setting.scratch / "model.onnx")
+    apart = not setting.is_int8
     names = _names(inputs)
-    torch.onnx.export(model, inputs, path, dynamo=True, external_data=True, verbose=False, input_names=names)
+    torch.onnx.export(model, inputs, path, dynamo=True, external_data=apart, verbose=False, input_names=names)
     return path
 
 
@@ -69,7 +67,7 @@ def _quantised(exported: str, setting: Setting) -> str:
         from onnxruntime.quantization.shape_inference import quant_pre_process
 
         prepared = str(setting.scratch / "prepared.onnx")
-        quant_pre_process(onnx.load(exported), prepared, skip_symbolic_shape=True)  # shapes are static
+        quant_pre_process(exported, prepared, skip_symbolic_shape=True)  # shapes are static
         quantize_static(
             prepared,
             path,
