@@ -106,8 +106,8 @@ format: $(VENV)/.installed
 	$(if $(CXX_SOURCES),$(VENV)/bin/clang-format -i $(CXX_SOURCES))
 
 # The peers, in a folder apart: nothing but their own workers imports them, whatever they register. Without their dependencies, for torch and
-# numpy are there, and openvino-telemetry would report to its makers.
-PEERS := openvino onnxruntime onnx onnxscript onnx-ir zentorch protobuf flatbuffers Deprecated wrapt
+# numpy are there, and openvino-telemetry would report to its makers (so NNCF does not either).
+PEERS := openvino nncf tabulate pydot pyparsing onnxruntime onnx onnxscript onnx-ir zentorch torchao protobuf flatbuffers Deprecated wrapt
 $(VENV)/peers: constraints.txt | $(VENV)/.installed
 	rm -rf $@ $@.new
 	$(PIP) install -q --no-deps --target $@.new $(foreach peer,$(PEERS),$(shell grep -ix '$(peer)==.*' constraints.txt))
@@ -130,7 +130,7 @@ ecosystem: $(VENV)/.built $(VENV)/torchvision $(VENV)/ecosystem
 
 docs: $(VENV)/.built $(VENV)/.bench
 	$(PY) -m tools.settings_table docs/settings.md
-	$(PY) -m benchmarks.table README.md docs/benchmarks.md
+	$(PY) -m benchmarks.table README.md docs/benchmarks.md docs/precision.md
 	$(PY) -m benchmarks.picture
 	$(PY) -m benchmarks.operators.tables
 	$(PY) -m tests.ecosystem.report

@@ -13,21 +13,22 @@ from typing import Any
 
 from benchmarks import machine
 from benchmarks.models import Size
-from benchmarks.peers import Peer
+from benchmarks.peers import FLOAT32, Peer, by_name
 from benchmarks.process import WorkerError, WorkerProcess, wait_until_quiet
 from benchmarks.results import OURS
 from benchmarks.worker import Account, Prepare, Ready, Reference, Round, Work, environment
 
+_OURS_MODULE = by_name()[OURS].module
 _FILLED = "filled"  # an empty file in a cache from which the peer has prepared a model to the end
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long to measure. `seconds`: timing of one model, all peers together; `timeout_s`: longest wait for one peer's answer.
+    """How to measure. `seconds`: timing of one model, all peers together; `timeout_s`: longest wait for one peer's answer.
 
     `warm`: names of peers for which a second process is started on the caches that the first one filled, for its compile time.
     `caches`: folder where the caches of all peers but ours outlive the run; one that finds its own filled has a warm compile time and
-    no cold one. None: every run starts without.
+    no cold one. None: every run starts without. `precision`: what all peers but those with one of their own run in (`PRECISIONS`).
     """
 
     threads: int
@@ -36,12 +37,15 @@ class Effort:
     timeout_s: float = 300.0
     warm: frozenset[str] = frozenset()
     caches: Path | None = None
+    precision: str = FLOAT32
 
     def cache(self, work: Work, peer: Peer) -> Path:
         """Where the peer keeps what it compiles for this work: filled (`_is_filled`), or empty."""
-        if self.caches is None or peer.name == OURS or not peer.keeps_cache:
+        if self.caches is None or peer.module == _OURS_MODULE or not peer.keeps_cache:
             return work.folder / peer.name
-        cache = self.caches / f"{work.model}-{work.size}-{work.batch}-{peer.name}"
+        precision = _precision(work, peer)
+        name = peer.name if precision == FLOAT32 else f"{peer.name}-{precision}"
+        cache = self.caches / f"{work.model}-{work.size}-{work.batch}-{name}"
         # What a run that was stopped left would make the next one's compile time neither cold nor warm.
         if not _is_filled(cache):
             shutil.rmtree(cache, ignore_errors=True)
@@ -76,11 +80,12 @@ def compare(
 ) -> list[dict[str, Any]]:
     """One result per peer, in their order; a peer without figures has a "gap", which says why. What peers print is appended to `log`.
 
-    Times are milliseconds of one call, memory MiB, `gflop` 10^9 floating-point operations of one call. `samples_ms` holds every timed call.
+    Times are milliseconds of one call, memory MiB, `gflop` 10^9 floating-point operations of one call, errors against eager in float32.
+    `samples_ms` holds every timed call.
     """
     with tempfile.TemporaryDirectory(prefix="benchmark-") as name, contextlib.ExitStack() as stack:
         folder = Path(name)
-        work = Work(model, size, batch, effort.threads, folder)
+        work = Work(model, size, batch, effort.threads, folder, effort.precision)
 
         @contextlib.contextmanager
         def start(cache: Path) -> Iterator[WorkerProcess]:
@@ -97,7 +102,7 @@ def compare(
             return [_identity(work, peer) | {"gap": flops} for peer in peers]
         runners = []
         for peer in peers:
-            if peer.missing():
+            if peer.missing(effort.precision):
                 continue
             say(f"{peer.title}: preparing")
             cache = effort.cache(work, peer)
@@ -121,7 +126,9 @@ def compare(
                     )
                     runner.warm_s = None if again.error else again.compile_s
         results = {runner.peer.name: _result(work, runner, flops) for runner in runners}
-        return [results.get(peer.name) or _identity(work, peer) | {"gap": peer.missing()} for peer in peers]
+        return [
+            results.get(peer.name) or _identity(work, peer) | {"gap": peer.missing(effort.precision)} for peer in peers
+        ]
 
 
 def _is_filled(cache: Path) -> bool:
@@ -143,8 +150,13 @@ def _time(runners: Sequence[_Runner], effort: Effort, say: Callable[[str], None]
                 runner.rounds_ms.append([value / 1e6 for value in nanoseconds])
 
 
+def _precision(work: Work, peer: Peer) -> str:
+    return peer.precision or work.precision
+
+
 def _identity(work: Work, peer: Peer) -> dict[str, Any]:
     return {"model": work.model, "batch": work.batch, "peer": peer.name, "size": work.size, "threads": work.threads} | {
+        "precision": _precision(work, peer),
         "day": machine.today(),
         "revision": machine.revision(),
     }
@@ -168,6 +180,7 @@ def _result(work: Work, runner: _Runner, flops: int) -> dict[str, Any]:
         "compile_warm_s" if runner.was_filled else "compile_cold_s": round(runner.ready.compile_s, 3),
         "import_s": round(runner.ready.import_s, 3),
         "max_error": runner.ready.max_error,
+        "rms_error": runner.ready.rms_error,
         "gflop": round(flops / 1e9, 4),
         **runner.account,
         "samples_ms": samples,

@@ -1,6 +1,6 @@
 """A record as a picture: how much faster than eager each peer runs each model, a panel for each batch size.
 
-python -m benchmarks.picture        # zoo.svg beside every zoo.json under benchmarks/results/
+python -m benchmarks.picture        # zoo.svg beside every zoo.json under benchmarks/results/, and so for each precision
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from pathlib import Path
 
 from benchmarks import results
 from benchmarks.catalogue import MODELS
-from benchmarks.peers import by_name
+from benchmarks.peers import title
 from benchmarks.results import OURS, Record
 from benchmarks.table import RESULTS
 
 _INSTALL = "the picture needs matplotlib: pip install matplotlib"
 _BASE = "eager"
+_FLOAT32_BASE = "eager_float32"  # in records of other precisions
 
 
 def draw(record: Record, path: Path) -> str:
@@ -34,7 +35,6 @@ def draw(record: Record, path: Path) -> str:
     panels = {batch: speeds for batch, speeds in panels.items() if speeds}
     if not panels:
         return "nothing to draw: no model has a result in eager"
-    known = by_name()
     height = 1.4 + 0.3 * max(len(speeds) for speeds in panels.values())
     figure, axes = plt.subplots(1, len(panels), figsize=(1.5 + 5.5 * len(panels), height), squeeze=False)
     for axis, (batch, speeds) in zip(axes[0], panels.items(), strict=True):
@@ -45,7 +45,7 @@ def draw(record: Record, path: Path) -> str:
             axis.scatter(
                 [x for x, _ in at],
                 [y for _, y in at],
-                label=known[name].title if name in known else name,
+                label=title(name),
                 s=70 if ours else 28,
                 marker="D" if ours else "o",
                 zorder=2 if ours else 3,  # the large mark below: it would hide those beside it
@@ -59,7 +59,9 @@ def draw(record: Record, path: Path) -> str:
         axis.set_title(f"batch {batch}: speed over eager")
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=7, frameon=False, fontsize=8)
     about = record["machine"]
-    figure.suptitle(f"{about['cpu']}, {about['threads']} threads, {about['capability']}, float32", fontsize=9)
+    figure.suptitle(
+        f"{about['cpu']}, {about['threads']} threads, {about['capability']}, {results.precision(record)}", fontsize=9
+    )
     figure.tight_layout(rect=(0, 0.3 / height, 1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     # On white, whatever the page's colour: marks and letters are made for it.
@@ -69,19 +71,20 @@ def draw(record: Record, path: Path) -> str:
 
 
 def _speeds(record: Record, batch: int) -> dict[str, dict[str, float]]:
-    """Model -> peer -> eager's time over the peer's."""
+    """Model -> peer -> the time of eager in float32 over the peer's."""
     speeds: dict[str, dict[str, float]] = {}
     for row in results.rows(record):
         times = results.medians(record, row)
-        if row[1] == batch and _BASE in times:
-            speeds[row[0]] = {peer: times[_BASE] / ms for peer, ms in times.items()}
+        base = times.get(_FLOAT32_BASE, times.get(_BASE))
+        if row[1] == batch and base is not None:
+            speeds[row[0]] = {peer: base / ms for peer, ms in times.items()}
     return speeds
 
 
 def main() -> int:
     """Draw all records. Returns 1 where one has no picture."""
     status = 0
-    for path in sorted(RESULTS.rglob("zoo.json")):
+    for path in sorted(RESULTS.rglob("zoo*.json")):
         if why := draw(json.loads(path.read_text()), path.with_suffix(".svg")):
             print(f"{path}: {why}", file=sys.stderr)
             status = 1

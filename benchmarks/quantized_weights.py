@@ -117,8 +117,8 @@ def _peers(model: _Layers, inputs: Sequence[torch.Tensor]) -> list[_Side]:
     for dtype in (torch.bfloat16, torch.float32):
         name, extra = str(dtype).removeprefix("torch."), _TOLERANCES["bfloat16"]
         rows = [x.to(dtype) for x in inputs]
-        bytes_ = [_in_bytes(w, dtype) for w in weights]
-        nibbles = [_in_nibbles(w, dtype) for w in weights]
+        bytes_ = [in_bytes(w, dtype) for w in weights]
+        nibbles = [in_nibbles(w, dtype) for w in weights]
 
         def int8(
             rows: Sequence[torch.Tensor] = rows, packed: Sequence[tuple[torch.Tensor, ...]] = bytes_
@@ -136,13 +136,13 @@ def _peers(model: _Layers, inputs: Sequence[torch.Tensor]) -> list[_Side]:
     return sides
 
 
-def _in_bytes(w: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def in_bytes(w: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """A weight (N, K) as int8 and a scale for each row."""
     scale = w.abs().amax(1) / 127
     return (w / scale[:, None]).round().to(torch.int8), scale.to(dtype)
 
 
-def _in_nibbles(w: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def in_nibbles(w: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """A weight (N, K) as PyTorch packs 4 bits, and the scales and zeros of its groups, (K / GROUP, N, 2): (q - 8) * scale + zero."""
     n, k = w.shape
     groups = w.view(n, k // GROUP, GROUP)

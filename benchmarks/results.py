@@ -3,7 +3,8 @@
     {"machine": {...}, "settings": {...}, "overhead": [...], "results": [...], "summary": {...}}
 
 `results` are those of `benchmarks.compare`, one for each model, batch and peer; a result without figures has a "gap", which says why.
-Each has the day and the revision of this project it was measured on, since rows are measured anew one by one.
+Each has its precision (older ones are all float32), and the day and the revision of this project it was measured on, since rows are
+measured anew one by one.
 `overhead` are the costs of a call with next to no work in it (`benchmarks.overhead`). `summary` is derived, for those who read the file.
 """
 
@@ -17,9 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers import BASELINES, FLOAT32
+
 OURS = "hybrid"
 Record = dict[str, Any]
 Row = tuple[str, int]  # model, batch
+_BASELINES = frozenset(peer.name for peer in BASELINES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +58,34 @@ def medians(record: Record, row: Row) -> dict[str, float]:
     }
 
 
+def errors(record: Record, row: Row) -> dict[str, float]:
+    """How far results are off eager's in float32 (`rms_error`), of each peer that was asked for another precision."""
+    return {
+        result["peer"]: result["rms_error"]
+        for result in record["results"]
+        if (result["model"], result["batch"]) == row
+        and result.get("precision", FLOAT32) != FLOAT32
+        and result.get("rms_error") is not None
+    }
+
+
+def others(times: Mapping[str, float]) -> dict[str, float]:
+    """What is not ours and was asked for the same precision."""
+    return {peer: ms for peer, ms in times.items() if peer != OURS and peer not in _BASELINES}
+
+
 def best(times: Mapping[str, float]) -> float | None:
     """The fastest of the others."""
-    return min((ms for peer, ms in times.items() if peer != OURS), default=None)
+    return min(others(times).values(), default=None)
+
+
+def precision(record: Record) -> str:
+    """What the peers were asked for: one of `PRECISIONS`."""
+    return str(record.get("settings", {}).get("precision", FLOAT32))
 
 
 def standing(record: Record, peer: str | None) -> Standing:
-    """Ours against `peer`; None stands for the best peer of each row."""
+    """Ours against `peer`, which may be a baseline; None stands for the best peer of each row."""
     ratios = []
     for row in rows(record):
         times = medians(record, row)
@@ -74,20 +99,20 @@ def standing(record: Record, peer: str | None) -> Standing:
 
 
 def peak_share(record: Record, result: Mapping[str, Any]) -> float | None:
-    """Floating-point operations per second over the machine's measured peak; None where either is unknown.
+    """Floating-point operations per second over the machine's measured peak in the record's precision; None where either is unknown.
 
     Above 1 is possible: algorithms such as Winograd's do with fewer operations than are counted here.
     """
     peak = record["machine"].get("peak_gflops")
-    if not peak or "median_ms" not in result:
+    if not peak or "median_ms" not in result or result["peer"] in _BASELINES:
         return None
     return float(result["gflop"] / result["median_ms"] * 1e3 / peak)
 
 
 def summary(record: Record) -> dict[str, Any]:
     """Ours against each peer and against the best one; and every row's share of the peak."""
-    others = [peer for peer in peers(record) if peer != OURS]
-    standings = {name: standing(record, name) for name in others} | {"best": standing(record, None)}
+    standings = {name: standing(record, name) for name in peers(record) if name != OURS}
+    standings["best"] = standing(record, None)
     return {
         name: {
             "rows": entry.rows,

@@ -71,6 +71,20 @@ class Peak:
     gbytes: dict[str, dict[str, float]] = field(hash=False)
     products: dict[str, float] = field(default_factory=dict, hash=False)
 
+    def rate(self, precision: str) -> float:
+        """Billions of operations a second at most of a model in one of the peers' precisions; 0 where its products were not measured.
+
+        bf16 and int8: by the fastest instruction of that kind. Where there is none, bf16 falls back to float32's multiply-adds.
+        """
+        products = {name: self.products.get(name, 0.0) for name in PRODUCTS}
+        match precision:
+            case "bf16":
+                return max(self.gflops, products["vdpbf16ps"], products["tdpbf16ps"])
+            case "int8" | "int8+bf16":
+                return max(products["vpdpbusd"], products["tdpbusd"])
+            case _:
+                return self.gflops
+
     def seconds(self, flops: float, size_bytes: float, level: str = "memory") -> float:
         """The least time that arithmetic and traffic (half read, half written at most) can take."""
         return max(flops / (self.gflops * 1e9), size_bytes / (max(self.gbytes[level].values()) * 1e9))

@@ -5,9 +5,11 @@
     python -m benchmarks.run --models unet --again        # measure some rows of the file anew
     python -m benchmarks.run --caches FOLDER              # peers find what they compiled in earlier runs
     python -m benchmarks.run --isa avx2                   # as on a processor without AVX-512
+    python -m benchmarks.run --precision int8             # each peer's own way of it, eager and hybrid in float32 beside them
 
 Each peer runs in a process of its own; rounds are interleaved. The results are written after every model: as JSON, beside it as
-Markdown and as a picture. What the peers print goes to a .log beside them.
+Markdown and as a picture. What the peers print goes to a .log beside them. Each precision has a file of its own; a row tells how far every
+peer's results are off eager's in float32.
 
 --isa avx2 holds PyTorch, hybrid, inductor's vectors (not what g++ makes of its scalar code), oneDNN and with it OpenVINO to AVX2. ONNX
 Runtime chooses its kernels by the processor alone and stays as fast as it is; its row then is no comparison.
@@ -29,7 +31,7 @@ from benchmarks import machine, picture, results, table
 from benchmarks.catalogue import MODELS
 from benchmarks.compare import Effort, compare
 from benchmarks.overhead import overheads
-from benchmarks.peers import Peer, by_name
+from benchmarks.peers import BASELINES, FLOAT32, PRECISIONS, Peer, by_name
 from benchmarks.results import OURS, Record, Row
 from benchmarks.roofline import peak
 from torch_hybrid_backend.progress import Progress
@@ -38,6 +40,8 @@ from torch_hybrid_backend.progress import Progress
 _WARM = ("hybrid", "inductor")
 # Instruction set -> how the libraries are told to use no more than that.
 _ISA = {"avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}}
+# Beside those of `machine.describe`, which every record has.
+_QUANTISERS = ("nncf", "torchao")
 _STOPPED = 130  # what shells report after an interrupt
 
 
@@ -80,6 +84,7 @@ def _parser(known: dict[str, Peer]) -> argparse.ArgumentParser:
     parser.add_argument(
         "--peers", type=_listed(list(known)), default=list(known), help=f"default: all of {', '.join(known)}"
     )
+    parser.add_argument("--precision", choices=PRECISIONS, default=FLOAT32, help="default: %(default)s")
     parser.add_argument("--batch", type=_counts, default=[1, 8], help="sizes, comma separated; default: 1,8")
     parser.add_argument("--threads", type=_positive(int), default=torch.get_num_threads(), help="default: torch's")
     parser.add_argument("--size", choices=("small", "full"), default="full", help="small: a few layers, to try it out")
@@ -108,11 +113,18 @@ def _parser(known: dict[str, Peer]) -> argparse.ArgumentParser:
     rows = parser.add_mutually_exclusive_group()
     rows.add_argument("--resume", action="store_true", help="keep the rows that are in the file already")
     rows.add_argument("--again", action="store_true", help="measure the named rows anew, keep the others of the file")
-    default = table.RESULTS / machine.slug() / "zoo.json"
     parser.add_argument(
-        "--out", type=Path, default=default, metavar="FILE", help=f"JSON; default: {_relative(default)}"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help=f"JSON; default: {_relative(_default_out(FLOAT32))}, of other precisions zoo-PRECISION.json beside it",
     )
     return parser
+
+
+def _default_out(precision: str) -> Path:
+    name = "zoo" if precision == FLOAT32 else f"zoo-{precision}"
+    return table.RESULTS / machine.slug() / f"{name}.json"
 
 
 def _relative(path: Path) -> str:
@@ -130,7 +142,14 @@ def main(argv: Sequence[str] | None = None, known: dict[str, Peer] | None = None
     before.add_argument("--isa", choices=list(_ISA))
     os.environ.update(_ISA.get(before.parse_known_args(argv)[0].isa, {}))
     arguments = _parser(known).parse_args(argv)
+    arguments.out = arguments.out or _default_out(arguments.precision)
     asked = [known[name] for name in arguments.peers]
+    torch.set_num_threads(arguments.threads)
+    about, settings = machine.describe(), {"size": arguments.size, "hybrid": machine.hybrid_settings()}
+    if arguments.precision != FLOAT32:
+        asked = [*BASELINES, *asked]
+        about["versions"] |= machine.versions(_QUANTISERS)
+        settings["precision"] = arguments.precision
     effort = Effort(
         arguments.threads,
         arguments.seconds,
@@ -138,11 +157,11 @@ def main(argv: Sequence[str] | None = None, known: dict[str, Peer] | None = None
         arguments.timeout,
         frozenset(arguments.warm),
         arguments.caches and arguments.caches.resolve(),
+        arguments.precision,
     )
-    torch.set_num_threads(arguments.threads)
     record: Record = {
-        "machine": machine.describe(),
-        "settings": {"size": arguments.size, "hybrid": machine.hybrid_settings()},
+        "machine": about,
+        "settings": settings,
         "overhead": [],
         "results": [],
     }
@@ -154,7 +173,9 @@ def main(argv: Sequence[str] | None = None, known: dict[str, Peer] | None = None
             return 2
     wanted: list[Row] = [(name, batch) for name in arguments.models for batch in arguments.batch]
     if arguments.resume:
-        wanted = [row for row in wanted if not results.complete(record, row, arguments.peers)]
+        wanted = [row for row in wanted if not results.complete(record, row, [peer.name for peer in asked])]
+    # What a call costs beside its work is the same in every precision.
+    arguments.no_overhead = arguments.no_overhead or arguments.precision != FLOAT32
     try:
         with Progress("benchmarks", len(wanted) + (not arguments.no_overhead)) as progress:
             record = _run(record, wanted, asked, effort, arguments, progress)
@@ -181,7 +202,7 @@ def _run(
     log.unlink(missing_ok=True)
     if not record["machine"].get("peak_gflops"):
         progress.at("the machine's peak")
-        record["machine"]["peak_gflops"] = round(peak(effort.threads).gflops, 1)
+        record["machine"]["peak_gflops"] = round(peak(effort.threads).rate(effort.precision), 1)
     if not arguments.no_overhead and {entry["peer"] for entry in record["overhead"]} != {peer.name for peer in asked}:
         progress.at("cost of a call")
         with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:

@@ -1,6 +1,6 @@
 """A record as Markdown tables: printed by the runner, and put into the documentation.
 
-python -m benchmarks.table README.md docs/benchmarks.md        # from every zoo.json under benchmarks/results/
+python -m benchmarks.table README.md docs/benchmarks.md docs/precision.md     # from every zoo*.json under benchmarks/results/
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks import results
 from benchmarks.catalogue import MODELS
-from benchmarks.peers import by_name
+from benchmarks.peers import FLOAT32, title
 from benchmarks.results import OURS, Record
 
 # One row for each kind of model, and the row that does worst.
@@ -33,19 +33,21 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def report(record: Record) -> str:
-    """Everything: latency and ratios, then throughput, compile times, memory, coverage, overhead, and why gaps are gaps."""
-    return "\n\n".join(part for part in (latency(record), details(record), overhead(record), gaps(record)) if part)
+    """Everything: latency and ratios, then throughput, compile times, memory, coverage, overhead, what ran, and why gaps are gaps."""
+    parts = (latency(record), details(record), overhead(record), executed(record), gaps(record))
+    return "\n\n".join(part for part in parts if part)
 
 
 def latency(record: Record) -> str:
-    """A row per model and batch: medians in milliseconds and the best of the others over ours; then our standing against each."""
+    """A row per model and batch: medians in milliseconds, below float32 with how far results are off, and the best of the others over ours;
+    then our standing against each."""
     names = results.peers(record)
     ours = OURS in names
-    header = ["model", "batch", *(f"{_title(name)} ms" for name in names), *(["best / hybrid"] if ours else [])]
+    header = ["model", "batch", *(f"{title(name)} ms" for name in names), *(["best / hybrid"] if ours else [])]
     body = []
     for row in results.rows(record):
-        times = results.medians(record, row)
-        cells = [_model(row[0]), str(row[1]), *(_milliseconds(times.get(name)) for name in names)]
+        times, errors = results.medians(record, row), results.errors(record, row)
+        cells = [_model(row[0]), str(row[1]), *(_milliseconds(times.get(name), errors.get(name)) for name in names)]
         body.append([*cells, *([_ratio(results.best(times), times.get(OURS))] if ours else [])])
     parts = [_caption(record), _table(header, body, left=1)]
     if ours:
@@ -58,10 +60,10 @@ def summary(record: Record) -> str:
     body = []
     for model, batch in SUMMARY:
         times = results.medians(record, (model, batch))
-        others: dict[str, float] = {name: time for name, time in times.items() if name not in (OURS, "eager")}
+        others = {name: time for name, time in results.others(times).items() if name != "eager"}
         best = min(others, key=lambda name: others[name], default=None)
         own, eager = times.get(OURS), times.get("eager")
-        fastest = "-" if best is None else f"{_title(best)} {_milliseconds(others[best])}"
+        fastest = "-" if best is None else f"{title(best)} {_milliseconds(others[best])}"
         cells = [
             _milliseconds(eager),
             _milliseconds(own),
@@ -86,8 +88,8 @@ def standings(record: Record) -> str:
     body = []
     for name in [*others, None]:
         entry = results.standing(record, name)
-        title = "the best of each row" if name is None else _title(name)
-        body.append([title, str(entry.rows), _number(entry.ratio, "{:.2f}"), _number(entry.ahead, "{:.0%}")])
+        against = "the best of each row" if name is None else title(name)
+        body.append([against, str(entry.rows), _number(entry.ratio, "{:.2f}"), _number(entry.ahead, "{:.0%}")])
     return _table(["against", "rows", "geometric mean of its time / hybrid's", "hybrid ahead"], body, left=1)
 
 
@@ -95,6 +97,7 @@ _DETAILS = (
     ("median ms", "median_ms", "{:.3g}"),
     ("/ hybrid", "ratio", "{:.2f}"),
     ("p90 ms", "p90_ms", "{:.3g}"),
+    ("error", "rms_error", "{:.1e}"),
     ("items/s", "items_per_s", "{:.1f}"),
     ("of peak", "peak_share", "{:.0%}"),
     ("compile s, cold", "compile_cold_s", "{:.1f}"),
@@ -108,7 +111,7 @@ _DETAILS = (
 
 def details(record: Record) -> str:
     """A row per model, batch and peer with a result: all its figures, and its time over ours. Memory is the process's peak."""
-    header = ["model", "batch", "peer", *(title for title, _, _ in _DETAILS)]
+    header = ["model", "batch", "peer", *(name for name, _, _ in _DETAILS)]
     body = []
     for result in record["results"]:
         if "gap" in result:
@@ -117,7 +120,7 @@ def details(record: Record) -> str:
         derived = {"peak_share": results.peak_share(record, result), "ratio": own and result["median_ms"] / own}
         figures = {**result, **derived}
         cells = [_number(figures.get(key), form) for _, key, form in _DETAILS]
-        body.append([_model(result["model"]), str(result["batch"]), _title(result["peer"]), *cells])
+        body.append([_model(result["model"]), str(result["batch"]), title(result["peer"]), *cells])
     return _table(header, body, left=3) if body else ""
 
 
@@ -127,7 +130,7 @@ def overhead(record: Record) -> str:
     for entry in record.get("overhead", []):
         if "gap" not in entry:
             cells = (_number(entry.get(key), "{:.1f}") for key in ("call_us", "beyond_guards_us"))
-            body.append([_title(entry["peer"]), *cells])
+            body.append([title(entry["peer"]), *cells])
     if not body:
         return ""
     header = ["ten operators on 4 numbers", "us a call", "of these beyond Dynamo's guards"]
@@ -139,20 +142,43 @@ def gaps(record: Record) -> str:
     reasons: dict[str, list[str]] = {}
     for result in record["results"]:
         if "gap" in result:
-            reasons.setdefault(f"{_title(result['peer'])}: {result['gap']}", []).append(
+            reasons.setdefault(f"{title(result['peer'])}: {result['gap']}", []).append(
                 f"{_model(result['model'])} {result['batch']}"
             )
-    return "\n".join(f"- {reason} ({', '.join(where)})" for reason, where in reasons.items())
+    return _lines(reasons)
+
+
+def executed(record: Record) -> str:
+    """What the peers that tell it computed in which precision: one line for each answer."""
+    answers: dict[str, list[str]] = {}
+    for result in record["results"]:
+        if counts := result.get("executed"):
+            told = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+            answers.setdefault(f"{title(result['peer'])} ran {told}", []).append(
+                f"{_model(result['model'])} {result['batch']}"
+            )
+    return _lines(answers)
+
+
+def _lines(places: Mapping[str, Sequence[str]]) -> str:
+    return "\n".join(f"- {text} ({', '.join(where)})" for text, where in places.items())
 
 
 def _caption(record: Record) -> str:
     about = record["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     peak = about.get("peak_gflops")
-    measured = f", FMA peak {peak:.0f} GFLOP/s measured" if peak else ""
+    precision = results.precision(record)
+    what = "FMA peak" if precision == FLOAT32 else "peak"
+    measured = f", {what} {peak:.0f} GFLOP/s measured" if peak else ""
+    error = (
+        ""
+        if precision == FLOAT32
+        else " In brackets: root mean square of the difference from eager in float32, over eager's."
+    )
     return (
-        f"{about['cpu']}, {about['cores']} cores, {about['threads']} threads, {about['capability']}{measured}; float32; "
-        f"{versions}; {_when(record)}. Median of one call in milliseconds; a ratio above 1 means that hybrid is faster."
+        f"{about['cpu']}, {about['cores']} cores, {about['threads']} threads, {about['capability']}{measured}; {precision}; "
+        f"{versions}; {_when(record)}. Median of one call in milliseconds; a ratio above 1 means that hybrid is faster.{error}"
     )
 
 
@@ -182,13 +208,11 @@ def _model(name: str) -> str:
     return MODELS[name].title if name in MODELS else name
 
 
-def _title(name: str) -> str:
-    known = by_name()
-    return known[name].title if name in known else name
-
-
-def _milliseconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
+def _milliseconds(value: float | None, error: float | None = None) -> str:
+    if value is None:
+        return "-"
+    time = f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
+    return time if error is None else f"{time} ({error:.1%})"
 
 
 def _ratio(other: float | None, own: float | None) -> str:
@@ -199,20 +223,22 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
 
 
-_FORMS = {"summary": summary, "benchmarks": latency}
+# Name of a pair of markers -> the table between them, and whether it is of records in float32 or of the others.
+_FORMS = {"summary": (summary, True), "benchmarks": (latency, True), "precisions": (latency, False)}
 
 
 def with_results(text: str, records: Sequence[Mapping[str, Any]]) -> str:
     """`text` with the records' tables in place of what stands between `<!-- NAME:start -->` and `<!-- NAME:end -->`, NAME being summary or
-    benchmarks. Raises ValueError where the text has neither pair."""
+    benchmarks (records in float32), or precisions (the others). What has no record stays. Raises ValueError where the text has no pair."""
     found = False
-    for name, form in _FORMS.items():
+    for name, (form, is_float32) in _FORMS.items():
         before, start, rest = text.partition(f"<!-- {name}:start -->")
         _, end, after = rest.partition(f"<!-- {name}:end -->")
         if start and end:
             found = True
-            tables = "\n\n".join(form(dict(record)) for record in records)
-            text = f"{before}{start}\n{tables}\n{end}{after}"
+            tables = [form(dict(r)) for r in records if (results.precision(dict(r)) == FLOAT32) == is_float32]
+            if tables:
+                text = "\n".join((before + start, "\n\n".join(tables), end + after))
     if not found:
         raise ValueError(
             f"the file has no markers to put the results between: <!-- NAME:start -->, NAME being one of {', '.join(_FORMS)}"
@@ -222,7 +248,7 @@ def with_results(text: str, records: Sequence[Mapping[str, Any]]) -> str:
 
 def main(names: Sequence[str]) -> None:
     """Rewrite the named files; without results they are left as they are."""
-    records = [json.loads(path.read_text()) for path in sorted(RESULTS.rglob("zoo.json"))]
+    records = [json.loads(path.read_text()) for path in sorted(RESULTS.rglob("zoo*.json"))]
     if not records:
         print(f"no results under {RESULTS}: nothing to do", file=sys.stderr)
         return

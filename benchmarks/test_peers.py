@@ -12,8 +12,7 @@ import torch
 
 from benchmarks.catalogue import MODELS
 from benchmarks.compare import Effort, compare
-from benchmarks.conftest import chosen
-from benchmarks.peers import by_name
+from benchmarks.conftest import chosen_peers
 
 
 class Replay:
@@ -44,8 +43,10 @@ def results(
 ) -> dict[str, dict[str, Any]]:
     """The row's results, by peer."""
     option = request.config.getoption
-    peers = [by_name()[name] for name in chosen(request.config, "--peers", list(by_name()))]
-    effort = Effort(option("--threads") or torch.get_num_threads(), option("--seconds"))
+    peers = chosen_peers(request.config)
+    effort = Effort(
+        option("--threads") or torch.get_num_threads(), option("--seconds"), precision=option("--precision")
+    )
     log: Path = tmp_path_factory.mktemp("benchmarks") / "log"
     found = compare(row[0], option("--size"), row[1], peers, effort, log, lambda _: None)
     return {result["peer"]: result for result in found}

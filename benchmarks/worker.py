@@ -6,6 +6,7 @@ A process per peer keeps caches, thread pools and allocators of one from helping
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import traceback
 from collections.abc import Callable
@@ -23,8 +24,12 @@ from benchmarks.catalogue import MODELS
 from benchmarks.models import Size, tensors
 from benchmarks.peers import Peer, Prepared, Setting
 from torch_hybrid_backend.measure import sample
+from torch_hybrid_backend.partition.deviation import relative_error
 
 _MIB = 1 << 20
+_CALIBRATION_SEEDS = range(100, 108)
+# From here on a result has less to do with eager's than zeros have.
+_WORST_RMS_ERROR = 1.0
 
 
 class Message(Protocol):
@@ -50,12 +55,17 @@ class Work:
     batch: int
     threads: int
     folder: Path
+    precision: str = peers.FLOAT32
 
     def build(self) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
         """The model and its inputs, equal in every process."""
         torch.set_num_threads(self.threads)
         entry = MODELS[self.model]
         return entry.build(self.size), entry.inputs(self.size, self.batch)
+
+    def calibration(self) -> list[tuple[torch.Tensor, ...]]:
+        """Other inputs than those that are timed, for the ranges of activations: the same for every peer."""
+        return [MODELS[self.model].inputs(self.size, self.batch, seed) for seed in _CALIBRATION_SEEDS]
 
     @property
     def reference(self) -> Path:
@@ -85,13 +95,15 @@ class Ready:
     """The answer to `Prepare`. `error` is empty where the peer may be timed, else why it may not.
 
     `compile_s`: seconds from the built model to its second result, less two steady calls. `import_s`: of the peer's packages.
-    `max_error`: largest absolute difference from eager, over all outputs.
+    `max_error`: largest absolute difference from eager in float32, over all outputs. `rms_error`: root mean square of the difference over
+    that of eager's, of the floating-point output for which it is largest.
     """
 
     error: str
     import_s: float
     compile_s: float
     max_error: float
+    rms_error: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,37 +115,50 @@ class Prepare:
     scratch: Path
 
     def answer(self, state: State) -> Ready:
-        if self.peer.packages:
+        precision = self.peer.precision or self.work.precision
+        if self.peer.needs(precision):
             peers.search_folder_apart()
         model, inputs = self.work.build()
+        setting = Setting(self.work.threads, self.scratch, precision)
+        if setting.is_int8:
+            setting = dataclasses.replace(setting, calibration=self.work.calibration())
         self.scratch.mkdir(parents=True, exist_ok=True)
         start = time.perf_counter()
         prepare = self.peer.load()
         import_s = time.perf_counter() - start
         start = time.perf_counter()
-        state.prepared = prepare(model, inputs, Setting(self.work.threads, self.scratch))
+        state.prepared = prepare(model, inputs, setting)
         call = state.prepared.call
         call(), call()
         first_s = time.perf_counter() - start
         steady_s = _seconds(call) + _seconds(call)
         result = tensors(call())
         del model
-        error, largest = compare(self.work.reference, result)
+        error, largest, rms = compare(self.work.reference, result, precision)
         state.preparing_mib = _peak_mib()
         _forget_peak()
-        return Ready(error, import_s, max(0.0, first_s - steady_s), largest)
+        return Ready(error, import_s, max(0.0, first_s - steady_s), largest, rms)
 
 
-def compare(reference: Path, result: list[torch.Tensor]) -> tuple[str, float]:
-    """What is wrong with the result, or "", and its largest absolute difference from eager."""
+def compare(
+    reference: Path, result: list[torch.Tensor], precision: str = peers.FLOAT32
+) -> tuple[str, float, float | None]:
+    """What is wrong with the result, or ""; how far it is from eager: `max_error` and `rms_error` of `Ready`.
+
+    In float32 the result must be eager's but for rounding, in another precision only closer to it than zeros are.
+    """
     values = torch.load(reference)
     expected, exact = values["expected"], values["exact"]
     if [value.shape for value in expected] != [value.shape for value in result]:
-        return f"wrong answer: shapes {_shapes(result)}, eager's are {_shapes(expected)}", float("nan")
+        return f"wrong answer: shapes {_shapes(result)}, eager's are {_shapes(expected)}", float("nan"), None
     pairs = zip(expected, result, strict=True)
     largest = max((a.double() - b.double()).abs().max().item() if a.numel() else 0.0 for a, b in pairs)
-    correct = same(expected, result, exact)
-    return "" if correct else f"wrong answer: up to {largest:.2g} from eager's", largest
+    rms = relative_error(expected, result)
+    if precision == peers.FLOAT32:
+        correct, off = same(expected, result, exact), f"up to {largest:.2g} from eager's"
+    else:
+        correct, off = (rms or 0.0) < _WORST_RMS_ERROR, f"off by {rms:.2g} times eager's root mean square"
+    return "" if correct else f"wrong answer: {off}", largest, rms
 
 
 def _shapes(values: list[torch.Tensor]) -> list[tuple[int, ...]]:

@@ -5,8 +5,8 @@ A peer's module has one function, called once in a process of its own, in which 
     def prepare(model: nn.Module, inputs: tuple[torch.Tensor, ...], setting: Setting) -> Prepared
 
 It converts or compiles `model` for these inputs and returns a call that computes the outputs on the setting's threads: nested
-tensors, in the order of the model's own. Whatever it raises is shown as why the peer has no result. To add a peer, write its
-module, add a row to `PEERS`, and add its package to the extra `peers`.
+tensors, in the order of the model's own. Whatever it raises is shown as why the peer has no result, a precision that it lacks too
+(`Setting.precision`). To add a peer, write its module, add a row to `PEERS`, and add its package to the extra `peers`.
 
 Peers that are no part of the project's environment may be in a folder apart, `peers` below `sys.prefix` (`make bench` puts them
 there); only the workers of such peers look into it.
@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -25,14 +25,40 @@ import torch
 from torch import nn
 
 _FOLDER_APART = Path(sys.prefix) / "peers"
+FLOAT32 = "float32"
+# What a model may be computed in. int8 stands for weights and activations with ranges from calibration, the rest in float32 or bf16; of
+# the last two only the weights of linear layers have 8 or 4 bits.
+PRECISIONS = (FLOAT32, "bf16", "int8", "int8+bf16", "int8-weights", "int4-weights")
+# Weights of 4 bits share a scale in groups of so many along a row: ours do, and every peer can.
+GROUP = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Threads within an operator, and a folder for files that are thrown away afterwards."""
+    """Threads within an operator, a folder for files that are thrown away afterwards, and one of `PRECISIONS`.
+
+    `calibration`: other inputs of the same shapes, where the precision needs ranges of activations.
+    """
 
     threads: int
     scratch: Path
+    precision: str = FLOAT32
+    calibration: Sequence[tuple[torch.Tensor, ...]] = ()
+
+    @property
+    def is_int8(self) -> bool:
+        """Whether activations are quantised, by `calibration`."""
+        return self.precision in ("int8", "int8+bf16")
+
+    @property
+    def is_bf16(self) -> bool:
+        """Whether what is not quantised is computed in bfloat16."""
+        return self.precision in ("bf16", "int8+bf16")
+
+    @property
+    def weight_bits(self) -> int | None:
+        """8 or 4 where only weights are quantised."""
+        return {"int8-weights": 8, "int4-weights": 4}.get(self.precision)
 
 
 def _nothing() -> dict[str, object]:
@@ -52,10 +78,10 @@ Prepare = Callable[[nn.Module, tuple[torch.Tensor, ...], Setting], Prepared]
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One peer. `packages` are what it imports beyond torch, with what to tell pip for each.
+    """One peer. `packages` are what it imports beyond torch, with what to tell pip for each; `more_packages` what a precision needs besides.
 
     `keeps_cache`: what it compiled is found on disk by the next process, so that a warm compile time can be told. `on_dynamo`: its
-    calls pass Dynamo's guards.
+    calls pass Dynamo's guards. `precision`: the one it runs in, whichever the others are asked for; empty: the one asked for.
     """
 
     name: str
@@ -64,11 +90,17 @@ class Peer:
     packages: tuple[tuple[str, str], ...] = ()
     keeps_cache: bool = False
     on_dynamo: bool = False
+    more_packages: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict, hash=False)
+    precision: str = ""
 
-    def missing(self) -> str:
+    def needs(self, precision: str = FLOAT32) -> tuple[tuple[str, str], ...]:
+        """What it imports beyond torch to run in that precision."""
+        return self.packages + self.more_packages.get(self.precision or precision, ())
+
+    def missing(self, precision: str = FLOAT32) -> str:
         """Why the peer cannot be imported here, with what to do; empty where it can."""
         where = [*sys.path, str(_FOLDER_APART)]
-        names = [pip for package, pip in self.packages if PathFinder.find_spec(package, where) is None]
+        names = [pip for package, pip in self.needs(precision) if PathFinder.find_spec(package, where) is None]
         return f"not installed: pip install {' '.join(names)}" if names else ""
 
     def load(self) -> Prepare:
@@ -77,31 +109,66 @@ class Peer:
         return prepare
 
 
+_NNCF = dict.fromkeys(PRECISIONS[2:], (("nncf", "nncf"), ("tabulate", "tabulate"), ("pydot", "pydot")))
+_TORCHAO = dict.fromkeys(PRECISIONS[2:], (("torchao", "torchao"),))
+
 PEERS: tuple[Peer, ...] = (
     Peer("eager", "eager", "benchmarks.peers.eager"),
     Peer("hybrid", "hybrid", "benchmarks.peers.hybrid", keeps_cache=True, on_dynamo=True),
-    Peer("inductor", "inductor", "benchmarks.peers.inductor", keeps_cache=True, on_dynamo=True),
+    Peer(
+        "inductor",
+        "inductor",
+        "benchmarks.peers.inductor",
+        keeps_cache=True,
+        on_dynamo=True,
+        more_packages=_TORCHAO,
+    ),
     Peer(
         "inductor_freezing",
         "inductor, freezing",
         "benchmarks.peers.inductor_freezing",
         keeps_cache=True,
         on_dynamo=True,
+        more_packages=_TORCHAO,
     ),
-    Peer("openvino", "OpenVINO", "benchmarks.peers.openvino", (("openvino", "openvino"),)),
+    Peer("openvino", "OpenVINO", "benchmarks.peers.openvino", (("openvino", "openvino"),), more_packages=_NNCF),
     Peer(
         "onnxruntime",
         "ONNX Runtime",
         "benchmarks.peers.onnxruntime",
         (("onnxruntime", "onnxruntime"), ("onnx", "onnx"), ("onnxscript", "onnxscript")),
     ),
-    Peer("zentorch", "zentorch", "benchmarks.peers.zentorch", (("zentorch", "zentorch"),), on_dynamo=True),
+    Peer(
+        "zentorch",
+        "zentorch",
+        "benchmarks.peers.zentorch",
+        (("zentorch", "zentorch"),),
+        on_dynamo=True,
+        more_packages=_TORCHAO,
+    ),
+)
+# Timed beside the peers of every other precision: what is won by it is told by these.
+BASELINES: tuple[Peer, ...] = (
+    Peer("eager_float32", "eager, float32", "benchmarks.peers.eager", precision=FLOAT32),
+    Peer(
+        "hybrid_float32",
+        "hybrid, float32",
+        "benchmarks.peers.hybrid",
+        keeps_cache=True,
+        on_dynamo=True,
+        precision=FLOAT32,
+    ),
 )
 
 
 def by_name() -> dict[str, Peer]:
     """The peers, by the names used on the command line and in results."""
     return {peer.name: peer for peer in PEERS}
+
+
+def title(name: str) -> str:
+    """How a peer, or a baseline, is called in tables; the name itself where it is not known."""
+    return next((peer.title for peer in (*PEERS, *BASELINES) if peer.name == name), name)
 
 
 def search_folder_apart() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 import torch._inductor.compile_fx  # with the imports, not with the first compilation
+import torch._inductor.config
 from torch import nn
 
-from benchmarks.peers import Prepared, Setting
+from benchmarks.peers import Prepared, Setting, pytorch
 
 
 def prepare(model: nn.Module, inputs: tuple[torch.Tensor, ...], setting: Setting) -> Prepared:
     """`torch.compile(model)`."""
-    compiled = torch.compile(model)
-    return Prepared(lambda: compiled(*inputs))
+    if setting.is_int8 and not torch._inductor.config.freezing:
+        raise NotImplementedError("integer kernels need weights taken as constants: see inductor, freezing")
+    return pytorch.prepared(model, inputs, setting, torch.compile)

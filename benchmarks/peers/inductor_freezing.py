@@ -6,10 +6,12 @@ import torch
 import torch._inductor.config
 from torch import nn
 
-from benchmarks.peers import Prepared, Setting, inductor
+from benchmarks.peers import FLOAT32, Prepared, Setting, inductor
 
 
 def prepare(model: nn.Module, inputs: tuple[torch.Tensor, ...], setting: Setting) -> Prepared:
-    """`torch.compile(model)` with freezing."""
+    """`torch.compile(model)` with freezing. Below float32 with max-autotune as well, without which its own kernels for bfloat16, integers and
+    packed weights are not tried beside oneDNN's."""
     torch._inductor.config.freezing = True
+    torch._inductor.config.max_autotune = setting.precision != FLOAT32
     return inductor.prepare(model, inputs, setting)

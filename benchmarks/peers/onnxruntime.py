@@ -1,41 +1,112 @@
-"""ONNX Runtime's CPU provider on the model as `torch.onnx.export` gives it."""
+"""ONNX Runtime's CPU provider on the model as `torch.onnx.export` gives it, quantised by its own tools."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
+import onnx
 import onnxruntime
 import torch
 from torch import nn
 
-from benchmarks.peers import Prepared, Setting
+from benchmarks.peers import FLOAT32, GROUP, Prepared, Setting
+
+# In the names of operators that multiply.
+_PRODUCTS = ("Conv", "Gemm", "MatMul", "Attention", "LSTM")
 
 
 def prepare(model: nn.Module, inputs: tuple[torch.Tensor, ...], setting: Setting) -> Prepared:
-    """All of the runtime's graph optimisations, which are its default; static shapes."""
+    """All of the runtime's graph optimisations, which are its default; static shapes. Below float32 it reports the operators that multiply in
+    the graph as optimised."""
+    if setting.is_bf16:
+        raise NotImplementedError("ONNX Runtime's CPU provider has no kernels in bfloat16")
+    exported = export(model, inputs, setting)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = setting.threads
     options.inter_op_num_threads = 1
-    session = onnxruntime.InferenceSession(
-        export(model, inputs, setting.scratch), options, providers=["CPUExecutionProvider"]
-    )
-    # An input that the model does not use is dropped by the export.
-    given = dict(zip(_names(inputs), inputs, strict=True))
-    feed = {wanted.name: given[wanted.name].numpy() for wanted in session.get_inputs()}
+    optimised = str(setting.scratch / "optimised.onnx")
+    if setting.precision != FLOAT32:
+        options.optimized_model_filepath = optimised
+    session = onnxruntime.InferenceSession(_quantised(exported, setting), options, providers=["CPUExecutionProvider"])
+    feed = _feed(inputs, [wanted.name for wanted in session.get_inputs()])
 
     def call() -> list[torch.Tensor]:
         return [torch.from_numpy(value) for value in session.run(None, feed)]
 
-    return Prepared(call)
+    return Prepared(call, lambda: {} if setting.precision == FLOAT32 else {"executed": _executed(optimised)})
 
 
-def export(model: nn.Module, inputs: tuple[torch.Tensor, ...], folder: Path) -> str:
-    """The path of an ONNX file (weights in a file beside it) whose inputs are called as `forward` calls them."""
-    path = str(folder / "model.onnx")
+def export(model: nn.Module, inputs: tuple[torch.Tensor, ...], setting: Setting) -> str:
+    """The path of an ONNX file. Weights are in a file beside it; but what is quantised must be one file, of 2 GB at most: the quantiser moves
+    it away from a second one."""
+    path = str(setting.scratch / "model.onnx")
+    apart = not setting.is_int8
     names = _names(inputs)
-    torch.onnx.export(model, inputs, path, dynamo=True, external_data=True, verbose=False, input_names=names)
+    torch.onnx.export(model, inputs, path, dynamo=True, external_data=apart, verbose=False, input_names=names)
     return path
 
 
 def _names(inputs: tuple[torch.Tensor, ...]) -> list[str]:
     return [f"input_{index}" for index in range(len(inputs))]
+
+
+def _feed(inputs: tuple[torch.Tensor, ...], wanted: Sequence[str]) -> dict[str, Any]:
+    """The inputs by name. One that the model does not use was dropped by the export."""
+    given = dict(zip(_names(inputs), inputs, strict=True))
+    return {name: given[name].numpy() for name in wanted}
+
+
+def _quantised(exported: str, setting: Setting) -> str:
+    """The path of the model in the setting's precision: pairs of QuantizeLinear and DequantizeLinear, or packed weights of the products
+    that are MatMul in the file (Gemm, which some linear layers become, is not taken)."""
+    path = str(setting.scratch / "quantised.onnx")
+    if setting.is_int8:
+        from onnxruntime.quantization import QuantFormat, QuantType, quantize_static
+        from onnxruntime.quantization.shape_inference import quant_pre_process
+
+        prepared = str(setting.scratch / "prepared.onnx")
+        quant_pre_process(exported, prepared, skip_symbolic_shape=True)  # shapes are static
+        quantize_static(
+            prepared,
+            path,
+            _reader(setting.calibration, onnx.load(prepared)),
+            quant_format=QuantFormat.QDQ,
+            per_channel=True,
+            activation_type=QuantType.QUInt8,
+            weight_type=QuantType.QInt8,
+        )
+        return path
+    if setting.weight_bits is not None:
+        from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+
+        # Level 4: rows are quantised to 8 bits on the way, its fastest kernels.
+        quantizer = MatMulNBitsQuantizer(
+            exported, bits=setting.weight_bits, block_size=GROUP, is_symmetric=True, accuracy_level=4
+        )
+        quantizer.process()
+        quantizer.model.save_model_to_file(path, use_external_data_format=True)
+        return path
+    return exported
+
+
+def _reader(calibration: Sequence[tuple[torch.Tensor, ...]], model: Any) -> Any:
+    """The calibration inputs as ONNX Runtime asks for them."""
+    from onnxruntime.quantization import CalibrationDataReader
+
+    class Reader(CalibrationDataReader):  # type: ignore[misc]
+        def __init__(self) -> None:
+            wanted = [value.name for value in model.graph.input]
+            self._left = iter([_feed(item, wanted) for item in calibration])
+
+        def get_next(self) -> dict[str, Any] | None:
+            return next(self._left, None)
+
+    return Reader()
+
+
+def _executed(path: str) -> dict[str, int]:
+    """Operator -> how often it is in the file, of those that multiply."""
+    nodes = onnx.load(path, load_external_data=False).graph.node
+    return dict(Counter(node.op_type for node in nodes if any(part in node.op_type for part in _PRODUCTS)))

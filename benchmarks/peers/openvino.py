@@ -1,28 +1,82 @@
-"""OpenVINO's own runtime on the model converted from `torch.export`."""
+"""OpenVINO's own runtime on the model converted from `torch.export`, quantised and packed by NNCF."""
 
 from __future__ import annotations
+
+from collections import Counter
+from typing import Any
 
 import openvino
 import torch
 from torch import nn
 
-from benchmarks.peers import Prepared, Setting
+from benchmarks.peers import GROUP, Prepared, Setting
+
+# What a runtime model calls layers that multiply.
+_PRODUCTS = (
+    "Convolution",
+    "FullyConnected",
+    "MatMul",
+    "ScaledDotProductAttention",
+    "Deconvolution",
+    "LSTMSequence",
+    "RNNSeq",
+)
 
 
 def prepare(model: nn.Module, inputs: tuple[torch.Tensor, ...], setting: Setting) -> Prepared:
-    """Compiled for latency, in float32: its default would be bfloat16 on processors that have it. Static shapes."""
+    """Compiled for latency, static shapes. What is not quantised is computed in float32, unless bfloat16 is asked for: its default would be
+    bfloat16 on processors that have it. Reports in which precision its layers that multiply run."""
+    core = openvino.Core()
+    if setting.is_bf16 and "BF16" not in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+        raise NotImplementedError(
+            "this processor has no bfloat16 for OpenVINO, which would compute in float32 without a word"
+        )
     converted = openvino.convert_model(torch.export.export(model, inputs))
     converted.reshape({port: list(value.shape) for port, value in zip(converted.inputs, inputs, strict=True)})
     hints = {
-        "INFERENCE_PRECISION_HINT": "f32",
+        "INFERENCE_PRECISION_HINT": "bf16" if setting.is_bf16 else "f32",
         "PERFORMANCE_HINT": "LATENCY",
         "INFERENCE_NUM_THREADS": setting.threads,
     }
-    request = openvino.Core().compile_model(converted, "CPU", hints).create_infer_request()
+    compiled = core.compile_model(_quantised(converted, setting), "CPU", hints)
+    request = compiled.create_infer_request()
     feed = [value.numpy() for value in inputs]
 
     def call() -> list[torch.Tensor]:
         results = request.infer(feed, share_inputs=True, share_outputs=True)
         return [torch.from_numpy(value) for value in results.values()]
 
-    return Prepared(call)
+    return Prepared(call, lambda: {"executed": _executed(compiled)})
+
+
+def _quantised(converted: Any, setting: Setting) -> Any:
+    """By NNCF, on its defaults: ranges from the calibration inputs, with a transformer's pattern where there is attention; or weights alone,
+    symmetric, all layers with one number of bits."""
+    if not setting.is_int8 and setting.weight_bits is None:
+        return converted
+    import nncf
+
+    if setting.weight_bits is not None:
+        form = {
+            8: {"mode": nncf.CompressWeightsMode.INT8_SYM},
+            4: {"mode": nncf.CompressWeightsMode.INT4_SYM, "group_size": GROUP, "ratio": 1.0, "all_layers": True},
+        }
+        return nncf.compress_weights(converted, **form[setting.weight_bits])
+    kinds = {node.get_type_name() for node in converted.get_ops()}
+    items = [[value.numpy() for value in item] for item in setting.calibration]
+    return nncf.quantize(
+        converted,
+        nncf.Dataset(items),
+        subset_size=len(items),
+        model_type=nncf.ModelType.TRANSFORMER if "ScaledDotProductAttention" in kinds else None,
+    )
+
+
+def _executed(compiled: Any) -> dict[str, int]:
+    """Precision -> layers that multiply which run in it."""
+    told = [{k: node.get_rt_info()[k].value for k in ("layerType", "runtimePrecision")} for node in _layers(compiled)]
+    return dict(Counter(layer["runtimePrecision"] for layer in told if layer["layerType"] in _PRODUCTS))
+
+
+def _layers(compiled: Any) -> list[Any]:
+    return [node for node in compiled.get_runtime_model().get_ops() if "runtimePrecision" in node.get_rt_info()]

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch._inductor.config
 import zentorch  # registers its backend
 from torch import nn
 
-from benchmarks.peers import Prepared, Setting
+from benchmarks.peers import Prepared, Setting, pytorch
 
 
 def prepare(model: nn.Module, inputs: tuple[torch.Tensor, ...], setting: Setting) -> Prepared:
-    """`torch.compile(model, backend="zentorch")` with freezing, as AMD's guide has it for inference."""
+    """`torch.compile(model, backend="zentorch")` with freezing, as AMD's guide has it for inference; torchao's PT2E graphs, as in its
+    example of a recommender."""
+    if setting.weight_bits is not None:
+        raise NotImplementedError("zentorch documents packed weights for vLLM alone")
     torch._inductor.config.freezing = True
-    compiled = torch.compile(model, backend=zentorch.__name__)
-    return Prepared(lambda: compiled(*inputs))
+    return pytorch.prepared(model, inputs, setting, functools.partial(torch.compile, backend=zentorch.__name__))

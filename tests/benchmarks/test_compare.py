@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
+import pytest
+
 from benchmarks.compare import Effort, compare
-from benchmarks.peers import Peer
+from benchmarks.peers import BASELINES, Peer
 
 EAGER = Peer("eager", "eager", "benchmarks.peers.eager")
 
@@ -60,3 +63,29 @@ def test_kept_caches_make_compile_times_warm(tmp_path: Path) -> None:
     assert "compile_cold_s" not in second
     assert "compile_warm_s" in second
     assert "compile_cold_s" in other
+
+
+def test_a_precision_is_asked_of_all_that_have_none_of_their_own(tmp_path: Path) -> None:
+    """Peers get it with inputs to calibrate by, other ones than are timed; a row tells how far results are off eager's in float32. How far they
+    may be is the reader's to say, but for those that are further off than zeros."""
+    effort = Effort(threads=1, seconds=0.05, rounds=1, timeout_s=120, precision="int8")
+    far = dataclasses.replace(planted("quantising"), name="far", precision="int4-weights")
+    peers = [BASELINES[0], planted("quantising"), far]
+    base, asked, far_off = compare("lstm", "small", 1, peers, effort, tmp_path / "log", lambda _: None)
+    assert (base["peer"], base["precision"], base["rms_error"]) == ("eager_float32", "float32", 0.0)
+    assert (asked["precision"], asked["asked"]) == ("int8", "int8")
+    assert asked["rms_error"] == pytest.approx(0.01, rel=1e-3)
+    assert asked["calibrated"] >= 4
+    assert asked["others"]
+    assert far_off["precision"] == "int4-weights"
+    assert far_off["gap"] == "wrong answer: off by 2 times eager's root mean square"
+
+
+def test_what_a_precision_needs_is_named(tmp_path: Path) -> None:
+    """Packages that only quantised models need are not missed in float32."""
+    wanted = {"int8": (("no_such_package", "no-such-package"),)}
+    peer = Peer("eager", "eager", "benchmarks.peers.eager", more_packages=wanted)
+    assert peer.missing() == peer.missing("bf16") == ""
+    assert peer.missing("int8") == "not installed: pip install no-such-package"
+    pinned = Peer("base", "base", "benchmarks.peers.eager", more_packages=wanted, precision="float32")
+    assert pinned.missing("int8") == ""

@@ -50,3 +50,9 @@ def test_without_eager_there_is_nothing_to_draw(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert "nothing to draw" in picture.draw(_record(("lstm", 1, "hybrid", 1.0)), tmp_path / "zoo.svg")
     assert not (tmp_path / "zoo.svg").exists()
+
+
+def test_speeds_below_float32_are_over_eager_in_float32() -> None:
+    """Eager in another precision is often slower than in float32: nobody wants it as a measure."""
+    record = _record(("lstm", 1, "eager_float32", 2.0), ("lstm", 1, "eager", 8.0), ("lstm", 1, "hybrid", 1.0))
+    assert picture._speeds(record, 1) == {"lstm": {"eager_float32": 1.0, "eager": 0.25, "hybrid": 2.0}}

@@ -21,6 +21,14 @@ def test_the_higher_of_two_ceilings_decides() -> None:
     assert peak.seconds(1e6, 2e9, "L2") == pytest.approx(0.04)
 
 
+def test_a_precision_has_the_ceiling_of_its_products() -> None:
+    """The fastest instruction of the kind; bfloat16 without one is computed in float32, integers without one have no known ceiling."""
+    peak = roofline.Peak(1, 100.0, {}, {"vpdpbusd": 400.0, "vdpbf16ps": 200.0, "tdpbf16ps": 1600.0})
+    assert [peak.rate(p) for p in ("float32", "int8-weights", "bf16", "int8")] == [100.0, 100.0, 1600.0, 400.0]
+    without = roofline.Peak(1, 100.0, {})
+    assert [without.rate(p) for p in ("bf16", "int8+bf16")] == [100.0, 0.0]
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_the_kernels_compute(threads: int) -> None:
     """Every thread's part is done: the multiply-adds end at a fixed point, reads add up, writes arrive."""

@@ -62,7 +62,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         ]
 
     monkeypatch.setattr(run, "compare", compare)
-    monkeypatch.setattr(run, "peak", lambda threads: Peak(threads, 500.0, {}))
+    monkeypatch.setattr(run, "peak", lambda threads: Peak(threads, 500.0, {}, {"vpdpbusd": 900.0}))
     return rows
 
 
@@ -137,6 +137,26 @@ def test_second_processes_are_started_for_the_peers_named(
     monkeypatch.setattr(run, "compare", noted)
     run.main([*_OPTIONS, "--out", str(tmp_path / "zoo.json"), *given])
     assert asked == [warm, warm]
+
+
+def test_a_precision_has_its_own_file_and_baselines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], compared: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eager and hybrid in float32 are timed beside the peers, and are none themselves: the best of the others is of the precision asked for."""
+    monkeypatch.setattr(run.table, "RESULTS", tmp_path)
+    assert run.main([*_OPTIONS, "--precision", "int8"]) == 0
+    [out] = tmp_path.glob("*/zoo-int8.json")
+    record = json.loads(out.read_text())
+    assert record["settings"]["precision"] == "int8"
+    names = ["eager_float32", "hybrid_float32", "eager", "hybrid", "openvino"]
+    assert [r["peer"] for r in record["results"]] == names * 2
+    assert record["overhead"] == []
+    assert record["machine"]["peak_gflops"] == 900.0
+    assert "hybrid, float32 ms" in capsys.readouterr().out
+    assert run.main([*_OPTIONS, "--precision", "int8", "--resume"]) == 0
+    assert len(compared) == 2  # nothing was left to do
+    assert run.main([*_OPTIONS, "--precision", "bf16", "--resume", "--out", str(out)]) == 2
+    assert "another precision" in capsys.readouterr().err
 
 
 def test_resuming_refuses_another_setting(

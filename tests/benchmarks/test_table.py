@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import table
+from benchmarks import results, table
 
 _RECORD: dict[str, Any] = {
     "machine": {
@@ -21,6 +21,21 @@ _RECORD: dict[str, Any] = {
         {"model": "resnet50", "batch": 1, "peer": "eager", "median_ms": 30.0, "compile_cold_s": 0.0},
         {"model": "resnet50", "batch": 1, "peer": "hybrid", "median_ms": 20.0, "compile_cold_s": 4.25},
         {"model": "resnet50", "batch": 1, "peer": "inductor", "gap": "wrong answer"},
+    ],
+}
+
+
+_INT8: dict[str, Any] = {
+    "machine": _RECORD["machine"] | {"peak_gflops": 900.0},
+    "settings": {"precision": "int8"},
+    "results": [
+        {"model": "resnet50", "batch": 1, "peer": peer, "median_ms": ms, "precision": precision, "gflop": 9.0, **more}
+        for peer, ms, precision, more in (
+            ("eager_float32", 60.0, "float32", {"rms_error": 0.0}),
+            ("hybrid_float32", 8.0, "float32", {"rms_error": 1e-6}),
+            ("hybrid", 10.0, "int8", {"rms_error": 0.0312}),
+            ("openvino", 12.0, "int8", {"rms_error": 0.052, "executed": {"i8": 53, "f32": 1}}),
+        )
     ],
 }
 
@@ -73,6 +88,34 @@ def test_the_summary_names_the_fastest_other_peer() -> None:
     rows = [_cells(line) for line in shown.splitlines()[2 : 2 + len(table.SUMMARY)]]
     assert rows[0] == ["ResNet-50", "1", "30.0", "20.0", "OpenVINO 25.0", "1.50", "1.25"]
     assert rows[-1] == ["Llama, small", "8", "-", "-", "-", "-", "-"]
+
+
+def test_below_float32_a_row_has_errors_and_baselines() -> None:
+    """A time stands with how far its results are off; float32 is a baseline, never the best of the others."""
+    [row] = [_cells(line) for line in table.latency(_INT8).splitlines() if line.startswith("| ResNet-50")]
+    assert row == ["ResNet-50", "1", "60.0", "8.00", "10.0 (3.1%)", "12.0 (5.2%)", "1.20"]
+    caption = table.latency(_INT8).splitlines()[0]
+    assert "peak 900 GFLOP/s measured; int8;" in caption
+    assert "In brackets" in caption
+    standings = [_cells(row) for row in table.standings(_INT8).splitlines()[2:]]
+    assert [row[::2] for row in standings] == [
+        ["eager, float32", "6.00"],
+        ["hybrid, float32", "0.80"],
+        ["OpenVINO", "1.20"],
+        ["the best of each row", "1.20"],
+    ]
+    assert table.executed(_INT8) == "- OpenVINO ran 53 i8, 1 f32 (ResNet-50 1)"
+    shares = [results.peak_share(_INT8, result) for result in _INT8["results"]]
+    assert shares == [None, None, 1.0, pytest.approx(0.83, abs=0.01)]  # the peak is of integers
+
+
+def test_precisions_have_a_place_of_their_own() -> None:
+    """Tables of float32 and of the other precisions are never mixed; a place that nothing was measured for stays as it is."""
+    text = "<!-- benchmarks:start -->\nold\n<!-- benchmarks:end -->\n<!-- precisions:start -->\nold\n<!-- precisions:end -->\n"
+    both = table.with_results(text, [_RECORD, _INT8])
+    assert both.index("; float32; ") < both.index("benchmarks:end") < both.index("; int8; ")
+    assert both.count("| ResNet-50") == 2
+    assert table.with_results(text, [_RECORD]).endswith("<!-- precisions:start -->\nold\n<!-- precisions:end -->\n")
 
 
 @pytest.mark.parametrize("name", ["summary", "benchmarks"])
