@@ -19,6 +19,8 @@ _LACKING = {
     "onnxruntime": ("bf16", "int8+bf16"),
     "zentorch": ("int8-weights", "int4-weights"),
 }
+# zentorch's integer products of a transformer are wrong (2.13.0.2), which is a gap as well.
+_WRONG = {("zentorch", "int8"), ("zentorch", "int8+bf16")}
 _TOLERANCES = {"bf16": 0.01, "int8": 0.05, "int8+bf16": 0.05, "int8-weights": 0.02, "int4-weights": 0.2}
 
 
@@ -76,6 +78,8 @@ def test_other_libraries_run_in_a_precision(name: str, precision: str, tmp_path:
     [result] = compare("bert_base", "small", 1, [peer], effort, tmp_path / "log", lambda _: None)
     if precision in _LACKING.get(name, ()):
         assert result["gap"].startswith("NotImplementedError")
+    elif "gap" in result:
+        assert (name, precision) in _WRONG, result["gap"]
+        assert result["gap"].startswith("wrong answer")
     else:
-        assert result.get("gap", "") == ""
         assert 1e-4 < result["rms_error"] < 5 * _TOLERANCES[precision]
