@@ -149,7 +149,9 @@ def gaps(record: Record) -> str:
 
 
 def executed(record: Record) -> str:
-    """What the peers that tell it computed in which precision: one line for each answer."""
+    """What the peers that tell it computed in which precision: one line for each answer. Nothing where float32 was asked for."""
+    if results.precision(record) == FLOAT32:
+        return ""
     answers: dict[str, list[str]] = {}
     for result in record["results"]:
         if counts := result.get("executed"):

@@ -18,21 +18,29 @@ from torch_hybrid_backend.core.plan import Plan
 
 
 def prepare(model: nn.Module, inputs: tuple[torch.Tensor, ...], setting: Setting) -> Prepared:
-    """Compiled as `backend="hybrid"` does it, with the HYBRID_* settings of the environment; reports the plan's coverage, and what
-    was converted.
+    """Compiled as `backend="hybrid"` does it, with the HYBRID_* settings of the environment; reports the plan's coverage, and what was
+    quantised and converted.
 
     int8: `quantize` with the extremes of the calibration inputs. Random weights are off by more than trained ones: no layer returns to float32.
     """
     plans: list[Plan] = []
     config = Config.from_env(os.environ)
+    executed = Counter[str]()
     if setting.is_int8:
         model = torch_hybrid_backend.quantize(model, list(setting.calibration), calibration="naive")
+        executed["layers of int8"] = len(model.ranges.sites)
     asked = "bf16" if setting.is_bf16 else setting.precision
     if asked not in (FLOAT32, "int8"):
         config = config.with_options({"precision": asked, "precision_tolerance": 1.0}, None)
     backend = functools.partial(compile_graph, config=config, on_plan=plans.append)
     compiled = torch.compile(model, backend=backend)
-    return Prepared(lambda: compiled(*inputs), lambda: coverage(plans))
+
+    def report() -> dict[str, object]:
+        converted = [dict(plan.conversion.converted) for plan in plans if plan.conversion]
+        counts = sum(map(Counter, converted), executed)
+        return coverage(plans) | ({"executed": dict(counts)} if counts else {})
+
+    return Prepared(lambda: compiled(*inputs), report)
 
 
 def coverage(plans: list[Plan]) -> dict[str, object]:
@@ -40,10 +48,7 @@ def coverage(plans: list[Plan]) -> dict[str, object]:
     nodes = [node for plan in plans for node in plan.nodes]
     compiled = [node for node in nodes if node.engine != EAGER]
     flops = sum(node.flops for node in nodes)
-    converted = Counter[str]()
-    for plan in plans:
-        converted.update(dict(plan.conversion.converted) if plan.conversion else {})
-    return ({"executed": dict(converted)} if converted else {}) | {
+    return {
         "graphs": len(plans),
         "operators": len(nodes),
         "operators_compiled": round(len(compiled) / len(nodes), 4) if nodes else None,
