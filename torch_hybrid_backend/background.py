@@ -204,9 +204,9 @@ class InBackground:
         outputs = self._eager(*inputs)
         if self._job is None or self._job.pid != os.getpid():
             with self._lock:
-                if (
-                    self._job is None or self._job.pid != os.getpid()
-                ):  # no other thread meanwhile, nor this process before a fork
+                # Another thread may have submitted it, or the builder have done it; what was submitted before a fork was the parent's.
+                is_under_way = self._job is not None and self._job.pid == os.getpid()
+                if not is_under_way and self._settled is None and self._error is None and self._waits(*kept):
                     self._submit(kept)
         return outputs
 
