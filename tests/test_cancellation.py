@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from torch_hybrid_backend.cancellation import Cancellation, Cancelled, cancellable, check, patience
+from torch_hybrid_backend.cancellation import Cancellation, Cancelled, cancellable, check, is_awaited, patience
 from torch_hybrid_backend.measure import measure
 
 
@@ -14,11 +14,13 @@ def test_cancellation() -> None:
     """Inside a block, and in its thread alone, work is stopped at its next step; outside nothing is."""
     cancellation = Cancellation()
     check()
+    assert is_awaited()
     assert patience(7.0) == 7.0
     with cancellable(cancellation):
         check()
         assert patience(7.0) < 1.0
         assert patience(0.01) == 0.01
+        assert not is_awaited()
         cancellation.cancel()
         with pytest.raises(Cancelled):
             check()

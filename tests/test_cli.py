@@ -14,10 +14,12 @@ import torch
 from tests.partition.engines_for_tests import FakeEngine
 from tests.report.plans_for_tests import PLAN
 from torch_hybrid_backend import cli
+from torch_hybrid_backend.builds.failures import Failures
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.engine import CompiledRegionBase, Engine, KernelText
 from torch_hybrid_backend.core.verdict import Reason, Refused, Verdict
 from torch_hybrid_backend.engines.eager import EagerEngine
+from torch_hybrid_backend.errors import DeadlineError
 from torch_hybrid_backend.report import Explanation
 from torch_hybrid_backend.store import Store
 
@@ -181,6 +183,20 @@ def test_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "1 entries, 1.0 MiB of at most 7 MiB; `hybrid cache --clear`" in _doctor()
     assert _run("cache", "--clear") == (0, f"kernels: 1 entries, 1.0 MiB\n1.0 MiB removed from {tmp_path}\n")
     assert Store(tmp_path).usage() == []
+
+
+def test_failed_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`hybrid cache` shows what failed and is not tried again; --forget-failures forgets that and removes nothing else."""
+    monkeypatch.setenv("HYBRID_CACHE_DIR", str(tmp_path))
+    store = Store(tmp_path)
+    store.put("kernels", "key", b"kernel")
+    Failures(store).put("engines", "key", DeadlineError("the layer was not built within 600 s"))
+    status, text = _run("cache")
+    assert status == 0
+    assert "failed: the layer was not built within 600 s (at " in text
+    assert _run("cache", "--forget-failures") == (0, "1 failed build forgotten\n")
+    assert "failed:" not in _run("cache")[1]
+    assert [usage.kind for usage in store.usage()] == ["kernels"]
 
 
 def test_cache_that_cannot_be_used_is_one_clear_line(

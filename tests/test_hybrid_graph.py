@@ -121,3 +121,36 @@ def test_under_strict_it_raises(build: Callable[..., HybridGraph]) -> None:
     torch.testing.assert_close(graph([x])[0], _function(x))
     assert graph.plan is not None
     assert [region.engine for region in graph.plan.regions] == ["fake"]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_parameters_that_change_while_engines_are_chosen(tmp_path: Path, *, strict: bool) -> None:
+    """Another thread's optimizer steps between eager's run and the engine's: the results differ, and that costs no engine its region. What runs
+    afterwards uses the parameters as they are."""
+    weight, x = torch.randn(8, 8), torch.randn(8, 8)
+    steps = [1, 2]
+
+    class Stepping(FakeEngine):
+        """While its region runs for the first two times, the parameter changes."""
+
+        def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[CompiledRegion | Exception]:
+            (region,) = regions
+
+            class Stepped(FakeRegion):
+                def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+                    if steps:
+                        weight.add_(steps.pop())
+                    return super().__call__(inputs)
+
+            return [Stepped(region, lambda outputs: outputs)]
+
+    config = Config(cache_dir=tmp_path, placement="estimate", strict=strict)
+    session = Session((Stepping(), EagerEngine()), open_services(config))
+    module = trace(lambda x, weight: ((x @ weight).sin(),), x, weight)
+    captured = CapturedGraph(module, "inference", frozenset({"weight_1"}), False)
+    graph = HybridGraph(captured, session, config)
+    graph([x, weight])
+    assert not steps
+    assert graph.plan is not None
+    assert [region.engine for region in graph.plan.regions] == ["fake"]
+    torch.testing.assert_close(graph([x, weight])[0], (x @ weight).sin())

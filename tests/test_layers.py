@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "sizes": {"errors"},
     "core": {"errors", "sizes"},
-    "background": {"cancellation", "core", "errors", "timing_cache"},
+    "background": {"cancellation", "core", "errors", "fork_lock", "timing_cache"},
     "cancellation": set(),
     "fork_lock": set(),
     "config": {"core", "errors"},

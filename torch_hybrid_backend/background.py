@@ -19,10 +19,11 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.cancellation import Cancellation, Cancelled, cancellable
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
@@ -84,7 +85,7 @@ class Builder:
             return self._changed.wait_for(lambda: self._thread is None and not self._awaited, timeout_s)
 
     @contextlib.contextmanager
-    def _noted(self) -> Any:
+    def _noted(self) -> Iterator[None]:
         with self._changed:
             yield
             self._changed.notify_all()
@@ -204,9 +205,9 @@ class InBackground:
         outputs = self._eager(*inputs)
         if self._job is None or self._job.pid != os.getpid():
             with self._lock:
-                if (
-                    self._job is None or self._job.pid != os.getpid()
-                ):  # no other thread meanwhile, nor this process before a fork
+                # Another thread may have submitted it, or the builder have done it; what was submitted before a fork was the parent's.
+                is_under_way = self._job is not None and self._job.pid == os.getpid()
+                if not is_under_way and self._settled is None and self._error is None and self._waits(*kept):
                     self._submit(kept)
         return outputs
 
@@ -217,7 +218,7 @@ class InBackground:
             self._failed(error)
             return
         title, planned, done = self.title, self._planned, weakref.WeakMethod(self._done)
-        ambient = _ambient()
+        ambient = as_here(copies)
 
         def work() -> None:
             error: Exception | None = None
@@ -270,18 +271,33 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return memory.as_strided(value.shape, value.stride())
 
 
-def _ambient() -> Callable[[], contextlib.AbstractContextManager[object]]:
-    """What of this thread's state decides how eager computes: autocast."""
-    states = [
-        (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-        for device in ("cpu", "cuda")
-        if torch.is_autocast_enabled(device)
+def as_here(values: Sequence[Any]) -> Callable[[], contextlib.AbstractContextManager[object]]:
+    """What the builder's thread takes over from this one, to compute as it does: autocast, and for the tensors among `values` that lie on CUDA
+    devices a stream of its own each, which begins after what this thread's stream has been given, and is waited for at the end. No GPU has run
+    the latter yet."""
+    autocast = [
+        (device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
     ]
+    given = [torch.cuda.current_stream(device).record_event() for device in _cuda_devices(values)]
 
-    def entered() -> contextlib.AbstractContextManager[object]:
-        stack = contextlib.ExitStack()
-        for device, dtype, enabled in states:
-            stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
-        return stack
+    @contextlib.contextmanager
+    def entered() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for device, dtype in autocast:
+                stack.enter_context(torch.autocast(device, dtype=dtype))
+            for event in given:
+                own = torch.cuda.Stream(event.device)  # type: ignore[no-untyped-call]
+                own.wait_event(event)
+                stack.callback(own.synchronize)
+                stack.enter_context(torch.cuda.stream(own))
+            yield
 
     return entered
+
+
+def _cuda_devices(values: Sequence[Any]) -> list[torch.device]:
+    return list({value.device: None for value in tree_leaves(values) if _is_on_cuda(value)})
+
+
+def _is_on_cuda(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "cuda"

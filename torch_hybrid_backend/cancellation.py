@@ -44,6 +44,11 @@ def cancellable(cancellation: Cancellation) -> Iterator[None]:
         _current.reset(token)
 
 
+def is_awaited() -> bool:
+    """Whether somebody waits for what this thread does."""
+    return _current.get() is None
+
+
 def check() -> None:
     """Raises Cancelled where the work of this thread is not wanted any more."""
     current = _current.get()
@@ -54,4 +59,4 @@ def check() -> None:
 def patience(seconds: float) -> float:
     """How long to wait before looking again, of `seconds` that are left: all of them where nobody can cancel. Raises as `check` does."""
     check()
-    return seconds if _current.get() is None else min(seconds, _LOOK_EVERY_S)
+    return seconds if is_awaited() else min(seconds, _LOOK_EVERY_S)

@@ -7,11 +7,13 @@
     hybrid doctor
     hybrid cache
     hybrid cache --clear
+    hybrid cache --forget-failures
 
 `explain` compiles the model for inference, calls it once on the arguments and shows the plan; with `--kernels` it also writes the text of
 every kernel into a folder: Triton programs as files that run alone. `doctor` shows which
 engines can run in this installation, what they say of themselves, and what to install for those that cannot. `cache` shows
-where compiled kernels are kept and how much disk they take, or removes them.
+where compiled kernels are kept, how much disk they take, and which builds failed within the last day and are therefore not tried; it removes
+all of that, or the memory of failures alone.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from typing import Any, TextIO
 import torch
 
 import torch_hybrid_backend
+from torch_hybrid_backend.builds.failures import Failures
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.engine import Engine
 from torch_hybrid_backend.core.verdict import Refused
@@ -78,7 +81,9 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--kernels", type=Path, metavar="FOLDER", help="write the text of every kernel into FOLDER")
     commands.add_parser("doctor", help="show which engines can run here, and what the others lack")
     cache = commands.add_parser("cache", help="show what the cache of compiled kernels and timings takes of the disk")
-    cache.add_argument("--clear", action="store_true", help="remove it all; what is needed again is made again")
+    what = cache.add_mutually_exclusive_group()
+    what.add_argument("--clear", action="store_true", help="remove it all; what is needed again is made again")
+    what.add_argument("--forget-failures", action="store_true", help="have builds that failed within a day tried again")
     return parser
 
 
@@ -225,6 +230,12 @@ def _cache_state(config: Config) -> str:
 def _cache(parsed: argparse.Namespace, out: TextIO) -> int:
     config = Config.from_env(os.environ)
     store = Store(config.cache_dir)
+    failures = Failures(store)
+    failed = failures.all()
+    if parsed.forget_failures:
+        failures.forget()
+        out.write(f"{counted(len(failed), 'failed build')} forgotten\n")
+        return 0
     used = store.usage()
     if parsed.clear:
         store.clear()
@@ -232,6 +243,7 @@ def _cache(parsed: argparse.Namespace, out: TextIO) -> int:
     lines = [f"{kind.kind}: {kind.entries} entries, {_mib(kind.size_bytes)}" for kind in used]
     lines.append(f"{_mib(sum(kind.size_bytes for kind in used))} {verb} {store.root}")
     if not parsed.clear:
+        lines += (f"failed: {failure.as_exception()}" for failure in failed)
         lines.append(
             f"limit: {config.cache_limit_mib} MiB (HYBRID_CACHE_LIMIT_MIB); `hybrid cache --clear` removes all"
         )

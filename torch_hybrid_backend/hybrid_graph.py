@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from torch_hybrid_backend.background import Job, builder, copies_of
+from torch_hybrid_backend.background import Job, as_here, builder, copies_of
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.deadline import Deadline
@@ -159,8 +159,10 @@ class HybridGraph:
         """Who runs what, and the outputs.
 
         Where parameters changed meanwhile, by an optimizer in another thread, say, results that were compared do not belong together: nothing
-        that was found counts, and all is done again on copies of them.
+        that was found counts, and all is done again on copies of them. Not where a call cannot be repeated unnoticed.
         """
+        if not _is_repeatable(compiled.prepared):
+            return self._judged(compiled, inputs)
         before = self._versions(inputs)
         try:
             found = self._judged(compiled, inputs)
@@ -299,10 +301,12 @@ class _NextCall:
         outputs = graph(list(inputs))
         if is_sample:
             copies, reference, compiled = graph.copied(kept), self.graph, self.compiled
+            as_in_call = as_here(copies)
 
             def work() -> None:
                 if (alive := reference()) is not None:
-                    alive.choose_anew(compiled, copies)
+                    with as_in_call():
+                        alive.choose_anew(compiled, copies)
 
             builder().submit(Job(work))
         return outputs
@@ -310,11 +314,11 @@ class _NextCall:
 
 def _await(graph: HybridGraph, compiled: Compiled, pending: Sequence[PendingRegion]) -> None:
     """Have engines chosen anew when all that is pending is built; it is cancelled when the graph is dropped."""
-    prepared = compiled.prepared
-    if prepared.has_collectives or not prepared.is_repeatable:  # never tried twice
+    if not _is_repeatable(compiled.prepared):
         _cancel(pending)
         return
-    weakref.finalize(graph, _cancel, pending).atexit = False
+    unwanted = weakref.finalize(graph, _cancel, pending)
+    unwanted.atexit = False
     reference, home, lock, left = weakref.ref(graph), builder(), threading.Lock(), len(pending)
 
     def one_done() -> None:
@@ -323,6 +327,7 @@ def _await(graph: HybridGraph, compiled: Compiled, pending: Sequence[PendingRegi
             left -= 1
             if left:
                 return
+        unwanted.detach()  # it holds what was built
         if (alive := reference()) is not None:
             alive.with_next_call(compiled)
         home.arrived()
@@ -330,6 +335,10 @@ def _await(graph: HybridGraph, compiled: Compiled, pending: Sequence[PendingRegi
     home.expect()
     for each in pending:
         each.when_done(one_done)
+
+
+def _is_repeatable(prepared: Prepared) -> bool:
+    return prepared.is_repeatable and not prepared.has_collectives
 
 
 def _cancel(pending: Sequence[PendingRegion]) -> None:

@@ -24,7 +24,7 @@ from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.engines.eager import EagerEngine
-from torch_hybrid_backend.errors import CompileError
+from torch_hybrid_backend.errors import BuildCancelledError, CompileError
 from torch_hybrid_backend.hybrid_graph import HybridGraph
 from torch_hybrid_backend.session import Session, open_services
 
@@ -183,3 +183,18 @@ def test_a_dropped_graph_cancels_its_builds(bench: Callable[..., _Bench]) -> Non
     assert wait_for_builds(60)
     eventually(lambda: not one.engine.builds.process_ids())
     assert one.engine.calls == []
+
+
+def test_a_graph_that_cannot_be_tried_twice_waits_for_nothing(bench: Callable[..., _Bench]) -> None:
+    """It draws random numbers: its builds are cancelled, and what its first call chose stays."""
+    one = bench()
+    session = Session((one.engine, FakeEngine("other"), EagerEngine()), one.services)
+    module = trace(lambda x: (torch.bernoulli(x) + (x @ x).sin(),), one.x.sigmoid())
+    graph = HybridGraph(CapturedGraph(module, "inference", frozenset(), False), session, one.config, one.plans.append)
+    graph([one.x.sigmoid()])
+    assert one.engine.made
+    assert wait_for_builds(0)
+    for build in one.engine.made:
+        with pytest.raises(BuildCancelledError):
+            build.result(60)
+    assert "opaque" not in one.engines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 from pathlib import Path
 
@@ -27,11 +28,14 @@ def main(lifeline, *arguments):
 
 
 def test_a_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gets its arguments, empty ones too, its environment and orders; it answers; what it prints are its last words."""
+    """It gets its arguments, empty ones too, its environment, a lower priority and orders; it answers; what it prints are its last words."""
     (tmp_path / "child_of_tests.py").write_text(_MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     child = Child("child_of_tests", ["one", "", "three"], "the child", {"OF_TESTS": "set"})
     try:
+        before = os.getpriority(os.PRIO_PROCESS, child.process.pid)
+        child.lower_priority()
+        assert os.getpriority(os.PRIO_PROCESS, child.process.pid) >= max(before, 10)
         child.outgoing += frame(b"order")
         while child.outgoing:
             child.write()

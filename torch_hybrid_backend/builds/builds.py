@@ -310,6 +310,7 @@ class _Queue:
             Path(folder, REQUEST).write_bytes(task.request)
             limit_s = task.deadline_s + self._grace_s + _SELF_LIMIT_S
             child = Child("torch_hybrid_backend.builds.main", [task.entry, folder, f"{limit_s:.3f}"], "a builder")
+            child.lower_priority()
             with self._lock:
                 self._threads[thread] = child
             try:

@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch_hybrid_backend.cancellation import patience
+from torch_hybrid_backend.cancellation import is_awaited, patience
 from torch_hybrid_backend.codegen.compiler import KernelCompilerModule, compiler_version
 from torch_hybrid_backend.codegen.workers.process import CompilerProcess
 from torch_hybrid_backend.codegen.workers.protocol import IDLE_EXIT_STATUS, Job, Order
@@ -222,6 +222,8 @@ class _Batch:
                 return
             if worker is None:
                 return
+            if not is_awaited():
+                worker.lower_priority()
             self._selector.register(worker.stdout, selectors.EVENT_READ, worker)
             self._order(worker)
 
