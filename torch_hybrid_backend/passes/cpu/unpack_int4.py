@@ -2,10 +2,9 @@
 
     _weight_int4pack_mm_for_cpu(x, packed, group, moves)   ->   mm(x, dequantize(q, scale)^T) + mm(sums of x by group, zero)
 
-moves: (K / group, N, 2), of each group a scale and a zero, (q - 8) * scale + zero. How the nibbles of `packed` lie depends on the vectors of the
-processor that packs them. The operator reads them as the processor that it runs on would have packed them, wherever they came from: so that is
-what they mean. The way is found by packing a matrix that is known, here; where it is none of those known, or N is no multiple of its block,
-the operator stays.
+moves: (K / group, N, 2), of each group a scale and a zero, (q - 8) * scale + zero. How the nibbles of `packed` lie depends on the processor
+that packs them. The operator reads them as its own processor would have packed them, wherever they came from: so that is what they mean. The
+way is found by packing a matrix that is known; where it is none of `_FORMS`, or N is no multiple of its block, the operator stays.
 
 Source: PyTorch, aten/src/ATen/native/cpu/int4mm_kernel.cpp (tinygemm for CPU), 2024.
 """
