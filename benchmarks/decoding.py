@@ -245,7 +245,8 @@ def _in_its_process(side: Side, arguments: argparse.Namespace) -> dict[str, Any]
         command = [sys.executable, "-m", "benchmarks.decoding", "--only", side.name, "--out", str(result)]
         for name in ("layers", "cache", "tokens", "budget_s"):
             command += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
-        done = subprocess.run([*command, *(["--profile"] if arguments.profile else [])], capture_output=True, text=True)
+        command += ["--profile"] if arguments.profile else []
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode == 0:
             found: dict[str, Any] = json.loads(result.read_text())
             return found

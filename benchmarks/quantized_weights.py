@@ -5,13 +5,14 @@
 
 A call runs several layers of one shape, so that weights come from memory. All sides run in turn in one process; outputs are compared with
 float64 products of the dequantised weights first. `us` is one layer's; `GB/s` counts a weight once, with its scales (and zero points where
-the side has them); `gain` is over our own float32. "aten" is `_weight_int8pack_mm` and `_weight_int4pack_mm_for_cpu`, in bfloat16 as
-torchao calls them, and in float32. Run it on an otherwise idle machine.
+the side has them); `gain` is over our own float32. "hybrid clusters": weights that share 16 values, as `compress` makes them; "aten":
+`_weight_int8pack_mm` and `_weight_int4pack_mm_for_cpu`, in bfloat16 as torchao calls them, and in float32. Run it on an otherwise idle machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import os
 import sys
@@ -21,9 +22,11 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from benchmarks import machine
 from torch_hybrid_backend.backend import compile_graph
+from torch_hybrid_backend.compression.shared_weights import NIBBLE, SharedWeight
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.measure import measure
 from torch_hybrid_backend.passes.cpu.quantize_weights import GROUP
@@ -106,7 +109,25 @@ def _ours(model: _Layers, inputs: Sequence[torch.Tensor]) -> list[_Side]:
         compiled = torch.compile(model, backend=functools.partial(compile_graph, config=config), dynamic=False)
         sides.append(_Side(f"hybrid {form}", functools.partial(compiled, *inputs), size, _TOLERANCES[form]))
         sides[-1].call()
+    shared = copy.deepcopy(model)
+    for layer in shared.layers:
+        _share(layer)  # type: ignore[arg-type]
+    torch._dynamo.reset()
+    config = Config.from_env(os.environ).with_options({"placement": "estimate"}, None)
+    compiled = torch.compile(shared, backend=functools.partial(compile_graph, config=config), dynamic=False)
+    sides.append(_Side("hybrid clusters", functools.partial(compiled, *inputs), n * k / 2, _TOLERANCES["int4"]))
+    sides[-1].call()
     return sides
+
+
+def _share(layer: nn.Linear) -> None:
+    """Gives a layer the nearest of 16 values, at even steps, in place of each weight: k-means would take minutes and find about the same."""
+    w = layer.weight.detach()
+    step = 2 * float(w.abs().max()) / NIBBLE
+    places = (w / step + NIBBLE / 2).floor().clamp(0, NIBBLE - 1).to(torch.uint8)
+    layer.weight = nn.Parameter((torch.arange(NIBBLE) - NIBBLE / 2 + 0.5) * step)
+    indices = places[:, ::2] | places[:, 1::2] << 4
+    parametrize.register_parametrization(layer, "weight", SharedWeight(indices, w.shape, NIBBLE), unsafe=True)
 
 
 def _peers(model: _Layers, inputs: Sequence[torch.Tensor]) -> list[_Side]:

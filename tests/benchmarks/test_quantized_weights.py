@@ -20,11 +20,12 @@ def test_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["--layers", "128x256", "--rows", "1", "5", "--budget-s", "0.1", "--out", str(out)]
     assert quantized_weights.main(arguments) == 0
     records = json.loads(out.read_text())["records"]
-    assert [record["side"] for record in records[:4]] == [
+    assert [record["side"] for record in records[:5]] == [
         "hybrid float32",
         "hybrid int8",
         "hybrid int4",
+        "hybrid clusters",
         "eager float32",
     ]
-    assert len(records) == 2 * 8
+    assert len(records) == 2 * 9
     assert all(record["us"] > 0 and record["gain"] > 0 for record in records)

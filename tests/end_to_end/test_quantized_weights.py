@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -108,6 +109,34 @@ def test_what_is_kept_of_weights(precision: str, share: float) -> None:
     for bound in made:
         assert 0 < sum(tensor.nbytes for tensor in bound.owned.values()) <= share * model.weight.nbytes
         assert not bound.extra
+
+
+@torch.no_grad()
+def test_sixteen_clusters_are_looked_up() -> None:
+    """Weights that `compress` shared are read as 4 bits and a table of 16 values: no float32 weight is made of them, the table is live, and
+    `int4-weights` leaves them as they are."""
+    before = {id(found) for found in gc.get_objects() if type(found) is BoundConstants}
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(264, 512), nn.ReLU(), nn.Linear(512, 131)).eval()
+    shared = torch_hybrid_backend.compress(model, clusters=16)
+    options = {"precision": "int4-weights", "strict": True}
+    compiled = torch.compile(shared, backend="hybrid", dynamic=True, options=options)
+    exact = copy.deepcopy(shared).double()
+    for rows in (3, 1, 40, 1):
+        x = torch.randn(rows, 264)
+        torch.testing.assert_close(compiled(x).double(), exact(x.double()), rtol=1e-5, atol=1e-5)
+    assert str(torch_hybrid_backend.explain(shared, x)).count("dequantized_matmul") >= 1
+    gc.collect()
+    made = [o for o in gc.get_objects() if type(o) is BoundConstants and id(o) not in before]
+    float32 = sum(layer.weight.nbytes for layer in (model[0], model[2]))
+    assert made
+    for bound in made:
+        assert 0 < sum(tensor.nbytes for tensor in bound.owned.values()) <= 0.17 * float32
+    table = shared[0].parametrizations.weight.original
+    table.mul_(-1.5)
+    exact[0].parametrizations.weight.original.mul_(-1.5)
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x).double(), exact(x.double()), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

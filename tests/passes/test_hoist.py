@@ -11,6 +11,7 @@ import torch.distributed
 from torch import nn
 
 from tests.partition.engines_for_tests import trace
+from torch_hybrid_backend import compress
 from torch_hybrid_backend.core.hoisted_inputs import CallInput
 from torch_hybrid_backend.passes.hoist import Hoisted, hoist
 from torch_hybrid_backend.passes.pipeline import run_passes
@@ -222,3 +223,29 @@ def test_weights_are_quantised_once_and_dequantised_where_they_are_read(captured
     with torch.no_grad():
         model.conv.weight.mul_(-1.5)
     torch.testing.assert_close(call(hoisted, subject.inputs)[0], model(x), rtol=1e-5, atol=1e-5)
+
+
+class Shared(nn.Module):
+    """Two weights of shared values, as `compress` makes them; one of a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = nn.Sequential(nn.Linear(128, 160), nn.Conv1d(8, 64, 32))
+        self.linear, self.convolution = compress(layers, clusters=16)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.linear(x), self.convolution(y)
+
+
+def test_weights_of_products_are_looked_up_where_they_are_read(captured):
+    """What is kept of a linear layer's weight is places of 8 bits, which kernels pack in 4; of a convolution's the weight itself."""
+    model = Shared().eval()
+    subject = captured(model, torch.randn(3, 128), torch.randn(2, 8, 40))
+    hoisted = hoisted_of(subject)
+    kept = fold(hoisted, subject.inputs)
+    assert sorted((str(value.dtype), value.numel()) for value in kept) == [
+        ("torch.float32", 64 * 8 * 32),
+        ("torch.uint8", 128 * 160),
+    ]
+    assert subject.operators(hoisted.main)["index_select.default"] == 1
+    torch.testing.assert_close(call(hoisted, subject.inputs), subject.before, rtol=1e-5, atol=1e-5)

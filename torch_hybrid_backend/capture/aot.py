@@ -157,9 +157,8 @@ def _boxed(
             inputs = [torch.empty(0, device="cpu") if value is None else value for value in inputs]
         if restore is None and in_place is None:
             return compiled(inputs)
-        viewed, changed = (
-            [inputs[k] for k in step.inputs] if step else () for step in (restore, in_place)
-        )  # the list may be cleared
+        # The list may be cleared.
+        viewed, changed = ([inputs[k] for k in step.inputs] if step else () for step in (restore, in_place))
         outputs = compiled(inputs)
         outputs = outputs if restore is None else restore(outputs, viewed)
         return outputs if in_place is None else in_place(outputs, changed)

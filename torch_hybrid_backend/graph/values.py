@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.fx
@@ -19,6 +19,10 @@ _CASTS = frozenset({aten._to_copy.default, torch.ops.prims.convert_element_type.
 _BYTES = frozenset({torch.int8, torch.uint8})
 # What graphs that write dequantisation out do with integers.
 _ARITHMETIC = _CASTS | {aten.sub.Tensor, aten.sub.Scalar, aten.mul.Tensor, aten.mul.Scalar, aten._int_mm.default}
+# Products -> which argument is the weight, (K, N), of `linear` (N, K).
+_PRODUCTS: Mapping[object, int] = {aten.mm.default: 1, aten.addmm.default: 2, aten.linear.default: 1}
+# Fewer weights come from memory in 2 us, at 30 GB/s, in float32: less than a kernel takes to begin.
+_LEAST_LOOKED_UP = 1 << 14
 # Operators each of whose results is one of the elements of their first tensor.
 _CHOOSING = frozenset(
     {
@@ -72,7 +76,8 @@ def has_mutation(gm: torch.fx.GraphModule) -> bool:
 
 def is_dequantized(node: Node) -> bool:
     """Whether the node makes wide numbers of narrow ones that stand for them: an operator that dequantises, or integers of 8 bits cast to a
-    wider dtype, as graphs do that write the arithmetic out. Wider integers that nobody computes with are places in a table.
+    wider dtype, as graphs do that write the arithmetic out; or values that those integers say the places of (`is_looked_up`). Wider integers
+    that nobody computes with are places in another table.
 
     Such values, and what is made of them, are computed where they are read: made ahead they would take four times the memory, and hide
     from engines that a product is one of integers.
@@ -82,13 +87,49 @@ def is_dequantized(node: Node) -> bool:
         return False
     if target.namespace == QUANTIZED:
         return target._schema.name.startswith(f"{QUANTIZED}::dequantize")
+    if target is aten.index_select.default:
+        return is_looked_up(node)
     if target not in _CASTS or not isinstance(value, torch.Tensor):
         return False
     source = node.args[0] if node.args else None
     narrow = source.meta["val"] if isinstance(source, Node) else None
     if not isinstance(narrow, torch.Tensor) or narrow.dtype not in _BYTES or value.dtype in (*_BYTES, torch.bool):
         return False
-    return value.dtype.is_floating_point or any(user.target in _ARITHMETIC for user in node.users)
+    if value.dtype.is_floating_point or any(user.target in _ARITHMETIC for user in node.users):
+        return True
+    return _all_readers(node, lambda reader, place: reader.args[2] is place and is_looked_up(reader))
+
+
+def is_looked_up(node: Node) -> bool:
+    """Whether the node makes the weights of products of a table of at most 16 values and of which of them each weight is.
+
+    Those of (N, K) or (K, N), on the CPU, that are not small, with K a multiple of 8: others are made ahead. Source of such weights: Han et
+    al., "Deep Compression", 2016.
+    """
+    if node.target is not aten.index_select.default or not node.users:
+        return False
+    table, weights = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+    if table.dim() != 1 or table.dtype != torch.float32 or table.device.type != "cpu":
+        return False
+    if not (isinstance(weights.shape[0], int) and isinstance(table.shape[0], int) and 2 <= table.shape[0] <= 16):
+        return False
+    return weights.numel() >= _LEAST_LOOKED_UP and _all_readers(node, _is_weight_of)
+
+
+def _is_weight_of(product: Node, value: Node) -> bool:
+    position = _PRODUCTS.get(product.target)
+    if position is None or product.args[position] is not value or value in product.args[:position]:
+        return False
+    k = value.meta["val"].shape[1 if product.target is aten.linear.default else 0]
+    return bool(k % 8 == 0)
+
+
+def _all_readers(node: Node, accepts: Callable[[Node, Node], bool]) -> bool:
+    """Whether `accepts(reader, what it reads)` holds for all that read a value, be it by way of a view."""
+    return bool(node.users) and all(
+        _all_readers(user, accepts) if is_view(user) else user.op == "call_function" and accepts(user, node)
+        for user in node.users
+    )
 
 
 def is_quantizing(target: object) -> bool:

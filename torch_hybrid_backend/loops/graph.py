@@ -41,6 +41,7 @@ from torch_hybrid_backend.loops.ir import (
     loads_of,
     parts,
 )
+from torch_hybrid_backend.loops.lookups import is_looked_up
 from torch_hybrid_backend.loops.lowering import Context, lower_node
 from torch_hybrid_backend.loops.lowerings.attention import MASKED_ATTENTION
 from torch_hybrid_backend.loops.policy import FusionPolicy
@@ -212,9 +213,9 @@ class _Lowerer:
         return value
 
     def _matrix(self, value: Value) -> Value:
-        """The right operand of a matmul: as `_operand`, or a dequantised constant as it is."""
-        is_read_as_it_is = self._policy.abilities.integer_products and is_dequantised(value)
-        if is_read_as_it_is and all(buffer.constant for buffer in buffers_of(value)):
+        """The right operand of a matmul: as `_operand`, or a constant of 8 or 4 bits, dequantised or looked up, as it is."""
+        is_narrow = self._policy.abilities.integer_products and (is_dequantised(value) or is_looked_up(value))
+        if is_narrow and all(buffer.constant for buffer in buffers_of(value)):
             return value
         return self._operand(value)
 

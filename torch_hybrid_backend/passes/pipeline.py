@@ -26,6 +26,7 @@ from torch_hybrid_backend.passes.cpu.quantize_layers import quantize_layers
 from torch_hybrid_backend.passes.cpu.quantize_weights import quantize_weights
 from torch_hybrid_backend.passes.cpu.resample_last import resample_last
 from torch_hybrid_backend.passes.cpu.transposed_convolutions import transposed_convolutions
+from torch_hybrid_backend.passes.cpu.unpack_int4 import unpack_int4
 from torch_hybrid_backend.passes.cpu.volume_convolutions import volume_convolutions
 from torch_hybrid_backend.passes.precision.half import half
 from torch_hybrid_backend.passes.verify import Contract, verify
@@ -60,6 +61,7 @@ PASSES: tuple[tuple[Pass, Devices, str], ...] = (
         _CPU,
         "after fold_batch_norm, as transposed_convolutions; after volume_convolutions, whose results may be dilated",
     ),
+    (unpack_int4, _CPU, "before fold_constants and cse, for what it writes"),
     (simplify, _ALL, "before fold_constants: less to evaluate"),
     (fold_constants, _ALL, "before cse: equal constants become one"),
     (index_to_views, _ALL, "after fold_constants, which computes the indices; before cse: equal views become one"),

@@ -85,11 +85,11 @@ def write_in_place(graph_module: torch.fx.GraphModule, mutated: Sequence[int]) -
     (output,) = graph_module.graph.find_nodes(op="output")
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     originals: tuple[Any, ...] = tuple(output.args[0])
-    written = {placeholders[position] for position in mutated}
+    written = {node for position, node in enumerate(placeholders) if position in mutated}
     targets = {
         number: position
         for number, (value, position) in enumerate(zip(originals, mutated, strict=False))
-        if _is_update(value, placeholders[position])
+        if position < len(placeholders) and _is_update(value, placeholders[position])
     }
     if not targets:
         return None

@@ -145,6 +145,42 @@ def test_one_scale_and_none() -> None:
     assert (packed_of(found, q, scales)[1].flatten()[:N] == 1).all()
 
 
+@pytest.mark.parametrize("by_column", [False, True])
+def test_tables(by_column: bool) -> None:
+    """Weights that say which of 11 values they are: four bits each, and the table where these, 8 less, say modulo 16."""
+
+    def looked_up(x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        w = scales.index_select(0, q.to(torch.int32).view(-1)).view(q.shape)
+        return torch.mm(x, w if by_column else w.t())
+
+    x, q, values = (
+        torch.randn(5, K),
+        torch.randint(0, 11, (K, N) if by_column else (N, K)).to(torch.uint8),
+        torch.randn(11),
+    )
+    found = assembled(looked_up, x, q, values)
+    kernel = kernel_of(found)
+    assert (kernel.bits, kernel.group, kernel.zeros) == (4, K, None)
+    by_name = dict(zip((packed.buffer for packed in found.packed), packed_of(found, q, values), strict=True))
+    assert torch.equal(by_name[kernel.packed], pack_nibbles((q if by_column else q.t())[None].to(torch.int32) - 8, 32))
+    assert kernel.table is not None
+    table = by_name[kernel.table]
+    assert table.shape == (16,)
+    assert all(table[(place - 8) % 16] == values[place] for place in range(11))
+
+
+def test_what_is_no_such_table() -> None:
+    """Tables of more values, places of more bits, rows that are no whole words, and processors that cannot permute."""
+
+    def looked_up(x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x, scales.index_select(0, q.to(torch.int32).view(-1)).view(q.shape).t())
+
+    q = torch.randint(0, 11, (N, K)).to(torch.uint8)
+    for k, count, dtype in ((K, 17, torch.uint8), (K, 11, torch.int32), (K - 4, 11, torch.uint8)):
+        found = assembled(looked_up, torch.randn(5, k), q[:, :k].contiguous().to(dtype), torch.randn(count))
+        assert not any(isinstance(kernel, DequantizedMatMulKernel) for kernel in found.kernels)
+
+
 def test_half_activations() -> None:
     """Activations and scales may be of a half type, as torch's own operator has them; the weight's rounding to it is left out."""
 

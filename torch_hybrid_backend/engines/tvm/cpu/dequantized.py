@@ -1,6 +1,7 @@
 """Right operands of products that are dequantised weights: recognised by what they compute, and packed for kernels that unpack them.
 
     b[k, n] = (q[k, n] - zero[k // group, n]) * scale[k // group, n]          q of 8 bits, or of 8 bits of which 4 matter
+    b[k, n] = table[q[k, n]]                                                  a table of 16 values at most
 
 No form of the weight in float32 is ever made: what is packed ahead has 8 or 4 bits an element.
 """
@@ -21,6 +22,7 @@ from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar
 from torch_hybrid_backend.loops.integer_products import affine
 from torch_hybrid_backend.loops.ir import Buffer, Call, Const, Expr, Load, Map, MatMulOp, compute_dtype, domain_vars
+from torch_hybrid_backend.loops.lookups import MOST_VALUES, lookup
 
 
 def dequantized_operand(op: MatMulOp, packer: OperandPacker, target: Target) -> DequantizedMatMulOp | None:
@@ -39,12 +41,14 @@ def dequantized_operand(op: MatMulOp, packer: OperandPacker, target: Target) -> 
     weight = _Weight.of(op.b.at(index))
     if weight is None:
         return None
+    if weight.table is not None and not {"avx2", "avx512f"}.intersection(target.features):
+        return None
     groups = {_group(load, index[1], k) for load in (weight.scale, weight.zero) if isinstance(load, Load)} or {k}
     group = groups.pop()
     if groups or group is None or k % group:
         return None
     bits = 4 if weight.bounds[1] - weight.bounds[0] < 16 and group % NIBBLES == 0 else 8
-    if bits == 8 and group != k and group % NIBBLES:
+    if bits == 8 and (weight.table is not None or (group != k and group % NIBBLES)):
         return None
 
     def every(step: int, of: Callable[[_Weight], Number]) -> Map:
@@ -78,7 +82,7 @@ def dequantized_operand(op: MatMulOp, packer: OperandPacker, target: Target) -> 
             parts.append(_Part(first, partial(_pack_same, tile_n=tile, number=same), ("same", same)))
     if any(view is None or not view.is_static for view in (strided_view(part.value) for part in parts)):
         return None
-    has_zeros = isinstance(weight.zero, Load) or float(weight.zero.value) != low
+    has_zeros = weight.table is None and (isinstance(weight.zero, Load) or float(weight.zero.value) != low)
 
     def packed(part: _Part, rows: int, dtype: str) -> Buffer:
         form = packed_b_shape(1, n, rows, tile)
@@ -93,7 +97,18 @@ def dequantized_operand(op: MatMulOp, packer: OperandPacker, target: Target) -> 
         packed(parts[2], k // group, "float32") if has_zeros else None,
         group,
         tile,
+        None if weight.table is None else _packed_table(weight.table, packer),
     )
+
+
+def _packed_table(table: Buffer, packer: OperandPacker) -> Buffer:
+    """Its values where packed integers of 4 bits, which are 8 less than places, say modulo 16; in each call as in memory."""
+
+    def ahead(values: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(values, (0, MOST_VALUES - values.shape[0])).roll(MOST_VALUES // 2)
+
+    # A constant is always packed ahead.
+    return packer.pack(table, ahead, lambda value: Map((MOST_VALUES,), "float32", value.at), ("table",))
 
 
 Number = Load | Const
@@ -110,16 +125,21 @@ class _Part:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Weight:
-    """An element of a dequantised weight: what it is read from. `bounds`: between which integers lie."""
+    """An element of a dequantised weight: what it is read from. `bounds`: between which integers lie; they are places in `table`, if there is
+    one."""
 
     integers: Load
     bounds: tuple[int, int]
     scale: Number
     zero: Number
+    table: Buffer | None = None
 
     @staticmethod
     def of(e: Expr) -> _Weight | None:
         """None where an expression is not of this form, or one of its parts is neither a number nor simply read from a constant."""
+        if (element := lookup(e)) is not None:
+            bounds = 0, element.size - 1
+            return _Weight(element.place, bounds, Const("float32", 1.0), Const("int32", 0), element.table)
         found = affine(e)
         if found is None or len(found.scales) > 1:
             return None

@@ -66,6 +66,8 @@ class DequantizedMatMulKernel(Kernel):
     `a` is over (b, m, k), float32. The q of a panel of `tile_n` columns lie in `packed`, of `bits` bits each (`packing.pack_b` and
     `packing.pack_nibbles`); `scales` and `zeros`, None where all are 0, are float32, (1, ceil(N / tile_n), ceil(K / group), tile_n). `group` is
     a multiple of 8 where there are several and where `bits` is 4.
+
+    With a `table`, 16 values of float32, an integer of 4 bits stands for the value at its place, modulo 16: scales are 1, zeros none.
     """
 
     k: LoopVar
@@ -78,6 +80,7 @@ class DequantizedMatMulKernel(Kernel):
     tile_n: int
     accumulator: Buffer
     stores: tuple[Store, ...]
+    table: Buffer | None = None
 
     @property
     def multiply_adds(self) -> float:

@@ -123,9 +123,8 @@ def packed_kernel(anchor: Anchor) -> Kernel:
         case DequantizedMatMulOp():
             k = LoopVar("k", op.a.shape[2])
             a = op.a.at((*anchor.point[:2], index_of(k)))
-            operands = [op.b, op.scales, *([] if op.zeros is None else [op.zeros])]
             return DequantizedMatMulKernel(
-                anchor.reads([a], operands),
+                anchor.reads([a], [op.b, *op.beside]),
                 anchor.writes,
                 anchor.domain,
                 k,
@@ -138,6 +137,7 @@ def packed_kernel(anchor: Anchor) -> Kernel:
                 op.tile_n,
                 anchor.accumulator,
                 anchor.stores,
+                op.table,
             )
         case PackedConvOp():
             x_vars, x = over(op.x, "x")

@@ -35,9 +35,15 @@ class DequantizedMatMulOp(MatMulOp):
     zeros: Buffer | None
     group: int
     tile_n: int
+    table: Buffer | None = None
 
     def reads(self) -> list[Buffer]:
-        return [*MatMulOp.reads(self), self.scales, *([] if self.zeros is None else [self.zeros])]
+        return [*MatMulOp.reads(self), *self.beside]
+
+    @property
+    def beside(self) -> list[Buffer]:
+        """What is read of the weight beside its integers."""
+        return [self.scales, *(buffer for buffer in (self.zeros, self.table) if buffer is not None)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,9 +23,18 @@ TARGETS = {"host": HOST, "narrow": NARROW}
 
 
 def kernel_of(
-    m: int, k: int, n: int, target: Target, bits: int, group: int = 0, *, dtype: str = "int8", zeros: bool = False
+    m: int,
+    k: int,
+    n: int,
+    target: Target,
+    bits: int,
+    group: int = 0,
+    *,
+    dtype: str = "int8",
+    zeros: bool = False,
+    looked_up: bool = False,
 ) -> DequantizedMatMulKernel:
-    """out = relu(a @ dequantised + bias) * residual; reads a, weight, scales, bias, residual and zeros. `group` 0: one for all of k."""
+    """out = relu(a @ dequantised + bias) * residual; reads a, weight, scales, bias, residual, zeros, a table. `group` 0: one for all of k."""
     tile, group = 2 * target.lanes, group or k
     panels, groups = -(-n // tile), -(-k // group)
     a, bias, residual, result = (
@@ -34,13 +43,18 @@ def kernel_of(
     )
     packed = Buffer((1, panels, k // 8 if bits == 4 else k, tile), "int32" if bits == 4 else dtype, "weight")
     scales, moved = (Buffer((1, panels, groups, tile), _FLOAT, name) for name in ("scales", "zeros"))
+    table = Buffer((16,), _FLOAT, "table") if looked_up else None
     accumulator = Buffer((1, m, n), _FLOAT, "acc")
     domain, depth = (LoopVar("b", 1), LoopVar("m", m), LoopVar("n", n)), LoopVar("k", k)
     point = tuple(map(index_of, domain))
     value: Expr = ops.call("max", ops.add(accumulator.at(point), bias.at(point[2:])), ops.const(0, _FLOAT))
     value = ops.mul(value, residual.at(point))
     return DequantizedMatMulKernel(
-        tuple(map(row_major, (a, packed, scales, bias, residual, *([moved] if zeros else [])))),
+        tuple(
+            map(
+                row_major, (a, packed, scales, bias, residual, *([moved] if zeros else []), *([table] if table else []))
+            )
+        ),
         (row_major(result),),
         domain,
         depth,
@@ -53,6 +67,7 @@ def kernel_of(
         tile,
         accumulator,
         (Store(result, point, value),),
+        table,
     )
 
 
@@ -71,9 +86,13 @@ def check(kernel: DequantizedMatMulKernel, target: Target) -> None:
     inputs[scales] = pack_b(scale, tile)
     if kernel.zeros is not None:
         inputs[kernel.zeros] = pack_b(zero.float(), tile)
+    if kernel.table is not None:
+        inputs[scales], inputs[kernel.table] = torch.ones_like(inputs[scales]), torch.randn(16)
+        scale = torch.ones_like(scale)
     (got,) = run_kernel(kernel, dequantized.emit, inputs, target)
+    values = q if kernel.table is None else inputs[kernel.table][q % 16]
     moved, scaled = (x.double().repeat_interleave(group, 1)[:, :k] for x in (zero, scale))
-    w = (q.double() - moved) * scaled
+    w = (values.double() - moved) * scaled
     x = inputs[a].double()
     want = torch.relu(x @ w + inputs[bias].double()) * inputs[residual].double()
     size = (x.abs() @ w.abs() + inputs[bias].double().abs()) * inputs[residual].double().abs()
@@ -104,6 +123,13 @@ def test_nibbles_match_float64(target: Target, m: int) -> None:
     check(kernel_of(m, 40, 64, target, 4), target)
 
 
+@pytest.mark.parametrize(("target", "m"), _ROWS)
+def test_tables_match_float64(target: Target, m: int) -> None:
+    """Weights of 4 bits that say which of 16 values they are."""
+    check(kernel_of(m, 96, 37, target, 4, looked_up=True), target)
+    check(kernel_of(m, 1152, 64, target, 4, looked_up=True), target)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("copies", [1, 2])
 def test_special_activations(copies: int, bits: int) -> None:
@@ -126,18 +152,25 @@ def test_special_activations(copies: int, bits: int) -> None:
 
 @pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="looks for x86's instructions")
 @pytest.mark.parametrize("mcpu", ["x86-64-v4", "x86-64-v3"])
-@pytest.mark.parametrize(("m", "bits"), [(1, 4), (1, 8), (40, 4)])
-def test_machine_code(m: int, bits: int, mcpu: str) -> None:
-    """Integers are widened, masked and converted in whole vectors; sums stay in registers, nothing is gathered; lines are asked for ahead."""
+@pytest.mark.parametrize(("m", "bits", "looked_up"), [(1, 4, False), (1, 8, False), (40, 4, False), (1, 4, True)])
+def test_machine_code(m: int, bits: int, looked_up: bool, mcpu: str) -> None:
+    """Integers are widened, masked and converted, or looked up, in whole vectors; sums stay in registers, nothing is gathered; lines are asked
+    for ahead."""
     lanes, register = (16, "zmm") if mcpu == "x86-64-v4" else (8, "ymm")
     target = Target(mcpu, HOST.cpu, HOST.features, lanes, 2, 32 << 10, 512 << 10)
-    assembly = compile_kernel(kernel_of(m, 512, 128, target, bits, 32), dequantized.emit, target).inspect_source("asm")
+    kernel = kernel_of(m, 512, 128, target, bits, 0 if looked_up else 32, looked_up=looked_up)
+    assembly = compile_kernel(kernel, dequantized.emit, target).inspect_source("asm")
     multiply_adds = re.findall(r"vfmadd\w*ps\s+(.*)", assembly)
     assert len([line for line in multiply_adds if register in line]) >= 16
     assert not [line for line in multiply_adds if "%rsp" in line]
     assert not re.search(r"vp?gather|cvtsi2ss", assembly)
     if lanes == 16:  # of 16 registers LLVM keeps a few sums of groups on the stack while it runs through the next group
         assert not re.search(r"vmov[au]p[sd]\s+(?:-?\d*\(%rsp\), %zmm|%zmm\d+, -?\d*\(%rsp\))", assembly)
+    if looked_up:
+        # LLVM takes the instruction for integers where the places were shifted, which is the same but for its name.
+        places = re.findall(rf"vperm(?:ps|d)\s+.*%{register}\d+$", assembly, flags=re.MULTILINE)
+        assert len(places) >= 32
+        return
     conversions = re.findall(rf"vcvtdq2ps\s+.*%{register}\d+$", assembly, flags=re.MULTILINE)
     assert len(conversions) >= (16 if bits == 4 else 2)
     if bits == 8:

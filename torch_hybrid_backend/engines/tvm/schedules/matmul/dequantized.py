@@ -11,6 +11,9 @@ AVX-512 a core takes 25 to 27 G weights a second so, of either kind (Zen 4, one 
 nibbles with scales, which is what memory has. Products of integers (vpdpbusd) would be a fifth of the operations; behind memory that gains
 nothing, and activations would be rounded to 8 bits.
 
+A weight of 16 values in a table is looked up in registers: a shift and a permutation of a vector (vpermps), which reads 4 bits of each lane;
+with AVX2 two of 8 values and a choice.
+
 Many rows: a task dequantises a part of a panel's k into scratch that stays in its cache, then runs all tiles of rows over it (those of
 `packed`); between the parts of k sums wait in memory. That costs five instructions for each vector of weights, against a multiply-add a row.
 
@@ -33,10 +36,13 @@ from torch_hybrid_backend.engines.tvm.target import LINE_BYTES, Target
 from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirExpr
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, as_index
+from torch_hybrid_backend.loops.lookups import MOST_VALUES
 from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, known_int
 
 _TOP = tirx.IntImm("int32", -(1 << 28))  # the mask of a word's last nibble
 _TOP_UNIT = 2.0**28  # what a 1 there counts as
+# Lanes -> an instruction that gives each lane the element of a vector which its lowest bits say.
+_PERMUTE = {8: "llvm.x86.avx2.permps", 16: "llvm.x86.avx512.permvar.sf.512"}
 # Steps of k that are dequantised at once, roughly: 64 KiB of a panel of 32 columns.
 _DEPTH = 512
 # How far ahead of its use a line of the weight is asked for: what the prefetcher of a core, which stops at a page's end, does not see.
@@ -65,6 +71,7 @@ class _Dequantized(MatMul):
         whole = max(1, _DEPTH // kernel.group) * kernel.group
         self.depth = min(self.depth_of_all, whole if self.groups > 1 else _DEPTH)
         self.parts = -(-self.depth_of_all // self.depth)
+        self.values = builder.local(MOST_VALUES, "float32", "values")
 
     def emit(self) -> Stmt:
         m = self.m.extent
@@ -114,9 +121,40 @@ class _Dequantized(MatMul):
         per_panel = -(-self.depth_of_all // self.per_word) * self.width
         return panel * per_panel + k // self.per_word * self.width
 
+    def _table(self) -> tuple[Stmt | None, Stmt | None]:
+        """What declares and fills `values`, in registers, at the begin of a task."""
+        if self.quantized.table is None:
+            return None, None
+        table = self.printer.arguments[self.quantized.table][0]
+
+        def keep(vector: int) -> Stmt:
+            def of(lane: Index) -> Stmt:
+                place = lane + vector * self.lanes
+                return self.builder.store(self.values, place, self.builder.load(table, place))
+
+            return self.printer.vector_loop(self.lanes, of)
+
+        return self.builder.alloc(self.values), self.builder.seq(*map(keep, range(MOST_VALUES // self.lanes)))
+
+    def _looked_up(self, word: TirExpr, j: int, lane: Index) -> TirExpr:
+        """The value of step `j` of a word: of a whole vector of words, `lane` by lane, which the intrinsics are of."""
+        b = self.builder
+        place = tirx.shift_right(word, tirx.IntImm("int32", 4 * j))  # the bits above are not looked at
+        if self.lanes == MOST_VALUES:
+            return tirx.call_llvm_pure_intrin("float32", _PERMUTE[MOST_VALUES], b.load(self.values, lane), place)
+        low, high = (
+            tirx.call_llvm_pure_intrin("float32", _PERMUTE[self.lanes], b.load(self.values, lane + first), place)
+            for first in (0, self.lanes)
+        )
+        # The fourth bit where the word has its sign.
+        top = tirx.shift_left(word, tirx.IntImm("int32", 4 * (NIBBLES - 1 - j)))
+        return tirx.Select(top < tirx.IntImm("int32", 0), high, low)
+
     def _integer(self, word: Index, j: int, column: Index) -> TirExpr:
-        """Step `j` of the word at element `word` of a panel, as float32 times `_unit`."""
+        """Step `j` of the word at element `word` of a panel, as float32 times `_unit`; with a table, the value that it stands for."""
         value = self.builder.load(self.weight, word + column)
+        if self.quantized.table is not None:
+            return self._looked_up(value, j, column % self.lanes)
         if self.quantized.bits == 4:
             if j < NIBBLES - 1:
                 value = tirx.shift_left(value, tirx.IntImm("int32", 4 * (NIBBLES - 1 - j)))
@@ -125,7 +163,7 @@ class _Dequantized(MatMul):
 
     @property
     def _unit(self) -> float:
-        return _TOP_UNIT if self.quantized.bits == 4 else 1.0
+        return _TOP_UNIT if self.quantized.bits == 4 and self.quantized.table is None else 1.0
 
     def _of_group(self, panel: Index, group: Index, column: Index, *, zero: bool) -> TirExpr:
         """The scale of a column's group, or its zero point times `_unit`."""
@@ -167,6 +205,7 @@ class _Dequantized(MatMul):
             return b.seq(
                 tirx.stmt.Bind(held, b.index(end) - b.index(first)),
                 tirx.stmt.AllocBuffer(copied),
+                *self._table(),
                 b.loop(rows, lambda r: self._copy(copied, r, first_row + r), name="row"),
                 b.loop_until(held, -(-self.count // tasks), panel, "panel"),
             )
@@ -292,6 +331,7 @@ class _Dequantized(MatMul):
                 tirx.stmt.Bind(begin, first),
                 tirx.stmt.Bind(count, end - begin),
                 *[tirx.stmt.AllocBuffer(array) for array in ([held, sums] if self.parts > 1 else [held])],
+                *self._table(),
                 b.loop_until(count, items, item, "item"),
             )
 
