@@ -113,3 +113,33 @@ def test_numbers_are_quantised_as_pytorch_does() -> None:
     for numbers in (UNSIGNED, SIGNED, (0.5, 3, 0, 255, torch.uint8), (1 / 3, 0, -128, 127, torch.int8)):
         values = torch.cat([torch.arange(-40, 40) * 0.25, torch.randn(200) * 9, torch.tensor([torch.inf, -torch.inf])])
         assert [_Numbers(*numbers).quantized(float(v)) for v in values] == _q(values, numbers).tolist()
+
+
+def test_padding_is_left_to_convolutions(captured) -> None:
+    """Zeros put around what a convolution's input is quantised from are put around the dequantised input, the ReLU before them dropped. Not
+    where they are no zeros, are more channels, or where something else reads the padded values or their integers."""
+    x, w = torch.randn(2, 3, 7, 8), torch.randn(5, 3, 3, 3)
+
+    def convolved(v: torch.Tensor, pad=(1, 0, 2, 1), value: float = 0.0, weight: torch.Tensor = w) -> torch.Tensor:
+        return functional.conv2d(_dq(_q(functional.pad(torch.relu(v), pad, value=value))), weight)
+
+    shifted = (0.02, 7, 0, 255, torch.uint8)
+    for function in (
+        convolved,
+        lambda v: functional.conv2d(_dq(_q(functional.pad(v, (1, 1)), shifted), shifted), w),
+    ):
+        subject = captured(function, x)
+        assert subject.apply(quantized_pairs, exact=True)
+        assert "relu.default" not in subject.operators()
+        (pad,) = [node for node in subject.gm.graph.nodes if "pad" in str(node.target)]
+        assert "dequantize" in str(pad.args[0].target)
+        assert all("convolution" in str(user.target) for user in pad.users)
+    for kept in (
+        lambda v: convolved(v, value=0.5),
+        lambda v: convolved(v, pad=(-1, 1)),
+        lambda v: convolved(v, pad=(0, 0, 0, 0, 0, 1), weight=torch.cat([w, w[:, :1]], 1)),
+        lambda v: (functional.conv2d(_dq(_q(y := functional.pad(v, (1, 1)))), w), y),
+        lambda v: (functional.conv2d(y := _dq(_q(functional.pad(v, (1, 1)))), w), y.abs()),
+        lambda v: (functional.conv2d(_dq(q := _q(functional.pad(v, (1, 1)))), w), q),
+    ):
+        assert not captured(kept, x).apply(quantized_pairs, exact=True)

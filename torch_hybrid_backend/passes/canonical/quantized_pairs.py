@@ -7,8 +7,10 @@
     quantize(clamp(dequantize(q)))      -> clamp(q, quantize(low), quantize(high))     ReLU, ReLU6
     quantize(max_pool(x))               -> max_pool(quantize(x))       pooling reads a quarter of the bytes
     quantize(clamp(x))                  -> quantize(x)                 where saturation clamps anyway: u8 behind a ReLU
+    dequantize(quantize(pad(x)))        -> pad(dequantize(quantize(x)))    before convolutions, whose own padding zeros become
 
-Rounding and saturating keep order: that is why they may change places with maxima and clamps.
+Rounding and saturating keep order: that is why they may change places with maxima and clamps. Zero is among the numbers that are quantised
+without an error: that is why padding by it may change places with both.
 """
 
 from __future__ import annotations
@@ -81,14 +83,22 @@ def quantized_pairs(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
         numbers = _Numbers.of(node, "quantize") if node.op == "call_function" else None
         if numbers is None:
             continue
-        source: Any = node.args[0]
-        if _is_integer(source, numbers):
-            before = node.prev
-            narrow = _integers(source, numbers, node, {})
-            changed |= replace(gm, node, narrow) if node.prev is before else replace_by_new(gm, node, narrow, before)
-        else:
-            changed |= _pool_integers(gm, node, source, numbers) or _drop_clamp(node, source, numbers)
+        changed |= _simplify(gm, node, numbers)
     return changed
+
+
+def _simplify(gm: torch.fx.GraphModule, node: Node, numbers: _Numbers) -> bool:
+    """Drops a quantising operator, or what is before it."""
+    source: Any = node.args[0]
+    if not _is_integer(source, numbers):
+        return (
+            _pool_integers(gm, node, source, numbers)
+            or _pad_last(gm, node, source, numbers)
+            or _drop_clamp(node, source, numbers)
+        )
+    before = node.prev
+    narrow = _integers(source, numbers, node, {})
+    return replace(gm, node, narrow) if node.prev is before else replace_by_new(gm, node, narrow, before)
 
 
 def _is_integer(node: Any, numbers: _Numbers) -> bool:
@@ -170,6 +180,37 @@ def _pool_integers(gm: torch.fx.GraphModule, node: Node, source: Any, numbers: _
     for unused in (source, pool):
         gm.graph.erase_node(unused)
     _drop_clamp(narrow, x, numbers)
+    return True
+
+
+def _pad_last(gm: torch.fx.GraphModule, node: Node, source: Any, numbers: _Numbers) -> bool:
+    """Pads with zeros behind dequantising instead of before quantising, where nothing but convolutions reads the result."""
+    if (
+        not isinstance(source, Node)
+        or source.target is not aten.constant_pad_nd.default
+        or list(source.users) != [node]
+    ):
+        return False
+    given: tuple[Any, ...] = (*source.args, 0)
+    x, pad, value = given[:3]
+    images = 2 * (source.meta["val"].dim() - 2)
+    if value != 0 or len(pad) > images or not all(isinstance(size, int) and size >= 0 for size in pad):
+        return False
+    if not numbers.low <= numbers.zero_point <= numbers.high or x.meta["val"].dtype != torch.float32:
+        return False
+    wide = next(iter(node.users), None) if len(node.users) == 1 else None
+    if wide is None or _Numbers.of(wide, "dequantize") != numbers:
+        return False
+    if not all(user.target is aten.convolution.default and wide not in user.args[1:] for user in wide.users):
+        return False
+    before = wide.prev
+    narrow = insert(wide, node.target, x, *node.args[1:], origin=node)  # type: ignore[arg-type]
+    unpadded = insert(wide, wide.target, narrow, *wide.args[1:], origin=wide)  # type: ignore[arg-type]
+    if not replace_by_new(gm, wide, insert(wide, source.target, unpadded, *source.args[1:], origin=source), before):
+        return False
+    for unused in (node, source):
+        gm.graph.erase_node(unused)
+    _simplify(gm, narrow, numbers)
     return True
 
 
