@@ -104,16 +104,16 @@ def check(
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
 
 
-def in_words(kernel: AttentionKernel, *, on_tiles: bool = False) -> WordAttentionKernel:
-    """The same kernel with products of bfloat16."""
+def in_words(kernel: AttentionKernel, form: str = "") -> WordAttentionKernel:
+    """The same kernel with products of bfloat16, on tiles in the format of that name."""
     own = {field.name: getattr(kernel, field.name) for field in fields(kernel)}
-    return WordAttentionKernel(**own, on_tiles=on_tiles)
+    return WordAttentionKernel(**own, format=form)
 
 
 def check_words(
     shape: tuple[int, int, int, int, int, int],
     *,
-    on_tiles: bool = False,
+    form: str = "",
     mask: torch.Tensor | None = None,
     causal: bool = False,
     heads_inside: bool = False,
@@ -121,7 +121,7 @@ def check_words(
 ) -> None:
     """The result of `make`'s kernel in words against float64 eager: its error is about that of eager in bfloat16."""
     kernel, inputs = make(shape, mask=mask, causal=causal, dtype="bfloat16", heads_inside=heads_inside)
-    (got,) = run_kernel(in_words(kernel, on_tiles=on_tiles), rules.emit, inputs, target)
+    (got,) = run_kernel(in_words(kernel, form), rules.emit, inputs, target)
     values = list(inputs.values())
 
     def eager(dtype: torch.dtype) -> torch.Tensor:

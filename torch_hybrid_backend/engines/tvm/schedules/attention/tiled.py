@@ -116,7 +116,7 @@ class TiledAttention(AttentionParts):
 
     # One tile of query rows.
 
-    def _copy_q(self, batch: Index, head: Index, query: Index, r: Index) -> Stmt:
+    def _copy_q(self, batch: Index, head: Index, query: Index, r: Index) -> Stmt | None:
         """q[r][d] = the query, scaled."""
         b, kernel = self.builder, self.kernel
         scale = literal(kernel.scale, self.dtype)
