@@ -44,7 +44,9 @@ class FloatParts:
     def begin(self) -> Stmt:
         """Declares the vectors; nothing has been looked at."""
         b = self._builder
-        return b.seq(*map(b.alloc, self.vectors), self._filled(self._largest, 0), self._filled(self._smallest, 0xFFFFFFFF))
+        return b.seq(
+            *map(b.alloc, self.vectors), self._filled(self._largest, 0), self._filled(self._smallest, 0xFFFFFFFF)
+        )
 
     def _filled(self, array: TirBuffer, number: int) -> Stmt:
         return self._printer.vector_loop(_LANES, lambda lane: self._builder.store(array, lane, word(number)))

@@ -145,7 +145,7 @@ class TileAttention(WordAttention):
         self, sums: _Sums, products: Products, left: _Operand, row: Index, right: _Operand, words: Index
     ) -> Stmt:
         """sums += rows of 32 bfloat16 from `row` on in `left`, times 16 rows of words from `words` on in `right`, of these parts."""
-        b, statements = self.builder, list[Stmt]()
+        b, name, statements = self.builder, self.form.instruction, list[Stmt]()
         held: tuple[int | None, int | None] = (None, None)
         for pair in products:
             if pair[0] != held[0]:
@@ -157,7 +157,6 @@ class TileAttention(WordAttention):
                 tiles = [(6 + j, at + j * _ROWS) for j in range(sums.columns)]
                 statements += [amx_tiles.load(b, tile, right.array, place, right.row * 4) for tile, place in tiles]
             held = pair
-            name = self.form.instruction
             statements += sums.each(lambda tile, i, j: amx_tiles.multiply(name, tile, 4 + i, 6 + j))
         return b.seq(*statements)
 
