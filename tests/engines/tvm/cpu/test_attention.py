@@ -61,7 +61,7 @@ def test_less_than_float32_where_pytorch_allows_it(monkeypatch: pytest.MonkeyPat
     ("shape", "names"),
     [
         ((1, 12, 1, 128, 64, 64), []),  # a decoder's query
-        ((1, 12, 128, 128, 63, 64), ["amx bfloat16"]),  # heads of half words
+        ((1, 12, 128, 128, 63, 64), []),  # heads of half words
         ((1, 12, 5, 3, 4, 4), ["bfloat16"]),  # tiles that are mostly empty
     ],
 )

@@ -3,8 +3,8 @@
 Enters: an `AttentionKernel`. Leaves: the same by AMX's tiles, where the processor has them and sizes are known, and by its dot products.
 Operands of bfloat16 are multiplied as they are, and the softmax's weights are rounded to it, as PyTorch's own operator does. On tiles float32
 is split into several bfloat16 (`amx_formats`).
-The kernel itself stays where heads are only known at run time, or odd, and where queries are few: it reads keys and values where they
-lie, each once, in bfloat16 if they are, and that is all its time.
+The kernel itself stays where heads are only known at run time, where heads of bfloat16 are no whole words of two, and where queries are few:
+it reads keys and values where they lie, each once, in bfloat16 if they are, and that is all its time.
 
 Nothing here imports TVM.
 """
@@ -42,13 +42,15 @@ def word_attention(kernel: AttentionKernel, weight: Packed | None, target: Targe
     if not _is_served(kernel):
         return []
     found, is_bfloat16 = list[Variant](), all(map(_is_bfloat16, (kernel.q, kernel.k, kernel.v)))
+    if is_bfloat16 and known_int(kernel.q_vars[3].extent) % 2:
+        return []
     if {"amx_bf16", "amx_tile"} <= set(target.features) and not kernel_sizes(kernel):
         precision, _ = float32_precision("cpu")
         form = "bfloat16" if is_bfloat16 else "float32" if precision in ("none", "ieee") else "float32 high"
         cost = _tile_cost(kernel, form)
         if cost < _CONCEIVABLE_COST:
             found.append(_variant(f"amx {form}", kernel, form, cost, cost < _CERTAIN_COST))
-    if is_bfloat16 and bf16_dot_product(target) is not None and known_int(kernel.q_vars[3].extent) % 2 == 0:
+    if is_bfloat16 and bf16_dot_product(target) is not None:
         each = _multiply_adds(kernel)
         cost = (each * _DOT_PRODUCT + _SOFTMAX) / (each * _FLOAT32 + _SOFTMAX)
         found.append(_variant("bfloat16", kernel, "", cost, not any(variant.is_preferred for variant in found)))

@@ -179,8 +179,8 @@ class WordAttentionKernel(AttentionKernel):
     """Attention with products of bfloat16: q k^T is scaled, masked and made weights in float32, which is also what sums are in.
 
     `format`: one of `amx_formats.FORMATS` for products on AMX's tiles, of known sizes; "" for dot products
-    (`dot_products.bf16_dot_product`). Operands are of bfloat16, and weights are rounded to it; in the formats of float32 both are float32,
-    split into several. Heads are of known size, for dot products an even number; `scale` is positive.
+    (`dot_products.bf16_dot_product`). Operands are of bfloat16, an even number of elements for each head of queries, and weights are rounded to
+    it; in the formats of float32 both are float32, split into several. Heads are of known size; `scale` is positive.
     """
 
     format: str = ""
