@@ -84,9 +84,12 @@ def test_the_environment_is_enough(settings: pytest.MonkeyPatch) -> None:
 def test_attention_of_any_length() -> None:
     """Lengths known only at run time, of queries and of keys: one kernel with products of bfloat16, as exact as eager in bfloat16."""
     torch.manual_seed(0)
-    attention = torch.nn.functional.scaled_dot_product_attention
     options = {"placement": "estimate"}
-    compiled = torch.compile(lambda *x: attention(*x), backend="hybrid", options=options)
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    compiled = torch.compile(attention, backend="hybrid", options=options)
     plan = ""
     for queries, keys in ((40, 50), (5, 100), (31, 33), (300, 32), (7, 1203)):
         q, k, v = (torch.randn(1, 3, n, 64).bfloat16() for n in (queries, keys, keys))
