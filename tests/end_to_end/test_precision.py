@@ -10,6 +10,7 @@ import torch
 
 import torch_hybrid_backend
 from torch_hybrid_backend import backend
+from torch_hybrid_backend.engines.tvm.backend import TvmBackend
 from torch_hybrid_backend.partition.deviation import relative_error
 
 _PAGE = Path(__file__).parents[2] / "docs" / "precision.md"
@@ -77,3 +78,26 @@ def test_the_environment_is_enough(settings: pytest.MonkeyPatch) -> None:
             assert 1e-5 < error < 0.02
             for parameter in model.parameters():
                 parameter.mul_(1.1)
+
+
+@pytest.mark.skipif("avx512_bf16" not in TvmBackend().target.features, reason="needs AVX512-BF16")
+def test_attention_of_any_length() -> None:
+    """Lengths known only at run time, of queries and of keys: one kernel with products of bfloat16, as exact as eager in bfloat16."""
+    torch.manual_seed(0)
+    options = {"placement": "estimate"}
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    compiled = torch.compile(attention, backend="hybrid", options=options)
+    plan = ""
+    for queries, keys in ((40, 50), (5, 100), (31, 33), (300, 32), (7, 1203)):
+        q, k, v = (torch.randn(1, 3, n, 64).bfloat16() for n in (queries, keys, keys))
+        for x in (q, k, v):
+            torch._dynamo.maybe_mark_dynamic(x, 2)
+        with torch.no_grad():
+            plan = plan or str(torch_hybrid_backend.explain(attention, q, k, v, options=options))
+            compiled(q, k, v)  # the first call of all is eager's
+            got, want, eager = compiled(q, k, v), attention(q.double(), k.double(), v.double()), attention(q, k, v)
+        assert (got - want).square().mean() <= 1.2 * (eager - want).square().mean()
+    assert "word_attention" in plan

@@ -179,13 +179,14 @@ class FusedConvKernel(Kernel):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WordAttentionKernel(AttentionKernel):
-    """Attention of bfloat16 whose products are of bfloat16 too: q, k and v are rounded to it, and the weights before they meet the values.
+    """Attention with products of bfloat16: q k^T is scaled, masked and made weights in float32, which is also what sums are in.
 
-    q k^T is scaled, masked and made weights in float32, which is also what sums are in. All sizes of heads are known; `scale` is positive.
-    `on_tiles`: products by AMX, of known sizes; else by dot products (`dot_products.bf16_dot_product`).
+    `format`: one of `amx_formats.FORMATS` for products on AMX's tiles, of known sizes; "" for dot products
+    (`dot_products.bf16_dot_product`). Operands are of bfloat16, an even number of elements for each head of queries, and weights are rounded to
+    it; in the formats of float32 both are float32, split into several. Heads are of known size; `scale` is positive.
     """
 
-    on_tiles: bool = False
+    format: str = ""
 
 
 def _points(kernel: Kernel) -> float:

@@ -36,11 +36,17 @@ class FloatParts:
         )
         self._rest = builder.local(_LANES, "float32", "rest")
 
+    @property
+    def vectors(self) -> tuple[TirBuffer, ...]:
+        """What `begin` declares."""
+        return self._largest, self._smallest, self._rest, self._bits
+
     def begin(self) -> Stmt:
         """Declares the vectors; nothing has been looked at."""
         b = self._builder
-        vectors = self._largest, self._smallest, self._rest, self._bits
-        return b.seq(*map(b.alloc, vectors), self._filled(self._largest, 0), self._filled(self._smallest, 0xFFFFFFFF))
+        return b.seq(
+            *map(b.alloc, self.vectors), self._filled(self._largest, 0), self._filled(self._smallest, 0xFFFFFFFF)
+        )
 
     def _filled(self, array: TirBuffer, number: int) -> Stmt:
         return self._printer.vector_loop(_LANES, lambda lane: self._builder.store(array, lane, word(number)))

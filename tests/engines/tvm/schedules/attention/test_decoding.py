@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.engines.tvm.schedule_runner import HOST, NARROW
-from tests.engines.tvm.schedules.attention.attention_for_tests import check
+from tests.engines.tvm.schedule_runner import HOST, NARROW, printer_of
+from tests.engines.tvm.schedules.attention.attention_for_tests import check, make
+from torch_hybrid_backend.engines.tvm.schedules.attention.decoding import DecodingAttention
 from torch_hybrid_backend.engines.tvm.target import Target
 
 
@@ -35,3 +36,14 @@ def test_few_queries_masked() -> None:
     check((2, 3, 1, 1100, 32, 32), mask=mask)
     check((1, 2, 4, 40, 16, 16), causal=True)
     check((1, 2, 2, 40, 16, 16), dtype="bfloat16")
+
+
+def test_a_cache_is_read_where_it_lies() -> None:
+    """Keys and values of bfloat16 are widened in registers: what a task has for itself is no multiple of them."""
+    queries, keys, depth = 1, 2000, 64
+    kernel, _ = make((1, 2, queries, keys, depth, depth), dtype="bfloat16")
+    printer = printer_of(kernel)
+    decoding = DecodingAttention(kernel, printer.builder, printer, HOST)
+    assert decoding.serves()
+    elements = sum(int(buffer.shape[0]) for buffer in decoding._buffers())
+    assert elements < 2 * keys

@@ -1,6 +1,6 @@
 """Attention of bfloat16 by AMX: as `words`, with both products by tiles of 16 x 16 sums.
 
-Pattern: a `WordAttentionKernel` on tiles. Operands lie as they do for dot products, which is how tiles have them:
+Pattern: a `WordAttentionKernel` with a format. Operands lie as they do for dot products, which is how tiles have them:
 1. Scores: 32 queries by a panel of 32 keys are four tiles; a step is 32 elements of a head. Packed keys are tiles whose rows lie a panel apart.
 2. Values: weights of 32 queries and 32 keys by 32 columns, a step for each panel, so that sums stay in registers for all panels of a block.
 Tiles reach vectors through memory only, and the first-level cache holds scores for the softmax anyway. Rows beyond the last query are
@@ -11,6 +11,8 @@ Sources: as `schedules/matmul/amx.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 from torch_hybrid_backend.engines.tvm.cpu.amx_formats import FORMATS, PANEL
 from torch_hybrid_backend.engines.tvm.cpu.kernels import WordAttentionKernel
@@ -23,15 +25,37 @@ from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.sizes.size import Dim, known_int
 
-_FORMAT = FORMATS["bfloat16"]
 _ROWS = 16  # of a tile
+# Parts of the left operand and of the right one.
+Products = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Operand:
+    """Elements of an array: from one row of a tile to the next, and from one part of numbers to the next."""
+
+    array: TirBuffer
+    row: int
+    part: int
 
 
 class TileAttention(WordAttention):
     """The emission of one kernel. Sizes are known."""
 
     def __init__(self, kernel: WordAttentionKernel, builder: Builder, printer: Printer, target: Target) -> None:
+        self.form = FORMATS[kernel.format]
         super().__init__(kernel, builder, printer, target)
+        parts = self.form.parts
+        panels, key_rows, pairs = map(known_int, (self.panels, self.key_rows, self.panels * (self.panel // 2)))
+        # Parts of keys lie panel by panel, those of the others one behind the other.
+        self.packed_k = self._workspace(panels * parts * key_rows * self.panel, "kt", "int32")
+        self.packed_v = self._workspace(parts * pairs * self.padded, "v", "int32")
+        self.q = self._workspace(parts * self.tallest * self.query_size, "q", "uint16")
+        self.weights = self._workspace(parts * self.tallest * self.stride, "weights", "uint16")
+        self.of_q = _Operand(self.q, self.query_size, self.tallest * self.query_size)
+        self.of_k = _Operand(self.packed_k, self.panel, key_rows * self.panel)
+        self.of_weights = _Operand(self.weights, self.stride, self.tallest * self.stride)
+        self.of_v = _Operand(self.packed_v, self.padded, pairs * self.padded)
         self.configuration = amx_tiles.configuration(builder)
 
     def _most_rows(self) -> int:
@@ -41,7 +65,7 @@ class TileAttention(WordAttention):
         return PANEL // _ROWS
 
     def _key_rows(self) -> Dim:
-        return _FORMAT.steps(known_int(self.depth)) * _ROWS
+        return self.form.steps(known_int(self.depth)) * _ROWS
 
     def _held(self, rows: int) -> int:
         return -(-rows // _ROWS) * _ROWS
@@ -78,14 +102,16 @@ class TileAttention(WordAttention):
     def _products(self, rows: int, panel: Index, column: Index, keys: Dim) -> Stmt:
         b, held = self.builder, known_int(self.key_rows)
         sums = _Sums(self._held(rows) // _ROWS, self.vectors_of(keys))
+        statements = sums.each(lambda tile, i, j: amx_tiles.zero(tile))
+        for products in self.form.passes:
 
-        def step(s: Index) -> Stmt:
-            k = (panel * held + s * _ROWS) * self.panel
-            return self._multiply(sums, self.q, s * _FORMAT.depth, self.query_size, self.packed_k, k, self.panel)
+            def step(s: Index, products: Products = products) -> Stmt:
+                k = panel * (self.form.parts * self.of_k.part) + s * (_ROWS * self.panel)
+                return self._multiply(sums, products, self.of_q, s * self.form.depth, self.of_k, k)
 
-        stores = sums.each(lambda tile, i, j: self._store(tile, self.scores, column, i, j, self.stride))
-        steps = b.loop(held // _ROWS, step, name="step")
-        return b.seq(*sums.each(lambda tile, i, j: amx_tiles.zero(tile)), steps, *stores)
+            statements.append(b.loop(held // _ROWS, step, name="step"))
+        statements += sums.each(lambda tile, i, j: self._store(tile, self.scores, column, i, j, self.stride))
+        return b.seq(*statements)
 
     def _times_v(
         self, batch: Index, head: Index, rows: int, each_panel: Callable[[Callable[[Index, Index], Stmt | None]], Stmt]
@@ -96,9 +122,9 @@ class TileAttention(WordAttention):
             sums, width = _Sums(self._held(rows) // _ROWS, vectors), vectors * self.lanes
             start = as_index(first * self._held(rows) * self.lanes)
 
-            def add(panel: Index, column: Index) -> Stmt:
+            def add(products: Products, panel: Index, column: Index) -> Stmt:
                 v = panel * (self.panel // 2 * self.padded) + first * self.lanes
-                return self._multiply(sums, self.weights, column, self.stride, self.packed_v, v, self.padded)
+                return self._multiply(sums, products, self.of_weights, column, self.of_v, v)
 
             def begin(tile: int, i: int, j: int) -> Stmt:
                 if not self.is_online:
@@ -106,7 +132,8 @@ class TileAttention(WordAttention):
                 return amx_tiles.load(b, tile, self.out, start + (i * width + j) * _ROWS, width * 4)
 
             stores = sums.each(lambda tile, i, j: self._store(tile, self.out, start, i, j, width))
-            return b.seq(*sums.each(begin), each_panel(add), *stores)
+            passes = [each_panel(partial(add, products)) for products in self.form.passes]
+            return b.seq(*sums.each(begin), *passes, *stores)
 
         return b.seq(*[group(first, vectors) for first, vectors in self._groups()])
 
@@ -115,14 +142,23 @@ class TileAttention(WordAttention):
         return amx_tiles.store(self.builder, tile, array, start + (i * stride + j) * _ROWS, stride * 4)
 
     def _multiply(
-        self, sums: _Sums, left: TirBuffer, at: Index, stride: int, right: TirBuffer, words: Index, width: int
+        self, sums: _Sums, products: Products, left: _Operand, row: Index, right: _Operand, words: Index
     ) -> Stmt:
-        """sums += rows of 32 bfloat16 of `left`, `stride` elements apart, times 16 rows of words of `right`, `width` apart."""
-        b = self.builder
-        rows = [amx_tiles.load(b, 4 + i, left, at + i * _ROWS * stride, stride * 2) for i in range(sums.rows)]
-        columns = [amx_tiles.load(b, 6 + j, right, words + j * _ROWS, width * 4) for j in range(sums.columns)]
-        name = _FORMAT.instruction
-        return b.seq(*rows, *columns, *sums.each(lambda tile, i, j: amx_tiles.multiply(name, tile, 4 + i, 6 + j)))
+        """sums += rows of 32 bfloat16 from `row` on in `left`, times 16 rows of words from `words` on in `right`, of these parts."""
+        b, name, statements = self.builder, self.form.instruction, list[Stmt]()
+        held: tuple[int | None, int | None] = (None, None)
+        for pair in products:
+            if pair[0] != held[0]:
+                at = row + pair[0] * left.part
+                tiles = [(4 + i, at + i * _ROWS * left.row) for i in range(sums.rows)]
+                statements += [amx_tiles.load(b, tile, left.array, place, left.row * 2) for tile, place in tiles]
+            if pair[1] != held[1]:
+                at = words + pair[1] * right.part
+                tiles = [(6 + j, at + j * _ROWS) for j in range(sums.columns)]
+                statements += [amx_tiles.load(b, tile, right.array, place, right.row * 4) for tile, place in tiles]
+            held = pair
+            statements += sums.each(lambda tile, i, j: amx_tiles.multiply(name, tile, 4 + i, 6 + j))
+        return b.seq(*statements)
 
 
 class _Sums:

@@ -165,27 +165,33 @@ class AttentionParts:
         b, k, lanes = self.builder, self.kernel.k, self.lanes
         assert isinstance(k, Load)
         array = self.printer.arguments[k.buffer][0]
-        dtype = f"{self.packed_dtype}x{lanes}"
 
         def square(number: Index, vector: int) -> Stmt:
-            rows, loads = [], []
+            starts = []
             for lane in range(lanes):
                 key, d = panel * self.panel + min(vector * lanes + lane, count - 1), number * (lanes * self.group)
                 env = dict(zip(self.kernel.k_vars, (batch, head, key, d), strict=True))
-                start = b.index(self.printer.offset(k.buffer, k.index, env))
-                row = tirx.Var(b.fresh("row"), dtype)
-                value = tirx.BufferLoad(array, [tirx.Ramp(start, 1, lanes * self.group)])
-                loads.append(tirx.stmt.Bind(row, value if self.group == 1 else tirx.reinterpret(dtype, value)))
-                rows.append(row)
+                starts.append(self.printer.offset(k.buffer, k.index, env))
             first = panel * (self.key_rows * self.panel) + number * (lanes * self.panel) + vector * lanes
-            stores = [
-                tirx.BufferStore(self.packed_k, value, [tirx.Ramp(b.index(first + j * self.panel), 1, lanes)])
-                for j, value in enumerate(transposed(rows))
-            ]
-            return b.seq(*loads, *stores)
+            return self.transposed_square(array, starts, first)
 
         vectors = range(self.vectors_of(count))
         return b.loop(squares, lambda number: b.seq(*(square(number, v) for v in vectors)), name="d")
+
+    def transposed_square(self, array: TirBuffer, starts: list[Index], first: Index) -> Stmt:
+        """kt[first + j * panel ...] = packed element j from each of `starts` on in `array`, of as many as there are lanes."""
+        b, lanes, dtype = self.builder, self.lanes, f"{self.packed_dtype}x{self.lanes}"
+        rows, loads = [], []
+        for start in starts:
+            row = tirx.Var(b.fresh("row"), dtype)
+            value = tirx.BufferLoad(array, [tirx.Ramp(b.index(start), 1, lanes * self.group)])
+            loads.append(tirx.stmt.Bind(row, value if self.group == 1 else tirx.reinterpret(dtype, value)))
+            rows.append(row)
+        stores = [
+            tirx.BufferStore(self.packed_k, value, [tirx.Ramp(b.index(first + j * self.panel), 1, lanes)])
+            for j, value in enumerate(transposed(rows))
+        ]
+        return b.seq(*loads, *stores)
 
     def pack_v(self, batch: Index, head: Index) -> Stmt:
         """v[key][padded width]; what is padded is zero, keys beyond the last too where they are read (0 * NaN is not 0)."""

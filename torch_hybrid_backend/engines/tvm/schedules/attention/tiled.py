@@ -116,7 +116,7 @@ class TiledAttention(AttentionParts):
 
     # One tile of query rows.
 
-    def _copy_q(self, batch: Index, head: Index, query: Index, r: Index) -> Stmt:
+    def _copy_q(self, batch: Index, head: Index, query: Index, r: Index) -> Stmt | None:
         """q[r][d] = the query, scaled."""
         b, kernel = self.builder, self.kernel
         scale = literal(kernel.scale, self.dtype)
@@ -362,8 +362,10 @@ class TiledAttention(AttentionParts):
             tile = self._tile(rows, vectors, self.panel)
             start = first * rows * self.lanes
             begin = tile.restore(self.out, start) if self.is_online else None
-            sums = each_panel(partial(self._add_values, tile, batch, head, first))
-            return b.seq(tile.declare(), tile.clear(), begin, sums, tile.merge(), tile.spill(self.out, start))
+            add = partial(self._add_values, tile, batch, head, first)
+            return b.seq(
+                tile.declare(), tile.clear(), begin, each_panel(add), tile.merge(), tile.spill(self.out, start)
+            )
 
         return b.seq(*[group(first, vectors) for first, vectors in self._groups()])
 

@@ -40,11 +40,11 @@ class WordAttention(TiledAttention):
         # Elements of a query, in whole words.
         self.query_size = known_int(self.key_rows) * self.group
         tallest = min(self.queries, self.most_rows) if isinstance(self.queries, int) else self.most_rows
-        held = self._held(tallest)
-        self.q = self._workspace(held * self.query_size, "q", "uint16")
-        self.scores = self._workspace(held * self.stride, "scores")
-        self.weights = self._workspace(held * self.stride, "weights", "uint16")
-        self.out = self._workspace(held * self.padded, "out")
+        self.tallest = self._held(tallest)
+        self.q = self._workspace(self.tallest * self.query_size, "q", "uint16")
+        self.scores = self._workspace(self.tallest * self.stride, "scores")
+        self.weights = self._workspace(self.tallest * self.stride, "weights", "uint16")
+        self.out = self._workspace(self.tallest * self.padded, "out")
         # The weights of a row's panel, until they are rounded: in registers; of the row whose softmax is emitted.
         self.recent: TirBuffer = None
         self.rounds_words = "avx512_bf16" in target.features and self.panel == 32
