@@ -158,7 +158,12 @@ def test_regions_that_differ_in_one_argument_or_wire_have_different_engines() ->
     x, y = torch.ones(4, 4), torch.ones(4, 4)
     plans = {
         built(region(function, x, y)).plan
-        for function in (lambda x, y: x - y * 2, lambda x, y: x - y * 3, lambda x, y: (x - y) * x, lambda x, y: (x - y) * y)
+        for function in (
+            lambda x, y: x - y * 2,
+            lambda x, y: x - y * 3,
+            lambda x, y: (x - y) * x,
+            lambda x, y: (x - y) * y,
+        )
     }
     assert len(plans) == 4
 
