@@ -175,23 +175,6 @@ def test_forms_at_the_border(function: Callable[..., Any], inputs: list[torch.Te
 
 
 @pytest.mark.tensorrt
-def test_whole_numbers_that_would_be_cut_are_found_in_the_network() -> None:
-    """Whatever the operators' table says: a network that cuts 64 bits to 32 for anything but an index has no engine."""
-    from torch_hybrid_backend.engines.tensorrt import adapter
-
-    builder = adapter.trt.Builder(adapter.TRT_LOGGER)
-    network = builder.create_network(0)
-    numbers = network.add_input("numbers", adapter.trt.int64, (4,))
-    table = network.add_input("table", adapter.trt.float32, (9, 3))
-    cut = network.add_cast(numbers, adapter.trt.int32).get_output(0)
-    network.add_gather(table, cut, 0)
-    adapter._check_exact(network)
-    network.add_elementwise(cut, cut, adapter.trt.ElementWiseOperation.SUM)
-    with pytest.raises(CompileError, match="cuts whole numbers to 32 bits"):
-        adapter._check_exact(network)
-
-
-@pytest.mark.tensorrt
 def test_builds_are_cancelled() -> None:
     """Whenever they are told to: before the first layer, and while TensorRT is at work."""
     made = region(block, *block_inputs())
