@@ -66,7 +66,7 @@ def test_a_region_is_built_in_a_process_and_run_by_a_step(tmp_path: Path) -> Non
         for result, wanted in zip(results, expected, strict=True):
             torch.testing.assert_close(result, wanted)
             assert result.stride() == wanted.stride()
-    assert "Relu" in compiled.texts()[0].text
+    assert "gemm: " in compiled.texts()[0].text
     # A second process finds it: nothing is built, as nothing can be.
     again = engine(tmp_path, load=loading(made, log=plans), streams=streams, entry="nowhere:build")
     (compiled,) = again.compile([made], Deadline(120.0))
