@@ -40,7 +40,7 @@ NOTHING, TAKEN, PART, REFUSED, FAILED, CRASHED = "nothing", "taken", "part", "re
 PAGE = """\
 # What the TensorRT engine takes: operators
 
-Generated; do not edit. `make test-tensorrt` renews it.
+Generated; do not edit. `make tensorrt-operators` renews it{how}.
 
 PyTorch's own table of operators (`op_db`), captured as the backend captures it and judged as the engine judges it: by what torch_tensorrt's
 lowering makes of each ATen operator. Two samples of each operator and dtype. What is taken in float32 is also **built**: an engine of each
@@ -207,8 +207,8 @@ def records(names: Sequence[str], kind: str) -> dict[str, list[dict[str, Any]]]:
 # --- page -------------------------------------------------------------------------------------------------------------------------------
 
 
-def page(by_kind: Mapping[str, Mapping[str, Sequence[dict[str, Any]]]], versions: str) -> str:
-    """The page for the records of each operator, by dtype."""
+def page(by_kind: Mapping[str, Mapping[str, Sequence[dict[str, Any]]]], versions: str, how: str) -> str:
+    """The page for the records of each operator, by dtype. `how`: with which arguments it was made."""
     summary, failures = [], []
     refusals: dict[tuple[str, str], set[str]] = collections.defaultdict(set)
     whys: dict[tuple[str, str], str] = {}
@@ -234,6 +234,7 @@ def page(by_kind: Mapping[str, Mapping[str, Sequence[dict[str, Any]]]], versions
     rows = sorted(refusals.items(), key=lambda item: (-len(item[1]), item[0]))
     return PAGE.format(
         versions=versions,
+        how=how,
         summary="\n".join(summary),
         refusals="\n".join(f"| {o} | {c} | {len(n)} | {_cell(whys[o, c])} |" for (o, c), n in rows),
         failures="\n".join(dict.fromkeys(failures)) or "| none | |",
@@ -264,7 +265,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     names = [name for name in opinfos.table() if re.fullmatch(options.ops, name)]
     by_kind = {kind: records(names, kind) for kind in options.kinds.split(",")}
-    options.page.write_text(page(by_kind, f"torch {torch.__version__}, {installation()}"))
+    given = [f"--ops '{options.ops}'"] * (options.ops != ".*") + [f"--kinds {options.kinds}"] * (
+        options.kinds != ",".join(KINDS)
+    )
+    how = f"; this one is of a part of the table: `{' '.join(given)}`" if given else ""
+    options.page.write_text(page(by_kind, f"torch {torch.__version__}, {installation()}", how))
 
 
 if __name__ == "__main__":

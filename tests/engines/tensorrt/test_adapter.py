@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import subprocess
 import sys
-import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -102,14 +103,26 @@ def test_whole_numbers_that_would_be_cut_are_found_in_the_network() -> None:
         adapter._check_exact(network)
 
 
-def test_nothing_of_the_users_logging_or_warnings_is_changed() -> None:
-    """Their code logs through the root logger, which gives that a handler, and hands warnings over to logging."""
-    root = logging.getLogger()
-    handlers, show = list(root.handlers), warnings.showwarning
-    lowered(lambda x: F.silu(x) * 2, spec(2, 3))
-    assert root.handlers == handlers
-    assert warnings.showwarning is show
-    assert "logging" not in warnings.showwarning.__module__ or "pytest" in sys.modules
+_CHANGES_NOTHING = """
+import logging, warnings
+from tests.engines.tensorrt import no_gpu
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch_hybrid_backend.engines.tensorrt import capability
+logging.captureWarnings({captures})
+before = warnings.showwarning, list(logging.getLogger().handlers)
+graph = make_fx(lambda x: torch.nn.functional.silu(x), tracing_mode="fake")(torch.ones(3))
+(node,) = (node for node in graph.graph.nodes if node.op == "call_function")
+assert capability.supports(node)
+assert before == (warnings.showwarning, logging.getLogger().handlers), (before, logging.getLogger().handlers)
+"""
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_nothing_of_the_users_logging_or_warnings_is_changed(captures: bool) -> None:
+    """torch_tensorrt logs through the root logger, which gives that a handler, and hands warnings over to logging."""
+    program = _CHANGES_NOTHING.format(captures=captures)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300, cwd=Path(__file__).parents[3])
 
 
 def test_tensorrts_log_is_ours(caplog: pytest.LogCaptureFixture) -> None:

@@ -73,7 +73,7 @@ def _requests() -> list[Request]:
     half = Layout(TensorSpec((4,), "bfloat16", (1,), CPU), (0,))
     plain = Request(b"{}", (f32, symbol("n"), half), (f32,), {"n": Range(1, 8, 16)}, {}, True)
     constant = torch.linspace(-3, 3, 4).to(torch.bfloat16)
-    return [plain, Request(b"{}", (f32, symbol("n"), half), (f32,), {"n": Range(1, 8, 16)}, {2: constant}, False)]
+    return [plain, Request(b"{}", (f32, symbol("n"), half), (f32,), {"n": Range(1, 8, 16)}, {2: constant}, False, 3)]
 
 
 @pytest.mark.parametrize("request_of", _requests(), ids=["inputs", "constants"])
@@ -83,6 +83,7 @@ def test_requests_survive_bytes(request_of: Request) -> None:
     read = Request.from_bytes(data)
     assert read.to_bytes() == data
     assert read.form == request_of.form
+    assert read.device == request_of.device
     assert read.engine_inputs == ((0,) if request_of.constants else (0, 2))
     for position, tensor in request_of.constants.items():
         assert torch.equal(read.constants[position], tensor)

@@ -54,10 +54,6 @@ def _silent() -> Iterator[None]:
         root.handlers[:] = handlers
 
 
-# Importing them hands every warning of the process to Python's logging.
-logging.captureWarnings(False)
-
-
 # --- settings ---------------------------------------------------------------------------------------------------------------------------
 
 # What is set where a release has a setting of this name. Left at their defaults, some change results: `attn_bias_is_causal` takes every

@@ -7,9 +7,12 @@ so is refused here, with a code of its own.
 
 from __future__ import annotations
 
+import logging
 import operator
 import sys
+import warnings
 from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -195,10 +198,21 @@ def refusal_of(node: Node, found: Converters) -> Refused | None:
     )
 
 
-def _judged_lowered(node: Node) -> Verdict:
-    from torch_hybrid_backend.engines.tensorrt import adapter  # it takes seconds
+def _adapter() -> ModuleType:
+    """Imported when it is first needed: that takes seconds. torch_tensorrt hands all warnings of the process to logging as it is imported, and
+    gives the root logger a handler: that is undone."""
+    root, show = logging.getLogger(), warnings.showwarning
+    handlers = list(root.handlers)
+    from torch_hybrid_backend.engines.tensorrt import adapter
 
-    fakes = Fakes()
+    if warnings.showwarning is not show:
+        logging.captureWarnings(False)
+    root.handlers[:] = handlers
+    return adapter
+
+
+def _judged_lowered(node: Node) -> Verdict:
+    adapter, fakes = _adapter(), Fakes()
     graph, given = alone(node, fakes)
     try:
         lowered = adapter.lowered(graph, fakes, given)
