@@ -2,7 +2,7 @@
 #   make demo    a sentence encoder and ResNet-50, eager against hybrid
 #   make test    all tests, by two processes   (make test ARGS="tests/loops -x" for some; WORKERS=0 for one process)
 #   make test-full   the tests marked full, then PyTorch's own operators and modules on every dtype: hours; writes docs/correctness.md and docs/triton_operators.md
-#   make test-tensorrt   builds TensorRT engines, without a GPU, in an environment apart; writes docs/tensorrt_operators.md
+#   make test-tensorrt   builds TensorRT engines, without a GPU, in an environment apart   (make tensorrt-operators writes docs/tensorrt_operators.md)
 #   make lint    style, types, spelling
 #   make bench   all models against all peers: hours; results are kept, and --resume goes on   (ARGS="--models resnet50 --batch 1 --resume")
 #   make bench-gpu   kernels and models on this machine's GPU: nine minutes; needs torch and Triton, no .venv   (ARGS="--resume" goes on)
@@ -20,7 +20,7 @@ FULL_OUT ?= build/test-full
 GPU_OUT ?= build/bench-gpu
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-tensorrt lint format bench bench-gpu ecosystem docs clean distclean
+.PHONY: help setup demo test test-full test-tensorrt tensorrt-operators lint format bench bench-gpu ecosystem docs clean distclean
 
 help:
 	@sed -n '2,12s/^# *//p' Makefile
@@ -91,7 +91,9 @@ $(TENSORRT)/.installed: constraints.txt setup.py
 
 test-tensorrt: $(TENSORRT)/.installed
 	$(TENSORRT)/bin/python -m pytest tests/engines/tensorrt $(ARGS)
-	$(TENSORRT)/bin/python -m tests.engines.tensorrt.operators docs/tensorrt_operators.md
+
+tensorrt-operators: $(TENSORRT)/.installed
+	$(TENSORRT)/bin/python -m tests.engines.tensorrt.operators docs/tensorrt_operators.md $(ARGS)
 
 lint: $(VENV)/.installed
 	$(PY) -m ruff check .

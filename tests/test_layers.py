@@ -178,6 +178,18 @@ def test_tvm_is_imported_by_its_engine_only() -> None:
     assert all(name.startswith("torch_hybrid_backend/engines/tvm/") for name in importers)
 
 
+def test_tensorrt_is_imported_by_its_adapter_only() -> None:
+    """Its releases differ, and importing it takes seconds and a GPU: one module knows it."""
+    importers = {
+        _named(path)
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if (isinstance(node, ast.Import) and any("tensorrt" in a.name.split(".")[0] for a in node.names))
+        or (isinstance(node, ast.ImportFrom) and "tensorrt" in (node.module or "").split(".")[0])
+    }
+    assert importers == {"torch_hybrid_backend/engines/tensorrt/adapter.py"}
+
+
 @pytest.mark.parametrize("room", ["codegen", "loops"])
 def test_what_engines_share_knows_none_of_them(room: str) -> None:
     """Neither a compiler's name, nor the vector of one processor, nor a device: those are a backend's (`codegen/backend.py`)."""

@@ -68,8 +68,9 @@ def test_operators_are_judged_by_their_lowered_form(function: Callable[..., Any]
             "converter for aten.special_bessel_j0",
         ),
         (lambda x: F.max_pool2d(x, 2, return_indices=True), [X], Reason.UNKNOWN_OPERATOR, "max_pool2d_with_indices"),
-        (lambda x: aten.cumsum.default(x, 1), [X], Reason.ARGUMENT, "(cumsum_validator)"),
-        (lambda x: x + 1, [I], Reason.INT64, "whole numbers of 64 bits in 32"),
+        (lambda x: x.topk(4000)[0], [torch.ones(5000)], Reason.ARGUMENT, "(topk_validator)"),
+        (lambda x: x + (1 << 40), [I], Reason.INT64, "whole numbers of 64 bits in 32"),
+        (lambda x: torch.where(x > 1, x, -x), [I], Reason.INT64, "whole numbers of 64 bits in 32"),
         (lambda x: x.to(torch.int64), [X], Reason.INT64, "64 bits"),
         (lambda x: x.to(torch.int32), [I], Reason.INT64, "64 bits"),
         (lambda x: x + 1, [X.double()], Reason.FLOAT64, "float64"),
@@ -111,16 +112,23 @@ def test_sizes_known_only_at_run_time() -> None:
     assert capability.refusal_of(node, Converters(known=1)) is None
 
 
-def test_whole_numbers_of_64_bits_are_indices_or_are_only_moved() -> None:
-    """What takes them as indices, finds positions or moves them is exact; arithmetic would be cut to 32 bits."""
+def test_whole_numbers_of_64_bits_stay_what_they_are() -> None:
+    """Indices, positions, what is only moved, and the arithmetic that TensorRT has for them; the rest would be cut or rounded otherwise."""
     assert all(verdicts(lambda i, w: F.embedding(i, w).relu(), I % 2, torch.ones(4, 5)).values())
-    assert last(lambda i: i.reshape(1, 3), I)
+    for exact in (
+        lambda i: i.reshape(1, 3),
+        lambda i: i * 2,
+        lambda i: i == 1,
+        lambda i: -i,
+        lambda i: i.to(torch.float32),
+    ):
+        assert last(exact, I)
     assert last(lambda x, i: x[i], X, I % 2)
     assert last(lambda x: x.topk(2)[1], X)
-    for arithmetic in (lambda i: i * 2, lambda i: i.sum(), lambda i: i == 1, lambda i: i.to(torch.float32)):
-        verdict = last(arithmetic, I)
+    for cut in (lambda i: i // 2, lambda i: i % 2, lambda i: i.to(torch.int32), lambda i: i.sort()[0]):
+        verdict = last(cut, I)
         assert isinstance(verdict, Refused)
-        assert verdict.code is Reason.INT64
+        assert verdict.code in (Reason.INT64, Reason.ARGUMENT)
 
 
 def test_attention_of_a_gpu_is_decomposed_with_its_mask() -> None:

@@ -30,6 +30,7 @@ from torch_tensorrt.dynamo._settings import CompilationSettings
 from torch_tensorrt.dynamo.conversion import DYNAMO_CONVERTERS
 from torch_tensorrt.dynamo.conversion._ConverterRegistry import DYNAMO_ATEN_CONVERTERS, node_has_dynamic_shapes
 from torch_tensorrt.dynamo.conversion._TRTInterpreter import TRT_LOGGER, TRTInterpreter, trt  # trt: TensorRT or RTX
+from torch_tensorrt.dynamo.conversion.converter_utils import get_trt_tensor
 from torch_tensorrt.dynamo.lowering import get_decompositions, post_lowering
 
 from torch_hybrid_backend.engines.tensorrt.fakes import Fakes
@@ -51,10 +52,6 @@ def _silent() -> Iterator[None]:
             yield
     finally:
         root.handlers[:] = handlers
-
-
-# Importing them hands every warning of the process to Python's logging.
-logging.captureWarnings(False)
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------------------------
@@ -143,7 +140,7 @@ def converters_of(node: torch.fx.Node) -> Converters:
         settings
     )  # of the whole process: whoever asked before may have set others
     candidates = DYNAMO_ATEN_CONVERTERS.get(node.target, ())
-    willing = [each for each in candidates if each.capability_validator(node, settings)]
+    willing = [each for each in candidates if _accepts(each.capability_validator, node, settings)]
     refusing = tuple(_validator(each.capability_validator) for each in candidates if each not in willing)
     dynamic = [each for each in willing if each.supports_dynamic_shapes] if node_has_dynamic_shapes(node) else willing
     return Converters(
@@ -152,6 +149,14 @@ def converters_of(node: torch.fx.Node) -> Converters:
         bool(willing and not dynamic),
         any(each.requires_output_allocator for each in dynamic[:1]),
     )
+
+
+def _accepts(validator: Callable[..., bool], node: torch.fx.Node, settings: CompilationSettings) -> bool:
+    try:
+        return bool(validator(node, settings))
+    except Exception as error:  # some take it for granted that arguments are given by position
+        _log.debug("the validator %s failed for %s: %s", _validator(validator), node, error)
+        return False
 
 
 def _validator(function: Any) -> str:
@@ -264,7 +269,9 @@ class _Interpreter(TRTInterpreter):  # type: ignore[misc]
             raise CompileError("the engine would write into its inputs")
         seen: set[int] = {id(self.ctx.net.get_input(i)) for i in range(self.ctx.net.num_inputs)}
         names = {self.ctx.net.get_input(i).name for i in range(self.ctx.net.num_inputs)}
-        for value, wanted in zip(args[0], self._outputs, strict=True):
+        for result, wanted in zip(args[0], self._outputs, strict=True):
+            is_folded = isinstance(result, torch.Tensor)
+            value = get_trt_tensor(self.ctx, result, f"{wanted.name}_constant") if is_folded else result
             if not isinstance(value, trt.ITensor):
                 raise CompileError(f"the output {wanted.name} is no tensor of the network")
             tensor = self._typed(value, wanted)

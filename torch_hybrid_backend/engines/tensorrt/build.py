@@ -88,7 +88,7 @@ def contiguous(spec: TensorSpec) -> TensorSpec:
 @dataclass(frozen=True, slots=True)
 class Request:
     """What to build. `inputs`: by the region's inputs in order a tensor, or a size. `constants`: values of some of the tensors, by position;
-    they are no inputs of the engine. `ranges`: by the name of each size symbol."""
+    they are no inputs of the engine. `ranges`: by the name of each size symbol. `device`: the index of the GPU to build for."""
 
     graph: bytes
     inputs: tuple[Layout | Dim, ...]
@@ -96,6 +96,7 @@ class Request:
     ranges: Mapping[str, Range] = field(default_factory=dict)
     constants: Mapping[int, torch.Tensor] = field(default_factory=dict)
     tf32: bool = False
+    device: int = 0
 
     @staticmethod
     def of(
@@ -124,7 +125,9 @@ class Request:
             text = graph_to_text(torch.fx.GraphModule(region.graph_module, graph))
         except NotTextError as error:
             raise CompileError(f"the region has no text for another process: {error}") from error
-        return Request(text, tuple(inputs), tuple(outputs), dict(ranges), dict(constants or {}), tf32)
+        return Request(
+            text, tuple(inputs), tuple(outputs), dict(ranges), dict(constants or {}), tf32, region.device.index
+        )
 
     @property
     def engine_inputs(self) -> tuple[int, ...]:
@@ -134,11 +137,11 @@ class Request:
 
     def to_bytes(self) -> bytes:
         """As a process that builds gets it."""
-        return _framed(_REQUEST, {"graph": self.graph.decode(), **self.form}, self.contents())
+        return _framed(_REQUEST, {"graph": self.graph.decode(), "device": self.device, **self.form}, self.contents())
 
     @property
     def form(self) -> dict[str, Any]:
-        """All of it but the graph and the values of constants, as JSON has it."""
+        """What an engine depends on but the graph, the values of constants and the GPU, as JSON has it."""
         return {
             "inputs": [_layout(i) if isinstance(i, Layout) else str(i) for i in self.inputs],
             "outputs": [_layout(each) for each in self.outputs],
@@ -167,6 +170,7 @@ class Request:
                 {name: Range(*r) for name, r in header["ranges"].items()},
                 constants,
                 bool(header["tf32"]),
+                int(header["device"]),
             )
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, struct.error) as error:
             raise CompileError(f"this is no request for a TensorRT engine: {error}") from error
@@ -212,6 +216,8 @@ def build(request: bytes, going_on: GoingOn) -> bytes:
     from torch_hybrid_backend.engines.tensorrt import adapter
 
     wanted = Request.from_bytes(request)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(wanted.device)
     fakes = Fakes({name: each.typical for name, each in wanted.ranges.items()})
     try:
         graph = graph_from_text(wanted.graph, fakes.mode)

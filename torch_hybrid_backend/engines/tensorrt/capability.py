@@ -7,8 +7,12 @@ so is refused here, with a code of its own.
 
 from __future__ import annotations
 
+import logging
 import operator
+import sys
+import warnings
 from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,22 +34,43 @@ aten = torch.ops.aten
 # In networks that state every type. TensorRT has int8 and float8 for quantised values alone, and no complex numbers.
 _DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool})
 
-# Converters cut whole numbers to 32 bits where they like. These lowered operators stay exact: they move values, they take indices (which fit
-# 32 bits where a tensor has so many elements), they find positions, or they make 64 bits of fewer. `adapter` checks it in each network.
+# Some converters cut whole numbers to 32 bits (`where` does). These lowered operators stay exact: they move values; they take indices, which
+# fit 32 bits where a tensor has so many elements; they find positions; or their converters leave them to TensorRT's arithmetic of 64 bits,
+# as the networks of 2.13 show. `adapter` looks at each network all the same. Divisions are left out: they round in more than one way.
 _EXACT_INT64: frozenset[object] = frozenset(
     {
         operator.getitem,
         aten._reshape_copy.default,
+        aten.abs.default,
+        aten.add.Tensor,
         aten.alias.default,
+        aten.amax.default,
+        aten.amin.default,
         aten.argmax.default,
         aten.argmin.default,
         aten.cat.default,
         aten.clone.default,
         aten.embedding.default,
+        aten.eq.Scalar,
+        aten.eq.Tensor,
         aten.expand.default,
         aten.gather.default,
+        aten.ge.Scalar,
+        aten.ge.Tensor,
+        aten.gt.Scalar,
+        aten.gt.Tensor,
         aten.index.Tensor,
         aten.index_select.default,
+        aten.le.Scalar,
+        aten.le.Tensor,
+        aten.lt.Scalar,
+        aten.lt.Tensor,
+        aten.maximum.default,
+        aten.minimum.default,
+        aten.mul.Tensor,
+        aten.ne.Scalar,
+        aten.ne.Tensor,
+        aten.neg.default,
         aten.permute.default,
         aten.reshape.default,
         aten.select.int,
@@ -53,6 +78,7 @@ _EXACT_INT64: frozenset[object] = frozenset(
         aten.squeeze.dim,
         aten.squeeze.dims,
         aten.sort.default,
+        aten.sub.Tensor,
         aten.topk.default,
         aten.unsqueeze.default,
         aten.view.default,
@@ -172,10 +198,21 @@ def refusal_of(node: Node, found: Converters) -> Refused | None:
     )
 
 
-def _judged_lowered(node: Node) -> Verdict:
-    from torch_hybrid_backend.engines.tensorrt import adapter  # it takes seconds
+def _adapter() -> ModuleType:
+    """Imported when it is first needed: that takes seconds. torch_tensorrt hands all warnings of the process to logging as it is imported, and
+    gives the root logger a handler: that is undone."""
+    root, show = logging.getLogger(), warnings.showwarning
+    handlers = list(root.handlers)
+    from torch_hybrid_backend.engines.tensorrt import adapter
 
-    fakes = Fakes()
+    if warnings.showwarning is not show:
+        logging.captureWarnings(False)
+    root.handlers[:] = handlers
+    return adapter
+
+
+def _judged_lowered(node: Node) -> Verdict:
+    adapter, fakes = _adapter(), Fakes()
     graph, given = alone(node, fakes)
     try:
         lowered = adapter.lowered(graph, fakes, given)
@@ -215,14 +252,22 @@ def _is_exact(node: Node) -> bool:
     results = [v for v in tree_leaves(node.meta.get("val")) if _is_int64(v)]
     arguments = [argument.meta.get("val") for argument in node.all_input_nodes]
     read = [value for value in tree_leaves(arguments) if _is_int64(value)]
-    if node.target is aten._to_copy.default:  # bool and int32 fit; numbers that are cut, and floats, do not always
-        return not read and all(_dtypes(arguments) <= {torch.bool, torch.int32} for _ in results)
+    if (
+        node.target is aten._to_copy.default
+    ):  # to fewer bits, and from numbers that are not whole, is more than TensorRT says of it
+        made = _dtypes(node.meta.get("val"))
+        return not (read and made & {torch.int32}) and not (results and _dtypes(arguments) - {torch.bool, torch.int32})
     if not results and not read:
         return True
-    if node.target not in _EXACT_INT64:
+    if node.target not in _EXACT_INT64 or any(_is_long(argument) for argument in tree_leaves(node.args)):
         return False
     values = arguments[:1] if node.target in _VALUES_FIRST else []
     return not any(_is_int64(value) for value in tree_leaves(values))
+
+
+def _is_long(argument: object) -> bool:
+    """Whether it is a number of more than 32 bits, in which converters hold them; the end of a slice may be any."""
+    return type(argument) is int and not -(1 << 31) <= argument < (1 << 31) and argument != sys.maxsize
 
 
 def _is_int64(value: object) -> bool:
@@ -258,6 +303,8 @@ def _is_unbacked(sizes: Iterable[int | torch.SymInt]) -> bool:
 
 def _values(node: Node) -> list[object]:
     """What a node reads, and what of its results is read."""
+    if is_item(node):  # of the others of an operator's results nothing is read here
+        return tree_leaves(node.meta.get("val"))
     arguments = [argument.meta.get("val") for argument in node.all_input_nodes]
     results: Any = node.meta.get("val")
     read = _read(node)

@@ -47,29 +47,20 @@ from torch_hybrid_backend.services import Services
 from torch_hybrid_backend.sizes.size import Dim, Symbol, symbols
 from torch_hybrid_backend.sources import sources_version
 
-aten = torch.ops.aten
-
 BUILD = "torch_hybrid_backend.engines.tensorrt.build:build"
 _KIND = "tensorrt"
 # What the bytes of an engine are made by, beside TensorRT.
 SOURCES = ("core", "sizes", "graph/graph_json.py", "engines/tensorrt")
-# An engine serves sizes of up to so many times the first one's next power of two, where the size's own range has no lower end: beyond it,
+# An engine serves sizes of up to so many times the power of two above the first one, where the size's own range goes as far; beyond that
 # PyTorch's operators run. A wider range costs memory and speed; how much was not measured, for want of a GPU.
 MAX_GROWTH = 8
 
-# float32 operators that PyTorch lets round to TF32, by which of its two settings. Others never do.
+# Operators that an engine with the flag for TF32 would compute as products, by name; PyTorch has a setting for them, and one for convolutions.
 _PRODUCTS = frozenset(
-    {
-        aten.mm.default,
-        aten.bmm.default,
-        aten.addmm.default,
-        aten.baddbmm.default,
-        aten.linear.default,
-        aten.matmul.default,
-    }
-    | {getattr(aten, name).default for name in dir(aten) if name.startswith("_scaled_dot_product")}
+    "mm bmm addmm baddbmm addbmm linear matmul mv addmv dot vdot inner _cdist_forward _pdist_forward".split()
 )
-_CONVOLUTIONS = frozenset({aten.convolution.default, aten.cudnn_convolution.default})
+_ATTENTION = ("_scaled_dot_product", "scaled_dot_product", "_flash_attention", "_efficient_attention")
+_CONVOLUTIONS = frozenset("convolution cudnn_convolution conv1d conv2d conv3d".split())
 
 
 def ranges_of(region: Region) -> dict[str, Range]:
@@ -86,13 +77,15 @@ def ranges_of(region: Region) -> dict[str, Range]:
 def allows_tf32(region: Region) -> bool:
     """Whether PyTorch lets every operator of the region round to TF32 that an engine with the flag would: it has but one for all."""
     of_products, of_convolutions = (precision == "tf32" for precision in float32_precision("cuda"))
-    targets = {node.target for node in region.graph_module.graph.nodes if node.op == "call_function"}
-    products, convolutions = bool(targets & _PRODUCTS), bool(targets & _CONVOLUTIONS)
+    called = [node.target for node in region.graph_module.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    names = {target._schema.name.partition("::")[2] for target in called}
+    products = any(name in _PRODUCTS or name.startswith(_ATTENTION) for name in names)
+    convolutions = bool(names & _CONVOLUTIONS)
     return (products or convolutions) and (of_products or not products) and (of_convolutions or not convolutions)
 
 
 class TensorRTEngine(EngineBase):
-    """Compiles regions to TensorRT engines for the GPUs of this process. Weights are inputs of engines: held once, and alive.
+    """Compiles regions to TensorRT engines for the GPUs of this process. Weights are inputs of engines: held once, and live.
 
     `load` makes an engine of its bytes on a device, `entry` is what builds it, `streams` are a device's, `machine` tells the device and its
     driver: tests give their own.

@@ -1,0 +1,138 @@
+"""What stands between this package and TensorRT: settings, lowering, the registry, networks that are exact, and logs."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tests.engines.tensorrt import no_gpu  # noqa: F401  before torch_tensorrt
+from torch_hybrid_backend.core.device import CPU
+from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.core.verdict import Refused
+from torch_hybrid_backend.engines.tensorrt.fakes import Fakes
+from torch_hybrid_backend.engines.tensorrt.installed import installation
+from torch_hybrid_backend.errors import CompileError
+from torch_hybrid_backend.sizes.size import symbol
+
+pytestmark = pytest.mark.tensorrt
+
+if not isinstance(installation(), Refused):
+    from torch_hybrid_backend.engines.tensorrt import adapter
+
+F = torch.nn.functional
+
+
+def lowered(function, *specs: TensorSpec) -> tuple[torch.fx.GraphModule, Fakes]:
+    """A function in the operators that there are converters for, on tensors of these specs."""
+    fakes = Fakes()
+    inputs = [fakes.tensor(spec) for spec in specs]
+    graph = make_fx(function, tracing_mode="fake")(*(torch.ones([int(n) for n in map(_hint, s.shape)]) for s in specs))
+    return adapter.lowered(graph, fakes, inputs), fakes
+
+
+def _hint(size: object) -> int:
+    return size if isinstance(size, int) else 6
+
+
+def spec(*shape: object) -> TensorSpec:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.insert(0, step)
+        step = step * size  # type: ignore[operator]
+    return TensorSpec(tuple(shape), "float32", tuple(strides), CPU)  # type: ignore[arg-type]
+
+
+def test_settings_that_change_results() -> None:
+    """Whatever a release's defaults are: types as written, masks as given, doubles refused, TF32 as asked. Names that it lacks are left out."""
+    for tf32 in (False, True):
+        settings = adapter._settings(tf32)
+        assert settings.disable_tf32 is not tf32
+        assert settings.truncate_double is False
+        assert settings.decompose_attention is True
+        assert getattr(settings, "use_explicit_typing", True) is True
+        assert getattr(settings, "attn_bias_is_causal", False) is False
+        assert not settings.cache_built_engines
+        assert not settings.reuse_cached_engines
+    names = {field.name for field in dataclasses.fields(adapter.CompilationSettings)}
+    assert {"truncate_double", "decompose_attention", "disable_tf32", "min_block_size"} <= names
+
+
+def test_the_registry_is_asked_under_our_settings() -> None:
+    """It is one for the process: somebody else's settings would answer for theirs."""
+    graph, _ = lowered(lambda x: F.gelu(x), spec(2, 3))  # noqa: PLW0108
+    (node,) = (node for node in graph.graph.nodes if node.op == "call_function")
+    others = adapter._settings(False)
+    others.torch_executed_ops = {node.target}
+    adapter.DYNAMO_CONVERTERS.set_compilation_settings(others)
+    assert adapter.DYNAMO_CONVERTERS.get(node) is None
+    found = adapter.converters_of(node)
+    assert found.found
+    assert not found.refusing
+    assert adapter.DYNAMO_CONVERTERS.get(node) is not None
+
+
+def test_lowering_keeps_sizes_open_or_says_what_it_took_for_granted() -> None:
+    """A size is read of an input in the graph; one that lowering decided by its example is refused."""
+    n = symbol("n", 6)
+    graph, fakes = lowered(lambda x: F.gelu(x).sum(1), spec(n, 4))
+    assert not fakes.assumed()
+    values = [node.meta["val"] for node in graph.graph.nodes if node.op == "call_function"]
+    assert all(not isinstance(value.shape[0], int) for value in values)
+    with pytest.raises(CompileError, match="holds only for sizes with"):
+        lowered(lambda x: x.reshape(6, 4), spec(n, 4))
+
+
+def test_whole_numbers_that_would_be_cut_are_found_in_the_network() -> None:
+    """Whatever the operators' table says: a network that cuts 64 bits to 32 for anything but an index has no engine."""
+    builder = adapter.trt.Builder(adapter.TRT_LOGGER)
+    network = builder.create_network(0)
+    numbers = network.add_input("numbers", adapter.trt.int64, (4,))
+    table = network.add_input("table", adapter.trt.float32, (9, 3))
+    cut = network.add_cast(numbers, adapter.trt.int32).get_output(0)
+    network.add_gather(table, cut, 0)
+    adapter._check_exact(network)
+    network.add_elementwise(cut, cut, adapter.trt.ElementWiseOperation.SUM)
+    with pytest.raises(CompileError, match="cuts whole numbers to 32 bits"):
+        adapter._check_exact(network)
+
+
+_CHANGES_NOTHING = """
+import logging, warnings
+from tests.engines.tensorrt import no_gpu
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch_hybrid_backend.engines.tensorrt import capability
+logging.captureWarnings({captures})
+before = warnings.showwarning, list(logging.getLogger().handlers)
+graph = make_fx(lambda x: torch.nn.functional.silu(x), tracing_mode="fake")(torch.ones(3))
+(node,) = (node for node in graph.graph.nodes if node.op == "call_function")
+assert capability.supports(node)
+assert before == (warnings.showwarning, logging.getLogger().handlers), (before, logging.getLogger().handlers)
+"""
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_nothing_of_the_users_logging_or_warnings_is_changed(captures: bool) -> None:
+    """torch_tensorrt logs through the root logger, which gives that a handler, and hands warnings over to logging."""
+    program = _CHANGES_NOTHING.format(captures=captures)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300, cwd=Path(__file__).parents[3])
+
+
+def test_tensorrts_log_is_ours(caplog: pytest.LogCaptureFixture) -> None:
+    """At a level that disturbs nobody: what an error means for the user is in the refusal."""
+    with caplog.at_level(logging.DEBUG), adapter._logged() as log:
+        builder = adapter.trt.Builder(adapter.TRT_LOGGER)
+        network = builder.create_network(0)
+        assert builder.build_serialized_network(network, builder.create_builder_config()) is None
+    assert log.errors
+    ours = [record for record in caplog.records if record.name == "torch_hybrid_backend.engines.tensorrt.adapter"]
+    assert ours
+    assert all(record.levelno <= logging.INFO for record in ours)
+    assert adapter.versions().count(".") >= 4
