@@ -27,6 +27,7 @@ from torch_hybrid_backend.runtime.constant_pool import ConstantPool
 from torch_hybrid_backend.runtime.native.ops import give_back_freed_memory
 from torch_hybrid_backend.runtime.python_executor import PythonExecutor, checked
 from torch_hybrid_backend.session import Session
+from torch_hybrid_backend.speed_gate import as_known, fastest
 from torch_hybrid_backend.stages import Compiled, Installed, Placed, Prepared, compile_graph, install, place, prepare
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class HybridGraph:
         self._on_regions = on_regions
         self._deadline = deadline or Deadline(config.compile_deadline_s)
         self._lock = threading.RLock()
-        prepared = prepare(captured, name, config, self._compile_body)
+        prepared = as_known(prepare(captured, name, config, self._compile_body), config, self._pricing())
         # Replaced as a whole: whoever is interrupted, or comes from another thread, finds one stage or the next.
         self._state: Compiled | Installed = self._compiled(prepared)
         log.info("%s graph: compiled in %.2f s", captured.kind, time.perf_counter() - start)
@@ -95,11 +96,14 @@ class HybridGraph:
     @full_collections.held()
     def _first_call(self, compiled: Compiled, inputs: Sequence[Any]) -> list[Any]:
         start = time.perf_counter()
+
+        def place_anew(anew: Prepared) -> tuple[Placed, list[Any]]:
+            return self._placed(self._compiled(anew), inputs)
+
         with ConstantPool():
             placed, outputs = self._placed(compiled, inputs)
-            placed, outputs = judged(
-                placed, outputs, inputs, self._config, lambda anew: self._placed(self._compiled(anew), inputs)
-            )
+            placed, outputs = fastest(placed, outputs, inputs, self._config, self._pricing(), place_anew)
+            placed, outputs = judged(placed, outputs, inputs, self._config, place_anew)
             installed = install(placed, inputs, self._config)
             self._tell(installed, placed)
             self._state = installed  # last: interrupted before, the next call is a first call again

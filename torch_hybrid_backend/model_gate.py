@@ -27,7 +27,7 @@ from torch_hybrid_backend.graph.source import source_line
 from torch_hybrid_backend.graph.values import is_repeatable
 from torch_hybrid_backend.partition.deviation import WrittenRun, layer_errors, relative_error
 from torch_hybrid_backend.passes.precision.lists import is_layer
-from torch_hybrid_backend.stages import Placed, Prepared, Reduced, copy_of, prepare_anew, reduce_precision
+from torch_hybrid_backend.stages import Placed, Prepared, Reduced, prepare_anew, returned
 
 _log = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ def _within_tolerance(
         why = {
             name: Refused(Reason.ACCURACY, f"{off}; its own results by {error:.2g}") for name, error in order[:count]
         }
-        return reduce_precision(copy_of(reduced.written), dataclasses.replace(reduced.context, as_written=why))
+        return returned(reduced, why)
 
     def suffices(count: int) -> bool:
         if count == len(order):

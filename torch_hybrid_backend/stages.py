@@ -212,6 +212,12 @@ def reduce_precision(module: torch.fx.GraphModule, context: PassContext) -> Redu
     return Reduced(written, module, context)
 
 
+def returned(reduced: Reduced, layers: Mapping[str, Refused]) -> Reduced:
+    """The graph with these layers as written too, by name, and why."""
+    context = dataclasses.replace(reduced.context, as_written={**reduced.context.as_written, **layers})
+    return reduce_precision(copy_of(reduced.written), context)
+
+
 def copy_of(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """The same graph, with the same tensors."""
     graph = torch.fx.Graph()
