@@ -31,14 +31,16 @@ from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.engine import CompiledRegion
-from torch_hybrid_backend.core.plan import Plan
+from torch_hybrid_backend.core.plan import Plan, Unconverted
 from torch_hybrid_backend.core.precision import AS_WRITTEN
+from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.garbage import collector_paused
 from torch_hybrid_backend.graph.values import is_repeatable
 from torch_hybrid_backend.hybrid_graph import HybridGraph, OnPlan, OnRegions, pricing_of
 from torch_hybrid_backend.machine import lacking_instructions
 from torch_hybrid_backend.partition.seen_graphs import SeenGraphs, graph_key
 from torch_hybrid_backend.partition.whole_call import PricedCall
+from torch_hybrid_backend.quantization.ranges import left_in_float
 from torch_hybrid_backend.report import Explanation
 from torch_hybrid_backend.session import open_session
 
@@ -161,4 +163,20 @@ def explain(
     # Dynamo recognises a compilation by its backend object: a new partial is a new compilation.
     backend = functools.partial(compile_graph, config=config, on_plan=plans.append, on_regions=regions.append)
     torch.compile(model, backend=backend, dynamic=dynamic)(*args, **kwargs)
-    return Explanation(tuple(plans), tuple(regions))
+    why = left_in_float(model) if isinstance(model, torch.nn.Module) else {}
+    return Explanation(tuple(with_reasons(plan, why) for plan in plans), tuple(regions))
+
+
+def with_reasons(plan: Plan, why: Mapping[str, Refused]) -> Plan:
+    """The plan with what a quantised model knows of its layers in floating point, by site."""
+    if plan.conversion is None or not why:
+        return plan
+
+    def told(layer: Unconverted) -> Unconverted:
+        known = why.get(layer.site)
+        if known is None or layer.code is not Reason.EXCLUDED:
+            return layer
+        return dataclasses.replace(layer, code=known.code, why=known.why)
+
+    left = tuple(map(told, plan.conversion.left))
+    return dataclasses.replace(plan, conversion=dataclasses.replace(plan.conversion, left=left))
