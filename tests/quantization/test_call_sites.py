@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -60,10 +62,23 @@ def _net() -> Net:
     return net
 
 
+def _seen(net: nn.Module, x: torch.Tensor) -> dict[str, Any]:
+    """What visitors are told of sites, by name."""
+    found: dict[str, Any] = {}
+
+    def visit(name: str, known: Any, kind: str, axis: int | None, a: Any, b: Any, compute: Callable[..., Any]) -> Any:
+        found[name] = known
+        return compute(a, b)
+
+    with torch.no_grad(), CallSites(visit):
+        net(x)
+    return found
+
+
 def _visited(net: nn.Module, x: torch.Tensor) -> tuple[list[tuple[str, str, int | None]], torch.Tensor]:
     found: list[tuple[str, str, int | None]] = []
 
-    def visit(name: str, kind: str, axis: int | None, a: Any, b: Any, compute: Callable[..., Any]) -> Any:
+    def visit(name: str, known: Any, kind: str, axis: int | None, a: Any, b: Any, compute: Callable[..., Any]) -> Any:
         found.append((name, kind, axis))
         return compute(a, b)
 
@@ -85,7 +100,7 @@ def test_sites_are_named_after_modules() -> None:
 def test_operands_may_be_replaced() -> None:
     """What `compute` is given stands in for the operands, by position or by keyword."""
     net, x = _net(), torch.randn(3, 2, 9)
-    with torch.no_grad(), CallSites(lambda name, kind, axis, a, b, compute: compute(a * 0, b)):
+    with torch.no_grad(), CallSites(lambda name, known, kind, axis, a, b, compute: compute(a * 0, b)):
         assert torch.equal(net(x), torch.zeros(21, 4))
 
 
@@ -104,9 +119,53 @@ def test_dynamo_traces_through() -> None:
     net, x = _net(), torch.randn(3, 2, 9)
 
     def scaled(value: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad(), CallSites(lambda name, kind, axis, a, b, compute: compute(a * len(name), b)):
+        with torch.no_grad(), CallSites(lambda name, known, kind, axis, a, b, compute: compute(a * len(name), b)):
             return net(value)
 
     expected = scaled(x)
     torch._dynamo.reset()
     torch.testing.assert_close(torch.compile(scaled, backend="eager", fullgraph=True)(x), expected)
+
+
+def test_what_is_known_comes_with_the_visit() -> None:
+    """Each site is visited with what `follow` was told of it, and with what it is told later; sites it was told nothing of, with None."""
+    net, x = Net().eval(), torch.randn(3, 2, 9)
+    follow(net, {"stem.0": ("a", 0.1, None), "block#2": ("b",), "#2": ((1.5, -2.0),)})
+    nothing = {name: None for name, _, _ in SITES}
+    assert _seen(net, x) == nothing | {"stem.0": ("a", 0.1, None), "block#2": ("b",), "#2": ((1.5, -2.0),)}
+    follow(net, {"block": ("c",)})
+    assert _seen(net, x) == nothing | {"block": ("c",)}
+
+
+def test_followed_modules_are_what_they_were() -> None:
+    """Types by name and by isinstance, results, state, copies and pickles: copies and pickles are of the module's own class."""
+    net, x = _net(), torch.randn(3, 2, 9)
+    plain = Net().eval()
+    assert repr(net) == repr(plain)
+    assert isinstance(net.stem[0], nn.Conv1d)
+    plain.load_state_dict(net.state_dict())
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert type(other) is Net
+        assert type(other.block.query) is nn.Linear
+        assert torch.equal(other(x), plain(x))
+        unnamed = [("" if k == 0 else f"#{k + 1}", kind, axis) for k, (_, kind, axis) in enumerate(SITES)]
+        assert _visited(other, x)[0] == unnamed
+
+
+def test_forwards_of_instances_and_scripts() -> None:
+    """A module whose forward was replaced on the instance is followed too; one that TorchScript runs is left alone."""
+    net = nn.Sequential(nn.Linear(4, 4), torch.jit.trace(nn.Linear(4, 4).eval(), torch.randn(2, 4))).eval()
+    old = net[0].forward
+    net[0].forward = lambda x: old(x) + 1
+    x = torch.randn(2, 4)
+    expected = net(x)
+    follow(net, {"0": ("known",)})
+    assert torch.equal(net(x), expected)
+    assert _seen(net, x) == {"0": ("known",)}
+
+
+def test_layers_of_encoders_are_seen() -> None:
+    """PyTorch's encoder layer calls its layers, not the one operator that stands for all of them."""
+    net = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    follow(net)
+    assert {"linear1", "linear2"} <= set(_seen(net, torch.randn(2, 3, 8)))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -189,8 +191,10 @@ def test_smoothing_moves_outliers_into_weights() -> None:
     assert error(smooth) < error(plain) / 4
     assert error(smooth) < 0.02
 
-    def only_smooth(name: str, kind: str, axis: int | None, x: Any, w: Any, compute: Callable[..., Any]) -> Any:
-        moved_x, moved_w = smooth.smoothed(name, axis, x, w)
+    def only_smooth(
+        name: str, known: Any, kind: str, axis: int | None, x: Any, w: Any, compute: Callable[..., Any]
+    ) -> Any:
+        moved_x, moved_w = smooth.smoothed(known, axis, x, w)
         assert not torch.equal(moved_w, w)
         return compute(moved_x, moved_w)
 
@@ -313,3 +317,56 @@ def test_faults_get_one_clear_error() -> None:
     with torch.no_grad():
         model.features[1].bias[0] = torch.inf
     assert "'inner' is given NaN or infinity" in _refused(model=model, loader=data)
+
+
+def _guards(module: nn.Module, x: torch.Tensor) -> int:
+    """How many guards Dynamo has on the modules in a module."""
+    counts: list[int] = []
+
+    def keep_all(guards: Sequence[Any]) -> list[bool]:
+        counts.append(sum("_modules" in guard.name for guard in guards))
+        return [True] * len(guards)
+
+    torch._dynamo.reset()
+    torch.compile(module, backend="eager", fullgraph=True, options={"guard_filter_fn": keep_all})(x)
+    return counts[-1]
+
+
+def test_a_layer_has_no_more_guards_than_before() -> None:
+    """What Dynamo checks in every call grows with a quantised model's layers as it does with the model's: one check for each, that the instance
+    has no forward of its own, comes on top."""
+
+    def per_layer(make: Callable[[nn.Module], nn.Module]) -> float:
+        torch.manual_seed(0)
+        few, many = (nn.Sequential(*(nn.Linear(8, 8) for _ in range(count))).eval() for count in (4, 14))
+        return (_guards(make(many), x) - _guards(make(few), x)) / 10
+
+    x = torch.randn(2, 8)
+    with torch.no_grad():
+        as_written = per_layer(lambda model: model)
+        assert per_layer(lambda model: quantize(model, [x], calibration="naive")) <= as_written + 1
+
+
+def test_changed_ranges_count_in_the_next_call() -> None:
+    """A compiled module whose ranges are set anew computes with them."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).eval(), torch.randn(4, 8)
+    quantized = quantize(model, [x], calibration="naive")
+    compiled = torch.compile(quantized, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), quantized(x))
+    narrow = {name: replace(site, ranges=((-0.1, 0.1),)) for name, site in quantized.ranges.sites.items()}
+    before = quantized(x)
+    quantized.ranges = replace(quantized.ranges, sites=narrow)
+    assert not torch.equal(quantized(x), before)
+    torch.testing.assert_close(compiled(x), quantized(x))
+
+
+def test_copies_and_pickles() -> None:
+    """A copy, deep or through a file, quantises as the module does."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv1d(2, 4, 3), nn.ReLU(), nn.Linear(6, 3)).eval(), torch.randn(2, 2, 8)
+    module = quantize(model, [x], calibration="naive", smooth=0.5)
+    assert not torch.equal(module(x), model(x))
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(other(x), module(x))
+        assert other.ranges == module.ranges

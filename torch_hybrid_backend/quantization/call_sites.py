@@ -1,15 +1,18 @@
 """Call sites: where a model's forward multiplies, found as it runs, in eager and while Dynamo traces it.
 
-A site is a call of an operator, named after the module in whose forward it is made: modules are followed by hooks, operators by a mode of
-torch's. So functional calls (products of attention, weights kept as bare parameters) are seen like those of layers. Inside operators of
-`torch.nn.functional` that are Python and take others' place, `multi_head_attention_forward` above all, nothing is seen.
+A site is a call of an operator, named after the module in whose forward it is made: modules are followed by classes of their own, operators by
+a mode of torch's. So functional calls (products of attention, weights kept as bare parameters) are seen like those of layers. Inside operators
+of `torch.nn.functional` that are Python and take others' place, `multi_head_attention_forward` above all, nothing is seen.
+
+Dynamo checks in every call what it read while it traced: hooks, attributes, closures. It checks the class of every module as it is. So
+what is known of a module's sites is part of its class, as literals of its forward's code: that is checked with no guard more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -48,9 +51,12 @@ OPERATORS: dict[Callable[..., Any], Operator] = {
     torch.addmm: Operator("matmul", (1, "mat1"), (2, "mat2"), -1),
 }
 
-# (name, kind, channel dimension of a weight or None where both operands are activations, first operand, second operand,
+# What a site's visitor is told of it by whoever had the model followed: nested tuples of what `repr` writes as literals.
+Known = tuple[Any, ...]
+
+# (name, what is known of it, kind, channel dimension of a weight or None where both operands are activations, first operand, second operand,
 #  the operator as a function of the two) -> its result
-Visit = Callable[[str, str, "int | None", torch.Tensor, torch.Tensor, Callable[..., Any]], Any]
+Visit = Callable[[str, "Known | None", str, "int | None", torch.Tensor, torch.Tensor, Callable[..., Any]], Any]
 
 
 class CallSites(TorchFunctionMode):
@@ -59,11 +65,12 @@ class CallSites(TorchFunctionMode):
     def __init__(self, visit: Visit) -> None:
         super().__init__()
         self._visit = visit
-        self._calls: list[list[Any]] = [["", 0]]  # innermost last: a module's name, and how many calls it has made
+        # Innermost last: a module's name, what is known of its sites by their number, and how many calls it has made.
+        self._calls: list[list[Any]] = [["", {}, 0]]
 
-    def enter(self, name: str) -> None:
+    def enter(self, name: str, known: Mapping[int, Known]) -> None:
         """A module's forward begins."""
-        self._calls.append([name, 0])
+        self._calls.append([name, known, 0])
 
     def leave(self) -> None:
         """It has ended."""
@@ -77,8 +84,8 @@ class CallSites(TorchFunctionMode):
         if operator is None:
             return function(*args, **kwargs)
         here = self._calls[-1]
-        here[1] += 1
-        name = here[0] if here[1] == 1 else f"{here[0]}#{here[1]}"
+        here[2] += 1
+        name, known, count = here
         first, second = _operand(operator.first, args, kwargs), _operand(operator.second, args, kwargs)
         if not _is_taken(first) or not _is_taken(second):
             return function(*args, **kwargs)
@@ -95,7 +102,7 @@ class CallSites(TorchFunctionMode):
         kind, axis = operator.kind, operator.axis if operator.kind != "matmul" else None
         if axis is None and isinstance(second, nn.Parameter) and second.dim() == 2:
             kind, axis = "linear", 1  # a weight kept as (inputs, outputs), as GPT-2's
-        return self._visit(name, kind, axis, first, second, compute)
+        return self._visit(_site(name, count), known.get(count), kind, axis, first, second, compute)
 
 
 def _operand(place: tuple[int, str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -111,16 +118,77 @@ def _is_taken(value: Any) -> bool:
     )
 
 
-def follow(model: nn.Module) -> None:
-    """Have the modules of a model tell the active `CallSites` when they begin and end. Modules of `torch.nn` that compute without its operators
-    are left alone: each hook is something that Dynamo guards."""
+def _site(module: str, count: int) -> str:
+    return module if count == 1 else f"{module}#{count}"
+
+
+def follow(model: nn.Module, known: Mapping[str, Known] | None = None) -> None:
+    """Have the modules of a model tell the active `CallSites` when their forwards begin and end, and what is `known` of their sites, by name.
+    A model that is followed already is told anew. Modules of `torch.nn` that compute without its operators are left alone.
+
+    A module gets a class derived from its own, under the same name. It is copied and pickled as one of its own class: whoever copies the
+    model follows the copy.
+    """
+    by_module: dict[str, dict[int, Known]] = {}
+    for site, what in (known or {}).items():
+        module_name, _, count = site.partition("#")
+        by_module.setdefault(module_name, {})[int(count or 1)] = what
     for name, module in model.named_modules():
+        if isinstance(module, nn.TransformerEncoderLayer) and not module._forward_hooks:
+            module.register_forward_hook(_look_in)
         if _may_call(module):
-            module.register_forward_pre_hook(_Enter(name))
-            module.register_forward_hook(_leave)
+            plain = _plain(type(module))
+            if "forward" in vars(module):  # the instance's own: what stands for it in the class would not be called
+                vars(module)[_FORWARD] = vars(module).pop("forward")
+            module.__class__ = _followed(plain, name, by_module.get(name, {}))
+
+
+_FORWARD = "_forward_as_written"
+_CODE = f"""
+def forward(self, *args, **kwargs):
+    mode = _active()
+    if mode is None:
+        return self.{_FORWARD}(*args, **kwargs)
+    mode.enter({{name!r}}, {{known!r}})
+    try:
+        return self.{_FORWARD}(*args, **kwargs)
+    finally:
+        mode.leave()
+"""
+
+
+def _followed(plain: type[nn.Module], name: str, known: Mapping[int, Known]) -> type[nn.Module]:
+    """A class of modules of that name. What it knows is code, as closures and attributes are guarded one by one."""
+
+    def reduced(module: nn.Module, protocol: Any) -> Any:
+        make, given, *state = cast(tuple[Any, ...], super(followed, module).__reduce_ex__(protocol))
+        return (make, given, *state) if followed not in given else (_new, (plain,), *state)
+
+    made: dict[str, Any] = {}
+    exec(compile(_CODE.format(name=name, known=known), __file__, "exec"), globals(), made)
+    methods = {"forward": made["forward"], _FORWARD: plain.forward, "__reduce_ex__": reduced, "_followed": True}
+    followed: type[nn.Module] = type(
+        plain.__name__, (plain,), {**methods, "__module__": plain.__module__, "__qualname__": plain.__qualname__}
+    )
+    return followed
+
+
+def _new(kind: type[nn.Module]) -> nn.Module:
+    return kind.__new__(kind)
+
+
+def _plain(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class that a module had before it was followed."""
+    return kind.__base__ if "_followed" in vars(kind) else kind  # type: ignore[return-value]
+
+
+def _look_in(module: nn.Module, args: Any, output: Any) -> None:
+    """Does nothing. While it has a hook, PyTorch's encoder layer calls its layers, which one operator computes otherwise."""
 
 
 def _may_call(module: nn.Module) -> bool:
+    if isinstance(module, torch.jit.ScriptModule):  # runs without Python: no mode sees what it calls
+        return False
     own = type(module).__module__.startswith("torch.nn.modules.")
     return not own or isinstance(module, nn.Linear | nn.modules.conv._ConvNd)
 
@@ -129,22 +197,6 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     """The modules that are layers of the kinds that are quantised, by name."""
     taken = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
     return {name: module for name, module in model.named_modules() if isinstance(module, taken)}
-
-
-class _Enter:
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        mode = _active()
-        if mode is not None:
-            mode.enter(self._name)
-
-
-def _leave(module: nn.Module, args: Any, output: Any) -> None:
-    mode = _active()
-    if mode is not None:
-        mode.leave()
 
 
 def _active() -> CallSites | None:

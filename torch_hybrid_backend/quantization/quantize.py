@@ -17,7 +17,7 @@ from torch import nn
 from torch_hybrid_backend.errors import QuantizationError
 from torch_hybrid_backend.graph.quantization import call, rows_now, tensor, tensor_now, weight
 from torch_hybrid_backend.quantization.calibration import Collector, collector_of
-from torch_hybrid_backend.quantization.call_sites import KINDS, CallSites, follow, layers_of
+from torch_hybrid_backend.quantization.call_sites import KINDS, CallSites, Known, follow, layers_of
 from torch_hybrid_backend.quantization.loader import Loader
 from torch_hybrid_backend.quantization.ranges import Ranges, Site, fingerprint
 
@@ -111,7 +111,6 @@ class QuantizedModule(nn.Module):
         own = [*model.parameters(), *model.buffers()]
         # The memo makes the copy share them, and whatever refers to them or to modules refer to the copy's.
         self.model = copy.deepcopy(model, {id(tensor): tensor for tensor in own})
-        follow(self.model)
         self._smoothing: dict[str, str] = {}  # a site's name -> its buffer's
         self.ranges = ranges
         super().train(False)
@@ -124,16 +123,25 @@ class QuantizedModule(nn.Module):
     @ranges.setter
     def ranges(self, ranges: Ranges) -> None:
         self._ranges = ranges
-        self._sites = dict(ranges.sites)
         for name in self._smoothing.values():
             delattr(self, name)
         self._smoothing = {}
         device = next((parameter.device for parameter in self.model.parameters()), None)
-        for position, (name, site) in enumerate(self._sites.items()):
+        for position, (name, site) in enumerate(ranges.sites.items()):
             if site.smoothing is not None:
                 self._smoothing[name] = f"smoothing_{position}"
                 factors = torch.tensor(site.smoothing, dtype=torch.float32, device=device)
                 self.register_buffer(self._smoothing[name], factors, persistent=False)
+        self._follow()
+
+    def _follow(self) -> None:
+        """Has the model's modules tell `CallSites` how their sites are quantised: kind, ranges, the buffer that smooths."""
+        sites = self._ranges.sites.items()
+        follow(self.model, {name: (site.kind, site.ranges, self._smoothing.get(name)) for name, site in sites})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._follow()
 
     def save_ranges(self, path: str | Path) -> None:
         """Writes what calibration found as JSON, for `quantize(model, ranges=path)`."""
@@ -160,31 +168,41 @@ class QuantizedModule(nn.Module):
 
         return run
 
-    def _visit(self, name: str, kind: str, axis: int | None, x: torch.Tensor, w: torch.Tensor, compute: Compute) -> Any:
-        site = self._sites.get(name)
-        return compute(x, w) if site is None or site.kind != kind else self.quantized(name, site, axis, x, w, compute)
-
-    def quantized(
-        self, name: str, site: Site, axis: int | None, x: torch.Tensor, w: torch.Tensor, compute: Compute
+    def _visit(
+        self,
+        name: str,
+        known: Known | None,
+        kind: str,
+        axis: int | None,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        compute: Compute,
     ) -> Any:
+        if known is None or known[0] != kind:
+            return compute(x, w)
+        return self.quantized(known, axis, x, w, compute)
+
+    def quantized(self, known: Known, axis: int | None, x: torch.Tensor, w: torch.Tensor, compute: Compute) -> Any:
         """One call of a layer with its operands quantised and dequantised."""
-        x, w = self.smoothed(name, axis, x, w)
-        if site.ranges is None:
-            per_row = site.kind != "conv"
+        kind, ranges, _ = known
+        x, w = self.smoothed(known, axis, x, w)
+        if ranges is None:
+            per_row = kind != "conv"
             narrow_x = rows_now(call, x) if per_row else tensor_now(call, x)
             narrow_w = tensor_now(call, w) if axis is None else weight(call, w, axis)
         else:
-            narrow_x = tensor(call, x, *site.ranges[0])
-            narrow_w = tensor(call, w, *site.ranges[1]) if axis is None else weight(call, w, axis)
+            narrow_x = tensor(call, x, *ranges[0])
+            narrow_w = tensor(call, w, *ranges[1]) if axis is None else weight(call, w, axis)
         return compute(narrow_x, narrow_w)
 
     def smoothed(
-        self, name: str, axis: int | None, x: torch.Tensor, w: torch.Tensor
+        self, known: Known, axis: int | None, x: torch.Tensor, w: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The operands with the differences between input channels moved into the weight."""
-        if name not in self._smoothing:
+        _, _, smoothing = known
+        if smoothing is None:
             return x, w
-        factors = getattr(self, self._smoothing[name])
+        factors = getattr(self, smoothing)
         along = factors if axis == 0 else factors.unsqueeze(1)
         return x * (1 / factors).to(x.dtype), w * along.to(w.dtype)
 
@@ -246,7 +264,9 @@ def _calibrated(
         str, tuple[torch.Tensor, torch.Tensor]
     ] = {}  # of linear layers, by input channel: of inputs, of weights
 
-    def look(name: str, kind: str, axis: int | None, x: torch.Tensor, w: torch.Tensor, compute: Compute) -> Any:
+    def look(
+        name: str, known: Known | None, kind: str, axis: int | None, x: torch.Tensor, w: torch.Tensor, compute: Compute
+    ) -> Any:
         if excluded(name) or kind in kinds:
             in_float[name] = "excluded"
             return compute(x, w)
@@ -287,9 +307,11 @@ def _with_ranges(result: QuantizedModule, data: Loader, collector: Collector) ->
     sites = result.ranges.sites
     products: set[str] = set()  # of two activations
 
-    def collect(name: str, kind: str, axis: int | None, x: torch.Tensor, w: torch.Tensor, compute: Compute) -> Any:
-        if name in sites:
-            smooth_x, _ = result.smoothed(name, axis, x, w)
+    def collect(
+        name: str, known: Known | None, kind: str, axis: int | None, x: torch.Tensor, w: torch.Tensor, compute: Compute
+    ) -> Any:
+        if known is not None:
+            smooth_x, _ = result.smoothed(known, axis, x, w)
             collector.collect(name, kind, smooth_x)
             if axis is None:
                 collector.collect(name + OTHER, kind, w)
@@ -345,12 +367,13 @@ def _errors(result: QuantizedModule, data: Loader) -> dict[str, float]:
     """How much quantising each site's operands changes its result, as a share of the result's root mean square."""
     squares: dict[str, list[float]] = {}
 
-    def compare(name: str, kind: str, axis: int | None, x: torch.Tensor, w: torch.Tensor, compute: Compute) -> Any:
+    def compare(
+        name: str, known: Known | None, kind: str, axis: int | None, x: torch.Tensor, w: torch.Tensor, compute: Compute
+    ) -> Any:
         expected = compute(x, w)
-        site = result.ranges.sites.get(name)
-        if site is not None and site.kind == kind:
+        if known is not None and known[0] == kind:
             sums = squares.setdefault(name, [0.0, 0.0])
-            sums[0] += float((result.quantized(name, site, axis, x, w, compute) - expected).double().square().sum())
+            sums[0] += float((result.quantized(known, axis, x, w, compute) - expected).double().square().sum())
             sums[1] += float(expected.double().square().sum())
         return expected
 
