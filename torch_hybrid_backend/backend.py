@@ -173,7 +173,8 @@ def with_reasons(plan: Plan, why: Mapping[str, Refused]) -> Plan:
         return plan
 
     def told(layer: Unconverted) -> Unconverted:
-        known = why.get(layer.site)
+        # Where graph and model count a forward's layers differently: attention's projections have names of their own.
+        known = why.get(layer.site, why.get(layer.site.partition("#")[0]))
         if known is None or layer.code is not Reason.EXCLUDED:
             return layer
         return dataclasses.replace(layer, code=known.code, why=known.why)

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -104,25 +106,28 @@ def _within_tolerance(
         }
         return returned(reduced, why)
 
-    def suffices(count: int) -> bool:
+    @functools.cache
+    def error_in_eager(count: int) -> float:
         if count == len(order):
-            return True
+            return 0.0
         try:
-            return _error(expected, EagerGraph(without(count).graph)(inputs)) <= tolerance
+            return _error(expected, EagerGraph(without(count).graph)(inputs))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            return False
+            return math.inf
 
-    # Errors fall with each layer that returns, but for chance: so few runs find how many must.
-    count = 1 + bisect.bisect_left(range(1, len(order) + 1), True, key=suffices)
+    count, limit = 0, tolerance
     while True:
+        # Errors fall with each layer that returns, but for chance: so few runs find how many must.
+        returning = range(count + 1, len(order) + 1)
+        count = returning[bisect.bisect_left(returning[:-1], True, key=lambda n: error_in_eager(n) <= limit)]  # noqa: B023
         anew = without(count)
         placed, outputs = place_anew(prepare_anew(prepared, anew, config))
         found = _deviation(placed, anew, inputs)
         if found.error <= tolerance or count >= len(order):
             break
-        count += 1
+        limit *= tolerance / found.error  # kernels are off by more than eager: each graph that is compiled aims lower
     _warn(reduced, [name for name, _ in order[:count]], off)
     return placed, outputs, found
 
