@@ -121,7 +121,7 @@ def _within_tolerance(
     while True:
         # Errors fall with each layer that returns, but for chance: so few runs find how many must.
         returning = range(count + 1, len(order) + 1)
-        count = returning[bisect.bisect_left(returning[:-1], True, key=lambda n: error_in_eager(n) <= limit)]  # noqa: B023
+        count = returning[bisect.bisect_left(returning[:-1], True, key=lambda n: error_in_eager(n) <= limit)]
         anew = without(count)
         placed, outputs = place_anew(prepare_anew(prepared, anew, config))
         found = _deviation(placed, anew, inputs)

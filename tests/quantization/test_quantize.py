@@ -288,6 +288,15 @@ def test_metric_returns_the_worst_layers(digits: Digits) -> None:
     assert scores[0] == 1.0
     assert scores[-1] >= 0.9
     assert len(scores) == 3
+
+    def few_are_left(module: nn.Module) -> float:
+        scores.append(0.0)
+        return -len(module.ranges.sites) if module is not model else -1.0  # type: ignore[arg-type,union-attr]
+
+    scores.clear()
+    one = quantize(model, digits.calibration, "naive", metric=few_are_left, max_drop=0)
+    assert len(one.ranges.sites) == 1
+    assert len(scores) == 2 + 4  # of 5 layers 1, 2 and 4 return; then 3
     untouched = quantize(model, digits.calibration, "naive", metric=lambda module: 1.0)
     assert not untouched.ranges.in_float
 

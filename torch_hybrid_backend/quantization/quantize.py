@@ -359,8 +359,12 @@ def _return_to_float(result: QuantizedModule, data: Loader, metric: Metric, goal
         leave(count)
         return _score(metric, result) >= goal
 
-    # The metric grows with each layer that returns, but for chance: so few runs find how many must.
-    leave(1 + bisect.bisect_left(range(1, len(worst)), True, key=suffices))
+    # The metric grows with each layer that returns, but for chance: so few runs find how many must. Mostly it is one or two.
+    too_few, enough = 0, 1
+    while enough < len(worst) and not suffices(enough):
+        too_few, enough = enough, min(2 * enough, len(worst))
+    between = range(too_few + 1, enough)
+    leave(too_few + 1 + bisect.bisect_left(between, True, key=suffices))
 
 
 def _score(metric: Metric, module: nn.Module) -> float:
