@@ -14,6 +14,7 @@ from torch_hybrid_backend import backend
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.plan import Plan
+from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.errors import ConfigError
 
 
@@ -101,6 +102,38 @@ def test_explain_has_a_plan_for_every_graph() -> None:
         explanation = torch_hybrid_backend.explain(model, torch.randn(4))
     operators = [[node.operator for node in plan.nodes] for plan in explanation.plans]
     assert operators == [["aten.sin.default"], ["aten.cos.default"]]
+
+
+class _Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        x = self.outer(x @ x)
+        return self.inner(x)
+
+
+def test_explain_tells_what_a_quantised_model_leaves_in_floating_point(tmp_path: Path) -> None:
+    """How many layers are converted, and for each of the others its name in the model and its code; from the cache of graphs as well."""
+    quantized = torch_hybrid_backend.quantize(_Block().eval(), [torch.randn(8, 8)], "naive", exclude=("outer",))
+    model = torch.nn.Sequential(quantized, torch.nn.Linear(8, 4))
+    options = {"engines": "eager", "placement": "estimate", "cache_dir": tmp_path}
+    for _ in range(2):
+        torch.compiler.reset()
+        with torch.no_grad():
+            explanation = torch_hybrid_backend.explain(model, torch.randn(8, 8), options=options)
+        (plan,) = explanation.plans
+        assert plan.conversion is not None
+        assert plan.conversion.converted == (("int8", 2),)
+        told = {layer.site: (layer.code, layer.why) for layer in plan.conversion.left}
+        assert told.keys() == {"0.model", "0.model.outer", "1"}
+        assert {code for code, _ in told.values()} == {Reason.EXCLUDED}
+        assert told["0.model.outer"][1] == "it is excluded from what quantize converts (exclude, exclude_kinds)"
+        assert told["1"][1] == "the model has it in floating point"
+        assert "operators to int8, using" in str(explanation)
+        assert "0.model.outer, aten.addmm.default: excluded: it is excluded" in str(explanation)
 
 
 def test_the_plan_is_handed_over_once_for_each_compilation() -> None:

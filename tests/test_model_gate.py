@@ -16,6 +16,7 @@ from torch_hybrid_backend.core.plan import Conversion, Plan
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.errors import OperatorRefusedError
 from torch_hybrid_backend.partition.deviation import relative_error
+from torch_hybrid_backend.stages import Placed, Reduced
 
 _OPTIONS = {"precision": "bf16"}
 
@@ -132,6 +133,33 @@ def test_the_fewest_layers_return(caplog: pytest.LogCaptureFixture) -> None:
         torch.testing.assert_close(compiled(x), model(x), rtol=1e-6, atol=1e-6)
     _, between = _explained(model, x, precision_tolerance=0.0035)
     assert [layer.name for layer in between.left] == ["addmm_1"]  # by itself each is off by 0.003
+
+
+def test_kernels_that_are_off_by_more_than_eager_cost_few_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled next aims as much lower as the last one was too far off; not one layer more at a time."""
+    compiled: list[int] = []
+    errors = {0: 0.5, 1: 0.5, 2: 0.4, 3: 0.2, 4: 0.1, 5: 0.04, 6: 0.02, 7: 0.0}  # of eager, by layers that returned
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(7)))
+
+    def deviation(placed: Placed, reduced: Reduced, _: object) -> model_gate._Deviation:
+        compiled.append(len(reduced.context.as_written))
+        return model_gate._Deviation(3 * errors[compiled[-1]], {}, ())
+
+    class Eager:
+        def __init__(self, graph: torch.fx.GraphModule) -> None:
+            self.left = sum(node.target is torch.ops.aten.addmm.default for node in graph.graph.nodes)
+            self.left -= sum(node.meta.get("precision") == "bfloat16" for node in graph.graph.nodes)
+
+        def __call__(self, _: object) -> int:
+            return self.left
+
+    monkeypatch.setattr(model_gate, "_deviation", deviation)
+    monkeypatch.setattr(model_gate, "EagerGraph", Eager)
+    monkeypatch.setattr(model_gate, "_error", lambda _, left: errors[left])
+    _, found = _explained(model, torch.randn(8, 16), precision_tolerance=0.12)
+    assert compiled == [0, 4, 5]
+    assert len(found.left) == 5
+    assert found.error == pytest.approx(0.12)
 
 
 def test_what_is_not_compared_says_so(runs: list[object]) -> None:

@@ -32,8 +32,9 @@ from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.engine import CompiledRegion
-from torch_hybrid_backend.core.plan import Plan
+from torch_hybrid_backend.core.plan import Plan, Unconverted
 from torch_hybrid_backend.core.precision import AS_WRITTEN
+from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.eager_graph import EagerGraph
 from torch_hybrid_backend.garbage import collector_paused
 from torch_hybrid_backend.graph.values import holds_collectives, is_repeatable
@@ -41,6 +42,7 @@ from torch_hybrid_backend.hybrid_graph import HybridGraph, OnPlan, OnRegions, pr
 from torch_hybrid_backend.machine import lacking_instructions
 from torch_hybrid_backend.partition.seen_graphs import SeenGraphs, graph_key
 from torch_hybrid_backend.partition.whole_call import PricedCall
+from torch_hybrid_backend.quantization.ranges import left_in_float
 from torch_hybrid_backend.report import Explanation
 from torch_hybrid_backend.session import open_session
 from torch_hybrid_backend.stages import copy_of
@@ -249,9 +251,27 @@ def explain(
         on_background=in_background.append,
     )
     torch.compile(model, backend=backend, dynamic=dynamic)(*args, **kwargs)
+    why = left_in_float(model) if isinstance(model, torch.nn.Module) else {}
 
     def now() -> Explanation:
         compiling = sum(graph.compiling for graph in in_background)
-        return Explanation(tuple(plans), tuple(regions), compiling, now if in_background else None)
+        told = tuple(with_reasons(plan, why) for plan in plans)
+        return Explanation(told, tuple(regions), compiling, now if in_background else None)
 
     return now()
+
+
+def with_reasons(plan: Plan, why: Mapping[str, Refused]) -> Plan:
+    """The plan with what a quantised model knows of its layers in floating point, by site."""
+    if plan.conversion is None or not why:
+        return plan
+
+    def told(layer: Unconverted) -> Unconverted:
+        # Where graph and model count a forward's layers differently: attention's projections have names of their own.
+        known = why.get(layer.site, why.get(layer.site.partition("#")[0]))
+        if known is None or layer.code is not Reason.EXCLUDED:
+            return layer
+        return dataclasses.replace(layer, code=known.code, why=known.why)
+
+    left = tuple(map(told, plan.conversion.left))
+    return dataclasses.replace(plan, conversion=dataclasses.replace(plan.conversion, left=left))

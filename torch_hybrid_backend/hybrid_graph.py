@@ -34,6 +34,7 @@ from torch_hybrid_backend.runtime.constant_pool import ConstantPool
 from torch_hybrid_backend.runtime.native.ops import give_back_freed_memory
 from torch_hybrid_backend.runtime.python_executor import PythonExecutor, checked
 from torch_hybrid_backend.session import Session
+from torch_hybrid_backend.speed_gate import as_known, fastest
 from torch_hybrid_backend.stages import (
     Compiled,
     Divided,
@@ -92,7 +93,7 @@ class HybridGraph:
         names = [node.name for node in captured.graph_module.graph.find_nodes(op="placeholder")]
         self._static = frozenset(k for k, each in enumerate(names) if each in captured.static_inputs)
         self._is_inference = captured.kind == "inference"
-        prepared = prepare(captured, name, config, self._compile_body)
+        prepared = as_known(prepare(captured, name, config, self._compile_body), config, self._pricing())
         divided = divide(prepared, session, config, self._pricing())
         # Replaced as a whole: whoever is interrupted, or comes from another thread, finds one stage or the next.
         self._state: Divided | Compiled | Installed = divided if is_lazy else self._compiled(divided)
@@ -189,8 +190,12 @@ class HybridGraph:
             tried.append((compiled, compiled.pending))
             return self._placed(compiled, inputs)
 
-        placed, outputs = judged(*self._placed(compiled, inputs), inputs, self._config, place_anew)
-        return *tried[-1], placed, outputs
+        placed, outputs = self._placed(compiled, inputs)
+        placed, outputs = fastest(placed, outputs, inputs, self._config, self._pricing(), place_anew)
+        placed, outputs = judged(placed, outputs, inputs, self._config, place_anew)
+        hoisted = placed.prepared.hoisted  # what the gates tell of a graph changes `prepared`, not this
+        chosen = next(each for each in tried if each[0].prepared.hoisted is hoisted)
+        return *chosen, placed, outputs
 
     def choose_anew(self, compiled: Compiled, inputs: Sequence[Any]) -> None:
         """Choose engines once more, with what was built elsewhere among them; calls go on meanwhile. Of an error that comes of it, one WARNING,

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +29,7 @@ from torch_hybrid_backend.graph.source import source_line
 from torch_hybrid_backend.graph.values import is_repeatable
 from torch_hybrid_backend.partition.deviation import WrittenRun, layer_errors, relative_error
 from torch_hybrid_backend.passes.precision.lists import is_layer
-from torch_hybrid_backend.stages import Placed, Prepared, Reduced, copy_of, prepare_anew, reduce_precision
+from torch_hybrid_backend.stages import Placed, Prepared, Reduced, prepare_anew, returned
 
 _log = logging.getLogger(__name__)
 
@@ -102,27 +104,30 @@ def _within_tolerance(
         why = {
             name: Refused(Reason.ACCURACY, f"{off}; its own results by {error:.2g}") for name, error in order[:count]
         }
-        return reduce_precision(copy_of(reduced.written), dataclasses.replace(reduced.context, as_written=why))
+        return returned(reduced, why)
 
-    def suffices(count: int) -> bool:
+    @functools.cache
+    def error_in_eager(count: int) -> float:
         if count == len(order):
-            return True
+            return 0.0
         try:
-            return _error(expected, EagerGraph(without(count).graph)(inputs)) <= tolerance
+            return _error(expected, EagerGraph(without(count).graph)(inputs))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            return False
+            return math.inf
 
-    # Errors fall with each layer that returns, but for chance: so few runs find how many must.
-    count = 1 + bisect.bisect_left(range(1, len(order) + 1), True, key=suffices)
+    count, limit = 0, tolerance
     while True:
+        # Errors fall with each layer that returns, but for chance: so few runs find how many must.
+        returning = range(count + 1, len(order) + 1)
+        count = returning[bisect.bisect_left(returning[:-1], True, key=lambda n: error_in_eager(n) <= limit)]
         anew = without(count)
         placed, outputs = place_anew(prepare_anew(prepared, anew, config))
         found = _deviation(placed, anew, inputs)
         if found.error <= tolerance or count >= len(order):
             break
-        count += 1
+        limit *= tolerance / found.error  # kernels are off by more than eager: each graph that is compiled aims lower
     _warn(reduced, [name for name, _ in order[:count]], off)
     return placed, outputs, found
 

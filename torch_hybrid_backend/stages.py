@@ -54,7 +54,7 @@ from torch_hybrid_backend.passes.decompose import decompose
 from torch_hybrid_backend.passes.hoist import Hoisted, hoist
 from torch_hybrid_backend.passes.inline_subgraphs import inline_subgraphs
 from torch_hybrid_backend.passes.pipeline import PASSES, PRECISION_PASSES, run_passes
-from torch_hybrid_backend.passes.precision.conversion import conversion
+from torch_hybrid_backend.passes.precision.conversion import conversion, mark_sites, quantised_by_itself
 from torch_hybrid_backend.runtime.constant_pool import release_unused
 from torch_hybrid_backend.runtime.executor import CompiledSegment, Executor, build_executor
 from torch_hybrid_backend.runtime.plan_layout import StaticLayoutError
@@ -85,8 +85,8 @@ class Reduced:
 class Prepared:
     """A captured graph after the passes. `fold` computes what parameters alone decide; `is_repeatable`: running it twice goes unnoticed.
 
-    `conversion`: what became of it under another precision than as written; None under that. `reduced`: what its first call is judged by,
-    None after that, and where nothing was converted.
+    `conversion`: what became of it under another precision than as written, or as the model quantises it; else None. `reduced`: what its
+    first call is judged by, None after that, and where nothing was converted.
     """
 
     name: str
@@ -208,6 +208,7 @@ def prepare(
     """Run the passes on a captured graph, in place; `compile_body` compiles what its control flow calls."""
     module = captured.graph_module
     inline_subgraphs(module)
+    mark_sites(module)
     context = PassContext.of(captured, config.precision, config.weight_form)
     run_passes(module, context, bisected_passes(PASSES))
     reduced = None if context.precision == AS_WRITTEN else reduce_precision(module, context)
@@ -215,7 +216,10 @@ def prepare(
     has_collectives, repeatable = holds_collectives(module), is_repeatable(module)
     compile_bodies(captured, compile_body)
     prepared = Prepared(name, captured.kind, *_split(module, context), has_collectives, repeatable)
-    return prepared if reduced is None else _told(prepared, reduced, config)
+    if reduced is None:
+        own = quantised_by_itself(module, context) if captured.kind == "inference" else None
+        return dataclasses.replace(prepared, conversion=own)
+    return _told(prepared, reduced, config)
 
 
 def _split(module: torch.fx.GraphModule, context: PassContext) -> tuple[Hoisted, EagerGraph | None]:
@@ -228,6 +232,12 @@ def reduce_precision(module: torch.fx.GraphModule, context: PassContext) -> Redu
     written = copy_of(module)
     run_passes(module, context, bisected_passes(PRECISION_PASSES))
     return Reduced(written, module, context)
+
+
+def returned(reduced: Reduced, layers: Mapping[str, Refused]) -> Reduced:
+    """The graph with these layers as written too, by name, and why."""
+    context = dataclasses.replace(reduced.context, as_written={**reduced.context.as_written, **layers})
+    return reduce_precision(copy_of(reduced.written), context)
 
 
 def copy_of(module: torch.fx.GraphModule) -> torch.fx.GraphModule:

@@ -41,6 +41,24 @@ def test_the_fastest_variant_is_used_and_remembered(tmp_path: Path, monkeypatch:
     assert len(again.options[0].compiled) == 1
 
 
+def test_kernels_tell_whose_time_they_take(tmp_path: Path) -> None:
+    """Each names the operators that it computes, what it keeps in registers of them too; another one is nobody's."""
+    x, w, v = torch.randn(1, 8, 20, 20), torch.randn(16, 8, 3, 3), torch.randn(24, 16, 1, 1)
+
+    def model(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        first = torch.conv2d(x, w).relu()
+        return torch.conv2d(first + first.amax((2, 3), keepdim=True), v).sigmoid()
+
+    _, compiled, inputs = compiled_region(engine_in(tmp_path), (model, lambda: (x, w, v)))
+    parts = compiled.operator_us(inputs)
+    assert len(parts) == len(compiled.options)
+    assert all(us > 0 for _, us in parts)
+    owner = {name: position for position, (names, _) in enumerate(parts) for name in names}
+    assert {"convolution", "relu", "amax", "convolution_1"} <= owner.keys()
+    assert owner["convolution"] == owner["relu"] != owner["convolution_1"]
+    assert owner["sigmoid"] == owner["convolution_1"]
+
+
 def test_an_estimate_compiles_no_alternatives(tmp_path: Path) -> None:
     """HYBRID_PLACEMENT=estimate takes the first variant of everything."""
     _, compiled, inputs = compiled_region(engine_in(tmp_path, "estimate"), CASES["convolutions"])

@@ -6,7 +6,7 @@ import torch
 
 from tests.partition.engines_for_tests import trace
 from torch_hybrid_backend.graph import source
-from torch_hybrid_backend.graph.source import source_line
+from torch_hybrid_backend.graph.source import module_call, source_line, with_module_call
 
 _TORCH_FILE = torch.nn.functional.__file__
 
@@ -39,3 +39,16 @@ def test_frames_without_code_and_nodes_without_trace() -> None:
     assert _source('  File "<string>", line 1, in forward') == "<string>:1 in forward"
     assert _source(None) == ""
     assert _source("nothing known") == ""
+
+
+def test_the_call_of_a_module() -> None:
+    """Its path from what was compiled, and which call of it; what is written into a node is read again."""
+    (node,) = trace(torch.sin, torch.randn(2)).graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
+    outer = {"139": ("L['self']", torch.nn.Module)}
+    inner = {**outer, "140@2": ("L['self'].encoder.layers.0", torch.nn.Linear)}
+    for stack, call in ((inner, "encoder.layers.0@2"), (outer, ""), (None, "")):
+        node.meta["nn_module_stack"] = stack
+        assert module_call(node) == call
+    for call in ("encoder.0@1", "a b", "", "@3"):
+        with_module_call(node, call)
+        assert module_call(node) == call

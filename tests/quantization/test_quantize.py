@@ -288,6 +288,15 @@ def test_metric_returns_the_worst_layers(digits: Digits) -> None:
     assert scores[0] == 1.0
     assert scores[-1] >= 0.9
     assert len(scores) == 3
+
+    def few_are_left(module: nn.Module) -> float:
+        scores.append(0.0)
+        return -len(module.ranges.sites) if module is not model else -1.0  # type: ignore[arg-type,union-attr]
+
+    scores.clear()
+    one = quantize(model, digits.calibration, "naive", metric=few_are_left, max_drop=0)
+    assert len(one.ranges.sites) == 1
+    assert len(scores) == 2 + 4  # of 5 layers 1, 2 and 4 return; then 3
     untouched = quantize(model, digits.calibration, "naive", metric=lambda module: 1.0)
     assert not untouched.ranges.in_float
 
@@ -370,3 +379,37 @@ def test_copies_and_pickles() -> None:
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert torch.equal(other(x), module(x))
         assert other.ranges == module.ranges
+
+
+class _Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True, kdim=8, vdim=8)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.attention(self.encoder(x), y, y)[0]
+        return result
+
+
+def test_projections_of_attention_are_linear_layers(tmp_path: Path) -> None:
+    """By names of their own, also without a loader; they can be excluded, their ranges come back, and compiled the results are the same."""
+    torch.manual_seed(0)
+    model, inputs = _Attending().eval(), (torch.randn(2, 5, 16), torch.randn(2, 7, 8))
+    calibrated = quantize(model, [inputs], "naive")
+    own = ["encoder.self_attn.in_proj", "encoder.self_attn.out_proj"]
+    others = ["attention.in_proj", "attention.in_proj#2", "attention.in_proj#3", "attention.out_proj"]
+    assert set(calibrated.ranges.sites) == {*own, *others, "encoder.linear1", "encoder.linear2"}
+    assert set(calibrated.ranges.in_float) == {"attention", "attention#2"}  # products of activations
+    assert {site.kind for site in calibrated.ranges.sites.values()} == {"linear"}
+    calibrated.save_ranges(tmp_path / "r.json")
+    with torch.no_grad():
+        expected, found = model(*inputs), calibrated(*inputs)
+        assert 1e-4 < (found - expected).norm() / expected.norm() < 0.05
+        assert torch.equal(quantize(model, ranges=tmp_path / "r.json")(*inputs), found)
+        torch.compiler.reset()
+        torch.testing.assert_close(torch.compile(calibrated, backend="aot_eager", fullgraph=True)(*inputs), found)
+        none = quantize(model, calibration="none", exclude=("*.in_proj", "encoder.self_attn"))
+        assert set(none.ranges.in_float) == {*own, "attention.in_proj"}
+        assert none.ranges.sites.keys() >= {"attention.out_proj", "encoder.linear1"}
+        assert 1e-4 < (none(*inputs) - expected).norm() / expected.norm() < 0.05

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from torch import nn
 
+from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.errors import QuantizationError
-from torch_hybrid_backend.quantization.ranges import Ranges, Site, fingerprint
+from torch_hybrid_backend.quantization.quantize import quantize
+from torch_hybrid_backend.quantization.ranges import Ranges, Site, fingerprint, left_in_float
 
 
 def _model(width: int = 4) -> nn.Module:
@@ -67,3 +70,20 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     """With the same error."""
     with pytest.raises(QuantizationError, match="cannot be read"):
         Ranges.load(tmp_path / "none.json", _model())
+
+
+def test_what_is_left_in_float_as_seen_from_the_model() -> None:
+    """Of every quantised module in a model, with its path; sites that are quantised would be float for their operands alone."""
+    quantized = quantize(_model().eval(), calibration="none", exclude=("2",))
+    quantized.ranges = replace(
+        quantized.ranges, in_float={**quantized.ranges.in_float, "": "accuracy", "#2": "uncalibrated"}
+    )
+    alone, inside = left_in_float(quantized), left_in_float(nn.ModuleDict({"head": quantized}))
+    assert {site: why.code for site, why in alone.items()} == {
+        "model": Reason.ACCURACY,
+        "model#2": Reason.UNCALIBRATED,
+        "model.0": Reason.UNSUPPORTED,
+        "model.2": Reason.EXCLUDED,
+    }
+    assert inside == {f"head.{site}": why for site, why in alone.items()}
+    assert left_in_float(_model()) == {}

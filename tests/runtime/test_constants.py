@@ -11,6 +11,7 @@ import torch
 
 from torch_hybrid_backend.core.hoisted_inputs import CallInput, FoldedValue, HoistedInputs
 from torch_hybrid_backend.errors import HybridError
+from torch_hybrid_backend.runtime.constant_pool import ConstantPool
 from torch_hybrid_backend.runtime.constants import (
     LiveConstants,
     ViewOfInput,
@@ -170,6 +171,15 @@ def test_folded_views_of_parameters_do_not_keep_them_alive() -> None:
     torch.testing.assert_close(view, weight.detach().t()[1:])
     assert view.data_ptr() == weight[:, 1:].data_ptr()
     torch.testing.assert_close(plus_one, weight.detach() + 1)
+
+
+def test_folds_of_the_same_parameters_are_not_taken_for_one() -> None:
+    """Two graphs may read the same parameters in the same order and make different values of them."""
+    hoisted, weight = HoistedInputs((FoldedValue(0),), (0,)), torch.randn(3, 4)
+    with ConstantPool():
+        doubled, halved = (run_fold(hoisted, lambda raw, by=by: [raw[0] * by], [weight])[0] for by in (2.0, 0.5))  # type: ignore[misc]
+    torch.testing.assert_close(doubled, weight * 2)
+    torch.testing.assert_close(halved, weight * 0.5)
 
 
 def test_folded_values_need_a_fold() -> None:

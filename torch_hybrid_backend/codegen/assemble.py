@@ -52,7 +52,10 @@ from torch_hybrid_backend.sizes.size import Dim
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RegionKernels:
-    """A region's kernels in execution order, and what they share: buffers, layouts, literals and constants packed ahead."""
+    """A region's kernels in execution order, and what they share: buffers, layouts, literals and constants packed ahead.
+
+    `origins`: for each kernel the names of the nodes whose values it computes, as far as it keeps or reads them from memory.
+    """
 
     region: Region
     kernels: tuple[Kernel, ...]
@@ -63,6 +66,7 @@ class RegionKernels:
     layouts: Mapping[Buffer, Layout]
     backend: KernelBackend
     generator: Generator | None = None
+    origins: tuple[frozenset[str], ...] = ()
 
     def with_variants(self, chosen: Sequence[Variant]) -> RegionKernels:
         """The region computed by one variant of each kernel."""
@@ -179,8 +183,12 @@ def assemble(region: Region, backend: KernelBackend) -> RegionKernels:
     fixed.update((buffer, contiguous(buffer.shape)) for buffer in prepared.row_major)
     layouts = backend.layouts(groups, fixed)
     needed = needed_outside(groups, lowered.outputs)
-    found = [kernel for group in groups for kernel in _kernels(group, needed, layouts, backend)]
-    kernels = backend.join(found, lowered.outputs)
+    found: dict[Kernel, frozenset[str]] = {}
+    for group in groups:
+        made = _kernels(group, needed, layouts, backend)
+        names = frozenset(lowered.origins[m.op.out] for m in group.members if m.op.out in lowered.origins)
+        found.update(dict.fromkeys(made, names))
+    kernels = backend.join(list(found), lowered.outputs)
     return RegionKernels(
         region,
         tuple(kernels),
@@ -191,7 +199,23 @@ def assemble(region: Region, backend: KernelBackend) -> RegionKernels:
         layouts,
         backend,
         lowered.generator,
+        _joined(found, kernels),
     )
+
+
+def _joined(origins: dict[Kernel, frozenset[str]], kernels: Sequence[Kernel]) -> tuple[frozenset[str], ...]:
+    """The origins of `kernels`, given those of the kernels that they were joined of."""
+    place = {write.buffer: position for position, kernel in enumerate(kernels) for write in kernel.writes}
+    found: list[frozenset[str]] = [frozenset()] * len(kernels)
+    for kernel, names in reversed(origins.items()):
+        # One that is part of another writes what that one's next part reads.
+        position = next((place[write.buffer] for write in kernel.writes if write.buffer in place), None)
+        if position is None:
+            continue
+        found[position] |= names
+        for read in kernel.reads:
+            place.setdefault(read.buffer, position)
+    return tuple(found)
 
 
 def _kernels(

@@ -88,6 +88,12 @@ class KernelRegion:
         """Free what running from Python holds (packed constants); a later call makes it again."""
         self.run.release()
 
+    def operator_us(self, inputs: Sequence[torch.Tensor]) -> Sequence[tuple[frozenset[str], float]]:
+        """Kernel by kernel, in their variants' places."""
+        times = iter(self.run.kernel_us(inputs))
+        spent = [sum(next(times, math.nan) for _ in option.chosen.artifacts) for option in self.options]
+        return list(zip(self.kernels.origins, spent, strict=True))
+
     def texts(self) -> Sequence[KernelText]:
         """The kernels; what operators of PyTorch's compute has no text."""
         chosen = [option.chosen for option in self.options]

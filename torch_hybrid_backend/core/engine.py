@@ -84,6 +84,11 @@ class CompiledRegion(Protocol):
         does; raises CompileError where that fails, DeadlineError where there is no time for it."""
         ...
 
+    def operator_us(self, inputs: Sequence[torch.Tensor]) -> Sequence[tuple[frozenset[str], float]]:
+        """What one call takes, part by part: the names of the region's nodes that a part computes (of values that stay in it, not all), and
+        its microseconds. Nothing where the engine cannot tell."""
+        ...
+
     def release(self) -> None:
         """Free what calling it from Python holds (packed constants, say); a later call makes it again."""
         ...
@@ -207,6 +212,9 @@ class CompiledRegionBase(ABC):
 
     def exact(self, deadline: Deadline) -> CompiledRegion | None:
         return None
+
+    def operator_us(self, inputs: Sequence[torch.Tensor]) -> Sequence[tuple[frozenset[str], float]]:
+        return ()
 
     def release(self) -> None:  # noqa: B027
         """It holds nothing."""

@@ -93,18 +93,24 @@ class CallDecision:
 
 @dataclass(frozen=True, slots=True)
 class Unconverted:
-    """A layer that is computed as written under another precision, and why."""
+    """A layer that is computed as written under another precision, or in floating point beside layers that the model quantises, and why.
+
+    `site`: the module in whose forward it is called, by its path, with "#2" behind it for that forward's second layer and so on; "" where that
+    is not known.
+    """
 
     name: str
     operator: str
     code: Reason
     why: str
     source: str
+    site: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What became of a graph that is not computed as written.
+    """What became of a graph that is not computed as written, or that quantises layers itself; its `precision` is then "as-written", and
+    `tolerance` 0, as nothing is compared.
 
     `operators`: how many compute floating-point tensors in a call; `converted`: how many of them to which precision. `casts`: conversions
     of values of the call; `weight_casts`: of parameters, made once. `error`: the largest of how far outputs were off those of the graph as

@@ -5,7 +5,7 @@ quantised tensors alone. What has no place in it
 raises `NotTextError`: symbolic sizes, sub-graphs, operators of other libraries, constants that are large or lie elsewhere than on the CPU.
 
     text = graph_to_text(graph_module)
-    same = graph_from_text(text, fake_mode)   # names, arguments, stack traces; meta["val"] of the same strides, sharing the same storages
+    same = graph_from_text(text, fake_mode)   # names, arguments, origins; meta["val"] of the same strides, sharing the same storages
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch.fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx import Node
 
+from torch_hybrid_backend.graph.source import module_call, with_module_call
 from torch_hybrid_backend.graph.values import QUANTIZED
 
 NAMESPACES = ("aten", "prims", QUANTIZED)
@@ -76,6 +77,8 @@ class _Writer:
         trace = node.meta.get("stack_trace")
         if trace is not None:
             written["trace"] = self.traces.setdefault(trace, len(self.traces))
+        if call := module_call(node):
+            written["module"] = call
         return written
 
     def _constant(self, name: str) -> str:
@@ -148,6 +151,8 @@ class _Reader:
                 node.meta["val"] = self._value(entry["val"])
             if "trace" in entry:
                 node.meta["stack_trace"] = traces[entry["trace"]]
+            if "module" in entry:
+                with_module_call(node, str(entry["module"]))
             self._nodes[name] = node
         owner = torch.nn.Module()
         for name, written in self._written["constants"].items():

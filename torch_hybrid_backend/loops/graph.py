@@ -11,8 +11,8 @@ What stays lazy (a `Map` inlined into whatever reads it) and what gets memory is
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -94,7 +94,7 @@ class LoopGraph:
     """Operations in execution order. `inputs` are the region's inputs, position by position; `outputs` its outputs.
 
     `literals` are the graph's own constant tensors (get_attr nodes), contiguous, with the buffers that stand for them. `generator`: what random
-    numbers are drawn from, where any are.
+    numbers are drawn from, where any are. `origins`: for what operations write, the name of the node that it is a value of.
     """
 
     inputs: tuple[Buffer, ...]
@@ -102,6 +102,7 @@ class LoopGraph:
     literals: tuple[tuple[Buffer, torch.Tensor], ...]
     ops: tuple[LoopOp, ...]
     generator: Generator | None = None
+    origins: Mapping[Buffer, str] = field(default_factory=dict)
 
 
 def lower_region(region: Region, policy: FusionPolicy) -> LoopGraph:
@@ -119,6 +120,8 @@ class _Lowerer:
         self._convolved: set[Buffer] = set()  # what convolutions write
         self._images: set[Buffer] = set()  # the same, and of what their epilogues write
         self._concatenated: set[Value] = set()  # the values that are concatenations
+        self._origins: dict[Buffer, str] = {}
+        self._makers: dict[Value, str] = {}  # of values that may be given memory later
 
     def run(self) -> LoopGraph:
         values: dict[torch.fx.Node, Any] = {}
@@ -145,9 +148,15 @@ class _Lowerer:
             elif node.op == "output":
                 outputs = tuple(node.args[0])
             else:
+                before = len(self._ops)
                 values[node] = lower_node(self._ctx, node, values)
                 for value in values[node] if isinstance(values[node], tuple) else (values[node],):
+                    if isinstance(value, Map):
+                        self._makers.setdefault(value, node.name)
                     self._place(node, value)
+                for op in self._ops[before:]:
+                    for out in op.outs:
+                        self._origins.setdefault(out, node.name)
         taken = set(inputs) | {b for b, _ in literals}
         results: list[Buffer] = []
         for node in outputs:
@@ -155,7 +164,7 @@ class _Lowerer:
             taken.add(results[-1])
         ops = in_order(self._ops, results)
         generator = self._generator if self._generator.draws else None
-        return LoopGraph(tuple(inputs), tuple(results), tuple(literals), ops, generator)
+        return LoopGraph(tuple(inputs), tuple(results), tuple(literals), ops, generator, self._origins)
 
     def _output(self, value: Value, taken: set[Buffer]) -> Buffer:
         """The value in memory of its own: AOTAutograd forbids an output that shares storage with an input or another output."""
@@ -202,6 +211,8 @@ class _Lowerer:
             definition = Map(value.shape, value.dtype, value.fn, value.parents)
             self._ops.append(MapOp(buffer, definition))
             value.realize(buffer)
+            if value in self._makers:
+                self._origins[buffer] = self._makers[value]
         assert value.realized is not None
         return value.realized
 

@@ -40,6 +40,9 @@ class WrappedRegion:
         exact = self.compiled.exact(deadline)
         return None if exact is None else replace(self, compiled=exact)
 
+    def operator_us(self, inputs: Sequence[torch.Tensor]) -> Sequence[tuple[frozenset[str], float]]:
+        return self.compiled.operator_us(inputs)
+
     def release(self) -> None:
         self.compiled.release()
 

@@ -2,7 +2,8 @@
 
 A site is a call of an operator, named after the module in whose forward it is made: modules are followed by classes of their own, operators by
 a mode of torch's. So functional calls (products of attention, weights kept as bare parameters) are seen like those of layers. Inside operators
-of `torch.nn.functional` that are Python and take others' place, `multi_head_attention_forward` above all, nothing is seen.
+of `torch.nn.functional` that are Python and take others' place nothing is seen, but for `multi_head_attention_forward`: its projections
+have the sites "in_proj" (with "#2" and "#3" where keys and values have inputs of their own) and "out_proj" behind the module's name.
 
 Dynamo checks in every call what it read while it traced: hooks, attributes, closures. It checks the class of every module as it is. So
 what is known of a module's sites is part of its class, as literals of its forward's code: that is checked with no guard more.
@@ -18,6 +19,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+
+from torch_hybrid_backend.quantization.attention import arguments_of, is_taken, multi_head_attention
 
 KINDS = ("conv", "linear", "matmul")
 
@@ -53,6 +56,9 @@ OPERATORS: dict[Callable[..., Any], Operator] = {
 
 # What a site's visitor is told of it by whoever had the model followed: nested tuples of what `repr` writes as literals.
 Known = tuple[Any, ...]
+# By the number of a module's site; by the name of a projection the same for its sites.
+Sites = Mapping["int | str", Any]
+PROJECTIONS = ("in_proj", "out_proj")
 
 # (name, what is known of it, kind, channel dimension of a weight or None where both operands are activations, first operand, second operand,
 #  the operator as a function of the two) -> its result
@@ -68,7 +74,7 @@ class CallSites(TorchFunctionMode):
         # Innermost last: a module's name, what is known of its sites by their number, and how many calls it has made.
         self._calls: list[list[Any]] = [["", {}, 0]]
 
-    def enter(self, name: str, known: Mapping[int, Known]) -> None:
+    def enter(self, name: str, known: Sites) -> None:
         """A module's forward begins."""
         self._calls.append([name, known, 0])
 
@@ -81,6 +87,8 @@ class CallSites(TorchFunctionMode):
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
         operator = OPERATORS.get(function)
+        if function is functional.multi_head_attention_forward and is_taken(given := arguments_of(args, kwargs)):
+            return self._attention(given)
         if operator is None:
             return function(*args, **kwargs)
         here = self._calls[-1]
@@ -103,6 +111,21 @@ class CallSites(TorchFunctionMode):
         if axis is None and isinstance(second, nn.Parameter) and second.dim() == 2:
             kind, axis = "linear", 1  # a weight kept as (inputs, outputs), as GPT-2's
         return self._visit(_site(name, count), known.get(count), kind, axis, first, second, compute)
+
+    def _attention(self, given: Mapping[str, Any]) -> Any:
+        """Multi-head attention, each of whose projections is a module of its own to the visitor."""
+        name, known, _ = self._calls[-1]
+        parts = {part: [f"{name}.{part}" if name else part, known.get(part, {}), 0] for part in PROJECTIONS}
+
+        def project(part: str, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            self._calls.append(parts[part])
+            try:
+                return functional.linear(x, w, bias)
+            finally:
+                self._calls.pop()
+
+        with self:
+            return multi_head_attention(project, given)
 
 
 def _operand(place: tuple[int, str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -129,10 +152,14 @@ def follow(model: nn.Module, known: Mapping[str, Known] | None = None) -> None:
     A module gets a class derived from its own, under the same name. It is copied and pickled as one of its own class: whoever copies the
     model follows the copy.
     """
-    by_module: dict[str, dict[int, Known]] = {}
+    by_module: dict[str, dict[int | str, Any]] = {}
     for site, what in (known or {}).items():
         module_name, _, count = site.partition("#")
         by_module.setdefault(module_name, {})[int(count or 1)] = what
+    for module_name, sites in list(by_module.items()):
+        around, _, part = module_name.rpartition(".")
+        if part in PROJECTIONS:  # of an attention, which calls no module for them
+            by_module.setdefault(around, {})[part] = sites
     for name, module in model.named_modules():
         if isinstance(module, nn.TransformerEncoderLayer) and not module._forward_hooks:
             module.register_forward_hook(_look_in)
@@ -157,7 +184,7 @@ def forward(self, *args, **kwargs):
 """
 
 
-def _followed(plain: type[nn.Module], name: str, known: Mapping[int, Known]) -> type[nn.Module]:
+def _followed(plain: type[nn.Module], name: str, known: Sites) -> type[nn.Module]:
     """A class of modules of that name. What it knows is code, as closures and attributes are guarded one by one."""
 
     def reduced(module: nn.Module, protocol: Any) -> Any:
@@ -190,13 +217,19 @@ def _may_call(module: nn.Module) -> bool:
     if isinstance(module, torch.jit.ScriptModule):  # runs without Python: no mode sees what it calls
         return False
     own = type(module).__module__.startswith("torch.nn.modules.")
-    return not own or isinstance(module, nn.Linear | nn.modules.conv._ConvNd)
+    return not own or isinstance(module, nn.Linear | nn.MultiheadAttention | nn.modules.conv._ConvNd)
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that are layers of the kinds that are quantised, by name."""
+    """The modules that are layers of the kinds that are quantised, by name; an attention by the name of its first projection."""
     taken = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
-    return {name: module for name, module in model.named_modules() if isinstance(module, taken)}
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, taken):
+            found[name] = module
+        elif isinstance(module, nn.MultiheadAttention):
+            found[f"{name}.in_proj" if name else "in_proj"] = module
+    return found
 
 
 def _active() -> CallSites | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import copy
 import difflib
 import fnmatch
@@ -212,7 +213,7 @@ def _excluded(model: nn.Module, patterns: Sequence[str]) -> Callable[[str], bool
     pattern that matches no module."""
     if isinstance(patterns, str):
         raise QuantizationError(f"exclude must be a sequence of names: ({patterns!r},)")
-    names = [name for name, _ in model.named_modules() if name]
+    names = list(dict.fromkeys(name for name in (*dict(model.named_modules()), *layers_of(model)) if name))
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4)
@@ -241,11 +242,13 @@ def _unseen(result: QuantizedModule, excluded: Callable[[str], bool], kinds: Seq
     sites: dict[str, Site] = {}
     in_float: dict[str, str] = {}
     for name, layer in layers_of(result.model).items():
-        kind = "linear" if isinstance(layer, nn.Linear) else "conv"
+        is_attention = isinstance(layer, nn.MultiheadAttention)
+        kind = "linear" if is_attention or isinstance(layer, nn.Linear) else "conv"
         if excluded(name) or kind in kinds:
             in_float[name] = "excluded"
         else:
-            sites[name] = Site(kind)
+            calls = (name, f"{name}#2", f"{name}#3") if is_attention else (name,)
+            sites.update((call, Site(kind)) for call in calls)
     return Ranges(result.ranges.model, sites, in_float)
 
 
@@ -341,17 +344,27 @@ def _check_finite(name: str, kind: str, *operands: torch.Tensor) -> None:
 
 
 def _return_to_float(result: QuantizedModule, data: Loader, metric: Metric, goal: float) -> None:
-    """Takes layers out of the result's ranges, the one with the largest error first, until the metric is at least `goal`."""
-    reached = _score(metric, result)
-    if reached >= goal:
+    """Takes layers out of the result's ranges, those with the largest errors, as few as it takes for the metric to be at least `goal`."""
+    if _score(metric, result) >= goal:
         return
-    worst = _errors(result, data)
-    for name in sorted(result.ranges.sites, key=lambda site: worst.get(site, 0.0), reverse=True):
-        ranges = result.ranges
-        rest = {site: how for site, how in ranges.sites.items() if site != name}
-        result.ranges = Ranges(ranges.model, rest, {**ranges.in_float, name: "accuracy"})
-        if _score(metric, result) >= goal:
-            return
+    before, errors = result.ranges, _errors(result, data)
+    worst = sorted(before.sites, key=lambda site: errors.get(site, 0.0), reverse=True)
+
+    def leave(count: int) -> None:
+        gone = dict.fromkeys(worst[:count], "accuracy")
+        kept = {site: how for site, how in before.sites.items() if site not in gone}
+        result.ranges = Ranges(before.model, kept, {**before.in_float, **gone})
+
+    def suffices(count: int) -> bool:
+        leave(count)
+        return _score(metric, result) >= goal
+
+    # The metric grows with each layer that returns, but for chance: so few runs find how many must. Mostly it is one or two.
+    too_few, enough = 0, 1
+    while enough < len(worst) and not suffices(enough):
+        too_few, enough = enough, min(2 * enough, len(worst))
+    between = range(too_few + 1, enough)
+    leave(too_few + 1 + bisect.bisect_left(between, True, key=suffices))
 
 
 def _score(metric: Metric, module: nn.Module) -> float:

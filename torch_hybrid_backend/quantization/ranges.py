@@ -13,11 +13,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.errors import QuantizationError
 
 _FORMAT = "torch_hybrid_backend ranges"
 _VERSION = 1
-KEPT_IN_FLOAT = ("excluded", "uncalibrated", "unsupported", "accuracy")
+_WHY: Mapping[str, Refused] = {
+    code: Refused(Reason(code), why)
+    for code, why in (
+        ("excluded", "it is excluded from what quantize converts (exclude, exclude_kinds)"),
+        ("uncalibrated", "none of the calibration data has reached it"),
+        ("unsupported", "quantize does not take its operands"),
+        ("accuracy", "quantised, the metric drops by more than max_drop"),
+    )
+}
+KEPT_IN_FLOAT = tuple(_WHY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +87,23 @@ class Ranges:
                 f"Its layers are {_some(found.sites)}; this model's {_some(name for name, _ in model.named_modules() if name)}"
             )
         return found
+
+
+def left_in_float(model: nn.Module) -> dict[str, Refused]:
+    """Why layers of the quantised modules in a model stay in floating point, by their sites as seen from the model."""
+    found: dict[str, Refused] = {}
+    for path, module in model.named_modules():
+        ranges = getattr(module, "ranges", None)
+        if isinstance(ranges, Ranges):
+            base = f"{path}.model" if path else "model"
+            whole = {**ranges.in_float, **dict.fromkeys(ranges.sites, "unsupported")}
+            found |= {_inside(base, site): _WHY[code] for site, code in whole.items()}
+    return found
+
+
+def _inside(base: str, site: str) -> str:
+    """The site of a model as seen from where that is `base`. The model's own forward has the sites "", "#2" and so on."""
+    return f"{base}{site}" if not site or site.startswith("#") else f"{base}.{site}"
 
 
 def _site(kind: str, ranges: Any, smoothing: Any) -> Site:

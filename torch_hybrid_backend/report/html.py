@@ -121,7 +121,7 @@ def _section(plan: Plan, colours: dict[str, str]) -> Iterable[str]:
     yield _table(
         ("layer as written", "operator", "code", "why", "source"),
         (
-            (layer.name, layer.operator, layer.code, layer.why, layer.source)
+            (layer.site or layer.name, layer.operator, layer.code, layer.why, layer.source)
             for layer in (plan.conversion.left if plan.conversion is not None else ())
         ),
     )

@@ -63,7 +63,7 @@ def _plan(plan: Plan) -> Iterable[str]:
         yield "  layers as written:"
         for layer in plan.conversion.left:
             where = f" [{layer.source}]" if layer.source else ""
-            yield f"    {layer.name}, {layer.operator}: {layer.code}: {layer.why}{where}"
+            yield f"    {layer.site or layer.name}, {layer.operator}: {layer.code}: {layer.why}{where}"
 
 
 def _region(decision: RegionDecision, *, with_precision: bool) -> Iterable[str]:

@@ -264,7 +264,8 @@ def run_fold(hoisted: HoistedInputs, fold: Fold | None, inputs: Sequence[Any]) -
         return []
     constants = [inputs[position].detach() for position in hoisted.fold]
     with torch.no_grad():
-        return pooled(hoisted, constants, lambda: list(fold(constants)), lasting=True)
+        # By the function too: another precision's may read the same parameters.
+        return pooled((hoisted, fold), constants, lambda: list(fold(constants)), lasting=True)
 
 
 def without_owning(

@@ -9,7 +9,8 @@ from torch import nn
 
 from torch_hybrid_backend.core.plan import Conversion, Unconverted
 from torch_hybrid_backend.core.verdict import Reason, Refused
-from torch_hybrid_backend.passes.precision.conversion import conversion
+from torch_hybrid_backend.graph.source import with_module_call
+from torch_hybrid_backend.passes.precision.conversion import conversion, mark_sites, quantised_by_itself
 
 
 def test_counts(captured) -> None:
@@ -47,3 +48,42 @@ def test_counts(captured) -> None:
     ]
     assert all(isinstance(layer, Unconverted) and "test_conversion.py" in layer.source for layer in found.left)
     assert conversion(subject.gm, context, 0.5).tolerance == 0.5
+
+
+def test_sites_are_named_as_their_modules(captured) -> None:
+    """In the order of their calls; each call of a module begins anew, and what is no call of a layer has no name."""
+    subject = captured(lambda x: torch.softmax(x @ x, 0) @ x @ x.neg(), torch.randn(4, 4))
+    nodes = {node.name: node for node in subject.gm.graph.nodes}
+    for name, call in (("mm", "a.b"), ("mm_1", "a.b"), ("mm_2", "a.b@1")):
+        with_module_call(nodes[name], call)
+    mark_sites(subject.gm)
+    assert {name: node.meta.get("site") for name, node in nodes.items() if "mm" in name} == {
+        "mm": "a.b",
+        "mm_1": "a.b#2",
+        "mm_2": "a.b",
+    }
+    assert "site" not in nodes["neg"].meta
+
+
+def test_graphs_that_quantise_themselves(captured) -> None:
+    """What they leave in floating point has a code; attention is not quantised at all. Others have no counts."""
+    from torch_hybrid_backend.graph.quantization import call, tensor, weight
+
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = nn.functional.linear(tensor(call, x, -1.0, 1.0), weight(call, first.weight, 0), first.bias)
+        y = second(y)[None, None]
+        return nn.functional.scaled_dot_product_attention(y, y, y)
+
+    subject = captured(function, torch.rand(4, 8))
+    found = quantised_by_itself(subject.gm, subject.ctx)
+    assert found is not None
+    assert (found.precision, found.error, found.converted) == ("as-written", None, (("int8", 1),))
+    assert (found.casts, found.weight_casts) == (1, 1)
+    assert [(layer.operator.split(".")[1], layer.code) for layer in found.left] == [
+        ("addmm", Reason.EXCLUDED),
+        ("_scaled_dot_product_flash_attention_for_cpu", Reason.UNSUPPORTED),
+    ]
+    plain = captured(second, torch.rand(4, 8))
+    assert quantised_by_itself(plain.gm, plain.ctx) is None

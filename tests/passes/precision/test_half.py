@@ -163,6 +163,17 @@ def test_layers_that_are_to_stay(captured):
     assert next(n for n in subject.gm.graph.nodes if n.name == "addmm").meta["val"].dtype == torch.float32
 
 
+def test_a_layer_that_is_merely_slow_spoils_nothing_behind_it(captured):
+    """Only it computes in float32; one that is off has what reads it do so too, where small differences count."""
+    first, second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def converted(code: Reason) -> int:
+        subject = captured(lambda x: second(first(x) + second(x)), torch.rand(4, 6))
+        return dict(_convert(subject, as_written={"addmm": Refused(code, "")}).converted)["bfloat16"]
+
+    assert (converted(Reason.SLOWER), converted(Reason.ACCURACY)) == (3, 2)
+
+
 def test_what_cannot_be_converted_says_why(captured, monkeypatch: pytest.MonkeyPatch):
     """A layer that raises for half values stays as written, with a code; those around it are converted."""
     monkeypatch.setattr(

@@ -26,6 +26,7 @@ from torch.fx import Node
 
 from torch_hybrid_backend.errors import CacheError
 from torch_hybrid_backend.graph.graph_json import NAMESPACES, NotTextError, graph_from_text, graph_to_text
+from torch_hybrid_backend.graph.source import module_call
 from torch_hybrid_backend.machine import float32_precision
 from torch_hybrid_backend.sources import sources_version
 from torch_hybrid_backend.store import Store
@@ -171,6 +172,7 @@ def _node_parts(node: Node) -> Iterator[str]:
     for argument in (*node.args, *node.kwargs.values()):
         _check_argument(argument)
     yield str(node.meta.get("stack_trace"))
+    yield module_call(node)
 
 
 def _check_argument(value: object) -> None:

@@ -1,17 +1,52 @@
-"""What reduced precision made of a graph, counted."""
+"""What reduced precision made of a graph, by a pass or by the model itself, counted."""
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
+import torch
 import torch.fx
 
 from torch_hybrid_backend.core.plan import Conversion, Unconverted
 from torch_hybrid_backend.core.precision import DEFAULT_TOLERANCES
+from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.graph.precision import computes, converted_to, is_cast
-from torch_hybrid_backend.graph.source import source_line
-from torch_hybrid_backend.graph.values import constant_nodes
+from torch_hybrid_backend.graph.source import module_call, source_line
+from torch_hybrid_backend.graph.values import QUANTIZED, constant_nodes
 from torch_hybrid_backend.passes.context import PassContext
+from torch_hybrid_backend.passes.precision.lists import is_layer, is_on
+
+aten = torch.ops.aten
+
+# What the functions become that `quantize` sees as layers.
+_CALLED = (aten.convolution, aten.linear, aten.mm, aten.addmm, aten.bmm, aten.mv, aten.matmul)
+
+
+def mark_sites(gm: torch.fx.GraphModule) -> None:
+    """Names the layers of a graph as captured, as `core.plan.Unconverted.site` does, in `meta["site"]`."""
+    count = Counter[str]()
+    for node in gm.graph.nodes:
+        if is_on(node, _CALLED):
+            call = module_call(node)
+            count[call] += 1
+            path = call.partition("@")[0]
+            node.meta["site"] = path if count[call] == 1 else f"{path}#{count[call]}"
+
+
+def quantised_by_itself(gm: torch.fx.GraphModule, ctx: PassContext) -> Conversion | None:
+    """The counts for a graph that quantises layers as it was written, and the layers that it does not quantise; None for one that has none."""
+    targets = [node.target for node in gm.graph.nodes]
+    if not any(isinstance(target, torch._ops.OpOverload) and target.namespace == QUANTIZED for target in targets):
+        return None
+    left = {node.name: _not_quantised(node) for node in gm.graph.nodes if is_layer(node)}
+    return conversion(gm, replace(ctx, as_written=left))
+
+
+def _not_quantised(node: torch.fx.Node) -> Refused:
+    if is_on(node, _CALLED):
+        return Refused(Reason.EXCLUDED, "the model has it in floating point")
+    return Refused(Reason.UNSUPPORTED, f"{node.target} is not quantised")
 
 
 def conversion(gm: torch.fx.GraphModule, ctx: PassContext, tolerance: float | None = None) -> Conversion:
@@ -22,13 +57,20 @@ def conversion(gm: torch.fx.GraphModule, ctx: PassContext, tolerance: float | No
     converted = Counter(name for name in map(converted_to, computing) if name is not None)
     reasons = {**gm.meta.get("as_written", {}), **ctx.as_written}
     left = tuple(
-        Unconverted(node.name, str(node.target), reasons[node.name].code, reasons[node.name].why, source_line(node))
+        Unconverted(
+            node.name,
+            str(node.target),
+            reasons[node.name].code,
+            reasons[node.name].why,
+            source_line(node),
+            node.meta.get("site", ""),
+        )
         for node in computing
         if node.name in reasons and converted_to(node) is None
     )
     return Conversion(
         precision=ctx.precision,
-        tolerance=DEFAULT_TOLERANCES[ctx.precision] if tolerance is None else tolerance,
+        tolerance=DEFAULT_TOLERANCES.get(ctx.precision, 0.0) if tolerance is None else tolerance,
         operators=len(computing),
         converted=tuple(converted.most_common()),
         casts=sum(node not in constant for node in casts),

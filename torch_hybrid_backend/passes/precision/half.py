@@ -44,8 +44,10 @@ def half(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
         return False
     # What is expanded is cast before: a loop reads it as often as it likes.
     constant = {node for node in constant_nodes(gm, ctx.constants) if node.target is not aten.expand.default}
-    denied = {node for node in gm.graph.nodes if node.name in ctx.as_written}
-    refused: dict[Node, Refused] = {}
+    as_written = {node: ctx.as_written[node.name] for node in gm.graph.nodes if node.name in ctx.as_written}
+    # One that is merely slow does no harm to what reads it.
+    refused = {node: why for node, why in as_written.items() if why.code is Reason.SLOWER}
+    denied = as_written.keys() - refused.keys()
     while True:
         painted = paint(gm.graph, dtype, lambda node: node not in refused and _is_free(node, ctx, constant), denied)
         trial = _Trial(gm, dtype, painted)
