@@ -357,6 +357,7 @@ def test_a_process_that_ends_meanwhile(tmp_path: Path, end: str) -> None:
     assert "builder" not in done.stderr
 
 
+@pytest.mark.full
 def test_a_process_that_forks_meanwhile(tmp_path: Path) -> None:
     """The child's calls go to eager and it builds for itself; the parent's build goes on."""
     script = """
