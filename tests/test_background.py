@@ -11,6 +11,7 @@ import textwrap
 import threading
 import weakref
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,25 @@ def test_explain_says_what_is_compiling(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert str(after).startswith("graph")
 
 
+def test_with_the_real_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Kernels are compiled in processes and run after the swap, with results near to float64's; parameters stay live."""
+    pytest.importorskip("tvm")
+    monkeypatch.setenv("HYBRID_CACHE_DIR", str(tmp_path))
+    model, x = _model(), torch.randn(4, 16)
+    options = {"background": True, "placement": "estimate"}
+    with torch.no_grad():
+        explanation = torch_hybrid_backend.explain(model, x, options=options)
+        assert explanation.compiling == 1
+        compiled = torch.compile(model, backend="hybrid", options=options)
+        torch.testing.assert_close(compiled(x), model(x))
+        assert wait_for_builds(120)
+        assert "tvm" in {region.engine for region in explanation.updated().plans[0].regions}
+        for _ in range(2):
+            exact = deepcopy(model).double()(x.double())
+            torch.testing.assert_close(compiled(x).double(), exact, rtol=1e-5, atol=1e-5)
+            model[0].weight.mul_(1.5)
+
+
 class _Planned:
     """A compiled graph of one input, whose first call takes until it is told to go on."""
 
@@ -337,6 +357,7 @@ def test_a_process_that_ends_meanwhile(tmp_path: Path, end: str) -> None:
     assert "builder" not in done.stderr
 
 
+@pytest.mark.full
 def test_a_process_that_forks_meanwhile(tmp_path: Path) -> None:
     """The child's calls go to eager and it builds for itself; the parent's build goes on."""
     script = """

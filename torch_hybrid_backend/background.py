@@ -53,7 +53,7 @@ class Job:
                     work()
         except Cancelled:
             pass
-        except Exception:
+        except BaseException:  # SystemExit from a stranger's code, say: the thread goes on with the next one
             _log.exception("a build failed outside of what it built")
 
 

@@ -30,6 +30,7 @@ from typing import Any, TextIO
 import torch
 
 import torch_hybrid_backend
+from torch_hybrid_backend.background import wait_for_builds
 from torch_hybrid_backend.builds.failures import Failures
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.engine import Engine
@@ -95,6 +96,9 @@ def _explain(parsed: argparse.Namespace, explain: Explain, out: TextIO) -> int:
         model, args, kwargs = _made(parsed.target, _factory(place, name)())
         with torch.no_grad():
             explanation = explain(model, *args, **kwargs)
+        if explanation.compiling:  # HYBRID_BACKGROUND=1: nothing else is called meanwhile
+            wait_for_builds()
+            explanation = explanation.updated()
     finally:
         sys.path.pop(0)
     try:
