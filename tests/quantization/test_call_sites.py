@@ -152,8 +152,10 @@ def test_followed_modules_are_what_they_were() -> None:
         assert _visited(other, x)[0] == unnamed
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
 def test_forwards_of_instances_and_scripts() -> None:
-    """A module whose forward was replaced on the instance is followed too; one that TorchScript runs is left alone."""
+    """A module whose forward was replaced on the instance is followed too, also where that is the one it had, as wrappers leave it behind; one
+    that TorchScript runs is left alone."""
     net = nn.Sequential(nn.Linear(4, 4), torch.jit.trace(nn.Linear(4, 4).eval(), torch.randn(2, 4))).eval()
     old = net[0].forward
     net[0].forward = lambda x: old(x) + 1
@@ -162,6 +164,11 @@ def test_forwards_of_instances_and_scripts() -> None:
     follow(net, {"0": ("known",)})
     assert torch.equal(net(x), expected)
     assert _seen(net, x) == {"0": ("known",)}
+    net[0].forward = net[0].forward
+    assert _seen(net, x) == {"0": ("known",)}
+    follow(net, {"0": ("more",)})
+    assert _seen(net, x) == {"0": ("more",)}
+    assert torch.equal(net(x), expected)
 
 
 def test_layers_of_encoders_are_seen() -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -357,13 +358,13 @@ def test_a_layer_has_no_more_guards_than_before() -> None:
 
 
 def test_changed_ranges_count_in_the_next_call() -> None:
-    """A compiled module whose ranges are set anew computes with them."""
+    """A compiled module whose ranges are set anew computes with them, whatever type of number they are."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).eval(), torch.randn(4, 8)
     quantized = quantize(model, [x], calibration="naive")
     compiled = torch.compile(quantized, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), quantized(x))
-    narrow = {name: replace(site, ranges=((-0.1, 0.1),)) for name, site in quantized.ranges.sites.items()}
+    narrow = {name: replace(site, ranges=((np.float32(-0.1), 0.1),)) for name, site in quantized.ranges.sites.items()}
     before = quantized(x)
     quantized.ranges = replace(quantized.ranges, sites=narrow)
     assert not torch.equal(quantized(x), before)

@@ -11,6 +11,7 @@ what is known of a module's sites is part of its class, as literals of its forwa
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -165,9 +166,12 @@ def follow(model: nn.Module, known: Mapping[str, Known] | None = None) -> None:
             module.register_forward_hook(_look_in)
         if _may_call(module):
             plain = _plain(type(module))
-            if "forward" in vars(module):  # the instance's own: what stands for it in the class would not be called
-                vars(module)[_FORWARD] = vars(module).pop("forward")
-            module.__class__ = _followed(plain, name, by_module.get(name, {}))
+            own = vars(module).pop(
+                "forward", None
+            )  # the instance's: what stands for it in the class would not be called
+            if own is not None and not hasattr(own, "_followed"):
+                vars(module)[_FORWARD] = own
+            object.__setattr__(module, "__class__", _followed(plain, name, by_module.get(name, {})))
 
 
 _FORWARD = "_forward_as_written"
@@ -193,10 +197,15 @@ def _followed(plain: type[nn.Module], name: str, known: Sites) -> type[nn.Module
 
     made: dict[str, Any] = {}
     exec(compile(_CODE.format(name=name, known=known), __file__, "exec"), globals(), made)
-    methods = {"forward": made["forward"], _FORWARD: plain.forward, "__reduce_ex__": reduced, "_followed": True}
-    followed: type[nn.Module] = type(
-        plain.__name__, (plain,), {**methods, "__module__": plain.__module__, "__qualname__": plain.__qualname__}
-    )
+    made["forward"]._followed = True
+    members = {
+        "forward": made["forward"],
+        _FORWARD: inspect.getattr_static(plain, "forward"),
+        "__reduce_ex__": reduced,
+        "__module__": plain.__module__,
+        "__qualname__": plain.__qualname__,
+    }
+    followed: type[nn.Module] = type(plain.__name__, (plain,), members)
     return followed
 
 
@@ -206,7 +215,7 @@ def _new(kind: type[nn.Module]) -> nn.Module:
 
 def _plain(kind: type[nn.Module]) -> type[nn.Module]:
     """The class that a module had before it was followed."""
-    return kind.__base__ if "_followed" in vars(kind) else kind  # type: ignore[return-value]
+    return kind.__base__ if _FORWARD in vars(kind) else kind  # type: ignore[return-value]
 
 
 def _look_in(module: nn.Module, args: Any, output: Any) -> None:

@@ -137,8 +137,11 @@ class QuantizedModule(nn.Module):
 
     def _follow(self) -> None:
         """Has the model's modules tell `CallSites` how their sites are quantised: kind, ranges, the buffer that smooths."""
-        sites = self._ranges.sites.items()
-        follow(self.model, {name: (site.kind, site.ranges, self._smoothing.get(name)) for name, site in sites})
+        known: dict[str, Known] = {}
+        for name, site in self._ranges.sites.items():
+            pairs = site.ranges and tuple((float(low), float(high)) for low, high in site.ranges)
+            known[name] = site.kind, pairs, self._smoothing.get(name)
+        follow(self.model, known)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
