@@ -249,3 +249,25 @@ def test_weights_of_products_are_looked_up_where_they_are_read(captured):
     ]
     assert subject.operators(hoisted.main)["index_select.default"] == 1
     torch.testing.assert_close(call(hoisted, subject.inputs), subject.before, rtol=1e-5, atol=1e-5)
+
+
+def test_tables_that_no_kernel_reads_in_place(captured):
+    """What is looked up by wide integers, and what others than products read, is made ahead."""
+    table, places = nn.Parameter(torch.randn(16)), torch.randint(0, 16, (128 * 160,))
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = table
+            self.register_buffer("places", places)
+            self.register_buffer("bytes", places.to(torch.uint8))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            weight = self.table.index_select(0, self.places).view(128, 160)
+            narrow = self.table.index_select(0, self.bytes.int()).view(128, 160)
+            return x @ weight, narrow.exp() * x[:1, :1], self.table[self.bytes.long()[:4]]
+
+    subject = captured(Wide().eval(), torch.randn(3, 128))
+    hoisted = hoisted_of(subject)
+    assert "index_select.default" not in subject.operators(hoisted.main)
+    torch.testing.assert_close(call(hoisted, subject.inputs), subject.before, rtol=1e-5, atol=1e-5)

@@ -97,11 +97,11 @@ def is_dequantized(node: Node) -> bool:
         return False
     if value.dtype.is_floating_point or any(user.target in _ARITHMETIC for user in node.users):
         return True
-    return _all_readers(node, lambda reader, place: reader.args[2] is place and is_looked_up(reader))
+    return _all_readers(node, lambda reader, place: is_looked_up(reader) and reader.args[2] is place)
 
 
 def is_looked_up(node: Node) -> bool:
-    """Whether the node makes the weights of products of a table of at most 16 values and of which of them each weight is.
+    """Whether the node makes the weights of products of a table of at most 16 values and of bytes that say which of them each weight is.
 
     Those of (N, K) or (K, N), on the CPU, that are not small, with K a multiple of 8: others are made ahead. Source of such weights: Han et
     al., "Deep Compression", 2016.
@@ -109,7 +109,7 @@ def is_looked_up(node: Node) -> bool:
     if node.target is not aten.index_select.default or not node.users:
         return False
     table, weights = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
-    if table.dim() != 1 or table.dtype != torch.float32 or table.device.type != "cpu":
+    if table.dim() != 1 or table.dtype != torch.float32 or table.device.type != "cpu" or not _is_of_bytes(node.args[2]):
         return False
     if not (isinstance(weights.shape[0], int) and isinstance(table.shape[0], int) and 2 <= table.shape[0] <= 16):
         return False
@@ -118,10 +118,21 @@ def is_looked_up(node: Node) -> bool:
 
 def _is_weight_of(product: Node, value: Node) -> bool:
     position = _PRODUCTS.get(product.target)
-    if position is None or product.args[position] is not value or value in product.args[:position]:
+    shape = value.meta["val"].shape
+    if position is None or len(shape) != 2 or product.args[position] is not value or value in product.args[:position]:
         return False
-    k = value.meta["val"].shape[1 if product.target is aten.linear.default else 0]
-    return bool(k % 8 == 0)
+    return bool(shape[1 if product.target is aten.linear.default else 0] % 8 == 0)
+
+
+def _is_of_bytes(places: object) -> bool:
+    """Whether integers are kept in 8 bits, seen through casts and views."""
+    while isinstance(places, Node) and isinstance(places.meta.get("val"), torch.Tensor):
+        if places.meta["val"].dtype in _BYTES:
+            return True
+        if places.target not in _CASTS and not is_view(places):
+            return False
+        places = places.args[0]
+    return False
 
 
 def _all_readers(node: Node, accepts: Callable[[Node, Node], bool]) -> bool:

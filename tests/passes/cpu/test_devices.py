@@ -51,11 +51,22 @@ class Table(nn.Module):
         return torch.where(x > 0, bias.unsqueeze(0), -1.0).contiguous().cumsum(-1)
 
 
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("packed", torch.zeros(64, 32, dtype=torch.uint8))
+        self.register_buffer("moves", torch.ones(2, 64, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten._weight_int4pack_mm_for_cpu(x, self.packed, 32, self.moves)
+
+
 SUBJECTS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "resample_last": (Resampled, (1, 8, 4, 4)),
     "transposed_convolutions": (lambda: nn.ConvTranspose2d(4, 4, 4, 2, 1), (1, 4, 5, 5)),
     "volume_convolutions": (lambda: nn.Conv3d(2, 3, 3, padding=1), (1, 2, 4, 5, 5)),
     "dilated_convolutions": (lambda: nn.Conv2d(96, 96, 3, padding=2, dilation=2), (1, 96, 12, 12)),
+    "unpack_int4": (Packed, (3, 64)),
     "merge_siblings": (Siblings, (4, 8)),
     "merge_convolutions": (Branches, (1, 4, 8, 8)),
     "contiguous_tables": (Table, (2, 3, 4, 7)),
