@@ -48,8 +48,9 @@ def quantize(
     model: in eval mode; float32, bfloat16 or float16. It is left as it is.
     loader: calibration data, some hundred inputs. Its items are a tensor, a tuple of arguments, a dict of keyword arguments, or an
         (input, label) pair of these. Not needed for `calibration="none"`, nor with `ranges`.
-    calibration: "entropy" (the range that loses least information), "naive" (all that was seen), "none" (scales are found in every call: per
-        tensor for convolutions, per row for linear layers; of modules alone, unless a loader shows other calls), or a `Collector`.
+    calibration: "entropy" (the range that loses least information, of those whose squared error is at most that of all that was seen),
+        "naive" (all that was seen), "none" (scales are found in every call: per tensor for convolutions, per row for linear layers; of modules
+        alone, unless a loader shows other calls), or a `Collector`.
     exclude: names of modules (as in `named_modules()`, patterns as in `fnmatch`) that stay in floating point, with all that is in them.
     exclude_kinds: kinds of layers that do: "conv", "linear", "matmul" (products of two activations).
     smooth: between 0 and 1: by how much the differences between the channels of linear layers' inputs move into their weights; 0.5 is usual
