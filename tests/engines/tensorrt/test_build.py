@@ -157,6 +157,7 @@ def test_sizes_known_only_at_run_time(dtype: torch.dtype) -> None:
         (lambda w, i: F.embedding(i, w), [torch.ones(10, 4), torch.ones(1, 2, dtype=torch.int64)]),
         (lambda x: x.argmax(-1), [torch.ones(2, 3)]),
         (lambda x: x > 0, [torch.ones(2, 3)]),
+        (lambda x: (x * 2 / (1 + x.abs()), F.relu6(x)), [torch.ones(())]),
         (lambda x: F.max_pool2d(x, 2), [torch.ones(2, 16, 8, 8)]),
         (
             lambda x, w, b: F.conv2d(x, w, b).relu(),
@@ -165,7 +166,16 @@ def test_sizes_known_only_at_run_time(dtype: torch.dtype) -> None:
         ),
         (lambda x: F.softmax(x.to(torch.float32), -1).to(torch.float16), [torch.ones(2, 8, dtype=torch.float16)]),
     ],
-    ids=["several outputs", "embedding", "positions", "truth values", "pooling", "channels last", "casts"],
+    ids=[
+        "several outputs",
+        "embedding",
+        "positions",
+        "truth values",
+        "no dimensions",
+        "pooling",
+        "channels last",
+        "casts",
+    ],
 )
 def test_forms_at_the_border(function: Callable[..., Any], inputs: list[torch.Tensor]) -> None:
     """Outputs that are equal, indices of 64 bits, truth values, memory of another order: each region has its engine."""

@@ -274,11 +274,7 @@ class _Interpreter(TRTInterpreter):  # type: ignore[misc]
             value = get_trt_tensor(self.ctx, result, f"{wanted.name}_constant") if is_folded else result
             if not isinstance(value, trt.ITensor):
                 raise CompileError(f"the output {wanted.name} is no tensor of the network")
-            tensor = self._typed(value, wanted)
-            if tuple(tensor.shape) != wanted.shape and -1 not in (*tensor.shape, *wanted.shape):
-                raise CompileError(
-                    f"a converter makes {wanted.name} of shape {tuple(tensor.shape)}, not {wanted.shape}"
-                )
+            tensor = self._shaped(self._typed(value, wanted), wanted)
             tensor = self._reordered(tensor, wanted.order, wanted.name)
             if id(tensor) in seen or tensor.name in names:
                 tensor = self.ctx.net.add_identity(tensor).get_output(0)
@@ -294,6 +290,17 @@ class _Interpreter(TRTInterpreter):  # type: ignore[misc]
         if (tensor.dtype, dtype) not in _WIDENING:
             raise CompileError(f"a converter computes {wanted.name} in {tensor.dtype}, not in {dtype}")
         return self.ctx.net.add_cast(tensor, dtype).get_output(0)
+
+    def _shaped(self, tensor: Any, wanted: NetworkOutput) -> Any:
+        """Converters make numbers of no dimensions tensors of one element: that is undone."""
+        shape = tuple(tensor.shape)
+        if shape == wanted.shape or -1 in (*shape, *wanted.shape):
+            return tensor
+        if [n for n in shape if n != 1] != [n for n in wanted.shape if n != 1]:
+            raise CompileError(f"a converter makes {wanted.name} of shape {shape}, not {wanted.shape}")
+        layer = self.ctx.net.add_shuffle(tensor)
+        layer.reshape_dims = wanted.shape
+        return layer.get_output(0)
 
     def _reordered(self, tensor: Any, order: tuple[int, ...], name: str) -> Any:
         if order == tuple(range(len(order))):
