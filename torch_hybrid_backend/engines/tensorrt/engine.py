@@ -5,20 +5,29 @@ It takes part where the setting `engines` names it. No GPU has run its engines y
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.fx
 from torch.utils._pytree import tree_leaves
 
-from torch_hybrid_backend.builds.builds import Build, Builds
+from torch_hybrid_backend.builds.builds import Builds
+from torch_hybrid_backend.builds.pending import BuildingRegion
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import Device
-from torch_hybrid_backend.core.engine import CompiledRegion, CompiledRegionBase, EngineBase, KernelText, ProgramCall
+from torch_hybrid_backend.core.engine import (
+    CompiledRegion,
+    CompiledRegionBase,
+    EngineBase,
+    KernelText,
+    PendingRegion,
+    ProgramCall,
+)
 from torch_hybrid_backend.core.program import ExternalCall, Program
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
@@ -41,7 +50,7 @@ from torch_hybrid_backend.engines.tensorrt.runtime import (
     Streams,
     scratch_buffer_bytes,
 )
-from torch_hybrid_backend.errors import CompileError, DeadlineError
+from torch_hybrid_backend.errors import CompileError
 from torch_hybrid_backend.machine import fingerprint, float32_precision
 from torch_hybrid_backend.services import Services
 from torch_hybrid_backend.sizes.size import Dim, Symbol, symbols
@@ -143,40 +152,29 @@ class TensorRTEngine(EngineBase):
         """Dense memory, in any order of dimensions."""
         return spec if memory_order(spec) is not None else contiguous(spec)
 
-    def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[CompiledRegion | Exception]:
-        """Builds run one after another, in processes; equal regions share one. What is not built by the deadline is cancelled."""
-        started = [self._start(region, deadline) for region in regions]
-        try:
-            return [each if isinstance(each, Exception) else self._finished(each, deadline) for each in started]
-        finally:
-            for each in started:
-                if isinstance(each, _Started):
-                    each.build.cancel()  # those that are done do not mind
+    def compile(
+        self, regions: Sequence[Region], deadline: Deadline
+    ) -> Sequence[CompiledRegion | PendingRegion | Exception]:
+        """Builds run one after another, in processes, each for at most the deadline's limit; equal regions share one. Nothing waits for them: what
+        was built before is loaded, the rest is pending."""
+        return [self._compiled(region, deadline) for region in regions]
 
-    def _start(self, region: Region, deadline: Deadline) -> _Started | CompileError:
+    def _compiled(self, region: Region, deadline: Deadline) -> CompiledRegion | PendingRegion | Exception:
         try:
             request = Request.of(region, ranges_of(region), tf32=allows_tf32(region))
-        except CompileError as error:
-            return error
-        data, key = request.to_bytes(), engine_key(region, request, self._machine(region.device))
-        return _Started(region, request, data, key, self._builds.start(key, self._entry, data, _left_s(deadline)))
-
-    def _finished(self, started: _Started, deadline: Deadline) -> CompiledRegion | Exception:
-        try:
-            try:
-                return self._region(started, started.build.result(_left_s(deadline)))
-            except _UnreadableError:  # what was kept is cut short, or of a TensorRT whose version does not tell
-                started.build = self._builds.start(
-                    started.key, self._entry, started.data, _left_s(deadline), rebuild=True
-                )
-                return self._region(started, started.build.result(_left_s(deadline)))
-        except TimeoutError:
-            return DeadlineError(f"TensorRT did not build an engine of {started.region.name} in time")
+            data, key = request.to_bytes(), engine_key(region, request, self._machine(region.device))
+            load = functools.partial(self._region, region, request)
+            build = self._builds.start(key, self._entry, data, deadline.limit_s)
+            if build.done:
+                try:
+                    return load(build.result(0))
+                except _UnreadableError:  # what was kept is cut short, or of a TensorRT whose version does not tell
+                    build = self._builds.start(key, self._entry, data, deadline.limit_s, rebuild=True)
+            return BuildingRegion(build, load)
         except CompileError as error:
             return error
 
-    def _region(self, started: _Started, data: bytes) -> CompiledRegion:
-        region, request = started.region, started.request
+    def _region(self, region: Region, request: Request, data: bytes) -> CompiledRegion:
         try:
             built = Engine.from_bytes(data)
             loaded = self._load(built.plan, region.device)
@@ -232,17 +230,6 @@ def program_of(region: Region, request: Request, runner: EngineRunner, scratch_b
     )
 
 
-@dataclass(slots=True, eq=False)
-class _Started:
-    """A region whose engine is being built."""
-
-    region: Region
-    request: Request
-    data: bytes
-    key: str
-    build: Build
-
-
 class TensorRTRegion(CompiledRegionBase):
     """A region as one engine."""
 
@@ -295,11 +282,6 @@ def _load(plan: bytes, device: Device) -> LoadedEngine:
 
     with torch.cuda.device(device.index):
         return adapter.Loaded(plan)
-
-
-def _left_s(deadline: Deadline) -> float:
-    """At least a moment, in which what the store has is found."""
-    return max(deadline.left_s(), 0.05)
 
 
 def _symbols(region: Region) -> list[Symbol]:
