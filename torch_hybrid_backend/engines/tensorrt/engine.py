@@ -155,8 +155,8 @@ class TensorRTEngine(EngineBase):
     def compile(
         self, regions: Sequence[Region], deadline: Deadline
     ) -> Sequence[CompiledRegion | PendingRegion | Exception]:
-        """Builds run one after another, in processes, each for at most the deadline's limit; equal regions share one. Nothing waits for them: what
-        was built before is loaded, the rest is pending."""
+        """Builds run one after another, in processes, each for at most the deadline's limit; equal regions share one. Nothing waits for them:
+        what was built before is loaded, the rest is pending."""
         return [self._compiled(region, deadline) for region in regions]
 
     def _compiled(self, region: Region, deadline: Deadline) -> CompiledRegion | PendingRegion | Exception:
