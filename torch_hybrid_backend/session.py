@@ -55,12 +55,12 @@ def _triton(config: Config, services: Services) -> Engine:
 def _tensorrt(config: Config, services: Services) -> Engine:
     """It takes part where `engines` names it: its builds take minutes, and no GPU has run its engines yet."""
     found = tensorrt_installed.installation()
-    missing = found if isinstance(found, Refused) else None if torch.cuda.is_available() else tensorrt_installed.NO_GPU
+    lacks = found if isinstance(found, Refused) else None if torch.cuda.is_available() else tensorrt_installed.NO_GPU
     if "tensorrt" not in config.engines:
-        why = missing.why if missing else "it takes part where the setting `engines` names it"
-        missing = Refused(Reason.DISABLED, why)
-    if missing:
-        return UnavailableEngine("tensorrt", missing, tensorrt_installed.described())
+        why = "it takes part where the setting `engines` names it" if lacks is None else lacks.why
+        lacks = Refused(Reason.DISABLED, why)
+    if lacks is not None:
+        return UnavailableEngine("tensorrt", lacks, tensorrt_installed.described())
     from torch_hybrid_backend.engines.tensorrt.engine import TensorRTEngine
 
     return TensorRTEngine(config, services)
