@@ -21,7 +21,10 @@ from torch_hybrid_backend.sources import read_sources_version, sources_version
 
 # Utilities that may be edited freely: they say how something is kept, shown, chosen or refused, not what. What decides of the settings and the
 # processor is in keys by its value.
-_DECIDE_NOTHING = {"config", "errors", "machine", "measure", "progress", "services", "store", "sources", "__version__"}
+_DECIDE_NOTHING = {
+    *("config", "errors", "machine", "measure", "progress", "services", "store", "sources", "__version__"),
+    *("processes", "cancellation"),
+}
 _PARTS = {"kernels": compiler.SOURCES, "kept graphs": aot_cache.SOURCES}
 
 

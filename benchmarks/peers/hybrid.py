@@ -18,17 +18,15 @@ from torch_hybrid_backend.core.plan import Plan
 
 
 def prepare(model: nn.Module, inputs: tuple[torch.Tensor, ...], setting: Setting) -> Prepared:
-    """Compiled as `backend="hybrid"` does it, with the HYBRID_* settings of the environment; reports the plan's coverage, and what was
-    quantised and converted.
+    """Compiled as `backend="hybrid"` does it, with the HYBRID_* settings of the environment; reports the plan's coverage, and what it
+    converted.
 
     int8: `quantize` with the extremes of the calibration inputs. Random weights are off by more than trained ones: no layer returns to float32.
     """
     plans: list[Plan] = []
     config = Config.from_env(os.environ)
-    executed = Counter[str]()
     if setting.is_int8:
         model = torch_hybrid_backend.quantize(model, list(setting.calibration), calibration="naive")
-        executed["layers of int8"] = len(model.ranges.sites)
     asked = "bf16" if setting.is_bf16 else setting.precision
     if asked not in (FLOAT32, "int8"):
         config = config.with_options({"precision": asked, "precision_tolerance": 1.0}, None)
@@ -37,7 +35,7 @@ def prepare(model: nn.Module, inputs: tuple[torch.Tensor, ...], setting: Setting
 
     def report() -> dict[str, object]:
         converted = [dict(plan.conversion.converted) for plan in plans if plan.conversion]
-        counts = sum(map(Counter, converted), executed)
+        counts = sum(map(Counter, converted), Counter[str]())
         return coverage(plans) | ({"executed": dict(counts)} if counts else {})
 
     return Prepared(lambda: compiled(*inputs), report)

@@ -35,7 +35,7 @@ def _two_layers() -> nn.Module:
         ("eager", "bf16", None),
         ("eager", "int8-weights", {"linear layers of 8 bits": 3}),
         ("eager", "int4-weights", {"linear layers of 4 bits": 2}),  # ten channels are not packed
-        ("hybrid", "int8", {"layers of int8": 3}),
+        ("hybrid", "int8", {"int8": 3}),
         ("hybrid", "int4-weights", {"int4": 2}),  # a small layer gains nothing
     ],
 )

@@ -31,9 +31,11 @@ def test_once_for_every_variant_and_the_plan(placement: str, settings: pytest.Mo
     settings.setattr(operands, "pack_b", counting("packed", operands.pack_b))
     model, images = models.convolutional(), models.images()
     plain = constants.run_fold
+    folds: dict[object, object] = {}  # what is pooled is pooled by the function too
 
     def run_fold(hoisted: object, fold: object, inputs: object) -> object:
-        return plain(hoisted, None if fold is None else counting("folded", fold), inputs)  # type: ignore[arg-type]
+        counted = None if fold is None else folds.setdefault(fold, counting("folded", fold))
+        return plain(hoisted, counted, inputs)  # type: ignore[arg-type]
 
     settings.setattr("torch_hybrid_backend.runtime.executor.run_fold", run_fold)
     settings.setattr("torch_hybrid_backend.runtime.python_executor.run_fold", run_fold)

@@ -50,7 +50,7 @@ def test_the_examples_run(capsys: pytest.CaptureFixture[str], tmp_path: Path, mo
     blocks = re.findall(r"```(\w*)\n(.*?)```", _PAGE.read_text(), re.DOTALL)
     code = [text for language, text in blocks if language == "python"]
     (shown,) = (text for language, text in blocks if not language)
-    assert len(code) == 3
+    assert len(code) == 4
     with torch.no_grad():
         for text in code:
             exec(text, names)
