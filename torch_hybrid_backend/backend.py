@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.background import InBackground, copies_of
 from torch_hybrid_backend.bisection import is_running
@@ -37,6 +36,7 @@ from torch_hybrid_backend.core.precision import AS_WRITTEN
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.eager_graph import EagerGraph
 from torch_hybrid_backend.garbage import collector_paused
+from torch_hybrid_backend.graph.devices import is_on_host
 from torch_hybrid_backend.graph.values import holds_collectives, is_repeatable
 from torch_hybrid_backend.hybrid_graph import HybridGraph, OnPlan, OnRegions, pricing_of
 from torch_hybrid_backend.machine import lacking_instructions
@@ -171,7 +171,7 @@ def _not_off_the_call(captured: CapturedGraph) -> str:
         return (
             "it draws random numbers, or calls operators that may have other effects: it cannot be run twice unnoticed"
         )
-    if not _is_on_cpu(captured):
+    if not is_on_host(captured.graph_module):
         return "it runs on a GPU, where building beside calls was never tried"
     return ""
 
@@ -211,12 +211,7 @@ def _is_priced_whole(captured: CapturedGraph, config: Config) -> bool:
         return False
     if config.placement == "estimate" or config.verify == "always":
         return False
-    return _is_on_cpu(captured) and is_repeatable(captured.graph_module)
-
-
-def _is_on_cpu(captured: CapturedGraph) -> bool:
-    values = [value for node in captured.graph_module.graph.nodes for value in tree_leaves(node.meta.get("val"))]
-    return all(value.device.type == "cpu" for value in values if isinstance(value, torch.Tensor))
+    return is_on_host(captured.graph_module) and is_repeatable(captured.graph_module)
 
 
 def explain(

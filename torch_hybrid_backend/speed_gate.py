@@ -27,6 +27,7 @@ from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.region import Segment
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.errors import is_out_of_memory
+from torch_hybrid_backend.graph.devices import is_on_host
 from torch_hybrid_backend.graph.precision import converted_to
 from torch_hybrid_backend.graph.values import is_repeatable
 from torch_hybrid_backend.machine import may_use_tiles
@@ -97,12 +98,7 @@ def _in_question(prepared: Prepared, config: Config) -> Reduced | None:
         return None
     if config.verify == "always" or prepared.has_collectives or not is_repeatable(reduced.written):
         return None
-    return reduced if _is_on_host(reduced.written) else None
-
-
-def _is_on_host(graph: torch.fx.GraphModule) -> bool:
-    values = (node.meta.get("val") for node in graph.graph.nodes)
-    return all(value.device.type == "cpu" for value in values if isinstance(value, torch.Tensor))
+    return reduced if is_on_host(reduced.written) else None
 
 
 def _key(reduced: Reduced, pricing: Pricing) -> str:

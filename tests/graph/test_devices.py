@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from torch_hybrid_backend.core.device import CPU, Device
-from torch_hybrid_backend.graph.devices import device_of
+from torch_hybrid_backend.graph.devices import device_of, is_on_host
 
 aten = torch.ops.aten
 FIRST, SECOND = Device("cuda", 0), Device("cuda", 1)
@@ -34,6 +34,19 @@ def test_operators_run_where_their_tensors_are(device: Device) -> None:
     found = devices_of(fn, (str(device), (2, 3)))
     assert set(found.values()) == {device}
     assert len(found) == 6
+
+
+def test_a_graph_is_on_the_host_where_every_tensor_is() -> None:
+    """Also those that an operator returns among several, and those that it moves."""
+    cases = {
+        "host": (lambda x: aten.max.dim(x, 0)[0] + 1, "cpu", True),
+        "device": (lambda x: x + 1, "cuda:0", False),
+        "moved": (lambda x: x.to("meta"), "cpu", False),
+        "split": (lambda x: [part.to("cpu") for part in x.split(1)], "cuda:0", False),
+    }
+    for name, (fn, device, expected) in cases.items():
+        with FakeTensorMode():
+            assert is_on_host(make_fx(fn)(torch.empty(2, 3, device=device))) is expected, name
 
 
 def test_a_number_on_the_host_is_no_device_of_its_own() -> None:

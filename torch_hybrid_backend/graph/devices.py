@@ -35,6 +35,11 @@ def device_of(node: Node) -> Device | None:
     return devices.pop() if len(devices) == 1 else None
 
 
+def is_on_host(gm: torch.fx.GraphModule) -> bool:
+    """Whether every tensor of the graph lies on the CPU."""
+    return all(tensor.device.type == "cpu" for node in gm.graph.nodes for tensor in _tensors(node.meta.get("val")))
+
+
 def _is_number(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.dim() == 0
 
