@@ -26,8 +26,10 @@ from torch_hybrid_backend.loops.ir import (
     ConvOp,
     Expr,
     FromIndex,
+    IntegerMatMulOp,
     Load,
     LoopOp,
+    Map,
     MapOp,
     MatMulOp,
     ReduceOp,
@@ -200,6 +202,11 @@ def evaluate(op: LoopOp, env: Environment) -> None:
             result = _scan(op, env)
         case ScatterOp():
             result = _scatter(op, env)
+        case IntegerMatMulOp(a=a, b=b, zero=zero):
+            rows = _read(a, env).to(torch.int32)
+            if zero is not None:
+                rows = rows - _read(Map(op.out.shape[:2], "int32", zero), env)[..., None]
+            result = torch.matmul(rows, _read(b, env).to(torch.int32))
         case MatMulOp(a=a, b=b):
             result = torch.matmul(_read(a, env), _read(b, env))
         case ConvOp(x=x, w=w):

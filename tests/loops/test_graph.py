@@ -6,23 +6,27 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.ao.quantization.fx._decomposed  # the operators themselves
 
 from loops.interpret import evaluate, trace
 from tests.partition.engines_for_tests import FakeEngine
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.engines.tvm.cpu.policy import POLICY
 from torch_hybrid_backend.loops.graph import LoopGraph, lower_region
-from torch_hybrid_backend.loops.ir import ConvOp, MapOp, domain_vars, loads_of
+from torch_hybrid_backend.loops.ir import ConvOp, IntegerMatMulOp, MapOp, MatMulOp, buffers_of, domain_vars, loads_of
 from torch_hybrid_backend.partition.regions import partition_graph
 
 aten = torch.ops.aten
+quantized = torch.ops.quantized_decomposed
 Fn = Callable[..., torch.Tensor]
 
 
-def lowered(fn: Fn, *inputs: torch.Tensor) -> LoopGraph:
-    """The loop graph of `fn`, whose results were compared with eager's."""
+def lowered(fn: Fn, *inputs: torch.Tensor, weights: int = 0) -> LoopGraph:
+    """The loop graph of `fn`, whose results were compared with eager's. The last inputs are weights."""
     module = trace(fn, inputs)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    for node in placeholders[len(placeholders) - weights :]:
+        node.meta["constant"] = True
     tensors = {node.name: tensor for node, tensor in zip(placeholders, inputs, strict=True)}
     (segment,) = partition_graph(module, [FakeEngine()], Config()).graph.segments
     graph = lower_region(segment.region, POLICY)
@@ -70,3 +74,25 @@ def test_convolutions_keep_their_epilogue_before_a_concatenation(
     # The right half of the second unit's input, and the input of the last two convolutions; the first unit's is a slice. Of two channels
     # a shuffle moves none, so that the right half is what the first unit's convolution wrote, read in place.
     assert len(copies) == (2 if channels == 1 else 3)
+
+
+@pytest.mark.parametrize(
+    ("products", "steps"),
+    [(3, 3), *((1, steps) for steps in range(POLICY.max_inline_calls - 8, POLICY.max_inline_calls))],
+)
+def test_quantised_activations_are_kept_as_integers(products: int, steps: int) -> None:
+    """However long the work before them is, and however many products read them: no tensor of floats is dequantised for them."""
+    scale, *rest = 0.01, 3, -128, 127, torch.int8
+
+    def layer(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        for _ in range(steps):
+            x = torch.sin(x)
+        narrow = quantized.quantize_per_tensor(x, scale, *rest)
+        wide = quantized.dequantize_per_tensor(narrow, scale, *rest)
+        return aten.cat([aten.mm(wide, weight.to(torch.float32) * 0.02) for weight in weights], 1)
+
+    integers = [torch.randint(-127, 128, (16, 16), dtype=torch.int8) for _ in range(products)]
+    graph = lowered(layer, torch.randn(5, 16), *integers, weights=products)
+    multiplied = [op for op in graph.ops if isinstance(op, MatMulOp)]
+    assert [type(op) for op in multiplied] == [IntegerMatMulOp] * products
+    assert len({buffer for op in multiplied for buffer in buffers_of(op.a)}) == 1

@@ -21,7 +21,7 @@ import torch.fx
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import dim
 from torch_hybrid_backend.loops.index import Index, LoopVar, contiguous_strides, linear
-from torch_hybrid_backend.loops.integer_products import integer_product, is_dequantised
+from torch_hybrid_backend.loops.integer_products import integer_product, is_dequantised, narrow_part
 from torch_hybrid_backend.loops.ir import (
     AttentionGradientOp,
     AttentionOp,
@@ -278,7 +278,11 @@ class _Lowerer:
         if not isinstance(value, Map) or value.base is not None or value.realized is not None:
             return
         if self._policy.abilities.integer_products and is_dequantised(value):
-            return
+            # Its integers are kept where it would be: a product reads them, and anyone else a quarter of the bytes.
+            integers = narrow_part(value)
+            if integers is None:
+                return
+            value = integers
         expr = value.at(domain_vars(value.shape))
         calls = count_calls(expr)
         if calls > self._policy.max_inline_calls or len(loads_of(expr)) > self._policy.max_inline_loads:

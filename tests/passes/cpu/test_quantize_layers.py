@@ -104,7 +104,8 @@ def test_setting(dtype):
     torch.manual_seed(0)
     model, x = Net().eval().to(dtype), torch.randn(2, 3, 12, 12, dtype=dtype)
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend="hybrid", options={"precision": "int8"})
+    # By estimates: what a busy machine would measure may speak for the model as it is written.
+    compiled = torch.compile(model, backend="hybrid", options={"precision": "int8", "placement": "estimate"})
     with torch.no_grad():
         assert 0 < _relative(compiled(x).float(), model(x).float()) < 0.03
         model.linear.weight.mul_(-3)
