@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -150,9 +150,9 @@ class Request:
             "tf32": self.tf32,
         }
 
-    def contents(self) -> list[bytes]:
+    def contents(self) -> Iterator[bytes]:
         """The values of its constants, in the order of `form`."""
-        return [_content(tensor) for tensor in self.constants.values()]
+        return map(_content, self.constants.values())
 
     @staticmethod
     def from_bytes(data: bytes) -> Request:
@@ -295,7 +295,7 @@ def _numbers(sizes: Sequence[Dim]) -> tuple[int, ...]:
 # --- bytes ------------------------------------------------------------------------------------------------------------------------------
 
 
-def _framed(magic: bytes, header: Mapping[str, Any], parts: Sequence[bytes]) -> bytes:
+def _framed(magic: bytes, header: Mapping[str, Any], parts: Iterable[bytes]) -> bytes:
     text = json.dumps(header).encode()
     return b"".join([magic, _LENGTH.pack(len(text)), text, *parts])
 

@@ -115,6 +115,8 @@ class ConstantForm:
         self._loaded: _Loaded | None = None
         self._building = _Building()
         self._changes = 0  # since an engine served
+        self._unused = 0  # marks in a row for which it served, and no call came
+        self._is_used = False  # by a call, since the last mark
         self._begun: Build | None = None
         self._scratch_limit: int | None = None
         self._inline: int | None = None  # the thread in which what is packed is looked at at once
@@ -137,7 +139,8 @@ class ConstantForm:
                     self._begun = build
                     return None
                 self._load(key, build)
-        return None if self._loaded is None else self._loaded.runner
+            return self._loaded.runner if self._loaded is not None else None
+        return None
 
     def begun(self) -> Build | None:
         """What `prepare` began to have built, told once."""
@@ -186,7 +189,10 @@ class ConstantForm:
 
     def engine_of(self, mark: int) -> EngineRunner | None:
         """The engine that holds the values of a mark; None: there is none, and the form with inputs is to run."""
-        return self._serving.get(mark)
+        engine = self._serving.get(mark)
+        if engine is not None:
+            self._is_used = True
+        return engine
 
     # --- off the call -------------------------------------------------------------------------------------------------------------------
 
@@ -212,6 +218,7 @@ class ConstantForm:
                 while len(self._keys) > _MARKS:
                     self._keys.popitem(last=False)
             if self._loaded is not None and self._loaded.key == key:
+                self._count_unused()
                 self._serve()
             elif begins and values.mark == self._newest and self._building.of(key) is None:
                 self._count_change()
@@ -236,6 +243,13 @@ class ConstantForm:
         self._changes += 1
         if self._changes > MOST_CHANGES:
             raise CompileError(f"they changed {self._changes} times before an engine with them was ready")
+
+    def _count_unused(self) -> None:
+        # Some tensors of a device tell nobody whether they have changed (inference tensors): what is made of them is made anew in each call.
+        self._unused = 0 if self._is_used else self._unused + 1
+        self._is_used = False
+        if self._unused > _MARKS:
+            raise CompileError("they are packed anew in every call")
 
     def _load(self, key: str, build: Build) -> None:
         """Load what was built in place of the engine that is there: never two at once."""

@@ -371,9 +371,7 @@ class _Constants:
         if not self.form.serves:
             self.form.give_up("they changed while engines were chosen")
             return inputs_form
-        times = measure(
-            [lambda: inputs_form(inputs), lambda: made(inputs)], budget_s, until_decided=True, timer=self.timer()
-        )
+        times = measure([lambda: inputs_form(inputs), lambda: made(inputs)], budget_s, timer=self.timer())
         as_inputs, as_constants = (each.low_us for each in times)
         told = f"{as_inputs:.1f} us with its weights as inputs, {as_constants:.1f} us with constants"
         if not worth(as_inputs, as_constants):
