@@ -269,8 +269,8 @@ class Config:
         metadata=_setting(
             _whole(0, 100),
             "0 to 100",
-            "how much of the weights of a graph TensorRT engines may hold a second time, as constants, where that is faster; beyond it the "
-            "regions that gain least per byte take their weights as inputs (docs/gpu.md)",
+            "how much of the weights that they read the TensorRT engines of a graph may hold a second time, as constants, where that is "
+            "faster; beyond it the regions that gain least per byte take their weights as inputs (docs/gpu.md)",
         ),
     )
     cuda_driver: str = dataclasses.field(

@@ -195,7 +195,8 @@ class HybridGraph:
         placed, outputs = judged(placed, outputs, inputs, self._config, place_anew)
         hoisted = placed.prepared.hoisted  # what the gates tell of a graph changes `prepared`, not this
         compiled, pending = next(each for each in tried if each[0].prepared.hoisted is hoisted)
-        return compiled, [*pending, *placed.begun], placed, outputs
+        # It would hold what was built for as long as the plan lives.
+        return compiled, [*pending, *placed.begun], dataclasses.replace(placed, begun=()), outputs
 
     def choose_anew(self, compiled: Compiled, inputs: Sequence[Any]) -> None:
         """Choose engines once more, with what was built elsewhere among them; calls go on meanwhile. Of an error that comes of it, one WARNING,

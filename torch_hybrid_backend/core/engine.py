@@ -62,7 +62,7 @@ class KernelText:
 
 @runtime_checkable
 class Pending(Protocol):
-    """Something that an engine has built elsewhere, in a process of its own."""
+    """Something that is being built for an engine elsewhere, in a process of its own."""
 
     @property
     def done(self) -> bool:

@@ -26,13 +26,14 @@ from tests.engines.tensorrt.contexts_for_tests import (
 )
 from tests.partition.engines_for_tests import trace
 from torch_hybrid_backend.background import Job, builder, wait_for_builds
+from torch_hybrid_backend.builds.builds import Build
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
 from torch_hybrid_backend.engines.eager import EagerEngine
 from torch_hybrid_backend.engines.tensorrt.build import Request
-from torch_hybrid_backend.engines.tensorrt.constants import MOST_CHANGES, Budget, positions_of
+from torch_hybrid_backend.engines.tensorrt.constants import MOST_CHANGES, Budget, ConstantForm, positions_of
 from torch_hybrid_backend.engines.tensorrt.engine import TensorRTEngine
 from torch_hybrid_backend.errors import CompileError
 from torch_hybrid_backend.hybrid_graph import HybridGraph
@@ -203,6 +204,59 @@ def test_constants_take_over_where_they_are_faster(bench: Callable[..., Bench]) 
     assert again.steps == one.steps
     assert wait_for_builds(60)
     assert other.constants() == 2
+
+
+def test_entries_that_are_cut_short_are_built_anew(bench: Callable[..., Bench]) -> None:
+    """Those of engines with constants too."""
+    one = bench()
+    made = Layer(one)
+    one.settle(made.check)
+    store, whole = one.services.store, dict[str, bytes]()
+    for key in store.keys("tensorrt"):
+        data = store.get("tensorrt", key)
+        assert data is not None
+        if b"fake: 1 inputs" in data:
+            whole[key] = data
+            store.remove("tensorrt", key)
+            store.put("tensorrt", key, data[:-5])
+    assert len(whole) == 1
+    again = bench()
+    other = Layer(again)
+    other.weight.copy_(made.weight)
+    other.bias.copy_(made.bias)
+    again.settle(other.check)
+    assert other.constants() == 2
+    assert {key: store.get("tensorrt", key) for key in whole} == whole
+
+
+def test_a_build_that_is_under_way_is_waited_for_once(
+    bench: Callable[..., Bench], gate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asks for it again meanwhile gets the same; it is told once for each."""
+    monkeypatch.setenv(fake_builder.FOLDER, str(gate))
+    one = bench()
+    started: list[str] = []
+
+    class Maker:
+        def wanted(self, weights: Sequence[torch.Tensor]) -> tuple[str, bytes]:
+            return f"{float(weights[0]):g}", b""
+
+        def start(self, key: str, request: bytes) -> Build:
+            started.append(key)
+            return one.engine._builds.start(key, one.engine._entry, request, 60)
+
+    form = ConstantForm("r0", 4, Maker())  # type: ignore[arg-type]
+    for value in (1.0, 1.0, 2.0):
+        assert form.prepare([torch.tensor(value)]) is None
+        build = form.begun()
+        assert build is not None
+        assert build.key == f"{value:g}"
+        assert form.begun() is None
+    assert started == ["1", "2"]
+    (gate / "go").touch()
+    eventually(lambda: build.done)
+    assert form.prepare([torch.tensor(2.0)]) is None  # the request is none: its build has failed
+    assert form.is_given_up
 
 
 @pytest.mark.parametrize(("taken_us", "constants"), [(99.0, 0), (98.1, 0), (98.0, 2), (10.0, 2), (150.0, 0)])

@@ -66,7 +66,7 @@ class Maker(Protocol):
         ...
 
     def start(self, key: str, request: bytes) -> Build:
-        """Start its build, or take up what is known of it."""
+        """Start its build, or take up what is known of it; what is kept and is no engine is built anew."""
         ...
 
     def load(self, built: bytes) -> tuple[EngineRunner, Engine]:
@@ -132,10 +132,8 @@ class ConstantForm:
                 return None
             key, request = self._wanted(weights)
             if self._loaded is None or self._loaded.key != key:
-                build = self._building.of(key) or self._maker.start(key, request)
+                build = self._building.of(key) or self._started(key, request)
                 if not build.done:
-                    self._count_change()
-                    self._building.put(key, build)
                     self._begun = build
                     return None
                 self._load(key, build)
@@ -221,9 +219,7 @@ class ConstantForm:
                 self._count_unused()
                 self._serve()
             elif begins and values.mark == self._newest and self._building.of(key) is None:
-                self._count_change()
-                build = self._maker.start(key, request)
-                self._building.put(key, build)
+                build = self._started(key, request)
                 _log.info("region %s: its weights changed; an engine with the new ones is made", self.name)
                 _when_built(weakref.ref(self), key, build)
 
@@ -233,16 +229,19 @@ class ConstantForm:
             build = self._building.of(key)
             if build is not None and not self.is_given_up:
                 self._load(key, build)
-                self._serve()
 
     def _wanted(self, weights: Sequence[torch.Tensor]) -> tuple[str, bytes]:
         # Of a copy: what is hashed must be what is built, whoever writes to the weights meanwhile.
         return self._maker.wanted([torch.empty_like(weight, device="cpu").copy_(weight) for weight in weights])
 
-    def _count_change(self) -> None:
+    def _started(self, key: str, request: bytes) -> Build:
+        """The build of an engine with new values, in place of the one that is under way."""
         self._changes += 1
         if self._changes > MOST_CHANGES:
             raise CompileError(f"they changed {self._changes} times before an engine with them was ready")
+        build = self._maker.start(key, request)
+        self._building.put(key, build)
+        return build
 
     def _count_unused(self) -> None:
         # Some tensors of a device tell nobody whether they have changed (inference tensors): what is made of them is made anew in each call.
@@ -252,7 +251,7 @@ class ConstantForm:
             raise CompileError("they are packed anew in every call")
 
     def _load(self, key: str, build: Build) -> None:
-        """Load what was built in place of the engine that is there: never two at once."""
+        """Put to work what was built, in place of the engine that is there: never two at once."""
         built = build.result(0)
         self._building.drop()
         self._unload()
@@ -262,6 +261,7 @@ class ConstantForm:
                 f"with other weights it needs {runner.scratch_bytes} bytes of working memory, and the plan has {self._scratch_limit}"
             )
         self._loaded = _Loaded(key, runner, engine.layers)
+        self._serve()
 
     def _unload(self) -> None:
         loaded, self._loaded = self._loaded, None

@@ -235,8 +235,15 @@ class TensorRTEngine(EngineBase):
         return engine_key(region, request, self._machine(region.device)), request.to_bytes()
 
     def start(self, key: str, request: bytes, limit_s: float) -> Build:
-        """Start a build, or take up what is known of it."""
-        return self._builds.start(key, self._entry, request, limit_s)
+        """Start a build, or take up what is known of it; what is kept and is no engine is built anew."""
+        build = self._builds.start(key, self._entry, request, limit_s)
+        if build.done:
+            kept = build.result(0)
+            try:
+                Engine.from_bytes(kept)
+            except CompileError:
+                build = self._builds.start(key, self._entry, request, limit_s, rebuild=True)
+        return build
 
 
 @dataclass(frozen=True, slots=True, eq=False)
