@@ -348,6 +348,27 @@ def test_a_change_while_another_is_built(
     assert begun(gate) == 2
 
 
+def test_a_change_back_while_another_is_built(
+    bench: Callable[..., Bench], gate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine at hand serves again, and nothing takes its place."""
+    one = bench()
+    made = Layer(one)
+    one.settle(made.check)
+    monkeypatch.setenv(fake_builder.FOLDER, str(gate))
+    before = made.weight.clone()
+    made.weight.add_(1)
+    assert made.constants() == 0
+    eventually(lambda: begun(gate) == 1)
+    made.weight.copy_(before)
+    made.check()
+    eventually(lambda: made.constants() == 2)
+    (gate / "go").touch()
+    assert wait_for_builds(60)
+    assert made.constants() == 2
+    eventually(lambda: not one.engine._builds.process_ids())
+
+
 def test_weights_that_keep_changing_are_inputs(
     bench: Callable[..., Bench], gate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

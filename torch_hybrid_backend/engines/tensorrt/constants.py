@@ -216,6 +216,8 @@ class ConstantForm:
                 while len(self._keys) > _MARKS:
                     self._keys.popitem(last=False)
             if self._loaded is not None and self._loaded.key == key:
+                if values.mark == self._newest:
+                    self._building.cancel()  # of values that were there before
                 self._count_unused()
                 self._serve()
             elif begins and values.mark == self._newest and self._building.of(key) is None:
@@ -224,10 +226,10 @@ class ConstantForm:
                 _when_built(weakref.ref(self), key, build)
 
     def arrived(self, key: str) -> None:
-        """A build that `_follow` began is done: it serves where its values are still the newest."""
+        """A build that `_follow` began is done: it serves unless it is known that the newest values are others."""
         with self._working, self._failing():
             build = self._building.of(key)
-            if build is not None and not self.is_given_up:
+            if build is not None and not self.is_given_up and self._keys.get(self._newest, key) == key:
                 self._load(key, build)
 
     def _wanted(self, weights: Sequence[torch.Tensor]) -> tuple[str, bytes]:
