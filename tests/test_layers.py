@@ -62,7 +62,7 @@ ALLOWED: dict[str, set[str]] = {
     "partition": {"core", "sizes", "graph", *_UTILITIES},
     "loops": {"core", "sizes", "errors"},
     "codegen": {"core", "sizes", "loops", *_UTILITIES},
-    "engines": {"core", "sizes", "graph", "loops", "codegen", *_UTILITIES},
+    "engines": {"background", "core", "sizes", "graph", "loops", "codegen", *_UTILITIES},
     "runtime": {"core", "sizes", *_UTILITIES},
     "quantization": {"core", "errors", "graph"},
 }

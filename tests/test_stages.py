@@ -213,6 +213,31 @@ def test_an_engine_is_asked_once_about_a_common_region(clock: _Clock, wiring: _W
     assert "only large regions" in refusals
 
 
+def test_what_is_found_before_all_is_built_is_not_kept(clock: _Clock, wiring: _Wiring) -> None:
+    """A region that has another form built tells so once; the covers are then priced again by the next process."""
+
+    class Build:
+        done = False
+
+    class Building(_TimedEngine):
+        def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[CompiledRegion | Exception]:
+            made = super().compile(regions, deadline)
+            for each in made:
+                left = [Build()]
+                each.begun = lambda left=left: left.pop() if left else None  # type: ignore[union-attr,method-assign,misc]
+            return made
+
+    first = Building("first", clock, ["mm", "sin", "cos"], {})
+    second = _TimedEngine("second", clock, ["sin", "exp", "cos"], {}, other_us=10.0)
+    compiled = wiring.compile([first, second])
+    placed = wiring.place(compiled)
+    assert placed.begun
+    assert all(isinstance(each, Build) for each in placed.begun)
+    assert len(wiring.compile([first, second]).covers) == 2
+    assert not wiring.place(compiled).begun
+    assert len(wiring.compile([first, second]).covers) == 1
+
+
 def test_a_second_process_compiles_the_best_cover_alone(clock: _Clock, wiring: _Wiring) -> None:
     """What covers cost is kept: the next compilation compiles the cheapest one only, and says so in its plan."""
     first = _TimedEngine("first", clock, ["mm", "sin", "cos"], {})

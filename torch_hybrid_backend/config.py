@@ -55,16 +55,16 @@ def _boolean(raw: object) -> object:
     return value
 
 
-def _whole(minimum: int) -> _Parser:
+def _whole(minimum: int, maximum: int | None = None) -> _Parser:
     def parse(raw: object) -> object:
-        meaning = f"a whole number, at least {minimum}"
+        meaning = f"a whole number, at least {minimum}" + ("" if maximum is None else f" and at most {maximum}")
         if isinstance(raw, bool) or not isinstance(raw, str | int):
             raise ValueError(meaning)
         try:
             value = int(raw)
         except ValueError:
             raise ValueError(meaning) from None
-        if value < minimum:
+        if value < minimum or (maximum is not None and value > maximum):
             raise ValueError(meaning)
         return value
 
@@ -262,6 +262,15 @@ class Config:
             "0, 1",
             "eager answers calls while kernels are compiled, checked and timed off the call (docs/background.md); what cannot be run twice "
             "unnoticed is compiled in the call as ever",
+        ),
+    )
+    tensorrt_constants_percent: int = dataclasses.field(
+        default=5,
+        metadata=_setting(
+            _whole(0, 100),
+            "0 to 100",
+            "how much of the weights that they read the TensorRT engines of a graph may hold a second time, as constants, where that is "
+            "faster; beyond it the regions that gain least per byte take their weights as inputs (docs/gpu.md)",
         ),
     )
     cuda_driver: str = dataclasses.field(

@@ -19,7 +19,7 @@ from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import Device
-from torch_hybrid_backend.core.engine import CompiledRegion, PendingRegion
+from torch_hybrid_backend.core.engine import CompiledRegion, Pending
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.core.region import Region, Segment
 from torch_hybrid_backend.eager_graph import EagerGraph
@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 OnPlan = Callable[[Plan], None]
 # A compilation, what of it was still being built, who runs what, and the outputs of the call that decided it.
-_Chosen = tuple[Compiled, list[PendingRegion], Placed, list[Any]]
+_Chosen = tuple[Compiled, list[Pending], Placed, list[Any]]
 # Gets the regions of a plan that engines run, by name and in order.
 OnRegions = Callable[[Mapping[str, CompiledRegion]], None]
 
@@ -194,8 +194,9 @@ class HybridGraph:
         placed, outputs = fastest(placed, outputs, inputs, self._config, self._pricing(), place_anew)
         placed, outputs = judged(placed, outputs, inputs, self._config, place_anew)
         hoisted = placed.prepared.hoisted  # what the gates tell of a graph changes `prepared`, not this
-        chosen = next(each for each in tried if each[0].prepared.hoisted is hoisted)
-        return *chosen, placed, outputs
+        compiled, pending = next(each for each in tried if each[0].prepared.hoisted is hoisted)
+        # It would hold what was built for as long as the plan lives.
+        return compiled, [*pending, *placed.begun], dataclasses.replace(placed, begun=()), outputs
 
     def choose_anew(self, compiled: Compiled, inputs: Sequence[Any]) -> None:
         """Choose engines once more, with what was built elsewhere among them; calls go on meanwhile. Of an error that comes of it, one WARNING,
@@ -317,7 +318,7 @@ class _NextCall:
         return outputs
 
 
-def _await(graph: HybridGraph, compiled: Compiled, pending: Sequence[PendingRegion]) -> None:
+def _await(graph: HybridGraph, compiled: Compiled, pending: Sequence[Pending]) -> None:
     """Have engines chosen anew when all that is pending is built; it is cancelled when the graph is dropped."""
     if not _is_repeatable(compiled.prepared):
         _cancel(pending)
@@ -346,7 +347,7 @@ def _is_repeatable(prepared: Prepared) -> bool:
     return prepared.is_repeatable and not prepared.has_collectives
 
 
-def _cancel(pending: Sequence[PendingRegion]) -> None:
+def _cancel(pending: Sequence[Pending]) -> None:
     for each in pending:
         each.cancel()
 

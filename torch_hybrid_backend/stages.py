@@ -30,7 +30,7 @@ from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.captured import CapturedGraph, GraphKind
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import CPU, Device
-from torch_hybrid_backend.core.engine import EAGER, CompiledRegion, PendingRegion
+from torch_hybrid_backend.core.engine import EAGER, CompiledRegion, Pending, PendingRegion
 from torch_hybrid_backend.core.plan import Conversion, Cost, Plan, RegionDecision
 from torch_hybrid_backend.core.precision import AS_WRITTEN
 from torch_hybrid_backend.core.region import Region, Segment
@@ -141,13 +141,15 @@ class Compiled:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placed:
-    """Who runs what. `compiled`: by region name, of the regions that an engine runs. `covers`: what each priced cover costs."""
+    """Who runs what. `compiled`: by region name, of the regions that an engine runs. `covers`: what each priced cover costs. `begun`: what
+    regions that were tried have begun to have built elsewhere."""
 
     prepared: Prepared
     partition: Partition
     compiled: Mapping[str, CompiledRegion]
     decisions: Mapping[str, RegionDecision]
     covers: tuple[Cost, ...] = ()
+    begun: tuple[Pending, ...] = ()
 
     @property
     def plan(self) -> Plan:
@@ -371,10 +373,11 @@ def place(compiled: Compiled, inputs: Sequence[Any], config: Config, pricing_on:
     outputs: list[Any] | None = None
     best: tuple[float, Placed] | None = None
     costs: list[Cost] = []
+    begun: list[Pending] = []
     for candidate in compiled.covers:
         alone = len(compiled.covers) == 1
         trial = _Trial(
-            candidate, config, pricing_on, tried, math.inf if best is None else best[0], times_eager=not alone
+            candidate, config, pricing_on, tried, begun, math.inf if best is None else best[0], times_eager=not alone
         )
         try:
             found = trial.executor(compiled.prepared).run(inputs, trial.run)
@@ -394,11 +397,12 @@ def place(compiled: Compiled, inputs: Sequence[Any], config: Config, pricing_on:
     assert best is not None
     assert outputs is not None
     pricing = pricing_on(_device_of([candidate.cover for candidate in compiled.covers]))
-    if costs and compiled.timing_key and pricing.timings is not None:
+    # As in `compile_divided`: what is found without a form that is still being built says nothing of later processes.
+    if costs and compiled.timing_key and not begun and pricing.timings is not None:
         kept = {cost.engine: cost.microseconds for cost in costs}
         pricing.timings.put(COVER_TIMINGS, compiled.timing_key, pricing.device, kept)
     costs += [Cost(order, microseconds, "cached") for order, microseconds in compiled.kept.items()]
-    return dataclasses.replace(best[1], covers=tuple(costs)), outputs
+    return dataclasses.replace(best[1], covers=tuple(costs), begun=tuple(begun)), outputs
 
 
 class _TooDearError(Exception):
@@ -414,11 +418,13 @@ class _Trial:
         config: Config,
         pricing_on: PricingOn,
         tried: dict[_Identity, Choice],
+        begun: list[Pending],
         limit_us: float,
         *,
         times_eager: bool,
     ) -> None:
-        """tried: what earlier trials found out, added to. limit_us: cost at which to give up. times_eager: eager's segments count."""
+        """tried, begun: what earlier trials found out, and began to have built, added to.
+        limit_us: cost at which to give up. times_eager: eager's segments count."""
         self.compiled: dict[str, CompiledRegion] = {}
         self.decisions: dict[str, RegionDecision] = {}
         self.spent_us = 0.0
@@ -426,6 +432,7 @@ class _Trial:
         self._config = config
         self._pricing_on = pricing_on
         self._tried = tried
+        self._begun = begun
         self._limit_us = limit_us
         self._times_eager = times_eager
 
@@ -457,6 +464,8 @@ class _Trial:
             choice = choose(region, candidates, arguments, self._config, self._pricing_on(region.device))
             release_unused()
             self._tried[_identity(segment)] = dataclasses.replace(choice, outputs=[])  # they would be kept alive
+            compiled = [made for made in candidates.values() if isinstance(made, CompiledRegion)]
+            self._begun += [each for each in (made.begun() for made in compiled) if each is not None]
             outputs = choice.outputs
         else:
             outputs = region.eager(arguments) if choice.compiled is None else choice.compiled(arguments)

@@ -46,6 +46,8 @@ def test_the_bases_make_whole_engines() -> None:
     region, deadline = Doubled(), Deadline(1.0)
     assert isinstance(region, CompiledRegion)
     assert region.program is None
+    assert region.form == ""
+    assert region.begun() is None
     assert region.refine([], 0.1, deadline) is region
     assert region.exact(deadline) is None
     region.release()

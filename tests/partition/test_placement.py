@@ -114,6 +114,17 @@ def test_a_second_process_does_not_time_again(tmp_path: Path) -> None:
     assert [(cost.microseconds, cost.kind) for cost in again.costs] == [(10.0, "cached"), (30.0, "cached")]
 
 
+def test_another_form_is_timed_by_itself(tmp_path: Path) -> None:
+    """What an engine's form of a region costs says nothing of another form."""
+    cache = TimingCache(Store(tmp_path), lambda device: "machine")
+    for form, cost in (("", 40.0), ("constants", 10.0)):
+        timed = Timed(region := _region(), 30.0, first=cost)
+        timed.candidates["first"].form = form  # type: ignore[union-attr]
+        found = choose(region, timed.candidates, [X], CONFIG, timed.pricing(cache)).decision
+        assert [each.kind for each in found.costs] == ["measured"] * 2
+        assert found.engine == ("first" if form else "eager")
+
+
 def test_implausible_costs_are_not_kept(tmp_path: Path) -> None:
     """Kernels far slower than eager lose, but on a loaded machine that may be chance: the next process times them again."""
     cache = TimingCache(Store(tmp_path), lambda device: "machine")

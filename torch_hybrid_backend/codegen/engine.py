@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.fx
@@ -80,9 +81,13 @@ class KernelRegion:
     kernels: RegionKernels
     options: tuple[KernelOptions, ...]
     engine: KernelEngine
+    form: ClassVar[str] = ""
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return self.run(inputs)
+
+    def begun(self) -> None:
+        """Nothing: it is compiled when `refine` returns."""
 
     def release(self) -> None:
         """Free what running from Python holds (packed constants); a later call makes it again."""

@@ -61,6 +61,24 @@ class KernelText:
 
 
 @runtime_checkable
+class Pending(Protocol):
+    """Something that is being built for an engine elsewhere, in a process of its own."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it is built, or will never be."""
+        ...
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Call it once when it is done, in any thread; at once where it is done already. What is called does not wait."""
+        ...
+
+    def cancel(self) -> None:
+        """Nobody wants it any more."""
+        ...
+
+
+@runtime_checkable
 class CompiledRegion(Protocol):
     """A region made ready to run by one engine."""
 
@@ -74,9 +92,19 @@ class CompiledRegion(Protocol):
         first call, for checks and as the oracle of tests."""
         ...
 
+    @property
+    def form(self) -> str:
+        """Which of its engine's forms of the region it is, where times of one say nothing of another; "" of most."""
+        ...
+
     def refine(self, inputs: Sequence[torch.Tensor], budget_s: float, deadline: Deadline) -> CompiledRegion:
         """The region made faster by timing alternatives on a call's inputs for about `budget_s` seconds, or itself. What it compiles for
         that it compiles inside `deadline.running()`, while something of the deadline is left."""
+        ...
+
+    def begun(self) -> Pending | None:
+        """What `refine` has begun to have built elsewhere, told once: when it is done the region's engines are tried again, on a later call's
+        inputs and off the call, and `refine` finds it."""
         ...
 
     def exact(self, deadline: Deadline) -> CompiledRegion | None:
@@ -99,27 +127,14 @@ class CompiledRegion(Protocol):
 
 
 @runtime_checkable
-class PendingRegion(Protocol):
+class PendingRegion(Pending, Protocol):
     """A region that its engine is building elsewhere, in a process of its own: others run it until it is ready.
 
     Then the region's engines are tried again, on a later call's inputs and off the call, with what was built among them.
     """
 
-    @property
-    def done(self) -> bool:
-        """Whether `result` would not wait."""
-        ...
-
-    def when_done(self, call: Callable[[], None]) -> None:
-        """Call it once when it is done, in any thread; at once where it is done already. What is called does not wait."""
-        ...
-
     def result(self) -> CompiledRegion:
         """What was built, of a region that is `done`. Raises what stopped it."""
-        ...
-
-    def cancel(self) -> None:
-        """Nobody wants it any more."""
         ...
 
 
@@ -203,12 +218,16 @@ class CompiledRegionBase(ABC):
     """A compiled region that is called from Python, has no other form and holds nothing; a subclass says what a call does."""
 
     program: Program | None = None
+    form: str = ""
 
     @abstractmethod
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
 
     def refine(self, inputs: Sequence[torch.Tensor], budget_s: float, deadline: Deadline) -> CompiledRegion:
         return self
+
+    def begun(self) -> Pending | None:
+        return None
 
     def exact(self, deadline: Deadline) -> CompiledRegion | None:
         return None

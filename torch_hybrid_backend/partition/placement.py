@@ -246,7 +246,7 @@ def _price(
                 return ()
             estimated = [Cost(engine, engine_us(region, c, on), "estimated") for engine, c in alive.items()]
             return (*estimated, Cost(EAGER, eager_us(region, on), "estimated")) if eager_runs else tuple(estimated)
-        contenders = {engine: pricing.versions.get(engine, "") for engine in alive}
+        contenders = {engine: _version(pricing, engine, compiled) for engine, compiled in alive.items()}
         runners: dict[str, Runner] = dict(alive)
         if eager_runs:
             contenders[EAGER] = torch.__version__
@@ -263,6 +263,12 @@ def _price(
                 continue
             drop(failed.engine, run_refusal(failed.error), failed.error)
     return ()
+
+
+def _version(pricing: Pricing, engine: str, compiled: CompiledRegion) -> str:
+    """What the times of a candidate depend on; "": they are not kept."""
+    version = pricing.versions.get(engine, "")
+    return f"{version} {compiled.form}" if version and compiled.form else version
 
 
 def priced(

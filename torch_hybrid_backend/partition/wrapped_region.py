@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from torch_hybrid_backend.core.deadline import Deadline
-from torch_hybrid_backend.core.engine import CompiledRegion, KernelText
+from torch_hybrid_backend.core.engine import CompiledRegion, KernelText, Pending
 from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Refused
@@ -33,8 +33,15 @@ class WrappedRegion:
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return self.around(self.compiled, inputs)
 
+    @property
+    def form(self) -> str:
+        return self.compiled.form
+
     def refine(self, inputs: Sequence[torch.Tensor], budget_s: float, deadline: Deadline) -> CompiledRegion:
         return replace(self, compiled=self.compiled.refine(inputs, budget_s, deadline))
+
+    def begun(self) -> Pending | None:
+        return self.compiled.begun()
 
     def exact(self, deadline: Deadline) -> CompiledRegion | None:
         exact = self.compiled.exact(deadline)

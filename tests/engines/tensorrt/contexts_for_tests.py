@@ -8,9 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_hybrid_backend.core.region import Region
-from torch_hybrid_backend.engines.tensorrt.build import Layout, Request
+from torch_hybrid_backend.engines.tensorrt.build import Layout, Request, make_constants
+from torch_hybrid_backend.graph.graph_json import graph_from_text
 
 
 class FakeStream:
@@ -49,6 +52,10 @@ class FakeContext:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.addresses: dict[str, int] = {}
         self._engine = engine
+
+    def tensor(self, name: str, layout: Layout, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+        """The tensor at an address that it was told; `shape`: as it lies in memory, where the layout's own is not all known."""
+        return _at(self.addresses[name], shape or tuple(int(layout.spec.shape[d]) for d in layout.order), layout)  # type: ignore[call-overload]
 
     def _told(self, method: str, *told: object) -> bool:
         self.calls.append((method, *told))
@@ -100,16 +107,26 @@ class FakeEngine:
 
 def computing(region: Region) -> Callable[[FakeContext], None]:
     """What an engine of the region would do, by PyTorch's operators, on the memory at the addresses that the context was told."""
-    request = Request.of(region, {})
+    return _computing(Request.of(region, {}), region.graph_module)
 
+
+def computing_request(data: bytes) -> Callable[[FakeContext], None]:
+    """What the engine that a request asks for would do, likewise: with its constants, whatever the weights are now."""
+    request = Request.from_bytes(data)
+    graph = graph_from_text(request.graph, FakeTensorMode())
+    make_constants(graph, request)
+    return _computing(request, graph)
+
+
+def _computing(request: Request, graph: torch.fx.GraphModule) -> Callable[[FakeContext], None]:
     def compute(context: FakeContext) -> None:
         inputs: list[object] = []
         for position, each in enumerate(request.inputs):
-            if isinstance(each, Layout):
+            if isinstance(each, Layout) and position not in request.constants:
                 name = f"input{request.engine_inputs.index(position)}"
                 inputs.append(_at(context.addresses[name], context.shapes[name], each))
         with torch.no_grad():
-            results: Sequence[torch.Tensor] = region.graph_module(*inputs)
+            results: Sequence[torch.Tensor] = graph(*inputs)
         for number, (result, layout) in enumerate(zip(results, request.outputs, strict=True)):
             in_memory = [result.shape[d] for d in layout.order]
             _at(context.addresses[f"output{number}"], tuple(in_memory), layout).copy_(result)

@@ -22,8 +22,9 @@ BUILD = "tests.engines.tensorrt.no_gpu:build"
 
 def engine(given: Services | Path | None = None, **options: Any) -> TensorRTEngine:
     """The engine for the CPU, which builds without a GPU and takes the machine for always the same."""
+    config = options.pop("config", Config())
     options = {"entry": BUILD, "machine": lambda device: "a GPU and its driver", **options}
-    made = TensorRTEngine(Config(), given if isinstance(given, Services) else services(given), **options)
+    made = TensorRTEngine(config, given if isinstance(given, Services) else services(given), **options)
     made.devices = frozenset({"cpu"})
     return made
 

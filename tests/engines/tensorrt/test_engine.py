@@ -11,7 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engines.tensorrt.contexts_for_tests import FakeEngine, FakeStream, FakeStreams, computing
+from tests.engines.tensorrt.contexts_for_tests import (
+    FakeEngine,
+    FakeStream,
+    FakeStreams,
+    computing,
+    computing_request,
+)
 from tests.engines.tensorrt.regions_for_tests import engine, region
 from tests.services_for_tests import services
 from torch_hybrid_backend import session
@@ -23,8 +29,17 @@ from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.engines.tensorrt import engine as module
 from torch_hybrid_backend.engines.tensorrt.build import Request
-from torch_hybrid_backend.engines.tensorrt.engine import MAX_GROWTH, TensorRTEngine, allows_tf32, engine_key, ranges_of
+from torch_hybrid_backend.engines.tensorrt.engine import (
+    MAX_GROWTH,
+    RegionWithConstants,
+    TensorRTEngine,
+    TensorRTRegion,
+    allows_tf32,
+    engine_key,
+    ranges_of,
+)
 from torch_hybrid_backend.errors import CompileError, DeadlineError
+from torch_hybrid_backend.measure import HostTimer
 
 pytestmark = pytest.mark.tensorrt
 
@@ -219,6 +234,65 @@ def test_sizes_outside_the_range_are_pytorchs(tmp_path: Path) -> None:
     call(65, 6)
     call(1000, 1000)
     assert sum(call_[0] == "execute_async_v3" for context in fake.contexts for call_ in context.calls) == runs
+
+
+def test_weights_as_constants_are_another_engine(tmp_path: Path) -> None:
+    """The first `refine` has it built by TensorRT, the next finds it: with one input, fewer layers, and the weights in its bytes. Other weights
+    are another engine; a second process finds the first."""
+    x, w, b = (
+        torch.randn(2, 512, 4, 4),
+        torch.randn(64, 512, 3, 3),
+        torch.randn(64),
+    )  # the weight is larger than any kernel's code
+    # As parameters of inference graphs are marked.
+    traced = region(lambda x, w, b: F.conv2d(x, w, b, padding=1).relu(), x, w, b)
+    made = dataclasses.replace(
+        traced, inputs=tuple(dataclasses.replace(each, is_constant=each.name != "x_1") for each in traced.inputs)
+    )
+    by_name = {"x_1": x, "w_1": w, "b_1": b}
+    inputs = [by_name[each.name] for each in made.inputs]
+    constants = {i: tensor for i, tensor in enumerate(inputs) if tensor is not x}
+    plans: list[bytes] = []
+
+    def load(plan: bytes, device: object) -> FakeEngine:
+        plans.append(plan)
+        given = constants if len(plan) > w.nbytes else {}
+        return FakeEngine(compute=computing_request(Request.of(made, {}, constants=given).to_bytes()))
+
+    class Timer(HostTimer):
+        def round(self, calls: Any) -> list[int]:
+            for call in calls:
+                call()
+            return [200, 100][: len(calls)]  # with inputs, with constants
+
+    config = Config(tensorrt_constants_percent=100)
+    given = dataclasses.replace(services(tmp_path), timer=lambda device: Timer())
+    (compiled,) = compiled_by(engine(given, load=load, streams=streams, config=config), made)
+    assert isinstance(compiled, TensorRTRegion), compiled
+    assert compiled.refine(inputs, 0.01, Deadline(120.0)) is compiled
+    build = compiled.begun()
+    assert build is not None
+    assert compiled.begun() is None  # told once
+    done = threading.Event()
+    build.when_done(done.set)
+    assert done.wait(120.0)
+    refined = compiled.refine(inputs, 0.01, Deadline(120.0))
+    assert isinstance(refined, RegionWithConstants)
+    assert (compiled.form, refined.form) == ("", "constants")
+    torch.testing.assert_close(refined(inputs)[0], made.graph_module(*inputs)[0])
+    assert len(plans[0]) < w.nbytes < len(plans[1]), [len(plan) for plan in plans]
+    before, after = (each.texts()[0].text.splitlines() for each in (compiled, refined))
+    assert len(after) <= len(before)
+    assert after != before
+    keys = {key(made), key(made, constants=constants), key(made, constants={**constants, 1: constants[1] + 1})}
+    assert len(keys) == 3
+    given = dataclasses.replace(services(tmp_path), timer=lambda device: Timer())
+    (again,) = engine(given, load=load, streams=streams, config=config, entry="nowhere:build").compile(
+        [made], Deadline(120.0)
+    )
+    assert isinstance(again, TensorRTRegion), again
+    assert isinstance(again.refine(inputs, 0.01, Deadline(120.0)), RegionWithConstants)
+    assert again.begun() is None
 
 
 def test_tf32_only_where_every_operator_may(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,6 +121,39 @@ def test_contexts_are_bounded() -> None:
     assert [call for call in log if call[0] == "synchronize"] == [("synchronize", 3)]
 
 
+def test_a_runner_that_is_closed_lets_its_calls_end() -> None:
+    """A context that is destroyed takes memory with it: its work must be done. Later calls are told, and begin nothing."""
+    engine = FakeEngine()
+    log: list[tuple[object, ...]] = []
+    run = runner(engine, FakeStreams(FakeStream(7, log)))
+    inside, may_end = threading.Event(), threading.Event()
+
+    def during() -> None:
+        inside.set()
+        assert may_end.wait(10)
+        log.append(("enqueued",))
+
+    engine.during = during
+    tensors = [torch.ones(2, 3), torch.empty(2, 3)]
+    calling = threading.Thread(target=run, args=(tensors,))
+    calling.start()
+    assert inside.wait(10)
+    closing = threading.Thread(target=run.close)
+    closing.start()
+    while not run._is_closed:
+        pass
+    assert not run.ran(tensors)  # it does not wait for those who close it
+    assert not log
+    may_end.set()
+    for thread in (calling, closing):
+        thread.join(10)
+    assert log == [("enqueued",), ("synchronize", 7)]
+    assert len(engine.contexts) == 1
+    assert not run._contexts
+    with pytest.raises(HybridError, match="closed"):
+        run(tensors)
+
+
 def test_what_tensorrt_refuses_is_an_error_of_ours() -> None:
     """A shape outside the range, an address, a run that fails: each says so, and the next call works."""
     tensors = [torch.ones(2, 3), torch.empty(2, 3)]

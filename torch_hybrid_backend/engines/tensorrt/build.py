@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -150,9 +150,9 @@ class Request:
             "tf32": self.tf32,
         }
 
-    def contents(self) -> list[bytes]:
+    def contents(self) -> Iterator[bytes]:
         """The values of its constants, in the order of `form`."""
-        return [_content(tensor) for tensor in self.constants.values()]
+        return map(_content, self.constants.values())
 
     @staticmethod
     def from_bytes(data: bytes) -> Request:
@@ -223,7 +223,7 @@ def build(request: bytes, going_on: GoingOn) -> bytes:
         graph = graph_from_text(wanted.graph, fakes.mode)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
         raise CompileError(f"the request's graph cannot be read: {error}") from error
-    _make_constants(graph, wanted.constants)
+    make_constants(graph, wanted)
     values = [
         fakes.tensor(each.spec) if isinstance(each, Layout) else fakes.size(each)
         for i, each in enumerate(wanted.inputs)
@@ -245,12 +245,15 @@ def build(request: bytes, going_on: GoingOn) -> bytes:
     return Engine(plan, *names, layers, adapter.versions()).to_bytes()
 
 
-def _make_constants(graph: torch.fx.GraphModule, constants: Mapping[int, torch.Tensor]) -> None:
+def make_constants(graph: torch.fx.GraphModule, wanted: Request) -> None:
+    """Have a request's graph hold its constants, in place of the inputs that they are, with those inputs' strides."""
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    for position, tensor in constants.items():
-        node = placeholders[position]
+    for position, tensor in wanted.constants.items():
+        node, layout = placeholders[position], wanted.inputs[position]
+        assert isinstance(layout, Layout)
         name = f"_constant{position}"
-        setattr(graph, name, torch.nn.Parameter(tensor, requires_grad=False))
+        laid = torch.empty_strided(tensor.shape, _numbers(layout.spec.strides), dtype=tensor.dtype).copy_(tensor)
+        setattr(graph, name, torch.nn.Parameter(laid, requires_grad=False))
         with graph.graph.inserting_before(node):
             made = graph.graph.get_attr(name)
         node.replace_all_uses_with(made)
@@ -292,7 +295,7 @@ def _numbers(sizes: Sequence[Dim]) -> tuple[int, ...]:
 # --- bytes ------------------------------------------------------------------------------------------------------------------------------
 
 
-def _framed(magic: bytes, header: Mapping[str, Any], parts: Sequence[bytes]) -> bytes:
+def _framed(magic: bytes, header: Mapping[str, Any], parts: Iterable[bytes]) -> bytes:
     text = json.dumps(header).encode()
     return b"".join([magic, _LENGTH.pack(len(text)), text, *parts])
 

@@ -7,28 +7,31 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.fx
 from torch.utils._pytree import tree_leaves
 
-from torch_hybrid_backend.builds.builds import Builds
+from torch_hybrid_backend.builds.builds import Build, Builds
 from torch_hybrid_backend.builds.pending import BuildingRegion
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline
-from torch_hybrid_backend.core.device import Device
+from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.engine import (
     CompiledRegion,
     CompiledRegionBase,
     EngineBase,
     KernelText,
+    Pending,
     PendingRegion,
     ProgramCall,
+    RunProgram,
 )
-from torch_hybrid_backend.core.program import ExternalCall, Program
+from torch_hybrid_backend.core.program import ExternalCall, ExternalRunner, PackedConstant, Program
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
@@ -42,6 +45,7 @@ from torch_hybrid_backend.engines.tensorrt.build import (
     extreme,
     memory_order,
 )
+from torch_hybrid_backend.engines.tensorrt.constants import Budget, ConstantForm, EitherRunner, positions_of, worth
 from torch_hybrid_backend.engines.tensorrt.installed import NO_GPU, described, installation
 from torch_hybrid_backend.engines.tensorrt.runtime import (
     CudaStreams,
@@ -52,9 +56,12 @@ from torch_hybrid_backend.engines.tensorrt.runtime import (
 )
 from torch_hybrid_backend.errors import CompileError
 from torch_hybrid_backend.machine import fingerprint, float32_precision
+from torch_hybrid_backend.measure import Timer, measure
 from torch_hybrid_backend.services import Services
 from torch_hybrid_backend.sizes.size import Dim, Symbol, symbols
 from torch_hybrid_backend.sources import sources_version
+
+_log = logging.getLogger(__name__)
 
 BUILD = "torch_hybrid_backend.engines.tensorrt.build:build"
 _KIND = "tensorrt"
@@ -94,7 +101,8 @@ def allows_tf32(region: Region) -> bool:
 
 
 class TensorRTEngine(EngineBase):
-    """Compiles regions to TensorRT engines for the GPUs of this process. Weights are inputs of engines: held once, and live.
+    """Compiles regions to TensorRT engines for the GPUs of this process. Weights are inputs of engines: held once, and live; or constants
+    where that is faster (`engines/tensorrt/constants.py`).
 
     `load` makes an engine of its bytes on a device, `entry` is what builds it, `streams` are a device's, `machine` tells the device and its
     driver: tests give their own.
@@ -115,6 +123,7 @@ class TensorRTEngine(EngineBase):
         machine: Callable[[Device], str] = fingerprint,
     ) -> None:
         self._services = services
+        self._percent = config.tensorrt_constants_percent
         self._entry = entry
         self._load = load or _load
         self._streams = streams
@@ -157,13 +166,16 @@ class TensorRTEngine(EngineBase):
     ) -> Sequence[CompiledRegion | PendingRegion | Exception]:
         """Builds run one after another, in processes, each for at most the deadline's limit; equal regions share one. Nothing waits for them:
         what was built before is loaded, the rest is pending."""
-        return [self._compiled(region, deadline) for region in regions]
+        budget = Budget.of(regions, self._percent)
+        return [self._compiled(region, deadline, budget) for region in regions]
 
-    def _compiled(self, region: Region, deadline: Deadline) -> CompiledRegion | PendingRegion | Exception:
+    def _compiled(
+        self, region: Region, deadline: Deadline, budget: Budget
+    ) -> CompiledRegion | PendingRegion | Exception:
         try:
             request = Request.of(region, ranges_of(region), tf32=allows_tf32(region))
             data, key = request.to_bytes(), engine_key(region, request, self._machine(region.device))
-            load = functools.partial(self._region, region, request)
+            load = functools.partial(self._region, region, request, budget, deadline.limit_s)
             build = self._builds.start(key, self._entry, data, deadline.limit_s)
             if build.done:
                 try:
@@ -174,7 +186,15 @@ class TensorRTEngine(EngineBase):
         except CompileError as error:
             return error
 
-    def _region(self, region: Region, request: Request, data: bytes) -> CompiledRegion:
+    def _region(self, region: Region, request: Request, budget: Budget, limit_s: float, data: bytes) -> CompiledRegion:
+        runner, built = self.runner(region, request, data)
+        program = program_of(region, request, runner, runner.scratch_bytes)
+        constants = self._constants(region, request, runner, budget, limit_s)
+        made = TensorRTRegion(region.name, program, self._services.run_program(program), built, constants)
+        return RangedRegion(made, region, request.ranges) if request.ranges else made
+
+    def runner(self, region: Region, request: Request, data: bytes) -> tuple[EngineRunner, Engine]:
+        """What was built for a request, on its device. Raises CompileError for bytes that are no engine for it."""
         try:
             built = Engine.from_bytes(data)
             loaded = self._load(built.plan, region.device)
@@ -187,9 +207,67 @@ class TensorRTEngine(EngineBase):
             [(name, layout.order) for name, layout in zip(built.outputs, request.outputs, strict=True)],
             self._streams(region.device),
         )
-        program = program_of(region, request, runner, loaded.scratch_bytes)
-        made = TensorRTRegion(region.name, program, self._services.run_program(program), built)
-        return RangedRegion(made, region, request.ranges) if request.ranges else made
+        return runner, built
+
+    def _constants(
+        self, region: Region, request: Request, runner: EngineRunner, budget: Budget, limit_s: float
+    ) -> _Constants | None:
+        """The region's other form; None where it has no weights, or more than the budget is. Not where sizes vary: a plan is made for each."""
+        positions = positions_of(region)
+        size_bytes = sum(spec.size_bytes for i in positions if (spec := region.inputs[i].spec) is not None)
+        if not positions or size_bytes > budget.limit_bytes or request.ranges:
+            return None
+        streams = self._streams(region.device)
+        maker = _Maker(self, region, request, positions, limit_s)
+        form = ConstantForm(region.name, size_bytes, maker, lambda: streams.capturing)
+        place = {position: buffer for buffer, position in enumerate(request.engine_inputs)}
+        weights = [place[position] for position in positions]
+        either = EitherRunner(runner, form, len(place), weights, lambda: streams.capturing)
+
+        def program(scratch_bytes: int) -> Program:
+            return program_of(region, request, either, scratch_bytes, PackedConstant(len(place), positions, form.pack))
+
+        timer = functools.partial(self._services.timer, region.device)
+        return _Constants(form, positions, budget, program, self._services.run_program, timer, runner.scratch_bytes)
+
+    def wanted(self, region: Region, request: Request) -> tuple[str, bytes]:
+        """The key of an engine, and the request for it."""
+        return engine_key(region, request, self._machine(region.device)), request.to_bytes()
+
+    def start(self, key: str, request: bytes, limit_s: float) -> Build:
+        """Start a build, or take up what is known of it; what is kept and is no engine is built anew."""
+        build = self._builds.start(key, self._entry, request, limit_s)
+        if build.done:
+            kept = build.result(0)
+            try:
+                Engine.from_bytes(kept)
+            except CompileError:
+                build = self._builds.start(key, self._entry, request, limit_s, rebuild=True)
+        return build
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Maker:
+    """What makes engines of one region with its weights as constants: a `constants.Maker`."""
+
+    engine: TensorRTEngine
+    region: Region
+    request: Request
+    positions: tuple[int, ...]
+    limit_s: float
+
+    def _with(self, weights: Sequence[torch.Tensor]) -> Request:
+        return replace(self.request, constants=dict(zip(self.positions, weights, strict=True)))
+
+    def wanted(self, weights: Sequence[torch.Tensor]) -> tuple[str, bytes]:
+        return self.engine.wanted(self.region, self._with(weights))
+
+    def start(self, key: str, request: bytes) -> Build:
+        return self.engine.start(key, request, self.limit_s)
+
+    def load(self, built: bytes) -> tuple[EngineRunner, Engine]:
+        # Which positions are constants is all that counts here.
+        return self.engine.runner(self.region, self._with([torch.empty(0)] * len(self.positions)), built)
 
 
 class _UnreadableError(CompileError):
@@ -207,23 +285,32 @@ def engine_key(region: Region, request: Request, machine: str) -> str:
     return digest.hexdigest()
 
 
-def program_of(region: Region, request: Request, runner: EngineRunner, scratch_bytes: int) -> Program:
-    """The region as one step: its tensors, and a block of working memory that the plan lays where nothing else is in use."""
-    read = [each for i in request.engine_inputs if isinstance(each := request.inputs[i], Layout)]
-    buffers = [replace(layout.spec, device=region.device) for layout in (*read, *request.outputs)]
+def program_of(
+    region: Region,
+    request: Request,
+    runner: ExternalRunner,
+    scratch_bytes: int,
+    mark: PackedConstant | None = None,
+) -> Program:
+    """The region as one step: its tensors, and a block of working memory that the plan lays where nothing else is in use. `mark`: what it reads
+    after its inputs: one int64 on the CPU."""
+    layouts = [each for i in request.engine_inputs if isinstance(each := request.inputs[i], Layout)]
+    read = [replace(layout.spec, device=region.device) for layout in layouts]
+    if mark is not None:
+        read.append(TensorSpec((1,), "int64", (1,), CPU))
+    buffers = [*read, *(replace(layout.spec, device=region.device) for layout in request.outputs)]
     outputs = range(len(read), len(buffers))
     if scratch_bytes:
         size = scratch_buffer_bytes(scratch_bytes)
         buffers.append(TensorSpec((size,), "uint8", (1,), region.device))
     place = {position: buffer for buffer, position in enumerate(request.engine_inputs)}
-    step = ExternalCall(
-        runner, tuple(range(len(buffers))), len(buffers) - len(read), f"TensorRT engine of {region.name}"
-    )
+    title = f"TensorRT engine of {region.name}" + ("" if mark is None else ", weights as constants")
+    step = ExternalCall(runner, tuple(range(len(buffers))), len(buffers) - len(read), title)
     return Program(
         buffers=tuple(buffers),
         inputs=tuple(place.get(position, -1) for position in range(len(region.inputs))),
         outputs=tuple(outputs),
-        constants=(),
+        constants=() if mark is None else (mark,),
         steps=(step,),
         signature=tuple(each.spec if each.spec is not None else each.size for each in region.inputs),
         device=region.device,
@@ -231,13 +318,23 @@ def program_of(region: Region, request: Request, runner: EngineRunner, scratch_b
 
 
 class TensorRTRegion(CompiledRegionBase):
-    """A region as one engine."""
+    """A region as one engine. `constants`: its other form, where it may have one."""
 
-    def __init__(self, name: str, program: Program, run: ProgramCall, built: Engine) -> None:
+    def __init__(
+        self, name: str, program: Program, run: ProgramCall, built: Engine, constants: _Constants | None = None
+    ) -> None:
         self.program = program
-        self._name = name
+        self.name = name
         self._run = run
         self._built = built
+        self._constants = constants
+
+    def refine(self, inputs: Sequence[torch.Tensor], budget_s: float, deadline: Deadline) -> CompiledRegion:
+        """The form with constants, where its engine is there and is faster; else its build is begun."""
+        return self if self._constants is None else self._constants.faster(self, inputs, budget_s)
+
+    def begun(self) -> Pending | None:
+        return None if self._constants is None else self._constants.form.begun()
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return self._run(inputs)
@@ -247,7 +344,79 @@ class TensorRTRegion(CompiledRegionBase):
 
     def texts(self) -> Sequence[KernelText]:
         """Its layers, as TensorRT fused them."""
-        return [KernelText(self._name, "\n".join(self._built.layers) + "\n", ".txt")]
+        return [_layers(self.name, self._built.layers)]
+
+
+@dataclass(slots=True, eq=False)
+class _Constants:
+    """The form of a region that takes its weights as constants while they are as they were. `program` makes its program, with so much working
+    memory; `scratch_bytes`: what the form with inputs needs of it. `timer`: of the region's device."""
+
+    form: ConstantForm
+    positions: tuple[int, ...]
+    budget: Budget
+    program: Callable[[int], Program]
+    run_program: RunProgram
+    timer: Callable[[], Timer]
+    scratch_bytes: int
+    made: RegionWithConstants | None = None
+
+    def faster(self, inputs_form: TensorRTRegion, inputs: Sequence[torch.Tensor], budget_s: float) -> CompiledRegion:
+        """The faster of the two on a call's inputs, timed for about `budget_s` seconds; `inputs_form` where that is about as fast, and where
+        the other is not there. Decided once."""
+        engine = self.form.prepare([inputs[i] for i in self.positions])
+        if engine is None:
+            return inputs_form
+        if self.made is not None:
+            return self.made
+        size = max(self.scratch_bytes, engine.scratch_bytes)
+        self.form.limit_scratch(size)
+        program = self.program(size)
+        made = RegionWithConstants(inputs_form, program, self.run_program(program), self.form)
+        with self.form.at_once():
+            made(inputs)
+        if not self.form.serves:
+            self.form.give_up("they changed while engines were chosen")
+            return inputs_form
+        times = measure([lambda: inputs_form(inputs), lambda: made(inputs)], budget_s, timer=self.timer())
+        as_inputs, as_constants = (each.low_us for each in times)
+        told = f"{as_inputs:.1f} us with its weights as inputs, {as_constants:.1f} us with constants"
+        if not worth(as_inputs, as_constants):
+            self.form.give_up(f"it takes {told}")
+        elif self.budget.grant(self.form, as_inputs - as_constants):
+            _log.info("region %s takes %s", self.form.name, told)
+            self.made = made
+            return made
+        made.release()
+        return inputs_form
+
+
+class RegionWithConstants(CompiledRegionBase):
+    """A region as two engines: the one with constants while they are what the weights are, the other elsewhere."""
+
+    form = "constants"
+
+    def __init__(self, inputs_form: TensorRTRegion, program: Program, run: ProgramCall, form: ConstantForm) -> None:
+        self.program = program
+        self._inputs_form = inputs_form
+        self._run = run
+        self._form = form
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return self._run(inputs)
+
+    def exact(self, deadline: Deadline) -> CompiledRegion | None:
+        """As far as its results are concerned constants are a risk of their own."""
+        self._form.give_up("its results are too far from eager's")
+        return self._inputs_form.exact(deadline) or self._inputs_form
+
+    def release(self) -> None:
+        self._run.release()
+
+    def texts(self) -> Sequence[KernelText]:
+        """The layers of the engine with constants, where it is there."""
+        layers = self._form.layers
+        return [_layers(self._inputs_form.name, layers)] if layers else self._inputs_form.texts()
 
 
 class RangedRegion(CompiledRegionBase):
@@ -275,6 +444,10 @@ class RangedRegion(CompiledRegionBase):
 
     def texts(self) -> Sequence[KernelText]:
         return self._made.texts()
+
+
+def _layers(name: str, layers: Sequence[str]) -> KernelText:
+    return KernelText(name, "\n".join(layers) + "\n", ".txt")
 
 
 def _load(plan: bytes, device: Device) -> LoadedEngine:

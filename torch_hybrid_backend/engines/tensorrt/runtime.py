@@ -9,6 +9,7 @@ No GPU has run this yet. Tests run it with a context that records what it is tol
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.errors import HybridError
 
 MAX_CONTEXTS = 8  # of one engine; each holds some memory of the device
+_POLL_S = 0.001
 SCRATCH_ALIGNMENT = 256  # bytes, of working memory: IExecutionContext.set_device_memory asks for it
 
 
@@ -138,12 +140,37 @@ class EngineRunner:
         self._thread = thread
         self._lock = threading.Lock()
         self._contexts: OrderedDict[tuple[int, int], _Lent] = OrderedDict()
+        self._is_closed = False
+
+    @property
+    def scratch_bytes(self) -> int:
+        """The working memory that a call needs."""
+        return self._engine.scratch_bytes
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> None:
         """Enqueue the engine's work. Raises HybridError where TensorRT refuses something, or a CUDA graph is captured that cannot hold it."""
+        if not self.ran(tensors):
+            raise HybridError("a TensorRT engine was called after it was closed")
+
+    def close(self) -> None:
+        """Let go of its contexts when the calls under way have done their work. It waits for them, and runs no others."""
+        with self._lock:
+            self._is_closed = True
+            left = list(self._contexts.values())
+        for lent in left:
+            while lent.in_use:  # a call is only enqueued: microseconds
+                time.sleep(_POLL_S)
+            lent.stream.synchronize()
+        with self._lock:
+            self._contexts.clear()
+
+    def ran(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """As a call, but False in place of running where it was closed."""
         current = self._streams.current()
         stream = current if current.cuda_stream else self._streams.side()
         lent = self._lend(stream)
+        if lent is None:
+            return False
         try:
             self._prepare(lent, tensors)
             if self._streams.capturing and not self._engine.can_be_captured(lent.context, stream.cuda_stream):
@@ -156,6 +183,7 @@ class EngineRunner:
                 current.wait_stream(stream)
         finally:
             lent.in_use = False
+        return True
 
     def _prepare(self, lent: _Lent, tensors: Sequence[torch.Tensor]) -> None:
         context = lent.context
@@ -170,13 +198,15 @@ class EngineRunner:
         rest = tensors[len(self._inputs) :]
         for (name, _), tensor in zip(self._outputs, rest, strict=False):
             _address(context, name, tensor)
-        for scratch in rest[len(self._outputs) :]:
+        for scratch in rest[len(self._outputs) :] if self._engine.scratch_bytes else ():
             address = -(-scratch.data_ptr() // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
             context.set_device_memory(address, self._engine.scratch_bytes)
 
-    def _lend(self, stream: Stream) -> _Lent:
+    def _lend(self, stream: Stream) -> _Lent | None:
         key = (self._thread(), stream.cuda_stream)
         with self._lock:
+            if self._is_closed:
+                return None
             lent = self._contexts.get(key)
             if lent is None:
                 self._make_room()
