@@ -194,8 +194,8 @@ class HybridGraph:
         placed, outputs = fastest(placed, outputs, inputs, self._config, self._pricing(), place_anew)
         placed, outputs = judged(placed, outputs, inputs, self._config, place_anew)
         hoisted = placed.prepared.hoisted  # what the gates tell of a graph changes `prepared`, not this
-        chosen = next(each for each in tried if each[0].prepared.hoisted is hoisted)
-        return *chosen, placed, outputs
+        compiled, pending = next(each for each in tried if each[0].prepared.hoisted is hoisted)
+        return compiled, [*pending, *placed.pending], placed, outputs
 
     def choose_anew(self, compiled: Compiled, inputs: Sequence[Any]) -> None:
         """Choose engines once more, with what was built elsewhere among them; calls go on meanwhile. Of an error that comes of it, one WARNING,

@@ -141,13 +141,15 @@ class Compiled:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placed:
-    """Who runs what. `compiled`: by region name, of the regions that an engine runs. `covers`: what each priced cover costs."""
+    """Who runs what. `compiled`: by region name, of the regions that an engine runs. `covers`: what each priced cover costs. `pending`: what
+    was begun to be built when results turned out too far from eager's."""
 
     prepared: Prepared
     partition: Partition
     compiled: Mapping[str, CompiledRegion]
     decisions: Mapping[str, RegionDecision]
     covers: tuple[Cost, ...] = ()
+    pending: tuple[PendingRegion, ...] = ()
 
     @property
     def plan(self) -> Plan:
@@ -394,11 +396,12 @@ def place(compiled: Compiled, inputs: Sequence[Any], config: Config, pricing_on:
     assert best is not None
     assert outputs is not None
     pricing = pricing_on(_device_of([candidate.cover for candidate in compiled.covers]))
-    if costs and compiled.timing_key and pricing.timings is not None:
+    pending = tuple(each for choice in tried.values() for each in choice.pending)
+    if costs and compiled.timing_key and pricing.timings is not None and not pending:
         kept = {cost.engine: cost.microseconds for cost in costs}
         pricing.timings.put(COVER_TIMINGS, compiled.timing_key, pricing.device, kept)
     costs += [Cost(order, microseconds, "cached") for order, microseconds in compiled.kept.items()]
-    return dataclasses.replace(best[1], covers=tuple(costs)), outputs
+    return dataclasses.replace(best[1], covers=tuple(costs), pending=pending), outputs
 
 
 class _TooDearError(Exception):

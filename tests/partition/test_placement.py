@@ -189,7 +189,7 @@ def test_a_region_that_is_too_far_off_is_made_exact() -> None:
     region = _region()
 
     class Rounding(FakeRegion):
-        def exact(self, deadline: Deadline) -> CompiledRegion:
+        def exact(self, deadline: Deadline, error: float) -> CompiledRegion:
             return exact
 
     exact = _fine(region)
@@ -230,7 +230,7 @@ def test_what_the_first_call_cannot_compile(error: Exception, code: Reason) -> N
     region = _region()
 
     class Rounding(FakeRegion):
-        def exact(self, deadline: Deadline) -> CompiledRegion:
+        def exact(self, deadline: Deadline, _error: float) -> CompiledRegion:
             raise error
 
     rounding = Rounding(region, lambda outputs: [output + 1 for output in outputs])
@@ -248,7 +248,7 @@ class Refinable(FakeRegion):
         self.faster, self.accurate = faster, accurate
 
     def refine(self, inputs: Sequence[torch.Tensor], budget_s: float, deadline: Deadline) -> CompiledRegion:
-        self.faster.exact = lambda deadline: self.accurate  # type: ignore[attr-defined]
+        self.faster.exact = lambda deadline, error: self.accurate  # type: ignore[attr-defined]
         return self.faster
 
 

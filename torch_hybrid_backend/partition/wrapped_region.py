@@ -9,7 +9,8 @@ from typing import ClassVar
 import torch
 
 from torch_hybrid_backend.core.deadline import Deadline
-from torch_hybrid_backend.core.engine import CompiledRegion, KernelText
+from torch_hybrid_backend.core.engine import CompiledRegion, KernelText, PendingRegion
+from torch_hybrid_backend.core.plan import Attempt
 from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Refused
@@ -36,9 +37,13 @@ class WrappedRegion:
     def refine(self, inputs: Sequence[torch.Tensor], budget_s: float, deadline: Deadline) -> CompiledRegion:
         return replace(self, compiled=self.compiled.refine(inputs, budget_s, deadline))
 
-    def exact(self, deadline: Deadline) -> CompiledRegion | None:
-        exact = self.compiled.exact(deadline)
-        return None if exact is None else replace(self, compiled=exact)
+    @property
+    def attempts(self) -> tuple[Attempt, ...]:
+        return self.compiled.attempts
+
+    def exact(self, deadline: Deadline, error: float) -> CompiledRegion | PendingRegion | None:
+        exact = self.compiled.exact(deadline, error)
+        return replace(self, compiled=exact) if isinstance(exact, CompiledRegion) else exact
 
     def operator_us(self, inputs: Sequence[torch.Tensor]) -> Sequence[tuple[frozenset[str], float]]:
         return self.compiled.operator_us(inputs)

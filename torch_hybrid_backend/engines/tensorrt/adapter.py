@@ -200,7 +200,7 @@ def build_engine(
     tf32: bool,
     going_on: GoingOn,
 ) -> tuple[bytes, tuple[str, ...]]:
-    """A serialised engine of a lowered graph, and its layers as TensorRT lists them, fused as they are: "gemm: name".
+    """A serialised engine of a lowered graph, and its layers as TensorRT lists them, fused as they are: "gemm: name (Half, Half -> Half)".
 
     `going_on` is told how far the build is, from 0 to 1, and says whether to go on. Raises CompileError where it said no, where a converter
     fails, where the network would not be exact, and where TensorRT fails.
@@ -369,7 +369,16 @@ class _Monitor(trt.IProgressMonitor):  # type: ignore[misc]
 
 # --- log --------------------------------------------------------------------------------------------------------------------------------
 
-_LAYER = re.compile(r"^Name: (.*?), LayerType: (\w+),", re.MULTILINE)
+_LAYER = re.compile(
+    r"^Name: (.*?), LayerType: (\w+), Inputs: (.*?), Constants: (.*?), Outputs: (.*?), TacticName:", re.MULTILINE
+)
+_DTYPE = re.compile(r"Datatype: (\w+)")
+
+
+def _layer(name: str, kind: str, *tensors: str) -> str:
+    """A layer with the types of what it reads, of its constants and of what it makes: "gemm: linear (Half, Half; Float -> Half)"."""
+    read, constants, made = (", ".join(_DTYPE.findall(each)) for each in tensors)
+    return f"{kind}: {name} ({'; '.join(filter(None, (read, constants)))} -> {made})"
 
 
 class _Log(logging.Handler):
@@ -385,7 +394,7 @@ class _Log(logging.Handler):
         if record.levelno >= logging.ERROR:
             self.errors.append(message)
         if message.startswith("Layers:"):
-            self.layers += [f"{kind}: {name}" for name, kind in _LAYER.findall(message)]
+            self.layers += [_layer(*found) for found in _LAYER.findall(message)]
         # What an error means for the user is in the refusal.
         _log.log(min(record.levelno, logging.INFO), "TensorRT: %s", message)
 

@@ -28,6 +28,7 @@ from torch_hybrid_backend.core.engine import (
     PendingRegion,
     ProgramCall,
 )
+from torch_hybrid_backend.core.plan import Attempt
 from torch_hybrid_backend.core.program import ExternalCall, Program
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
@@ -43,6 +44,15 @@ from torch_hybrid_backend.engines.tensorrt.build import (
     memory_order,
 )
 from torch_hybrid_backend.engines.tensorrt.installed import NO_GPU, described, installation
+from torch_hybrid_backend.engines.tensorrt.ladder import (
+    ATTENTION,
+    CONVOLUTIONS,
+    PRODUCTS,
+    Rung,
+    keeps_tf32_exact,
+    rungs_of,
+)
+from torch_hybrid_backend.engines.tensorrt.ladder import name as operator_name
 from torch_hybrid_backend.engines.tensorrt.runtime import (
     CudaStreams,
     EngineRunner,
@@ -50,7 +60,7 @@ from torch_hybrid_backend.engines.tensorrt.runtime import (
     Streams,
     scratch_buffer_bytes,
 )
-from torch_hybrid_backend.errors import CompileError
+from torch_hybrid_backend.errors import AccuracyError, CompileError
 from torch_hybrid_backend.machine import fingerprint, float32_precision
 from torch_hybrid_backend.services import Services
 from torch_hybrid_backend.sizes.size import Dim, Symbol, symbols
@@ -63,13 +73,6 @@ SOURCES = ("core", "sizes", "graph/graph_json.py", "engines/tensorrt")
 # An engine serves sizes of up to so many times the power of two above the first one, where the size's own range goes as far; beyond that
 # PyTorch's operators run. A wider range costs memory and speed; how much was not measured, for want of a GPU.
 MAX_GROWTH = 8
-
-# Operators that an engine with the flag for TF32 would compute as products, by name; PyTorch has a setting for them, and one for convolutions.
-_PRODUCTS = frozenset(
-    "mm bmm addmm baddbmm addbmm linear matmul mv addmv dot vdot inner _cdist_forward _pdist_forward".split()
-)
-_ATTENTION = ("_scaled_dot_product", "scaled_dot_product", "_flash_attention", "_efficient_attention")
-_CONVOLUTIONS = frozenset("convolution cudnn_convolution conv1d conv2d conv3d".split())
 
 
 def ranges_of(region: Region) -> dict[str, Range]:
@@ -86,10 +89,9 @@ def ranges_of(region: Region) -> dict[str, Range]:
 def allows_tf32(region: Region) -> bool:
     """Whether PyTorch lets every operator of the region round to TF32 that an engine with the flag would: it has but one for all."""
     of_products, of_convolutions = (precision == "tf32" for precision in float32_precision("cuda"))
-    called = [node.target for node in region.graph_module.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
-    names = {target._schema.name.partition("::")[2] for target in called}
-    products = any(name in _PRODUCTS or name.startswith(_ATTENTION) for name in names)
-    convolutions = bool(names & _CONVOLUTIONS)
+    names = {operator_name(node) for node in region.graph_module.graph.nodes}
+    products = any(name in PRODUCTS or name.startswith(ATTENTION) for name in names)
+    convolutions = bool(names & CONVOLUTIONS)
     return (products or convolutions) and (of_products or not products) and (of_convolutions or not convolutions)
 
 
@@ -159,22 +161,50 @@ class TensorRTEngine(EngineBase):
         what was built before is loaded, the rest is pending."""
         return [self._compiled(region, deadline) for region in regions]
 
-    def _compiled(self, region: Region, deadline: Deadline) -> CompiledRegion | PendingRegion | Exception:
+    def _compiled(
+        self, region: Region, deadline: Deadline, failed: tuple[Attempt, ...] = ()
+    ) -> CompiledRegion | PendingRegion | Exception:
+        """On the first rung that is not known to be too far from eager. `failed`: those below it."""
         try:
-            request = Request.of(region, ranges_of(region), tf32=allows_tf32(region))
-            data, key = request.to_bytes(), engine_key(region, request, self._machine(region.device))
-            load = functools.partial(self._region, region, request)
-            build = self._builds.start(key, self._entry, data, deadline.limit_s)
-            if build.done:
+            for rung in rungs_of(region)[len(failed) :]:
                 try:
-                    return load(build.result(0))
-                except _UnreadableError:  # what was kept is cut short, or of a TensorRT whose version does not tell
-                    build = self._builds.start(key, self._entry, data, deadline.limit_s, rebuild=True)
-            return BuildingRegion(build, load)
+                    return self._on_rung(region, rung, deadline, failed)
+                except AccuracyError as error:  # remembered
+                    failed = (*failed, Attempt(rung, str(error)))
+            raise AccuracyError(
+                f"its results are too far from eager's: {'; '.join(f'{a.why} {a.how}' for a in failed)}"
+            )
         except CompileError as error:
             return error
 
-    def _region(self, region: Region, request: Request, data: bytes) -> CompiledRegion:
+    def _on_rung(
+        self, region: Region, rung: Rung, deadline: Deadline, failed: tuple[Attempt, ...]
+    ) -> CompiledRegion | PendingRegion:
+        tf32 = allows_tf32(region) or keeps_tf32_exact(region, rung)
+        request = Request.of(region, ranges_of(region), tf32=tf32, rung=rung)
+        data, key = request.to_bytes(), engine_key(region, request, self._machine(region.device))
+        attempts = (*failed, Attempt(rung)) if failed else ()
+
+        def more_exact(deadline: Deadline, error: float) -> CompiledRegion | PendingRegion | None:
+            why = AccuracyError(f"a relative error of {error:.2g}")
+            self._builds.reject(key, why)
+            found = self._compiled(region, deadline, (*failed, Attempt(rung, str(why))))
+            if isinstance(found, Exception) and not isinstance(found, AccuracyError):
+                raise found
+            return None if isinstance(found, Exception) else found
+
+        load = functools.partial(self._region, region, request, attempts=attempts, more_exact=more_exact)
+        build = self._builds.start(key, self._entry, data, deadline.limit_s)
+        if build.done:
+            try:
+                return load(build.result(0))
+            except _UnreadableError:  # what was kept is cut short, or of a TensorRT whose version does not tell
+                build = self._builds.start(key, self._entry, data, deadline.limit_s, rebuild=True)
+        return BuildingRegion(build, load, attempts)
+
+    def _region(
+        self, region: Region, request: Request, data: bytes, *, attempts: tuple[Attempt, ...], more_exact: MoreExact
+    ) -> CompiledRegion:
         try:
             built = Engine.from_bytes(data)
             loaded = self._load(built.plan, region.device)
@@ -188,7 +218,7 @@ class TensorRTEngine(EngineBase):
             self._streams(region.device),
         )
         program = program_of(region, request, runner, loaded.scratch_bytes)
-        made = TensorRTRegion(region.name, program, self._services.run_program(program), built)
+        made = TensorRTRegion(region.name, program, self._services.run_program(program), built, attempts, more_exact)
         return RangedRegion(made, region, request.ranges) if request.ranges else made
 
 
@@ -230,17 +260,38 @@ def program_of(region: Region, request: Request, runner: EngineRunner, scratch_b
     )
 
 
-class TensorRTRegion(CompiledRegionBase):
-    """A region as one engine."""
+# The region on its next rung, for one whose results are off by a relative error; None where there is none.
+MoreExact = Callable[[Deadline, float], CompiledRegion | PendingRegion | None]
 
-    def __init__(self, name: str, program: Program, run: ProgramCall, built: Engine) -> None:
+
+class TensorRTRegion(CompiledRegionBase):
+    """A region as one engine. `attempts`: the rungs that it climbed."""
+
+    def __init__(
+        self,
+        name: str,
+        program: Program,
+        run: ProgramCall,
+        built: Engine,
+        attempts: tuple[Attempt, ...] = (),
+        more_exact: MoreExact = lambda deadline, error: None,
+    ) -> None:
         self.program = program
+        self.attempts = attempts
+        self._more_exact = more_exact
+        self._next: CompiledRegion | PendingRegion | None = None
         self._name = name
         self._run = run
         self._built = built
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return self._run(inputs)
+
+    def exact(self, deadline: Deadline, error: float) -> CompiledRegion | PendingRegion | None:
+        """The region on the next rung: once it is built, whoever asks gets it."""
+        if self._next is None:
+            self._next = self._more_exact(deadline, error)
+        return self._next.result() if isinstance(self._next, PendingRegion) and self._next.done else self._next
 
     def release(self) -> None:
         self._run.release()
@@ -254,6 +305,7 @@ class RangedRegion(CompiledRegionBase):
     """A region whose engine serves some sizes: others are run by PyTorch's operators. Sizes are read from shapes, on the host."""
 
     def __init__(self, made: TensorRTRegion, region: Region, ranges: Mapping[str, Range]) -> None:
+        self.attempts = made.attempts
         self._made = made
         self._eager = region.eager
         shapes = [(i, each.spec.shape) for i, each in enumerate(region.inputs) if each.spec is not None]
@@ -269,6 +321,9 @@ class RangedRegion(CompiledRegionBase):
             return self._made(inputs)
         with torch.no_grad():
             return self._eager(inputs)
+
+    def exact(self, deadline: Deadline, error: float) -> CompiledRegion | PendingRegion | None:
+        return self._made.exact(deadline, error)
 
     def release(self) -> None:
         self._made.release()
