@@ -32,8 +32,11 @@ from torch_tensorrt.dynamo.conversion._ConverterRegistry import DYNAMO_ATEN_CONV
 from torch_tensorrt.dynamo.conversion._TRTInterpreter import TRT_LOGGER, TRTInterpreter, trt  # trt: TensorRT or RTX
 from torch_tensorrt.dynamo.conversion.converter_utils import get_trt_tensor
 from torch_tensorrt.dynamo.lowering import get_decompositions, post_lowering
+from torch_tensorrt.dynamo.lowering.passes import constant_folding
 
+from torch_hybrid_backend.engines.tensorrt.converters import converter_of
 from torch_hybrid_backend.engines.tensorrt.fakes import Fakes
+from torch_hybrid_backend.engines.tensorrt.quantization import quantiser
 from torch_hybrid_backend.errors import CompileError
 
 _log = logging.getLogger(__name__)
@@ -107,11 +110,24 @@ def lowered(graph_module: torch.fx.GraphModule, fakes: Fakes, inputs: Sequence[o
     with _silent():
         with fakes.mode:
             traced = make_fx(run, decomposition_table=_decompositions(), _allow_non_fake_inputs=True)(*tensors)
-        result: torch.fx.GraphModule = post_lowering(traced, _settings(tf32=False))
+        with _quantisers_kept():
+            result: torch.fx.GraphModule = post_lowering(traced, _settings(tf32=False))
     assumed = fakes.assumed()
     if assumed:
         raise CompileError(f"TensorRT's lowering holds only for sizes with {', '.join(assumed)}")
     return result
+
+
+@contextlib.contextmanager
+def _quantisers_kept() -> Iterator[None]:
+    """What is dequantised of constants stays so: folded it would take four times the memory, and products of integers would be none."""
+    theirs = constant_folding._TorchTensorRTConstantFolder
+    is_impure = theirs.is_impure
+    theirs.is_impure = lambda self, node: quantiser(node) is not None or is_impure(self, node)
+    try:
+        yield
+    finally:
+        theirs.is_impure = is_impure
 
 
 # --- capability -------------------------------------------------------------------------------------------------------------------------
@@ -135,6 +151,8 @@ class Converters:
 
 def converters_of(node: torch.fx.Node) -> Converters:
     """The same walk as the registry's own, which tells no reason. `node` is of a lowered graph."""
+    if converter_of(node) is not None:
+        return Converters(1)
     settings = _settings(tf32=False)
     DYNAMO_CONVERTERS.set_compilation_settings(
         settings
@@ -246,11 +264,18 @@ class _Interpreter(TRTInterpreter):  # type: ignore[misc]
         self._inputs = iter(inputs)
         self._outputs = outputs
         self._going_on = going_on
+        self._kept: list[Any] = []
 
     def run_node(self, n: torch.fx.Node) -> Any:
         if not self._going_on(0.0):
             raise CompileError("the build of a TensorRT engine was cancelled")
         return super().run_node(n)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        own = converter_of(self._cur_node)
+        if own is None:
+            return super().call_function(target, args, kwargs)
+        return own(self.ctx, self._kept, self._cur_node_name, *args, **kwargs)
 
     def placeholder(self, target: str, args: Any, kwargs: Any) -> Any:
         given = next(self._inputs)

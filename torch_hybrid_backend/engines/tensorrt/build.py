@@ -24,7 +24,9 @@ from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.engines.tensorrt.capability import on_host
 from torch_hybrid_backend.engines.tensorrt.fakes import Fakes
+from torch_hybrid_backend.engines.tensorrt.integer_products import spell_out
 from torch_hybrid_backend.engines.tensorrt.ladder import Rung, widen
+from torch_hybrid_backend.engines.tensorrt.quantization import zero_points
 from torch_hybrid_backend.errors import CompileError
 from torch_hybrid_backend.graph.graph_json import NotTextError, graph_from_text, graph_to_text
 from torch_hybrid_backend.sizes.forms import parse
@@ -130,7 +132,14 @@ class Request:
         except NotTextError as error:
             raise CompileError(f"the region has no text for another process: {error}") from error
         return Request(
-            text, tuple(inputs), tuple(outputs), dict(ranges), dict(constants or {}), tf32, region.device.index, rung
+            text,
+            tuple(inputs),
+            tuple(outputs),
+            dict(ranges),
+            {**zero_points(region), **(constants or {})},
+            tf32,
+            region.device.index,
+            rung,
         )
 
     @property
@@ -241,6 +250,7 @@ def build(request: bytes, going_on: GoingOn) -> bytes:
         raise
     except Exception as error:  # a decomposition may fail in any way
         raise CompileError(f"torch_tensorrt cannot lower the region: {type(error).__name__}: {error}") from error
+    spell_out(module)
     widen(module, wanted.rung)
     inputs = [_network_input(f"input{i}", wanted.inputs[i], wanted.ranges) for i in wanted.engine_inputs]
     outputs = [
