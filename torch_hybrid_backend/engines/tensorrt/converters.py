@@ -23,8 +23,8 @@ aten = torch.ops.aten
 
 
 def converter_of(node: Node) -> Callable[..., Any] | None:
-    """Our converter of a node of a lowered graph; None where torch_tensorrt's are to be asked. It is called with a context of theirs, a list that
-    keeps the contents of constants until the engine is built, a name, and the node's arguments."""
+    """Our converter of a node of a lowered graph; None where torch_tensorrt's are to be asked. It is called with a context of theirs, a list
+    that keeps the contents of constants until the engine is built, a name, and the node's arguments."""
     if node.target is aten._to_copy.default:
         types = [each.meta["val"].dtype for each in (node, *node.all_input_nodes) if "val" in each.meta]
         return _cast if any(dtype in NARROW for dtype in types) else None

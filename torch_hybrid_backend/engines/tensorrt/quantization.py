@@ -3,8 +3,8 @@
 TensorRT quantises explicitly, by layers, and symmetrically: int8, and float8_e4m3fn from sm_89 on.
 
 Found by building with TensorRT-RTX 1.5.0.114, for sm_75 to sm_121: products of int8 by int8 and of float8 are one `gemm` layer each; so
-are convolutions of float8; of int8 they fail to build (in Myelin, "cudnn_impl.cpp: CHECK(dtype == ...)"). Weights of int8 alone are
-dequantised within the product's own kernel.
+are convolutions of float8; of int8 they fail to build ("MyelinCheckException: cudnn_impl.cpp:89"), and where pooling, slices or joins are in
+between too. Weights of int8 alone are dequantised within a matrix product's own kernel, and before a convolution's.
 """
 
 from __future__ import annotations
@@ -45,8 +45,29 @@ MOVES = frozenset(
         aten.view.default,
     }
 )
+# They choose among values: a product behind them is one of integers all the same.
+_CHOOSE = frozenset(
+    {
+        operator.getitem,
+        aten.cat.default,
+        aten.constant_pad_nd.default,
+        aten.expand.default,
+        aten.flip.default,
+        aten.index_select.default,
+        aten.max_pool1d.default,
+        aten.max_pool2d.default,
+        aten.max_pool2d_with_indices.default,
+        aten.max_pool3d_with_indices.default,
+        aten.repeat.default,
+        aten.select.int,
+        aten.slice.Tensor,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.stack.default,
+    }
+)
 _CONVOLUTIONS = frozenset({aten.convolution.default, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default})
-# By the name with its overload: where the argument with the numbers of levels stands.
+# By name and overload.
 _QUANTISERS = frozenset(
     {
         "quantize_per_tensor",
@@ -129,18 +150,25 @@ def _judged_convolution(node: Node) -> Verdict | None:
     found = installation()
     if not isinstance(found, Installation) or found.flavour.module != "tensorrt_rtx":
         return None
-    source = _before_moves(node.args[0])
-    if source is None or quantiser(source) is None or dtype_of(source.args[0]) is not torch.int8:
+    if not _reads_int8(node.args[0]):
         return None
     return Refused(
         Reason.UNSUPPORTED, f"TensorRT-RTX has no {node.target} of int8 activations; its matrix products are"
     )
 
 
-def _before_moves(value: object) -> Node | None:
-    while isinstance(value, Node) and (value.target in MOVES or value.target in _CASTS):
-        value = value.args[0]
-    return value if isinstance(value, Node) else None
+def _reads_int8(value: object) -> bool:
+    """Whether values are dequantised from int8, and at most moved or chosen among since: the builder does that with the integers."""
+    left = [value]
+    while left:
+        each = left.pop()
+        if not isinstance(each, Node):
+            continue
+        if quantiser(each) is not None and dtype_of(each.args[0]) is torch.int8:
+            return True
+        if each.target in MOVES or each.target in _CASTS or each.target in _CHOOSE:
+            left += each.all_input_nodes
+    return False
 
 
 def _is_clamped(value: object) -> bool:
