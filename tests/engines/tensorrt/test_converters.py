@@ -51,7 +51,9 @@ def test_layers_have_the_types_that_the_graph_says() -> None:
 
     given = (torch.ones(4, 8), torch.ones(4, 8, dtype=torch.int8), torch.ones(8))
     made = region(function, *given)
-    assert sorted(spec.dtype for spec in made.outputs if spec is not None) == ["float16", "float8_e4m3fn"] + ["int8"] * 3
+    assert (
+        sorted(spec.dtype for spec in made.outputs if spec is not None) == ["float16", "float8_e4m3fn"] + ["int8"] * 3
+    )
     engine = built(made)
     assert len(engine.outputs) == 5
     written = " ".join(layer.split("->")[-1] for layer in engine.layers)

@@ -10,11 +10,16 @@ import torch
 import torch.ao.quantization.fx._decomposed
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tests.engines.tensorrt.regions_for_tests import built, region
+from tests.engines.tensorrt.regions_for_tests import built, engine, region
+from tests.fake_devices import FakeDevices
+from torch_hybrid_backend import quantize
+from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.engines.tensorrt.build import Request
 from torch_hybrid_backend.engines.tensorrt.integer_products import spell_out
 from torch_hybrid_backend.engines.tensorrt.quantization import zero_points
 from torch_hybrid_backend.graph import quantization as quantised
+from torch_hybrid_backend.partition.regions import partition_graph
+from torch_hybrid_backend.passes.hoist import hoist
 
 F = torch.nn.functional
 Q = torch.ops.quantized_decomposed
@@ -206,7 +211,36 @@ def test_weights_as_constants_stay_bytes() -> None:
     made = region(linear(fixed), *given)
     by_name = dict(zip(("x_1", "w_1", "s_1", "b_1"), given, strict=True))
     constants = {i: by_name[each.name] for i, each in enumerate(made.inputs) if each.name != "x_1"}
-    engine = built(made, constants=constants)
-    assert engine.inputs == ("input0",)
-    assert any(layer.startswith("gemm") and "(Int8; Int8" in layer for layer in engine.layers), engine.layers
+    plan = built(made, constants=constants)
+    assert plan.inputs == ("input0",)
+    assert any(layer.startswith("gemm") and "(Int8; Int8" in layer for layer in plan.layers), plan.layers
     assert Request.of(made, {}, constants=constants).engine_inputs == (0,)
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = torch.nn.Linear(64, 256), torch.nn.Linear(256, 64), torch.nn.LayerNorm(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed: torch.Tensor = self.norm(x + self.down(F.gelu(self.up(x))))
+        return normed
+
+
+@pytest.mark.tensorrt
+@pytest.mark.parametrize("calibration", ["naive", "none"])
+def test_a_model_of_quantize_is_one_region(calibration: str) -> None:
+    """Captured for a GPU that is not there: its linear layers are products of int8, whose weights are live; all else is fused around them."""
+    x = torch.randn(4, 16, 64)
+    quantized = quantize(Block().eval(), [x], calibration=calibration)
+    devices = FakeDevices()
+    captured = devices.captured(devices.move(quantized, "cuda"), devices.tensor(*x.shape, device="cuda"))
+    main = hoist(captured.graph_module, captured.static_inputs).main
+    made = engine()
+    made.devices = frozenset({"cuda"})
+    cut = partition_graph(main, [made], Config(min_region_nodes=1))
+    (segment,) = cut.graph.segments
+    assert not [refusal for node in cut.nodes for refusal in node.refusals]
+    layers = built(segment.region).layers
+    assert [layer.count("(Int8, Int8; ") for layer in layers if layer.startswith("gemm")] == [1, 1], layers
+    assert len(layers) <= 7
