@@ -270,7 +270,7 @@ def _price(
                 return ()
             estimated = [Cost(engine, engine_us(region, c, on), "estimated") for engine, c in alive.items()]
             return (*estimated, Cost(EAGER, eager_us(region, on), "estimated")) if eager_runs else tuple(estimated)
-        contenders = {engine: pricing.versions.get(engine, "") for engine in alive}
+        contenders = {engine: _version(pricing.versions.get(engine, ""), c) for engine, c in alive.items()}
         runners: dict[str, Runner] = dict(alive)
         if eager_runs:
             contenders[EAGER] = torch.__version__
@@ -313,6 +313,11 @@ def priced(
     if timings is not None and max(measured.values()) < _IMPLAUSIBLE_RATIO * measured[EAGER]:
         timings.put(TIMINGS, key, pricing.device, measured)
     return tuple(Cost(name, cost, "measured") for name, cost in measured.items())
+
+
+def _version(version: str, compiled: CompiledRegion) -> str:
+    """What a candidate's times depend on: its engine's version, and how it computes the region where that is not the first way."""
+    return " ".join([version, *(each.how for each in compiled.attempts[-1:])]) if version else ""
 
 
 def timing_key(key: str, contenders: Mapping[str, str]) -> str:

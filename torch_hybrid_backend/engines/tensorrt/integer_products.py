@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -149,7 +150,7 @@ class _Spelling:
                 arguments = arguments_of(value)
                 return _Operand(arguments["input"], arguments["scales"], moves, axis=arguments["axis"])
             if _widens(value):
-                return _Operand(value.args[0], 1.0, moves)
+                return _Operand(value.all_input_nodes[0], 1.0, moves)
             is_cast = value.target is aten._to_copy.default and dtype_of(value) in (torch.float32, *_HALF)
             if not (value.target in MOVES or (is_cast and dtype_of(value.args[0]) in (torch.float32, *_HALF))):
                 return None
@@ -189,18 +190,16 @@ class _Spelling:
         return made
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _Operand:
     """Integers, moved by `moves` in order, times `scale`: a number or a tensor without dimensions, of rows or of the channels of dimension
     `axis`."""
 
-    def __init__(
-        self, integers: Any, scale: Any, moves: Sequence[Node], *, axis: int | None = None, by_rows: bool = False
-    ) -> None:
-        self.integers: Node = integers
-        self.scale = scale
-        self.axis = axis
-        self.by_rows = by_rows
-        self.moves = moves
+    integers: Node
+    scale: Any
+    moves: Sequence[Node]
+    axis: int | None = None
+    by_rows: bool = False
 
     @property
     def dtype(self) -> torch.dtype | None:

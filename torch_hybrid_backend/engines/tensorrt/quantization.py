@@ -20,6 +20,7 @@ from torch.fx import Node
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
 from torch_hybrid_backend.engines.tensorrt.installed import Installation, installation
+from torch_hybrid_backend.errors import CompileError
 from torch_hybrid_backend.graph.values import QUANTIZED
 
 aten = torch.ops.aten
@@ -217,10 +218,13 @@ def dtype_of(value: object) -> torch.dtype | None:
 
 
 def zero_points(region: Region) -> dict[int, torch.Tensor]:
-    """The inputs of a region that are zero points and nothing else, by position: zeros, as every region that is taken has."""
+    """The inputs of a region that are zero points and nothing else, by position: zeros, as every region that is taken has. Raises CompileError
+    where their number is known only at run time: constants have a size."""
     found = {}
     for position, node in enumerate(region.graph_module.graph.find_nodes(op="placeholder")):
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and node.users and all(_is_zero_point(node, user) for user in node.users):
-            found[position] = torch.zeros([int(size) for size in value.shape], dtype=value.dtype)
+            if not all(isinstance(size, int) for size in value.shape):
+                raise CompileError(f"how many zero points {node.name} has is known only at run time")
+            found[position] = torch.zeros(value.shape, dtype=value.dtype)
     return found
