@@ -9,7 +9,7 @@ import torch
 import torch.ao.quantization.fx._decomposed
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tests.engines.tensorrt.regions_for_tests import built, region
+from tests.engines.tensorrt.regions_for_tests import builds_bytes, built, region
 
 pytestmark = pytest.mark.tensorrt
 
@@ -41,6 +41,7 @@ def test_they_are_asked_about_values_of_8_bits_alone() -> None:
     assert not any("quantized_decomposed" in str(target) for target in DYNAMO_ATEN_CONVERTERS)
 
 
+@builds_bytes
 def test_layers_have_the_types_that_the_graph_says() -> None:
     """Values of 8 bits leave engines and enter them; channels are dequantised to half types; many scales, of which each is its own."""
 

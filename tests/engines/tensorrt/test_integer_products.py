@@ -10,7 +10,7 @@ import torch
 import torch.ao.quantization.fx._decomposed
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tests.engines.tensorrt.regions_for_tests import built, engine, region
+from tests.engines.tensorrt.regions_for_tests import builds_bytes, built, engine, region
 from tests.fake_devices import FakeDevices
 from torch_hybrid_backend import quantize
 from torch_hybrid_backend.config import Config
@@ -156,6 +156,7 @@ def test_weights_alone_keep_their_scales() -> None:
 
 
 @pytest.mark.tensorrt
+@builds_bytes
 @pytest.mark.parametrize("name", CASES)
 def test_the_builder_makes_products_of_integers(name: str) -> None:
     """Layer by layer: what quantises writes values of 8 bits, products read them, and the rest of the region is fused around."""
@@ -170,6 +171,7 @@ def test_the_builder_makes_products_of_integers(name: str) -> None:
 
 
 @pytest.mark.tensorrt
+@builds_bytes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_weights_alone_are_dequantised_within_the_product(dtype: torch.dtype) -> None:
     """They come as they are, one byte each."""
@@ -180,6 +182,7 @@ def test_weights_alone_are_dequantised_within_the_product(dtype: torch.dtype) ->
 
 
 @pytest.mark.tensorrt
+@builds_bytes
 def test_sizes_known_only_at_run_time() -> None:
     """Rows are scaled however many there are."""
     made = region(lambda x, w, s: F.linear(rows(x), weight(w, s)), *inputs(8)[:3], dynamic=True)
@@ -187,6 +190,7 @@ def test_sizes_known_only_at_run_time() -> None:
 
 
 @pytest.mark.tensorrt
+@builds_bytes
 def test_zero_points_of_another_region_are_known() -> None:
     """A fill that several regions share is an input of some: they were taken as it is zeros, and the request says so."""
     x, w, s, _ = inputs(8)
@@ -205,6 +209,7 @@ def test_zero_points_of_another_region_are_known() -> None:
 
 
 @pytest.mark.tensorrt
+@builds_bytes
 def test_weights_as_constants_stay_bytes() -> None:
     """They are not folded to floats by torch_tensorrt."""
     given = inputs(8)
@@ -228,6 +233,7 @@ class Block(torch.nn.Module):
 
 
 @pytest.mark.tensorrt
+@builds_bytes
 @pytest.mark.parametrize("calibration", ["naive", "none"])
 def test_a_model_of_quantize_is_one_region(calibration: str) -> None:
     """Captured for a GPU that is not there: its linear layers are products of int8, whose weights are live; all else is fused around them."""

@@ -18,6 +18,14 @@ from torch_hybrid_backend.graph import quantization as quantised
 
 F = torch.nn.functional
 Q = torch.ops.quantized_decomposed
+
+
+@pytest.fixture(autouse=True)
+def _current_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is installed here."""
+    monkeypatch.setattr(quantization, "installation", lambda: Installation(FLAVOURS[0], "2.13.0", "10.15"))
+
+
 X, W, S = torch.randn(8, 16), torch.ones(4, 16, dtype=torch.int8), torch.rand(4)
 FP8 = torch.float8_e4m3fn
 
@@ -106,6 +114,21 @@ def test_float8_needs_a_chip_that_has_it(monkeypatch: pytest.MonkeyPatch) -> Non
         if not taken:
             assert {verdict.code for verdict in found.values()} == {Reason.UNSUPPORTED}
         assert all(verdicts(lambda x: quantised.tensor(quantised.call, x, -1.0, 1.0), X).values())
+
+
+def test_the_first_release_that_builds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorRT-RTX 1.4 does not, whatever the values; TensorRT of any version does."""
+    rtx, full = FLAVOURS[1], FLAVOURS[0]
+    for found, taken in (
+        (Installation(rtx, "2.11.0", "1.4.0.76"), False),
+        (Installation(rtx, "2.13.0", "1.5.0.114"), True),
+        (Installation(full, "2.11.0", "10.15.1"), True),
+        (Refused(Reason.MISSING_DEPENDENCY, "nothing is installed"), True),
+    ):
+        monkeypatch.setattr(quantization, "installation", lambda found=found: found)
+        verdicts_found = verdicts(lambda x: quantised.tensor(quantised.call, x, -1.0, 1.0), X).values()
+        assert [bool(verdict) for verdict in verdicts_found] == [taken, taken]
+        assert taken or {verdict.code for verdict in verdicts_found} == {Reason.UNSUPPORTED}
 
 
 def test_convolutions_of_int8_activations(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -394,16 +394,18 @@ class _Monitor(trt.IProgressMonitor):  # type: ignore[misc]
 
 # --- log --------------------------------------------------------------------------------------------------------------------------------
 
-_LAYER = re.compile(
-    r"^Name: (.*?), LayerType: (\w+), Inputs: (.*?), Constants: (.*?), Outputs: (.*?), TacticName:", re.MULTILINE
-)
+_LAYER = re.compile(r"^Name: (.*?), LayerType: (\w+),(.*)", re.MULTILINE)
+_PARTS = re.compile(r" (Inputs|Constants|Outputs|TacticName): ")
 _DTYPE = re.compile(r"Datatype: (\w+)")
 
 
-def _layer(name: str, kind: str, *tensors: str) -> str:
-    """A layer with the types of what it reads, of its constants and of what it makes: "gemm: linear (Half, Half; Float -> Half)"."""
-    read, constants, made = (", ".join(_DTYPE.findall(each)) for each in tensors)
-    return f"{kind}: {name} ({'; '.join(filter(None, (read, constants)))} -> {made})"
+def _layer(name: str, kind: str, rest: str) -> str:
+    """A layer with the types of what it reads, of its constants (which TensorRT-RTX 1.4 does not list) and of what it makes:
+    "gemm: linear (Half, Half; Float -> Half)"."""
+    _, *parts = _PARTS.split(rest)
+    types = {part: ", ".join(_DTYPE.findall(text)) for part, text in zip(parts[::2], parts[1::2], strict=True)}
+    read = "; ".join(filter(None, (types.get("Inputs"), types.get("Constants"))))
+    return f"{kind}: {name} ({read} -> {types.get('Outputs', '')})"
 
 
 class _Log(logging.Handler):

@@ -9,6 +9,7 @@ between too. Weights of int8 alone are dequantised within a matrix product's own
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -27,6 +28,7 @@ aten = torch.ops.aten
 
 NARROW = frozenset({torch.int8, torch.float8_e4m3fn})
 FP8_CAPABILITY = (8, 9)
+FIRST_RTX = (1, 5)  # 1.4 fails to build them: "cannot be quantized by input1"
 _LARGEST_FP8 = 448.0
 _CASTS = frozenset({aten._to_copy.default, torch.ops.prims.convert_element_type.default})
 _FILLS = frozenset({aten.full.default, aten.full_like.default})
@@ -135,6 +137,9 @@ def _judged_quantiser(node: Node, title: str) -> Verdict:
 
 
 def _judged_chip(node: Node) -> Verdict:
+    if is_rtx_before(FIRST_RTX):
+        why = f"TensorRT-RTX builds engines with values of 8 bits from {'.'.join(map(str, FIRST_RTX))} on"
+        return Refused(Reason.UNSUPPORTED, why)
     values = [node, *node.all_input_nodes]
     if not any(dtype_of(each) is torch.float8_e4m3fn for each in values):
         return Supported()
@@ -148,14 +153,22 @@ def _judged_chip(node: Node) -> Verdict:
 
 def _judged_convolution(node: Node) -> Verdict | None:
     """TensorRT-RTX has none of integers, and its builder fails where it finds one."""
-    found = installation()
-    if not isinstance(found, Installation) or found.flavour.module != "tensorrt_rtx":
+    if not is_rtx_before((math.inf,)):
         return None
     if not _reads_int8(node.args[0]):
         return None
     return Refused(
         Reason.UNSUPPORTED, f"TensorRT-RTX has no {node.target} of int8 activations; its matrix products are"
     )
+
+
+def is_rtx_before(version: tuple[float, ...]) -> bool:
+    """Whether what is installed is TensorRT-RTX, of an earlier version."""
+    found = installation()
+    if not isinstance(found, Installation) or found.flavour.module != "tensorrt_rtx":
+        return False
+    numbers = [int(part) for part in found.tensorrt.split(".") if part.isdigit()]
+    return tuple(numbers) < version
 
 
 def _reads_int8(value: object) -> bool:
