@@ -179,7 +179,7 @@ def test_tvm_is_imported_by_its_engine_only() -> None:
 
 
 def test_tensorrt_is_imported_by_its_adapter_only() -> None:
-    """Its releases differ, and importing it takes seconds and a GPU: one module knows it."""
+    """Its releases differ, and importing it takes seconds and a GPU: one module knows it, with its converters."""
     importers = {
         _named(path)
         for path in MODULES
