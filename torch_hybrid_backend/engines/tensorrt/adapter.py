@@ -1,4 +1,4 @@
-"""The one module that imports TensorRT and torch_tensorrt, with its `converters`: lowering, registry of converters, networks, engines, contexts.
+"""The one module that imports TensorRT and torch_tensorrt, with its `converters`: lowering, registry, networks, engines, contexts.
 
 What differs between releases of torch_tensorrt is in `_SETTINGS`, as data; the rest is what 2.11, 2.13 and 2.14 have in common, read in their
 sources (github.com/pytorch/TensorRT). Their partitioner, run-time and engine cache are not used: the cache unpickles, and its key leaves out
