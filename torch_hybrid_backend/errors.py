@@ -27,6 +27,10 @@ class DeadlineError(CompileError):
     """Compilation exceeded its deadline."""
 
 
+class AccuracyError(CompileError):
+    """What was built computes a region too far from eager: it is not built again."""
+
+
 class BuildCancelledError(CompileError):
     """Nobody wanted a build any more before it was done."""
 

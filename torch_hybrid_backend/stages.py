@@ -465,6 +465,7 @@ class _Trial:
             release_unused()
             self._tried[_identity(segment)] = dataclasses.replace(choice, outputs=[])  # they would be kept alive
             compiled = [made for made in candidates.values() if isinstance(made, CompiledRegion)]
+            self._begun += choice.pending
             self._begun += [each for each in (made.begun() for made in compiled) if each is not None]
             outputs = choice.outputs
         else:

@@ -16,7 +16,13 @@ import pytest
 
 from torch_hybrid_backend.builds.builds import Builds
 from torch_hybrid_backend.builds.failures import REMEMBERED_S
-from torch_hybrid_backend.errors import BuildCancelledError, CompileError, CompilerCrashError, DeadlineError
+from torch_hybrid_backend.errors import (
+    AccuracyError,
+    BuildCancelledError,
+    CompileError,
+    CompilerCrashError,
+    DeadlineError,
+)
 from torch_hybrid_backend.store import Store
 
 ROOT = Path(__file__).parents[2]
@@ -145,6 +151,20 @@ def test_failures_are_remembered_for_a_day(shop: Workshop) -> None:
     with pytest.raises(CompileError):
         shop.anew().start("key", "builders_of_tests:fails", request, 60).result(60)
     assert shop.note("ran").read_text() == "xxx"
+
+
+def test_results_of_no_use_are_not_built_again(shop: Workshop) -> None:
+    """What turned out wrong goes from the store and is remembered as a failure, in another process too, for a day."""
+    request = str(shop.note("a")).encode()
+    shop.builds.start("a", "builders_of_tests:upper", request, 60).result(60)
+    shop.builds.reject("a", AccuracyError("too far from eager"))
+    again = shop.anew().start("a", "builders_of_tests:upper", request, 60)
+    with pytest.raises(AccuracyError, match="too far from eager"):
+        again.result(60)
+    assert shop.note("a").read_text() == "x"
+    shop.now += REMEMBERED_S
+    shop.anew().start("a", "builders_of_tests:upper", request, 60).result(60)
+    assert shop.note("a").read_text() == "xx"
 
 
 def test_what_stops_a_build(shop: Workshop) -> None:

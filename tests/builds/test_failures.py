@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from torch_hybrid_backend.builds.failures import KIND, REMEMBERED_S, Failures
-from torch_hybrid_backend.errors import CompileError, CompilerCrashError, DeadlineError
+from torch_hybrid_backend.errors import AccuracyError, CompileError, CompilerCrashError, DeadlineError
 from torch_hybrid_backend.store import Store
 
 
@@ -22,18 +22,24 @@ def test_failures(tmp_path: Path) -> None:
     now[0] += 60
     failures.put("engines", "b", CompilerCrashError("it died"))
     failures.put("engines", "c", _TooWideError("too wide"))
+    failures.put("engines", "d", AccuracyError("too far off"))
     errors = {}
-    for key in "abc":
+    for key in "abcd":
         found = failures.get("engines", key)
         assert found is not None
         errors[key] = found.as_exception()
         assert "tried again a day later" in str(errors[key])
-    assert [type(error) for error in errors.values()] == [DeadlineError, CompilerCrashError, CompileError]
+    assert [type(error) for error in errors.values()] == [
+        DeadlineError,
+        CompilerCrashError,
+        CompileError,
+        AccuracyError,
+    ]
     assert "too late" in str(errors["a"])
     assert failures.get("others", "a") is None
-    assert {failure.key for failure in failures.all()} == set("abc")
+    assert {failure.key for failure in failures.all()} == set("abcd")
     now[0] += REMEMBERED_S - 60
-    assert {failure.key for failure in failures.all()} == set("bc")
+    assert {failure.key for failure in failures.all()} == set("bcd")
     assert failures.get("engines", "a") is None
     now[0] = 10.0  # what is remembered lies in the future
     assert failures.all() == []

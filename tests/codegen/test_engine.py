@@ -86,10 +86,10 @@ def test_the_exact_kernel_is_compiled_when_it_is_asked_for(tmp_path: Path) -> No
     """Where Winograd's algorithm is in use and the accuracy check refuses it: then the direct sum is compiled, and right."""
     compiled, inputs, wanted = _winograd(engine_in(tmp_path, "estimate"), Deadline(120.0))
     assert len(list((tmp_path / "kernels").rglob("*.so"))) == 1
-    exact = compiled.exact(Deadline(120.0))
+    exact = compiled.exact(Deadline(120.0), 0.1)
     assert exact is not None
     assert len(list((tmp_path / "kernels").rglob("*.so"))) == 2
-    assert exact.exact(Deadline(120.0)) is None
+    assert exact.exact(Deadline(120.0), 0.1) is None
     torch.testing.assert_close(exact(inputs)[0].double(), wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -103,7 +103,7 @@ def test_an_exact_kernel_too_late(tmp_path: Path) -> None:
     with deadline.running():
         later_s = 120.0
     with pytest.raises(DeadlineError, match="left for it"):
-        compiled.exact(deadline)
+        compiled.exact(deadline, 0.1)
     torch.testing.assert_close(compiled(inputs)[0].double(), wanted, rtol=1e-4, atol=1e-3)
     again, inputs, wanted = _winograd(engine, deadline)
     torch.testing.assert_close(again(inputs)[0].double(), wanted, rtol=1e-4, atol=1e-3)

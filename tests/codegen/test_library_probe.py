@@ -78,7 +78,7 @@ def test_a_slow_kernel_gives_way(
     _, again, _ = compiled_region(engine, TWO_LAYERS)
     assert again.refine(inputs, 0.0, Deadline(120.0)) is again
     assert decide(again.kernels.region, "tvm", again).operators == named
-    exact = again.exact(Deadline(120.0))
+    exact = again.exact(Deadline(120.0), 0.1)
     assert (exact is not None) == is_taken
     assert exact is None or not decide(again.kernels.region, "tvm", exact).operators
 

@@ -49,7 +49,7 @@ def test_the_bases_make_whole_engines() -> None:
     assert region.form == ""
     assert region.begun() is None
     assert region.refine([], 0.1, deadline) is region
-    assert region.exact(deadline) is None
+    assert region.exact(deadline, 0.1) is None
     region.release()
     assert torch.equal(region([torch.ones(2)])[0], torch.full((2,), 2.0))
 

@@ -53,6 +53,10 @@ def test_rounding_passes_and_a_wrong_value_does_not() -> None:
     why = _compare(torch.sin, x, spoil)
     assert "output 0" in why
     assert "differs from eager's by up to 1" in why
+    comparison = compare(_region(torch.sin, x), [x], [x.sin()], [x.sin() * 1.25])
+    assert comparison.relative_error == pytest.approx(0.25)
+    assert compare(_region(torch.sin, x), [x], [x.sin()], [x.sin()]).relative_error is None
+    assert compare(_region(torch.sin, x), [x], [x.sin()], [x.sin().double()]).relative_error is None
 
 
 def test_large_outputs_are_judged_by_their_size() -> None:

@@ -15,11 +15,11 @@ from tests.test_errors import accelerator_error
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import Device
-from torch_hybrid_backend.core.engine import CompiledRegion
-from torch_hybrid_backend.core.plan import Plan
+from torch_hybrid_backend.core.engine import CompiledRegion, PendingRegion
+from torch_hybrid_backend.core.plan import Attempt, Plan
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason, Refused
-from torch_hybrid_backend.errors import CompileError, CompilerCrashError, DeadlineError, RegionError
+from torch_hybrid_backend.errors import AccuracyError, CompileError, CompilerCrashError, DeadlineError, RegionError
 from torch_hybrid_backend.measure import HostTimer
 from torch_hybrid_backend.partition.placement import Choice, Pricing, choose
 from torch_hybrid_backend.partition.plan_builder import make_plan
@@ -166,6 +166,7 @@ def test_without_an_estimate_the_order_decides() -> None:
         (CompileError("no schedule"), Reason.COMPILE_FAILED),
         (CompilerCrashError("signal 11"), Reason.COMPILER_CRASHED),
         (DeadlineError("late"), Reason.DEADLINE),
+        (AccuracyError("its results are too far from eager's"), Reason.ACCURACY),
         (MemoryError("compiling"), Reason.OUT_OF_MEMORY),
         (KeyError("unexpected"), Reason.COMPILE_FAILED),
     ],
@@ -200,7 +201,7 @@ def test_a_region_that_is_too_far_off_is_made_exact() -> None:
     region = _region()
 
     class Rounding(FakeRegion):
-        def exact(self, deadline: Deadline) -> CompiledRegion:
+        def exact(self, deadline: Deadline, error: float) -> CompiledRegion:
             return exact
 
     exact = _fine(region)
@@ -211,6 +212,78 @@ def test_a_region_that_is_too_far_off_is_made_exact() -> None:
     assert not choice.decision.refusals
     rounding.change = lambda outputs: outputs
     assert choose(region, {"fake": rounding}, [X], Config(placement="estimate"), Pricing()).compiled is rounding
+
+
+class Rung(FakeRegion):
+    """A region with `further` more exact forms, each off by half as much as the one before; `asked`: the errors that it was told of."""
+
+    def __init__(self, region: Region, off: float, further: int, attempts: tuple[Attempt, ...] = ()) -> None:
+        super().__init__(region, lambda outputs: [output * (1 + off) for output in outputs])
+        self.attempts = attempts
+        self.off, self.further = off, further
+        self.asked: list[float] = []
+
+    def exact(self, deadline: Deadline, error: float) -> CompiledRegion | None:
+        self.asked.append(error)
+        before = (*self.attempts[:-1], Attempt(f"off by {self.off}", f"a relative error of {error:.1g}"))
+        after = Attempt(f"off by {self.off / 2}")
+        return Rung(self.region, self.off / 2, self.further - 1, (*before, after)) if self.further else None
+
+
+def test_exact_forms_are_tried_one_after_another(caplog: pytest.LogCaptureFixture) -> None:
+    """Each is told how far off it is, until one is near enough, or none is left; the plan, or the warning, says what was tried."""
+    region, config = _region(), Config(placement="estimate")
+    first = Rung(region, 0.1, 20)
+    decision = choose(region, {"fake": first}, [X], config, Pricing()).decision
+    assert decision.engine == "fake"
+    assert len(decision.attempts) > 5
+    assert decision.attempts[0] == Attempt("off by 0.1", "a relative error of 0.1")
+    assert decision.attempts[-1].why == ""
+    assert first.asked == [pytest.approx(0.1, rel=1e-3)]
+    assert not caplog.records
+    choice = choose(region, {"fake": Rung(region, 0.1, 1)}, [X], config, Pricing())
+    (refusal,) = choice.decision.refusals
+    assert refusal.code is Reason.ACCURACY
+    assert refusal.why.endswith("with off by 0.05, after a relative error of 0.1 off by 0.1")
+    assert choice.decision.attempts == ()
+    assert len(caplog.records) == 1
+
+
+def test_an_exact_form_that_is_built_elsewhere(caplog: pytest.LogCaptureFixture) -> None:
+    """Another engine runs the region until then, nobody is warned, and whoever waits for builds gets it."""
+    region = _region()
+    attempts = (Attempt("as written", "a relative error of 0.1"), Attempt("exactly"))
+
+    class Building:
+        done = False
+
+        def __init__(self) -> None:
+            self.attempts = attempts
+
+        def when_done(self, call: Callable[[], None]) -> None: ...
+
+        def result(self) -> CompiledRegion:
+            raise AssertionError
+
+        def cancel(self) -> None: ...
+
+    class Rounding(FakeRegion):
+        def exact(self, deadline: Deadline, error: float) -> PendingRegion:
+            return building
+
+    building = Building()
+    assert isinstance(building, PendingRegion)
+    rounding = Rounding(region, lambda outputs: [output * 1.1 for output in outputs])
+    choice = choose(region, {"fake": rounding}, [X], Config(placement="estimate", strict=True), Pricing())
+    assert choice.decision.engine == "eager"
+    assert choice.pending == (building,)
+    (refusal,) = choice.decision.refusals
+    assert refusal.code is Reason.BUILDING
+    assert refusal.why == (
+        "it is being built with exactly, after a relative error of 0.1 as written; until then another runs the region"
+    )
+    assert torch.equal(choice.outputs[0], (X @ X).sin())
+    assert not caplog.records
 
 
 def test_a_wrong_answer_falls_back(caplog: pytest.LogCaptureFixture) -> None:
@@ -241,7 +314,7 @@ def test_what_the_first_call_cannot_compile(error: Exception, code: Reason) -> N
     region = _region()
 
     class Rounding(FakeRegion):
-        def exact(self, deadline: Deadline) -> CompiledRegion:
+        def exact(self, deadline: Deadline, _error: float) -> CompiledRegion:
             raise error
 
     rounding = Rounding(region, lambda outputs: [output + 1 for output in outputs])
@@ -259,7 +332,7 @@ class Refinable(FakeRegion):
         self.faster, self.accurate = faster, accurate
 
     def refine(self, inputs: Sequence[torch.Tensor], budget_s: float, deadline: Deadline) -> CompiledRegion:
-        self.faster.exact = lambda deadline: self.accurate  # type: ignore[attr-defined]
+        self.faster.exact = lambda deadline, error: self.accurate  # type: ignore[attr-defined]
         return self.faster
 
 

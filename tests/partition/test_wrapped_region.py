@@ -39,7 +39,7 @@ class Whole(FakeRegion):
         self.asked.append((inputs, budget_s, deadline))
         return self.others.pop()
 
-    def exact(self, deadline: Deadline) -> CompiledRegion | None:
+    def exact(self, deadline: Deadline, error: float) -> CompiledRegion | None:
         self.asked.append(deadline)
         return self.others.pop() if self.others else None
 
@@ -59,9 +59,9 @@ def test_a_wrapper_forwards_the_whole_protocol(kind: str, region: Region) -> Non
     assert isinstance(outside, CompiledRegion)
     assert outside.program is None
     assert torch.equal(outside([X])[0], EXPECTED)
-    assert outside.exact(deadline) is None
+    assert outside.exact(deadline, 0.1) is None
     inside.others = [Whole(region, 1.0), Whole(region, 1.0)]
-    refined, exact = outside.refine([X], 0.5, deadline), outside.exact(deadline)
+    refined, exact = outside.refine([X], 0.5, deadline), outside.exact(deadline, 0.1)
     outside.release()
     assert inside.asked == [deadline, ([X], 0.5, deadline), deadline, "release"]
     for other in (refined, exact):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from tests.conftest import Golden
 from tests.report.plans_for_tests import CONVERTED, EMPTY, GRAPHS, NOT_COMPARED, NOT_USED, PLAN, USED
-from torch_hybrid_backend.report import render_text
+from torch_hybrid_backend.core.plan import Attempt, Plan
+from torch_hybrid_backend.report import render_html, render_text
 
 
 def test_text(golden: Golden) -> None:
@@ -29,6 +32,20 @@ def test_cuda_graphs() -> None:
 def test_reduced_precision(golden: Golden) -> None:
     """How much was converted to what, by how many casts; what it costs in accuracy, by region; every layer that was not, with code and line."""
     golden.check(render_text([CONVERTED, NOT_COMPARED]))
+
+
+def test_ways_that_were_tried() -> None:
+    """How an engine computes a region that it had to compute more exactly, and what was wrong with the ways before."""
+    attempts = (
+        Attempt("as written", "a relative error of 0.03"),
+        Attempt("fp32 accumulation", "a relative error of 0.02"),
+        Attempt("fp32 layers"),
+    )
+    plan = dataclasses.replace(PLAN, regions=(dataclasses.replace(PLAN.regions[0], attempts=attempts),))
+    line = "with fp32 layers, after a relative error of 0.03 as written; a relative error of 0.02 fp32 accumulation"
+    assert f"      {line}" in render_text([plan]).splitlines()
+    assert line in render_html([plan])
+    assert Plan.from_json(plan.to_json()) == plan
 
 
 def test_no_plans() -> None:

@@ -139,6 +139,12 @@ class Builds:
             self._store.remove(self._kind, key)
         return Build(self._queue().start(_Task(key, entry, request, deadline_s), known), self)
 
+    def reject(self, key: str, error: CompileError) -> None:
+        """What was built under the key is of no use, as it turned out: it goes from the store, and later builds of it fail with `error`, as
+        long as failures are remembered."""
+        self._store.remove(self._kind, key)
+        self._failures.put(self._kind, key, error)
+
     def _known(self, key: str) -> bytes | CompileError | None:
         result = self._store.get(self._kind, key)
         if result is not None:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch_hybrid_backend.errors import CacheError, CompileError, CompilerCrashError, DeadlineError
+from torch_hybrid_backend.errors import AccuracyError, CacheError, CompileError, CompilerCrashError, DeadlineError
 from torch_hybrid_backend.store import Store
 
 _log = logging.getLogger(__name__)
@@ -21,13 +21,14 @@ _log = logging.getLogger(__name__)
 KIND = "failed-builds"
 REMEMBERED_S = 24 * 3600.0
 _TYPES: dict[str, type[CompileError]] = {
-    kind.__name__: kind for kind in (CompileError, CompilerCrashError, DeadlineError)
+    kind.__name__: kind for kind in (AccuracyError, CompileError, CompilerCrashError, DeadlineError)
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A build that failed. `at`: when, in seconds since 1970; `error`: its class, one of CompileError, CompilerCrashError and DeadlineError."""
+    """A build that failed. `at`: when, in seconds since 1970; `error`: its class, one of AccuracyError, CompileError,
+    CompilerCrashError and DeadlineError."""
 
     kind: str
     key: str

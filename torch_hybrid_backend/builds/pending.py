@@ -6,12 +6,17 @@ from collections.abc import Callable
 
 from torch_hybrid_backend.builds.builds import Build
 from torch_hybrid_backend.core.engine import CompiledRegion
+from torch_hybrid_backend.core.plan import Attempt
 
 
 class BuildingRegion:
     """A `PendingRegion` that becomes what `load` makes of a build's bytes; what `load` raises is the region's failure."""
 
-    def __init__(self, build: Build, load: Callable[[bytes], CompiledRegion]) -> None:
+    def __init__(
+        self, build: Build, load: Callable[[bytes], CompiledRegion], attempts: tuple[Attempt, ...] = ()
+    ) -> None:
+        """`attempts`: see the protocol."""
+        self.attempts = attempts
         self._build = build
         self._load = load
         self._loaded: CompiledRegion | None = None

@@ -39,6 +39,7 @@ from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.engine import CompiledRegion, EngineBase, KernelText, ProgramCall
+from torch_hybrid_backend.core.plan import Attempt
 from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Verdict
@@ -82,6 +83,7 @@ class KernelRegion:
     options: tuple[KernelOptions, ...]
     engine: KernelEngine
     form: ClassVar[str] = ""
+    attempts: ClassVar[tuple[Attempt, ...]] = ()
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return self.run(inputs)
@@ -118,7 +120,7 @@ class KernelRegion:
             return self
         return self.engine.refined(self, inputs, budget_s, deadline)
 
-    def exact(self, deadline: Deadline) -> KernelRegion | None:
+    def exact(self, deadline: Deadline, error: float) -> KernelRegion | None:
         """The region with the variants only that round as its kernels do; None where it has no others. Compiles what is missing of them; raises
         CompileError where that fails, DeadlineError where there is no time left for it."""
         if all(option.chosen.variant.is_exact for option in self.options):

@@ -25,6 +25,7 @@ import torch.fx
 
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import Device
+from torch_hybrid_backend.core.plan import Attempt
 from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
@@ -107,9 +108,16 @@ class CompiledRegion(Protocol):
         inputs and off the call, and `refine` finds it."""
         ...
 
-    def exact(self, deadline: Deadline) -> CompiledRegion | None:
-        """The region made more accurate, for where its results are too far from eager's; None where that cannot be. Compiles as `refine`
-        does; raises CompileError where that fails, DeadlineError where there is no time for it."""
+    def exact(self, deadline: Deadline, error: float) -> CompiledRegion | PendingRegion | None:
+        """The region made more accurate, for where its results are too far from eager's; None where that cannot be. `error`: how far, as root
+        mean square of the difference over that of eager's results; NaN or infinity where some are no numbers. Compiles as `refine` does, or
+        elsewhere; raises CompileError where that fails, DeadlineError where there is no time for it."""
+        ...
+
+    @property
+    def attempts(self) -> tuple[Attempt, ...]:
+        """The ways in which it was computed before, each with what was wrong with it, and last the one that this is; nothing where this is the
+        first."""
         ...
 
     def operator_us(self, inputs: Sequence[torch.Tensor]) -> Sequence[tuple[frozenset[str], float]]:
@@ -132,6 +140,11 @@ class PendingRegion(Pending, Protocol):
 
     Then the region's engines are tried again, on a later call's inputs and off the call, with what was built among them.
     """
+
+    @property
+    def attempts(self) -> tuple[Attempt, ...]:
+        """Those of the region that it will be."""
+        ...
 
     def result(self) -> CompiledRegion:
         """What was built, of a region that is `done`. Raises what stopped it."""
@@ -219,6 +232,7 @@ class CompiledRegionBase(ABC):
 
     program: Program | None = None
     form: str = ""
+    attempts: tuple[Attempt, ...] = ()
 
     @abstractmethod
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...
@@ -229,7 +243,7 @@ class CompiledRegionBase(ABC):
     def begun(self) -> Pending | None:
         return None
 
-    def exact(self, deadline: Deadline) -> CompiledRegion | None:
+    def exact(self, deadline: Deadline, error: float) -> CompiledRegion | PendingRegion | None:
         return None
 
     def operator_us(self, inputs: Sequence[torch.Tensor]) -> Sequence[tuple[frozenset[str], float]]:

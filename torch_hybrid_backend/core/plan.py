@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,22 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
+class Attempt:
+    """A way in which an engine computes a region, where it has several, the fastest first: "fp32 accumulation". `why`: why it did not do;
+    "" for the last one, which did."""
+
+    how: str
+    why: str = ""
+
+
+def attempts_in_words(attempts: Sequence[Attempt]) -> str:
+    """What a region is computed with, and what was before it: "fp32 accumulation, after a relative error of 0.03 as written"."""
+    *before, last = attempts
+    after = "; ".join(f"{each.why} {each.how}" for each in before)
+    return last.how + (f", after {after}" if after else "")
+
+
+@dataclass(frozen=True, slots=True)
 class NodeDecision:
     """Where one operator of the graph runs."""
 
@@ -62,6 +79,7 @@ class RegionDecision:
     `operators`: its layers that an operator of PyTorch's computes in place of a kernel, as "mkldnn::_linear_pointwise: linear layer of ...".
     `precision`: what its operators compute in, the most frequent first: ("bfloat16", "float32").
     `precision_error`: how far its outputs are off those of the graph as written, of which `Conversion` tells; None where that is not known.
+    `attempts`: the ways in which its engine computed it, up to the one that was near enough to eager; empty where the first was.
     """
 
     name: str
@@ -80,6 +98,7 @@ class RegionDecision:
     operators: tuple[str, ...] = ()
     precision: tuple[str, ...] = ()
     precision_error: float | None = None
+    attempts: tuple[Attempt, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +204,7 @@ class Plan:
                     "kernels": tuple(r["kernels"]),
                     "operators": tuple(r["operators"]),
                     "precision": tuple(r["precision"]),
+                    "attempts": tuple(Attempt(**each) for each in r["attempts"]),
                     "inputs": tuple(map(spec, r["inputs"])),
                     "outputs": tuple(map(spec, r["outputs"])),
                     "costs": costs(r["costs"]),

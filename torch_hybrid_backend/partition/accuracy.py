@@ -76,11 +76,13 @@ _CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """`why` tells why the outputs do not pass, "" where they do: `code` is ACCURACY where they differ, OUT_OF_MEMORY where there was no memory
-    to find out, and they are not verified. `max_error` is the largest absolute difference of any element seen."""
+    to find out, and they are not verified. `max_error` is the largest absolute difference of any element seen; `relative_error`: of values that
+    do not pass the root mean square of their differences over that of eager's, None where it is not for its values that an output does not."""
 
     why: str
     max_error: float
     code: Reason = Reason.ACCURACY
+    relative_error: float | None = None
 
     @property
     def refused(self) -> Refused | None:
@@ -188,7 +190,8 @@ def _compare(
         moved = [run[position] for run in nudged()] if judged else []
         if not moved or not _near_ties(result, ideal(torch.float64)[position], moved):
             what = f"{TensorSpec.of(reference).dtype}, shape {tuple(reference.shape)}"
-            return Comparison(f"output {position} ({what}) differs from eager's by up to {error:.3g}", worst)
+            why = f"output {position} ({what}) differs from eager's by up to {error:.3g}"
+            return Comparison(why, worst, relative_error=_relative_error(reference, result))
     return Comparison("", worst)
 
 
@@ -290,6 +293,13 @@ def _max_error(reference: torch.Tensor, result: torch.Tensor) -> float:
     # Equal infinities differ by NaN, and NaN equals NaN.
     difference = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, difference)
     return float(difference.max())
+
+
+def _relative_error(reference: torch.Tensor, result: torch.Tensor) -> float:
+    wide = torch.complex128 if reference.dtype.is_complex else torch.float64
+    a, b = reference.to(wide), result.to(wide)
+    off, size = ((values.abs().square().mean().sqrt()) for values in (b - a, a))
+    return float(off / size)
 
 
 def reference_run(

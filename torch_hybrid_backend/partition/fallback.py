@@ -11,6 +11,7 @@ from torch_hybrid_backend.core.plan import Refusal
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.errors import (
+    AccuracyError,
     CompileError,
     CompilerCrashError,
     DeadlineError,
@@ -26,6 +27,8 @@ def compile_refusal(error: Exception) -> Refused:
     """The refusal that an exception from `Engine.compile` stands for."""
     if is_out_of_memory(error):
         code = Reason.OUT_OF_MEMORY
+    elif isinstance(error, AccuracyError):
+        code = Reason.ACCURACY
     elif isinstance(error, DeadlineError):
         code = Reason.DEADLINE
     elif isinstance(error, CompilerCrashError):

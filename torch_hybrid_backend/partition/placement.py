@@ -24,7 +24,7 @@ from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.engine import EAGER, CompiledRegion, PendingRegion
-from torch_hybrid_backend.core.plan import Cost, Refusal, RegionDecision
+from torch_hybrid_backend.core.plan import Attempt, Cost, Refusal, RegionDecision, attempts_in_words
 from torch_hybrid_backend.core.program import OperatorCall
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
@@ -56,11 +56,12 @@ Runner = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 @dataclass(frozen=True, slots=True)
 class Choice:
     """Who runs a region. `compiled` is None where eager does; `outputs` are those of the call the choice was made
-    in."""
+    in. `pending`: what engines whose results were too far off are building in a more accurate way."""
 
     decision: RegionDecision
     compiled: CompiledRegion | None = field(compare=False)
     outputs: list[torch.Tensor] = field(compare=False, repr=False)
+    pending: tuple[PendingRegion, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +110,14 @@ def choose(
 
     replay = replay_of(region)
     alive: dict[str, CompiledRegion] = {}
+    pending: dict[str, PendingRegion] = {}
     for engine, candidate in candidates.items():
         if isinstance(candidate, Exception):
             drop(engine, compile_refusal(candidate), candidate)
         elif isinstance(candidate, Refused):  # no failure: nobody need be warned of it
             refusals.append(Refusal.of(engine, candidate))
         elif isinstance(candidate, PendingRegion):
-            refusals.append(Refusal(engine, Reason.BUILDING, "it is being built; until then another runs the region"))
+            refusals.append(_building(engine, candidate))
         else:
             alive[engine] = candidate
 
@@ -127,29 +129,30 @@ def choose(
         replay = replay_of(region)
     expected = None if isinstance(found, Refused) else found
     outputs = expected
-    errors: dict[str, float] = {}
+    errors: dict[str, float | None] = {}
     for engine in list(alive):
         try:
-            alive[engine], results, comparison = _tried(
+            tried, results, comparison = _tried(
                 region, alive[engine], inputs, config, expected, pricing.deadline, replay
             )
         except Exception as error:  # an engine's kernels or code may fail in any way; eager is there for it
             drop(engine, run_refusal(error), error)
             continue
         outputs = outputs or results
-        if comparison is None:
+        if isinstance(tried, PendingRegion):
+            pending[engine] = tried
+            del alive[engine]
             continue
-        errors[engine] = comparison.max_error
-        if comparison.refused is not None:
-            drop(engine, comparison.refused)
+        alive[engine] = tried
+        errors[engine] = None if comparison is None else comparison.max_error
+        if comparison is not None and comparison.refused is not None:
+            drop(engine, _after(tried.attempts, comparison.refused))
 
     costs = _price(region, alive, inputs, config, pricing, drop, eager_runs=unable is None)
     # Without costs all are equal: nobody is left, or the device is one for which nothing is estimated.
     winner = min(costs, key=lambda cost: cost.microseconds).engine if costs else next(iter(alive), EAGER)
-    spent = {cost.engine: cost.microseconds for cost in costs}
-    for engine in alive:
-        if engine != winner:
-            refusals.append(_lost(region, engine, winner, spent))
+    refusals += [_building(*each) for each in pending.items()]
+    refusals += [_lost(region, engine, winner, costs) for engine in alive if engine != winner]
     compiled_winner = alive.get(winner)
     if unable is not None and compiled_winner is not None:
         report_unchecked(region, winner, unable)
@@ -157,7 +160,19 @@ def choose(
     if outputs is None:
         outputs = replay.run(lambda: run_eager(region, inputs))
     replay.finish()
-    return Choice(decision, compiled_winner, outputs)
+    return Choice(decision, compiled_winner, outputs, tuple(pending.values()))
+
+
+def _building(engine: str, pending: PendingRegion) -> Refusal:
+    how = f" with {attempts_in_words(pending.attempts)}" if pending.attempts else ""
+    return Refusal(engine, Reason.BUILDING, f"it is being built{how}; until then another runs the region")
+
+
+def _after(attempts: Sequence[Attempt], refused: Refused) -> Refused:
+    """The refusal of a region that was computed in several ways, all too far off."""
+    if not attempts:
+        return refused
+    return Refused(refused.code, f"{refused.why}, with {attempts_in_words(attempts)}")
 
 
 def decide(
@@ -169,6 +184,7 @@ def decide(
     max_error: float | None = None,
 ) -> RegionDecision:
     """The plan's entry for a region that `engine` runs."""
+    attempts = compiled.attempts if compiled is not None else ()
     steps = compiled.program.steps if compiled is not None and compiled.program is not None else ()
     precisions = Counter(precision_of(node) for node in region.graph_module.graph.nodes if computes(node))
     return RegionDecision(
@@ -187,6 +203,7 @@ def decide(
         device=region.device,
         operators=tuple(f"{call.name}: {call.title}" for call in steps if isinstance(call, OperatorCall)),
         precision=tuple(name for name, _ in precisions.most_common()),
+        attempts=attempts,
     )
 
 
@@ -198,8 +215,9 @@ def _tried(
     expected: Sequence[torch.Tensor] | None,
     deadline: Deadline,
     replay: Replay,
-) -> tuple[CompiledRegion, list[torch.Tensor], Comparison | None]:
-    """A candidate refined and run once: what it became, its outputs, and their comparison with those that are `expected`, if any are."""
+) -> tuple[CompiledRegion | PendingRegion, list[torch.Tensor], Comparison | None]:
+    """A candidate refined and run once: what it became, its outputs, and their comparison with those that are `expected`, if any are.
+    Where they are too far off it is made more accurate, step by step; one that is being built so is what it became."""
 
     def run(candidate: CompiledRegion) -> list[torch.Tensor]:
         return replay.run(lambda: list(candidate(inputs)))
@@ -211,14 +229,20 @@ def _tried(
         if expected is None:
             return compiled, results, None
         comparison = compare(region, inputs, expected, results, replay)
-        if comparison.why and (exact := compiled.exact(deadline)) is not None:
-            _log.info("region %s needs exact kernels: %s", region.name, comparison.why)
+        while comparison.relative_error is not None:
+            exact = compiled.exact(deadline, comparison.relative_error)
+            if exact is None or exact is compiled:
+                break
+            _log.info("region %s is to be computed more accurately: %s", region.name, comparison.why)
+            if isinstance(exact, PendingRegion):
+                return exact, results, comparison
             compiled, results = exact, run(exact)
             comparison = compare(region, inputs, expected, results, replay)
     return compiled, results, comparison
 
 
-def _lost(region: Region, engine: str, winner: str, spent: Mapping[str, float]) -> Refusal:
+def _lost(region: Region, engine: str, winner: str, costs: Sequence[Cost]) -> Refusal:
+    spent = {cost.engine: cost.microseconds for cost in costs}
     if engine in spent:
         why = f"it takes {spent[engine]:.1f} us, {winner} {spent[winner]:.1f} us"
     else:
@@ -246,7 +270,7 @@ def _price(
                 return ()
             estimated = [Cost(engine, engine_us(region, c, on), "estimated") for engine, c in alive.items()]
             return (*estimated, Cost(EAGER, eager_us(region, on), "estimated")) if eager_runs else tuple(estimated)
-        contenders = {engine: _version(pricing, engine, compiled) for engine, compiled in alive.items()}
+        contenders = {engine: _version(pricing.versions.get(engine, ""), c) for engine, c in alive.items()}
         runners: dict[str, Runner] = dict(alive)
         if eager_runs:
             contenders[EAGER] = torch.__version__
@@ -263,12 +287,6 @@ def _price(
                 continue
             drop(failed.engine, run_refusal(failed.error), failed.error)
     return ()
-
-
-def _version(pricing: Pricing, engine: str, compiled: CompiledRegion) -> str:
-    """What the times of a candidate depend on; "": they are not kept."""
-    version = pricing.versions.get(engine, "")
-    return f"{version} {compiled.form}" if version and compiled.form else version
 
 
 def priced(
@@ -295,6 +313,13 @@ def priced(
     if timings is not None and max(measured.values()) < _IMPLAUSIBLE_RATIO * measured[EAGER]:
         timings.put(TIMINGS, key, pricing.device, measured)
     return tuple(Cost(name, cost, "measured") for name, cost in measured.items())
+
+
+def _version(version: str, compiled: CompiledRegion) -> str:
+    """What a candidate's times depend on: its engine's version, its form, and how it computes the region where that is not the first way. "":
+    they are not kept."""
+    parts = [version, compiled.form, *(each.how for each in compiled.attempts[-1:])]
+    return " ".join(filter(None, parts)) if version else ""
 
 
 def timing_key(key: str, contenders: Mapping[str, str]) -> str:

@@ -9,7 +9,8 @@ from typing import ClassVar
 import torch
 
 from torch_hybrid_backend.core.deadline import Deadline
-from torch_hybrid_backend.core.engine import CompiledRegion, KernelText, Pending
+from torch_hybrid_backend.core.engine import CompiledRegion, KernelText, Pending, PendingRegion
+from torch_hybrid_backend.core.plan import Attempt
 from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Refused
@@ -43,9 +44,13 @@ class WrappedRegion:
     def begun(self) -> Pending | None:
         return self.compiled.begun()
 
-    def exact(self, deadline: Deadline) -> CompiledRegion | None:
-        exact = self.compiled.exact(deadline)
-        return None if exact is None else replace(self, compiled=exact)
+    @property
+    def attempts(self) -> tuple[Attempt, ...]:
+        return self.compiled.attempts
+
+    def exact(self, deadline: Deadline, error: float) -> CompiledRegion | PendingRegion | None:
+        exact = self.compiled.exact(deadline, error)
+        return replace(self, compiled=exact) if isinstance(exact, CompiledRegion) else exact
 
     def operator_us(self, inputs: Sequence[torch.Tensor]) -> Sequence[tuple[frozenset[str], float]]:
         return self.compiled.operator_us(inputs)

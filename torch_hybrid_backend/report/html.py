@@ -11,7 +11,7 @@ from html import escape
 from itertools import groupby
 
 from torch_hybrid_backend.core.engine import EAGER
-from torch_hybrid_backend.core.plan import NodeDecision, Plan
+from torch_hybrid_backend.core.plan import Attempt, NodeDecision, Plan, attempts_in_words
 from torch_hybrid_backend.report.share import (
     call_in_words,
     conversion_in_words,
@@ -100,7 +100,7 @@ def _section(plan: Plan, colours: dict[str, str]) -> Iterable[str]:
                 len(decision.kernels),
                 "; ".join(decision.operators),
                 costs_in_words(decision.costs),
-                precision_in_words(decision),
+                "; ".join([precision_in_words(decision), *_with(decision.attempts)]),
                 "not verified" if decision.max_error is None else f"{decision.max_error:.2g}",
                 "; ".join(f"{r.engine}: {r.code}: {r.why}" for r in decision.refusals),
                 decision.source,
@@ -126,6 +126,10 @@ def _section(plan: Plan, colours: dict[str, str]) -> Iterable[str]:
         ),
     )
     yield "</section>"
+
+
+def _with(attempts: Sequence[Attempt]) -> list[str]:
+    return [f"with {attempts_in_words(attempts)}"] if attempts else []
 
 
 def _cell(node: NodeDecision, colours: dict[str, str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from torch_hybrid_backend.core.plan import Plan, RegionDecision
+from torch_hybrid_backend.core.plan import Plan, RegionDecision, attempts_in_words
 from torch_hybrid_backend.report.share import (
     call_in_words,
     conversion_in_words,
@@ -74,6 +74,8 @@ def _region(decision: RegionDecision, *, with_precision: bool) -> Iterable[str]:
     yield f"    {decision.name}: {engine_in_words(decision)}, {size}{kernels}; {costs_in_words(decision.costs)}; {error}{where}"
     if with_precision:
         yield f"      in {precision_in_words(decision)}"
+    if decision.attempts:
+        yield f"      with {attempts_in_words(decision.attempts)}"
     if decision.kernels:
         yield f"      kernels: {kernels_in_words(decision)}"
     for operator, count in Counter(decision.operators).items():

@@ -6,17 +6,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.services_for_tests import services
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.region import Region
+from torch_hybrid_backend.engines.tensorrt import quantization
 from torch_hybrid_backend.engines.tensorrt.build import Engine, Request, build
 from torch_hybrid_backend.engines.tensorrt.engine import TensorRTEngine, ranges_of
 from torch_hybrid_backend.partition.regions import partition_graph
 from torch_hybrid_backend.services import Services
 
+# TensorRT-RTX 1.4 builds no engine with values of 8 bits.
+builds_bytes = pytest.mark.skipif(
+    quantization.is_rtx_before(quantization.FIRST_RTX), reason="it needs TensorRT-RTX 1.5"
+)
 BUILD = "tests.engines.tensorrt.no_gpu:build"
 
 

@@ -1,4 +1,4 @@
-"""The one module that imports TensorRT and torch_tensorrt: their lowering, their registry of converters, networks, engines, contexts.
+"""The one module that imports TensorRT and torch_tensorrt, with its `converters`: lowering, registry, networks, engines, contexts.
 
 What differs between releases of torch_tensorrt is in `_SETTINGS`, as data; the rest is what 2.11, 2.13 and 2.14 have in common, read in their
 sources (github.com/pytorch/TensorRT). Their partitioner, run-time and engine cache are not used: the cache unpickles, and its key leaves out
@@ -32,8 +32,11 @@ from torch_tensorrt.dynamo.conversion._ConverterRegistry import DYNAMO_ATEN_CONV
 from torch_tensorrt.dynamo.conversion._TRTInterpreter import TRT_LOGGER, TRTInterpreter, trt  # trt: TensorRT or RTX
 from torch_tensorrt.dynamo.conversion.converter_utils import get_trt_tensor
 from torch_tensorrt.dynamo.lowering import get_decompositions, post_lowering
+from torch_tensorrt.dynamo.lowering.passes import constant_folding
 
+from torch_hybrid_backend.engines.tensorrt.converters import converter_of
 from torch_hybrid_backend.engines.tensorrt.fakes import Fakes
+from torch_hybrid_backend.engines.tensorrt.quantization import quantiser
 from torch_hybrid_backend.errors import CompileError
 
 _log = logging.getLogger(__name__)
@@ -107,11 +110,24 @@ def lowered(graph_module: torch.fx.GraphModule, fakes: Fakes, inputs: Sequence[o
     with _silent():
         with fakes.mode:
             traced = make_fx(run, decomposition_table=_decompositions(), _allow_non_fake_inputs=True)(*tensors)
-        result: torch.fx.GraphModule = post_lowering(traced, _settings(tf32=False))
+        with _quantisers_kept():
+            result: torch.fx.GraphModule = post_lowering(traced, _settings(tf32=False))
     assumed = fakes.assumed()
     if assumed:
         raise CompileError(f"TensorRT's lowering holds only for sizes with {', '.join(assumed)}")
     return result
+
+
+@contextlib.contextmanager
+def _quantisers_kept() -> Iterator[None]:
+    """What is dequantised of constants stays so: folded it would take four times the memory, and products of integers would be none."""
+    theirs = constant_folding._TorchTensorRTConstantFolder
+    is_impure = theirs.is_impure
+    theirs.is_impure = lambda self, node: quantiser(node) is not None or is_impure(self, node)
+    try:
+        yield
+    finally:
+        theirs.is_impure = is_impure
 
 
 # --- capability -------------------------------------------------------------------------------------------------------------------------
@@ -135,6 +151,8 @@ class Converters:
 
 def converters_of(node: torch.fx.Node) -> Converters:
     """The same walk as the registry's own, which tells no reason. `node` is of a lowered graph."""
+    if converter_of(node) is not None:
+        return Converters(1)
     settings = _settings(tf32=False)
     DYNAMO_CONVERTERS.set_compilation_settings(
         settings
@@ -200,7 +218,7 @@ def build_engine(
     tf32: bool,
     going_on: GoingOn,
 ) -> tuple[bytes, tuple[str, ...]]:
-    """A serialised engine of a lowered graph, and its layers as TensorRT lists them, fused as they are: "gemm: name".
+    """A serialised engine of a lowered graph, and its layers as TensorRT lists them, fused as they are: "gemm: name (Half, Half -> Half)".
 
     `going_on` is told how far the build is, from 0 to 1, and says whether to go on. Raises CompileError where it said no, where a converter
     fails, where the network would not be exact, and where TensorRT fails.
@@ -246,11 +264,18 @@ class _Interpreter(TRTInterpreter):  # type: ignore[misc]
         self._inputs = iter(inputs)
         self._outputs = outputs
         self._going_on = going_on
+        self._kept: list[Any] = []
 
     def run_node(self, n: torch.fx.Node) -> Any:
         if not self._going_on(0.0):
             raise CompileError("the build of a TensorRT engine was cancelled")
         return super().run_node(n)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        own = converter_of(self._cur_node)
+        if own is None:
+            return super().call_function(target, args, kwargs)
+        return own(self.ctx, self._kept, self._cur_node_name, *args, **kwargs)
 
     def placeholder(self, target: str, args: Any, kwargs: Any) -> Any:
         given = next(self._inputs)
@@ -369,7 +394,18 @@ class _Monitor(trt.IProgressMonitor):  # type: ignore[misc]
 
 # --- log --------------------------------------------------------------------------------------------------------------------------------
 
-_LAYER = re.compile(r"^Name: (.*?), LayerType: (\w+),", re.MULTILINE)
+_LAYER = re.compile(r"^Name: (.*?), LayerType: (\w+),(.*)", re.MULTILINE)
+_PARTS = re.compile(r" (Inputs|Constants|Outputs|TacticName): ")
+_DTYPE = re.compile(r"Datatype: (\w+)")
+
+
+def _layer(name: str, kind: str, rest: str) -> str:
+    """A layer with the types of what it reads, of its constants (which TensorRT-RTX 1.4 does not list) and of what it makes:
+    "gemm: linear (Half, Half; Float -> Half)"."""
+    _, *parts = _PARTS.split(rest)
+    types = {part: ", ".join(_DTYPE.findall(text)) for part, text in zip(parts[::2], parts[1::2], strict=True)}
+    read = "; ".join(filter(None, (types.get("Inputs"), types.get("Constants"))))
+    return f"{kind}: {name} ({read} -> {types.get('Outputs', '')})"
 
 
 class _Log(logging.Handler):
@@ -385,7 +421,7 @@ class _Log(logging.Handler):
         if record.levelno >= logging.ERROR:
             self.errors.append(message)
         if message.startswith("Layers:"):
-            self.layers += [f"{kind}: {name}" for name, kind in _LAYER.findall(message)]
+            self.layers += [_layer(*found) for found in _LAYER.findall(message)]
         # What an error means for the user is in the refusal.
         _log.log(min(record.levelno, logging.INFO), "TensorRT: %s", message)
 

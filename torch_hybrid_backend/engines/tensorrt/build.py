@@ -24,6 +24,9 @@ from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.engines.tensorrt.capability import on_host
 from torch_hybrid_backend.engines.tensorrt.fakes import Fakes
+from torch_hybrid_backend.engines.tensorrt.integer_products import spell_out
+from torch_hybrid_backend.engines.tensorrt.ladder import Rung, widen
+from torch_hybrid_backend.engines.tensorrt.quantization import zero_points
 from torch_hybrid_backend.errors import CompileError
 from torch_hybrid_backend.graph.graph_json import NotTextError, graph_from_text, graph_to_text
 from torch_hybrid_backend.sizes.forms import parse
@@ -88,7 +91,8 @@ def contiguous(spec: TensorSpec) -> TensorSpec:
 @dataclass(frozen=True, slots=True)
 class Request:
     """What to build. `inputs`: by the region's inputs in order a tensor, or a size. `constants`: values of some of the tensors, by position;
-    they are no inputs of the engine. `ranges`: by the name of each size symbol. `device`: the index of the GPU to build for."""
+    they are no inputs of the engine. `ranges`: by the name of each size symbol. `device`: the index of the GPU to build for. `rung`: how
+    exactly half types are computed."""
 
     graph: bytes
     inputs: tuple[Layout | Dim, ...]
@@ -97,6 +101,7 @@ class Request:
     constants: Mapping[int, torch.Tensor] = field(default_factory=dict)
     tf32: bool = False
     device: int = 0
+    rung: Rung = Rung.AS_WRITTEN
 
     @staticmethod
     def of(
@@ -105,6 +110,7 @@ class Request:
         *,
         tf32: bool = False,
         constants: Mapping[int, torch.Tensor] | None = None,
+        rung: Rung = Rung.AS_WRITTEN,
     ) -> Request:
         """The request for a region. Raises CompileError where it has no text."""
         inputs: list[Layout | Dim] = []
@@ -126,7 +132,14 @@ class Request:
         except NotTextError as error:
             raise CompileError(f"the region has no text for another process: {error}") from error
         return Request(
-            text, tuple(inputs), tuple(outputs), dict(ranges), dict(constants or {}), tf32, region.device.index
+            text,
+            tuple(inputs),
+            tuple(outputs),
+            dict(ranges),
+            {**zero_points(region), **(constants or {})},
+            tf32,
+            region.device.index,
+            rung,
         )
 
     @property
@@ -148,6 +161,7 @@ class Request:
             "ranges": {name: [r.least, r.typical, r.most] for name, r in self.ranges.items()},
             "constants": [[position, *_form(tensor)] for position, tensor in self.constants.items()],
             "tf32": self.tf32,
+            "rung": self.rung,
         }
 
     def contents(self) -> Iterator[bytes]:
@@ -171,6 +185,7 @@ class Request:
                 constants,
                 bool(header["tf32"]),
                 int(header["device"]),
+                Rung(header["rung"]),
             )
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, struct.error) as error:
             raise CompileError(f"this is no request for a TensorRT engine: {error}") from error
@@ -235,6 +250,8 @@ def build(request: bytes, going_on: GoingOn) -> bytes:
         raise
     except Exception as error:  # a decomposition may fail in any way
         raise CompileError(f"torch_tensorrt cannot lower the region: {type(error).__name__}: {error}") from error
+    spell_out(module)
+    widen(module, wanted.rung)
     inputs = [_network_input(f"input{i}", wanted.inputs[i], wanted.ranges) for i in wanted.engine_inputs]
     outputs = [
         adapter.NetworkOutput(f"output{i}", each.spec.torch_dtype, each.order, _numbers(each.spec.shape))

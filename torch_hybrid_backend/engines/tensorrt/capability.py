@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.core.tensor_spec import TensorSpec, dim, is_computable
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
+from torch_hybrid_backend.engines.tensorrt import quantization
 from torch_hybrid_backend.engines.tensorrt.fakes import Fakes
 from torch_hybrid_backend.graph.schema import is_item, is_mutating
 
@@ -108,10 +109,15 @@ def supports(node: Node) -> Verdict:
         return Refused(Reason.NOT_A_TENSOR, f"{target} is no ATen operator: sizes are computed on the host")
     if is_mutating(node):
         return Refused(Reason.IN_PLACE, f"{target} writes into an argument; an engine writes new tensors only")
+    of_bytes = quantization.judged(node)
+    if isinstance(of_bytes, Refused):
+        return of_bytes
     for value in _values(node):
         refused = _refused_value(str(target), value)
-        if refused is not None:
+        if refused is not None and not (of_bytes and refused.code is Reason.DTYPE):
             return refused
+    if of_bytes is not None:
+        return of_bytes
     if not any(isinstance(value, torch.Tensor) for value in tree_leaves(node.meta.get("val"))):
         return Refused(Reason.NOT_A_TENSOR, f"{target} yields no tensor")
     form = _form(node)

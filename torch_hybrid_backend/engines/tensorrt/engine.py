@@ -31,6 +31,7 @@ from torch_hybrid_backend.core.engine import (
     ProgramCall,
     RunProgram,
 )
+from torch_hybrid_backend.core.plan import Attempt
 from torch_hybrid_backend.core.program import ExternalCall, ExternalRunner, PackedConstant, Program
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
@@ -47,6 +48,15 @@ from torch_hybrid_backend.engines.tensorrt.build import (
 )
 from torch_hybrid_backend.engines.tensorrt.constants import Budget, ConstantForm, EitherRunner, positions_of, worth
 from torch_hybrid_backend.engines.tensorrt.installed import NO_GPU, described, installation
+from torch_hybrid_backend.engines.tensorrt.ladder import (
+    ATTENTION,
+    CONVOLUTIONS,
+    PRODUCTS,
+    Rung,
+    keeps_tf32_exact,
+    rungs_of,
+)
+from torch_hybrid_backend.engines.tensorrt.ladder import name as operator_name
 from torch_hybrid_backend.engines.tensorrt.runtime import (
     CudaStreams,
     EngineRunner,
@@ -54,7 +64,7 @@ from torch_hybrid_backend.engines.tensorrt.runtime import (
     Streams,
     scratch_buffer_bytes,
 )
-from torch_hybrid_backend.errors import CompileError
+from torch_hybrid_backend.errors import AccuracyError, CompileError
 from torch_hybrid_backend.machine import fingerprint, float32_precision
 from torch_hybrid_backend.measure import Timer, measure
 from torch_hybrid_backend.services import Services
@@ -71,13 +81,6 @@ SOURCES = ("core", "sizes", "graph/graph_json.py", "engines/tensorrt")
 # PyTorch's operators run. A wider range costs memory and speed; how much was not measured, for want of a GPU.
 MAX_GROWTH = 8
 
-# Operators that an engine with the flag for TF32 would compute as products, by name; PyTorch has a setting for them, and one for convolutions.
-_PRODUCTS = frozenset(
-    "mm bmm addmm baddbmm addbmm linear matmul mv addmv dot vdot inner _cdist_forward _pdist_forward".split()
-)
-_ATTENTION = ("_scaled_dot_product", "scaled_dot_product", "_flash_attention", "_efficient_attention")
-_CONVOLUTIONS = frozenset("convolution cudnn_convolution conv1d conv2d conv3d".split())
-
 
 def ranges_of(region: Region) -> dict[str, Range]:
     """The range of each size symbol of the region's inputs that its engine is built for: the symbol's own as far as it is known, ended at
@@ -93,10 +96,9 @@ def ranges_of(region: Region) -> dict[str, Range]:
 def allows_tf32(region: Region) -> bool:
     """Whether PyTorch lets every operator of the region round to TF32 that an engine with the flag would: it has but one for all."""
     of_products, of_convolutions = (precision == "tf32" for precision in float32_precision("cuda"))
-    called = [node.target for node in region.graph_module.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
-    names = {target._schema.name.partition("::")[2] for target in called}
-    products = any(name in _PRODUCTS or name.startswith(_ATTENTION) for name in names)
-    convolutions = bool(names & _CONVOLUTIONS)
+    names = {operator_name(node) for node in region.graph_module.graph.nodes}
+    products = any(name in PRODUCTS or name.startswith(ATTENTION) for name in names)
+    convolutions = bool(names & CONVOLUTIONS)
     return (products or convolutions) and (of_products or not products) and (of_convolutions or not convolutions)
 
 
@@ -170,28 +172,52 @@ class TensorRTEngine(EngineBase):
         return [self._compiled(region, deadline, budget) for region in regions]
 
     def _compiled(
-        self, region: Region, deadline: Deadline, budget: Budget
+        self, region: Region, deadline: Deadline, budget: Budget, failed: tuple[Attempt, ...] = ()
     ) -> CompiledRegion | PendingRegion | Exception:
+        """On the first rung that is not known to be too far from eager. `failed`: those below it."""
         try:
-            request = Request.of(region, ranges_of(region), tf32=allows_tf32(region))
-            data, key = request.to_bytes(), engine_key(region, request, self._machine(region.device))
-            load = functools.partial(self._region, region, request, budget, deadline.limit_s)
-            build = self._builds.start(key, self._entry, data, deadline.limit_s)
-            if build.done:
+            for rung in rungs_of(region)[len(failed) :]:
                 try:
-                    return load(build.result(0))
-                except _UnreadableError:  # what was kept is cut short, or of a TensorRT whose version does not tell
-                    build = self._builds.start(key, self._entry, data, deadline.limit_s, rebuild=True)
-            return BuildingRegion(build, load)
+                    return self._on_rung(region, rung, deadline, budget, failed)
+                except AccuracyError as error:  # remembered
+                    failed = (*failed, Attempt(rung, str(error)))
+            raise AccuracyError(
+                f"its results are too far from eager's: {'; '.join(f'{a.why} {a.how}' for a in failed)}"
+            )
         except CompileError as error:
             return error
 
-    def _region(self, region: Region, request: Request, budget: Budget, limit_s: float, data: bytes) -> CompiledRegion:
-        runner, built = self.runner(region, request, data)
-        program = program_of(region, request, runner, runner.scratch_bytes)
-        constants = self._constants(region, request, runner, budget, limit_s)
-        made = TensorRTRegion(region.name, program, self._services.run_program(program), built, constants)
-        return RangedRegion(made, region, request.ranges) if request.ranges else made
+    def _on_rung(
+        self, region: Region, rung: Rung, deadline: Deadline, budget: Budget, failed: tuple[Attempt, ...]
+    ) -> CompiledRegion | PendingRegion:
+        tf32 = allows_tf32(region) or keeps_tf32_exact(region, rung)
+        request = Request.of(region, ranges_of(region), tf32=tf32, rung=rung)
+        key, data = self.wanted(region, request)
+        attempts = (*failed, Attempt(rung)) if failed else ()
+
+        def more_exact(deadline: Deadline, error: float) -> CompiledRegion | PendingRegion | None:
+            why = AccuracyError(f"a relative error of {error:.2g}")
+            self._builds.reject(key, why)
+            found = self._compiled(region, deadline, budget, (*failed, Attempt(rung, str(why))))
+            if isinstance(found, Exception) and not isinstance(found, AccuracyError):
+                raise found
+            return None if isinstance(found, Exception) else found
+
+        def load(data: bytes) -> CompiledRegion:
+            runner, built = self.runner(region, request, data)
+            program = program_of(region, request, runner, runner.scratch_bytes)
+            constants = self._constants(region, request, runner, budget, deadline.limit_s)
+            run = self._services.run_program(program)
+            made = TensorRTRegion(region.name, program, run, built, attempts, more_exact, constants)
+            return RangedRegion(made, region, request.ranges) if request.ranges else made
+
+        build = self._builds.start(key, self._entry, data, deadline.limit_s)
+        if build.done:
+            try:
+                return load(build.result(0))
+            except _UnreadableError:  # what was kept is cut short, or of a TensorRT whose version does not tell
+                build = self._builds.start(key, self._entry, data, deadline.limit_s, rebuild=True)
+        return BuildingRegion(build, load, attempts)
 
     def runner(self, region: Region, request: Request, data: bytes) -> tuple[EngineRunner, Engine]:
         """What was built for a request, on its device. Raises CompileError for bytes that are no engine for it."""
@@ -317,14 +343,28 @@ def program_of(
     )
 
 
+# The region on its next rung, for one whose results are off by a relative error; None where there is none.
+MoreExact = Callable[[Deadline, float], CompiledRegion | PendingRegion | None]
+
+
 class TensorRTRegion(CompiledRegionBase):
-    """A region as one engine. `constants`: its other form, where it may have one."""
+    """A region as one engine. `attempts`: the rungs that it climbed. `constants`: its other form, where it may have one."""
 
     def __init__(
-        self, name: str, program: Program, run: ProgramCall, built: Engine, constants: _Constants | None = None
+        self,
+        name: str,
+        program: Program,
+        run: ProgramCall,
+        built: Engine,
+        attempts: tuple[Attempt, ...] = (),
+        more_exact: MoreExact = lambda deadline, error: None,
+        constants: _Constants | None = None,
     ) -> None:
         self.program = program
         self.name = name
+        self.attempts = attempts
+        self._more_exact = more_exact
+        self._next: CompiledRegion | PendingRegion | None = None
         self._run = run
         self._built = built
         self._constants = constants
@@ -338,6 +378,12 @@ class TensorRTRegion(CompiledRegionBase):
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return self._run(inputs)
+
+    def exact(self, deadline: Deadline, error: float) -> CompiledRegion | PendingRegion | None:
+        """The region on the next rung: once it is built, whoever asks gets it."""
+        if self._next is None:
+            self._next = self._more_exact(deadline, error)
+        return self._next.result() if isinstance(self._next, PendingRegion) and self._next.done else self._next
 
     def release(self) -> None:
         self._run.release()
@@ -398,6 +444,7 @@ class RegionWithConstants(CompiledRegionBase):
 
     def __init__(self, inputs_form: TensorRTRegion, program: Program, run: ProgramCall, form: ConstantForm) -> None:
         self.program = program
+        self.attempts = inputs_form.attempts
         self._inputs_form = inputs_form
         self._run = run
         self._form = form
@@ -405,10 +452,10 @@ class RegionWithConstants(CompiledRegionBase):
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return self._run(inputs)
 
-    def exact(self, deadline: Deadline) -> CompiledRegion | None:
-        """As far as its results are concerned constants are a risk of their own."""
+    def exact(self, deadline: Deadline, error: float) -> CompiledRegion | PendingRegion | None:
+        """The form with inputs, as it is: as far as results are concerned constants are a risk of their own."""
         self._form.give_up("its results are too far from eager's")
-        return self._inputs_form.exact(deadline) or self._inputs_form
+        return self._inputs_form
 
     def release(self) -> None:
         self._run.release()
@@ -423,6 +470,7 @@ class RangedRegion(CompiledRegionBase):
     """A region whose engine serves some sizes: others are run by PyTorch's operators. Sizes are read from shapes, on the host."""
 
     def __init__(self, made: TensorRTRegion, region: Region, ranges: Mapping[str, Range]) -> None:
+        self.attempts = made.attempts
         self._made = made
         self._eager = region.eager
         shapes = [(i, each.spec.shape) for i, each in enumerate(region.inputs) if each.spec is not None]
@@ -438,6 +486,9 @@ class RangedRegion(CompiledRegionBase):
             return self._made(inputs)
         with torch.no_grad():
             return self._eager(inputs)
+
+    def exact(self, deadline: Deadline, error: float) -> CompiledRegion | PendingRegion | None:
+        return self._made.exact(deadline, error)
 
     def release(self) -> None:
         self._made.release()

@@ -1,0 +1,158 @@
+"""The course of a region whose results are too far from eager's: rung after rung, built off the call, with contexts that compute inexactly."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engines.tensorrt.contexts_for_tests import FakeEngine, FakeStream, FakeStreams, computing
+from tests.engines.tensorrt.regions_for_tests import engine
+from tests.partition.engines_for_tests import trace
+from torch_hybrid_backend import wait_for_builds
+from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.captured import CapturedGraph
+from torch_hybrid_backend.core.plan import Plan, RegionDecision
+from torch_hybrid_backend.core.region import Region
+from torch_hybrid_backend.core.verdict import Reason
+from torch_hybrid_backend.engines.eager import EagerEngine
+from torch_hybrid_backend.engines.tensorrt.ladder import Rung
+from torch_hybrid_backend.hybrid_graph import HybridGraph
+from torch_hybrid_backend.report.html import render_html
+from torch_hybrid_backend.report.text import render_text
+from torch_hybrid_backend.session import Session, open_services
+
+pytestmark = pytest.mark.tensorrt
+
+BUILD = "tests.engines.tensorrt.contexts_for_tests:build_named"
+FACTORS = {Rung.AS_WRITTEN: 1.03, Rung.FP32_ACCUMULATION: 0.98, Rung.FP32_LAYERS: 1.0}
+
+
+def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (x @ w).softmax(-1)
+
+
+class Process:
+    """What one process has: an engine whose contexts are off by a factor on each rung, a graph, and the plans it told of. `built`: the rungs
+    that were loaded, in order; `entry`: what builds."""
+
+    def __init__(self, folder: Path, factors: Mapping[Rung, float], entry: str = BUILD) -> None:
+        self.built: list[Rung] = []
+        self.plans: list[Plan] = []
+        self.inputs = [torch.randn(16, 16).half() for _ in range(2)]
+        config = Config(cache_dir=folder, placement="estimate")
+        services = open_services(config)
+        regions: list[Region] = []
+
+        def load(plan: bytes, device: object) -> FakeEngine:
+            rung = Rung(plan.decode())
+            self.built.append(rung)
+            return FakeEngine(compute=computing(regions[-1], lambda result: result * factors[rung]))
+
+        made = engine(services, entry=entry, load=load, streams=lambda device: FakeStreams(FakeStream(7)))
+        self._compile: Callable[..., object] = made.compile
+        made.compile = lambda found, deadline: regions.extend(found) or self._compile(found, deadline)  # type: ignore[method-assign, assignment, return-value, func-returns-value]
+        session = Session((made, EagerEngine()), services)
+        module = trace(lambda x, w: (function(x, w),), *self.inputs)
+        captured = CapturedGraph(module, "inference", frozenset(), False)
+        self.graph = HybridGraph(captured, session, config, self.plans.append)
+
+    def settled(self) -> RegionDecision:
+        """Call until nothing is built any more; each result is eager's. The last decision."""
+        for _ in range(8):
+            (result,) = self.graph(list(self.inputs))
+            torch.testing.assert_close(result, function(*self.inputs), rtol=2e-3, atol=1e-3)
+            until = time.monotonic() + 60
+            while not wait_for_builds(1.0):
+                assert time.monotonic() < until
+        (decision,) = self.plans[-1].regions
+        return decision
+
+
+def errors(caplog: pytest.LogCaptureFixture) -> Sequence[str]:
+    ours = [each for each in caplog.records if each.name.startswith("torch_hybrid_backend")]
+    return [each.getMessage() for each in ours if each.levelname == "WARNING"]
+
+
+def test_rung_after_rung_until_one_is_near_enough(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Eager serves meanwhile, nobody is warned, and the report tells each rung's error. A second process builds the last rung's engine from the
+    cache alone, and loads no other."""
+    first = Process(tmp_path, FACTORS)
+    decision = first.settled()
+    assert first.built == list(Rung)
+    assert decision.engine == "tensorrt"
+    assert [attempt.how for attempt in decision.attempts] == list(Rung)
+    assert ["relative error of 0.03" in decision.attempts[0].why, "0.02" in decision.attempts[1].why] == [True, True]
+    assert decision.attempts[2].why == ""
+    building = [
+        r for plan in first.plans for region in plan.regions for r in region.refusals if r.code is Reason.BUILDING
+    ]
+    assert [r.why.partition(",")[0] for r in building] == [
+        "it is being built; until then another runs the region",
+        "it is being built with fp32 accumulation",
+        "it is being built with fp32 layers",
+    ]
+    line = "with fp32 layers, after a relative error of 0.03 as written; a relative error of 0.02 fp32 accumulation"
+    assert line in render_text(first.plans[-1:])
+    assert "fp32 layers, after" in render_html(first.plans[-1:])
+    assert Plan.from_json(first.plans[-1].to_json()) == first.plans[-1]
+    assert not errors(caplog)
+
+    second = Process(tmp_path, FACTORS, entry="nowhere:build")
+    decision = second.settled()
+    assert second.built == [Rung.FP32_LAYERS]
+    assert decision.engine == "tensorrt"
+    assert "a relative error of 0.03" in decision.attempts[0].why
+    assert not errors(caplog)
+
+
+def test_the_first_rung_that_is_near_enough_stays(tmp_path: Path) -> None:
+    """Nothing more is built. Results that are no numbers are a reason too: a sum of half types that overflows where eager's does not."""
+    process = Process(tmp_path, {**FACTORS, Rung.AS_WRITTEN: float("inf"), Rung.FP32_ACCUMULATION: 1.0})
+    attempts = process.settled().attempts
+    assert [each.how for each in attempts] == ["as written", "fp32 accumulation"]
+    assert attempts[0].why.startswith(("a relative error of inf", "a relative error of nan"))
+    assert process.built == [Rung.AS_WRITTEN, Rung.FP32_ACCUMULATION]
+
+
+def test_demotion_is_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where no rung is near enough that region alone goes to another engine, with one warning that names all errors. Another process builds and
+    runs nothing of it."""
+    process = Process(tmp_path, dict.fromkeys(Rung, 1.05))
+    decision = process.settled()
+    assert decision.engine == "eager"
+    assert process.built == list(Rung)
+    (warning,) = errors(caplog)
+    assert "cannot run on tensorrt: accuracy" in warning
+    assert all(rung in warning for rung in Rung)
+    caplog.clear()
+    second = Process(tmp_path, dict.fromkeys(Rung, 1.05), entry="nowhere:build")
+    decision = second.settled()
+    assert second.built == []
+    assert [r.code for r in decision.refusals if r.engine == "tensorrt"] == [Reason.ACCURACY]
+    (warning,) = errors(caplog)
+    assert "a relative error of 0.05" in warning
+
+
+def test_a_run_that_fails_demotes_its_region(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In a later call: it is right all the same, later ones too, and one warning says what happened."""
+    loaded: list[FakeEngine] = []
+    process = Process(tmp_path, dict.fromkeys(Rung, 1.0))
+    original = FakeEngine.__init__
+
+    def kept(self: FakeEngine, *args: object, **options: object) -> None:
+        original(self, *args, **options)  # type: ignore[arg-type]
+        loaded.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeEngine, "__init__", kept)
+        assert process.settled().engine == "tensorrt"
+    (fake,) = loaded
+    fake.refuses = "execute_async_v3"
+    assert process.settled().engine == "eager"
+    (warning,) = errors(caplog)
+    assert "runtime_error" in warning
+    assert "TensorRT could not run an engine" in warning

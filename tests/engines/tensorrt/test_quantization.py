@@ -1,0 +1,163 @@
+"""Which values of 8 bits TensorRT takes, each refusal with its code. No TensorRT is needed for that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.ao.quantization.fx._decomposed
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from torch_hybrid_backend.core.verdict import Reason, Refused, Supported
+from torch_hybrid_backend.engines.tensorrt import quantization
+from torch_hybrid_backend.engines.tensorrt.installed import FLAVOURS, Installation
+from torch_hybrid_backend.engines.tensorrt.quantization import judged, quantiser
+from torch_hybrid_backend.graph import quantization as quantised
+
+F = torch.nn.functional
+Q = torch.ops.quantized_decomposed
+
+
+@pytest.fixture(autouse=True)
+def _current_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is installed here."""
+    monkeypatch.setattr(quantization, "installation", lambda: Installation(FLAVOURS[0], "2.13.0", "10.15"))
+
+
+X, W, S = torch.randn(8, 16), torch.ones(4, 16, dtype=torch.int8), torch.rand(4)
+FP8 = torch.float8_e4m3fn
+
+
+def verdicts(function: Callable[..., Any], *inputs: torch.Tensor) -> dict[str, Any]:
+    """The verdicts on a traced function's nodes, by name; those that are None are left out."""
+    graph = make_fx(function, tracing_mode="fake")(*inputs)
+    found = {node.name: judged(node) for node in graph.graph.nodes if node.op == "call_function"}
+    return {name: verdict for name, verdict in found.items() if verdict is not None}
+
+
+def _zeros(count: int, value: int = 0) -> torch.Tensor:
+    return torch.full([count], value, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, w, s: quantised.tensor(quantised.call, x, -1.0, 2.0),
+        lambda x, w, s: quantised.tensor_now(quantised.call, x),
+        lambda x, w, s: quantised.rows_now(quantised.call, x),
+        lambda x, w, s: Q.dequantize_per_channel(w, s, _zeros(4), 0, -127, 127, torch.int8).t(),
+        lambda x, w, s: Q.dequantize_per_channel(w, s, None, 0, -128, 127, torch.int8),
+        lambda x, w, s: w.t().to(torch.float32),
+        lambda x, w, s: x.clamp(-448, 448).to(FP8).t().to(torch.float32),
+    ],
+    ids=["tensor", "tensor now", "rows now", "channels", "no zero points", "cast", "float8"],
+)
+def test_what_quantize_and_torchao_write_is_taken(function: Callable[..., Any]) -> None:
+    """With everything that belongs to it: quantisers, fills of zero points, views of integers."""
+    found = verdicts(function, X, W, S)
+    assert found
+    assert all(isinstance(verdict, Supported) for verdict in found.values()), found
+
+
+@pytest.mark.parametrize(
+    ("function", "code", "why"),
+    [
+        (lambda x, w, s: quantised.tensor(quantised.call, x, 0.0, 2.0), Reason.DTYPE, "torch.uint8"),
+        (lambda x, w, s: Q.quantize_per_tensor(x, 0.1, 3, -128, 127, torch.int8), Reason.ARGUMENT, "it is 3"),
+        (
+            lambda x, w, s: Q.dequantize_per_channel(w, s, _zeros(4, 1), 0, -128, 127, torch.int8),
+            Reason.ARGUMENT,
+            "whether it is 0 is not known",
+        ),
+        (
+            lambda x, w, s: Q.dequantize_per_channel(w, s, s.to(torch.int64), 0, -128, 127, torch.int8),
+            Reason.ARGUMENT,
+            "whether it is 0 is not known",
+        ),
+        (lambda x, w, s: Q.quantize_per_tensor(x, 0.1, 0, -8, 7, torch.int8), Reason.ARGUMENT, "clamps to -8 and 7"),
+        (
+            lambda x, w, s: Q.dequantize_per_channel_group(
+                w, torch.ones(4, 2), torch.zeros(4, 2, dtype=torch.int32), -8, 7, torch.int8, 8, torch.float32
+            ),
+            Reason.UNKNOWN_OPERATOR,
+            "dequantize_per_channel_group",
+        ),
+        (lambda x, w, s: x.to(FP8), Reason.ARGUMENT, "must be clamped first"),
+        (lambda x, w, s: x.clamp(-500, 448).to(FP8), Reason.ARGUMENT, "must be clamped first"),
+    ],
+    ids=["uint8", "zero point", "zero points", "unknown", "few levels", "groups", "float8", "float8 clamped wrongly"],
+)
+def test_what_is_refused_has_a_code(function: Callable[..., Any], code: Reason, why: str) -> None:
+    """And says why in a sentence."""
+    refused = [verdict for verdict in verdicts(function, X, W, S).values() if isinstance(verdict, Refused)]
+    assert refused
+    assert {verdict.code for verdict in refused} == {code}
+    assert why in refused[-1].why
+
+
+def test_what_is_none_of_its_business() -> None:
+    """Plain operators, and whole numbers that are no zero points."""
+    assert verdicts(lambda x: (x @ x.t()).relu() + torch.zeros(8, dtype=torch.int64), X) == {}
+    graph = make_fx(lambda x: quantised.tensor_now(quantised.call, x), tracing_mode="fake")(X)
+    titles = [quantiser(node) for node in graph.graph.nodes]
+    assert titles[-3:-1] == ["quantize_per_tensor.tensor", "dequantize_per_tensor.tensor"]
+
+
+def test_float8_needs_a_chip_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """sm_89 and later; int8 needs none."""
+    for capability, taken in (((8, 0), False), ((8, 6), False), ((8, 9), True), ((12, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, found=capability: found)
+        found = verdicts(lambda x: x.clamp(-448, 448).to(FP8).to(torch.float32), X)
+        assert all(bool(verdict) is taken for verdict in found.values())
+        if not taken:
+            assert {verdict.code for verdict in found.values()} == {Reason.UNSUPPORTED}
+        assert all(verdicts(lambda x: quantised.tensor(quantised.call, x, -1.0, 1.0), X).values())
+
+
+def test_the_first_release_that_builds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorRT-RTX 1.4 does not, whatever the values; TensorRT of any version does."""
+    rtx, full = FLAVOURS[1], FLAVOURS[0]
+    for found, taken in (
+        (Installation(rtx, "2.11.0", "1.4.0.76"), False),
+        (Installation(rtx, "2.13.0", "1.5.0.114"), True),
+        (Installation(full, "2.11.0", "10.15.1"), True),
+        (Refused(Reason.MISSING_DEPENDENCY, "nothing is installed"), True),
+    ):
+        monkeypatch.setattr(quantization, "installation", lambda found=found: found)
+        verdicts_found = verdicts(lambda x: quantised.tensor(quantised.call, x, -1.0, 1.0), X).values()
+        assert [bool(verdict) for verdict in verdicts_found] == [taken, taken]
+        assert taken or {verdict.code for verdict in verdicts_found} == {Reason.UNSUPPORTED}
+
+
+def test_convolutions_of_int8_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorRT-RTX has none, also where values are pooled or joined before; TensorRT has, and both take weights of int8."""
+    x, w, s = torch.randn(1, 4, 8, 8), torch.ones(4, 4, 3, 3, dtype=torch.int8), S
+
+    def weight(w: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        dequantised: torch.Tensor = Q.dequantize_per_channel(w, s, _zeros(4), 0, -127, 127, torch.int8)
+        return dequantised
+
+    def narrow(x: torch.Tensor) -> torch.Tensor:
+        dequantised: torch.Tensor = quantised.tensor(quantised.call, x, -1.0, 1.0)
+        return dequantised
+
+    functions: list[Callable[..., Any]] = [
+        lambda x, w, s: F.conv2d(narrow(x), weight(w, s)),
+        lambda x, w, s: F.conv2d(F.max_pool2d(narrow(x), 2), weight(w, s)),
+        lambda x, w, s: F.conv2d(torch.cat([narrow(x), narrow(x)], 1)[:, 2:6], weight(w, s)),
+    ]
+    only_weights: list[Callable[..., Any]] = [
+        lambda x, w, s: F.conv2d(x, weight(w, s)),
+        lambda x, w, s: F.conv2d(narrow(x).relu(), weight(w, s)),
+    ]
+    for flavour in FLAVOURS:
+        found = Installation(flavour, "2.13.0", "1.5")
+        monkeypatch.setattr(quantization, "installation", lambda found=found: found)
+        for function in functions:
+            verdict = verdicts(function, x, w, s).get("convolution")
+            assert (verdict is not None) is (flavour.module == "tensorrt_rtx")
+            assert verdict is None or verdict.code is Reason.UNSUPPORTED
+        for function in only_weights:
+            assert "convolution" not in verdicts(function, x, w, s)
