@@ -17,45 +17,61 @@ def test_failures(tmp_path: Path) -> None:
     """Each build has its own, kept as what it was; the last one counts; they end after a day, and before if the clock was wrong."""
     now = [1_000_000.0]
     failures = Failures(Store(tmp_path), lambda: now[0])
-    failures.put("engines", "a", CompileError("before"))
-    failures.put("engines", "a", DeadlineError("too late"))
+    failures.put("engines", "a", CompileError("before"), 60)
+    failures.put("engines", "a", DeadlineError("too late"), 60)
     now[0] += 60
-    failures.put("engines", "b", CompilerCrashError("it died"))
-    failures.put("engines", "c", _TooWideError("too wide"))
+    failures.put("engines", "b", CompilerCrashError("it died"), 60)
+    failures.put("engines", "c", _TooWideError("too wide"), 60)
     errors = {}
     for key in "abc":
-        found = failures.get("engines", key)
+        found = failures.get("engines", key, 60)
         assert found is not None
         errors[key] = found.as_exception()
         assert "tried again a day later" in str(errors[key])
     assert [type(error) for error in errors.values()] == [DeadlineError, CompilerCrashError, CompileError]
     assert "too late" in str(errors["a"])
-    assert failures.get("others", "a") is None
+    assert failures.get("others", "a", 60) is None
     assert {failure.key for failure in failures.all()} == set("abc")
     now[0] += REMEMBERED_S - 60
     assert {failure.key for failure in failures.all()} == set("bc")
-    assert failures.get("engines", "a") is None
+    assert failures.get("engines", "a", 60) is None
     now[0] = 10.0  # what is remembered lies in the future
     assert failures.all() == []
-    assert failures.get("engines", "b") is None
+    assert failures.get("engines", "b", 60) is None
     now[0] += 1_000_000
     failures.forget()
     assert [usage.kind for usage in Store(tmp_path).usage()] == []
+
+
+def test_what_is_not_remembered(tmp_path: Path) -> None:
+    """What came from outside; and a deadline that was missed, where there is more time than there was: another failure is for any deadline."""
+    failures = Failures(Store(tmp_path))
+    failures.put("engines", "full", CompileError("no space left on device", recurs=False), 60)
+    failures.put("engines", "late", DeadlineError("too late"), 60)
+    failures.put("engines", "wide", CompileError("too wide"), 60)
+    assert failures.get("engines", "full", 60) is None
+    assert failures.get("engines", "late", 60.1) is None
+    assert failures.get("engines", "late", 60) is not None
+    assert failures.get("engines", "late", 1) is not None
+    assert failures.get("engines", "wide", 600) is not None
+    failures.remove("engines", "late")
+    failures.remove("engines", "late")
+    assert [failure.key for failure in failures.all()] == ["wide"]
 
 
 def test_damaged_failures_count_as_none(tmp_path: Path) -> None:
     """What is no failure under a failure's name is as good as nothing."""
     store = Store(tmp_path)
     failures = Failures(store)
-    failures.put("engines", "a", CompileError("it failed"))
+    failures.put("engines", "a", CompileError("it failed"), 60)
     (entry,) = store.keys(KIND)
     for damaged in (
         b"",
         b"[]",
         b'{"kind": "engines"}',
-        b'{"kind": "engines", "key": "a", "at": "x", "error": "", "message": ""}',
+        b'{"kind": "engines", "key": "a", "at": "x", "error": "", "message": "", "limit_s": 60}',
     ):
         store.remove(KIND, entry)
         store.put(KIND, entry, damaged)
         assert failures.all() == []
-        assert failures.get("engines", "a") is None
+        assert failures.get("engines", "a", 60) is None
