@@ -110,7 +110,13 @@ def tells_of_shortage(text: str) -> bool:
 
 
 # As the C library and LLVM put it (strerror(3), `report_bad_alloc_error`).
-_SHORTAGE = ("std::bad_alloc", "out of memory", "cannot allocate memory", "no space left on device", "disk quota exceeded")
+_SHORTAGE = (
+    "std::bad_alloc",
+    "out of memory",
+    "cannot allocate memory",
+    "no space left on device",
+    "disk quota exceeded",
+)
 
 
 def is_sticky(error: BaseException) -> bool:

@@ -170,7 +170,8 @@ class _Task:
         self.pid = os.getpid()
         self.progress = 0.0
         self.outcome: bytes | CompileError | None = None
-        self.until: float | None = None  # when it is over, by `time.monotonic`, where it has begun or waits for another process
+        # When it is over, by `time.monotonic`, where it has begun or waits for another process.
+        self.until: float | None = None
         self.has_waited = False
         self.finished = threading.Event()
         # Written to when nobody wants it any more: the thread that waits for the process wakes.
@@ -333,7 +334,9 @@ class _Queue:
             task.has_waited = True
             if now < task.until:
                 return None
-            return DeadlineError(f"{task.key} was not built within {task.deadline_s:.3g} s by another process, which is still at it")
+            return DeadlineError(
+                f"{task.key} was not built within {task.deadline_s:.3g} s by another process, which is still at it"
+            )
         try:
             known = self._known(task)  # another may have been done just before
             return self._built(task, thread) if known is None else known

@@ -70,7 +70,14 @@ class Failures:
         if not error.recurs:
             return
         name = type(error).__name__ if type(error).__name__ in _TYPES else CompileError.__name__
-        fields = {"kind": kind, "key": key, "at": self._clock(), "error": name, "message": str(error), "limit_s": limit_s}
+        fields = {
+            "kind": kind,
+            "key": key,
+            "at": self._clock(),
+            "error": name,
+            "message": str(error),
+            "limit_s": limit_s,
+        }
         try:
             self._store.remove(KIND, _entry(kind, key))
             self._store.put(KIND, _entry(kind, key), json.dumps(fields).encode(), suffix=".json")

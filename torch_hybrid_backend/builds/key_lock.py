@@ -63,7 +63,9 @@ class KeyLock:
         with contextlib.suppress(OSError):
             # First, while nobody else can have locked it: afterwards it may be another's.
             self._path.unlink()
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # for all who have the file open, a child that is just being forked too
+            fcntl.flock(
+                self._descriptor, fcntl.LOCK_UN
+            )  # for all who have the file open, a child that is just being forked too
         self.forget()
         with contextlib.suppress(OSError):  # there is an entry
             self._path.parent.rmdir()

@@ -68,7 +68,11 @@ class End:
     @property
     def how(self) -> str:
         """What became of it, as a sentence goes on that begins with its name."""
-        return f"was killed by {signal.Signals(-self.status).name}" if self.status < 0 else f"ended with status {self.status}"
+        return (
+            f"was killed by {signal.Signals(-self.status).name}"
+            if self.status < 0
+            else f"ended with status {self.status}"
+        )
 
     @property
     def said(self) -> str:
