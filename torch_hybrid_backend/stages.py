@@ -9,6 +9,7 @@ CapturedGraph --prepare--> Prepared    after the passes, in its precision; the p
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -38,7 +39,10 @@ from torch_hybrid_backend.core.verdict import Refused
 from torch_hybrid_backend.eager_graph import EagerGraph
 from torch_hybrid_backend.engines.deadline import compile_in_time
 from torch_hybrid_backend.errors import HybridError, is_sticky
-from torch_hybrid_backend.graph.values import holds_collectives, is_repeatable
+from torch_hybrid_backend.generators import apart, can_draw_apart
+from torch_hybrid_backend.graph.devices import is_on_host
+from torch_hybrid_backend.graph.schema import only_draws
+from torch_hybrid_backend.graph.values import effects, holds_collectives, is_repeatable
 from torch_hybrid_backend.measure import Rounds, measure
 from torch_hybrid_backend.partition.boundary import callbacks_us
 from torch_hybrid_backend.partition.capability import accepted
@@ -83,7 +87,8 @@ class Reduced:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """A captured graph after the passes. `fold` computes what parameters alone decide; `is_repeatable`: running it twice goes unnoticed.
+    """A captured graph after the passes. `fold` computes what parameters alone decide; `is_repeatable`: running it twice goes unnoticed;
+    `is_repeatable_apart`: so it does on copies of its inputs and with random numbers of its own (`generators.Apart`).
 
     `conversion`: what became of it under another precision than as written, or as the model quantises it; else None. `reduced`: what its
     first call is judged by, None after that, and where nothing was converted.
@@ -95,6 +100,7 @@ class Prepared:
     fold: EagerGraph | None
     has_collectives: bool
     is_repeatable: bool
+    is_repeatable_apart: bool
     conversion: Conversion | None = None
     reduced: Reduced | None = None
 
@@ -213,9 +219,9 @@ def prepare(
     run_passes(module, context, bisected_passes(PASSES))
     reduced = None if context.precision == AS_WRITTEN else reduce_precision(module, context)
     # Sub-graphs are looked into, so before they are compiled.
-    has_collectives, repeatable = holds_collectives(module), is_repeatable(module)
+    effects = (holds_collectives(module), is_repeatable(module), hindrance(module) is None)
     compile_bodies(captured, compile_body)
-    prepared = Prepared(name, captured.kind, *_split(module, context), has_collectives, repeatable)
+    prepared = Prepared(name, captured.kind, *_split(module, context), *effects)
     if reduced is None:
         own = quantised_by_itself(module, context) if captured.kind == "inference" else None
         return dataclasses.replace(prepared, conversion=own)
@@ -241,10 +247,20 @@ def returned(reduced: Reduced, layers: Mapping[str, Refused]) -> Reduced:
 
 
 def copy_of(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """The same graph, with the same tensors."""
+    """The same graph, with the same tensors, and such copies of the graphs that its control flow calls."""
     graph = torch.fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
-    return torch.fx.GraphModule(module, graph, "Graph")
+    copy = torch.fx.GraphModule(module, graph, "Graph")
+    for name, body in copy.named_children():
+        if isinstance(body, torch.fx.GraphModule):
+            setattr(copy, name, copy_of(body))
+    return copy
+
+
+def hindrance(module: torch.fx.GraphModule) -> torch.fx.Node | None:
+    """What keeps a graph from being run unnoticed on copies of its inputs, with random numbers of its own; None where nothing does."""
+    on_host = is_on_host(module)
+    return next((n for n in effects(module) if not (on_host and only_draws(n) and can_draw_apart(n.target))), None)
 
 
 def _told(prepared: Prepared, reduced: Reduced, config: Config) -> Prepared:
@@ -446,7 +462,8 @@ class _Trial:
         region = segment.region
         candidates = {name: _ready(made) for name, made in self._candidate.candidates[region.name].items()}
         if not candidates:
-            outputs: Sequence[Any] = region.eager(arguments)
+            with apart():
+                outputs: Sequence[Any] = region.eager(arguments)
             if self._times_eager:
                 rounds = Rounds(warmup_rounds=0, min_rounds=2, timer=self._pricing_on(region.device).timer)
                 (timing,) = measure([lambda: region.eager(arguments)], self._config.measure_budget_s, **rounds)
@@ -454,12 +471,14 @@ class _Trial:
             return outputs
         choice = self._tried.get(_identity(segment))
         if choice is None:
-            choice = choose(region, candidates, arguments, self._config, self._pricing_on(region.device))
+            with apart() if region.draws else contextlib.nullcontext():
+                choice = choose(region, candidates, arguments, self._config, self._pricing_on(region.device))
             release_unused()
             self._tried[_identity(segment)] = dataclasses.replace(choice, outputs=[])  # they would be kept alive
             outputs = choice.outputs
         else:
-            outputs = region.eager(arguments) if choice.compiled is None else choice.compiled(arguments)
+            with apart() if region.draws else contextlib.nullcontext():
+                outputs = region.eager(arguments) if choice.compiled is None else choice.compiled(arguments)
         decision = dataclasses.replace(choice.decision, name=region.name)
         self.decisions[region.name] = decision
         if choice.compiled is not None:
