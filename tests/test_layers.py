@@ -71,6 +71,7 @@ WIRING = {
     "backend",
     "hybrid_graph",
     "model_gate",
+    "prepared",
     "speed_gate",
     "stages",
     "session",

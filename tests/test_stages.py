@@ -22,10 +22,11 @@ from torch_hybrid_backend.engines.eager import EagerEngine
 from torch_hybrid_backend.measure import HostTimer
 from torch_hybrid_backend.partition import extract
 from torch_hybrid_backend.partition.placement import Pricing
+from torch_hybrid_backend.prepared import prepare
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 from torch_hybrid_backend.services import Services
 from torch_hybrid_backend.session import Session
-from torch_hybrid_backend.stages import Compiled, Placed, _UnlessCaptured, compile_graph, install, place, prepare
+from torch_hybrid_backend.stages import Compiled, Placed, _UnlessCaptured, compile_graph, install, place
 from torch_hybrid_backend.store import Store
 from torch_hybrid_backend.timing_cache import TimingCache
 

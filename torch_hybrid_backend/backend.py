@@ -42,10 +42,10 @@ from torch_hybrid_backend.hybrid_graph import HybridGraph, OnPlan, OnRegions, pr
 from torch_hybrid_backend.machine import lacking_instructions
 from torch_hybrid_backend.partition.seen_graphs import SeenGraphs, graph_key
 from torch_hybrid_backend.partition.whole_call import PricedCall
+from torch_hybrid_backend.prepared import copy_of, hindrance
 from torch_hybrid_backend.quantization.ranges import left_in_float
 from torch_hybrid_backend.report import Explanation
 from torch_hybrid_backend.session import open_session
-from torch_hybrid_backend.stages import copy_of, hindrance
 
 log = logging.getLogger(__name__)
 

@@ -28,6 +28,7 @@ from torch_hybrid_backend.generators import draws_apart, is_captured
 from torch_hybrid_backend.model_gate import judged
 from torch_hybrid_backend.partition.placement import Pricing
 from torch_hybrid_backend.partition.reference import replay_of
+from torch_hybrid_backend.prepared import Prepared, copy_of, prepare
 from torch_hybrid_backend.runtime.constant_pool import ConstantPool
 from torch_hybrid_backend.runtime.native.ops import give_back_freed_memory
 from torch_hybrid_backend.runtime.python_executor import PythonExecutor, checked
@@ -38,15 +39,12 @@ from torch_hybrid_backend.stages import (
     Divided,
     Installed,
     Placed,
-    Prepared,
     Run,
     compile_divided,
     compile_graph,
-    copy_of,
     divide,
     install,
     place,
-    prepare,
 )
 
 log = logging.getLogger(__name__)
