@@ -1,0 +1,38 @@
+"""A builder without TensorRT, and without torch, so that its process starts at once: the engine's bytes are the request itself.
+
+Where the environment names a folder, each build leaves a file there as it begins, and waits for one called "go".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+FOLDER = "FOLDER_OF_FAKE_BUILDS"
+_ASKED, _MADE = b"hybrid trt request 1\n", b"hybrid trt engine 1\n"
+
+
+def build(request: bytes, going_on: Callable[[float], bool]) -> bytes:
+    """As `engines.tensorrt.build.build`."""
+    if folder := os.environ.get(FOLDER):
+        Path(folder, f"{os.getpid()}.begun").touch()
+        while not Path(folder, "go").exists():
+            if not going_on(0.5):
+                raise RuntimeError("stopped")
+            time.sleep(0.002)
+    (length,) = struct.unpack_from("<Q", request, len(_ASKED))
+    asked = json.loads(request[len(_ASKED) + 8 :][:length])
+    changing = len(asked["inputs"]) - len(asked["constants"])
+    made = {
+        "inputs": [f"input{i}" for i in range(changing)],
+        "outputs": [f"output{i}" for i in range(len(asked["outputs"]))],
+        "layers": [f"fake: {changing} inputs"],
+        "versions": "none",
+        "plan_bytes": len(request),
+    }
+    header = json.dumps(made).encode()
+    return _MADE + struct.pack("<Q", len(header)) + header + request
