@@ -36,8 +36,10 @@ def test_a_file_that_was_removed_locks_nobody_out(tmp_path: Path) -> None:
     second = KeyLock.taken(path)
     assert second is not None
     assert KeyLock.taken(path) is None
-    second.release()
     first.release()
+    assert KeyLock.taken(path) is None  # it is still the second one's
+    second.release()
+    assert not path.exists()
 
 
 def test_a_forked_child_has_not_got_it(tmp_path: Path) -> None:

@@ -61,11 +61,10 @@ class KeyLock:
         if self._descriptor is None:
             return
         with contextlib.suppress(OSError):
-            # First, while nobody else can have locked it: afterwards it may be another's.
-            self._path.unlink()
-            fcntl.flock(
-                self._descriptor, fcntl.LOCK_UN
-            )  # for all who have the file open, a child that is just being forked too
+            if _is_at(self._descriptor, self._path):  # else it is another's, after somebody has removed this one
+                self._path.unlink()
+        with contextlib.suppress(OSError):  # for all who have the file open: a child that is just being forked, too
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         self.forget()
         with contextlib.suppress(OSError):  # there is an entry
             self._path.parent.rmdir()
