@@ -190,7 +190,7 @@ def test_failed_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYBRID_CACHE_DIR", str(tmp_path))
     store = Store(tmp_path)
     store.put("kernels", "key", b"kernel")
-    Failures(store).put("engines", "key", DeadlineError("the layer was not built within 600 s"), 600)
+    Failures(store).put("engines", "key", DeadlineError("the layer was not built within 600 s"))
     status, text = _run("cache")
     assert status == 0
     assert "failed: the layer was not built within 600 s (at " in text

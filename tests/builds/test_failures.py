@@ -17,27 +17,27 @@ def test_failures(tmp_path: Path) -> None:
     """Each build has its own, kept as what it was; the last one counts; they end after a day, and before if the clock was wrong."""
     now = [1_000_000.0]
     failures = Failures(Store(tmp_path), lambda: now[0])
-    failures.put("engines", "a", CompileError("before"), 60)
-    failures.put("engines", "a", DeadlineError("too late"), 60)
+    failures.put("engines", "a", CompileError("before"))
+    failures.put("engines", "a", DeadlineError("too late"))
     now[0] += 60
-    failures.put("engines", "b", CompilerCrashError("it died"), 60)
-    failures.put("engines", "c", _TooWideError("too wide"), 60)
+    failures.put("engines", "b", CompilerCrashError("it died"))
+    failures.put("engines", "c", _TooWideError("too wide"))
     errors = {}
     for key in "abc":
-        found = failures.get("engines", key, 60)
+        found = failures.get("engines", key)
         assert found is not None
         errors[key] = found.as_exception()
         assert "tried again a day later" in str(errors[key])
     assert [type(error) for error in errors.values()] == [DeadlineError, CompilerCrashError, CompileError]
     assert "too late" in str(errors["a"])
-    assert failures.get("others", "a", 60) is None
+    assert failures.get("others", "a") is None
     assert {failure.key for failure in failures.all()} == set("abc")
     now[0] += REMEMBERED_S - 60
     assert {failure.key for failure in failures.all()} == set("bc")
-    assert failures.get("engines", "a", 60) is None
+    assert failures.get("engines", "a") is None
     now[0] = 10.0  # what is remembered lies in the future
     assert failures.all() == []
-    assert failures.get("engines", "b", 60) is None
+    assert failures.get("engines", "b") is None
     now[0] += 1_000_000
     failures.forget()
     assert [usage.kind for usage in Store(tmp_path).usage()] == []
@@ -63,7 +63,7 @@ def test_damaged_failures_count_as_none(tmp_path: Path) -> None:
     """What is no failure under a failure's name is as good as nothing."""
     store = Store(tmp_path)
     failures = Failures(store)
-    failures.put("engines", "a", CompileError("it failed"), 60)
+    failures.put("engines", "a", CompileError("it failed"))
     (entry,) = store.keys(KIND)
     for damaged in (
         b"",
@@ -74,4 +74,4 @@ def test_damaged_failures_count_as_none(tmp_path: Path) -> None:
         store.remove(KIND, entry)
         store.put(KIND, entry, damaged)
         assert failures.all() == []
-        assert failures.get("engines", "a", 60) is None
+        assert failures.get("engines", "a") is None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,9 +55,9 @@ class Failures:
         self._store = store
         self._clock = clock
 
-    def get(self, kind: str, key: str, limit_s: float) -> Failure | None:
+    def get(self, kind: str, key: str, limit_s: float = 0.0) -> Failure | None:
         """The failure that is remembered of a build that may take `limit_s` seconds; one that is a day old, or of a day to come, is forgotten.
-        One that missed its deadline says nothing where there is more time than it had."""
+        One that missed its deadline says nothing where there is more time than it had. 0: whatever there is."""
         entry = _entry(kind, key)
         found = _parsed(self._store.get(KIND, entry))
         if found is None or (found.kind, found.key) != (kind, key) or not 0 <= self._clock() - found.at < REMEMBERED_S:
@@ -64,7 +65,7 @@ class Failures:
             return None
         return None if found.error == DeadlineError.__name__ and limit_s > found.limit_s else found
 
-    def put(self, kind: str, key: str, error: CompileError, limit_s: float) -> None:
+    def put(self, kind: str, key: str, error: CompileError, limit_s: float = math.inf) -> None:
         """Remember that the build, which might have taken `limit_s` seconds, failed with `error`, where that would recur. A store that cannot
         be written costs a later process its time: that is logged."""
         if not error.recurs:
