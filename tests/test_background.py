@@ -125,14 +125,138 @@ def test_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_what_is_built_in_the_call(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A graph that draws random numbers cannot be tried twice unnoticed: it is compiled in the call, and one warning says why."""
+    """A graph with another library's operator cannot be tried twice unnoticed: it is compiled in the call, and one warning says why."""
+
+    @torch.library.custom_op("background_of_tests::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @twice.register_fake
+    def _(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x)
+
     engine = SlowEngine()
     engine.may.release()
-    compiled = compiled_with(engine, lambda x: torch.bernoulli(x.sigmoid()), monkeypatch, tmp_path)
+    compiled = compiled_with(engine, lambda x: twice(x.sigmoid()), monkeypatch, tmp_path)
     compiled(torch.randn(8))
     assert wait_for_builds(0)
     (record,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
-    assert "not in the background: it draws random numbers" in record.getMessage()
+    assert "not in the background: it calls background_of_tests.twice.default" in record.getMessage()
+
+
+def _drawing(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Every way of drawing that graphs on the CPU have."""
+    kept = nn.functional.dropout(x.sigmoid(), 0.3)
+    weights = kept.exp() @ x.t()
+    return (
+        weights + torch.rand(4, 4) + torch.randn_like(weights),
+        torch.bernoulli(x.sigmoid()) + torch.normal(x, 1.0) + x.clone().uniform_(),
+        torch.randint(0, 9, (5,)).double() + torch.randperm(5),
+        torch.multinomial(x.exp(), 3),
+        nn.functional.scaled_dot_product_attention(*(x.reshape(1, 2, 4, 8),) * 3, dropout_p=0.5).tanh(),
+    )
+
+
+def test_random_numbers_are_eagers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What draws them is built off the call: its trial draws from a generator of its own. Before, beside and after it every call has eager's
+    numbers, and leaves the caller's generator as eager does."""
+    engine, x = SlowEngine(), torch.randn(4, 16)
+    compiled = compiled_with(engine, _drawing, monkeypatch, tmp_path)
+
+    def same_numbers(seed: int) -> None:
+        torch.manual_seed(seed)
+        expected = _drawing(x)
+        after = torch.get_rng_state()
+        torch.manual_seed(seed)
+        for ours, theirs in zip(compiled(x), expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+        assert torch.equal(torch.get_rng_state(), after)
+
+    with torch.no_grad():
+        same_numbers(0)
+        eventually(lambda: engine.compiling)
+        same_numbers(1)
+        engine.may.release()
+        for seed in range(2, 8):
+            same_numbers(seed)
+        before = torch.get_rng_state()
+        assert wait_for_builds(60)
+        assert torch.equal(torch.get_rng_state(), before)
+        assert "hybrid-builder" in engine.threads
+        ran = engine.calls
+        same_numbers(9)
+        assert engine.calls > ran
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_training_with_dropout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Both graphs are built off the call while an optimizer steps; losses and gradients are those of eager with the same seed."""
+    engine = SlowEngine()
+    engine.may.release(2)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.4), nn.GELU(), nn.Linear(32, 8))
+    twin = deepcopy(model)
+    compiled = compiled_with(engine, model, monkeypatch, tmp_path)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, twin)]
+    for seed in range(6):
+        x = torch.randn(4, 16)
+        losses = []
+        for run, optimizer in zip((compiled, twin), optimizers, strict=True):
+            torch.manual_seed(seed)
+            optimizer.zero_grad()
+            loss = run(x).square().sum()
+            loss.backward()
+            losses.append(loss.detach())
+        torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-5)
+        for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+        for optimizer in optimizers:
+            optimizer.step()
+        if seed == 2:
+            assert wait_for_builds(60)
+            ran = engine.calls
+    assert engine.compiling == 2
+    assert engine.calls >= ran + 6  # each graph, in each of three steps
+
+
+def test_control_flow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Branches and loop bodies are built off the call too, each from when it is first taken; random numbers in them are eager's."""
+    from torch._higher_order_ops import while_loop
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        y = torch.cond(x.sum() > 0, lambda x: x.sin() + torch.rand_like(x), lambda x: x.cos() * 2, (x,))
+        return while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, y.tanh() * 2), (torch.tensor(0), y))[1].exp()
+
+    engine = SlowEngine()
+    engine.may.release(100)
+    compiled = compiled_with(engine, program, monkeypatch, tmp_path)
+    up, down = torch.rand(4, 16), -torch.rand(4, 16)
+
+    def same(x: torch.Tensor) -> None:
+        torch.manual_seed(5)
+        expected = program(x)
+        after = torch.get_rng_state()
+        torch.manual_seed(5)
+        torch.testing.assert_close(compiled(x), expected)
+        assert torch.equal(torch.get_rng_state(), after)
+
+    with torch.no_grad():
+        same(up)
+        assert wait_for_builds(60)
+        first = engine.compiling
+        assert first >= 4  # the graph, the branch that was taken, the loop's condition and its body
+        ran = engine.calls
+        same(up)
+        assert engine.calls > ran + 4
+        same(down)
+        assert wait_for_builds(60)
+        assert engine.compiling == first + 1
+        for x in (down, up, down):
+            same(x)
+        assert engine.compiling == first + 1
+    assert engine.threads == {"hybrid-builder", "MainThread"}
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 @pytest.mark.parametrize("background", [True, False])

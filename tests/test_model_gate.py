@@ -16,7 +16,8 @@ from torch_hybrid_backend.core.plan import Conversion, Plan
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.errors import OperatorRefusedError
 from torch_hybrid_backend.partition.deviation import relative_error
-from torch_hybrid_backend.stages import Placed, Reduced
+from torch_hybrid_backend.prepared import Reduced
+from torch_hybrid_backend.stages import Placed
 
 _OPTIONS = {"precision": "bf16"}
 

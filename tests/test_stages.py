@@ -22,10 +22,11 @@ from torch_hybrid_backend.engines.eager import EagerEngine
 from torch_hybrid_backend.measure import HostTimer
 from torch_hybrid_backend.partition import extract
 from torch_hybrid_backend.partition.placement import Pricing
+from torch_hybrid_backend.prepared import prepare
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 from torch_hybrid_backend.services import Services
 from torch_hybrid_backend.session import Session
-from torch_hybrid_backend.stages import Compiled, Placed, _UnlessCaptured, compile_graph, install, place, prepare
+from torch_hybrid_backend.stages import Compiled, Placed, _UnlessCaptured, compile_graph, install, place
 from torch_hybrid_backend.store import Store
 from torch_hybrid_backend.timing_cache import TimingCache
 
@@ -181,6 +182,19 @@ def test_the_first_engine_keeps_what_it_does_best(clock: _Clock, wiring: _Wiring
     second = _TimedEngine("second", clock, ["exp"], {"exp": 1.0}, call_us=50.0)
     placed = wiring.place(wiring.compile([first, second]))
     assert _regions(placed)[0] == ("first", ("mm", "sin", "exp", "cos"))
+
+
+@pytest.mark.parametrize(("exp_us", "wins"), [(10.0, False), (60.0, True)])
+def test_an_engine_has_to_gain_more_than_its_boundaries_cost(
+    clock: _Clock, wiring: _Wiring, exp_us: float, *, wins: bool
+) -> None:
+    """It is faster at one operator in the midst of another's region, which becomes two regions around it: what they cost more, 15 us, counts
+    against what it gains there."""
+    inside = _TimedEngine("inside", clock, ["exp"], {"exp": 5.0}, call_us=1.0)
+    around = _TimedEngine("around", clock, ["mm", "sin", "exp", "cos"], {"exp": exp_us}, call_us=20.0, other_us=10.0)
+    placed = wiring.place(wiring.compile([inside, around]))
+    cut = [("around", ("mm", "sin")), ("inside", ("exp",)), ("around", ("cos",))]
+    assert _regions(placed)[:-1] == (cut if wins else [("around", ("mm", "sin", "exp", "cos"))])
 
 
 def test_common_regions_are_compiled_once(clock: _Clock, wiring: _Wiring) -> None:

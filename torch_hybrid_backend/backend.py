@@ -42,10 +42,10 @@ from torch_hybrid_backend.hybrid_graph import HybridGraph, OnPlan, OnRegions, pr
 from torch_hybrid_backend.machine import lacking_instructions
 from torch_hybrid_backend.partition.seen_graphs import SeenGraphs, graph_key
 from torch_hybrid_backend.partition.whole_call import PricedCall
+from torch_hybrid_backend.prepared import copy_of, hindrance
 from torch_hybrid_backend.quantization.ranges import left_in_float
 from torch_hybrid_backend.report import Explanation
 from torch_hybrid_backend.session import open_session
-from torch_hybrid_backend.stages import copy_of
 
 log = logging.getLogger(__name__)
 
@@ -98,16 +98,19 @@ def compile_graph(
             log.warning("a graph is compiled in its call, not in the background: %s", why_not)
         in_background = config.background and not why_not
         make = functools.partial(
-            HybridGraph, captured, shared, config, deadline=deadline, on_regions=on_regions, is_lazy=in_background
+            HybridGraph,
+            captured,
+            shared,
+            config,
+            deadline=deadline,
+            on_regions=on_regions,
+            meanwhile=meanwhile if in_background else None,
         )
         if not _is_priced_whole(captured, config):
             if not in_background:
                 return make(on_plan=on_plan)
-            meanwhile = _without_grad(EagerGraph(copy_of(captured.graph_module)))  # before passes change it
-            graph = make(on_plan=on_plan)
-            return off_the_call(
-                f"a {captured.kind} graph", meanwhile, graph, lambda _: not graph.is_ready, lambda i: [graph.copied(i)]
-            )
+            written = EagerGraph(copy_of(captured.graph_module))  # before passes change it
+            return meanwhile(f"a {captured.kind} graph", written, make(on_plan=on_plan))
         sizes = [k for k, value in enumerate(example_inputs) if isinstance(value, int | torch.SymInt)]
         pricing = functools.partial(
             pricing_of, shared, config, deadline, CPU
@@ -116,6 +119,11 @@ def compile_graph(
         calls.append(call)
         whole_off_the_call.append(in_background)
         return make(on_plan=call.take_plan)
+
+    def meanwhile(title: str, eager: EagerGraph, graph: HybridGraph) -> Callable[[list[Any]], list[Any]]:
+        return off_the_call(
+            title, _without_grad(eager), graph, lambda _: not graph.is_ready, lambda inputs: [graph.copied(inputs)]
+        )
 
     def off_the_call(
         title: str,
@@ -165,12 +173,8 @@ def _not_off_the_call(captured: CapturedGraph) -> str:
         return "PyTorch's compiler bisector runs"
     if holds_collectives(module):
         return "it works with other processes, and all of them have to do the same in each call"
-    if any(isinstance(part, torch.fx.GraphModule) for part in module.children()):
-        return "it has control flow, whose branches are compiled when they are first taken"
-    if not is_repeatable(module):
-        return (
-            "it draws random numbers, or calls operators that may have other effects: it cannot be run twice unnoticed"
-        )
+    if (node := hindrance(module)) is not None:
+        return f"it calls {node.target}, which may do more than compute: it cannot be run twice unnoticed"
     if not is_on_host(captured.graph_module):
         return "it runs on a GPU, where building beside calls was never tried"
     return ""

@@ -29,6 +29,7 @@ from torch_hybrid_backend.cancellation import Cancellation, Cancelled, cancellab
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import is_sticky
 from torch_hybrid_backend.fork_lock import ForkLock
+from torch_hybrid_backend.generators import own_generator
 from torch_hybrid_backend.timing_cache import keeping_none
 
 _log = logging.getLogger(__name__)
@@ -274,7 +275,8 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 def as_here(values: Sequence[Any]) -> Callable[[], contextlib.AbstractContextManager[object]]:
     """What the builder's thread takes over from this one, to compute as it does: autocast, and for the tensors among `values` that lie on CUDA
     devices a stream of its own each, which begins after what this thread's stream has been given, and is waited for at the end. No GPU has run
-    the latter yet."""
+    the latter yet. It gets random numbers of its own: this thread's generator, where it is now, stays the callers'."""
+    state = torch.get_rng_state()
     autocast = [
         (device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
     ]
@@ -283,6 +285,7 @@ def as_here(values: Sequence[Any]) -> Callable[[], contextlib.AbstractContextMan
     @contextlib.contextmanager
     def entered() -> Iterator[None]:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(own_generator(state))
             for device, dtype in autocast:
                 stack.enter_context(torch.autocast(device, dtype=dtype))
             for event in given:

@@ -16,7 +16,12 @@ class QuantizationError(HybridError, ValueError):
 
 
 class CompileError(HybridError):
-    """An engine could not compile a region."""
+    """An engine could not compile a region. `recurs`: whether the same compilation would fail again, so that it is remembered
+    (`builds.failures`); not where what stopped it lies elsewhere: an interrupt, a full disk, a program that is not installed."""
+
+    def __init__(self, why: str, *, recurs: bool = True) -> None:
+        super().__init__(why)
+        self.recurs = recurs
 
 
 class CompilerCrashError(CompileError):
@@ -24,7 +29,11 @@ class CompilerCrashError(CompileError):
 
 
 class DeadlineError(CompileError):
-    """Compilation exceeded its deadline."""
+    """Compilation exceeded its deadline. `had_s`: for how many seconds it was at work; None: for as long as it was to have."""
+
+    def __init__(self, why: str, *, had_s: float | None = None) -> None:
+        super().__init__(why)
+        self.had_s = had_s
 
 
 class AccuracyError(CompileError):
@@ -89,6 +98,28 @@ _OUT_OF_MEMORY = (
     "CUDA_ERROR_OUT_OF_MEMORY",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
+)
+
+
+def is_from_outside(error: BaseException) -> bool:
+    """Whether an error in a process that compiles tells of the machine, not of what is compiled: what is missing, full or forbidden there."""
+    if isinstance(error, CompileError):
+        return not error.recurs
+    return isinstance(error, OSError | MemoryError | ImportError) or tells_of_shortage(str(error))
+
+
+def tells_of_shortage(text: str) -> bool:
+    """Whether what a program said at its end names memory or disk that it could not have."""
+    return any(said in text.lower() for said in _SHORTAGE)
+
+
+# As the C library and LLVM put it (strerror(3), `report_bad_alloc_error`).
+_SHORTAGE = (
+    "std::bad_alloc",
+    "out of memory",
+    "cannot allocate memory",
+    "no space left on device",
+    "disk quota exceeded",
 )
 
 

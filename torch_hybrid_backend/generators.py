@@ -1,14 +1,22 @@
-"""Devices' default random generators: what programs take of them in a call, and runs repeated with the same numbers."""
+"""Devices' default random generators: what programs take of them in a call, and runs repeated with the same numbers.
+
+with own_generator(torch.get_rng_state()), apart():     # in a thread that tries what nobody shall notice
+    torch.rand(3)                                       # the default generator stays as it is
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.errors import HybridError
@@ -62,6 +70,103 @@ class Taken:
         return [torch.tensor(number, dtype=torch.int64, device="cpu") for number in (signed, *counters)]
 
 
+_own: ContextVar[torch.Generator | None] = ContextVar("own generator", default=None)
+
+
+@contextlib.contextmanager
+def own_generator(state: torch.Tensor) -> Iterator[None]:
+    """What this thread tries inside does not touch the host's default generator: it draws from one of its own, beginning with `state`. That
+    holds for `Replay`, and for operators within `apart`."""
+    own = torch.Generator()
+    own.set_state(state)
+    token = _own.set(own)
+    try:
+        yield
+    finally:
+        _own.reset(token)
+
+
+def draws_apart() -> bool:
+    """Whether this thread has a generator of its own."""
+    return _own.get() is not None
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """PyTorch's operators, called by this thread inside, draw from its own generator, where it has one. Each takes some microseconds longer."""
+    own = _own.get()
+    with contextlib.nullcontext() if own is None else _Apart(own):
+        yield
+
+
+def can_draw_apart(target: object) -> bool:
+    """Whether an operator that draws random numbers, a node's target, draws them from another generator within `apart`, on the CPU."""
+    return _taking_generator(target) is not None
+
+
+class _Apart(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives a generator to all operators that take one. Bodies of control flow are run within it too."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._generator = generator
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            return func(*(self._within(a) if isinstance(a, torch.nn.Module) else a for a in args), **kwargs)
+        run = _taking_generator(func)
+        if run is None or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        return run(*args, **{**kwargs, "generator": self._generator})
+
+    def _within(self, body: torch.nn.Module) -> Callable[..., Any]:
+        def run(*operands: Any) -> Any:
+            with self:
+                return body(*operands)
+
+        return run
+
+
+# An overload -> the one of the same operator that takes a generator too.
+_OVERLOADS = {
+    "default": "generator",
+    "low": "low_generator",
+    "low_dtype": "low_generator_dtype",
+    "Tensor": "Tensor_generator",
+}
+
+
+@functools.cache
+def _taking_generator(target: object) -> Callable[..., Any] | None:
+    """The function of an operator's arguments, and of the keyword `generator`, that computes what the operator does; None where the operator
+    draws nothing, or from the default generator alone."""
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
+        return None
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return None
+    if any(argument.name == "generator" for argument in target._schema.arguments):
+        return target
+    if target is torch.ops.aten.native_dropout.default:
+        return _dropout
+    packet, other = target.overloadpacket, _OVERLOADS.get(target._overloadname, "")
+    return getattr(packet, other) if other in packet.overloads() else None
+
+
+def _dropout(
+    x: torch.Tensor, p: float, train: bool | None, *, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `aten.native_dropout` on the CPU: the result, and which elements were kept."""
+    if train is False:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    kept = torch.empty_like(x, dtype=torch.bool).bernoulli_(1.0 - p, generator=generator)
+    return x.mul(kept).mul_(0.0 if p == 1.0 else 1.0 / (1.0 - p)), kept
+
+
 class Replay:
     """Several runs of one piece of work on a device, which draw the same numbers, and after which the generator is as one run leaves it.
 
@@ -70,7 +175,8 @@ class Replay:
     """
 
     def __init__(self, device: Device, *, draws: bool) -> None:
-        self._generator = default_generator(device) if draws and not is_captured(device) else None
+        own = _own.get() if device.is_host else None
+        self._generator = (own or default_generator(device)) if draws and not is_captured(device) else None
         self._before = self._state()
         self._left: list[torch.Tensor] = []  # by each whole run
 

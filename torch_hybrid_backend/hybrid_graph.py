@@ -5,16 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from torch_hybrid_backend.background import Job, as_here, builder, copies_of
+from torch_hybrid_backend.awaited_builds import NextCall, choose_when_built
+from torch_hybrid_backend.background import copies_of
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.deadline import Deadline
@@ -26,10 +24,11 @@ from torch_hybrid_backend.eager_graph import EagerGraph
 from torch_hybrid_backend.errors import HybridError, is_sticky
 from torch_hybrid_backend.fork_lock import ForkLock
 from torch_hybrid_backend.garbage import full_collections
-from torch_hybrid_backend.generators import is_captured
+from torch_hybrid_backend.generators import draws_apart, is_captured
 from torch_hybrid_backend.model_gate import judged
 from torch_hybrid_backend.partition.placement import Pricing
 from torch_hybrid_backend.partition.reference import replay_of
+from torch_hybrid_backend.prepared import Prepared, copy_of, prepare
 from torch_hybrid_backend.runtime.constant_pool import ConstantPool
 from torch_hybrid_backend.runtime.native.ops import give_back_freed_memory
 from torch_hybrid_backend.runtime.python_executor import PythonExecutor, checked
@@ -40,14 +39,12 @@ from torch_hybrid_backend.stages import (
     Divided,
     Installed,
     Placed,
-    Prepared,
     Run,
     compile_divided,
     compile_graph,
     divide,
     install,
     place,
-    prepare,
 )
 
 log = logging.getLogger(__name__)
@@ -57,6 +54,8 @@ OnPlan = Callable[[Plan], None]
 _Chosen = tuple[Compiled, list[Pending], Placed, list[Any]]
 # Gets the regions of a plan that engines run, by name and in order.
 OnRegions = Callable[[Mapping[str, CompiledRegion]], None]
+# Puts eager in the place of a graph, which gets a title, until that is built off the call; what is to be called.
+Meanwhile = Callable[[str, EagerGraph, "HybridGraph"], Callable[[list[Any]], list[Any]]]
 
 
 class HybridGraph:
@@ -78,10 +77,10 @@ class HybridGraph:
         deadline: Deadline | None = None,
         on_regions: OnRegions | None = None,
         *,
-        is_lazy: bool = False,
+        meanwhile: Meanwhile | None = None,
     ) -> None:
-        """`deadline`: for the kernels of this graph and of others that are compiled with it; None: of `config`, for this one. `is_lazy`: it is
-        compiled in its first call, by the builder (`background`)."""
+        """`deadline`: for the kernels of this graph and of others that are compiled with it; None: of `config`, for this one. `meanwhile`: it
+        is compiled in its first call, by the builder (`background`), and so are the bodies of its control flow, with eager in their places."""
         start = time.perf_counter()
         self._name = name
         self._config = config
@@ -91,14 +90,18 @@ class HybridGraph:
         self._deadline = deadline or Deadline(config.compile_deadline_s)
         self._lock = ForkLock()
         names = [node.name for node in captured.graph_module.graph.find_nodes(op="placeholder")]
+        self._meanwhile = meanwhile
         self._static = frozenset(k for k, each in enumerate(names) if each in captured.static_inputs)
         self._is_inference = captured.kind == "inference"
         prepared = as_known(prepare(captured, name, config, self._compile_body), config, self._pricing())
         divided = divide(prepared, session, config, self._pricing())
         # Replaced as a whole: whoever is interrupted, or comes from another thread, finds one stage or the next.
-        self._state: Divided | Compiled | Installed = divided if is_lazy else self._compiled(divided)
+        self._state: Divided | Compiled | Installed = self._compiled(divided) if meanwhile is None else divided
         log.info(
-            "%s graph: %s in %.2f s", captured.kind, "divided" if is_lazy else "compiled", time.perf_counter() - start
+            "%s graph: %s in %.2f s",
+            captured.kind,
+            "compiled" if meanwhile is None else "divided",
+            time.perf_counter() - start,
         )
 
     @property
@@ -153,7 +156,7 @@ class HybridGraph:
             give_back_freed_memory()
         log.info("%s graph: engines chosen in %.2f s", placed.prepared.kind, time.perf_counter() - start)
         if pending:
-            _await(self, dataclasses.replace(compiled, prepared=placed.prepared), pending)
+            choose_when_built(self, dataclasses.replace(compiled, prepared=placed.prepared), pending)
         return outputs
 
     def _chosen(self, compiled: Compiled, inputs: Sequence[Any]) -> _Chosen:
@@ -208,13 +211,13 @@ class HybridGraph:
             if self._config.strict:
                 self._state = Installed(self._installed().placed, functools.partial(_raise, error))
 
-    def with_next_call(self, compiled: Compiled) -> None:
-        """Choose engines once more, off the call, on the inputs of the next one."""
+    def with_next_call(self, make: Callable[[Run | PythonExecutor], NextCall]) -> None:
+        """Have the next call run what `make` makes of what runs calls now."""
         with self._lock:
             installed = self._installed()
-            self._state = Installed(installed.placed, _NextCall(weakref.ref(self), installed.run, compiled))
+            self._state = Installed(installed.placed, make(installed.run))
 
-    def without_sample(self, sampling: _NextCall) -> bool:
+    def without_next_call(self, sampling: NextCall) -> bool:
         """Undo `with_next_call`; False where another thread has."""
         with self._lock:
             installed = self._installed()
@@ -279,11 +282,20 @@ class HybridGraph:
 
     def _compile_body(self, name: str, body: CapturedGraph) -> Callable[[list[Any]], list[Any]]:
         """A branch or loop body as a graph of its own, which eager runs where compiling it fails."""
+        title, meanwhile = f"{self._name}.{name}", self._meanwhile
+        written = EagerGraph(copy_of(body.graph_module)) if meanwhile is not None else None  # before passes change it
         try:
-            title = f"{self._name}.{name}"
-            return HybridGraph(
-                body, self._session, self._config, self._on_plan, title, self._deadline, self._on_regions
+            graph = HybridGraph(
+                body,
+                self._session,
+                self._config,
+                self._on_plan,
+                title,
+                self._deadline,
+                self._on_regions,
+                meanwhile=meanwhile,
             )
+            return graph if meanwhile is None or written is None else meanwhile(title, written, graph)
         except HybridError as error:
             if self._config.strict:
                 raise
@@ -291,65 +303,9 @@ class HybridGraph:
             return EagerGraph(body.graph_module)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _NextCall:
-    """Runs one call as before, and gives copies of its inputs to the builder, which chooses engines anew on them."""
-
-    graph: weakref.ref[HybridGraph]
-    run: Run | PythonExecutor
-    compiled: Compiled
-
-    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
-        graph = self.graph()
-        assert graph is not None  # it is at work on this call
-        kept = list(inputs)
-        is_sample = graph.without_sample(self)
-        outputs = graph(list(inputs))
-        if is_sample:
-            copies, reference, compiled = graph.copied(kept), self.graph, self.compiled
-            as_in_call = as_here(copies)
-
-            def work() -> None:
-                if (alive := reference()) is not None:
-                    with as_in_call():
-                        alive.choose_anew(compiled, copies)
-
-            builder().submit(Job(work))
-        return outputs
-
-
-def _await(graph: HybridGraph, compiled: Compiled, pending: Sequence[Pending]) -> None:
-    """Have engines chosen anew when all that is pending is built; it is cancelled when the graph is dropped."""
-    if not _is_repeatable(compiled.prepared):
-        _cancel(pending)
-        return
-    unwanted = weakref.finalize(graph, _cancel, pending)
-    unwanted.atexit = False
-    reference, home, lock, left = weakref.ref(graph), builder(), threading.Lock(), len(pending)
-
-    def one_done() -> None:
-        nonlocal left
-        with lock:
-            left -= 1
-            if left:
-                return
-        unwanted.detach()  # it holds what was built
-        if (alive := reference()) is not None:
-            alive.with_next_call(compiled)
-        home.arrived()
-
-    home.expect()
-    for each in pending:
-        each.when_done(one_done)
-
-
 def _is_repeatable(prepared: Prepared) -> bool:
-    return prepared.is_repeatable and not prepared.has_collectives
-
-
-def _cancel(pending: Sequence[Pending]) -> None:
-    for each in pending:
-        each.cancel()
+    """Whether a call that this thread makes now can be repeated unnoticed."""
+    return prepared.is_repeatable_apart if draws_apart() else prepared.is_repeatable and not prepared.has_collectives
 
 
 def _raise(error: Exception, _inputs: Sequence[Any]) -> list[Any]:

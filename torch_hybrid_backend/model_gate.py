@@ -29,7 +29,8 @@ from torch_hybrid_backend.graph.source import source_line
 from torch_hybrid_backend.graph.values import is_repeatable
 from torch_hybrid_backend.partition.deviation import WrittenRun, layer_errors, relative_error
 from torch_hybrid_backend.passes.precision.lists import is_layer
-from torch_hybrid_backend.stages import Placed, Prepared, Reduced, prepare_anew, returned
+from torch_hybrid_backend.prepared import Prepared, Reduced, prepare_anew, returned
+from torch_hybrid_backend.stages import Placed
 
 _log = logging.getLogger(__name__)
 

@@ -36,8 +36,9 @@ from torch_hybrid_backend.partition.layer_times import float32_rate, layer_us, l
 from torch_hybrid_backend.partition.placement import Pricing, timing_key
 from torch_hybrid_backend.partition.region_key import region_key
 from torch_hybrid_backend.passes.precision.lists import is_layer
+from torch_hybrid_backend.prepared import Prepared, Reduced, prepare_anew, returned
 from torch_hybrid_backend.runtime.constant_pool import release_unused
-from torch_hybrid_backend.stages import Placed, Prepared, Reduced, install, prepare_anew, returned
+from torch_hybrid_backend.stages import Placed, install
 
 _log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """The stages of one captured graph, each a frozen value made from the one before. Part of the wiring, as `backend` is.
 
-CapturedGraph --prepare--> Prepared    after the passes, in its precision; the part that parameters alone decide split off
+CapturedGraph --prepare--> Prepared    after the passes (`prepared`)
               --divide---> Divided     its covers: cut into regions in the ways that are worth pricing
               --compile--> Compiled    every region of them compiled by each engine that may run it; nothing has run
               --place----> Placed      one cover, and who runs each of its regions: tried on the first call's inputs
@@ -9,6 +9,7 @@ CapturedGraph --prepare--> Prepared    after the passes, in its precision; the p
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -23,22 +24,19 @@ import torch
 import torch.fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from torch_hybrid_backend.bisection import bisected_engines, bisected_passes, is_running
+from torch_hybrid_backend.bisection import bisected_engines, is_running
 from torch_hybrid_backend.cancellation import check
 from torch_hybrid_backend.capture.decompositions import decomposed
 from torch_hybrid_backend.config import Config
-from torch_hybrid_backend.core.captured import CapturedGraph, GraphKind
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.engine import EAGER, CompiledRegion, Pending, PendingRegion
-from torch_hybrid_backend.core.plan import Conversion, Cost, Plan, RegionDecision
-from torch_hybrid_backend.core.precision import AS_WRITTEN
+from torch_hybrid_backend.core.plan import Cost, Plan, RegionDecision
 from torch_hybrid_backend.core.region import Region, Segment
 from torch_hybrid_backend.core.verdict import Refused
-from torch_hybrid_backend.eager_graph import EagerGraph
 from torch_hybrid_backend.engines.deadline import compile_in_time
 from torch_hybrid_backend.errors import HybridError, is_sticky
-from torch_hybrid_backend.graph.values import holds_collectives, is_repeatable
+from torch_hybrid_backend.generators import apart
 from torch_hybrid_backend.measure import Rounds, measure
 from torch_hybrid_backend.partition.boundary import callbacks_us
 from torch_hybrid_backend.partition.capability import accepted
@@ -48,13 +46,8 @@ from torch_hybrid_backend.partition.placement import Choice, Pricing, choose, de
 from torch_hybrid_backend.partition.plan_builder import make_plan
 from torch_hybrid_backend.partition.regions import Partition
 from torch_hybrid_backend.partition.wrapped_region import checked, reported
-from torch_hybrid_backend.passes.context import PassContext
-from torch_hybrid_backend.passes.control_flow import compile_bodies
 from torch_hybrid_backend.passes.decompose import decompose
-from torch_hybrid_backend.passes.hoist import Hoisted, hoist
-from torch_hybrid_backend.passes.inline_subgraphs import inline_subgraphs
-from torch_hybrid_backend.passes.pipeline import PASSES, PRECISION_PASSES, run_passes
-from torch_hybrid_backend.passes.precision.conversion import conversion, mark_sites, quantised_by_itself
+from torch_hybrid_backend.prepared import Prepared
 from torch_hybrid_backend.runtime.constant_pool import release_unused
 from torch_hybrid_backend.runtime.executor import CompiledSegment, Executor, build_executor
 from torch_hybrid_backend.runtime.plan_layout import StaticLayoutError
@@ -70,33 +63,6 @@ Run = Callable[[Sequence[Any]], list[Any]]
 PricingOn = Callable[[Device], Pricing]
 # An engine's compilation of a region, done or under way, why it does not accept it, or what stopped it.
 Candidate = CompiledRegion | PendingRegion | Refused | Exception
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Reduced:
-    """A graph in another precision than it was written in. `written`: as it was before; `context`: what the passes were told."""
-
-    written: torch.fx.GraphModule
-    graph: torch.fx.GraphModule
-    context: PassContext
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
-    """A captured graph after the passes. `fold` computes what parameters alone decide; `is_repeatable`: running it twice goes unnoticed.
-
-    `conversion`: what became of it under another precision than as written, or as the model quantises it; else None. `reduced`: what its
-    first call is judged by, None after that, and where nothing was converted.
-    """
-
-    name: str
-    kind: GraphKind
-    hoisted: Hoisted
-    fold: EagerGraph | None
-    has_collectives: bool
-    is_repeatable: bool
-    conversion: Conversion | None = None
-    reduced: Reduced | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -199,66 +165,6 @@ class Installed:
         """The decisions, for reports, with what runs them."""
         graphs = self.run.cuda_graphs if isinstance(self.run, Executor | SymbolicExecutor) else ()
         return dataclasses.replace(self.placed.plan, cuda_graphs=graphs)
-
-
-def prepare(
-    captured: CapturedGraph,
-    name: str,
-    config: Config,
-    compile_body: Callable[[str, CapturedGraph], Callable[[list[Any]], list[Any]]],
-) -> Prepared:
-    """Run the passes on a captured graph, in place; `compile_body` compiles what its control flow calls."""
-    module = captured.graph_module
-    inline_subgraphs(module)
-    mark_sites(module)
-    context = PassContext.of(captured, config.precision, config.weight_form)
-    run_passes(module, context, bisected_passes(PASSES))
-    reduced = None if context.precision == AS_WRITTEN else reduce_precision(module, context)
-    # Sub-graphs are looked into, so before they are compiled.
-    has_collectives, repeatable = holds_collectives(module), is_repeatable(module)
-    compile_bodies(captured, compile_body)
-    prepared = Prepared(name, captured.kind, *_split(module, context), has_collectives, repeatable)
-    if reduced is None:
-        own = quantised_by_itself(module, context) if captured.kind == "inference" else None
-        return dataclasses.replace(prepared, conversion=own)
-    return _told(prepared, reduced, config)
-
-
-def _split(module: torch.fx.GraphModule, context: PassContext) -> tuple[Hoisted, EagerGraph | None]:
-    hoisted = hoist(module, context.constants)
-    return hoisted, EagerGraph(hoisted.fold) if hoisted.fold is not None else None
-
-
-def reduce_precision(module: torch.fx.GraphModule, context: PassContext) -> Reduced:
-    """Convert the graph, in place, to the precision that the context says."""
-    written = copy_of(module)
-    run_passes(module, context, bisected_passes(PRECISION_PASSES))
-    return Reduced(written, module, context)
-
-
-def returned(reduced: Reduced, layers: Mapping[str, Refused]) -> Reduced:
-    """The graph with these layers as written too, by name, and why."""
-    context = dataclasses.replace(reduced.context, as_written={**reduced.context.as_written, **layers})
-    return reduce_precision(copy_of(reduced.written), context)
-
-
-def copy_of(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """The same graph, with the same tensors."""
-    graph = torch.fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
-    return torch.fx.GraphModule(module, graph, "Graph")
-
-
-def _told(prepared: Prepared, reduced: Reduced, config: Config) -> Prepared:
-    """The graph with what its precision made of it."""
-    found = conversion(reduced.graph, reduced.context, config.precision_tolerance)
-    return dataclasses.replace(prepared, conversion=found, reduced=reduced if found.converted else None)
-
-
-def prepare_anew(prepared: Prepared, reduced: Reduced, config: Config) -> Prepared:
-    """The graph as its precision makes it with other layers as written."""
-    hoisted, fold = _split(reduced.graph, reduced.context)
-    return _told(dataclasses.replace(prepared, hoisted=hoisted, fold=fold), reduced, config)
 
 
 def divide(prepared: Prepared, session: Session, config: Config, pricing_on: PricingOn) -> Divided:
@@ -453,7 +359,8 @@ class _Trial:
         region = segment.region
         candidates = {name: _ready(made) for name, made in self._candidate.candidates[region.name].items()}
         if not candidates:
-            outputs: Sequence[Any] = region.eager(arguments)
+            with apart():
+                outputs: Sequence[Any] = region.eager(arguments)
             if self._times_eager:
                 rounds = Rounds(warmup_rounds=0, min_rounds=2, timer=self._pricing_on(region.device).timer)
                 (timing,) = measure([lambda: region.eager(arguments)], self._config.measure_budget_s, **rounds)
@@ -461,7 +368,8 @@ class _Trial:
             return outputs
         choice = self._tried.get(_identity(segment))
         if choice is None:
-            choice = choose(region, candidates, arguments, self._config, self._pricing_on(region.device))
+            with apart() if region.draws else contextlib.nullcontext():
+                choice = choose(region, candidates, arguments, self._config, self._pricing_on(region.device))
             release_unused()
             self._tried[_identity(segment)] = dataclasses.replace(choice, outputs=[])  # they would be kept alive
             compiled = [made for made in candidates.values() if isinstance(made, CompiledRegion)]
@@ -469,7 +377,8 @@ class _Trial:
             self._begun += [each for each in (made.begun() for made in compiled) if each is not None]
             outputs = choice.outputs
         else:
-            outputs = region.eager(arguments) if choice.compiled is None else choice.compiled(arguments)
+            with apart() if region.draws else contextlib.nullcontext():
+                outputs = region.eager(arguments) if choice.compiled is None else choice.compiled(arguments)
         decision = dataclasses.replace(choice.decision, name=region.name)
         self.decisions[region.name] = decision
         if choice.compiled is not None:

@@ -130,6 +130,10 @@ class Store:
         for path in _files(self._folder(kind, key)):
             path.unlink(missing_ok=True)
 
+    def lock_path(self, kind: str, key: str) -> Path:
+        """Where the file lies that locks the entry, beside it: a name that counts as no entry. Raises CacheError for what can name none."""
+        return self._folder(kind, key) / ".lock"
+
     def keys(self, kind: str) -> list[str]:
         """The keys of the entries of one kind, in order."""
         return sorted({path.parent.name for path, _ in self._entries() if path.parent.parent.name == kind})

@@ -59,6 +59,19 @@ def dies(request, going_on):
     sys.stderr.flush()
     os.kill(os.getpid(), signal.SIGSEGV)
 
+def slow(request, going_on):
+    with Path(request.decode()).open("a") as file:
+        file.write("x")
+    while not Path(request.decode() + ".go").exists():
+        if not going_on(0.5):
+            raise RuntimeError("stopped half-way")
+        time.sleep(0.005)
+    return request.upper()
+
+def starved(request, going_on):
+    Path(request.decode()).open("a").write("x")
+    raise OSError(28, "No space left on device")
+
 def wrong(request, going_on):
     return "text"
 """
@@ -197,7 +210,96 @@ def test_a_deadline(shop: Workshop) -> None:
         if shop.note(name).exists():  # on a busy machine it may not have come so far
             assert not is_alive(int(shop.note(name).read_text()))
         with pytest.raises(DeadlineError):
-            shop.anew().start(name, "builders_of_tests:upper", b"", 60).result(0)
+            shop.anew().start(name, "builders_of_tests:upper", b"", 1.0).result(0)
+
+
+def test_what_is_not_remembered(shop: Workshop) -> None:
+    """A full disk, and a deadline that is later now: both are tried again at once."""
+    request = str(shop.note("ran")).encode()
+    for _ in range(2):
+        with pytest.raises(CompileError, match="No space left"):
+            shop.builds.start("full", "builders_of_tests:starved", request, 60).result(60)
+    assert shop.note("ran").read_text() == "xx"
+    shop.note("ran.go").touch()
+    with pytest.raises(DeadlineError):
+        shop.anew(grace_s=0.0).start("late", "builders_of_tests:deaf", request, 0.01).result(60)
+    with pytest.raises(DeadlineError):
+        shop.anew().start("late", "builders_of_tests:slow", request, 0.01).result(0)
+    assert shop.anew().start("late", "builders_of_tests:slow", request, 60).result(60) == request.upper()
+
+
+_ASKER = """
+import os, sys, time
+sys.path.insert(0, {path!r})
+from pathlib import Path
+from torch_hybrid_backend.builds.builds import Builds
+from torch_hybrid_backend.store import Store
+builds = Builds(Store(Path({store!r})), "engines")
+print("ready", flush=True)
+build = builds.start("key", "builders_of_tests:slow", {request!r}, {deadline_s})
+try:
+    print(build.result(60).decode())
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def asker(shop: Workshop, deadline_s: float = 60) -> subprocess.Popen[str]:
+    """Another process that wants the key "key", built by `slow`; it has started."""
+    request = str(shop.note("ran")).encode()
+    script = _ASKER.format(
+        path=str(shop.folder / "path"), store=str(shop.store.root), request=request, deadline_s=deadline_s
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def told(process: subprocess.Popen[str]) -> str:
+    """What the process says at its end."""
+    return process.communicate(timeout=60)[0].strip()
+
+
+def test_two_processes_build_a_key_once(shop: Workshop) -> None:
+    """One builds, the other takes its result. This process meanwhile builds other keys, gives up at its deadline, which is not remembered,
+    and may be cancelled while it waits."""
+    first, second = asker(shop), asker(shop)
+    eventually(lambda: shop.note("ran").exists())
+    request = str(shop.note("ran")).encode()
+    builds = shop.anew(at_once=1)
+    late = builds.start("key", "builders_of_tests:slow", request, 0.3)
+    other = builds.start("other", "builders_of_tests:upper", str(shop.note("other")).encode(), 60)
+    with pytest.raises(DeadlineError, match="by another process, which is still at it"):
+        late.result(60)
+    assert other.result(60)
+    unwanted = builds.start("key", "builders_of_tests:slow", request, 60)
+    unwanted.cancel()
+    with pytest.raises(BuildCancelledError):
+        unwanted.result(60)
+    waiting = builds.start("key", "builders_of_tests:slow", request, 60)
+    time.sleep(0.3)
+    assert not waiting.done
+    shop.note("ran.go").touch()
+    assert waiting.result(60) == request.upper()
+    assert told(first) == told(second) == request.decode().upper()
+    assert shop.note("ran").read_text() == "x"
+    assert {usage.kind for usage in shop.store.usage()} == {"engines"}
+    assert not list(shop.store.root.rglob(".lock"))
+
+
+def test_a_builder_whose_process_dies_is_replaced(shop: Workshop) -> None:
+    """Where the process that builds is killed, one that waits takes over, with what is left of its deadline."""
+    first = asker(shop)
+    eventually(lambda: shop.note("ran").exists())
+    request = str(shop.note("ran")).encode()
+    waiting, another = (shop.anew().start("key", "builders_of_tests:slow", request, 60) for _ in range(2))
+    first.kill()
+    first.wait()
+    eventually(lambda: shop.note("ran").read_text() == "xx")
+    shop.note("ran.go").touch()
+    assert waiting.result(60) == another.result(60) == request.upper()
+    assert shop.note("ran").read_text() == "xx"
 
 
 def test_cancellation(shop: Workshop) -> None:

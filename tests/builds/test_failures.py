@@ -49,6 +49,22 @@ def test_failures(tmp_path: Path) -> None:
     assert [usage.kind for usage in Store(tmp_path).usage()] == []
 
 
+def test_what_is_not_remembered(tmp_path: Path) -> None:
+    """What came from outside; and a deadline that was missed, where there is more time than there was: another failure is for any deadline."""
+    failures = Failures(Store(tmp_path))
+    failures.put("engines", "full", CompileError("no space left on device", recurs=False), 60)
+    failures.put("engines", "late", DeadlineError("too late"), 60)
+    failures.put("engines", "wide", CompileError("too wide"), 60)
+    assert failures.get("engines", "full", 60) is None
+    assert failures.get("engines", "late", 60.1) is None
+    assert failures.get("engines", "late", 60) is not None
+    assert failures.get("engines", "late", 1) is not None
+    assert failures.get("engines", "wide", 600) is not None
+    failures.remove("engines", "late")
+    failures.remove("engines", "late")
+    assert [failure.key for failure in failures.all()] == ["wide"]
+
+
 def test_damaged_failures_count_as_none(tmp_path: Path) -> None:
     """What is no failure under a failure's name is as good as nothing."""
     store = Store(tmp_path)
@@ -59,7 +75,7 @@ def test_damaged_failures_count_as_none(tmp_path: Path) -> None:
         b"",
         b"[]",
         b'{"kind": "engines"}',
-        b'{"kind": "engines", "key": "a", "at": "x", "error": "", "message": ""}',
+        b'{"kind": "engines", "key": "a", "at": "x", "error": "", "message": "", "limit_s": 60}',
     ):
         store.remove(KIND, entry)
         store.put(KIND, entry, damaged)

@@ -2,15 +2,20 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.codegen import faulty_compiler
 from tests.engines.tvm.kernels_for_tests import scale_kernel
+from tests.interpreter.compiler import Interpreter
+from torch_hybrid_backend.builds.failures import Failures
 from torch_hybrid_backend.codegen import kernel_cache
 from torch_hybrid_backend.codegen.kernel_cache import Artifact, compile_kernels
 from torch_hybrid_backend.codegen.kernel_key import kernel_key
@@ -18,7 +23,7 @@ from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
 from torch_hybrid_backend.codegen.workers.protocol import Job
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tir import compiler as tir_compiler
-from torch_hybrid_backend.errors import CacheError, CompileError, DeadlineError
+from torch_hybrid_backend.errors import CacheError, CompileError, CompilerCrashError, DeadlineError
 from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.store import Store
 
@@ -130,8 +135,8 @@ def test_two_stores_are_filled(compiler: CountingCompiler, store: Store, tmp_pat
     assert Path(two.path).is_relative_to(second.root)
 
 
-def test_failures_are_per_kernel_and_not_remembered(compiler: CountingCompiler, store: Store) -> None:
-    """A kernel that fails leaves the others alone; after a missed deadline the next attempt succeeds."""
+def test_failures_are_per_kernel(compiler: CountingCompiler, store: Store) -> None:
+    """A kernel that fails leaves the others alone; one that nobody had time for is compiled by the next attempt."""
     no_key = scale_kernel()
     object.__setattr__(no_key, "stores", (len,))
     late, broken = compile_kernels([scale_kernel(64), no_key], Target.host(), compiler, store, 0.0)
@@ -139,6 +144,100 @@ def test_failures_are_per_kernel_and_not_remembered(compiler: CountingCompiler, 
     assert isinstance(broken, CompileError)
     assert "no key" in str(broken)
     build(compiler, store, scale_kernel(64))
+
+
+class _Faulty:
+    """A compiler that does what it is told, and what it was asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.compiler = KernelCompiler(faulty_compiler, threads=1)
+        self.store = Store(folder / "cache")
+
+    def compile(self, fault: str, limit_s: float = 60) -> Artifact | Exception:
+        """One kernel."""
+        (self.folder / "fault").write_text(fault)
+        (made,) = compile_kernels([scale_kernel()], Interpreter(), self.compiler, self.store, limit_s, limit_s)
+        return made
+
+    @property
+    def asked(self) -> int:
+        """How often a kernel was tried."""
+        return len((self.folder / "asked").read_text().splitlines())
+
+
+@pytest.fixture
+def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Faulty]:
+    monkeypatch.setenv("FAULTY_COMPILER", str(tmp_path))
+    made = _Faulty(tmp_path)
+    yield made
+    made.compiler.close()
+
+
+@pytest.mark.parametrize(("fault", "error"), [("fails", CompileError), ("dies", CompilerCrashError)])
+def test_what_failed_is_not_tried_again(
+    faulty: _Faulty, fault: str, error: type[CompileError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not within a day: no compiler is asked, and the error says so. It is once failures are forgotten, and for another target at once."""
+    first = faulty.compile(fault)
+    assert type(first) is error
+    forget(monkeypatch)
+    faulty.compiler.close()
+    again = faulty.compile("")
+    assert type(again) is error
+    assert str(first) in str(again)
+    assert "hybrid cache --forget-failures" in str(again)
+    assert faulty.asked == 1
+    assert not faulty.compiler.process_ids()
+    target = Interpreter("another machine")
+    (elsewhere,) = compile_kernels([scale_kernel()], target, faulty.compiler, faulty.store, 60)
+    assert isinstance(elsewhere, Artifact)
+    Failures(faulty.store).forget()
+    assert isinstance(faulty.compile(""), Artifact)
+
+
+def test_what_was_too_slow_is_tried_with_a_later_deadline(faulty: _Faulty) -> None:
+    """A kernel that takes most of the time there is is not tried again, but where there is more. One whose time others took is."""
+    assert isinstance(faulty.compile(""), Artifact)  # the process has started
+    Failures(faulty.store).forget()
+    faulty.store.clear()
+    assert isinstance(faulty.compile("hangs", 1.0), DeadlineError)
+    asked = faulty.asked
+    slow = faulty.compile("", 1.0)
+    assert isinstance(slow, DeadlineError)
+    assert "tried again a day later" in str(slow)
+    assert faulty.asked == asked
+    assert isinstance(faulty.compile("", 60), Artifact)
+
+    faulty.store.clear()
+    (faulty.folder / "fault").write_text("hangs")
+    hung, waited = compile_kernels(
+        [scale_kernel(64), scale_kernel(72)], Interpreter(), faulty.compiler, faulty.store, 1.5, 1.5
+    )
+    assert isinstance(hung, DeadlineError)
+    assert isinstance(waited, DeadlineError)
+    (remembered,) = Failures(faulty.store).all()
+    assert remembered.key == kernel_key(scale_kernel(64), Interpreter(), faulty_compiler)
+    left = compile_kernels([scale_kernel(80)], Interpreter(), faulty.compiler, faulty.store, 0.3, 60)
+    assert isinstance(left[0], DeadlineError)
+    assert len(Failures(faulty.store).all()) == 1
+
+
+def test_what_comes_from_outside_is_tried_again(faulty: _Faulty, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk, a compiler that somebody killed, or one that does not start, and Ctrl-C: nothing of it is the kernel's fault."""
+    for fault in ("has no disk", "is killed"):
+        assert isinstance(faulty.compile(fault), CompileError)
+    monkeypatch.setattr(faulty_compiler, "version", lambda: "another version")
+    assert isinstance(faulty.compile(""), CompileError)  # the process is of other sources
+    monkeypatch.undo()
+    monkeypatch.setenv("FAULTY_COMPILER", str(faulty.folder))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        faulty.compile("hangs")
+    signal.signal(signal.SIGINT, before)
+    assert Failures(faulty.store).all() == []
+    assert isinstance(faulty.compile(""), Artifact)
 
 
 def test_a_store_that_cannot_be_written(
@@ -179,7 +278,10 @@ def test_a_second_process_needs_no_tvm(compiler: CountingCompiler, store: Store)
     code = f"""
 import sys
 from pathlib import Path
+from tests.codegen import faulty_compiler
 from tests.engines.tvm.kernels_for_tests import scale_kernel
+from tests.interpreter.compiler import Interpreter
+from torch_hybrid_backend.builds.failures import Failures
 from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
 from torch_hybrid_backend.codegen.kernel_cache import compile_kernels
 from torch_hybrid_backend.engines.tvm.target import Target

@@ -325,17 +325,17 @@ def test_failed_check_raises() -> None:
 
 def test_faulty_body_runs_in_eager(settings: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A body that the wiring cannot compile is run by eager with one warning; under strict it raises."""
-    from torch_hybrid_backend import stages
+    from torch_hybrid_backend import prepared
     from torch_hybrid_backend.errors import PassError
 
-    original = stages.run_passes
+    original = prepared.run_passes
 
     def failing(gm: torch.fx.GraphModule, *arguments: Any) -> torch.fx.GraphModule:
         if any(node.target is torch.ops.aten.sigmoid.default for node in gm.graph.nodes):
             raise PassError("a pass failed")
         return original(gm, *arguments)
 
-    settings.setattr(stages, "run_passes", failing)
+    settings.setattr(prepared, "run_passes", failing)
     with torch.no_grad(), pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="a pass failed"):
         torch.compile(branch, backend="hybrid")(rows(6, 2.0))
     torch._dynamo.reset()

@@ -19,7 +19,7 @@ from torch import nn
 
 from tests.end_to_end import models
 from tests.test_errors import accelerator_error
-from torch_hybrid_backend import backend, hybrid_graph, session, stages
+from torch_hybrid_backend import backend, hybrid_graph, prepared, session, stages
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.engine import CompiledRegionBase, EngineBase
 from torch_hybrid_backend.core.plan import Plan
@@ -196,7 +196,7 @@ def test_interrupted_at_every_line(settings: pytest.MonkeyPatch) -> None:
 
     def at_the_line(frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
         nonlocal line
-        if frame.f_code.co_filename not in (hybrid_graph.__file__, stages.__file__):
+        if frame.f_code.co_filename not in (hybrid_graph.__file__, prepared.__file__, stages.__file__):
             return None
         line -= event == "line"
         if event == "line" and line == 0:

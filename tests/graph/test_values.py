@@ -10,6 +10,7 @@ from torch import nn
 from tests.partition.engines_for_tests import trace
 from torch_hybrid_backend.graph.values import (
     constant_nodes,
+    effects,
     has_mutation,
     holds_collectives,
     outputs_of,
@@ -71,3 +72,28 @@ def test_collectives_are_found_in_sub_graphs() -> None:
     assert holds_collectives(inner)
     assert holds_collectives(torch.fx.GraphModule(root, graph))
     assert not holds_collectives(trace(torch.sin, torch.ones(3)))
+
+
+def test_effects_are_found_in_bodies_of_control_flow() -> None:
+    """Control flow does what its bodies do; other operators that call graphs may do anything."""
+
+    def branches(x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda x: x.sin() + torch.rand_like(x), lambda x: x.cos(), (x,))
+
+    captured: list[torch.fx.GraphModule] = []
+
+    def keep(gm: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        captured.append(gm)
+        return gm
+
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    backend = aot_autograd(fw_compiler=lambda gm, inputs: make_boxed_func(keep(gm, inputs)))
+    with torch.no_grad():
+        torch.compile(branches, backend=backend)(torch.rand(3))
+    (module,) = captured
+    found = [node.target for node in effects(module)]
+    assert found
+    assert all(torch.Tag.nondeterministic_seeded in target.tags for target in found)
+    assert [node.target for node in effects(trace(lambda x: x.sin(), torch.rand(3)))] == []

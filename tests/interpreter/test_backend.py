@@ -13,15 +13,20 @@ from torch._dynamo.utils import same
 
 import torch_hybrid_backend
 from benchmarks.models import ZOO, tensors
+from tests.codegen import faulty_compiler
 from tests.engines.tvm.kernels_for_tests import conv_kernel, row_sum_kernel, scale_kernel
 from tests.interpreter import compiler as interpreter_compiler
+from tests.interpreter.backend import InterpreterBackend
 from tests.interpreter.compiler import Interpreter
 from tests.operators.execution import Bench
 from tests.operators.selection import SELECTION, check
 from torch_hybrid_backend.codegen import kernel_cache
+from torch_hybrid_backend.codegen.engine import _compiler
 from torch_hybrid_backend.codegen.kernel_cache import Artifact, compile_kernels
 from torch_hybrid_backend.codegen.kernel_key import kernel_key
 from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
+from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.engines.tvm.tir import compiler as tir_compiler
 from torch_hybrid_backend.errors import ScheduleError
 from torch_hybrid_backend.store import Store
@@ -109,6 +114,29 @@ def test_what_it_cannot_run_falls_back(interpreter: None, monkeypatch: pytest.Mo
     plan = torch_hybrid_backend.explain(compiled, torch.randn(4, 7)).plans[0]
     assert {region.engine for region in plan.regions} == {"eager"}
     assert "LoopVar" not in str(plan)
+
+
+def test_what_failed_within_a_day_is_one_line_in_the_plan(
+    interpreter: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two models with a kernel that cannot be compiled: it is tried once, eager runs both, and the second plan says when it failed."""
+    monkeypatch.setenv("HYBRID_STRICT", "0")
+    monkeypatch.setenv("FAULTY_COMPILER", str(tmp_path))
+    monkeypatch.setattr(InterpreterBackend, "compiler", faulty_compiler)
+    (tmp_path / "fault").write_text("fails")
+    x = torch.randn(5, 7)
+    plans = [torch_hybrid_backend.explain(lambda x: torch.softmax(x, -1), x).plans[0] for _ in range(2)]
+    assert len((tmp_path / "asked").read_text().splitlines()) == 1
+    for plan in plans:
+        (region,) = plan.regions
+        assert region.engine == "eager"
+        (refusal,) = region.refusals
+        assert refusal.code is Reason.COMPILE_FAILED
+        assert "no registers are left" in refusal.why
+    (line,) = [line for line in str(plan).splitlines() if "--forget-failures" in line]
+    assert "no registers are left" in line
+    assert "--forget-failures" not in str(plans[0])
+    _compiler(faulty_compiler, Config().compile_threads).close()
 
 
 def test_artifacts_are_kept_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 
 import torch_hybrid_backend
 from benchmarks.models import ZOO, tensors
-from torch_hybrid_backend import backend, speed_gate, stages
+from torch_hybrid_backend import backend, prepared, speed_gate
 from torch_hybrid_backend.capture.aot import capture
 from torch_hybrid_backend.core.captured import CapturedGraph
 from torch_hybrid_backend.core.plan import Conversion
@@ -53,7 +53,7 @@ def test_casts(name: str) -> None:
     def convert(graph: CapturedGraph) -> Any:
         context = PassContext.of(graph, "bf16")
         run_passes(graph.graph_module, context, PASSES)
-        reduced = stages.reduce_precision(graph.graph_module, context)
+        reduced = prepared.reduce_precision(graph.graph_module, context)
         found.append(conversion(reduced.graph, context))
         return reduced.written
 

@@ -11,6 +11,8 @@ from torch._higher_order_ops import while_loop
 
 from torch_hybrid_backend.capture.aot import capture
 from torch_hybrid_backend.core.captured import CapturedGraph
+from torch_hybrid_backend.graph.schema import CONTROL_FLOW
+from torch_hybrid_backend.passes import control_flow
 from torch_hybrid_backend.passes.control_flow import compile_bodies
 
 _LAYER = torch.nn.Linear(4, 4)
@@ -77,3 +79,8 @@ def test_parameters_are_static_inputs_of_bodies() -> None:
             inputs = body.graph_module.graph.find_nodes(op="placeholder")
             static = [tuple(node.meta["val"].shape) for node in inputs if node.name in body.static_inputs]
             assert sorted(static) == [(4,), (4, 4)], name
+
+
+def test_one_list_of_operators() -> None:
+    """Those whose bodies are compiled are those whose bodies are looked into."""
+    assert control_flow._OPERATORS.keys() == CONTROL_FLOW

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 from pathlib import Path
 
 import pytest
 
 from torch_hybrid_backend.errors import CompileError, ScheduleError
-from torch_hybrid_backend.processes.child import Child, as_exception
+from torch_hybrid_backend.processes.child import Child, End, as_exception
 from torch_hybrid_backend.processes.frames import frame
+from torch_hybrid_backend.processes.inside import described
 
 _MODULE = """
 import os
@@ -61,3 +63,18 @@ def test_errors_of_a_child() -> None:
     assert str(as_exception("the kernel", {"type": "CompileError", "message": "odd"})) == "the kernel: odd"
     assert isinstance(as_exception("the kernel", {"type": "ScheduleError", "message": "odd"}), ScheduleError)
     assert isinstance(as_exception("the kernel", None), CompileError)
+    for raised, recurs in ((ValueError("odd"), True), (OSError("odd"), False), (RuntimeError("Out of memory"), False)):
+        assert as_exception("the kernel", described(raised)).recurs is recurs
+    assert not as_exception("the kernel", described(CompileError("no linker", recurs=False))).recurs
+
+
+def test_ends_of_a_child() -> None:
+    """A message says how it ended and what it said. Whether it was its own fault: not where a signal came from outside or memory ran out."""
+    crashed = End(-signal.SIGSEGV, "bad kernel")
+    assert (crashed.how, crashed.said) == ("was killed by SIGSEGV", "\nIts last words:\nbad kernel")
+    assert (End(3, "").how, End(3, "").said) == ("ended with status 3", "")
+    assert crashed.recurs
+    assert End(3, "").recurs
+    assert not End(-signal.SIGKILL, "").recurs
+    assert not End(-signal.SIGALRM, "").recurs
+    assert not End(-signal.SIGABRT, "LLVM ERROR: out of memory").recurs

@@ -13,7 +13,8 @@ often as it can, and ends soon when that says no: at the deadline, or when nobod
 
 Result bytes are kept in the store, under the kind and the key; a key names everything that they depend on: versions and the device too. A
 build that failed is remembered under it for a day (`failures`). Corrupt entries are built anew; so are those that turn out to be of no use,
-by `rebuild`. Unix only.
+by `rebuild`. Of several processes that share a store one builds a key (`key_lock`): the others wait for what comes of it, within their
+deadlines, and take over where it ends without a result. Unix only.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from __future__ import annotations
 import logging
 import os
 import select
-import signal
 import tempfile
 import threading
 import time
@@ -31,6 +31,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torch_hybrid_backend.builds.failures import Failures
+from torch_hybrid_backend.builds.key_lock import KeyLock
 from torch_hybrid_backend.builds.main import REQUEST, RESULT
 from torch_hybrid_backend.errors import (
     BuildCancelledError,
@@ -39,13 +40,14 @@ from torch_hybrid_backend.errors import (
     CompilerCrashError,
     DeadlineError,
 )
-from torch_hybrid_backend.processes.child import Child, as_exception
+from torch_hybrid_backend.processes.child import Child, End, as_exception
 from torch_hybrid_backend.store import Store
 
 _log = logging.getLogger(__name__)
 
 _SELF_LIMIT_S = 5.0  # so long after its parent would have killed it a process ends itself
 _LAST_S = 5.0
+_LOOK_EVERY_S = 0.1  # whether another process is done with what is waited for
 _CLOSE_S = 5.0  # killed processes end at once; what waits for them may take a moment
 
 
@@ -126,7 +128,8 @@ class Builds:
 
     def start(self, key: str, entry: str, request: bytes, deadline_s: float, *, rebuild: bool = False) -> Build:
         """Start building, without waiting; or take up the build of this key that is under way, or what the store knows of it: its result, or
-        its failure. The deadline counts from when its process starts: builds wait for one another.
+        its failure. The deadline counts from when its process starts, as builds wait for one another, or from when it would but for another
+        process that builds the same.
 
         entry: "package.module:function", which the child imports. rebuild: whatever the store has. Raises CompileError for an entry that is no
         such text, CacheError for a key that cannot name an entry of the store.
@@ -134,23 +137,16 @@ class Builds:
         module, separator, name = entry.partition(":")
         if not (separator and module.replace(".", "").isidentifier() and name.isidentifier()):
             raise CompileError(f"{entry!r} names no builder; it must be package.module:function")
-        known = None if rebuild else self._known(key)
         if rebuild:
             self._store.remove(self._kind, key)
-        return Build(self._queue().start(_Task(key, entry, request, deadline_s), known), self)
+            self._failures.remove(self._kind, key)
+        return Build(self._queue().start(_Task(key, entry, request, deadline_s)), self)
 
     def reject(self, key: str, error: CompileError) -> None:
         """What was built under the key is of no use, as it turned out: it goes from the store, and later builds of it fail with `error`, as
         long as failures are remembered."""
         self._store.remove(self._kind, key)
         self._failures.put(self._kind, key, error)
-
-    def _known(self, key: str) -> bytes | CompileError | None:
-        result = self._store.get(self._kind, key)
-        if result is not None:
-            return result
-        failure = self._failures.get(self._kind, key)
-        return failure.as_exception() if failure is not None else None
 
     def process_ids(self) -> list[int]:
         """The builder processes there are, for diagnosis."""
@@ -180,6 +176,9 @@ class _Task:
         self.pid = os.getpid()
         self.progress = 0.0
         self.outcome: bytes | CompileError | None = None
+        # When it is over, by `time.monotonic`, where it has begun or waits for another process.
+        self.until: float | None = None
+        self.has_waited = False
         self.finished = threading.Event()
         # Written to when nobody wants it any more: the thread that waits for the process wakes.
         self.wake, self._waker = os.pipe()
@@ -249,14 +248,15 @@ class _Queue:
         self._failures = failures
         self._at_once = at_once
         self._grace_s = grace_s
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()  # notified when there is more to do
         self._tasks: dict[str, _Task] = {}  # not finished
         self._waiting: deque[_Task] = deque()
         self._threads: dict[threading.Thread, Child | None] = {}
         self._is_closed = False
 
-    def start(self, task: _Task, known: bytes | CompileError | None) -> _Task:
-        """The task that is held in place of `task`: one of its key that is under way, or itself, done where its outcome is `known`."""
+    def start(self, task: _Task) -> _Task:
+        """The task that is held in place of `task`: one of its key that is under way, or itself, done where its outcome is known."""
+        known = self._known(task)
         with self._lock:
             under_way = self._tasks.get(task.key)
             if under_way is not None and under_way.hold():
@@ -267,6 +267,7 @@ class _Queue:
                 self._is_closed = False
                 self._tasks[task.key] = task
                 self._waiting.append(task)
+                self._lock.notify()
                 if len(self._threads) < self._at_once:
                     # It dies with the interpreter, which need not wait for it: `close` ends its child.
                     thread = threading.Thread(target=self._work, name=f"hybrid-builds-{self._kind}", daemon=True)
@@ -294,24 +295,61 @@ class _Queue:
 
     def _work(self) -> None:
         thread = threading.current_thread()
-        while True:
-            with self._lock:
-                if not self._waiting:
-                    del self._threads[thread]
-                    return
-                task = self._waiting.popleft()
+        while (task := self._next(thread)) is not None:
             try:
-                outcome = self._built(task, thread)
+                outcome = self._outcome(task, thread)
             except Exception as error:  # a full disk, say: nobody may wait for ever
                 outcome = CompileError(f"{task.key} cannot be built: {type(error).__name__}: {error}")
+            if outcome is None:  # another process builds it: the others' turn
+                with self._lock:
+                    self._waiting.append(task)
+                    if all(each.has_waited for each in self._waiting):
+                        self._lock.wait(_LOOK_EVERY_S)
+                continue
             with self._lock:
                 if self._tasks.get(task.key) is task:
                     del self._tasks[task.key]
             task.finish(outcome)
 
-    def _built(self, task: _Task, thread: threading.Thread) -> bytes | CompileError:
+    def _next(self, thread: threading.Thread) -> _Task | None:
+        with self._lock:
+            if self._waiting:
+                return self._waiting.popleft()
+            del self._threads[thread]
+            return None
+
+    def _known(self, task: _Task) -> bytes | CompileError | None:
+        """What the store has of it."""
+        result = self._store.get(self._kind, task.key)
+        if result is not None:
+            return result
+        failure = self._failures.get(self._kind, task.key, task.deadline_s)
+        return failure.as_exception() if failure is not None else None
+
+    def _outcome(self, task: _Task, thread: threading.Thread) -> bytes | CompileError | None:
+        """What comes of it, here or in another process; None while one is at it."""
         if not task.is_wanted:
             return _cancelled(task)
+        lock = KeyLock.taken(self._store.lock_path(self._kind, task.key))
+        now = time.monotonic()
+        if task.until is None:
+            task.until = now + task.deadline_s
+        if lock is None:
+            if not task.has_waited:
+                _log.info("another process builds %s: what comes of it is waited for", task.key)
+            task.has_waited = True
+            if now < task.until:
+                return None
+            return DeadlineError(
+                f"{task.key} was not built within {task.deadline_s:.3g} s by another process, which is still at it"
+            )
+        try:
+            known = self._known(task)  # another may have been done just before
+            return self._built(task, thread) if known is None else known
+        finally:
+            lock.release()
+
+    def _built(self, task: _Task, thread: threading.Thread) -> bytes | CompileError:
         with tempfile.TemporaryDirectory(prefix="torch_hybrid_backend-") as folder:
             Path(folder, REQUEST).write_bytes(task.request)
             limit_s = task.deadline_s + self._grace_s + _SELF_LIMIT_S
@@ -329,13 +367,15 @@ class _Queue:
                 result = Path(folder, RESULT).read_bytes()
                 self._keep(task, result)
                 return result
-        if not isinstance(stopped, BuildCancelledError):
-            self._failures.put(self._kind, task.key, stopped)
+        # One that waited before it began did not have all the time that there was.
+        if not (isinstance(stopped, BuildCancelledError) or (isinstance(stopped, DeadlineError) and task.has_waited)):
+            self._failures.put(self._kind, task.key, stopped, task.deadline_s)
         return stopped
 
     def _watched(self, task: _Task, child: Child) -> CompileError | None:
         """Wait for the child's end; None where its result is there."""
-        until = time.monotonic() + task.deadline_s
+        assert task.until is not None
+        until = task.until
         is_told = False
         while True:
             now = time.monotonic()
@@ -384,6 +424,5 @@ def _died(task: _Task, child: Child) -> CompilerCrashError:
     words = child.last_words()
     child.wait(_LAST_S)  # its output has ended, so it is about to end: let it, for the sake of its exit status
     status = child.end()
-    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-    said = f"\nIts last words:\n{words}" if words else ""
-    return CompilerCrashError(f"the process that built {task.key} {how}.{said}")
+    end = End(status, words)
+    return CompilerCrashError(f"the process that built {task.key} {end.how}.{end.said}", recurs=end.recurs)

@@ -1,7 +1,9 @@
-"""Builds that failed, remembered for a day: a process started next does not spend ten minutes on the same failure.
+"""Compilations that failed, remembered for a day: a process started next does not spend ten minutes on the same failure. Engines that opaque
+builders make, and kernels.
 
 What is remembered lies in the store, under the build's kind and key. A key says all that the result depends on, versions and device
-included, so another version is tried at once. `hybrid cache` shows them, and `hybrid cache --forget-failures` forgets them.
+included, so another version is tried at once; what missed its deadline is tried again with a later one. What a failure has from outside
+(`CompileError.recurs`) is not remembered. `hybrid cache` shows them, and `hybrid cache --forget-failures` forgets them.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,14 +30,15 @@ _TYPES: dict[str, type[CompileError]] = {
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A build that failed. `at`: when, in seconds since 1970; `error`: its class, one of AccuracyError, CompileError,
-    CompilerCrashError and DeadlineError."""
+    """A build that failed. `at`: when, in seconds since 1970; `error`: its class, one of AccuracyError, CompileError, CompilerCrashError and
+    DeadlineError; `limit_s`: the deadline that it had, in seconds."""
 
     kind: str
     key: str
     at: float
     error: str
     message: str
+    limit_s: float
 
     def as_exception(self) -> CompileError:
         """What the build raised, once more."""
@@ -51,24 +55,39 @@ class Failures:
         self._store = store
         self._clock = clock
 
-    def get(self, kind: str, key: str) -> Failure | None:
-        """The failure that is remembered of a build; one that is a day old, or of a day to come, is forgotten."""
+    def get(self, kind: str, key: str, limit_s: float = 0.0) -> Failure | None:
+        """The failure that is remembered of a build that may take `limit_s` seconds; one that is a day old, or of a day to come, is forgotten.
+        One that missed its deadline says nothing where there is more time than it had. 0: whatever there is."""
         entry = _entry(kind, key)
         found = _parsed(self._store.get(KIND, entry))
         if found is None or (found.kind, found.key) != (kind, key) or not 0 <= self._clock() - found.at < REMEMBERED_S:
             self._store.remove(KIND, entry)
             return None
-        return found
+        return None if found.error == DeadlineError.__name__ and limit_s > found.limit_s else found
 
-    def put(self, kind: str, key: str, error: CompileError) -> None:
-        """Remember that the build failed with `error`. A store that cannot be written costs a later process its time: that is logged."""
+    def put(self, kind: str, key: str, error: CompileError, limit_s: float = math.inf) -> None:
+        """Remember that the build, which might have taken `limit_s` seconds, failed with `error`, where that would recur. A store that cannot
+        be written costs a later process its time: that is logged."""
+        if not error.recurs:
+            return
         name = type(error).__name__ if type(error).__name__ in _TYPES else CompileError.__name__
-        fields = {"kind": kind, "key": key, "at": self._clock(), "error": name, "message": str(error)}
+        fields = {
+            "kind": kind,
+            "key": key,
+            "at": self._clock(),
+            "error": name,
+            "message": str(error),
+            "limit_s": limit_s,
+        }
         try:
             self._store.remove(KIND, _entry(kind, key))
             self._store.put(KIND, _entry(kind, key), json.dumps(fields).encode(), suffix=".json")
         except (CacheError, OSError) as cannot:
             _log.info("a failed build is not remembered: %s", cannot)
+
+    def remove(self, kind: str, key: str) -> None:
+        """Forget one, where there is one."""
+        self._store.remove(KIND, _entry(kind, key))
 
     def all(self) -> list[Failure]:
         """Those that are remembered, the latest first."""
@@ -95,6 +114,7 @@ def _parsed(data: bytes | None) -> Failure | None:
             float(fields["at"]),
             str(fields["error"]),
             str(fields["message"]),
+            float(fields["limit_s"]),
         )
     except (ValueError, KeyError, TypeError):
         return None

@@ -255,7 +255,8 @@ class KernelEngine(EngineBase):
     def built(self, kernels: Sequence[Kernel], target: CodeTarget, deadline: Deadline) -> list[Artifact | Exception]:
         """See `compile_kernels`; in what is left of the deadline, and at its expense."""
         with deadline.running():
-            return compile_kernels(kernels, target, self._compiler, self._services.store, deadline.left_s())
+            store, left_s = self._services.store, deadline.left_s()
+            return compile_kernels(kernels, target, self._compiler, store, left_s, deadline.limit_s)
 
     def _times(self, device: Device, kernel_key: str) -> Mapping[str, float]:
         """Microseconds by the name of the variant, infinity for one that cannot run; empty where the kernel was never timed."""

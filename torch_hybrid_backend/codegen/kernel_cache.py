@@ -1,7 +1,7 @@
 """Compiled kernels: found in this process, else on disk, else compiled and put there.
 
 The order of things for a kernel: its key (`kernel_key`), the memo of this process, the store (which verifies the checksum of what it
-hands out, and drops what fails), the compiler processes. A failure is not remembered: the next compilation tries again.
+hands out, and drops what fails), the failures of the last day (`builds.failures`), the compiler processes.
 """
 
 from __future__ import annotations
@@ -14,19 +14,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch_hybrid_backend.builds.failures import Failures
 from torch_hybrid_backend.codegen.compiler import CodeTarget
 from torch_hybrid_backend.codegen.kernel_key import kernel_key
 from torch_hybrid_backend.codegen.kernel_name import symbol_of
 from torch_hybrid_backend.codegen.operator_kernel import OperatorKernel
 from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
 from torch_hybrid_backend.codegen.workers.protocol import Job
-from torch_hybrid_backend.errors import CacheError, CompileError
+from torch_hybrid_backend.errors import CacheError, CompileError, DeadlineError, ScheduleError
 from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.store import Store
 
 _log = logging.getLogger(__name__)
 
 KIND = "kernels"
+# A kernel that missed the deadline is too slow, rather than one of many, if it was at work for so much of all the time that there is.
+_SLOW_SHARE = 0.5
 _NOTHING = ""  # the key of what needs no artifact: an operator of PyTorch's
 
 # (store, key) -> artifact. Writes of single items are atomic; two threads that compile one kernel at once write equal things.
@@ -44,12 +47,21 @@ class Artifact:
 
 
 def compile_kernels(
-    kernels: Sequence[Kernel], target: CodeTarget, compiler: KernelCompiler, store: Store, deadline_s: float
+    kernels: Sequence[Kernel],
+    target: CodeTarget,
+    compiler: KernelCompiler,
+    store: Store,
+    deadline_s: float,
+    limit_s: float | None = None,
 ) -> list[Artifact | Exception]:
     """The kernels' artifacts, kernel by kernel, or what stopped them: a CompileError, or CacheError where the store cannot be written.
 
     Compiles, in parallel and equal ones once, what neither this process nor the store has; gives up on those after `deadline_s` seconds.
+    What failed within a day is not tried again, under its key; what was late is, where `limit_s`, the time for all the kernels of a graph
+    (None: `deadline_s`), is longer than it was.
     """
+    limit_s = deadline_s if limit_s is None else limit_s
+    failures = Failures(store)
     start = time.monotonic()
     keys = [_key(kernel, target, compiler) for kernel in kernels]
     found: dict[str, Artifact | Exception] = {_NOTHING: Artifact("", "", _NOTHING)}
@@ -58,14 +70,29 @@ def compile_kernels(
         if isinstance(key, Exception) or key in found or key in missing:
             continue
         known = _lookup(key, kernel, store)
+        failed = failures.get(KIND, key, limit_s) if known is None else None
         if known is not None:
             found[key] = known
+        elif failed is not None:
+            found[key] = failed.as_exception()
         else:
             missing[key] = kernel
     if missing:
         _log.debug("%d kernels found, %d to compile", len(found), len(missing))
-        found.update(_compile(missing, target, compiler, store, deadline_s - (time.monotonic() - start)))
+        made = _compile(missing, target, compiler, store, deadline_s - (time.monotonic() - start))
+        found.update(made)
+        for key, result in made.items():
+            if isinstance(result, CompileError) and _is_costly(result, limit_s):
+                failures.put(KIND, key, result, limit_s)
     return [key if isinstance(key, Exception) else found[key] for key in keys]
+
+
+def _is_costly(error: CompileError, limit_s: float) -> bool:
+    """Whether to try again would cost something, and end in the same: not where no schedule serves the kernel, which shows at once, nor where
+    a kernel is late because others took the time."""
+    if isinstance(error, DeadlineError) and error.had_s is not None:
+        return error.had_s >= _SLOW_SHARE * limit_s
+    return not isinstance(error, ScheduleError)
 
 
 def _key(kernel: Kernel, target: CodeTarget, compiler: KernelCompiler) -> str | CompileError:
@@ -104,7 +131,8 @@ def _compile(
     except OSError as error:  # the temporary directory is full, or cannot be made
         for key in kernels.keys() - results.keys():
             results[key] = CompileError(
-                f"{symbol_of(kernels[key], key)} cannot be compiled, as the temporary directory cannot be used: {error}"
+                f"{symbol_of(kernels[key], key)} cannot be compiled, as the temporary directory cannot be used: {error}",
+                recurs=False,
             )
     return results
 

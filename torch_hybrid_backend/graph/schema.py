@@ -149,6 +149,15 @@ def has_effects(node: Node) -> bool:
     return not (is_item(node) or isinstance(node.meta.get("val"), _NUMBERS))
 
 
+# The operators of control flow whose bodies are functional graphs that eager calls with plain tensors.
+CONTROL_FLOW = frozenset({"cond", "while_loop", "while_loop_stack_output", "scan", "map_impl", "invoke_subgraph"})
+
+
+def is_control_flow(node: Node) -> bool:
+    """Whether the node runs graphs as often as its operands say."""
+    return isinstance(node.target, torch._ops.HigherOrderOperator) and node.target._name in CONTROL_FLOW
+
+
 def only_draws(node: Node) -> bool:
     """Whether drawing random numbers is all that the node does beside computing its value."""
     if not (is_random(node.target) and isinstance(node.target, torch._ops.OpOverload)) or node.op != "call_function":

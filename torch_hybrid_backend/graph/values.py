@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.fx
 from torch.fx import Node
 
-from torch_hybrid_backend.graph.schema import is_collective, is_item, is_mutating, is_pure, is_view, shared_arguments
+from torch_hybrid_backend.graph.schema import (
+    is_collective,
+    is_control_flow,
+    is_item,
+    is_mutating,
+    is_pure,
+    is_view,
+    shared_arguments,
+)
 
 aten = torch.ops.aten
 
@@ -194,11 +203,24 @@ def is_repeatable(gm: torch.fx.GraphModule) -> bool:
 
     What another library's operators do besides computing is not known, whatever their schemas declare.
     """
-    return all(
-        is_pure(node) and (not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace in _OF_PYTORCH)
-        for node in gm.graph.nodes
-        if node.op not in ("placeholder", "output")
-    )
+    return all(_only_computes(node) for node in gm.graph.nodes if node.op not in ("placeholder", "output"))
+
+
+def _only_computes(node: Node) -> bool:
+    is_known = not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace in _OF_PYTORCH
+    return is_pure(node) and is_known
+
+
+def effects(gm: torch.fx.GraphModule) -> Iterator[Node]:
+    """The nodes that do, or may do, more than compute, as `is_repeatable` has it; of control flow, those of its bodies."""
+    for node in gm.graph.nodes:
+        if is_control_flow(node):
+            called = (operator.attrgetter(n.target)(gm) for n in node.all_input_nodes if n.op == "get_attr")
+            for body in called:
+                if isinstance(body, torch.fx.GraphModule):
+                    yield from effects(body)
+        elif node.op not in ("placeholder", "output") and not _only_computes(node):
+            yield node
 
 
 def holds_collectives(gm: torch.fx.GraphModule) -> bool:

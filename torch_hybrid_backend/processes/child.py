@@ -19,14 +19,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch_hybrid_backend
-from torch_hybrid_backend.errors import CompileError, ScheduleError
+from torch_hybrid_backend.errors import CompileError, ScheduleError, tells_of_shortage
 from torch_hybrid_backend.processes.frames import split_frame
 
 _CHUNK_BYTES = 1 << 16
 _TAIL_CHARACTERS = 2000
+# Signals that a process brings upon itself. SIGKILL, say, comes from a user, or from a machine that is short of memory.
+_OWN_FAULTS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGSYS})
 _BESIDE_CALLS = (
     10  # a nice value: about a tenth of the time that a call's thread gets on a core that both want (sched(7))
 )
@@ -53,6 +56,33 @@ def _standard_descriptors_taken() -> Iterator[None]:
             taken.callback(os.close, descriptor)
         os.close(descriptor)
         yield
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a child ended: its exit status, negative for a signal, and its last words."""
+
+    status: int
+    words: str
+
+    @property
+    def how(self) -> str:
+        """What became of it, as a sentence goes on that begins with its name."""
+        return (
+            f"was killed by {signal.Signals(-self.status).name}"
+            if self.status < 0
+            else f"ended with status {self.status}"
+        )
+
+    @property
+    def said(self) -> str:
+        """What a message about it ends with."""
+        return f"\nIts last words:\n{self.words}" if self.words else ""
+
+    @property
+    def recurs(self) -> bool:
+        """Whether it was its own fault, and no shortage of the machine's."""
+        return (self.status > 0 or -self.status in _OWN_FAULTS) and not tells_of_shortage(self.words)
 
 
 class Child:
@@ -179,11 +209,12 @@ def as_exception(what: str, fields: object) -> CompileError:
     """An exception that a child described (`inside.described`), with its traceback as a note. `what` it was about begins the message."""
     fields = fields if isinstance(fields, dict) else {}
     kind, message = str(fields.get("type", "")), str(fields.get("message", ""))
+    recurs = bool(fields.get("recurs", True))
     if kind == "ScheduleError":
         error: CompileError = ScheduleError(f"{what}: {message}")
     elif kind == "CompileError":
-        error = CompileError(f"{what}: {message}")
+        error = CompileError(f"{what}: {message}", recurs=recurs)
     else:
-        error = CompileError(f"{what}: {kind}: {message}")
+        error = CompileError(f"{what}: {kind}: {message}", recurs=recurs)
     error.add_note(str(fields.get("traceback", "")))
     return error

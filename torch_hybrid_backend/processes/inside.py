@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 
+from torch_hybrid_backend.errors import is_from_outside
 from torch_hybrid_backend.processes.frames import frame
 
 
@@ -43,11 +44,12 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def described(error: BaseException) -> dict[str, str]:
+def described(error: BaseException) -> dict[str, object]:
     """An exception as the parent is told of it; `child.as_exception` makes one of it again."""
     return {
         "type": type(error).__name__,
         "message": str(error),
+        "recurs": not is_from_outside(error),
         "traceback": "".join(traceback.format_exception(error)),
     }
 

@@ -64,6 +64,24 @@ def test_operators_equal_eager(kind: str, bench: Bench) -> None:
     check(kind, bench)
 
 
+def test_built_off_the_call(interpreted: None) -> None:
+    """Eager answers while Triton's programs are built in the builder's thread; then they run, and dropout's numbers are eager's all along."""
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Dropout(0.4), torch.nn.GELU()).train()
+    x = torch.randn(4, 16)
+    options = {"background": True}
+    compiled = torch.compile(model, backend="hybrid", options=options)
+    with torch.no_grad():
+        explanation = torch_hybrid_backend.explain(model, x, options=options)
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            expected = model(x)
+            torch.manual_seed(seed)
+            torch.testing.assert_close(compiled(x), expected)
+            assert torch_hybrid_backend.wait_for_builds(60)
+    assert explanation.compiling == 1
+    assert "triton" in {region.engine for region in explanation.updated().plans[0].regions}
+
+
 def test_sizes_known_at_run_time(interpreted: None) -> None:
     """One compilation for all of them, rows of multiples of 16 elements and others; the grid of each call's own; size 0 launches nothing."""
     compiled = torch.compile(lambda x: (x.softmax(-1), x.sum(0)), backend="hybrid", dynamic=True)

@@ -54,7 +54,7 @@ def main(lifeline: int, compiler_name: str, idle_s: str) -> None:
         answer(answers, {"error": _serve(compiler, payload)})
 
 
-def _serve(compiler: KernelCompilerModule, payload: bytes) -> dict[str, str] | None:
+def _serve(compiler: KernelCompilerModule, payload: bytes) -> dict[str, object] | None:
     try:
         order: Order = pickle.loads(payload)
         with time_limit(order.limit_s):

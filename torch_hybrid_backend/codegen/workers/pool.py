@@ -16,7 +16,6 @@ import math
 import os
 import pickle
 import selectors
-import signal
 import sys
 import threading
 import time
@@ -30,7 +29,7 @@ from torch_hybrid_backend.codegen.compiler import KernelCompilerModule, compiler
 from torch_hybrid_backend.codegen.workers.process import CompilerProcess
 from torch_hybrid_backend.codegen.workers.protocol import IDLE_EXIT_STATUS, Job, Order
 from torch_hybrid_backend.errors import CompileError, CompilerCrashError, DeadlineError
-from torch_hybrid_backend.processes.child import as_exception
+from torch_hybrid_backend.processes.child import End, as_exception
 from torch_hybrid_backend.processes.frames import frame
 
 _log = logging.getLogger(__name__)
@@ -239,9 +238,10 @@ class _Batch:
             try:
                 payload = pickle.dumps(order)
             except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
-                self._made[job.key] = CompileError(f"{job.symbol} cannot be sent to the compiler: {error}")
+                why = f"{job.symbol} cannot be sent to the compiler: {error}"
+                self._made[job.key] = CompileError(why, recurs=False)
                 continue
-            worker.job = job
+            worker.job, worker.began = job, time.monotonic()
             worker.outgoing += frame(payload)
             self._selector.register(worker.stdin, selectors.EVENT_WRITE, worker)
             return
@@ -263,11 +263,13 @@ class _Batch:
                 worker.ready = bool(answer["ready"]) and answer["version"] == compiler_version(self._processes.module)
                 if not worker.ready:
                     self._release(worker, usable=False)
-                    self._fail_pending(
+                    error = (
                         CompileError(_OTHER_SOURCES)
                         if answer["ready"]
                         else as_exception("the kernel compiler cannot start", answer["error"])
                     )
+                    error.recurs = False  # what the kernels are had no part in it
+                    self._fail_pending(error)
                     return
             elif worker.job is not None:
                 job, worker.job = worker.job, None
@@ -286,17 +288,17 @@ class _Batch:
             if job is not None:
                 self._pending.appendleft(job)
             return
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        said = f"\nIts last words:\n{words}" if words else ""
+        end = End(status, words)
         if job is not None:
             kind = type(job.kernel).__name__
             self._made[job.key] = CompilerCrashError(
-                f"the kernel compiler {how} while it compiled {job.symbol}, a {kind}.{said}"
+                f"the kernel compiler {end.how} while it compiled {job.symbol}, a {kind}.{end.said}", recurs=end.recurs
             )
             return
         self._failed_starts += not started
         if self._failed_starts >= _STARTS:
-            self._fail_pending(CompileError(f"the kernel compiler ({sys.executable}) {how} before it was ready.{said}"))
+            why = f"the kernel compiler ({sys.executable}) {end.how} before it was ready.{end.said}"
+            self._fail_pending(CompileError(why, recurs=False))
 
     def _release(self, worker: CompilerProcess, *, usable: bool) -> int:
         """Take a process out of this batch; where it was ended, its exit status."""
@@ -317,9 +319,9 @@ class _Batch:
         self._pending.clear()
 
     def _stop_at_deadline(self) -> None:
-        late = [worker.job for worker in self.workers if worker.job is not None]
-        for job in (*late, *self._pending):
-            self._made[job.key] = DeadlineError(
-                f"{job.symbol} was not compiled within the {self._deadline_s:.3g} s that were left for it (HYBRID_COMPILE_DEADLINE_S)"
-            )
+        now = time.monotonic()
+        late = [(worker.job, now - worker.began) for worker in self.workers if worker.job is not None]
+        for job, had_s in (*late, *((job, 0.0) for job in self._pending)):
+            why = f"{job.symbol} was not compiled within the {self._deadline_s:.3g} s that were left for it (HYBRID_COMPILE_DEADLINE_S)"
+            self._made[job.key] = DeadlineError(why, had_s=had_s)
         self._pending.clear()

@@ -37,8 +37,8 @@ def link(object_file: Path, library: Path) -> None:
             return
         failures.append(f"{' '.join(command)}: exit status {done.returncode}: {done.stderr.strip()}")
     if not failures:
-        raise CompileError(_NO_LINKER)
-    raise CompileError("a kernel cannot be linked:\n" + "\n".join(failures))
+        raise CompileError(_NO_LINKER, recurs=False)
+    raise CompileError("a kernel cannot be linked:\n" + "\n".join(failures), recurs=False)
 
 
 def _commands(object_file: Path, library: Path) -> list[list[str]]:

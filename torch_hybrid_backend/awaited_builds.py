@@ -1,0 +1,99 @@
+"""Engines chosen anew when what a graph's regions are waiting for is built. Part of the wiring.
+
+first call -> a plan without the regions that are `Pending`s
+   ...        all of them are done: the next call's inputs are copied       NextCall, in the place of the plan for one call
+   ...        the builder's thread chooses engines on the copies            AwaitingGraph.choose_anew
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch_hybrid_backend.background import Job, as_here, builder
+from torch_hybrid_backend.core.engine import Pending
+from torch_hybrid_backend.stages import Compiled, Run
+
+
+class AwaitingGraph(Protocol):
+    """A graph whose engines can be chosen anew."""
+
+    def __call__(self, inputs: list[Any]) -> list[Any]: ...
+
+    def copied(self, inputs: Sequence[Any]) -> list[Any]:
+        """The inputs of a call for the builder to keep."""
+        ...
+
+    def with_next_call(self, make: Callable[[Run], NextCall]) -> None:
+        """Have the next call run what `make` makes of what runs calls now."""
+        ...
+
+    def without_next_call(self, sampling: NextCall) -> bool:
+        """Undo that; False where another thread has."""
+        ...
+
+    def choose_anew(self, compiled: Compiled, inputs: Sequence[Any]) -> None:
+        """Choose engines once more, on these inputs."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NextCall:
+    """Runs one call as before, and gives copies of its inputs to the builder, which chooses engines anew on them."""
+
+    graph: weakref.ref[AwaitingGraph]
+    compiled: Compiled
+    run: Run
+
+    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
+        graph = self.graph()
+        assert graph is not None  # it is at work on this call
+        kept = list(inputs)
+        is_sample = graph.without_next_call(self)
+        outputs = graph(list(inputs))
+        if is_sample:
+            copies, reference, compiled = graph.copied(kept), self.graph, self.compiled
+            as_in_call = as_here(copies)
+
+            def work() -> None:
+                if (alive := reference()) is not None:
+                    with as_in_call():
+                        alive.choose_anew(compiled, copies)
+
+            builder().submit(Job(work))
+        return outputs
+
+
+def choose_when_built(graph: AwaitingGraph, compiled: Compiled, pending: Sequence[Pending]) -> None:
+    """Have engines chosen anew when all that is pending is built. It is cancelled when the graph is dropped, or at once where the graph cannot
+    be tried unnoticed."""
+    if not compiled.prepared.is_repeatable_apart:
+        _cancel(pending)
+        return
+    unwanted = weakref.finalize(graph, _cancel, pending)
+    unwanted.atexit = False
+    reference, home, lock, left = weakref.ref(graph), builder(), threading.Lock(), len(pending)
+
+    def one_done() -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            if left:
+                return
+        unwanted.detach()  # it holds what was built
+        if (alive := reference()) is not None:
+            alive.with_next_call(functools.partial(NextCall, reference, compiled))
+        home.arrived()
+
+    home.expect()
+    for each in pending:
+        each.when_done(one_done)
+
+
+def _cancel(pending: Sequence[Pending]) -> None:
+    for each in pending:
+        each.cancel()
