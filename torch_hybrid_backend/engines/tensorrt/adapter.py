@@ -425,6 +425,7 @@ class Loaded:
             raise CompileError(
                 f"TensorRT does not load the engine: {'; '.join(log.errors[-3:]) or 'it says no reason'}"
             )
+        self._config, self._kernels = _runtime_config(self._engine)
 
     @property
     def scratch_bytes(self) -> int:
@@ -432,7 +433,8 @@ class Loaded:
         return int(self._engine.device_memory_size if size is None else size)
 
     def context(self) -> Any:
-        made = self._engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        strategy = trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        made = self._engine.create_execution_context(strategy if self._config is None else self._config)
         if made is None:
             raise CompileError("TensorRT makes no context for an engine: there may be no memory for it")
         return made
@@ -440,3 +442,26 @@ class Loaded:
     def can_be_captured(self, context: Any, stream: int) -> bool:
         asked = getattr(context, "is_stream_capturable", None)  # TensorRT-RTX compiles in a call, TensorRT does not
         return True if asked is None else bool(asked(stream))
+
+    def take_kernels(self, kernels: bytes) -> bool:
+        if self._kernels is None:
+            return False
+        with _logged():
+            return bool(self._kernels.deserialize(kernels))
+
+    def compiled_kernels(self) -> bytes:
+        if self._kernels is None:
+            return b""
+        with _logged():
+            return bytes(self._kernels.serialize() or b"")
+
+
+def _runtime_config(engine: Any) -> tuple[Any, Any]:
+    """How contexts of an engine are made and the kernels that they share, which TensorRT-RTX compiles in calls; of TensorRT neither."""
+    if not hasattr(trt, "IRuntimeCache"):
+        return None, None
+    config = engine.create_runtime_config()
+    config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+    kernels = config.create_runtime_cache()
+    config.set_runtime_cache(kernels)
+    return config, kernels

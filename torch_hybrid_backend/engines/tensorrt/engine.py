@@ -43,6 +43,7 @@ from torch_hybrid_backend.engines.tensorrt.build import (
     memory_order,
 )
 from torch_hybrid_backend.engines.tensorrt.installed import NO_GPU, described, installation
+from torch_hybrid_backend.engines.tensorrt.kernels import KeptKernels
 from torch_hybrid_backend.engines.tensorrt.runtime import (
     CudaStreams,
     EngineRunner,
@@ -163,7 +164,7 @@ class TensorRTEngine(EngineBase):
         try:
             request = Request.of(region, ranges_of(region), tf32=allows_tf32(region))
             data, key = request.to_bytes(), engine_key(region, request, self._machine(region.device))
-            load = functools.partial(self._region, region, request)
+            load = functools.partial(self._region, region, request, KeptKernels(self._services.store, key))
             build = self._builds.start(key, self._entry, data, deadline.limit_s)
             if build.done:
                 try:
@@ -174,18 +175,20 @@ class TensorRTEngine(EngineBase):
         except CompileError as error:
             return error
 
-    def _region(self, region: Region, request: Request, data: bytes) -> CompiledRegion:
+    def _region(self, region: Region, request: Request, kernels: KeptKernels, data: bytes) -> CompiledRegion:
         try:
             built = Engine.from_bytes(data)
             loaded = self._load(built.plan, region.device)
         except CompileError as error:
             raise _UnreadableError(str(error)) from error
+        kernels.give(loaded)
         inputs = [each for i in request.engine_inputs if isinstance(each := request.inputs[i], Layout)]
         runner = EngineRunner(
             loaded,
             [(name, layout.order) for name, layout in zip(built.inputs, inputs, strict=True)],
             [(name, layout.order) for name, layout in zip(built.outputs, request.outputs, strict=True)],
             self._streams(region.device),
+            compiled=functools.partial(kernels.keep, loaded),
         )
         program = program_of(region, request, runner, loaded.scratch_bytes)
         made = TensorRTRegion(region.name, program, self._services.run_program(program), built)
