@@ -5,7 +5,7 @@
 #   make test-tensorrt   builds TensorRT engines, without a GPU, in an environment apart   (make tensorrt-operators writes docs/tensorrt_operators.md)
 #   make lint    style, types, spelling
 #   make bench   all models against all peers: hours; results are kept, and --resume goes on   (ARGS="--models resnet50 --batch 1 --resume")
-#   make bench-gpu   kernels and models on this machine's GPU: nine minutes; needs torch and Triton, no .venv   (ARGS="--resume" goes on)
+#   make bench-gpu   kernels and models on this machine's GPU: nine minutes; needs torch and Triton, no .venv   (ARGS="--resume" goes on; ARGS=--tensorrt)
 #   make ecosystem   models of other libraries beside eager, over an hour; writes docs/ecosystem.md
 #   make docs    renew the generated tables of the README and of docs/, and the tables and pictures beside recorded results
 #   make clean   remove what was built; make distclean removes .venv as well
@@ -93,7 +93,7 @@ test-tensorrt: $(TENSORRT)/.installed
 	$(TENSORRT)/bin/python -m pytest tests/engines/tensorrt $(ARGS)
 
 tensorrt-operators: $(TENSORRT)/.installed
-	$(TENSORRT)/bin/python -m tests.engines.tensorrt.operators docs/tensorrt_operators.md $(ARGS)
+	$(TENSORRT)/bin/python -m tests.engines.tensorrt.operators docs/tensorrt_operators.md --out $(FULL_OUT)/tensorrt $(ARGS)
 
 lint: $(VENV)/.installed
 	$(PY) -m ruff check .

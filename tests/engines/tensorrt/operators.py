@@ -52,8 +52,8 @@ Generated; do not edit. `make tensorrt-operators` renews it{how}.
 PyTorch's own table of operators (`op_db`), captured for inference on a GPU as the backend captures it, and judged as the engine judges it: by
 what torch_tensorrt's lowering makes of each ATen operator. Two samples of each operator and dtype; "dynamic": the first dimension is known only
 at run time, the first tensor's and those equal to it. Of {built} the smallest sample that is taken
-is also **built**: an engine of each region, by TensorRT's own builder. **No GPU ran any of it**, so nothing here says that results are right: the
-accuracy check of a first call does. What is refused, other engines and PyTorch's own operators run.
+is also **built**: an engine of each region, by TensorRT's own builder. **No GPU ran any of it**, so nothing here says that results are right:
+the accuracy check of a first call does. What is refused, other engines and PyTorch's own operators run.
 
 Versions: {versions}.
 
