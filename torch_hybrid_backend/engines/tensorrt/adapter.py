@@ -84,9 +84,27 @@ def _settings(tf32: bool) -> CompilationSettings:
 def _decompositions() -> dict[Any, Callable[..., Any]]:
     # They have no converter for this one, which decompositions of PyTorch's yield, and our own casts are.
     own = {
-        torch.ops.prims.convert_element_type.default: lambda x, dtype: torch.ops.aten._to_copy.default(x, dtype=dtype)
+        torch.ops.prims.convert_element_type.default: lambda x, dtype: torch.ops.aten._to_copy.default(x, dtype=dtype),
+        torch.ops.aten.mul.Tensor: _product,
+        torch.ops.aten.convolution.default: _convolution,
     }
     return {**get_decompositions(False, decompose_attention=True), **own}
+
+
+def _product(x: Any, y: Any) -> Any:
+    """TensorRT multiplies no truth values."""
+    both = all(isinstance(each, torch.Tensor) and each.dtype is torch.bool for each in (x, y))
+    return torch.ops.aten.logical_and.default(x, y) if both else NotImplemented
+
+
+def _convolution(x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, *rest: Any) -> Any:
+    """Their converter loses the input of a transposed one of one dimension where the weight is an input of the engine: it has two here."""
+    transposed, output_padding, groups = rest
+    if not transposed or weight.dim() != 3:
+        return NotImplemented
+    sizes = [*stride, 1], [*padding, 0], [*dilation, 1], True, [*output_padding, 0], groups
+    made = torch.ops.aten.convolution.default(x.unsqueeze(-1), weight.unsqueeze(-1), bias, *sizes)
+    return made.squeeze(-1)
 
 
 # --- lowering ---------------------------------------------------------------------------------------------------------------------------
@@ -322,7 +340,8 @@ _WIDENING = {
 def _check_exact(network: Any) -> None:
     """Raises CompileError where whole numbers are cut to 32 bits for anything but an index: an index that fits a tensor fits those."""
     layers = [network.get_layer(number) for number in range(network.num_layers)]
-    cut = {layer.get_output(0).name: layer.name for layer in layers if _cuts(layer)}
+    sizes = {layer.get_output(0).name for layer in layers if layer.type == trt.LayerType.SHAPE}
+    cut = {layer.get_output(0).name: layer.name for layer in layers if _cuts(layer, sizes)}
     for layer in layers:
         for position in range(layer.num_inputs):
             tensor = layer.get_input(position)
@@ -331,11 +350,12 @@ def _check_exact(network: Any) -> None:
                 raise CompileError(f"the layer {cut[tensor.name]!r} cuts whole numbers to 32 bits")
 
 
-def _cuts(layer: Any) -> bool:
+def _cuts(layer: Any, sizes: set[str]) -> bool:
+    """`sizes`: the names of tensors that hold a tensor's sizes, which fit 32 bits."""
     if layer.type not in _CASTS:
         return False
     before, after = layer.get_input(0), layer.get_output(0)
-    is_size = before.is_shape_tensor or after.is_shape_tensor
+    is_size = before.is_shape_tensor or after.is_shape_tensor or before.name in sizes
     return bool((before.dtype, after.dtype) == (trt.int64, trt.int32)) and not is_size
 
 
