@@ -9,7 +9,10 @@ from tests.engines.tensorrt.result import PAGE, Result, page, sources_now
 
 
 def test_the_committed_result_is_of_these_sources_and_has_no_failure() -> None:
-    """A result with failures fails here. One of earlier sources skips, with what to do: whoever has no TensorRT may edit all the same."""
+    """A result with failures fails here. None, or one of earlier sources, skips with what to do: whoever has no TensorRT may edit all the
+    same."""
+    if not PAGE.exists():
+        pytest.skip(f"STALE: there is no {PAGE.name} of the TensorRT engine's tests: make test-tensorrt")
     said = Result.read(PAGE.read_text())
     assert said.failed == 0, f"{said.failed} tests of the TensorRT engine failed on {said.day}: see {PAGE.name}"
     assert said.passed > 100

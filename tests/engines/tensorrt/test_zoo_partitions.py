@@ -1,4 +1,4 @@
-"""Models of the zoo as inference graphs for a GPU that is not there, after the passes: the regions that TensorRT would take, and what is refused and why.
+"""Models of the zoo as inference graphs for a GPU that is not there, after the passes: what TensorRT takes and refuses.
 
 Kept as golden files: a change of capability, of a pass or of torch_tensorrt shows here by model.
 """
@@ -23,8 +23,8 @@ from torch_hybrid_backend.stages import prepare
 
 pytestmark = pytest.mark.tensorrt
 
-# Of the zoo what a torch without CUDA can trace for a GPU: it fails for `contiguous` and for slices of a list of indices, which every transformer
-# has. test_partitions.py has a block of attention that it can.
+# Of the zoo what a torch without CUDA can trace for a GPU: it fails for `contiguous`, and for slices of a list of indices, which every
+# transformer has. test_partitions.py has a block of attention that it can.
 MODELS = ("resnet50", "efficientnet_b0", "convnext_tiny", "regnet_y", "unet")
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 _SHOWN = 12  # operators that are refused in so many lines at most
