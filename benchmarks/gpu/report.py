@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks import results
 from benchmarks.results import Record
+from torch_hybrid_backend.config import Config
 
 # The goals of the Triton engine.
 _GEOMETRIC_MEAN = 1.1
@@ -21,6 +22,7 @@ _PEERS = ("eager", "inductor", results.OURS)
 _OF_BETTER_ENGINE = 1.02
 _ENGINES_MEMORY_OF_EAGER = 1.1
 _WARM_S = 3.0
+_MEASURE_BUDGET_S = Config().measure_budget_s
 _ENGINE_PEERS = ("eager", "inductor", "torch_tensorrt", "triton", "tensorrt", results.OURS)
 
 
@@ -114,7 +116,7 @@ def _shown(mib: float | None) -> str:
 def _engine_goals(record: Record) -> Iterator[str]:
     """What falls short of each goal, by row."""
     rows = _engine_rows(record)
-    slow, not_ahead, large, cold = [], [], [], []
+    slow, not_ahead, large, cold, late = [], [], [], [], []
     for (name, batch), peers in rows.items():
         title, own, better = f"{name} batch {batch}", peers.get(results.OURS, {}), _better_engine(peers)
         if better is not None and "median_ms" in own:
@@ -127,11 +129,15 @@ def _engine_goals(record: Record) -> Iterator[str]:
             large.append(f"{title} ({own_mib / eager_mib:.2f})")
         if own.get("warm_builds", 0) > 0 or own.get("warm_s", 0.0) > _WARM_S:
             cold.append(f"{title} ({own['warm_builds']} builds, {own['warm_s']} s)")
+        waited = own.get("compile_s", 0.0) - peers.get("triton", {}).get("compile_s", math.inf)
+        if waited > _MEASURE_BUDGET_S:
+            late.append(f"{title} ({waited:.1f} s)")
     for goal, missed in (
         (f"hybrid above {_OF_BETTER_ENGINE} times the better of TensorRT and Triton alone", slow),
         ("models that TensorRT does not take whole, on which hybrid is not ahead", not_ahead),
         (f"memory above {_ENGINES_MEMORY_OF_EAGER} times eager's", large),
         (f"warm starts that build, or take above {_WARM_S:g} s", cold),
+        (f"first calls that wait over {_MEASURE_BUDGET_S:g} s longer than with Triton alone", late),
     ):
         if rows:
             yield f"{goal}: {', '.join(missed) or 'none'}"
@@ -169,6 +175,8 @@ def _gaps(record: Record) -> Iterator[str]:
     for entry in (*record["kernels"], *record["results"]):
         if "gap" in entry:
             yield f"no figure: {entry['model']} batch {entry['batch']} {entry['peer']}: {entry['gap']}"
+        if "warm_gap" in entry:
+            yield f"no warm start: {entry['model']} batch {entry['batch']} {entry['peer']}: {entry['warm_gap']}"
     for name, why in record["gaps"].items():
         yield f"no figure: {name}: {why}"
 

@@ -128,9 +128,11 @@ def test_the_report_tells_what_falls_short() -> None:
             _entry("eager", 4.0, peak_mib=100.0, outside_mib=0.0),
             _entry("inductor", 2.0),
             _entry("torch_tensorrt", 1.5),
-            _entry("triton", 1.2),
-            _entry("tensorrt", 1.0, operators_compiled=0.9),
-            _entry("hybrid", 1.1, peak_mib=90.0, outside_mib=40.0, build_s=12.5, warm_s=2.0, warm_builds=1),
+            _entry("triton", 1.2, compile_s=10.0),
+            _entry("tensorrt", 1.0, operators_compiled=0.9, warm_gap="the process ended by SIGSEGV"),
+            _entry(
+                "hybrid", 1.1, compile_s=500.0, peak_mib=90.0, outside_mib=40.0, build_s=12.5, warm_s=2.0, warm_builds=1
+            ),
         ],
         "gaps": {},
         "tensorrt": {"installed": "TensorRT-RTX 1.5", "engine_us": 12.0, "eager_us": 11.0},
@@ -142,5 +144,7 @@ def test_the_report_tells_what_falls_short() -> None:
     assert f"does not take whole, on which hybrid is not ahead: {title}" in text
     assert f"memory above 1.1 times eager's: {title} (1.30)" in text
     assert f"warm starts that build, or take above 3 s: {title} (1 builds, 2.0 s)" in text
+    assert f"longer than with Triton alone: {title} (490.0 s)" in text
+    assert "no warm start: resnet50 bf16 tensorrt batch 1 tensorrt: the process ended by SIGSEGV" in text
     assert "0.91; 100 / - / - / - / - / 130; 12.5, 2.0 (1)" in text
     assert "models: " not in text  # the other table's means are of its own rows

@@ -19,6 +19,7 @@ import logging
 import re
 import subprocess
 import sys
+import textwrap
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -185,7 +186,8 @@ def _outcome(graphs: Sequence[torch.fx.GraphModule]) -> tuple[list[Any], Record]
             for name in segment.region.node_names
         }
         for node in cut.nodes:
-            refusal = next(iter(node.refusals), None) or lost.get(node.name)
+            # That a region is too small is no refusal of the operator, but of this place for it.
+            refusal = next((each for each in node.refusals if each.code != "too_small"), None) or lost.get(node.name)
             if node.name in computing and (refusal is None or refusal.code != "empty"):
                 statuses.add(TAKEN if refusal is None else REFUSED)
                 operators.setdefault(node.operator, "" if refusal is None else [str(refusal.code), refusal.why])
@@ -372,7 +374,8 @@ def _by_outcome(found: Mapping[Task, Sequence[Record]], kinds: Sequence[str]) ->
 
 
 def _cell(text: str) -> str:
-    return re.sub(r"0x[0-9a-f]+", "0x", text.replace("|", "\\|"))[:200]
+    text = re.sub(r" \(<class 'torch.SymInt'>, \d+\)|( for)? <torch\.\S+ object at 0x[0-9a-f]+>", "", text)
+    return textwrap.shorten(text.replace("|", "\\|"), 160, placeholder=" ...")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
