@@ -52,7 +52,7 @@ def fault_of(node: Node) -> str:
         return f"the converter of {node.target} takes no tensor without dimensions"
     if node.target is aten.convolution.default:
         padding, transposed, output_padding = (node.args[position] for position in (4, 6, 7))
-        # Its second half is cut off by the difference, which TensorRT takes for none where it would add.
+        # The padding behind would be below 0, which TensorRT takes for 0: the result is too short.
         if transposed and any(more > cut for cut, more in zip(padding, output_padding, strict=True)):  # type: ignore[arg-type]
             return "the converter of transposed convolutions takes no output_padding above padding"
     return ""
