@@ -5,7 +5,7 @@
 #   make test-tensorrt   builds TensorRT engines, without a GPU, in an environment apart   (make tensorrt-operators writes docs/tensorrt_operators.md)
 #   make lint    style, types, spelling
 #   make bench   all models against all peers: hours; results are kept, and --resume goes on   (ARGS="--models resnet50 --batch 1 --resume")
-#   make bench-gpu   kernels and models on this machine's GPU: nine minutes; needs torch and Triton, no .venv   (ARGS="--resume" goes on)
+#   make bench-gpu   kernels and models on this machine's GPU: nine minutes; needs torch and Triton, no .venv   (ARGS="--resume" goes on; ARGS=--tensorrt)
 #   make ecosystem   models of other libraries beside eager, over an hour; writes docs/ecosystem.md
 #   make docs    renew the generated tables of the README and of docs/, and the tables and pictures beside recorded results
 #   make clean   remove what was built; make distclean removes .venv as well
@@ -82,18 +82,19 @@ TENSORRT_PARTS := torch-tensorrt-rtx tensorrt_rtx_cu13 tensorrt_rtx_cu13_binding
 $(TENSORRT)/.installed: constraints.txt setup.py
 	rm -rf $(TENSORRT)
 	$(PYTHON) -m venv $(TENSORRT)
-	$(TENSORRT)/bin/python -m pip install -q -c constraints.txt setuptools wheel numpy torch packaging psutil \
+	$(TENSORRT)/bin/python -m pip install -q -c constraints.txt setuptools wheel numpy torch packaging psutil transformers \
 		pytest pytest-timeout pytest-xdist hypothesis expecttest
 	$(TENSORRT)/bin/python -m pip install -q --no-deps --no-build-isolation $(foreach part,$(TENSORRT_PARTS),$(shell grep -ix '$(part)==.*' constraints.txt))
 	cd $(TENSORRT)/lib/python3*/site-packages && rm -rf torch_tensorrt/lib torch_tensorrt/_C*.so tensorrt_rtx/plugin
 	$(TENSORRT)/bin/python -m pip install -q --no-deps --no-build-isolation -e .
 	touch $@
 
+# All of them write tests/engines/tensorrt/RESULT.md, which is committed; some of them (ARGS) write nothing.
 test-tensorrt: $(TENSORRT)/.installed
-	$(TENSORRT)/bin/python -m pytest tests/engines/tensorrt $(ARGS)
+	$(TENSORRT)/bin/python -m $(if $(ARGS),pytest tests/engines/tensorrt $(ARGS),tests.engines.tensorrt.result)
 
 tensorrt-operators: $(TENSORRT)/.installed
-	$(TENSORRT)/bin/python -m tests.engines.tensorrt.operators docs/tensorrt_operators.md $(ARGS)
+	$(TENSORRT)/bin/python -m tests.engines.tensorrt.operators docs/tensorrt_operators.md --out $(FULL_OUT)/tensorrt $(ARGS)
 
 lint: $(VENV)/.installed
 	$(PY) -m ruff check .

@@ -37,6 +37,11 @@ class FakeDevices:
                     owner._buffers[name] = self._like(buffer, device)
         return module
 
+    def like(self, tensor: torch.Tensor, device: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A tensor of the same form on `device`; floating-point ones in `dtype` where it is given."""
+        changed = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+        return self._like(changed, device)
+
     def _like(self, tensor: torch.Tensor, device: str) -> torch.Tensor:
         with self.mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
@@ -45,6 +50,13 @@ class FakeDevices:
         self, function: Callable[..., Any], *inputs: torch.Tensor, keep_ops: Sequence[torch._ops.OpOverload] = ()
     ) -> CapturedGraph:
         """The one inference graph that capture makes of the function; nothing runs."""
+        (graph,) = self.all_captured(function, *inputs, keep_ops=keep_ops)
+        return graph
+
+    def all_captured(
+        self, function: Callable[..., Any], *inputs: torch.Tensor, keep_ops: Sequence[torch._ops.OpOverload] = ()
+    ) -> list[CapturedGraph]:
+        """Likewise, where Dynamo may divide the function."""
         graphs: list[CapturedGraph] = []
 
         def compile_graph(graph: CapturedGraph) -> Callable[[list[Any]], list[Any]]:
@@ -52,8 +64,7 @@ class FakeDevices:
             return lambda _: []
 
         self.traced(function, *inputs, on_graph=lambda gm, examples: capture(gm, examples, compile_graph, keep_ops))
-        (graph,) = graphs
-        return graph
+        return graphs
 
     def traced(
         self,

@@ -4,6 +4,7 @@
     python3 -m benchmarks.gpu --out build/bench-gpu --resume              # go on with the rows that are missing
     python3 -m benchmarks.gpu --out DIR --rows models/resnet50,kernels    # those whose names begin so
     python3 -m benchmarks.gpu --out DIR --device cpu --size small         # try the benchmark itself, where there is no GPU
+    PYTHONPATH=~/site python3 -m benchmarks.gpu --out DIR --tensorrt      # models on TensorRT, Triton, both, Torch-TensorRT, inductor
 
 It needs torch, Triton and a C++ compiler; no TVM, no network, no pip. Each row has a process and a time limit of its own, is checked against
 eager, and is in DIR/gpu.json before the next one begins; DIR/gpu.md has it as text, DIR/gpu.log what the processes said. Times are of calls in
@@ -27,14 +28,15 @@ import torch
 
 from benchmarks import machine, results
 from benchmarks.gpu import device as on
-from benchmarks.gpu import kernels
+from benchmarks.gpu import kernels, tensorrt
 from benchmarks.gpu.report import report
-from benchmarks.gpu.rows import Row, rows
+from benchmarks.gpu.rows import Row, rows, tensorrt_rows
 from benchmarks.process import ROOT, WorkerError, WorkerProcess
 from benchmarks.results import Record
 from benchmarks.worker import environment
 
 _VERSIONS = ("torch", "triton", "numpy", "transformers", "torch-hybrid-backend", "apache-tvm")
+_TENSORRT_VERSIONS = ("torch-tensorrt", "torch-tensorrt-rtx", "tensorrt", "tensorrt-rtx", "tensorrt_rtx_cu13")
 _ANSWER_S = 5.0  # that a question is waited for at least
 _RESERVE_S = 45.0  # of a row's time, for the others where a peer takes all of it
 
@@ -57,8 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"benchmarks.gpu: the C++ extension is missing and cannot be built: {error}", file=sys.stderr)
         return 1
     arguments.out.mkdir(parents=True, exist_ok=True)
-    path = arguments.out / "gpu.json"
-    about = machine.describe() | {"versions": machine.versions(_VERSIONS)} | on.describe(arguments.device)
+    path = arguments.out / ("gpu-tensorrt.json" if arguments.tensorrt else "gpu.json")
+    versions = machine.versions(_VERSIONS + _TENSORRT_VERSIONS * arguments.tensorrt)
+    about = machine.describe() | {"versions": versions} | on.describe(arguments.device)
     settings = {"size": arguments.size, "hybrid": machine.hybrid_settings()}
     record: Record = {"machine": about, "settings": settings, "results": [], "kernels": [], "gaps": {}, "done": []}
     if arguments.resume:
@@ -67,11 +70,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ValueError as error:
             print(f"benchmarks.gpu: {error}", file=sys.stderr)
             return 2
-    wanted = [row for row in rows() if row.name not in record["done"] and row.name.startswith(tuple(arguments.rows))]
+    every = tensorrt_rows() if arguments.tensorrt else rows()
+    picked = [row for row in every if row.part == tensorrt.PART or row.name.startswith(tuple(arguments.rows))]
+    wanted = [row for row in picked if row.name not in record["done"]]
     runner = _Runner(record, arguments)
     with contextlib.suppress(KeyboardInterrupt):
         for number, row in enumerate(wanted):
             left = arguments.budget - (time.monotonic() - start)
+            if row.mode == tensorrt.PART and "gap" in record.get("tensorrt", {}):
+                print(
+                    f"TensorRT does not run here, and nothing else is measured: {record['tensorrt']['gap']}", flush=True
+                )
+                break
             if left < row.least_s:
                 print(f"{len(wanted) - number} rows are left: --resume", flush=True)
                 break
@@ -96,7 +106,10 @@ def _parser() -> argparse.ArgumentParser:
         default=[""],
         help="beginnings of names, comma separated; default: all",
     )
-    parser.add_argument("--peers", type=lambda text: text.split(","), default=["eager", "inductor", "hybrid"])
+    parser.add_argument(
+        "--peers", type=lambda text: text.split(","), default=list(dict.fromkeys(p.split()[0] for p in tensorrt.PEERS))
+    )
+    parser.add_argument("--tensorrt", action="store_true", help="TensorRT's rows, in a record of their own")
     parser.add_argument("--seconds", type=float, default=2.0, help="timing of one row; default: %(default)s")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--size", choices=("full", "small"), default="full")
@@ -169,6 +182,10 @@ class _Runner:
         match row.part:
             case "rooflines":
                 self._record["rooflines"] = self._ask(work.Rooflines(device, size, seconds))
+            case tensorrt.PART:
+                self._record["tensorrt"] = probe = self._ask(tensorrt.Probe(device))
+                if "gap" in probe:
+                    self._record["gaps"][row.name] = probe["gap"]
             case "overhead":
                 self._record["host"] = self._ask(work.HostOverhead(device))
             case "kernels":
@@ -208,7 +225,18 @@ class _Runner:
                 for peer in culprits:
                     found[peer]["gap"] = str(error)
                 alive = [peer for peer in alive if peer not in culprits]
+        for peer in filter(tensorrt.builds, alive):
+            found[peer] |= self._warm_start(build, peer)
         return list(found.values())
+
+    def _warm_start(self, build: object, peer: str) -> dict[str, Any]:
+        """In a process of its own, which finds what the one before left on disk."""
+        self._end_worker()
+        try:
+            self._ask(build)
+            return dict(self._ask(tensorrt.WarmStart(peer)))
+        except WorkerError as error:
+            return {"warm_gap": str(error)}
 
     def _keep(self, part: str, found: Sequence[dict[str, Any]]) -> None:
         """Add the results of one kernel or model, in place of those that there are."""

@@ -96,6 +96,14 @@ def peak_mib(device: str) -> float:
     return torch.cuda.max_memory_allocated() / _MIB if device == "cuda" else 0.0
 
 
+def outside_mib(device: str) -> float:
+    """What is in use of the device's memory beside what PyTorch's allocator holds: engines, kernels, libraries; 0 on the CPU."""
+    if device != "cuda":
+        return 0.0
+    free, total = torch.cuda.mem_get_info()
+    return (total - free - torch.cuda.memory_reserved()) / _MIB
+
+
 def leaves(value: Any) -> list[torch.Tensor]:
     """Copies of the tensors of a result: the next call may overwrite them (CUDA graphs do)."""
     return [leaf.clone() for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]

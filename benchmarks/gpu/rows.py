@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from benchmarks.gpu import kernels, models
+from benchmarks.gpu import kernels, models, tensorrt
 
 _FIRST = ("eager", "inductor", "hybrid")
 _AUTOTUNED = ("eager", "inductor max-autotune", "hybrid max-autotune")
@@ -13,8 +13,8 @@ _AUTOTUNED = ("eager", "inductor max-autotune", "hybrid max-autotune")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`part`: "rooflines", "tests", "overhead", "kernels" or "models"; `case`: a kind of kernels, or a model. `limit_s`: of its process; one
-    whose time is shorter than `least_s` is not begun."""
+    """`part`: "rooflines", "tests", "overhead", "tensorrt", "kernels" or "models"; `case`: a kind of kernels, or a model. `limit_s`: of its
+    process; one whose time is shorter than `least_s` is not begun."""
 
     part: str
     case: str = ""
@@ -33,13 +33,26 @@ class Row:
 
     @property
     def mode(self) -> str:
-        """That of `torch.compile`; "" for the default one."""
-        return "max-autotune" if self.peers == _AUTOTUNED else ""
+        """That of `torch.compile`, "" for the default one; "tensorrt" for the rows that compare engines."""
+        return "max-autotune" if self.peers == _AUTOTUNED else tensorrt.PART if self.peers == tensorrt.PEERS else ""
 
 
 def rows() -> tuple[Row, ...]:
     """All of them."""
     return tuple(_rows())
+
+
+def tensorrt_rows() -> tuple[Row, ...]:
+    """Those of `--tensorrt`: whether it runs, then each model that is no training step."""
+    return tuple(_tensorrt_rows())
+
+
+def _tensorrt_rows() -> Iterator[Row]:
+    yield Row(tensorrt.PART, limit_s=150.0, least_s=30.0)
+    for dtype, batch in (("bf16", 1), ("fp16", 1), ("fp32", 1), ("tf32", 1), ("bf16", 8)):
+        for case in models.CASES.values():
+            if not case.trains:
+                yield Row("models", case.name, dtype, batch, tensorrt.PEERS, limit_s=400.0, least_s=60.0)
 
 
 def _rows() -> Iterator[Row]:

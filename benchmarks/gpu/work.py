@@ -20,7 +20,7 @@ import torch
 import torch._inductor.compile_fx  # with the imports, not with the first compilation
 
 from benchmarks.gpu import device as on
-from benchmarks.gpu import kernels, models
+from benchmarks.gpu import kernels, models, tensorrt
 from benchmarks.models import Size
 from benchmarks.peers.hybrid import coverage
 from benchmarks.worker import State
@@ -34,14 +34,19 @@ from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 Compiled = Callable[..., Any]
 
 
-def _hybrid(plans: list[Plan], mode: str | None) -> Callable[[Callable[..., Any]], Compiled]:
-    config = Config.from_env(os.environ).with_options(None, mode)
+def _hybrid(
+    plans: list[Plan], mode: str | None, engines: str | None = None
+) -> Callable[[Callable[..., Any]], Compiled]:
+    config = Config.from_env(os.environ).with_options({"engines": engines} if engines else None, mode)
     backend = functools.partial(compile_graph, config=config, on_plan=plans.append)
     return lambda function: torch.compile(function, backend=backend)
 
 
-def compile_with(peer: str, plans: list[Plan]) -> Callable[[Callable[..., Any]], Compiled]:
-    """How a peer compiles; of ours the plans are appended to `plans`. Both are asked in the same mode: the default one, or "max-autotune"."""
+def compile_with(peer: str, plans: list[Plan], dtype: str = "") -> Callable[[Callable[..., Any]], Compiled]:
+    """How a peer compiles; of ours the plans are appended to `plans`. Both are asked in the same mode: the default one, or "max-autotune".
+    Some are ours with certain engines only (`tensorrt.ENGINES`)."""
+    if peer in tensorrt.ENGINES:
+        return _hybrid(plans, None, tensorrt.ENGINES[peer])
     peer, _, mode = peer.partition(" ")
     match peer:
         case "eager":
@@ -50,7 +55,9 @@ def compile_with(peer: str, plans: list[Plan]) -> Callable[[Callable[..., Any]],
             return lambda function: torch.compile(function, mode=mode or None)
         case "hybrid":
             return _hybrid(plans, mode or None)
-    raise ValueError(f"there is no peer {peer!r}; it must be one of eager, hybrid, inductor")
+        case "torch_tensorrt":
+            return tensorrt.own_backend(dtype)
+    raise ValueError(f"there is no peer {peer!r}; it must be one of {', '.join(('hybrid', *tensorrt.PEERS))}")
 
 
 # Ceilings.
@@ -263,7 +270,9 @@ def _results(case: models.ModelCase, built: models.Built, compiled: Compiled) ->
 @dataclass(frozen=True, slots=True)
 class PreparePeer:
     """Compile the model for a peer and check it; eager comes first. Answer: its result without times: seconds of compiling, the
-    plan's coverage, and on a GPU the peak memory of a call: the model's, and what the peer holds and takes besides."""
+    plan's coverage, and on a GPU the peak memory of a call: the model's, and what the peer holds and takes besides, in PyTorch's allocator
+    ("peak_mib") and elsewhere ("outside_mib"). Where engines are built off the call, the seconds of that ("build_s"); the result is that of
+    the engines."""
 
     peer: str
 
@@ -272,27 +281,40 @@ class PreparePeer:
         case = models.CASES[row.case]
         plans: list[Plan] = []
         others_mib = on.allocated_mib(row.device) - state.kept["shared_mib"]  # of peers that were prepared before
+        outside_mib = on.outside_mib(row.device)
+        figures: dict[str, Any] = {}
         with torch.set_grad_enabled(case.trains):
             built: models.Built = state.kept.get("built") or case.build(
                 row.size, row.batch, on.DTYPES[row.dtype], row.device
             )
             start = time.perf_counter()
-            compiled = compile_with(self.peer, plans)(built.model)
+            compiled = compile_with(self.peer, plans, row.dtype)(built.model)
             result = _results(case, built, compiled)
             on.wait(row.device)
-            compile_s = time.perf_counter() - start
+            figures["compile_s"] = round(time.perf_counter() - start, 2)
+            call = functools.partial(built.call, compiled)
+            if tensorrt.builds(self.peer):
+                figures["build_s"] = round(tensorrt.settle(call), 2)
+                result = on.leaves(call())
             state.kept.setdefault("expected", result)
             if why := on.mistake(state.kept["expected"], state.kept["exact"], result, row.dtype):
                 return {"gap": why}
-            call = functools.partial(built.call, compiled)
             on.allocated_mib(row.device)
             call()
             peak = on.peak_mib(row.device)
         state.kept["calls"][self.peer] = call
-        figures: dict[str, Any] = {"compile_s": round(compile_s, 2)}
         if peak:
             figures["peak_mib"] = round(peak - others_mib, 1)
-        return figures | (coverage(plans) if plans else {})
+            figures["outside_mib"] = round(on.outside_mib(row.device) - outside_mib, 1)
+        return figures | (_coverage(plans, self.peer) if plans else {})
+
+
+def _coverage(plans: list[Plan], peer: str) -> dict[str, Any]:
+    """What the plans cover. Engines that are built off the call have a graph placed anew: its last plan counts."""
+    if not tensorrt.builds(peer):
+        return coverage(plans)
+    found = list({plan.graph: plan for plan in plans}.values())
+    return coverage(found) | {"engines": sorted({region.engine for plan in found for region in plan.regions})}
 
 
 @dataclass(frozen=True, slots=True)

@@ -254,7 +254,7 @@ class _Run:
             return True
 
 
-class _Flat(torch.nn.Module):
+class Flat(torch.nn.Module):
     """A call as a function of the tensors among its arguments, to the tensors among its results."""
 
     def __init__(self, call: Call, arguments: Any) -> None:
@@ -286,7 +286,7 @@ class _Flat(torch.nn.Module):
 
 def _traced(sample: Sample, backend: Callable[..., Any]) -> Call:
     own = copied(sample.arguments)
-    flat = _Flat(sample.subject.call, own)
+    flat = Flat(sample.subject.call, own)
     seed()
     with warnings.catch_warnings(), torch.set_grad_enabled(sample.backward):
         warnings.simplefilter("ignore")

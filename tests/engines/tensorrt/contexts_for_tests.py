@@ -95,6 +95,8 @@ class FakeEngine:
         self.during: Callable[[], object] = lambda: None
         self.refuses = ""
         self.is_capturable = True
+        self.kernels = b""  # what its calls compiled
+        self.takes_kernels = True
         self._log = log
 
     def context(self) -> FakeContext:
@@ -103,6 +105,14 @@ class FakeEngine:
 
     def can_be_captured(self, context: object, stream: int) -> bool:
         return self.is_capturable
+
+    def take_kernels(self, kernels: bytes) -> bool:
+        if self.takes_kernels:
+            self.kernels = kernels
+        return self.takes_kernels
+
+    def compiled_kernels(self) -> bytes:
+        return self.kernels
 
 
 def computing(

@@ -1,275 +1,410 @@
 """PyTorch's table of operators (`op_db`) beside the TensorRT engine: what it takes, what it refuses and why, and what its builder makes of it.
 
-    python -m tests.engines.tensorrt.operators docs/tensorrt_operators.md
-    python -m tests.engines.tensorrt.operators PAGE --ops 'add|mul' --kinds float32
+    python -m tests.engines.tensorrt.operators docs/tensorrt_operators.md --out DIR
+    python -m tests.engines.tensorrt.operators PAGE --out DIR --ops 'add|mul' --kinds float32
 
-Two samples of each operator and dtype are captured as the backend captures them. What the engine takes in float32 is built, an engine for
-each region. Nothing is run. Samples are tried in worker processes: one that kills its own counts as crashed.
+Samples are captured as the backend captures them for a GPU, of which there need be none. One of those that the engine takes is built, an engine
+for each region. Nothing is run. Samples are tried in worker processes: one that kills its own, or hangs, counts as crashed. An interrupted run
+goes on from the journal in DIR.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import concurrent.futures
+import contextlib
 import json
 import logging
 import re
 import subprocess
 import sys
+import textwrap
+import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from tests.engines.tensorrt import no_gpu  # noqa: F401  before anything imports torch_tensorrt
+from tests.operators.tasks import Task, spread
 
 ROOT = Path(__file__).parents[3]
-KINDS = ("float32", "float16", "bfloat16", "int64", "bool")
-BUILT = "float32"
+# "dynamic": the first dimension of the first tensor, and those equal to it, are known only at run time.
+KINDS = ("float32", "float32 dynamic", "float16", "bfloat16", "int64", "int64 dynamic")
+BUILT = ("float32", "float32 dynamic")
 SAMPLES = 2
-_CHUNK = 40  # operators of a worker: kernels of TensorRT's builder stay loaded
-_SILENCE_S = 300
+_CHUNK = 250  # tasks of a worker: kernels of TensorRT's builder stay loaded
+_SILENCE_S = 240.0
 
 # What became of a sample, the worst last.
 NOTHING, TAKEN, PART, REFUSED, FAILED, CRASHED = "nothing", "taken", "part", "refused", "not built", "crashed"
+STATUSES = (NOTHING, TAKEN, PART, REFUSED, FAILED, CRASHED)
+Record = dict[str, Any]
 
 PAGE = """\
 # What the TensorRT engine takes: operators
 
 Generated; do not edit. `make tensorrt-operators` renews it{how}.
 
-PyTorch's own table of operators (`op_db`), captured as the backend captures it and judged as the engine judges it: by what torch_tensorrt's
-lowering makes of each ATen operator. Two samples of each operator and dtype. What is taken in float32 is also **built**: an engine of each
-region, by TensorRT's own builder. **No GPU ran any of it**, so nothing here says that results are right: the accuracy check of a first call
-does. What is refused, other engines and PyTorch's own operators run.
+PyTorch's own table of operators (`op_db`), captured for inference on a GPU as the backend captures it, and judged as the engine judges it: by
+what torch_tensorrt's lowering makes of each ATen operator. Two samples of each operator and dtype; "dynamic": the first dimension is known only
+at run time, the first tensor's and those equal to it. Of {built} the smallest sample that is taken
+is also **built**: an engine of each region, by TensorRT's own builder. **No GPU ran any of it**, so nothing here says that results are right:
+the accuracy check of a first call does. What is refused, other engines and PyTorch's own operators run.
 
 Versions: {versions}.
 
 | column | meaning |
 | --- | --- |
-| samples | how many were captured; the others are no traceable function of tensors, or need a device |
-| taken, part | samples of which every operator is taken, or some |
+| operators | how many have a sample that can be captured: as one traceable function of tensors |
+| taken, part | samples of which every ATen operator is taken, or some |
 | refused | samples of which none is |
 | nothing | samples with nothing to compute: views, or tensors without elements |
 | not built | samples that are taken, and that a converter or TensorRT's builder fails for: the region falls back, with a warning |
 | crashed | samples that killed their process; a build has one of its own |
 
-| dtype | operators | samples | taken | part | refused | nothing | not built | crashed |
-| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |
+| dtype | operators | samples | taken | part | refused | nothing | not built | crashed | built |
+| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |
 {summary}
 
-## Why operators are refused
+## ATen operators that are refused
 
-How many operators of the table have a sample in which the ATen operator is refused with the code.
+In some sample at least; *operators*: how many of the table have one; *taken too*: whether other samples with it are taken.
 
-| ATen operator | code | operators | why |
-| --- | --- | ---: | --- |
+| ATen operator | code | dtypes | operators | taken too | why (of the first one) |
+| --- | --- | --- | ---: | --- | --- |
 {refusals}
+
+## ATen operators that are taken wherever they are met
+
+{taken}
 
 ## Not built
 
-| operator | why |
-| --- | --- |
+| operator | dtype | why |
+| --- | --- | --- |
 {failures}
 
-## By operator
+## By operator of the table
 
-The worst of an operator's samples, by dtype.
+The worst that becomes of an operator's samples, by dtype; operators to which the same happens share a row.
 
-| operator | {kinds} |
-| --- | {rule} |
+| {kinds} | operators |
+| {rule} | --- |
 {operators}
 """
 
 
-def judged(subject: str, kind: str) -> Iterator[dict[str, Any]]:
-    """A record for each sample of an operator, with what became of it and the refusals: (operator, code, sentence)."""
+def judged(task: Task) -> Iterator[Record]:
+    """A record for each sample of a task: what became of it, and by ATen operator "" or the refusal, (code, sentence). The smallest of those
+    that are taken is built as well where the task's kind is."""
     from tests.operators import opinfos
-    from tests.operators.tasks import Task, spread
 
-    task = Task(subject, kind)
-    if not opinfos.supported(task):
-        return
     samples = opinfos.samples(task)
+    found: list[tuple[int, Any, Record]] = []
     for number in spread(len(samples), SAMPLES):
-        sample = samples[number]
-        call = _call_on_tensors(sample.subject.call, sample.arguments)
         try:
-            with torch.no_grad():
-                graphs = _captured(*call)
+            graphs = captured(samples[number], is_dynamic=task.variant == "dynamic")
         except Exception:  # no function of tensors, as for other engines: tests.operators counts those
             continue
-        yield _outcome(graphs, build=kind == BUILT)
+        cuts, record = _outcome(graphs)
+        found.append((_elements(samples[number]), cuts, record))
+    able = [each for each in found if each[2]["status"] in (TAKEN, PART)]
+    if able and task.kind in BUILT:
+        _, cuts, record = min(able, key=lambda each: each[0])
+        failure = _failure(cuts)
+        record |= {"status": FAILED, "why": failure} if failure else {"built": True}
+    for _, _, record in found:
+        yield record
 
 
-def _call_on_tensors(call: Callable[..., Any], arguments: Any) -> tuple[Callable[..., Any], list[torch.Tensor]]:
-    leaves, spec = tree_flatten(arguments)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-    def on_tensors(*given: torch.Tensor) -> list[torch.Tensor]:
-        left = iter(given)
-        results = call(
-            *tree_unflatten([next(left) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
-        )
-        return [result for result in tree_flatten(results)[0] if isinstance(result, torch.Tensor)]
-
-    return on_tensors, tensors
+def captured(sample: Any, *, is_dynamic: bool) -> list[torch.fx.GraphModule]:
+    """The graphs of a sample on a GPU. A torch without CUDA cannot trace some operators there: those are captured for the CPU."""
+    try:
+        return _captured(sample, "cuda", is_dynamic)
+    except Exception:
+        return _captured(sample, "cpu", is_dynamic)
 
 
-def _captured(function: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> list[torch.fx.GraphModule]:
+def _captured(sample: Any, device: str, is_dynamic: bool) -> list[torch.fx.GraphModule]:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    from tests.operators.execution import Flat
+    from tests.operators.values import tensors_of
     from torch_hybrid_backend.capture.aot import capture
 
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    given = tensors_of(sample.arguments)
+    batch = next((t.shape[0] for t in given if t.dim()), 1) if is_dynamic else 1
+    tensors = [_faked(tensor, number, mode, device, batch) for number, tensor in enumerate(given)]
     graphs: list[torch.fx.GraphModule] = []
 
-    def compile_graph(captured: Any) -> Callable[[list[Any]], Any]:
-        graphs.append(captured.graph_module)
-        return captured.graph_module.forward  # type: ignore[no-any-return]
+    def compile_graph(graph: Any) -> Callable[[list[Any]], Any]:
+        graphs.append(graph.graph_module)
+        return graph.graph_module.forward  # type: ignore[no-any-return]
 
-    capture(make_fx(function)(*tensors), list(tensors), compile_graph, ())
+    with torch.no_grad():
+        capture(Flat(sample.subject.call, sample.arguments), tensors, compile_graph, ())
     return graphs
 
 
-def _outcome(graphs: Iterable[torch.fx.GraphModule], *, build: bool) -> dict[str, Any]:
-    from tests.engines.tensorrt.regions_for_tests import built, engine
+def _faked(tensor: torch.Tensor, number: int, mode: Any, device: str, batch: int) -> torch.Tensor:
+    """A tensor without data; its first dimension is symbolic where it is `batch` and not 1."""
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+    sizes = [
+        DimDynamic.DUCK if d == 0 and size == batch > 1 else DimDynamic.STATIC for d, size in enumerate(tensor.shape)
+    ]
+    context = StatelessSymbolicContext(dynamic_sizes=sizes)  # type: ignore[var-annotated]
+    known = mode.from_tensor(tensor, symbolic_context=context, source=ConstantSource(f"tensor{number}"))
+    with mode:
+        return torch.empty_strided(known.shape, known.stride(), dtype=known.dtype, device=device)
+
+
+def _outcome(graphs: Sequence[torch.fx.GraphModule]) -> tuple[list[Any], Record]:
+    from tests.engines.tensorrt.regions_for_tests import engine
     from torch_hybrid_backend.config import Config
-    from torch_hybrid_backend.errors import CompileError
-    from torch_hybrid_backend.graph.schema import is_view
     from torch_hybrid_backend.partition.regions import partition_graph
 
-    statuses, refusals, failure = {NOTHING}, [], ""
+    offered = engine()
+    offered.devices = frozenset({"cpu", "cuda"})
+    statuses, operators, cuts = {NOTHING}, {}, []
     for graph in graphs:
-        cut = partition_graph(graph, [engine()], Config(min_region_nodes=1))
-        computing = {n.name for n in graph.graph.nodes if n.op == "call_function" and not is_view(n)}
+        cut = partition_graph(graph, [offered], Config(min_region_nodes=1))
+        cuts.append(cut.graph)
+        computing = {node.name for node in graph.graph.nodes if _computes(node)}
+        lost = {
+            name: refused
+            for segment in cut.graph.segments
+            if segment.engine_hint == "tensorrt" and not (refused := offered.accepts(segment.region))
+            for name in segment.region.node_names
+        }
         for node in cut.nodes:
-            if node.name in computing and any(refusal.code != "empty" for refusal in node.refusals):
-                statuses.add(REFUSED)
-                refusals += [(node.operator, refusal.code, refusal.why) for refusal in node.refusals]
-            elif node.name in computing and not node.refusals:
-                statuses.add(TAKEN)
-        for segment in cut.graph.segments if build else ():
-            if segment.engine_hint == "tensorrt":
+            # That a region is too small is no refusal of the operator, but of this place for it.
+            refusal = next((each for each in node.refusals if each.code != "too_small"), None) or lost.get(node.name)
+            if node.name in computing and (refusal is None or refusal.code != "empty"):
+                statuses.add(TAKEN if refusal is None else REFUSED)
+                operators.setdefault(node.operator, "" if refusal is None else [str(refusal.code), refusal.why])
+    status = PART if {TAKEN, REFUSED} <= statuses else next(s for s in (TAKEN, REFUSED, NOTHING) if s in statuses)
+    return cuts, {"status": status, "operators": operators}
+
+
+def _computes(node: torch.fx.Node) -> bool:
+    """Whether it is an operator that yields tensors: no view, no item, no size."""
+    from torch_hybrid_backend.graph.schema import is_item, is_view
+
+    results = tree_leaves(node.meta.get("val"))
+    yields = any(isinstance(result, torch.Tensor) for result in results)
+    return node.op == "call_function" and yields and not is_view(node) and not is_item(node)
+
+
+def _elements(sample: Any) -> int:
+    from tests.operators.values import tensors_of
+
+    return sum(tensor.numel() for tensor in tensors_of(sample.arguments))
+
+
+def _failure(cuts: Sequence[Any]) -> str:
+    """Why an engine of these graphs cannot be built; "" where all can."""
+    from tests.engines.tensorrt.regions_for_tests import built, engine
+    from torch_hybrid_backend.errors import CompileError
+
+    for cut in cuts:
+        for segment in cut.segments:
+            if segment.engine_hint == "tensorrt" and engine().accepts(segment.region):
                 try:
                     built(segment.region)
                 except CompileError as error:
-                    failure = str(error).partition("\n")[0]
-    if failure:
-        return {"status": FAILED, "refusals": refusals, "why": failure}
-    status = PART if {TAKEN, REFUSED} <= statuses else next(s for s in (TAKEN, REFUSED, NOTHING) if s in statuses)
-    return {"status": status, "refusals": refusals}
+                    return str(error).partition("\n")[0]
+    return ""
 
 
 # --- processes --------------------------------------------------------------------------------------------------------------------------
 
 
-def _work(names: Sequence[str], kind: str) -> None:
-    """What a worker does: a line before each operator, and one with its records behind it."""
+def _work() -> None:
+    """What a worker does: for each line with a task one line with its records."""
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    for name in names:
-        print(json.dumps({"begins": name}), flush=True)
-        print(json.dumps({"ends": name, "records": list(judged(name, kind))}), flush=True)
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        print(json.dumps({"records": list(judged(Task(*json.loads(line))))}), flush=True)
 
 
-def records(names: Sequence[str], kind: str) -> dict[str, list[dict[str, Any]]]:
-    """The records of each operator, by name."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    left = list(names)
+class Journal:
+    """The records of tasks in a file, one line for each."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self.records: dict[Task, list[Record]] = {}
+        if path.exists():
+            for line in path.read_text().splitlines():
+                subject, kind, records = json.loads(line)
+                self.records[Task(subject, kind)] = records
+
+    def add(self, task: Task, records: list[Record]) -> None:
+        with self._lock, self._path.open("a") as file:
+            file.write(json.dumps([task.subject, task.kind, records]) + "\n")
+            self.records[task] = records
+
+
+def run(tasks: Sequence[Task], journal: Journal, workers: int) -> None:
+    """Try the tasks that the journal lacks."""
+    left = [task for task in tasks if task not in journal.records]
+    chunks = [left[start : start + _CHUNK] for start in range(0, len(left), _CHUNK)]
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        for number, _ in enumerate(pool.map(lambda chunk: _run_chunk(chunk, journal), chunks), 1):
+            sys.stderr.write(f"{number} of {len(chunks)} parts\n")
+
+
+def _run_chunk(tasks: Sequence[Task], journal: Journal) -> None:
+    left = list(tasks)
     while left:
-        chunk, last = left[:_CHUNK], ""
-        command = [sys.executable, "-m", "tests.engines.tensorrt.operators", "-", "--worker", kind, *chunk]
-        try:
-            output = subprocess.run(
-                command, cwd=ROOT, capture_output=True, text=True, timeout=_SILENCE_S * 2, check=False
-            ).stdout
-        except subprocess.TimeoutExpired as late:
-            output = (late.stdout or b"").decode() if isinstance(late.stdout, bytes) else late.stdout or ""
-        for line in output.splitlines():
-            if not line.startswith("{"):
-                continue
-            answer = json.loads(line)
-            if "begins" in answer:
-                last = answer["begins"]
-            else:
-                found[answer["ends"]] = answer["records"]
-        if last and last not in found:
-            found[last] = [{"status": CRASHED, "refusals": []}]
-        if not any(name in found for name in chunk):
-            raise RuntimeError(f"a worker did nothing: {command}")
-        left = [name for name in left if name not in found]
-        sys.stderr.write(f"{kind}: {len(left)} operators left\n")
-    return found
+        command = [sys.executable, "-m", "tests.engines.tensorrt.operators", "--worker"]
+        with subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        ) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            with contextlib.suppress(BrokenPipeError):
+                for task in list(left):
+                    process.stdin.write(json.dumps([task.subject, task.kind]) + "\n")
+                    process.stdin.flush()
+                    records = _answer(process)
+                    if records is None:
+                        break
+                    journal.add(left.pop(0), records)
+        if left:  # it died or was late at this one
+            journal.add(left.pop(0), [{"status": CRASHED, "operators": {}}])
+
+
+def _answer(process: subprocess.Popen[str]) -> list[Record] | None:
+    """What a worker says of a task; None where it died, or was silent and is killed."""
+    assert process.stdout is not None
+    late = threading.Timer(_SILENCE_S, process.kill)
+    late.start()
+    try:
+        for line in process.stdout:
+            if line.startswith('{"records"'):
+                return json.loads(line)["records"]  # type: ignore[no-any-return]
+        return None
+    finally:
+        late.cancel()
 
 
 # --- page -------------------------------------------------------------------------------------------------------------------------------
 
 
-def page(by_kind: Mapping[str, Mapping[str, Sequence[dict[str, Any]]]], versions: str, how: str) -> str:
-    """The page for the records of each operator, by dtype. `how`: with which arguments it was made."""
-    summary, failures = [], []
-    refusals: dict[tuple[str, str], set[str]] = collections.defaultdict(set)
-    whys: dict[tuple[str, str], str] = {}
-    names: dict[str, dict[str, str]] = collections.defaultdict(dict)
-    order = [NOTHING, TAKEN, PART, REFUSED, FAILED, CRASHED]
-    for kind, operators in by_kind.items():
-        counts = collections.Counter(record["status"] for found in operators.values() for record in found)
-        columns = [counts[status] for status in (TAKEN, PART, REFUSED, NOTHING, FAILED, CRASHED)]
-        summary.append(
-            f"| {kind} | {sum(bool(found) for found in operators.values())} | {sum(counts.values())} | "
-            + " | ".join(map(str, columns))
-            + " |"
-        )
-        for name, found in sorted(operators.items()):
-            if found:
-                names[name][kind] = max((record["status"] for record in found), key=order.index)
-            for record in found:
-                for operator, code, why in record["refusals"]:
-                    refusals[operator, code].add(name)
-                    whys.setdefault((operator, code), why)
-                if record["status"] in (FAILED, CRASHED):
-                    failures.append(f"| {name} | {_cell(record.get('why', record['status']))} |")
-    rows = sorted(refusals.items(), key=lambda item: (-len(item[1]), item[0]))
+def page(journal: Mapping[Task, Sequence[Record]], versions: str, how: str = "") -> str:
+    """The page for the records of tasks. `how`: with which arguments it was made."""
+    kinds = [kind for kind in KINDS if any(task.kind == kind for task in journal)]
+    found = {task: records for task, records in journal.items() if records}
+    refusals, taken = _aten(found)
+    failures = {
+        f"| {task.subject} | {task.kind} | {_cell(record.get('why', record['status']))} |"
+        for task, records in found.items()
+        for record in records
+        if record["status"] in (FAILED, CRASHED)
+    }
     return PAGE.format(
         versions=versions,
         how=how,
-        summary="\n".join(summary),
-        refusals="\n".join(f"| {o} | {c} | {len(n)} | {_cell(whys[o, c])} |" for (o, c), n in rows),
-        failures="\n".join(dict.fromkeys(failures)) or "| none | |",
-        kinds=" | ".join(by_kind),
-        rule=" | ".join("---" for _ in by_kind),
-        operators="\n".join(
-            f"| {name} | {' | '.join(names[name].get(kind, '') for kind in by_kind)} |" for name in sorted(names)
-        ),
+        built=", ".join(kind for kind in kinds if kind in BUILT),
+        summary="\n".join(_summary(kind, found) for kind in kinds),
+        refusals="\n".join(refusals),
+        taken=" ".join(f"`{name}`" for name in taken),
+        failures="\n".join(sorted(failures)) or "| none | | |",
+        kinds=" | ".join(kinds),
+        rule=" | ".join("---" for _ in kinds),
+        operators="\n".join(_by_outcome(found, kinds)),
     )
 
 
+def _summary(kind: str, found: Mapping[Task, Sequence[Record]]) -> str:
+    own = [records for task, records in found.items() if task.kind == kind]
+    counts = collections.Counter(record["status"] for records in own for record in records)
+    columns = [counts[status] for status in (TAKEN, PART, REFUSED, NOTHING, FAILED, CRASHED)]
+    built = sum(record.get("built", False) for records in own for record in records)
+    return f"| {kind} | {len(own)} | {sum(counts.values())} | {' | '.join(map(str, columns))} | {built or '-'} |"
+
+
+def _aten(found: Mapping[Task, Sequence[Record]]) -> tuple[list[str], list[str]]:
+    """Rows of the ATen operators that are refused, the most met first, and those that are always taken."""
+    subjects: dict[tuple[str, str], set[str]] = collections.defaultdict(set)
+    kinds: dict[tuple[str, str], set[str]] = collections.defaultdict(set)
+    whys: dict[tuple[str, str], str] = {}
+    taken: set[str] = set()
+    for task, records in found.items():
+        for record in records:
+            for operator, refusal in record["operators"].items():
+                if not refusal:
+                    taken.add(operator)
+                    continue
+                code, why = refusal
+                subjects[operator, code].add(task.subject)
+                kinds[operator, code].add(task.kind)
+                whys.setdefault((operator, code), why)
+    rows = [
+        f"| {operator} | {code} | {', '.join(k for k in KINDS if k in kinds[operator, code])} | {len(names)} | "
+        f"{'yes' if operator in taken else ''} | {_cell(whys[operator, code])} |"
+        for (operator, code), names in sorted(subjects.items(), key=lambda item: (-len(item[1]), item[0]))
+    ]
+    return rows, sorted(taken - {operator for operator, _ in subjects})
+
+
+def _by_outcome(found: Mapping[Task, Sequence[Record]], kinds: Sequence[str]) -> list[str]:
+    """Rows of the operators to whose samples the same happens, by kind: the worst of them."""
+    worst: dict[str, dict[str, str]] = collections.defaultdict(dict)
+    for task, records in found.items():
+        worst[task.subject][task.kind] = max((record["status"] for record in records), key=STATUSES.index)
+    groups: dict[tuple[str, ...], list[str]] = collections.defaultdict(list)
+    for subject, own in sorted(worst.items()):
+        groups[tuple(own.get(kind, "") for kind in kinds)].append(subject)
+    return [
+        f"| {' | '.join(outcomes)} | {', '.join(names)} |"
+        for outcomes, names in sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
+    ]
+
+
 def _cell(text: str) -> str:
-    return re.sub(r"0x[0-9a-f]+", "0x", text.replace("|", "\\|"))[:200]
+    text = re.sub(r" \(<class 'torch.SymInt'>, \d+\)|( for)? <torch\.\S+ object at 0x[0-9a-f]+>", " ", text)
+    return textwrap.shorten(text.replace("|", "\\|"), 160, placeholder=" ...")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("page", type=Path)
+    parser.add_argument("page", type=Path, nargs="?")
+    parser.add_argument("--out", type=Path, help="folder of the journal")
     parser.add_argument("--ops", default=".*", help="operators whose names match this entirely")
     parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.worker:
-        _work(options.worker[1:], options.worker[0])
+        _work()
         return
-    from tests.operators import opinfos
+    if options.page is None or options.out is None:
+        parser.error("PAGE and --out are needed")
+    from tests.operators.tasks import tasks
     from torch_hybrid_backend.engines.tensorrt.installed import installation
 
-    names = [name for name in opinfos.table() if re.fullmatch(options.ops, name)]
-    by_kind = {kind: records(names, kind) for kind in options.kinds.split(",")}
-    given = [f"--ops '{options.ops}'"] * (options.ops != ".*") + [f"--kinds {options.kinds}"] * (
+    wanted = tasks(options.ops, options.kinds.split(","))
+    options.out.mkdir(parents=True, exist_ok=True)
+    journal = Journal(options.out / "journal.jsonl")
+    run(wanted, journal, options.workers)
+    given = [f"--ops '{options.ops}'"] * (options.ops != ".*") + [f"--kinds '{options.kinds}'"] * (
         options.kinds != ",".join(KINDS)
     )
     how = f"; this one is of a part of the table: `{' '.join(given)}`" if given else ""
-    options.page.write_text(page(by_kind, f"torch {torch.__version__}, {installation()}", how))
+    versions = f"torch {torch.__version__}, {installation()}"
+    options.page.write_text(page({task: journal.records[task] for task in wanted}, versions, how))
 
 
 if __name__ == "__main__":

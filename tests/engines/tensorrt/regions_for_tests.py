@@ -16,6 +16,7 @@ from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.engines.tensorrt import quantization
 from torch_hybrid_backend.engines.tensorrt.build import Engine, Request, build
 from torch_hybrid_backend.engines.tensorrt.engine import TensorRTEngine, ranges_of
+from torch_hybrid_backend.engines.tensorrt.installed import Installation, installation
 from torch_hybrid_backend.partition.regions import partition_graph
 from torch_hybrid_backend.services import Services
 
@@ -23,6 +24,8 @@ from torch_hybrid_backend.services import Services
 builds_bytes = pytest.mark.skipif(
     quantization.is_rtx_before(quantization.FIRST_RTX), reason="it needs TensorRT-RTX 1.5"
 )
+# The release of torch_tensorrt whose partitions golden files hold: others take a few operators more or less.
+GOLDEN_RELEASE = "2.13"
 BUILD = "tests.engines.tensorrt.no_gpu:build"
 
 
@@ -33,6 +36,12 @@ def engine(given: Services | Path | None = None, **options: Any) -> TensorRTEngi
     made = TensorRTEngine(config, given if isinstance(given, Services) else services(given), **options)
     made.devices = frozenset({"cpu"})
     return made
+
+
+def has_golden_release() -> bool:
+    """Whether golden files are of the release that is installed."""
+    found = installation()
+    return isinstance(found, Installation) and found.release == GOLDEN_RELEASE
 
 
 def region(function: Callable[..., Any], *inputs: torch.Tensor, dynamic: bool = False) -> Region:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import importlib.util
 import subprocess
@@ -12,6 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.services_for_tests import services
+from torch_hybrid_backend import session
+from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.engines.tensorrt import installed
 from torch_hybrid_backend.engines.tensorrt.installed import NO_GPU, Installation, described, installation
@@ -88,6 +92,9 @@ def test_what_is_missing_or_does_not_fit(installs, change: dict[str, str], says:
     installs({name: version for name, version in {**_RTX, **change}.items() if version})
     assert says in _why()
     assert described()[0][1] == _why()
+    # The session's engine refuses with that sentence, whoever asks for it: `hybrid doctor` prints it, others take over.
+    named = dataclasses.replace(Config(), engines=("tensorrt", "eager"))
+    assert dict(session.ENGINES)["tensorrt"](named, services()).available() == installation()
 
 
 def test_a_stub_without_libraries(installs) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.conftest import Golden
-from tests.engines.tensorrt.regions_for_tests import engine
+from tests.engines.tensorrt.regions_for_tests import engine, has_golden_release
 from tests.fake_devices import FakeDevices
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.region import PartitionedGraph
@@ -94,7 +94,8 @@ def test_regions_and_refusals_of_models(name: str, golden: Golden) -> None:
         )
     for node in cut.nodes:
         lines += [f"refused {node.operator}: {refusal.code}: {refusal.why}" for refusal in node.refusals]
-    golden.check("\n".join(lines))
+    if has_golden_release():
+        golden.check("\n".join(lines))
     _check_built(cut.graph)
 
 

@@ -87,9 +87,27 @@ def _settings(tf32: bool) -> CompilationSettings:
 def _decompositions() -> dict[Any, Callable[..., Any]]:
     # They have no converter for this one, which decompositions of PyTorch's yield, and our own casts are.
     own = {
-        torch.ops.prims.convert_element_type.default: lambda x, dtype: torch.ops.aten._to_copy.default(x, dtype=dtype)
+        torch.ops.prims.convert_element_type.default: lambda x, dtype: torch.ops.aten._to_copy.default(x, dtype=dtype),
+        torch.ops.aten.mul.Tensor: _product,
+        torch.ops.aten.convolution.default: _convolution,
     }
     return {**get_decompositions(False, decompose_attention=True), **own}
+
+
+def _product(x: Any, y: Any) -> Any:
+    """TensorRT multiplies no truth values."""
+    both = all(isinstance(each, torch.Tensor) and each.dtype is torch.bool for each in (x, y))
+    return torch.ops.aten.logical_and.default(x, y) if both else NotImplemented
+
+
+def _convolution(x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, *rest: Any) -> Any:
+    """Their converter loses the input of a transposed one of one dimension where the weight is an input of the engine: it has two here."""
+    transposed, output_padding, groups = rest
+    if not transposed or weight.dim() != 3:
+        return NotImplemented
+    sizes = [*stride, 1], [*padding, 0], [*dilation, 1], True, [*output_padding, 0], groups
+    made = torch.ops.aten.convolution.default(x.unsqueeze(-1), weight.unsqueeze(-1), bias, *sizes)
+    return made.squeeze(-1)
 
 
 # --- lowering ---------------------------------------------------------------------------------------------------------------------------
@@ -347,7 +365,8 @@ _WIDENING = {
 def _check_exact(network: Any) -> None:
     """Raises CompileError where whole numbers are cut to 32 bits for anything but an index: an index that fits a tensor fits those."""
     layers = [network.get_layer(number) for number in range(network.num_layers)]
-    cut = {layer.get_output(0).name: layer.name for layer in layers if _cuts(layer)}
+    sizes = {layer.get_output(0).name for layer in layers if layer.type == trt.LayerType.SHAPE}
+    cut = {layer.get_output(0).name: layer.name for layer in layers if _cuts(layer, sizes)}
     for layer in layers:
         for position in range(layer.num_inputs):
             tensor = layer.get_input(position)
@@ -356,11 +375,12 @@ def _check_exact(network: Any) -> None:
                 raise CompileError(f"the layer {cut[tensor.name]!r} cuts whole numbers to 32 bits")
 
 
-def _cuts(layer: Any) -> bool:
+def _cuts(layer: Any, sizes: set[str]) -> bool:
+    """`sizes`: the names of tensors that hold a tensor's sizes, which fit 32 bits."""
     if layer.type not in _CASTS:
         return False
     before, after = layer.get_input(0), layer.get_output(0)
-    is_size = before.is_shape_tensor or after.is_shape_tensor
+    is_size = before.is_shape_tensor or after.is_shape_tensor or before.name in sizes
     return bool((before.dtype, after.dtype) == (trt.int64, trt.int32)) and not is_size
 
 
@@ -461,6 +481,7 @@ class Loaded:
             raise CompileError(
                 f"TensorRT does not load the engine: {'; '.join(log.errors[-3:]) or 'it says no reason'}"
             )
+        self._config, self._kernels = _runtime_config(self._engine)
 
     @property
     def scratch_bytes(self) -> int:
@@ -468,7 +489,8 @@ class Loaded:
         return int(self._engine.device_memory_size if size is None else size)
 
     def context(self) -> Any:
-        made = self._engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        strategy = trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        made = self._engine.create_execution_context(strategy if self._config is None else self._config)
         if made is None:
             raise CompileError("TensorRT makes no context for an engine: there may be no memory for it")
         return made
@@ -476,3 +498,26 @@ class Loaded:
     def can_be_captured(self, context: Any, stream: int) -> bool:
         asked = getattr(context, "is_stream_capturable", None)  # TensorRT-RTX compiles in a call, TensorRT does not
         return True if asked is None else bool(asked(stream))
+
+    def take_kernels(self, kernels: bytes) -> bool:
+        if self._kernels is None:
+            return False
+        with _logged():
+            return bool(self._kernels.deserialize(kernels))
+
+    def compiled_kernels(self) -> bytes:
+        if self._kernels is None:
+            return b""
+        with _logged():
+            return bytes(self._kernels.serialize() or b"")
+
+
+def _runtime_config(engine: Any) -> tuple[Any, Any]:
+    """How contexts of an engine are made and the kernels that they share, which TensorRT-RTX compiles in calls; of TensorRT neither."""
+    if not hasattr(trt, "IRuntimeCache"):
+        return None, None
+    config = engine.create_runtime_config()
+    config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+    kernels = config.create_runtime_cache()
+    config.set_runtime_cache(kernels)
+    return config, kernels

@@ -25,6 +25,7 @@ from torch_hybrid_backend.core.tensor_spec import TensorSpec, dim, is_computable
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
 from torch_hybrid_backend.engines.tensorrt import quantization
 from torch_hybrid_backend.engines.tensorrt.fakes import Fakes
+from torch_hybrid_backend.engines.tensorrt.faults import fault_of
 from torch_hybrid_backend.graph.schema import is_item, is_mutating
 
 if TYPE_CHECKING:
@@ -246,6 +247,8 @@ def _refused_lowered(node: Node, lowered: Node, converters_of: Callable[[Node], 
         if refused is not None:
             return refused
     refused = refusal_of(lowered, converters_of(lowered))
+    if refused is None and (fault := fault_of(lowered)):
+        refused = Refused(Reason.ARGUMENT, fault)
     if refused is not None and lowered.target != node.target:
         return Refused(refused.code, f"{refused.why}, which {node.target} becomes")
     if refused is None and not _is_exact(lowered):

@@ -69,7 +69,7 @@ class Maker(Protocol):
         """Start its build, or take up what is known of it; what is kept and is no engine is built anew."""
         ...
 
-    def load(self, built: bytes) -> tuple[EngineRunner, Engine]:
+    def load(self, key: str, built: bytes) -> tuple[EngineRunner, Engine]:
         """What was built, on its device."""
         ...
 
@@ -257,7 +257,7 @@ class ConstantForm:
         built = build.result(0)
         self._building.drop()
         self._unload()
-        runner, engine = self._maker.load(built)
+        runner, engine = self._maker.load(key, built)
         if self._scratch_limit is not None and runner.scratch_bytes > self._scratch_limit:
             raise CompileError(
                 f"with other weights it needs {runner.scratch_bytes} bytes of working memory, and the plan has {self._scratch_limit}"

@@ -48,6 +48,7 @@ from torch_hybrid_backend.engines.tensorrt.build import (
 )
 from torch_hybrid_backend.engines.tensorrt.constants import Budget, ConstantForm, EitherRunner, positions_of, worth
 from torch_hybrid_backend.engines.tensorrt.installed import NO_GPU, described, installation
+from torch_hybrid_backend.engines.tensorrt.kernels import KeptKernels
 from torch_hybrid_backend.engines.tensorrt.ladder import (
     ATTENTION,
     CONVOLUTIONS,
@@ -204,7 +205,7 @@ class TensorRTEngine(EngineBase):
             return None if isinstance(found, Exception) else found
 
         def load(data: bytes) -> CompiledRegion:
-            runner, built = self.runner(region, request, data)
+            runner, built = self.runner(region, request, key, data)
             program = program_of(region, request, runner, runner.scratch_bytes)
             constants = self._constants(region, request, runner, budget, deadline.limit_s)
             run = self._services.run_program(program)
@@ -219,19 +220,22 @@ class TensorRTEngine(EngineBase):
                 build = self._builds.start(key, self._entry, data, deadline.limit_s, rebuild=True)
         return BuildingRegion(build, load, attempts)
 
-    def runner(self, region: Region, request: Request, data: bytes) -> tuple[EngineRunner, Engine]:
-        """What was built for a request, on its device. Raises CompileError for bytes that are no engine for it."""
+    def runner(self, region: Region, request: Request, key: str, data: bytes) -> tuple[EngineRunner, Engine]:
+        """What was built for a request, under its key, on its device. Raises CompileError for bytes that are no engine for it."""
         try:
             built = Engine.from_bytes(data)
             loaded = self._load(built.plan, region.device)
         except CompileError as error:
             raise _UnreadableError(str(error)) from error
+        kernels = KeptKernels(self._services.store, key)
+        kernels.give(loaded)
         inputs = [each for i in request.engine_inputs if isinstance(each := request.inputs[i], Layout)]
         runner = EngineRunner(
             loaded,
             [(name, layout.order) for name, layout in zip(built.inputs, inputs, strict=True)],
             [(name, layout.order) for name, layout in zip(built.outputs, request.outputs, strict=True)],
             self._streams(region.device),
+            compiled=functools.partial(kernels.keep, loaded),
         )
         return runner, built
 
@@ -291,9 +295,9 @@ class _Maker:
     def start(self, key: str, request: bytes) -> Build:
         return self.engine.start(key, request, self.limit_s)
 
-    def load(self, built: bytes) -> tuple[EngineRunner, Engine]:
+    def load(self, key: str, built: bytes) -> tuple[EngineRunner, Engine]:
         # Which positions are constants is all that counts here.
-        return self.engine.runner(self.region, self._with([torch.empty(0)] * len(self.positions)), built)
+        return self.engine.runner(self.region, self._with([torch.empty(0)] * len(self.positions)), key, built)
 
 
 class _UnreadableError(CompileError):

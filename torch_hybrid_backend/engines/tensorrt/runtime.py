@@ -22,6 +22,7 @@ from torch_hybrid_backend.errors import HybridError
 
 MAX_CONTEXTS = 8  # of one engine; each holds some memory of the device
 _POLL_S = 0.001
+MAX_TOLD = 32  # sets of shapes of one engine: of more, kernels are not kept
 SCRATCH_ALIGNMENT = 256  # bytes, of working memory: IExecutionContext.set_device_memory asks for it
 
 
@@ -51,6 +52,14 @@ class LoadedEngine(Protocol):
 
     def can_be_captured(self, context: Context, stream: int) -> bool:
         """Whether a call may be captured into a CUDA graph, with the shapes that are set."""
+        ...
+
+    def take_kernels(self, kernels: bytes) -> bool:
+        """Use what `compiled_kernels` gave in another process, in contexts made from now on; false where it is not taken."""
+        ...
+
+    def compiled_kernels(self) -> bytes:
+        """The kernels that its calls compiled so far; nothing where calls compile none."""
         ...
 
 
@@ -117,7 +126,8 @@ class EngineRunner:
     call are these, then one of working memory where the engine needs any.
 
     Threads may call it at once: each has a context of its own for each stream. At most `max_contexts` are kept; the one unused longest goes
-    when its stream has done its work.
+    when its stream has done its work. `compiled` is called after the first run of each set of shapes, in which the engine may have compiled
+    kernels.
     """
 
     native = None  # it is called from Python
@@ -131,6 +141,7 @@ class EngineRunner:
         *,
         max_contexts: int = MAX_CONTEXTS,
         thread: Callable[[], int] = threading.get_ident,
+        compiled: Callable[[], None] = lambda: None,
     ) -> None:
         self._engine = engine
         self._inputs = tuple(inputs)
@@ -138,6 +149,8 @@ class EngineRunner:
         self._streams = streams
         self._max_contexts = max_contexts
         self._thread = thread
+        self._compiled = compiled
+        self._told: set[tuple[tuple[int, ...], ...]] = set()  # shapes after whose first run `compiled` was called
         self._lock = threading.Lock()
         self._contexts: OrderedDict[tuple[int, int], _Lent] = OrderedDict()
         self._is_closed = False
@@ -172,7 +185,7 @@ class EngineRunner:
         if lent is None:
             return False
         try:
-            self._prepare(lent, tensors)
+            has_new_shapes = self._prepare(lent, tensors)
             if self._streams.capturing and not self._engine.can_be_captured(lent.context, stream.cuda_stream):
                 raise HybridError("a TensorRT engine cannot be captured into a CUDA graph with these shapes")
             if stream is not current:
@@ -181,19 +194,29 @@ class EngineRunner:
                 raise HybridError("TensorRT could not run an engine; its log says why")
             if stream is not current:
                 current.wait_stream(stream)
+            if has_new_shapes:
+                self._tell(tuple(lent.shapes.values()))
         finally:
             lent.in_use = False
         return True
 
-    def _prepare(self, lent: _Lent, tensors: Sequence[torch.Tensor]) -> None:
-        context = lent.context
+    def _tell(self, shapes: tuple[tuple[int, ...], ...]) -> None:
+        with self._lock:
+            if shapes in self._told or len(self._told) >= MAX_TOLD:
+                return
+            self._told.add(shapes)
+            self._compiled()
+
+    def _prepare(self, lent: _Lent, tensors: Sequence[torch.Tensor]) -> bool:
+        """Tell the context of a call's tensors. Returns whether a shape changed."""
+        context, changed = lent.context, False
         for (name, order), tensor in zip(self._inputs, tensors, strict=False):
             shape = tuple(tensor.shape[d] for d in order)
             if lent.shapes.get(name) != shape:
                 lent.shapes.pop(name, None)
                 if not context.set_input_shape(name, shape):
                     raise HybridError(f"the TensorRT engine was not built for {name} of shape {shape}")
-                lent.shapes[name] = shape
+                lent.shapes[name], changed = shape, True
             _address(context, name, tensor)
         rest = tensors[len(self._inputs) :]
         for (name, _), tensor in zip(self._outputs, rest, strict=False):
@@ -201,6 +224,7 @@ class EngineRunner:
         for scratch in rest[len(self._outputs) :] if self._engine.scratch_bytes else ():
             address = -(-scratch.data_ptr() // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
             context.set_device_memory(address, self._engine.scratch_bytes)
+        return changed
 
     def _lend(self, stream: Stream) -> _Lent | None:
         key = (self._thread(), stream.cuda_stream)

@@ -1,0 +1,43 @@
+"""What the tests that need TensorRT found in their environment, as it is committed."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engines.tensorrt import result
+from tests.engines.tensorrt.result import PAGE, Result, page, sources_now
+
+
+def test_the_committed_result_is_of_these_sources_and_has_no_failure() -> None:
+    """A result with failures fails here. None, or one of earlier sources, skips with what to do: whoever has no TensorRT may edit all the
+    same."""
+    if not PAGE.exists():
+        pytest.skip(f"STALE: there is no {PAGE.name} of the TensorRT engine's tests: make test-tensorrt")
+    said = Result.read(PAGE.read_text())
+    assert said.failed == 0, f"{said.failed} tests of the TensorRT engine failed on {said.day}: see {PAGE.name}"
+    assert said.passed > 100
+    if said.sources != sources_now():
+        pytest.skip(f"STALE: the TensorRT engine changed since its tests passed on {said.day}: make test-tensorrt")
+
+
+def test_a_page_says_what_passed_and_what_failed(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parametrised tests are counted; what is no page is told from one; an edit of any source is noticed."""
+    outcomes = {
+        "tests/a/test_a.py::test_one[x]": "passed",
+        "tests/a/test_a.py::test_one[y]": "passed",
+        "tests/a/test_b.py::test_two": "failed",
+        "tests/a/test_b.py::test_three": "skipped",
+    }
+    text = page(outcomes, "torch 2.13", "abc", 12.3, "2026-01-02")
+    assert Result.read(text) == Result("abc", "2026-01-02", "torch 2.13", passed=2, failed=1)
+    assert "| test_a.py | test_one x2 |" in text
+    assert "| **failed** | tests/a/test_b.py::test_two |" in text
+    with pytest.raises(ValueError, match="make test-tensorrt"):
+        Result.read("something else")
+    monkeypatch.setattr(result, "ROOT", tmp_path)
+    monkeypatch.setattr(result, "SOURCES", ("package",))
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "a.py").write_text("x = 1\n")
+    before = sources_now()
+    (tmp_path / "package" / "a.py").write_text("x = 2\n")
+    assert sources_now() != before

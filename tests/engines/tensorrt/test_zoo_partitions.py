@@ -1,0 +1,77 @@
+"""Models of the zoo as inference graphs for a GPU that is not there, after the passes: what TensorRT takes and refuses.
+
+Kept as golden files: a change of capability, of a pass or of torch_tensorrt shows here by model.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from benchmarks.models import ZOO
+from tests.conftest import Golden
+from tests.engines.tensorrt.regions_for_tests import GOLDEN_RELEASE, engine, has_golden_release
+from tests.fake_devices import FakeDevices
+from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.graph.schema import is_view
+from torch_hybrid_backend.partition.regions import Partition, partition_graph
+from torch_hybrid_backend.stages import prepare
+
+pytestmark = pytest.mark.tensorrt
+
+# Of the zoo what a torch without CUDA can trace for a GPU: it fails for `contiguous`, and for slices of a list of indices, which every
+# transformer has. test_partitions.py has a block of attention that it can.
+MODELS = ("resnet50", "efficientnet_b0", "convnext_tiny", "regnet_y", "unet")
+DTYPES = {"float32": torch.float32, "float16": torch.float16}
+_SHOWN = 12  # operators that are refused in so many lines at most
+
+
+def partitions(name: str, dtype: torch.dtype) -> list[Partition]:
+    """A partition of each of the model's graphs."""
+    try:
+        model = ZOO[name].build("small").eval().to(dtype)
+    except ImportError as error:
+        pytest.skip(str(error))
+    devices, config = FakeDevices(), Config()
+    inputs = [devices.like(tensor, "cuda", dtype) for tensor in ZOO[name].inputs("small", 2)]
+    offered = engine()
+    offered.devices = frozenset({"cuda"})
+    found: list[Partition] = []
+    for captured in devices.all_captured(devices.move(copy.deepcopy(model), "cuda"), *inputs):
+        prepared = prepare(captured, name, config, lambda title, body: lambda given: given)
+        found.append(partition_graph(prepared.hoisted.main, [offered], config))
+    return found
+
+
+def described(cut: Partition) -> Iterator[str]:
+    """A line for each region that is taken, and for each operator that is refused."""
+    views = {segment.region.name: _views(segment.region.graph_module) for segment in cut.graph.segments}
+    for segment in cut.graph.segments:
+        count = len(segment.region.node_names)
+        shown = f"{count} operators, {views[segment.region.name]} of them views"
+        yield f"{segment.region.name} {segment.engine_hint}: {shown}; {len(segment.inputs)} in, {len(segment.outputs)} out"
+    refusals = collections.Counter(
+        f"{node.operator}: {refusal.code}: {refusal.why}" for node in cut.nodes for refusal in node.refusals
+    )
+    for refusal, count in sorted(refusals.items(), key=lambda item: (-item[1], item[0]))[:_SHOWN]:
+        yield f"  refused x{count}: {refusal}"
+
+
+def _views(module: torch.fx.GraphModule) -> int:
+    return sum(node.op == "call_function" and is_view(node) for node in module.graph.nodes)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_regions_and_refusals(name: str, golden: Golden) -> None:
+    """In float32 and float16."""
+    if not has_golden_release():
+        pytest.skip(f"golden files are of torch_tensorrt {GOLDEN_RELEASE}")
+    lines = []
+    for title, dtype in DTYPES.items():
+        for number, cut in enumerate(partitions(name, dtype)):
+            lines += [f"{title}, graph {number}", *described(cut)]
+    golden.check("\n".join(lines))
