@@ -38,6 +38,14 @@ def test_few_queries_masked() -> None:
     check((1, 2, 2, 40, 16, 16), dtype="bfloat16")
 
 
+@pytest.mark.parametrize("target", [HOST, NARROW], ids=["host", "narrow"])
+def test_a_new_position(target: Target) -> None:
+    """A cache of which one position is replaced is read where it lies, and so is what is new: first, last, in a ragged panel, outside."""
+    for at in (0, 63, 99, -1, 100):
+        check((1, 3, 1, 100, 64, 32), target=target, new_at=at)
+    check((1, 4, 2, 1100, 16, 16), target=target, shared=2, new_at=1050)
+
+
 def test_a_cache_is_read_where_it_lies() -> None:
     """Keys and values of bfloat16 are widened in registers: what a task has for itself is no multiple of them."""
     queries, keys, depth = 1, 2000, 64
