@@ -33,10 +33,16 @@ class AttentionParts:
 
     def __init__(self, kernel: AttentionKernel, builder: Builder, printer: Printer, target: Target) -> None:
         self.kernel, self.builder, self.printer, self.target = kernel, builder, printer, target
-        self.batch, heads, self.queries_of_head = (v.extent for v in kernel.domain[:3])
+        self.batch, self.heads, self.queries = (v.extent for v in kernel.domain[:3])
+        # Of a cache with a new position the cache is packed, and then what is new.
+        self.key_update = cache_update(kernel.k, kernel.k_vars[2]) if self.group == 1 else None
+        self.value_update = cache_update(kernel.v, kernel.v_vars[2]) if self.group == 1 else None
+        self.packed_keys: Expr = kernel.k if self.key_update is None else self.key_update.cache
+        self.packed_values: Expr = kernel.v if self.value_update is None else self.value_update.cache
         # Heads of queries whose queries are rows of one task: they read the same keys and values.
-        self.shared = self._shared_heads()
-        self.heads, self.queries = heads // self.shared, self.queries_of_head * self.shared
+        self.shared, self.queries_of_head = self._shared_heads(), self.queries
+        if self.shared > 1:
+            self.heads, self.queries = self.heads // self.shared, self.queries * self.shared
         self.width = known_int(kernel.domain[3].extent)
         self.keys, self.depth = kernel.k_vars[2].extent, kernel.q_vars[3].extent
         self.dtype = compute_dtype(kernel.accumulator.dtype)
@@ -65,21 +71,20 @@ class AttentionParts:
         self.out = self._workspace(size * self.value_vectors * self.lanes, "out")
         self.maximum, self.sum = builder.local(size, self.dtype, "max"), builder.local(size, self.dtype, "sum")
         self._operand = Buffer((), self.dtype, "operand")
-        # Of a cache with a new position the cache is packed, and then what is new.
-        self.key_update = cache_update(kernel.k, kernel.k_vars[2]) if self.group == 1 else None
-        self.value_update = cache_update(kernel.v, kernel.v_vars[2]) if self.group == 1 else None
-        self.packed_keys: Expr = kernel.k if self.key_update is None else self.key_update.cache
-        self.packed_values: Expr = kernel.v if self.value_update is None else self.value_update.cache
 
     def _shared_heads(self) -> int:
         """Neighbouring heads of few queries that read the same keys and values, as many as leave every core a task."""
         kernel = self.kernel
-        batch, heads, queries = (v.extent for v in kernel.domain[:3])
+        heads, queries = self.heads, self.queries
         if kernel.causal or not isinstance(heads, int) or not isinstance(queries, int) or queries > FEW_QUERIES:
             return 1
         alike = math.gcd(_heads_alike(kernel.k, kernel.k_vars[1]), _heads_alike(kernel.v, kernel.v_vars[1]))
+        # More rows than few pay for packed keys, where packing is fast.
+        operands = (self.packed_keys, self.packed_values)
+        if not all(isinstance(e, Load) and e.buffer.dtype == "float32" for e in operands):
+            alike = math.gcd(alike, FEW_QUERIES // queries)
         fitting = (n for n in range(1, alike + 1) if alike % n == 0 and heads % n == 0)
-        return max((n for n in fitting if size_hint(batch) * (heads // n) >= self.target.cores), default=1)
+        return max((n for n in fitting if size_hint(self.batch) * (heads // n) >= self.target.cores), default=1)
 
     def place(self, head: Index, row: Index) -> tuple[Index, Index]:
         """The head and the query of a row of a task of `head`."""
