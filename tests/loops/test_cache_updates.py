@@ -31,16 +31,22 @@ def test_a_position_is_recognised() -> None:
 
 
 def test_what_is_none() -> None:
-    """A plain cache, a position of another dimension or a moved one, something new that depends on the position, and other dtypes."""
+    """A plain cache, a position of another dimension or a moved one, what is new and computed or depends on the position, other dtypes."""
     half = Buffer((1, 2, 8, 4), "bfloat16", "half")
+
+    def elsewhere(i: tuple[Index, ...], at: Index, new: Expr, cache: Buffer = CACHE) -> Expr:
+        return ops.where(ops.call("eq", AT.at((as_index(0),)), ops.from_index(at)), new, cache.at(i))
+
+    def fresh(i: tuple[Index, ...]) -> Expr:
+        return NEW.at((i[0], i[1], as_index(0), i[3]))
+
     others = [
         CACHE.at,
         lambda i: updated(i[0], i[1], i[2] + 1, i[3]),
-        lambda i: ops.where(ops.call("eq", AT.at((as_index(0),)), ops.from_index(i[3])), CACHE.at(i), CACHE.at(i)),
-        lambda i: ops.where(ops.call("eq", AT.at((as_index(0),)), ops.from_index(i[2])), CACHE.at(i), CACHE.at(i)),
-        lambda i: ops.where(
-            ops.call("eq", AT.at((as_index(0),)), ops.from_index(i[2])), ops.const(0, "float32"), half.at(i)
-        ),
+        lambda i: elsewhere(i, i[3], fresh(i)),
+        lambda i: elsewhere(i, i[2], CACHE.at(i)),
+        lambda i: elsewhere(i, i[2], ops.call("neg", fresh(i))),
+        lambda i: elsewhere(i, i[2], fresh(i), half),
     ]
     for other in others:
         assert not is_cache_update(Map((1, 2, 7, 4), "float32", other))

@@ -15,17 +15,22 @@ from torch_hybrid_backend.loops.ir import Call, Expr, FromIndex, Load, Value, do
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CacheUpdate:
-    """`new` at the position `position`, an integer that may lie outside; elsewhere `cache`. Neither of the two depends on where one reads."""
+    """`new`, which lies in memory, at the position `position`, an integer that may lie outside; elsewhere `cache`.
+
+    Neither of the first two depends on the position that is read.
+    """
 
     position: Expr
-    new: Expr
+    new: Load
     cache: Load
 
 
 def cache_update(e: Expr, key: LoopVar) -> CacheUpdate | None:
     """A scalar as an element of an updated cache whose positions `key` runs through; None where it is none."""
     match e:
-        case Call(op="where", args=(Call(op="eq", args=(position, FromIndex() as here)), new, Load() as cache)):
+        case Call(
+            op="where", args=(Call(op="eq", args=(position, FromIndex() as here)), Load() as new, Load() as cache)
+        ):
             is_key = here.index.terms == ((key, 1),) and here.index.const == 0
             if is_key and not _depends(position, key) and not _depends(new, key):
                 return CacheUpdate(position, new, cache)
