@@ -13,7 +13,16 @@ from tests.partition.engines_for_tests import FakeEngine
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.engines.tvm.cpu.policy import POLICY
 from torch_hybrid_backend.loops.graph import LoopGraph, lower_region
-from torch_hybrid_backend.loops.ir import ConvOp, IntegerMatMulOp, MapOp, MatMulOp, buffers_of, domain_vars, loads_of
+from torch_hybrid_backend.loops.ir import (
+    AttentionOp,
+    ConvOp,
+    IntegerMatMulOp,
+    MapOp,
+    MatMulOp,
+    buffers_of,
+    domain_vars,
+    loads_of,
+)
 from torch_hybrid_backend.partition.regions import partition_graph
 
 aten = torch.ops.aten
@@ -96,3 +105,22 @@ def test_quantised_activations_are_kept_as_integers(products: int, steps: int) -
     multiplied = [op for op in graph.ops if isinstance(op, MatMulOp)]
     assert [type(op) for op in multiplied] == [IntegerMatMulOp] * products
     assert len({buffer for op in multiplied for buffer in buffers_of(op.a)}) == 1
+
+
+def _decode(
+    q: torch.Tensor, cache: torch.Tensor, new: torch.Tensor, at: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of a token's grouped heads over a cache with the token's own key, which is its value too; and that cache."""
+    keys = aten.index_put(cache, [None, None, at], new)
+    batch, heads, *rest = keys.shape
+    each = aten.clone(aten.expand(aten.unsqueeze(keys, 2), [batch, heads, 2, *rest])).view(batch, 2 * heads, *rest)
+    return aten.scaled_dot_product_attention(q, each, each), keys
+
+
+def test_attention_reads_a_cache_and_what_is_new() -> None:
+    """No updated cache is written where attention alone reads it, also by several heads; one is where something else does too."""
+    tensors = (torch.randn(1, 4, 1, 8), torch.randn(1, 2, 16, 8), torch.randn(1, 2, 1, 8), torch.tensor([5]))
+    alone = lowered(lambda *x: _decode(*x)[0], *tensors)
+    assert [type(op) for op in alone.ops] == [AttentionOp]
+    beside = lowered(lambda *x: aten.add(_decode(*x)[0], _decode(*x)[1].sum()), *tensors)
+    assert len([op for op in beside.ops if op.out.shape == (1, 2, 16, 8)]) == 1

@@ -20,8 +20,9 @@ import torch.fx
 
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import dim
+from torch_hybrid_backend.loops.cache_updates import is_cache_update
 from torch_hybrid_backend.loops.index import Index, LoopVar, contiguous_strides, linear
-from torch_hybrid_backend.loops.integer_products import integer_product, is_dequantised, narrow_part
+from torch_hybrid_backend.loops.integer_products import integer_product, is_dequantised
 from torch_hybrid_backend.loops.ir import (
     AttentionGradientOp,
     AttentionOp,
@@ -231,7 +232,9 @@ class _Lowerer:
         return self._operand(value)
 
     def _attended(self, value: Value) -> Value:
-        """Keys or values; what only picks elements (pages of a cache) is picked where it is read, where the policy says so."""
+        """Keys or values; a cache with a new position, and what only picks elements (pages), are read as they are where the policy says so."""
+        if self._policy.updates_in_attention and is_cache_update(value):
+            return value
         if self._policy.gathers_in_attention and isinstance(value.at(domain_vars(value.shape)), Load):
             return value
         return self._operand(value)
@@ -278,11 +281,9 @@ class _Lowerer:
         if not isinstance(value, Map) or value.base is not None or value.realized is not None:
             return
         if self._policy.abilities.integer_products and is_dequantised(value):
-            # Its integers are kept where it would be: a product reads them, and anyone else a quarter of the bytes.
-            integers = narrow_part(value)
-            if integers is None:
-                return
-            value = integers
+            return
+        if self._policy.updates_in_attention and is_cache_update(value) and _is_attended(node):
+            return
         expr = value.at(domain_vars(value.shape))
         calls = count_calls(expr)
         if calls > self._policy.max_inline_calls or len(loads_of(expr)) > self._policy.max_inline_loads:
@@ -330,6 +331,17 @@ def _is_mask(reader: torch.fx.Node, node: torch.fx.Node) -> bool:
         return False
     # Through views that do not grow: whichever argument is not q, k or v.
     return not any(_seen_through(operand) is _seen_through(node) for operand in reader.args[:3])
+
+
+def _is_attended(node: torch.fx.Node) -> bool:
+    """Whether all that reads the node, seen through views, is attention, as its keys or values."""
+
+    def attends(user: torch.fx.Node) -> bool:
+        if user.target in _VIEWS:
+            return _is_attended(user)
+        return user.target in MASKED_ATTENTION and node in user.args[1:3] and node not in (user.args[0], *user.args[3:])
+
+    return bool(node.users) and all(map(attends, node.users))
 
 
 def _seen_through(node: Any) -> Any:

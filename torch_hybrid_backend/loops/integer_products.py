@@ -126,7 +126,7 @@ class _Operand:
 
     def integers(self, realize: Realize) -> Value:
         """Its integers in memory: a buffer, or a view of one."""
-        own = narrow_part(self.value)
+        own = _narrow(self.value)
         if own is not None:
             realize(own)
 
@@ -141,7 +141,7 @@ class _Operand:
         return Map(self.value.shape, expr.dtype, at, ((self.value, lambda index: index),), base)
 
 
-def narrow_part(value: Value) -> Map | None:
+def _narrow(value: Value) -> Map | None:
     """The value of 8 bits, not in memory yet, that `value` is computed from."""
     stack, seen = [value], set[Value]()
     while stack:
@@ -167,13 +167,11 @@ def _operand(value: Value, summed: tuple[int, ...]) -> _Operand | None:
 
 
 def is_dequantised(value: Value) -> bool:
-    """Whether a value is cheaper to compute where it is read than to keep: an integer of 8 bits, moved and scaled by what is no work itself.
-    What computes the integer does not count: that may be kept (`narrow_part`)."""
+    """Whether a value is cheaper to compute where it is read than to keep: an integer of 8 bits, moved and scaled by what is no work itself."""
     if value.dtype in NARROW:
         return False
     expr = value.at(domain_vars(value.shape))
-    found = affine(expr)
-    return found is not None and count_calls(expr) - count_calls(found.integer) <= _CHEAP_CALLS
+    return affine(expr) is not None and count_calls(expr) <= _CHEAP_CALLS
 
 
 def integer_product(op: MatMulOp | ConvOp, realize: Realize) -> tuple[LoopOp, MapOp] | None:

@@ -60,12 +60,14 @@ def test_depthwise_weight_has_channels_innermost() -> None:
 
 @pytest.mark.parametrize("n", [5, 32, 45])
 def test_nibbles_are_eight_to_a_word_along_k(n: int) -> None:
-    """In two's complement, the first in the lowest bits; columns beyond the last are zero."""
+    """In two's complement, the first four in the lower halves of bytes, the others in the upper; columns beyond the last are zero."""
     q = torch.randint(-8, 8, (1, 24, n), dtype=torch.int8)
     packed = packing.pack_nibbles(q, 16)
     assert (packed.dtype, tuple(packed.shape)) == (torch.int32, (1, -(-n // 16), 3, 16))
     words = packed[0].permute(1, 0, 2).reshape(3, -1).to(torch.int64)
-    back = torch.stack([((words >> 4 * j & 15) + 8) % 16 - 8 for j in range(8)], 1).reshape(24, -1)
+    back = torch.stack([((words >> 4 * place & 15) + 8) % 16 - 8 for place in (0, 2, 4, 6, 1, 3, 5, 7)], 1).reshape(
+        24, -1
+    )
     assert torch.equal(back[:, :n], q[0].to(torch.int64))
     assert not back[:, n:].any()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from torch_hybrid_backend.engines.tvm.cpu.amx_formats import LARGEST, PANEL, SMALLEST, TileFormat
-from torch_hybrid_backend.engines.tvm.cpu.tiles import NIBBLES
+from torch_hybrid_backend.engines.tvm.cpu.tiles import NIBBLES, nibble_place
 from torch_hybrid_backend.engines.tvm.cpu.winograd_transform import packed_winograd_shape, weight_matrix
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import Index, as_index
@@ -41,12 +41,12 @@ def pack_nibbles(b: torch.Tensor, tile_n: int) -> torch.Tensor:
     """Packs a right-hand side of 4-bit integers, eight of a column to a word, as they follow along k.
 
     b: (1, K, N) of -8 .. 7, any integer dtype and strides, K a multiple of 8.  Returns (1, ceil(N / tile_n), K / 8, tile_n), int32, contiguous:
-    q[k, n] is in bits 4 * (k % 8) and up of word k // 8, in two's complement. Columns beyond N are zero.
+    q[k, n] is in bits 4 * nibble_place(k % 8) and up of word k // 8, in two's complement. Columns beyond N are zero.
     """
     _, k, n = b.shape
     words = torch.zeros((1, k // NIBBLES, n), dtype=torch.int32, device=b.device)
     for j in range(NIBBLES):
-        words |= (b[:, j::NIBBLES].to(torch.int32) & 15) << (4 * j)
+        words |= (b[:, j::NIBBLES].to(torch.int32) & 15) << (4 * nibble_place(j))
     return pack_b(words, tile_n)
 
 

@@ -13,5 +13,6 @@ POLICY = FusionPolicy(
     min_rows=8,  # fewer leave cores idle when a whole row belongs to one task
     small_elements=16_384,  # not worth a second kernel
     channel_block=MAX_CHANNELS_TOGETHER,
+    updates_in_attention=True,
     abilities=Abilities(integer_products=True),
 )

@@ -13,6 +13,15 @@ from torch_hybrid_backend.sizes.size import Dim, Size, size_hint
 
 NIBBLES = 8  # in a word of 32 bits
 
+
+def nibble_place(j: int) -> int:
+    """Which nibble of a word holds its j-th integer: the lower halves of four bytes come first, then the upper ones.
+
+    One mask so gives four neighbours as bytes, which is what dot products of bytes take.
+    """
+    return j % 4 * 2 + j // 4
+
+
 # Taller register tiles gain nothing: the vectors' own loads are already 1/14 of the work.
 _MAX_ROWS = 14
 

@@ -12,7 +12,7 @@ from torch_hybrid_backend.engines.tvm.schedules.attention import rules
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import LoopVar, as_index, index_of
-from torch_hybrid_backend.loops.ir import Buffer, compute_dtype
+from torch_hybrid_backend.loops.ir import Buffer, Expr, compute_dtype
 from torch_hybrid_backend.loops.kernels import Argument, AttentionKernel, Store
 from torch_hybrid_backend.loops.layout import Layout, Strided, contiguous
 
@@ -28,10 +28,13 @@ def make(
     causal: bool = False,
     dtype: str = "float32",
     heads_inside: bool = False,
+    shared: int = 1,
+    new_at: int | None = None,
 ) -> tuple[AttentionKernel, dict[Buffer, torch.Tensor]]:
     """(kernel, inputs) of out = 2 * attention(q, k, v) for `shape` (B, H, S, T, D, E).
 
-    heads_inside: memory is (B, S, H, D), as projections leave it.
+    heads_inside: memory is (B, S, H, D), as projections leave it. shared: neighbouring heads that read the same keys and values. new_at: keys
+    and values are a cache of which this position is replaced; what by, and the position, are the last three inputs.
     """
     batch, heads, queries, keys, depth, width = shape
     torch.manual_seed(0)
@@ -41,12 +44,12 @@ def make(
         return Strided((h * s * d, d, h * d, 1)) if heads_inside else contiguous(buffer.shape)
 
     q, k, v, out = (
-        Buffer((batch, heads, rows, columns), dtype, name)
-        for rows, columns, name in [
-            (queries, depth, "q"),
-            (keys, depth, "k"),
-            (keys, width, "v"),
-            (queries, width, "out"),
+        Buffer((batch, number, rows, columns), dtype, name)
+        for number, rows, columns, name in [
+            (heads, queries, depth, "q"),
+            (heads // shared, keys, depth, "k"),
+            (heads // shared, keys, width, "v"),
+            (heads, queries, width, "out"),
         ]
     )
     inputs = {b: torch.randn(b.shape).to(getattr(torch, dtype)) for b in (q, k, v)}
@@ -59,7 +62,22 @@ def make(
         reads.append(Argument(buffer, contiguous(buffer.shape)))
         position = [index_of(x) if n > 1 else as_index(0) for x, n in zip(mask_vars, mask.shape, strict=True)]
         mask_expr = buffer.at(tuple(position))
-    domain, q_vars, k_vars, v_vars = (variables(n, b.shape) for n, b in [("d", out), ("q", q), ("k", k), ("v", v)])
+    domain, q_vars = variables("d", out.shape), variables("q", q.shape)
+    k_vars, v_vars = (variables(n, (batch, heads, keys, size)) for n, size in [("k", depth), ("v", width)])
+    news = [Buffer((*b.shape[:2], 1, b.shape[3]), dtype, "new") for b in (k, v)]
+    at = Buffer((1,), "int64", "at")
+    if new_at is not None:
+        inputs |= {b: torch.randn(b.shape).to(getattr(torch, dtype)) for b in news} | {at: torch.tensor([new_at])}
+        reads += [Argument(b, contiguous(b.shape)) for b in (*news, at)]
+
+    def attended(cache: Buffer, new: Buffer, own: tuple[LoopVar, ...]) -> Expr:
+        b, h, t, d = map(index_of, own)
+        element = cache.at((b, h // shared, t, d))
+        if new_at is None:
+            return element
+        is_new = ops.call("eq", at.at((as_index(0),)), ops.from_index(t))
+        return ops.where(is_new, new.at((b, h // shared, as_index(0), d)), element)
+
     point = tuple(map(index_of, domain))
     compute = compute_dtype(dtype)
     accumulator = Buffer(out.shape, compute, "acc")
@@ -69,9 +87,9 @@ def make(
         domain,
         q.at(tuple(map(index_of, q_vars))),
         q_vars,
-        k.at(tuple(map(index_of, k_vars))),
+        attended(k, news[0], k_vars),
         k_vars,
-        v.at(tuple(map(index_of, v_vars))),
+        attended(v, news[1], v_vars),
         v_vars,
         mask_expr,
         mask_vars,
@@ -91,12 +109,21 @@ def check(
     dtype: str = "float32",
     heads_inside: bool = False,
     target: Target = HOST,
+    shared: int = 1,
+    new_at: int | None = None,
 ) -> None:
     """The result of `make`'s kernel against float64 eager."""
-    kernel, inputs = make(shape, mask=mask, causal=causal, dtype=dtype, heads_inside=heads_inside)
+    kernel, inputs = make(
+        shape, mask=mask, causal=causal, dtype=dtype, heads_inside=heads_inside, shared=shared, new_at=new_at
+    )
     (got,) = run_kernel(kernel, rules.emit, inputs, target)
+    q, *caches = (value.double() for value in list(inputs.values())[:3])
+    if new_at is not None and 0 <= new_at < shape[3]:
+        new = [value.double() for value in list(inputs.values())[-3:-1]]
+        caches = [torch.cat((c[:, :, :new_at], n, c[:, :, new_at + 1 :]), 2) for c, n in zip(caches, new, strict=True)]
     want = 2 * torch.nn.functional.scaled_dot_product_attention(
-        *(value.double() for value in list(inputs.values())[:3]),
+        q,
+        *(cache.repeat_interleave(shared, 1) for cache in caches),
         attn_mask=None if mask is None else mask.double(),
         is_causal=causal,
     )

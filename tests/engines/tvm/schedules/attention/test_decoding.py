@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -36,6 +38,25 @@ def test_few_queries_masked() -> None:
     check((2, 3, 1, 1100, 32, 32), mask=mask)
     check((1, 2, 4, 40, 16, 16), causal=True)
     check((1, 2, 2, 40, 16, 16), dtype="bfloat16")
+
+
+@pytest.mark.parametrize("target", [HOST, NARROW], ids=["host", "narrow"])
+def test_a_new_position(target: Target) -> None:
+    """A cache of which one position is replaced is read where it lies, and so is what is new: first, last, in a ragged panel, outside."""
+    for at in (0, 63, 99, -1, 100):
+        check((1, 3, 1, 100, 64, 32), target=target, new_at=at)
+    check((1, 4, 2, 1100, 16, 16), target=target, shared=2, new_at=1050)
+
+
+def test_grouped_heads_of_half_types() -> None:
+    """No more heads that share keys of bfloat16 are rows of one task than are read where they lie: packing would widen them one by one."""
+    target = dataclasses.replace(HOST, cores=2)
+    kernel, _ = make((1, 32, 1, 100, 64, 64), dtype="bfloat16", shared=8)
+    printer = printer_of(kernel)
+    decoding = DecodingAttention(kernel, printer.builder, printer, target)
+    assert decoding.serves()
+    assert decoding.shared == 4
+    check((1, 32, 1, 100, 64, 64), dtype="bfloat16", shared=8, target=target)
 
 
 def test_a_cache_is_read_where_it_lies() -> None:

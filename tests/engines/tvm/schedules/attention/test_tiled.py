@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.engines.tvm.schedule_runner import NARROW
+from tests.engines.tvm.schedule_runner import HOST, NARROW
 from tests.engines.tvm.schedules.attention.attention_for_tests import check
+from torch_hybrid_backend.engines.tvm.target import Target
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,18 @@ def test_a_fully_masked_row_is_zero() -> None:
     mask = torch.zeros(1, 1, 4, 9)
     mask[:, :, 2] = -torch.inf
     check((1, 2, 4, 9, 8, 8), mask=mask)
+
+
+@pytest.mark.parametrize("target", [HOST, NARROW], ids=["host", "narrow"])
+def test_heads_that_share_keys(target: Target) -> None:
+    """A decoder's grouped heads are rows of one task where that leaves every core one; with a mask, and a new position in the cache."""
+    mask = torch.zeros(2, 1, 1, 100)
+    mask[0, :, :, 60:] = -torch.inf
+    check((2, 32, 1, 100, 64, 64), target=target, shared=8, mask=mask, new_at=37)
+    mask = torch.randn(1, 12, 3, 70)
+    check((1, 12, 3, 70, 20, 24), target=target, shared=6, mask=mask, heads_inside=True)
+    check((1, 6, 1, 1100, 16, 16), target=target, shared=6, new_at=1099)
+    check((1, 8, 4, 40, 16, 16), target=target, shared=4, causal=True)
 
 
 def test_long_keys_go_in_blocks() -> None:

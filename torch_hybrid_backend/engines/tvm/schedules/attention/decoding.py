@@ -1,6 +1,7 @@
 """Attention of few queries, as a decoder with a cache of keys and values asks: every key and value is read once, where it lies.
 
-Pattern: an `AttentionKernel` of at most 4 queries whose heads are whole vectors. Steps, for each (batch, head):
+Pattern: an `AttentionKernel` of at most 4 queries, those of all heads that share keys, whose heads are whole vectors. Steps, for each (batch,
+head of keys):
 1. Scores: a group of keys times the queries, in registers, along the head; a horizontal sum ends each score. Packing the keys, as
    `tiled_attention` does, would cost as much as the products themselves.
 2. Softmax as in `tiled_attention`, in blocks of keys where they are many.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torch_hybrid_backend.engines.tvm.schedules.attention.parts import FEW_QUERIES
 from torch_hybrid_backend.engines.tvm.schedules.attention.tiled import TiledAttention
 from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, partials
 from torch_hybrid_backend.engines.tvm.tir.builder import Stmt, TirBuffer, TirExpr
@@ -19,7 +21,6 @@ from torch_hybrid_backend.loops.index import Index
 from torch_hybrid_backend.loops.ir import Load
 from torch_hybrid_backend.sizes.size import Dim
 
-_MAX_QUERIES = 4
 # Accumulators of a group of keys times the queries: enough to hide the latency of multiply-adds, and few enough for 16 registers.
 _ACCUMULATORS = 8
 
@@ -29,10 +30,10 @@ class DecodingAttention(TiledAttention):
 
     def serves(self) -> bool:
         """Whether the kernel is of this kind."""
-        kernel, lanes = self.kernel, self.lanes
-        few = isinstance(self.queries, int) and self.queries <= _MAX_QUERIES
+        lanes = self.lanes
+        few = isinstance(self.queries, int) and self.queries <= FEW_QUERIES
         vectors = isinstance(self.depth, int) and self.depth % lanes == 0 and self.width % lanes == 0
-        return few and vectors and isinstance(kernel.k, Load) and isinstance(kernel.v, Load)
+        return few and vectors and isinstance(self.packed_keys, Load) and isinstance(self.packed_values, Load)
 
     def _buffers(self) -> tuple[TirBuffer, ...]:
         return (self.q, self.scores, self.out, self.maximum, self.sum)
@@ -65,7 +66,7 @@ class DecodingAttention(TiledAttention):
 
         def step(d: Index, way: int) -> Stmt | None:
             def k(row: int, lane: Index) -> TirExpr:
-                return self.read(kernel.k, kernel.k_vars, batch, head, key + row, d * self.lanes + lane)
+                return self.read(kernel.k, kernel.k_vars, batch, head * self.shared, key + row, d * self.lanes + lane)
 
             def q(row: int, lane: Index) -> TirExpr:
                 return b.load(self.q, d * self.lanes + lane + row * self.depth)
@@ -90,4 +91,5 @@ class DecodingAttention(TiledAttention):
 
     def _value(self, batch: Index, head: Index, panel: Index, t: Index, vector: int, lane: Index) -> TirExpr:
         kernel = self.kernel
-        return self.read(kernel.v, kernel.v_vars, batch, head, panel * self.panel + t, lane + vector * self.lanes)
+        key, e = panel * self.panel + t, lane + vector * self.lanes
+        return self.read(kernel.v, kernel.v_vars, batch, head * self.shared, key, e)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from tvm import tirx
@@ -13,13 +14,15 @@ from torch_hybrid_backend.engines.tvm.schedules.transposition import transposed
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
-from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
-from torch_hybrid_backend.loops.ir import Buffer, Expr, Load, compute_dtype
+from torch_hybrid_backend.loops.cache_updates import CacheUpdate, cache_update
+from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Scalar, as_index, index_of
+from torch_hybrid_backend.loops.ir import Buffer, Expr, Load, compute_dtype, indices, parts
 from torch_hybrid_backend.loops.kernels import AttentionKernel
-from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, known_int
+from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, known_int, size_hint
 
 # Up to this many keys, a tile's scores are kept whole (14 rows: 56 KiB); beyond, in blocks of half as many.
 _KEYS = 1024
+FEW_QUERIES = 4  # of a decoder
 
 
 class AttentionParts:
@@ -31,6 +34,15 @@ class AttentionParts:
     def __init__(self, kernel: AttentionKernel, builder: Builder, printer: Printer, target: Target) -> None:
         self.kernel, self.builder, self.printer, self.target = kernel, builder, printer, target
         self.batch, self.heads, self.queries = (v.extent for v in kernel.domain[:3])
+        # Of a cache with a new position the cache is packed, and then what is new.
+        self.key_update = cache_update(kernel.k, kernel.k_vars[2]) if self.group == 1 else None
+        self.value_update = cache_update(kernel.v, kernel.v_vars[2]) if self.group == 1 else None
+        self.packed_keys: Expr = kernel.k if self.key_update is None else self.key_update.cache
+        self.packed_values: Expr = kernel.v if self.value_update is None else self.value_update.cache
+        # Heads of queries whose queries are rows of one task: they read the same keys and values.
+        self.shared, self.queries_of_head = self._shared_heads(), self.queries
+        if self.shared > 1:
+            self.heads, self.queries = self.heads // self.shared, self.queries * self.shared
         self.width = known_int(kernel.domain[3].extent)
         self.keys, self.depth = kernel.k_vars[2].extent, kernel.q_vars[3].extent
         self.dtype = compute_dtype(kernel.accumulator.dtype)
@@ -59,6 +71,26 @@ class AttentionParts:
         self.out = self._workspace(size * self.value_vectors * self.lanes, "out")
         self.maximum, self.sum = builder.local(size, self.dtype, "max"), builder.local(size, self.dtype, "sum")
         self._operand = Buffer((), self.dtype, "operand")
+
+    def _shared_heads(self) -> int:
+        """Neighbouring heads of few queries that read the same keys and values, as many as leave every core a task."""
+        kernel = self.kernel
+        heads, queries = self.heads, self.queries
+        if kernel.causal or not isinstance(heads, int) or not isinstance(queries, int) or queries > FEW_QUERIES:
+            return 1
+        alike = math.gcd(_heads_alike(kernel.k, kernel.k_vars[1]), _heads_alike(kernel.v, kernel.v_vars[1]))
+        # More rows than few pay for packed keys, where packing is fast.
+        operands = (self.packed_keys, self.packed_values)
+        if not all(isinstance(e, Load) and e.buffer.dtype == "float32" for e in operands):
+            alike = math.gcd(alike, FEW_QUERIES // queries)
+        fitting = (n for n in range(1, alike + 1) if alike % n == 0 and heads % n == 0)
+        return max((n for n in fitting if size_hint(self.batch) * (heads // n) >= self.target.cores), default=1)
+
+    def place(self, head: Index, row: Index) -> tuple[Index, Index]:
+        """The head and the query of a row of a task of `head`."""
+        if self.shared == 1:
+            return head, row
+        return head * self.shared + row // self.queries_of_head, row % self.queries_of_head
 
     def _most_rows(self) -> int:
         """Of a tile of queries."""
@@ -143,16 +175,42 @@ class AttentionParts:
 
         loop = b.loop(whole, lambda p: of(p, self.panel), name="p") if whole != 0 else None
         if isinstance(self.tail, Size):
-            return b.seq(loop, b.when(b.size(self.tail) > 0, of(as_index(whole), self.tail)))
-        return b.seq(loop, of(as_index(whole), self.tail) if self.tail else None)
+            rest = b.when(b.size(self.tail) > 0, of(as_index(whole), self.tail))
+        else:
+            rest = of(as_index(whole), self.tail) if self.tail else None
+        return b.seq(loop, rest, self._pack_new_key(batch, head))
+
+    def _pack_new_key(self, batch: Index, head: Index) -> Stmt | None:
+        def put(key: Index, new: Callable[[Index], TirExpr]) -> Stmt:
+            start = key // self.panel * (self.key_rows * self.panel) + key % self.panel
+            return self.builder.loop(
+                self.depth, lambda d: self.builder.store(self.packed_k, start + d * self.panel, new(d)), name="d"
+            )
+
+        return self._with_new(self.key_update, self.kernel.k_vars, batch, head, put)
+
+    def _with_new(
+        self, update: CacheUpdate | None, variables: tuple[LoopVar, ...], batch: Index, head: Index,
+        put: Callable[[Index, Callable[[Index], TirExpr]], Stmt],
+    ) -> Stmt | None:  # fmt: skip
+        """`put(key, new)` for the position of an update, where it is one of the cache's; new(d): element d of what is new."""
+        if update is None:
+            return None
+        b, none = self.builder, as_index(0)
+        position = tirx.Var(b.fresh("position"), "int64")
+        key, bind = b.bound(tirx.Cast("int32", position), self.keys, "key")
+        inside = tirx.And(position >= tirx.IntImm("int64", 0), position < tirx.Cast("int64", b.size(self.keys)))
+        written = put(key, lambda d: self.read(update.new, variables, batch, head, none, d))
+        value = tirx.Cast("int64", self.read(update.position, variables, batch, head, none, none))
+        return b.seq(tirx.stmt.Bind(position, value), b.when(inside, b.seq(bind, written)))
 
     def _of_key(self, batch: Index, head: Index, key: Index, d: Index) -> TirExpr:
         """What is packed as number `d` of a key."""
-        return self.read(self.kernel.k, self.kernel.k_vars, batch, head, key, d)
+        return self.read(self.packed_keys, self.kernel.k_vars, batch, head, key, d)
 
     def _squares(self) -> int:
         """How many squares of `lanes` packed elements along a head's dimension can be loaded as vectors of keys and transposed."""
-        k, d = self.kernel.k, self.kernel.k_vars[3]
+        k, d = self.packed_keys, self.kernel.k_vars[3]
         dtype = "float32" if self.group == 1 else "bfloat16"
         if not isinstance(k, Load) or k.buffer.dtype != dtype or self.lanes % 4 or not isinstance(d.extent, int):
             return 0
@@ -162,7 +220,7 @@ class AttentionParts:
 
     def _transpose(self, batch: Index, head: Index, panel: Index, count: int, squares: int) -> Stmt:
         """The first `squares * lanes` elements of a panel's first `count` keys; in vectors of which some exist, the others are as the last."""
-        b, k, lanes = self.builder, self.kernel.k, self.lanes
+        b, k, lanes = self.builder, self.packed_keys, self.lanes
         assert isinstance(k, Load)
         array = self.printer.arguments[k.buffer][0]
 
@@ -199,7 +257,8 @@ class AttentionParts:
 
         def row(t: Index) -> Stmt:
             def one(e: Index) -> Stmt:
-                return b.store(self.packed_v, t * padded + e, self.read(kernel.v, kernel.v_vars, batch, head, t, e))
+                value = self.read(self.packed_values, kernel.v_vars, batch, head, t, e)
+                return b.store(self.packed_v, t * padded + e, value)
 
             last = t * padded + (padded - self.lanes)
             clear = self.fill(self.packed_v, last, self.lanes, zero(self.dtype)) if self.width < padded else None
@@ -209,4 +268,25 @@ class AttentionParts:
         start = as_index(self.keys * padded)
         is_read = isinstance(self.tail, Size)
         rest = self.fill(self.packed_v, start, beyond * padded, zero(self.dtype)) if is_read and beyond != 0 else None
-        return b.seq(b.loop(self.keys, row, name="t"), rest)
+
+        def put(key: Index, new: Callable[[Index], TirExpr]) -> Stmt:
+            return self.along(self.width, lambda e: b.store(self.packed_v, key * padded + e, new(e)))
+
+        return b.seq(
+            b.loop(self.keys, row, name="t"), rest, self._with_new(self.value_update, kernel.v_vars, batch, head, put)
+        )
+
+
+def _heads_alike(e: Expr, head: LoopVar) -> int:
+    """How many neighbouring heads read the same: heads divided by which alone are in the indices; all where none is."""
+    alike = known_int(head.extent)
+    for part in parts([e], within_indices=True):
+        for index in indices(part):
+            for atom, _ in index.terms:
+                if isinstance(atom, FloorDiv) and atom.numerator == index_of(head) and isinstance(atom.divisor, int):
+                    alike = math.gcd(alike, atom.divisor)
+                elif isinstance(atom, Scalar):
+                    continue  # what it is computed of is among the parts
+                elif not is_free_of(atom, head):
+                    return 1
+    return alike

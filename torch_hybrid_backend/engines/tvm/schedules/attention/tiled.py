@@ -9,6 +9,7 @@ Pattern: an `AttentionKernel`. Steps:
 3. Longer than 1024 keys: in blocks of keys with a running maximum and sum, so that the scores stay in the second-level cache.
 4. Causal: panels wholly in the future are skipped, those wholly in the past are not masked. The last panel has as many vectors as its keys
    need; keys beyond the last are masked with minus infinity.
+5. Few queries of heads that read the same keys and values (grouped heads) are the rows of one task: keys are packed and read once for them.
 A row whose every key is masked with minus infinity gives zeros, as eager's scaled_dot_product_attention does.
 Source: online softmax, Milakov & Gimelshein 2018; FlashAttention-2, Dao 2023.
 """
@@ -59,7 +60,7 @@ class TiledAttention(AttentionParts):
         def task(position: tuple[Index, ...]) -> Stmt:
             batch, head, piece = position
             allocations = [b.alloc(buffer) for buffer in buffers]
-            return b.seq(*allocations, self._pack(batch, head), tiles(batch, head, piece), self._end())
+            return b.seq(*allocations, self._pack(batch, head * self.shared), tiles(batch, head, piece), self._end())
 
         return b.fused((self.batch, self.heads, pieces), task)
 
@@ -132,7 +133,7 @@ class TiledAttention(AttentionParts):
 
         def start(r: Index) -> Stmt:
             return b.seq(
-                self._copy_q(batch, head, first + r, r),
+                self._copy_q(batch, *self.place(head, first + r), r),
                 b.store(self.maximum, r, literal(-math.inf, self.dtype)),
                 b.store(self.sum, r, zero(self.dtype)),
             )
@@ -220,7 +221,7 @@ class TiledAttention(AttentionParts):
                 value = b.load(self.scores, start + i)
                 if kernel.mask is not None:
                     value = self._scaled(value)
-                    value = value + self.read(kernel.mask, kernel.mask_vars, batch, head, first + r, key)
+                    value = value + self.read(kernel.mask, kernel.mask_vars, batch, *self.place(head, first + r), key)
                 if kernel.causal:
                     value = tirx.Select(b.index(key) <= b.index(first + r), value, never)
                 return b.store(self.scores, start + i, value)
@@ -406,7 +407,7 @@ class TiledAttention(AttentionParts):
                 at = r * (vectors * self.lanes) + i + first_vector * self._held(rows) * self.lanes
                 value = b.load(self.out, at) * inverse
                 self.printer.locals[self.kernel.accumulator] = lambda _: value
-                point = (batch, head, first + r, i + first_vector * self.lanes)
+                point = (batch, *self.place(head, first + r), i + first_vector * self.lanes)
                 return self.printer.stores(self.kernel.stores, dict(zip(self.kernel.domain, point, strict=True)))
 
             return self.along(min(vectors * self.lanes, self.width - first_vector * self.lanes), one)

@@ -7,9 +7,9 @@ Few rows (decoding): integers become float32 in registers and are multiplied the
 above 1e36 may be infinite too early.) 16 weights of 8 bits are a widening load, a conversion and a multiply-add; of 4 bits a shift, a mask, a
 conversion and a multiply-add. The nibble stays where the sign of its word is, so it counts 2^28 fold, and the rows are divided by that when
 they are copied: exactly, but for what is below 1e-30. With
-AVX-512 a core takes 25 to 27 G weights a second so, of either kind (Zen 4, one core, weights in its cache): two cores as much as 32 GB/s of
-nibbles with scales, which is what memory has. Products of integers (vpdpbusd) would be a fifth of the operations; behind memory that gains
-nothing, and activations would be rounded to 8 bits.
+AVX-512 a core takes 25 G weights a second so, of either kind (Zen 4, one core, weights in its cache): for two cores as much as 32 GB/s of
+nibbles with scales, which is what memory has, so that neither waits for the other alone. Up to three rows by weights of 4 bits are products of
+integers where the processor has vpdpbusd (`nibble_products`): 58 G weights a second.
 
 A weight of 16 values in a table is looked up in registers: a shift and a permutation of a vector (vpermps), which reads 4 bits of each lane;
 with AVX2 two of 8 values and a choice.
@@ -23,17 +23,19 @@ Source: Goto & van de Geijn, "Anatomy of High-Performance Matrix Multiplication"
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import tvm
 from tvm import tirx
 
 from torch_hybrid_backend.engines.tvm.cpu.kernels import DequantizedMatMulKernel, PackedMatMulKernel
-from torch_hybrid_backend.engines.tvm.cpu.tiles import NIBBLES, register_count
+from torch_hybrid_backend.engines.tvm.cpu.tiles import NIBBLES, nibble_place, register_count
 from torch_hybrid_backend.engines.tvm.schedules.axes import offsets_of, step
+from torch_hybrid_backend.engines.tvm.schedules.matmul.nibble_products import NibbleProducts, nibble_dot_product
 from torch_hybrid_backend.engines.tvm.schedules.matmul.packed import MatMul
 from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, by_height, by_part, partials, tile_start
 from torch_hybrid_backend.engines.tvm.target import LINE_BYTES, Target
-from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirExpr
+from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.loops.lookups import MOST_VALUES
@@ -47,6 +49,9 @@ _PERMUTE = {8: "llvm.x86.avx2.permps", 16: "llvm.x86.avx512.permvar.sf.512"}
 _DEPTH = 512
 # How far ahead of its use a line of the weight is asked for: what the prefetcher of a core, which stops at a page's end, does not see.
 _AHEAD_BYTES = 4096
+
+# (total, panel, group): total += the rows of a task times a group of a panel.
+AddGroup = Callable[[RegisterTile, Index, Index], Stmt]
 
 
 def emit(kernel: DequantizedMatMulKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
@@ -136,10 +141,10 @@ class _Dequantized(MatMul):
 
         return self.builder.alloc(self.values), self.builder.seq(*map(keep, range(MOST_VALUES // self.lanes)))
 
-    def _looked_up(self, word: TirExpr, j: int, lane: Index) -> TirExpr:
-        """The value of step `j` of a word: of a whole vector of words, `lane` by lane, which the intrinsics are of."""
+    def _looked_up(self, word: TirExpr, nibble: int, lane: Index) -> TirExpr:
+        """What a nibble of a word stands for: of a whole vector of words, `lane` by lane, which the intrinsics are of."""
         b = self.builder
-        place = tirx.shift_right(word, tirx.IntImm("int32", 4 * j))  # the bits above are not looked at
+        place = tirx.shift_right(word, tirx.IntImm("int32", 4 * nibble))  # the bits above are not looked at
         if self.lanes == MOST_VALUES:
             return tirx.call_llvm_pure_intrin("float32", _PERMUTE[MOST_VALUES], b.load(self.values, lane), place)
         low, high = (
@@ -147,17 +152,18 @@ class _Dequantized(MatMul):
             for first in (0, self.lanes)
         )
         # The fourth bit where the word has its sign.
-        top = tirx.shift_left(word, tirx.IntImm("int32", 4 * (NIBBLES - 1 - j)))
+        top = tirx.shift_left(word, tirx.IntImm("int32", 4 * (NIBBLES - 1 - nibble)))
         return tirx.Select(top < tirx.IntImm("int32", 0), high, low)
 
     def _integer(self, word: Index, j: int, column: Index) -> TirExpr:
         """Step `j` of the word at element `word` of a panel, as float32 times `_unit`; with a table, the value that it stands for."""
         value = self.builder.load(self.weight, word + column)
-        if self.quantized.table is not None:
-            return self._looked_up(value, j, column % self.lanes)
         if self.quantized.bits == 4:
-            if j < NIBBLES - 1:
-                value = tirx.shift_left(value, tirx.IntImm("int32", 4 * (NIBBLES - 1 - j)))
+            place = nibble_place(j)
+            if self.quantized.table is not None:
+                return self._looked_up(value, place, column % self.lanes)
+            if place < NIBBLES - 1:
+                value = tirx.shift_left(value, tirx.IntImm("int32", 4 * (NIBBLES - 1 - place)))
             value = tirx.bitwise_and(value, _TOP)
         return tirx.Cast("float32", value)
 
@@ -166,18 +172,18 @@ class _Dequantized(MatMul):
         return _TOP_UNIT if self.quantized.bits == 4 and self.quantized.table is None else 1.0
 
     def _of_group(self, panel: Index, group: Index, column: Index, *, zero: bool) -> TirExpr:
-        """The scale of a column's group, or its zero point times `_unit`."""
+        """The scale of a column's group, or its zero point."""
         buffer = self.quantized.zeros if zero else self.quantized.scales
         assert buffer is not None
         place = panel * (self.groups * self.width) + group * self.width + column
-        value = self.builder.load(self.printer.arguments[buffer][0], place)
-        return value * tirx.const(self._unit, "float32") if zero and self._unit != 1 else value
+        return self.builder.load(self.printer.arguments[buffer][0], place)
 
     def _moved(self, value: TirExpr, panel: Index, group: Index, column: Index) -> TirExpr:
         """An integer less its zero point."""
         if self.quantized.zeros is None:
             return value
-        return value - self._of_group(panel, group, column, zero=True)
+        zero = self._of_group(panel, group, column, zero=True)
+        return value - (zero if self._unit == 1 else zero * tirx.const(self._unit, "float32"))
 
     def _ahead(self, word: Index, words: int) -> Stmt:
         """Asks for the lines that lie `_AHEAD_BYTES` behind some words of a panel."""
@@ -193,21 +199,30 @@ class _Dequantized(MatMul):
         b, first_row = self.builder, as_index(0) if row is None else row
         tasks = min(self.target.cores, self.count)
         copied = tirx.decl_buffer((rows * self.depth_of_all,), "float32", b.fresh("copied"), scope="global")
+        integers = self._nibble_products(rows)
 
         def task(number: Index) -> Stmt:
             first, end = number * self.count // tasks, (number + 1) * self.count // tasks
             held = tirx.Var(b.fresh("count"), "int32")
 
-            def panel(inner: Index) -> Stmt:
-                at, bind = b.bound(b.index(first) + b.index(inner), self.count, "panel")
-                return b.seq(bind, self._by_width(at, lambda p, n: self._sums(copied, rows, first_row, p, n)))
+            def panels(add_group: AddGroup) -> Stmt:
+                def panel(inner: Index) -> Stmt:
+                    at, bind = b.bound(b.index(first) + b.index(inner), self.count, "panel")
+                    return b.seq(bind, self._by_width(at, lambda p, n: self._sums(add_group, rows, first_row, p, n)))
 
+                return b.loop_until(held, -(-self.count // tasks), panel, "panel")
+
+            products = panels(partial(self._add_group, copied))
+            if integers is not None:
+                exact = panels(partial(self._add_integer_group, integers))
+                split = b.seq(integers.declare(), integers.split(copied))
+                products = b.seq(split, b.when(integers.holds, exact, products))
             return b.seq(
                 tirx.stmt.Bind(held, b.index(end) - b.index(first)),
                 tirx.stmt.AllocBuffer(copied),
                 *self._table(),
                 b.loop(rows, lambda r: self._copy(copied, r, first_row + r), name="row"),
-                b.loop_until(held, -(-self.count // tasks), panel, "panel"),
+                products,
             )
 
         return b.loop(tasks, task, "parallel", "task")
@@ -220,7 +235,7 @@ class _Dequantized(MatMul):
         is_whole = self.builder.index(panel) < tirx.IntImm("int32", self.count - 1)
         return self.builder.when(is_whole, body(panel, self.width), body(as_index(self.count - 1), last))
 
-    def _copy(self, copied: TirExpr, to: Index, row: Index) -> Stmt:
+    def _copy(self, copied: TirBuffer, to: Index, row: Index) -> Stmt:
         """copied[to, k] = A[row, k] / unit."""
         b = self.builder
         along_k = all(step(offset, self.kernel.k) in (0, 1) for offset in offsets_of(self.printer, [self.kernel.a]))
@@ -238,56 +253,91 @@ class _Dequantized(MatMul):
         rest = b.loop(left, lambda k: element(k + whole * self.lanes), name="k") if left else None
         return b.seq(b.loop(whole, vector, name="k") if whole else None, rest)
 
-    def _sums(self, copied: TirExpr, rows: int, row: Index, panel: Index, columns: int) -> Stmt:
-        """One panel times the copied rows, and its stores."""
+    def _nibble_products(self, rows: int) -> NibbleProducts | None:
+        """What multiplies `rows` rows as integers; None where all is multiplied as float32."""
+        group = min(self.quantized.group, self.depth_of_all)
+        if self.quantized.table is not None:
+            return None
+        dot = nibble_dot_product(self.quantized.bits, group, rows, self.vectors, self.target)
+        if dot is None:
+            return None
+        return NibbleProducts(dot, self.builder, self.printer, self.lanes, rows, self.depth_of_all, group, self._unit)
+
+    def _sums(self, add_group: AddGroup, rows: int, row: Index, panel: Index, columns: int) -> Stmt:
+        """One panel times the rows of a task, and its stores."""
         b, vectors = self.builder, -(-columns // self.lanes)
         total = RegisterTile(b, self.printer, rows, vectors, self.lanes, self.dtype)
-
-        def group(number: Index) -> Stmt:
-            start = number * self.quantized.group
-            # A multiply-add comes with two operations or three: half as many in flight as elsewhere keep it busy.
-            ways = min(2, RegisterTile.ways_for(rows * vectors, self.quantized.group))
-            tile = RegisterTile(b, self.printer, rows, vectors, self.lanes, self.dtype, ways)
-            size = min(self.quantized.group, self.depth_of_all)
-            # Whole words, and of bytes as many as give every copy its share.
-            steps = max(self.per_word, min(8, size))
-
-            def some(i: Index, count: int) -> Stmt:
-                k = start + i * steps
-                word = self._words_before(panel, k)
-
-                def products(j: int) -> Stmt | None:
-                    here, place = j % self.per_word, word + j // self.per_word * self.width
-
-                    def a(r: int, _: Index) -> TirExpr:
-                        return b.load(copied, k + (r * self.depth_of_all + j))
-
-                    def w(vector: int, lane: Index) -> TirExpr:
-                        column = lane + vector * self.lanes
-                        return self._moved(self._integer(place, here, column), panel, number, column)
-
-                    return tile.accumulate(partials(a, rows), partials(w, vectors), j % ways)
-
-                return b.seq(self._ahead(word, count // self.per_word), *[products(j) for j in range(count)])
-
-            whole, left = divmod(size, steps)
-
-            def scaled(r: int, v: int, lane: Index) -> TirExpr:
-                scale = self._of_group(panel, number, lane + v * self.lanes, zero=False)
-                return total.at(r, v, lane) + tile.at(r, v, lane) * scale
-
-            return b.seq(
-                tile.declare(),
-                tile.clear(),
-                b.loop(whole, lambda i: some(i, steps), name="k"),
-                some(as_index(whole), left) if left else None,
-                tile.merge(),
-                total.fill(scaled),
-            )
-
-        groups = b.loop(self.groups, group, name="group")
+        groups = b.loop(self.groups, lambda number: add_group(total, panel, number), name="group")
         write = self._write(total, as_index(0), row, panel * self.width, columns)
         return b.seq(total.declare(), total.clear(), groups, write)
+
+    def _add_group(self, copied: TirBuffer, total: RegisterTile, panel: Index, number: Index) -> Stmt:
+        """total += the copied rows times a group of a panel, in float32."""
+        b, rows, vectors = self.builder, total.rows, total.vectors
+        start = number * self.quantized.group
+        # A multiply-add comes with two operations or three: half as many in flight as elsewhere keep it busy.
+        ways = min(2, RegisterTile.ways_for(rows * vectors, self.quantized.group))
+        tile = RegisterTile(b, self.printer, rows, vectors, self.lanes, self.dtype, ways)
+        size = min(self.quantized.group, self.depth_of_all)
+        # Whole words, and of bytes as many as give every copy its share.
+        steps = max(self.per_word, min(8, size))
+
+        def some(i: Index, count: int) -> Stmt:
+            k = start + i * steps
+            word = self._words_before(panel, k)
+
+            def products(j: int) -> Stmt | None:
+                here, place = j % self.per_word, word + j // self.per_word * self.width
+
+                def a(r: int, _: Index) -> TirExpr:
+                    return b.load(copied, k + (r * self.depth_of_all + j))
+
+                def w(vector: int, lane: Index) -> TirExpr:
+                    column = lane + vector * self.lanes
+                    return self._moved(self._integer(place, here, column), panel, number, column)
+
+                return tile.accumulate(partials(a, rows), partials(w, vectors), j % ways)
+
+            return b.seq(self._ahead(word, count // self.per_word), *[products(j) for j in range(count)])
+
+        whole, left = divmod(size, steps)
+
+        def scaled(r: int, v: int, lane: Index) -> TirExpr:
+            scale = self._of_group(panel, number, lane + v * self.lanes, zero=False)
+            return total.at(r, v, lane) + tile.at(r, v, lane) * scale
+
+        return b.seq(
+            tile.declare(),
+            tile.clear(),
+            b.loop(whole, lambda i: some(i, steps), name="k"),
+            some(as_index(whole), left) if left else None,
+            tile.merge(),
+            total.fill(scaled),
+        )
+
+    def _add_integer_group(self, rows: NibbleProducts, total: RegisterTile, panel: Index, number: Index) -> Stmt:
+        """total += the rows times a group of a panel of nibbles, in sums of integers."""
+        b = self.builder
+        first = self._words_before(panel, number * self.quantized.group)
+
+        def words(i: Index, vector: int) -> TirExpr:
+            place = first + i * self.width + vector * self.lanes
+            return tirx.BufferLoad(self.weight, [tirx.Ramp(b.index(place), 1, self.lanes)])
+
+        def ahead(i: Index) -> Stmt:
+            return self._ahead(first + i * self.width, 1)
+
+        def use(sums: Callable[[int, int, Index], TirExpr]) -> Stmt:
+            def scaled(r: int, v: int, lane: Index) -> TirExpr:
+                column, value = lane + v * self.lanes, sums(r, v, lane)
+                if self.quantized.zeros is not None:
+                    value = value - rows.total(r, number) * self._of_group(panel, number, column, zero=True)
+                scale = self._of_group(panel, number, column, zero=False)
+                return total.at(r, v, lane) + value * (scale * rows.scale(r, number))
+
+            return total.fill(scaled)
+
+        return rows.group_sums(number, total.vectors, words, ahead, use)
 
     # Many rows.
 

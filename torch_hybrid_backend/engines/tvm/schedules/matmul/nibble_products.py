@@ -1,0 +1,207 @@
+"""Products of a few rows of float32 with a weight of 4 bits, as exact sums of integers.
+
+Of each group of neighbours along k, the numbers of a row are x = X * s: X an integer of 23 bits and a sign, s one step of the largest of them.
+X is the sum of three signed bytes, of 65536, 256 and 1. So a group's sum of X times integers of 4 bits is three dot products of bytes
+(vpdpbusd), each of four weights a lane, exact in int32, which are put together in float32:
+
+    sum of x * q  =  s * (65536 * high + 256 * middle + low)
+
+What is rounded is a number's digits below 2^-23 of the largest of its group: as exact as sums in float32. A word of 8 weights takes a shift
+and two masks, then 6 dot products; as float32, 31 instructions. Weights are moved up by 8, for vpdpbusd wants one operand without signs; what
+that adds, 8 times the sum of X, is taken off where sums start.
+
+A group whose largest number is not 0 and not of a magnitude from 2^-100 to 2^100 (infinities, NaN, denormal numbers) is none of that: the
+caller is told, and multiplies in float32.
+
+Source: oneDNN, "Nuances of int8 computations" (the move); Ootomo, Ozaki & Yokota, "DGEMM on Integer Matrix Multiplication Unit", 2023 (numbers
+as sums of integers of 8 bits, by the largest of them).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+from tvm import tirx
+
+from torch_hybrid_backend.engines.tvm.cpu.dot_products import DotProduct, integer_dot_product
+from torch_hybrid_backend.engines.tvm.cpu.tiles import NIBBLES, register_count
+from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile
+from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirBuffer, TirExpr
+from torch_hybrid_backend.engines.tvm.tir.dot import load_word
+from torch_hybrid_backend.engines.tvm.tir.math import round_even
+from torch_hybrid_backend.engines.tvm.tir.printer import Printer
+from torch_hybrid_backend.loops.index import Index
+
+PARTS = 3  # bytes of a number, the lowest first
+_LARGEST = 127 * 65536  # three signed bytes hold 32,639 more: room for what rounding adds
+_RANGE = 2.0**-100, 2.0**100  # of the largest number of a group
+# The largest group: eight times the sum of its numbers fits into what sums start at.
+_MOST = 256
+
+
+def nibble_dot_product(bits: int, group: int, rows: int, vectors: int, target: Target) -> DotProduct | None:
+    """The dot product by which `rows` rows are multiplied with `vectors` vectors of columns; None where they are multiplied in float32."""
+    dot = integer_dot_product("uint8", "int8", target, knows_right=True)
+    if dot is None or dot.instruction != "vpdpbusd" or bits != 4 or group % target.lanes or group > _MOST:
+        return None
+    # A sum for each part, the sum of groups; two masks, the words of a vector, a word of a row.
+    return dot if (PARTS + 1) * rows * vectors + 6 <= register_count(target) else None
+
+
+class NibbleProducts:
+    """The rows of one task: `rows` of `depth` float32 in groups, `unit` times too small in the array that they come from."""
+
+    def __init__(
+        self, dot: DotProduct, builder: Builder, printer: Printer, lanes: int, rows: int, depth: int, group: int, unit: float
+    ) -> None:  # fmt: skip
+        self._dot, self._builder, self._printer, self._lanes = dot, builder, printer, lanes
+        self._rows, self._depth, self._group, self._unit = rows, depth, group, unit
+        self._groups = depth // group
+
+        def array(size: int, dtype: str, name: str) -> TirBuffer:
+            return tirx.decl_buffer((size,), dtype, builder.fresh(name), scope="global")
+
+        self._bytes = array(rows * PARTS * depth, "int8", "bytes")
+        self._scales = array(rows * self._groups, "float32", "steps")
+        self._totals = array(rows * self._groups, "int32", "totals")  # sums of X
+        self._outside = builder.local(1, "int32", "outside")
+
+    def declare(self) -> Stmt:
+        b = self._builder
+        arrays = (tirx.stmt.AllocBuffer(array) for array in (self._bytes, self._scales, self._totals))
+        return b.seq(*arrays, b.alloc(self._outside), b.store(self._outside, 0, tirx.IntImm("int32", 0)))
+
+    @property
+    def holds(self) -> TirExpr:
+        """Whether all numbers that were split are in the range of these sums."""
+        return self._builder.load(self._outside, 0).equal(tirx.IntImm("int32", 0))
+
+    # The rows.
+
+    def split(self, source: TirBuffer) -> Stmt:
+        """The rows in `source`, (rows, depth), as bytes."""
+        return self._builder.nest((self._rows, self._groups), lambda at: self._split_group(source, *at), name="g")
+
+    def _split_group(self, source: TirBuffer, row: Index, group: Index) -> Stmt:
+        b, lanes = self._builder, self._lanes
+        top, numbers, total = (b.local(lanes, "int32", name) for name in ("top", "numbers", "total"))
+        largest, inverse = tirx.Var(b.fresh("largest"), "float32"), tirx.Var(b.fresh("inverse"), "float32")
+        first, place = group * self._group, row * self._groups + group
+
+        def each(body: Callable[[Index, Index], Stmt]) -> Stmt:
+            """`body(lane, k)` for every number of the group."""
+            return b.loop(
+                self._group // lanes,
+                lambda i: self._printer.vector_loop(lanes, lambda lane: body(lane, first + i * lanes + lane)),
+            )
+
+        def raise_top(lane: Index, k: Index) -> Stmt:
+            # The bits of magnitudes are in their order, NaN the largest.
+            bits = tirx.reinterpret("int32", b.load(source, row * self._depth + k))
+            magnitude = tirx.bitwise_and(bits, _int(0x7FFFFFFF))
+            return b.store(top, lane, tirx.Max(b.load(top, lane), magnitude))
+
+        def put(lane: Index, k: Index) -> Stmt:
+            x, start = b.load(numbers, lane), row * (PARTS * self._depth) + k
+            rounded = round_even(b.load(source, row * self._depth + k) * inverse, "float32")
+            # Each part is what is left, rounded to whole units of it.
+            parts = (x, tirx.shift_right(x + _int(0x80), _int(8)), tirx.shift_right(x + _int(0x8080), _int(16)))
+            return b.seq(
+                b.store(numbers, lane, tirx.Cast("int32", rounded)),
+                b.store(total, lane, b.load(total, lane) + x),
+                *[
+                    b.store(self._bytes, start + number * self._depth, tirx.Cast("int8", part))
+                    for number, part in enumerate(parts)
+                ],
+            )
+
+        def clear(array: TirBuffer) -> Stmt:
+            return self._printer.vector_loop(lanes, lambda lane: b.store(array, lane, _int(0)))
+
+        bits = b.load(top, 0)
+        least, most = (_int(struct.unpack("<i", struct.pack("<f", limit))[0]) for limit in _RANGE)
+        is_outside = tirx.Or(bits > most, tirx.And(bits > _int(0), bits < least))
+        per_unit = tirx.Select(bits > _int(0), tirx.const(_LARGEST, "float32") / largest, tirx.const(0, "float32"))
+        return b.seq(
+            *map(b.alloc, (top, numbers, total)), clear(top), clear(total),
+            each(raise_top), self._over_lanes(top, tirx.Max),
+            tirx.stmt.Bind(largest, tirx.reinterpret("float32", bits)),
+            tirx.stmt.Bind(inverse, per_unit),
+            b.when(is_outside, b.store(self._outside, 0, _int(1))),
+            b.store(self._scales, place, largest * tirx.const(self._unit / _LARGEST, "float32")),
+            each(put), self._over_lanes(total, tirx.Add),
+            b.store(self._totals, place, b.load(total, 0)),
+        )  # fmt: skip
+
+    def _over_lanes(self, vector: TirBuffer, combine: Callable[[TirExpr, TirExpr], TirExpr]) -> Stmt:
+        """vector[0] = all of its lanes combined, by halves."""
+        b = self._builder
+
+        def halve(width: int) -> Stmt:
+            return self._printer.vector_loop(
+                width, lambda lane: b.store(vector, lane, combine(b.load(vector, lane), b.load(vector, lane + width)))
+            )
+
+        return b.seq(*[halve(self._lanes >> step) for step in range(1, self._lanes.bit_length())])
+
+    # Products.
+
+    def group_sums(
+        self, group: Index, vectors: int, words: Callable[[Index, int], TirExpr], ahead: Callable[[Index], Stmt],
+        use: Callable[[Callable[[int, int, Index], TirExpr]], Stmt],
+    ) -> Stmt:  # fmt: skip
+        """The sums of a group, as `use(sum)`: sum(row, vector, lane) of x * q.
+
+        words(i, vector): a vector of the group's i-th words, which `ahead(i)` precedes.
+        """
+        b, dot, lanes = self._builder, self._dot, self._lanes
+        columns = self._rows * PARTS
+        tile = RegisterTile(b, self._printer, vectors, columns, lanes, "int32")
+
+        def start(vector: int, column: int, lane: Index) -> TirExpr:
+            row, part = divmod(column, PARTS)
+            total = b.load(self._totals, group + row * self._groups)
+            if part == 0:
+                return tirx.bitwise_and(total, _int(0xFFFF)) * _int(-8)
+            return tirx.shift_right(total, _int(16)) * _int(-8) if part == PARTS - 1 else _int(0)
+
+        def word(i: Index) -> Stmt | None:
+            steps = []
+            of_word = [words(i, vector) for vector in range(vectors)]
+            for half in range(2):
+                moved = [tirx.shift_right(w, self._all(4)) if half else w for w in of_word]
+                nibbles = [tirx.bitwise_and(w, self._all(0x0F0F0F0F)) for w in moved]
+                raised = [
+                    tirx.bitwise_xor(w, self._all(0x08080808)) for w in nibbles
+                ]  # by 8: the sign's bit turned over
+                at = group * self._group + i * NIBBLES + half * dot.group
+                places = [at + column * self._depth for column in range(columns)]
+                numbers = [load_word(self._bytes, b.index(place), dot, lanes) for place in places]
+                signed = [tirx.reinterpret(f"int8x{lanes * dot.group}", number) for number in numbers]
+                steps.append(tile.accumulate_words(raised, signed, dot))
+            return b.seq(ahead(i), *steps)
+
+        def total(row: int, vector: int, lane: Index) -> TirExpr:
+            low, middle, high = (
+                tirx.Cast("float32", tile.at(vector, row * PARTS + part, lane)) for part in range(PARTS)
+            )
+            return high * tirx.const(65536, "float32") + (middle * tirx.const(256, "float32") + low)
+
+        return b.seq(tile.declare(), tile.fill(start), b.loop(self._group // NIBBLES, word, name="w"), use(total))
+
+    def scale(self, row: int, group: Index) -> TirExpr:
+        """What a group's sums are multiplied by."""
+        return self._builder.load(self._scales, group + row * self._groups)
+
+    def total(self, row: int, group: Index) -> TirExpr:
+        """The sum of a group's numbers, in units of its scale."""
+        return tirx.Cast("float32", self._builder.load(self._totals, group + row * self._groups))
+
+    def _all(self, number: int) -> TirExpr:
+        return tirx.Broadcast(_int(number), self._lanes)
+
+
+def _int(number: int) -> TirExpr:
+    return tirx.IntImm("int32", number)
