@@ -34,6 +34,7 @@ from torch_hybrid_backend.loops.ir import (
     count_calls,
     domain_vars,
     indices,
+    loads_of,
     parts,
 )
 
@@ -172,6 +173,11 @@ def is_dequantised(value: Value) -> bool:
         return False
     expr = value.at(domain_vars(value.shape))
     return affine(expr) is not None and count_calls(expr) <= _CHEAP_CALLS
+
+
+def is_quantised(e: Expr) -> bool:
+    """Whether a scalar is an integer of 8 bits that is computed from floats."""
+    return e.dtype in NARROW and any(scalar.is_float(load.buffer.dtype) for load in loads_of(e))
 
 
 def integer_product(op: MatMulOp | ConvOp, realize: Realize) -> tuple[LoopOp, MapOp] | None:

@@ -30,8 +30,8 @@ _WIDER = {
 
 
 def remove_no_ops(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
-    """Remove casts to the same dtype or to a wider one and back, copies, views that change nothing (same shape, full slice, identity
-    permutation) and what concatenations join without elements; merge view-of-view and permute-of-permute.
+    """Remove casts to the same dtype or to a wider one and back, copies, paddings by nothing, views that change nothing (same shape, full slice,
+    identity permutation) and what concatenations join without elements; merge view-of-view and permute-of-permute.
 
     A copy whose memory format differs from its input's stays: it is a real layout change. A copy that keeps an
     output's memory apart from an input's, a constant's or another output's stays.
@@ -44,11 +44,16 @@ def remove_no_ops(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
             changed |= _drop_empty_parts(gm, node)
         if node.op != "call_function" or not node.args or not isinstance(node.args[0], torch.fx.Node):
             continue
-        if node.target in COPIES:
+        if node.target in COPIES or _pads_nothing(node):
             changed |= replace(gm, node, _before_widening(node.args[0])) or replace(gm, node, node.args[0])
         elif is_view(node):
             changed |= _remove_view(gm, node) or _merge_views(gm, node) or _plain_view(gm, node)
     return changed
+
+
+def _pads_nothing(node: torch.fx.Node) -> bool:
+    pad: Any = node.args[1] if node.target is aten.constant_pad_nd.default else (None,)
+    return all(isinstance(size, int) and size == 0 for size in pad)
 
 
 def _before_widening(value: torch.fx.Node) -> torch.fx.Node:
