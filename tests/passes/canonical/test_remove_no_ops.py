@@ -145,3 +145,12 @@ def test_one_tensor_joined_with_nothing_is_a_new_one(captured):
     subject.apply(remove_no_ops, exact=True)
     (result,) = subject.run()
     assert result.data_ptr() != subject.inputs[0].data_ptr()
+
+
+def test_padding_by_nothing_is_none(captured):
+    """Networks that compute their padding pad 1x1 convolutions by zeros of zero width; what is returned is still a copy."""
+    pad = torch.nn.functional.pad
+    subject = captured(lambda x: pad(pad(x.sin(), (0, 0, 0, 0)), (0, 1)).exp(), torch.randn(4, 6))
+    assert subject.apply(remove_no_ops, exact=True)
+    assert subject.operators()["constant_pad_nd.default"] == 1
+    assert not captured(lambda x: pad(x, (0, 0)), torch.randn(4, 6)).apply(remove_no_ops, exact=True)
