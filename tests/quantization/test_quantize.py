@@ -81,7 +81,9 @@ def digits() -> Digits:
 def test_digits_are_read_as_well(digits: Digits, calibration: str) -> None:
     """A network of 8 bits loses at most 0.5 points of 897 held-out images, and its outputs are a few percent off."""
     quantized = quantize(digits.model, digits.calibration, calibration=calibration)
-    sums = ["#add1"] if calibration != "none" else []  # in the range that is found for `inner`, which reads what is added
+    sums = (
+        ["#add1"] if calibration != "none" else []
+    )  # in the range that is found for `inner`, which reads what is added
     assert sorted(quantized.ranges.sites) == [*sums, "classifier", "down", "features.0", "hidden", "inner"]
     assert digits.accuracy(digits.model) > 0.93
     assert digits.accuracy(quantized) >= digits.accuracy(digits.model) - 0.005

@@ -34,7 +34,7 @@ class Residuals(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        # By tensor, each with the tensor's version: the name of the first convolution that read it; as the how manieth it was made; what it pads.
+        # By tensor, each with the tensor's version: the name of the first convolution that read it; how many were made by then; what it pads.
         self._read = WeakTensorKeyDictionary()
         self._made = WeakTensorKeyDictionary()
         self._padded = WeakTensorKeyDictionary()
@@ -88,5 +88,7 @@ def _keep(known: WeakTensorKeyDictionary, x: torch.Tensor, what: Any) -> None:
 
 def _found(known: WeakTensorKeyDictionary, x: Any) -> Any:
     """What is known of a tensor that nobody has written to since; None for others."""
-    version, what = known.get(x, (None, None)) if isinstance(x, torch.Tensor) else (None, None)
-    return what if version is not None and x._version == version else None
+    if not isinstance(x, torch.Tensor) or x not in known:
+        return None
+    version, what = known[x]
+    return what if x._version == version else None

@@ -96,7 +96,8 @@ def _move_up(node: Node) -> bool:
     """Puts a quantising operator behind what it quantises: what is computed in between may be a convolution, whose kernel it is not part of."""
     source: Any = node.args[0]
     if source.op != "call_function" or all(
-        between.target is operator.getitem or _Numbers.of(between, "quantize") is not None for between in _between(source, node)
+        between.target is operator.getitem or _Numbers.of(between, "quantize") is not None
+        for between in _between(source, node)
     ):
         return False
     source.append(node)

@@ -30,8 +30,8 @@ _WIDER = {
 
 
 def remove_no_ops(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
-    """Remove casts to the same dtype or to a wider one and back, copies, paddings by nothing, views that change nothing (same shape, full slice,
-    identity permutation) and what concatenations join without elements; merge view-of-view and permute-of-permute.
+    """Remove casts to the same dtype or to a wider one and back, copies, paddings by nothing, views that change nothing (same shape, full
+    slice, identity permutation) and what concatenations join without elements; merge view-of-view and permute-of-permute.
 
     A copy whose memory format differs from its input's stays: it is a real layout change. A copy that keeps an
     output's memory apart from an input's, a constant's or another output's stays.

@@ -7,7 +7,6 @@ read as fast where it lies (`reads_unpacked`) is not packed: no second copy of i
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -39,7 +38,7 @@ from torch_hybrid_backend.engines.tvm.cpu.word_operands import WordOperands
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops.graph import LoopGraph
 from torch_hybrid_backend.loops.index import LoopVar, contiguous_strides, index_of
-from torch_hybrid_backend.loops.ir import Buffer, ConvOp, IntegerConvOp, IntegerMatMulOp, MapOp, MatMulOp
+from torch_hybrid_backend.loops.ir import Buffer, ConvOp, IntegerConvOp, IntegerMatMulOp, MatMulOp
 from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.loops.layout import Layout, Strided
 from torch_hybrid_backend.sizes.size import known_at_most, known_int
@@ -49,8 +48,7 @@ def packed_operands(graph: LoopGraph, layouts: Mapping[Buffer, Layout], target: 
     """The graph with the operands of every matmul and convolution packed. `layouts`: how constants lie."""
     packer = OperandPacker()
     images = {op.x for op in graph.ops if isinstance(op, ConvOp) and isinstance(op.x, Buffer)}
-    entering = _entering(graph)
-    words = WordOperands(packer, layouts, images, entering, target)
+    words = WordOperands(packer, layouts, images, target)
     for op in graph.ops:
         match op:
             case IntegerMatMulOp():
@@ -77,27 +75,9 @@ def packed_operands(graph: LoopGraph, layouts: Mapping[Buffer, Layout], target: 
                 w = packer.pack(op.w, ahead, each_call, ("w", block, op.groups))
                 kernel = tuple(map(known_int, op.w.shape[2:]))
                 packer.add(PackedConvOp(op.out, op.x, w, op.stride, op.padding, op.dilation, op.groups, block, kernel))
-            case MapOp() if op.out in entering:
-                pass  # `words` adds it, or what it makes of it
             case _:
                 packer.add(op)
     return packer.prepared(graph)
-
-
-def _entering(graph: LoopGraph) -> dict[Buffer, MapOp]:
-    """What quantises an input of the graph for one convolution and nothing else."""
-    readers = Counter(buffer for op in graph.ops for buffer in op.reads())
-    images = {op.x for op in graph.ops if isinstance(op, IntegerConvOp)}
-
-    def enters(op: MapOp) -> bool:
-        sources = [buffer for buffer in op.reads() if buffer.shape == op.out.shape]
-        return len(sources) == 1 and sources[0] in graph.inputs
-
-    return {
-        op.out: op
-        for op in graph.ops
-        if isinstance(op, MapOp) and op.out in images and readers[op.out] == 1 and op.out not in graph.outputs and enters(op)
-    }
 
 
 def packed_kernel(anchor: Anchor) -> Kernel:

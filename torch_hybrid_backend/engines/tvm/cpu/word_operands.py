@@ -63,19 +63,13 @@ _EXACT = 1 << 24
 
 
 class WordOperands:
-    """Adds products to `packer`. `layouts`: how inputs, outputs and literals lie; `images`: the buffers that convolutions read; `entering`:
-    those that one convolution alone reads, by what quantises inputs of the graph into them: they are added here where they are needed."""
+    """Adds products to `packer`. `layouts`: how inputs, outputs and literals lie; `images`: the buffers that convolutions read."""
 
     def __init__(
-        self,
-        packer: OperandPacker,
-        layouts: Mapping[Buffer, Layout],
-        images: Collection[Buffer],
-        entering: Mapping[Buffer, MapOp],
-        target: Target,
+        self, packer: OperandPacker, layouts: Mapping[Buffer, Layout], images: Collection[Buffer], target: Target
     ) -> None:
         self._packer, self._layouts, self._target = packer, layouts, target
-        self._images, self._entering = images, entering
+        self._images = images
         self._copies: dict[tuple[object, ...], Buffer] = {}
 
     def takes_matmul(self, op: MatMulOp) -> bool:
@@ -213,20 +207,13 @@ class WordOperands:
         is_there = isinstance(x, Buffer) and x not in self._layouts and x.dtype == dot.left and not dot.shift
         if is_there and not missing and not any(map(any, around)):
             assert isinstance(x, Buffer)
-            self._enter(x)
             return x
         key = (x, dot, border, *around)
         if key not in self._copies:
-            if isinstance(x, Buffer) and x in self._entering:
-                x = self._entering[x].value  # quantised as it is copied
             value = image_words(x, dot, around, border)
             self._copies[key] = Buffer(value.shape, value.dtype, "words")
             self._packer.add(MapOp(self._copies[key], value))
         return self._copies[key]
-
-    def _enter(self, x: Value) -> None:
-        if isinstance(x, Buffer) and x in self._entering:
-            self._packer.add(self._entering[x])
 
     def _add_convolution(self, op: ConvOp, x: Buffer, dot: DotProduct, block: int, start: Buffer | None) -> None:
         ahead = partial(pack_conv_words, groups=op.groups, block=block, dot=dot)
@@ -238,7 +225,6 @@ class WordOperands:
 
     def _add_wide_convolution(self, op: IntegerConvOp, block: int) -> None:
         """The same sums in float32, where it holds them exactly, or in int32."""
-        self._enter(op.x)
         depth = math.prod(map(known_int, op.w.shape[1:]))
         dtype = "float32" if depth * 255 * 255 <= _EXACT else "int32"
 
