@@ -48,7 +48,7 @@ class Summed(nn.Module):
 
 
 def _padded(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return x + net.conv(functional.pad(x, (0, 0, 0, 0)))
+    return x + net.conv(functional.pad(input=x, pad=(0, 0, 0, 0)))
 
 
 def _written_between(net: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -43,12 +43,14 @@ class Residuals(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        is_made = function is functional.batch_norm and _found(self._made, args[0]) is not None
-        result = function(*args, **(kwargs or {}))
+        kwargs = {} if kwargs is None else kwargs
+        source = args[0] if args else kwargs.get("input")
+        is_made = function is functional.batch_norm and _found(self._made, source) is not None
+        result = function(*args, **kwargs)
         if is_made:
             self._makes(result)
-        elif function is functional.pad and _pads_zeros(*args, **(kwargs or {})):
-            _keep(self._padded, result, args[0])
+        elif function is functional.pad and _pads_zeros(*args, **kwargs):
+            _keep(self._padded, result, source)
         return result
 
     def convolution(self, name: str, x: torch.Tensor, result: torch.Tensor) -> None:
@@ -77,7 +79,7 @@ class Residuals(TorchFunctionMode):
         return (name, None) if made[0] < made[1] else (None, name + OTHER)
 
 
-def _pads_zeros(x: Any, pad: Any = (), mode: str = "constant", value: float | None = None) -> bool:
+def _pads_zeros(input: Any, pad: Any, mode: str = "constant", value: float | None = None) -> bool:
     return mode == "constant" and not value
 
 

@@ -87,7 +87,7 @@ def quantized_pairs(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
         if numbers is None:
             continue
         changed |= _simplify(gm, node, numbers)
-    for node in gm.graph.nodes:
+    for node in list(gm.graph.nodes):
         changed |= node.op == "call_function" and _Numbers.of(node, "quantize") is not None and _move_up(node)
     return changed
 
