@@ -137,6 +137,31 @@ def test_what_is_known_comes_with_the_visit() -> None:
     assert _seen(net, x) == nothing | {"block": ("c",)}
 
 
+def test_additions_that_something_is_known_of() -> None:
+    """They are numbered by themselves and leave other sites' numbers alone; one that writes to its first operand still does."""
+
+    class Sums(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y, z = x + x, x @ x
+            alias = y
+            y += z
+            return torch.add(alias, torch.add(y, 1) + x @ z, alpha=2)
+
+    net, x = Sums().eval(), torch.randn(3, 3)
+    expected = net(x)
+    follow(net, {"#add2": ("b",)})
+    assert _seen(net, x) == {"#add2": ("b",), "": None, "#2": None}
+    names: list[str] = []
+
+    def visit(name: str, known: Any, kind: str, axis: int | None, a: Any, b: Any, compute: Callable[..., Any]) -> Any:
+        names.append(name)
+        return compute(a, b)
+
+    with CallSites(visit, all_additions=True):
+        assert torch.equal(net(x), expected)
+    assert names == ["#add1", "", "#add2", "#2", "#add3"]
+
+
 def test_followed_modules_are_what_they_were() -> None:
     """Types by name and by isinstance, results, state, copies and pickles: copies and pickles are of the module's own class."""
     net, x = _net(), torch.randn(3, 2, 9)

@@ -25,6 +25,7 @@ def _saved(path: Path) -> Ranges:
         "0": Site("linear", ((-1.5, 1 / 3),), (1.0, 0.1, 2.5)),
         "0#2": Site("matmul", ((0.0, 1e-20), (-7.0, 7.0))),
         "2": Site("linear"),
+        "#add1": Site("add", (None, (-0.1, 0.2))),
     }
     ranges = Ranges(fingerprint(_model()), sites, {"1": "excluded"})
     ranges.save(path)

@@ -5,6 +5,8 @@ What stays lazy (a `Map` inlined into whatever reads it) and what gets memory is
 - a computed value gets memory when several operators read it, when it would be recomputed for every element of a larger tensor
   (broadcast, pooling window), when its expression has grown long, or when it is the epilogue of a convolution that a concatenation reads:
   the convolution writes as much either way, and the concatenation is left a copy;
+- what is quantised gets memory, and what is dequantised does not, whoever reads it, where a backend multiplies integers: a byte is read for
+  less than a float is;
 - everything else is inlined.
 """
 
@@ -22,7 +24,7 @@ from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import dim
 from torch_hybrid_backend.loops.cache_updates import is_cache_update
 from torch_hybrid_backend.loops.index import Index, LoopVar, contiguous_strides, linear
-from torch_hybrid_backend.loops.integer_products import integer_product, is_dequantised
+from torch_hybrid_backend.loops.integer_products import integer_product, is_dequantised, is_quantised
 from torch_hybrid_backend.loops.ir import (
     AttentionGradientOp,
     AttentionOp,
@@ -280,11 +282,16 @@ class _Lowerer:
         """Give a computed value memory where recomputing it would cost more."""
         if not isinstance(value, Map) or value.base is not None or value.realized is not None:
             return
-        if self._policy.abilities.integer_products and is_dequantised(value):
-            return
         if self._policy.updates_in_attention and is_cache_update(value) and _is_attended(node):
             return
         expr = value.at(domain_vars(value.shape))
+        if self._policy.abilities.integer_products:
+            if is_quantised(expr):
+                self._realize(value)
+                return
+            padded = value.zero_padded and value.zero_padded[0]  # as a convolution reads it
+            if is_dequantised(value) or (padded and is_dequantised(padded)):
+                return
         calls = count_calls(expr)
         if calls > self._policy.max_inline_calls or len(loads_of(expr)) > self._policy.max_inline_loads:
             self._realize(value)

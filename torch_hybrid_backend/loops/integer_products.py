@@ -174,6 +174,12 @@ def is_dequantised(value: Value) -> bool:
     return affine(expr) is not None and count_calls(expr) <= _CHEAP_CALLS
 
 
+def is_quantised(e: Expr) -> bool:
+    """Whether a scalar is an integer of 8 bits that floats were rounded to; not one that was only cast, as masks and images are."""
+    rounded = (part.args[0] for part in parts([e]) if isinstance(part, Call) and part.op == "round_even")
+    return e.dtype in NARROW and any(scalar.is_float(each.dtype) for each in rounded)
+
+
 def integer_product(op: MatMulOp | ConvOp, realize: Realize) -> tuple[LoopOp, MapOp] | None:
     """A product as one of integers, and what makes its result of that; None where it is none.
 

@@ -4,6 +4,7 @@ A site is a call of an operator, named after the module in whose forward it is m
 a mode of torch's. So functional calls (products of attention, weights kept as bare parameters) are seen like those of layers. Inside operators
 of `torch.nn.functional` that are Python and take others' place nothing is seen, but for `multi_head_attention_forward`: its projections
 have the sites "in_proj" (with "#2" and "#3" where keys and values have inputs of their own) and "out_proj" behind the module's name.
+Additions of two tensors are numbered by themselves: "#add1", "#add2".
 
 Dynamo checks in every call what it read while it traced: hooks, attributes, closures. It checks the class of every module as it is. So
 what is known of a module's sites is part of its class, as literals of its forward's code: that is checked with no guard more.
@@ -23,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from torch_hybrid_backend.quantization.attention import arguments_of, is_taken, multi_head_attention
 
-KINDS = ("conv", "linear", "matmul")
+KINDS = ("conv", "linear", "matmul", "add")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +56,12 @@ OPERATORS: dict[Callable[..., Any], Operator] = {
     torch.addmm: Operator("matmul", (1, "mat1"), (2, "mat2"), -1),
 }
 
+# Each a function of two tensors; whether it writes to the first.
+ADDITIONS: dict[Callable[..., Any], bool] = {torch.add: False, torch.Tensor.add: False, torch.Tensor.add_: True}
+
 # What a site's visitor is told of it by whoever had the model followed: nested tuples of what `repr` writes as literals.
 Known = tuple[Any, ...]
-# By the number of a module's site; by the name of a projection the same for its sites.
+# By the number of a module's site, that of an addition behind "add"; by the name of a projection the same for its sites.
 Sites = Mapping["int | str", Any]
 PROJECTIONS = ("in_proj", "out_proj")
 
@@ -67,17 +71,19 @@ Visit = Callable[[str, "Known | None", str, "int | None", torch.Tensor, torch.Te
 
 
 class CallSites(TorchFunctionMode):
-    """While it is active, `visit` stands in for every operator of `OPERATORS` that modules followed by `follow` call."""
+    """While it is active, `visit` stands in for every operator of `OPERATORS` that modules followed by `follow` call, and for those additions
+    that something is known of; for all of them with `all_additions`."""
 
-    def __init__(self, visit: Visit) -> None:
+    def __init__(self, visit: Visit, *, all_additions: bool = False) -> None:
         super().__init__()
         self._visit = visit
-        # Innermost last: a module's name, what is known of its sites by their number, and how many calls it has made.
-        self._calls: list[list[Any]] = [["", {}, 0]]
+        self._all_additions = all_additions
+        # Innermost last: a module's name, what is known of its sites by their number, how many calls and additions it has made.
+        self._calls: list[list[Any]] = [["", {}, 0, 0]]
 
     def enter(self, name: str, known: Sites) -> None:
         """A module's forward begins."""
-        self._calls.append([name, known, 0])
+        self._calls.append([name, known, 0, 0])
 
     def leave(self) -> None:
         """It has ended."""
@@ -90,11 +96,13 @@ class CallSites(TorchFunctionMode):
         operator = OPERATORS.get(function)
         if function is functional.multi_head_attention_forward and is_taken(given := arguments_of(args, kwargs)):
             return self._attention(given)
+        if function in ADDITIONS and len(args) == 2 and not kwargs and all(isinstance(x, torch.Tensor) for x in args):
+            return self._addition(function, *args)
         if operator is None:
             return function(*args, **kwargs)
         here = self._calls[-1]
         here[2] += 1
-        name, known, count = here
+        name, known, count, _ = here
         first, second = _operand(operator.first, args, kwargs), _operand(operator.second, args, kwargs)
         if not _is_taken(first) or not _is_taken(second):
             return function(*args, **kwargs)
@@ -113,10 +121,21 @@ class CallSites(TorchFunctionMode):
             kind, axis = "linear", 1  # a weight kept as (inputs, outputs), as GPT-2's
         return self._visit(_site(name, count), known.get(count), kind, axis, first, second, compute)
 
+    def _addition(self, function: Callable[..., Any], first: torch.Tensor, second: torch.Tensor) -> Any:
+        here = self._calls[-1]
+        here[3] += 1
+        name, known, _, count = here
+        site = f"add{count}"
+        what = known.get(site)
+        if what is None and not self._all_additions:
+            return function(first, second)
+        result = self._visit(f"{name}#{site}", what, "add", None, first, second, torch.add)
+        return first.copy_(result) if ADDITIONS[function] else result
+
     def _attention(self, given: Mapping[str, Any]) -> Any:
         """Multi-head attention, each of whose projections is a module of its own to the visitor."""
-        name, known, _ = self._calls[-1]
-        parts = {part: [f"{name}.{part}" if name else part, known.get(part, {}), 0] for part in PROJECTIONS}
+        name, known, *_ = self._calls[-1]
+        parts = {part: [f"{name}.{part}" if name else part, known.get(part, {}), 0, 0] for part in PROJECTIONS}
 
         def project(part: str, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             self._calls.append(parts[part])
@@ -156,7 +175,7 @@ def follow(model: nn.Module, known: Mapping[str, Known] | None = None) -> None:
     by_module: dict[str, dict[int | str, Any]] = {}
     for site, what in (known or {}).items():
         module_name, _, count = site.partition("#")
-        by_module.setdefault(module_name, {})[int(count or 1)] = what
+        by_module.setdefault(module_name, {})[count if count.startswith("add") else int(count or 1)] = what
     for module_name, sites in list(by_module.items()):
         around, _, part = module_name.rpartition(".")
         if part in PROJECTIONS:  # of an attention, which calls no module for them

@@ -21,10 +21,10 @@ from torch_hybrid_backend.quantization.calibration import Collector, collector_o
 from torch_hybrid_backend.quantization.call_sites import KINDS, CallSites, Known, follow, layers_of
 from torch_hybrid_backend.quantization.loader import Loader
 from torch_hybrid_backend.quantization.ranges import Ranges, Site, fingerprint
+from torch_hybrid_backend.quantization.residuals import OTHER, Residuals
 
 Metric = Callable[[nn.Module], float]
 Compute = Callable[..., Any]
-OTHER = " other"  # behind a site's name: the second operand of a product of activations
 _LEAST_FACTOR = 1e-5
 
 
@@ -52,7 +52,8 @@ def quantize(
         "naive" (all that was seen), "none" (scales are found in every call: per tensor for convolutions, per row for linear layers; of modules
         alone, unless a loader shows other calls), or a `Collector`.
     exclude: names of modules (as in `named_modules()`, patterns as in `fnmatch`) that stay in floating point, with all that is in them.
-    exclude_kinds: kinds of layers that do: "conv", "linear", "matmul" (products of two activations).
+    exclude_kinds: kinds of layers that do: "conv", "linear", "matmul" (products of two activations), "add" (sums of a convolution's result
+        and what comes from before it, which is quantised where calibration finds ranges).
     smooth: between 0 and 1: by how much the differences between the channels of linear layers' inputs move into their weights; 0.5 is usual
         for transformers. The product stays the same but for rounding (Xiao et al., "SmoothQuant", ICML 2023).
     metric: how good a module is, higher is better. Layers return to floating point, the one with the largest error first, until
@@ -140,7 +141,7 @@ class QuantizedModule(nn.Module):
         """Has the model's modules tell `CallSites` how their sites are quantised: kind, ranges, the buffer that smooths."""
         known: dict[str, Known] = {}
         for name, site in self._ranges.sites.items():
-            pairs = site.ranges and tuple((float(low), float(high)) for low, high in site.ranges)
+            pairs = site.ranges and tuple(pair and (float(pair[0]), float(pair[1])) for pair in site.ranges)
             known[name] = site.kind, pairs, self._smoothing.get(name)
         follow(self.model, known)
 
@@ -164,11 +165,11 @@ class QuantizedModule(nn.Module):
         with torch.no_grad(), CallSites(self._visit):
             return self.model(*args, **kwargs)
 
-    def run_with(self, visit: Callable[..., Any]) -> Callable[..., Any]:
+    def run_with(self, visit: Callable[..., Any], *, all_additions: bool = False) -> Callable[..., Any]:
         """The module with every call of a layer left to `visit`, as `CallSites` describes it."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with torch.no_grad(), CallSites(visit):
+            with torch.no_grad(), CallSites(visit, all_additions=all_additions):
                 return self.model(*args, **kwargs)
 
         return run
@@ -190,6 +191,9 @@ class QuantizedModule(nn.Module):
     def quantized(self, known: Known, axis: int | None, x: torch.Tensor, w: torch.Tensor, compute: Compute) -> Any:
         """One call of a layer with its operands quantised and dequantised."""
         kind, ranges, _ = known
+        if kind == "add":
+            pairs = zip((x, w), ranges or (), strict=True)
+            return compute(*(operand if pair is None else tensor(call, operand, *pair) for operand, pair in pairs))
         x, w = self.smoothed(known, axis, x, w)
         if ranges is None:
             per_row = kind != "conv"
@@ -267,31 +271,48 @@ def _calibrated(
     """What running the model on the data tells: which calls there are, how inputs of linear layers are smoothed, and ranges."""
     seen: dict[str, Site] = {}
     in_float: dict[str, str] = {}
+    sources: dict[str, tuple[str | None, ...]] = {}  # by operand of a site: the name of what its range is found for
     largest: dict[
         str, tuple[torch.Tensor, torch.Tensor]
     ] = {}  # of linear layers, by input channel: of inputs, of weights
+    residuals = Residuals()
 
     def look(
         name: str, known: Known | None, kind: str, axis: int | None, x: torch.Tensor, w: torch.Tensor, compute: Compute
     ) -> Any:
+        if kind == "add":
+            own = residuals.sources(name, x, w) or (None, None)
+            # What is quantised in one call and not in another, or otherwise, stays as it is.
+            sources[name] = own if sources.get(name, own) == own else (None, None)
+            return compute(x, w)
         if excluded(name) or kind in kinds:
             in_float[name] = "excluded"
             return compute(x, w)
         _check_finite(name, kind, x, w)
         seen[name] = Site(kind)
+        sources[name] = (name, name + OTHER) if axis is None else (name,)
         if smooth is not None and kind == "linear" and axis is not None:
             of_x = x.abs().reshape(-1, x.shape[-1]).amax(0).float()
             before, _ = largest.get(name, (of_x, of_x))
             largest[name] = torch.maximum(before, of_x), w.abs().amax(axis).float()
-        return compute(x, w)
+        made = compute(x, w)
+        if kind == "conv":
+            residuals.convolution(name, x, made)
+        return made
 
-    data.run(result.run_with(look))
+    with residuals:
+        data.run(result.run_with(look, all_additions=collector is not None))
     if smooth is not None:
         for name, (of_x, of_w) in largest.items():
             seen[name] = replace(seen[name], smoothing=_smoothing(of_x, of_w, smooth))
+    for name in [name for name, own in sources.items() if name not in seen and any(own)]:
+        if excluded(name) or "add" in kinds:
+            in_float[name] = "excluded"
+        else:
+            seen[name] = Site("add")
     result.ranges = Ranges(result.ranges.model, seen, in_float)
     if collector is not None:
-        seen = _with_ranges(result, data, collector)
+        seen = _with_ranges(result, data, collector, sources)
     missing = {
         name: "excluded" if excluded(name) else "uncalibrated"
         for name in layers_of(result.model)
@@ -309,20 +330,19 @@ def _smoothing(of_x: torch.Tensor, of_w: torch.Tensor, alpha: float) -> tuple[fl
     return tuple(torch.where(used, factors.clamp(_LEAST_FACTOR, 1 / _LEAST_FACTOR), 1.0).tolist())
 
 
-def _with_ranges(result: QuantizedModule, data: Loader, collector: Collector) -> dict[str, Site]:
-    """The sites that the collector knows ranges of."""
-    sites = result.ranges.sites
-    products: set[str] = set()  # of two activations
+def _with_ranges(
+    result: QuantizedModule, data: Loader, collector: Collector, sources: Mapping[str, tuple[str | None, ...]]
+) -> dict[str, Site]:
+    """The sites that the collector knows ranges of. `sources`: by operand, the name of what its range is found for."""
 
     def collect(
         name: str, known: Known | None, kind: str, axis: int | None, x: torch.Tensor, w: torch.Tensor, compute: Compute
     ) -> Any:
         if known is not None:
             smooth_x, _ = result.smoothed(known, axis, x, w)
-            collector.collect(name, kind, smooth_x)
-            if axis is None:
-                collector.collect(name + OTHER, kind, w)
-                products.add(name)
+            for own, operand in zip((name, name + OTHER), (smooth_x, w), strict=True):
+                if own in sources[name]:
+                    collector.collect(own, kind, operand)
         return compute(x, w)
 
     data.run(result.run_with(collect))
@@ -333,10 +353,10 @@ def _with_ranges(result: QuantizedModule, data: Loader, collector: Collector) ->
                 f"{type(collector).__name__}.ranges() gave {name!r} the range ({low}, {high}): it must be two finite numbers, the lower first"
             )
     calibrated = {}
-    for name, site in sites.items():
-        operands = [name, name + OTHER] if name in products else [name]
-        if all(operand in found for operand in operands):
-            calibrated[name] = replace(site, ranges=tuple(found[operand] for operand in operands))
+    for name, site in result.ranges.sites.items():
+        if all(source is None or source in found for source in sources[name]):
+            pairs = tuple(None if source is None else found[source] for source in sources[name])
+            calibrated[name] = replace(site, ranges=pairs)
     return calibrated
 
 

@@ -34,12 +34,13 @@ KEPT_IN_FLOAT = tuple(_WHY)
 class Site:
     """How one call of a layer is quantised.
 
-    `ranges`: the lowest and the highest value of its activations: one pair, or two where both operands are activations; None where scales are
-    found in every call. `smoothing`: for each input channel the factor by which the activation is divided and the weight multiplied.
+    `ranges`: the lowest and the highest value of its activations: one pair, or two where both operands are activations, of which that of an
+    addition may be None, as the operand stays as it is; None where scales are found in every call. `smoothing`: for each input channel the
+    factor by which the activation is divided and the weight multiplied.
     """
 
     kind: str
-    ranges: tuple[tuple[float, float], ...] | None = None
+    ranges: tuple[tuple[float, float] | None, ...] | None = None
     smoothing: tuple[float, ...] | None = None
 
 
@@ -107,9 +108,9 @@ def _inside(base: str, site: str) -> str:
 
 
 def _site(kind: str, ranges: Any, smoothing: Any) -> Site:
-    pairs = None if ranges is None else tuple((float(low), float(high)) for low, high in ranges)
+    pairs = None if ranges is None else tuple(pair and (float(pair[0]), float(pair[1])) for pair in ranges)
     factors = None if smoothing is None else tuple(map(float, smoothing))
-    numbers = [*(number for pair in pairs or () for number in pair), *(factors or ())]
+    numbers = [*(number for pair in pairs or () for number in pair or ()), *(factors or ())]
     if not all(map(math.isfinite, numbers)):
         raise ValueError("a range is not finite")
     return Site(str(kind), pairs, factors)

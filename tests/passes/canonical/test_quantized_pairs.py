@@ -143,3 +143,13 @@ def test_padding_is_left_to_convolutions(captured) -> None:
         lambda v: (functional.conv2d(_dq(q := _q(functional.pad(v, (1, 1)))), w), q),
     ):
         assert not captured(kept, x).apply(quantized_pairs, exact=True)
+
+
+def test_what_is_quantised_is_quantised_at_once(captured) -> None:
+    """Behind what it is made of, whatever the program computes in between; an input of the graph is quantised where it is read."""
+    x, y = torch.randn(2, 3), torch.randn(2, 3)
+    subject = captured(lambda x, y: (z := x.sin(), torch.exp(y), _q(z), _q(y))[1:], x, y)
+    assert subject.apply(quantized_pairs, exact=True)
+    names = [str(node.target).split(".")[-2] for node in subject.gm.graph.nodes if node.op == "call_function"]
+    assert names == ["sin", "quantize_per_tensor", "exp", "quantize_per_tensor"]
+    assert not subject.apply(quantized_pairs, exact=True)

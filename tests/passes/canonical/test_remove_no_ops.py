@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.ao.quantization.fx._decomposed
 
 from torch_hybrid_backend.passes.canonical.dead_code import dead_code
 from torch_hybrid_backend.passes.canonical.remove_no_ops import remove_no_ops
@@ -145,3 +146,14 @@ def test_one_tensor_joined_with_nothing_is_a_new_one(captured):
     subject.apply(remove_no_ops, exact=True)
     (result,) = subject.run()
     assert result.data_ptr() != subject.inputs[0].data_ptr()
+
+
+def test_padding_by_nothing_before_quantising(captured):
+    """Networks that compute their padding pad 1x1 convolutions by zeros of zero width; what is returned, or padded, is left alone."""
+    pad, quantize = torch.nn.functional.pad, torch.ops.quantized_decomposed.quantize_per_tensor.default
+    numbers = 0.1, 0, -128, 127, torch.int8
+    subject = captured(lambda x: quantize(pad(x.sin(), (0, 0, 0, 0)), *numbers), torch.randn(4, 6))
+    assert subject.apply(remove_no_ops, exact=True)
+    assert "constant_pad_nd.default" not in subject.operators()
+    for kept in (lambda x: pad(x, (0, 0)), lambda x: quantize(pad(x.sin(), (0, 1)), *numbers)):
+        assert not captured(kept, torch.randn(4, 6)).apply(remove_no_ops, exact=True)

@@ -9,6 +9,8 @@
     quantize(clamp(x))                  -> quantize(x)                 where saturation clamps anyway: u8 behind a ReLU
     dequantize(quantize(pad(x)))        -> pad(dequantize(quantize(x)))    before convolutions, whose own padding zeros become
 
+and quantise as soon as there is what is quantised, which is where kernels write it.
+
 Rounding and saturating keep order: that is why they may change places with maxima and clamps. Zero is among the numbers that are quantised
 without an error: that is why padding by it may change places with both.
 """
@@ -18,6 +20,7 @@ from __future__ import annotations
 import math
 import operator
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +87,28 @@ def quantized_pairs(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
         if numbers is None:
             continue
         changed |= _simplify(gm, node, numbers)
+    for node in list(gm.graph.nodes):
+        changed |= node.op == "call_function" and _Numbers.of(node, "quantize") is not None and _move_up(node)
     return changed
+
+
+def _move_up(node: Node) -> bool:
+    """Puts a quantising operator behind what it quantises: what is computed in between may be a convolution, whose kernel it is not part of."""
+    source: Any = node.args[0]
+    if source.op != "call_function" or all(
+        between.target is operator.getitem or _Numbers.of(between, "quantize") is not None
+        for between in _between(source, node)
+    ):
+        return False
+    source.append(node)
+    return True
+
+
+def _between(first: Node, last: Node) -> Iterator[Node]:
+    node = first.next
+    while node is not last:
+        yield node
+        node = node.next
 
 
 def _simplify(gm: torch.fx.GraphModule, node: Node, numbers: _Numbers) -> bool:

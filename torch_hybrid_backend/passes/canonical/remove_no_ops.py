@@ -9,7 +9,7 @@ import torch.fx
 
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.graph.schema import is_view
-from torch_hybrid_backend.graph.values import has_mutation
+from torch_hybrid_backend.graph.values import QUANTIZED, has_mutation
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.rewrite import insert, replace, replace_by_new, same_dim, same_spec
 
@@ -30,8 +30,8 @@ _WIDER = {
 
 
 def remove_no_ops(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
-    """Remove casts to the same dtype or to a wider one and back, copies, views that change nothing (same shape, full slice, identity
-    permutation) and what concatenations join without elements; merge view-of-view and permute-of-permute.
+    """Remove casts to the same dtype or to a wider one and back, copies, paddings by nothing of what is quantised, views that change nothing
+    (same shape, full slice, identity permutation) and what concatenations join without elements; merge view-of-view and permute-of-permute.
 
     A copy whose memory format differs from its input's stays: it is a real layout change. A copy that keeps an
     output's memory apart from an input's, a constant's or another output's stays.
@@ -44,11 +44,18 @@ def remove_no_ops(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
             changed |= _drop_empty_parts(gm, node)
         if node.op != "call_function" or not node.args or not isinstance(node.args[0], torch.fx.Node):
             continue
-        if node.target in COPIES:
+        if node.target in COPIES or _pads_nothing(node):
             changed |= replace(gm, node, _before_widening(node.args[0])) or replace(gm, node, node.args[0])
         elif is_view(node):
             changed |= _remove_view(gm, node) or _merge_views(gm, node) or _plain_view(gm, node)
     return changed
+
+
+def _pads_nothing(node: torch.fx.Node) -> bool:
+    """Whether a tensor is padded by nothing to be quantised: another operator may quantise the tensor itself, by the same numbers."""
+    pad: Any = node.args[1] if node.target is aten.constant_pad_nd.default else (None,)
+    is_whole = all(isinstance(size, int) and size == 0 for size in pad)
+    return is_whole and all(str(user.target).startswith(f"{QUANTIZED}.quantize") for user in node.users)
 
 
 def _before_widening(value: torch.fx.Node) -> torch.fx.Node:

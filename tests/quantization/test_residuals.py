@@ -1,0 +1,138 @@
+"""Sums behind convolutions: which operands are quantised, and in whose range."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import torch_hybrid_backend
+from torch_hybrid_backend import quantize
+from torch_hybrid_backend.engines.tvm.cpu.dot_products import integer_dot_product
+from torch_hybrid_backend.engines.tvm.target import Target
+
+DOT = integer_dot_product("uint8", "int8", Target.host(), knows_right=True)
+
+
+class Block(nn.Module):
+    """Two blocks of a residual network: the shortcut of the first is a convolution, of the second the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.first, self.norm = nn.Conv2d(16, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32)
+        self.shortcut, self.second = nn.Conv2d(16, 32, 1), nn.Conv2d(32, 32, 3, padding=1)
+        self.last = nn.Conv2d(32, 16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.stem(x))
+        y = self.norm(self.first(x))
+        y += self.shortcut(x)
+        y = torch.relu(y)
+        y = torch.relu(y + self.second(y))
+        return self.last(y)
+
+
+class Summed(nn.Module):
+    """A convolution's result and `of` its input are added."""
+
+    def __init__(self, of: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.conv, self.linear, self.of = nn.Conv2d(8, 8, 1), nn.Linear(6, 6), of
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.of(self, x * 2)
+
+
+def _padded(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x + net.conv(functional.pad(input=x, pad=(0, 0, 0, 0)))
+
+
+def _written_between(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y = net.conv(x)
+    return y + x.mul_(2)
+
+
+SUMS = {
+    "behind": (lambda net, x: net.conv(x) + x, (None, "conv")),
+    "before": (lambda net, x: torch.add(x, net.conv(x)), ("conv", None)),
+    "padded": (_padded, ("conv", None)),
+    "written": (_written_between, None),
+    "scaled": (lambda net, x: torch.add(x, net.conv(x), alpha=2), None),
+    "a number": (lambda net, x: net.conv(x) + 1, None),
+    "broadcast": (lambda net, x: net.conv(x) + x.mean((2, 3), keepdim=True), None),
+    "activated": (lambda net, x: torch.relu(net.conv(x)) + x, None),
+    "linear": (lambda net, x: net.linear(x) + x, None),
+}
+
+
+@pytest.fixture(scope="module")
+def block() -> tuple[nn.Module, list[torch.Tensor]]:
+    torch.manual_seed(0)
+    return Block().eval(), [torch.randn(2, 3, 6, 7) for _ in range(3)]
+
+
+def test_operands_read_from_memory_are_quantised(block: tuple[nn.Module, list[torch.Tensor]]) -> None:
+    """Of two that convolutions make the one that is made first, in a range of its own; one that a convolution reads in that one's range."""
+    model, data = block
+    sites = quantize(model, data, "naive").ranges.sites
+    made, added = sites["#add1"], sites["#add2"]
+    assert (made.kind, added.kind) == ("add", "add")
+    with torch.no_grad():
+        largest = max(float(model.norm(model.first(torch.relu(model.stem(x)))).abs().max()) for x in data)
+    assert made.ranges is not None
+    assert made.ranges[1] is None
+    assert max(map(abs, made.ranges[0] or ())) == pytest.approx(largest)
+    assert added.ranges == (sites["second"].ranges[0], None)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_other_sums_stay(name: str) -> None:
+    """Operands are known by what they are, not by where they are added: not once they are written to, nor with other shapes or layers."""
+    of, sources = SUMS[name]
+    torch.manual_seed(0)
+    x = torch.randn(1, 8, 6, 6)
+    sites = quantize(Summed(of).eval(), [x], "naive").ranges.sites
+    expected = sources and tuple(source and sites[source].ranges[0] for source in sources)  # type: ignore[index]
+    assert (sites["#add1"].ranges if "#add1" in sites else None) == expected
+
+
+def test_sums_that_are_left(block: tuple[nn.Module, list[torch.Tensor]]) -> None:
+    """By kind, by name, and where scales are found in every call."""
+    model, data = block
+    kept = quantize(model, data, "naive", exclude_kinds=("add", "matmul")).ranges
+    assert not any("#add" in name for name in kept.sites)
+    assert kept.in_float == {"#add1": "excluded", "#add2": "excluded"}
+    assert not any("#add" in name for name in quantize(model, data, "none").ranges.sites)
+    assert sorted(quantize(model, data, "entropy").ranges.sites)[:2] == ["#add1", "#add2"]
+    net = nn.Sequential(model).eval()
+    assert "0#add1" in quantize(net, data, "naive", exclude=("0.second",)).ranges.sites
+
+
+def test_compiled_sums_equal_eager(block: tuple[nn.Module, list[torch.Tensor]]) -> None:
+    """Also where a sum is written over its first operand; in eager the sums have a step's error, not more."""
+    model, data = block
+    quantized = quantize(model, data, "naive")
+    floats = quantize(model, data, "naive", exclude_kinds=("add", "matmul"))
+    with torch.no_grad():
+        eager = quantized(data[0])
+        assert 0 < float((eager - floats(data[0])).norm() / eager.norm()) < 0.02
+        torch._dynamo.reset()
+        compiled = torch.compile(quantized, backend="hybrid", fullgraph=True)
+        for x in data:
+            assert float((compiled(x) - quantized(x)).norm() / eager.norm()) < 2e-3
+
+
+@pytest.mark.skipif(not DOT, reason="without dot products integers are widened by kernels of their own")
+def test_no_float_lies_between_quantised_blocks(block: tuple[nn.Module, list[torch.Tensor]]) -> None:
+    """Sums are in the convolutions' kernels: one for each convolution, behind two that quantise the image and copy its words."""
+    model, data = block
+    torch._dynamo.reset()
+    with torch.no_grad():
+        quantized = quantize(model, data, "naive")
+        report = torch_hybrid_backend.explain(quantized, data[0])
+    kernels = [kernel for graph in report.plans for region in graph.regions for kernel in region.kernels]
+    assert [name.split("_")[0] for name in kernels] == ["map", "map", *["packed"] * 5], kernels

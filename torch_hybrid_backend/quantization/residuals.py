@@ -1,0 +1,96 @@
+"""Which operands of additions are quantised: those that a convolution's sum reads from memory.
+
+A residual network adds to what a convolution makes what was there before:
+
+    out = batch_norm(conv(...)) + x        x is also what the block's first convolution reads, quantised
+
+The addition belongs to that convolution's kernel, and `x` comes from memory: as the integers that the other convolution reads it is a
+quarter of the bytes, and nobody writes it in float32. Where convolutions make both operands (a shortcut has one of its own), the one that is
+made first is quantised, in a range of its own.
+
+Sums of other layers stay as they are: the residual stream of a transformer has outliers for which one scale is too coarse.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+OTHER = " other"  # behind a site's name: its second operand
+# By operand: the name of what its range is found for, a convolution's or the addition's own; None for one that stays as it is.
+Sources = tuple["str | None", "str | None"]
+
+
+class Residuals(TorchFunctionMode):
+    """What convolutions have read and made while a model runs. While it is active, it sees batch norms and paddings with zeros, which are part
+    of a convolution.
+
+    A tensor that has been written to since is no longer what was read or made.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # By tensor, each with the tensor's version: the name of the first convolution that read it; how many were made by then; what it pads.
+        self._read = WeakTensorKeyDictionary()
+        self._made = WeakTensorKeyDictionary()
+        self._padded = WeakTensorKeyDictionary()
+        self._count = 0
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        source = args[0] if args else kwargs.get("input")
+        is_made = function is functional.batch_norm and _found(self._made, source) is not None
+        result = function(*args, **kwargs)
+        if is_made:
+            self._makes(result)
+        elif function is functional.pad and _pads_zeros(*args, **kwargs):
+            _keep(self._padded, result, source)
+        return result
+
+    def convolution(self, name: str, x: torch.Tensor, result: torch.Tensor) -> None:
+        """A convolution has read `x`, which is quantised for it in the range that is found for `name`, and made `result`."""
+        # Zero changes no range. A padding by nothing is a copy: what was padded is read as well.
+        for image in (x, _found(self._padded, x)):
+            if image is not None and _found(self._read, image) is None:
+                _keep(self._read, image, name)
+        self._makes(result)
+
+    def _makes(self, result: torch.Tensor) -> None:
+        self._count += 1
+        _keep(self._made, result, self._count)
+
+    def sources(self, name: str, x: torch.Tensor, y: torch.Tensor) -> Sources | None:
+        """Where the ranges of x + y come from, an addition of that name; None where no operand is quantised."""
+        if x.shape != y.shape or x.dtype != y.dtype:
+            return None
+        read = _found(self._read, x), _found(self._read, y)
+        made = _found(self._made, x), _found(self._made, y)
+        for own, other in ((0, 1), (1, 0)):
+            if made[own] is not None and read[own] is None and read[other] is not None:
+                return (read[0], None) if other == 0 else (None, read[1])
+        if None in made or read != (None, None):
+            return None
+        return (name, None) if made[0] < made[1] else (None, name + OTHER)
+
+
+def _pads_zeros(input: Any, pad: Any, mode: str = "constant", value: float | None = None) -> bool:
+    return mode == "constant" and not value
+
+
+def _keep(known: WeakTensorKeyDictionary, x: torch.Tensor, what: Any) -> None:
+    if not x.is_inference():  # these do not count who writes to them
+        known[x] = x._version, what
+
+
+def _found(known: WeakTensorKeyDictionary, x: Any) -> Any:
+    """What is known of a tensor that nobody has written to since; None for others."""
+    if not isinstance(x, torch.Tensor) or x not in known:
+        return None
+    version, what = known[x]
+    return what if x._version == version else None
