@@ -19,7 +19,7 @@ from tests.fake_devices import FakeDevices
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.graph.schema import is_view
 from torch_hybrid_backend.partition.regions import Partition, partition_graph
-from torch_hybrid_backend.stages import prepare
+from torch_hybrid_backend.prepared import prepare
 
 pytestmark = pytest.mark.tensorrt
 
