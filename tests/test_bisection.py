@@ -11,7 +11,7 @@ import torch
 import torch_hybrid_backend
 from tests.ecosystem.planted_engine import PlantedEngine
 from tests.partition.engines_for_tests import FakeEngine, trace
-from torch_hybrid_backend import session, stages
+from torch_hybrid_backend import prepared, session
 from torch_hybrid_backend.bisection import OPERATORS, PASSES, bisected_engines, bisected_passes
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.verdict import Reason
@@ -84,7 +84,7 @@ def test_finds_the_pass(settings: pytest.MonkeyPatch) -> None:
         (break_sigmoid, frozenset(), "a bug"),
         *pipeline.PASSES[3:],
     )
-    settings.setattr(stages, "PASSES", passes)
+    settings.setattr(prepared, "PASSES", passes)
     result = torch_hybrid_backend.bisect(works)
     assert result is not None
     assert (result.backend, result.subsystem, result.debug_info) == ("hybrid", "passes", "break_sigmoid")

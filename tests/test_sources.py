@@ -23,7 +23,7 @@ from torch_hybrid_backend.sources import read_sources_version, sources_version
 # processor is in keys by its value.
 _DECIDE_NOTHING = {
     *("config", "errors", "machine", "measure", "progress", "services", "store", "sources", "__version__"),
-    *("processes", "cancellation"),
+    *("builds", "processes", "cancellation"),
 }
 _PARTS = {"kernels": compiler.SOURCES, "kept graphs": aot_cache.SOURCES}
 

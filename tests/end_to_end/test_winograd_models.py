@@ -84,9 +84,9 @@ def test_a_region_that_rounds_too_much_is_summed_directly(chosen: list[str], mon
     """The accuracy check takes Winograd from a region, not the region from the engine."""
     model = nn.Conv2d(64, 64, 3, padding=1).eval()
     compare = placement.compare
-    whys = iter(["it rounds too much"])
+    found = iter([{"why": "it rounds too much", "relative_error": 0.1}])
     monkeypatch.setattr(
-        placement, "compare", lambda *arguments: dataclasses.replace(compare(*arguments), why=next(whys, ""))
+        placement, "compare", lambda *arguments: dataclasses.replace(compare(*arguments), **next(found, {}))
     )
     with torch.no_grad():
         x = torch.randn(1, 64, 28, 28)
