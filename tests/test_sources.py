@@ -15,6 +15,7 @@ from torch_hybrid_backend.capture.cache import aot_cache
 from torch_hybrid_backend.codegen.compiler import compiler_version
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.device import CPU
+from torch_hybrid_backend.engines.tensorrt import engine as tensorrt
 from torch_hybrid_backend.engines.tvm.engine import TvmEngine
 from torch_hybrid_backend.engines.tvm.tir import compiler
 from torch_hybrid_backend.sources import read_sources_version, sources_version
@@ -23,9 +24,9 @@ from torch_hybrid_backend.sources import read_sources_version, sources_version
 # processor is in keys by its value.
 _DECIDE_NOTHING = {
     *("config", "errors", "machine", "measure", "progress", "services", "store", "sources", "__version__"),
-    *("builds", "processes", "cancellation"),
+    *("background", "builds", "processes", "cancellation"),
 }
-_PARTS = {"kernels": compiler.SOURCES, "kept graphs": aot_cache.SOURCES}
+_PARTS = {"kernels": compiler.SOURCES, "kept graphs": aot_cache.SOURCES, "TensorRT": tensorrt.SOURCES}
 
 
 @pytest.fixture

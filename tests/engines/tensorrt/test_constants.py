@@ -145,6 +145,13 @@ class Layer:
         self.x, self.weight, self.bias = torch.randn(4, width), torch.randn(8, width), torch.randn(8)
         self.graph = bench.graph(layer, self.x, self.weight, self.bias, weights=(1, 2))
 
+    @staticmethod
+    def settled(bench: Bench) -> Layer:
+        """One for which engines have been chosen among all that is built for it."""
+        made = Layer(bench)
+        bench.settle(made.check)
+        return made
+
     def check(self) -> None:
         (found,) = self.graph([self.x, self.weight, self.bias])
         torch.testing.assert_close(found, layer(self.x, self.weight, self.bias)[0])
@@ -209,8 +216,7 @@ def test_constants_take_over_where_they_are_faster(bench: Callable[..., Bench]) 
 def test_entries_that_are_cut_short_are_built_anew(bench: Callable[..., Bench]) -> None:
     """Those of engines with constants too."""
     one = bench()
-    made = Layer(one)
-    one.settle(made.check)
+    made = Layer.settled(one)
     store, whole = one.services.store, dict[str, bytes]()
     for key in store.keys("tensorrt"):
         data = store.get("tensorrt", key)
@@ -287,8 +293,7 @@ def test_a_change_is_seen_by_the_next_call_and_followed(
 ) -> None:
     """At once the weights are inputs; an engine with the new ones takes over when it is built. A change back finds the engine that is there."""
     one = bench()
-    made = Layer(one)
-    one.settle(made.check)
+    made = Layer.settled(one)
     assert made.constants() == 2
     monkeypatch.setenv(fake_builder.FOLDER, str(gate))
     before = made.weight.clone()
@@ -313,8 +318,7 @@ def test_a_change_is_seen_by_the_next_call_and_followed(
 def test_a_change_that_nobody_counts_needs_refresh_at_most(bench: Callable[..., Bench]) -> None:
     """The same tensor at the same address and version; `refresh` makes the next call read it."""
     one = bench()
-    made = Layer(one)
-    one.settle(made.check)
+    made = Layer.settled(one)
     made.weight.data.numpy()[:] += 1
     refresh([made.weight])
     with busy_builder():
@@ -333,8 +337,7 @@ def test_a_change_while_another_is_built(
 ) -> None:
     """The build that is under way is of no use then, and is stopped; what serves in the end is the engine of the last values."""
     one = bench()
-    made = Layer(one)
-    one.settle(made.check)
+    made = Layer.settled(one)
     monkeypatch.setenv(fake_builder.FOLDER, str(gate))
     made.weight.add_(1)
     assert made.constants() == 0
@@ -353,8 +356,7 @@ def test_a_change_back_while_another_is_built(
 ) -> None:
     """The engine at hand serves again, and nothing takes its place."""
     one = bench()
-    made = Layer(one)
-    one.settle(made.check)
+    made = Layer.settled(one)
     monkeypatch.setenv(fake_builder.FOLDER, str(gate))
     before = made.weight.clone()
     made.weight.add_(1)
@@ -374,8 +376,7 @@ def test_weights_that_keep_changing_are_inputs(
 ) -> None:
     """No engine would ever be ready for them: after a few nothing is built any more."""
     one = bench()
-    made = Layer(one)
-    one.settle(made.check)
+    made = Layer.settled(one)
     monkeypatch.setenv(fake_builder.FOLDER, str(gate))
     for change in range(MOST_CHANGES + 3):
         made.weight.add_(1)
@@ -390,8 +391,7 @@ def test_weights_that_keep_changing_are_inputs(
 def test_weights_that_are_packed_in_every_call_are_inputs(bench: Callable[..., Bench]) -> None:
     """As those of a device that count no changes are: looking at them each time would be of no use."""
     one = bench()
-    made = Layer(one)
-    one.settle(made.check)
+    made = Layer.settled(one)
     for _ in range(20):
         with busy_builder():
             refresh([made.weight, made.bias])
@@ -403,8 +403,7 @@ def test_weights_that_are_packed_in_every_call_are_inputs(bench: Callable[..., B
 def test_calls_of_two_threads_see_every_change(bench: Callable[..., Bench]) -> None:
     """Each compares its own results, while a third changes the weights between their calls, and engines are built and swapped meanwhile."""
     one = bench()
-    made = Layer(one)
-    one.settle(made.check)
+    made = Layer.settled(one)
     turns, stop = threading.Barrier(3), threading.Event()
     values, seen, wrong = [torch.randn(8, 16), made.weight.clone()], list[int](), list[BaseException]()
 
@@ -440,8 +439,7 @@ def test_calls_of_two_threads_see_every_change(bench: Callable[..., Bench]) -> N
 def test_one_graph_of_two_sets_of_weights(bench: Callable[..., Bench]) -> None:
     """Two instances of a module: each is run with its own, whichever the engine has."""
     one = bench()
-    made = Layer(one)
-    one.settle(made.check)
+    made = Layer.settled(one)
     first, second = (made.weight, made.bias), (torch.randn(8, 16), torch.randn(8))
     found = []
     with busy_builder():
@@ -555,8 +553,7 @@ def test_constants_that_compute_something_else_are_given_up(bench: Callable[...,
 def test_a_later_engine_that_needs_more_working_memory_is_not_put_to_work(bench: Callable[..., Bench]) -> None:
     """The plan has laid out so much and no more."""
     one = bench()
-    made = Layer(one)
-    one.settle(made.check)
+    made = Layer.settled(one)
     one.scratch_bytes = lambda request: 1000
     made.weight.add_(1)
     one.settle(made.check)
@@ -566,8 +563,7 @@ def test_a_later_engine_that_needs_more_working_memory_is_not_put_to_work(bench:
 def test_what_is_captured_reads_the_weights_of_its_replay(bench: Callable[..., Bench]) -> None:
     """A CUDA graph that holds constants would be replayed with old ones."""
     one = bench()
-    made = Layer(one)
-    one.settle(made.check)
+    made = Layer.settled(one)
     one.streams.capturing = True
     assert made.constants() == 0
     one.streams.capturing = False
@@ -579,8 +575,7 @@ def test_a_dropped_graph_leaves_no_build_and_no_weights(
 ) -> None:
     """What follows a change is for nobody then."""
     one = bench()
-    made = Layer(one)
-    one.settle(made.check)
+    made = Layer.settled(one)
     monkeypatch.setenv(fake_builder.FOLDER, str(gate))
     made.weight.add_(1)
     made.check()

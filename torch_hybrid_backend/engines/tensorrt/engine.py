@@ -77,7 +77,7 @@ _log = logging.getLogger(__name__)
 BUILD = "torch_hybrid_backend.engines.tensorrt.build:build"
 _KIND = "tensorrt"
 # What the bytes of an engine are made by, beside TensorRT.
-SOURCES = ("core", "sizes", "graph/graph_json.py", "engines/tensorrt")
+SOURCES = ("core", "sizes", "graph", "engines/tensorrt")
 # An engine serves sizes of up to so many times the power of two above the first one, where the size's own range goes as far; beyond that
 # PyTorch's operators run. A wider range costs memory and speed; how much was not measured, for want of a GPU.
 MAX_GROWTH = 8
