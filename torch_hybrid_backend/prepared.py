@@ -45,7 +45,7 @@ class Reduced:
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
     """A captured graph after the passes. `fold` computes what parameters alone decide; `is_repeatable`: running it twice goes unnoticed;
-    `is_repeatable_apart`: so it does on copies of its inputs and with random numbers of its own (`generators.Apart`).
+    `is_repeatable_apart`: so it does on copies of its inputs and with random numbers of its own (`generators.apart`).
 
     `conversion`: what became of it under another precision than as written, or as the model quantises it; else None. `reduced`: what its
     first call is judged by, None after that, and where nothing was converted.
@@ -76,9 +76,9 @@ def prepare(
     run_passes(module, context, bisected_passes(PASSES))
     reduced = None if context.precision == AS_WRITTEN else reduce_precision(module, context)
     # Sub-graphs are looked into, so before they are compiled.
-    effects = (holds_collectives(module), is_repeatable(module), hindrance(module) is None)
+    known = (holds_collectives(module), is_repeatable(module), hindrance(module) is None)
     compile_bodies(captured, compile_body)
-    prepared = Prepared(name, captured.kind, *_split(module, context), *effects)
+    prepared = Prepared(name, captured.kind, *_split(module, context), *known)
     if reduced is None:
         own = quantised_by_itself(module, context) if captured.kind == "inference" else None
         return dataclasses.replace(prepared, conversion=own)
