@@ -5,16 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.services_for_tests import services
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.program import OperatorCall, Program
+from torch_hybrid_backend.engines.tvm import backend as backend_module
 from torch_hybrid_backend.engines.tvm.engine import TvmEngine
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 
 Arguments = tuple[torch.Tensor, ...]
+
+
+@pytest.fixture
+def without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels have the same variants on every processor: none on AMX's tiles."""
+    monkeypatch.setattr(backend_module, "may_use_tiles", lambda: False)
 
 
 def _convolution(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

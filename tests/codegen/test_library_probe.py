@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.codegen.search_for_tests import TWO_LAYERS, engine_in
+from tests.codegen.search_for_tests import TWO_LAYERS, engine_in, without_tiles
 from tests.engines.tvm.regions_for_tests import compiled_region
 from tests.services_for_tests import services
 from torch_hybrid_backend.codegen import library_probe
@@ -27,7 +27,11 @@ from torch_hybrid_backend.partition.placement import decide
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 
 pytest.importorskip("tvm")
-pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch was built without oneDNN")
+pytestmark = [
+    pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch was built without oneDNN"),
+    pytest.mark.usefixtures("without_tiles"),
+]
+__all__ = ["without_tiles"]  # the fixture
 
 
 @pytest.mark.parametrize(

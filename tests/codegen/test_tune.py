@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.codegen.search_for_tests import CASES, engine_in
+from tests.codegen.search_for_tests import CASES, engine_in, without_tiles
 from tests.engines.tvm.regions_for_tests import compiled_region
 from torch_hybrid_backend.codegen import engine as engine_module
 from torch_hybrid_backend.codegen.kernel_cache import Artifact, compile_kernels
@@ -17,6 +17,8 @@ from torch_hybrid_backend.engines.tvm.cpu import alternatives as variants_module
 from torch_hybrid_backend.loops.kernels import Kernel
 
 pytest.importorskip("tvm")
+pytestmark = pytest.mark.usefixtures("without_tiles")
+__all__ = ["without_tiles"]  # the fixture
 
 
 def test_tuning_tries_everything_and_goes_on_where_it_stopped(
@@ -35,11 +37,10 @@ def test_tuning_tries_everything_and_goes_on_where_it_stopped(
     assert [len(option.untried) for option in stopped.options] == [3, 3]
     assert stopped.options[0].chosen.variant.name == "choice 1"
     torch.testing.assert_close(stopped(inputs)[0], compiled(inputs)[0], rtol=1e-4, atol=1e-3)
-    monkeypatch.undo()
+    monkeypatch.setattr(engine_module, "compile_kernels", compile_kernels)
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith("stopped")
     assert said[1].startswith("tuned r0: 2 of 2 kernels faster, 0.20 ms to 0.10 ms (50.0% less)")
-    monkeypatch.setattr(variants_module, "_RANKS", 4)
     _, resumed, _ = compiled_region(engine_in(tmp_path, "tune", us), CASES["matmuls"])
     assert [len(option.untried) for option in resumed.options] == [3, 3]
     assert [option.chosen.variant.name for option in resumed.options] == ["choice 1", "choice 1"]

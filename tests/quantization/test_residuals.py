@@ -135,4 +135,5 @@ def test_no_float_lies_between_quantised_blocks(block: tuple[nn.Module, list[tor
         quantized = quantize(model, data, "naive")
         report = torch_hybrid_backend.explain(quantized, data[0])
     kernels = [kernel for graph in report.plans for region in graph.regions for kernel in region.kernels]
-    assert [name.split("_")[0] for name in kernels] == ["map", "map", *["packed"] * 5], kernels
+    kinds = [name.split("_")[0].replace("tile", "packed") for name in kernels]  # AMX's, where the processor has it
+    assert kinds == ["map", "map", *["packed"] * 5], kernels

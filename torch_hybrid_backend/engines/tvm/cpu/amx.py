@@ -99,7 +99,8 @@ def tile_convolutions(kernel: PackedConvKernel, weight: Packed | None, target: T
     channels = known_int(kernel.x_vars[1].extent)
     if channels % _LANES or weight.view.shape[1] != channels:  # which may be padded for dot products
         return []
-    form, k = FORMATS[name], math.prod(kernel.kernel) * channels
+    form = FORMATS[name]
+    k = form.conv_depth(channels, math.prod(kernel.kernel))
     cost = _cost(1, images * math.prod(spatial), outputs, k, form)
     if cost > _CONCEIVABLE_COST:
         return []
@@ -177,7 +178,7 @@ def _cost(batch: int, m: int, n: int, k: int, form: TileFormat) -> float:
     if m < _MIN_ROWS or not (batch and n and k):
         return math.inf
     tiles = -(-m // 16) * 2 * -(-n // PANEL) * form.steps(k)
-    multiplied = tiles * form.products * 16 / _TILE_SHARE
+    multiplied = tiles * len(form.products) * 16 / _TILE_SHARE
     by_vectors = m * n * k / (_INTEGER_RATE if form.itemsize == 1 else _VECTOR_RATE)
     cost = (multiplied + m * k * form.copy_cycles) / by_vectors
     return max(cost, _LEAST_SPLIT_COST) if form.splits else cost

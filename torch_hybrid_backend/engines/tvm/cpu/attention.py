@@ -97,7 +97,7 @@ def _tile_cost(kernel: AttentionKernel, name: str) -> float:
     # Steps of a head for scores, of 32 columns for values, each of 2 x 2 tiles.
     steps = form.steps(depth) + -(-width // PANEL)
     panels = -(-queries // PANEL) * -(-keys // PANEL)
-    multiplied = panels * steps * form.products * 4 * 16 / _TILE_SHARE / (queries * keys)
+    multiplied = panels * steps * len(form.products) * 4 * 16 / _TILE_SHARE / (queries * keys)
     softmax = _SOFTMAX + (_SPLIT if form.splits else 0)
     return (multiplied + softmax) / (each * _FLOAT32_BESIDE_TILES + _SOFTMAX)
 

@@ -98,8 +98,13 @@ def pack_tiles(b: torch.Tensor, form: TileFormat) -> torch.Tensor:
 
 
 def pack_conv_tiles(w: torch.Tensor, form: TileFormat) -> torch.Tensor:
-    """`pack_tiles` of a convolution's weight (O, I, *kernel) as the matrix (1, kernel positions times I, O)."""
-    return pack_tiles(w.flatten(2).permute(2, 1, 0).reshape(1, -1, w.shape[0]), form)
+    """`pack_tiles` of a convolution's weight (O, I, *kernel) as the matrix (1, kernel positions times channels, O).
+
+    Channels are those of whole steps of k (`TileFormat.conv_depth`): what is beyond the last is zero.
+    """
+    positions = w.flatten(2).permute(2, 1, 0)
+    beyond = form.steps(w.shape[1]) * form.depth - w.shape[1]
+    return pack_tiles(torch.nn.functional.pad(positions, (0, 0, 0, beyond)).reshape(1, -1, w.shape[0]), form)
 
 
 def is_depthwise(o: int, inputs_per_group: int, groups: int) -> bool:

@@ -173,7 +173,7 @@ def test_float32_is_no_less_exact_than_eager(emulated: ctypes.CDLL) -> None:
     def rms(got: torch.Tensor) -> float:
         return float(errors(got, a, b).square().mean().sqrt())
 
-    assert rms(run(kernel_of(shape, "float32"), a, b)) < min(1e-8, rms(a @ b))
+    assert rms(run(kernel_of(shape, "float32"), a, b)) < min(1.4e-8, rms(a @ b))
     assert 1e-8 < rms(run(kernel_of(shape, "float32 high"), a, b)) < 5e-7
 
 

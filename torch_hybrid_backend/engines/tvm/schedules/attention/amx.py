@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from torch_hybrid_backend.engines.tvm.cpu.amx_formats import FORMATS, PANEL
 from torch_hybrid_backend.engines.tvm.cpu.kernels import WordAttentionKernel
@@ -27,7 +26,6 @@ from torch_hybrid_backend.sizes.size import Dim, known_int
 
 _ROWS = 16  # of a tile
 # Parts of the left operand and of the right one.
-Products = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +101,12 @@ class TileAttention(WordAttention):
         b, held = self.builder, known_int(self.key_rows)
         sums = _Sums(self._held(rows) // _ROWS, self.vectors_of(keys))
         statements = sums.each(lambda tile, i, j: amx_tiles.zero(tile))
-        for products in self.form.passes:
 
-            def step(s: Index, products: Products = products) -> Stmt:
-                k = panel * (self.form.parts * self.of_k.part) + s * (_ROWS * self.panel)
-                return self._multiply(sums, products, self.of_q, s * self.form.depth, self.of_k, k)
+        def step(s: Index) -> Stmt:
+            k = panel * (self.form.parts * self.of_k.part) + s * (_ROWS * self.panel)
+            return self._multiply(sums, self.of_q, s * self.form.depth, self.of_k, k)
 
-            statements.append(b.loop(held // _ROWS, step, name="step"))
+        statements.append(b.loop(held // _ROWS, step, name="step"))
         statements += sums.each(lambda tile, i, j: self._store(tile, self.scores, column, i, j, self.stride))
         return b.seq(*statements)
 
@@ -122,9 +119,9 @@ class TileAttention(WordAttention):
             sums, width = _Sums(self._held(rows) // _ROWS, vectors), vectors * self.lanes
             start = as_index(first * self._held(rows) * self.lanes)
 
-            def add(products: Products, panel: Index, column: Index) -> Stmt:
+            def add(panel: Index, column: Index) -> Stmt:
                 v = panel * (self.panel // 2 * self.padded) + first * self.lanes
-                return self._multiply(sums, products, self.of_weights, column, self.of_v, v)
+                return self._multiply(sums, self.of_weights, column, self.of_v, v)
 
             def begin(tile: int, i: int, j: int) -> Stmt:
                 if not self.is_online:
@@ -132,8 +129,7 @@ class TileAttention(WordAttention):
                 return amx_tiles.load(b, tile, self.out, start + (i * width + j) * _ROWS, width * 4)
 
             stores = sums.each(lambda tile, i, j: self._store(tile, self.out, start, i, j, width))
-            passes = [each_panel(partial(add, products)) for products in self.form.passes]
-            return b.seq(*sums.each(begin), *passes, *stores)
+            return b.seq(*sums.each(begin), each_panel(add), *stores)
 
         return b.seq(*[group(first, vectors) for first, vectors in self._groups()])
 
@@ -141,13 +137,11 @@ class TileAttention(WordAttention):
         """A tile of sums as rows of an array of float32."""
         return amx_tiles.store(self.builder, tile, array, start + (i * stride + j) * _ROWS, stride * 4)
 
-    def _multiply(
-        self, sums: _Sums, products: Products, left: _Operand, row: Index, right: _Operand, words: Index
-    ) -> Stmt:
-        """sums += rows of 32 bfloat16 from `row` on in `left`, times 16 rows of words from `words` on in `right`, of these parts."""
+    def _multiply(self, sums: _Sums, left: _Operand, row: Index, right: _Operand, words: Index) -> Stmt:
+        """sums += rows of 32 bfloat16 from `row` on in `left`, times 16 rows of words from `words` on in `right`, in all parts."""
         b, name, statements = self.builder, self.form.instruction, list[Stmt]()
         held: tuple[int | None, int | None] = (None, None)
-        for pair in products:
+        for pair in self.form.products:
             if pair[0] != held[0]:
                 at = row + pair[0] * left.part
                 tiles = [(4 + i, at + i * _ROWS * left.row) for i in range(sums.rows)]

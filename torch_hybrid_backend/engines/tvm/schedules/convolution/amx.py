@@ -1,23 +1,36 @@
-"""Convolution by AMX: the product of a matrix of pixels, (out_spatial, kernel positions times channels), by the weight's.
+"""Convolution by AMX: products of pixels by the weight's matrix, with every pixel copied to tiles once.
 
-Pattern: a `TileConvKernel`. It is `matmul/amx.py`, where a row of A is one pixel of the result and k runs through the positions of the kernel,
-and through the channels in each: the matrix, of which every part is made while it is copied to tiles, never lies in memory. Sixteen channels
-of one pixel are one vector, which lies together in blocked and in channels-last tensors; a position outside of the image is sixteen zeros.
-Source: Chellapilla, Puri & Simard, "High Performance Convolutional Neural Networks for Document Processing", 2006.
+Pattern: a `TileConvKernel`. It is `matmul/amx.py` with k of all kernel positions times the channels, and with another A:
+1. A task has a block of the result's lines of one image, and copies the lines of the image that they read, padding included, to scratch
+   memory: 64 bytes of channels of a pixel, behind them those of the next pixel of the line, behind it the next line, then the next channels.
+2. There, rows of A are pixels of the result as if its lines were as wide as those of the image with padding: row q of a kernel position reads
+   pixel q + the position's offset, so tiles of any position are 16 neighbouring pixels, and the matrix of k columns never lies in memory. The
+   few rows between the lines of the result are computed and not stored.
+3. Where pixels of the result are several pixels of the image apart (stride), the image is copied as one image for each remainder: a position
+   reads one of these, without gaps. Those that no position reads are not copied.
+4. With a kernel of one pixel, lines of all images follow one another: a panel of rows may have pixels of two.
+Sources: Chellapilla, Puri & Simard, "High Performance Convolutional Neural Networks for Document Processing", 2006 (the matrix); Zhang,
+Franchetti & Low, "High Performance Zero-Memory Overhead Direct Convolutions", ICML 2018 (why not to make it).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 
 from tvm import tirx
 
+from torch_hybrid_backend.engines.tvm.cpu.amx_formats import FORMATS, PANEL, ROW_BYTES
 from torch_hybrid_backend.engines.tvm.cpu.kernels import TileConvKernel
-from torch_hybrid_backend.engines.tvm.schedules.matmul.amx import Piece, TileProduct
+from torch_hybrid_backend.engines.tvm.schedules.float_parts import FloatParts
+from torch_hybrid_backend.engines.tvm.schedules.matmul.amx import Part, Piece, Row, TileProduct
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirExpr
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
-from torch_hybrid_backend.loops.index import Index, LoopVar
+from torch_hybrid_backend.engines.tvm.tir.storage import storage_dtype
+from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
 from torch_hybrid_backend.sizes.size import known_int
 
 _LANES = 16
@@ -28,52 +41,318 @@ def emit(kernel: TileConvKernel, builder: Builder, printer: Printer, target: Tar
     return _TileConvolution(kernel, builder, printer, target).emit()
 
 
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """A spatial dimension: sizes of image and result, kernel size, stride, padding, dilation (elements)."""
+
+    size: int
+    out: int
+    kernel: int
+    stride: int
+    padding: int
+    dilation: int
+
+    @property
+    def remainders(self) -> list[int]:
+        """Of the kernel's positions by the stride: which images of every `stride`-th pixel are read."""
+        return sorted({tap * self.dilation % self.stride for tap in range(self.kernel)})
+
+    @property
+    def images(self) -> int:
+        """How many such images have a place."""
+        return self.remainders[-1] + 1
+
+    @property
+    def reach(self) -> int:
+        """How many pixels of such an image the last position lies behind the first, at most."""
+        return max(tap * self.dilation // self.stride for tap in range(self.kernel))
+
+    def source(self, position: Index | int, remainder: Index | int) -> Index:
+        """The pixel of the image that is at a position of the image of a remainder; may lie outside."""
+        return as_index(position) * self.stride + remainder - self.padding
+
+    def inside(self, remainder: int, count: int) -> tuple[int, int]:
+        """The first of `count` positions of the image of a remainder that is a pixel, and the first behind that is none."""
+        first = max(0, -(-(self.padding - remainder) // self.stride))
+        behind = (self.size - 1 + self.padding - remainder) // self.stride + 1
+        return min(first, count), max(min(first, count), min(behind, count))
+
+
 class _TileConvolution(TileProduct):
-    """The emission of one kernel."""
+    """The emission of one kernel. Rows of a task are counted from its first line of the result on."""
 
     def __init__(self, kernel: TileConvKernel, builder: Builder, printer: Printer, target: Target) -> None:
-        images, outputs, *spatial = (known_int(variable.extent) for variable in kernel.domain)
-        # A row's place: images one after the other, so that a panel of rows may have pixels of two.
-        self.places = (kernel.domain[0], *kernel.domain[2:])
-        self.units = known_int(kernel.x_vars[1].extent) // _LANES
-        depth = math.prod(kernel.kernel) * self.units * _LANES
-        super().__init__(kernel, kernel.x, (1, images * math.prod(spatial), depth, outputs), builder, printer, target)
+        images, outputs, *out = (known_int(variable.extent) for variable in kernel.domain)
         self.conv = kernel
+        geometry = zip(
+            (known_int(variable.extent) for variable in kernel.x_vars[2:]),
+            out,
+            kernel.kernel,
+            kernel.stride,
+            kernel.padding,
+            kernel.dilation,
+            strict=True,
+        )
+        axes = [_Axis(*numbers) for numbers in geometry]
+        self.y, self.x = axes if len(axes) == 2 else (_Axis(1, 1, 1, 1, 0, 1), axes[0])
+        self.images, self.is_one_image = images, kernel.kernel == (1,) * len(axes) and not any(kernel.padding)
+        # Lines of the result, of one image or of all; a line's rows of A.
+        self.lines = self.y.out * (images if self.is_one_image else 1)
+        self.width = self.x.out + self.x.reach
+        self.channels = known_int(kernel.x_vars[1].extent)
+        self.channel_steps = FORMATS[kernel.format].steps(self.channels)
+        k = FORMATS[kernel.format].conv_depth(self.channels, math.prod(kernel.kernel))
+        sizes = (1 if self.is_one_image else images, self.lines * self.width, k, outputs)
+        super().__init__(kernel, kernel.x, sizes, builder, printer, target)
+        # Whether a line of the image has numbers that cannot be split.
+        self.flags = builder.local(self.y.images * (self.block_lines + self.y.reach), "int32", "flags")
 
-    def row(self, batch: Index, number: Index) -> tuple[dict[LoopVar, Index], list[Stmt]]:
-        env: dict[LoopVar, Index] = {}
-        bindings: list[Stmt] = []
-        left = self.m
-        for variable in self.places:
-            size = known_int(variable.extent)
-            left //= size
-            # Bound, as every piece of the row asks for it.
-            env[variable], binding = self.builder.bound(self.builder.index(number // left % size), size, "at")
-            bindings.append(binding)
-        return env, bindings
+    # Sizes.
+
+    def _k_parts(self) -> int:
+        # A's tiles are there for all of k. A panel of B is one part where it leaves the second-level cache room for them.
+        return (
+            1 if self.steps * self.panel_size * self.form.itemsize <= self.target.l2_bytes // 4 else super()._k_parts()
+        )
+
+    def _rows_in(self, lines: int) -> int:
+        """Rows of A of so many lines: to the last pixel of the result."""
+        return lines * self.width - (self.width - self.x.out)
+
+    def _plane(self, lines: int) -> int:
+        """Pixels of one image in scratch memory: those that the last tile of the last position reads behind its end too."""
+        reach = self.y.reach * self.width + self.x.reach
+        return max((lines + self.y.reach) * self.width, self.rows_in_panels(lines) + reach)
+
+    def rows_in_panels(self, lines: int) -> int:
+        """`_rows_in`, with the rows that fill the last panel."""
+        return -(-self._rows_in(lines) // PANEL) * PANEL
+
+    def _pixels(self, lines: int) -> int:
+        """Pixels of all images in scratch memory, of 64 bytes and of one part."""
+        return self._plane(lines) * self.y.images * self.x.images * self.channel_steps
+
+    def _scratch_size(self) -> int:
+        return self._pixels(self.block_lines) * self.form.parts * self.form.depth
+
+    def _task_size(self) -> tuple[int, int]:
+        form = self.form
+        room = self.target.l2_bytes // 2
+        counts = {-(-self.lines // count) for count in range(1, self.lines + 1)}
+        fitting = {lines for lines in counts if self._pixels(lines) * form.parts * ROW_BYTES <= room} or {1}
+
+        def time(lines: int, group: int) -> float:
+            tasks = self.batch * -(-self.lines // lines) * -(-self.column_panels // group)
+            copied = self._pixels(lines) * form.depth * form.copy_cycles
+            panels = self.rows_in_panels(lines) // PANEL
+            return -(-tasks // self.target.cores) * (copied + self._product_cycles(panels, group))
+
+        estimates = {
+            (lines, group): time(lines, group) for lines in sorted(fitting, reverse=True) for group in self._groups()
+        }
+        self.block_lines, group = self.builder.ranked_choice(estimates)
+        return self.rows_in_panels(self.block_lines) // PANEL, group
+
+    def row_blocks(self) -> tuple[int, int]:
+        return -(-self.lines // self.block_lines), self.block_lines
+
+    # Rows.
+
+    def _lines_of(self, first: Index) -> TirExpr:
+        """How many lines a task has."""
+        return tirx.Min(self.builder.index(self.lines - first), tirx.IntImm("int32", self.block_lines))
+
+    def _rows_of_task(self, first: Index) -> TirExpr:
+        if self.lines % self.block_lines == 0:
+            return tirx.IntImm("int32", self._rows_in(self.block_lines))
+        return self._lines_of(first) * self.width - (self.width - self.x.out)
+
+    def _each_row(self, first: Index, body: Callable[[Index], Stmt]) -> Stmt:
+        b = self.builder
+        if self.lines % self.block_lines == 0:
+            return b.loop(self.block, body, name="row")
+        panels = tirx.truncdiv(self._rows_of_task(first) + (PANEL - 1), tirx.IntImm("int32", PANEL))
+        return b.loop_until(panels, self.block, body, "row")
+
+    def rows_of(self, row: Index, r: Index) -> TirExpr | None:
+        left = self._rows_of_task(row) - self.builder.index(r * PANEL)
+        return tirx.Min(left, tirx.IntImm("int32", PANEL))
+
+    def has_half_panels(self) -> bool:
+        last = self.lines % self.block_lines
+        counts = [self._rows_in(lines) % PANEL for lines in (self.block_lines, last) if lines]
+        return any(0 < count <= PANEL // 2 for count in counts)
+
+    def row(self, batch: Index, first: Index, within: Index) -> Row:
+        b = self.builder
+        line, bind_line = b.bound(b.index(within // self.width + first), self.lines, "line")
+        column, bind_column = b.bound(b.index(within % self.width), self.width, "at")
+        image, y = (line // self.y.out, line % self.y.out) if self.is_one_image else (batch, line)
+        places = (y, column)[-len(self.conv.kernel) :]
+        env = dict(zip((self.conv.domain[0], *self.conv.domain[2:]), (image, *places), strict=True))
+        is_row = b.index(column) < self.x.out if self.width > self.x.out else None
+        return env, [bind_line, bind_column], is_row
 
     def piece(self, env: dict[LoopVar, Index], unit: Index, within: int) -> Piece:
         conv, b = self.conv, self.builder
-        position, block = unit // self.units, unit % self.units
-        inside: list[TirExpr] = []
+        units = self.channel_steps * self.form.depth // _LANES
+        position, block = unit // units, unit % units
         own = {conv.x_vars[0]: env[conv.domain[0]]}
-        left = math.prod(conv.kernel)
-        geometry = zip(
-            conv.x_vars[2:], conv.domain[2:], conv.kernel, conv.stride, conv.padding, conv.dilation, strict=True
-        )
-        for variable, out, kernel, stride, padding, dilation in geometry:
-            left //= kernel
-            size, reach = (
-                known_int(variable.extent),
-                (known_int(out.extent) - 1) * stride + (kernel - 1) * dilation - padding,
-            )
-            at = env[out] * stride + position // left % kernel * dilation - padding
+        inside: list[TirExpr] = []
+        if self.channels < units * _LANES:
+            inside.append(b.index(block) < self.channels // _LANES)
+        taps = (position // self.x.kernel, position % self.x.kernel)[-len(conv.kernel) :]
+        axes = (self.y, self.x)[-len(conv.kernel) :]
+        for variable, out, axis, tap in zip(conv.x_vars[2:], conv.domain[2:], axes, taps, strict=True):
+            at = env[out] * axis.stride + tap * axis.dilation - axis.padding
             own[variable] = at
-            if padding > 0:
+            if axis.padding > 0:
                 inside.append(b.index(at) >= 0)
-            if reach >= size:
-                inside.append(b.index(at) < size)
+            if (axis.out - 1) * axis.stride + (axis.kernel - 1) * axis.dilation - axis.padding >= axis.size:
+                inside.append(b.index(at) < axis.size)
         condition = None
         for test in inside:
             condition = test if condition is None else tirx.And(condition, test)
         return condition, lambda lane: {**own, conv.x_vars[1]: block * _LANES + within + lane}
+
+    # The image as tiles.
+
+    def a_at(self, r: Index, part: Part, s: Index, number: int) -> Index:
+        position, step = (part.start + s) // self.channel_steps, (part.start + s) % self.channel_steps
+        y, x = position // self.x.kernel * self.y.dilation, position % self.x.kernel * self.x.dilation
+        pixel = r * PANEL + y // self.y.stride * self.width + x // self.x.stride
+        return self._place(step, number, y % self.y.stride, x % self.x.stride, pixel)
+
+    def _place(self, step: Index, number: int, y: Index | int, x: Index | int, pixel: Index) -> Index:
+        """Where a pixel's channels of one step begin: a part of the numbers, in the image of remainders y and x."""
+        image = ((step * self.form.parts + number) * self.y.images + y) * self.x.images + x
+        return (image * self._plane(self.block_lines) + pixel) * self.form.depth
+
+    def _copies(self, batch: Index, row: Index, part: Part) -> Stmt | None:
+        return None
+
+    def _before(self, batch: Index, row: Index) -> Stmt:
+        """All lines of the image that the task's lines read, as tiles."""
+        count = self.block_lines + self.y.reach
+        lines = [self.builder.loop(count, partial(self._line, batch, row, y), name="line") for y in self.y.remainders]
+        marks = self._each_row(row, self._mark) if self.form.splits else None
+        flags = self.builder.alloc(self.flags) if self.form.splits else None
+        return self.builder.seq(flags, *lines, marks)
+
+    def _line(self, batch: Index, row: Index, y: int, line: Index) -> Stmt:
+        """One line of the image of a remainder: its pixels, and zeros where the image has none."""
+        b, conv = self.builder, self.conv
+        number = row + line
+        image, position = (number // self.y.out, number % self.y.out) if self.is_one_image else (batch, number)
+        source = self.y.source(position, y)
+        own: dict[LoopVar, Index] = {conv.x_vars[0]: image}
+        if len(conv.kernel) == 2:
+            own[conv.x_vars[2]] = source
+        tests = []
+        if self.is_one_image:
+            if self.lines % self.block_lines:
+                tests.append(b.index(number) < self.lines)
+        else:
+            tests += [b.index(source) >= 0] if self.y.padding > y else []
+            tests.append(b.index(source) < self.y.size)
+        condition = None
+        for test in tests:
+            condition = test if condition is None else tirx.And(condition, test)
+        splitting = FloatParts(b, self.printer, self.form.parts) if self.form.splits else None
+        there = self._pixels_of(own, line, y, splitting)
+        missing = self._zeros(
+            line, y, as_index(0), self.channel_steps * self.form.depth // _LANES, range(self.x.images)
+        )
+        flag = y * (self.block_lines + self.y.reach) + line
+
+        def mark(value: int) -> Stmt:
+            return b.store(self.flags, flag, tirx.IntImm("int32", value))
+
+        if splitting is not None:
+            there = b.seq(splitting.begin(), there, splitting.when_outside(mark(1)))
+        copied = there if condition is None else b.when(condition, there, missing)
+        return copied if splitting is None else b.seq(mark(0), copied)
+
+    def _pixels_of(self, own: Mapping[LoopVar, Index], line: Index, y: int, splitting: FloatParts | None) -> Stmt:
+        b, conv, form = self.builder, self.conv, self.form
+        units = self.channels // _LANES
+
+        def unit(number: Index) -> Stmt:
+            def pixel(x: int, first: int, at: Index) -> Stmt:
+                env = {**own, conv.x_vars[-1]: self.x.source(at + first, x)}
+                return self._vector(number, line, y, x, at + first, env, splitting)
+
+            def zero(x: int, first: int, at: Index) -> Stmt:
+                return self._vector(number, line, y, x, at + first, None, splitting)
+
+            statements = []
+            for x in self.x.remainders:
+                first, behind = self.x.inside(x, self.width)
+                pieces = ((zero, 0, first), (pixel, first, behind), (zero, behind, self.width))
+                statements += [
+                    b.loop(end - start, partial(body, x, start), name="x") for body, start, end in pieces if end > start
+                ]
+            return b.seq(*statements)
+
+        beyond = self.channel_steps * form.depth // _LANES - units
+        zeros = self._zeros(line, y, as_index(units), beyond, self.x.remainders) if beyond else None
+        return b.seq(b.loop(units, unit, name="unit"), zeros)
+
+    def _zeros(self, line: Index, y: int, first: Index, units: int, remainders: Iterable[int]) -> Stmt:
+        """Zeros in vectors of channels from number `first` on, of a whole line."""
+        b = self.builder
+
+        def zero(position: tuple[Index, ...]) -> Stmt:
+            unit, at = position
+            return b.seq(*[self._vector(first + unit, line, y, x, at, None, None) for x in remainders])
+
+        return b.nest((units, self.width), zero, name="x")
+
+    def _vector(
+        self,
+        unit: Index,
+        line: Index,
+        y: int,
+        x: int,
+        at: Index,
+        env: Mapping[LoopVar, Index] | None,
+        splitting: FloatParts | None,
+    ) -> Stmt:
+        """Sixteen channels of one pixel: of the image at `env`, which has no channel yet, or zeros."""
+        b, form = self.builder, self.form
+        in_row = form.depth // _LANES
+        places = [
+            self._place(unit // in_row, number, y, x, line * self.width + at) + unit % in_row * _LANES
+            for number in range(form.parts)
+        ]
+
+        def put(lane: Index) -> Stmt:
+            def store(number: int, bits: TirExpr) -> Stmt:
+                upper = tirx.Cast("uint16", tirx.shift_right(bits, tirx.IntImm("uint32", 16)))
+                return b.store(self.scratch, places[number] + lane, upper)
+
+            if env is None:
+                zero = tirx.const(0, storage_dtype(form.a_dtype))
+                return b.seq(*[b.store(self.scratch, place + lane, zero) for place in places])
+            here = {**env, self.conv.x_vars[1]: unit * _LANES + lane}
+            if splitting is None:
+                return b.store(self.scratch, places[0] + lane, self.whole(here))
+            return splitting.split(lane, self.printer.expr(self.a, here), store)
+
+        return self.printer.vector_loop(_LANES, put)
+
+    def _mark(self, r: Index) -> Stmt:
+        """Whether a panel of rows reads a line that has numbers which cannot be split."""
+        b, lines = self.builder, self.block_lines + self.y.reach
+        first = r * PANEL // self.width
+        count = (PANEL + self.width - 2) // self.width + 1 + self.y.reach
+
+        def look(at: Index) -> Stmt:
+            flags = [b.load(self.flags, y * lines + first + at) for y in self.y.remainders]
+            is_outside = flags[0]
+            for flag in flags[1:]:
+                is_outside = tirx.bitwise_or(is_outside, flag)
+            seen = tirx.bitwise_or(b.load(self.is_outside, r), is_outside)
+            return b.when(b.index(first + at) < lines, b.store(self.is_outside, r, seen))
+
+        return b.seq(b.store(self.is_outside, r, tirx.IntImm("int32", 0)), b.loop(count, look, name="line"))

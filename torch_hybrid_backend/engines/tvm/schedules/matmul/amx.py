@@ -51,12 +51,14 @@ def emit(kernel: TileMatMulKernel, builder: Builder, printer: Printer, target: T
     return _TileMatMul(kernel, builder, printer, target).emit()
 
 
+# Of a row of A: the kernel's variables there, the statements that bind them, and when the result has it; None for always.
+Row = tuple[dict[LoopVar, Index], list[Stmt], TirExpr | None]
 # Of a vector's piece of A: when it is there, None for always (elsewhere it is zero), and what the kernel's variables are at each lane.
 Piece = tuple[TirExpr | None, Callable[[Index], Mapping[LoopVar, Index]]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class Part:
     """Steps of k: `steps` from number `start` on, `elements` of k in all; `number` says which part it is."""
 
     number: Index
@@ -84,17 +86,17 @@ class TileProduct:
         self.column = kernel.domain[2] if isinstance(kernel, TileMatMulKernel) else kernel.domain[1]
         self.row_panels, self.column_panels = -(-self.m // PANEL), -(-self.n // PANEL)
         self.steps = self.form.steps(self.k)
-        self.parts = 1 if self.steps <= _WHOLE_STEPS else -(-self.steps // _PART_STEPS)
+        self.panel_size = self.form.parts * self.form.panel_elements  # of one step
+        self.parts = self._k_parts()
         self.part_steps = -(-self.steps // self.parts)
         self.parts = -(-self.steps // self.part_steps)
         self.block, self.group = self._task_size()
         self.packed = printer.arguments[kernel.packed][0]
-        self.panel_size = self.form.parts * self.form.panel_elements  # of one step
-        self.scratch = builder.local(
-            self.block * self.part_steps * self.panel_size, storage_dtype(self.form.a_dtype), "a"
-        )
+        self.scratch = builder.local(self._scratch_size(), storage_dtype(self.form.a_dtype), "a")
         waiting = 1 if self.parts == 1 else self.block * self.group
         self.sums = builder.local(waiting * PANEL * PANEL, self.form.sums, "sums")
+        # Sums of one part of k, before they are added to those of the parts before.
+        self.added = builder.local(PANEL * PANEL, self.form.sums, "added")
         self.configuration = amx_tiles.configuration(builder)
         # Of each panel of A: whether it is to be multiplied by vectors. For that, a panel of A as numbers, (32, k), and one of B, (k, 32).
         self.is_outside = builder.local(self.block, "int32", "outside")
@@ -103,13 +105,30 @@ class TileProduct:
             builder.local(self.part_elements * PANEL, "float32", name) for name in ("a_numbers", "b_numbers")
         )
 
-    def row(self, batch: Index, number: Index) -> tuple[dict[LoopVar, Index], list[Stmt]]:
-        """The kernel's variables in a row of A and of the result, and the statements that bind them."""
+    def row(self, batch: Index, first: Index, within: Index) -> Row:
+        """A row of a task that begins at `first`, in what `row_blocks` counts."""
         raise NotImplementedError
 
     def piece(self, env: dict[LoopVar, Index], unit: Index, within: int) -> Piece:
         """Elements of a row of A from `16 * unit + within` of k on, of one unit."""
         raise NotImplementedError
+
+    def _k_parts(self) -> int:
+        """Into how many parts k is cut."""
+        return 1 if self.steps <= _WHOLE_STEPS else -(-self.steps // _PART_STEPS)
+
+    def _scratch_size(self) -> int:
+        """Elements of a task's A."""
+        return self.block * self.part_steps * self.panel_size
+
+    def row_blocks(self) -> tuple[int, int]:
+        """How many blocks of rows there are, and what a task's first row is a multiple of."""
+        return -(-self.row_panels // self.block), self.block
+
+    def _groups(self) -> list[int]:
+        """Numbers of column panels that a task may have."""
+        counts = (1, 2, 4, 8, 16, 32, 64, self.target.cores)
+        return sorted({-(-self.column_panels // count) for count in counts if count <= self.column_panels})
 
     def _task_size(self) -> tuple[int, int]:
         """Panels of rows and of columns of one task: the kernel's `schedule_rank` by estimated time."""
@@ -117,43 +136,44 @@ class TileProduct:
         most = max(1, self.target.l2_bytes // 2 // (self.part_steps * step_bytes))
         fewest = -(-self.row_panels // most)
         blocks = {-(-self.row_panels // count) for count in range(fewest, min(self.row_panels, 4 * fewest) + 1)}
-        groups = {
-            -(-self.column_panels // count)
-            for count in (1, 2, 4, 8, 16, 32, 64, self.target.cores)
-            if count <= self.column_panels
-        }
 
         def time(block: int, group: int) -> float:
             tasks = self.batch * -(-self.row_panels // block) * -(-self.column_panels // group)
             copied = block * PANEL * self.k * form.copy_cycles
-            multiplied = block * group * self.steps * form.products * 4 * _TILE_CYCLES
-            read = group * self.steps * step_bytes * _BYTE_CYCLES
-            waiting = block * group * PANEL * PANEL * 4
-            if self.parts > 1 and waiting > self.target.l2_bytes // 2:  # each part reads and writes all sums
-                read += 2 * self.parts * waiting * _BYTE_CYCLES
-            return -(-tasks // self.target.cores) * (copied + multiplied + read)
+            return -(-tasks // self.target.cores) * (copied + self._product_cycles(block, group))
 
         estimates = {
-            (block, group): time(block, group) for block in sorted(blocks, reverse=True) for group in sorted(groups)
+            (block, group): time(block, group) for block in sorted(blocks, reverse=True) for group in self._groups()
         }
         return self.builder.ranked_choice(estimates)
 
+    def _product_cycles(self, block: int, group: int) -> float:
+        """Of a task with so many panels of rows and of columns, without what A's tiles cost."""
+        multiplied = block * group * self.steps * len(self.form.products) * 4 * _TILE_CYCLES
+        read = group * self.steps * self.form.parts * PANEL * ROW_BYTES * _BYTE_CYCLES
+        waiting = block * group * PANEL * PANEL * 4
+        if self.parts > 1 and waiting > self.target.l2_bytes // 2:  # each part reads and writes all sums
+            read += 2 * self.parts * waiting * _BYTE_CYCLES
+        return multiplied + read
+
     def emit(self) -> Stmt:
-        blocks, groups = -(-self.row_panels // self.block), -(-self.column_panels // self.group)
-        return self.builder.fused((self.batch, blocks, groups), self._task)
+        blocks, self.first_row_step = self.row_blocks()
+        return self.builder.fused((self.batch, blocks, -(-self.column_panels // self.group)), self._task)
 
     def _task(self, position: tuple[Index, ...]) -> Stmt:
         b = self.builder
-        batch, row, column = position[0], position[1] * self.block, position[2] * self.group
+        batch, row, column = position[0], position[1] * self.first_row_step, position[2] * self.group
         arrays = [self.configuration, self.scratch, self.sums]
+        if self.form.splits and self.parts > 1:
+            arrays.append(self.added)
         if self.form.splits:
             arrays += [self.is_outside, self.a_numbers, self.b_numbers]
         last_steps = self.steps - (self.parts - 1) * self.part_steps
         last_start = (self.parts - 1) * self.part_steps
-        last = _Part(as_index(self.parts - 1), as_index(last_start), last_steps, self.k - last_start * self.form.depth)
+        last = Part(as_index(self.parts - 1), as_index(last_start), last_steps, self.k - last_start * self.form.depth)
 
         def whole(number: Index) -> Stmt:
-            part = _Part(number, number * self.part_steps, self.part_steps, self.part_elements)
+            part = Part(number, number * self.part_steps, self.part_steps, self.part_elements)
             return self._part(batch, row, column, part)
 
         def write(r: Index, c: Index) -> Stmt:
@@ -163,13 +183,22 @@ class TileProduct:
             # Memory first: where there is none, the kernel ends here, with no tiles configured.
             *map(b.alloc, arrays),
             amx_tiles.configure(b, self.configuration),
+            self._before(batch, row),
             b.loop(self.parts - 1, whole, name="part") if self.parts > 1 else None,
             self._part(batch, row, column, last),
             None if self.parts == 1 else self._each_panel(row, column, write),
             amx_tiles.release(),
         )
 
-    def _part(self, batch: Index, row: Index, column: Index, part: _Part) -> Stmt:
+    def _before(self, batch: Index, row: Index) -> Stmt | None:
+        """What a task does before the first part of k."""
+        return None
+
+    def _copies(self, batch: Index, row: Index, part: Part) -> Stmt | None:
+        """A part of k of the task's rows, as tiles."""
+        return self._each_row(row, lambda r: self._copy(batch, row, r, part))
+
+    def _part(self, batch: Index, row: Index, column: Index, part: Part) -> Stmt:
         """A part of k: the task's rows of A as tiles, and the products with its columns."""
 
         def panel(r: Index, c: Index) -> Stmt:
@@ -178,10 +207,10 @@ class TileProduct:
                 return products
             return self.builder.seq(products, self._write(batch, row, column, r, c))
 
-        copies = self._each_row(row, lambda r: self._copy(batch, row + r, r, part))
-        return self.builder.seq(copies, self._each_panel(row, column, panel))
+        return self.builder.seq(self._copies(batch, row, part), self._each_panel(row, column, panel))
 
     def _each_row(self, first: Index, body: Callable[[Index], Stmt]) -> Stmt:
+        """`body(r)` for the panels of rows of a task."""
         return self._each(self.block, first, self.row_panels, body, "row")
 
     def _each_panel(self, row: Index, column: Index, body: Callable[[Index, Index], Stmt]) -> Stmt:
@@ -205,8 +234,9 @@ class TileProduct:
     def _rows(
         self,
         batch: Index,
-        panel: Index,
-        part: _Part,
+        row: Index,
+        r: Index,
+        part: Part,
         put: Callable[[Index, Index, Mapping[LoopVar, Index] | None], Stmt],
     ) -> Stmt:
         """`put(line, at, env)` for every row of a panel of A and every element of a part of k, counted from its first, in vectors.
@@ -216,8 +246,8 @@ class TileProduct:
         b, depth = self.builder, self.form.depth
         whole, left = divmod(part.elements, depth)
 
-        def row(line: Index) -> Stmt:
-            own, bindings = self.row(batch, panel * PANEL + line)
+        def one(line: Index) -> Stmt:
+            own, bindings, is_row = self.row(batch, row, r * PANEL + line)
 
             def zeros(at: Index, width: int) -> Stmt:
                 return self.printer.vector_loop(width, lambda lane: put(line, at + lane, None))
@@ -237,15 +267,19 @@ class TileProduct:
                 rest = [numbers(as_index(whole), start, width) for start, width in lane_chunks(left, _LANES)]
                 behind = lane_chunks(depth - left, _LANES)
                 rest += [zeros(as_index(whole * depth + left + start), width) for start, width in behind]
-            return b.seq(*bindings, b.loop(whole, step, name="step") if whole else None, *rest)
+            pieces = b.seq(b.loop(whole, step, name="step") if whole else None, *rest)
+            return b.seq(*bindings, pieces if is_row is None else b.when(is_row, pieces))
 
-        return (
-            b.loop_until(self._rows_of(panel), PANEL, row, "line")
-            if self.m % PANEL
-            else b.loop(PANEL, row, name="line")
-        )
+        return self._each_line(row, r, one)
 
-    def _copy(self, batch: Index, panel: Index, r: Index, part: _Part) -> Stmt:
+    def _each_line(self, row: Index, r: Index, body: Callable[[Index], Stmt]) -> Stmt:
+        """`body(line)` for the rows of a panel."""
+        count = self.rows_of(row, r)
+        if count is None:
+            return self.builder.loop(PANEL, body, name="line")
+        return self.builder.loop_until(count, PANEL, body, "line")
+
+    def _copy(self, batch: Index, row: Index, r: Index, part: Part) -> Stmt:
         """One part of a panel of rows to scratch memory, and whether any of its numbers is outside of what can be split."""
         b, form = self.builder, self.form
         zero = tirx.const(0, storage_dtype(form.a_dtype))
@@ -263,10 +297,10 @@ class TileProduct:
                 places = [to + p * form.panel_elements for p in range(form.parts)]
                 return b.seq(*[b.store(self.scratch, place, zero) for place in places])
             if splitting is None:
-                return b.store(self.scratch, to, self._whole(env))
+                return b.store(self.scratch, to, self.whole(env))
             return splitting.split(at % _LANES, self.printer.expr(self.a, env), store)
 
-        rows = self._rows(batch, panel, part, put)
+        rows = self._rows(batch, row, r, part, put)
         if splitting is None:
             return rows
 
@@ -275,10 +309,21 @@ class TileProduct:
 
         return b.seq(splitting.begin(), mark(0), rows, splitting.when_outside(mark(1)))
 
-    def _rows_of(self, panel: Index) -> TirExpr:
-        return tirx.Min(self.builder.index(self.m - panel * PANEL), tirx.IntImm("int32", PANEL))
+    def rows_of(self, row: Index, r: Index) -> TirExpr | None:
+        """How many rows a panel has; None where all have 32."""
+        if self.m % PANEL == 0:
+            return None
+        return tirx.Min(self.builder.index(self.m - (row + r) * PANEL), tirx.IntImm("int32", PANEL))
 
-    def _whole(self, env: Mapping[LoopVar, Index]) -> TirExpr:
+    def has_half_panels(self) -> bool:
+        """Whether a panel of rows may be one tile."""
+        return 0 < self.m % PANEL <= PANEL // 2
+
+    def a_at(self, r: Index, part: Part, s: Index, number: int) -> Index:
+        """Where the tiles of a panel of rows begin, of one step and of a part of the numbers; the second lies behind the first."""
+        return (r * self.part_steps + s) * self.panel_size + number * self.form.panel_elements
+
+    def whole(self, env: Mapping[LoopVar, Index]) -> TirExpr:
         """An element of A that is one part, as tiles have it."""
         a, dtype = self.a, self.form.a_dtype
         if isinstance(a, Load) and a.buffer.dtype == dtype and a.buffer in self.printer.arguments:
@@ -293,16 +338,16 @@ class TileProduct:
         """Where the sums of a panel of rows and one of columns are, 32 x 32 of them."""
         return as_index(0) if self.parts == 1 else (c * self.block + r) * (PANEL * PANEL)
 
-    def _products(self, batch: Index, row: Index, column: Index, r: Index, c: Index, part: _Part) -> Stmt:
+    def _products(self, batch: Index, row: Index, column: Index, r: Index, c: Index, part: Part) -> Stmt:
         """The sums of a panel of rows and one of columns, with a part of k added."""
         b = self.builder
         panel = column + c
         if self.batched_b:
             panel = panel + batch * self.column_panels
         by_tiles = self._by_tiles(r, panel, c, part, 2)
-        if 0 < self.m % PANEL <= PANEL // 2:  # the last panel of rows is one tile
-            is_last = b.index(row + r) >= self.row_panels - 1
-            by_tiles = b.when(is_last, self._by_tiles(r, panel, c, part, 1), by_tiles)
+        if self.has_half_panels():
+            is_half = tirx.LE(self.rows_of(row, r), tirx.IntImm("int32", PANEL // 2))
+            by_tiles = b.when(is_half, self._by_tiles(r, panel, c, part, 1), by_tiles)
         if not self.form.splits:
             return by_tiles
         count = self.column_panels * (self.batch if self.batched_b else 1)
@@ -311,26 +356,27 @@ class TileProduct:
         by_vectors = self._by_vectors(batch, row, r, panel, c, part, is_plain)
         return b.when(tirx.Or(is_outside, is_plain), by_vectors, by_tiles)
 
-    def _by_tiles(self, r: Index, panel: Index, c: Index, part: _Part, row_tiles: int) -> Stmt:
+    def _by_tiles(self, r: Index, panel: Index, c: Index, part: Part, row_tiles: int) -> Stmt:
         """The products of `row_tiles` tiles of rows and two of columns."""
         b, form = self.builder, self.form
         half, sum_bytes = form.panel_elements // 2, 4 * PANEL
-        places = {2 * i + j: self._sums_at(r, c) + (i * PANEL + j) * _LANES for i in range(row_tiles) for j in (0, 1)}
-        zeros = [amx_tiles.zero(tile) for tile in places]
-        loads = [amx_tiles.load(b, tile, self.sums, at, sum_bytes) for tile, at in places.items()]
-        statements: list[Stmt] = zeros
-        if self.parts > 1:
-            is_first = b.index(part.number).equal(0)
-            statements = [b.when(is_first, b.seq(*zeros), b.seq(*loads))]
+        lies = {2 * i + j: (i * PANEL + j) * _LANES for i in range(row_tiles) for j in (0, 1)}
+        sums = self._sums_at(r, c)
+        zeros = [amx_tiles.zero(tile) for tile in lies]
+        stores = [amx_tiles.store(b, tile, self.sums, sums + at, sum_bytes) for tile, at in lies.items()]
+        is_first = b.index(part.number).equal(0)
+        before: list[Stmt] = zeros
+        if self.parts > 1 and not form.splits:
+            loads = [amx_tiles.load(b, tile, self.sums, sums + at, sum_bytes) for tile, at in lies.items()]
+            before = [b.when(is_first, b.seq(*zeros), b.seq(*loads))]
 
-        def step(s: Index, products: tuple[tuple[int, int], ...], fetches: list[Stmt]) -> Stmt:
-            a_at = (r * self.part_steps + s) * self.panel_size
+        def step(s: Index) -> Stmt:
             b_at = (panel * self.steps + part.start + s) * self.panel_size
             inner: list[Stmt] = []
             held: tuple[int | None, int | None] = (None, None)
-            for pair in products:
+            for pair in form.products:
                 if pair[0] != held[0]:
-                    at = a_at + pair[0] * form.panel_elements
+                    at = self.a_at(r, part, s, pair[0])
                     inner += [
                         amx_tiles.load(b, 4 + i, self.scratch, at + i * half, ROW_BYTES) for i in range(row_tiles)
                     ]
@@ -343,35 +389,38 @@ class TileProduct:
                     for i in range(row_tiles)
                     for j in (0, 1)
                 ]
-            return b.seq(*_spread(inner, fetches))
+            return b.seq(*_spread(inner, self._fetches(r, panel, part, s)))
 
-        for number, products in enumerate(form.passes):
+        after = b.seq(*stores)
+        if self.parts > 1 and form.splits:
+            apart = [amx_tiles.store(b, tile, self.added, at, sum_bytes) for tile, at in lies.items()]
+            after = b.when(is_first, after, b.seq(*apart, self._add(sums, row_tiles)))
+        return b.seq(*before, b.loop(part.steps, step, name="step"), after)
 
-            def one(s: Index, number: int = number, products: tuple[tuple[int, int], ...] = products) -> Stmt:
-                return step(s, products, self._fetches(r, panel, part, s) if number == 0 else [])
+    def _add(self, sums: Index, row_tiles: int) -> Stmt:
+        """The sums of a part of k to those of the parts before: rounded once, where tiles would round at every step."""
+        b = self.builder
 
-            statements.append(b.loop(part.steps, one, name="step"))
-        statements += [amx_tiles.store(b, tile, self.sums, at, sum_bytes) for tile, at in places.items()]
-        return b.seq(*statements)
+        def line(at: Index) -> Stmt:
+            old = b.load(self.sums, sums + at)
+            return b.store(self.sums, sums + at, old + b.load(self.added, at))
 
-    def _fetches(self, r: Index, panel: Index, part: _Part, s: Index) -> list[Stmt]:
-        """Prefetches of one step: all of the next one's tiles, and a share of B's next panel."""
+        return b.loop(
+            row_tiles * _LANES * PANEL // _LANES,
+            lambda i: self.printer.vector_loop(_LANES, lambda lane: line(i * _LANES + lane)),
+            name="sum",
+        )
+
+    def _fetches(self, r: Index, panel: Index, part: Part, s: Index) -> list[Stmt]:
+        """Prefetches of one step: a share of B's next panel."""
         b, line = self.builder, LINE_BYTES // self.form.itemsize
-        lines = self.panel_size // line
-        a_next = (r * self.part_steps + s + 1) * self.panel_size
-        b_next = (panel * self.steps + part.start + s + 1) * self.panel_size
-        nearby = [
-            (array, at + i * line, 1)
-            for i in range(lines)
-            for array, at in ((self.scratch, a_next), (self.packed, b_next))
-        ]
-        share = -(-lines // self.block)
+        share = -(-self.panel_size // line // self.block)
         following = ((panel + 1) * self.steps + part.start) * self.panel_size
-        far = [(self.packed, following + ((r * part.steps + s) * share + i) * line, 2) for i in range(share)]
-        return [b.prefetch(array, b.index(at), level) for array, at, level in (*nearby, *far)]
+        places = [following + ((r * part.steps + s) * share + i) * line for i in range(share)]
+        return [b.prefetch(self.packed, b.index(at), 2) for at in places]
 
     def _by_vectors(
-        self, batch: Index, row: Index, r: Index, panel: Index, c: Index, part: _Part, is_plain: TirExpr
+        self, batch: Index, row: Index, r: Index, panel: Index, c: Index, part: Part, is_plain: TirExpr
     ) -> Stmt:
         """As `_by_tiles`, in float32: of A as it is, and of B put together again."""
         b, sums = self.builder, self._sums_at(r, c)
@@ -399,12 +448,12 @@ class TileProduct:
             return b.seq(tile.declare(), tile.clear(), restore, steps, tile.spill(self.sums, at))
 
         return b.seq(
-            self._rows(batch, row + r, part, put),
+            self._rows(batch, row, r, part, put),
             b.when(is_plain, self._numbers(panel, part, True), self._numbers(panel, part, False)),
             b.loop(PANEL // _EXACT_ROWS, rows, name="rows"),
         )
 
-    def _numbers(self, panel: Index, part: _Part, is_plain: bool) -> Stmt:
+    def _numbers(self, panel: Index, part: Part, is_plain: bool) -> Stmt:
         """B's panel as float32, (k, 32 columns), from a plain panel or from the sums of parts."""
         b, form = self.builder, self.form
         sixteen, upper = (tirx.Broadcast(tirx.IntImm("uint32", number), _LANES) for number in (16, 0xFFFF0000))
@@ -460,13 +509,15 @@ class TileProduct:
             return b.seq(*[self.printer.vector_loop(width, partial(store, start)) for start, width in pieces])
 
         def line(at: Index) -> Stmt:
-            env, bindings = self.row(batch, (row + r) * PANEL + at)
+            env, bindings, is_row = self.row(batch, row, r * PANEL + at)
             if not left or self.column_panels == 1:
-                return b.seq(*bindings, columns(at, env, left or PANEL))
-            is_whole = b.index(column + c) < self.column_panels - 1
-            return b.seq(*bindings, b.when(is_whole, columns(at, env, PANEL), columns(at, env, left)))
+                stores = columns(at, env, left or PANEL)
+            else:
+                is_whole = b.index(column + c) < self.column_panels - 1
+                stores = b.when(is_whole, columns(at, env, PANEL), columns(at, env, left))
+            return b.seq(*bindings, stores if is_row is None else b.when(is_row, stores))
 
-        return b.loop_until(self._rows_of(row + r), PANEL, line, "line")
+        return self._each_line(row, r, line)
 
 
 class _TileMatMul(TileProduct):
@@ -477,8 +528,8 @@ class _TileMatMul(TileProduct):
         super().__init__(kernel, kernel.a, (batch, m, known_int(kernel.k.extent), n), builder, printer, target)
         self.depth, self.batched_b = kernel.k, kernel.batched_b
 
-    def row(self, batch: Index, number: Index) -> tuple[dict[LoopVar, Index], list[Stmt]]:
-        return dict(zip(self.kernel.domain, (batch, number), strict=False)), []
+    def row(self, batch: Index, first: Index, within: Index) -> Row:
+        return dict(zip(self.kernel.domain, (batch, first * PANEL + within), strict=False)), [], None
 
     def piece(self, env: dict[LoopVar, Index], unit: Index, within: int) -> Piece:
         return None, lambda lane: {**env, self.depth: unit * _LANES + within + lane}
