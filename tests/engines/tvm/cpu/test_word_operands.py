@@ -14,8 +14,9 @@ from torch_hybrid_backend.codegen.engine import KernelEngine
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.engines.tvm.backend import TvmBackend
 from torch_hybrid_backend.engines.tvm.target import Target, widest_lanes
+from torch_hybrid_backend.machine import may_use_tiles
 
-HOST = Target.host()
+HOST = Target.host().permitted(may_use_tiles)
 # What this processor has, with VNNI of 256 bits, and with less: instruction sets in the order of `cpu/dot_products.py`.
 WITHOUT_VNNI = tuple(f for f in HOST.features if f not in ("avx512_vnni", "avx_vnni", "avx512_bf16"))
 AVX2 = tuple(f for f in WITHOUT_VNNI if not f.startswith(("avx512", "amx")))
