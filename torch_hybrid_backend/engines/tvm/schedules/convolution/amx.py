@@ -25,7 +25,7 @@ from tvm import tirx
 from torch_hybrid_backend.engines.tvm.cpu.amx_formats import FORMATS, PANEL, ROW_BYTES
 from torch_hybrid_backend.engines.tvm.cpu.kernels import TileConvKernel
 from torch_hybrid_backend.engines.tvm.schedules.float_parts import FloatParts
-from torch_hybrid_backend.engines.tvm.schedules.matmul.amx import Part, Piece, Row, TileProduct
+from torch_hybrid_backend.engines.tvm.schedules.matmul.amx import Part, Piece, TileProduct
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirExpr
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
@@ -167,12 +167,10 @@ class _TileConvolution(TileProduct):
             return tirx.IntImm("int32", self._rows_in(self.block_lines))
         return self._lines_of(first) * self.width - (self.width - self.x.out)
 
-    def _each_row(self, first: Index, body: Callable[[Index], Stmt]) -> Stmt:
-        b = self.builder
+    def panels_in(self, first: Index) -> TirExpr | None:
         if self.lines % self.block_lines == 0:
-            return b.loop(self.block, body, name="row")
-        panels = tirx.truncdiv(self._rows_of_task(first) + (PANEL - 1), tirx.IntImm("int32", PANEL))
-        return b.loop_until(panels, self.block, body, "row")
+            return None
+        return tirx.truncdiv(self._rows_of_task(first) + (PANEL - 1), tirx.IntImm("int32", PANEL))
 
     def rows_of(self, row: Index, r: Index) -> TirExpr | None:
         left = self._rows_of_task(row) - self.builder.index(r * PANEL)
@@ -183,15 +181,36 @@ class _TileConvolution(TileProduct):
         counts = [self._rows_in(lines) % PANEL for lines in (self.block_lines, last) if lines]
         return any(0 < count <= PANEL // 2 for count in counts)
 
-    def row(self, batch: Index, first: Index, within: Index) -> Row:
+    def each_line(
+        self, batch: Index, row: Index, r: Index, body: Callable[[Index, dict[LoopVar, Index]], Stmt]
+    ) -> Stmt:
         b = self.builder
-        line, bind_line = b.bound(b.index(within // self.width + first), self.lines, "line")
-        column, bind_column = b.bound(b.index(within % self.width), self.width, "at")
-        image, y = (line // self.y.out, line % self.y.out) if self.is_one_image else (batch, line)
-        places = (y, column)[-len(self.conv.kernel) :]
-        env = dict(zip((self.conv.domain[0], *self.conv.domain[2:]), (image, *places), strict=True))
-        is_row = b.index(column) < self.x.out if self.width > self.x.out else None
-        return env, [bind_line, bind_column], is_row
+        # The place of a row is counted, not divided out anew: with few channels that would be half of a row's work.
+        extents = [self.width, self.y.out, self.images]
+        first = [r * PANEL % self.width, r * PANEL // self.width + row]
+        first[1:] = [first[1] % self.y.out, first[1] // self.y.out] if self.is_one_image else [first[1], batch]
+        counters = b.local(len(extents), "int32", "place")
+
+        def count(number: int) -> Stmt:
+            """One more in a place; one that is full begins again, and the next has one more."""
+            more = b.store(counters, number, b.load(counters, number) + 1)
+            if number == len(extents) - 1 or (number == 1 and not self.is_one_image):
+                return more
+            is_full = tirx.EQ(b.load(counters, number), tirx.IntImm("int32", extents[number]))
+            again = b.store(counters, number, tirx.IntImm("int32", 0))
+            return b.seq(more, b.when(is_full, b.seq(again, count(number + 1))))
+
+        def line(at: Index) -> Stmt:
+            bound = [b.bound(b.load(counters, n), extent, "at") for n, extent in enumerate(extents)]
+            (column, _), (y, _), (image, _) = bound
+            places = (image, *(y, column)[-len(self.conv.kernel) :])
+            stores = body(at, dict(zip((self.conv.domain[0], *self.conv.domain[2:]), places, strict=True)))
+            if self.width > self.x.out:
+                stores = b.when(b.index(column) < self.x.out, stores)
+            return b.seq(*[binding for _, binding in bound], stores, count(0))
+
+        begin = [b.store(counters, n, b.index(place)) for n, place in enumerate(first)]
+        return b.seq(b.alloc(counters), *begin, self._each(PANEL, self.rows_of(row, r), line, "line"))
 
     def piece(self, env: dict[LoopVar, Index], unit: Index, within: int) -> Piece:
         conv, b = self.conv, self.builder

@@ -51,8 +51,6 @@ def emit(kernel: TileMatMulKernel, builder: Builder, printer: Printer, target: T
     return _TileMatMul(kernel, builder, printer, target).emit()
 
 
-# Of a row of A: the kernel's variables there, the statements that bind them, and when the result has it; None for always.
-Row = tuple[dict[LoopVar, Index], list[Stmt], TirExpr | None]
 # Of a vector's piece of A: when it is there, None for always (elsewhere it is zero), and what the kernel's variables are at each lane.
 Piece = tuple[TirExpr | None, Callable[[Index], Mapping[LoopVar, Index]]]
 
@@ -104,10 +102,6 @@ class TileProduct:
         self.a_numbers, self.b_numbers = (
             builder.local(self.part_elements * PANEL, "float32", name) for name in ("a_numbers", "b_numbers")
         )
-
-    def row(self, batch: Index, first: Index, within: Index) -> Row:
-        """A row of a task that begins at `first`, in what `row_blocks` counts."""
-        raise NotImplementedError
 
     def piece(self, env: dict[LoopVar, Index], unit: Index, within: int) -> Piece:
         """Elements of a row of A from `16 * unit + within` of k on, of one unit."""
@@ -202,32 +196,39 @@ class TileProduct:
         """A part of k: the task's rows of A as tiles, and the products with its columns."""
 
         def panel(r: Index, c: Index) -> Stmt:
-            products = self._products(batch, row, column, r, c, part)
-            if self.parts > 1:
-                return products
-            return self.builder.seq(products, self._write(batch, row, column, r, c))
+            sums = self._products(batch, row, column, r, c, part)
+            return sums if self.parts > 1 else self.builder.seq(sums, self._write(batch, row, column, r, c))
 
         return self.builder.seq(self._copies(batch, row, part), self._each_panel(row, column, panel))
 
+    def panels_in(self, first: Index) -> TirExpr | None:
+        """Panels of rows of a task; None where every task has `block` of them."""
+        return self._left(first, self.row_panels, self.block)
+
+    def _columns_in(self, column: Index) -> TirExpr | None:
+        """Panels of columns of a task; None where every task has `group` of them."""
+        return self._left(column, self.column_panels, self.group)
+
+    def _left(self, first: Index, total: int, count: int) -> TirExpr | None:
+        if total % count == 0:
+            return None
+        return tirx.Min(self.builder.index(total - first), tirx.IntImm("int32", count))
+
     def _each_row(self, first: Index, body: Callable[[Index], Stmt]) -> Stmt:
         """`body(r)` for the panels of rows of a task."""
-        return self._each(self.block, first, self.row_panels, body, "row")
+        return self._each(self.block, self.panels_in(first), body, "row")
 
     def _each_panel(self, row: Index, column: Index, body: Callable[[Index, Index], Stmt]) -> Stmt:
         """`body(row, column)` for the panels of a task, counted from its first: all rows with one column, then with the next."""
         return self._each(
-            self.group, column, self.column_panels, lambda c: self._each_row(row, lambda r: body(r, c)), "column"
+            self.group, self._columns_in(column), lambda c: self._each_row(row, lambda r: body(r, c)), "column"
         )
 
-    def _each(self, count: int, first: Index, total: int, body: Callable[[Index], Stmt], name: str) -> Stmt:
-        """`body(i)` for i in 0 .. count-1 where `first + i < total`; `first` is a multiple of `count`."""
-        b = self.builder
-
-        def one(i: Index) -> Stmt:
-            inner = body(i)
-            return b.when(b.index(first + i) < total, inner) if total % count else inner
-
-        return b.loop(count, one, name=name)
+    def _each(self, count: int, limit: TirExpr | None, body: Callable[[Index], Stmt], name: str) -> Stmt:
+        """`body(i)` for i in 0 .. count-1, or .. limit-1 where that is fewer."""
+        if limit is None:
+            return self.builder.loop(count, body, name=name)
+        return self.builder.loop_until(limit, count, body, name)
 
     # A as tiles.
 
@@ -246,9 +247,7 @@ class TileProduct:
         b, depth = self.builder, self.form.depth
         whole, left = divmod(part.elements, depth)
 
-        def one(line: Index) -> Stmt:
-            own, bindings, is_row = self.row(batch, row, r * PANEL + line)
-
+        def one(line: Index, own: dict[LoopVar, Index]) -> Stmt:
             def zeros(at: Index, width: int) -> Stmt:
                 return self.printer.vector_loop(width, lambda lane: put(line, at + lane, None))
 
@@ -267,17 +266,15 @@ class TileProduct:
                 rest = [numbers(as_index(whole), start, width) for start, width in lane_chunks(left, _LANES)]
                 behind = lane_chunks(depth - left, _LANES)
                 rest += [zeros(as_index(whole * depth + left + start), width) for start, width in behind]
-            pieces = b.seq(b.loop(whole, step, name="step") if whole else None, *rest)
-            return b.seq(*bindings, pieces if is_row is None else b.when(is_row, pieces))
+            return b.seq(b.loop(whole, step, name="step") if whole else None, *rest)
 
-        return self._each_line(row, r, one)
+        return self.each_line(batch, row, r, one)
 
-    def _each_line(self, row: Index, r: Index, body: Callable[[Index], Stmt]) -> Stmt:
-        """`body(line)` for the rows of a panel."""
-        count = self.rows_of(row, r)
-        if count is None:
-            return self.builder.loop(PANEL, body, name="line")
-        return self.builder.loop_until(count, PANEL, body, "line")
+    def each_line(
+        self, batch: Index, row: Index, r: Index, body: Callable[[Index, dict[LoopVar, Index]], Stmt]
+    ) -> Stmt:
+        """`body(line, env)` for the rows of a panel that the result has; `env`: the kernel's variables there."""
+        raise NotImplementedError
 
     def _copy(self, batch: Index, row: Index, r: Index, part: Part) -> Stmt:
         """One part of a panel of rows to scratch memory, and whether any of its numbers is outside of what can be split."""
@@ -340,14 +337,8 @@ class TileProduct:
 
     def _products(self, batch: Index, row: Index, column: Index, r: Index, c: Index, part: Part) -> Stmt:
         """The sums of a panel of rows and one of columns, with a part of k added."""
-        b = self.builder
-        panel = column + c
-        if self.batched_b:
-            panel = panel + batch * self.column_panels
-        by_tiles = self._by_tiles(r, panel, c, part, 2)
-        if self.has_half_panels():
-            is_half = tirx.LE(self.rows_of(row, r), tirx.IntImm("int32", PANEL // 2))
-            by_tiles = b.when(is_half, self._by_tiles(r, panel, c, part, 1), by_tiles)
+        b, panel = self.builder, self._panel_of(batch, column, c)
+        by_tiles = b.seq(self._by_tiles_of_panel(batch, row, column, r, c, part), self._kept(self._sums_at(r, c), part))
         if not self.form.splits:
             return by_tiles
         count = self.column_panels * (self.batch if self.batched_b else 1)
@@ -356,19 +347,51 @@ class TileProduct:
         by_vectors = self._by_vectors(batch, row, r, panel, c, part, is_plain)
         return b.when(tirx.Or(is_outside, is_plain), by_vectors, by_tiles)
 
+    def _panel_of(self, batch: Index, column: Index, c: Index) -> Index:
+        """The number of a panel of B."""
+        return column + c + (batch * self.column_panels if self.batched_b else 0)
+
+    def _by_tiles_of_panel(self, batch: Index, row: Index, column: Index, r: Index, c: Index, part: Part) -> Stmt:
+        """The products of a panel of rows and one of columns, in the registers of sums."""
+        b, panel = self.builder, self._panel_of(batch, column, c)
+        by_tiles = self._by_tiles(r, panel, c, part, 2)
+        if not self.has_half_panels():
+            return by_tiles
+        is_half = tirx.LE(self.rows_of(row, r), tirx.IntImm("int32", PANEL // 2))
+        return b.when(is_half, self._by_tiles(r, panel, c, part, 1), by_tiles)
+
+    def _stores_of(self, row_tiles: int, array: TirBuffer | None = None, start: Index | int = 0) -> list[Stmt]:
+        """The registers of sums to memory."""
+        into, b = self.sums if array is None else array, self.builder
+        return [
+            amx_tiles.store(b, 2 * i + j, into, start + (i * PANEL + j) * _LANES, 4 * PANEL)
+            for i in range(row_tiles)
+            for j in (0, 1)
+        ]
+
+    def _kept(self, sums: Index, part: Part) -> Stmt:
+        """The registers of sums to their place in memory, or added to what is there where k has several parts.
+
+        Of a panel of one tile of rows the other registers hold what was there before; no row of it is one of the result's.
+        """
+        b = self.builder
+        stores = b.seq(*self._stores_of(2, start=sums))
+        if self.parts == 1 or not self.form.splits:
+            return stores
+        is_first = b.index(part.number).equal(0)
+        return b.when(is_first, stores, b.seq(*self._stores_of(2, self.added), self._add(sums)))
+
     def _by_tiles(self, r: Index, panel: Index, c: Index, part: Part, row_tiles: int) -> Stmt:
-        """The products of `row_tiles` tiles of rows and two of columns."""
+        """The products of `row_tiles` tiles of rows and two of columns, in the registers of sums."""
         b, form = self.builder, self.form
         half, sum_bytes = form.panel_elements // 2, 4 * PANEL
         lies = {2 * i + j: (i * PANEL + j) * _LANES for i in range(row_tiles) for j in (0, 1)}
         sums = self._sums_at(r, c)
         zeros = [amx_tiles.zero(tile) for tile in lies]
-        stores = [amx_tiles.store(b, tile, self.sums, sums + at, sum_bytes) for tile, at in lies.items()]
-        is_first = b.index(part.number).equal(0)
         before: list[Stmt] = zeros
         if self.parts > 1 and not form.splits:
             loads = [amx_tiles.load(b, tile, self.sums, sums + at, sum_bytes) for tile, at in lies.items()]
-            before = [b.when(is_first, b.seq(*zeros), b.seq(*loads))]
+            before = [b.when(b.index(part.number).equal(0), b.seq(*zeros), b.seq(*loads))]
 
         def step(s: Index) -> Stmt:
             b_at = (panel * self.steps + part.start + s) * self.panel_size
@@ -391,13 +414,9 @@ class TileProduct:
                 ]
             return b.seq(*_spread(inner, self._fetches(r, panel, part, s)))
 
-        after = b.seq(*stores)
-        if self.parts > 1 and form.splits:
-            apart = [amx_tiles.store(b, tile, self.added, at, sum_bytes) for tile, at in lies.items()]
-            after = b.when(is_first, after, b.seq(*apart, self._add(sums, row_tiles)))
-        return b.seq(*before, b.loop(part.steps, step, name="step"), after)
+        return b.seq(*before, b.loop(part.steps, step, name="step"))
 
-    def _add(self, sums: Index, row_tiles: int) -> Stmt:
+    def _add(self, sums: Index) -> Stmt:
         """The sums of a part of k to those of the parts before: rounded once, where tiles would round at every step."""
         b = self.builder
 
@@ -406,7 +425,7 @@ class TileProduct:
             return b.store(self.sums, sums + at, old + b.load(self.added, at))
 
         return b.loop(
-            row_tiles * _LANES * PANEL // _LANES,
+            PANEL * PANEL // _LANES,
             lambda i: self.printer.vector_loop(_LANES, lambda lane: line(i * _LANES + lane)),
             name="sum",
         )
@@ -508,16 +527,13 @@ class TileProduct:
             pieces = lane_chunks(count, _LANES)
             return b.seq(*[self.printer.vector_loop(width, partial(store, start)) for start, width in pieces])
 
-        def line(at: Index) -> Stmt:
-            env, bindings, is_row = self.row(batch, row, r * PANEL + at)
+        def line(at: Index, env: dict[LoopVar, Index]) -> Stmt:
             if not left or self.column_panels == 1:
-                stores = columns(at, env, left or PANEL)
-            else:
-                is_whole = b.index(column + c) < self.column_panels - 1
-                stores = b.when(is_whole, columns(at, env, PANEL), columns(at, env, left))
-            return b.seq(*bindings, stores if is_row is None else b.when(is_row, stores))
+                return columns(at, env, left or PANEL)
+            is_whole = b.index(column + c) < self.column_panels - 1
+            return b.when(is_whole, columns(at, env, PANEL), columns(at, env, left))
 
-        return self._each_line(row, r, line)
+        return self.each_line(batch, row, r, line)
 
 
 class _TileMatMul(TileProduct):
@@ -528,8 +544,13 @@ class _TileMatMul(TileProduct):
         super().__init__(kernel, kernel.a, (batch, m, known_int(kernel.k.extent), n), builder, printer, target)
         self.depth, self.batched_b = kernel.k, kernel.batched_b
 
-    def row(self, batch: Index, first: Index, within: Index) -> Row:
-        return dict(zip(self.kernel.domain, (batch, first * PANEL + within), strict=False)), [], None
+    def each_line(
+        self, batch: Index, row: Index, r: Index, body: Callable[[Index, dict[LoopVar, Index]], Stmt]
+    ) -> Stmt:
+        def line(at: Index) -> Stmt:
+            return body(at, dict(zip(self.kernel.domain, (batch, (row + r) * PANEL + at), strict=False)))
+
+        return self._each(PANEL, self.rows_of(row, r), line, "line")
 
     def piece(self, env: dict[LoopVar, Index], unit: Index, within: int) -> Piece:
         return None, lambda lane: {**env, self.depth: unit * _LANES + within + lane}
