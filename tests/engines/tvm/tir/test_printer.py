@@ -92,6 +92,42 @@ def test_chains_of_transcendental_functions_compile() -> None:
     torch.testing.assert_close(out, functional.mish(functional.mish(x)), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("limits", [(-128.0, 127.0), (0.0, 255.0)])
+@pytest.mark.parametrize("capability", ["DEFAULT", "AVX2"])
+def test_rounding_before_a_cast_is_one_instruction(limits: tuple[float, float], capability: str) -> None:
+    """Halves go to even, what is beyond the limits to them, by the instruction that converts: in vectors, with no call."""
+    one = One()
+    low, high = (Const("float32", limit) for limit in limits)
+    rounded = ops.call("min", ops.call("max", ops.call("round_even", one.at), low), high)
+    value = ops.cast(ops.cast(rounded, "int32"), "float32")
+    body = one.printer.vector_loop(N, lambda lane: one.printer.store(one.store(value), {I: lane}))
+    built = build("k", prim_func("k", one.arrays, body), tvm_target(Target.host().within(capability)))
+    assert "rint" not in built.inspect_source("asm")
+    x = torch.randn(N) * 100
+    ends = [
+        0.5,
+        1.5,
+        2.5,
+        -0.5,
+        -1.5,
+        -2.5,
+        126.5,
+        127.5,
+        254.5,
+        255.5,
+        -128.5,
+        1e10,
+        -1e10,
+        3e38,
+        torch.inf,
+        -torch.inf,
+    ]
+    x[: len(ends)] = torch.tensor(ends)
+    out = torch.empty(N)
+    built["k"](x, out)
+    assert torch.equal(out, x.round().clamp(*limits))
+
+
 @pytest.mark.parametrize(
     ("start", "extent", "expected"), [(0, 8, True), (8, 8, True), (24, 8, False), (16, 8, None), (40, 1, False)]
 )

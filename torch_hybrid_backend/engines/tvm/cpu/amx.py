@@ -97,15 +97,18 @@ def tile_convolutions(kernel: PackedConvKernel, weight: Packed | None, target: T
         return []
     images, outputs, *spatial = (known_int(variable.extent) for variable in kernel.domain)
     channels = known_int(kernel.x_vars[1].extent)
-    if channels % _LANES or weight.view.shape[1] != channels:  # which may be padded for dot products
-        return []
     form = FORMATS[name]
-    k = form.conv_depth(channels, math.prod(kernel.kernel))
+    if form.has_lines(channels, kernel.kernel):
+        if kernel.dilation[-1] != 1:
+            return []
+    elif channels % _LANES or weight.view.shape[1] != channels:  # which may be padded for dot products
+        return []
+    k = form.conv_depth(channels, kernel.kernel)
     cost = _cost(1, images * math.prod(spatial), outputs, k, form)
     if cost > _CONCEIVABLE_COST:
         return []
     buffer = Buffer(form.packed_shape(1, k, outputs), form.dtype, "tiles", constant=True)
-    packed = weight.repacked(buffer, partial(pack_conv_tiles, form=form))
+    packed = weight.repacked(buffer, partial(pack_conv_tiles, form=form, channels=channels))
     convolution = TileConvKernel(
         _reading(kernel, kernel.packed, packed),
         kernel.writes,

@@ -28,6 +28,7 @@ Nothing here imports TVM or torch: the kernel compiler has none of the latter.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 # Rows of A, and columns of B, of a panel.
@@ -78,9 +79,18 @@ class TileFormat:
     def steps(self, k: int) -> int:
         return -(-k // self.depth)
 
-    def conv_depth(self, channels: int, positions: int) -> int:
-        """Elements of k of a convolution: each of the kernel's positions has whole steps of channels."""
-        return positions * self.steps(channels) * self.depth
+    def conv_depth(self, channels: int, kernel: tuple[int, ...]) -> int:
+        """Elements of k of a convolution: whole steps of channels for each of the kernel's positions, or one for each of its lines."""
+        if self.has_lines(channels, kernel):
+            return math.prod(kernel[:-1]) * self.depth
+        return math.prod(kernel) * self.steps(channels) * self.depth
+
+    def has_lines(self, channels: int, kernel: tuple[int, ...]) -> bool:
+        """Whether a row of a tile is all the channels of neighbouring pixels, as many as a line of the kernel has, and some behind them.
+
+        So it is for images of few channels. Those behind are multiplied by 0: in integers only, as for floats an infinite one would count.
+        """
+        return self.itemsize == 1 and channels < PANEL // 2 and channels * kernel[-1] <= self.depth
 
     def packed_shape(self, batch: int, k: int, n: int) -> tuple[int]:
         """Elements of a packed B: its panels, and where operands are float32 a number for each panel: 0, or 1 where it is plain."""

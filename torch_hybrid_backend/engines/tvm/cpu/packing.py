@@ -97,14 +97,24 @@ def pack_tiles(b: torch.Tensor, form: TileFormat) -> torch.Tensor:
     return torch.cat((packed.flatten(), is_plain.to(torch.int16))).view(torch.bfloat16)
 
 
-def pack_conv_tiles(w: torch.Tensor, form: TileFormat) -> torch.Tensor:
-    """`pack_tiles` of a convolution's weight (O, I, *kernel) as the matrix (1, kernel positions times channels, O).
+def pack_conv_tiles(w: torch.Tensor, form: TileFormat, channels: int | None = None) -> torch.Tensor:
+    """`pack_tiles` of a convolution's weight (O, I, *kernel) as the matrix (1, `form.conv_depth(channels, kernel)`, O).
 
-    Channels are those of whole steps of k (`TileFormat.conv_depth`): what is beyond the last is zero.
+    `channels`: those of the image, I where not said; more are zero. Where a line of the kernel is one step (`form.has_lines`), k runs through
+    its positions and the channels of each, elsewhere through the positions and whole steps of channels: what is beyond is zero.
     """
-    positions = w.flatten(2).permute(2, 1, 0)
-    beyond = form.steps(w.shape[1]) * form.depth - w.shape[1]
-    return pack_tiles(torch.nn.functional.pad(positions, (0, 0, 0, beyond)).reshape(1, -1, w.shape[0]), form)
+    channels, (outputs, inputs, *kernel) = channels or w.shape[1], w.shape
+    positions = torch.nn.functional.pad(w.flatten(2).permute(2, 1, 0), (0, 0, 0, channels - inputs))
+    if form.has_lines(channels, tuple(kernel)):
+        lines = positions.reshape(-1, kernel[-1] * channels, outputs)
+        return pack_tiles(_padded(lines, form.depth), form)
+    return pack_tiles(_padded(positions, form.steps(channels) * form.depth), form)
+
+
+def _padded(blocks: torch.Tensor, rows: int) -> torch.Tensor:
+    """Matrices (count, at most `rows`, columns) under one another as (1, count times `rows`, columns), each with zeros behind its rows."""
+    whole = torch.nn.functional.pad(blocks, (0, 0, 0, rows - blocks.shape[1]))
+    return whole.reshape(1, -1, blocks.shape[2])
 
 
 def is_depthwise(o: int, inputs_per_group: int, groups: int) -> bool:

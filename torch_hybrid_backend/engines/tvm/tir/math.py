@@ -61,6 +61,11 @@ def round_even(x: TirExpr, dtype: str) -> TirExpr:
     return tirx.call_llvm_pure_intrin(dtype, "llvm.rint", x)
 
 
+def round_even_to_int32(x: TirExpr) -> TirExpr:
+    """A float32 as the nearest int32, halves to even; the smallest int32, or another one, for what is none."""
+    return tirx.call_llvm_pure_intrin("int32", "llvm.lrint", x)
+
+
 def is_nan(x: TirExpr, dtype: str) -> TirExpr:
     """Whether x is NaN. Not `tirx.isnan`, which TVM does not vectorise, nor `x != x`: TVM's `!=` is false for NaN."""
     return tirx.Not(tirx.EQ(x, opaque(x, dtype)))

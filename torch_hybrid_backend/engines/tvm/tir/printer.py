@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from tvm import tirx
 
-from torch_hybrid_backend.engines.tvm.tir import arithmetic
+from torch_hybrid_backend.engines.tvm.tir import arithmetic, math
 from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.tvm.tir.let_bindings import Bindings, Scope, StatementBindings
 from torch_hybrid_backend.engines.tvm.tir.storage import narrow, widen
@@ -22,7 +22,7 @@ from torch_hybrid_backend.loops.index import Index, LoopVar, Scalar, as_index, c
 from torch_hybrid_backend.loops.ir import Buffer, Call, Const, Expr, FromIndex, Load
 from torch_hybrid_backend.loops.kernels import Store
 from torch_hybrid_backend.loops.layout import Layout, offset_of
-from torch_hybrid_backend.loops.ops import COMPARE, ROUND_TARGETS, decided
+from torch_hybrid_backend.loops.ops import COMPARE, ROUND_TARGETS, call, decided
 from torch_hybrid_backend.loops.sharing import Sharing
 
 Env = Mapping[LoopVar, Index]
@@ -297,6 +297,10 @@ class Printer:
             case Call(_, "round", (x, Const() as target)):
                 dtype = ROUND_TARGETS[int(target.value)]
                 return widen(narrow(self._print(x), dtype), dtype)
+            case Call("int8" | "uint8" | "int32", "cast", (x,)) if (unrounded := _unrounded(x)) is not None:
+                # One instruction rounds and converts.
+                number = self._bind(self._print(unrounded), "float32")
+                return arithmetic.cast(math.round_even_to_int32(number), "int32", e.dtype)
         assert isinstance(e, Call)
         # What is printed once needs no variable: each is five more statements for TVM and LLVM to see through.
         once = arithmetic.prints_operands_once(e.op, e.dtype)
@@ -373,3 +377,14 @@ class Printer:
             # `block * 16 + lane < 64` is `block < 4`: the lane drops out.
             left, right = left.coarse_bound(right.const)
         return left, right
+
+
+def _unrounded(e: Expr) -> Expr | None:
+    """What is rounded in float32 and then limited to integers, limited without being rounded: rounding it gives the same; None for all else."""
+    match e:
+        case Call("float32", "round_even", (x,)):
+            return x
+        case Call("float32", "max" | "min" as op, (x, Const() as limit)) if float(limit.value).is_integer():
+            inner = _unrounded(x)
+            return None if inner is None else call(op, inner, limit)
+    return None

@@ -117,36 +117,57 @@ def test_machine_code() -> None:
     assert assembly.count("\tldtilecfg\t") == assembly.count("\ttilerelease") == 1
 
 
-@pytest.mark.parametrize("name", ["uint8", pytest.param("int8", marks=pytest.mark.full)])
-def test_integers(emulated: ctypes.CDLL, name: str) -> None:
+@pytest.mark.parametrize("name", ["uint8", "int8"])
+@pytest.mark.parametrize(
+    ("shape", "kernel", "stride", "padding"),
+    [
+        ((2, 48, 6, 7), (3, 3), 1, 1),
+        ((1, 3, 23, 21), (7, 7), 2, 3),  # few channels: a line of the kernel is one step
+        ((2, 4, 12, 9), (3, 3), 2, 1),
+        ((2, 5, 8, 8), (2, 5), 1, 0),
+        ((3, 8, 30), (5,), 1, 2),
+        ((2, 4, 9, 9), (1, 1), 1, 0),
+        ((1, 12, 9, 9), (5, 5), 3, 2),
+        ((1, 16, 40, 6), (3, 3), 3, 1),
+    ],
+)
+def test_integers(
+    emulated: ctypes.CDLL, shape: tuple[int, ...], kernel: tuple[int, ...], stride: int, padding: int, name: str
+) -> None:
     """Bytes are multiplied exactly, the most extreme ones too; outside of the image they are 0."""
-    kernel, _, _ = tiles_of(Case((2, 48, 6, 7), 33, (3, 3), padding=1), "float32")
+    whole, _, _ = make(Case(shape, 33, kernel, stride=stride, padding=padding), _HOST)
     torch.manual_seed(0)
     low = 0 if name == "uint8" else -128
-    image = torch.randint(low, low + 256, (2, 48, 6, 7)).to(getattr(torch, name))
-    weight = torch.randint(-128, 128, (33, 48, 3, 3)).to(torch.int8)
+    image = torch.randint(low, low + 256, shape).to(getattr(torch, name))
+    weight = torch.randint(-128, 128, (33, shape[1], *kernel)).to(torch.int8)
     image[0], weight[0] = (255 if name == "uint8" else -128), -128
     ahead = pack_conv_tiles(weight, FORMATS[name])
+    convolve = torch.nn.functional.conv1d if len(kernel) == 1 else torch.nn.functional.conv2d
+    want = convolve(image.double(), weight.double(), stride=stride, padding=padding)
     x, packed, out, sums = (
         Buffer(shape, dtype)
         for shape, dtype in [
             (tuple(image.shape), name),
             (tuple(ahead.shape), "int8"),
-            ((2, 33, 6, 7), "int32"),
-            ((2, 33, 6, 7), "int32"),
+            (tuple(want.shape), "int32"),
+            (tuple(want.shape), "int32"),
         ]
     )
-    point = tuple(map(index_of, kernel.domain))
-    tiles = dataclasses.replace(
-        kernel,
-        reads=(Argument(x, Blocked(16)), row_major(packed)),
-        writes=(row_major(out),),
-        x=ops.cast(x.at(tuple(map(index_of, kernel.x_vars))), "int32"),
-        packed=packed,
-        format=name,
-        accumulator=sums,
-        stores=(Store(out, point, sums.at(point)),),
+    point = tuple(map(index_of, whole.domain))
+    tiles = TileConvKernel(
+        (Argument(x, Blocked(16)), row_major(packed)),
+        (row_major(out),),
+        whole.domain,
+        whole.x_vars,
+        ops.cast(x.at(tuple(map(index_of, whole.x_vars))), "int32"),
+        packed,
+        name,
+        whole.stride,
+        whole.padding,
+        whole.dilation,
+        whole.kernel,
+        sums,
+        (Store(out, point, sums.at(point)),),
     )
     (got,) = run_kernel(tiles, emit, {x: image, packed: ahead}, _HOST)
-    want = torch.nn.functional.conv2d(image.double(), weight.double(), padding=1)
     assert torch.equal(got.double(), want)

@@ -15,14 +15,13 @@ Franchetti & Low, "High Performance Zero-Memory Overhead Direct Convolutions", I
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from tvm import tirx
 
-from torch_hybrid_backend.engines.tvm.cpu.amx_formats import FORMATS, PANEL, ROW_BYTES
+from torch_hybrid_backend.engines.tvm.cpu.amx_formats import FORMATS, PANEL
 from torch_hybrid_backend.engines.tvm.cpu.kernels import TileConvKernel
 from torch_hybrid_backend.engines.tvm.schedules.float_parts import FloatParts
 from torch_hybrid_backend.engines.tvm.schedules.matmul.amx import Part, Piece, TileProduct
@@ -38,7 +37,9 @@ _LANES = 16
 
 def emit(kernel: TileConvKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
     """The kernel's body."""
-    return _TileConvolution(kernel, builder, printer, target).emit()
+    channels = known_int(kernel.x_vars[1].extent)
+    has_lines = FORMATS[kernel.format].has_lines(channels, kernel.kernel)
+    return (_LineConvolution if has_lines else _TileConvolution)(kernel, builder, printer, target).emit()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +99,19 @@ class _TileConvolution(TileProduct):
         self.images, self.is_one_image = images, kernel.kernel == (1,) * len(axes) and not any(kernel.padding)
         # Lines of the result, of one image or of all; a line's rows of A.
         self.lines = self.y.out * (images if self.is_one_image else 1)
-        self.width = self.x.out + self.x.reach
-        self.channels = known_int(kernel.x_vars[1].extent)
-        self.channel_steps = FORMATS[kernel.format].steps(self.channels)
-        k = FORMATS[kernel.format].conv_depth(self.channels, math.prod(kernel.kernel))
+        self.form, self.channels = FORMATS[kernel.format], known_int(kernel.x_vars[1].extent)
+        self.width = self._rows_in_line()
+        self.channel_steps = self.form.steps(self.channels)
+        k = self.form.conv_depth(self.channels, kernel.kernel)
         sizes = (1 if self.is_one_image else images, self.lines * self.width, k, outputs)
         super().__init__(kernel, kernel.x, sizes, builder, printer, target)
         # Whether a line of the image has numbers that cannot be split.
         self.flags = builder.local(self.y.images * (self.block_lines + self.y.reach), "int32", "flags")
 
     # Sizes.
+
+    def _rows_in_line(self) -> int:
+        return self.x.out + self.x.reach
 
     def _k_parts(self) -> int:
         # A's tiles are there for all of k. A panel of B is one part where it leaves the second-level cache room for them.
@@ -132,18 +136,22 @@ class _TileConvolution(TileProduct):
         """Pixels of all images in scratch memory, of 64 bytes and of one part."""
         return self._plane(lines) * self.y.images * self.x.images * self.channel_steps
 
+    def _elements(self, lines: int) -> int:
+        """Elements of scratch memory, of all parts of the numbers."""
+        return self._pixels(lines) * self.form.parts * self.form.depth
+
     def _scratch_size(self) -> int:
-        return self._pixels(self.block_lines) * self.form.parts * self.form.depth
+        return self._elements(self.block_lines)
 
     def _task_size(self) -> tuple[int, int]:
         form = self.form
         room = self.target.l2_bytes // 2
         counts = {-(-self.lines // count) for count in range(1, self.lines + 1)}
-        fitting = {lines for lines in counts if self._pixels(lines) * form.parts * ROW_BYTES <= room} or {1}
+        fitting = {lines for lines in counts if self._elements(lines) * form.itemsize <= room} or {1}
 
         def time(lines: int, group: int) -> float:
             tasks = self.batch * -(-self.lines // lines) * -(-self.column_panels // group)
-            copied = self._pixels(lines) * form.depth * form.copy_cycles
+            copied = self._elements(lines) / form.parts * form.copy_cycles
             panels = self.rows_in_panels(lines) // PANEL
             return -(-tasks // self.target.cores) * (copied + self._product_cycles(panels, group))
 
@@ -279,9 +287,7 @@ class _TileConvolution(TileProduct):
             condition = test if condition is None else tirx.And(condition, test)
         splitting = FloatParts(b, self.printer, self.form.parts) if self.form.splits else None
         there = self._pixels_of(own, line, y, splitting)
-        missing = self._zeros(
-            line, y, as_index(0), self.channel_steps * self.form.depth // _LANES, range(self.x.images)
-        )
+        missing = self._missing(line, y)
         flag = y * (self.block_lines + self.y.reach) + line
 
         def mark(value: int) -> Stmt:
@@ -316,6 +322,11 @@ class _TileConvolution(TileProduct):
         beyond = self.channel_steps * form.depth // _LANES - units
         zeros = self._zeros(line, y, as_index(units), beyond, self.x.remainders) if beyond else None
         return b.seq(b.loop(units, unit, name="unit"), zeros)
+
+    def _missing(self, line: Index, y: int) -> Stmt:
+        """A line that the image does not have."""
+        units = self.channel_steps * self.form.depth // _LANES
+        return self._zeros(line, y, as_index(0), units, self.x.remainders)
 
     def _zeros(self, line: Index, y: int, first: Index, units: int, remainders: Iterable[int]) -> Stmt:
         """Zeros in vectors of channels from number `first` on, of a whole line."""
@@ -375,3 +386,68 @@ class _TileConvolution(TileProduct):
             return b.when(b.index(first + at) < lines, b.store(self.is_outside, r, seen))
 
         return b.seq(b.store(self.is_outside, r, tirx.IntImm("int32", 0)), b.loop(count, look, name="line"))
+
+
+class _LineConvolution(_TileConvolution):
+    """The emission of a kernel for an image of few channels: a row of A is a line of the kernel, and some pixels behind it (`has_lines`).
+
+    Pixels lie side by side as they are in the image, with nothing between them, and so do a line's channels: rows of a tile are as far apart as
+    the pixels that neighbouring pixels of the result begin at, and overlap. One step of k is one line of the kernel.
+    """
+
+    def __init__(self, kernel: TileConvKernel, builder: Builder, printer: Printer, target: Target) -> None:
+        super().__init__(kernel, builder, printer, target)
+        self.a_row = self.x.stride * self.channels
+
+    def _rows_in_line(self) -> int:
+        # The last row of a line of the result ends in the same line of the image.
+        pixels = (self.x.out - 1) * self.x.stride + -(-self.form.depth // self.channels)
+        return -(-pixels // self.x.stride)
+
+    def _image_elements(self, lines: int) -> int:
+        """Elements of the image of one remainder."""
+        rows = max(lines + self.y.reach, 0) * self.width
+        rows = max(rows, self.rows_in_panels(lines) + self.y.reach * self.width)
+        return rows * self.x.stride * self.channels + self.form.depth
+
+    def _elements(self, lines: int) -> int:
+        return self._image_elements(lines) * self.y.images
+
+    def a_at(self, r: Index, part: Part, s: Index, number: int) -> Index:
+        y = (part.start + s) * self.y.dilation
+        row = r * PANEL + y // self.y.stride * self.width
+        return self._pixel_at(y % self.y.stride, row * self.x.stride)
+
+    def _pixel_at(self, y: Index | int, pixel: Index) -> Index:
+        return as_index(y) * self._image_elements(self.block_lines) + pixel * self.channels
+
+    def _pixels_of(self, own: Mapping[LoopVar, Index], line: Index, y: int, splitting: FloatParts | None) -> Stmt:
+        """Zeros, the pixels of a line of the image, zeros."""
+        b, conv, padding = self.builder, self.conv, self.x.padding
+        whole = self.width * self.x.stride
+        behind = min(padding + self.x.size, whole)
+
+        def pixel(at: Index) -> Stmt:
+            def put(lane: Index) -> Stmt:
+                value = self.whole({**own, conv.x_vars[-1]: at, conv.x_vars[1]: lane})
+                return b.store(self.scratch, self._pixel_at(y, line * whole + at + padding) + lane, value)
+
+            return self.printer.vector_loop(self.channels, put)
+
+        pixels = b.loop(behind - padding, pixel, name="x") if behind > padding else None
+        return b.seq(self._zeros_in(line, y, 0, padding), pixels, self._zeros_in(line, y, behind, whole))
+
+    def _missing(self, line: Index, y: int) -> Stmt:
+        zeros = self._zeros_in(line, y, 0, self.width * self.x.stride)
+        assert zeros is not None
+        return zeros
+
+    def _zeros_in(self, line: Index, y: int, first: int, end: int) -> Stmt | None:
+        """Zeros for the pixels `first` .. `end` - 1 of a line."""
+        b, zero = self.builder, tirx.const(0, storage_dtype(self.form.a_dtype))
+
+        def pixel(at: Index) -> Stmt:
+            start = self._pixel_at(y, line * (self.width * self.x.stride) + first + at)
+            return self.printer.vector_loop(self.channels, lambda lane: b.store(self.scratch, start + lane, zero))
+
+        return b.loop(end - first, pixel, name="x") if end > first else None

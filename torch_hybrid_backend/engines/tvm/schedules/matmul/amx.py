@@ -88,6 +88,8 @@ class TileProduct:
         self.parts = self._k_parts()
         self.part_steps = -(-self.steps // self.parts)
         self.parts = -(-self.steps // self.part_steps)
+        # Elements from one row of A's tiles to the next.
+        self.a_row = self.form.depth
         self.block, self.group = self._task_size()
         self.packed = printer.arguments[kernel.packed][0]
         self.scratch = builder.local(self._scratch_size(), storage_dtype(self.form.a_dtype), "a")
@@ -399,9 +401,10 @@ class TileProduct:
             held: tuple[int | None, int | None] = (None, None)
             for pair in form.products:
                 if pair[0] != held[0]:
-                    at = self.a_at(r, part, s, pair[0])
+                    at, row = self.a_at(r, part, s, pair[0]), self.a_row
                     inner += [
-                        amx_tiles.load(b, 4 + i, self.scratch, at + i * half, ROW_BYTES) for i in range(row_tiles)
+                        amx_tiles.load(b, 4 + i, self.scratch, at + i * _LANES * row, row * form.itemsize)
+                        for i in range(row_tiles)
                     ]
                 if pair[1] != held[1]:
                     at = b_at + pair[1] * form.panel_elements
