@@ -35,6 +35,7 @@ from torch_hybrid_backend.loops.index import index_of
 from torch_hybrid_backend.loops.ir import (
     INDEX_DTYPE,
     Buffer,
+    ConvOp,
     Expr,
     FromIndex,
     Load,
@@ -47,6 +48,7 @@ from torch_hybrid_backend.loops.ir import (
 from torch_hybrid_backend.loops.kernels import Argument, Kernel, MapKernel, RowKernel, ScatterKernel, Stage, Store
 from torch_hybrid_backend.loops.layout import Layout, Strided, contiguous
 from torch_hybrid_backend.loops.random_numbers import Generator
+from torch_hybrid_backend.loops.scales import gathered
 from torch_hybrid_backend.sizes.size import Dim
 
 
@@ -262,6 +264,7 @@ def _kernel(group: Group, needed: set[Buffer], layouts: Mapping[Buffer, Layout],
         reads = arguments([s.value for s in stores], [], inside, layouts)
         return MapKernel(reads, writes, group.variables, stores)
     op = group.members[0].op
+    stores = gathered(stores, group.accumulator, group.variables[1 if isinstance(op, ConvOp) else -1])
     return backend.anchor(Anchor(op, group.variables, group.accumulator, writes, stores, layouts, inside))
 
 

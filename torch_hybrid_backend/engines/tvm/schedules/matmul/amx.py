@@ -16,9 +16,9 @@ Sources: Goto & van de Geijn, "Anatomy of High-Performance Matrix Multiplication
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from tvm import tirx
 
@@ -32,8 +32,10 @@ from torch_hybrid_backend.engines.tvm.target import LINE_BYTES, Target
 from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.engines.tvm.tir.storage import narrow, storage_dtype
-from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
-from torch_hybrid_backend.loops.ir import Expr, Load
+from torch_hybrid_backend.loops.index import Index, LoopVar, as_index, index_of
+from torch_hybrid_backend.loops.ir import Buffer, Call, Expr, Load, parts
+from torch_hybrid_backend.loops.kernels import Store
+from torch_hybrid_backend.loops.scales import depends_on_column_alone
 from torch_hybrid_backend.sizes.size import known_int
 
 _LANES = 16  # of a vector, and rows, and columns of words, of a tile
@@ -520,23 +522,58 @@ class TileProduct:
         """The kernel's stores of a panel of rows and one of columns."""
         b, kernel = self.builder, self.kernel
         sums, left = self._sums_at(r, c), self.n % PANEL
+        first = (column + c) * PANEL
+        stores, of_columns = self._columns_apart(kernel.stores, first)
 
-        def columns(line: Index, env: dict[LoopVar, Index], count: int) -> Stmt:
-            def store(start: int, lane: Index) -> Stmt:
-                value = b.load(self.sums, sums + line * PANEL + start + lane)
-                self.printer.locals[kernel.accumulator] = lambda _: value
-                return self.printer.stores(kernel.stores, {**env, self.column: (column + c) * PANEL + start + lane})
+        def each_column(count: int, put: Callable[[Index], Stmt]) -> Stmt:
+            def piece(start: int, width: int) -> Stmt:
+                return self.printer.vector_loop(width, lambda lane: put(start + lane))
 
-            pieces = lane_chunks(count, _LANES)
-            return b.seq(*[self.printer.vector_loop(width, partial(store, start)) for start, width in pieces])
+            return b.seq(*[piece(start, width) for start, width in lane_chunks(count, _LANES)])
+
+        def columns(put: Callable[[Index], Stmt]) -> Stmt:
+            if not left or self.column_panels == 1:
+                return each_column(left or PANEL, put)
+            is_whole = b.index(column + c) < self.column_panels - 1
+            return b.when(is_whole, each_column(PANEL, put), each_column(left, put))
 
         def line(at: Index, env: dict[LoopVar, Index]) -> Stmt:
-            if not left or self.column_panels == 1:
-                return columns(at, env, left or PANEL)
-            is_whole = b.index(column + c) < self.column_panels - 1
-            return b.when(is_whole, columns(at, env, PANEL), columns(at, env, left))
+            def store(place: Index) -> Stmt:
+                value = b.load(self.sums, sums + at * PANEL + place)
+                self.printer.locals[kernel.accumulator] = lambda _: value
+                return self.printer.stores(stores, {**env, self.column: first + place})
 
-        return self.each_line(batch, row, r, line)
+            return columns(store)
+
+        def fill(place: Index) -> Stmt:
+            env: dict[LoopVar, Index] = {self.column: first + place}
+            return b.seq(*[b.store(array, place, self.printer.expr(e, env)) for e, array in of_columns])
+
+        arrays = [b.alloc(array) for _, array in of_columns]
+        return b.seq(*arrays, columns(fill) if of_columns else None, self.each_line(batch, row, r, line))
+
+    def _columns_apart(self, stores: Sequence[Store], first: Index) -> tuple[list[Store], list[tuple[Expr, TirBuffer]]]:
+        """The stores with what depends on the column alone read from an array of a panel's columns, and what is in the arrays."""
+        found: dict[Expr, tuple[Buffer, TirBuffer]] = {}
+
+        def is_apart(e: Expr) -> bool:
+            if e.dtype != "float32" or not depends_on_column_alone(e, self.column):
+                return False
+            loads = [part for part in parts([e]) if isinstance(part, Load)]
+            return bool(loads) and not any(load.buffer is self.kernel.accumulator for load in loads)
+
+        def visit(e: Expr) -> Expr:
+            if is_apart(e):
+                if e not in found:
+                    buffer = Buffer((self.n,), "float32", "of_columns")
+                    array = self.builder.local(PANEL, "float32", "of_columns")
+                    self.printer.locals[buffer] = lambda index: self.builder.load(array, index[0] - first)
+                    found[e] = buffer, array
+                return found[e][0].at((index_of(self.column),))
+            return Call(e.dtype, e.op, tuple(map(visit, e.args))) if isinstance(e, Call) else e
+
+        changed = [dataclasses.replace(store, value=visit(store.value)) for store in stores]
+        return changed, [(e, array) for e, (_, array) in found.items()]
 
 
 class _TileMatMul(TileProduct):
