@@ -44,10 +44,10 @@ class Variant:
 
 
 def variants(kernel: Kernel, alternatives: Sequence[Variant]) -> tuple[Variant, ...]:
-    """The variants of a kernel: itself first, then the preferred one of the alternatives, then the others in their order.
+    """The variants of a kernel: itself first, then the preferred ones of the alternatives, best estimate first, then the others in their order.
 
     None but these two where sizes are known only at run time: those of the call that is timed say little of those to come.
     """
-    preferred = [variant for variant in alternatives if variant.is_preferred]
+    preferred = sorted((variant for variant in alternatives if variant.is_preferred), key=lambda variant: variant.cost)
     others = [variant for variant in alternatives if not variant.is_preferred]
     return Variant("", (kernel,)), *preferred, *([] if kernel_sizes(kernel) else others)

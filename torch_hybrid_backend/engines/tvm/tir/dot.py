@@ -25,6 +25,14 @@ define linkonce_odr <16 x i32> @hybrid_round_bf16(<16 x float> %low, <16 x float
   ret <16 x i32> %w
 }
 """
+_ROUND_HALF = """
+declare <16 x bfloat> @llvm.x86.avx512bf16.cvtneps2bf16.512(<16 x float>)
+define linkonce_odr <16 x i16> @hybrid_round_half_bf16(<16 x float> %x) alwaysinline {
+  %r = call <16 x bfloat> @llvm.x86.avx512bf16.cvtneps2bf16.512(<16 x float> %x)
+  %w = bitcast <16 x bfloat> %r to <16 x i16>
+  ret <16 x i16> %w
+}
+"""
 _MADD = {8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}
 
 
@@ -61,3 +69,9 @@ def rounded_words(builder: Builder, low: TirExpr, high: TirExpr) -> TirExpr:
     """Two vectors of 16 float32 as 32 bfloat16 in words, rounded to nearest even: by AVX512-BF16, which takes denormal numbers for 0."""
     builder.llvm_helpers[_ROUND] = None
     return tirx.call_pure_extern("int32x16", "hybrid_round_bf16", low, high)
+
+
+def rounded_vector(builder: Builder, x: TirExpr) -> TirExpr:
+    """16 float32 as bfloat16, as bits, rounded to nearest even: by AVX512-BF16, which takes denormal numbers for 0."""
+    builder.llvm_helpers[_ROUND_HALF] = None
+    return tirx.call_pure_extern("uint16x16", "hybrid_round_half_bf16", x)

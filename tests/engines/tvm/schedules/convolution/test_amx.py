@@ -84,6 +84,16 @@ def test_bfloat16(emulated: ctypes.CDLL) -> None:
     torch.testing.assert_close(got.double(), want, rtol=1e-2, atol=1e-2 * float(want.abs().max()))
 
 
+def test_bfloat16_is_rounded_by_one_instruction() -> None:
+    """Where the processor has AVX512-BF16, and by integer arithmetic elsewhere."""
+    kernel, _, _ = tiles_of(Case((1, 32, 9, 9), 64, (1, 1), dtype="bfloat16"), "bfloat16")
+    target = dataclasses.replace(SAPPHIRE_RAPIDS, features=(*SAPPHIRE_RAPIDS.features, "avx512_bf16"))
+    assembly = compile_kernel(kernel, emit, target).inspect_source("asm")
+    assert "\tvcvtneps2bf16\t" in assembly
+    assert "32767" not in assembly  # what is added before the lower half is cut off
+    assert "\tvcvtneps2bf16\t" not in compile_kernel(kernel, emit, SAPPHIRE_RAPIDS).inspect_source("asm")
+
+
 def test_numbers_that_cannot_be_split(emulated: ctypes.CDLL) -> None:
     """Pixels that see such a number of the image are as eager's, and so are all others."""
     case = Case((1, 16, 12, 12), 32, (3, 3), padding=1)

@@ -145,7 +145,8 @@ class _TileConvolution(TileProduct):
 
     def _task_size(self) -> tuple[int, int]:
         form = self.form
-        room = self.target.l2_bytes // 2
+        # A quarter: beside A's tiles there are panels of B, and what is read and written.
+        room = self.target.l2_bytes // 4
         counts = {-(-self.lines // count) for count in range(1, self.lines + 1)}
         fitting = {lines for lines in counts if self._elements(lines) * form.itemsize <= room} or {1}
 

@@ -30,15 +30,18 @@ from torch_hybrid_backend.engines.tvm.schedules.float_parts import FloatParts
 from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, partials
 from torch_hybrid_backend.engines.tvm.target import LINE_BYTES, Target
 from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirBuffer, TirExpr
+from torch_hybrid_backend.engines.tvm.tir.dot import rounded_vector
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.engines.tvm.tir.storage import narrow, storage_dtype
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index, index_of
 from torch_hybrid_backend.loops.ir import Buffer, Call, Expr, Load, parts
 from torch_hybrid_backend.loops.kernels import Store
+from torch_hybrid_backend.loops.layout import contiguous
 from torch_hybrid_backend.loops.scales import depends_on_column_alone
 from torch_hybrid_backend.sizes.size import known_int
 
 _LANES = 16  # of a vector, and rows, and columns of words, of a tile
+_LANE = LoopVar("lane", _LANES)
 _TILE_CYCLES = 16
 # Steps of k in one part, 768 elements of bfloat16; fewer than the second number are not cut.
 _PART_STEPS, _WHOLE_STEPS = 24, 32
@@ -525,32 +528,69 @@ class TileProduct:
         first = (column + c) * PANEL
         stores, of_columns = self._columns_apart(kernel.stores, first)
 
-        def each_column(count: int, put: Callable[[Index], Stmt]) -> Stmt:
-            def piece(start: int, width: int) -> Stmt:
-                return self.printer.vector_loop(width, lambda lane: put(start + lane))
+        def columns(piece: Callable[[int, int], Stmt]) -> Stmt:
+            """`piece(start, width)` for the columns of a panel that the result has, in vectors."""
 
-            return b.seq(*[piece(start, width) for start, width in lane_chunks(count, _LANES)])
+            def each(count: int) -> Stmt:
+                return b.seq(*[piece(start, width) for start, width in lane_chunks(count, _LANES)])
 
-        def columns(put: Callable[[Index], Stmt]) -> Stmt:
             if not left or self.column_panels == 1:
-                return each_column(left or PANEL, put)
-            is_whole = b.index(column + c) < self.column_panels - 1
-            return b.when(is_whole, each_column(PANEL, put), each_column(left, put))
+                return each(left or PANEL)
+            return b.when(b.index(column + c) < self.column_panels - 1, each(PANEL), each(left))
 
         def line(at: Index, env: dict[LoopVar, Index]) -> Stmt:
-            def store(place: Index) -> Stmt:
-                value = b.load(self.sums, sums + at * PANEL + place)
-                self.printer.locals[kernel.accumulator] = lambda _: value
-                return self.printer.stores(stores, {**env, self.column: first + place})
+            def piece(start: int, width: int) -> Stmt:
+                in_loop, behind = self._rounded_behind(stores, {**env, self.column: first + start}, width)
 
-            return columns(store)
+                def store(lane: Index) -> Stmt:
+                    value = b.load(self.sums, sums + at * PANEL + start + lane)
+                    self.printer.locals[kernel.accumulator] = lambda _: value
+                    return self.printer.stores(in_loop, {**env, self.column: first + start + lane, _LANE: lane})
 
-        def fill(place: Index) -> Stmt:
-            env: dict[LoopVar, Index] = {self.column: first + place}
-            return b.seq(*[b.store(array, place, self.printer.expr(e, env)) for e, array in of_columns])
+                return b.seq(
+                    *[b.alloc(array) for array, _ in behind],
+                    self.printer.vector_loop(width, store),
+                    *[after for _, after in behind],
+                )
+
+            return columns(piece)
+
+        def fill(start: int, width: int) -> Stmt:
+            def lanes(lane: Index) -> Stmt:
+                env: dict[LoopVar, Index] = {self.column: first + start + lane}
+                return b.seq(*[b.store(array, start + lane, self.printer.expr(e, env)) for e, array in of_columns])
+
+            return self.printer.vector_loop(width, lanes)
 
         arrays = [b.alloc(array) for _, array in of_columns]
         return b.seq(*arrays, columns(fill) if of_columns else None, self.each_line(batch, row, r, line))
+
+    def _rounded_behind(
+        self, stores: Sequence[Store], env: dict[LoopVar, Index], width: int
+    ) -> tuple[list[Store], list[tuple[TirBuffer, Stmt]]]:
+        """The stores of a vector of columns from `env` on, with those of bfloat16 going to arrays of float32; and each array's own store.
+
+        There one instruction rounds a vector, where the processor has it, in place of nine. It takes denormal numbers for 0, as tiles do.
+        """
+        b, printer, lane = self.builder, self.printer, index_of(_LANE)
+        in_loop: list[Store] = []
+        behind: list[tuple[TirBuffer, Stmt]] = []
+        for store in stores:
+            start, at = (
+                printer.offset(store.buffer, store.index, {**env, self.column: env[self.column] + further})
+                for further in (as_index(0), lane)
+            )
+            has_instruction = width == _LANES and "avx512_bf16" in self.target.features
+            if store.buffer.dtype != "bfloat16" or not has_instruction or at - start != lane:
+                in_loop.append(store)
+                continue
+            array, vector = b.local(_LANES, "float32", "exact"), Buffer((_LANES,), "float32", "exact")
+            printer.arguments = {**printer.arguments, vector: (array, contiguous((_LANES,)))}
+            in_loop.append(Store(vector, (lane,), store.value))
+            rounded = rounded_vector(b, _vector(b, array, as_index(0), _LANES))
+            out, _ = printer.arguments[store.buffer]
+            behind.append((array, tirx.BufferStore(out, rounded, [_ramp(b, start, _LANES)])))
+        return in_loop, behind
 
     def _columns_apart(self, stores: Sequence[Store], first: Index) -> tuple[list[Store], list[tuple[Expr, TirBuffer]]]:
         """The stores with what depends on the column alone read from an array of a panel's columns, and what is in the arrays."""
