@@ -90,7 +90,6 @@ def test_bfloat16_is_rounded_by_one_instruction() -> None:
     target = dataclasses.replace(SAPPHIRE_RAPIDS, features=(*SAPPHIRE_RAPIDS.features, "avx512_bf16"))
     assembly = compile_kernel(kernel, emit, target).inspect_source("asm")
     assert "\tvcvtneps2bf16\t" in assembly
-    assert "32767" not in assembly  # what is added before the lower half is cut off
     assert "\tvcvtneps2bf16\t" not in compile_kernel(kernel, emit, SAPPHIRE_RAPIDS).inspect_source("asm")
 
 
