@@ -60,6 +60,8 @@ def summary(record: Record) -> str:
     body = []
     for model, batch in SUMMARY:
         times = results.medians(record, (model, batch))
+        if not times:
+            continue
         others = {name: time for name, time in results.others(times).items() if name != "eager"}
         best = min(others, key=lambda name: others[name], default=None)
         own, eager = times.get(OURS), times.get("eager")

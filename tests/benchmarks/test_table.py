@@ -81,13 +81,13 @@ def test_the_caption_names_machine_and_versions() -> None:
 
 
 def test_the_summary_names_the_fastest_other_peer() -> None:
-    """Eager has a column of its own, so it is not that peer; a row that was not measured has dashes."""
+    """Eager has a column of its own, so it is not that peer; a row that was not measured is left out."""
     quick = {"model": "resnet50", "batch": 1, "peer": "openvino", "median_ms": 25.0}
     slow = {"model": "resnet50", "batch": 1, "peer": "onnxruntime", "median_ms": 90.0}
     shown = table.summary({**_RECORD, "results": [*_RECORD["results"], slow, quick]})
-    rows = [_cells(line) for line in shown.splitlines()[2 : 2 + len(table.SUMMARY)]]
+    rows = [_cells(line) for line in shown.splitlines()[2:] if line.startswith("|")]
     assert rows[0] == ["ResNet-50", "1", "30.0", "20.0", "OpenVINO 25.0", "1.50", "1.25"]
-    assert rows[-1] == ["Llama, small", "8", "-", "-", "-", "-", "-"]
+    assert "Llama" not in shown
 
 
 def test_below_float32_a_row_has_errors_and_baselines() -> None:
