@@ -21,9 +21,10 @@ from torch_hybrid_backend.engines.tvm.cpu.packing import pack_tiles
 from torch_hybrid_backend.engines.tvm.schedules.matmul.amx import emit
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tir import compiler
+from torch_hybrid_backend.engines.tvm.tir.emit import emit_kernel
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import LoopVar, index_of
-from torch_hybrid_backend.loops.ir import Buffer, Load, compute_dtype
+from torch_hybrid_backend.loops.ir import Buffer, Expr, Load, compute_dtype
 from torch_hybrid_backend.loops.kernels import Argument, Store
 from torch_hybrid_backend.loops.layout import Blocked, Layout, Strided, contiguous
 
@@ -307,3 +308,37 @@ def test_machine_code(mcpu: str, name: str) -> None:
         for loop in splits:
             assert "vpminud" in loop
             assert "%rsp" not in loop, loop
+
+
+def test_what_depends_on_the_column_is_computed_once_unless_behind_a_guard(emulated: ctypes.CDLL) -> None:
+    """A bias and a scale are read for a panel of rows; what is read in some columns only is not read in the others, where nothing lies."""
+    shape = (1, 40, 32, 70)
+    a, b = operands_of(shape, "bfloat16")
+    kernel = kernel_of(shape, "bfloat16")
+    point, column = tuple(map(index_of, kernel.domain)), index_of(kernel.domain[2])
+    bias, tail = Buffer((70,), "float32", "bias"), Buffer((6,), "float32", "tail")
+    sums = kernel.accumulator.at(point)
+    scaled = ops.mul(sums, ops.call("exp", bias.at((column,))))
+    behind = ops.guard(ops.index_in(column, 64, 70), ops.add(scaled, tail.at((column - 64,))), scaled)
+    (out,) = kernel.writes
+    read_a, packed, _ = kernel.reads
+    inputs = {
+        read_a.buffer: a,
+        packed.buffer: pack_tiles(b, FORMATS["bfloat16"]),
+        bias: torch.randn(70),
+        tail: torch.randn(6),
+    }
+    want = a.double() @ b.double() * inputs[bias].double().exp()
+
+    def changed(value: Expr, *reads: Buffer) -> TileMatMulKernel:
+        arguments = (read_a, packed, *map(row_major, reads))
+        return dataclasses.replace(kernel, reads=arguments, stores=(Store(out.buffer, point, value),))
+
+    (got,) = run_kernel(changed(scaled, bias), emit, {k: v for k, v in inputs.items() if k is not tail}, _HOST)
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-3)
+    guarded = changed(behind, bias, tail)
+    (got,) = run_kernel(guarded, emit, inputs, _HOST)
+    want[..., 64:] += inputs[tail].double()
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-3)
+    assert "of_columns" in emit_kernel(changed(scaled, bias), "k", _HOST).script()
+    assert "of_columns" not in emit_kernel(guarded, "k", _HOST).script()

@@ -5,10 +5,10 @@ Pattern: a `TileMatMulKernel`. Operands lie as `cpu/amx_formats.py` says. Steps:
 2. k is cut into parts of about 768 elements. For each part the task writes its rows of A as tiles to scratch memory: any expression, rounded to
    bfloat16, or split into several. What is beyond the last k is zero; rows beyond the last are never written, nor are sums of them stored.
 3. A panel of B stays in the caches while the panels of A go by. The 2 x 2 tiles of sums are registers 0 to 3; those of A are 4 and 5, those of
-   B 6 and 7. Meanwhile the tiles of the next step are fetched into the first-level cache, and a share of B's next panel into the second.
-   Outermost k and the fetches are worth 16 to 35 % of the time of large products (2-core Granite Rapids).
+   B 6 and 7. Meanwhile a share of B's next panel is fetched into the second-level cache.
 4. Tiles reach vectors through memory only: sums are stored to 4 KiB that the first-level cache holds, and the epilogue runs from there. Where k
-   has several parts, all sums of a task wait in memory, and the epilogue follows the last part.
+   has several parts, all sums of a task wait in memory, and the epilogue follows the last part. What the epilogue computes from the column
+   alone, it computes once for a panel of rows.
 5. Operands of float32 are split into parts, and the numbers of A are looked at on the way. A panel of rows that has one, in this part of k, for
    which products of parts are not exact, and a plain panel of B, are multiplied in float32 by vectors: sums of both ways add up.
 Sources: Goto & van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008; Henry, Tang & Heinecke, ARITH 2019 (`amx_formats`).
@@ -367,14 +367,10 @@ class TileProduct:
         is_half = tirx.LE(self.rows_of(row, r), tirx.IntImm("int32", PANEL // 2))
         return b.when(is_half, self._by_tiles(r, panel, c, part, 1), by_tiles)
 
-    def _stores_of(self, row_tiles: int, array: TirBuffer | None = None, start: Index | int = 0) -> list[Stmt]:
+    def _stored(self, array: TirBuffer, start: Index | int) -> list[Stmt]:
         """The registers of sums to memory."""
-        into, b = self.sums if array is None else array, self.builder
-        return [
-            amx_tiles.store(b, 2 * i + j, into, start + (i * PANEL + j) * _LANES, 4 * PANEL)
-            for i in range(row_tiles)
-            for j in (0, 1)
-        ]
+        places = {2 * i + j: start + (i * PANEL + j) * _LANES for i in (0, 1) for j in (0, 1)}
+        return [amx_tiles.store(self.builder, tile, array, at, 4 * PANEL) for tile, at in places.items()]
 
     def _kept(self, sums: Index, part: Part) -> Stmt:
         """The registers of sums to their place in memory, or added to what is there where k has several parts.
@@ -382,22 +378,22 @@ class TileProduct:
         Of a panel of one tile of rows the other registers hold what was there before; no row of it is one of the result's.
         """
         b = self.builder
-        stores = b.seq(*self._stores_of(2, start=sums))
+        stores = b.seq(*self._stored(self.sums, sums))
         if self.parts == 1 or not self.form.splits:
             return stores
         is_first = b.index(part.number).equal(0)
-        return b.when(is_first, stores, b.seq(*self._stores_of(2, self.added), self._add(sums)))
+        return b.when(is_first, stores, b.seq(*self._stored(self.added, 0), self._add(sums)))
 
     def _by_tiles(self, r: Index, panel: Index, c: Index, part: Part, row_tiles: int) -> Stmt:
         """The products of `row_tiles` tiles of rows and two of columns, in the registers of sums."""
         b, form = self.builder, self.form
         half, sum_bytes = form.panel_elements // 2, 4 * PANEL
-        lies = {2 * i + j: (i * PANEL + j) * _LANES for i in range(row_tiles) for j in (0, 1)}
         sums = self._sums_at(r, c)
-        zeros = [amx_tiles.zero(tile) for tile in lies]
+        places = {2 * i + j: sums + (i * PANEL + j) * _LANES for i in range(row_tiles) for j in (0, 1)}
+        zeros = [amx_tiles.zero(tile) for tile in places]
         before: list[Stmt] = zeros
         if self.parts > 1 and not form.splits:
-            loads = [amx_tiles.load(b, tile, self.sums, sums + at, sum_bytes) for tile, at in lies.items()]
+            loads = [amx_tiles.load(b, tile, self.sums, at, sum_bytes) for tile, at in places.items()]
             before = [b.when(b.index(part.number).equal(0), b.seq(*zeros), b.seq(*loads))]
 
         def step(s: Index) -> Stmt:
@@ -594,7 +590,8 @@ class TileProduct:
 
     def _columns_apart(self, stores: Sequence[Store], first: Index) -> tuple[list[Store], list[tuple[Expr, TirBuffer]]]:
         """The stores with what depends on the column alone read from an array of a panel's columns, and what is in the arrays."""
-        found: dict[Expr, tuple[Buffer, TirBuffer]] = {}
+        found: list[tuple[Expr, TirBuffer]] = []
+        done: dict[Expr, Expr] = {}
 
         def is_apart(e: Expr) -> bool:
             if e.dtype != "float32" or not depends_on_column_alone(e, self.column):
@@ -603,17 +600,23 @@ class TileProduct:
             return bool(loads) and not any(load.buffer is self.kernel.accumulator for load in loads)
 
         def visit(e: Expr) -> Expr:
-            if is_apart(e):
-                if e not in found:
-                    buffer = Buffer((self.n,), "float32", "of_columns")
-                    array = self.builder.local(PANEL, "float32", "of_columns")
-                    self.printer.locals[buffer] = lambda index: self.builder.load(array, index[0] - first)
-                    found[e] = buffer, array
-                return found[e][0].at((index_of(self.column),))
-            return Call(e.dtype, e.op, tuple(map(visit, e.args))) if isinstance(e, Call) else e
+            if e not in done:
+                done[e] = changed(e)
+            return done[e]
 
-        changed = [dataclasses.replace(store, value=visit(store.value)) for store in stores]
-        return changed, [(e, array) for e, (_, array) in found.items()]
+        def changed(e: Expr) -> Expr:
+            if is_apart(e):
+                buffer = Buffer((self.n,), "float32", "of_columns")
+                array = self.builder.local(PANEL, "float32", "of_columns")
+                self.printer.locals[buffer] = lambda index: self.builder.load(array, index[0] - first)
+                found.append((e, array))
+                return buffer.at((index_of(self.column),))
+            if not isinstance(e, Call) or e.op == "guard":  # behind a guard there may be nothing to load
+                return e
+            args = tuple(map(visit, e.args))
+            return e if all(a is b for a, b in zip(args, e.args, strict=True)) else Call(e.dtype, e.op, args)
+
+        return [dataclasses.replace(store, value=visit(store.value)) for store in stores], found
 
 
 class _TileMatMul(TileProduct):
