@@ -71,16 +71,26 @@ def _run(packages: Path, cache: Path, *arguments: str, **settings: str) -> str:
 
 
 def test_it_runs_regions_and_its_timings_are_kept(packages: Path, tmp_path: Path) -> None:
-    """Installed, it gets the chain, right; the plan has its costs. A second process uses the timings of the first."""
+    """Installed, it is timed beside eager; the plan has both costs. A second process uses the timings of the first."""
     kinds = []
     for _ in range(2):
         text = _run(packages, tmp_path, "-c", _EXPLAIN, "300", HYBRID_ENGINES="blocked_numpy", HYBRID_STRICT="1")
         ((region,),) = (plan["regions"] for plan in json.loads(text)["plans"])
         assert [cost["engine"] for cost in region["costs"]] == ["blocked_numpy", "eager"]
         assert len(region["node_names"]) == 6
-        assert region["max_error"] < 1e-5
+        if region["engine"] == "blocked_numpy":  # which of the two is faster depends on the processor
+            assert region["max_error"] < 1e-5
         kinds.append({cost["kind"] for cost in region["costs"]})
     assert kinds == [{"measured"}, {"cached"}]
+
+
+def test_what_it_computes_is_right(packages: Path, tmp_path: Path) -> None:
+    """By estimate it gets the chain on every processor, and its results are held against eager's."""
+    settings = {"HYBRID_ENGINES": "blocked_numpy", "HYBRID_STRICT": "1", "HYBRID_PLACEMENT": "estimate"}
+    text = _run(packages, tmp_path, "-c", _EXPLAIN, "300", **settings)
+    ((region,),) = (plan["regions"] for plan in json.loads(text)["plans"])
+    assert region["engine"] == "blocked_numpy"
+    assert region["max_error"] < 1e-5
 
 
 def test_what_it_does_not_accept_is_in_the_plan(packages: Path, tmp_path: Path) -> None:
