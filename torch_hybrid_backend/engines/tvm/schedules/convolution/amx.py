@@ -23,6 +23,7 @@ from tvm import tirx
 
 from torch_hybrid_backend.engines.tvm.cpu.amx_formats import FORMATS, PANEL
 from torch_hybrid_backend.engines.tvm.cpu.kernels import TileConvKernel
+from torch_hybrid_backend.engines.tvm.schedules.convolution.geometry import Axis
 from torch_hybrid_backend.engines.tvm.schedules.float_parts import FloatParts
 from torch_hybrid_backend.engines.tvm.schedules.matmul.amx import Part, Piece, TileProduct
 from torch_hybrid_backend.engines.tvm.target import Target
@@ -43,15 +44,8 @@ def emit(kernel: TileConvKernel, builder: Builder, printer: Printer, target: Tar
 
 
 @dataclass(frozen=True, slots=True)
-class _Axis:
-    """A spatial dimension: sizes of image and result, kernel size, stride, padding, dilation (elements)."""
-
-    size: int
-    out: int
-    kernel: int
-    stride: int
-    padding: int
-    dilation: int
+class _Axis(Axis):
+    """A spatial dimension whose pixels are copied to tiles."""
 
     @property
     def remainders(self) -> list[int]:
@@ -68,11 +62,11 @@ class _Axis:
         """How many pixels of such an image the last position lies behind the first, at most."""
         return max(tap * self.dilation // self.stride for tap in range(self.kernel))
 
-    def source(self, position: Index | int, remainder: Index | int) -> Index:
+    def pixel(self, position: Index | int, remainder: Index | int) -> Index:
         """The pixel of the image that is at a position of the image of a remainder; may lie outside."""
         return as_index(position) * self.stride + remainder - self.padding
 
-    def inside(self, remainder: int, count: int) -> tuple[int, int]:
+    def pixels(self, remainder: int, count: int) -> tuple[int, int]:
         """The first of `count` positions of the image of a remainder that is a pixel, and the first behind that is none."""
         first = max(0, -(-(self.padding - remainder) // self.stride))
         behind = (self.size - 1 + self.padding - remainder) // self.stride + 1
@@ -272,7 +266,7 @@ class _TileConvolution(TileProduct):
         b, conv = self.builder, self.conv
         number = row + line
         image, position = (number // self.y.out, number % self.y.out) if self.is_one_image else (batch, number)
-        source = self.y.source(position, y)
+        source = self.y.pixel(position, y)
         own: dict[LoopVar, Index] = {conv.x_vars[0]: image}
         if len(conv.kernel) == 2:
             own[conv.x_vars[2]] = source
@@ -305,7 +299,7 @@ class _TileConvolution(TileProduct):
 
         def unit(number: Index) -> Stmt:
             def pixel(x: int, first: int, at: Index) -> Stmt:
-                env = {**own, conv.x_vars[-1]: self.x.source(at + first, x)}
+                env = {**own, conv.x_vars[-1]: self.x.pixel(at + first, x)}
                 return self._vector(number, line, y, x, at + first, env, splitting)
 
             def zero(x: int, first: int, at: Index) -> Stmt:
@@ -313,7 +307,7 @@ class _TileConvolution(TileProduct):
 
             statements = []
             for x in self.x.remainders:
-                first, behind = self.x.inside(x, self.width)
+                first, behind = self.x.pixels(x, self.width)
                 pieces = ((zero, 0, first), (pixel, first, behind), (zero, behind, self.width))
                 statements += [
                     b.loop(end - start, partial(body, x, start), name="x") for body, start, end in pieces if end > start
