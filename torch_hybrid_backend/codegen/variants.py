@@ -46,7 +46,7 @@ class Variant:
 def variants(kernel: Kernel, alternatives: Sequence[Variant]) -> tuple[Variant, ...]:
     """The variants of a kernel: itself first, then the preferred ones of the alternatives, best estimate first, then the others in their order.
 
-    None but these two where sizes are known only at run time: those of the call that is timed say little of those to come.
+    None of the others where sizes are known only at run time: those of the call that is timed say little of those to come.
     """
     preferred = sorted((variant for variant in alternatives if variant.is_preferred), key=lambda variant: variant.cost)
     others = [variant for variant in alternatives if not variant.is_preferred]
