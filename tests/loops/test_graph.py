@@ -12,6 +12,7 @@ from loops.interpret import evaluate, trace
 from tests.partition.engines_for_tests import FakeEngine
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.engines.tvm.cpu.policy import POLICY
+from torch_hybrid_backend.loops.fusion import fuse
 from torch_hybrid_backend.loops.graph import LoopGraph, lower_region
 from torch_hybrid_backend.loops.ir import (
     AttentionOp,
@@ -30,7 +31,7 @@ quantized = torch.ops.quantized_decomposed
 Fn = Callable[..., torch.Tensor]
 
 
-def lowered(fn: Fn, *inputs: torch.Tensor, weights: int = 0) -> LoopGraph:
+def lowered(fn: Fn, *inputs: torch.Tensor, weights: int = 0, tolerance: float = 1e-4) -> LoopGraph:
     """The loop graph of `fn`, whose results were compared with eager's. The last inputs are weights."""
     module = trace(fn, inputs)
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
@@ -42,7 +43,7 @@ def lowered(fn: Fn, *inputs: torch.Tensor, weights: int = 0) -> LoopGraph:
     env = {buffer: tensors[buffer.name] for buffer in graph.inputs}
     for op in graph.ops:
         evaluate(op, env)
-    torch.testing.assert_close(env[graph.outputs[0]], fn(*inputs), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(env[graph.outputs[0]], fn(*inputs), rtol=tolerance, atol=tolerance)
     return graph
 
 
@@ -105,6 +106,27 @@ def test_quantised_activations_are_kept_as_integers(products: int, steps: int) -
     multiplied = [op for op in graph.ops if isinstance(op, MatMulOp)]
     assert [type(op) for op in multiplied] == [IntegerMatMulOp] * products
     assert len({buffer for op in multiplied for buffer in buffers_of(op.a)}) == 1
+
+
+def _shortcut(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The sum of two convolutions with a bias each."""
+    first, second = (aten.convolution(x, own, b, [1, 1], [0, 0], [1, 1], False, [0, 0], 1) for own in (w, v))
+    return aten.relu(aten.add(first, second))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sums_that_another_anchor_reads_are_stored_narrow(dtype: torch.dtype) -> None:
+    """The second convolution stores the sum; the first one's epilogue is stored where that has fewer bytes than what it is computed from."""
+    torch.manual_seed(0)
+    w, v, b = (torch.randn(shape).to(dtype) / 4 for shape in ((32, 16, 1, 1), (32, 16, 1, 1), (32,)))
+    inputs = (torch.randn(1, 16, 6, 6).to(dtype), w, v, b)
+    graph = lowered(_shortcut, *inputs, weights=3, tolerance=1e-4 if dtype == torch.float32 else 3e-2)
+    groups = fuse(graph, POLICY)
+    assert [group.kind for group in groups] == ["conv", "conv"]
+    between = set(groups[0].reads()) ^ set(groups[1].reads())
+    (passed,) = (buffer for buffer in between if groups[0].member_of(buffer))
+    assert passed.dtype == str(dtype).removeprefix("torch.")
+    assert len(groups[0].members) == (2 if dtype == torch.bfloat16 else 1)
 
 
 def _decode(

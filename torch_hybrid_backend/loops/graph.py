@@ -7,6 +7,8 @@ What stays lazy (a `Map` inlined into whatever reads it) and what gets memory is
   the convolution writes as much either way, and the concatenation is left a copy;
 - what is quantised gets memory, and what is dequantised does not, whoever reads it, where a backend multiplies integers: a byte is read for
   less than a float is;
+- where a value is computed from the results of several anchors, one of them stores it, and the epilogues of the others get memory that are
+  narrower than the sums which would be read otherwise;
 - everything else is inlined.
 """
 
@@ -120,6 +122,7 @@ class _Lowerer:
         self._ops: list[LoopOp] = []
         self._generator = Generator(by_value=not region.device.is_host)
         self._ctx = Context(self._emit, policy.abilities, self._generator)
+        self._summed: set[Buffer] = set()  # what products and convolutions write
         self._convolved: set[Buffer] = set()  # what convolutions write
         self._images: set[Buffer] = set()  # the same, and of what their epilogues write
         self._concatenated: set[Value] = set()  # the values that are concatenations
@@ -184,6 +187,7 @@ class _Lowerer:
                 product, scaled = found
                 self._emit(product)
                 self._ops.append(scaled)
+                self._summed.add(op.out)
                 if isinstance(op, ConvOp):
                     self._convolved.add(op.out)
                     self._images.add(op.out)
@@ -201,18 +205,21 @@ class _Lowerer:
             case AttentionGradientOp():
                 q, grad = self._operand(op.q), self._operand(op.grad)
                 op = replace(op, q=q, grad=grad, k=self._attended(op.k), v=self._attended(op.v))
+        if isinstance(op, MatMulOp | ConvOp):
+            self._summed.add(op.out)
         self._ops.append(op)
 
     def _narrow(self, value: Value) -> Value:
         """Integers that a product reads, in memory."""
         return self._realize(value) if isinstance(value, Map) else value
 
-    def _realize(self, value: Map) -> Buffer:
+    def _realize(self, value: Map, place: int | None = None) -> Buffer:
+        """Memory for a value; the operation that fills it is the last so far, or number `place`."""
         if value.realized is None:
             buffer = Buffer(value.shape, value.dtype)
             # The operation keeps the definition; from now on readers of `value` read the buffer.
             definition = Map(value.shape, value.dtype, value.fn, value.parents)
-            self._ops.append(MapOp(buffer, definition))
+            self._ops.insert(len(self._ops) if place is None else place, MapOp(buffer, definition))
             value.realize(buffer)
             if value in self._makers:
                 self._origins[buffer] = self._makers[value]
@@ -298,6 +305,7 @@ class _Lowerer:
             return
         if calls == 0:
             return
+        self._place_epilogues(value, expr)
         if node.target in _CONCATENATIONS:
             self._concatenated.add(value)
         readers = _readers(node)
@@ -312,6 +320,24 @@ class _Lowerer:
             buffer = self._realize(value)
             if self._is_epilogue(value, expr):
                 self._images.add(buffer)
+
+    def _place_epilogues(self, value: Map, expr: Expr) -> None:
+        """Memory for what a value is computed from, where that is narrower than the sums of an anchor which does not store the value.
+
+        The last anchor does. An epilogue of an earlier one is stored where that one is done, so that it is still its own.
+        """
+        anchors = {load.buffer for load in loads_of(expr)} & self._summed
+        if len(anchors) < 2:
+            return
+        places = {out: place for place, op in enumerate(self._ops) for out in op.outs}
+        stores = max(anchors, key=places.__getitem__)
+        for parent, _ in value.parents:
+            if not isinstance(parent, Map) or parent.realized is not None or parent.base is not None:
+                continue
+            read = set(buffers_of(parent))
+            if stores not in read and any(_itemsize(parent) < _itemsize(sums) for sums in anchors & read):
+                self._realize(parent, 1 + max(places[buffer] for buffer in read & places.keys()))
+                places = {out: place for place, op in enumerate(self._ops) for out in op.outs}
 
     def _is_epilogue(self, value: Map, expr: Expr) -> bool:
         """Whether a value is computed element by element from what a convolution writes."""
@@ -374,6 +400,12 @@ def _read_as(reader: torch.fx.Node) -> torch.fx.Node:
     """The same for convolutions of one image: it is in memory once."""
     image = reader.args[0] if reader.target is aten.convolution.default else None
     return image if isinstance(image, torch.fx.Node) else reader
+
+
+def _itemsize(value: Value) -> int:
+    dtype = getattr(torch, value.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype.itemsize
 
 
 def _elements(tensor: torch.Tensor) -> int:

@@ -98,10 +98,7 @@ def tile_convolutions(kernel: PackedConvKernel, weight: Packed | None, target: T
     images, outputs, *spatial = (known_int(variable.extent) for variable in kernel.domain)
     channels = known_int(kernel.x_vars[1].extent)
     form = FORMATS[name]
-    if form.has_lines(channels, kernel.kernel):
-        if kernel.dilation[-1] != 1:
-            return []
-    elif channels % _LANES or weight.view.shape[1] != channels:  # which may be padded for dot products
+    if form.splits and channels % _LANES:
         return []
     k = form.conv_depth(channels, kernel.kernel)
     cost = _cost(1, images * math.prod(spatial), outputs, k, form)

@@ -35,6 +35,8 @@ from dataclasses import dataclass
 PANEL = 32
 ROW_BYTES = 64
 SMALLEST, LARGEST = 2.0**-48, 2.0**48
+# Channels are read in vectors of so many.
+_VECTOR = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,18 +81,17 @@ class TileFormat:
     def steps(self, k: int) -> int:
         return -(-k // self.depth)
 
+    def gathers(self, channels: int) -> bool:
+        """Whether rows of A are copied together pixel by pixel (im2col), where an image has too few channels to fill a step of k."""
+        return not self.splits and channels < _VECTOR
+
+    def pixel_depth(self, channels: int) -> int:
+        """Elements of k that one pixel's channels take: whole steps, or for few channels the next power of two."""
+        return 1 << (channels - 1).bit_length() if self.gathers(channels) else self.steps(channels) * self.depth
+
     def conv_depth(self, channels: int, kernel: tuple[int, ...]) -> int:
-        """Elements of k of a convolution: whole steps of channels for each of the kernel's positions, or one for each of its lines."""
-        if self.has_lines(channels, kernel):
-            return math.prod(kernel[:-1]) * self.depth
-        return math.prod(kernel) * self.steps(channels) * self.depth
-
-    def has_lines(self, channels: int, kernel: tuple[int, ...]) -> bool:
-        """Whether a row of a tile is all the channels of neighbouring pixels, as many as a line of the kernel has, and some behind them.
-
-        So it is for images of few channels. Those behind are multiplied by 0: in integers only, as for floats an infinite one would count.
-        """
-        return self.itemsize == 1 and channels < PANEL // 2 and channels * kernel[-1] <= self.depth
+        """Elements of k of a convolution: the channels of a pixel for each of the kernel's positions."""
+        return math.prod(kernel) * self.pixel_depth(channels)
 
     def packed_shape(self, batch: int, k: int, n: int) -> tuple[int]:
         """Elements of a packed B: its panels, and where operands are float32 a number for each panel: 0, or 1 where it is plain."""

@@ -141,10 +141,11 @@ class PackedConvKernel(Kernel):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TileConvKernel(Kernel):
-    """Domain (n, o, *out_spatial): the accumulator by AMX, then the stores. All sizes are known; one group; channels are a multiple of 16.
+    """Domain (n, o, *out_spatial): the accumulator by AMX, then the stores. All sizes are known; one group; channels are a multiple of 16
+    where operands are float32.
 
     `x` is over (n, c, *in_spatial) given by `x_vars`, in range only. The weight is packed ahead as a matrix of (kernel, c) by o, in the format
-    of that name in `amx_formats.FORMATS`.
+    of that name in `amx_formats.FORMATS`, as `packing.pack_conv_tiles` says.
     """
 
     x_vars: tuple[LoopVar, ...]

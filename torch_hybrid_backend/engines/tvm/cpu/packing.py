@@ -100,21 +100,13 @@ def pack_tiles(b: torch.Tensor, form: TileFormat) -> torch.Tensor:
 def pack_conv_tiles(w: torch.Tensor, form: TileFormat, channels: int | None = None) -> torch.Tensor:
     """`pack_tiles` of a convolution's weight (O, I, *kernel) as the matrix (1, `form.conv_depth(channels, kernel)`, O).
 
-    `channels`: those of the image, I where not said; more are zero. Where a line of the kernel is one step (`form.has_lines`), k runs through
-    its positions and the channels of each, elsewhere through the positions and whole steps of channels: what is beyond is zero.
+    `channels`: those of the image, I where not said. k runs through the kernel's positions and `form.pixel_depth(channels)` elements of each:
+    what is beyond the channels is zero.
     """
-    channels, (outputs, inputs, *kernel) = channels or w.shape[1], w.shape
-    positions = torch.nn.functional.pad(w.flatten(2).permute(2, 1, 0), (0, 0, 0, channels - inputs))
-    if form.has_lines(channels, tuple(kernel)):
-        lines = positions.reshape(-1, kernel[-1] * channels, outputs)
-        return pack_tiles(_padded(lines, form.depth), form)
-    return pack_tiles(_padded(positions, form.steps(channels) * form.depth), form)
-
-
-def _padded(blocks: torch.Tensor, rows: int) -> torch.Tensor:
-    """Matrices (count, at most `rows`, columns) under one another as (1, count times `rows`, columns), each with zeros behind its rows."""
-    whole = torch.nn.functional.pad(blocks, (0, 0, 0, rows - blocks.shape[1]))
-    return whole.reshape(1, -1, blocks.shape[2])
+    outputs, inputs = w.shape[:2]
+    depth = form.pixel_depth(channels or inputs)
+    positions = torch.nn.functional.pad(w.flatten(2).permute(2, 1, 0), (0, 0, 0, depth - inputs))
+    return pack_tiles(positions.reshape(1, -1, outputs), form)
 
 
 def is_depthwise(o: int, inputs_per_group: int, groups: int) -> bool:

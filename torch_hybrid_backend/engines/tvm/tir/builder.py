@@ -200,6 +200,17 @@ class Builder:
     def store(self, buffer: TirBuffer, offset: Index | int, value: TirExpr) -> Stmt:
         return tirx.BufferStore(buffer, value, [self.index(offset)])
 
+    def load_vector(self, buffer: TirBuffer, offset: Index | int, lanes: int) -> TirExpr:
+        """`lanes` neighbouring elements as one vector, outside of a vectorised loop."""
+        return tirx.BufferLoad(buffer, [self._lanes(offset, lanes)])
+
+    def store_vector(self, buffer: TirBuffer, offset: Index | int, value: TirExpr, lanes: int) -> Stmt:
+        """A vector of `lanes` to neighbouring elements."""
+        return tirx.BufferStore(buffer, value, [self._lanes(offset, lanes)])
+
+    def _lanes(self, offset: Index | int, lanes: int) -> TirExpr:
+        return tirx.Ramp(self.index(offset), tirx.IntImm("int32", 1), lanes)
+
     def prefetch(self, buffer: TirBuffer, offset: TirExpr, level: int = 2) -> Stmt:
         """Asks for the cache line of element `offset`, an int32 that may lie outside the buffer, into the cache of that level."""
         address = tirx.address_of(tirx.BufferLoad(buffer, [offset]))

@@ -77,11 +77,50 @@ def test_matches_eager(emulated: ctypes.CDLL, case: Case) -> None:
     torch.testing.assert_close(got.double(), want, rtol=2e-6, atol=2e-6 * float(want.abs().max()))
 
 
-def test_bfloat16(emulated: ctypes.CDLL) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((1, 32, 9, 9), 40, (3, 3), padding=1),
+        Case((2, 40, 7, 6), 24, (3, 3), padding=1),  # channels that fill no vector
+        Case((2, 24, 9, 5), 32, (1, 1), blocked_x=False),
+        Case((2, 3, 13, 17), 40, (7, 5), stride=2, padding=(3, 2)),  # few channels
+        Case((1, 1, 9, 30), 16, (3, 11), padding=2),
+        Case((2, 5, 12, 9), 33, (2, 3), stride=3, dilation=2),
+        Case((2, 12, 40), 32, (5,), padding=2),
+        Case((3, 8, 6, 6), 32, (1, 1), stride=2, blocked_x=False),
+    ],
+    ids=lambda case: f"{case.x} {case.o} {case.kernel}",
+)
+def test_bfloat16(emulated: ctypes.CDLL, case: Case) -> None:
     """Images and weights of bfloat16 are multiplied as they are."""
-    kernel, inputs, want = tiles_of(Case((1, 32, 9, 9), 40, (3, 3), padding=1, dtype="bfloat16"), "bfloat16")
+    kernel, inputs, want = tiles_of(dataclasses.replace(case, dtype="bfloat16"), "bfloat16")
     (got,) = run_kernel(kernel, emit, inputs, _HOST)
     torch.testing.assert_close(got.double(), want, rtol=1e-2, atol=1e-2 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("channels", [3, 24])
+def test_pixels_beside_a_window_do_not_count(emulated: ctypes.CDLL, channels: int) -> None:
+    """Not even infinite ones: a weight of 0 for them would make NaN. What lies in memory beside the channels is anything."""
+    case = Case((1, channels, 12, 12), 32, (3, 3), padding=1, dtype="bfloat16")
+    x = torch.randn(case.x).bfloat16()
+    x[0, 1, 0, 5] = float("inf")
+    kernel, inputs, want = tiles_of(case, "bfloat16", x)
+    near = torch.zeros(12, 12, dtype=torch.bool)
+    near[:2, 4:7] = True
+    (write,) = kernel.writes
+    memory = [to_memory(inputs[read.buffer], read.layout) for read in kernel.reads]
+    (image,) = (number for number, read in enumerate(kernel.reads) if read.buffer.shape == case.x)
+    layout = kernel.reads[image].layout
+    assert isinstance(layout, Blocked)
+    beside = torch.ones(memory[image].shape, dtype=torch.bool)
+    beside[offsets(case.x, layout).flatten()] = False
+    memory[image][beside] = float("nan")
+    got = torch.empty(write.span, dtype=torch.bfloat16)
+    compile_kernel(kernel, emit, _HOST)["kernel"](*memory, got)
+    result = got[offsets(write.buffer.shape, write.layout)].double()
+    assert beside.any()
+    assert result[..., ~near].isfinite().all()
+    torch.testing.assert_close(result[..., ~near], want[..., ~near], rtol=1e-2, atol=1e-2 * 30)
 
 
 def test_bfloat16_is_rounded_by_one_instruction() -> None:
@@ -131,13 +170,15 @@ def test_machine_code() -> None:
     ("shape", "kernel", "stride", "padding"),
     [
         ((2, 48, 6, 7), (3, 3), 1, 1),
-        ((1, 3, 23, 21), (7, 7), 2, 3),  # few channels: a line of the kernel is one step
+        ((1, 3, 23, 21), (7, 7), 2, 3),  # few channels: rows are copied from the image
         ((2, 4, 12, 9), (3, 3), 2, 1),
         ((2, 5, 8, 8), (2, 5), 1, 0),
         ((3, 8, 30), (5,), 1, 2),
         ((2, 4, 9, 9), (1, 1), 1, 0),
         ((1, 12, 9, 9), (5, 5), 3, 2),
         ((1, 16, 40, 6), (3, 3), 3, 1),
+        ((1, 24, 9, 6), (3, 3), 2, 1),  # channels that fill no vector
+        ((2, 77, 4, 6), (1, 1), 1, 0),
     ],
 )
 def test_integers(
@@ -162,9 +203,11 @@ def test_integers(
             (tuple(want.shape), "int32"),
         ]
     )
+    # As the engine has it; where that is one block of few channels, whole vectors are copied. In larger blocks, channels are.
+    layout = Blocked(min(16, 1 << (shape[1] - 1).bit_length()) if stride > 1 else 16)
     point = tuple(map(index_of, whole.domain))
     tiles = TileConvKernel(
-        (Argument(x, Blocked(16)), row_major(packed)),
+        (Argument(x, layout), row_major(packed)),
         (row_major(out),),
         whole.domain,
         whole.x_vars,

@@ -23,6 +23,7 @@ from tvm import tirx
 
 from torch_hybrid_backend.engines.tvm.cpu.amx_formats import FORMATS, PANEL
 from torch_hybrid_backend.engines.tvm.cpu.kernels import TileConvKernel
+from torch_hybrid_backend.engines.tvm.cpu.tiles import lane_chunks
 from torch_hybrid_backend.engines.tvm.schedules.convolution.geometry import Axis
 from torch_hybrid_backend.engines.tvm.schedules.float_parts import FloatParts
 from torch_hybrid_backend.engines.tvm.schedules.matmul.amx import Part, Piece, TileProduct
@@ -31,6 +32,7 @@ from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirExpr
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.engines.tvm.tir.storage import storage_dtype
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
+from torch_hybrid_backend.loops.ir import Call, Load
 from torch_hybrid_backend.sizes.size import known_int
 
 _LANES = 16
@@ -38,9 +40,8 @@ _LANES = 16
 
 def emit(kernel: TileConvKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
     """The kernel's body."""
-    channels = known_int(kernel.x_vars[1].extent)
-    has_lines = FORMATS[kernel.format].has_lines(channels, kernel.kernel)
-    return (_LineConvolution if has_lines else _TileConvolution)(kernel, builder, printer, target).emit()
+    gathers = FORMATS[kernel.format].gathers(known_int(kernel.x_vars[1].extent))
+    return (_GatheredConvolution if gathers else _TileConvolution)(kernel, builder, printer, target).emit()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,8 @@ class _TileConvolution(TileProduct):
         )
         axes = [_Axis(*numbers) for numbers in geometry]
         self.y, self.x = axes if len(axes) == 2 else (_Axis(1, 1, 1, 1, 0, 1), axes[0])
-        self.images, self.is_one_image = images, kernel.kernel == (1,) * len(axes) and not any(kernel.padding)
+        self.images = images
+        self.is_one_image = self._merges_images() and kernel.kernel == (1,) * len(axes) and not any(kernel.padding)
         # Lines of the result, of one image or of all; a line's rows of A.
         self.lines = self.y.out * (images if self.is_one_image else 1)
         self.form, self.channels = FORMATS[kernel.format], known_int(kernel.x_vars[1].extent)
@@ -103,6 +105,10 @@ class _TileConvolution(TileProduct):
         self.flags = builder.local(self.y.images * (self.block_lines + self.y.reach), "int32", "flags")
 
     # Sizes.
+
+    def _merges_images(self) -> bool:
+        """Whether images of a kernel of one pixel are one."""
+        return True
 
     def _rows_in_line(self) -> int:
         return self.x.out + self.x.reach
@@ -295,12 +301,12 @@ class _TileConvolution(TileProduct):
 
     def _pixels_of(self, own: Mapping[LoopVar, Index], line: Index, y: int, splitting: FloatParts | None) -> Stmt:
         b, conv, form = self.builder, self.conv, self.form
-        units = self.channels // _LANES
+        units, left = divmod(self.channels, _LANES)
 
-        def unit(number: Index) -> Stmt:
+        def unit(lanes: int, number: Index) -> Stmt:
             def pixel(x: int, first: int, at: Index) -> Stmt:
                 env = {**own, conv.x_vars[-1]: self.x.pixel(at + first, x)}
-                return self._vector(number, line, y, x, at + first, env, splitting)
+                return self._vector(number, line, y, x, at + first, env, splitting, lanes)
 
             def zero(x: int, first: int, at: Index) -> Stmt:
                 return self._vector(number, line, y, x, at + first, None, splitting)
@@ -314,9 +320,12 @@ class _TileConvolution(TileProduct):
                 ]
             return b.seq(*statements)
 
-        beyond = self.channel_steps * form.depth // _LANES - units
-        zeros = self._zeros(line, y, as_index(units), beyond, self.x.remainders) if beyond else None
-        return b.seq(b.loop(units, unit, name="unit"), zeros)
+        whole = b.loop(units, partial(unit, _LANES), name="unit") if units else None
+        rest = unit(left, as_index(units)) if left else None
+        there = units + (left > 0)
+        beyond = self.channel_steps * form.depth // _LANES - there
+        zeros = self._zeros(line, y, as_index(there), beyond, self.x.remainders) if beyond else None
+        return b.seq(whole, rest, zeros)
 
     def _missing(self, line: Index, y: int) -> Stmt:
         """A line that the image does not have."""
@@ -342,8 +351,9 @@ class _TileConvolution(TileProduct):
         at: Index,
         env: Mapping[LoopVar, Index] | None,
         splitting: FloatParts | None,
+        lanes: int = _LANES,
     ) -> Stmt:
-        """Sixteen channels of one pixel: of the image at `env`, which has no channel yet, or zeros."""
+        """Sixteen channels of one pixel: of the image at `env`, which has no channel yet and only `lanes` of them, and zeros."""
         b, form = self.builder, self.form
         in_row = form.depth // _LANES
         places = [
@@ -351,20 +361,33 @@ class _TileConvolution(TileProduct):
             for number in range(form.parts)
         ]
 
+        zero = tirx.const(0, storage_dtype(form.a_dtype))
+
+        def missing(lane: Index) -> Stmt:
+            return b.seq(*[b.store(self.scratch, place + lane, zero) for place in places])
+
         def put(lane: Index) -> Stmt:
             def store(number: int, bits: TirExpr) -> Stmt:
                 upper = tirx.Cast("uint16", tirx.shift_right(bits, tirx.IntImm("uint32", 16)))
                 return b.store(self.scratch, places[number] + lane, upper)
 
             if env is None:
-                zero = tirx.const(0, storage_dtype(form.a_dtype))
-                return b.seq(*[b.store(self.scratch, place + lane, zero) for place in places])
+                return missing(lane)
             here = {**env, self.conv.x_vars[1]: unit * _LANES + lane}
             if splitting is None:
                 return b.store(self.scratch, places[0] + lane, self.whole(here))
             return splitting.split(lane, self.printer.expr(self.a, here), store)
 
-        return self.printer.vector_loop(_LANES, put)
+        return b.seq(self._chunks(0, lanes, put), self._chunks(lanes, _LANES, missing))
+
+    def _chunks(self, start: int, end: int, body: Callable[[Index], Stmt]) -> Stmt | None:
+        """`body(lane)` for the lanes `start` .. `end` - 1 of a vector."""
+
+        def chunk(first: int, width: int) -> Stmt:
+            return self.printer.vector_loop(width, lambda lane: body(lane + first))
+
+        chunks = [chunk(start + first, width) for first, width in lane_chunks(end - start, _LANES)]
+        return self.builder.seq(*chunks) if chunks else None
 
     def _mark(self, r: Index) -> Stmt:
         """Whether a panel of rows reads a line that has numbers which cannot be split."""
@@ -383,66 +406,168 @@ class _TileConvolution(TileProduct):
         return b.seq(b.store(self.is_outside, r, tirx.IntImm("int32", 0)), b.loop(count, look, name="line"))
 
 
-class _LineConvolution(_TileConvolution):
-    """The emission of a kernel for an image of few channels: a row of A is a line of the kernel, and some pixels behind it (`has_lines`).
+class _GatheredConvolution(_TileConvolution):
+    """The emission of a kernel for an image of few channels (`TileFormat.gathers`): the matrix of k columns lies in scratch memory (im2col).
 
-    Pixels lie side by side as they are in the image, with nothing between them, and so do a line's channels: rows of a tile are as far apart as
-    the pixels that neighbouring pixels of the result begin at, and overlap. One step of k is one line of the kernel.
+    Behind it, in the order of the image and with the padding, lie the pixels that a task reads, `pixel` elements each. A row of the matrix is
+    copied from there in vectors, a line of the kernel after the other: what a vector holds behind its line, the next one overwrites.
     """
 
-    def __init__(self, kernel: TileConvKernel, builder: Builder, printer: Printer, target: Target) -> None:
-        super().__init__(kernel, builder, printer, target)
-        self.a_row = self.x.stride * self.channels
+    def _merges_images(self) -> bool:
+        return False
 
     def _rows_in_line(self) -> int:
-        # The last row of a line of the result ends in the same line of the image.
-        pixels = (self.x.out - 1) * self.x.stride + -(-self.form.depth // self.channels)
-        return -(-pixels // self.x.stride)
+        return self.x.out
 
-    def _image_elements(self, lines: int) -> int:
-        """Elements of the image of one remainder."""
-        rows = max(lines + self.y.reach, 0) * self.width
-        rows = max(rows, self.rows_in_panels(lines) + self.y.reach * self.width)
-        return rows * self.x.stride * self.channels + self.form.depth
+    def _row_elements(self) -> int:
+        return self.steps * self.form.depth
+
+    @property
+    def pixel(self) -> int:
+        return self.form.pixel_depth(self.channels)
+
+    @property
+    def image_width(self) -> int:
+        """Pixels of a line in scratch memory."""
+        return (self.x.out - 1) * self.x.stride + (self.x.kernel - 1) * self.x.dilation + 1
+
+    def _image_lines(self, lines: int) -> int:
+        return (lines - 1) * self.y.stride + (self.y.kernel - 1) * self.y.dilation + 1
+
+    def _image_at(self, lines: int) -> int:
+        """Where the image begins: vectors of the matrix's last row may end behind it."""
+        return self.rows_in_panels(lines) * self._row_elements() + self.form.depth
 
     def _elements(self, lines: int) -> int:
-        return self._image_elements(lines) * self.y.images
+        image = self._image_lines(lines) * self.image_width * self.pixel
+        return self._image_at(lines) + image + self.form.depth
 
     def a_at(self, r: Index, part: Part, s: Index, number: int) -> Index:
-        y = (part.start + s) * self.y.dilation
-        row = r * PANEL + y // self.y.stride * self.width
-        return self._pixel_at(y % self.y.stride, row * self.x.stride)
+        return r * (PANEL * self.a_row) + (part.start + s) * self.form.depth
 
-    def _pixel_at(self, y: Index | int, pixel: Index) -> Index:
-        return as_index(y) * self._image_elements(self.block_lines) + pixel * self.channels
+    def _before(self, batch: Index, row: Index) -> Stmt:
+        b = self.builder
 
-    def _pixels_of(self, own: Mapping[LoopVar, Index], line: Index, y: int, splitting: FloatParts | None) -> Stmt:
-        """Zeros, the pixels of a line of the image, zeros."""
+        def line(at: Index) -> Stmt:
+            return b.loop(self.x.out, partial(self._row, at), name="x")
+
+        return b.seq(
+            b.loop(self._image_lines(self.block_lines), partial(self._image_line, batch, row), name="line"),
+            self._each(self.block_lines, self._lines_of(row) if self.lines % self.block_lines else None, line, "line"),
+        )
+
+    def _row(self, line: Index, x: Index) -> Stmt:
+        """One row of the matrix."""
+        b, depth = self.builder, self.form.depth
+        to = (line * self.x.out + x) * self.a_row
+        first = line * self.y.stride * self.image_width + x * self.x.stride
+        is_together = self.x.dilation == 1
+        runs = [
+            (y * self.y.dilation * self.image_width + x * self.x.dilation)
+            for y in range(self.y.kernel)
+            for x in range(1 if is_together else self.x.kernel)
+        ]
+        length = self.pixel * (self.x.kernel if is_together else 1)
+        stores: list[Stmt] = []
+        for number, run in enumerate(runs):
+            source = (first + run) * self.pixel + self._image_at(self.block_lines)
+            is_last = number == len(runs) - 1
+            end = self.a_row - number * length if is_last else length  # zeros from the last on
+            for start in range(0, end, depth):
+                lanes = min(depth, 1 << (end - start - 1).bit_length())
+                value = self._some(source + start, lanes, length - start if is_last else lanes)
+                stores.append(b.store_vector(self.scratch, to + number * length + start, value, lanes))
+        return b.seq(*stores)
+
+    def _some(self, source: Index, lanes: int, count: int) -> TirExpr:
+        """A vector of scratch memory, whose first `count` lanes are read; the others are 0."""
+        zeros = tirx.Broadcast(tirx.const(0, storage_dtype(self.form.a_dtype)), lanes)
+        if count <= 0:
+            return zeros
+        value = self.builder.load_vector(self.scratch, source, lanes)
+        return value if count >= lanes else tirx.Select(_lane_numbers(lanes) < _all(count, lanes), value, zeros)
+
+    def _image_line(self, batch: Index, row: Index, line: Index) -> Stmt:
+        """One line of the image: zeros, its pixels, zeros."""
         b, conv, padding = self.builder, self.conv, self.x.padding
-        whole = self.width * self.x.stride
-        behind = min(padding + self.x.size, whole)
+        source = (row * self.y.stride) + line - self.y.padding
+        own: dict[LoopVar, Index] = {conv.x_vars[0]: batch}
+        if len(conv.kernel) == 2:
+            own[conv.x_vars[2]] = source
+        to = line * (self.image_width * self.pixel) + self._image_at(self.block_lines)
+        first, behind = min(padding, self.image_width), min(padding + self.x.size, self.image_width)
+        there = b.seq(
+            self._zeros_at(to, first),
+            self._pixels_at(own, to + first * self.pixel, behind - first),
+            self._zeros_at(to + behind * self.pixel, self.image_width - behind),
+        )
+        last = (self.y.out - 1) * self.y.stride + (self.y.kernel - 1) * self.y.dilation - self.y.padding
+        last += (-self.lines % self.block_lines) * self.y.stride  # lines behind those of the result
+        tests = [b.index(source) >= 0] if self.y.padding else []
+        tests += [b.index(source) < self.y.size] if last >= self.y.size else []
+        for test in tests[1:]:
+            tests[0] = tirx.And(tests[0], test)
+        return b.when(tests[0], there, self._zeros_at(to, self.image_width)) if tests else there
 
-        def pixel(at: Index) -> Stmt:
-            def put(lane: Index) -> Stmt:
-                value = self.whole({**own, conv.x_vars[-1]: at, conv.x_vars[1]: lane})
-                return b.store(self.scratch, self._pixel_at(y, line * whole + at + padding) + lane, value)
+    def _zeros_at(self, to: Index, pixels: int) -> Stmt | None:
+        return self._vectors(to, pixels * self.pixel, lambda at, lanes: self._some(at, lanes, 0))
 
-            return self.printer.vector_loop(self.channels, put)
+    def _pixels_at(self, own: Mapping[LoopVar, Index], to: Index, count: int) -> Stmt | None:
+        """The first `count` pixels of a line."""
+        b, conv = self.builder, self.conv
+        a = self.a.args[0] if isinstance(self.a, Call) and self.a.op == "cast" else self.a
+        if count <= 0:
+            return None
 
-        pixels = b.loop(behind - padding, pixel, name="x") if behind > padding else None
-        return b.seq(self._zeros_in(line, y, 0, padding), pixels, self._zeros_in(line, y, behind, whole))
+        def env(pixel: Index | int, channel: Index | int) -> dict[LoopVar, Index]:
+            return {**own, conv.x_vars[-1]: as_index(pixel), conv.x_vars[1]: as_index(channel)}
 
-    def _missing(self, line: Index, y: int) -> Stmt:
-        zeros = self._zeros_in(line, y, 0, self.width * self.x.stride)
-        assert zeros is not None
-        return zeros
+        if isinstance(a, Load) and a.buffer.dtype == self.form.a_dtype and a.buffer in self.printer.arguments:
+            array, _ = self.printer.arguments[a.buffer]
+            at, next_pixel, next_channel = (
+                self.printer.offset(a.buffer, a.index, env(*place)) for place in ((0, 0), (1, 0), (0, 1))
+            )
+            if next_pixel - at == as_index(self.pixel) and (next_channel - at == as_index(1) or self.channels == 1):
 
-    def _zeros_in(self, line: Index, y: int, first: int, end: int) -> Stmt | None:
-        """Zeros for the pixels `first` .. `end` - 1 of a line."""
-        b, zero = self.builder, tirx.const(0, storage_dtype(self.form.a_dtype))
+                def copied(start: Index, lanes: int) -> TirExpr:
+                    value = b.load_vector(array, at + start, lanes)
+                    if self.channels == self.pixel:
+                        return value
+                    channel = tirx.bitwise_and(_lane_numbers(lanes), _all(self.pixel - 1, lanes))
+                    zeros = tirx.Broadcast(tirx.const(0, storage_dtype(self.form.a_dtype)), lanes)
+                    return tirx.Select(channel < _all(self.channels, lanes), value, zeros)
 
-        def pixel(at: Index) -> Stmt:
-            start = self._pixel_at(y, line * (self.width * self.x.stride) + first + at)
-            return self.printer.vector_loop(self.channels, lambda lane: b.store(self.scratch, start + lane, zero))
+                return self._vectors(to, count * self.pixel, copied)
 
-        return b.loop(end - first, pixel, name="x") if end > first else None
+        def pixel(number: Index) -> Stmt:
+            start, zero = to + number * self.pixel, tirx.const(0, storage_dtype(self.form.a_dtype))
+
+            def put(channel: Index) -> Stmt:
+                return b.store(self.scratch, start + channel, self.whole(env(number, channel)))
+
+            def missing(channel: Index) -> Stmt:
+                return b.store(self.scratch, start + channel, zero)
+
+            return b.seq(self._chunks(0, self.channels, put), self._chunks(self.channels, self.pixel, missing))
+
+        return b.loop(count, pixel, name="x")
+
+    def _vectors(self, to: Index, count: int, value: Callable[[Index, int], TirExpr]) -> Stmt | None:
+        """`count` elements of scratch memory from `to` on, in vectors of `value(start, lanes)`, start counted from `to`."""
+        b, lanes = self.builder, self.form.depth
+        whole, left = divmod(count, lanes)
+
+        def vector(start: Index, width: int) -> Stmt:
+            return b.store_vector(self.scratch, to + start, value(start, width), width)
+
+        loop = b.loop(whole, lambda i: vector(i * lanes, lanes), name="i") if whole else None
+        rest = [vector(as_index(whole * lanes + start), width) for start, width in lane_chunks(left, lanes)]
+        return b.seq(loop, *rest) if count else None
+
+
+def _lane_numbers(lanes: int) -> TirExpr:
+    return tirx.Ramp(tirx.IntImm("int32", 0), tirx.IntImm("int32", 1), lanes)
+
+
+def _all(number: int, lanes: int) -> TirExpr:
+    return tirx.Broadcast(tirx.IntImm("int32", number), lanes)

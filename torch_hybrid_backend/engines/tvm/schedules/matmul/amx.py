@@ -93,8 +93,7 @@ class TileProduct:
         self.parts = self._k_parts()
         self.part_steps = -(-self.steps // self.parts)
         self.parts = -(-self.steps // self.part_steps)
-        # Elements from one row of A's tiles to the next.
-        self.a_row = self.form.depth
+        self.a_row = self._row_elements()
         self.block, self.group = self._task_size()
         self.packed = printer.arguments[kernel.packed][0]
         self.scratch = builder.local(self._scratch_size(), storage_dtype(self.form.a_dtype), "a")
@@ -117,6 +116,10 @@ class TileProduct:
     def _k_parts(self) -> int:
         """Into how many parts k is cut."""
         return 1 if self.steps <= _WHOLE_STEPS else -(-self.steps // _PART_STEPS)
+
+    def _row_elements(self) -> int:
+        """Elements from one row of A's tiles to the next."""
+        return self.form.depth
 
     def _scratch_size(self) -> int:
         """Elements of a task's A."""
@@ -502,15 +505,14 @@ class TileProduct:
                 + line * form.depth
             )
             words = [
-                tirx.reinterpret(f"uint32x{_LANES}", _vector(b, self.packed, at + p * form.panel_elements, 2 * _LANES))
+                tirx.reinterpret(
+                    f"uint32x{_LANES}", b.load_vector(self.packed, at + p * form.panel_elements, 2 * _LANES)
+                )
                 for p in range(form.parts)
             ]
             to = ((s * _LANES + line) * 2) * PANEL + j * _LANES
             return b.seq(
-                *[
-                    tirx.BufferStore(self.b_numbers, number(words, odd == 1), [_ramp(b, to + odd * PANEL, _LANES)])
-                    for odd in (0, 1)
-                ]
+                *[b.store_vector(self.b_numbers, to + odd * PANEL, number(words, odd == 1), _LANES) for odd in (0, 1)]
             )
 
         return b.nest((part.steps, 2, _LANES), pair, name="k")
@@ -583,9 +585,9 @@ class TileProduct:
             array, vector = b.local(_LANES, "float32", "exact"), Buffer((_LANES,), "float32", "exact")
             printer.arguments = {**printer.arguments, vector: (array, contiguous((_LANES,)))}
             in_loop.append(Store(vector, (lane,), store.value))
-            rounded = rounded_vector(b, _vector(b, array, as_index(0), _LANES))
+            rounded = rounded_vector(b, b.load_vector(array, 0, _LANES))
             out, _ = printer.arguments[store.buffer]
-            behind.append((array, tirx.BufferStore(out, rounded, [_ramp(b, start, _LANES)])))
+            behind.append((array, b.store_vector(out, start, rounded, _LANES)))
         return in_loop, behind
 
     def _columns_apart(self, stores: Sequence[Store], first: Index) -> tuple[list[Store], list[tuple[Expr, TirBuffer]]]:
@@ -645,11 +647,3 @@ def _spread(statements: list[Stmt], among: list[Stmt]) -> list[Stmt]:
     for number, statement in enumerate(statements):
         found += [statement, *among[len(among) * number // count : len(among) * (number + 1) // count]]
     return found
-
-
-def _ramp(builder: Builder, offset: Index, lanes: int) -> TirExpr:
-    return tirx.Ramp(builder.index(offset), tirx.IntImm("int32", 1), lanes)
-
-
-def _vector(builder: Builder, array: TirBuffer, offset: Index, lanes: int) -> TirExpr:
-    return tirx.BufferLoad(array, [_ramp(builder, offset, lanes)])
