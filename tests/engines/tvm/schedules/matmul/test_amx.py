@@ -288,7 +288,7 @@ def test_machine_code(mcpu: str, name: str) -> None:
     """Tiles are multiplied in a loop that touches no vector and no stack; they are configured and released once, memory is taken before."""
     form = FORMATS[name]
     target = dataclasses.replace(SAPPHIRE_RAPIDS, mcpu=mcpu)
-    assembly = compile_kernel(kernel_of((1, 128, 1536, 256), name), emit, target).inspect_source("asm")
+    assembly = compile_kernel(kernel_of((1, 512, 1536, 256), name), emit, target).inspect_source("asm")
     assert assembly.count("\tldtilecfg\t") == assembly.count("\ttilerelease") == 1
     configured, released = assembly.index("\tldtilecfg\t"), assembly.index("\ttilerelease")
     tiles = re.findall(r"\t(tileload\w*|tilestored|tilezero|tdp\w+)\t", assembly)

@@ -26,7 +26,7 @@ from torch_hybrid_backend.engines.tvm.cpu.kernels import TileConvKernel
 from torch_hybrid_backend.engines.tvm.cpu.tiles import lane_chunks
 from torch_hybrid_backend.engines.tvm.schedules.convolution.geometry import Axis
 from torch_hybrid_backend.engines.tvm.schedules.float_parts import FloatParts
-from torch_hybrid_backend.engines.tvm.schedules.matmul.amx import Part, Piece, TileProduct
+from torch_hybrid_backend.engines.tvm.schedules.matmul.amx import PART_STEPS, Part, Piece, TileProduct
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirExpr
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
@@ -113,11 +113,11 @@ class _TileConvolution(TileProduct):
     def _rows_in_line(self) -> int:
         return self.x.out + self.x.reach
 
-    def _k_parts(self) -> int:
+    def _part_lengths(self) -> list[int]:
         # A's tiles are there for all of k. A panel of B is one part where it leaves the second-level cache room for them.
-        return (
-            1 if self.steps * self.panel_size * self.form.itemsize <= self.target.l2_bytes // 4 else super()._k_parts()
-        )
+        if self.steps * self.panel_size * self.form.itemsize <= self.target.l2_bytes // 4:
+            return [self.steps]
+        return [-(-self.steps // -(-self.steps // PART_STEPS))]
 
     def _rows_in(self, lines: int) -> int:
         """Rows of A of so many lines: to the last pixel of the result."""
@@ -143,8 +143,9 @@ class _TileConvolution(TileProduct):
     def _scratch_size(self) -> int:
         return self._elements(self.block_lines)
 
-    def _task_size(self) -> tuple[int, int]:
+    def _tiling(self) -> tuple[int, int, int]:
         form = self.form
+        (part_steps,) = self._part_lengths()
         # A quarter: beside A's tiles there are panels of B, and what is read and written.
         room = self.target.l2_bytes // 4
         counts = {-(-self.lines // count) for count in range(1, self.lines + 1)}
@@ -154,13 +155,13 @@ class _TileConvolution(TileProduct):
             tasks = self.batch * -(-self.lines // lines) * -(-self.column_panels // group)
             copied = self._elements(lines) / form.parts * form.copy_cycles
             panels = self.rows_in_panels(lines) // PANEL
-            return -(-tasks // self.target.cores) * (copied + self._product_cycles(panels, group))
+            return -(-tasks // self.target.cores) * (copied + self._product_cycles(part_steps, panels, group))
 
         estimates = {
             (lines, group): time(lines, group) for lines in sorted(fitting, reverse=True) for group in self._groups()
         }
         self.block_lines, group = self.builder.ranked_choice(estimates)
-        return self.rows_in_panels(self.block_lines) // PANEL, group
+        return part_steps, self.rows_in_panels(self.block_lines) // PANEL, group
 
     def row_blocks(self) -> tuple[int, int]:
         return -(-self.lines // self.block_lines), self.block_lines

@@ -2,10 +2,13 @@
 
 Pattern: a `TileMatMulKernel`. Operands lie as `cpu/amx_formats.py` says. Steps:
 1. A task has a block of rows and a group of columns, both in panels of 32. It configures the tile registers first, and releases them last.
-2. k is cut into parts of about 768 elements. For each part the task writes its rows of A as tiles to scratch memory: any expression, rounded to
-   bfloat16, or split into several. What is beyond the last k is zero; rows beyond the last are never written, nor are sums of them stored.
-3. A panel of B stays in the caches while the panels of A go by. The 2 x 2 tiles of sums are registers 0 to 3; those of A are 4 and 5, those of
-   B 6 and 7. Meanwhile a share of B's next panel is fetched into the second-level cache.
+2. k is cut into parts. For each part the task writes its rows of A as tiles to scratch memory: any expression, rounded to bfloat16, or split
+   into several. What is beyond the last k is zero; rows beyond the last are never written, nor are sums of them stored. Tiles are not loaded
+   from where rows lie, not even bfloat16: rows are often a multiple of 2 KiB apart, and then all of a tile is in a few sets of the caches.
+3. A panel of B stays in the first-level cache while the panels of A go by, which come from the second: loading both from there takes half as
+   long again as multiplying. So parts are short, and a task is as large as leaves its sums and its part of A room in the second. The 2 x 2
+   tiles of sums are registers 0 to 3; those of A are 4 and 5, those of B 6 and 7. Meanwhile shares of B's next panel, and of what the next
+   part reads of A, are fetched into the second-level cache.
 4. Tiles reach vectors through memory only: sums are stored to 4 KiB that the first-level cache holds, and the epilogue runs from there. Where k
    has several parts, all sums of a task wait in memory, and the epilogue follows the last part. What the epilogue computes from the column
    alone, it computes once for a panel of rows.
@@ -36,17 +39,26 @@ from torch_hybrid_backend.engines.tvm.tir.storage import narrow, storage_dtype
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index, index_of
 from torch_hybrid_backend.loops.ir import Buffer, Call, Expr, Load, parts
 from torch_hybrid_backend.loops.kernels import Store
-from torch_hybrid_backend.loops.layout import contiguous
+from torch_hybrid_backend.loops.layout import contiguous, offset_of
 from torch_hybrid_backend.loops.scales import depends_on_column_alone
 from torch_hybrid_backend.sizes.size import known_int
 
 _LANES = 16  # of a vector, and rows, and columns of words, of a tile
 _LANE = LoopVar("lane", _LANES)
 _TILE_CYCLES = 16
-# Steps of k in one part, 768 elements of bfloat16; fewer than the second number are not cut.
-_PART_STEPS, _WHOLE_STEPS = 24, 32
+# Steps of k in one part of float32, 768 elements; fewer than the second number are not cut.
+PART_STEPS, _WHOLE_STEPS = 24, 32
+# Steps that a part of k of the other formats may have, where it has several.
+_PART_LENGTHS = (12, 16)
+# Bytes a cycle that tiles are loaded from the second-level cache; the share of the first that a panel of B may take to stay there while panels
+# of A go by; the share of the second that sums and A's tiles may take.
+_L2_BYTES, _L1_SHARE, _L2_SHARE = 40.0, 0.7, 0.51
 # Cycles to read or write a byte beyond the second-level cache, which a core partly hides.
 _BYTE_CYCLES = 0.06
+# The same for sums, which are read and written while nothing else is.
+_SUM_CYCLES = 0.1
+# Prefetches that a step has time for, beside those of B.
+_MOST_FETCHES = 6
 # Rows that share what is made of a panel of B for a product by vectors.
 _EXACT_ROWS = 8
 
@@ -70,6 +82,15 @@ class Part:
     elements: int
 
 
+@dataclass(frozen=True, slots=True)
+class RowsInMemory:
+    """Rows of A that lie along k in one array, of elements of so many bytes; `at(batch, m, k)` is the place of an element."""
+
+    array: TirBuffer
+    itemsize: int
+    at: Callable[[Index, Index, Index], Index]
+
+
 class TileProduct:
     """The emission of one kernel: products of (batch, m, k) by (batch or 1, k, n), whose A is the expression `a`."""
 
@@ -90,11 +111,10 @@ class TileProduct:
         self.row_panels, self.column_panels = -(-self.m // PANEL), -(-self.n // PANEL)
         self.steps = self.form.steps(self.k)
         self.panel_size = self.form.parts * self.form.panel_elements  # of one step
-        self.parts = self._k_parts()
-        self.part_steps = -(-self.steps // self.parts)
-        self.parts = -(-self.steps // self.part_steps)
         self.a_row = self._row_elements()
-        self.block, self.group = self._task_size()
+        self.rows = self._rows_in_memory()
+        self.part_steps, self.block, self.group = self._tiling()
+        self.parts = -(-self.steps // self.part_steps)
         self.packed = printer.arguments[kernel.packed][0]
         self.scratch = builder.local(self._scratch_size(), storage_dtype(self.form.a_dtype), "a")
         waiting = 1 if self.parts == 1 else self.block * self.group
@@ -109,13 +129,13 @@ class TileProduct:
             builder.local(self.part_elements * PANEL, "float32", name) for name in ("a_numbers", "b_numbers")
         )
 
+    def _rows_in_memory(self) -> RowsInMemory | None:
+        """Where rows of A lie along k; None where that is not simply in an array."""
+        return None
+
     def piece(self, env: dict[LoopVar, Index], unit: Index, within: int) -> Piece:
         """Elements of a row of A from `16 * unit + within` of k on, of one unit."""
         raise NotImplementedError
-
-    def _k_parts(self) -> int:
-        """Into how many parts k is cut."""
-        return 1 if self.steps <= _WHOLE_STEPS else -(-self.steps // _PART_STEPS)
 
     def _row_elements(self) -> int:
         """Elements from one row of A's tiles to the next."""
@@ -134,31 +154,47 @@ class TileProduct:
         counts = (1, 2, 4, 8, 16, 32, 64, self.target.cores)
         return sorted({-(-self.column_panels // count) for count in counts if count <= self.column_panels})
 
-    def _task_size(self) -> tuple[int, int]:
-        """Panels of rows and of columns of one task: the kernel's `schedule_rank` by estimated time."""
-        form, step_bytes = self.form, self.form.parts * PANEL * ROW_BYTES
-        most = max(1, self.target.l2_bytes // 2 // (self.part_steps * step_bytes))
-        fewest = -(-self.row_panels // most)
-        blocks = {-(-self.row_panels // count) for count in range(fewest, min(self.row_panels, 4 * fewest) + 1)}
-
-        def time(block: int, group: int) -> float:
-            tasks = self.batch * -(-self.row_panels // block) * -(-self.column_panels // group)
-            copied = block * PANEL * self.k * form.copy_cycles
-            return -(-tasks // self.target.cores) * (copied + self._product_cycles(block, group))
-
-        estimates = {
-            (block, group): time(block, group) for block in sorted(blocks, reverse=True) for group in self._groups()
-        }
+    def _tiling(self) -> tuple[int, int, int]:
+        """Steps of a part of k, and panels of rows and of columns of one task: the kernel's `schedule_rank` by estimated time."""
+        l2, scratch = self.target.l2_bytes, self.form.itemsize * self.panel_size
+        estimates: dict[tuple[int, int, int], float] = {}
+        for steps in self._part_lengths():
+            # Half of the cache: beside A's tiles there are panels of B, and what is read and written.
+            most = max(1, l2 // 2 // (steps * scratch))
+            fewest = -(-self.row_panels // most)
+            counts = {-(-self.row_panels // count) for count in range(fewest, min(self.row_panels, 4 * fewest) + 1)}
+            for block in sorted(counts, reverse=True):
+                for group in self._groups():
+                    tasks = self.batch * -(-self.row_panels // block) * -(-self.column_panels // group)
+                    cycles = self._copy_cycles(block) + self._product_cycles(steps, block, group)
+                    estimates[steps, block, group] = -(-tasks // self.target.cores) * cycles
         return self.builder.ranked_choice(estimates)
 
-    def _product_cycles(self, block: int, group: int) -> float:
+    def _part_lengths(self) -> list[int]:
+        """Steps of k that a part may have."""
+        if self.form.splits:
+            return [self.steps if self.steps <= _WHOLE_STEPS else -(-self.steps // -(-self.steps // PART_STEPS))]
+        counts = {1, *(-(-self.steps // length) for length in _PART_LENGTHS)}
+        return sorted({-(-self.steps // count) for count in counts}, reverse=True)
+
+    def _copy_cycles(self, block: int) -> float:
+        """Of a task with so many panels of rows, to write A's tiles."""
+        return block * PANEL * self.k * self.form.copy_cycles
+
+    def _product_cycles(self, part_steps: int, block: int, group: int) -> float:
         """Of a task with so many panels of rows and of columns, without what A's tiles cost."""
-        multiplied = block * group * self.steps * len(self.form.products) * 4 * _TILE_CYCLES
-        read = group * self.steps * self.form.parts * PANEL * ROW_BYTES * _BYTE_CYCLES
-        waiting = block * group * PANEL * PANEL * 4
-        if self.parts > 1 and waiting > self.target.l2_bytes // 2:  # each part reads and writes all sums
-            read += 2 * self.parts * waiting * _BYTE_CYCLES
-        return multiplied + read
+        form, step_bytes = self.form, self.form.parts * PANEL * ROW_BYTES
+        parts = -(-self.steps // part_steps)
+        # A step reads A from the second-level cache, and B too where a panel's part of k does not stay in the first.
+        read = step_bytes * (1 if part_steps * step_bytes <= self.target.l1_bytes * _L1_SHARE else 2)
+        step = max(len(form.products) * 4 * _TILE_CYCLES, read / _L2_BYTES)
+        cycles = block * group * self.steps * step
+        cycles += group * self.steps * step_bytes * _BYTE_CYCLES
+        if parts > 1:
+            waiting = block * group * PANEL * PANEL * 4
+            is_near = waiting + block * part_steps * step_bytes <= self.target.l2_bytes * _L2_SHARE
+            cycles += 2 * parts * waiting * (1 / _L2_BYTES if is_near else _SUM_CYCLES)
+        return cycles
 
     def emit(self) -> Stmt:
         blocks, self.first_row_step = self.row_blocks()
@@ -289,6 +325,8 @@ class TileProduct:
     def _copy(self, batch: Index, row: Index, r: Index, part: Part) -> Stmt:
         """One part of a panel of rows to scratch memory, and whether any of its numbers is outside of what can be split."""
         b, form = self.builder, self.form
+        if self.rows is not None and not form.splits and self.k % form.depth == 0:
+            return self._copy_rows(self.rows, batch, row, r, part)
         zero = tirx.const(0, storage_dtype(form.a_dtype))
         splitting = FloatParts(b, self.printer, form.parts) if form.splits else None
 
@@ -315,6 +353,21 @@ class TileProduct:
             return b.store(self.is_outside, r, tirx.IntImm("int32", value))
 
         return b.seq(splitting.begin(), mark(0), rows, splitting.when_outside(mark(1)))
+
+    def _copy_rows(self, rows: RowsInMemory, batch: Index, row: Index, r: Index, part: Part) -> Stmt:
+        """`_copy` of rows that are copied as they are, in whole rows of tiles."""
+        b, depth = self.builder, self.form.depth
+        to = r * (self.part_steps * self.panel_size)
+
+        def line(at: Index) -> Stmt:
+            def step(s: Index) -> Stmt:
+                k = (part.start + s) * depth
+                value = b.load_vector(rows.array, rows.at(batch, (row + r) * PANEL + at, k), depth)
+                return b.store_vector(self.scratch, to + s * self.panel_size + at * depth, value, depth)
+
+            return b.loop(part.steps, step, name="step")
+
+        return self._each(PANEL, self.rows_of(row, r), line, "line")
 
     def rows_of(self, row: Index, r: Index) -> TirExpr | None:
         """How many rows a panel has; None where all have 32."""
@@ -364,11 +417,12 @@ class TileProduct:
     def _by_tiles_of_panel(self, batch: Index, row: Index, column: Index, r: Index, c: Index, part: Part) -> Stmt:
         """The products of a panel of rows and one of columns, in the registers of sums."""
         b, panel = self.builder, self._panel_of(batch, column, c)
-        by_tiles = self._by_tiles(r, panel, c, part, 2)
+
+        by_tiles = self._by_tiles(batch, row, r, panel, c, part, 2)
         if not self.has_half_panels():
             return by_tiles
         is_half = tirx.LE(self.rows_of(row, r), tirx.IntImm("int32", PANEL // 2))
-        return b.when(is_half, self._by_tiles(r, panel, c, part, 1), by_tiles)
+        return b.when(is_half, self._by_tiles(batch, row, r, panel, c, part, 1), by_tiles)
 
     def _stored(self, array: TirBuffer, start: Index | int) -> list[Stmt]:
         """The registers of sums to memory."""
@@ -387,7 +441,7 @@ class TileProduct:
         is_first = b.index(part.number).equal(0)
         return b.when(is_first, stores, b.seq(*self._stored(self.added, 0), self._add(sums)))
 
-    def _by_tiles(self, r: Index, panel: Index, c: Index, part: Part, row_tiles: int) -> Stmt:
+    def _by_tiles(self, batch: Index, row: Index, r: Index, panel: Index, c: Index, part: Part, row_tiles: int) -> Stmt:
         """The products of `row_tiles` tiles of rows and two of columns, in the registers of sums."""
         b, form = self.builder, self.form
         half, sum_bytes = form.panel_elements // 2, 4 * PANEL
@@ -405,9 +459,9 @@ class TileProduct:
             held: tuple[int | None, int | None] = (None, None)
             for pair in form.products:
                 if pair[0] != held[0]:
-                    at, row = self.a_at(r, part, s, pair[0]), self.a_row
+                    at, apart = self.a_at(r, part, s, pair[0]), self.a_row
                     inner += [
-                        amx_tiles.load(b, 4 + i, self.scratch, at + i * _LANES * row, row * form.itemsize)
+                        amx_tiles.load(b, 4 + i, self.scratch, at + i * _LANES * apart, apart * form.itemsize)
                         for i in range(row_tiles)
                     ]
                 if pair[1] != held[1]:
@@ -419,7 +473,8 @@ class TileProduct:
                     for i in range(row_tiles)
                     for j in (0, 1)
                 ]
-            return b.seq(*_spread(inner, self._fetches(r, panel, part, s)))
+            fetches = self._fetches(r, panel, part, s) + self._row_fetches(batch, row + r, c, part, s)
+            return b.seq(*_spread(inner, fetches))
 
         return b.seq(*before, b.loop(part.steps, step, name="step"))
 
@@ -444,6 +499,23 @@ class TileProduct:
         following = ((panel + 1) * self.steps + part.start) * self.panel_size
         places = [following + ((r * part.steps + s) * share + i) * line for i in range(share)]
         return [b.prefetch(self.packed, b.index(at), 2) for at in places]
+
+    def _row_fetches(self, batch: Index, r: Index, c: Index, part: Part, s: Index) -> list[Stmt]:
+        """Prefetches of one step: a share of the rows' next part of k, which processors do not foresee."""
+        rows, b = self.rows, self.builder
+        if rows is None or self.parts == 1:
+            return []
+        elements = LINE_BYTES // rows.itemsize
+        share = -(-PANEL // self.group)
+        if share > _MOST_FETCHES:
+            return []
+        k = (part.start + part.steps + s) * self.form.depth
+        places = [
+            rows.at(batch, r * PANEL + c * share + i, k + start)
+            for i in range(share)
+            for start in range(0, self.form.depth, elements)
+        ]
+        return [b.prefetch(rows.array, b.index(at), 2) for at in places]
 
     def _by_vectors(
         self, batch: Index, row: Index, r: Index, panel: Index, c: Index, part: Part, is_plain: TirExpr
@@ -626,8 +698,29 @@ class _TileMatMul(TileProduct):
 
     def __init__(self, kernel: TileMatMulKernel, builder: Builder, printer: Printer, target: Target) -> None:
         batch, m, n = (known_int(variable.extent) for variable in kernel.domain)
+        self.depth = kernel.k
         super().__init__(kernel, kernel.a, (batch, m, known_int(kernel.k.extent), n), builder, printer, target)
-        self.depth, self.batched_b = kernel.k, kernel.batched_b
+        self.batched_b = kernel.batched_b
+
+    def _rows_in_memory(self) -> RowsInMemory | None:
+        a = self.a.args[0] if isinstance(self.a, Call) and self.a.op == "cast" else self.a
+        if not isinstance(a, Load) or a.buffer not in self.printer.arguments:
+            return None
+        dtype = "float32" if self.form.splits else self.form.a_dtype
+        buffer, index, (array, layout) = a.buffer, a.index, self.printer.arguments[a.buffer]
+        terms = dict(offset_of(layout, buffer.shape, index).terms)
+        along = terms.pop(self.depth, None)
+        others = {leaf for atom in terms for leaf in Index(((atom, 1),), 0).leaves()}
+        if buffer.dtype != dtype or along != 1 or self.depth in others:
+            return None
+
+        def at(batch: Index, m: Index, k: Index) -> Index:
+            places = (batch, m)
+            return self.printer.offset(
+                buffer, index, {**dict(zip(self.kernel.domain[:2], places, strict=True)), self.depth: k}
+            )
+
+        return RowsInMemory(array, 4 if self.form.splits else self.form.itemsize, at)
 
     def each_line(
         self, batch: Index, row: Index, r: Index, body: Callable[[Index, dict[LoopVar, Index]], Stmt]
