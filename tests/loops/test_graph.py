@@ -129,6 +129,24 @@ def test_sums_that_another_anchor_reads_are_stored_narrow(dtype: torch.dtype) ->
     assert len(groups[0].members) == (2 if dtype == torch.bfloat16 else 1)
 
 
+def _normalised(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """A layer norm of a product with a bias and a residual."""
+    return aten.native_layer_norm(aten.add(aten.addmm(b, x, w), x), [32], None, None, 1e-5)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sums_that_a_reduction_reads_are_stored_narrow(dtype: torch.dtype) -> None:
+    """The product stores its epilogue where that has fewer bytes than its sums; elsewhere the reduction computes it as it reads."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(shape).to(dtype) / 4 for shape in ((40, 32), (32, 32), (32,))]
+    graph = lowered(_normalised, *inputs, weights=2, tolerance=1e-4 if dtype == torch.float32 else 3e-2)
+    product, rows = fuse(graph, POLICY)
+    assert (product.kind, rows.kind) == ("matmul", "row")
+    (passed,) = (buffer for buffer in rows.reads() if product.member_of(buffer))
+    assert passed.dtype == str(dtype).removeprefix("torch.")
+    assert (graph.inputs[0] in rows.reads()) == (dtype == torch.float32)
+
+
 def _decode(
     q: torch.Tensor, cache: torch.Tensor, new: torch.Tensor, at: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

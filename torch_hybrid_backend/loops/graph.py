@@ -7,8 +7,8 @@ What stays lazy (a `Map` inlined into whatever reads it) and what gets memory is
   the convolution writes as much either way, and the concatenation is left a copy;
 - what is quantised gets memory, and what is dequantised does not, whoever reads it, where a backend multiplies integers: a byte is read for
   less than a float is;
-- where a value is computed from the results of several anchors, one of them stores it, and the epilogues of the others get memory that are
-  narrower than the sums which would be read otherwise;
+- an anchor's epilogue gets memory where it is narrower than the sums that would be read otherwise: by a reduction, or by an operator whose
+  result another anchor stores;
 - everything else is inlined.
 """
 
@@ -39,6 +39,7 @@ from torch_hybrid_backend.loops.ir import (
     Map,
     MapOp,
     MatMulOp,
+    ReduceOp,
     Value,
     buffers_of,
     count_calls,
@@ -160,6 +161,10 @@ class _Lowerer:
                     if isinstance(value, Map):
                         self._makers.setdefault(value, node.name)
                     self._place(node, value)
+                if any(isinstance(op, ReduceOp) for op in self._ops[before:]):
+                    for source in node.all_input_nodes:
+                        if isinstance(values[source], Value):
+                            self._place_narrow(values[source])
                 for op in self._ops[before:]:
                     for out in op.outs:
                         self._origins.setdefault(out, node.name)
@@ -322,22 +327,26 @@ class _Lowerer:
                 self._images.add(buffer)
 
     def _place_epilogues(self, value: Map, expr: Expr) -> None:
-        """Memory for what a value is computed from, where that is narrower than the sums of an anchor which does not store the value.
-
-        The last anchor does. An epilogue of an earlier one is stored where that one is done, so that it is still its own.
-        """
+        """Memory for the epilogues that a value is computed from; the value itself is one of the last anchor that it reads."""
         anchors = {load.buffer for load in loads_of(expr)} & self._summed
-        if len(anchors) < 2:
+        if len(anchors) > 1:
+            places = self._places()
+            last = max(anchors, key=places.__getitem__)
+            for parent, _ in value.parents:
+                self._place_narrow(parent, last)
+
+    def _place_narrow(self, value: Value, except_for: Buffer | None = None) -> None:
+        """Memory for an epilogue that is narrower than an anchor's sums, where that is done: so it is still its own."""
+        if not isinstance(value, Map) or value.realized is not None or value.base is not None:
             return
-        places = {out: place for place, op in enumerate(self._ops) for out in op.outs}
-        stores = max(anchors, key=places.__getitem__)
-        for parent, _ in value.parents:
-            if not isinstance(parent, Map) or parent.realized is not None or parent.base is not None:
-                continue
-            read = set(buffers_of(parent))
-            if stores not in read and any(_itemsize(parent) < _itemsize(sums) for sums in anchors & read):
-                self._realize(parent, 1 + max(places[buffer] for buffer in read & places.keys()))
-                places = {out: place for place, op in enumerate(self._ops) for out in op.outs}
+        read = set(buffers_of(value))
+        if except_for not in read and any(_itemsize(value) < _itemsize(sums) for sums in self._summed & read):
+            places = self._places()
+            self._realize(value, 1 + max(places[buffer] for buffer in read & places.keys()))
+
+    def _places(self) -> dict[Buffer, int]:
+        """Which operation fills each buffer."""
+        return {out: place for place, op in enumerate(self._ops) for out in op.outs}
 
     def _is_epilogue(self, value: Map, expr: Expr) -> bool:
         """Whether a value is computed element by element from what a convolution writes."""

@@ -285,7 +285,8 @@ def _loops(assembly: str) -> list[str]:
 @pytest.mark.parametrize("mcpu", ["sapphirerapids", pytest.param("graniterapids", marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", FORMATS)
 def test_machine_code(mcpu: str, name: str) -> None:
-    """Tiles are multiplied in a loop that touches no vector and no stack; they are configured and released once, memory is taken before."""
+    """Tiles are multiplied in a loop that touches no vector, and nothing of the stack but addresses; they are configured and released once,
+    memory is taken before."""
     form = FORMATS[name]
     target = dataclasses.replace(SAPPHIRE_RAPIDS, mcpu=mcpu)
     assembly = compile_kernel(kernel_of((1, 512, 1536, 256), name), emit, target).inspect_source("asm")
@@ -300,7 +301,7 @@ def test_machine_code(mcpu: str, name: str) -> None:
     assert products
     for loop in products:
         assert "mm" not in re.sub(r"%tmm\d", "", loop), loop  # vectors
-        assert "%rsp" not in loop, loop
+        assert all(line.startswith("\tmovq\t") for line in loop.splitlines() if "%rsp" in line), loop
         assert "prefetch" in loop or name == "float32"
     if form.splits:
         splits = [loop for loop in _loops(assembly) if "vpmovdw" in loop]
