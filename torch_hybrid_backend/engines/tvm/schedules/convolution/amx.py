@@ -262,14 +262,26 @@ class _TileConvolution(TileProduct):
 
     def _before(self, batch: Index, row: Index) -> Stmt:
         """All lines of the image that the task's lines read, as tiles."""
-        count = self.block_lines + self.y.reach
-        lines = [self.builder.loop(count, partial(self._line, batch, row, y), name="line") for y in self.y.remainders]
-        marks = self._each_row(row, self._mark) if self.form.splits else None
-        flags = self.builder.alloc(self.flags) if self.form.splits else None
-        return self.builder.seq(flags, *lines, marks)
+        b, units = self.builder, self.form.depth // _LANES
 
-    def _line(self, batch: Index, row: Index, y: int, line: Index) -> Stmt:
-        """One line of the image of a remainder: its pixels, and zeros where the image has none."""
+        def lines(first: Index | int, count: int) -> Stmt:
+            """Vectors of 16 channels, `count` of them from number `first` on, of all lines."""
+            vectors = as_index(first), count
+            height = self.block_lines + self.y.reach
+            return b.seq(
+                *[b.loop(height, partial(self._line, batch, row, y, vectors), name="line") for y in self.y.remainders]
+            )
+
+        if self.form.splits:  # whether a line's numbers can be split is one question
+            marks = self._each_row(row, self._mark)
+            return b.seq(b.alloc(self.flags), lines(0, self.channel_steps * units), marks)
+        # Step by step of k: in memory, the pixels of 16 channels lie together, and processors fetch ahead what is read in order.
+        whole = self.channels // self.form.depth
+        steps = b.loop(whole, lambda step: lines(step * units, units), name="step") if whole else None
+        return b.seq(steps, lines(whole * units, units) if whole < self.channel_steps else None)
+
+    def _line(self, batch: Index, row: Index, y: int, vectors: tuple[Index, int], line: Index) -> Stmt:
+        """One line of the image of a remainder: its pixels, and zeros where the image has none; of some vectors of channels."""
         b, conv = self.builder, self.conv
         number = row + line
         image, position = (number // self.y.out, number % self.y.out) if self.is_one_image else (batch, number)
@@ -288,8 +300,8 @@ class _TileConvolution(TileProduct):
         for test in tests:
             condition = test if condition is None else tirx.And(condition, test)
         splitting = FloatParts(b, self.printer, self.form.parts) if self.form.splits else None
-        there = self._pixels_of(own, line, y, splitting)
-        missing = self._missing(line, y)
+        there = self._pixels_of(own, line, y, vectors, splitting)
+        missing = self._zeros(line, y, *vectors)
         flag = y * (self.block_lines + self.y.reach) + line
 
         def mark(value: int) -> Stmt:
@@ -300,48 +312,53 @@ class _TileConvolution(TileProduct):
         copied = there if condition is None else b.when(condition, there, missing)
         return copied if splitting is None else b.seq(mark(0), copied)
 
-    def _pixels_of(self, own: Mapping[LoopVar, Index], line: Index, y: int, splitting: FloatParts | None) -> Stmt:
-        b, conv, form = self.builder, self.conv, self.form
-        units, left = divmod(self.channels, _LANES)
+    def _pixels_of(
+        self,
+        own: Mapping[LoopVar, Index],
+        line: Index,
+        y: int,
+        vectors: tuple[Index, int],
+        splitting: FloatParts | None,
+    ) -> Stmt:
+        b, conv, (first, count) = self.builder, self.conv, vectors
+        # Of the vectors, how many are full of channels; the channels of the one behind them.
+        whole, left = count, 0
+        if not first.terms:
+            whole, left = divmod(min(count * _LANES, self.channels - known_int(first.const) * _LANES), _LANES)
 
-        def unit(lanes: int, number: Index) -> Stmt:
-            def pixel(x: int, first: int, at: Index) -> Stmt:
-                env = {**own, conv.x_vars[-1]: self.x.pixel(at + first, x)}
-                return self._vector(number, line, y, x, at + first, env, splitting, lanes)
+        def vector(number: Index, line_x: int, at: Index, lanes: int) -> Stmt:
+            env = {**own, conv.x_vars[-1]: self.x.pixel(at, line_x)} if lanes else None
+            return self._vector(first + number, line, y, line_x, at, env, splitting, lanes or _LANES)
 
-            def zero(x: int, first: int, at: Index) -> Stmt:
-                return self._vector(number, line, y, x, at + first, None, splitting)
+        def pixel(x: int, start: int, at: Index) -> Stmt:
+            pixel = partial(vector, line_x=x, at=at + start)
+            parts = [b.loop(whole, partial(pixel, lanes=_LANES), name="unit") if whole else None]
+            parts.append(pixel(as_index(whole), lanes=left) if left else None)
+            beyond = count - whole - (left > 0)
+            zeros = b.loop(beyond, lambda n: pixel(n + (count - beyond), lanes=0), name="unit") if beyond else None
+            return b.seq(*parts, zeros)
 
-            statements = []
-            for x in self.x.remainders:
-                first, behind = self.x.pixels(x, self.width)
-                pieces = ((zero, 0, first), (pixel, first, behind), (zero, behind, self.width))
-                statements += [
-                    b.loop(end - start, partial(body, x, start), name="x") for body, start, end in pieces if end > start
-                ]
-            return b.seq(*statements)
+        def zero(x: int, start: int, at: Index) -> Stmt:
+            return b.loop(count, partial(vector, line_x=x, at=at + start, lanes=0), name="unit")
 
-        whole = b.loop(units, partial(unit, _LANES), name="unit") if units else None
-        rest = unit(left, as_index(units)) if left else None
-        there = units + (left > 0)
-        beyond = self.channel_steps * form.depth // _LANES - there
-        zeros = self._zeros(line, y, as_index(there), beyond, self.x.remainders) if beyond else None
-        return b.seq(whole, rest, zeros)
+        statements = []
+        for x in self.x.remainders:
+            there, behind = self.x.pixels(x, self.width)
+            pieces = ((zero, 0, there), (pixel, there, behind), (zero, behind, self.width))
+            statements += [
+                b.loop(end - start, partial(body, x, start), name="x") for body, start, end in pieces if end > start
+            ]
+        return b.seq(*statements)
 
-    def _missing(self, line: Index, y: int) -> Stmt:
-        """A line that the image does not have."""
-        units = self.channel_steps * self.form.depth // _LANES
-        return self._zeros(line, y, as_index(0), units, self.x.remainders)
-
-    def _zeros(self, line: Index, y: int, first: Index, units: int, remainders: Iterable[int]) -> Stmt:
-        """Zeros in vectors of channels from number `first` on, of a whole line."""
+    def _zeros(self, line: Index, y: int, first: Index, count: int) -> Stmt:
+        """Zeros in `count` vectors of channels from number `first` on, of a whole line."""
         b = self.builder
 
         def zero(position: tuple[Index, ...]) -> Stmt:
             unit, at = position
-            return b.seq(*[self._vector(first + unit, line, y, x, at, None, None) for x in remainders])
+            return b.seq(*[self._vector(first + unit, line, y, x, at, None, None) for x in self.x.remainders])
 
-        return b.nest((units, self.width), zero, name="x")
+        return b.nest((count, self.width), zero, name="x")
 
     def _vector(
         self,
