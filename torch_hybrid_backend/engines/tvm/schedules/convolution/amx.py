@@ -15,7 +15,7 @@ Franchetti & Low, "High Performance Zero-Memory Overhead Direct Convolutions", I
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
