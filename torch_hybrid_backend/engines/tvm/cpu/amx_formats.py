@@ -71,7 +71,7 @@ class TileFormat:
     @property
     def copy_cycles(self) -> float:
         """Of a processor, to write an element of A to a tile, all its parts."""
-        return 0.7 if self.splits else 0.15
+        return 0.7 if self.splits else 0.15 * self.itemsize
 
     @property
     def splits(self) -> bool:

@@ -66,6 +66,7 @@ def tiles_of(
         ),
         Case((2, 32, 40), 32, (5,), padding=2),
         Case((1, 128, 6, 6), 32, (3, 3), padding=1),  # k in two parts
+        Case((6, 32, 5, 7), 48, (3, 3), stride=2, padding=1),  # several images in a task
         pytest.param(Case((1, 32, 7, 7), 24, (3, 3), stride=2), marks=pytest.mark.full),
     ],
     ids=lambda case: f"{case.x} {case.o} {case.kernel}",
@@ -88,6 +89,7 @@ def test_matches_eager(emulated: ctypes.CDLL, case: Case) -> None:
         Case((2, 5, 12, 9), 33, (2, 3), stride=3, dilation=2),
         Case((2, 12, 40), 32, (5,), padding=2),
         Case((3, 8, 6, 6), 32, (1, 1), stride=2, blocked_x=False),
+        Case((4, 64, 5, 5), 40, (3, 3), padding=1),  # several images in a task
     ],
     ids=lambda case: f"{case.x} {case.o} {case.kernel}",
 )
@@ -132,17 +134,18 @@ def test_bfloat16_is_rounded_by_one_instruction() -> None:
     assert "\tvcvtneps2bf16\t" not in compile_kernel(kernel, emit, SAPPHIRE_RAPIDS).inspect_source("asm")
 
 
-def test_numbers_that_cannot_be_split(emulated: ctypes.CDLL) -> None:
+@pytest.mark.parametrize("images", [1, 4])
+def test_numbers_that_cannot_be_split(emulated: ctypes.CDLL, images: int) -> None:
     """Pixels that see such a number of the image are as eager's, and so are all others."""
-    case = Case((1, 16, 12, 12), 32, (3, 3), padding=1)
+    case = Case((images, 16, 12, 12), 32, (3, 3), padding=1)
     kernel, _, _ = tiles_of(case, "float32")
     function = compile_kernel(kernel, emit, _HOST)["kernel"]
     (write,) = kernel.writes
     near = torch.zeros(12, 12, dtype=torch.bool)
     near[:2, 4:7] = True
     for number in (float("inf"), float("nan"), 1e-40, 3e38):
-        x = torch.randn(1, 16, 12, 12)
-        x[0, 3, 0, 5] = number
+        x = torch.randn(case.x)
+        x[:: images + 1, 3, 0, 5] = x[images // 2, 3, 0, 5] = number
         own, inputs, want = tiles_of(case, "float32", x)
         got = torch.empty(write.span)
         before = emulated.products_so_far()
@@ -178,6 +181,7 @@ def test_machine_code() -> None:
         ((1, 12, 9, 9), (5, 5), 3, 2),
         ((1, 16, 40, 6), (3, 3), 3, 1),
         ((1, 24, 9, 6), (3, 3), 2, 1),  # channels that fill no vector
+        ((4, 32, 6, 6), (3, 3), 1, 1),  # several images in a task
         ((2, 77, 4, 6), (1, 1), 1, 0),
     ],
 )

@@ -102,7 +102,7 @@ class _TileConvolution(TileProduct):
         sizes = (1 if self.is_one_image else images, self.lines * self.width, k, outputs)
         super().__init__(kernel, kernel.x, sizes, builder, printer, target)
         # Whether a line of the image has numbers that cannot be split.
-        self.flags = builder.local(self.y.images * (self.block_lines + self.y.reach), "int32", "flags")
+        self.flags = builder.local(self.y.images * self.image_lines * self.task_images, "int32", "flags")
 
     # Sizes.
 
@@ -114,54 +114,71 @@ class _TileConvolution(TileProduct):
         return self.x.out + self.x.reach
 
     def _part_lengths(self) -> list[int]:
-        # A's tiles are there for all of k. A panel of B is one part where it leaves the second-level cache room for them.
+        # A's tiles are there for all of k, and positions of the kernel read the same pixels: there is little to gain by short parts. A panel of B
+        # is one part where it leaves the second-level cache room for A.
         if self.steps * self.panel_size * self.form.itemsize <= self.target.l2_bytes // 4:
             return [self.steps]
         return [-(-self.steps // -(-self.steps // PART_STEPS))]
+
+    def _image_counts(self) -> list[int]:
+        """How many whole images a task may have."""
+        return [1] if self.is_one_image else [n for n in range(1, self.images + 1) if self.images % n == 0]
+
+    @property
+    def image_lines(self) -> int:
+        """Lines that a task copies of an image of a remainder."""
+        return self.block_lines + self.y.reach
+
+    @property
+    def image_panels(self) -> int:
+        """Panels of rows of a task that are of one image."""
+        return self.rows_in_panels(self.block_lines) // PANEL
 
     def _rows_in(self, lines: int) -> int:
         """Rows of A of so many lines: to the last pixel of the result."""
         return lines * self.width - (self.width - self.x.out)
 
-    def _plane(self, lines: int) -> int:
-        """Pixels of one image in scratch memory: those that the last tile of the last position reads behind its end too."""
+    def _plane(self, lines: int, images: int) -> int:
+        """Pixels of a plane in scratch memory: of lines of some images, and those that the last tile of the last position reads behind them."""
         reach = self.y.reach * self.width + self.x.reach
-        return max((lines + self.y.reach) * self.width, self.rows_in_panels(lines) + reach)
+        image = (lines + self.y.reach) * self.width
+        return (images - 1) * image + max(image, self.rows_in_panels(lines) + reach)
 
     def rows_in_panels(self, lines: int) -> int:
         """`_rows_in`, with the rows that fill the last panel."""
         return -(-self._rows_in(lines) // PANEL) * PANEL
 
-    def _pixels(self, lines: int) -> int:
-        """Pixels of all images in scratch memory, of 64 bytes and of one part."""
-        return self._plane(lines) * self.y.images * self.x.images * self.channel_steps
-
-    def _elements(self, lines: int) -> int:
-        """Elements of scratch memory, of all parts of the numbers."""
-        return self._pixels(lines) * self.form.parts * self.form.depth
+    def _elements(self, lines: int, images: int) -> int:
+        """Elements of scratch memory for so many lines of so many images, of all parts of the numbers."""
+        pixels = self._plane(lines, images) * self.y.images * self.x.images * self.channel_steps
+        return pixels * self.form.parts * self.form.depth
 
     def _scratch_size(self) -> int:
-        return self._elements(self.block_lines)
+        return self._elements(self.block_lines, self.task_images)
 
     def _tiling(self) -> tuple[int, int, int]:
         form = self.form
-        (part_steps,) = self._part_lengths()
         # A quarter: beside A's tiles there are panels of B, and what is read and written.
         room = self.target.l2_bytes // 4
-        counts = {-(-self.lines // count) for count in range(1, self.lines + 1)}
-        fitting = {lines for lines in counts if self._elements(lines) * form.itemsize <= room} or {1}
+        counts = {(-(-self.lines // count), 1) for count in range(1, self.lines + 1)}
+        counts |= {(self.lines, images) for images in self._image_counts()}
+        fitting = {of for of in counts if self._elements(*of) * form.itemsize <= room} or {(1, 1)}
 
-        def time(lines: int, group: int) -> float:
-            tasks = self.batch * -(-self.lines // lines) * -(-self.column_panels // group)
-            copied = self._elements(lines) / form.parts * form.copy_cycles
-            panels = self.rows_in_panels(lines) // PANEL
-            return -(-tasks // self.target.cores) * (copied + self._product_cycles(part_steps, panels, group))
+        def time(steps: int, lines: int, images: int, group: int) -> float:
+            tasks = self.batch // images * -(-self.lines // lines) * -(-self.column_panels // group)
+            copied = self._elements(lines, images) / form.parts * form.copy_cycles
+            panels = images * self.rows_in_panels(lines) // PANEL
+            return -(-tasks // self.target.cores) * (copied + self._product_cycles(steps, panels, group))
 
         estimates = {
-            (lines, group): time(lines, group) for lines in sorted(fitting, reverse=True) for group in self._groups()
+            (steps, *of, group): time(steps, *of, group)
+            for steps in self._part_lengths()
+            for of in sorted(fitting, reverse=True)
+            for group in self._groups()
         }
-        self.block_lines, group = self.builder.ranked_choice(estimates)
-        return part_steps, self.rows_in_panels(self.block_lines) // PANEL, group
+        steps, self.block_lines, self.task_images, group = self.builder.ranked_choice(estimates)
+        self.batch //= self.task_images
+        return steps, self.task_images * self.image_panels, group
 
     def row_blocks(self) -> tuple[int, int]:
         return -(-self.lines // self.block_lines), self.block_lines
@@ -183,7 +200,7 @@ class _TileConvolution(TileProduct):
         return tirx.truncdiv(self._rows_of_task(first) + (PANEL - 1), tirx.IntImm("int32", PANEL))
 
     def rows_of(self, row: Index, r: Index) -> TirExpr | None:
-        left = self._rows_of_task(row) - self.builder.index(r * PANEL)
+        left = self._rows_of_task(row) - self.builder.index(r % self.image_panels * PANEL)
         return tirx.Min(left, tirx.IntImm("int32", PANEL))
 
     def has_half_panels(self) -> bool:
@@ -197,8 +214,9 @@ class _TileConvolution(TileProduct):
         b = self.builder
         # The place of a row is counted, not divided out anew: with few channels that would be half of a row's work.
         extents = [self.width, self.y.out, self.images]
-        first = [r * PANEL % self.width, r * PANEL // self.width + row]
-        first[1:] = [first[1] % self.y.out, first[1] // self.y.out] if self.is_one_image else [first[1], batch]
+        image, panel = batch * self.task_images + r // self.image_panels, r % self.image_panels
+        first = [panel * PANEL % self.width, panel * PANEL // self.width + row]
+        first[1:] = [first[1] % self.y.out, first[1] // self.y.out] if self.is_one_image else [first[1], image]
         counters = b.local(len(extents), "int32", "place")
 
         def count(number: int) -> Stmt:
@@ -249,13 +267,14 @@ class _TileConvolution(TileProduct):
     def a_at(self, r: Index, part: Part, s: Index, number: int) -> Index:
         position, step = (part.start + s) // self.channel_steps, (part.start + s) % self.channel_steps
         y, x = position // self.x.kernel * self.y.dilation, position % self.x.kernel * self.x.dilation
-        pixel = r * PANEL + y // self.y.stride * self.width + x // self.x.stride
+        image, panel = r // self.image_panels, r % self.image_panels
+        pixel = panel * PANEL + (image * self.image_lines + y // self.y.stride) * self.width + x // self.x.stride
         return self._place(step, number, y % self.y.stride, x % self.x.stride, pixel)
 
     def _place(self, step: Index, number: int, y: Index | int, x: Index | int, pixel: Index) -> Index:
         """Where a pixel's channels of one step begin: a part of the numbers, in the image of remainders y and x."""
         image = ((step * self.form.parts + number) * self.y.images + y) * self.x.images + x
-        return (image * self._plane(self.block_lines) + pixel) * self.form.depth
+        return (image * self._plane(self.block_lines, self.task_images) + pixel) * self.form.depth
 
     def _copies(self, batch: Index, row: Index, part: Part) -> Stmt | None:
         return None
@@ -267,9 +286,9 @@ class _TileConvolution(TileProduct):
         def lines(first: Index | int, count: int) -> Stmt:
             """Vectors of 16 channels, `count` of them from number `first` on, of all lines."""
             vectors = as_index(first), count
-            height = self.block_lines + self.y.reach
+            extents = self.task_images, self.image_lines
             return b.seq(
-                *[b.loop(height, partial(self._line, batch, row, y, vectors), name="line") for y in self.y.remainders]
+                *[b.nest(extents, partial(self._line, batch, row, y, vectors), name="line") for y in self.y.remainders]
             )
 
         if self.form.splits:  # whether a line's numbers can be split is one question
@@ -280,11 +299,15 @@ class _TileConvolution(TileProduct):
         steps = b.loop(whole, lambda step: lines(step * units, units), name="step") if whole else None
         return b.seq(steps, lines(whole * units, units) if whole < self.channel_steps else None)
 
-    def _line(self, batch: Index, row: Index, y: int, vectors: tuple[Index, int], line: Index) -> Stmt:
-        """One line of the image of a remainder: its pixels, and zeros where the image has none; of some vectors of channels."""
-        b, conv = self.builder, self.conv
-        number = row + line
-        image, position = (number // self.y.out, number % self.y.out) if self.is_one_image else (batch, number)
+    def _line(self, batch: Index, row: Index, y: int, vectors: tuple[Index, int], place: tuple[Index, ...]) -> Stmt:
+        """One line of the image of a remainder: its pixels, and zeros where the image has none; of some vectors of channels.
+
+        place: which of the task's images, and which of its lines.
+        """
+        b, conv, (slot, of_image) = self.builder, self.conv, place
+        number, line = row + of_image, slot * self.image_lines + of_image
+        image = batch * self.task_images + slot
+        image, position = (number // self.y.out, number % self.y.out) if self.is_one_image else (image, number)
         source = self.y.pixel(position, y)
         own: dict[LoopVar, Index] = {conv.x_vars[0]: image}
         if len(conv.kernel) == 2:
@@ -302,7 +325,7 @@ class _TileConvolution(TileProduct):
         splitting = FloatParts(b, self.printer, self.form.parts) if self.form.splits else None
         there = self._pixels_of(own, line, y, vectors, splitting)
         missing = self._zeros(line, y, *vectors)
-        flag = y * (self.block_lines + self.y.reach) + line
+        flag = y * (self.image_lines * self.task_images) + line
 
         def mark(value: int) -> Stmt:
             return b.store(self.flags, flag, tirx.IntImm("int32", value))
@@ -409,12 +432,13 @@ class _TileConvolution(TileProduct):
 
     def _mark(self, r: Index) -> Stmt:
         """Whether a panel of rows reads a line that has numbers which cannot be split."""
-        b, lines = self.builder, self.block_lines + self.y.reach
-        first = r * PANEL // self.width
+        b, lines = self.builder, self.image_lines
+        image, first = r // self.image_panels * lines, r % self.image_panels * PANEL // self.width
         count = (PANEL + self.width - 2) // self.width + 1 + self.y.reach
 
         def look(at: Index) -> Stmt:
-            flags = [b.load(self.flags, y * lines + first + at) for y in self.y.remainders]
+            places = [y * (lines * self.task_images) + image + first + at for y in self.y.remainders]
+            flags = [b.load(self.flags, place) for place in places]
             is_outside = flags[0]
             for flag in flags[1:]:
                 is_outside = tirx.bitwise_or(is_outside, flag)
@@ -433,6 +457,9 @@ class _GatheredConvolution(_TileConvolution):
 
     def _merges_images(self) -> bool:
         return False
+
+    def _image_counts(self) -> list[int]:
+        return [1]
 
     def _rows_in_line(self) -> int:
         return self.x.out
@@ -456,7 +483,7 @@ class _GatheredConvolution(_TileConvolution):
         """Where the image begins: vectors of the matrix's last row may end behind it."""
         return self.rows_in_panels(lines) * self._row_elements() + self.form.depth
 
-    def _elements(self, lines: int) -> int:
+    def _elements(self, lines: int, images: int) -> int:
         image = self._image_lines(lines) * self.image_width * self.pixel
         return self._image_at(lines) + image + self.form.depth
 
