@@ -5,7 +5,7 @@
 
 int8 is uint8 by int8, sums in int32, scaled to float32; bf16 is bfloat16 throughout. Ours is what `torch.compile(backend="hybrid")` makes of
 the layer: Dynamo's guards are included, and for convolutions the way from NCHW to blocked channels and back, which a model goes once, not
-once a layer. once a layer. Theirs is oneDNN's operator with the weight packed ahead, called as it is; for attention, in bf16 alone, ATen's
+once a layer. Theirs is oneDNN's operator with the weight packed ahead, called as it is; for attention, in bf16 alone, ATen's
 scaled_dot_product_attention. All run in turn in one process, the lower quartile of the rounds counts; "float32" is our own layer in float32.
 Run it on an otherwise idle machine.
 """

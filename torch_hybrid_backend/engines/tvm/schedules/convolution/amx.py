@@ -8,7 +8,9 @@ Pattern: a `TileConvKernel`. It is `matmul/amx.py` with k of all kernel position
    few rows between the lines of the result are computed and not stored.
 3. Where pixels of the result are several pixels of the image apart (stride), the image is copied as one image for each remainder: a position
    reads one of these, without gaps. Those that no position reads are not copied.
-4. With a kernel of one pixel, lines of all images follow one another: a panel of rows may have pixels of two.
+4. With a kernel of one pixel, lines of all images follow one another: a panel of rows may have pixels of two. With others, a task may have
+   several whole images, one after the other: a panel of B is read for all of them.
+5. With few channels, below float32, rows of A are copied out of the lines in scratch memory instead (im2col).
 Sources: Chellapilla, Puri & Simard, "High Performance Convolutional Neural Networks for Document Processing", 2006 (the matrix); Zhang,
 Franchetti & Low, "High Performance Zero-Memory Overhead Direct Convolutions", ICML 2018 (why not to make it).
 """
@@ -114,8 +116,8 @@ class _TileConvolution(TileProduct):
         return self.x.out + self.x.reach
 
     def _part_lengths(self) -> list[int]:
-        # A's tiles are there for all of k, and positions of the kernel read the same pixels: there is little to gain by short parts. A panel of B
-        # is one part where it leaves the second-level cache room for A.
+        # A's tiles are there for all of k, and positions of the kernel read the same pixels: there is little to gain by short parts. A panel of
+        # B is one part where it leaves the second-level cache room for A.
         if self.steps * self.panel_size * self.form.itemsize <= self.target.l2_bytes // 4:
             return [self.steps]
         return [-(-self.steps // -(-self.steps // PART_STEPS))]
