@@ -13,7 +13,11 @@ from tests.services_for_tests import services
 from torch_hybrid_backend.codegen.engine import KernelEngine
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.engines.tvm.backend import TvmBackend
+from torch_hybrid_backend.engines.tvm.cpu.operands import packed_operands
+from torch_hybrid_backend.engines.tvm.cpu.operations import PackedConvOp
 from torch_hybrid_backend.engines.tvm.target import Target, widest_lanes
+from torch_hybrid_backend.loops.graph import LoopGraph
+from torch_hybrid_backend.loops.ir import Buffer, IntegerConvOp
 from torch_hybrid_backend.machine import may_use_tiles
 
 HOST = Target.host().permitted(may_use_tiles)
@@ -111,6 +115,47 @@ def test_convolutions_of_integers_are_exact(engine: KernelEngine, case: tuple[ob
     exact = convolve(x.double() - zero, w.double(), None, *places)
     assert exact.abs().max() < 2**31
     assert torch.equal(found, exact.float() * 0.5)
+
+
+@pytest.mark.parametrize(
+    ("channels", "kernel", "stride", "zero"),
+    [(32, (3, 3), 1, 0), (40, (5, 5), 2, 0), (20, (3, 3), 1, 3), (16, (9, 9), 1, 0)],
+)
+def test_depthwise_convolutions_of_quantised_images_are_exact(
+    engine: KernelEngine, channels: int, kernel: tuple[int, int], stride: int, zero: int
+) -> None:
+    """Those that words of taps take, and those that they do not: with a zero point, and wider windows."""
+    torch.manual_seed(0)
+    x, w = torch.randn(2, channels, 11, 13), extreme((channels, 1, *kernel), torch.int8)
+
+    def quantised(x: torch.Tensor) -> torch.Tensor:
+        return torch.clamp(torch.round(x * 90) + zero, 0, 255).to(torch.uint8)
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        image = quantised(x).float() - zero
+        return torch.nn.functional.conv2d(image, w.float(), None, stride, kernel[0] // 2, 1, channels) * 0.5
+
+    found, _ = computed(engine, function, [x, w])
+    image = quantised(x).double() - zero
+    exact = torch.nn.functional.conv2d(image, w.double(), None, stride, kernel[0] // 2, 1, channels)
+    assert torch.equal(found, exact.float() * 0.5)
+
+
+@pytest.mark.skipif(HOST.lanes < 16 or "avx512_vnni" not in HOST.features, reason="this processor has no AVX-512 VNNI")
+def test_taps_are_words_where_images_have_no_zero_point() -> None:
+    """Unsigned images of the region's own, in whole blocks of channels."""
+
+    def packed(zero: int, dtype: str, width: int) -> tuple[int, ...]:
+        image, out = Buffer((1, 32, 9, 9), dtype), Buffer((1, 32, 9, 9), "int32")
+        weight = Buffer((32, 1, 3, width), "int8", constant=True)
+        op = IntegerConvOp(out, image, weight, (1, 1), (1, width // 2), (1, 1), 32, zero)
+        prepared = packed_operands(LoopGraph((weight,), (out,), (), (op,)), {}, HOST)
+        (made,) = (op for op in prepared.graph.ops if isinstance(op, PackedConvOp))
+        return made.w.shape
+
+    assert packed(0, "uint8", 3) == (2, 3, 1, 16, 4)
+    assert packed(0, "uint8", 7) == (2, 3, 2, 16, 4)
+    assert packed(3, "uint8", 3) == packed(0, "int8", 3) == (2, 3, 3, 16)
 
 
 def test_a_result_that_is_quantised_again_is_one_kernel() -> None:

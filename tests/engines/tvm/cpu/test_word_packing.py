@@ -14,6 +14,7 @@ from torch_hybrid_backend.engines.tvm.cpu.word_packing import (
     left_words,
     pack_conv_words,
     pack_right,
+    pack_taps,
     packed_conv_words_value,
     packed_right_value,
 )
@@ -92,3 +93,16 @@ def test_images_lie_in_words_with_a_border() -> None:
     found = tensor_of(image_words(source, VPDPBUSD, [(1, 0), (0, 2)], 131), source, x)
     want = torch.nn.functional.pad(x.long() + 128, (0, 2, 1, 0), value=131)
     assert torch.equal(found, torch.nn.functional.pad(want, (0, 0, 0, 0, 0, 1)))
+
+
+@pytest.mark.parametrize("kernel", [(3, 3), (5,), (2, 8)])
+def test_taps_of_a_line_lie_in_words(kernel: tuple[int, ...]) -> None:
+    """Neighbours along the last dimension, innermost; what is beyond the last tap and the last channel is 0."""
+    w = torch.randint(-128, 128, (20, 1, *kernel)).to(torch.int8)
+    packed = pack_taps(w, 16)
+    height, width = (1, *kernel)[-2:]
+    assert packed.shape == (2, height, -(-width // 4), 16, 4)
+    lines = packed.permute(0, 3, 1, 2, 4).reshape(32, height, -1)
+    assert torch.equal(lines[:20, :, :width], w.reshape(20, height, width))
+    assert not lines[20:].any()
+    assert not lines[:, :, width:].any()

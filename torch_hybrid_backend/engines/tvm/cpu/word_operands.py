@@ -31,8 +31,10 @@ from torch_hybrid_backend.engines.tvm.cpu.word_packing import (
     left_words,
     pack_conv_words,
     pack_right,
+    pack_taps,
     packed_conv_words_value,
     packed_right_value,
+    tap_words_shape,
 )
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops import ops as scalar
@@ -58,6 +60,8 @@ from torch_hybrid_backend.sizes.size import Dim, known_int
 _LEAST_DEPTH = 16
 # Of output channels: the shortest vectors that dot products have.
 _LEAST_BLOCK = 4
+# Of a line: of more, a register tile would be too narrow to be worth words.
+_MOST_TAPS = 8
 # float32 holds every whole number up to here.
 _EXACT = 1 << 24
 
@@ -176,6 +180,13 @@ class WordOperands:
         block = output_block(outputs, op.groups, self._target)
         weight = strided_view(op.w)
         is_known = weight is not None and weight.is_constant
+        if weight is not None and is_known and self._has_tap_words(op, block):
+            shape = tap_words_shape(tuple(map(known_int, op.w.shape)), block)
+            w = self._packer.made_ahead(weight, partial(pack_taps, block=block), Buffer(shape, "int8", "taps"))
+            kernel = tuple(map(known_int, op.w.shape[2:]))
+            places = op.stride, op.padding, op.dilation, op.groups
+            self._packer.add(PackedConvOp(op.out, op.x, w, *places, block, kernel))
+            return
         dot = integer_dot_product(op.x.dtype, op.w.dtype, self._target, knows_right=is_known)
         moved = op.zero + (0 if dot is None else dot.shift)
         if dot is None or block < _LEAST_BLOCK or not _has_words(op, dot) or (moved and not is_known):
@@ -192,6 +203,23 @@ class WordOperands:
         else:
             x = self._image(op, dot, 0)
         self._add_convolution(op, x, dot, block, start)
+
+    def _has_tap_words(self, op: IntegerConvOp, block: int) -> bool:
+        """Whether a depthwise convolution is computed in words of neighbouring taps (`schedules/convolution/depthwise_taps.py`).
+
+        Around the image there is nothing then, so nothing may be moved: unsigned images, whose zero point is 0, as those behind a ReLU.
+        """
+        x, inputs = op.x, known_int(op.w.shape[1])
+        return (
+            is_depthwise(known_int(op.out.shape[1]), inputs, op.groups)
+            and isinstance(x, Buffer)
+            and x not in self._layouts
+            and (x.dtype, op.w.dtype, op.zero) == ("uint8", "int8", 0)
+            and block == self._target.lanes == 16
+            and "avx512_vnni" in self._target.features
+            and op.dilation[-1] == 1
+            and known_int(op.w.shape[-1]) <= _MOST_TAPS
+        )
 
     def _image(self, op: ConvOp, dot: DotProduct, border: int) -> Buffer:
         """What a convolution reads word by word: its input where that lies in whole words of channels, else a copy.

@@ -21,6 +21,9 @@ from torch_hybrid_backend.loops.index import Index
 from torch_hybrid_backend.loops.ir import Expr, Map, Value, compute_dtype
 from torch_hybrid_backend.sizes.size import Dim, ceil_div
 
+# Neighbouring taps of a depthwise convolution in one word.
+TAPS = 4
+
 
 def words(k: Dim, group: int) -> Dim:
     """How many words `k` elements take."""
@@ -148,3 +151,19 @@ def channel_sums(w: torch.Tensor, groups: int, block: int, factor: int) -> torch
     """What the sums of an output channel start at: int32, `factor` times the sum of its weights, each group padded to whole blocks."""
     sums = w.flatten(1).sum(dim=1, dtype=torch.int64).reshape(groups, -1) * factor
     return torch.nn.functional.pad(sums, (0, -sums.shape[1] % block)).to(torch.int32).flatten()
+
+
+def tap_words_shape(weight_shape: Sequence[int], block: int) -> tuple[int, int, int, int, int]:
+    """The shape of a depthwise weight (C, 1, *kernel) in words of taps: (ceil(C / block), kh, ceil(kw / 4), block, 4)."""
+    channels, _, *kernel = weight_shape
+    height, width = (1, *kernel)[-2:]
+    return -(-channels // block), height, -(-width // TAPS), block, TAPS
+
+
+def pack_taps(w: torch.Tensor, block: int) -> torch.Tensor:
+    """Packs a depthwise weight (C, 1, *kernel), int8, as `tap_words_shape` says: a word has neighbours of a line; zero-padded."""
+    blocks, height, groups, _, _ = shape = tap_words_shape(w.shape, block)
+    lines = w.reshape(w.shape[0], height, w.shape[-1])
+    beyond = (0, groups * TAPS - w.shape[-1], 0, 0, 0, blocks * block - w.shape[0])
+    padded = torch.nn.functional.pad(lines, beyond).reshape(blocks, block, height, groups, TAPS)
+    return padded.permute(0, 2, 3, 1, 4).contiguous().reshape(shape)

@@ -203,6 +203,11 @@ class RegisterTile:
                 steps.append(tirx.BufferStore(self.buffer, total, place))
         return b.seq(*steps)
 
+    def update(self, row: int, vector: int, value: Callable[[TirExpr], TirExpr]) -> Stmt:
+        """acc[row, vector] = value(acc[row, vector]), as a whole vector."""
+        b, place = self.builder, self._offset(row, vector)
+        return b.store_vector(self.buffer, place, value(b.load_vector(self.buffer, place, self.lanes)), self.lanes)
+
     def merge(self) -> Stmt | None:
         """Sums the copies into the first."""
         if self.ways == 1:

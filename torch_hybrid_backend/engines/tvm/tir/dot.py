@@ -33,6 +33,21 @@ define linkonce_odr <16 x i16> @hybrid_round_half_bf16(<16 x float> %x) alwaysin
   ret <16 x i16> %w
 }
 """
+# A vector of four neighbouring pixels, 16 channels each, with the pixels of a channel together.
+_CHANNELS_FIRST = ", ".join(f"i32 {16 * pixel + channel}" for channel in range(16) for pixel in range(4))
+_TAPS = f"""
+declare <64 x i8> @llvm.masked.load.v64i8.p0(ptr, i32 immarg, <64 x i1>, <64 x i8>)
+declare <16 x i32> @llvm.x86.avx512.vpdpbusd.512(<16 x i32>, <64 x i8>, <64 x i8>)
+define linkonce_odr <16 x i32> @hybrid_dot_taps(<16 x i32> %sums, ptr %image, i32 %at, i64 %there, <64 x i8> %w) alwaysinline {{
+  %wide = sext i32 %at to i64
+  %pixels = getelementptr i8, ptr %image, i64 %wide
+  %mask = bitcast i64 %there to <64 x i1>
+  %x = call <64 x i8> @llvm.masked.load.v64i8.p0(ptr %pixels, i32 1, <64 x i1> %mask, <64 x i8> zeroinitializer)
+  %y = shufflevector <64 x i8> %x, <64 x i8> poison, <64 x i32> <{_CHANNELS_FIRST}>
+  %r = call <16 x i32> @llvm.x86.avx512.vpdpbusd.512(<16 x i32> %sums, <64 x i8> %y, <64 x i8> %w)
+  ret <16 x i32> %r
+}}
+"""
 _MADD = {8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}
 
 
@@ -75,3 +90,19 @@ def rounded_vector(builder: Builder, x: TirExpr) -> TirExpr:
     """16 float32 as bfloat16, as bits, rounded to nearest even: by AVX512-BF16, which takes denormal numbers for 0."""
     builder.llvm_helpers[_ROUND_HALF] = None
     return tirx.call_pure_extern("uint16x16", "hybrid_round_half_bf16", x)
+
+
+def dot_taps(
+    builder: Builder, image: TirBuffer, offset: TirExpr, taps: range, weights: TirExpr, total: TirExpr
+) -> TirExpr:
+    """total + the products of up to four neighbouring pixels, 16 channels of uint8 each, by int8 weights, (16, 4), channel by channel.
+
+    `offset`: where the first of them begins, which may lie outside of the image. Only those of `taps`, of 0 .. 3, are read; the others count as
+    0. Needs AVX-512 VNNI.
+    """
+    builder.llvm_helpers[_TAPS] = None
+    there = sum(0xFFFF << (16 * tap) for tap in taps)
+    mask = tirx.IntImm("int64", there - (1 << 64) if there >> 63 else there)
+    # An address of TVM's own would promise to lie within the image.
+    base = tirx.address_of(tirx.BufferLoad(image, [tirx.IntImm("int32", 0)]))
+    return tirx.call_pure_extern("int32x16", "hybrid_dot_taps", total, base, offset, mask, weights)

@@ -1,6 +1,6 @@
 """Convolution: the rules in order; the first that takes a kernel emits it.
 
-`winograd` takes kernels whose weight was transformed for it; `depthwise` those without sums over channels;
+`winograd` takes kernels whose weight was transformed for it; `depthwise` and `depthwise_taps` those without sums over channels;
 `small_output_channels` those to less than a vector of channels; `direct` every other one, with any number of groups.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch_hybrid_backend.engines.tvm.cpu.kernels import PackedConvKernel
 from torch_hybrid_backend.engines.tvm.schedules.convolution.depthwise import depthwise
+from torch_hybrid_backend.engines.tvm.schedules.convolution.depthwise_taps import depthwise_taps
 from torch_hybrid_backend.engines.tvm.schedules.convolution.direct import direct
 from torch_hybrid_backend.engines.tvm.schedules.convolution.parts import ConvParts
 from torch_hybrid_backend.engines.tvm.schedules.convolution.small_output_channels import small_output_channels
@@ -20,7 +21,7 @@ from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 def emit(kernel: PackedConvKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
     """The body of a 1-D or 2-D convolution kernel; accumulates in the compute dtype of the accumulator's dtype."""
     parts = ConvParts(kernel, builder, printer, target)
-    for rule in (winograd, depthwise, small_output_channels):
+    for rule in (winograd, depthwise, depthwise_taps, small_output_channels):
         body = rule(parts)
         if body is not None:
             return body
