@@ -26,6 +26,22 @@ _PRODUCTS = (
 def prepare(model: nn.Module, inputs: tuple[torch.Tensor, ...], setting: Setting) -> Prepared:
     """Compiled for latency, static shapes. What is not quantised is computed in float32, unless bfloat16 is asked for: its default would be
     bfloat16 on processors that have it. Reports in which precision its layers that multiply run."""
+    compiled = compiled_model(model, inputs, setting)
+    request = compiled.create_infer_request()
+    feed = [value.numpy() for value in inputs]
+
+    def call() -> list[torch.Tensor]:
+        results = request.infer(feed, share_inputs=True, share_outputs=True)
+        return [torch.from_numpy(value) for value in results.values()]
+
+    return Prepared(call, lambda: {"executed": _executed(compiled)})
+
+
+def compiled_model(model: nn.Module, inputs: tuple[torch.Tensor, ...], setting: Setting, **properties: str) -> Any:
+    """OpenVINO's own object, with further properties of its CPU plugin.
+
+    Raises NotImplementedError where bfloat16 is asked for and the processor has none.
+    """
     core = openvino.Core()
     if setting.is_bf16 and "BF16" not in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
         raise NotImplementedError(
@@ -38,15 +54,7 @@ def prepare(model: nn.Module, inputs: tuple[torch.Tensor, ...], setting: Setting
         "PERFORMANCE_HINT": "LATENCY",
         "INFERENCE_NUM_THREADS": setting.threads,
     }
-    compiled = core.compile_model(_quantised(converted, setting), "CPU", hints)
-    request = compiled.create_infer_request()
-    feed = [value.numpy() for value in inputs]
-
-    def call() -> list[torch.Tensor]:
-        results = request.infer(feed, share_inputs=True, share_outputs=True)
-        return [torch.from_numpy(value) for value in results.values()]
-
-    return Prepared(call, lambda: {"executed": _executed(compiled)})
+    return core.compile_model(_quantised(converted, setting), "CPU", hints | properties)
 
 
 def _quantised(converted: Any, setting: Setting) -> Any:

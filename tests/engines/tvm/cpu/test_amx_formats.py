@@ -25,6 +25,17 @@ def test_steps_and_sizes() -> None:
     assert [len(form.products) for form in FORMATS.values()] == [6, 3, 1, 1, 1]
 
 
+def test_few_channels_are_copied_together() -> None:
+    """Below float32: a pixel takes a power of two of k, and a row a vector for each line of the kernel, or for each pixel with dilation."""
+    bfloat16, int8, float32 = (FORMATS[name] for name in ("bfloat16", "int8", "float32"))
+    assert [bfloat16.pixel_depth(channels) for channels in (1, 3, 15, 16, 33)] == [1, 4, 16, 32, 64]
+    assert not float32.gathers(3)
+    assert (bfloat16.steps(bfloat16.conv_depth(3, (7, 7))), int8.steps(int8.conv_depth(3, (3, 3)))) == (7, 1)
+    assert bfloat16.gathered_vectors(3, (7, 7), (1, 1)) == 7
+    assert bfloat16.gathered_vectors(3, (11, 11), (1, 1)) == 22
+    assert bfloat16.gathered_vectors(3, (7, 7), (2, 2)) == 49
+
+
 def test_three_parts_are_exact() -> None:
     """Within the limits no digit is lost, and no part is denormal; a part is at most 2^-8, 2^-17 of the number."""
     torch.manual_seed(0)

@@ -48,6 +48,8 @@ _CERTAIN_COST, _CONCEIVABLE_COST = 0.8, 1.25
 # (`codegen.search` times no variant whose estimate is 1.6 times another's).
 _LEAST_SPLIT_COST = 0.65
 _RANKS = 4
+# Vectors of a row that is copied together from few channels: their copies follow each other in the code.
+_MOST_VECTORS = 256
 # Channels are read in vectors of so many.
 _LANES = 16
 
@@ -99,6 +101,8 @@ def tile_convolutions(kernel: PackedConvKernel, weight: Packed | None, target: T
     channels = known_int(kernel.x_vars[1].extent)
     form = FORMATS[name]
     if form.splits and channels % _LANES:
+        return []
+    if form.gathers(channels) and form.gathered_vectors(channels, kernel.kernel, kernel.dilation) > _MOST_VECTORS:
         return []
     k = form.conv_depth(channels, kernel.kernel)
     cost = _cost(1, images * math.prod(spatial), outputs, k, form)

@@ -89,6 +89,11 @@ class TileFormat:
         """Elements of k that one pixel's channels take: whole steps, or for few channels the next power of two."""
         return 1 << (channels - 1).bit_length() if self.gathers(channels) else self.steps(channels) * self.depth
 
+    def gathered_vectors(self, channels: int, kernel: tuple[int, ...], dilation: tuple[int, ...]) -> int:
+        """Vectors in which a row of few channels is copied: lines of the kernel, or its pixels where they are apart."""
+        pixels = kernel[-1] if dilation[-1] == 1 else 1
+        return math.prod(kernel) // pixels * self.steps(pixels * self.pixel_depth(channels))
+
     def conv_depth(self, channels: int, kernel: tuple[int, ...]) -> int:
         """Elements of k of a convolution: the channels of a pixel for each of the kernel's positions."""
         return math.prod(kernel) * self.pixel_depth(channels)
