@@ -2,8 +2,8 @@
 
     python -m benchmarks.layers resnet50 --batch 8 --precision bf16
 
-Ours are medians of what PyTorch's profiler sees of each step of the plan. A profile costs time of its own, OpenVINO's more of it than ours: compare
-layers, not sums; whole calls are compared by `benchmarks.run`. Run it on an otherwise idle machine.
+Ours are medians of what PyTorch's profiler sees of each step of the plan. A profile costs time of its own, OpenVINO's more of it than ours:
+compare layers, not sums; whole calls are compared by `benchmarks.run`. Run it on an otherwise idle machine.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Strategy
 1. The vector axis is the dimension along which most accesses, the first store's above all, go element by element.
 2. Dimensions outside it join it as long as every access stays a plain sum: contiguous tensors become one long axis.
 3. A blocked dimension (NCHW16c) is walked as (block, lane): its lanes are the vector; copies that move channels between lanes are left to
-   `channel_moves`.
+   `channel_moves`, few channels of an image that lies in planes to `interleaved`.
 4. Where guards depend on the vector axis, it is cut where they turn: parts of a concatenation, margins and middle of a padded row.
 5. The other dimensions, and blocks of a long vector axis, are one parallel loop; small kernels stay on one thread.
 6. What does not fill a vector is done by ever narrower vectors, without predicates.
@@ -30,6 +30,7 @@ from torch_hybrid_backend.engines.tvm.schedules.axes import (
     vectors,
 )
 from torch_hybrid_backend.engines.tvm.schedules.channel_moves import channel_moves
+from torch_hybrid_backend.engines.tvm.schedules.interleaved import interleaved
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
@@ -66,7 +67,9 @@ def emit(kernel: MapKernel, builder: Builder, printer: Printer, target: Target) 
         if is_parallel and _is_long(flat, outer):
             return builder.seq(*(_chunked(builder, outer, along, *part) for part in parts))
         return _outer(builder, outer, is_parallel, lambda env: builder.seq(*(along(env, *part) for part in parts)))
-    moved = channel_moves(kernel, builder, printer, inner, "parallel" if is_parallel else "serial")
+    kind = "parallel" if is_parallel else "serial"
+    moved = channel_moves(kernel, builder, printer, inner, kind)
+    moved = moved or interleaved(kernel, builder, printer, target, inner, block, kind)
     return moved or _blocked(kernel, builder, printer, block, inner, outer, is_parallel)
 
 

@@ -14,6 +14,7 @@ from torch_hybrid_backend.engines.tvm.cpu.kernels import PackedConvKernel
 from torch_hybrid_backend.engines.tvm.cpu.tiles import lane_chunks
 from torch_hybrid_backend.engines.tvm.schedules.convolution.geometry import Axis, axes
 from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, has_long_epilogue, zero
+from torch_hybrid_backend.engines.tvm.schedules.vector_stores import stored_vector
 from torch_hybrid_backend.engines.tvm.target import LINE_BYTES, Target
 from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.tvm.tir.dot import load_word, load_words
@@ -118,12 +119,19 @@ class ConvParts:
             tests.append(b.index(last) < axis.size)
         return b.when(functools.reduce(tirx.And, tests), body, other) if tests else body
 
+    def env(self, image: Index, channel: Index, row: Index, column: Index) -> dict[LoopVar, Index]:
+        """The kernel's variables at one output element."""
+        domain = self.kernel.domain
+        return {domain[0]: image, domain[1]: channel, **self._spatial(domain, row, column)}
+
+    def hold(self, value: TirExpr) -> None:
+        """From now on `value` is what the kernel's stores read as the accumulator."""
+        self.printer.locals[self.kernel.accumulator] = lambda _: value
+
     def stores(self, value: TirExpr, image: Index, channel: Index, row: Index, column: Index) -> Stmt:
         """Every store of the kernel at one output element, with `value` as the accumulator."""
-        domain = self.kernel.domain
-        env = {domain[0]: image, domain[1]: channel, **self._spatial(domain, row, column)}
-        self.printer.locals[self.kernel.accumulator] = lambda _: value
-        return self.printer.stores(self.kernel.stores, env)
+        self.hold(value)
+        return self.printer.stores(self.kernel.stores, self.env(image, channel, row, column))
 
     def clear(self, buffer: TirBuffer, offset: Index) -> Stmt:
         """One block of zeros."""
@@ -162,7 +170,14 @@ class ConvParts:
     def _vector(
         self, value: Callable[[Index], TirExpr], place: Callable[[Index], tuple[Index, ...]], start: int, lanes: int
     ) -> Stmt:
-        return self.printer.vector_loop(lanes, lambda lane: self.stores(value(lane), *place(lane + start)))
+        return stored_vector(
+            self.printer,
+            self.target,
+            self.kernel.stores,
+            lanes,
+            lambda lane: self.env(*place(lane + start)),
+            lambda lane: self.hold(value(lane)),
+        )
 
     def write_tile(
         self, tile: RegisterTile, channels: int, place: Callable[[int, Index, int | Index], tuple[Index, ...]]

@@ -31,20 +31,19 @@ from torch_hybrid_backend.engines.tvm.cpu.tiles import lane_chunks
 from torch_hybrid_backend.engines.tvm.schedules import amx_tiles
 from torch_hybrid_backend.engines.tvm.schedules.float_parts import FloatParts
 from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, partials
+from torch_hybrid_backend.engines.tvm.schedules.vector_stores import stored_vector
 from torch_hybrid_backend.engines.tvm.target import LINE_BYTES, Target
 from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirBuffer, TirExpr
-from torch_hybrid_backend.engines.tvm.tir.dot import rounded_vector
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.engines.tvm.tir.storage import narrow, storage_dtype
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index, index_of
 from torch_hybrid_backend.loops.ir import Buffer, Call, Expr, Load, parts
 from torch_hybrid_backend.loops.kernels import Store
-from torch_hybrid_backend.loops.layout import contiguous, offset_of
+from torch_hybrid_backend.loops.layout import offset_of
 from torch_hybrid_backend.loops.scales import depends_on_column_alone
 from torch_hybrid_backend.sizes.size import known_int
 
 _LANES = 16  # of a vector, and rows, and columns of words, of a tile
-_LANE = LoopVar("lane", _LANES)
 _TILE_CYCLES = 16
 # Steps of k in one part of float32, 768 elements; fewer than the second number are not cut.
 PART_STEPS, _WHOLE_STEPS = 24, 32
@@ -610,18 +609,14 @@ class TileProduct:
 
         def line(at: Index, env: dict[LoopVar, Index]) -> Stmt:
             def piece(start: int, width: int) -> Stmt:
-                in_loop, behind = self._rounded_behind(stores, {**env, self.column: first + start}, width)
-
-                def store(lane: Index) -> Stmt:
+                def begin(lane: Index) -> None:
                     value = b.load(self.sums, sums + at * PANEL + start + lane)
                     self.printer.locals[kernel.accumulator] = lambda _: value
-                    return self.printer.stores(in_loop, {**env, self.column: first + start + lane, _LANE: lane})
 
-                return b.seq(
-                    *[b.alloc(array) for array, _ in behind],
-                    self.printer.vector_loop(width, store),
-                    *[after for _, after in behind],
-                )
+                def place(lane: Index) -> dict[LoopVar, Index]:
+                    return {**env, self.column: first + start + lane}
+
+                return stored_vector(self.printer, self.target, stores, width, place, begin)
 
             return columns(piece)
 
@@ -634,33 +629,6 @@ class TileProduct:
 
         arrays = [b.alloc(array) for _, array in of_columns]
         return b.seq(*arrays, columns(fill) if of_columns else None, self.each_line(batch, row, r, line))
-
-    def _rounded_behind(
-        self, stores: Sequence[Store], env: dict[LoopVar, Index], width: int
-    ) -> tuple[list[Store], list[tuple[TirBuffer, Stmt]]]:
-        """The stores of a vector of columns from `env` on, with those of bfloat16 going to arrays of float32; and each array's own store.
-
-        There one instruction rounds a vector, where the processor has it, in place of nine. It takes denormal numbers for 0, as tiles do.
-        """
-        b, printer, lane = self.builder, self.printer, index_of(_LANE)
-        in_loop: list[Store] = []
-        behind: list[tuple[TirBuffer, Stmt]] = []
-        for store in stores:
-            start, at = (
-                printer.offset(store.buffer, store.index, {**env, self.column: env[self.column] + further})
-                for further in (as_index(0), lane)
-            )
-            has_instruction = width == _LANES and "avx512_bf16" in self.target.features
-            if store.buffer.dtype != "bfloat16" or not has_instruction or at - start != lane:
-                in_loop.append(store)
-                continue
-            array, vector = b.local(_LANES, "float32", "exact"), Buffer((_LANES,), "float32", "exact")
-            printer.arguments = {**printer.arguments, vector: (array, contiguous((_LANES,)))}
-            in_loop.append(Store(vector, (lane,), store.value))
-            rounded = rounded_vector(b, b.load_vector(array, 0, _LANES))
-            out, _ = printer.arguments[store.buffer]
-            behind.append((array, b.store_vector(out, start, rounded, _LANES)))
-        return in_loop, behind
 
     def _columns_apart(self, stores: Sequence[Store], first: Index) -> tuple[list[Store], list[tuple[Expr, TirBuffer]]]:
         """The stores with what depends on the column alone read from an array of a panel's columns, and what is in the arrays."""
