@@ -147,6 +147,18 @@ def test_sums_that_a_reduction_reads_are_stored_narrow(dtype: torch.dtype) -> No
     assert (graph.inputs[0] in rows.reads()) == (dtype == torch.float32)
 
 
+def test_what_is_larger_than_sums_is_not_stored() -> None:
+    """A row that is added to many, and reduced: the sums are read again for each."""
+    torch.manual_seed(0)
+
+    def function(x: torch.Tensor, w: torch.Tensor, many: torch.Tensor) -> torch.Tensor:
+        return aten.sum(aten.add(aten.mm(x, w).unsqueeze(1), many), [1])
+
+    inputs = [torch.randn(shape).bfloat16() / 4 for shape in ((8, 32), (32, 48), (8, 20, 48))]
+    graph = lowered(function, *inputs, tolerance=3e-2)
+    assert all(buffer.shape != (8, 20, 48) for op in graph.ops for buffer in op.outs)
+
+
 def _decode(
     q: torch.Tensor, cache: torch.Tensor, new: torch.Tensor, at: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,7 @@ What stays lazy (a `Map` inlined into whatever reads it) and what gets memory is
   the convolution writes as much either way, and the concatenation is left a copy;
 - what is quantised gets memory, and what is dequantised does not, whoever reads it, where a backend multiplies integers: a byte is read for
   less than a float is;
-- an anchor's epilogue gets memory where it is narrower than the sums that would be read otherwise: by a reduction, or by an operator whose
+- an anchor's epilogue gets memory where it takes less than the sums that would be read otherwise: by a reduction, or by an operator whose
   result another anchor stores;
 - everything else is inlined.
 """
@@ -336,11 +336,11 @@ class _Lowerer:
                 self._place_narrow(parent, last)
 
     def _place_narrow(self, value: Value, except_for: Buffer | None = None) -> None:
-        """Memory for an epilogue that is narrower than an anchor's sums, where that is done: so it is still its own."""
+        """Memory for an epilogue that takes less of it than an anchor's sums, where that is done: so it is still its own."""
         if not isinstance(value, Map) or value.realized is not None or value.base is not None:
             return
         read = set(buffers_of(value))
-        if except_for not in read and any(_itemsize(value) < _itemsize(sums) for sums in self._summed & read):
+        if except_for not in read and any(_bytes(value) < _bytes(sums) for sums in self._summed & read):
             places = self._places()
             self._realize(value, 1 + max(places[buffer] for buffer in read & places.keys()))
 
@@ -411,10 +411,11 @@ def _read_as(reader: torch.fx.Node) -> torch.fx.Node:
     return image if isinstance(image, torch.fx.Node) else reader
 
 
-def _itemsize(value: Value) -> int:
+def _bytes(value: Value) -> int:
+    """Of memory that a value has or would have, typically."""
     dtype = getattr(torch, value.dtype)
     assert isinstance(dtype, torch.dtype)
-    return dtype.itemsize
+    return size_hint(product(value.shape)) * dtype.itemsize
 
 
 def _elements(tensor: torch.Tensor) -> int:

@@ -155,11 +155,11 @@ class TileProduct:
 
     def _tiling(self) -> tuple[int, int, int]:
         """Steps of a part of k, and panels of rows and of columns of one task: the kernel's `schedule_rank` by estimated time."""
-        l2, scratch = self.target.l2_bytes, self.form.itemsize * self.panel_size
+        step_bytes = self.form.itemsize * self.panel_size
         estimates: dict[tuple[int, int, int], float] = {}
         for steps in self._part_lengths():
             # Half of the cache: beside A's tiles there are panels of B, and what is read and written.
-            most = max(1, l2 // 2 // (steps * scratch))
+            most = max(1, self.target.l2_bytes // 2 // (steps * step_bytes))
             fewest = -(-self.row_panels // most)
             counts = {-(-self.row_panels // count) for count in range(fewest, min(self.row_panels, 4 * fewest) + 1)}
             for block in sorted(counts, reverse=True):
@@ -416,7 +416,6 @@ class TileProduct:
     def _by_tiles_of_panel(self, batch: Index, row: Index, column: Index, r: Index, c: Index, part: Part) -> Stmt:
         """The products of a panel of rows and one of columns, in the registers of sums."""
         b, panel = self.builder, self._panel_of(batch, column, c)
-
         by_tiles = self._by_tiles(batch, row, r, panel, c, part, 2)
         if not self.has_half_panels():
             return by_tiles
