@@ -81,6 +81,25 @@ def test_a_graph_that_is_faster_as_written_stays_so(whole: _Times) -> None:
     assert timed == [2, 2, 2]
 
 
+class _WithTable(nn.Module):
+    """A layer, and numbers of the code's own, which become a constant of the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layer(x) + torch.tensor([0.5, 1.5] * 16)
+        return result
+
+
+def test_a_graph_with_constants_of_its_own_is_in_question(whole: _Times) -> None:
+    """Its key holds their contents, which are read while AOTAutograd is tracing."""
+    timed = whole(300.0, 100.0)
+    assert not _explained(_WithTable(), torch.randn(4, 16)).converted
+    assert timed == [2]
+
+
 def test_a_graph_that_gains_stays_in_its_precision(whole: _Times) -> None:
     """So does one that loses no more than noise; that is remembered too."""
     timed = whole(100.0, 99.0)

@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.partition.engines_for_tests import FakeEngine, trace
 from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.partition.region_key import region_key
 from torch_hybrid_backend.partition.regions import partition_graph
 
 _A, _B = torch.randn(4, 4), torch.randn(4, 4)
@@ -24,6 +26,22 @@ def _key(function: Callable[..., object], *inputs: torch.Tensor, constant: int |
 
 def _base(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.softmax(x - y * 2.0, 1)
+
+
+def test_constants_of_a_graph_are_read_while_others_are_fake() -> None:
+    """As when AOTAutograd is still tracing: the key is that of the constant's contents."""
+    table = torch.arange(4.0)
+    module = torch.fx.symbolic_trace(lambda x: x)
+    graph = torch.fx.Graph()
+    module.register_buffer("table", table)
+    x = graph.placeholder("x")
+    graph.output(graph.call_function(torch.add, (x, graph.get_attr("table"))))
+    module = torch.fx.GraphModule(module, graph)
+    with FakeTensorMode():
+        key = region_key(module, ())
+    assert key == region_key(module, ())
+    table += 1
+    assert key != region_key(module, ())
 
 
 def test_names_do_not_matter() -> None:

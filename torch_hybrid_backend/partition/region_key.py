@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
 
 from torch_hybrid_backend.core.region import RegionInput
@@ -58,12 +59,13 @@ def _add_attribute(digest: hashlib._Hash, value: object) -> None:
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
-    plain = tensor.detach()
-    if plain.layout is torch.strided and not plain.is_quantized:
-        return plain.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-    stream = io.BytesIO()  # sparse and quantised tensors have no plain bytes; only written, never read back
-    torch.save(plain, stream)
-    return stream.getvalue()
+    with unset_fake_temporarily():  # AOTAutograd may still be tracing: a constant's contents would not be there
+        plain = tensor.detach()
+        if plain.layout is torch.strided and not plain.is_quantized:
+            return plain.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+        stream = io.BytesIO()  # sparse and quantised tensors have no plain bytes; only written, never read back
+        torch.save(plain, stream)
+        return stream.getvalue()
 
 
 def _token(argument: object, number: Mapping[Node, int]) -> str:
