@@ -7,7 +7,7 @@ Strategy
 2. Shuffles put the channels of a pixel together; what is stored is one run of memory.
 3. One parallel loop over (image, row). Where guards turn, a margin say, the row is cut; what does not fill a vector is done pixel by pixel.
 
-Not used: vectors of a pixel's channels, which `elementwise` takes for more of them: 17 cycles for a pixel of three, not 6.
+Not used: vectors of a pixel's channels, which `elementwise` takes for more of them: 5 cycles for a pixel of three in bfloat16, not 2.
 """
 
 from __future__ import annotations

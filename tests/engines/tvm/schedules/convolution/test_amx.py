@@ -19,7 +19,7 @@ from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import index_of
 from torch_hybrid_backend.loops.ir import Buffer
 from torch_hybrid_backend.loops.kernels import Argument, Store
-from torch_hybrid_backend.loops.layout import Blocked
+from torch_hybrid_backend.loops.layout import Blocked, Strided
 
 __all__ = ["emulated"]  # the fixture
 
@@ -97,6 +97,16 @@ def test_bfloat16(emulated: ctypes.CDLL, case: Case) -> None:
     """Images and weights of bfloat16 are multiplied as they are."""
     kernel, inputs, want = tiles_of(dataclasses.replace(case, dtype="bfloat16"), "bfloat16")
     (got,) = run_kernel(kernel, emit, inputs, _HOST)
+    torch.testing.assert_close(got.double(), want, rtol=1e-2, atol=1e-2 * float(want.abs().max()))
+
+
+def test_some_of_the_channels_of_a_wider_image(emulated: ctypes.CDLL) -> None:
+    """Three of four: whole vectors would read the fourth, and behind the last pixel there is none."""
+    case = Case((1, 3, 9, 9), 32, (3, 3), padding=1, dtype="bfloat16")
+    kernel, inputs, want = tiles_of(case, "bfloat16")
+    wide = Strided((9 * 9 * 4, 1, 9 * 4, 4))
+    reads = tuple(Argument(r.buffer, wide) if r.buffer.shape == case.x else r for r in kernel.reads)
+    (got,) = run_kernel(dataclasses.replace(kernel, reads=reads), emit, inputs, _HOST)
     torch.testing.assert_close(got.double(), want, rtol=1e-2, atol=1e-2 * float(want.abs().max()))
 
 

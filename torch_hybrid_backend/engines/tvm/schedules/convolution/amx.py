@@ -35,6 +35,7 @@ from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.engines.tvm.tir.storage import storage_dtype
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
 from torch_hybrid_backend.loops.ir import Call, Load
+from torch_hybrid_backend.loops.layout import Blocked
 from torch_hybrid_backend.sizes.size import known_int
 
 _LANES = 16
@@ -510,9 +511,9 @@ class _GatheredConvolution(_TileConvolution):
         first = line * self.y.stride * self.image_width + x * self.x.stride
         is_together = self.x.dilation == 1
         runs = [
-            (y * self.y.dilation * self.image_width + x * self.x.dilation)
-            for y in range(self.y.kernel)
-            for x in range(1 if is_together else self.x.kernel)
+            tap_y * self.y.dilation * self.image_width + tap_x * self.x.dilation
+            for tap_y in range(self.y.kernel)
+            for tap_x in range(1 if is_together else self.x.kernel)
         ]
         length = self.pixel * (self.x.kernel if is_together else 1)
         stores: list[Stmt] = []
@@ -570,11 +571,14 @@ class _GatheredConvolution(_TileConvolution):
             return {**own, conv.x_vars[-1]: as_index(pixel), conv.x_vars[1]: as_index(channel)}
 
         if isinstance(a, Load) and a.buffer.dtype == self.form.a_dtype and a.buffer in self.printer.arguments:
-            array, _ = self.printer.arguments[a.buffer]
+            array, layout = self.printer.arguments[a.buffer]
+            # What lies beside fewer channels than a pixel has elements is memory of the image in blocks only.
+            is_there = isinstance(layout, Blocked) or self.channels == self.pixel
             at, next_pixel, next_channel = (
                 self.printer.offset(a.buffer, a.index, env(*place)) for place in ((0, 0), (1, 0), (0, 1))
             )
-            if next_pixel - at == as_index(self.pixel) and (next_channel - at == as_index(1) or self.channels == 1):
+            are_together = next_channel - at == as_index(1) or self.channels == 1
+            if is_there and are_together and next_pixel - at == as_index(self.pixel):
 
                 def copied(start: Index, lanes: int) -> TirExpr:
                     value = b.load_vector(array, at + start, lanes)
