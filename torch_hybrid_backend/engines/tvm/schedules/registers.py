@@ -198,9 +198,9 @@ class RegisterTile:
                 continue
             left = bound(word, f"int32x{self.lanes}")
             for v, vector in enumerate(right):
-                place = [tirx.Ramp(tirx.IntImm("int32", self._offset(row, v, way)), 1, self.lanes)]
-                total = dot_product(b, dot, self.lanes, tirx.BufferLoad(self.buffer, place), left, vector)
-                steps.append(tirx.BufferStore(self.buffer, total, place))
+                place = self._offset(row, v, way)
+                total = dot_product(b, dot, self.lanes, b.load_vector(self.buffer, place, self.lanes), left, vector)
+                steps.append(b.store_vector(self.buffer, place, total, self.lanes))
         return b.seq(*steps)
 
     def update(self, row: int, vector: int, value: Callable[[TirExpr], TirExpr]) -> Stmt:

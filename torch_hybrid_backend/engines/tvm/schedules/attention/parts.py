@@ -242,11 +242,11 @@ class AttentionParts:
         rows, loads = [], []
         for start in starts:
             row = tirx.Var(b.fresh("row"), dtype)
-            value = tirx.BufferLoad(array, [tirx.Ramp(b.index(start), 1, lanes * self.group)])
+            value = b.load_vector(array, start, lanes * self.group)
             loads.append(tirx.stmt.Bind(row, value if self.group == 1 else tirx.reinterpret(dtype, value)))
             rows.append(row)
         stores = [
-            tirx.BufferStore(self.packed_k, value, [tirx.Ramp(b.index(first + j * self.panel), 1, lanes)])
+            b.store_vector(self.packed_k, first + j * self.panel, value, lanes)
             for j, value in enumerate(transposed(rows))
         ]
         return b.seq(*loads, *stores)

@@ -141,8 +141,7 @@ class WordAttention(TiledAttention):
         assert dot is not None  # else the kernel is another
 
         def vector(number: int) -> TirExpr:
-            place = tirx.Ramp(b.index(at + number * lanes), 1, lanes)
-            return tirx.reinterpret(f"uint16x{2 * lanes}", tirx.BufferLoad(right, [place]))
+            return tirx.reinterpret(f"uint16x{2 * lanes}", b.load_vector(right, at + number * lanes, lanes))
 
         scalars = [load_word(left, b.index(words(row)), dot, lanes) for row in range(tile.rows)]
         return tile.accumulate_words(scalars, [vector(v) for v in range(tile.vectors)], dot, way)
@@ -171,10 +170,10 @@ class WordAttention(TiledAttention):
         def vector(number: int) -> TirExpr:
             if number >= vectors:
                 return tirx.Broadcast(zero(self.dtype), lanes)
-            return tirx.BufferLoad(self.recent, [tirx.Ramp(number * lanes, 1, lanes)])
+            return b.load_vector(self.recent, number * lanes, lanes)
 
         words = tirx.reinterpret(f"uint16x{self.panel}", rounded_words(b, vector(0), vector(1)))
-        return tirx.BufferStore(self.weights, words, [tirx.Ramp(b.index(start), 1, self.panel)])
+        return b.store_vector(self.weights, start, words, self.panel)
 
 
 def _word(low: TirExpr, high: TirExpr | None) -> TirExpr:

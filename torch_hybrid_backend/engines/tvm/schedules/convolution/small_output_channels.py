@@ -198,13 +198,13 @@ class _FewOutputs:
         for column in range(lanes):
             vectors.append(tirx.Var(b.fresh("sum"), f"{dtype}x{lanes}"))
             place = (output * lanes + min(column, count - 1)) * lanes  # columns that are not there repeat the last
-            load = tirx.BufferLoad(sums, [tirx.Ramp(b.index(place), 1, lanes)])
+            load = b.load_vector(sums, place, lanes)
             binds.append(tirx.stmt.Bind(vectors[-1], load))
         found = transposed(vectors)
         while len(found) > 1:
             found = [a + c for a, c in zip(found[::2], found[1::2], strict=True)]
         out = b.local(lanes, dtype, "out")
-        put = tirx.BufferStore(out, found[0], [tirx.Ramp(tirx.IntImm("int32", 0), 1, lanes)])
+        put = b.store_vector(out, 0, found[0], lanes)
 
         def written(start: int, width: int) -> Stmt:
             def store(lane: Index) -> Stmt:

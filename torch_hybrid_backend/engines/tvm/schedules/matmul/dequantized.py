@@ -322,7 +322,7 @@ class _Dequantized(MatMul):
 
         def words(i: Index, vector: int) -> TirExpr:
             place = first + i * self.width + vector * self.lanes
-            return tirx.BufferLoad(self.weight, [tirx.Ramp(b.index(place), 1, self.lanes)])
+            return b.load_vector(self.weight, place, self.lanes)
 
         def ahead(i: Index) -> Stmt:
             return self._ahead(first + i * self.width, 1)

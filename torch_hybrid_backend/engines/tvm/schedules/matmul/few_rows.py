@@ -141,13 +141,13 @@ class _DotRows:
             tile, stream = divmod(number, streams)
             place = row * (streams * lanes) + (tile * self.rows * streams + stream) * lanes
             vectors.append(tirx.Var(b.fresh("product"), f"{self.dtype}x{lanes}"))
-            load = tirx.BufferLoad(products, [tirx.Ramp(b.index(place), 1, lanes)])
+            load = b.load_vector(products, place, lanes)
             binds.append(tirx.stmt.Bind(vectors[-1], load))
         parts = transposed(vectors)
         while len(parts) > 1:
             parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
         out = b.local(lanes, self.dtype, "out")
-        put = tirx.BufferStore(out, parts[0], [tirx.Ramp(tirx.IntImm("int32", 0), 1, lanes)])
+        put = b.store_vector(out, 0, parts[0], lanes)
 
         def store(lane: Index) -> Stmt:
             value = b.load(out, lane)

@@ -179,13 +179,13 @@ class _UnpackedMatMul:
         rows, binds = [], []
         for j in range(lanes):
             row = tirx.Var(b.fresh("row"), f"{self.dtype}x{lanes}")
-            place = b.index(as_index(begin) + j * (stride or lanes))
-            binds.append(tirx.stmt.Bind(row, tirx.BufferLoad(square, [tirx.Ramp(place, 1, lanes)])))
+            place = as_index(begin) + j * (stride or lanes)
+            binds.append(tirx.stmt.Bind(row, b.load_vector(square, place, lanes)))
             rows.append(row)
         return b.seq(*binds, *[put(j, column) for j, column in enumerate(transposed(rows))])
 
     def _put(self, array: TirBuffer, start: Index, value: TirExpr) -> Stmt:
-        return tirx.BufferStore(array, value, [tirx.Ramp(self.builder.index(start), 1, self.lanes)])
+        return self.builder.store_vector(array, start, value, self.lanes)
 
     # The product.
 
