@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,10 +20,16 @@ class Recorder:
         self.graphs: list[CapturedGraph] = []
 
     def compile(
-        self, function: Callable[..., Any], keep_ops: tuple[Any, ...] = (), **options: Any
+        self,
+        function: Callable[..., Any],
+        keep_ops: tuple[Any, ...] = (),
+        backward_takes_s: float = 0.0,
+        **options: Any,
     ) -> Callable[..., Any]:
         def compile_graph(captured: CapturedGraph) -> Callable[[list[Any]], Any]:
             self.graphs.append(captured)
+            if captured.kind == "backward":
+                time.sleep(backward_takes_s)
 
             def run(inputs: list[Any]) -> Any:
                 arguments = list(inputs)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -83,6 +85,26 @@ def test_training_gives_eagers_gradients_and_statistics(recorder, requires_grad)
     assert_same(dict(model.named_buffers()), dict(reference.named_buffers()))
     if requires_grad:
         torch.testing.assert_close(x.grad, y.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_threads_share_one_backward_graph(recorder):
+    """Threads that call backward of one forward graph for the first time, all at once: it is compiled once, and serves each."""
+    model = small_net().eval()
+    inputs = [torch.randn(2, 3, 8, 8, requires_grad=True) for _ in range(3)]
+    compiled = recorder.compile(model, backward_takes_s=0.3)
+    losses = [compiled(x).square().sum() for x in inputs]
+    start = threading.Barrier(len(losses))
+
+    def backward(loss: torch.Tensor) -> None:
+        start.wait(60)
+        loss.backward()
+
+    with ThreadPoolExecutor(len(losses)) as threads:
+        list(threads.map(backward, losses))  # raises what a thread raised
+    assert [graph.kind for graph in recorder.graphs] == ["forward", "backward"]
+    for x in inputs:
+        (expected,) = torch.autograd.grad(model(x).square().sum(), x)
+        torch.testing.assert_close(x.grad, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_mutated_buffers_are_not_static(recorder):

@@ -42,6 +42,7 @@ from torch_hybrid_backend.capture.fixes.norm_statistics import correct_statistic
 from torch_hybrid_backend.capture.fixes.output_aliases import separate_aliases
 from torch_hybrid_backend.capture.fixes.overlap import watch_overlaps
 from torch_hybrid_backend.core.captured import CapturedGraph, GraphKind
+from torch_hybrid_backend.fork_lock import ForkLock
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +79,8 @@ def capture(
 
     forward_static: set[str] = set()  # filled by the forward graph's compilation, read by the backward graph's
     without_wrapper: list[CompiledGraph] = []  # the graph, if AOTAutograd's wrapper would do nothing but call it
+    backward: list[CompiledGraph] = []
+    compiling_backward = ForkLock()
 
     def compile_as(kind: GraphKind, graph_module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> CompiledGraph:
         placeholders = [node.name for node in graph_module.graph.find_nodes(op="placeholder")]
@@ -103,9 +106,17 @@ def capture(
             without_wrapper.append(boxed)
         return boxed
 
+    def compile_backward(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> CompiledGraph:
+        # AOTAutograd compiles it in the first backward call, outside Dynamo's lock: threads whose forward graph is one (instances of one class
+        # share it) may all come, each with a copy of one graph, whose one fake mode two threads must not use at once.
+        with compiling_backward:
+            if not backward:
+                backward.append(compile_as("backward", graph_module, inputs))
+            return backward[0]
+
     backend = aot_autograd(
         fw_compiler=partial(compile_as, "forward"),
-        bw_compiler=partial(compile_as, "backward"),
+        bw_compiler=compile_backward,
         inference_compiler=partial(compile_as, "inference"),
         decompositions=decomposition_table(operators),
         partition_fn=partial(
