@@ -133,7 +133,7 @@ def processor() -> str:
 # Instructions that multiply in a precision, as Linux names them: x86's, Arm's. One of them is enough.
 _INSTRUCTIONS: Mapping[str, tuple[str, ...]] = {
     "bf16": ("avx512_bf16", "amx_bf16", "bf16"),
-    "fp16": ("avx512_fp16", "amx_fp16", "asimdhp"),
+    "fp16": ("avx512_fp16", "amx_bf16", "amx_fp16", "asimdhp"),
 }
 
 

@@ -1,6 +1,7 @@
 // AMX's tile registers in plain C++, so that kernels for it run on any processor. Each thread has
 // registers of its own, as on the processor. Sources: Intel 64 and IA-32 Architectures Software
-// Developer's Manual, volume 1 chapter 18 and volume 2 (LDTILECFG, TDPBF16PS, TDPBUSD, TDPBSSD).
+// Developer's Manual, volume 1 chapter 18 and volume 2 (LDTILECFG, TDPBF16PS, TDPFP16PS, TDPBUSD,
+// TDPBSSD).
 //
 // What would fault, or give a result that kernels must not rely on, ends the process: a
 // configuration that is none, an instruction without one, a tile that is too large for it.
@@ -56,16 +57,48 @@ float OfBfloat16(uint16_t bits) {
   return Flushed(x);
 }
 
+// Denormal numbers are themselves here, unlike those of bfloat16.
+float OfFloat16(uint16_t bits) {
+  const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+  float x = std::ldexp(static_cast<float>(fraction + 1024), exponent - 25);
+  if (exponent == 0) x = std::ldexp(static_cast<float>(fraction), -24);
+  if (exponent == 31) x = fraction != 0 ? NAN : INFINITY;
+  return bits & 0x8000 ? -x : x;
+}
+
 // One row of sums: for each column the even products and the odd ones by fused multiply-adds from
-// zero, their sum, and that added; denormal operands and results are zero.
-void Bfloat16Row(const uint16_t* a, const float (*b)[2][kRows], int words, float* sums) {
+// zero, their sum, and that added; denormal results are zero.
+template <float (*Of)(uint16_t)>
+void FloatRow(const uint16_t* a, const float (*b)[2][kRows], int words, float* sums) {
   float even[kRows] = {}, odd[kRows] = {};
   for (int k = 0; k < words; ++k) {
-    const float a0 = OfBfloat16(a[2 * k]), a1 = OfBfloat16(a[2 * k + 1]);
+    const float a0 = Of(a[2 * k]), a1 = Of(a[2 * k + 1]);
     for (int n = 0; n < kRows; ++n) even[n] = Flushed(std::fma(a0, b[k][0][n], even[n]));
     for (int n = 0; n < kRows; ++n) odd[n] = Flushed(std::fma(a1, b[k][1][n], odd[n]));
   }
   for (int n = 0; n < kRows; ++n) sums[n] = Flushed(Flushed(sums[n]) + Flushed(even[n] + odd[n]));
+}
+
+template <float (*Of)(uint16_t)>
+void FloatProduct(int sums, int a, int b) {
+  RequireProduct(sums, a, b);
+  Registers& r = registers;
+  float wide[kRows][2][kRows] = {};
+  for (int k = 0; k < r.rows[b]; ++k) {
+    uint16_t row[kRowBytes / 2];
+    std::memcpy(row, r.data[b][k], kRowBytes);
+    for (int n = 0; n < kRows; ++n) {
+      for (const int odd : {0, 1}) wide[k][odd][n] = Of(row[2 * n + odd]);
+    }
+  }
+  for (int m = 0; m < r.rows[sums]; ++m) {
+    float total[kRowBytes / 4];
+    std::memcpy(total, r.data[sums][m], kRowBytes);
+    uint16_t row[kRowBytes / 2];
+    std::memcpy(row, r.data[a][m], kRowBytes);
+    FloatRow<Of>(row, wide, r.row_bytes[a] / 4, total);
+    std::memcpy(r.data[sums][m], total, r.row_bytes[sums]);
+  }
 }
 
 template <typename A>
@@ -130,27 +163,8 @@ void emulated_tilestored64(int tile, uint8_t* memory, int64_t stride) {
   }
 }
 
-void emulated_tdpbf16ps(int sums, int a, int b) {
-  RequireProduct(sums, a, b);
-  Registers& r = registers;
-  float wide[kRows][2][kRows] = {};
-  for (int k = 0; k < r.rows[b]; ++k) {
-    uint16_t row[kRowBytes / 2];
-    std::memcpy(row, r.data[b][k], kRowBytes);
-    for (int n = 0; n < kRows; ++n) {
-      for (const int odd : {0, 1}) wide[k][odd][n] = OfBfloat16(row[2 * n + odd]);
-    }
-  }
-  for (int m = 0; m < r.rows[sums]; ++m) {
-    float total[kRowBytes / 4];
-    std::memcpy(total, r.data[sums][m], kRowBytes);
-    uint16_t row[kRowBytes / 2];
-    std::memcpy(row, r.data[a][m], kRowBytes);
-    Bfloat16Row(row, wide, r.row_bytes[a] / 4, total);
-    std::memcpy(r.data[sums][m], total, r.row_bytes[sums]);
-  }
-}
-
+void emulated_tdpbf16ps(int sums, int a, int b) { FloatProduct<OfBfloat16>(sums, a, b); }
+void emulated_tdpfp16ps(int sums, int a, int b) { FloatProduct<OfFloat16>(sums, a, b); }
 void emulated_tdpbusd(int sums, int a, int b) { IntegerProduct<uint8_t>(sums, a, b); }
 void emulated_tdpbssd(int sums, int a, int b) { IntegerProduct<int8_t>(sums, a, b); }
 

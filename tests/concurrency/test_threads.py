@@ -106,7 +106,9 @@ def test_training_in_threads() -> None:
     for each in expected:
         each(tokens).square().sum().backward()
 
-    compiled = [_compile(each) for each in models]  # here: two threads that name a backend first, at once, are an error in PyTorch
+    compiled = [
+        _compile(each) for each in models
+    ]  # here: two threads that name a backend first, at once, are an error in PyTorch
 
     def train(number: int) -> None:
         for _ in range(5):

@@ -66,9 +66,11 @@ def _seen(net: nn.Module, x: torch.Tensor) -> dict[str, Any]:
     """What visitors are told of sites, by name."""
     found: dict[str, Any] = {}
 
-    def visit(name: str, known: Any, kind: str, axis: int | None, a: Any, b: Any, compute: Callable[..., Any]) -> Any:
+    def visit(
+        name: str, known: Any, kind: str, axis: int | None, operands: tuple[Any, ...], compute: Callable[..., Any]
+    ) -> Any:
         found[name] = known
-        return compute(a, b)
+        return compute(*operands)
 
     with torch.no_grad(), CallSites(visit):
         net(x)
@@ -78,9 +80,11 @@ def _seen(net: nn.Module, x: torch.Tensor) -> dict[str, Any]:
 def _visited(net: nn.Module, x: torch.Tensor) -> tuple[list[tuple[str, str, int | None]], torch.Tensor]:
     found: list[tuple[str, str, int | None]] = []
 
-    def visit(name: str, known: Any, kind: str, axis: int | None, a: Any, b: Any, compute: Callable[..., Any]) -> Any:
+    def visit(
+        name: str, known: Any, kind: str, axis: int | None, operands: tuple[Any, ...], compute: Callable[..., Any]
+    ) -> Any:
         found.append((name, kind, axis))
-        return compute(a, b)
+        return compute(*operands)
 
     with torch.no_grad(), CallSites(visit):
         return found, net(x)
@@ -100,7 +104,7 @@ def test_sites_are_named_after_modules() -> None:
 def test_operands_may_be_replaced() -> None:
     """What `compute` is given stands in for the operands, by position or by keyword."""
     net, x = _net(), torch.randn(3, 2, 9)
-    with torch.no_grad(), CallSites(lambda name, known, kind, axis, a, b, compute: compute(a * 0, b)):
+    with torch.no_grad(), CallSites(lambda name, known, kind, axis, ab, compute: compute(ab[0] * 0, ab[1])):
         assert torch.equal(net(x), torch.zeros(21, 4))
 
 
@@ -119,7 +123,7 @@ def test_dynamo_traces_through() -> None:
     net, x = _net(), torch.randn(3, 2, 9)
 
     def scaled(value: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad(), CallSites(lambda name, known, kind, axis, a, b, compute: compute(a * len(name), b)):
+        with torch.no_grad(), CallSites(lambda name, known, kind, axis, ab, compute: compute(ab[0] * len(name), ab[1])):
             return net(value)
 
     expected = scaled(x)
@@ -153,9 +157,11 @@ def test_additions_that_something_is_known_of() -> None:
     assert _seen(net, x) == {"#add2": ("b",), "": None, "#2": None}
     names: list[str] = []
 
-    def visit(name: str, known: Any, kind: str, axis: int | None, a: Any, b: Any, compute: Callable[..., Any]) -> Any:
+    def visit(
+        name: str, known: Any, kind: str, axis: int | None, operands: tuple[Any, ...], compute: Callable[..., Any]
+    ) -> Any:
         names.append(name)
-        return compute(a, b)
+        return compute(*operands)
 
     with CallSites(visit, all_additions=True):
         assert torch.equal(net(x), expected)

@@ -18,6 +18,7 @@ from torch.nn import functional
 import torch_hybrid_backend
 from torch_hybrid_backend import Collector, quantize
 from torch_hybrid_backend.errors import QuantizationError
+from torch_hybrid_backend.graph.quantization import call, tensor
 
 load_digits = pytest.importorskip("sklearn.datasets").load_digits
 
@@ -196,10 +197,10 @@ def test_smoothing_moves_outliers_into_weights() -> None:
     assert error(smooth) < 0.02
 
     def only_smooth(
-        name: str, known: Any, kind: str, axis: int | None, x: Any, w: Any, compute: Callable[..., Any]
+        name: str, known: Any, kind: str, axis: int | None, operands: tuple[Any, ...], compute: Callable[..., Any]
     ) -> Any:
-        moved_x, moved_w = smooth.smoothed(known, axis, x, w)
-        assert not torch.equal(moved_w, w)
+        moved_x, moved_w = smooth.smoothed(known, axis, operands)
+        assert not torch.equal(moved_w, operands[1])
         return compute(moved_x, moved_w)
 
     torch.testing.assert_close(smooth.run_with(only_smooth)(data[0]), exact, rtol=1e-4, atol=1e-4)
@@ -243,6 +244,35 @@ def test_products_of_activations(calibration: str) -> None:
     quantized = quantize(model, [x], calibration=calibration, exclude_kinds=())
     assert sorted(quantized.ranges.sites) == ["", "#2"]
     assert 1e-4 < float((quantized(x) - model(x)).norm() / model(x).norm()) < 0.05
+
+
+class _Heads(nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return functional.scaled_dot_product_attention(q, value=v, key=k, is_causal=True)
+
+
+def test_attention(caplog: pytest.LogCaptureFixture) -> None:
+    """Queries, keys and values in ranges of their own where calibration finds them, the softmax as it is; compiled it is the same."""
+    torch.manual_seed(0)
+    model, sizes = _Heads().eval(), (1.0, 3.0, 0.2)
+    inputs = tuple(size * torch.randn(2, 4, 40, 16) for size in sizes)
+    quantized = quantize(model, [inputs], "naive")
+    (site,) = quantized.ranges.sites.values()
+    assert (site.kind, len(site.ranges or ())) == ("attention", 3)
+    highest = [max(-pair[0], pair[1]) for pair in site.ranges or () if pair is not None]
+    assert highest == [pytest.approx(float(x.abs().max())) for x in inputs]
+    narrow = [tensor(call, x, -high, high) for x, high in zip(inputs, highest, strict=True)]
+    found, expected = quantized(*inputs), model(*inputs)
+    assert torch.equal(found, model(*narrow))
+    assert 1e-4 < (found - expected).norm() / expected.norm() < 0.05
+    torch.compiler.reset()
+    compiled = torch.compile(quantized, backend="hybrid", options={"placement": "estimate"}, fullgraph=True)
+    torch.testing.assert_close(compiled(*inputs), found, rtol=1e-4, atol=1e-5)
+    assert not caplog.records
+    for data, more in (([inputs], {"exclude_kinds": ("attention",)}), ([inputs], {"calibration": "none"})):
+        plain = quantize(model, data, **{"calibration": "naive", **more})
+        assert not plain.ranges.sites
+        assert torch.equal(plain(*inputs), expected)
 
 
 class Widest(Collector):
@@ -321,7 +351,7 @@ def test_faults_get_one_clear_error() -> None:
     assert "calibration='entropy' needs a loader" in _refused()
     assert "did you mean 'classifier'" in _refused(loader=data, exclude=["clasifier"])
     assert "must be a sequence" in _refused(loader=data, exclude="classifier")
-    assert "must be among conv, linear, matmul, add" in _refused(loader=data, exclude_kinds=["lstm"])
+    assert "must be among conv, linear, matmul, attention, add" in _refused(loader=data, exclude_kinds=["lstm"])
     assert "must be one of none, naive, entropy" in _refused(loader=data, calibration="kl")
     assert "from 0 to 1" in _refused(loader=data, smooth=2)
     assert "metric needs a loader" in _refused(calibration="none", metric=lambda module: 1.0)
@@ -403,9 +433,11 @@ def test_projections_of_attention_are_linear_layers(tmp_path: Path) -> None:
     calibrated = quantize(model, [inputs], "naive")
     own = ["encoder.self_attn.in_proj", "encoder.self_attn.out_proj"]
     others = ["attention.in_proj", "attention.in_proj#2", "attention.in_proj#3", "attention.out_proj"]
-    assert set(calibrated.ranges.sites) == {*own, *others, "encoder.linear1", "encoder.linear2"}
+    assert set(calibrated.ranges.sites) == {*own, *others, "encoder.linear1", "encoder.linear2", "encoder.self_attn"}
     assert set(calibrated.ranges.in_float) == {"attention", "attention#2"}  # products of activations
-    assert {site.kind for site in calibrated.ranges.sites.values()} == {"linear"}
+    kinds = {name: site.kind for name, site in calibrated.ranges.sites.items()}
+    assert kinds.pop("encoder.self_attn") == "attention"  # the other asks for its weights, and has no such operator
+    assert set(kinds.values()) == {"linear"}
     calibrated.save_ranges(tmp_path / "r.json")
     with torch.no_grad():
         expected, found = model(*inputs), calibrated(*inputs)

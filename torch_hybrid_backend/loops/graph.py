@@ -206,7 +206,7 @@ class _Lowerer:
                 self._convolved.add(op.out)
                 self._images.add(op.out)
             case AttentionOp():
-                op = replace(op, q=self._operand(op.q), k=self._attended(op.k), v=self._attended(op.v))
+                op = replace(op, q=self._queried(op.q), k=self._attended(op.k), v=self._attended(op.v))
             case AttentionGradientOp():
                 q, grad = self._operand(op.q), self._operand(op.grad)
                 op = replace(op, q=q, grad=grad, k=self._attended(op.k), v=self._attended(op.v))
@@ -250,6 +250,12 @@ class _Lowerer:
         if self._policy.updates_in_attention and is_cache_update(value):
             return value
         if self._policy.gathers_in_attention and isinstance(value.at(domain_vars(value.shape)), Load):
+            return value
+        return self._queried(value)
+
+    def _queried(self, value: Value) -> Value:
+        """Queries, or other operands of attention: dequantised integers as they are."""
+        if self._policy.abilities.integer_products and is_dequantised(value):
             return value
         return self._operand(value)
 

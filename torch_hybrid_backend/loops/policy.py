@@ -17,7 +17,8 @@ class Abilities:
     `any_convolution`: convolutions of volumes, and transposed ones whose windows do not tile the result.
     `attention_gradients`: attention writes its log-sum-exp where that is read, and its gradients are kernels.
     `integer_products`: products of quantised operands are products of integers (`loops.ir.IntegerMatMulOp`, `IntegerConvOp`),
-    and a constant right operand of a matrix product that is dequantised or looked up is read as the expression that it is.
+    and a constant right operand of a matrix product that is dequantised or looked up is read as the expression that it is, as are dequantised
+    queries, keys and values of attention.
     `random_blocks`: for kernels that draw random numbers (`loops.random_numbers`), how many blocks of 256 threads PyTorch's own have at most; 0
     where there are none.
     """

@@ -24,7 +24,8 @@ class Collector:
 
     def collect(self, name: str, operator: str, tensor: torch.Tensor) -> None:
         """`name`: of the layer, as in `Module.named_modules()`, with "#2" behind it for its second call in one forward and so on, and " other"
-        for the second operand of a product of activations. `operator`: "conv", "linear" or "matmul". `tensor`: the activation, of floating
+        for the second operand of a product of activations and for the keys of an attention, whose values have " values". `operator`: one of
+        the kinds that `quantize` may exclude. `tensor`: the activation, of floating
         point, finite; not to be changed."""
         raise NotImplementedError
 

@@ -24,28 +24,27 @@ from torch.overrides import TorchFunctionMode
 
 from torch_hybrid_backend.quantization.attention import arguments_of, is_taken, multi_head_attention
 
-KINDS = ("conv", "linear", "matmul", "add")
+KINDS = ("conv", "linear", "matmul", "attention", "add")
 
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """A function of torch's: what kind of layer it is, where its two operands are, as (position, name), and the dimension of the second that
-    counts output channels."""
+    """A function of torch's: what kind of layer it is, where its operands are, as (position, name), and the dimension of the second that
+    counts output channels, where that is a weight."""
 
     kind: str
-    first: tuple[int, str]
-    second: tuple[int, str]
-    axis: int
+    operands: tuple[tuple[int, str], ...]
+    axis: int | None = None
 
 
-_CONV = Operator("conv", (0, "input"), (1, "weight"), 0)
-_MATMUL = Operator("matmul", (0, "input"), (1, "other"), -1)
-_MAT2 = Operator("matmul", (0, "input"), (1, "mat2"), -1)
+_CONV = Operator("conv", ((0, "input"), (1, "weight")), 0)
+_MATMUL = Operator("matmul", ((0, "input"), (1, "other")))
+_MAT2 = Operator("matmul", ((0, "input"), (1, "mat2")))
 OPERATORS: dict[Callable[..., Any], Operator] = {
     torch.conv1d: _CONV,
     torch.conv2d: _CONV,
     torch.conv3d: _CONV,
-    functional.linear: Operator("linear", (0, "input"), (1, "weight"), 0),
+    functional.linear: Operator("linear", ((0, "input"), (1, "weight")), 0),
     torch.matmul: _MATMUL,
     torch.Tensor.matmul: _MATMUL,
     torch.Tensor.__matmul__: _MATMUL,
@@ -53,7 +52,8 @@ OPERATORS: dict[Callable[..., Any], Operator] = {
     torch.Tensor.mm: _MAT2,
     torch.bmm: _MAT2,
     torch.Tensor.bmm: _MAT2,
-    torch.addmm: Operator("matmul", (1, "mat1"), (2, "mat2"), -1),
+    torch.addmm: Operator("matmul", ((1, "mat1"), (2, "mat2"))),
+    functional.scaled_dot_product_attention: Operator("attention", ((0, "query"), (1, "key"), (2, "value"))),
 }
 
 # Each a function of two tensors; whether it writes to the first.
@@ -65,9 +65,9 @@ Known = tuple[Any, ...]
 Sites = Mapping["int | str", Any]
 PROJECTIONS = ("in_proj", "out_proj")
 
-# (name, what is known of it, kind, channel dimension of a weight or None where both operands are activations, first operand, second operand,
-#  the operator as a function of the two) -> its result
-Visit = Callable[[str, "Known | None", str, "int | None", torch.Tensor, torch.Tensor, Callable[..., Any]], Any]
+# (name, what is known of it, kind, channel dimension of a weight or None where all operands are activations, the operands, the operator as a
+#  function of them) -> its result
+Visit = Callable[[str, "Known | None", str, "int | None", tuple[torch.Tensor, ...], Callable[..., Any]], Any]
 
 
 class CallSites(TorchFunctionMode):
@@ -103,23 +103,23 @@ class CallSites(TorchFunctionMode):
         here = self._calls[-1]
         here[2] += 1
         name, known, count, _ = here
-        first, second = _operand(operator.first, args, kwargs), _operand(operator.second, args, kwargs)
-        if not _is_taken(first) or not _is_taken(second):
+        operands = tuple(_operand(place, args, kwargs) for place in operator.operands)
+        if not all(map(_is_taken, operands)):
             return function(*args, **kwargs)
 
-        def compute(x: Any, w: Any) -> Any:
+        def compute(*values: Any) -> Any:
             positional, named = list(args), dict(kwargs)
-            for (place, key), value in ((operator.first, x), (operator.second, w)):
+            for (place, key), value in zip(operator.operands, values, strict=True):
                 if place < len(positional):
                     positional[place] = value
                 else:
                     named[key] = value
             return function(*positional, **named)
 
-        kind, axis = operator.kind, operator.axis if operator.kind != "matmul" else None
-        if axis is None and isinstance(second, nn.Parameter) and second.dim() == 2:
+        kind, axis, second = operator.kind, operator.axis, operands[1]
+        if kind == "matmul" and isinstance(second, nn.Parameter) and second.dim() == 2:
             kind, axis = "linear", 1  # a weight kept as (inputs, outputs), as GPT-2's
-        return self._visit(_site(name, count), known.get(count), kind, axis, first, second, compute)
+        return self._visit(_site(name, count), known.get(count), kind, axis, operands, compute)
 
     def _addition(self, function: Callable[..., Any], first: torch.Tensor, second: torch.Tensor) -> Any:
         here = self._calls[-1]
@@ -129,7 +129,7 @@ class CallSites(TorchFunctionMode):
         what = known.get(site)
         if what is None and not self._all_additions:
             return function(first, second)
-        result = self._visit(f"{name}#{site}", what, "add", None, first, second, torch.add)
+        result = self._visit(f"{name}#{site}", what, "add", None, (first, second), torch.add)
         return first.copy_(result) if ADDITIONS[function] else result
 
     def _attention(self, given: Mapping[str, Any]) -> Any:

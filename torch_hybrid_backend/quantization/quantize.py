@@ -21,10 +21,13 @@ from torch_hybrid_backend.quantization.calibration import Collector, collector_o
 from torch_hybrid_backend.quantization.call_sites import KINDS, CallSites, Known, follow, layers_of
 from torch_hybrid_backend.quantization.loader import Loader
 from torch_hybrid_backend.quantization.ranges import Ranges, Site, fingerprint
-from torch_hybrid_backend.quantization.residuals import OTHER, Residuals
+from torch_hybrid_backend.quantization.residuals import OTHER, VALUES, Residuals
 
 Metric = Callable[[nn.Module], float]
 Compute = Callable[..., Any]
+Operands = tuple[torch.Tensor, ...]
+# Kinds whose scales are not found anew in every call.
+_WHERE_CALIBRATED = ("attention", "add")
 _LEAST_FACTOR = 1e-5
 
 
@@ -52,8 +55,9 @@ def quantize(
         "naive" (all that was seen), "none" (scales are found in every call: per tensor for convolutions, per row for linear layers; of modules
         alone, unless a loader shows other calls), or a `Collector`.
     exclude: names of modules (as in `named_modules()`, patterns as in `fnmatch`) that stay in floating point, with all that is in them.
-    exclude_kinds: kinds of layers that do: "conv", "linear", "matmul" (products of two activations), "add" (sums of a convolution's result
-        and what comes from before it, which is quantised where calibration finds ranges).
+    exclude_kinds: kinds of layers that do: "conv", "linear", "matmul" (products of two activations), "attention" (queries, keys and values of
+        `scaled_dot_product_attention`, and its softmax in float32), "add" (sums of a convolution's result and what comes from before it);
+        the last two are quantised where calibration finds ranges.
     smooth: between 0 and 1: by how much the differences between the channels of linear layers' inputs move into their weights; 0.5 is usual
         for transformers. The product stays the same but for rounding (Xiao et al., "SmoothQuant", ICML 2023).
     metric: how good a module is, higher is better. Layers return to floating point, the one with the largest error first, until
@@ -180,21 +184,20 @@ class QuantizedModule(nn.Module):
         known: Known | None,
         kind: str,
         axis: int | None,
-        x: torch.Tensor,
-        w: torch.Tensor,
+        operands: Operands,
         compute: Compute,
     ) -> Any:
         if known is None or known[0] != kind:
-            return compute(x, w)
-        return self.quantized(known, axis, x, w, compute)
+            return compute(*operands)
+        return self.quantized(known, axis, operands, compute)
 
-    def quantized(self, known: Known, axis: int | None, x: torch.Tensor, w: torch.Tensor, compute: Compute) -> Any:
+    def quantized(self, known: Known, axis: int | None, operands: Operands, compute: Compute) -> Any:
         """One call of a layer with its operands quantised and dequantised."""
         kind, ranges, _ = known
-        if kind == "add":
-            pairs = zip((x, w), ranges or (), strict=True)
+        if kind in _WHERE_CALIBRATED:
+            pairs = zip(operands, ranges or (), strict=True)
             return compute(*(operand if pair is None else tensor(call, operand, *pair) for operand, pair in pairs))
-        x, w = self.smoothed(known, axis, x, w)
+        x, w = self.smoothed(known, axis, operands)
         if ranges is None:
             per_row = kind != "conv"
             narrow_x = rows_now(call, x) if per_row else tensor_now(call, x)
@@ -204,13 +207,12 @@ class QuantizedModule(nn.Module):
             narrow_w = tensor(call, w, *ranges[1]) if axis is None else weight(call, w, axis)
         return compute(narrow_x, narrow_w)
 
-    def smoothed(
-        self, known: Known, axis: int | None, x: torch.Tensor, w: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def smoothed(self, known: Known, axis: int | None, operands: Operands) -> Operands:
         """The operands with the differences between input channels moved into the weight."""
         _, _, smoothing = known
         if smoothing is None:
-            return x, w
+            return operands
+        x, w = operands
         factors = getattr(self, smoothing)
         along = factors if axis == 0 else factors.unsqueeze(1)
         return x * (1 / factors).to(x.dtype), w * along.to(w.dtype)
@@ -277,25 +279,27 @@ def _calibrated(
     ] = {}  # of linear layers, by input channel: of inputs, of weights
     residuals = Residuals()
 
-    def look(
-        name: str, known: Known | None, kind: str, axis: int | None, x: torch.Tensor, w: torch.Tensor, compute: Compute
-    ) -> Any:
+    def look(name: str, known: Known | None, kind: str, axis: int | None, operands: Operands, compute: Compute) -> Any:
+        x, w, *_ = operands
         if kind == "add":
             own = residuals.sources(name, x, w) or (None, None)
             # What is quantised in one call and not in another, or otherwise, stays as it is.
             sources[name] = own if sources.get(name, own) == own else (None, None)
-            return compute(x, w)
+            return compute(*operands)
         if excluded(name) or kind in kinds:
             in_float[name] = "excluded"
-            return compute(x, w)
-        _check_finite(name, kind, x, w)
+            return compute(*operands)
+        if kind == "attention" and collector is None:
+            in_float[name] = "uncalibrated"
+            return compute(*operands)
+        _check_finite(name, kind, *operands)
         seen[name] = Site(kind)
-        sources[name] = (name, name + OTHER) if axis is None else (name,)
+        sources[name] = _named(name, operands if axis is None else operands[:1])
         if smooth is not None and kind == "linear" and axis is not None:
             of_x = x.abs().reshape(-1, x.shape[-1]).amax(0).float()
             before, _ = largest.get(name, (of_x, of_x))
             largest[name] = torch.maximum(before, of_x), w.abs().amax(axis).float()
-        made = compute(x, w)
+        made = compute(*operands)
         if kind == "conv":
             residuals.convolution(name, x, made)
         return made
@@ -323,6 +327,11 @@ def _calibrated(
     )
 
 
+def _named(site: str, operands: Operands) -> tuple[str, ...]:
+    """Of operands that are activations: what their ranges are found for."""
+    return tuple(site + behind for behind, _ in zip(("", OTHER, VALUES), operands, strict=False))
+
+
 def _smoothing(of_x: torch.Tensor, of_w: torch.Tensor, alpha: float) -> tuple[float, ...]:
     """max|x|^alpha / max|w|^(1 - alpha) for each input channel; 1 where one of them is never used."""
     factors = of_x.pow(alpha) / of_w.pow(1 - alpha)
@@ -336,14 +345,13 @@ def _with_ranges(
     """The sites that the collector knows ranges of. `sources`: by operand, the name of what its range is found for."""
 
     def collect(
-        name: str, known: Known | None, kind: str, axis: int | None, x: torch.Tensor, w: torch.Tensor, compute: Compute
+        name: str, known: Known | None, kind: str, axis: int | None, operands: Operands, compute: Compute
     ) -> Any:
         if known is not None:
-            smooth_x, _ = result.smoothed(known, axis, x, w)
-            for own, operand in zip((name, name + OTHER), (smooth_x, w), strict=True):
+            for own, operand in zip(_named(name, operands), result.smoothed(known, axis, operands), strict=True):
                 if own in sources[name]:
                     collector.collect(own, kind, operand)
-        return compute(x, w)
+        return compute(*operands)
 
     data.run(result.run_with(collect))
     found = collector.ranges()
@@ -405,12 +413,12 @@ def _errors(result: QuantizedModule, data: Loader) -> dict[str, float]:
     squares: dict[str, list[float]] = {}
 
     def compare(
-        name: str, known: Known | None, kind: str, axis: int | None, x: torch.Tensor, w: torch.Tensor, compute: Compute
+        name: str, known: Known | None, kind: str, axis: int | None, operands: Operands, compute: Compute
     ) -> Any:
-        expected = compute(x, w)
+        expected = compute(*operands)
         if known is not None and known[0] == kind:
             sums = squares.setdefault(name, [0.0, 0.0])
-            sums[0] += float((result.quantized(known, axis, x, w, compute) - expected).double().square().sum())
+            sums[0] += float((result.quantized(known, axis, operands, compute) - expected).double().square().sum())
             sums[1] += float(expected.double().square().sum())
         return expected
 

@@ -34,9 +34,9 @@ KEPT_IN_FLOAT = tuple(_WHY)
 class Site:
     """How one call of a layer is quantised.
 
-    `ranges`: the lowest and the highest value of its activations: one pair, or two where both operands are activations, of which that of an
-    addition may be None, as the operand stays as it is; None where scales are found in every call. `smoothing`: for each input channel the
-    factor by which the activation is divided and the weight multiplied.
+    `ranges`: the lowest and the highest value of its activations: one pair, or two where both operands are activations, three of an attention.
+    One of an addition may be None, as the operand stays as it is. None where scales are found in every call. `smoothing`: for each input
+    channel the factor by which the activation is divided and the weight multiplied.
     """
 
     kind: str

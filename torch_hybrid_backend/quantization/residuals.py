@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-OTHER = " other"  # behind a site's name: its second operand
+OTHER, VALUES = " other", " values"  # behind a site's name: its second operand; an attention's third
 # By operand: the name of what its range is found for, a convolution's or the addition's own; None for one that stays as it is.
 Sources = tuple["str | None", "str | None"]
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from torch_hybrid_backend.engines.tvm import target as target_module
 from torch_hybrid_backend.engines.tvm.target import Target, tvm_target, widest_lanes
@@ -110,6 +111,16 @@ def test_amx_takes_permission(tmp_path: Path) -> None:
     assert refused.fingerprint != has.fingerprint
     without = Target.host(machine(tmp_path / "without", X86.format(more="avx512f")))
     assert without.permitted(lambda: pytest.fail("there is nothing to ask for")) is without
+
+
+def test_amx_fp16_is_asked_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux does not name it. PyTorch before 2.12 does not tell either: then there is none."""
+    monkeypatch.setattr(target_module, "cpuinfo", lambda root: {"flags": "avx2 avx512f amx_tile amx_bf16"})
+    for told, expected in ({"amx_fp16": True}, True), ({"amx_fp16": False}, False), ({}, False):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda told=told: told, raising=False)
+        assert ("amx_fp16" in Target.host().features) == expected
+    monkeypatch.delattr(torch.cpu, "get_capabilities")
+    assert "amx_fp16" not in Target.host().features
 
 
 def test_fingerprint_covers_every_field() -> None:

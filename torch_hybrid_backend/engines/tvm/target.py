@@ -23,11 +23,13 @@ _log = logging.getLogger(__name__)
 NATIVE = "native"
 # Of the caches of x86 and of ARM servers.
 LINE_BYTES = 64
-# What LLVM calls an instruction set extension -> what Linux calls it. Only those that LLVM might use in a kernel unasked. Linux has no names
-# for AMX-FP16, AVX-VNNI-INT8 and AVX10 (its arch/x86/include/asm/cpufeatures.h keeps them for guests of KVM): kernels do without.
+# What LLVM calls an instruction set extension -> what Linux calls it. Only those that LLVM might use in a kernel unasked, and AMX-FP16. Linux
+# has no names for that, AVX-VNNI-INT8 and AVX10 (its arch/x86/include/asm/cpufeatures.h keeps them for guests of KVM): PyTorch is asked for the
+# first, kernels do without the others.
 _X86_FEATURES = {
     "adx": "adx",
     "amx-bf16": "amx_bf16",
+    "amx-fp16": "amx_fp16",
     "amx-int8": "amx_int8",
     "amx-tile": "amx_tile",
     "avx": "avx",
@@ -163,6 +165,8 @@ def _cpu_and_flags(root: Path) -> tuple[str, frozenset[str]]:
     flags = frozenset((fields.get("flags") or fields.get("features") or "").split())
     if not flags:
         flags = _flags_without_proc()
+    elif "amx_tile" in flags and root == Path("/") and torch_sees("amx_fp16"):
+        flags |= {"amx_fp16"}
     identity = [platform.machine()]
     # x86 names the first four, Arm the rest.
     for name in ("vendor_id", "cpu family", "model", "stepping", "cpu implementer", "cpu variant", "cpu part"):
@@ -171,6 +175,14 @@ def _cpu_and_flags(root: Path) -> tuple[str, frozenset[str]]:
         identity.append(platform.processor())
     digest = hashlib.sha256(" ".join(sorted(flags)).encode()).hexdigest()[:16]
     return " ".join(part for part in (*identity, digest) if part), flags
+
+
+def torch_sees(flag: str) -> bool:
+    """Whether PyTorch, which asks the processor itself, has found an extension; PyTorch before 2.12 does not tell."""
+    import torch
+
+    tell = getattr(torch.cpu, "get_capabilities", None)
+    return tell is not None and bool(tell().get(flag))
 
 
 def _flags_without_proc() -> frozenset[str]:

@@ -115,6 +115,18 @@ def test_bfloat16() -> None:
     assert ways[0].cost < 0.3
 
 
+def test_float16() -> None:
+    """Multiplied as it is where the processor does that, elsewhere as two bfloat16, timed beside the kernel by vectors."""
+    inputs = torch.randn(64, 100).half(), torch.randn(96, 100).half()
+    (split, *_) = of_product(linear, *inputs)[2]
+    assert (split.name, split.is_exact, split.is_preferred) == ("amx float16 split", False, True)
+    assert split.cost >= 0.65
+    has_float16 = dataclasses.replace(SAPPHIRE_RAPIDS, features=("amx_fp16", *SAPPHIRE_RAPIDS.features))
+    (whole, *_) = of_product(linear, *inputs, target=has_float16)[2]
+    assert (whole.name, whole.is_exact, whole.is_preferred) == ("amx float16", True, True)
+    assert whole.cost < 0.3
+
+
 @pytest.mark.parametrize(("dtype", "name"), [("uint8", "amx uint8"), ("int8", "amx int8"), ("int16", None)])
 def test_integers(dtype: str, name: str | None) -> None:
     """8-bit operands that are widened to int32 sums are multiplied as they are."""

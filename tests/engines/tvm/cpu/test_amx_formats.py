@@ -22,7 +22,7 @@ def test_steps_and_sizes() -> None:
     assert FORMATS["bfloat16"].packed_shape(2, 33, 33) == (2 * 2 * 2 * 1024,)
     assert FORMATS["float32"].packed_shape(1, 32, 65) == (3 * 3 * 1024 + 3,)
     assert FORMATS["uint8"].packed_shape(1, 64, 32) == (2048,)
-    assert [len(form.products) for form in FORMATS.values()] == [6, 3, 1, 1, 1]
+    assert [len(form.products) for form in FORMATS.values()] == [6, 3, 3, 1, 1, 1, 1]
 
 
 def test_few_channels_are_copied_together() -> None:
@@ -49,12 +49,14 @@ def test_three_parts_are_exact() -> None:
         assert ((part == 0) | (part.abs() >= torch.finfo(torch.float32).tiny)).all()
 
 
-@pytest.mark.parametrize(("name", "bound"), [("float32", 2.0**-23.9), ("float32 high", 2.0**-14.9)])
+@pytest.mark.parametrize(
+    ("name", "bound"), [("float32", 2.0**-23.9), ("float32 high", 2.0**-14.9), ("float16 split", 2.0**-16)]
+)
 def test_what_is_left_out_of_a_product(name: str, bound: float) -> None:
     """The products of parts that a format sums differ from the product by no more than documented."""
     torch.manual_seed(0)
     form: TileFormat = FORMATS[name]
-    x, y = torch.randn(100_000), torch.randn(100_000)
+    x, y = (torch.randn(100_000).to(getattr(torch, form.operand)).float() for _ in range(2))
     of_x, of_y = (parts_of(v, form.parts) for v in (x, y))
     total = sum(of_x[i].double() * of_y[j].double() for i, j in form.products)
     exact = x.double() * y.double()

@@ -31,7 +31,7 @@ def kernel_of(shape: tuple[int, int, int, int, int, int] = _BERT, dtype: str = "
         (_WORDS, "bfloat16", {"bfloat16": ""}),
         (_NEITHER, "bfloat16", {}),
         (_TILES, "float32", {"amx float32": "float32"}),
-        (_TILES, "float16", {"amx float32": "float32"}),
+        (_TILES, "float16", {"amx float16 split": "float16 split"}),
         (_WORDS, "float32", {}),
         (_TILES, "float64", {}),
     ],

@@ -77,8 +77,10 @@ def test_tiles_hold_words_of_k(name: str) -> None:
     """Element (b, k, n) of part p lies in its panel, step, part, tile, row, column and byte of a word; the rest is zero."""
     form = FORMATS[name]
     batch, k, n, in_word = 2, form.depth + 5, 40, 4 // form.itemsize
-    b = torch.randn(batch, k, n) if form.dtype == "bfloat16" else torch.randint(-128, 128, (batch, k, n)).to(torch.int8)
-    b = b if form.splits or form.dtype == "int8" else b.bfloat16()
+    if form.dtype == "int8":
+        b = torch.randint(-128, 128, (batch, k, n)).to(torch.int8)
+    else:
+        b = torch.randn(batch, k, n).to(getattr(torch, form.operand))
     packed = packing.pack_tiles(b, form)
     assert tuple(packed.shape) == form.packed_shape(batch, k, n)
     panels = 2 * batch

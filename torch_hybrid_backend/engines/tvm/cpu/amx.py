@@ -2,9 +2,10 @@
 
 Enters: a kernel of a product with a constant right operand, or of a convolution with a constant weight. Leaves: the kernel that does the same
 with tiles, and the operand packed for it.
-float32 is multiplied as three bfloat16, or as two where `torch.set_float32_matmul_precision` allows less than float32's own precision:
-`amx_formats` says what that costs. bfloat16 is multiplied as it is, a denormal number as 0, as PyTorch's own kernels for AMX do. 8-bit integers
-are multiplied exactly. Illegal: sizes known only at run time.
+float32 is multiplied as three bfloat16, or as two where `torch.set_float32_matmul_precision` allows less than float32's own precision.
+float16 is multiplied as it is where the processor does that, else as two bfloat16. `amx_formats` says what that costs. bfloat16 is multiplied
+as it is, a denormal number as 0, as PyTorch's own kernels for AMX do. 8-bit integers are multiplied exactly. Illegal: sizes known only at run
+time.
 
 Nothing here imports TVM.
 """
@@ -166,11 +167,15 @@ def _format(a: Expr, dtype: str, sums: str, precision: str, target: Target) -> s
 
     `precision`: how products of float32 may round (`machine.float32_precision`).
     """
-    bfloat16, int8 = ({"amx_tile", name} <= set(target.features) for name in ("amx_bf16", "amx_int8"))
+    bfloat16, float16, int8 = (
+        {"amx_tile", name} <= set(target.features) for name in ("amx_bf16", "amx_fp16", "amx_int8")
+    )
     if dtype == a.dtype == sums == "float32" and bfloat16:
         return "float32" if precision in ("none", "ieee") else "float32 high"
     if dtype == "bfloat16" and a.dtype == "float32" and bfloat16:
         return "bfloat16"  # operands of a product have one dtype: `a` is of bfloat16, widened
+    if dtype == "float16" and a.dtype == "float32" and (float16 or bfloat16):
+        return "float16" if float16 else "float16 split"
     if dtype == "int8" and sums == "int32" and int8:
         source = a.args[0] if isinstance(a, Call) and a.op == "cast" else a
         return source.dtype if source.dtype in ("int8", "uint8") else None

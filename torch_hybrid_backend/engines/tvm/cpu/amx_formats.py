@@ -20,8 +20,12 @@ denormal ones for 0), and no sum of fewer than 2^30 products overflows. A panel 
 *plain*: its first two parts are the upper and lower halves of the numbers' bits. Kernels multiply such panels, and rows of A with such
 numbers, in float32.
 
-Sources: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, TDPBF16PS and TDPBUSD; Henry, Tang & Heinecke, "Leveraging the
-bfloat16 Artificial Intelligence Datatype For Higher-Precision Computations", ARITH 2019.
+A finite float16 is exactly the sum of two bfloat16, denormal ones too: 11 bits are 8 and 3, and the smallest number is 2^-24. "float16 split"
+leaves out x1 y1, at most 2^-16 |x y| and of either sign, where rounding the result to float16 loses up to 2^-11 of it. A processor with
+AMX-FP16 multiplies float16 as it is ("float16"), denormal numbers and infinities included, by a third of the products.
+
+Sources: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2, TDPBF16PS, TDPFP16PS and TDPBUSD; Henry, Tang & Heinecke,
+"Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision Computations", ARITH 2019.
 
 Nothing here imports TVM or torch: the kernel compiler has none of the latter.
 """
@@ -43,16 +47,21 @@ _VECTOR = 16
 class TileFormat:
     """How two operands are multiplied.
 
-    `dtype`: of the parts of B in memory; `a_dtype`: of those of A; `sums`: of the sums. `instruction`: LLVM's name. `parts`: of each number.
-    `products`: those of parts, as (of A, of B), in the order in which each step of k adds them.
+    `operand`: the dtype of A's elements; `dtype`: of the parts of B in memory; `sums`: of the sums. `instruction`: LLVM's name. `parts`: of
+    each number. `products`: those of parts, as (of A, of B), in the order in which each step of k adds them.
     """
 
+    operand: str
     dtype: str
-    a_dtype: str
     sums: str
     instruction: str
     parts: int = 1
     products: tuple[tuple[int, int], ...] = ((0, 0),)
+
+    @property
+    def a_dtype(self) -> str:
+        """Of the parts of A."""
+        return self.dtype if self.splits else self.operand
 
     @property
     def itemsize(self) -> int:
@@ -75,7 +84,7 @@ class TileFormat:
 
     @property
     def splits(self) -> bool:
-        """Whether operands are float32."""
+        """Whether operands are split into parts."""
         return self.parts > 1
 
     def steps(self, k: int) -> int:
@@ -99,7 +108,7 @@ class TileFormat:
         return math.prod(kernel) * self.pixel_depth(channels)
 
     def packed_shape(self, batch: int, k: int, n: int) -> tuple[int]:
-        """Elements of a packed B: its panels, and where operands are float32 a number for each panel: 0, or 1 where it is plain."""
+        """Elements of a packed B: its panels, and where operands are split a number for each panel: 0, or 1 where it is plain."""
         panels = batch * -(-n // PANEL)
         size = panels * self.steps(k) * self.parts * self.panel_elements
         return (size + (panels if self.splits else 0),)
@@ -108,15 +117,17 @@ class TileFormat:
 # One operand's tiles stay from a product to the next: 14 tile loads for 24 instructions in "float32".
 FORMATS: dict[str, TileFormat] = {
     "float32": TileFormat(
-        "bfloat16",
+        "float32",
         "bfloat16",
         "float32",
         "tdpbf16ps",
         3,
         ((2, 0), (1, 0), (1, 1), (0, 1), (0, 0), (0, 2)),
     ),
-    "float32 high": TileFormat("bfloat16", "bfloat16", "float32", "tdpbf16ps", 2, ((1, 0), (0, 0), (0, 1))),
+    "float32 high": TileFormat("float32", "bfloat16", "float32", "tdpbf16ps", 2, ((1, 0), (0, 0), (0, 1))),
+    "float16 split": TileFormat("float16", "bfloat16", "float32", "tdpbf16ps", 2, ((1, 0), (0, 0), (0, 1))),
+    "float16": TileFormat("float16", "float16", "float32", "tdpfp16ps"),
     "bfloat16": TileFormat("bfloat16", "bfloat16", "float32", "tdpbf16ps"),
-    "uint8": TileFormat("int8", "uint8", "int32", "tdpbusd"),
+    "uint8": TileFormat("uint8", "int8", "int32", "tdpbusd"),
     "int8": TileFormat("int8", "int8", "int32", "tdpbssd"),
 }

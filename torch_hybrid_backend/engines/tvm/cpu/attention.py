@@ -2,7 +2,8 @@
 
 Enters: an `AttentionKernel`. Leaves: the same by AMX's tiles, where the processor has them and sizes are known, and by its dot products.
 Operands of bfloat16 are multiplied as they are, and the softmax's weights are rounded to it, as PyTorch's own operator does. On tiles float32
-is split into several bfloat16 (`amx_formats`).
+and float16 are split into several bfloat16 (`amx_formats`). Integers of 8 bits are one each, and what they are multiplied with comes behind
+the products; only the softmax's weights are split then, into three, and nothing is rounded that float32 would not round.
 The kernel itself stays where heads are only known at run time, where heads of bfloat16 are no whole words of two, and where queries are few:
 it reads keys and values where they lie, each once, in bfloat16 if they are, and that is all its time.
 
@@ -12,7 +13,7 @@ Nothing here imports TVM.
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from torch_hybrid_backend.codegen.operands import Packed
 from torch_hybrid_backend.codegen.variants import Variant
@@ -20,9 +21,11 @@ from torch_hybrid_backend.engines.tvm.cpu.amx_formats import FORMATS, PANEL
 from torch_hybrid_backend.engines.tvm.cpu.dot_products import bf16_dot_product
 from torch_hybrid_backend.engines.tvm.cpu.kernels import WordAttentionKernel
 from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.loops.fusion import replace_loads
+from torch_hybrid_backend.loops.integer_products import affine
 from torch_hybrid_backend.loops.ir import Call, Const, Expr, Load
 from torch_hybrid_backend.loops.kernels import AttentionKernel, kernel_sizes
-from torch_hybrid_backend.loops.ops import ROUND_TARGETS
+from torch_hybrid_backend.loops.ops import ROUND_TARGETS, cast, const, mul, sub
 from torch_hybrid_backend.machine import float32_precision
 from torch_hybrid_backend.sizes.size import known_int
 
@@ -33,6 +36,7 @@ _LEAST_QUERIES = 5
 _FLOAT32, _DOT_PRODUCT, _SOFTMAX, _SPLIT, _TILE_SHARE = 1 / 16, 1 / 32, 1.7, 0.7, 0.65
 # Multiply-adds of float32 on processors with AMX, which have two units for them.
 _FLOAT32_BESIDE_TILES = 1 / 25
+_LEAST = {"int8": -128, "uint8": 0}
 # No estimate is below the first: so the next way is timed beside it (`codegen.search`). Tiles are not tried where theirs is above the last.
 _LEAST_COST, _CERTAIN_COST, _CONCEIVABLE_COST = 0.65, 0.8, 1.25
 
@@ -41,15 +45,20 @@ def word_attention(kernel: AttentionKernel, weight: Packed | None, target: Targe
     """By tiles and by dot products, as far as the processor has them."""
     if not _is_served(kernel):
         return []
-    found, is_bfloat16 = list[Variant](), all(map(_is_bfloat16, (kernel.q, kernel.k, kernel.v)))
+    found, operands = list[Variant](), (kernel.q, kernel.k, kernel.v)
+    is_bfloat16, is_float16 = (all(_is_of(dtype, e) for e in operands) for dtype in ("bfloat16", "float16"))
     if is_bfloat16 and known_int(kernel.q_vars[3].extent) % 2:
         return []
     if {"amx_bf16", "amx_tile"} <= set(target.features) and not kernel_sizes(kernel):
         precision, _ = float32_precision("cpu")
-        form = "bfloat16" if is_bfloat16 else "float32" if precision in ("none", "ieee") else "float32 high"
-        cost = _tile_cost(kernel, form)
+        form = "float32" if precision in ("none", "ieee") else "float32 high"
+        form = "bfloat16" if is_bfloat16 else "float16 split" if is_float16 else form
+        name, own, parts = f"amx {form}", kernel, FORMATS[form].parts
+        if (integers := _of_integers(kernel)) is not None:
+            name, own, form, parts = "amx integers", integers, "bfloat16", FORMATS["float32"].parts
+        cost = _tile_cost(own, form, parts)
         if cost < _CONCEIVABLE_COST:
-            found.append(_variant(f"amx {form}", kernel, form, cost, cost < _CERTAIN_COST))
+            found.append(_variant(name, own, form, cost, cost < _CERTAIN_COST, parts))
     if is_bfloat16 and bf16_dot_product(target) is not None:
         each = _multiply_adds(kernel)
         cost = (each * _DOT_PRODUCT + _SOFTMAX) / (each * _FLOAT32 + _SOFTMAX)
@@ -57,9 +66,11 @@ def word_attention(kernel: AttentionKernel, weight: Packed | None, target: Targe
     return found
 
 
-def _variant(name: str, kernel: AttentionKernel, form: str, cost: float, is_preferred: bool) -> Variant:
+def _variant(
+    name: str, kernel: AttentionKernel, form: str, cost: float, is_preferred: bool, weight_parts: int = 1
+) -> Variant:
     own = {field.name: getattr(kernel, field.name) for field in fields(kernel)}
-    other = WordAttentionKernel(**own, format=form)
+    other = WordAttentionKernel(**own, format=form, weight_parts=weight_parts)
     return Variant(name, (other,), is_exact=False, is_preferred=is_preferred, cost=max(cost, _LEAST_COST))
 
 
@@ -72,21 +83,50 @@ def _is_served(kernel: AttentionKernel) -> bool:
     return all(e.dtype == "float32" for e in (kernel.q, kernel.k, kernel.v))
 
 
-def _is_bfloat16(e: Expr) -> bool:
-    """Whether every value of a float32 expression certainly is a bfloat16."""
+def _is_of(dtype: str, e: Expr) -> bool:
+    """Whether every value of a float32 expression certainly is one of `dtype`."""
     match e:
         case Load():
-            return e.buffer.dtype == "bfloat16"
+            return e.buffer.dtype == dtype
         case Const(value=value):
             return value == 0
         case Call(op="round", args=(_, Const(value=number))):
-            return ROUND_TARGETS[int(number)] == "bfloat16"
+            return ROUND_TARGETS[int(number)] == dtype
         case Call(op="where" | "guard", args=(_, first, second)):
-            return _is_bfloat16(first) and _is_bfloat16(second)
+            return _is_of(dtype, first) and _is_of(dtype, second)
     return False
 
 
-def _tile_cost(kernel: AttentionKernel, name: str) -> float:
+def _of_integers(kernel: AttentionKernel) -> AttentionKernel | None:
+    """The same of the integers that queries, keys and values are multiples of, scaled behind the products; None where they are of none."""
+    operands: list[Expr] = []
+    scales: list[float] = []
+    for operand in (kernel.q, kernel.k, kernel.v):
+        found = affine(operand)
+        if found is None or not all(isinstance(scale, Const) for scale in found.scales):
+            return None
+        number: Expr = cast(found.integer, "float32")
+        if found.zero is not None:
+            # Then it is -255 to 255, which bfloat16 holds as well.
+            if not isinstance(found.zero, Const) or not _LEAST[found.integer.dtype] <= found.zero.value <= 255:
+                return None
+            number = sub(number, const(float(found.zero.value), "float32"))
+        operands.append(number)
+        scales.append(math.prod(float(scale.value) for scale in found.scales if isinstance(scale, Const)))
+    of_q, of_k, of_v = scales
+    scale = kernel.scale * of_q * of_k
+    if not 0 < scale < math.inf:
+        return None
+
+    def scaled(load: Load) -> Expr | None:
+        return mul(load, const(of_v, "float32")) if load.buffer is kernel.accumulator else None
+
+    q, k, v = operands
+    stores = tuple(replace(store, value=replace_loads(store.value, scaled)) for store in kernel.stores)
+    return replace(kernel, q=q, k=k, v=v, scale=scale, stores=stores)
+
+
+def _tile_cost(kernel: AttentionKernel, name: str, weight_parts: int) -> float:
     """The estimated time on tiles over that by vectors; infinite where there is nothing to compute."""
     form, each = FORMATS[name], _multiply_adds(kernel)
     queries, keys, depth, width = (
@@ -95,10 +135,10 @@ def _tile_cost(kernel: AttentionKernel, name: str) -> float:
     if not queries * keys * depth * width:
         return math.inf
     # Steps of a head for scores, of 32 columns for values, each of 2 x 2 tiles.
-    steps = form.steps(depth) + -(-width // PANEL)
+    steps = form.steps(depth) * len(form.products) + -(-width // PANEL) * max(len(form.products), weight_parts)
     panels = -(-queries // PANEL) * -(-keys // PANEL)
-    multiplied = panels * steps * len(form.products) * 4 * 16 / _TILE_SHARE / (queries * keys)
-    softmax = _SOFTMAX + (_SPLIT if form.splits else 0)
+    multiplied = panels * steps * 4 * 16 / _TILE_SHARE / (queries * keys)
+    softmax = _SOFTMAX + (_SPLIT if weight_parts > 1 else 0)
     return (multiplied + softmax) / (each * _FLOAT32_BESIDE_TILES + _SOFTMAX)
 
 

@@ -185,9 +185,12 @@ class WordAttentionKernel(AttentionKernel):
     `format`: one of `amx_formats.FORMATS` for products on AMX's tiles, of known sizes; "" for dot products
     (`dot_products.bf16_dot_product`). Operands are of bfloat16, an even number of elements for each head of queries, and weights are rounded to
     it; in the formats of float32 both are float32, split into several. Heads are of known size; `scale` is positive.
+
+    `weight_parts`: where operands of "bfloat16" are integers of 8 bits, which it holds exactly, into how many of it float32 weights are split.
     """
 
     format: str = ""
+    weight_parts: int = 1
 
 
 def _points(kernel: Kernel) -> float:

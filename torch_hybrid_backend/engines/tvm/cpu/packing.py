@@ -67,7 +67,7 @@ def packed_b_value(b: Value, tile_n: int) -> Map:
 def pack_tiles(b: torch.Tensor, form: TileFormat) -> torch.Tensor:
     """Packs a matmul's right-hand side for AMX as `amx_formats` says.
 
-    b: (B, K, N), any strides: float32 where the format splits, otherwise of its dtype.  Returns a vector of `form.packed_shape(B, K, N)`
+    b: (B, K, N), any strides, of the format's operands.  Returns a vector of `form.packed_shape(B, K, N)`
     elements of `form.dtype`; k and columns beyond the last are zero.
     """
     batch, k, n = b.shape

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 
 from tests.engines.tvm.schedule_runner import HOST, run_kernel
+from torch_hybrid_backend.engines.tvm.cpu.amx_formats import FORMATS
 from torch_hybrid_backend.engines.tvm.cpu.kernels import WordAttentionKernel
 from torch_hybrid_backend.engines.tvm.schedules.attention import rules
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import LoopVar, as_index, index_of
-from torch_hybrid_backend.loops.ir import Buffer, Expr, compute_dtype
+from torch_hybrid_backend.loops.ir import Buffer, Expr, Load, compute_dtype
 from torch_hybrid_backend.loops.kernels import Argument, AttentionKernel, Store
 from torch_hybrid_backend.loops.layout import Layout, Strided, contiguous
 
@@ -101,6 +102,29 @@ def make(
     return kernel, inputs
 
 
+def of_bytes(
+    kernel: AttentionKernel, inputs: dict[Buffer, torch.Tensor], dtypes: tuple[str, ...], zeros: tuple[int, ...]
+) -> tuple[AttentionKernel, dict[Buffer, torch.Tensor], list[torch.Tensor]]:
+    """`make`'s kernel with queries, keys and values that are dequantised integers: kernel, inputs, and the three in float64."""
+    operands, values, buffers, scales = [], [], dict[Buffer, Buffer](), (0.02, 0.03, 0.01)
+    for expr, dtype, zero, scale in zip((kernel.q, kernel.k, kernel.v), dtypes, zeros, scales, strict=True):
+        assert isinstance(expr, Load)
+        narrow = Buffer(expr.buffer.shape, dtype, expr.buffer.name)
+        number: Expr = ops.cast(Load(dtype, narrow, expr.index), "float32")
+        if zero:
+            number = ops.sub(number, ops.const(float(zero), "float32"))
+        operands.append(ops.mul(number, ops.const(scale, "float32")))
+        least = 0 if dtype == "uint8" else -128
+        integers = torch.randint(least, least + 256, narrow.shape).to(getattr(torch, dtype))
+        buffers[expr.buffer], values = narrow, [*values, integers]
+    q, k, v = operands
+    reads = tuple(Argument(buffers.get(read.buffer, read.buffer), read.layout) for read in kernel.reads)
+    narrow_inputs = dict(zip(buffers.values(), values, strict=True))
+    others = {buffer: value for buffer, value in inputs.items() if buffer not in buffers}
+    exact = [(x.double() - zero) * scale for x, zero, scale in zip(values, zeros, scales, strict=True)]
+    return replace(kernel, q=q, k=k, v=v, reads=reads), {**narrow_inputs, **others}, exact
+
+
 def check(
     shape: tuple[int, int, int, int, int, int],
     *,
@@ -147,8 +171,8 @@ def check_words(
     target: Target = HOST,
 ) -> None:
     """The result of `make`'s kernel in words against float64 eager: its error is about that of eager in the same dtype."""
-    dtype = torch.float32 if form.startswith("float32") else torch.bfloat16
-    name = str(dtype).removeprefix("torch.")
+    name = FORMATS[form].operand if form else "bfloat16"
+    dtype = getattr(torch, name)
     kernel, inputs = make(shape, mask=mask, causal=causal, dtype=name, heads_inside=heads_inside)
     (got,) = run_kernel(in_words(kernel, form), rules.emit, inputs, target)
     values = list(inputs.values())
@@ -164,7 +188,7 @@ def check_words(
 
     # Where heads of keys and of values differ eager has weights of float32: then their rounding is all the difference.
     factor = 1.5 if shape[4] != shape[5] and dtype == torch.bfloat16 else 50 if form == "float32 high" else 1.1
-    least = 1e-4 if dtype == torch.bfloat16 else 1e-8
+    least = {"bfloat16": 1e-4, "float16": 1e-5}.get(name, 1e-8)
     assert error(got) <= factor * error(eager(dtype)) + least
-    tolerance = 2e-2 if dtype == torch.bfloat16 else 5e-5
+    tolerance = {"bfloat16": 2e-2, "float16": 2e-3}.get(name, 5e-5)
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)

@@ -42,7 +42,7 @@ def test_is_no_less_exact_than_eager(
     assert emulated.products_so_far() > before
 
 
-@pytest.mark.parametrize("form", ["float32 high", pytest.param("float32", marks=pytest.mark.full)])
+@pytest.mark.parametrize("form", ["float16 split", "float32 high", pytest.param("float32", marks=pytest.mark.full)])
 def test_masked(emulated: ctypes.CDLL, form: str) -> None:
     """Infinities, a query that sees nothing."""
     check_words((1, 2, 70, 90, 32, 32), form=form, mask=masks(), target=_HOST)

@@ -35,7 +35,7 @@ def tiles_of(
     blocks = inputs.pop(kernel.packed)[0]
     weight = blocks.permute(0, 4, 2, 1, 3).flatten(0, 1)[: case.o].reshape(case.o, case.x[1], *case.kernel)
     ahead = pack_conv_tiles(weight, FORMATS[name])
-    packed = Buffer(tuple(ahead.shape), "bfloat16", "tiles")
+    packed = Buffer(tuple(ahead.shape), FORMATS[name].dtype, "tiles")
     reads = tuple(row_major(packed) if read.buffer is kernel.packed else read for read in kernel.reads)
     tiles = TileConvKernel(
         reads,
@@ -98,6 +98,23 @@ def test_bfloat16(emulated: ctypes.CDLL, case: Case) -> None:
     kernel, inputs, want = tiles_of(dataclasses.replace(case, dtype="bfloat16"), "bfloat16")
     (got,) = run_kernel(kernel, emit, inputs, _HOST)
     torch.testing.assert_close(got.double(), want, rtol=1e-2, atol=1e-2 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        ("float16 split", Case((1, 32, 9, 9), 40, (3, 3), padding=1)),
+        ("float16", Case((2, 40, 7, 6), 24, (3, 3), padding=1)),
+        ("float16", Case((2, 3, 13, 17), 40, (7, 5), stride=2, padding=(3, 2))),
+    ],
+)
+def test_float16(emulated: ctypes.CDLL, name: str, case: Case) -> None:
+    """By AMX-FP16, and as two bfloat16."""
+    kernel, inputs, want = tiles_of(dataclasses.replace(case, dtype="float16"), name)
+    before = emulated.products_so_far()
+    (got,) = run_kernel(kernel, emit, inputs, _HOST)
+    assert emulated.products_so_far() > before
+    torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
 
 
 def test_some_of_the_channels_of_a_wider_image(emulated: ctypes.CDLL) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import itertools
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -44,7 +45,7 @@ def kernel_of(
     """out = relu(a @ b + residual) for (batch, m, k, n); int32 for integers, without ReLU; reads a, packed, residual."""
     batch, m, k, n = shape
     form = FORMATS[name]
-    a_dtype, result = ("float32" if form.splits else form.a_dtype), form.sums
+    a_dtype, result = form.operand, form.sums
     a, residual, out = (
         Buffer(size, dtype, stem)
         for size, dtype, stem in [
@@ -84,10 +85,10 @@ def operands_of(shape: Shape, name: str, batched: bool = False) -> tuple[torch.T
         low = {"int8": -128, "uint8": 0}
         a, b = (
             torch.randint(low[dtype], low[dtype] + 256, size).to(getattr(torch, dtype))
-            for size, dtype in zip(sizes, (form.a_dtype, form.dtype), strict=True)
+            for size, dtype in zip(sizes, (form.operand, form.dtype), strict=True)
         )
         return a, b
-    dtype = torch.float32 if form.splits else torch.bfloat16
+    dtype = getattr(torch, form.operand)
     return torch.randn(sizes[0]).to(dtype), torch.randn(sizes[1]).to(dtype)
 
 
@@ -118,6 +119,11 @@ def run(kernel: TileMatMulKernel, a: torch.Tensor, b: torch.Tensor, target: Targ
 def errors(got: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Each element's error over |A| |B|, which is what a rounding of each product costs."""
     return (got.double() - a.double() @ b.double()).abs() / (a.double().abs() @ b.double().abs())
+
+
+def _bound(name: str) -> float:
+    """Of `errors`."""
+    return 2e-5 if FORMATS[name].parts == 2 else 3e-7
 
 
 # What differs from one of the others in what is multiplied alone.
@@ -151,8 +157,7 @@ def test_matches_eager(emulated: ctypes.CDLL, shape: Shape, name: str) -> None:
         (got,) = run_kernel(kernel, emit, {**inputs, read_residual: residual.float()}, _HOST)
         want = torch.relu(a.double() @ b.double() + residual)
         scale = a.double().abs() @ b.double().abs() + residual.abs()
-        bound = 2e-5 if name == "float32 high" else 3e-7
-        assert ((got.double() - want).abs() <= bound * scale).all()
+        assert ((got.double() - want).abs() <= _bound(name) * scale).all()
     assert emulated.products_so_far() > before
 
 
@@ -190,7 +195,6 @@ def test_numbers_that_cannot_be_split(emulated: ctypes.CDLL, name: str) -> None:
     start = emulated.products_so_far()
     product(a, b)
     all_on_tiles = emulated.products_so_far() - start
-    bound = 2e-5 if name == "float32 high" else 3e-7
     numbers = _ODD_NUMBERS if name == "float32" else _ODD_NUMBERS[::5]
     for number, (row, k) in itertools.product(numbers, [(0, 0), (39, 1099), (0, -1)]):
         a, b = operands_of(shape, name)
@@ -207,7 +211,7 @@ def test_numbers_that_cannot_be_split(emulated: ctypes.CDLL, name: str) -> None:
         assert torch.equal(got.isnan()[known], want.isnan()[known])
         assert torch.equal(got[want.isinf()].double(), want[want.isinf()])
         scale = a.double().abs() @ b.double().abs()
-        assert ((got.double() - want).abs() <= bound * scale)[known & want.isfinite()].all()
+        assert ((got.double() - want).abs() <= _bound(name) * scale)[known & want.isfinite()].all()
 
 
 def test_small_and_large_operands_throughout(emulated: ctypes.CDLL) -> None:
@@ -227,6 +231,26 @@ def test_small_and_large_operands_throughout(emulated: ctypes.CDLL) -> None:
         got = product(a, b)
         assert emulated.products_so_far() > start
         assert errors(got, a, b).max() < 3e-7
+
+
+@pytest.mark.parametrize("name", ["float16 split", "float16"])
+def test_every_float16(emulated: ctypes.CDLL, name: str) -> None:
+    """All finite ones, denormal ones too, come through a product with 1 as they are; what has an infinity or NaN is as in eager."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    a = every[every.isfinite()].reshape(1, 1984, 32)
+    product = compiled(kernel_of((1, 1984, 32, 32), name))
+    before = emulated.products_so_far()
+    assert torch.equal(product(a, torch.eye(32, dtype=torch.float16)[None]), a.float())
+    assert emulated.products_so_far() > before
+    product = compiled(kernel_of((1, 40, 100, 40), name))
+    for number in (math.inf, -math.inf, math.nan):
+        a, b = operands_of((1, 40, 100, 40), name)
+        a[0, 3, 7], b[0, 70, 35] = number, number
+        got, want = product(a, b), a.double() @ b.double()
+        assert torch.equal(got.isnan(), want.isnan())
+        assert torch.equal(got[want.isinf()].double(), want[want.isinf()])
+        finite = want.isfinite()
+        assert ((got - want).abs() <= _bound(name) * (a.double().abs() @ b.double().abs()))[finite].all()
 
 
 @pytest.mark.parametrize("name", ["uint8", "int8"])
@@ -282,8 +306,14 @@ def _loops(assembly: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("mcpu", ["sapphirerapids", pytest.param("graniterapids", marks=pytest.mark.full)])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("mcpu", "name"),
+    [
+        *[("sapphirerapids", name) for name in FORMATS if name != "float16"],
+        ("graniterapids", "float16"),  # has AMX-FP16
+        *[pytest.param("graniterapids", name, marks=pytest.mark.full) for name in FORMATS if name != "float16"],
+    ],
+)
 def test_machine_code(mcpu: str, name: str) -> None:
     """Tiles are multiplied in a loop that touches no vector, and nothing of the stack but addresses; they are configured and released once,
     memory is taken before."""

@@ -25,7 +25,6 @@ from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.sizes.size import Dim, known_int
 
 _ROWS = 16  # of a tile
-# Parts of the left operand and of the right one.
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +42,17 @@ class TileAttention(WordAttention):
     def __init__(self, kernel: WordAttentionKernel, builder: Builder, printer: Printer, target: Target) -> None:
         self.form = FORMATS[kernel.format]
         super().__init__(kernel, builder, printer, target)
-        parts = self.form.parts
+        parts, weight_parts = self.form.parts, max(self.form.parts, kernel.weight_parts)
+        # Of parts of weights by those of values: the small ones first.
+        self.value_products = (
+            self.form.products if weight_parts == parts else tuple((p, 0) for p in range(weight_parts)[::-1])
+        )
         panels, key_rows, pairs = map(known_int, (self.panels, self.key_rows, self.panels * (self.panel // 2)))
         # Parts of keys lie panel by panel, those of the others one behind the other.
         self.packed_k = self._workspace(panels * parts * key_rows * self.panel, "kt", "int32")
         self.packed_v = self._workspace(parts * pairs * self.padded, "v", "int32")
         self.q = self._workspace(parts * self.tallest * self.query_size, "q", "uint16")
-        self.weights = self._workspace(parts * self.tallest * self.stride, "weights", "uint16")
+        self.weights = self._workspace(weight_parts * self.tallest * self.stride, "weights", "uint16")
         self.of_q = _Operand(self.q, self.query_size, self.tallest * self.query_size)
         self.of_k = _Operand(self.packed_k, self.panel, key_rows * self.panel)
         self.of_weights = _Operand(self.weights, self.stride, self.tallest * self.stride)
@@ -104,7 +107,7 @@ class TileAttention(WordAttention):
 
         def step(s: Index) -> Stmt:
             k = panel * (self.form.parts * self.of_k.part) + s * (_ROWS * self.panel)
-            return self._multiply(sums, self.of_q, s * self.form.depth, self.of_k, k)
+            return self._multiply(self.form.products, sums, self.of_q, s * self.form.depth, self.of_k, k)
 
         statements.append(b.loop(held // _ROWS, step, name="step"))
         statements += sums.each(lambda tile, i, j: self._store(tile, self.scores, column, i, j, self.stride))
@@ -121,7 +124,7 @@ class TileAttention(WordAttention):
 
             def add(panel: Index, column: Index) -> Stmt:
                 v = panel * (self.panel // 2 * self.padded) + first * self.lanes
-                return self._multiply(sums, self.of_weights, column, self.of_v, v)
+                return self._multiply(self.value_products, sums, self.of_weights, column, self.of_v, v)
 
             def begin(tile: int, i: int, j: int) -> Stmt:
                 if not self.is_online:
@@ -137,11 +140,19 @@ class TileAttention(WordAttention):
         """A tile of sums as rows of an array of float32."""
         return amx_tiles.store(self.builder, tile, array, start + (i * stride + j) * _ROWS, stride * 4)
 
-    def _multiply(self, sums: _Sums, left: _Operand, row: Index, right: _Operand, words: Index) -> Stmt:
-        """sums += rows of 32 bfloat16 from `row` on in `left`, times 16 rows of words from `words` on in `right`, in all parts."""
+    def _multiply(
+        self,
+        products: tuple[tuple[int, int], ...],
+        sums: _Sums,
+        left: _Operand,
+        row: Index,
+        right: _Operand,
+        words: Index,
+    ) -> Stmt:
+        """sums += rows of 32 bfloat16 from `row` on in `left`, times 16 rows of words from `words` on in `right`: `products` of parts."""
         b, name, statements = self.builder, self.form.instruction, list[Stmt]()
         held: tuple[int | None, int | None] = (None, None)
-        for pair in self.form.products:
+        for pair in products:
             if pair[0] != held[0]:
                 at = row + pair[0] * left.part
                 tiles = [(4 + i, at + i * _ROWS * left.row) for i in range(sums.rows)]

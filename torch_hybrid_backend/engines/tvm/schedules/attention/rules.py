@@ -6,6 +6,7 @@ from torch_hybrid_backend.engines.tvm.cpu.amx_formats import FORMATS
 from torch_hybrid_backend.engines.tvm.cpu.kernels import WordAttentionKernel
 from torch_hybrid_backend.engines.tvm.schedules.attention.amx import TileAttention
 from torch_hybrid_backend.engines.tvm.schedules.attention.decoding import DecodingAttention
+from torch_hybrid_backend.engines.tvm.schedules.attention.rows import RowAttention
 from torch_hybrid_backend.engines.tvm.schedules.attention.split import SplitAttention
 from torch_hybrid_backend.engines.tvm.schedules.attention.tiled import TiledAttention
 from torch_hybrid_backend.engines.tvm.schedules.attention.words import WordAttention
@@ -18,7 +19,14 @@ from torch_hybrid_backend.loops.kernels import AttentionKernel
 def emit(kernel: AttentionKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
     """The kernel's body. float32, float64, or bfloat16 and float16 computed in float32; a `WordAttentionKernel` by products of bfloat16."""
     if isinstance(kernel, WordAttentionKernel):
-        by_tiles = SplitAttention if kernel.format and FORMATS[kernel.format].splits else TileAttention
-        return (by_tiles if kernel.format else WordAttention)(kernel, builder, printer, target).emit()
+        return _by_words(kernel)(kernel, builder, printer, target).emit()
     decoding = DecodingAttention(kernel, builder, printer, target)
     return decoding.emit() if decoding.serves() else TiledAttention(kernel, builder, printer, target).emit()
+
+
+def _by_words(kernel: WordAttentionKernel) -> type[WordAttention]:
+    if not kernel.format:
+        return WordAttention
+    if FORMATS[kernel.format].splits:
+        return SplitAttention
+    return RowAttention if kernel.weight_parts > 1 else TileAttention

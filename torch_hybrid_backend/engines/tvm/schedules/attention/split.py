@@ -1,10 +1,9 @@
 """Attention of float32 by AMX: as `amx`, with every number as the sum of several bfloat16 (`cpu/amx_formats.py`).
 
 Pattern: a `WordAttentionKernel` with a format of float32. What differs:
-1. Queries, keys and values are split where they are packed, and looked at. Keys are split row by row to scratch memory, from where squares of
-   words are transposed, as if they lay in memory as bfloat16.
-2. Weights are split as the softmax computes them. They need no look: they are at most 1, the largest of a row is 1, and what tiles take for
-   zero of a product, less than 2^-126, is as little beside it.
+1. Queries, keys and values are split where they are packed, and looked at.
+2. Weights are split as the softmax computes them (`rows`). They need no look: they are at most 1, the largest of a row is 1, and what tiles
+   take for zero of a product, less than 2^-126, is as little beside it.
 3. Where a key, a value or a query of a tile of rows is neither 0 nor of a magnitude from 2^-48 to 2^48 (infinities, NaN, denormal numbers),
    that tile is computed as `tiled` does, which packs its own keys and values when it is first asked for.
 Source: Henry, Tang & Heinecke, ARITH 2019 (`amx_formats`).
@@ -15,10 +14,10 @@ from __future__ import annotations
 from tvm import tirx
 
 from torch_hybrid_backend.engines.tvm.cpu.kernels import WordAttentionKernel
-from torch_hybrid_backend.engines.tvm.schedules.attention.amx import TileAttention
+from torch_hybrid_backend.engines.tvm.schedules.attention.rows import RowAttention, upper
 from torch_hybrid_backend.engines.tvm.schedules.attention.tiled import TiledAttention
 from torch_hybrid_backend.engines.tvm.schedules.axes import vectors
-from torch_hybrid_backend.engines.tvm.schedules.float_parts import FloatParts, word
+from torch_hybrid_backend.engines.tvm.schedules.float_parts import word
 from torch_hybrid_backend.engines.tvm.schedules.registers import tile_start, zero
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirBuffer, TirExpr
@@ -30,22 +29,16 @@ from torch_hybrid_backend.sizes.size import ceil_div, known_int
 _PACKED_OUTSIDE, _QUERY_OUTSIDE, _HAS_PACKED = range(3)
 
 
-class SplitAttention(TileAttention):
+class SplitAttention(RowAttention):
     """The emission of one kernel. Sizes are known."""
 
     def __init__(self, kernel: WordAttentionKernel, builder: Builder, printer: Printer, target: Target) -> None:
         super().__init__(kernel, builder, printer, target)
         self.exact = TiledAttention(kernel, builder, printer, target)
         self.state = builder.local(3, "int32", "state")
-        # A panel's keys, part by part, rows of whole steps.
-        self.rows_of_keys = self._workspace(self.form.parts * self.panel * self.query_size, "rows", "uint16")
-        self.splitting: FloatParts = self._parts()  # of the statements that are emitted
-
-    def _parts(self) -> FloatParts:
-        return FloatParts(self.builder, self.printer, self.form.parts)
 
     def _buffers(self) -> tuple[TirBuffer, ...]:
-        return (*super()._buffers(), *self.exact._buffers(), self.rows_of_keys, self.state)
+        return (*super()._buffers(), *self.exact._buffers(), self.state)
 
     def _set(self, number: int, value: int) -> Stmt:
         return self.builder.store(self.state, number, tirx.IntImm("int32", value))
@@ -61,43 +54,21 @@ class SplitAttention(TileAttention):
         unknown = [self._set(number, 0) for number in (_PACKED_OUTSIDE, _HAS_PACKED)]
         return self.builder.seq(*unknown, super()._pack(batch, head))
 
+    def _row_of_key(self, batch: Index, head: Index, key: Index, row: Index) -> Stmt:
+        b, kernel = self.builder, self.kernel
+
+        def one(base: Index, lane: Index, _: int) -> Stmt:
+            def put(number: int, bits: TirExpr) -> Stmt:
+                return b.store(self.rows_of_keys, row + base + lane + number * self.part_of_rows, upper(bits))
+
+            value = self.read(kernel.k, kernel.k_vars, batch, head, key, base + lane)
+            return self.splitting.split(lane, value, put)
+
+        return vectors(b, self.printer, self.depth, self.lanes, one)
+
     def pack_k(self, batch: Index, head: Index) -> Stmt:
-        b, kernel, size = self.builder, self.kernel, self.query_size
-        part = self.panel * size
         self.splitting = self._parts()
-
-        def panel_of(panel: Index, count: int) -> Stmt:
-            def key(i: Index) -> Stmt:
-                def one(base: Index, lane: Index, _: int) -> Stmt:
-                    def put(number: int, bits: TirExpr) -> Stmt:
-                        return b.store(self.rows_of_keys, i * size + base + lane + number * part, _upper(bits))
-
-                    value = self.read(kernel.k, kernel.k_vars, batch, head, panel * self.panel + i, base + lane)
-                    return self.splitting.split(lane, value, put)
-
-                return vectors(b, self.printer, self.depth, self.lanes, one)
-
-            def square(position: tuple[Index, ...]) -> Stmt:
-                number, s = position
-                first = (panel * self.form.parts + number) * self.of_k.part + s * (self.lanes * self.panel)
-                squares = []
-                for v in range(self.vectors_of(count)):
-                    rows = [number * part + (v * self.lanes + lane) * size for lane in range(self.lanes)]
-                    starts = [row + s * (2 * self.lanes) for row in rows]
-                    squares.append(self.transposed_square(self.rows_of_keys, starts, first + v * self.lanes))
-                return b.seq(*squares)
-
-            return b.seq(
-                b.loop(count, key, name="key"), b.nest((self.form.parts, size // (2 * self.lanes)), square, name="s")
-            )
-
-        whole, tail = known_int(self.whole_panels), known_int(self.tail)
-        panels = [b.loop(whole, lambda p: panel_of(p, self.panel), name="p")] if whole else []
-        panels += [panel_of(as_index(whole), tail)] if tail else []
-        # Beyond a head's last element, and beyond the last key.
-        is_ragged = size > known_int(self.depth) or tail
-        clear = self.fill(self.rows_of_keys, as_index(0), self.form.parts * part, zero("uint16")) if is_ragged else None
-        return b.seq(clear, self._watched(_PACKED_OUTSIDE, b.seq(*panels)))
+        return self._watched(_PACKED_OUTSIDE, super().pack_k(batch, head))
 
     def pack_v(self, batch: Index, head: Index) -> Stmt:
         b, kernel, parts, lanes = self.builder, self.kernel, self.form.parts, self.lanes
@@ -162,7 +133,7 @@ class SplitAttention(TileAttention):
 
         def one(base: Index, lane: Index, _: int) -> Stmt:
             def put(number: int, bits: TirExpr) -> Stmt:
-                return b.store(self.q, r * self.of_q.row + base + lane + number * self.of_q.part, _upper(bits))
+                return b.store(self.q, r * self.of_q.row + base + lane + number * self.of_q.part, upper(bits))
 
             value = self.read(kernel.q, kernel.q_vars, batch, head, query, base + lane)
             return self.splitting.split(lane, value, put)
@@ -171,34 +142,3 @@ class SplitAttention(TileAttention):
         ends = [(r + 1) * self.of_q.row - left + number * self.of_q.part for number in range(parts)]
         beyond = [self.fill(self.q, end, left, zero("uint16")) for end in ends] if left else []
         return b.seq(vectors(b, self.printer, self.depth, self.lanes, one), *beyond)
-
-    # The softmax.
-
-    def _row_locals(self) -> tuple[TirBuffer, ...]:
-        self.splitting = self._parts()
-        self.recent = self.builder.local(self.panel, self.dtype, "recent")
-        return (self.recent, *self.splitting.vectors)
-
-    def _keep(self, lane: Index, at: Index, weight: TirExpr) -> Stmt:
-        return self.builder.store(self.recent, lane, weight)
-
-    def _kept(self, start: Index, vectors: int) -> Stmt | None:
-        b, part = self.builder, self.of_weights.part
-
-        def split(lane: Index, number: int) -> Stmt:
-            at = start + number * self.lanes + lane
-
-            def put(own: int, bits: TirExpr) -> Stmt:
-                return b.store(self.weights, at + own * part, _upper(bits))
-
-            if number >= vectors:
-                return b.seq(*[put(own, word(0)) for own in range(self.form.parts)])
-            value = b.load(self.recent, lane + number * self.lanes)
-            return self.splitting.split(lane, value, put, watches=False)
-
-        each = [self.vector(self.lanes, lambda lane, n=n: split(lane, n)) for n in range(self.panel_vectors)]  # type: ignore[misc]
-        return b.seq(*each)
-
-
-def _upper(bits: TirExpr) -> TirExpr:
-    return tirx.Cast("uint16", tirx.shift_right(bits, word(16)))

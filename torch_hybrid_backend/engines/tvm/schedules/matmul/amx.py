@@ -673,7 +673,7 @@ class _TileMatMul(TileProduct):
         a = self.a.args[0] if isinstance(self.a, Call) and self.a.op == "cast" else self.a
         if not isinstance(a, Load) or a.buffer not in self.printer.arguments:
             return None
-        dtype = "float32" if self.form.splits else self.form.a_dtype
+        dtype = self.form.operand
         buffer, index, (array, layout) = a.buffer, a.index, self.printer.arguments[a.buffer]
         terms = dict(offset_of(layout, buffer.shape, index).terms)
         along = terms.pop(self.depth, None)
@@ -687,7 +687,7 @@ class _TileMatMul(TileProduct):
                 buffer, index, {**dict(zip(self.kernel.domain[:2], places, strict=True)), self.depth: k}
             )
 
-        return RowsInMemory(array, 4 if self.form.splits else self.form.itemsize, at)
+        return RowsInMemory(array, 4 if dtype == "float32" else self.form.itemsize, at)
 
     def each_line(
         self, batch: Index, row: Index, r: Index, body: Callable[[Index, dict[LoopVar, Index]], Stmt]

@@ -1,0 +1,81 @@
+"""Attention of integers of 8 bits on AMX's tiles, emulated, against float64 eager."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import re
+
+import pytest
+import torch
+
+from tests.engines.tvm.amx_for_tests import SAPPHIRE_RAPIDS, emulated
+from tests.engines.tvm.schedule_runner import HOST, compile_kernel, run_kernel
+from tests.engines.tvm.schedules.attention.attention_for_tests import make, of_bytes
+from tests.engines.tvm.schedules.attention.test_words import masks
+from torch_hybrid_backend.engines.tvm.cpu.attention import word_attention
+from torch_hybrid_backend.engines.tvm.cpu.kernels import WordAttentionKernel
+from torch_hybrid_backend.engines.tvm.schedules.attention import rules
+from torch_hybrid_backend.loops.kernels import AttentionKernel
+
+__all__ = ["emulated"]  # the fixture
+
+# This machine, with the vectors of a processor that has AMX.
+_HOST = dataclasses.replace(HOST, lanes=16, cores=2)
+Shape = tuple[int, int, int, int, int, int]
+
+
+def on_tiles(kernel: AttentionKernel) -> WordAttentionKernel:
+    """The kernel that takes its place where a processor has tiles."""
+    (found, *_) = word_attention(kernel, None, SAPPHIRE_RAPIDS)
+    assert found.name == "amx integers"
+    (other,) = found.kernels
+    assert isinstance(other, WordAttentionKernel)
+    return other
+
+
+@pytest.mark.parametrize(
+    ("shape", "causal", "dtypes", "zeros"),
+    [
+        ((1, 2, 70, 90, 64, 64), False, ("int8", "int8", "int8"), (0, 0, 0)),  # rows and keys left over
+        ((2, 1, 40, 37, 20, 24), True, ("uint8", "int8", "uint8"), (255, -128, 17)),  # an odd number of keys
+        ((1, 1, 50, 1100, 80, 40), False, ("int8", "uint8", "int8"), (0, 0, 3)),  # blocks of keys
+    ],
+)
+def test_matches_eager(
+    emulated: ctypes.CDLL, shape: Shape, causal: bool, dtypes: tuple[str, ...], zeros: tuple[int, ...]
+) -> None:
+    """(B, H, S, T, D, E): as exact as eager in float32, of all integers there are and with zero points."""
+    kernel, inputs, values = of_bytes(*make(shape, causal=causal, heads_inside=True), dtypes, zeros)
+    before = emulated.products_so_far()
+    (got,) = run_kernel(on_tiles(kernel), rules.emit, inputs, _HOST)
+    assert emulated.products_so_far() > before
+
+    def eager(dtype: torch.dtype) -> torch.Tensor:
+        q, k, v = (value.to(dtype) for value in values)
+        return 2 * torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    want = eager(torch.float64)
+    of_ours, of_eager = ((result.double() - want).abs().max() for result in (got, eager(torch.float32)))
+    assert of_ours <= 1.5 * of_eager
+
+
+def test_masked(emulated: ctypes.CDLL) -> None:
+    """Infinities, a query that sees nothing."""
+    mask = masks()
+    kernel, inputs, (q, k, v) = of_bytes(*make((1, 2, 70, 90, 32, 32), mask=mask), ("int8",) * 3, (0, 0, 0))
+    (got,) = run_kernel(on_tiles(kernel), rules.emit, inputs, _HOST)
+    want = 2 * torch.nn.functional.scaled_dot_product_attention(q, k, v, mask.double())
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_machine_code() -> None:
+    """Bytes are widened by one instruction each sixteen; tiles are configured and released once, after memory is taken."""
+    kernel, _, _ = of_bytes(*make((1, 16, 128, 128, 64, 64), heads_inside=True), ("int8",) * 3, (0, 0, 0))
+    assembly = compile_kernel(on_tiles(kernel), rules.emit, SAPPHIRE_RAPIDS).inspect_source("asm")
+    assert assembly.count("\tldtilecfg\t") == assembly.count("\ttilerelease") == 1
+    configured, released = assembly.index("\tldtilecfg\t"), assembly.index("\ttilerelease")
+    assert "BackendAllocWorkspace" not in assembly[configured:released]
+    assert all(configured < place.start() < released for place in re.finditer("\ttdpbf16ps\t", assembly))
+    assert "\ttdpbf16ps\t" in assembly
+    assert "\tvpmovsxbd\t" in assembly
