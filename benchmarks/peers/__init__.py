@@ -28,7 +28,7 @@ _FOLDER_APART = Path(sys.prefix) / "peers"
 FLOAT32 = "float32"
 # What a model may be computed in. int8 stands for weights and activations with ranges from calibration, the rest in float32 or bf16; of
 # the last two only the weights of linear layers have 8 or 4 bits.
-PRECISIONS = (FLOAT32, "bf16", "int8", "int8+bf16", "int8-weights", "int4-weights")
+PRECISIONS = (FLOAT32, "bf16", "fp16", "int8", "int8+bf16", "int8-weights", "int4-weights")
 # Weights of 4 bits share a scale in groups of so many along a row: ours do, and every peer can.
 GROUP = 32
 
@@ -51,9 +51,9 @@ class Setting:
         return self.precision in ("int8", "int8+bf16")
 
     @property
-    def is_bf16(self) -> bool:
-        """Whether what is not quantised is computed in bfloat16."""
-        return self.precision in ("bf16", "int8+bf16")
+    def half(self) -> str | None:
+        """What is not quantised is computed in "bf16" or "fp16"; None for float32."""
+        return {"bf16": "bf16", "int8+bf16": "bf16", "fp16": "fp16"}.get(self.precision)
 
     @property
     def weight_bits(self) -> int | None:
@@ -109,8 +109,8 @@ class Peer:
         return prepare
 
 
-_NNCF = dict.fromkeys(PRECISIONS[2:], (("nncf", "nncf"), ("tabulate", "tabulate"), ("pydot", "pydot")))
-_TORCHAO = dict.fromkeys(PRECISIONS[2:], (("torchao", "torchao"),))
+_NNCF = dict.fromkeys(PRECISIONS[3:], (("nncf", "nncf"), ("tabulate", "tabulate"), ("pydot", "pydot")))
+_TORCHAO = dict.fromkeys(PRECISIONS[3:], (("torchao", "torchao"),))
 
 PEERS: tuple[Peer, ...] = (
     Peer("eager", "eager", "benchmarks.peers.eager"),

@@ -9,7 +9,7 @@ from benchmarks.peers import GROUP, Prepared, Setting, pytorch
 
 
 def prepare(model: nn.Module, inputs: tuple[torch.Tensor, ...], setting: Setting) -> Prepared:
-    """The model itself; bfloat16 by autocast, packed weights by ATen's own operators."""
+    """The model itself; half precision by autocast, packed weights by ATen's own operators."""
     if setting.is_int8:
         raise NotImplementedError(
             "eager computes quantised graphs in float32: torch.ao's integer modules gave way to PT2E"

@@ -27,7 +27,7 @@ def prepare(model: nn.Module, inputs: tuple[torch.Tensor, ...], setting: Setting
     config = Config.from_env(os.environ)
     if setting.is_int8:
         model = torch_hybrid_backend.quantize(model, list(setting.calibration), calibration="naive")
-    asked = "bf16" if setting.is_bf16 else setting.precision
+    asked = setting.half or setting.precision
     if asked not in (FLOAT32, "int8"):
         config = config.with_options({"precision": asked, "precision_tolerance": 1.0}, None)
     backend = functools.partial(compile_graph, config=config, on_plan=plans.append)

@@ -20,8 +20,8 @@ _PRODUCTS = ("Conv", "Gemm", "MatMul", "Attention", "LSTM")
 def prepare(model: nn.Module, inputs: tuple[torch.Tensor, ...], setting: Setting) -> Prepared:
     """All of the runtime's graph optimisations, which are its default; static shapes. Below float32 it reports the operators that multiply in
     the graph as optimised."""
-    if setting.is_bf16:
-        raise NotImplementedError("ONNX Runtime's CPU provider has no kernels in bfloat16")
+    if setting.half:
+        raise NotImplementedError("ONNX Runtime's CPU provider has no kernels in half precision")
     exported = export(model, inputs, setting)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = setting.threads

@@ -24,8 +24,8 @@ _PRODUCTS = (
 
 
 def prepare(model: nn.Module, inputs: tuple[torch.Tensor, ...], setting: Setting) -> Prepared:
-    """Compiled for latency, static shapes. What is not quantised is computed in float32, unless bfloat16 is asked for: its default would be
-    bfloat16 on processors that have it. Reports in which precision its layers that multiply run."""
+    """Compiled for latency, static shapes. What is not quantised is computed in float32, unless half precision is asked for: its default would
+    be bfloat16 on processors that have it. Reports in which precision its layers that multiply run."""
     compiled = compiled_model(model, inputs, setting)
     request = compiled.create_infer_request()
     feed = [value.numpy() for value in inputs]
@@ -40,17 +40,17 @@ def prepare(model: nn.Module, inputs: tuple[torch.Tensor, ...], setting: Setting
 def compiled_model(model: nn.Module, inputs: tuple[torch.Tensor, ...], setting: Setting, **properties: str) -> Any:
     """OpenVINO's own object, with further properties of its CPU plugin.
 
-    Raises NotImplementedError where bfloat16 is asked for and the processor has none.
+    Raises NotImplementedError where half precision is asked for and the processor has none.
     """
     core = openvino.Core()
-    if setting.is_bf16 and "BF16" not in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+    if setting.half and setting.half.upper() not in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
         raise NotImplementedError(
-            "this processor has no bfloat16 for OpenVINO, which would compute in float32 without a word"
+            f"this processor has no {setting.half} for OpenVINO, which would compute in float32 without a word"
         )
     converted = openvino.convert_model(torch.export.export(model, inputs))
     converted.reshape({port: list(value.shape) for port, value in zip(converted.inputs, inputs, strict=True)})
     hints = {
-        "INFERENCE_PRECISION_HINT": "bf16" if setting.is_bf16 else "f32",
+        "INFERENCE_PRECISION_HINT": {"bf16": "bf16", "fp16": "f16", None: "f32"}[setting.half],
         "PERFORMANCE_HINT": "LATENCY",
         "INFERENCE_NUM_THREADS": setting.threads,
     }

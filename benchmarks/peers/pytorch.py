@@ -14,19 +14,20 @@ Compile = Callable[[nn.Module], Callable[..., object]]
 
 
 def prepared(model: nn.Module, inputs: Inputs, setting: Setting, compiled: Compile) -> Prepared:
-    """The model as PyTorch's own tools write it in the setting's precision, under `compiled`: autocast for bfloat16; torchao's PT2E graphs for
-    8 bits; torchao's tensors for weights alone, in a model in bfloat16, the one dtype for which inductor keeps them packed."""
+    """The model as PyTorch's own tools write it in the setting's precision, under `compiled`: autocast for half precision; torchao's PT2E graphs
+    for 8 bits; torchao's tensors for weights alone, in a model in bfloat16, the one dtype for which inductor keeps them packed."""
     if setting.is_int8:
         model = pt2e(model, inputs, setting.calibration)
     elif setting.weight_bits is not None:
         model = with_packed_weights(model.bfloat16(), setting.weight_bits)
         inputs = tuple(value.bfloat16() if value.is_floating_point() else value for value in inputs)
     call = compiled(model)
-    if not setting.is_bf16:
+    if setting.half is None:
         return Prepared(lambda: call(*inputs))
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[setting.half]
 
     def under_autocast() -> object:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", dtype):
             return call(*inputs)
 
     return Prepared(under_autocast)

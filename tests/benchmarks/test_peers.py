@@ -16,12 +16,12 @@ from torch_hybrid_backend.partition.deviation import relative_error
 _LACKING = {
     "eager": ("int8", "int8+bf16"),
     "inductor": ("int8", "int8+bf16"),
-    "onnxruntime": ("bf16", "int8+bf16"),
+    "onnxruntime": ("bf16", "fp16", "int8+bf16"),
     "zentorch": ("int8-weights", "int4-weights"),
 }
 # zentorch's integer products of a transformer are wrong (2.13.0.2), which is a gap as well.
 _WRONG = {("zentorch", "int8"), ("zentorch", "int8+bf16")}
-_TOLERANCES = {"bf16": 0.01, "int8": 0.05, "int8+bf16": 0.05, "int8-weights": 0.02, "int4-weights": 0.2}
+_TOLERANCES = {"bf16": 0.01, "fp16": 0.01, "int8": 0.05, "int8+bf16": 0.05, "int8-weights": 0.02, "int4-weights": 0.2}
 
 
 def _two_layers() -> nn.Module:
@@ -33,6 +33,7 @@ def _two_layers() -> nn.Module:
     ("peer", "precision", "executed"),
     [
         ("eager", "bf16", None),
+        ("eager", "fp16", None),
         ("eager", "int8-weights", {"linear layers of 8 bits": 3}),
         ("eager", "int4-weights", {"linear layers of 4 bits": 2}),  # ten channels are not packed
         ("hybrid", "int8", {"int8": 3}),

@@ -267,7 +267,8 @@ def test_attention(caplog: pytest.LogCaptureFixture) -> None:
     assert 1e-4 < (found - expected).norm() / expected.norm() < 0.05
     torch.compiler.reset()
     compiled = torch.compile(quantized, backend="hybrid", options={"placement": "estimate"}, fullgraph=True)
-    torch.testing.assert_close(compiled(*inputs), found, rtol=1e-4, atol=1e-5)
+    for _ in range(2):  # the first result may be eager's
+        torch.testing.assert_close(compiled(*inputs), found, rtol=1e-4, atol=1e-5)
     assert not caplog.records
     for data, more in (([inputs], {"exclude_kinds": ("attention",)}), ([inputs], {"calibration": "none"})):
         plain = quantize(model, data, **{"calibration": "naive", **more})

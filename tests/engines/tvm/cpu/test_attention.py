@@ -5,12 +5,17 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
-from tests.engines.tvm.schedules.attention.attention_for_tests import make
+from tests.codegen.regions_for_tests import region_of
+from tests.engines.tvm.schedules.attention.attention_for_tests import make, of_bytes
+from torch_hybrid_backend.codegen.assemble import assemble
+from torch_hybrid_backend.engines.tvm.backend import TvmBackend
 from torch_hybrid_backend.engines.tvm.cpu import attention
 from torch_hybrid_backend.engines.tvm.cpu.attention import word_attention
 from torch_hybrid_backend.engines.tvm.cpu.kernels import WordAttentionKernel
 from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.graph import quantization
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.kernels import AttentionKernel
 
@@ -68,6 +73,42 @@ def test_less_than_float32_where_pytorch_allows_it(monkeypatch: pytest.MonkeyPat
 def test_where_it_does_not_serve(shape: tuple[int, int, int, int, int, int], names: list[str]) -> None:
     """Few queries, and what would not gain."""
     assert [variant.name for variant in word_attention(kernel_of(shape), None, _TILES)] == names
+
+
+def _dequantised(x: torch.Tensor, scale: float | None = 0.02) -> torch.Tensor:
+    """As `quantize` does it; with a scale for each row without one."""
+    if scale is not None:
+        return quantization.tensor(quantization.call, x, -scale * 127, scale * 127)
+    return quantization.rows_now(quantization.call, x)
+
+
+@pytest.mark.parametrize(
+    ("of_q", "of_v", "name"), [(0.02, 0.03, "amx integers"), (None, 0.03, "amx float32"), (0.02, None, "amx float32")]
+)
+def test_dequantised_operands_are_read_as_bytes(of_q: float | None, of_v: float | None, name: str) -> None:
+    """By every kernel; products are of integers where scales are literals, which go behind them."""
+    inputs = [torch.randn(1, 4, 128, 64) for _ in range(3)]
+
+    def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        operands = _dequantised(q, of_q), _dequantised(k, 0.02), _dequantised(v, of_v)
+        return torch.nn.functional.scaled_dot_product_attention(*operands)
+
+    found = assemble(region_of(attended, *inputs, changing=3), TvmBackend(_TILES))
+    kernel = found.kernels[-1]
+    assert isinstance(kernel, AttentionKernel)
+    assert [read.buffer.dtype for read in kernel.reads].count("int8") == 3
+    (variant,) = word_attention(kernel, None, _TILES)
+    assert variant.name == name
+
+
+def test_integers_must_be_bfloat16() -> None:
+    """A zero point beyond what the integers can be makes larger ones, which it does not hold; a scale of 0 leaves nothing to scale."""
+    plain, inputs = make(_BERT)
+    kernel, _, _ = of_bytes(plain, inputs, ("int8", "uint8", "int8"), (0, 255, -128))
+    assert [variant.name for variant in word_attention(kernel, None, _TILES)] == ["amx integers"]
+    for zeros in ((0, 256, 0), (-129, 0, 0)):
+        kernel, _, _ = of_bytes(plain, inputs, ("int8", "uint8", "int8"), zeros)
+        assert [variant.name for variant in word_attention(kernel, None, _TILES)] == ["amx float32"]
 
 
 def test_operands_must_be_bfloat16_throughout() -> None:
