@@ -14,7 +14,7 @@ Compile = Callable[[nn.Module], Callable[..., object]]
 
 
 def prepared(model: nn.Module, inputs: Inputs, setting: Setting, compiled: Compile) -> Prepared:
-    """The model as PyTorch's own tools write it in the setting's precision, under `compiled`: autocast for half precision; torchao's PT2E graphs
+    """The model as PyTorch's own tools write it in the setting's precision, under `compiled`: autocast for 16 bits; torchao's PT2E graphs
     for 8 bits; torchao's tensors for weights alone, in a model in bfloat16, the one dtype for which inductor keeps them packed."""
     if setting.is_int8:
         model = pt2e(model, inputs, setting.calibration)

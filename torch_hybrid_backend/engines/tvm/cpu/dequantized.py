@@ -15,8 +15,9 @@ from functools import partial
 import torch
 
 from torch_hybrid_backend.codegen.operands import OperandPacker, strided_view
+from torch_hybrid_backend.engines.tvm.cpu.dot_products import row_dot_product
 from torch_hybrid_backend.engines.tvm.cpu.operations import DequantizedMatMulOp
-from torch_hybrid_backend.engines.tvm.cpu.packing import pack_b, pack_nibbles, packed_b_shape
+from torch_hybrid_backend.engines.tvm.cpu.packing import pack_b, pack_bytes, pack_nibbles, packed_b_shape
 from torch_hybrid_backend.engines.tvm.cpu.tiles import NIBBLES, tile_n
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar
@@ -63,13 +64,17 @@ def dequantized_operand(op: MatMulOp, packer: OperandPacker, target: Target) -> 
         return Map((1, k // step, n), read.buffer.dtype if isinstance(read, Load) else "float32", at)
 
     tile = tile_n(n, target)
+    # In words along k, where a row's numbers are multiplied with four weights of a column at once.
+    in_words = bits == 4 or (
+        weight.integers.dtype == "int8" and row_dot_product(group, 1, -(-tile // target.lanes), target) is not None
+    )
     low = weight.bounds[0] + 8 if bits == 4 else 0  # what is taken off integers, so that they lie in -8 .. 7
     integers, first = every(1, lambda w: w.integers), every(group, lambda w: w.integers)
     parts = [
         _Part(
             integers,
-            partial(_pack_integers, tile_n=tile, bits=bits, bounds=weight.bounds),
-            ("integers", bits, weight.bounds),
+            partial(_pack_integers, tile_n=tile, bits=bits, bounds=weight.bounds, in_words=in_words),
+            ("integers", bits, weight.bounds, in_words),
         )
     ]
     numbers: tuple[tuple[Callable[[_Weight], Number], int], ...] = ((lambda w: w.scale, 0), (lambda w: w.zero, low))
@@ -91,7 +96,7 @@ def dequantized_operand(op: MatMulOp, packer: OperandPacker, target: Target) -> 
     return DequantizedMatMulOp(
         op.out,
         op.a,
-        packed(parts[0], *((k // NIBBLES, "int32") if bits == 4 else (k, integers.dtype))),
+        packed(parts[0], *((k * bits // 32, "int32") if in_words else (k, integers.dtype))),
         bits,
         packed(parts[1], k // group, "float32"),
         packed(parts[2], k // group, "float32") if has_zeros else None,
@@ -182,9 +187,11 @@ def _group(load: Load, k: Index, extent: int) -> int | None:
     return extent if not sizes else sizes.pop() if len(sizes) == 1 else None
 
 
-def _pack_integers(q: torch.Tensor, tile_n: int, bits: int, bounds: tuple[int, int]) -> torch.Tensor:
+def _pack_integers(q: torch.Tensor, tile_n: int, bits: int, bounds: tuple[int, int], *, in_words: bool) -> torch.Tensor:
     """Integers of 8 bits as they are, of 4 bits in -8 .. 7."""
-    return pack_b(q, tile_n) if bits == 8 else pack_nibbles(q.to(torch.int32).clamp(*bounds) - (bounds[0] + 8), tile_n)
+    if bits == 8:
+        return (pack_bytes if in_words else pack_b)(q, tile_n)
+    return pack_nibbles(q.to(torch.int32).clamp(*bounds) - (bounds[0] + 8), tile_n)
 
 
 def _pack_numbers(numbers: torch.Tensor, tile_n: int, less: int) -> torch.Tensor:

@@ -19,7 +19,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch_hybrid_backend.engines.tvm.cpu.tiles import register_count
 from torch_hybrid_backend.engines.tvm.target import Target
+
+# Bytes of a number of a row of float32 that is multiplied as integers (`schedules/matmul/integer_rows.py`), and the largest group of numbers
+# that share a scale: their sum fits into 32 bits.
+ROW_PARTS, _MOST_IN_ROW = 3, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +70,19 @@ def integer_dot_product(left: str, right: str, target: Target, *, knows_right: b
     if has_vnni and right == "int8" and (knows_right or shift == 0):
         return DotProduct("vpdpbusd", 4, "uint8", right, "int32", shift)
     return DotProduct("vpmaddwd", 2, "int16", "int16", "int32")
+
+
+def row_group(group: int, target: Target) -> int | None:
+    """In groups of how many a row of float32 is written as integers, for weights whose scales are of groups of `group`: the most that there can
+    be in whole vectors; None where there is no such number."""
+    sizes = range(min(group, _MOST_IN_ROW) // target.lanes * target.lanes, 0, -target.lanes)
+    return next((size for size in sizes if group % size == 0), None)
+
+
+def row_dot_product(group: int, rows: int, vectors: int, target: Target) -> DotProduct | None:
+    """The dot product by which `rows` rows of float32 are multiplied with `vectors` vectors of columns as integers; None where they are not."""
+    dot = integer_dot_product("uint8", "int8", target, knows_right=True)
+    if dot is None or dot.instruction != "vpdpbusd" or row_group(group, target) is None:
+        return None
+    # A sum for each part, the sum of groups; two masks, the words of a vector, a word of a row.
+    return dot if (ROW_PARTS + 1) * rows * vectors + 6 <= register_count(target) else None

@@ -50,6 +50,16 @@ def pack_nibbles(b: torch.Tensor, tile_n: int) -> torch.Tensor:
     return pack_b(words, tile_n)
 
 
+def pack_bytes(b: torch.Tensor, tile_n: int) -> torch.Tensor:
+    """Packs a right-hand side of int8, four of a column to a word, the first along k in the lowest bits.
+
+    b: (1, K, N), any strides, K a multiple of 4.  Returns (1, ceil(N / tile_n), K / 4, tile_n), int32, contiguous. Columns beyond N are zero.
+    """
+    _, k, n = b.shape
+    words = b.reshape(1, k // 4, 4, n).transpose(2, 3).contiguous().view(torch.int32).squeeze(3)
+    return pack_b(words, tile_n)
+
+
 def packed_b_value(b: Value, tile_n: int) -> Map:
     """`pack_b` as a value: (B, K, N) -> (B, ceil(N / tile_n), K, tile_n), zero beyond N."""
     batch, k, n = b.shape

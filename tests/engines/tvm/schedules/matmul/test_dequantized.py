@@ -10,7 +10,7 @@ import torch
 
 from tests.engines.tvm.schedule_runner import HOST, NARROW, compile_kernel, row_major, run_kernel
 from torch_hybrid_backend.engines.tvm.cpu.kernels import DequantizedMatMulKernel
-from torch_hybrid_backend.engines.tvm.cpu.packing import pack_b, pack_nibbles
+from torch_hybrid_backend.engines.tvm.cpu.packing import pack_b, pack_bytes, pack_nibbles
 from torch_hybrid_backend.engines.tvm.schedules.matmul import dequantized
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops import ops
@@ -33,15 +33,19 @@ def kernel_of(
     dtype: str = "int8",
     zeros: bool = False,
     looked_up: bool = False,
+    in_words: bool = False,
 ) -> DequantizedMatMulKernel:
-    """out = relu(a @ dequantised + bias) * residual; reads a, weight, scales, bias, residual, zeros, a table. `group` 0: one for all of k."""
+    """out = relu(a @ dequantised + bias) * residual; reads a, weight, scales, bias, residual, zeros, a table. `group` 0: one for all of k.
+
+    in_words: weights of 8 bits lie as those of 4 do, in words along k."""
     tile, group = 2 * target.lanes, group or k
     panels, groups = -(-n // tile), -(-k // group)
     a, bias, residual, result = (
         Buffer(s, _FLOAT, name)
         for s, name in [((1, m, k), "a"), ((n,), "bias"), ((1, m, n), "residual"), ((1, m, n), "out")]
     )
-    packed = Buffer((1, panels, k // 8 if bits == 4 else k, tile), "int32" if bits == 4 else dtype, "weight")
+    in_words = in_words or bits == 4
+    packed = Buffer((1, panels, k * bits // 32 if in_words else k, tile), "int32" if in_words else dtype, "weight")
     scales, moved = (Buffer((1, panels, groups, tile), _FLOAT, name) for name in ("scales", "zeros"))
     table = Buffer((16,), _FLOAT, "table") if looked_up else None
     accumulator = Buffer((1, m, n), _FLOAT, "acc")
@@ -71,6 +75,15 @@ def kernel_of(
     )
 
 
+def packed_weight(q: torch.Tensor, kernel: DequantizedMatMulKernel) -> torch.Tensor:
+    """The integers (1, k, n) as the kernel's weight."""
+    if kernel.bits == 4:
+        return pack_nibbles(q, kernel.tile_n)
+    if kernel.packed.dtype == "int32":
+        return pack_bytes(q.to(torch.int8), kernel.tile_n)
+    return pack_b(q.to(getattr(torch, kernel.packed.dtype)), kernel.tile_n)
+
+
 def check(kernel: DequantizedMatMulKernel, target: Target) -> None:
     """The result is within 1e-6 of float64's, relative to the sum of the products' magnitudes."""
     a, weight, scales, bias, residual, *_ = (argument.buffer for argument in kernel.reads)
@@ -82,7 +95,7 @@ def check(kernel: DequantizedMatMulKernel, target: Target) -> None:
     scale = torch.randn(1, -(-k // group), n) / high
     zero = torch.randint(low, high, scale.shape) if kernel.zeros else torch.zeros_like(scale)
     inputs = {buffer: torch.randn([int(size) for size in buffer.shape]) for buffer in (a, bias, residual)}
-    inputs[weight] = pack_nibbles(q, tile) if bits == 4 else pack_b(q.to(getattr(torch, weight.dtype)), tile)
+    inputs[weight] = packed_weight(q, kernel)
     inputs[scales] = pack_b(scale, tile)
     if kernel.zeros is not None:
         inputs[kernel.zeros] = pack_b(zero.float(), tile)
@@ -113,6 +126,9 @@ def test_bytes_match_float64(target: Target, m: int) -> None:
     check(kernel_of(m, 67, 37, target, 8), target)
     check(kernel_of(m, 1100, 97, target, 8, dtype="uint8", zeros=True), target)
     check(kernel_of(m, 1056, 64, target, 8, 32), target)
+    check(kernel_of(m, 1056, 64, target, 8, 32, in_words=True), target)
+    check(kernel_of(m, 1536, 37, target, 8, in_words=True), target)
+    check(kernel_of(m, 100, 64, target, 8, zeros=True, in_words=True), target)  # no whole vectors of k
 
 
 @pytest.mark.parametrize(("target", "m"), _ROWS)

@@ -8,8 +8,8 @@ above 1e36 may be infinite too early.) 16 weights of 8 bits are a widening load,
 conversion and a multiply-add. The nibble stays where the sign of its word is, so it counts 2^28 fold, and the rows are divided by that when
 they are copied: exactly, but for what is below 1e-30. With
 AVX-512 a core takes 25 G weights a second so, of either kind (Zen 4, one core, weights in its cache): for two cores as much as 32 GB/s of
-nibbles with scales, which is what memory has, so that neither waits for the other alone. Up to three rows by weights of 4 bits are products of
-integers where the processor has vpdpbusd (`nibble_products`): 58 G weights a second.
+nibbles with scales, which is what memory has, so that neither waits for the other alone. Up to three rows are products of integers where the
+processor has vpdpbusd (`integer_rows`): 58 G weights of 4 bits a second. Weights of 8 bits lie in words of four along k for that.
 
 A weight of 16 values in a table is looked up in registers: a shift and a permutation of a vector (vpermps), which reads 4 bits of each lane;
 with AVX2 two of 8 values and a choice.
@@ -28,10 +28,11 @@ from functools import partial
 import tvm
 from tvm import tirx
 
+from torch_hybrid_backend.engines.tvm.cpu.dot_products import row_dot_product, row_group
 from torch_hybrid_backend.engines.tvm.cpu.kernels import DequantizedMatMulKernel, PackedMatMulKernel
 from torch_hybrid_backend.engines.tvm.cpu.tiles import NIBBLES, nibble_place, register_count
 from torch_hybrid_backend.engines.tvm.schedules.axes import offsets_of, step
-from torch_hybrid_backend.engines.tvm.schedules.matmul.nibble_products import NibbleProducts, nibble_dot_product
+from torch_hybrid_backend.engines.tvm.schedules.matmul.integer_rows import IntegerRows
 from torch_hybrid_backend.engines.tvm.schedules.matmul.packed import MatMul
 from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, by_height, by_part, partials, tile_start
 from torch_hybrid_backend.engines.tvm.target import LINE_BYTES, Target
@@ -71,7 +72,8 @@ class _Dequantized(MatMul):
         self.quantized, self.width = kernel, kernel.tile_n
         self.weight = printer.arguments[kernel.packed][0]
         self.depth_of_all, self.count = known_int(kernel.k.extent), known_int(self.panels)
-        self.per_word = NIBBLES if kernel.bits == 4 else 1  # steps of k in one element of the packed weight
+        # Steps of k in one element of the packed weight.
+        self.per_word = 32 // kernel.bits if kernel.packed.dtype == "int32" else 1
         self.groups = -(-self.depth_of_all // kernel.group)
         whole = max(1, _DEPTH // kernel.group) * kernel.group
         self.depth = min(self.depth_of_all, whole if self.groups > 1 else _DEPTH)
@@ -165,6 +167,10 @@ class _Dequantized(MatMul):
             if place < NIBBLES - 1:
                 value = tirx.shift_left(value, tirx.IntImm("int32", 4 * (NIBBLES - 1 - place)))
             value = tirx.bitwise_and(value, _TOP)
+        elif self.per_word > 1:
+            if j < self.per_word - 1:
+                value = tirx.shift_left(value, tirx.IntImm("int32", 8 * (self.per_word - 1 - j)))
+            value = tirx.shift_right(value, tirx.IntImm("int32", 24))
         return tirx.Cast("float32", value)
 
     @property
@@ -199,22 +205,26 @@ class _Dequantized(MatMul):
         b, first_row = self.builder, as_index(0) if row is None else row
         tasks = min(self.target.cores, self.count)
         copied = tirx.decl_buffer((rows * self.depth_of_all,), "float32", b.fresh("copied"), scope="global")
-        integers = self._nibble_products(rows)
+        integers = self._integer_rows(rows)
 
         def task(number: Index) -> Stmt:
             first, end = number * self.count // tasks, (number + 1) * self.count // tasks
             held = tirx.Var(b.fresh("count"), "int32")
 
-            def panels(add_group: AddGroup) -> Stmt:
+            def panels(groups: int, add_group: AddGroup) -> Stmt:
                 def panel(inner: Index) -> Stmt:
                     at, bind = b.bound(b.index(first) + b.index(inner), self.count, "panel")
-                    return b.seq(bind, self._by_width(at, lambda p, n: self._sums(add_group, rows, first_row, p, n)))
+
+                    def sums(own: Index, columns: int) -> Stmt:
+                        return self._sums(groups, add_group, rows, first_row, own, columns)
+
+                    return b.seq(bind, self._by_width(at, sums))
 
                 return b.loop_until(held, -(-self.count // tasks), panel, "panel")
 
-            products = panels(partial(self._add_group, copied))
+            products = panels(self.groups, partial(self._add_group, copied))
             if integers is not None:
-                exact = panels(partial(self._add_integer_group, integers))
+                exact = panels(integers.groups, partial(self._add_integer_group, integers))
                 split = b.seq(integers.declare(), integers.split(copied))
                 products = b.seq(split, b.when(integers.holds, exact, products))
             return b.seq(
@@ -253,21 +263,23 @@ class _Dequantized(MatMul):
         rest = b.loop(left, lambda k: element(k + whole * self.lanes), name="k") if left else None
         return b.seq(b.loop(whole, vector, name="k") if whole else None, rest)
 
-    def _nibble_products(self, rows: int) -> NibbleProducts | None:
+    def _integer_rows(self, rows: int) -> IntegerRows | None:
         """What multiplies `rows` rows as integers; None where all is multiplied as float32."""
         group = min(self.quantized.group, self.depth_of_all)
-        if self.quantized.table is not None:
+        if self.quantized.table is not None or self.per_word == 1:
             return None
-        dot = nibble_dot_product(self.quantized.bits, group, rows, self.vectors, self.target)
-        if dot is None:
+        dot, own = row_dot_product(group, rows, self.vectors, self.target), row_group(group, self.target)
+        if dot is None or own is None:
             return None
-        return NibbleProducts(dot, self.builder, self.printer, self.lanes, rows, self.depth_of_all, group, self._unit)
+        return IntegerRows(
+            dot, self.builder, self.printer, self.lanes, rows, self.depth_of_all, own, self._unit, self.quantized.bits
+        )
 
-    def _sums(self, add_group: AddGroup, rows: int, row: Index, panel: Index, columns: int) -> Stmt:
-        """One panel times the rows of a task, and its stores."""
+    def _sums(self, count: int, add_group: AddGroup, rows: int, row: Index, panel: Index, columns: int) -> Stmt:
+        """One panel times the rows of a task, in `count` groups of k, and its stores."""
         b, vectors = self.builder, -(-columns // self.lanes)
         total = RegisterTile(b, self.printer, rows, vectors, self.lanes, self.dtype)
-        groups = b.loop(self.groups, lambda number: add_group(total, panel, number), name="group")
+        groups = b.loop(count, lambda number: add_group(total, panel, number), name="group")
         write = self._write(total, as_index(0), row, panel * self.width, columns)
         return b.seq(total.declare(), total.clear(), groups, write)
 
@@ -315,10 +327,11 @@ class _Dequantized(MatMul):
             total.fill(scaled),
         )
 
-    def _add_integer_group(self, rows: NibbleProducts, total: RegisterTile, panel: Index, number: Index) -> Stmt:
-        """total += the rows times a group of a panel of nibbles, in sums of integers."""
+    def _add_integer_group(self, rows: IntegerRows, total: RegisterTile, panel: Index, number: Index) -> Stmt:
+        """total += the rows times one of their groups of a panel, in sums of integers."""
         b = self.builder
-        first = self._words_before(panel, number * self.quantized.group)
+        first = self._words_before(panel, number * rows.group)
+        own = number * rows.group // self.quantized.group if self.groups > 1 else as_index(0)  # the weight's group
 
         def words(i: Index, vector: int) -> TirExpr:
             place = first + i * self.width + vector * self.lanes
@@ -331,8 +344,8 @@ class _Dequantized(MatMul):
             def scaled(r: int, v: int, lane: Index) -> TirExpr:
                 column, value = lane + v * self.lanes, sums(r, v, lane)
                 if self.quantized.zeros is not None:
-                    value = value - rows.total(r, number) * self._of_group(panel, number, column, zero=True)
-                scale = self._of_group(panel, number, column, zero=False)
+                    value = value - rows.total(r, number) * self._of_group(panel, own, column, zero=True)
+                scale = self._of_group(panel, own, column, zero=False)
                 return total.at(r, v, lane) + value * (scale * rows.scale(r, number))
 
             return total.fill(scaled)

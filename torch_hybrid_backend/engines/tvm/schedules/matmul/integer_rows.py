@@ -1,14 +1,15 @@
-"""Products of a few rows of float32 with a weight of 4 bits, as exact sums of integers.
+"""Products of a few rows of float32 with a weight of 8 or 4 bits, as exact sums of integers.
 
 Of each group of neighbours along k, the numbers of a row are x = X * s: X an integer of 23 bits and a sign, s one step of the largest of them.
-X is the sum of three signed bytes, of 65536, 256 and 1. So a group's sum of X times integers of 4 bits is three dot products of bytes
+X is the sum of three signed bytes, of 65536, 256 and 1. So a group's sum of X times integers of 8 or 4 bits is three dot products of bytes
 (vpdpbusd), each of four weights a lane, exact in int32, which are put together in float32:
 
     sum of x * q  =  s * (65536 * high + 256 * middle + low)
 
-What is rounded is a number's digits below 2^-23 of the largest of its group: as exact as sums in float32. A word of 8 weights takes a shift
-and two masks, then 6 dot products; as float32, 31 instructions. Weights are moved up by 8, for vpdpbusd wants one operand without signs; what
-that adds, 8 times the sum of X, is taken off where sums start.
+What is rounded is a number's digits below 2^-23 of the largest of its group: as exact as sums in float32. A word of 8 weights of 4 bits takes a
+shift and two masks, then 6 dot products; as float32, 31 instructions. A word of 4 weights of 8 bits takes 3 dot products; as float32, 12
+instructions. Weights are moved up by 8 or 128, for vpdpbusd wants one operand without signs: their sign's bit is turned over. What that adds,
+so many times the sum of X, is taken off where sums start.
 
 A group whose largest number is not 0 and not of a magnitude from 2^-100 to 2^100 (infinities, NaN, denormal numbers) is none of that: the
 caller is told, and multiplies in float32.
@@ -24,48 +25,38 @@ from collections.abc import Callable
 
 from tvm import tirx
 
-from torch_hybrid_backend.engines.tvm.cpu.dot_products import DotProduct, integer_dot_product
-from torch_hybrid_backend.engines.tvm.cpu.tiles import NIBBLES, register_count
+from torch_hybrid_backend.engines.tvm.cpu.dot_products import ROW_PARTS, DotProduct
 from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile
-from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.tvm.tir.dot import load_word
 from torch_hybrid_backend.engines.tvm.tir.math import round_even
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index
 
-PARTS = 3  # bytes of a number, the lowest first
 _LARGEST = 127 * 65536  # three signed bytes hold 32,639 more: room for what rounding adds
 _RANGE = 2.0**-100, 2.0**100  # of the largest number of a group
-# The largest group: eight times the sum of its numbers fits into what sums start at.
-_MOST = 256
+_WORD_BITS = 32
 
 
-def nibble_dot_product(bits: int, group: int, rows: int, vectors: int, target: Target) -> DotProduct | None:
-    """The dot product by which `rows` rows are multiplied with `vectors` vectors of columns; None where they are multiplied in float32."""
-    dot = integer_dot_product("uint8", "int8", target, knows_right=True)
-    if dot is None or dot.instruction != "vpdpbusd" or bits != 4 or group % target.lanes or group > _MOST:
-        return None
-    # A sum for each part, the sum of groups; two masks, the words of a vector, a word of a row.
-    return dot if (PARTS + 1) * rows * vectors + 6 <= register_count(target) else None
-
-
-class NibbleProducts:
-    """The rows of one task: `rows` of `depth` float32 in groups, `unit` times too small in the array that they come from."""
+class IntegerRows:
+    """The rows of one task: `rows` of `depth` float32 in groups of `group`, `unit` times too small in the array that they come from; for
+    weights of `bits` bits."""
 
     def __init__(
-        self, dot: DotProduct, builder: Builder, printer: Printer, lanes: int, rows: int, depth: int, group: int, unit: float
+        self, dot: DotProduct, builder: Builder, printer: Printer, lanes: int, rows: int, depth: int, group: int, unit: float,
+        bits: int,
     ) -> None:  # fmt: skip
         self._dot, self._builder, self._printer, self._lanes = dot, builder, printer, lanes
-        self._rows, self._depth, self._group, self._unit = rows, depth, group, unit
-        self._groups = depth // group
+        self._rows, self._depth, self.group, self._unit, self._bits = rows, depth, group, unit, bits
+        self.groups = depth // group
+        self._raised = 1 << (bits - 1)
 
         def array(size: int, dtype: str, name: str) -> TirBuffer:
             return tirx.decl_buffer((size,), dtype, builder.fresh(name), scope="global")
 
-        self._bytes = array(rows * PARTS * depth, "int8", "bytes")
-        self._scales = array(rows * self._groups, "float32", "steps")
-        self._totals = array(rows * self._groups, "int32", "totals")  # sums of X
+        self._bytes = array(rows * ROW_PARTS * depth, "int8", "bytes")
+        self._scales = array(rows * self.groups, "float32", "steps")
+        self._totals = array(rows * self.groups, "int32", "totals")  # sums of X
         self._outside = builder.local(1, "int32", "outside")
 
     def declare(self) -> Stmt:
@@ -82,18 +73,18 @@ class NibbleProducts:
 
     def split(self, source: TirBuffer) -> Stmt:
         """The rows in `source`, (rows, depth), as bytes."""
-        return self._builder.nest((self._rows, self._groups), lambda at: self._split_group(source, *at), name="g")
+        return self._builder.nest((self._rows, self.groups), lambda at: self._split_group(source, *at), name="g")
 
     def _split_group(self, source: TirBuffer, row: Index, group: Index) -> Stmt:
         b, lanes = self._builder, self._lanes
         top, numbers, total = (b.local(lanes, "int32", name) for name in ("top", "numbers", "total"))
         largest, inverse = tirx.Var(b.fresh("largest"), "float32"), tirx.Var(b.fresh("inverse"), "float32")
-        first, place = group * self._group, row * self._groups + group
+        first, place = group * self.group, row * self.groups + group
 
         def each(body: Callable[[Index, Index], Stmt]) -> Stmt:
             """`body(lane, k)` for every number of the group."""
             return b.loop(
-                self._group // lanes,
+                self.group // lanes,
                 lambda i: self._printer.vector_loop(lanes, lambda lane: body(lane, first + i * lanes + lane)),
             )
 
@@ -104,7 +95,7 @@ class NibbleProducts:
             return b.store(top, lane, tirx.Max(b.load(top, lane), magnitude))
 
         def put(lane: Index, k: Index) -> Stmt:
-            x, start = b.load(numbers, lane), row * (PARTS * self._depth) + k
+            x, start = b.load(numbers, lane), row * (ROW_PARTS * self._depth) + k
             rounded = round_even(b.load(source, row * self._depth + k) * inverse, "float32")
             # Each part is what is left, rounded to whole units of it.
             parts = (x, tirx.shift_right(x + _int(0x80), _int(8)), tirx.shift_right(x + _int(0x8080), _int(16)))
@@ -157,26 +148,24 @@ class NibbleProducts:
         words(i, vector): a vector of the group's i-th words, which `ahead(i)` precedes.
         """
         b, dot, lanes = self._builder, self._dot, self._lanes
-        columns = self._rows * PARTS
+        columns, in_word = self._rows * ROW_PARTS, _WORD_BITS // self._bits
         tile = RegisterTile(b, self._printer, vectors, columns, lanes, "int32")
 
         def start(vector: int, column: int, lane: Index) -> TirExpr:
-            row, part = divmod(column, PARTS)
-            total = b.load(self._totals, group + row * self._groups)
+            row, part = divmod(column, ROW_PARTS)
+            total = b.load(self._totals, group + row * self.groups)
             if part == 0:
-                return tirx.bitwise_and(total, _int(0xFFFF)) * _int(-8)
-            return tirx.shift_right(total, _int(16)) * _int(-8) if part == PARTS - 1 else _int(0)
+                return tirx.bitwise_and(total, _int(0xFFFF)) * _int(-self._raised)
+            return tirx.shift_right(total, _int(16)) * _int(-self._raised) if part == ROW_PARTS - 1 else _int(0)
 
         def word(i: Index) -> Stmt | None:
             steps = []
             of_word = [words(i, vector) for vector in range(vectors)]
-            for half in range(2):
-                moved = [tirx.shift_right(w, self._all(4)) if half else w for w in of_word]
-                nibbles = [tirx.bitwise_and(w, self._all(0x0F0F0F0F)) for w in moved]
+            for half in range(in_word // dot.group):
                 raised = [
-                    tirx.bitwise_xor(w, self._all(0x08080808)) for w in nibbles
-                ]  # by 8: the sign's bit turned over
-                at = group * self._group + i * NIBBLES + half * dot.group
+                    tirx.bitwise_xor(self._bytes_of(w, half), self._all(self._raised * 0x01010101)) for w in of_word
+                ]
+                at = group * self.group + i * in_word + half * dot.group
                 places = [at + column * self._depth for column in range(columns)]
                 numbers = [load_word(self._bytes, b.index(place), dot, lanes) for place in places]
                 signed = [tirx.reinterpret(f"int8x{lanes * dot.group}", number) for number in numbers]
@@ -185,22 +174,28 @@ class NibbleProducts:
 
         def total(row: int, vector: int, lane: Index) -> TirExpr:
             low, middle, high = (
-                tirx.Cast("float32", tile.at(vector, row * PARTS + part, lane)) for part in range(PARTS)
+                tirx.Cast("float32", tile.at(vector, row * ROW_PARTS + part, lane)) for part in range(ROW_PARTS)
             )
             return high * tirx.const(65536, "float32") + (middle * tirx.const(256, "float32") + low)
 
-        return b.seq(tile.declare(), tile.fill(start), b.loop(self._group // NIBBLES, word, name="w"), use(total))
+        return b.seq(tile.declare(), tile.fill(start), b.loop(self.group // in_word, word, name="w"), use(total))
+
+    def _bytes_of(self, words: TirExpr, half: int) -> TirExpr:
+        """Four neighbouring weights of each word, as bytes."""
+        if self._bits == 8:
+            return words
+        return tirx.bitwise_and(tirx.shift_right(words, self._all(4)) if half else words, self._all(0x0F0F0F0F))
 
     def scale(self, row: int, group: Index) -> TirExpr:
         """What a group's sums are multiplied by."""
-        return self._builder.load(self._scales, group + row * self._groups)
+        return self._builder.load(self._scales, group + row * self.groups)
 
     def total(self, row: int, group: Index) -> TirExpr:
         """The sum of a group's numbers, in units of its scale."""
-        return tirx.Cast("float32", self._builder.load(self._totals, group + row * self._groups))
+        return tirx.Cast("float32", self._builder.load(self._totals, group + row * self.groups))
 
     def _all(self, number: int) -> TirExpr:
-        return tirx.Broadcast(_int(number), self._lanes)
+        return tirx.Broadcast(_int(number - (1 << _WORD_BITS) if number >> (_WORD_BITS - 1) else number), self._lanes)
 
 
 def _int(number: int) -> TirExpr:
