@@ -74,7 +74,8 @@ def run_body(body: Callable[..., Any], *memory: torch.Tensor, **sizes: int) -> N
     builder = Builder()
     arrays = [argument(t.numel(), storage_dtype(str(t.dtype).removeprefix("torch.")), "a") for t in memory]
     numbers = [builder.argument_size(Symbol(name, size)) for name, size in sizes.items()]
-    function = prim_func("body", [*arrays, *numbers], body(builder, *arrays))
+    statement = body(builder, *arrays)
+    function = prim_func("body", [*arrays, *numbers], statement, builder.llvm_helpers)
     build("body", function, tvm_target(HOST))["body"](*memory, *sizes.values())
 
 

@@ -14,7 +14,7 @@ from tvm import tirx
 from torch_hybrid_backend.engines.tvm.cpu.kernels import WordAttentionKernel
 from torch_hybrid_backend.engines.tvm.schedules.attention.amx import TileAttention
 from torch_hybrid_backend.engines.tvm.schedules.axes import vectors
-from torch_hybrid_backend.engines.tvm.schedules.float_parts import FloatParts, word
+from torch_hybrid_backend.engines.tvm.schedules.float_parts import FloatParts, upper
 from torch_hybrid_backend.engines.tvm.schedules.registers import zero
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirBuffer, TirExpr
@@ -36,7 +36,7 @@ class RowAttention(TileAttention):
         self.splitting: FloatParts = self._parts()  # of the statements that are emitted
 
     def _parts(self) -> FloatParts:
-        return FloatParts(self.builder, self.printer, self.form.parts)
+        return FloatParts(self.builder, self.printer, self.form.parts, self.target)
 
     def _buffers(self) -> tuple[TirBuffer, ...]:
         return (*super()._buffers(), self.rows_of_keys)
@@ -87,7 +87,7 @@ class RowAttention(TileAttention):
     # The softmax.
 
     def _row_locals(self) -> tuple[TirBuffer, ...]:
-        self.splitting = FloatParts(self.builder, self.printer, self.weight_parts)
+        self.splitting = FloatParts(self.builder, self.printer, self.weight_parts, self.target)
         self.recent = self.builder.local(self.panel, self.dtype, "recent")
         return (self.recent, *self.splitting.vectors)
 
@@ -97,21 +97,20 @@ class RowAttention(TileAttention):
     def _kept(self, start: Index, vectors: int) -> Stmt | None:
         b, part = self.builder, self.of_weights.part
 
-        def split(lane: Index, number: int) -> Stmt:
-            at = start + number * self.lanes + lane
-
-            def put(own: int, bits: TirExpr) -> Stmt:
-                return b.store(self.weights, at + own * part, upper(bits))
-
+        def vector(number: int) -> Stmt:
+            at, of_panel = start + number * self.lanes, number * self.lanes
             if number >= vectors:
-                return b.seq(*[put(own, word(0)) for own in range(self.weight_parts)])
-            value = b.load(self.recent, lane + number * self.lanes)
-            return self.splitting.split(lane, value, put, watches=False)
+                return b.seq(
+                    *[
+                        self.fill(self.weights, at + own * part, self.lanes, zero("uint16"))
+                        for own in range(self.weight_parts)
+                    ]
+                )
+            return self.splitting.stored(
+                self.lanes,
+                lambda lane: b.load(self.recent, lane + of_panel),
+                lambda own: (self.weights, at + own * part),
+                watches=False,
+            )
 
-        each = [self.vector(self.lanes, lambda lane, n=n: split(lane, n)) for n in range(self.panel_vectors)]  # type: ignore[misc]
-        return b.seq(*each)
-
-
-def upper(bits: TirExpr) -> TirExpr:
-    """The upper half of 32 bits."""
-    return tirx.Cast("uint16", tirx.shift_right(bits, word(16)))
+        return b.seq(*map(vector, range(self.panel_vectors)))

@@ -11,10 +11,13 @@ Source: Henry, Tang & Heinecke, ARITH 2019 (`amx_formats`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tvm import tirx
 
 from torch_hybrid_backend.engines.tvm.cpu.kernels import WordAttentionKernel
-from torch_hybrid_backend.engines.tvm.schedules.attention.rows import RowAttention, upper
+from torch_hybrid_backend.engines.tvm.cpu.tiles import lane_chunks
+from torch_hybrid_backend.engines.tvm.schedules.attention.rows import RowAttention
 from torch_hybrid_backend.engines.tvm.schedules.attention.tiled import TiledAttention
 from torch_hybrid_backend.engines.tvm.schedules.axes import vectors
 from torch_hybrid_backend.engines.tvm.schedules.float_parts import word
@@ -55,16 +58,26 @@ class SplitAttention(RowAttention):
         return self.builder.seq(*unknown, super()._pack(batch, head))
 
     def _row_of_key(self, batch: Index, head: Index, key: Index, row: Index) -> Stmt:
-        b, kernel = self.builder, self.kernel
+        kernel = self.kernel
+        return self._split_row(
+            lambda d: self.read(kernel.k, kernel.k_vars, batch, head, key, d),
+            lambda number: (self.rows_of_keys, row + number * self.part_of_rows),
+        )
 
-        def one(base: Index, lane: Index, _: int) -> Stmt:
-            def put(number: int, bits: TirExpr) -> Stmt:
-                return b.store(self.rows_of_keys, row + base + lane + number * self.part_of_rows, upper(bits))
+    def _split_row(self, value: Callable[[Index], TirExpr], place: Callable[[int], tuple[TirBuffer, Index]]) -> Stmt:
+        """Elements of a head, value(d), from where `place(part)` says on."""
 
-            value = self.read(kernel.k, kernel.k_vars, batch, head, key, base + lane)
-            return self.splitting.split(lane, value, put)
+        def piece(start: Index, width: int) -> Stmt:
+            def at(number: int) -> tuple[TirBuffer, Index]:
+                array, first = place(number)
+                return array, first + start
 
-        return vectors(b, self.printer, self.depth, self.lanes, one)
+            return self.splitting.stored(width, lambda lane: value(start + lane), at)
+
+        whole, left = divmod(known_int(self.depth), self.lanes)
+        pieces = [piece(as_index(whole * self.lanes + start), width) for start, width in lane_chunks(left, self.lanes)]
+        loop = self.builder.loop(whole, lambda i: piece(i * self.lanes, self.lanes), name="d") if whole else None
+        return self.builder.seq(loop, *pieces)
 
     def pack_k(self, batch: Index, head: Index) -> Stmt:
         self.splitting = self._parts()
@@ -131,14 +144,11 @@ class SplitAttention(RowAttention):
         """q[part][r][d] = the query."""
         b, kernel, parts = self.builder, self.kernel, self.form.parts
 
-        def one(base: Index, lane: Index, _: int) -> Stmt:
-            def put(number: int, bits: TirExpr) -> Stmt:
-                return b.store(self.q, r * self.of_q.row + base + lane + number * self.of_q.part, upper(bits))
-
-            value = self.read(kernel.q, kernel.q_vars, batch, head, query, base + lane)
-            return self.splitting.split(lane, value, put)
-
+        row = self._split_row(
+            lambda d: self.read(kernel.q, kernel.q_vars, batch, head, query, d),
+            lambda number: (self.q, r * self.of_q.row + number * self.of_q.part),
+        )
         left = self.query_size - known_int(self.depth)
         ends = [(r + 1) * self.of_q.row - left + number * self.of_q.part for number in range(parts)]
         beyond = [self.fill(self.q, end, left, zero("uint16")) for end in ends] if left else []
-        return b.seq(vectors(b, self.printer, self.depth, self.lanes, one), *beyond)
+        return b.seq(row, *beyond)

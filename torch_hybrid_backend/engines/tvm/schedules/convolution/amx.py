@@ -325,7 +325,7 @@ class _TileConvolution(TileProduct):
         condition = None
         for test in tests:
             condition = test if condition is None else tirx.And(condition, test)
-        splitting = FloatParts(b, self.printer, self.form.parts) if self.form.splits else None
+        splitting = FloatParts(b, self.printer, self.form.parts, self.target) if self.form.splits else None
         there = self._pixels_of(own, line, y, vectors, splitting)
         missing = self._zeros(line, y, *vectors)
         flag = y * (self.image_lines * self.task_images) + line
@@ -410,17 +410,21 @@ class _TileConvolution(TileProduct):
         def missing(lane: Index) -> Stmt:
             return b.seq(*[b.store(self.scratch, place + lane, zero) for place in places])
 
-        def put(lane: Index) -> Stmt:
-            def store(number: int, bits: TirExpr) -> Stmt:
-                upper = tirx.Cast("uint16", tirx.shift_right(bits, tirx.IntImm("uint32", 16)))
-                return b.store(self.scratch, places[number] + lane, upper)
+        if env is None:
+            return b.seq(self._chunks(0, _LANES, missing))
 
-            if env is None:
-                return missing(lane)
-            here = {**env, self.conv.x_vars[1]: unit * _LANES + lane}
-            if splitting is None:
-                return b.store(self.scratch, places[0] + lane, self.whole(here))
-            return splitting.split(lane, self.printer.expr(self.a, here), store)
+        def here(lane: Index) -> Mapping[LoopVar, Index]:
+            return {**env, self.conv.x_vars[1]: unit * _LANES + lane}
+
+        if splitting is not None:  # channels are whole vectors
+            return splitting.stored(
+                _LANES,
+                lambda lane: self.printer.expr(self.a, here(lane)),
+                lambda number: (self.scratch, places[number]),
+            )
+
+        def put(lane: Index) -> Stmt:
+            return b.store(self.scratch, places[0] + lane, self.whole(here(lane)))
 
         return b.seq(self._chunks(0, lanes, put), self._chunks(lanes, _LANES, missing))
 

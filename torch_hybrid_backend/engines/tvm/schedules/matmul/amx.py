@@ -283,24 +283,25 @@ class TileProduct:
         row: Index,
         r: Index,
         part: Part,
-        put: Callable[[Index, Index, Mapping[LoopVar, Index] | None], Stmt],
+        put: Callable[[Index, Index, int, Callable[[Index], Mapping[LoopVar, Index]] | None], Stmt],
     ) -> Stmt:
-        """`put(line, at, env)` for every row of a panel of A and every element of a part of k, counted from its first, in vectors.
+        """`put(line, at, width, env)` for every row of a panel of A and every element of a part of k, counted from its first, in vectors of
+        `width`.
 
-        `env`: the kernel's variables there; None where the element is zero: behind the last k, or where A says so.
+        `env`: the kernel's variables at each lane; None where elements are zero: behind the last k, or where A says so.
         """
         b, depth = self.builder, self.form.depth
         whole, left = divmod(part.elements, depth)
 
         def one(line: Index, own: dict[LoopVar, Index]) -> Stmt:
             def zeros(at: Index, width: int) -> Stmt:
-                return self.printer.vector_loop(width, lambda lane: put(line, at + lane, None))
+                return put(line, at, width, None)
 
             def numbers(step: Index, start: int, width: int) -> Stmt:
                 unit, within = divmod(start, _LANES)
                 at = step * depth + start
                 condition, env = self.piece(own, (part.start + step) * (depth // _LANES) + unit, within)
-                there = self.printer.vector_loop(width, lambda lane: put(line, at + lane, env(lane)))
+                there = put(line, at, width, env)
                 return there if condition is None else b.when(condition, there, zeros(at, width))
 
             def step(at: Index) -> Stmt:
@@ -327,22 +328,28 @@ class TileProduct:
         if self.rows is not None and not form.splits and self.k % form.depth == 0:
             return self._copy_rows(self.rows, batch, row, r, part)
         zero = tirx.const(0, storage_dtype(form.a_dtype))
-        splitting = FloatParts(b, self.printer, form.parts) if form.splits else None
+        splitting = FloatParts(b, self.printer, form.parts, self.target) if form.splits else None
 
-        def put(line: Index, at: Index, env: Mapping[LoopVar, Index] | None) -> Stmt:
+        def put(line: Index, at: Index, width: int, env: Callable[[Index], Mapping[LoopVar, Index]] | None) -> Stmt:
             to = r * (self.part_steps * self.panel_size) + at // form.depth * self.panel_size
             to = to + line * form.depth + at % form.depth
 
-            def store(number: int, bits: TirExpr) -> Stmt:
-                upper = tirx.Cast("uint16", tirx.shift_right(bits, tirx.IntImm("uint32", 16)))
-                return b.store(self.scratch, to + number * form.panel_elements, upper)
+            def missing(lane: Index) -> Stmt:
+                return b.seq(
+                    *[b.store(self.scratch, to + lane + p * form.panel_elements, zero) for p in range(form.parts)]
+                )
 
             if env is None:
-                places = [to + p * form.panel_elements for p in range(form.parts)]
-                return b.seq(*[b.store(self.scratch, place, zero) for place in places])
+                return self.printer.vector_loop(width, missing)
             if splitting is None:
-                return b.store(self.scratch, to, self.whole(env))
-            return splitting.split(at % _LANES, self.printer.expr(self.a, env), store)
+                return self.printer.vector_loop(
+                    width, lambda lane: b.store(self.scratch, to + lane, self.whole(env(lane)))
+                )
+            return splitting.stored(
+                width,
+                lambda lane: self.printer.expr(self.a, env(lane)),
+                lambda number: (self.scratch, to + number * form.panel_elements),
+            )
 
         rows = self._rows(batch, row, r, part, put)
         if splitting is None:
@@ -521,9 +528,12 @@ class TileProduct:
         """As `_by_tiles`, in float32: of A as it is, and of B put together again."""
         b, sums = self.builder, self._sums_at(r, c)
 
-        def put(line: Index, at: Index, env: Mapping[LoopVar, Index] | None) -> Stmt:
-            value = tirx.const(0, "float32") if env is None else self.printer.expr(self.a, env)
-            return b.store(self.a_numbers, line * self.part_elements + at, value)
+        def put(line: Index, at: Index, width: int, env: Callable[[Index], Mapping[LoopVar, Index]] | None) -> Stmt:
+            def number(lane: Index) -> Stmt:
+                value = tirx.const(0, "float32") if env is None else self.printer.expr(self.a, env(lane))
+                return b.store(self.a_numbers, line * self.part_elements + at + lane, value)
+
+            return self.printer.vector_loop(width, number)
 
         def rows(group: Index) -> Stmt:
             tile = RegisterTile(b, self.printer, _EXACT_ROWS, PANEL // _LANES, _LANES, "float32")
