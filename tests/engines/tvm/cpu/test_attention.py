@@ -22,7 +22,7 @@ from torch_hybrid_backend.loops.kernels import AttentionKernel
 _WORDS = Target("znver4", "x", ("avx512_bf16", "avx512f"), 16, 2, 32 << 10, 1 << 20)
 _TILES = dataclasses.replace(_WORDS, features=("amx_bf16", "amx_int8", "amx_tile", "avx512_bf16", "avx512f"))
 _NEITHER = dataclasses.replace(_WORDS, features=("avx512f",))
-_BERT = (1, 12, 128, 128, 64, 64)
+_BERT, _LONG = (1, 12, 128, 128, 64, 64), (1, 8, 512, 512, 128, 128)
 
 
 def kernel_of(shape: tuple[int, int, int, int, int, int] = _BERT, dtype: str = "bfloat16") -> AttentionKernel:
@@ -43,7 +43,7 @@ def kernel_of(shape: tuple[int, int, int, int, int, int] = _BERT, dtype: str = "
 )
 def test_tiles_come_before_words(target: Target, dtype: str, formats: dict[str, str]) -> None:
     """What a processor has, the fastest by estimate preferred; each rounds otherwise, and the next is still timed beside it."""
-    found = word_attention(kernel_of(dtype=dtype), None, target)
+    found = word_attention(kernel_of(_LONG, dtype), None, target)
     assert [variant.name for variant in found] == list(formats)
     assert [variant.is_preferred for variant in found] == [True, False][: len(found)]
     for variant in found:
@@ -52,6 +52,14 @@ def test_tiles_come_before_words(target: Target, dtype: str, formats: dict[str, 
         assert kernel.format == formats[variant.name]
         assert not variant.is_exact
         assert 1 / 1.6 < variant.cost < 1
+
+
+def test_splitting_does_not_pay_for_short_sequences() -> None:
+    """Of float32: tiles are timed beside vectors, which stay the first choice; for few keys they are not even timed."""
+    (found,) = word_attention(kernel_of(dtype="float32"), None, _TILES)
+    assert not found.is_preferred
+    assert found.cost > 1
+    assert not word_attention(kernel_of((64, 3, 49, 49, 32, 32), "float32"), None, _TILES)
 
 
 def test_less_than_float32_where_pytorch_allows_it(monkeypatch: pytest.MonkeyPatch) -> None:

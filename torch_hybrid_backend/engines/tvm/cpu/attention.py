@@ -32,10 +32,13 @@ from torch_hybrid_backend.sizes.size import known_int
 # Fewer queries do not pay for packed keys and values.
 _LEAST_QUERIES = 5
 # Cycles for a multiply-add of float32, and for one by a dot product; for the softmax of a score with its share of packing: 2-core Zen 4, BERT
-# at 128 and 512 tokens. Splitting a weight was counted, not measured; the share of their cycles in which tiles multiply is as in `amx`.
-_FLOAT32, _DOT_PRODUCT, _SOFTMAX, _SPLIT, _TILE_SHARE = 1 / 16, 1 / 32, 1.7, 0.7, 0.65
-# Multiply-adds of float32 on processors with AMX, which have two units for them.
-_FLOAT32_BESIDE_TILES = 1 / 25
+# at 128 and 512 tokens.
+_FLOAT32, _DOT_PRODUCT, _SOFTMAX = 1 / 16, 1 / 32, 1.7
+# On processors with AMX: the share of their cycles in which tiles multiply; for the softmax of a score, and for splitting its weight; for a row
+# of queries with its share of packing, and where operands are split; by vectors, for a multiply-add, and for a row: 2-core Granite Rapids, 128
+# to 512 tokens, heads of 64 and 128.
+_TILE_SHARE, _TILE_SOFTMAX, _SPLIT, _TILE_ROW, _SPLIT_ROW = 0.65, 0.75, 0.5, 60, 250
+_VECTORS_BESIDE_TILES, _VECTOR_ROW = 1 / 30, 60
 _LEAST = {"int8": -128, "uint8": 0}
 # No estimate is below the first: so the next way is timed beside it (`codegen.search`). Tiles are not tried where theirs is above the last.
 _LEAST_COST, _CERTAIN_COST, _CONCEIVABLE_COST = 0.65, 0.8, 1.25
@@ -138,8 +141,9 @@ def _tile_cost(kernel: AttentionKernel, name: str, weight_parts: int) -> float:
     steps = form.steps(depth) * len(form.products) + -(-width // PANEL) * max(len(form.products), weight_parts)
     panels = -(-queries // PANEL) * -(-keys // PANEL)
     multiplied = panels * steps * 4 * 16 / _TILE_SHARE / (queries * keys)
-    softmax = _SOFTMAX + (_SPLIT if weight_parts > 1 else 0)
-    return (multiplied + softmax) / (each * _FLOAT32_BESIDE_TILES + _SOFTMAX)
+    softmax = _TILE_SOFTMAX + (_SPLIT if weight_parts > 1 else 0)
+    row = _SPLIT_ROW if form.splits else _TILE_ROW
+    return (multiplied + softmax + row / keys) / (each * _VECTORS_BESIDE_TILES + _VECTOR_ROW / keys)
 
 
 def _multiply_adds(kernel: AttentionKernel) -> int:
