@@ -5,9 +5,9 @@
 
 int8 is uint8 by int8, sums in int32, scaled to float32; bf16 is bfloat16 throughout. Ours is what `torch.compile(backend="hybrid")` makes of
 the layer: Dynamo's guards are included, and for convolutions the way from NCHW to blocked channels and back, which a model goes once, not
-once a layer. Theirs is oneDNN's operator with the weight packed ahead, called as it is; for attention, in bf16 alone, ATen's
-scaled_dot_product_attention. All run in turn in one process, the lower quartile of the rounds counts; "float32" is our own layer in float32.
-Run it on an otherwise idle machine.
+once a layer. Theirs is oneDNN's operator with the weight packed ahead, called as it is; for attention ATen's
+scaled_dot_product_attention, which has no bytes: theirs of int8 queries, keys and values is of the same numbers in float32. All run in turn in
+one process, the lower quartile of the rounds counts; "float32" is our own layer in float32. Run it on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -145,14 +145,28 @@ def onednn(shape: Shape, layer: Layer, x: torch.Tensor) -> Call:
     return lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 
 
-def attention_compared(shape: Attention, budget_s: float) -> dict[str, float]:
-    """As `compared`, of attention in bf16."""
+_STEP = 0.02  # of quantised queries, keys and values
+
+
+def attention_compared(shape: Attention, precision: str, budget_s: float) -> dict[str, float]:
+    """As `compared`, of attention."""
     torch.manual_seed(0)
     # As projections leave them.
     wide = [torch.randn(1, shape.tokens, shape.heads, shape.width).transpose(1, 2) for _ in range(3)]
-    half = [x.bfloat16() for x in wide]
     torch.compiler.reset()
-    ours, plain = (torch.compile(shape.__call__, backend="hybrid", dynamic=False) for _ in range(2))
+    plain = torch.compile(shape.__call__, backend="hybrid", dynamic=False)
+    if precision == "int8":
+        narrow = [(x / _STEP).round().clamp(-128, 127).to(torch.int8) for x in wide]
+
+        def dequantised(*operands: torch.Tensor) -> torch.Tensor:
+            scaled = (_STEP, 0, -128, 127, torch.int8)
+            return shape(*(torch.ops.quantized_decomposed.dequantize_per_tensor(x, *scaled) for x in operands))
+
+        of_bytes, same = torch.compile(dequantised, backend="hybrid", dynamic=False), [x * _STEP for x in narrow]
+        name = f"{shape} int8"
+        return timed(lambda: of_bytes(*narrow), lambda: shape(*same), lambda: plain(*wide), 1e-5, name, budget_s)
+    half = [x.to({"bf16": torch.bfloat16, "fp16": torch.float16}[precision]) for x in wide]
+    ours = torch.compile(shape.__call__, backend="hybrid", dynamic=False)
     return timed(lambda: ours(*half), lambda: shape(*half), lambda: plain(*wide), 0.02, str(shape), budget_s)
 
 
@@ -180,7 +194,7 @@ def compared(shape: Shape, precision: str, budget_s: float) -> dict[str, float]:
 
 
 def main() -> None:
-    """Every shape in int8 and in bf16."""
+    """Every shape in int8 and in bf16, attention in fp16 too."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=["linear", "conv", "attention"], help="one kind of layer")
     parser.add_argument("--budget-s", type=float, default=1.0, help="seconds for each shape and precision")
@@ -194,11 +208,11 @@ def main() -> None:
     print(f"{'layer':36} {'precision':9} {'ours':>9} {'theirs':>9} {'float32':>9}  us   ours GOP/s   theirs / ours")
     with torch.no_grad():
         for shape in shapes:
-            for precision in ("int8", "bf16") if isinstance(shape, Shape) else ("bf16",):
+            for precision in ("int8", "bf16") if isinstance(shape, Shape) else ("int8", "bf16", "fp16"):
                 if isinstance(shape, Shape):
                     took = compared(shape, precision, arguments.budget_s)
                 else:
-                    took = attention_compared(shape, arguments.budget_s)
+                    took = attention_compared(shape, precision, arguments.budget_s)
                 speed, ratio = shape.operations / took["ours"] * 1e-3, took["theirs"] / took["ours"]
                 shown = " ".join(f"{took[name]:9.1f}" for name in ("ours", "theirs", "float32"))
                 print(f"{shape!s:36} {precision:9} {shown} {speed:17.0f} {ratio:15.2f}", flush=True)

@@ -3,7 +3,8 @@
 Enters: an `AttentionKernel`. Leaves: the same by AMX's tiles, where the processor has them and sizes are known, and by its dot products.
 Operands of bfloat16 are multiplied as they are, and the softmax's weights are rounded to it, as PyTorch's own operator does. On tiles float32
 and float16 are split into several bfloat16 (`amx_formats`). Integers of 8 bits are one each, and what they are multiplied with comes behind
-the products; only the softmax's weights are split then, into three, and nothing is rounded that float32 would not round.
+the products; only the softmax's weights are split then, into three, and nothing is rounded that float32 would not round. Where dequantised
+integers were to be rounded to bfloat16, weights are.
 The kernel itself stays where heads are only known at run time, where heads of bfloat16 are no whole words of two, and where queries are few:
 it reads keys and values where they lie, each once, in bfloat16 if they are, and that is all its time.
 
@@ -58,7 +59,9 @@ def word_attention(kernel: AttentionKernel, weight: Packed | None, target: Targe
         form = "bfloat16" if is_bfloat16 else "float16 split" if is_float16 else form
         name, own, parts = f"amx {form}", kernel, FORMATS[form].parts
         if (integers := _of_integers(kernel)) is not None:
-            name, own, form, parts = "amx integers", integers, "bfloat16", FORMATS["float32"].parts
+            # What is rounded to bfloat16 otherwise has weights that are.
+            name, own, form = "amx integers", integers, "bfloat16"
+            parts = FORMATS["bfloat16" if is_bfloat16 else "float32"].parts
         cost = _tile_cost(own, form, parts)
         if cost < _CONCEIVABLE_COST:
             found.append(_variant(name, own, form, cost, cost < _CERTAIN_COST, parts))

@@ -11,11 +11,12 @@ import torch
 
 from tests.engines.tvm.amx_for_tests import SAPPHIRE_RAPIDS, emulated
 from tests.engines.tvm.schedule_runner import HOST, compile_kernel, run_kernel
-from tests.engines.tvm.schedules.attention.attention_for_tests import make, of_bytes
+from tests.engines.tvm.schedules.attention.attention_for_tests import in_words, make, of_bytes
 from tests.engines.tvm.schedules.attention.test_words import masks
-from torch_hybrid_backend.engines.tvm.cpu.attention import word_attention
+from torch_hybrid_backend.engines.tvm.cpu import attention
 from torch_hybrid_backend.engines.tvm.cpu.kernels import WordAttentionKernel
 from torch_hybrid_backend.engines.tvm.schedules.attention import rules
+from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.kernels import AttentionKernel
 
 __all__ = ["emulated"]  # the fixture
@@ -26,8 +27,10 @@ Shape = tuple[int, int, int, int, int, int]
 
 
 def on_tiles(kernel: AttentionKernel) -> WordAttentionKernel:
-    """The kernel that takes its place where a processor has tiles."""
-    (found, *_) = word_attention(kernel, None, SAPPHIRE_RAPIDS)
+    """The kernel that takes its place where a processor has tiles, whatever it gains."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "_CONCEIVABLE_COST", float("inf"))
+        (found, *_) = attention.word_attention(kernel, None, SAPPHIRE_RAPIDS)
     assert found.name == "amx integers"
     (other,) = found.kernels
     assert isinstance(other, WordAttentionKernel)
@@ -67,6 +70,30 @@ def test_masked(emulated: ctypes.CDLL) -> None:
     (got,) = run_kernel(on_tiles(kernel), rules.emit, inputs, _HOST)
     want = 2 * torch.nn.functional.scaled_dot_product_attention(q, k, v, mask.double())
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_rounded_integers(emulated: ctypes.CDLL) -> None:
+    """Where a graph rounds them to bfloat16, weights are rounded too: one product of each."""
+    plain, inputs = make((1, 2, 70, 90, 64, 64))
+    kernel, inputs, (q, k, v) = of_bytes(plain, inputs, ("int8",) * 3, (0, 0, 0))
+    rounded = (ops.round_to(e, "bfloat16") for e in (kernel.q, kernel.k, kernel.v))
+    tiles = on_tiles(dataclasses.replace(kernel, **dict(zip("qkv", rounded, strict=True))))
+    assert (tiles.format, tiles.weight_parts) == ("bfloat16", 1)
+    (got,) = run_kernel(tiles, rules.emit, inputs, _HOST)
+    want = 2 * torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(got.double(), want, rtol=1e-2, atol=1e-2)
+
+
+def test_computed_keys(emulated: ctypes.CDLL) -> None:
+    """Of bfloat16, as rotary embeddings make them: made row by row, and the same as those that lie in memory."""
+    plain, inputs = make((1, 2, 40, 70, 32, 32), dtype="bfloat16")
+    kernel = dataclasses.replace(plain, k=ops.round_to(ops.mul(plain.k, ops.const(1.5, "float32")), "bfloat16"))
+    (got,) = run_kernel(in_words(kernel, "bfloat16"), rules.emit, inputs, _HOST)
+    same = {
+        buffer: (x.float() * 1.5).bfloat16() if number == 1 else x for number, (buffer, x) in enumerate(inputs.items())
+    }
+    (want,) = run_kernel(in_words(plain, "bfloat16"), rules.emit, same, _HOST)
+    assert torch.equal(got, want)
 
 
 def test_machine_code() -> None:

@@ -1,9 +1,9 @@
-"""Attention by AMX with float32 weights: as `amx`, with the softmax's weights as the sum of several bfloat16 (`cpu/amx_formats.py`).
+"""Attention by AMX whose operands are computed: as `amx`, with the softmax's weights as the sum of several bfloat16 where the kernel says so.
 
 Pattern: a `WordAttentionKernel` with a format. What differs:
 1. Keys are made row by row in scratch memory, as bfloat16, from where squares of words are transposed, as if they lay in memory so.
-2. Weights are split as the softmax computes them.
-Operands are integers of 8 bits here: all that are -256 to 256 are bfloat16, so each is one part and sums of their products are exact.
+2. Weights are split as the softmax computes them (`cpu/amx_formats.py`).
+Operands are bfloat16 or integers of 8 bits: all that are -256 to 256 are bfloat16, so each is one part and sums of their products are exact.
 Source: Henry, Tang & Heinecke, ARITH 2019 (`amx_formats`).
 """
 

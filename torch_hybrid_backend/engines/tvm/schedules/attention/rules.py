@@ -13,6 +13,7 @@ from torch_hybrid_backend.engines.tvm.schedules.attention.words import WordAtten
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
+from torch_hybrid_backend.loops.ir import Load
 from torch_hybrid_backend.loops.kernels import AttentionKernel
 
 
@@ -29,4 +30,4 @@ def _by_words(kernel: WordAttentionKernel) -> type[WordAttention]:
         return WordAttention
     if FORMATS[kernel.format].splits:
         return SplitAttention
-    return RowAttention if kernel.weight_parts > 1 else TileAttention
+    return TileAttention if isinstance(kernel.k, Load) else RowAttention
