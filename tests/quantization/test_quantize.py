@@ -246,6 +246,26 @@ def test_products_of_activations(calibration: str) -> None:
     assert 1e-4 < float((quantized(x) - model(x)).norm() / model(x).norm()) < 0.05
 
 
+def test_transposed_convolutions() -> None:
+    """Quantised with a scale for each output channel, whether their kernels tile the result or not; compiled the same."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.ConvTranspose2d(8, 16, 2, 2), nn.ReLU(), nn.ConvTranspose2d(16, 4, 4, 2, 1)).eval()
+    x = torch.randn(2, 8, 7, 5)
+    quantized = quantize(model, [x], "naive")
+    assert {name: site.kind for name, site in quantized.ranges.sites.items()} == {"0": "conv", "2": "conv"}
+    with torch.no_grad():
+        found, expected = quantized(x), model(x)
+        assert 1e-4 < (found - expected).norm() / expected.norm() < 0.05
+        torch.compiler.reset()
+        compiled = torch.compile(quantized, backend="hybrid", options={"placement": "estimate"}, fullgraph=True)
+        for _ in range(2):  # the first result may be eager's
+            torch.testing.assert_close(compiled(x), found, rtol=1e-4, atol=1e-4)
+    assert set(quantize(model, calibration="none").ranges.sites) == {"0", "2"}
+    others = nn.Sequential(nn.ConvTranspose2d(8, 8, 3, groups=2), nn.ConvTranspose2d(8, 8, 3, dilation=2)).eval()
+    assert not quantize(others, [x], "naive").ranges.sites
+    assert torch.equal(quantize(others, [x], "naive")(x), others(x))
+
+
 class _Heads(nn.Module):
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return functional.scaled_dot_product_attention(q, value=v, key=k, is_causal=True)

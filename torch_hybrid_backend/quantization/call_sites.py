@@ -38,12 +38,15 @@ class Operator:
 
 
 _CONV = Operator("conv", ((0, "input"), (1, "weight")), 0)
+_TRANSPOSED = Operator("conv", ((0, "input"), (1, "weight")), 1)
 _MATMUL = Operator("matmul", ((0, "input"), (1, "other")))
 _MAT2 = Operator("matmul", ((0, "input"), (1, "mat2")))
 OPERATORS: dict[Callable[..., Any], Operator] = {
     torch.conv1d: _CONV,
     torch.conv2d: _CONV,
     torch.conv3d: _CONV,
+    torch.conv_transpose1d: _TRANSPOSED,
+    torch.conv_transpose2d: _TRANSPOSED,
     functional.linear: Operator("linear", ((0, "input"), (1, "weight")), 0),
     torch.matmul: _MATMUL,
     torch.Tensor.matmul: _MATMUL,
@@ -55,6 +58,9 @@ OPERATORS: dict[Callable[..., Any], Operator] = {
     torch.addmm: Operator("matmul", ((1, "mat1"), (2, "mat2"))),
     functional.scaled_dot_product_attention: Operator("attention", ((0, "query"), (1, "key"), (2, "value"))),
 }
+
+# Of transposed convolutions those are products of integers, as kernels have them, for which both are 1.
+_GROUPS_AND_DILATION = ((6, "groups"), (7, "dilation"))
 
 # Each a function of two tensors; whether it writes to the first.
 ADDITIONS: dict[Callable[..., Any], bool] = {torch.add: False, torch.Tensor.add: False, torch.Tensor.add_: True}
@@ -104,7 +110,8 @@ class CallSites(TorchFunctionMode):
         here[2] += 1
         name, known, count, _ = here
         operands = tuple(_operand(place, args, kwargs) for place in operator.operands)
-        if not all(map(_is_taken, operands)):
+        options = [_operand(place, args, kwargs) for place in _GROUPS_AND_DILATION if operator is _TRANSPOSED]
+        if not all(map(_is_taken, operands)) or not all(map(_is_one, options)):
             return function(*args, **kwargs)
 
         def compute(*values: Any) -> Any:
@@ -159,6 +166,10 @@ def _is_taken(value: Any) -> bool:
         and value.dim() > 0
         and value.numel() > 0
     )
+
+
+def _is_one(option: Any) -> bool:
+    return option is None or (option == 1 if isinstance(option, int) else all(each == 1 for each in option))
 
 
 def _site(module: str, count: int) -> str:
@@ -250,11 +261,14 @@ def _may_call(module: nn.Module) -> bool:
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     """The modules that are layers of the kinds that are quantised, by name; an attention by the name of its first projection."""
-    taken = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
+    taken, transposed = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d, nn.ConvTranspose1d | nn.ConvTranspose2d
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if isinstance(module, taken):
             found[name] = module
+        elif isinstance(module, transposed):
+            if _is_one(module.groups) and _is_one(module.dilation):
+                found[name] = module
         elif isinstance(module, nn.MultiheadAttention):
             found[f"{name}.in_proj" if name else "in_proj"] = module
     return found

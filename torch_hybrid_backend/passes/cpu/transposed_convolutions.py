@@ -22,6 +22,7 @@ from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.rewrite import insert, replace_by_new
 
 aten = torch.ops.aten
+quantized = torch.ops.quantized_decomposed
 Node = torch.fx.Node
 
 # From so many channels on Winograd's algorithm computes a 3x3 kernel with less work than four products a pixel.
@@ -74,9 +75,10 @@ class _Axis:
 
 
 def transposed_convolutions(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
-    """Rewrite transposed convolutions of one group and no dilation, 1-D and 2-D, by constant weights.
+    """Rewrite transposed convolutions of one group and no dilation, 1-D and 2-D, by constant weights, or by ones of 8 bits dequantised with a
+    scale for each output channel, which stay so.
 
-    Left alone: kernels that tile the result (a matrix product already), and results that would have other strides.
+    Left alone: results that would have other strides.
     """
     if has_mutation(gm) or not ctx.constants:
         return False
@@ -91,8 +93,10 @@ def transposed_convolutions(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
 
 def _axes(node: Node, constant: set[Node]) -> list[_Axis] | None:
     arguments: Any = node.args
-    x, weight, bias, stride, padding, dilation, transposed, output_padding, groups = arguments
-    if not transposed or groups != 1 or weight not in constant or (bias is not None and bias not in constant):
+    x, weight, bias, stride, padding, dilation, transposed, _output_padding, groups = arguments
+    if not transposed or groups != 1 or (bias is not None and bias not in constant):
+        return None
+    if weight not in constant and not _is_quantized(weight, constant):
         return None
     shape, kernel = x.meta["val"].shape[2:], weight.meta["val"].shape[2:]
     result = node.meta["val"].shape[2:]
@@ -102,8 +106,8 @@ def _axes(node: Node, constant: set[Node]) -> list[_Axis] | None:
     sizes = [*x.meta["val"].shape, *result, *weight.meta["val"].shape]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         return None
-    s, p, d, o = (_each(value, rank) for value in (stride, padding, dilation, output_padding))
-    if any(each != 1 for each in d) or (tuple(kernel) == tuple(s) and not any(p) and not any(o)):
+    s, p, d = (_each(value, rank) for value in (stride, padding, dilation))
+    if any(each != 1 for each in d):
         return None
     padded = [_Axis(*each) for each in zip(shape, result, kernel, s, p, strict=True)]
     if any(axis.last < 0 for axis in padded):
@@ -113,6 +117,15 @@ def _axes(node: Node, constant: set[Node]) -> list[_Axis] | None:
     quick = [axis.taps for axis in padded] == [3, 3] and min(outputs, x.meta["val"].shape[1]) >= _WINOGRAD_CHANNELS
     axes = [a if quick or a.taps <= b.taps else b for a, b in zip(padded, cut, strict=True)]
     return axes if all(axis.after >= 0 for axis in axes) else None
+
+
+def _is_quantized(weight: Node, constant: set[Node]) -> bool:
+    """Whether a weight is one of 8 bits, dequantised symmetrically by output channel."""
+    if weight.target is not quantized.dequantize_per_channel.default:
+        return False
+    integers, scales, zeros, axis, *_ = weight.args
+    is_symmetric = isinstance(zeros, Node) and zeros.target is aten.full.default and zeros.args[1] == 0
+    return bool(axis == 1 and is_symmetric and integers in constant and scales in constant)
 
 
 def _each(value: Any, rank: int) -> list[int]:
@@ -135,28 +148,16 @@ def _rewrite(gm: torch.fx.GraphModule, node: Node, axes: list[_Axis]) -> bool:
 
 
 def _convolved(node: Node, x: Any, weight: Any, bias: Any, axes: list[_Axis]) -> Node:
-    """(N, O * strides, *places): the convolution of the small image."""
-    rank = len(axes)
-    outputs = weight.meta["val"].shape[1]
-    strides = [axis.stride for axis in axes]
-    margins = [size for axis in reversed(axes) for size in axis.margins]
-    if any(margins):
-        weight = insert(node, aten.constant_pad_nd.default, weight, margins, 0.0)
-    channels = weight.meta["val"].shape[0]
-    cut = [size for axis in axes for size in (axis.taps, axis.stride)]
-    weight = insert(node, aten.view.default, weight, [channels, outputs, *cut])
-    places, taps = list(range(3, 2 * rank + 2, 2)), list(range(2, 2 * rank + 2, 2))
-    weight = insert(node, aten.flip.default, weight, taps)
-    weight = insert(node, aten.permute.default, weight, [1, *places, 0, *taps])
-    shape = [outputs * math.prod(strides), channels, *(axis.taps for axis in axes)]
-    weight = insert(node, aten.clone.default, weight, memory_format=torch.contiguous_format)
-    weight = insert(node, aten.view.default, weight, shape)
-    if bias is not None:
-        bias = insert(
-            node, aten.expand.default, insert(node, aten.view.default, bias, [-1, 1]), [-1, math.prod(strides)]
-        )
-        bias = insert(node, aten.clone.default, bias, memory_format=torch.contiguous_format)
-        bias = insert(node, aten.view.default, bias, [-1])
+    """(N, strides * O, *places): the convolution of the small image. A place's channels lie together, as vectors of them are copied."""
+    rank, count = len(axes), math.prod(axis.stride for axis in axes)
+    if weight.target is quantized.dequantize_per_channel.default:
+        integers, scales, zeros, _, *bounds = weight.args
+        zeros = insert(node, aten.full.default, [count * zeros.meta["val"].shape[0]], 0, **zeros.kwargs)
+        narrow, scales = _reordered(node, integers, axes), _repeated(node, scales, count)
+        weight = insert(node, weight.target, narrow, scales, zeros, 0, *bounds, **weight.kwargs)
+    else:
+        weight = _reordered(node, weight, axes)
+    bias = None if bias is None else _repeated(node, bias, count)
     after = [axis.after - axis.last for axis in axes]
     padding = [axis.last for axis in axes]
     if any(after):
@@ -173,15 +174,38 @@ def _convolved(node: Node, x: Any, weight: Any, bias: Any, axes: list[_Axis]) ->
     )
 
 
+def _reordered(node: Node, weight: Any, axes: list[_Axis]) -> Node:
+    """(C, O, *kernel) -> (strides * O, C, *taps)."""
+    rank, (channels, outputs) = len(axes), weight.meta["val"].shape[:2]
+    margins = [size for axis in reversed(axes) for size in axis.margins]
+    if any(margins):
+        weight = insert(node, aten.constant_pad_nd.default, weight, margins, 0)
+    cut = [size for axis in axes for size in (axis.taps, axis.stride)]
+    weight = insert(node, aten.view.default, weight, [channels, outputs, *cut])
+    places, taps = list(range(3, 2 * rank + 2, 2)), list(range(2, 2 * rank + 2, 2))
+    weight = insert(node, aten.flip.default, weight, taps)
+    weight = insert(node, aten.permute.default, weight, [*places, 1, 0, *taps])
+    shape = [outputs * math.prod(axis.stride for axis in axes), channels, *(axis.taps for axis in axes)]
+    weight = insert(node, aten.clone.default, weight, memory_format=torch.contiguous_format)
+    return insert(node, aten.view.default, weight, shape)
+
+
+def _repeated(node: Node, channels: Any, count: int) -> Node:
+    """(O) -> (count * O)."""
+    rows = insert(node, aten.expand.default, insert(node, aten.view.default, channels, [1, -1]), [count, -1])
+    rows = insert(node, aten.clone.default, rows, memory_format=torch.contiguous_format)
+    return insert(node, aten.view.default, rows, [-1])
+
+
 def _spread(node: Node, y: Node, axes: list[_Axis]) -> Node:
-    """(N, O * strides, *places) -> (N, O, *(places * stride))."""
+    """(N, strides * O, *places) -> (N, O, *(places * stride))."""
     rank = len(axes)
     strides, places = [axis.stride for axis in axes], [axis.places for axis in axes]
     batch, outputs = y.meta["val"].shape[0], y.meta["val"].shape[1] // math.prod(strides)
     if all(stride == 1 for stride in strides):
         return y
-    y = insert(node, aten.view.default, y, [batch, outputs, *strides, *places])
-    order = [each for axis in range(rank) for each in (2 + rank + axis, 2 + axis)]
-    y = insert(node, aten.permute.default, y, [0, 1, *order])
+    y = insert(node, aten.view.default, y, [batch, *strides, outputs, *places])
+    order = [each for axis in range(rank) for each in (2 + rank + axis, 1 + axis)]
+    y = insert(node, aten.permute.default, y, [0, 1 + rank, *order])
     y = insert(node, aten.clone.default, y, memory_format=torch.contiguous_format)
     return insert(node, aten.view.default, y, [batch, outputs, *(p * s for p, s in zip(places, strides, strict=True))])
