@@ -24,7 +24,7 @@ from torch_hybrid_backend.sources import read_sources_version, sources_version
 # processor is in keys by its value.
 _DECIDE_NOTHING = {
     *("config", "errors", "machine", "measure", "progress", "services", "store", "sources", "__version__"),
-    *("background", "builds", "processes", "cancellation"),
+    *("background", "builds", "processes", "cancellation", "fork_lock"),
 }
 _PARTS = {"kernels": compiler.SOURCES, "kept graphs": aot_cache.SOURCES, "TensorRT": tensorrt.SOURCES}
 
