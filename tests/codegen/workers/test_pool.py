@@ -320,15 +320,17 @@ struck = 0
 for size in range(64, 80):
     random.seed(size)
     striking = threading.Thread(target=interrupt)
-    armed = True
+    striking.start()  # unarmed: an interrupted start leaves a thread that cannot be joined
     try:
-        striking.start()
-        compile_one(size)
-        striking.join()
+        try:
+            armed = True
+            compile_one(size)
+            striking.join()
+        finally:  # where the second one may strike
+            armed = False
     except KeyboardInterrupt:
         armed = False
         struck += 1
-    armed = False
     striking.join()
 compile_one(200)
 print(struck, len(compiler.process_ids()))
