@@ -114,7 +114,7 @@ def test_amx_takes_permission(tmp_path: Path) -> None:
 
 
 def test_amx_fp16_is_asked_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linux does not name it. PyTorch before 2.12 does not tell either: then there is none."""
+    """Linux does not name it. Where PyTorch does not tell either, there is none."""
     monkeypatch.setattr(target_module, "cpuinfo", lambda root: {"flags": "avx2 avx512f amx_tile amx_bf16"})
     for told, expected in ({"amx_fp16": True}, True), ({"amx_fp16": False}, False), ({}, False):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda told=told: told, raising=False)

@@ -42,17 +42,17 @@ class TileAttention(WordAttention):
     def __init__(self, kernel: WordAttentionKernel, builder: Builder, printer: Printer, target: Target) -> None:
         self.form = FORMATS[kernel.format]
         super().__init__(kernel, builder, printer, target)
-        parts, weight_parts = self.form.parts, max(self.form.parts, kernel.weight_parts)
+        parts, self.weight_parts = self.form.parts, max(self.form.parts, kernel.weight_parts)
         # Of parts of weights by those of values: the small ones first.
         self.value_products = (
-            self.form.products if weight_parts == parts else tuple((p, 0) for p in range(weight_parts)[::-1])
+            self.form.products if self.weight_parts == parts else tuple((p, 0) for p in range(self.weight_parts)[::-1])
         )
         panels, key_rows, pairs = map(known_int, (self.panels, self.key_rows, self.panels * (self.panel // 2)))
         # Parts of keys lie panel by panel, those of the others one behind the other.
         self.packed_k = self._workspace(panels * parts * key_rows * self.panel, "kt", "int32")
         self.packed_v = self._workspace(parts * pairs * self.padded, "v", "int32")
         self.q = self._workspace(parts * self.tallest * self.query_size, "q", "uint16")
-        self.weights = self._workspace(weight_parts * self.tallest * self.stride, "weights", "uint16")
+        self.weights = self._workspace(self.weight_parts * self.tallest * self.stride, "weights", "uint16")
         self.of_q = _Operand(self.q, self.query_size, self.tallest * self.query_size)
         self.of_k = _Operand(self.packed_k, self.panel, key_rows * self.panel)
         self.of_weights = _Operand(self.weights, self.stride, self.tallest * self.stride)

@@ -29,7 +29,6 @@ class RowAttention(TileAttention):
 
     def __init__(self, kernel: WordAttentionKernel, builder: Builder, printer: Printer, target: Target) -> None:
         super().__init__(kernel, builder, printer, target)
-        self.weight_parts = max(self.form.parts, kernel.weight_parts)
         # A panel's keys, part by part, rows of whole steps.
         self.part_of_rows = self.panel * self.query_size
         self.rows_of_keys = self._workspace(self.form.parts * self.part_of_rows, "rows", "uint16")
