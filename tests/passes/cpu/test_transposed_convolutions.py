@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -64,6 +67,20 @@ def test_weights_are_made_outside_the_call(captured):
     names = subject.operators(hoist(subject.gm, subject.ctx.constants).main)
     assert names["convolution.default"] == 1
     assert not {"flip.default", "constant_pad_nd.default", "mul.Tensor"} & set(names)
+
+
+def test_a_process_that_quantises_nothing():
+    """There PyTorch has no operators of quantised graphs."""
+    code = """
+import torch, torch_hybrid_backend
+model = torch.nn.ConvTranspose2d(4, 6, 2, 2).eval()
+x = torch.randn(1, 4, 5, 3)
+with torch.no_grad():
+    compiled = torch.compile(model, backend="hybrid", options={"placement": "estimate", "strict": True})
+    for _ in range(2):
+        torch.testing.assert_close(compiled(x), model(x))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
 
 
 @pytest.mark.parametrize(("kernel", "stride", "padding"), [(2, 2, 0), (4, 2, 1), (5, 3, 1)])

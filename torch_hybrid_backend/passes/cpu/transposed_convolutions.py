@@ -22,9 +22,10 @@ from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.rewrite import insert, replace_by_new
 
 aten = torch.ops.aten
-quantized = torch.ops.quantized_decomposed
 Node = torch.fx.Node
 
+# By its name: PyTorch has the operator only once somebody has imported `torch.ao.quantization.fx._decomposed`.
+_DEQUANTIZE = "quantized_decomposed.dequantize_per_channel.default"
 # From so many channels on Winograd's algorithm computes a 3x3 kernel with less work than four products a pixel.
 _WINOGRAD_CHANNELS = 32
 
@@ -121,7 +122,7 @@ def _axes(node: Node, constant: set[Node]) -> list[_Axis] | None:
 
 def _is_quantized(weight: Node, constant: set[Node]) -> bool:
     """Whether a weight is one of 8 bits, dequantised symmetrically by output channel."""
-    if weight.target is not quantized.dequantize_per_channel.default:
+    if str(weight.target) != _DEQUANTIZE:
         return False
     integers, scales, zeros, axis, *_ = weight.args
     is_symmetric = isinstance(zeros, Node) and zeros.target is aten.full.default and zeros.args[1] == 0
@@ -150,7 +151,7 @@ def _rewrite(gm: torch.fx.GraphModule, node: Node, axes: list[_Axis]) -> bool:
 def _convolved(node: Node, x: Any, weight: Any, bias: Any, axes: list[_Axis]) -> Node:
     """(N, strides * O, *places): the convolution of the small image. A place's channels lie together, as vectors of them are copied."""
     rank, count = len(axes), math.prod(axis.stride for axis in axes)
-    if weight.target is quantized.dequantize_per_channel.default:
+    if str(weight.target) == _DEQUANTIZE:
         integers, scales, zeros, _, *bounds = weight.args
         zeros = insert(node, aten.full.default, [count * zeros.meta["val"].shape[0]], 0, **zeros.kwargs)
         narrow, scales = _reordered(node, integers, axes), _repeated(node, scales, count)
