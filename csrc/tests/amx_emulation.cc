@@ -156,6 +156,11 @@ void emulated_tileloadd64(int tile, const uint8_t* memory, int64_t stride) {
   }
 }
 
+// A hint to the caches alone.
+void emulated_tileloaddt164(int tile, const uint8_t* memory, int64_t stride) {
+  emulated_tileloadd64(tile, memory, stride);
+}
+
 void emulated_tilestored64(int tile, uint8_t* memory, int64_t stride) {
   RequireTile(tile);
   for (int row = 0; row < registers.rows[tile]; ++row) {

@@ -47,9 +47,15 @@ def zero(tile: int) -> Stmt:
     return instruction("tilezero", _number(tile))
 
 
-def load(builder: Builder, tile: int, array: TirBuffer, offset: Index | int, row_bytes: int) -> Stmt:
-    """The register's rows, which begin `row_bytes` apart, the first at element `offset`."""
-    return instruction("tileloadd64", _number(tile), _address(builder, array, offset), tirx.IntImm("int64", row_bytes))
+def load(
+    builder: Builder, tile: int, array: TirBuffer, offset: Index | int, row_bytes: int, *, passing: bool = False
+) -> Stmt:
+    """The register's rows, which begin `row_bytes` apart, the first at element `offset`.
+
+    passing: the first-level cache need not keep them; what is there stays.
+    """
+    name = "tileloaddt164" if passing else "tileloadd64"
+    return instruction(name, _number(tile), _address(builder, array, offset), tirx.IntImm("int64", row_bytes))
 
 
 def store(builder: Builder, tile: int, array: TirBuffer, offset: Index | int, row_bytes: int) -> Stmt:

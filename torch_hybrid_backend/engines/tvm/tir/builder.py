@@ -211,11 +211,14 @@ class Builder:
     def _lanes(self, offset: Index | int, lanes: int) -> TirExpr:
         return tirx.Ramp(self.index(offset), tirx.IntImm("int32", 1), lanes)
 
-    def prefetch(self, buffer: TirBuffer, offset: TirExpr, level: int = 2) -> Stmt:
-        """Asks for the cache line of element `offset`, an int32 that may lie outside the buffer, into the cache of that level."""
+    def prefetch(self, buffer: TirBuffer, offset: TirExpr, level: int = 2, *, to_write: bool = False) -> Stmt:
+        """Asks for the cache line of element `offset`, an int32 that may lie outside the buffer, into the cache of that level.
+
+        to_write: stores to the line follow.
+        """
         address = tirx.address_of(tirx.BufferLoad(buffer, [offset]))
-        read, locality, data = (tirx.const(flag, "int32") for flag in (0, 4 - level, 1))
-        return tirx.Evaluate(tirx.call_intrin("void", "tirx.prefetch", address, read, locality, data))
+        write, locality, data = (tirx.const(flag, "int32") for flag in (int(to_write), 4 - level, 1))
+        return tirx.Evaluate(tirx.call_intrin("void", "tirx.prefetch", address, write, locality, data))
 
     def when(self, condition: TirExpr, then: Stmt, otherwise: Stmt | None = None) -> Stmt:
         return tirx.IfThenElse(condition, then, otherwise)

@@ -17,6 +17,7 @@ Franchetti & Low, "High Performance Zero-Memory Overhead Direct Convolutions", I
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -104,6 +105,8 @@ class _TileConvolution(TileProduct):
         k = self.form.conv_depth(self.channels, kernel.kernel)
         sizes = (1 if self.is_one_image else images, self.lines * self.width, k, outputs)
         super().__init__(kernel, kernel.x, sizes, builder, printer, target)
+        # Positions of a larger kernel read the same pixels. Of float32 too much of B goes by to stay: the hint made 1x1 layers a tenth slower.
+        self.a_passes = self._reads_pixels_once()
         # Whether a line of the image has numbers that cannot be split.
         self.flags = builder.local(self.y.images * self.image_lines * self.task_images, "int32", "flags")
 
@@ -116,7 +119,13 @@ class _TileConvolution(TileProduct):
     def _rows_in_line(self) -> int:
         return self.x.out + self.x.reach
 
+    def _reads_pixels_once(self) -> bool:
+        """Whether the products are those of a matmul of narrow numbers: each panel of columns reads a pixel once."""
+        return math.prod(self.conv.kernel) == 1 and not self.form.splits
+
     def _part_lengths(self) -> list[int]:
+        if self._reads_pixels_once():
+            return super()._part_lengths()
         # A's tiles are there for all of k, and positions of the kernel read the same pixels: there is little to gain by short parts. A panel of
         # B is one part where it leaves the second-level cache room for A.
         if self.steps * self.panel_size * self.form.itemsize <= self.target.l2_bytes // 4:

@@ -6,12 +6,14 @@ Pattern: a `TileMatMulKernel`. Operands lie as `cpu/amx_formats.py` says. Steps:
    into several. What is beyond the last k is zero; rows beyond the last are never written, nor are sums of them stored. Tiles are not loaded
    from where rows lie, not even bfloat16: rows are often a multiple of 2 KiB apart, and then all of a tile is in a few sets of the caches.
 3. A panel of B stays in the first-level cache while the panels of A go by, which come from the second: loading both from there takes half as
-   long again as multiplying. So parts are short, and a task is as large as leaves its sums and its part of A room in the second. The 2 x 2
-   tiles of sums are registers 0 to 3; those of A are 4 and 5, those of B 6 and 7. Meanwhile shares of B's next panel, and of what the next
-   part reads of A, are fetched into the second-level cache.
+   long again as multiplying. So parts are short, A's tiles are loaded with the hint that they will not be read again soon (without it they
+   push B out), and a task is as large as leaves its sums and its part of A room in the second. The 2 x 2 tiles of sums are registers 0 to 3;
+   those of A are 4 and 5, those of B 6 and 7. Meanwhile a share of B's next panel is fetched into the second-level cache, and where sums
+   wait in memory, those of the next panel of rows into the first, to be written: stores to lines that are not there take longer than the
+   products hide.
 4. Tiles reach vectors through memory only: sums are stored to 4 KiB that the first-level cache holds, and the epilogue runs from there. Where k
-   has several parts, all sums of a task wait in memory, and the epilogue follows the last part. What the epilogue computes from the column
-   alone, it computes once for a panel of rows.
+   has several parts, the sums of a task wait in memory between them, and the epilogue follows the last. What the epilogue computes from the
+   column alone, it computes once for a panel of rows.
 5. Operands of float32 are split into parts, and the numbers of A are looked at on the way. A panel of rows that has one, in this part of k, for
    which products of parts are not exact, and a plain panel of B, are multiplied in float32 by vectors: sums of both ways add up.
 Sources: Goto & van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008; Henry, Tang & Heinecke, ARITH 2019 (`amx_formats`).
@@ -56,8 +58,6 @@ _L2_BYTES, _L1_SHARE, _L2_SHARE = 40.0, 0.7, 0.51
 _BYTE_CYCLES = 0.06
 # The same for sums, which are read and written while nothing else is.
 _SUM_CYCLES = 0.1
-# Prefetches that a step has time for, beside those of B.
-_MOST_FETCHES = 6
 # Rows that share what is made of a panel of B for a product by vectors.
 _EXACT_ROWS = 8
 
@@ -79,14 +79,14 @@ class Part:
     start: Index
     steps: int
     elements: int
+    is_last: bool
 
 
 @dataclass(frozen=True, slots=True)
 class RowsInMemory:
-    """Rows of A that lie along k in one array, of elements of so many bytes; `at(batch, m, k)` is the place of an element."""
+    """Rows of A that lie along k in one array, as tiles have them; `at(batch, m, k)` is the place of an element."""
 
     array: TirBuffer
-    itemsize: int
     at: Callable[[Index, Index, Index], Index]
 
 
@@ -106,6 +106,8 @@ class TileProduct:
         self.form = FORMATS[kernel.format]
         self.batch, self.m, self.k, self.n = sizes
         self.batched_b = False
+        # Whether the first-level cache need not keep A's tiles.
+        self.a_passes = True
         self.column = kernel.domain[2] if isinstance(kernel, TileMatMulKernel) else kernel.domain[1]
         self.row_panels, self.column_panels = -(-self.m // PANEL), -(-self.n // PANEL)
         self.steps = self.form.steps(self.k)
@@ -118,8 +120,9 @@ class TileProduct:
         self.scratch = builder.local(self._scratch_size(), storage_dtype(self.form.a_dtype), "a")
         waiting = 1 if self.parts == 1 else self.block * self.group
         self.sums = builder.local(waiting * PANEL * PANEL, self.form.sums, "sums")
-        # Sums of one part of k, before they are added to those of the parts before.
-        self.added = builder.local(PANEL * PANEL, self.form.sums, "added")
+        # Sums of one panel of rows and one of columns: of one part of k, before they are added to those of the parts before; or those of all,
+        # which the epilogue reads from here while the cache has them.
+        self.near = builder.local(PANEL * PANEL, self.form.sums, "near")
         self.configuration = amx_tiles.configuration(builder)
         # Of each panel of A: whether it is to be multiplied by vectors. For that, a panel of A as numbers, (32, k), and one of B, (k, 32).
         self.is_outside = builder.local(self.block, "int32", "outside")
@@ -129,7 +132,7 @@ class TileProduct:
         )
 
     def _rows_in_memory(self) -> RowsInMemory | None:
-        """Where rows of A lie along k; None where that is not simply in an array."""
+        """Where rows of A lie along k as they are multiplied; None where that is not simply in an array."""
         return None
 
     def piece(self, env: dict[LoopVar, Index], unit: Index, within: int) -> Piece:
@@ -203,20 +206,18 @@ class TileProduct:
         b = self.builder
         batch, row, column = position[0], position[1] * self.first_row_step, position[2] * self.group
         arrays = [self.configuration, self.scratch, self.sums]
-        if self.form.splits and self.parts > 1:
-            arrays.append(self.added)
+        if self.parts > 1:
+            arrays.append(self.near)
         if self.form.splits:
             arrays += [self.is_outside, self.a_numbers, self.b_numbers]
         last_steps = self.steps - (self.parts - 1) * self.part_steps
         last_start = (self.parts - 1) * self.part_steps
-        last = Part(as_index(self.parts - 1), as_index(last_start), last_steps, self.k - last_start * self.form.depth)
+        last_elements = self.k - last_start * self.form.depth
+        last = Part(as_index(self.parts - 1), as_index(last_start), last_steps, last_elements, is_last=True)
 
         def whole(number: Index) -> Stmt:
-            part = Part(number, number * self.part_steps, self.part_steps, self.part_elements)
+            part = Part(number, number * self.part_steps, self.part_steps, self.part_elements, is_last=False)
             return self._part(batch, row, column, part)
-
-        def write(r: Index, c: Index) -> Stmt:
-            return self._write(batch, row, column, r, c)
 
         return b.seq(
             # Memory first: where there is none, the kernel ends here, with no tiles configured.
@@ -225,7 +226,6 @@ class TileProduct:
             self._before(batch, row),
             b.loop(self.parts - 1, whole, name="part") if self.parts > 1 else None,
             self._part(batch, row, column, last),
-            None if self.parts == 1 else self._each_panel(row, column, write),
             amx_tiles.release(),
         )
 
@@ -238,11 +238,11 @@ class TileProduct:
         return self._each_row(row, lambda r: self._copy(batch, row, r, part))
 
     def _part(self, batch: Index, row: Index, column: Index, part: Part) -> Stmt:
-        """A part of k: the task's rows of A as tiles, and the products with its columns."""
+        """A part of k: the task's rows of A as tiles, and the products with its columns, with the kernel's stores behind the last part's."""
 
         def panel(r: Index, c: Index) -> Stmt:
             sums = self._products(batch, row, column, r, c, part)
-            return sums if self.parts > 1 else self.builder.seq(sums, self._write(batch, row, column, r, c))
+            return self.builder.seq(sums, self._write(batch, row, column, r, c)) if part.is_last else sums
 
         return self.builder.seq(self._copies(batch, row, part), self._each_panel(row, column, panel))
 
@@ -325,7 +325,7 @@ class TileProduct:
     def _copy(self, batch: Index, row: Index, r: Index, part: Part) -> Stmt:
         """One part of a panel of rows to scratch memory, and whether any of its numbers is outside of what can be split."""
         b, form = self.builder, self.form
-        if self.rows is not None and not form.splits and self.k % form.depth == 0:
+        if self.rows is not None and self.k % form.depth == 0:
             return self._copy_rows(self.rows, batch, row, r, part)
         zero = tirx.const(0, storage_dtype(form.a_dtype))
         splitting = FloatParts(b, self.printer, form.parts, self.target) if form.splits else None
@@ -441,10 +441,10 @@ class TileProduct:
         """
         b = self.builder
         stores = b.seq(*self._stored(self.sums, sums))
-        if self.parts == 1 or not self.form.splits:
+        if self.parts == 1 or not (self.form.splits or part.is_last):
             return stores
-        is_first = b.index(part.number).equal(0)
-        return b.when(is_first, stores, b.seq(*self._stored(self.added, 0), self._add(sums)))
+        near = b.seq(*self._stored(self.near, 0))
+        return b.when(b.index(part.number).equal(0), stores, b.seq(near, self._add(sums))) if self.form.splits else near
 
     def _by_tiles(self, batch: Index, row: Index, r: Index, panel: Index, c: Index, part: Part, row_tiles: int) -> Stmt:
         """The products of `row_tiles` tiles of rows and two of columns, in the registers of sums."""
@@ -466,7 +466,14 @@ class TileProduct:
                 if pair[0] != held[0]:
                     at, apart = self.a_at(r, part, s, pair[0]), self.a_row
                     inner += [
-                        amx_tiles.load(b, 4 + i, self.scratch, at + i * _LANES * apart, apart * form.itemsize)
+                        amx_tiles.load(
+                            b,
+                            4 + i,
+                            self.scratch,
+                            at + i * _LANES * apart,
+                            apart * form.itemsize,
+                            passing=self.a_passes,
+                        )
                         for i in range(row_tiles)
                     ]
                 if pair[1] != held[1]:
@@ -478,7 +485,7 @@ class TileProduct:
                     for i in range(row_tiles)
                     for j in (0, 1)
                 ]
-            fetches = self._fetches(r, panel, part, s) + self._row_fetches(batch, row + r, c, part, s)
+            fetches = self._fetches(r, panel, part, s) + self._sum_fetches(sums, part, s)
             return b.seq(*_spread(inner, fetches))
 
         return b.seq(*before, b.loop(part.steps, step, name="step"))
@@ -489,7 +496,7 @@ class TileProduct:
 
         def line(at: Index) -> Stmt:
             old = b.load(self.sums, sums + at)
-            return b.store(self.sums, sums + at, old + b.load(self.added, at))
+            return b.store(self.sums, sums + at, old + b.load(self.near, at))
 
         return b.loop(
             PANEL * PANEL // _LANES,
@@ -505,22 +512,14 @@ class TileProduct:
         places = [following + ((r * part.steps + s) * share + i) * line for i in range(share)]
         return [b.prefetch(self.packed, b.index(at), 2) for at in places]
 
-    def _row_fetches(self, batch: Index, r: Index, c: Index, part: Part, s: Index) -> list[Stmt]:
-        """Prefetches of one step: a share of the rows' next part of k, which processors do not foresee."""
-        rows, b = self.rows, self.builder
-        if rows is None or self.parts == 1:
+    def _sum_fetches(self, sums: Index, part: Part, s: Index) -> list[Stmt]:
+        """Prefetches of one step, where k has several parts: a share of the sums behind those of this panel, which are the next ones."""
+        if self.parts == 1:
             return []
-        elements = LINE_BYTES // rows.itemsize
-        share = -(-PANEL // self.group)
-        if share > _MOST_FETCHES:
-            return []
-        k = (part.start + part.steps + s) * self.form.depth
-        places = [
-            rows.at(batch, r * PANEL + c * share + i, k + start)
-            for i in range(share)
-            for start in range(0, self.form.depth, elements)
-        ]
-        return [b.prefetch(rows.array, b.index(at), 2) for at in places]
+        b, line = self.builder, LINE_BYTES // 4
+        share = -(-(PANEL * PANEL // line) // part.steps)
+        places = [sums + PANEL * PANEL + (s * share + i) * line for i in range(share)]
+        return [b.prefetch(self.sums, b.index(at), 1, to_write=True) for at in places]
 
     def _by_vectors(
         self, batch: Index, row: Index, r: Index, panel: Index, c: Index, part: Part, is_plain: TirExpr
@@ -601,8 +600,9 @@ class TileProduct:
 
     def _write(self, batch: Index, row: Index, column: Index, r: Index, c: Index) -> Stmt:
         """The kernel's stores of a panel of rows and one of columns."""
-        b, kernel = self.builder, self.kernel
-        sums, left = self._sums_at(r, c), self.n % PANEL
+        b, kernel, left = self.builder, self.kernel, self.n % PANEL
+        in_place = self.parts == 1 or self.form.splits
+        array, sums = (self.sums, self._sums_at(r, c)) if in_place else (self.near, as_index(0))
         first = (column + c) * PANEL
         stores, of_columns = self._columns_apart(kernel.stores, first)
 
@@ -619,7 +619,7 @@ class TileProduct:
         def line(at: Index, env: dict[LoopVar, Index]) -> Stmt:
             def piece(start: int, width: int) -> Stmt:
                 def begin(lane: Index) -> None:
-                    value = b.load(self.sums, sums + at * PANEL + start + lane)
+                    value = b.load(array, sums + at * PANEL + start + lane)
                     self.printer.locals[kernel.accumulator] = lambda _: value
 
                 def place(lane: Index) -> dict[LoopVar, Index]:
@@ -681,14 +681,13 @@ class _TileMatMul(TileProduct):
 
     def _rows_in_memory(self) -> RowsInMemory | None:
         a = self.a.args[0] if isinstance(self.a, Call) and self.a.op == "cast" else self.a
-        if not isinstance(a, Load) or a.buffer not in self.printer.arguments:
+        if self.form.splits or not isinstance(a, Load) or a.buffer not in self.printer.arguments:
             return None
-        dtype = self.form.operand
         buffer, index, (array, layout) = a.buffer, a.index, self.printer.arguments[a.buffer]
         terms = dict(offset_of(layout, buffer.shape, index).terms)
         along = terms.pop(self.depth, None)
         others = {leaf for atom in terms for leaf in Index(((atom, 1),), 0).leaves()}
-        if buffer.dtype != dtype or along != 1 or self.depth in others:
+        if buffer.dtype != self.form.operand or along != 1 or self.depth in others:
             return None
 
         def at(batch: Index, m: Index, k: Index) -> Index:
@@ -697,7 +696,7 @@ class _TileMatMul(TileProduct):
                 buffer, index, {**dict(zip(self.kernel.domain[:2], places, strict=True)), self.depth: k}
             )
 
-        return RowsInMemory(array, 4 if dtype == "float32" else self.form.itemsize, at)
+        return RowsInMemory(array, at)
 
     def each_line(
         self, batch: Index, row: Index, r: Index, body: Callable[[Index, dict[LoopVar, Index]], Stmt]
