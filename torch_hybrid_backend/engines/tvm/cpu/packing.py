@@ -110,12 +110,15 @@ def pack_tiles(b: torch.Tensor, form: TileFormat) -> torch.Tensor:
 def pack_conv_tiles(w: torch.Tensor, form: TileFormat, channels: int | None = None) -> torch.Tensor:
     """`pack_tiles` of a convolution's weight (O, I, *kernel) as the matrix (1, `form.conv_depth(channels, kernel)`, O).
 
-    `channels`: those of the image, I where not said. k runs through the kernel's positions and `form.pixel_depth(channels)` elements of each:
-    what is beyond the channels is zero.
+    `channels`: those of the image, I where not said. k runs through the steps of `form.pixel_depth(channels)` elements, and for each through the
+    kernel's positions: what is beyond the channels is zero. Of an image of few channels (`form.gathers`) it runs through the positions.
     """
     outputs, inputs = w.shape[:2]
-    depth = form.pixel_depth(channels or inputs)
+    channels = channels or inputs
+    depth = form.pixel_depth(channels)
     positions = torch.nn.functional.pad(w.flatten(2).permute(2, 1, 0), (0, 0, 0, depth - inputs))
+    if not form.gathers(channels):
+        positions = positions.unflatten(1, (-1, form.depth)).transpose(0, 1)
     return pack_tiles(positions.reshape(1, -1, outputs), form)
 
 

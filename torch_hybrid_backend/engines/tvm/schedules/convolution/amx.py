@@ -5,7 +5,8 @@ Pattern: a `TileConvKernel`. It is `matmul/amx.py` with k of all kernel position
    memory: 64 bytes of channels of a pixel, behind them those of the next pixel of the line, behind it the next line, then the next channels.
 2. There, rows of A are pixels of the result as if its lines were as wide as those of the image with padding: row q of a kernel position reads
    pixel q + the position's offset, so tiles of any position are 16 neighbouring pixels, and the matrix of k columns never lies in memory. The
-   few rows between the lines of the result are computed and not stored.
+   few rows between the lines of the result are computed and not stored. k runs through the positions of one step of channels before the
+   next: these read the same pixels, which the first-level cache holds, and leave it room for their part of a panel of B.
 3. Where pixels of the result are several pixels of the image apart (stride), the image is copied as one image for each remainder: a position
    reads one of these, without gaps. Those that no position reads are not copied.
 4. With a kernel of one pixel, lines of all images follow one another: a panel of rows may have pixels of two. With others, a task may have
@@ -101,7 +102,7 @@ class _TileConvolution(TileProduct):
         self.lines = self.y.out * (images if self.is_one_image else 1)
         self.form, self.channels = FORMATS[kernel.format], known_int(kernel.x_vars[1].extent)
         self.width = self._rows_in_line()
-        self.channel_steps = self.form.steps(self.channels)
+        self.channel_steps, self.taps = self.form.steps(self.channels), math.prod(kernel.kernel)
         k = self.form.conv_depth(self.channels, kernel.kernel)
         sizes = (1 if self.is_one_image else images, self.lines * self.width, k, outputs)
         super().__init__(kernel, kernel.x, sizes, builder, printer, target)
@@ -126,11 +127,12 @@ class _TileConvolution(TileProduct):
     def _part_lengths(self) -> list[int]:
         if self._reads_pixels_once():
             return super()._part_lengths()
-        # A's tiles are there for all of k, and positions of the kernel read the same pixels: there is little to gain by short parts. A panel of
-        # B is one part where it leaves the second-level cache room for A.
-        if self.steps * self.panel_size * self.form.itemsize <= self.target.l2_bytes // 4:
-            return [self.steps]
-        return [-(-self.steps // -(-self.steps // PART_STEPS))]
+        # Of all positions one or two steps of channels, so that a panel of B stays in the first-level cache; or everything, where it leaves the
+        # second room for A. A's tiles are there for all of k. Six products for each load of float32 hide that cache: nothing is gained there.
+        most = self.target.l2_bytes // 4 // (self.panel_size * self.form.itemsize)
+        counts = {self.channel_steps} if self.form.splits else {1, 2, self.channel_steps}
+        lengths = sorted({min(self.steps, self.taps * count) for count in counts}, reverse=True)
+        return [length for length in lengths if length <= most] or [-(-self.steps // -(-self.steps // PART_STEPS))]
 
     def _image_counts(self) -> list[int]:
         """How many whole images a task may have."""
@@ -254,11 +256,12 @@ class _TileConvolution(TileProduct):
 
     def piece(self, env: dict[LoopVar, Index], unit: Index, within: int) -> Piece:
         conv, b = self.conv, self.builder
-        units = self.channel_steps * self.form.depth // _LANES
-        position, block = unit // units, unit % units
+        units = self.form.depth // _LANES  # of a step
+        step = unit // units
+        position, block = step % self.taps, step // self.taps * units + unit % units
         own = {conv.x_vars[0]: env[conv.domain[0]]}
         inside: list[TirExpr] = []
-        if self.channels < units * _LANES:
+        if self.channels < self.channel_steps * self.form.depth:
             inside.append(b.index(block) < self.channels // _LANES)
         taps = (position // self.x.kernel, position % self.x.kernel)[-len(conv.kernel) :]
         axes = (self.y, self.x)[-len(conv.kernel) :]
@@ -277,7 +280,7 @@ class _TileConvolution(TileProduct):
     # The image as tiles.
 
     def a_at(self, r: Index, part: Part, s: Index, number: int) -> Index:
-        position, step = (part.start + s) // self.channel_steps, (part.start + s) % self.channel_steps
+        step, position = (part.start + s) // self.taps, (part.start + s) % self.taps
         y, x = position // self.x.kernel * self.y.dilation, position % self.x.kernel * self.x.dilation
         image, panel = r // self.image_panels, r % self.image_panels
         pixel = panel * PANEL + (image * self.image_lines + y // self.y.stride) * self.width + x // self.x.stride
