@@ -144,9 +144,23 @@ def round_to(x: Expr, dtype: str) -> Expr:
     """A float32 scalar rounded to one of `ROUND_TARGETS` (and kept in float32); other dtypes: a cast."""
     if dtype not in ROUND_TARGETS:
         return cast(x, dtype)
-    if isinstance(x, Load) and x.buffer.dtype == dtype:
+    if _is_rounded(x, dtype):
         return x
     return Call("float32", "round", (cast(x, "float32"), Const("int64", ROUND_TARGETS.index(dtype))))
+
+
+def _is_rounded(x: Expr, dtype: str) -> bool:
+    """Whether a float32 scalar is one of the narrow dtype as it is: read, rounded before, or chosen among such."""
+    match x:
+        case Load(buffer=buffer):
+            return buffer.dtype == dtype
+        case Const(value=value):
+            return value == 0
+        case Call(op="round", args=(_, Const(value=target))):
+            return ROUND_TARGETS[int(target)] == dtype
+        case Call(op="guard" | "where", args=(_, *chosen)):
+            return all(_is_rounded(choice, dtype) for choice in chosen)
+    return False
 
 
 def from_index(index: Index | Dim, dtype: str = INDEX_DTYPE) -> Expr:

@@ -21,6 +21,7 @@ from torch_hybrid_backend.quantization.calibration import Collector, collector_o
 from torch_hybrid_backend.quantization.call_sites import KINDS, CallSites, Known, follow, layers_of
 from torch_hybrid_backend.quantization.loader import Loader
 from torch_hybrid_backend.quantization.ranges import Ranges, Site, fingerprint
+from torch_hybrid_backend.quantization.resampling import Resampled
 from torch_hybrid_backend.quantization.residuals import OTHER, VALUES, Residuals
 
 Metric = Callable[[nn.Module], float]
@@ -277,7 +278,7 @@ def _calibrated(
     largest: dict[
         str, tuple[torch.Tensor, torch.Tensor]
     ] = {}  # of linear layers, by input channel: of inputs, of weights
-    residuals = Residuals()
+    residuals, resampled = Residuals(), Resampled()
 
     def look(name: str, known: Known | None, kind: str, axis: int | None, operands: Operands, compute: Compute) -> Any:
         x, w, *_ = operands
@@ -292,6 +293,10 @@ def _calibrated(
         if kind == "attention" and collector is None:
             in_float[name] = "uncalibrated"
             return compute(*operands)
+        made = compute(*operands)
+        if kind == "conv" and resampled.is_faster_in_float(x, w, made):
+            in_float[name] = "slower"
+            return made
         _check_finite(name, kind, *operands)
         seen[name] = Site(kind)
         sources[name] = _named(name, operands if axis is None else operands[:1])
@@ -299,13 +304,13 @@ def _calibrated(
             of_x = x.abs().reshape(-1, x.shape[-1]).amax(0).float()
             before, _ = largest.get(name, (of_x, of_x))
             largest[name] = torch.maximum(before, of_x), w.abs().amax(axis).float()
-        made = compute(*operands)
         if kind == "conv":
             residuals.convolution(name, x, made)
         return made
 
-    with residuals:
+    with residuals, resampled:
         data.run(result.run_with(look, all_additions=collector is not None))
+    in_float = {name: why for name, why in in_float.items() if name not in seen}  # a site may have several calls
     if smooth is not None:
         for name, (of_x, of_w) in largest.items():
             seen[name] = replace(seen[name], smoothing=_smoothing(of_x, of_w, smooth))

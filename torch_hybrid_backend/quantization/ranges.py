@@ -24,6 +24,7 @@ _WHY: Mapping[str, Refused] = {
         ("excluded", "it is excluded from what quantize converts (exclude, exclude_kinds)"),
         ("uncalibrated", "none of the calibration data has reached it"),
         ("unsupported", "quantize does not take its operands"),
+        ("slower", "in floating point it goes before the resampling of what it reads, which is less work"),
         ("accuracy", "quantised, the metric drops by more than max_drop"),
     )
 }

@@ -45,32 +45,32 @@ class Residuals(TorchFunctionMode):
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
         source = args[0] if args else kwargs.get("input")
-        is_made = function is functional.batch_norm and _found(self._made, source) is not None
+        is_made = function is functional.batch_norm and found(self._made, source) is not None
         result = function(*args, **kwargs)
         if is_made:
             self._makes(result)
         elif function is functional.pad and _pads_zeros(*args, **kwargs):
-            _keep(self._padded, result, source)
+            keep(self._padded, result, source)
         return result
 
     def convolution(self, name: str, x: torch.Tensor, result: torch.Tensor) -> None:
         """A convolution has read `x`, which is quantised for it in the range that is found for `name`, and made `result`."""
         # Zero changes no range. A padding by nothing is a copy: what was padded is read as well.
-        for image in (x, _found(self._padded, x)):
-            if image is not None and _found(self._read, image) is None:
-                _keep(self._read, image, name)
+        for image in (x, found(self._padded, x)):
+            if image is not None and found(self._read, image) is None:
+                keep(self._read, image, name)
         self._makes(result)
 
     def _makes(self, result: torch.Tensor) -> None:
         self._count += 1
-        _keep(self._made, result, self._count)
+        keep(self._made, result, self._count)
 
     def sources(self, name: str, x: torch.Tensor, y: torch.Tensor) -> Sources | None:
         """Where the ranges of x + y come from, an addition of that name; None where no operand is quantised."""
         if x.shape != y.shape or x.dtype != y.dtype:
             return None
-        read = _found(self._read, x), _found(self._read, y)
-        made = _found(self._made, x), _found(self._made, y)
+        read = found(self._read, x), found(self._read, y)
+        made = found(self._made, x), found(self._made, y)
         for own, other in ((0, 1), (1, 0)):
             if made[own] is not None and read[own] is None and read[other] is not None:
                 return (read[0], None) if other == 0 else (None, read[1])
@@ -83,12 +83,12 @@ def _pads_zeros(input: Any, pad: Any, mode: str = "constant", value: float | Non
     return mode == "constant" and not value
 
 
-def _keep(known: WeakTensorKeyDictionary, x: torch.Tensor, what: Any) -> None:
+def keep(known: WeakTensorKeyDictionary, x: torch.Tensor, what: Any) -> None:
     if not x.is_inference():  # these do not count who writes to them
         known[x] = x._version, what
 
 
-def _found(known: WeakTensorKeyDictionary, x: Any) -> Any:
+def found(known: WeakTensorKeyDictionary, x: Any) -> Any:
     """What is known of a tensor that nobody has written to since; None for others."""
     if not isinstance(x, torch.Tensor) or x not in known:
         return None

@@ -34,7 +34,7 @@ _RESAMPLING = frozenset(
 # What a convolution of one pixel has as stride, padding, dilation, transposed, output padding and groups.
 _ONE_PIXEL = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
 # Images that grow less save less than the additions of the parts cost.
-_MIN_GROWTH = 2
+MIN_GROWTH = 2
 
 
 def resample_last(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
@@ -74,7 +74,7 @@ def _is_resampled(part: Node, channels: int) -> bool:
     if part.target not in _RESAMPLING or len(part.users) != 1:
         return False
     image, result = part.args[0].meta["val"], part.meta["val"]  # type: ignore[union-attr]
-    return bool(result.numel() >= _MIN_GROWTH * image.numel() > 0 and channels <= image.shape[1])
+    return bool(result.numel() >= MIN_GROWTH * image.numel() > 0 and channels <= image.shape[1])
 
 
 def _rewrite(gm: torch.fx.GraphModule, node: Node) -> bool:

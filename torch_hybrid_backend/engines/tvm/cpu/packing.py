@@ -110,8 +110,9 @@ def pack_tiles(b: torch.Tensor, form: TileFormat) -> torch.Tensor:
 def pack_conv_tiles(w: torch.Tensor, form: TileFormat, channels: int | None = None) -> torch.Tensor:
     """`pack_tiles` of a convolution's weight (O, I, *kernel) as the matrix (1, `form.conv_depth(channels, kernel)`, O).
 
-    `channels`: those of the image, I where not said. k runs through the steps of `form.pixel_depth(channels)` elements, and for each through the
-    kernel's positions: what is beyond the channels is zero. Of an image of few channels (`form.gathers`) it runs through the positions.
+    `channels`: those of the image, I where not said. k runs through the steps of `form.pixel_depth(channels)` elements, and for each of them
+    through the kernel's positions: what is beyond the channels is zero. Of an image of few channels (`form.gathers`) it runs through the
+    positions.
     """
     outputs, inputs = w.shape[:2]
     channels = channels or inputs
