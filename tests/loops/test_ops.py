@@ -96,10 +96,17 @@ def test_casts_fold() -> None:
 
 
 def test_rounding_of_what_is_rounded_already_disappears() -> None:
-    """An element of a bfloat16 tensor is a bfloat16."""
-    load = Load("float32", Buffer((4,), "bfloat16"), (ROW,))
+    """An element of a bfloat16 tensor is a bfloat16, and so is what was rounded, zero, and a choice among such."""
+    load, wide = (Load("float32", Buffer((4,), dtype), (ROW,)) for dtype in ("bfloat16", "float32"))
     assert round_to(load, "bfloat16") is load
     assert round_to(load, "float16").op == "round"
+    rounded, is_first = round_to(wide, "bfloat16"), call("lt", from_index(ROW), from_index(1))
+    assert round_to(rounded, "bfloat16") is rounded
+    assert round_to(rounded, "float16") is not rounded
+    chosen = guard(is_first, call("where", is_first, load, rounded), const(0, "float32"))
+    assert round_to(chosen, "bfloat16") is chosen
+    for other in (wide, const(0.1, "float32"), call("where", is_first, load, wide), guard(is_first, wide, load)):
+        assert round_to(other, "bfloat16").op == "round"
 
 
 def test_unknown_operations_are_errors() -> None:
