@@ -11,6 +11,9 @@ from torch.nn import functional
 
 import torch_hybrid_backend
 from torch_hybrid_backend import quantize
+from torch_hybrid_backend.passes.cpu import resample_last
+from torch_hybrid_backend.quantization import resampling
+from torch_hybrid_backend.quantization.quantize import QuantizedModule
 
 Fusing = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -40,7 +43,7 @@ def _written(large: torch.Tensor, small: torch.Tensor) -> torch.Tensor:
     return torch.cat([large, _up(small)], 1).add_(1.0)
 
 
-def _quantised(model: nn.Module) -> nn.Module:
+def _quantised(model: nn.Module) -> QuantizedModule:
     torch.manual_seed(0)
     return quantize(model.eval(), [torch.randn(2, 3, 16, 16) for _ in range(2)])
 
@@ -68,6 +71,11 @@ def test_stays_in_float(fusing: Fusing, project: nn.Module) -> None:
     assert "model.project, aten.convolution.default: slower: in floating point it goes before the resampling" in str(
         report
     )
+
+
+def test_both_sides_know_the_same_growth() -> None:
+    """What `quantize` leaves is what the pass moves."""
+    assert resampling.MIN_GROWTH == resample_last.MIN_GROWTH
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,12 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from torch_hybrid_backend.passes.cpu.resample_last import MIN_GROWTH
 from torch_hybrid_backend.quantization.residuals import found, keep
 
 _CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
-# Those that `resample_last` knows.
+# What `resample_last` takes: these modes, and images that grow at least so many times.
 _MODES = ("nearest", "bilinear")
+MIN_GROWTH = 2
 
 
 class Resampled(TorchFunctionMode):

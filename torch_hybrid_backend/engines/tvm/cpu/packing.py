@@ -119,7 +119,7 @@ def pack_conv_tiles(w: torch.Tensor, form: TileFormat, channels: int | None = No
     depth = form.pixel_depth(channels)
     positions = torch.nn.functional.pad(w.flatten(2).permute(2, 1, 0), (0, 0, 0, depth - inputs))
     if not form.gathers(channels):
-        positions = positions.unflatten(1, (-1, form.depth)).transpose(0, 1)
+        positions = positions.reshape(len(positions), -1, form.depth, outputs).transpose(0, 1)
     return pack_tiles(positions.reshape(1, -1, outputs), form)
 
 
