@@ -58,6 +58,8 @@ _L2_BYTES, _L1_SHARE, _L2_SHARE = 40.0, 0.7, 0.51
 _BYTE_CYCLES = 0.06
 # The same for sums, which are read and written while nothing else is.
 _SUM_CYCLES = 0.1
+# Panels of rows from which on sums are fetched: with fewer, B is fetched in so little time that nothing else should be.
+_FETCHING_ROWS = 8
 # Rows that share what is made of a panel of B for a product by vectors.
 _EXACT_ROWS = 8
 
@@ -485,7 +487,7 @@ class TileProduct:
                     for i in range(row_tiles)
                     for j in (0, 1)
                 ]
-            fetches = self._fetches(r, panel, part, s) + self._sum_fetches(sums, part, s)
+            fetches = self._fetches(r, panel, c, part, s) + self._sum_fetches(sums, part, s)
             return b.seq(*_spread(inner, fetches))
 
         return b.seq(*before, b.loop(part.steps, step, name="step"))
@@ -504,17 +506,22 @@ class TileProduct:
             name="sum",
         )
 
-    def _fetches(self, r: Index, panel: Index, part: Part, s: Index) -> list[Stmt]:
-        """Prefetches of one step: a share of B's next panel."""
+    def _fetches(self, r: Index, panel: Index, c: Index, part: Part, s: Index) -> list[Stmt]:
+        """Prefetches of one step: a share of B's next panel, which behind the task's last column is that of its first and the next part."""
         b, line = self.builder, LINE_BYTES // self.form.itemsize
         share = -(-self.panel_size // line // self.block)
-        following = ((panel + 1) * self.steps + part.start) * self.panel_size
-        places = [following + ((r * part.steps + s) * share + i) * line for i in range(share)]
-        return [b.prefetch(self.packed, b.index(at), 2) for at in places]
+        following = b.index(((panel + 1) * self.steps + part.start) * self.panel_size)
+        if self.parts > 1:
+            ends = tirx.EQ(b.index(panel % self.column_panels), tirx.IntImm("int32", self.column_panels - 1))
+            is_last = tirx.Or(ends, tirx.EQ(b.index(c), tirx.IntImm("int32", self.group - 1)))
+            next_part = ((panel - c) * self.steps + part.start + part.steps) * self.panel_size
+            following = tirx.Select(is_last, b.index(next_part), following)
+        places = [following + b.index(((r * part.steps + s) * share + i) * line) for i in range(share)]
+        return [b.prefetch(self.packed, at, 2) for at in places]
 
     def _sum_fetches(self, sums: Index, part: Part, s: Index) -> list[Stmt]:
         """Prefetches of one step, where k has several parts: a share of the sums behind those of this panel, which are the next ones."""
-        if self.parts == 1:
+        if self.parts == 1 or self.block < _FETCHING_ROWS:
             return []
         b, line = self.builder, LINE_BYTES // 4
         share = -(-(PANEL * PANEL // line) // part.steps)
