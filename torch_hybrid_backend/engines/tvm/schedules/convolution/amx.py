@@ -106,8 +106,6 @@ class _TileConvolution(TileProduct):
         k = self.form.conv_depth(self.channels, kernel.kernel)
         sizes = (1 if self.is_one_image else images, self.lines * self.width, k, outputs)
         super().__init__(kernel, kernel.x, sizes, builder, printer, target)
-        # Positions of a larger kernel read the same pixels. Of float32 too much of B goes by to stay: the hint made 1x1 layers a tenth slower.
-        self.a_passes = self._reads_pixels_once()
         # Whether a line of the image has numbers that cannot be split.
         self.flags = builder.local(self.y.images * self.image_lines * self.task_images, "int32", "flags")
 
@@ -119,6 +117,10 @@ class _TileConvolution(TileProduct):
 
     def _rows_in_line(self) -> int:
         return self.x.out + self.x.reach
+
+    def _a_passes(self) -> bool:
+        # Positions of a larger kernel read the same pixels. Of float32 too much of B goes by to stay: the hint made 1x1 layers a tenth slower.
+        return self._reads_pixels_once() and super()._a_passes()
 
     def _reads_pixels_once(self) -> bool:
         """Whether the products are those of a matmul of narrow numbers: each panel of columns reads a pixel once."""

@@ -108,8 +108,6 @@ class TileProduct:
         self.form = FORMATS[kernel.format]
         self.batch, self.m, self.k, self.n = sizes
         self.batched_b = False
-        # Whether the first-level cache need not keep A's tiles.
-        self.a_passes = True
         self.column = kernel.domain[2] if isinstance(kernel, TileMatMulKernel) else kernel.domain[1]
         self.row_panels, self.column_panels = -(-self.m // PANEL), -(-self.n // PANEL)
         self.steps = self.form.steps(self.k)
@@ -118,6 +116,7 @@ class TileProduct:
         self.rows = self._rows_in_memory()
         self.part_steps, self.block, self.group = self._tiling()
         self.parts = -(-self.steps // self.part_steps)
+        self.a_passes = self._a_passes()
         self.packed = printer.arguments[kernel.packed][0]
         self.scratch = builder.local(self._scratch_size(), storage_dtype(self.form.a_dtype), "a")
         waiting = 1 if self.parts == 1 else self.block * self.group
@@ -140,6 +139,11 @@ class TileProduct:
     def piece(self, env: dict[LoopVar, Index], unit: Index, within: int) -> Piece:
         """Elements of a row of A from `16 * unit + within` of k on, of one unit."""
         raise NotImplementedError
+
+    def _a_passes(self) -> bool:
+        """Whether the first-level cache need not keep A's tiles: half of it is B's. With less of B there is room for both, and tiles that pass
+        are not fetched ahead by the processor."""
+        return self.part_steps * self.panel_size * self.form.itemsize >= self.target.l1_bytes // 2
 
     def _row_elements(self) -> int:
         """Elements from one row of A's tiles to the next."""
