@@ -129,10 +129,11 @@ class _TileConvolution(TileProduct):
     def _part_lengths(self) -> list[int]:
         if self._reads_pixels_once():
             return super()._part_lengths()
-        # Of all positions one or two steps of channels, so that a panel of B stays in the first-level cache; or everything, where it leaves the
-        # second room for A. A's tiles are there for all of k. Six products for each load of float32 hide that cache: nothing is gained there.
-        most = self.target.l2_bytes // 4 // (self.panel_size * self.form.itemsize)
-        counts = {self.channel_steps} if self.form.splits else {1, 2, self.channel_steps}
+        # Of all positions one or two steps of channels, so that a panel of B stays in the first-level cache; or everything, where it does so
+        # anyway, or leaves the second room for A. A's tiles are there for all of k. Six products for each load of float32 hide that cache.
+        step_bytes = self.panel_size * self.form.itemsize
+        most, is_near = self.target.l2_bytes // 4 // step_bytes, self.steps * step_bytes <= self.target.l1_bytes
+        counts = {self.channel_steps} if self.form.splits or is_near else {1, 2, self.channel_steps}
         lengths = sorted({min(self.steps, self.taps * count) for count in counts}, reverse=True)
         return [length for length in lengths if length <= most] or [-(-self.steps // -(-self.steps // PART_STEPS))]
 

@@ -58,6 +58,8 @@ _L2_BYTES, _L1_SHARE, _L2_SHARE = 40.0, 0.7, 0.51
 _BYTE_CYCLES = 0.06
 # The same for sums, which are read and written while nothing else is.
 _SUM_CYCLES = 0.1
+# Panels of rows from which on A's tiles may pass the first-level cache.
+_PASSING_ROWS = 4
 # Panels of rows from which on sums are fetched: with fewer, B is fetched in so little time that nothing else should be.
 _FETCHING_ROWS = 8
 # Rows that share what is made of a panel of B for a product by vectors.
@@ -141,9 +143,10 @@ class TileProduct:
         raise NotImplementedError
 
     def _a_passes(self) -> bool:
-        """Whether the first-level cache need not keep A's tiles: half of it is B's. With less of B there is room for both, and tiles that pass
-        are not fetched ahead by the processor."""
-        return self.part_steps * self.panel_size * self.form.itemsize >= self.target.l1_bytes // 2
+        """Whether the first-level cache need not keep A's tiles: half of it is B's, which several panels of rows read. With less of B there is
+        room for both, and tiles that pass are not fetched ahead by the processor."""
+        is_full = self.part_steps * self.panel_size * self.form.itemsize >= self.target.l1_bytes // 2
+        return is_full and self.block >= _PASSING_ROWS
 
     def _row_elements(self) -> int:
         """Elements from one row of A's tiles to the next."""
