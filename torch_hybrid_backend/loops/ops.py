@@ -144,13 +144,13 @@ def round_to(x: Expr, dtype: str) -> Expr:
     """A float32 scalar rounded to one of `ROUND_TARGETS` (and kept in float32); other dtypes: a cast."""
     if dtype not in ROUND_TARGETS:
         return cast(x, dtype)
-    if _is_rounded(x, dtype):
+    if is_rounded(x, dtype):
         return x
     return Call("float32", "round", (cast(x, "float32"), Const("int64", ROUND_TARGETS.index(dtype))))
 
 
-def _is_rounded(x: Expr, dtype: str) -> bool:
-    """Whether a float32 scalar is one of the narrow dtype as it is: read, rounded before, or chosen among such."""
+def is_rounded(x: Expr, dtype: str) -> bool:
+    """Whether a float32 scalar is one of the narrow float `dtype` as it is: read, rounded before, zero, or chosen among such."""
     match x:
         case Load(buffer=buffer):
             return buffer.dtype == dtype
@@ -159,7 +159,7 @@ def _is_rounded(x: Expr, dtype: str) -> bool:
         case Call(op="round", args=(_, Const(value=target))):
             return ROUND_TARGETS[int(target)] == dtype
         case Call(op="guard" | "where", args=(_, *chosen)):
-            return all(_is_rounded(choice, dtype) for choice in chosen)
+            return all(is_rounded(choice, dtype) for choice in chosen)
     return False
 
 

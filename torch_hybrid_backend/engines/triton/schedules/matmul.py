@@ -32,7 +32,7 @@ from torch_hybrid_backend.loops.index import Index, LoopVar, as_index, index_of
 from torch_hybrid_backend.loops.ir import Call, Const, Expr, Load, count_calls, loads_of
 from torch_hybrid_backend.loops.kernels import Argument, ConvKernel, Kernel, MatMulKernel, Store
 from torch_hybrid_backend.loops.layout import offset_of
-from torch_hybrid_backend.loops.ops import ROUND_TARGETS
+from torch_hybrid_backend.loops.ops import is_rounded
 from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, known_int, product, size_hint
 
 _GROUP = 8  # rows of tiles
@@ -309,22 +309,9 @@ def operand_dtype(target: Target, *operands: Expr) -> str:
     The interpreter multiplies no bfloat16.
     """
     for half in HALVES[:1] if target.is_interpreted else HALVES:
-        if all(_is_held_in(half, operand) for operand in operands):
+        if all(is_rounded(operand, half) for operand in operands):
             return half
     return operands[0].dtype
-
-
-def _is_held_in(dtype: str, e: Expr) -> bool:
-    match e:
-        case Load(buffer=buffer):
-            return buffer.dtype == dtype
-        case Const(value=value):
-            return value == 0
-        case Call(op="round", args=(_, Const(value=target))):
-            return ROUND_TARGETS[int(target)] == dtype
-        case Call(op="guard" | "where", args=(_, first, second)):
-            return _is_held_in(dtype, first) and _is_held_in(dtype, second)
-    return False
 
 
 class Product:
