@@ -124,7 +124,7 @@ class _TileConvolution(TileProduct):
 
     def _reads_pixels_once(self) -> bool:
         """Whether the products are those of a matmul of narrow numbers: each panel of columns reads a pixel once."""
-        return math.prod(self.conv.kernel) == 1 and not self.form.splits
+        return self.taps == 1 and not self.form.splits
 
     def _part_lengths(self) -> list[int]:
         if self._reads_pixels_once():
