@@ -96,21 +96,28 @@ def tile_convolutions(kernel: PackedConvKernel, weight: Packed | None, target: T
     """The convolution as a product on tiles, and the further choices of its schedule; none where it has no such form."""
     _, precision = float32_precision("cpu")
     name = _format(kernel.x, kernel.packed.dtype, kernel.accumulator.dtype, precision, target)
-    if weight is None or name is None or kernel.groups != 1 or kernel.winograd or kernel_sizes(kernel):
+    if weight is None or name is None or kernel.winograd or kernel_sizes(kernel):
         return []
-    images, outputs, *spatial = (known_int(variable.extent) for variable in kernel.domain)
-    channels = known_int(kernel.x_vars[1].extent)
+    images, all_outputs, *spatial = (known_int(variable.extent) for variable in kernel.domain)
+    all_channels = known_int(kernel.x_vars[1].extent)
     form = FORMATS[name]
+    together = _groups_together(kernel.groups, all_channels, all_outputs, form)
+    groups = kernel.groups // together
+    channels, outputs = all_channels // groups, all_outputs // groups
     if form.splits and channels % _LANES:
+        return []
+    if groups > 1 and channels < _LANES:
         return []
     if form.gathers(channels) and form.gathered_vectors(channels, kernel.kernel, kernel.dilation) > _MOST_VECTORS:
         return []
     k = form.conv_depth(channels, kernel.kernel)
-    cost = _cost(1, images * math.prod(spatial), outputs, k, form)
+    # Kernels by vectors multiply what groups that go together do not share only once.
+    cost = together * _cost(1, images * math.prod(spatial), outputs, k, form)
     if cost > _CONCEIVABLE_COST:
         return []
-    buffer = Buffer(form.packed_shape(1, k, outputs), form.dtype, "tiles", constant=True)
-    packed = weight.repacked(buffer, partial(pack_conv_tiles, form=form, channels=channels))
+    buffer = Buffer(form.packed_shape(groups, k, outputs), form.dtype, "tiles", constant=True)
+    ahead = partial(pack_conv_tiles, form=form, channels=channels, groups=kernel.groups, together=together)
+    packed = weight.repacked(buffer, ahead)
     convolution = TileConvKernel(
         _reading(kernel, kernel.packed, packed),
         kernel.writes,
@@ -122,11 +129,29 @@ def tile_convolutions(kernel: PackedConvKernel, weight: Packed | None, target: T
         kernel.stride,
         kernel.padding,
         kernel.dilation,
+        groups,
         kernel.kernel,
         kernel.accumulator,
         _stores(kernel),
     )
     return _variants(convolution, packed, cost)
+
+
+def _groups_together(groups: int, channels: int, outputs: int, form: TileFormat) -> int:
+    """How many groups of a convolution are multiplied as one, by zeros where an output does not read a channel.
+
+    Only of integers: a NaN or an infinity times zero is no zero. `channels`, `outputs`: of all groups.
+    """
+    if form.itemsize > 1:
+        return 1
+
+    def tiles(together: int) -> tuple[int, int, int]:
+        """Of all groups; then whether channels begin with a vector."""
+        matrices = groups // together
+        columns, k = outputs // matrices, channels // matrices
+        return matrices * -(-columns // PANEL) * form.steps(k), k % _LANES, together
+
+    return min((count for count in range(1, groups + 1) if groups % count == 0), key=tiles)
 
 
 def _stores(kernel: PackedMatMulKernel | UnpackedMatMulKernel | PackedConvKernel) -> tuple[Store, ...]:
@@ -135,7 +160,9 @@ def _stores(kernel: PackedMatMulKernel | UnpackedMatMulKernel | PackedConvKernel
         return kernel.stores
     start, (batch, *_), column = kernel.start, map(index_of, kernel.domain), index_of(kernel.domain[2])
     if isinstance(kernel, PackedConvKernel):
-        place: tuple[Index, ...] = (index_of(kernel.domain[1]),)
+        outputs = known_int(kernel.domain[1].extent) // kernel.groups
+        padded, output = known_int(start.shape[0]) // kernel.groups, index_of(kernel.domain[1])
+        place: tuple[Index, ...] = (output // outputs * padded + output % outputs,)
     else:
         place = (batch if kernel.batched_b else as_index(0), column)
 

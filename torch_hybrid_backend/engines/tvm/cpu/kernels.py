@@ -141,11 +141,11 @@ class PackedConvKernel(Kernel):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TileConvKernel(Kernel):
-    """Domain (n, o, *out_spatial): the accumulator by AMX, then the stores. All sizes are known; one group; channels are a multiple of 16
-    where operands are float32.
+    """Domain (n, o, *out_spatial): the accumulator by AMX, then the stores. All sizes are known; a group's channels are a multiple of 16
+    where operands are float32, and at least 16 where there are several groups.
 
-    `x` is over (n, c, *in_spatial) given by `x_vars`, in range only. The weight is packed ahead as a matrix of (kernel, c) by o, in the format
-    of that name in `amx_formats.FORMATS`, as `packing.pack_conv_tiles` says.
+    `x` is over (n, c, *in_spatial) given by `x_vars`, in range only. The weight is packed ahead as a matrix of (kernel, c) by o for each group,
+    in the format of that name in `amx_formats.FORMATS`, as `packing.pack_conv_tiles` says.
     """
 
     x_vars: tuple[LoopVar, ...]
@@ -155,13 +155,14 @@ class TileConvKernel(Kernel):
     stride: tuple[int, ...]
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
+    groups: int
     kernel: tuple[int, ...]
     accumulator: Buffer
     stores: tuple[Store, ...]
 
     @property
     def multiply_adds(self) -> float:
-        return _points(self) * size_hint(self.x_vars[1].extent) * math.prod(self.kernel)
+        return _points(self) * size_hint(self.x_vars[1].extent) / self.groups * math.prod(self.kernel)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

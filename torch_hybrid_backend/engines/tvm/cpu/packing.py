@@ -107,20 +107,29 @@ def pack_tiles(b: torch.Tensor, form: TileFormat) -> torch.Tensor:
     return torch.cat((packed.flatten(), is_plain.to(torch.int16))).view(torch.bfloat16)
 
 
-def pack_conv_tiles(w: torch.Tensor, form: TileFormat, channels: int | None = None) -> torch.Tensor:
-    """`pack_tiles` of a convolution's weight (O, I, *kernel) as the matrix (1, `form.conv_depth(channels, kernel)`, O).
+def pack_conv_tiles(
+    w: torch.Tensor, form: TileFormat, channels: int | None = None, groups: int = 1, together: int = 1
+) -> torch.Tensor:
+    """`pack_tiles` of a convolution's weight (O, I, *kernel) as matrices (groups / together, `form.conv_depth(channels, kernel)`, O of each).
 
-    `channels`: those of the image, I where not said. k runs through the steps of `form.pixel_depth(channels)` elements, and for each of them
-    through the kernel's positions: what is beyond the channels is zero. Of an image of few channels (`form.gathers`) it runs through the
-    positions.
+    `channels`: those of the image that a matrix reads, I * `together` where not said. k runs through the steps of
+    `form.pixel_depth(channels)` elements, and for each of them through the kernel's positions: what is beyond the channels is zero. Of an image
+    of few channels (`form.gathers`) it runs through the positions. `together`: groups of one matrix, which is zero where an output does not read
+    a channel.
     """
-    outputs, inputs = w.shape[:2]
-    channels = channels or inputs
+    matrices, inputs = groups // together, w.shape[1]
+    own = w.flatten(2).reshape(matrices, together, -1, inputs, w[0, 0].numel())
+    outputs = own.shape[2]
+    apart = own.new_zeros((matrices, together, outputs, together, inputs, own.shape[4]))
+    for number in range(together):
+        apart[:, number, :, number] = own[:, number]
+    channels = channels or inputs * together
     depth = form.pixel_depth(channels)
-    positions = torch.nn.functional.pad(w.flatten(2).permute(2, 1, 0), (0, 0, 0, depth - inputs))
+    positions = apart.reshape(matrices, together * outputs, together * inputs, -1).permute(0, 3, 2, 1)
+    positions = torch.nn.functional.pad(positions, (0, 0, 0, depth - together * inputs))
     if not form.gathers(channels):
-        positions = positions.reshape(len(positions), -1, form.depth, outputs).transpose(0, 1)
-    return pack_tiles(positions.reshape(1, -1, outputs), form)
+        positions = positions.unflatten(2, (-1, form.depth)).transpose(1, 2)
+    return pack_tiles(positions.reshape(matrices, -1, together * outputs), form)
 
 
 def is_depthwise(o: int, inputs_per_group: int, groups: int) -> bool:

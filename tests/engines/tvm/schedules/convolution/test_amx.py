@@ -32,9 +32,10 @@ def tiles_of(
     """As `make`, the kernel and its weight for tiles."""
     kernel, inputs, want = make(case, _HOST, x)
     # The weight that `make` packed, as it was: blocks of outputs come back together.
-    blocks = inputs.pop(kernel.packed)[0]
-    weight = blocks.permute(0, 4, 2, 1, 3).flatten(0, 1)[: case.o].reshape(case.o, case.x[1], *case.kernel)
-    ahead = pack_conv_tiles(weight, FORMATS[name])
+    blocks, in_group = inputs.pop(kernel.packed), case.o // case.groups
+    weight = blocks.permute(0, 1, 5, 3, 2, 4).flatten(1, 2)[:, :in_group].flatten(0, 1)
+    weight = weight.reshape(case.o, case.x[1] // case.groups, *case.kernel)
+    ahead = pack_conv_tiles(weight, FORMATS[name], groups=case.groups)
     packed = Buffer(tuple(ahead.shape), FORMATS[name].dtype, "tiles")
     reads = tuple(row_major(packed) if read.buffer is kernel.packed else read for read in kernel.reads)
     tiles = TileConvKernel(
@@ -48,6 +49,7 @@ def tiles_of(
         kernel.stride,
         kernel.padding,
         kernel.dilation,
+        kernel.groups,
         kernel.kernel,
         kernel.accumulator,
         kernel.stores,
@@ -68,6 +70,8 @@ def tiles_of(
         Case((1, 128, 6, 6), 32, (3, 3), padding=1),  # k in two parts
         Case((6, 32, 5, 7), 48, (3, 3), stride=2, padding=1),  # several images in a task
         pytest.param(Case((1, 32, 7, 7), 24, (3, 3), stride=2), marks=pytest.mark.full),
+        Case((4, 96, 5, 7), 120, (3, 3), stride=2, padding=1, groups=3),
+        pytest.param(Case((2, 64, 5, 7), 64, (1, 1), groups=2, blocked_x=False), marks=pytest.mark.full),
     ],
     ids=lambda case: f"{case.x} {case.o} {case.kernel}",
 )
@@ -90,6 +94,9 @@ def test_matches_eager(emulated: ctypes.CDLL, case: Case) -> None:
         Case((2, 12, 40), 32, (5,), padding=2),
         Case((3, 8, 6, 6), 32, (1, 1), stride=2, blocked_x=False),
         Case((4, 64, 5, 5), 40, (3, 3), padding=1),  # several images in a task
+        Case((2, 96, 7, 6), 48, (3, 3), padding=1, groups=4),  # groups that begin within a vector
+        Case((2, 128, 9, 5), 256, (1, 1), groups=2),
+        Case((1, 80, 30), 80, (5,), padding=2, groups=5),
     ],
     ids=lambda case: f"{case.x} {case.o} {case.kernel}",
 )
@@ -216,15 +223,45 @@ def test_integers(
     emulated: ctypes.CDLL, shape: tuple[int, ...], kernel: tuple[int, ...], stride: int, padding: int, name: str
 ) -> None:
     """Bytes are multiplied exactly, the most extreme ones too; outside of the image they are 0."""
-    whole, _, _ = make(Case(shape, 33, kernel, stride=stride, padding=padding), _HOST)
+    check_integers(shape, 33, kernel, stride, padding, name)
+
+
+@pytest.mark.parametrize(
+    ("shape", "outputs", "kernel", "groups", "together"),
+    [
+        ((2, 64, 6, 7), 32, (3, 3), 8, 4),
+        ((1, 128, 5, 9), 64, (3, 3), 2, 1),
+        ((2, 96, 30), 48, (5,), 4, 2),
+        ((2, 72, 6, 6), 72, (3, 3), 3, 1),  # groups that begin within a vector
+    ],
+)
+def test_groups_of_integers(
+    emulated: ctypes.CDLL, shape: tuple[int, ...], outputs: int, kernel: tuple[int, ...], groups: int, together: int
+) -> None:
+    """Each by itself, or several as one."""
+    check_integers(shape, outputs, kernel, 1, 1, "uint8", groups, together)
+
+
+def check_integers(
+    shape: tuple[int, ...],
+    outputs: int,
+    kernel: tuple[int, ...],
+    stride: int,
+    padding: int,
+    name: str,
+    groups: int = 1,
+    together: int = 1,
+) -> None:
+    """The kernel's sums of random bytes and of the most extreme ones, against float64."""
+    whole, _, _ = make(Case(shape, outputs, kernel, stride=stride, padding=padding, groups=groups), _HOST)
     torch.manual_seed(0)
     low = 0 if name == "uint8" else -128
     image = torch.randint(low, low + 256, shape).to(getattr(torch, name))
-    weight = torch.randint(-128, 128, (33, shape[1], *kernel)).to(torch.int8)
+    weight = torch.randint(-128, 128, (outputs, shape[1] // groups, *kernel)).to(torch.int8)
     image[0], weight[0] = (255 if name == "uint8" else -128), -128
-    ahead = pack_conv_tiles(weight, FORMATS[name])
+    ahead = pack_conv_tiles(weight, FORMATS[name], groups=groups, together=together)
     convolve = torch.nn.functional.conv1d if len(kernel) == 1 else torch.nn.functional.conv2d
-    want = convolve(image.double(), weight.double(), stride=stride, padding=padding)
+    want = convolve(image.double(), weight.double(), stride=stride, padding=padding, groups=groups)
     x, packed, out, sums = (
         Buffer(shape, dtype)
         for shape, dtype in [
@@ -248,6 +285,7 @@ def test_integers(
         whole.stride,
         whole.padding,
         whole.dilation,
+        groups // together,
         whole.kernel,
         sums,
         (Store(out, point, sums.at(point)),),

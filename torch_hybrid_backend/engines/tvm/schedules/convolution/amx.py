@@ -12,6 +12,7 @@ Pattern: a `TileConvKernel`. It is `matmul/amx.py` with k of all kernel position
 4. With a kernel of one pixel, lines of all images follow one another: a panel of rows may have pixels of two. With others, a task may have
    several whole images, one after the other: a panel of B is read for all of them.
 5. With few channels, below float32, rows of A are copied out of the lines in scratch memory instead (im2col).
+6. Groups are convolutions of their own: a task has pixels of one, and copies its channels only.
 Sources: Chellapilla, Puri & Simard, "High Performance Convolutional Neural Networks for Document Processing", 2006 (the matrix); Zhang,
 Franchetti & Low, "High Performance Zero-Memory Overhead Direct Convolutions", ICML 2018 (why not to make it).
 """
@@ -96,20 +97,32 @@ class _TileConvolution(TileProduct):
         )
         axes = [_Axis(*numbers) for numbers in geometry]
         self.y, self.x = axes if len(axes) == 2 else (_Axis(1, 1, 1, 1, 0, 1), axes[0])
-        self.images = images
+        self.images, self.groups = images, kernel.groups
         self.is_one_image = self._merges_images() and kernel.kernel == (1,) * len(axes) and not any(kernel.padding)
         # Lines of the result, of one image or of all; a line's rows of A.
         self.lines = self.y.out * (images if self.is_one_image else 1)
-        self.form, self.channels = FORMATS[kernel.format], known_int(kernel.x_vars[1].extent)
+        # Of a group.
+        self.form, self.channels = FORMATS[kernel.format], known_int(kernel.x_vars[1].extent) // kernel.groups
         self.width = self._rows_in_line()
         self.channel_steps, self.taps = self.form.steps(self.channels), math.prod(kernel.kernel)
         k = self.form.conv_depth(self.channels, kernel.kernel)
-        sizes = (1 if self.is_one_image else images, self.lines * self.width, k, outputs)
+        batch = kernel.groups * (1 if self.is_one_image else images)
+        sizes = (batch, self.lines * self.width, k, outputs // kernel.groups)
         super().__init__(kernel, kernel.x, sizes, builder, printer, target)
         # Whether a line of the image has numbers that cannot be split.
         self.flags = builder.local(self.y.images * self.image_lines * self.task_images, "int32", "flags")
 
     # Sizes.
+
+    def _b_batches(self) -> int:
+        return self.groups
+
+    def _first_column(self, batch: Index) -> Index:
+        return self._b_of(batch) * self.n
+
+    def _first_channel(self, batch: Index) -> Index:
+        """Of the group that a task multiplies."""
+        return self._b_of(batch) * self.channels
 
     def _merges_images(self) -> bool:
         """Whether images of a kernel of one pixel are one."""
@@ -231,7 +244,7 @@ class _TileConvolution(TileProduct):
         b = self.builder
         # The place of a row is counted, not divided out anew: with few channels that would be half of a row's work.
         extents = [self.width, self.y.out, self.images]
-        image, panel = batch * self.task_images + r // self.image_panels, r % self.image_panels
+        image, panel = batch // self.groups * self.task_images + r // self.image_panels, r % self.image_panels
         first = [panel * PANEL % self.width, panel * PANEL // self.width + row]
         first[1:] = [first[1] % self.y.out, first[1] // self.y.out] if self.is_one_image else [first[1], image]
         counters = b.local(len(extents), "int32", "place")
@@ -249,7 +262,8 @@ class _TileConvolution(TileProduct):
             bound = [b.bound(b.load(counters, n), extent, "at") for n, extent in enumerate(extents)]
             (column, _), (y, _), (image, _) = bound
             places = (image, *(y, column)[-len(self.conv.kernel) :])
-            stores = body(at, dict(zip((self.conv.domain[0], *self.conv.domain[2:]), places, strict=True)))
+            env = dict(zip((self.conv.domain[0], *self.conv.domain[2:]), places, strict=True))
+            stores = body(at, {**env, self.conv.x_vars[1]: self._first_channel(batch)})
             if self.width > self.x.out:
                 stores = b.when(b.index(column) < self.x.out, stores)
             return b.seq(*[binding for _, binding in bound], stores, count(0))
@@ -278,7 +292,8 @@ class _TileConvolution(TileProduct):
         condition = None
         for test in inside:
             condition = test if condition is None else tirx.And(condition, test)
-        return condition, lambda lane: {**own, conv.x_vars[1]: block * _LANES + within + lane}
+        first = env[conv.x_vars[1]]  # of the group
+        return condition, lambda lane: {**own, conv.x_vars[1]: first + block * _LANES + within + lane}
 
     # The image as tiles.
 
@@ -324,10 +339,10 @@ class _TileConvolution(TileProduct):
         """
         b, conv, (slot, of_image) = self.builder, self.conv, place
         number, line = row + of_image, slot * self.image_lines + of_image
-        image = batch * self.task_images + slot
+        image = batch // self.groups * self.task_images + slot
         image, position = (number // self.y.out, number % self.y.out) if self.is_one_image else (image, number)
         source = self.y.pixel(position, y)
-        own: dict[LoopVar, Index] = {conv.x_vars[0]: image}
+        own: dict[LoopVar, Index] = {conv.x_vars[0]: image, conv.x_vars[1]: self._first_channel(batch)}
         if len(conv.kernel) == 2:
             own[conv.x_vars[2]] = source
         tests = []
@@ -412,7 +427,7 @@ class _TileConvolution(TileProduct):
         splitting: FloatParts | None,
         lanes: int = _LANES,
     ) -> Stmt:
-        """Sixteen channels of one pixel: of the image at `env`, which has no channel yet and only `lanes` of them, and zeros."""
+        """Sixteen channels of one pixel: of the image at `env`, whose channel is the group's first, only `lanes` of them, and zeros."""
         b, form = self.builder, self.form
         in_row = form.depth // _LANES
         places = [
@@ -429,7 +444,8 @@ class _TileConvolution(TileProduct):
             return b.seq(self._chunks(0, _LANES, missing))
 
         def here(lane: Index) -> Mapping[LoopVar, Index]:
-            return {**env, self.conv.x_vars[1]: unit * _LANES + lane}
+            channel = self.conv.x_vars[1]
+            return {**env, channel: env[channel] + unit * _LANES + lane}
 
         if splitting is not None:  # channels are whole vectors
             return splitting.stored(
@@ -449,7 +465,9 @@ class _TileConvolution(TileProduct):
         def chunk(first: int, width: int) -> Stmt:
             return self.printer.vector_loop(width, lambda lane: body(lane + first))
 
-        chunks = [chunk(start + first, width) for first, width in lane_chunks(end - start, _LANES)]
+        # Of a group that does not begin with a vector, more channels may not lie together.
+        most = math.gcd(_LANES, self.channels) if self.groups > 1 else _LANES
+        chunks = [chunk(start + first, width) for first, width in lane_chunks(end - start, most)]
         return self.builder.seq(*chunks) if chunks else None
 
     def _mark(self, r: Index) -> Stmt:

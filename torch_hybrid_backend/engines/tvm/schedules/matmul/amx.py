@@ -109,7 +109,7 @@ class TileProduct:
         self.kernel, self.a, self.builder, self.printer, self.target = kernel, a, builder, printer, target
         self.form = FORMATS[kernel.format]
         self.batch, self.m, self.k, self.n = sizes
-        self.batched_b = False
+        self.b_batches = self._b_batches()
         self.column = kernel.domain[2] if isinstance(kernel, TileMatMulKernel) else kernel.domain[1]
         self.row_panels, self.column_panels = -(-self.m // PANEL), -(-self.n // PANEL)
         self.steps = self.form.steps(self.k)
@@ -133,6 +133,10 @@ class TileProduct:
         self.a_numbers, self.b_numbers = (
             builder.local(self.part_elements * PANEL, "float32", name) for name in ("a_numbers", "b_numbers")
         )
+
+    def _b_batches(self) -> int:
+        """How many B there are: task number i multiplies by number i modulo them."""
+        return 1
 
     def _rows_in_memory(self) -> RowsInMemory | None:
         """Where rows of A lie along k as they are multiplied; None where that is not simply in an array."""
@@ -419,7 +423,7 @@ class TileProduct:
         by_tiles = b.seq(self._by_tiles_of_panel(batch, row, column, r, c, part), self._kept(self._sums_at(r, c), part))
         if not self.form.splits:
             return by_tiles
-        count = self.column_panels * (self.batch if self.batched_b else 1)
+        count = self.column_panels * self.b_batches
         is_plain = b.load(self.packed, count * self.steps * self.panel_size + panel) != tirx.IntImm("uint16", 0)
         is_outside = b.load(self.is_outside, r) != 0
         by_vectors = self._by_vectors(batch, row, r, panel, c, part, is_plain)
@@ -427,7 +431,11 @@ class TileProduct:
 
     def _panel_of(self, batch: Index, column: Index, c: Index) -> Index:
         """The number of a panel of B."""
-        return column + c + (batch * self.column_panels if self.batched_b else 0)
+        return column + c + self._b_of(batch) * self.column_panels
+
+    def _b_of(self, batch: Index) -> Index:
+        """Which B the rows of a batch are multiplied by."""
+        return batch % self.b_batches
 
     def _by_tiles_of_panel(self, batch: Index, row: Index, column: Index, r: Index, c: Index, part: Part) -> Stmt:
         """The products of a panel of rows and one of columns, in the registers of sums."""
@@ -617,7 +625,7 @@ class TileProduct:
         b, kernel, left = self.builder, self.kernel, self.n % PANEL
         in_place = self.parts == 1 or self.form.splits
         array, sums = (self.sums, self._sums_at(r, c)) if in_place else (self.near, as_index(0))
-        first = (column + c) * PANEL
+        first = (column + c) * PANEL + self._first_column(batch)
         stores, of_columns = self._columns_apart(kernel.stores, first)
 
         def columns(piece: Callable[[int, int], Stmt]) -> Stmt:
@@ -652,6 +660,10 @@ class TileProduct:
 
         arrays = [b.alloc(array) for _, array in of_columns]
         return b.seq(*arrays, columns(fill) if of_columns else None, self.each_line(batch, row, r, line))
+
+    def _first_column(self, batch: Index) -> Index:
+        """The result's column of the first one of B."""
+        return as_index(0)
 
     def _columns_apart(self, stores: Sequence[Store], first: Index) -> tuple[list[Store], list[tuple[Expr, TirBuffer]]]:
         """The stores with what depends on the column alone read from an array of a panel's columns, and what is in the arrays."""
@@ -689,9 +701,11 @@ class _TileMatMul(TileProduct):
 
     def __init__(self, kernel: TileMatMulKernel, builder: Builder, printer: Printer, target: Target) -> None:
         batch, m, n = (known_int(variable.extent) for variable in kernel.domain)
-        self.depth = kernel.k
+        self.depth, self.batched_b = kernel.k, kernel.batched_b
         super().__init__(kernel, kernel.a, (batch, m, known_int(kernel.k.extent), n), builder, printer, target)
-        self.batched_b = kernel.batched_b
+
+    def _b_batches(self) -> int:
+        return self.batch if self.batched_b else 1
 
     def _rows_in_memory(self) -> RowsInMemory | None:
         a = self.a.args[0] if isinstance(self.a, Call) and self.a.op == "cast" else self.a
