@@ -51,6 +51,7 @@ from torch_hybrid_backend.loops.scores import plain_score
 Environment = dict[Buffer, torch.Tensor]
 
 _FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "exp_nonpositive": torch.exp,
     "bitnot": torch.bitwise_not,
     "round_even": torch.round,
     "floordiv": lambda a, b: torch.div(a, b, rounding_mode="floor"),

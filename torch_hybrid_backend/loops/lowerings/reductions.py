@@ -218,15 +218,16 @@ def logsumexp(ctx: Context, x: Value, dim: Axes, keepdim: bool = False) -> Value
     shift = ctx.pointwise(
         lambda a: where(call("isinf", a), lit(a, 0), a), top, dtype=compute_dtype(ctx.out.dtype), shape=top.shape
     )
-    total = _sum_of_exponentials(ctx, x, shift, axes)
+    # Not below the maximum where that is infinite.
+    total = _sum_of_exponentials(ctx, x, shift, axes, "exp")
     shape = ctx.shape
     return ctx.pointwise(lambda s, m: add(call("log", s), m), reshaped(total, shape), reshaped(shift, shape))
 
 
-def _sum_of_exponentials(ctx: Context, x: Value, shift: Value, axes: tuple[int, ...]) -> Value:
+def _sum_of_exponentials(ctx: Context, x: Value, shift: Value, axes: tuple[int, ...], exp: str) -> Value:
     def body(index: tuple[Index, ...]) -> Expr:
         centre = shift.at(tuple(as_index(0) if d in axes else i for d, i in enumerate(index)))
-        return call("exp", sub(cast(x.at(index), centre.dtype), centre))
+        return call(exp, sub(cast(x.at(index), centre.dtype), centre))
 
     return reduced_body(ctx, "sum", x, axes, body, shift.dtype, keepdim=True)
 
@@ -234,18 +235,23 @@ def _sum_of_exponentials(ctx: Context, x: Value, shift: Value, axes: tuple[int, 
 # Softmax
 
 
+# Of what a mask of -100 hides the exponential is denormal in float32, and a processor takes a hundred times as long for such numbers, here and in
+# the product with the values. Here they are 0, as from `torch.softmax` on most elements.
+_WEIGHT = "exp_nonpositive"
+
+
 def _row_statistics(ctx: Context, x: Value, dim: int) -> tuple[Value, Value]:
     """Maximum and sum of exponentials below it, per row, in the compute dtype of the result."""
     axes = axes_of(dim, len(x.shape))
     dtype = compute_dtype(ctx.out.dtype)
     top = reduced(ctx, "max", x, axes, _accumulated(dtype), dtype, keepdim=True)
-    return top, _sum_of_exponentials(ctx, x, top, axes)
+    return top, _sum_of_exponentials(ctx, x, top, axes, _WEIGHT)
 
 
 @lowers(aten._softmax.default)
 def softmax(ctx: Context, x: Value, dim: int, half_to_float: bool) -> Value:
     top, total = _row_statistics(ctx, x, dim)
-    return ctx.pointwise(lambda a, m, s: div(call("exp", sub(a, m)), s), x, top, total)
+    return ctx.pointwise(lambda a, m, s: div(call(_WEIGHT, sub(a, m)), s), x, top, total)
 
 
 @lowers(aten._safe_softmax.default)
@@ -254,7 +260,7 @@ def safe_softmax(ctx: Context, x: Value, dim: int, dtype: torch.dtype | None = N
     top, total = _row_statistics(ctx, x, dim)
 
     def fn(a: Expr, m: Expr, s: Expr) -> Expr:
-        return where(call("eq", m, lit(m, -math.inf)), lit(a, 0), div(call("exp", sub(a, m)), s))
+        return where(call("eq", m, lit(m, -math.inf)), lit(a, 0), div(call(_WEIGHT, sub(a, m)), s))
 
     return ctx.pointwise(fn, x, top, total)
 

@@ -89,7 +89,7 @@ def _joined(stages: Sequence[Stage], count: Dim) -> dict[Stage, Joined]:
                             case Call(_, "div", (total, n)) if _is_count(n, count):
                                 if (base := base_of(total, "sum", element)) is not None:
                                     found[stage] = Joined("squares", base, centre)
-            case Call(_, "exp", (Call(_, "sub", (element, centre)),)):
+            case Call(_, "exp" | "exp_nonpositive", (Call(_, "sub", (element, centre)),)):
                 if (base := base_of(_unless_infinite(resolved(centre)), "max", element)) is not None:
                     found[stage] = Joined("exponentials", base, centre)
     return found
