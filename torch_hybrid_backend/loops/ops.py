@@ -202,13 +202,26 @@ def guard(condition: Expr, inside: Expr, outside: Expr) -> Expr:
 
 
 def decided(e: Expr, guard: Call, branch: int) -> Expr:
-    """The expression with one guard replaced by its `inside` (branch 1) or its `outside` (branch 2)."""
-    done: dict[Expr, Expr] = {guard: guard.args[branch]}
+    """The expression with one guard replaced by its `inside` (branch 1) or its `outside` (branch 2), and so each of the same condition or its
+    negation. Equal parts of the expression are one object (`sharing.Sharing`)."""
+    condition = guard.args[0]
+    done: dict[Expr, Expr] = {}
+
+    def known(x: Call) -> int | None:
+        """The branch that is left of a guard."""
+        if x.op != "guard":
+            return None
+        if x.args[0] is condition:
+            return branch
+        is_negated = isinstance(x.args[0], Call) and x.args[0].op == "not" and x.args[0].args[0] is condition
+        return 3 - branch if is_negated else None
 
     def visit(x: Expr) -> Expr:
         if x not in done:
             result = x
-            if isinstance(x, Call):
+            if isinstance(x, Call) and (left := known(x)) is not None:
+                result = visit(x.args[left])
+            elif isinstance(x, Call):
                 args = tuple(visit(a) for a in x.args)
                 if any(a is not b for a, b in zip(args, x.args, strict=True)):
                     result = Call(x.dtype, x.op, args)

@@ -235,8 +235,8 @@ def _sum_of_exponentials(ctx: Context, x: Value, shift: Value, axes: tuple[int, 
 # Softmax
 
 
-# Of what a mask of -100 hides the exponential is denormal in float32, and a processor takes a hundred times as long for such numbers, here and in
-# the product with the values. Here they are 0, as from `torch.softmax` on most elements.
+# The exponential of what a mask of -100 hides is denormal in float32. A processor takes a hundred times as long for such numbers, here and in
+# the product with the values. They are 0 here, as most of them are in `torch.softmax`.
 _WEIGHT = "exp_nonpositive"
 
 

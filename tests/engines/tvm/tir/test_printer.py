@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from torch_hybrid_backend.engines.tvm.target import Target, tvm_target
-from torch_hybrid_backend.engines.tvm.tir.builder import Builder, argument, prim_func
+from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, argument, prim_func
 from torch_hybrid_backend.engines.tvm.tir.pipeline import build
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.loops import ops
-from torch_hybrid_backend.loops.index import LoopVar, as_index, index_of
+from torch_hybrid_backend.loops.index import Index, LoopVar, as_index, index_of
 from torch_hybrid_backend.loops.ir import Buffer, Const, Expr, scalar_index
 from torch_hybrid_backend.loops.kernels import Store
 from torch_hybrid_backend.loops.layout import contiguous
@@ -151,6 +151,26 @@ def test_a_decided_guard_leaves_only_its_branch() -> None:
     script = one.script(value)
     assert "-100" not in script
     assert "if" not in script.split("T.func_attr")[1].replace("T.if_then_else", "if ")
+
+
+def test_joined_tensors_are_read_without_masks() -> None:
+    """A vector of a concatenation lies in one of its tensors: which one is a branch around the vector, asked once for each of them."""
+    one = One()
+    place = index_of(I)
+    read = [one.x.at((place - start,)) for start in (0, 16, 48)]
+    last = ops.call("lt", ops.from_index(place), ops.from_index(as_index(48)))
+    first = ops.call("lt", ops.from_index(place), ops.from_index(as_index(16)))
+    zero = ops.const(0, "float32")
+    behind = ops.guard(ops.call("not", last), ops.guard(ops.index_in(place - 48, 0, 16), read[2], zero), zero)
+    middle = ops.guard(ops.call("not", first), ops.guard(last, read[1], behind), zero)
+    joined = one.store(ops.guard(first, read[0], middle))
+
+    def vector(number: Index) -> Stmt:
+        return one.printer.vector_loop(16, lambda lane: one.printer.store(joined, {I: number * 16 + lane}))
+
+    script = str(prim_func("k", one.arrays, one.builder.loop(N // 16, vector)).script())
+    assert "Select" not in script
+    assert script.count("if ") == 3
 
 
 def test_locals_override_loads() -> None:

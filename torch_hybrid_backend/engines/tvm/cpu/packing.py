@@ -114,8 +114,8 @@ def pack_conv_tiles(
 
     `channels`: those of the image that a matrix reads, I * `together` where not said. k runs through the steps of
     `form.pixel_depth(channels)` elements, and for each of them through the kernel's positions: what is beyond the channels is zero. Of an image
-    of few channels (`form.gathers`) it runs through the positions. `together`: groups of one matrix, which is zero where an output does not read
-    a channel.
+    of few channels (`form.gathers`) it runs through the positions. `together`: groups of one matrix, which is zero where an output does not
+    read a channel.
     """
     matrices, inputs = groups // together, w.shape[1]
     own = w.flatten(2).reshape(matrices, together, -1, inputs, w[0, 0].numel())
@@ -128,7 +128,7 @@ def pack_conv_tiles(
     positions = apart.reshape(matrices, together * outputs, together * inputs, -1).permute(0, 3, 2, 1)
     positions = torch.nn.functional.pad(positions, (0, 0, 0, depth - together * inputs))
     if not form.gathers(channels):
-        positions = positions.unflatten(2, (-1, form.depth)).transpose(1, 2)
+        positions = positions.reshape(matrices, -1, depth // form.depth, form.depth, together * outputs).transpose(1, 2)
     return pack_tiles(positions.reshape(matrices, -1, together * outputs), form)
 
 

@@ -136,6 +136,8 @@ class Printer:
     def _depends_on_lane(self, condition: Expr, env: Env) -> bool:
         if isinstance(condition, Call) and condition.op in ("and", "or"):
             return any(self._depends_on_lane(a, env) for a in condition.args if self.decide(a, env) is None)
+        if isinstance(condition, Call) and condition.op == "not":
+            return self._depends_on_lane(condition.args[0], env)
         sides = self.index_sides(condition, env) if isinstance(condition, Call) else None
         if sides is None:
             return True
@@ -355,6 +357,9 @@ class Printer:
             if None in sides or len(sides) == 1:
                 return None if None in sides else sides[0]
             return (tirx.And if condition.op == "and" else tirx.Or)(*sides)
+        if condition.op == "not":
+            inner = self.index_test(condition.args[0], env)
+            return None if inner is None else tirx.Not(inner)
         bounds = self.index_sides(condition, env)
         if bounds is None:
             return None
@@ -375,6 +380,10 @@ class Printer:
                 case _:
                     return None
         left, right = sides
+        if (
+            isinstance(left.const, int) and left.const < 0
+        ):  # behind another tensor of a concatenation: `x - 96 >= 0` is `x >= 96`
+            left, right = left - left.const, right - left.const
         if comparison.op in ("lt", "ge") and right.is_const and isinstance(right.const, int) and right.const > 0:
             # `block * 16 + lane < 64` is `block < 4`: the lane drops out.
             left, right = left.coarse_bound(right.const)
