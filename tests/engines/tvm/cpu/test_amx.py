@@ -213,9 +213,20 @@ def test_convolutions() -> None:
     assert few[0].cost > ways[0].cost
 
 
+def test_grouped_convolutions() -> None:
+    """Groups of floating point stay apart, each with its own tiles."""
+    w = torch.randn(128, 32, 3, 3).bfloat16()
+    ways = of_convolution(w, groups=4)
+    (kernel,), (packed,) = ways[0].kernels, ways[0].packed
+    assert isinstance(kernel, TileConvKernel)
+    assert (kernel.groups, ways[0].is_preferred) == (4, True)
+    each = [pack_conv_tiles(part, FORMATS["bfloat16"]) for part in w.chunk(4)]
+    assert torch.equal(packed.pack(w).view(torch.int16), torch.cat(each).view(torch.int16))
+
+
 def test_where_tiles_do_not_serve_convolutions() -> None:
-    """Groups, channels that do not fill a vector, a weight known only at run time, hardly any pixels."""
-    assert not of_convolution(torch.randn(64, 16, 3, 3), groups=2)
+    """Groups or images whose channels do not fill a vector, a weight known only at run time, hardly any pixels."""
+    assert not of_convolution(torch.randn(64, 8, 3, 3), groups=4)
     assert not of_convolution(torch.randn(64, 3, 3, 3))
     assert not of_convolution(torch.randn(64, 64, 3, 3), changing=2)
     assert not of_convolution(torch.randn(64, 64, 3, 3), size=2)
