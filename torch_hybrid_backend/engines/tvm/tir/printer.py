@@ -380,9 +380,8 @@ class Printer:
                 case _:
                     return None
         left, right = sides
-        if (
-            isinstance(left.const, int) and left.const < 0
-        ):  # behind another tensor of a concatenation: `x - 96 >= 0` is `x >= 96`
+        # Behind another tensor of a concatenation: `x - 96 >= 0` is `x >= 96`.
+        if isinstance(left.const, int) and left.const < 0:
             left, right = left - left.const, right - left.const
         if comparison.op in ("lt", "ge") and right.is_const and isinstance(right.const, int) and right.const > 0:
             # `block * 16 + lane < 64` is `block < 4`: the lane drops out.

@@ -135,7 +135,7 @@ class TileProduct:
         )
 
     def _b_batches(self) -> int:
-        """How many B there are: task number i multiplies by number i modulo them."""
+        """How many B there are: the rows of batch i are multiplied by number i modulo them."""
         return 1
 
     def _rows_in_memory(self) -> RowsInMemory | None:
