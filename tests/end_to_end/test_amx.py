@@ -87,3 +87,43 @@ assert not may_use_tiles()
 assert not [name for name in TvmBackend().target.features if name.startswith("amx")]
 check()
 """)
+
+
+@pytest.mark.parametrize(("dtype", "zero"), [(torch.uint8, 0), (torch.uint8, 5), (torch.int8, 0)])
+def test_groups_of_integers_with_a_zero_point(dtype: torch.dtype, zero: int) -> None:
+    """Exact; what moves the image is taken off each group's sums, whose columns are padded apart from the others'."""
+    import torch.ao.quantization.fx._decomposed  # defines the operators
+
+    torch.manual_seed(0)
+    limits = torch.iinfo(dtype)
+    x = torch.randint(limits.min, limits.max + 1, (2, 128, 12, 13), dtype=dtype)
+    w = torch.randint(-127, 128, (80, 64, 3, 3), dtype=torch.int8)
+    dequantize = torch.ops.quantized_decomposed.dequantize_per_tensor
+
+    def convolution(x: torch.Tensor) -> torch.Tensor:
+        image = dequantize(x, 1.0, zero, limits.min, limits.max, dtype)
+        weight = dequantize(w, 1.0, 0, -128, 127, torch.int8)
+        return torch.nn.functional.conv2d(image, weight, padding=1, groups=2)
+
+    with torch.no_grad():
+        compiled = torch.compile(convolution, backend="hybrid", options={"placement": "estimate"})
+        compiled(x)
+        got = compiled(x)
+    want = torch.nn.functional.conv2d(x.double() - zero, w.double(), padding=1, groups=2)
+    assert torch.equal(got.double(), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_is_not_finite_stays_in_its_group(dtype: torch.dtype) -> None:
+    """A NaN or an infinity reaches the outputs that read its channel, and no others."""
+    torch.manual_seed(0)
+    layer = torch.nn.Conv2d(128, 96, 3, padding=1, groups=4).to(dtype)
+    x = torch.randn(1, 128, 14, 14).to(dtype)
+    x[0, 3, 5, 5], x[0, 40, 2, 2] = float("nan"), float("inf")
+    with torch.no_grad():
+        compiled = torch.compile(layer, backend="hybrid", options={"placement": "estimate"})
+        compiled(x)
+        got, want = compiled(x).double(), layer.double()(x.double())
+    assert torch.equal(got.isfinite(), want.isfinite())
+    finite = want.isfinite()
+    torch.testing.assert_close(got[finite], want[finite], rtol=1e-2, atol=1e-2)
