@@ -70,7 +70,7 @@ def test_attention(masked: bool) -> None:
     kernel = neutral_kernel(anchor_of(op, q, k, v, *([mask] if mask else [])))
     assert isinstance(kernel, AttentionKernel)
     assert [a.buffer.name for a in kernel.reads] == ["q", "k", "v", *(["mask"] if masked else []), "bias"]
-    assert ((kernel.mask is not None), len(kernel.mask_vars)) == ((True, 4) if masked else (False, 0))
+    assert ((kernel.score is not None), len(kernel.score_vars)) == (masked, 4)
     assert (kernel.scale, kernel.causal) == (0.25, True)
     assert len({variable.name for part in (kernel.q_vars, kernel.k_vars, kernel.v_vars) for variable in part}) == 12
 

@@ -52,8 +52,12 @@ def run(kernel: Kernel, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
                     (kernel.v_vars, kernel.v),
                 )
             )
-            mask = None if kernel.mask is None else _over(kernel.mask_vars, kernel.mask, env)
-            env[kernel.accumulator], stores = attend(q, k, v, mask, kernel.scale, kernel.causal), kernel.stores
+            scores = q @ k.transpose(-1, -2) * kernel.scale
+            if kernel.score is not None:
+                env[kernel.product] = scores.reshape(_known(kernel.product.shape))
+                scores = _over(kernel.score_vars, kernel.score, env)
+            attended = attend(scores, v, kernel.causal, kernel.nan_rows)
+            env[kernel.accumulator], stores = attended.reshape(_known(kernel.accumulator.shape)), kernel.stores
         case _:
             raise TypeError(f"not a kernel of the loops language: {kernel!r}")
     frame = Frame(_extents(kernel.domain), env, kernel.domain)

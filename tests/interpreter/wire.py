@@ -28,8 +28,8 @@ from torch_hybrid_backend.loops.ops import OPS
 _FIELDS: dict[type, tuple[str, ...]] = {
     Argument: ("buffer", "layout"),
     AttentionKernel: (
-        *("reads", "writes", "domain", "q", "q_vars", "k", "k_vars", "v", "v_vars", "mask", "mask_vars", "scale"),
-        *("causal", "accumulator", "stores"),
+        *("reads", "writes", "domain", "q", "q_vars", "k", "k_vars", "v", "v_vars", "score", "score_vars"),
+        *("product", "scale", "causal", "accumulator", "stores", "nan_rows"),
     ),
     Buffer: ("shape", "dtype", "name"),
     Call: ("dtype", "op", "args"),

@@ -215,16 +215,15 @@ def evaluate(op: LoopOp, env: Environment) -> None:
             result = convolve(_read(x, env), _read(w, env), op.out.shape[2:], *settings)
         case AttentionOp():
             q, k, v = (_read(value, env) for value in (op.q, op.k, op.v))
-            result = attend(q, k, v, None if op.mask is None else _read(op.mask, env), op.scale, op.causal)
+            scores = q @ k.transpose(-1, -2) * op.scale
+            result = attend(scores if op.mask is None else scores + _read(op.mask, env), v, op.causal)
             if op.log_sum_exp is not None:
                 scores = _scores(plain_score(op.mask, op.scale, op.causal), q, k, env)
                 env[op.log_sum_exp] = _log_sum_exp(scores, op.empty)
         case ScoredAttentionOp():
             q, k, v = (_read(value, env) for value in (op.q, op.k, op.v))
             scores = _scores(op.score, q, k, env)
-            result = torch.softmax(scores, -1) @ v
-            if not op.nan_rows:
-                result = result.masked_fill(scores.amax(-1, keepdim=True) == -math.inf, 0)
+            result = attend(scores, v, False, op.nan_rows)
             if op.log_sum_exp is not None:
                 env[op.log_sum_exp] = _log_sum_exp(scores, op.empty)
         case AttentionGradientOp():
@@ -349,18 +348,13 @@ def convolve(
     return torch.convolution(padded, w, None, stride, [0] * rank, dilation, False, [0] * rank, groups)
 
 
-def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool
-) -> torch.Tensor:
-    """See `loops.ir.AttentionOp`."""
-    scores = q @ k.transpose(-1, -2) * scale
-    if mask is not None:
-        scores = scores + mask
+def attend(scores: torch.Tensor, v: torch.Tensor, causal: bool, nan_rows: bool = False) -> torch.Tensor:
+    """See `loops.kernels.AttentionKernel`."""
     if causal:
         rows, columns = torch.arange(scores.shape[-2])[:, None], torch.arange(scores.shape[-1])
         scores = scores.masked_fill(columns > rows, -math.inf)
     weights = torch.softmax(scores, -1)
-    return weights.masked_fill(scores.amax(-1, keepdim=True) == -math.inf, 0) @ v
+    return (weights if nan_rows else weights.masked_fill(scores.amax(-1, keepdim=True) == -math.inf, 0)) @ v
 
 
 def trace(fn: Callable[..., object], inputs: Sequence[torch.Tensor]) -> torch.fx.GraphModule:

@@ -16,11 +16,16 @@ from torch_hybrid_backend.loops.ir import (
     Expr,
     LoopOp,
     MatMulOp,
+    ScoredAttentionOp,
     Value,
     buffers_of_expr,
+    compute_dtype,
+    score_over,
 )
 from torch_hybrid_backend.loops.kernels import Argument, AttentionKernel, ConvKernel, Kernel, MatMulKernel, Store
 from torch_hybrid_backend.loops.layout import Layout
+from torch_hybrid_backend.loops.ops import add, cast
+from torch_hybrid_backend.loops.scores import unscaled
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,27 +81,51 @@ def neutral_kernel(anchor: Anchor) -> Kernel:
                 anchor.stores,
                 transposed=op.transposed,
             )
-        case AttentionOp():
-            (q_vars, q), (k_vars, k_expr), (v_vars, v) = over(op.q, "q"), over(op.k, "k"), over(op.v, "v")
-            mask_vars, mask = over(op.mask, "z") if op.mask is not None else ((), None)
-            return AttentionKernel(
-                anchor.reads([q, k_expr, v] + ([mask] if mask is not None else [])),
-                anchor.writes,
-                anchor.domain,
-                q,
-                q_vars,
-                k_expr,
-                k_vars,
-                v,
-                v_vars,
-                mask,
-                mask_vars,
-                op.scale,
-                op.causal,
-                anchor.accumulator,
-                anchor.stores,
-            )
+        case AttentionOp() | ScoredAttentionOp():
+            return _attention_kernel(anchor, op)
     raise TypeError(f"a {type(op).__name__} is no anchor")
+
+
+def _attention_kernel(anchor: Anchor, op: AttentionOp | ScoredAttentionOp) -> Kernel:
+    """The kernel has batches and heads: heads of one behind batches, where the operation has them as one dimension."""
+    (q_vars, q), (k_vars, k), (v_vars, v) = over(op.q, "q"), over(op.k, "k"), over(op.v, "v")
+    shape = (*op.q.shape[:-1], op.k.shape[-2])
+    score_vars = tuple(LoopVar(f"z{d}", n) for d, n in enumerate(shape))
+    point = tuple(map(index_of, score_vars))
+    product = Buffer(shape, compute_dtype(op.out.dtype), "product")
+    score: Expr | None
+    if isinstance(op, AttentionOp):
+        score = None if op.mask is None else add(product.at(point), cast(op.mask.at(point), product.dtype))
+        scale, causal, nan_rows = op.scale, op.causal, False
+    else:
+        scale, score = unscaled(score_over(op.score, product, point), product)
+        causal, nan_rows = False, op.nan_rows
+    return AttentionKernel(
+        anchor.reads([e for e in (q, k, v, score) if e is not None]),
+        anchor.writes,
+        _with_heads(anchor.domain),
+        q,
+        _with_heads(q_vars),
+        k,
+        _with_heads(k_vars),
+        v,
+        _with_heads(v_vars),
+        score,
+        _with_heads(score_vars),
+        product,
+        scale,
+        causal,
+        anchor.accumulator,
+        anchor.stores,
+        nan_rows,
+    )
+
+
+def _with_heads(variables: tuple[LoopVar, ...]) -> tuple[LoopVar, ...]:
+    if len(variables) == 4:
+        return variables
+    batch, *rest = variables
+    return (batch, LoopVar(f"{batch.name}h", 1), *rest)
 
 
 def over(value: Value, prefix: str) -> tuple[tuple[LoopVar, ...], Expr]:

@@ -147,7 +147,11 @@ class ConvKernel(Kernel):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionKernel(Kernel):
-    """Domain (b, h, s, e): softmax(q k^T * scale + mask) v, then the stores read `accumulator`."""
+    """Domain (b, h, s, e): softmax(score) v, then the stores read `accumulator`.
+
+    `score` is over `score_vars` and reads `product`, which lives in the kernel: q k^T * scale at that point; None where it is the product.
+    Causal: -inf where t > s. A row of -inf alone is 0, with `nan_rows` NaN.
+    """
 
     q: Expr
     q_vars: tuple[LoopVar, ...]  # (b, h, s, d)
@@ -155,12 +159,14 @@ class AttentionKernel(Kernel):
     k_vars: tuple[LoopVar, ...]  # (b, h, t, d)
     v: Expr
     v_vars: tuple[LoopVar, ...]  # (b, h, t, e)
-    mask: Expr | None
-    mask_vars: tuple[LoopVar, ...]  # (b, h, s, t)
+    score: Expr | None
+    score_vars: tuple[LoopVar, ...]  # (b, h, s, t)
+    product: Buffer
     scale: float
     causal: bool
     accumulator: Buffer
     stores: tuple[Store, ...] = field(default=())
+    nan_rows: bool = False
 
     @property
     def multiply_adds(self) -> float:

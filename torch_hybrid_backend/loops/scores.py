@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from torch_hybrid_backend.loops.index import Index, LoopVar
 from torch_hybrid_backend.loops.ir import (
     INDEX_DTYPE,
+    Buffer,
     Call,
     Const,
     Expr,
     FromIndex,
+    Load,
     ScoreFn,
     Value,
     indices,
@@ -40,6 +42,38 @@ def plain_score(mask: Value | None, scale: float, causal: bool) -> ScoreFn:
         return value
 
     return score
+
+
+def unscaled(score: Expr, product: Buffer) -> tuple[float, Expr | None]:
+    """The positive factor that every product in a score has, and the score of products that have it already; None where it is the product."""
+    factors = {_factor(e, product) for e in parts([score])} - {0.0}
+    factor = factors.pop() if len(factors) == 1 else 1.0
+    if isinstance(score, Load) or not 0 < factor < math.inf:
+        return 1.0, None if isinstance(score, Load) else score
+    own = _of_scaled(score, product, factor)
+    return factor, None if isinstance(own, Load) else own
+
+
+def _factor(e: Expr, product: Buffer) -> float:
+    """What an operation multiplies the product by; NaN where it reads it for anything else, 0 where it does not read it."""
+    match e:
+        case Call(op="mul", args=(Load(buffer=buffer), Const(value=by))) | Call(op="mul", args=(Const(value=by), Load(buffer=buffer))):
+            return float(by) if buffer is product else 0.0
+        case Call(op="div", args=(Load(buffer=buffer), Const(value=by))) if by != 0:
+            return 1 / by if buffer is product else 0.0
+        case Call(args=args) if any(isinstance(x, Load) and x.buffer is product for x in args):
+            return math.nan
+    return 0.0
+
+
+def _of_scaled(e: Expr, product: Buffer, factor: float) -> Expr:
+    if _factor(e, product) == factor:
+        assert isinstance(e, Call)
+        return next(x for x in e.args if isinstance(x, Load))
+    if not isinstance(e, Call):
+        return e
+    args = tuple(_of_scaled(x, product, factor) for x in e.args)
+    return e if all(a is b for a, b in zip(args, e.args, strict=True)) else Call(e.dtype, e.op, args)
 
 
 def masked(value: Expr, mask: Expr) -> Expr:

@@ -13,6 +13,7 @@ from torch_hybrid_backend.codegen.compiler import KernelCompilerModule
 from torch_hybrid_backend.codegen.kernel_cache import Artifact
 from torch_hybrid_backend.codegen.operands import Packed, Prepared
 from torch_hybrid_backend.codegen.variants import Variant
+from torch_hybrid_backend.codegen.written_attention import find_attention
 from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.engine import KernelText
 from torch_hybrid_backend.core.program import KernelCall, Step
@@ -74,7 +75,7 @@ class TvmBackend:
         )
 
     def operands(self, graph: LoopGraph, layouts: Mapping[Buffer, Layout]) -> Prepared:
-        return packed_operands(graph, layouts, self.target)
+        return packed_operands(find_attention(graph), layouts, self.target)
 
     def layouts(self, groups: Sequence[Group], fixed: Mapping[Buffer, Layout]) -> Mapping[Buffer, Layout]:
         return blocked_layouts(groups, fixed, self.target)

@@ -55,14 +55,16 @@ def make(
     )
     inputs = {b: torch.randn(b.shape).to(getattr(torch, dtype)) for b in (q, k, v)}
     reads = [Argument(b, layout_of(b)) for b in (q, k, v)]
-    mask_vars = variables("z", (batch, heads, queries, keys))
-    mask_expr = None
+    score_vars = variables("z", (batch, heads, queries, keys))
+    compute = compute_dtype(dtype)
+    product = Buffer((batch, heads, queries, keys), compute, "product")
+    score = None
     if mask is not None:
         buffer = Buffer(tuple(mask.shape), dtype, "mask")
         inputs[buffer] = mask.to(getattr(torch, dtype))
         reads.append(Argument(buffer, contiguous(buffer.shape)))
-        position = [index_of(x) if n > 1 else as_index(0) for x, n in zip(mask_vars, mask.shape, strict=True)]
-        mask_expr = buffer.at(tuple(position))
+        position = [index_of(x) if n > 1 else as_index(0) for x, n in zip(score_vars, mask.shape, strict=True)]
+        score = ops.add(product.at(tuple(map(index_of, score_vars))), buffer.at(tuple(position)))
     domain, q_vars = variables("d", out.shape), variables("q", q.shape)
     k_vars, v_vars = (variables(n, (batch, heads, keys, size)) for n, size in [("k", depth), ("v", width)])
     news = [Buffer((*b.shape[:2], 1, b.shape[3]), dtype, "new") for b in (k, v)]
@@ -80,7 +82,6 @@ def make(
         return ops.where(is_new, new.at((b, h // shared, as_index(0), d)), element)
 
     point = tuple(map(index_of, domain))
-    compute = compute_dtype(dtype)
     accumulator = Buffer(out.shape, compute, "acc")
     kernel = AttentionKernel(
         tuple(reads),
@@ -92,8 +93,9 @@ def make(
         k_vars,
         attended(v, news[1], v_vars),
         v_vars,
-        mask_expr,
-        mask_vars,
+        score,
+        score_vars,
+        product,
         depth**-0.5,
         causal,
         accumulator,

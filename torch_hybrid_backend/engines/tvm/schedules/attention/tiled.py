@@ -1,4 +1,4 @@
-"""Attention: softmax(q k^T * scale + mask) v per batch and head, without the scores ever reaching memory.
+"""Attention: softmax(score(q k^T * scale)) v per batch and head, without the scores ever reaching memory.
 
 Pattern: an `AttentionKernel`. Steps:
 1. One parallel loop over (batch, head), and pieces of the query rows where there are fewer heads than cores. A task packs its keys,
@@ -10,7 +10,7 @@ Pattern: an `AttentionKernel`. Steps:
 4. Causal: panels wholly in the future are skipped, those wholly in the past are not masked. The last panel has as many vectors as its keys
    need; keys beyond the last are masked with minus infinity.
 5. Few queries of heads that read the same keys and values (grouped heads) are the rows of one task: keys are packed and read once for them.
-A row whose every key is masked with minus infinity gives zeros, as eager's scaled_dot_product_attention does.
+A row whose every score is minus infinity gives zeros, as eager's scaled_dot_product_attention does, or NaN, as a softmax that is written out.
 Source: online softmax, Milakov & Gimelshein 2018; FlashAttention-2, Dao 2023.
 """
 
@@ -208,7 +208,7 @@ class TiledAttention(AttentionParts):
     ) -> Stmt | None:
         """Masks a panel of which the first `keys` keys exist."""
         b, kernel = self.builder, self.kernel
-        is_masked = kernel.mask is not None or kernel.causal
+        is_masked = kernel.score is not None or kernel.causal
         if not is_masked and keys == self.vectors_of(keys) * self.lanes:
             return None
         never = literal(-math.inf, self.dtype)
@@ -219,9 +219,10 @@ class TiledAttention(AttentionParts):
             def one(i: Index) -> Stmt:
                 key = panel * self.panel + i
                 value = b.load(self.scores, start + i)
-                if kernel.mask is not None:
-                    value = self._scaled(value)
-                    value = value + self.read(kernel.mask, kernel.mask_vars, batch, *self.place(head, first + r), key)
+                if kernel.score is not None:
+                    product = self._scaled(value)
+                    self.printer.locals[kernel.product] = lambda _: product
+                    value = self.read(kernel.score, kernel.score_vars, batch, *self.place(head, first + r), key)
                 if kernel.causal:
                     value = tirx.Select(b.index(key) <= b.index(first + r), value, never)
                 return b.store(self.scores, start + i, value)
@@ -231,7 +232,7 @@ class TiledAttention(AttentionParts):
             return b.seq(self.along(keys, one) if is_masked else None, beyond)
 
         statement = b.loop(rows, row, name="r")
-        if kernel.causal and kernel.mask is None and keys == self.panel:
+        if kernel.causal and kernel.score is None and keys == self.panel:
             # Panels wholly in the past are seen by every row.
             return b.when(b.index(panel * self.panel + (self.panel - 1)) > b.index(first), statement)
         return statement
@@ -242,7 +243,7 @@ class TiledAttention(AttentionParts):
 
     def _unmasked(self, score: TirExpr) -> TirExpr:
         """What the softmax is of, from what is in `scores` then."""
-        return score if self.kernel.mask is not None else self._scaled(score)
+        return score if self.kernel.score is not None else self._scaled(score)
 
     def _horizontal(self, vector: TirBuffer, combine: Callable[[TirExpr, TirExpr], TirExpr]) -> Stmt:
         """vector[0] = all of its lanes combined, by halves."""
@@ -400,7 +401,8 @@ class TiledAttention(AttentionParts):
         b, dtype = self.builder, self.dtype
         inverse = tirx.Var(b.fresh("inverse"), dtype)
         total = b.load(self.sum, r)
-        nothing = tirx.Select(total == zero(dtype), zero(dtype), literal(1.0, dtype) / total)
+        of_nothing = literal(math.nan if self.kernel.nan_rows else 0.0, dtype)
+        factor = tirx.Select(total == zero(dtype), of_nothing, literal(1.0, dtype) / total)
 
         def group(first_vector: int, vectors: int) -> Stmt:
             def one(i: Index) -> Stmt:
@@ -412,4 +414,4 @@ class TiledAttention(AttentionParts):
 
             return self.along(min(vectors * self.lanes, self.width - first_vector * self.lanes), one)
 
-        return b.seq(tirx.stmt.Bind(inverse, nothing), *[group(v, n) for v, n in self._groups()])
+        return b.seq(tirx.stmt.Bind(inverse, factor), *[group(v, n) for v, n in self._groups()])
