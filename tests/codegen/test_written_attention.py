@@ -69,7 +69,7 @@ def test_found(fn: Callable[..., torch.Tensor]) -> None:
     mask[:, 2] = -math.inf if fn is _composite else 0
     inputs = (Q, K, V, mask)[: 4 if fn in (_capped, _composite) else 3]
     graph, taken = _graph(fn, *inputs)
-    graph = find_attention(graph)
+    graph = find_attention(graph, gathers=True)
     assert sum(isinstance(op, ScoredAttentionOp) for op in graph.ops) == 1
     assert not any(isinstance(op, MatMulOp | ReduceOp) for op in graph.ops)
     assert sum(isinstance(op, MapOp) for op in graph.ops) <= 1 + (fn is _causal)  # its result, and a mask: no operands
@@ -85,7 +85,7 @@ def test_found_in_half_precision() -> None:
 
     inputs = tuple(x.half() for x in (Q, K, V))
     graph, taken = _graph(fn, *inputs)
-    graph = find_attention(graph)
+    graph = find_attention(graph, gathers=True)
     assert [type(op) for op in graph.ops if not isinstance(op, MapOp)] == [ScoredAttentionOp]
     torch.testing.assert_close(_results(graph, taken)[0], fn(*inputs), rtol=5e-3, atol=5e-3)
 
@@ -119,7 +119,7 @@ def _moved(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 )
 def test_not_found(fn: Callable[..., object]) -> None:
     """Where what is between is read by others, and where it is no softmax over the keys of these scores."""
-    graph = find_attention(_graph(fn, Q, K, V)[0])
+    graph = find_attention(_graph(fn, Q, K, V)[0], gathers=True)
     assert sum(isinstance(op, MatMulOp) for op in graph.ops) == 2
     assert not any(isinstance(op, ScoredAttentionOp) for op in graph.ops)
 
@@ -127,4 +127,4 @@ def test_not_found(fn: Callable[..., object]) -> None:
 def test_wide_heads_are_left() -> None:
     wide = torch.randn(1, 1, 5, 300)
     graph, _ = _graph(_plain, wide, wide, wide)
-    assert not any(isinstance(op, ScoredAttentionOp) for op in find_attention(graph).ops)
+    assert not any(isinstance(op, ScoredAttentionOp) for op in find_attention(graph, gathers=True).ops)

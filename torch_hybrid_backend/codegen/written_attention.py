@@ -5,7 +5,8 @@
     out = p @ v
 
 becomes `ScoredAttentionOp(out, q, k, v, f)`, where nothing else reads what is between. How the model got there (views, casts, einsum, masks
-filled in or added) does not matter: expressions are compared after views and elementwise operations have been written out.
+filled in or added) does not matter: expressions are compared after views and elementwise operations have been written out. Kernels that may not
+gather read a mask from memory where it is more than a few operations.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from torch_hybrid_backend.loops.fusion import replace_loads
 from torch_hybrid_backend.loops.graph import LoopGraph, in_order
-from torch_hybrid_backend.loops.index import Index, as_index
+from torch_hybrid_backend.loops.index import Index, Scalar, as_index
 from torch_hybrid_backend.loops.ir import (
     Buffer,
     Call,
@@ -33,19 +34,25 @@ from torch_hybrid_backend.loops.ir import (
     buffers_of_expr,
     canonical,
     domain_vars,
+    indices,
     loads_of,
+    parts,
 )
 from torch_hybrid_backend.loops.ops import is_float, literal, mul, round_to
+from torch_hybrid_backend.loops.scores import is_cheap_mask
 from torch_hybrid_backend.sizes.size import Dim
 
 _MAX_WIDTH = 256  # of a head: a tile holds whole ones
 
 
-def find_attention(graph: LoopGraph) -> LoopGraph:
-    """The graph with every written attention as one operation."""
+def find_attention(graph: LoopGraph, *, gathers: bool) -> LoopGraph:
+    """The graph with every written attention as one operation.
+
+    gathers: kernels compute masks as they need them, whatever that takes (`loops.policy.FusionPolicy.gathers_in_attention`).
+    """
     if sum(isinstance(op, MatMulOp) for op in graph.ops) < 2:
         return graph
-    search = _Search(graph)
+    search = _Search(graph, gathers)
     ops = tuple(search.replaced(op) if isinstance(op, MatMulOp) else op for op in graph.ops)
     return replace(graph, ops=in_order(ops, graph.outputs))
 
@@ -64,7 +71,9 @@ class _Softmax:
 
 
 class _Search:
-    def __init__(self, graph: LoopGraph) -> None:
+    def __init__(self, graph: LoopGraph, gathers: bool) -> None:
+        self._gathers = gathers
+        self._of_product: dict[MapOp, bool] = {}
         self._producer: Mapping[Buffer, LoopOp] = {out: op for op in graph.ops for out in op.outs}
         self._outputs = frozenset(graph.outputs)
         self._readers: dict[Buffer, set[LoopOp]] = {}
@@ -131,12 +140,30 @@ class _Search:
 
         def inner(load: Load) -> Expr | None:
             source = self._producer.get(load.buffer)
-            if not isinstance(source, MapOp):
+            if not isinstance(source, MapOp) or not self._is_written_out(source):
                 return None
             between.add(source)
             return self._written_out(source.value.at(load.index), between)
 
         return replace_loads(e, inner)
+
+    def _is_written_out(self, op: MapOp) -> bool:
+        """Whether scores are computed by it, or a mask that costs less to compute than to read."""
+        if self._gathers:
+            return True
+        expr = op.value.at(domain_vars(op.value.shape))
+        if any(isinstance(leaf, Scalar) for e in parts([expr]) for index in indices(e) for leaf in index.leaves()):
+            return False
+        return self._is_of_product(op) or is_cheap_mask(expr)
+
+    def _is_of_product(self, op: MapOp) -> bool:
+        """Whether a matrix product is among what it computes elementwise from."""
+        if op not in self._of_product:
+            sources = [self._producer.get(buffer) for buffer in op.reads()]
+            self._of_product[op] = any(
+                isinstance(own, MatMulOp) or (isinstance(own, MapOp) and self._is_of_product(own)) for own in sources
+            )
+        return self._of_product[op]
 
     def _are_equal(self, first: Expr, second: Expr) -> bool:
         names = {buffer: f"b{buffer.number}" for e in (first, second) for buffer in buffers_of_expr(e)}

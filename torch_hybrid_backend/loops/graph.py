@@ -31,7 +31,6 @@ from torch_hybrid_backend.loops.ir import (
     AttentionGradientOp,
     AttentionOp,
     Buffer,
-    Call,
     ConvOp,
     Expr,
     Load,
@@ -45,13 +44,13 @@ from torch_hybrid_backend.loops.ir import (
     count_calls,
     domain_vars,
     loads_of,
-    parts,
 )
 from torch_hybrid_backend.loops.lookups import is_looked_up
 from torch_hybrid_backend.loops.lowering import Context, lower_node
 from torch_hybrid_backend.loops.lowerings.attention import MASKED_ATTENTION
 from torch_hybrid_backend.loops.policy import FusionPolicy
 from torch_hybrid_backend.loops.random_numbers import Generator
+from torch_hybrid_backend.loops.scores import is_cheap_mask
 from torch_hybrid_backend.sizes.size import product, size_hint
 
 aten = torch.ops.aten
@@ -88,9 +87,6 @@ _WINDOWS = frozenset(
         aten.upsample_bilinear2d.default,
         aten.upsample_bilinear2d.vec,
     )
-)
-_MASK_CALLS = (
-    12  # a causal window within a cache's length is 8; a table of relative positions is some 30, with a logarithm
 )
 _CONCATENATIONS = frozenset((aten.cat.default, aten.stack.default))
 
@@ -320,7 +316,7 @@ class _Lowerer:
         if node.target in _CONCATENATIONS:
             self._concatenated.add(value)
         readers = _readers(node)
-        if self._policy.gathers_in_attention and _is_cheap(expr):
+        if self._policy.gathers_in_attention and is_cheap_mask(expr):
             # Every attention computes its mask where it needs it: what can be seen is derived from the expression.
             readers = [reader for reader in readers if not _is_mask(reader, node)]
         if (
@@ -364,11 +360,6 @@ class _Lowerer:
             return True
         meta = reader.meta.get("val")
         return isinstance(meta, torch.Tensor) and _elements(meta) > 2 * size_hint(product(value.shape))
-
-
-def _is_cheap(expr: Expr) -> bool:
-    """Whether a mask costs less to compute than to read: a few operations, those of indices included."""
-    return sum(isinstance(e, Call) for e in parts([expr], within_indices=True)) <= _MASK_CALLS
 
 
 def _is_mask(reader: torch.fx.Node, node: torch.fx.Node) -> bool:

@@ -27,6 +27,15 @@ from torch_hybrid_backend.loops.ir import (
 )
 from torch_hybrid_backend.loops.ops import COMPARE, add, call, cast, from_index, is_float, literal, mul, sub, where
 
+_MASK_CALLS = (
+    12  # a causal window within a cache's length is 8; a table of relative positions is some 30, with a logarithm
+)
+
+
+def is_cheap_mask(expr: Expr) -> bool:
+    """Whether a mask costs less to compute than to read: a few operations, those of indices included."""
+    return sum(isinstance(e, Call) for e in parts([expr], within_indices=True)) <= _MASK_CALLS
+
 
 def plain_score(mask: Value | None, scale: float, causal: bool) -> ScoreFn:
     """product * scale + mask, and -inf where t > s if it is causal."""
@@ -57,7 +66,10 @@ def unscaled(score: Expr, product: Buffer) -> tuple[float, Expr | None]:
 def _factor(e: Expr, product: Buffer) -> float:
     """What an operation multiplies the product by; NaN where it reads it for anything else, 0 where it does not read it."""
     match e:
-        case Call(op="mul", args=(Load(buffer=buffer), Const(value=by))) | Call(op="mul", args=(Const(value=by), Load(buffer=buffer))):
+        case (
+            Call(op="mul", args=(Load(buffer=buffer), Const(value=by)))
+            | Call(op="mul", args=(Const(value=by), Load(buffer=buffer)))
+        ):
             return float(by) if buffer is product else 0.0
         case Call(op="div", args=(Load(buffer=buffer), Const(value=by))) if by != 0:
             return 1 / by if buffer is product else 0.0

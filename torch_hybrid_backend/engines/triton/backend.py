@@ -101,7 +101,7 @@ class TritonBackend:
         return described([f"{d}: sm_{t.capability}, {t.multiprocessors} multiprocessors" for d, t in found])
 
     def operands(self, graph: LoopGraph, layouts: Mapping[Buffer, Layout]) -> Prepared:
-        return Prepared(with_scores(find_attention(graph)))
+        return Prepared(with_scores(find_attention(graph, gathers=self.policy.gathers_in_attention)))
 
     def layouts(self, groups: Sequence[Group], fixed: Mapping[Buffer, Layout]) -> Mapping[Buffer, Layout]:
         return channels_last_layouts(groups, fixed, self.target) if self._operators else row_major(groups, fixed)

@@ -75,7 +75,7 @@ class TvmBackend:
         )
 
     def operands(self, graph: LoopGraph, layouts: Mapping[Buffer, Layout]) -> Prepared:
-        return packed_operands(find_attention(graph), layouts, self.target)
+        return packed_operands(find_attention(graph, gathers=self.policy.gathers_in_attention), layouts, self.target)
 
     def layouts(self, groups: Sequence[Group], fixed: Mapping[Buffer, Layout]) -> Mapping[Buffer, Layout]:
         return blocked_layouts(groups, fixed, self.target)

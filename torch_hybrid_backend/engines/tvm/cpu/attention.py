@@ -24,9 +24,9 @@ from torch_hybrid_backend.engines.tvm.cpu.kernels import WordAttentionKernel
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops.fusion import replace_loads
 from torch_hybrid_backend.loops.integer_products import affine
-from torch_hybrid_backend.loops.ir import Call, Const, Expr, Load
+from torch_hybrid_backend.loops.ir import Const, Expr, Load
 from torch_hybrid_backend.loops.kernels import AttentionKernel, kernel_sizes
-from torch_hybrid_backend.loops.ops import ROUND_TARGETS, cast, const, mul, sub
+from torch_hybrid_backend.loops.ops import cast, const, is_rounded, mul, sub
 from torch_hybrid_backend.machine import float32_precision
 from torch_hybrid_backend.sizes.size import known_int
 
@@ -50,7 +50,7 @@ def word_attention(kernel: AttentionKernel, weight: Packed | None, target: Targe
     if not _is_served(kernel):
         return []
     found, operands = list[Variant](), (kernel.q, kernel.k, kernel.v)
-    is_bfloat16, is_float16 = (all(_is_of(dtype, e) for e in operands) for dtype in ("bfloat16", "float16"))
+    is_bfloat16, is_float16 = (all(is_rounded(e, dtype) for e in operands) for dtype in ("bfloat16", "float16"))
     if is_bfloat16 and known_int(kernel.q_vars[3].extent) % 2:
         return []
     if {"amx_bf16", "amx_tile"} <= set(target.features) and not kernel_sizes(kernel):
@@ -87,20 +87,6 @@ def _is_served(kernel: AttentionKernel) -> bool:
     if not (isinstance(depth, int) and isinstance(width, int) and 0 < kernel.scale < math.inf):
         return False
     return all(e.dtype == "float32" for e in (kernel.q, kernel.k, kernel.v))
-
-
-def _is_of(dtype: str, e: Expr) -> bool:
-    """Whether every value of a float32 expression certainly is one of `dtype`."""
-    match e:
-        case Load():
-            return e.buffer.dtype == dtype
-        case Const(value=value):
-            return value == 0
-        case Call(op="round", args=(_, Const(value=number))):
-            return ROUND_TARGETS[int(number)] == dtype
-        case Call(op="where" | "guard", args=(_, first, second)):
-            return _is_of(dtype, first) and _is_of(dtype, second)
-    return False
 
 
 def _of_integers(kernel: AttentionKernel) -> AttentionKernel | None:
