@@ -90,6 +90,29 @@ def test_found_in_half_precision() -> None:
     torch.testing.assert_close(_results(graph, taken)[0], fn(*inputs), rtol=5e-3, atol=5e-3)
 
 
+def _looked_up(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, place: torch.Tensor
+) -> list[torch.Tensor]:
+    """The biases are read by another, too: they have memory."""
+    bias = table[place] * 2
+    hidden = torch.arange(7) > torch.arange(5)[:, None]
+    scores = (q @ k.transpose(-1, -2) + bias).masked_fill(hidden, -100.0)
+    return [bias, torch.softmax(scores, -1) @ v]
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_masks_that_are_looked_up(gathers: bool) -> None:
+    """Kernels that may not gather read what was gathered; cheap masks are computed where they are needed by all."""
+    inputs = (Q, K, V, torch.randn(11), torch.randint(11, (5, 7)))
+    graph, taken = _graph(_looked_up, *inputs)
+    table = graph.inputs[[tensor is inputs[3] for tensor in taken].index(True)]
+    graph = find_attention(graph, gathers=gathers)
+    (attention,) = (op for op in graph.ops if isinstance(op, ScoredAttentionOp))
+    assert (table in attention.reads()) == gathers
+    assert not any(isinstance(op, MatMulOp | ReduceOp) for op in graph.ops)
+    torch.testing.assert_close(_results(graph, taken), _looked_up(*inputs), rtol=1e-5, atol=1e-5)
+
+
 def _weights_read(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
     weights = torch.softmax(q @ k.transpose(-1, -2), -1)
     return [weights @ v, weights]

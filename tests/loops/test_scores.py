@@ -12,7 +12,7 @@ from tests.loops.interpret import Environment, Frame
 from torch_hybrid_backend.loops.index import Index, index_of
 from torch_hybrid_backend.loops.ir import Buffer, Call, Const, Expr, FromIndex, Map
 from torch_hybrid_backend.loops.ops import add, call, cast, const, from_index, literal, mul, sub, where
-from torch_hybrid_backend.loops.scores import is_free_of, masked, plain_score, scaled, simplified, visible
+from torch_hybrid_backend.loops.scores import is_free_of, masked, plain_score, scaled, simplified, unscaled, visible
 
 ROWS, KEYS = 7, 11
 PRODUCT = Buffer((ROWS, KEYS), "float32", "product")
@@ -141,6 +141,30 @@ def test_scaled(factor: float) -> None:
 
 def _operations(e: Expr) -> int:
     return 1 + sum(map(_operations, e.args)) if isinstance(e, Call) else 0
+
+
+def test_unscaled() -> None:
+    """One positive factor of every product is taken out, of products and quotients alike; two factors, or a negative one, are not."""
+    frame = Frame((ROWS, KEYS), ENV)
+    product = PRODUCT.at(frame.index)
+    quarter, bias = mul(product, literal(0.25, "float32")), ALLOWED.at(frame.index)
+    hidden = where(bias, quarter, NOTHING)
+    divided = call("tanh", call("div", product, literal(4.0, "float32")))
+    for score, factor in (
+        (hidden, 0.25),
+        (divided, 0.25),
+        (add(hidden, product), 1.0),
+        (add(hidden, mul(product, ZERO)), 1.0),
+    ):
+        found, rest = unscaled(score, PRODUCT)
+        assert found == factor
+        assert rest is not None
+        own = Frame((ROWS, KEYS), {**ENV, PRODUCT: ENV[PRODUCT] * factor})
+        torch.testing.assert_close(own.expr(rest, None), frame.expr(score, None), equal_nan=True)
+    assert unscaled(quarter, PRODUCT) == (0.25, None)
+    assert unscaled(product, PRODUCT) == (1.0, None)
+    negative = mul(product, literal(-1.0, "float32"))
+    assert unscaled(negative, PRODUCT) == (1.0, negative)
 
 
 def test_plain_score() -> None:

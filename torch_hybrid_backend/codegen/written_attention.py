@@ -34,9 +34,7 @@ from torch_hybrid_backend.loops.ir import (
     buffers_of_expr,
     canonical,
     domain_vars,
-    indices,
     loads_of,
-    parts,
 )
 from torch_hybrid_backend.loops.ops import is_float, literal, mul, round_to
 from torch_hybrid_backend.loops.scores import is_cheap_mask
@@ -149,17 +147,16 @@ class _Search:
 
     def _is_written_out(self, op: MapOp) -> bool:
         """Whether scores are computed by it, or a mask that costs less to compute than to read."""
-        if self._gathers:
+        if self._gathers or self._is_of_product(op):
             return True
         expr = op.value.at(domain_vars(op.value.shape))
-        if any(isinstance(leaf, Scalar) for e in parts([expr]) for index in indices(e) for leaf in index.leaves()):
-            return False
-        return self._is_of_product(op) or is_cheap_mask(expr)
+        return is_cheap_mask(expr) and not any(map(_is_gathered, loads_of(expr)))
 
     def _is_of_product(self, op: MapOp) -> bool:
-        """Whether a matrix product is among what it computes elementwise from."""
+        """Whether it is computed from a matrix product, elementwise and by elementwise operations alone."""
         if op not in self._of_product:
-            sources = [self._producer.get(buffer) for buffer in op.reads()]
+            loads = loads_of(op.value.at(domain_vars(op.value.shape)))
+            sources = [self._producer.get(load.buffer) for load in loads if not _is_gathered(load)]
             self._of_product[op] = any(
                 isinstance(own, MatMulOp) or (isinstance(own, MapOp) and self._is_of_product(own)) for own in sources
             )
@@ -230,6 +227,11 @@ class _Search:
             return replace_loads(value.at(index), inner)
 
         return Map(value.shape, value.dtype, at)
+
+
+def _is_gathered(load: Load) -> bool:
+    """Whether it is read where another number says."""
+    return any(isinstance(leaf, Scalar) for index in load.index for leaf in index.leaves())
 
 
 def _unguarded(e: Expr) -> tuple[Expr, Expr | None]:

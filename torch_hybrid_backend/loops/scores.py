@@ -70,7 +70,7 @@ def _factor(e: Expr, product: Buffer) -> float:
             Call(op="mul", args=(Load(buffer=buffer), Const(value=by)))
             | Call(op="mul", args=(Const(value=by), Load(buffer=buffer)))
         ):
-            return float(by) if buffer is product else 0.0
+            return float(by) or math.nan if buffer is product else 0.0
         case Call(op="div", args=(Load(buffer=buffer), Const(value=by))) if by != 0:
             return 1 / by if buffer is product else 0.0
         case Call(args=args) if any(isinstance(x, Load) and x.buffer is product for x in args):
