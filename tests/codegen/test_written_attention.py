@@ -13,19 +13,23 @@ from tests.partition.engines_for_tests import FakeEngine, trace
 from torch_hybrid_backend.codegen.written_attention import find_attention
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.engines.triton.policy import POLICY
+from torch_hybrid_backend.engines.tvm.cpu.policy import POLICY as PROCESSOR_POLICY
 from torch_hybrid_backend.loops.graph import LoopGraph, lower_region
-from torch_hybrid_backend.loops.ir import MapOp, MatMulOp, ReduceOp, ScoredAttentionOp
+from torch_hybrid_backend.loops.ir import IntegerMatMulOp, MapOp, MatMulOp, ReduceOp, ScoredAttentionOp
+from torch_hybrid_backend.loops.policy import FusionPolicy
 from torch_hybrid_backend.partition.regions import partition_graph
 
 Q, K, V = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 7, 8), torch.randn(2, 4, 7, 6)
 
 
-def _graph(fn: Callable[..., object], *inputs: torch.Tensor) -> tuple[LoopGraph, list[torch.Tensor]]:
+def _graph(
+    fn: Callable[..., object], *inputs: torch.Tensor, policy: FusionPolicy = POLICY
+) -> tuple[LoopGraph, list[torch.Tensor]]:
     """The function's operations, and what they take of the inputs."""
     graph = partition_graph(trace(fn, *inputs), [FakeEngine()], Config()).graph
     (segment,) = graph.segments
     taken = [inputs[graph.inputs.index(name)] for name in segment.inputs]
-    return lower_region(segment.region, POLICY), taken
+    return lower_region(segment.region, policy), taken
 
 
 def _results(graph: LoopGraph, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -151,3 +155,17 @@ def test_wide_heads_are_left() -> None:
     wide = torch.randn(1, 1, 5, 300)
     graph, _ = _graph(_plain, wide, wide, wide)
     assert not any(isinstance(op, ScoredAttentionOp) for op in find_attention(graph, gathers=True).ops)
+
+
+def test_products_of_integers_are_left() -> None:
+    """They are exact, and have a zero point beside their operands."""
+    rows, weight = (torch.randint(-128, 128, (32, 32), dtype=torch.int8) for _ in range(2))
+
+    def fn(rows: torch.Tensor, weight: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(torch._int_mm(rows, weight.t()) * 1e-4, -1) @ v
+
+    graph, _ = _graph(fn, rows, weight, torch.randn(32, 6), policy=PROCESSOR_POLICY)
+    found = find_attention(graph, gathers=True)
+    (first,) = (op for op in graph.ops if isinstance(op, IntegerMatMulOp))
+    assert first in found.ops
+    assert not any(isinstance(op, ScoredAttentionOp) for op in found.ops)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 from torch_hybrid_backend.loops.fusion import replace_loads
 from torch_hybrid_backend.loops.graph import LoopGraph, in_order
@@ -23,6 +24,7 @@ from torch_hybrid_backend.loops.ir import (
     Call,
     Const,
     Expr,
+    IntegerMatMulOp,
     Load,
     LoopOp,
     Map,
@@ -48,10 +50,10 @@ def find_attention(graph: LoopGraph, *, gathers: bool) -> LoopGraph:
 
     gathers: kernels compute masks as they need them, whatever that takes (`loops.policy.FusionPolicy.gathers_in_attention`).
     """
-    if sum(isinstance(op, MatMulOp) for op in graph.ops) < 2:
+    if sum(map(_is_product, graph.ops)) < 2:
         return graph
     search = _Search(graph, gathers)
-    ops = tuple(search.replaced(op) if isinstance(op, MatMulOp) else op for op in graph.ops)
+    ops = tuple(search.replaced(op) if _is_product(op) else op for op in graph.ops)
     return replace(graph, ops=in_order(ops, graph.outputs))
 
 
@@ -130,7 +132,7 @@ class _Search:
             own = self._written_out(reduction.body((*load.index, index[-1])), between)
             if not self._are_equal(own, body):
                 return None
-        products = [x for x in loads_of(scores) if isinstance(self._producer.get(x.buffer), MatMulOp)]
+        products = [x for x in loads_of(scores) if _is_product(self._producer.get(x.buffer))]
         return _Softmax(scores, products[0], guarded is None, frozenset(between)) if len(products) == 1 else None
 
     def _written_out(self, e: Expr, between: set[LoopOp]) -> Expr:
@@ -158,7 +160,7 @@ class _Search:
             loads = loads_of(op.value.at(domain_vars(op.value.shape)))
             sources = [self._producer.get(load.buffer) for load in loads if not _is_gathered(load)]
             self._of_product[op] = any(
-                isinstance(own, MatMulOp) or (isinstance(own, MapOp) and self._is_of_product(own)) for own in sources
+                _is_product(own) or (isinstance(own, MapOp) and self._is_of_product(own)) for own in sources
             )
         return self._of_product[op]
 
@@ -227,6 +229,11 @@ class _Search:
             return replace_loads(value.at(index), inner)
 
         return Map(value.shape, value.dtype, at)
+
+
+def _is_product(op: LoopOp | None) -> TypeGuard[MatMulOp]:
+    """A matrix product of floating point; one of integers has a zero point beside its operands, and is exact."""
+    return isinstance(op, MatMulOp) and not isinstance(op, IntegerMatMulOp)
 
 
 def _is_gathered(load: Load) -> bool:
