@@ -89,10 +89,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
-# What PyTorch's allocator on the CPU says, what C++ throws where it is not asked, CUDA's runtime and driver, and libraries that allocate for
-# themselves.
+# What PyTorch's allocator on the CPU says, our C++ runtime, what C++ throws where neither is asked, CUDA's runtime and driver, and libraries
+# that allocate for themselves.
 _OUT_OF_MEMORY = (
     "DefaultCPUAllocator",
+    "could not allocate a tensor of",
+    "could not allocate a plan's arena of",
     "std::bad_alloc",
     "CUDA error: out of memory",
     "CUDA_ERROR_OUT_OF_MEMORY",

@@ -21,7 +21,7 @@ from torch_hybrid_backend.core.engine import CompiledRegion, Pending
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.core.region import Region, Segment
 from torch_hybrid_backend.eager_graph import EagerGraph
-from torch_hybrid_backend.errors import HybridError, is_sticky
+from torch_hybrid_backend.errors import HybridError, is_out_of_memory, is_sticky
 from torch_hybrid_backend.fork_lock import ForkLock
 from torch_hybrid_backend.garbage import full_collections
 from torch_hybrid_backend.generators import draws_apart, is_captured
@@ -131,9 +131,12 @@ class HybridGraph:
         except HybridError as error:
             if self._config.strict or state.placed.prepared.has_collectives or is_sticky(error):
                 raise
-            with self._lock:
-                if self._installed().run is run:
-                    return self._recover(inputs, error)
+            failed = error
+        if is_out_of_memory(failed):
+            return self._in_eager(state.placed, inputs, failed)
+        with self._lock:
+            if self._installed().run is run:
+                return self._recover(inputs, failed)
         return self(inputs)  # another thread, which met the same fault, has put something else in its place
 
     def _first_call(self, state: Divided | Compiled, inputs: Sequence[Any]) -> list[Any]:
@@ -238,6 +241,12 @@ class HybridGraph:
         if self._on_regions is not None:
             self._on_regions(placed.compiled)
 
+    @staticmethod
+    def _in_eager(placed: Placed, inputs: Sequence[Any], error: HybridError) -> list[Any]:
+        """A call found no memory: eager may do with less, or raises PyTorch's error. The plan is not to blame: later calls run it."""
+        log.warning("eager runs this call, later ones are tried as before: %s", error)
+        return placed.python_executor().run(inputs, lambda _index, segment, arguments: segment.region.eager(arguments))
+
     def _recover(self, inputs: Sequence[Any], error: HybridError) -> list[Any]:
         """A call failed: run it segment by segment, give to eager what fails, and build the fast path anew."""
         before = self._installed().placed
@@ -260,7 +269,8 @@ class HybridGraph:
             try:
                 return checked(segment, compiled(arguments))
             except Exception as cause:  # whatever a compiled region raises, eager is there for it
-                self._give_to_eager(segment.region, cause)
+                if not is_out_of_memory(cause):
+                    self._give_to_eager(segment.region, cause)
                 replay.rewind()
         return region.eager(arguments)
 

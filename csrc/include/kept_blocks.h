@@ -28,6 +28,10 @@ class KeptBlocks {
   // The one of this process, while anyone holds it; else a new one.
   static std::shared_ptr<KeptBlocks> OfProcess();
 
+  // Frees what is kept and idle in this process: for others who find no memory. False where that was
+  // nothing.
+  static bool FreeIdle();
+
   // Tensors of so many bytes will be asked for: as much as the largest of them is kept, no more. So
   // a training step, which drops all its activations one by one, does not leave them all here.
   void Expect(size_t size_bytes);
@@ -40,6 +44,8 @@ class KeptBlocks {
   void GiveBack(AlignedBlock block) noexcept;
 
  private:
+  bool Clear();
+
   std::mutex mutex_;
   std::vector<AlignedBlock> idle_;  // oldest first
   size_t idle_bytes_ = 0;

@@ -83,7 +83,9 @@ int64_t ElementBytes(torch::headeronly::ScalarType dtype);
 
 DLDataType ToDlpack(torch::headeronly::ScalarType dtype);
 
-// A new tensor, not initialised; on a device with streams for work on the current one.
+// A new tensor, not initialised; on a device with streams for work on the current one. Throws
+// std::runtime_error, "could not allocate ...", where there is no memory, not even with what
+// KeptBlocks kept.
 torch::stable::Tensor Empty(const Layout& layout);
 
 // A tensor over the block, which is on the host, not initialised; the block goes back to `kept`,

@@ -6,13 +6,36 @@
 
 namespace torch_hybrid_backend {
 
+namespace {
+
+struct Current {
+  std::mutex mutex;
+  std::weak_ptr<KeptBlocks> kept;
+};
+
+Current& OfThisProcess() {
+  static Current current;
+  return current;
+}
+
+}  // namespace
+
 std::shared_ptr<KeptBlocks> KeptBlocks::OfProcess() {
-  static std::mutex mutex;
-  static std::weak_ptr<KeptBlocks> current;
-  const std::lock_guard<std::mutex> lock(mutex);
-  std::shared_ptr<KeptBlocks> kept = current.lock();
-  if (!kept) current = kept = std::make_shared<KeptBlocks>();
+  Current& current = OfThisProcess();
+  const std::lock_guard<std::mutex> lock(current.mutex);
+  std::shared_ptr<KeptBlocks> kept = current.kept.lock();
+  if (!kept) current.kept = kept = std::make_shared<KeptBlocks>();
   return kept;
+}
+
+bool KeptBlocks::FreeIdle() {
+  Current& current = OfThisProcess();
+  std::shared_ptr<KeptBlocks> kept;
+  {
+    const std::lock_guard<std::mutex> lock(current.mutex);
+    kept = current.kept.lock();
+  }
+  return kept && kept->Clear();
 }
 
 void KeptBlocks::Expect(size_t size_bytes) {
@@ -37,11 +60,17 @@ AlignedBlock KeptBlocks::Take(size_t size_bytes) {
   try {
     return AlignedBlock(size_bytes);
   } catch (const std::bad_alloc&) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    idle_.clear();
-    idle_bytes_ = 0;
+    if (!Clear()) throw;
   }
   return AlignedBlock(size_bytes);
+}
+
+bool KeptBlocks::Clear() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const bool kept_any = !idle_.empty();
+  idle_.clear();
+  idle_bytes_ = 0;
+  return kept_any;
 }
 
 void KeptBlocks::GiveBack(AlignedBlock block) noexcept {

@@ -28,6 +28,17 @@ Streams CurrentStreams(const std::vector<Device>& devices) {
   return streams;
 }
 
+AlignedBlock HostArena(size_t size_bytes) {
+  try {
+    return AlignedBlock(size_bytes);
+  } catch (const std::bad_alloc&) {
+    if (!KeptBlocks::FreeIdle())
+      throw std::runtime_error("could not allocate a plan's arena of " +
+                               std::to_string(size_bytes) + " bytes");
+  }
+  return HostArena(size_bytes);
+}
+
 }  // namespace
 
 std::unique_ptr<Frame> Plan::NewFrame(Streams streams) const {
@@ -48,7 +59,7 @@ std::unique_ptr<Frame> Plan::NewFrame(Streams streams) const {
   for (const Arena& arena : arenas_) {
     char* begin = nullptr;
     if (arena.device.is_host) {
-      frame->arena = AlignedBlock(arena.size_bytes);
+      frame->arena = HostArena(arena.size_bytes);
       begin = static_cast<char*>(frame->arena.data());
     } else {
       // On the caller's current stream, for which the frame is kept.
@@ -180,7 +191,7 @@ Tensor Plan::NewTensor(const Value& value) const {
   try {
     return Over(kept_->Take(size_bytes), value.layout, kept_);
   } catch (const std::bad_alloc&) {
-    return Empty(value.layout);  // raises the error that PyTorch raises without memory
+    return Empty(value.layout);  // throws what says so
   }
 }
 

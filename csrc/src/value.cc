@@ -31,10 +31,15 @@ int32_t ShimDtype(ScalarType dtype) {
 
 Tensor EmptyOn(const Device& device, const Layout& layout) {
   AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      static_cast<int64_t>(layout.sizes.size()), layout.sizes.data(), layout.strides.data(),
-      ShimDtype(layout.dtype), device.type, device.index, &handle));
-  return Tensor(handle);
+  const auto allocate = [&] {
+    return aoti_torch_empty_strided(static_cast<int64_t>(layout.sizes.size()), layout.sizes.data(),
+                                    layout.strides.data(), ShimDtype(layout.dtype), device.type,
+                                    device.index, &handle) == AOTI_TORCH_SUCCESS;
+  };
+  if (allocate() || (device.is_host && KeptBlocks::FreeIdle() && allocate())) return Tensor(handle);
+  // PyTorch's stable interface tells no reason.
+  throw std::runtime_error("could not allocate a tensor of " + layout.ToString() + " on " +
+                           device.ToString());
 }
 
 // As torch names them, without the quantised ones.

@@ -41,5 +41,7 @@ int main() {
   Check(refused, "more memory than there is raises");
   kept->GiveBack(AlignedBlock(1001));
   kept->GiveBack(AlignedBlock(1000));
+  Check(KeptBlocks::FreeIdle(), "what is idle can be freed");
+  Check(!KeptBlocks::FreeIdle(), "then nothing is left");
   kept->GiveBack(AlignedBlock());
 }

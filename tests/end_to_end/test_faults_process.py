@@ -23,38 +23,66 @@ def limit(more_mib):
 """
 
 
-def _meets_the_limit(before: str, mebibytes: int) -> str:
-    """A script that runs `before`, leaves the process so much more memory, calls, lifts the limit and calls again."""
+def _meets_the_limit(before: str, mebibytes: int, size: int = 5000) -> str:
+    """A script that runs `before`, leaves the process so much more memory, calls, lifts the limit and calls again.
+
+    A call returns 4 * size * size bytes.
+    """
     return f"""{_LIMIT}
 def outer(a, b):
     return torch.relu(a[:, None] * b[None, :]) + 1
-a, b = torch.randn(5000), torch.randn(5000)
+a, b = torch.randn({size}), torch.randn({size})
 fast, plans = compiled(outer, dynamic=False)
 with torch.no_grad():
     {before}
     limit({mebibytes})
     try:
-        found = fast(a, b)
+        fast(a, b)
     except RuntimeError as error:
         say("memory" in str(error).lower())
-    else:  # what the plan could not have may be free once it has failed, when the graph runs on from Python
-        limit(0)
-        say(bool((found - outer(a, b)).abs().max() < 1e-5))
     limit(0)
     assert (fast(a, b) - outer(a, b)).abs().max() < 1e-5
-say("right")
+say(*sorted({{region.engine for region in plans[-1].regions}}), "right")
 """
 
 
-@fault("no memory for a call's outputs", "PyTorch's RuntimeError, as in eager; the next call that fits is right")
+@fault(
+    "no memory for a call's outputs",
+    "one warning, and eager runs that call: it may do with less, or raises PyTorch's RuntimeError; later calls are compiled as before",
+)
 def test_out_of_memory_in_a_call(nursery: Nursery, tmp_path: Path) -> None:
-    """The call raises what eager would raise, or finds memory and is right; the function works on when there is memory again."""
-    # Held: memory of a large result that nobody holds would serve the next call.
+    """The call raises what eager would raise, and the function works on when there is memory again."""
+    # Held: memory of a large result that nobody holds would serve the next call. A result is 309 MiB: nothing else is of that size.
     script = _meets_the_limit(
-        "held = [fast(a, b) for _ in range(3)]; assert (held[2] - outer(a, b)).abs().max() < 1e-5", 16
+        "held = [fast(a, b) for _ in range(3)]; assert (held[2] - outer(a, b)).abs().max() < 1e-5", 16, size=9000
     )
     done = nursery.run(script, tmp_path)
-    assert (done.answers, done.status) == (["True", "right"], 0), done
+    assert (done.answers, done.status) == (["True", "tvm right"], 0), done
+    (warning,) = done.warnings
+    assert "eager runs this call, later ones are tried as before: could not allocate a tensor of" in warning
+
+
+@fault("no memory for a small tensor while a large one is kept for later calls", "nothing: what is kept is freed")
+def test_kept_memory_is_freed_for_others(nursery: Nursery, tmp_path: Path) -> None:
+    """Results under 32 MiB, which the C library allocates, get the memory of a dropped result of 309 MiB."""
+    script = f"""{_LIMIT}
+def outer(a, b):
+    return torch.relu(a[:, None] * b[None, :]) + 1
+large, small = torch.randn(9000), torch.randn(2500)
+fast, plans = compiled(outer, dynamic=False)
+with torch.no_grad():
+    for _ in range(2):
+        fast(large, large), fast(small, small)
+    for _ in range(2):
+        dropped = fast(large, large)
+    del dropped
+    limit(16)
+    found = fast(small, small)
+    limit(0)
+    say(bool((found - outer(small, small)).abs().max() < 1e-5))
+"""
+    done = nursery.run(script, tmp_path)
+    assert (done.answers, done.warnings, done.status) == (["True"], [], 0), done
 
 
 @pytest.mark.full
@@ -64,7 +92,7 @@ def test_out_of_memory_in_the_first_call(nursery: Nursery, tmp_path: Path) -> No
     # Threads take memory too, and libgomp ends the process where it cannot start one: they are started before.
     script = _meets_the_limit("torch.randn(1 << 20).exp().sum()", 110)
     done = nursery.run(script, tmp_path)
-    assert (done.answers, done.status) == (["True", "right"], 0), done
+    assert (done.answers, done.status) == (["True", "tvm right"], 0), done
 
 
 @pytest.mark.full
