@@ -90,12 +90,12 @@ def _attention_kernel(anchor: Anchor, op: AttentionOp | ScoredAttentionOp) -> Ke
     """The kernel has batches and heads: heads of one behind batches, where the operation has them as one dimension."""
     (q_vars, q), (k_vars, k), (v_vars, v) = over(op.q, "q"), over(op.k, "k"), over(op.v, "v")
     shape = (*op.q.shape[:-1], op.k.shape[-2])
-    score_vars = tuple(LoopVar(f"z{d}", n) for d, n in enumerate(shape))
-    point = tuple(map(index_of, score_vars))
     product = Buffer(shape, compute_dtype(op.out.dtype), "product")
+    score_vars, product_at_point = over(product, "z")
+    point = tuple(map(index_of, score_vars))
     score: Expr | None
     if isinstance(op, AttentionOp):
-        score = None if op.mask is None else add(product.at(point), cast(op.mask.at(point), product.dtype))
+        score = None if op.mask is None else add(product_at_point, cast(op.mask.at(point), product.dtype))
         scale, causal, nan_rows = op.scale, op.causal, False
     else:
         scale, score = unscaled(score_over(op.score, product, point), product)

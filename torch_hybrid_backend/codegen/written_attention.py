@@ -38,7 +38,7 @@ from torch_hybrid_backend.loops.ir import (
     domain_vars,
     loads_of,
 )
-from torch_hybrid_backend.loops.ops import is_float, literal, mul, round_to
+from torch_hybrid_backend.loops.ops import is_float, literal, mul, round_to, times_literal
 from torch_hybrid_backend.loops.scores import is_cheap_mask
 from torch_hybrid_backend.sizes.size import Dim
 
@@ -203,13 +203,10 @@ class _Search:
             return None
         inner, factor = source.value.at(e.index), 1.0
         while not isinstance(inner, Load):
-            match _unrounded(inner):
-                case Call(op="mul", args=(x, Const(value=by))) | Call(op="mul", args=(Const(value=by), x)):
-                    inner, factor = x, factor * by
-                case Call(op="div", args=(x, Const(value=by))) if by != 0:
-                    inner, factor = x, factor / by
-                case _:
-                    return None
+            found = times_literal(_unrounded(inner))
+            if found is None:
+                return None
+            inner, factor = found[0], factor * found[1]
         if not math.isfinite(factor) or inner.dtype != e.dtype or isinstance(self._producer.get(inner.buffer), MapOp):
             return None
         return inner, factor

@@ -296,9 +296,7 @@ def replace_loads(expr: Expr, replacement: Callable[[Load], Expr | None]) -> Exp
         if isinstance(e, Load):
             result = replacement(e) or e
         elif isinstance(e, Call):
-            args = tuple(visit(a) for a in e.args)
-            if any(a is not b for a, b in zip(args, e.args, strict=True)):
-                result = Call(e.dtype, e.op, args)
+            result = e.with_args(map(visit, e.args))
         done[e] = result
         return result
 

@@ -66,6 +66,12 @@ class Call(Expr):
     op: str
     args: tuple[Expr, ...]
 
+    def with_args(self, args: Iterable[Expr]) -> Call:
+        """The operation of other arguments; itself where they are its own, so that shared parts stay shared."""
+        changed = tuple(args)
+        same = all(a is b for a, b in zip(changed, self.args, strict=True))
+        return self if same else Call(self.dtype, self.op, changed)
+
 
 # index -> scalar
 ScalarFn = Callable[[tuple[Index, ...]], Expr]

@@ -54,6 +54,16 @@ def const(value: float | Size, dtype: str) -> Expr:
     return from_index(as_index(value), dtype) if isinstance(value, Size) else literal(value, dtype)
 
 
+def times_literal(e: Expr) -> tuple[Expr, float] | None:
+    """(x, factor) of an expression that is x times a literal, or over one; None of others."""
+    match e:
+        case Call(op="mul", args=(x, Const(value=by))) | Call(op="mul", args=(Const(value=by), x)):
+            return x, float(by)
+        case Call(op="div", args=(x, Const(value=by))) if by != 0:
+            return x, 1 / by
+    return None
+
+
 def literal(value: float, dtype: str) -> Const:
     """A literal of a compute dtype, rounded or wrapped to what the dtype can hold."""
     if dtype == "bool":

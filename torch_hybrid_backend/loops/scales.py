@@ -68,7 +68,7 @@ def _gathered(value: Expr, accumulator: Buffer, column: LoopVar) -> Expr:
                 return _scaled(first, second, is_factor)
             if is_factor(first):
                 return _scaled(second, first, is_factor)
-        return e if all(a is b for a, b in zip(args, e.args, strict=True)) else Call(e.dtype, e.op, args)
+        return e.with_args(args)
 
     return visit(value)
 

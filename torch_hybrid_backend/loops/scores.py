@@ -25,7 +25,19 @@ from torch_hybrid_backend.loops.ir import (
     indices,
     parts,
 )
-from torch_hybrid_backend.loops.ops import COMPARE, add, call, cast, from_index, is_float, literal, mul, sub, where
+from torch_hybrid_backend.loops.ops import (
+    COMPARE,
+    add,
+    call,
+    cast,
+    from_index,
+    is_float,
+    literal,
+    mul,
+    sub,
+    times_literal,
+    where,
+)
 
 _MASK_CALLS = (
     12  # a causal window within a cache's length is 8; a table of relative positions is some 30, with a logarithm
@@ -65,27 +77,26 @@ def unscaled(score: Expr, product: Buffer) -> tuple[float, Expr | None]:
 
 def _factor(e: Expr, product: Buffer) -> float:
     """What an operation multiplies the product by; NaN where it reads it for anything else, 0 where it does not read it."""
-    match e:
-        case (
-            Call(op="mul", args=(Load(buffer=buffer), Const(value=by)))
-            | Call(op="mul", args=(Const(value=by), Load(buffer=buffer)))
-        ):
-            return float(by) or math.nan if buffer is product else 0.0
-        case Call(op="div", args=(Load(buffer=buffer), Const(value=by))) if by != 0:
-            return 1 / by if buffer is product else 0.0
-        case Call(args=args) if any(isinstance(x, Load) and x.buffer is product for x in args):
-            return math.nan
-    return 0.0
+    if not isinstance(e, Call) or not any(isinstance(x, Load) and x.buffer is product for x in e.args):
+        return 0.0
+    found = times_literal(e)
+    return math.nan if found is None else found[1] or math.nan
 
 
-def _of_scaled(e: Expr, product: Buffer, factor: float) -> Expr:
-    if _factor(e, product) == factor:
-        assert isinstance(e, Call)
-        return next(x for x in e.args if isinstance(x, Load))
-    if not isinstance(e, Call):
-        return e
-    args = tuple(_of_scaled(x, product, factor) for x in e.args)
-    return e if all(a is b for a, b in zip(args, e.args, strict=True)) else Call(e.dtype, e.op, args)
+def _of_scaled(score: Expr, product: Buffer, factor: float) -> Expr:
+    """A score with the product in place of what `_factor` finds to be the product times `factor`."""
+    done: dict[Expr, Expr] = {}
+
+    def visit(e: Expr) -> Expr:
+        if e not in done:
+            found = times_literal(e) if _factor(e, product) == factor else None
+            if found is not None:
+                done[e] = found[0]
+            else:
+                done[e] = e.with_args(map(visit, e.args)) if isinstance(e, Call) else e
+        return done[e]
+
+    return visit(score)
 
 
 def masked(value: Expr, mask: Expr) -> Expr:

@@ -27,7 +27,7 @@ class Sharing:
             case Call():
                 args = tuple(self.of(a) for a in e.args)
                 key = (e.op, e.dtype, *args)
-                shared = e if all(a is b for a, b in zip(args, e.args, strict=True)) else Call(e.dtype, e.op, args)
+                shared = e.with_args(args)
             case _:
                 raise TypeError(f"not an expression of the loops language: {e!r}")
         found = self._by_key.setdefault(key, shared)

@@ -54,7 +54,7 @@ class DecodingAttention(TiledAttention):
 
             groups = b.loop(whole, lambda g: dots(g * group, group), name="g") if whole != 0 else None
             rest = b.loop(left, lambda i: dots(i + whole * group, 1), name="g") if left != 0 else None
-            return b.seq(groups, rest, self._mask(batch, head, first, rows, panel, column, keys))
+            return b.seq(groups, rest, self._score(batch, head, first, rows, panel, column, keys))
 
         return self._over_keys(panel, of)
 

@@ -179,10 +179,10 @@ class TiledAttention(AttentionParts):
         return RegisterTile(self.builder, self.printer, rows, vectors, self.lanes, self.dtype, ways)
 
     def _scores(self, batch: Index, head: Index, first: Index, rows: int, panel: Index, column: Index) -> Stmt:
-        """scores[row][column ...] = q k^T for one panel, masked."""
-        mask = partial(self._mask, batch, head, first, rows, panel, column)
+        """scores[row][column ...] = score(q k^T) for one panel."""
+        score = partial(self._score, batch, head, first, rows, panel, column)
         products = self.by_length(panel, partial(self._products, rows, panel, column))
-        return self.builder.seq(products, self.by_panel(panel, mask))
+        return self.builder.seq(products, self.by_panel(panel, score))
 
     def _products(self, rows: int, panel: Index, column: Index, keys: Dim) -> Stmt:
         """scores[row][column ...] = q k^T for the first `keys` keys of a panel, in whole vectors."""
@@ -203,13 +203,13 @@ class TiledAttention(AttentionParts):
         compute = b.seq(tile.declare(), tile.clear(), tile.reduce(self.depth, step))
         return b.seq(compute, tile.spill(self.scores, column, self.stride))
 
-    def _mask(
+    def _score(
         self, batch: Index, head: Index, first: Index, rows: int, panel: Index, column: Index, keys: Dim
     ) -> Stmt | None:
-        """Masks a panel of which the first `keys` keys exist."""
+        """Puts a panel's scores where its products are; the first `keys` of its keys exist, the others get minus infinity."""
         b, kernel = self.builder, self.kernel
-        is_masked = kernel.score is not None or kernel.causal
-        if not is_masked and keys == self.vectors_of(keys) * self.lanes:
+        is_changed = kernel.score is not None or kernel.causal
+        if not is_changed and keys == self.vectors_of(keys) * self.lanes:
             return None
         never = literal(-math.inf, self.dtype)
 
@@ -229,7 +229,7 @@ class TiledAttention(AttentionParts):
 
             missing = self.vectors_of(keys) * self.lanes - keys
             beyond = self.fill(self.scores, start + keys, missing, never) if missing != 0 else None
-            return b.seq(self.along(keys, one) if is_masked else None, beyond)
+            return b.seq(self.along(keys, one) if is_changed else None, beyond)
 
         statement = b.loop(rows, row, name="r")
         if kernel.causal and kernel.score is None and keys == self.panel:
@@ -238,11 +238,11 @@ class TiledAttention(AttentionParts):
         return statement
 
     def _scaled(self, product: TirExpr) -> TirExpr:
-        """A score of a product in `scores`: queries are scaled already."""
+        """A scaled product, of one in `scores`: queries are scaled already."""
         return product
 
-    def _unmasked(self, score: TirExpr) -> TirExpr:
-        """What the softmax is of, from what is in `scores` then."""
+    def _operand_of_softmax(self, score: TirExpr) -> TirExpr:
+        """What the softmax is of, from what `_score` left in `scores`."""
         return score if self.kernel.score is not None else self._scaled(score)
 
     def _horizontal(self, vector: TirBuffer, combine: Callable[[TirExpr, TirExpr], TirExpr]) -> Stmt:
@@ -290,11 +290,11 @@ class TiledAttention(AttentionParts):
             return each_panel(at)
 
         def raise_top(lane: Index, at: Index) -> Stmt:
-            return b.store(top, lane, tirx.max(b.load(top, lane), self._unmasked(b.load(self.scores, at))))
+            return b.store(top, lane, tirx.max(b.load(top, lane), self._operand_of_softmax(b.load(self.scores, at))))
 
         def exponential(lane: Index, at: Index) -> Stmt:
             return self._exp(
-                self._unmasked(b.load(self.scores, at)) - shift,
+                self._operand_of_softmax(b.load(self.scores, at)) - shift,
                 lambda e: b.seq(self._keep(lane, at, e), b.store(total, lane, b.load(total, lane) + e)),
             )
 

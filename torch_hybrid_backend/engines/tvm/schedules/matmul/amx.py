@@ -690,8 +690,7 @@ class TileProduct:
                 return buffer.at((index_of(self.column),))
             if not isinstance(e, Call) or e.op == "guard":  # behind a guard there may be nothing to load
                 return e
-            args = tuple(map(visit, e.args))
-            return e if all(a is b for a, b in zip(args, e.args, strict=True)) else Call(e.dtype, e.op, args)
+            return e.with_args(map(visit, e.args))
 
         return [dataclasses.replace(store, value=visit(store.value)) for store in stores], found
 
