@@ -39,6 +39,10 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return functional.softmax(scores.masked_fill(hidden, -math.inf), -1) @ v
 
 
+def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(q @ k.transpose(-2, -1) / math.sqrt(_DEPTH), -1) @ v
+
+
 def _capped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Scores within -5 to 5, as Gemma 2 has them."""
     scores = torch.einsum("bhsd,bhtd->bhst", q, k)
@@ -105,3 +109,43 @@ def test_numbers_that_are_not_finite(value: float) -> None:
         operands = _operands()
         operands[position][1, 2, 7, 3] = value
         _check(_capped if position else _shared_keys, operands, 1e-5)
+
+
+class _Codebook(nn.Module):
+    """Soft look-up in learnt vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.book = nn.Parameter(torch.randn(90, _DEPTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x @ self.book.T, -1) @ self.book
+
+
+@pytest.mark.parametrize(("queries", "kernels"), [(120, ["attention"]), (7, ["matmul", "matmul"])])
+def test_learnt_keys(queries: int, kernels: list[str]) -> None:
+    """Few queries have the keys packed ahead of calls, as weights of products; for many that does not pay."""
+    torch.manual_seed(0)
+    model, x = _Codebook().eval(), torch.randn(queries, _DEPTH)
+    torch.compiler.reset()
+    with torch.no_grad():
+        (plan,) = torch_hybrid_backend.explain(model, x, options={"placement": "estimate"}).plans
+        compiled = torch.compile(model, backend="hybrid", options={"placement": "estimate"})
+        for _ in range(2):
+            torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-5)
+        model.book.mul_(0.5)
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-5)
+    found = [kernel for region in plan.regions for kernel in region.kernels]
+    assert [name for kernel in found for name in ("attention", "matmul") if name in kernel] == kernels, found
+
+
+@pytest.mark.parametrize("fn", [_plain, _capped], ids=lambda fn: fn.__name__)
+def test_sizes_that_change(fn: _Function) -> None:
+    """One plan serves every number of queries and keys."""
+    torch.compiler.reset()
+    compiled = torch.compile(fn, backend="hybrid", dynamic=True, options={"placement": "estimate"})
+    with torch.no_grad():
+        for queries, keys in ((21, 37), (21, 37), (64, 64), (3, 130), (130, 5)):
+            operands = [torch.randn(2, _HEADS, rows, 24) for rows in (queries, keys, keys)]
+            want = fn(*(x.double() for x in operands))
+            torch.testing.assert_close(compiled(*operands).double(), want, rtol=1e-5, atol=1e-5)

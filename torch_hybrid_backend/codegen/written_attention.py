@@ -33,6 +33,7 @@ from torch_hybrid_backend.loops.ir import (
     ReduceOp,
     ScoredAttentionOp,
     Value,
+    buffers_of,
     buffers_of_expr,
     canonical,
     domain_vars,
@@ -40,7 +41,7 @@ from torch_hybrid_backend.loops.ir import (
 )
 from torch_hybrid_backend.loops.ops import is_float, literal, mul, round_to, times_literal
 from torch_hybrid_backend.loops.scores import is_cheap_mask
-from torch_hybrid_backend.sizes.size import Dim
+from torch_hybrid_backend.sizes.size import Dim, size_hint
 
 _MAX_WIDTH = 256  # of a head: a tile holds whole ones
 
@@ -92,6 +93,8 @@ class _Search:
         assert isinstance(first, MatMulOp)
         depth = first.a.shape[2]
         if not isinstance(depth, int) or depth > _MAX_WIDTH or found.product.index != index:
+            return op
+        if not self._gathers and _is_better_packed_ahead(first, op):
             return op
         between = {first, *found.between}
         if any(self._is_read_outside(own, between | {op}) for own in between if self._depends(own, first)):
@@ -231,6 +234,18 @@ class _Search:
 def _is_product(op: LoopOp | None) -> TypeGuard[MatMulOp]:
     """A matrix product of floating point; one of integers has a zero point beside its operands, and is exact."""
     return isinstance(op, MatMulOp) and not isinstance(op, IntegerMatMulOp)
+
+
+def _is_better_packed_ahead(first: MatMulOp, second: MatMulOp) -> bool:
+    """Whether packing keys and values in every call costs more than scores in memory do, where products have both packed ahead.
+
+    That is where they are constants: codebooks, memories that are learnt. Each of T keys and values is read and written once, the scores of S
+    queries are written and read twice: T * (D + Dv) * 2 against S * T * 4 elements.
+    """
+    if not all(buffer.constant for operand in (first.b, second.b) for buffer in buffers_of(operand)):
+        return False
+    _, queries, depth = first.a.shape
+    return 2 * size_hint(queries) < size_hint(depth) + size_hint(second.out.shape[2])
 
 
 def _is_gathered(load: Load) -> bool:
