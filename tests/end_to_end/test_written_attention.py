@@ -50,6 +50,21 @@ def _capped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return torch.einsum("bhst,bhte->bshe", weights, v).flatten(2)
 
 
+def _rotated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Queries and keys turned by their positions and scores capped, as Gemma 2 has them; each step is rounded to the operands' type."""
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        angles = torch.arange(x.shape[2])[:, None] * 10 ** (-torch.arange(_DEPTH // 2) / 3)
+        cos, sin = (part.repeat(1, 2).to(x.dtype) for part in (angles.cos(), angles.sin()))
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat((-second, first), -1) * sin
+
+    scores = torch.tanh(turned(q) @ turned(k).mT * 0.2 / 5) * 5
+    hidden = torch.arange(_KEYS) > torch.arange(_QUERIES)[:, None] + 9
+    weights = torch.softmax(scores.masked_fill(hidden, -1e9), -1, dtype=torch.float32).to(v.dtype)
+    return weights @ v
+
+
 def _shared_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """All heads of queries read one of keys."""
     k, v = (x[:, :1].expand(-1, _HEADS, -1, -1) for x in (k, v))
@@ -77,7 +92,7 @@ def _check(fn: _Function, operands: list[torch.Tensor], tolerance: float, refere
     torch.testing.assert_close(got.double(), want.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
-@pytest.mark.parametrize("fn", [_causal, _capped, _shared_keys], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("fn", [_causal, _capped, _rotated, _shared_keys], ids=lambda fn: fn.__name__)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_one_kernel(fn: _Function, dtype: torch.dtype) -> None:
     """Sizes that are no multiples of vectors or tiles."""

@@ -300,7 +300,10 @@ class Printer:
                 return self._guard(e)
             case Call(_, "round", (x, Const() as target)):
                 dtype = ROUND_TARGETS[int(target.value)]
-                return widen(narrow(self._print(x), dtype), dtype)
+                value = self._print(x)
+                if dtype == "bfloat16" and isinstance(x, Call):
+                    value = self._bind(value, x.dtype)  # rounding prints it several times
+                return widen(narrow(value, dtype), dtype)
             case Call("int8" | "uint8" | "int32", "cast", (x,)) if (unrounded := _unrounded(x)) is not None:
                 # One instruction rounds and converts.
                 number = self._bind(self._print(unrounded), "float32")

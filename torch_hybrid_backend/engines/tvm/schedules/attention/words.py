@@ -16,6 +16,7 @@ from tvm import tirx
 from torch_hybrid_backend.engines.tvm.cpu.dot_products import bf16_dot_product
 from torch_hybrid_backend.engines.tvm.cpu.kernels import WordAttentionKernel
 from torch_hybrid_backend.engines.tvm.schedules.attention.tiled import TiledAttention
+from torch_hybrid_backend.engines.tvm.schedules.float_parts import upper
 from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, zero
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tir.arithmetic import literal
@@ -24,8 +25,8 @@ from torch_hybrid_backend.engines.tvm.tir.dot import load_word, rounded_words
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.engines.tvm.tir.storage import narrow
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
-from torch_hybrid_backend.loops.ir import Call, Expr, Load
-from torch_hybrid_backend.loops.ops import is_rounded
+from torch_hybrid_backend.loops.ir import Expr, Load
+from torch_hybrid_backend.loops.ops import round_to
 from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, known_int
 
 
@@ -61,9 +62,8 @@ class WordAttention(TiledAttention):
             array, _ = self.printer.arguments[expr.buffer]
             env = dict(zip(variables, point, strict=True))
             return self.builder.load(array, self.printer.offset(expr.buffer, expr.index, env))
-        if isinstance(expr, Call) and expr.op == "round" and is_rounded(expr, "bfloat16"):
-            expr = expr.args[0]  # once is enough
-        return narrow(self.read(expr, variables, *point), "bfloat16")
+        rounded = self.read(round_to(expr, "bfloat16"), variables, *point)
+        return upper(tirx.reinterpret("uint32", rounded))
 
     def _of_key(self, batch: Index, head: Index, key: Index, d: Index) -> TirExpr:
         k, variables = self.kernel.k, self.kernel.k_vars
