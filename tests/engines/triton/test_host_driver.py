@@ -197,12 +197,39 @@ def test_a_kernel_that_fails_later_costs_its_region(
     compiled = torch.compile(lambda x: torch.softmax(x * 2, -1), backend="hybrid")
     x = torch.randn(5, 7)
     compiled(x)
-    monkeypatch.setattr(HostDriver, "launch", _failing(Status.OUT_OF_MEMORY))
+    monkeypatch.setattr(HostDriver, "launch", _failing(Status.NOT_SUPPORTED))
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             torch.testing.assert_close(compiled(x), torch.softmax(x * 2, -1))
     (warning,) = (record.message for record in caplog.records)
-    assert "OUT_OF_MEMORY" in warning
+    assert "NOT_SUPPORTED" in warning
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_kernel_without_memory_costs_its_call(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Eager gives the results of every call that finds no memory; kernels run again when there is some."""
+    compiled = torch.compile(lambda x: torch.softmax(x * 2, -1), backend="hybrid")
+    x = torch.randn(5, 7)
+    compiled(x)
+    whole = HostDriver.launch
+    monkeypatch.setattr(HostDriver, "launch", _failing(Status.OUT_OF_MEMORY))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            torch.testing.assert_close(compiled(x), torch.softmax(x * 2, -1))
+    warnings = [record.message for record in caplog.records]
+    assert len(warnings) == 2
+    assert all("eager runs this call" in warning and "OUT_OF_MEMORY" in warning for warning in warnings)
+    launched = []
+
+    def counted(self: HostDriver, *arguments: Any) -> None:
+        launched.append(arguments)
+        whole(self, *arguments)
+
+    monkeypatch.setattr(HostDriver, "launch", counted)
+    torch.testing.assert_close(compiled(x), torch.softmax(x * 2, -1))
+    assert launched
 
 
 @pytest.mark.usefixtures("interpreted")
