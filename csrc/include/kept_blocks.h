@@ -28,8 +28,8 @@ class KeptBlocks {
   // The one of this process, while anyone holds it; else a new one.
   static std::shared_ptr<KeptBlocks> OfProcess();
 
-  // Frees what is kept and idle in this process: for others who find no memory. False where that was
-  // nothing.
+  // Frees what is kept and idle in this process: for others who find no memory. False where that
+  // was nothing.
   static bool FreeIdle();
 
   // Tensors of so many bytes will be asked for: as much as the largest of them is kept, no more. So
