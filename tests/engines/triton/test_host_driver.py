@@ -163,6 +163,21 @@ def _failing(status: Status, after: int = 0) -> Callable[..., int]:
     return fail
 
 
+def _softmax(x: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(x * 2, -1)
+
+
+def _warnings_of_two_calls(
+    compiled: Callable[[torch.Tensor], torch.Tensor], caplog: pytest.LogCaptureFixture
+) -> list[str]:
+    """What is logged while a compiled `_softmax` gives eager's results."""
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            x = torch.randn(5, 7)
+            torch.testing.assert_close(compiled(x), _softmax(x))
+    return [record.message for record in caplog.records]
+
+
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(
     ("function", "status"),
@@ -179,12 +194,7 @@ def test_a_kernel_that_fails_costs_its_region(
 ) -> None:
     """One that cannot be loaded or launched in the first call: one warning; eager gives the results of that call and the next."""
     monkeypatch.setattr(HostDriver, function, _failing(status))
-    compiled = torch.compile(lambda x: torch.softmax(x * 2, -1), backend="hybrid")
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            x = torch.randn(5, 7)
-            torch.testing.assert_close(compiled(x), torch.softmax(x * 2, -1))
-    (warning,) = (record.message for record in caplog.records)
+    (warning,) = _warnings_of_two_calls(torch.compile(_softmax, backend="hybrid"), caplog)
     assert f"CUDA_ERROR_{status.name} ({status:d})" in warning
     assert "falls back to eager" in warning
 
@@ -194,14 +204,10 @@ def test_a_kernel_that_fails_later_costs_its_region(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In a later call, which gives eager's results."""
-    compiled = torch.compile(lambda x: torch.softmax(x * 2, -1), backend="hybrid")
-    x = torch.randn(5, 7)
-    compiled(x)
+    compiled = torch.compile(_softmax, backend="hybrid")
+    compiled(torch.randn(5, 7))
     monkeypatch.setattr(HostDriver, "launch", _failing(Status.NOT_SUPPORTED))
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            torch.testing.assert_close(compiled(x), torch.softmax(x * 2, -1))
-    (warning,) = (record.message for record in caplog.records)
+    (warning,) = _warnings_of_two_calls(compiled, caplog)
     assert "NOT_SUPPORTED" in warning
 
 
@@ -210,15 +216,12 @@ def test_a_kernel_without_memory_costs_its_call(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Eager gives the results of every call that finds no memory; kernels run again when there is some."""
-    compiled = torch.compile(lambda x: torch.softmax(x * 2, -1), backend="hybrid")
+    compiled = torch.compile(_softmax, backend="hybrid")
     x = torch.randn(5, 7)
     compiled(x)
     whole = HostDriver.launch
     monkeypatch.setattr(HostDriver, "launch", _failing(Status.OUT_OF_MEMORY))
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            torch.testing.assert_close(compiled(x), torch.softmax(x * 2, -1))
-    warnings = [record.message for record in caplog.records]
+    warnings = _warnings_of_two_calls(compiled, caplog)
     assert len(warnings) == 2
     assert all("eager runs this call" in warning and "OUT_OF_MEMORY" in warning for warning in warnings)
     launched = []
@@ -228,7 +231,7 @@ def test_a_kernel_without_memory_costs_its_call(
         whole(self, *arguments)
 
     monkeypatch.setattr(HostDriver, "launch", counted)
-    torch.testing.assert_close(compiled(x), torch.softmax(x * 2, -1))
+    torch.testing.assert_close(compiled(x), _softmax(x))
     assert launched
 
 
@@ -239,7 +242,7 @@ def test_an_illegal_address_is_raised(
 ) -> None:
     """By the kernel's name, in the first call and in later ones: the device is lost, and nothing falls back in silence."""
     monkeypatch.setenv("HYBRID_PLACEMENT", placement)
-    compiled = torch.compile(lambda x: torch.softmax(x * 2, -1), backend="hybrid")
+    compiled = torch.compile(_softmax, backend="hybrid")
     x = torch.randn(5, 7)
     for _ in range(calls_before):
         compiled(x)
