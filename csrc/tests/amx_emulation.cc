@@ -48,6 +48,11 @@ void RequireProduct(int sums, int a, int b) {
   products.fetch_add(1, std::memory_order_relaxed);
 }
 
+void RequireLines(const uint8_t* memory, int64_t stride) {
+  Require(reinterpret_cast<uintptr_t>(memory) % kRowBytes == 0 && stride % kRowBytes == 0,
+          "rows of a tile are not lines of the caches");
+}
+
 float Flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
 
 float OfBfloat16(uint16_t bits) {
@@ -151,6 +156,7 @@ void emulated_tilezero(int tile) {
 
 void emulated_tileloadd64(int tile, const uint8_t* memory, int64_t stride) {
   emulated_tilezero(tile);
+  RequireLines(memory, stride);
   for (int row = 0; row < registers.rows[tile]; ++row) {
     std::memcpy(registers.data[tile][row], memory + row * stride, registers.row_bytes[tile]);
   }
@@ -163,6 +169,7 @@ void emulated_tileloaddt164(int tile, const uint8_t* memory, int64_t stride) {
 
 void emulated_tilestored64(int tile, uint8_t* memory, int64_t stride) {
   RequireTile(tile);
+  RequireLines(memory, stride);
   for (int row = 0; row < registers.rows[tile]; ++row) {
     std::memcpy(memory + row * stride, registers.data[tile][row], registers.row_bytes[tile]);
   }

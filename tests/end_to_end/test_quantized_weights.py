@@ -70,6 +70,30 @@ def test_weights_are_live(precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", FORMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_half_models(dtype: torch.dtype, precision: str) -> None:
+    """Models of a half type keep their weights in few bits too; one row and many are as near as that type is."""
+    model = Block().to(dtype).eval()
+    options = {"precision": precision, "strict": True, "placement": "estimate"}
+    for rows in (1, 3, 40):
+        x = torch.randn(rows, 160, dtype=dtype)
+        if rows == 1:
+            (plan,) = torch_hybrid_backend.explain(model, x, options=options).plans
+            assert plan.conversion is not None
+            assert plan.conversion.converted == ((precision.removesuffix("-weights"), 2),)
+            assert [region.engine for region in plan.regions] == ["tvm"]
+        compiled = torch.compile(model, backend="hybrid", dynamic=False, options=options)
+        for _ in range(2):
+            got = compiled(x)
+        want = model.exact(x, precision)
+        assert got.dtype == dtype
+        # Of 4 bits, numbers of few digits are often half way between two steps: float32's scale takes them to either side.
+        most = 0.03 if precision == "int4-weights" else 0.01 if dtype == torch.bfloat16 else 0.002
+        assert (got.double() - want).norm() < most * want.norm()
+
+
+@pytest.mark.parametrize("precision", FORMS)
 @torch.no_grad()
 def test_any_number_of_rows(precision: str) -> None:
     """One compilation serves every number of rows."""

@@ -113,6 +113,23 @@ def test_integers_are_made_outside_the_call(captured, precision):
 
 
 @pytest.mark.parametrize("precision", FORMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_weights(captured, dtype, precision):
+    """They are quantised as float32 is, and what is dequantised is rounded to their type again: in the call, which keeps integers."""
+    layer = nn.Linear(256, 128, bias=False, dtype=dtype).eval()
+    subject = captured(layer, torch.randn(3, 256, dtype=dtype))
+    (got,) = quantized(subject, precision)
+    assert got.dtype == dtype
+    (x,) = (value for value in subject.inputs if value.shape == (3, 256))
+    want = x.double() @ by_hand(layer.weight.detach().float(), precision).to(dtype).double().T
+    # One step of a weight at a rounding tie, times x, is 0.02.
+    torch.testing.assert_close(got.double(), want, rtol=0.01, atol=0.03)
+    hoisted = hoist(subject.gm, subject.captured.static_inputs)
+    folded = fold(hoisted, subject.inputs)
+    assert sorted(str(value.dtype) for value in folded) == ["torch.float32", "torch.int8"]
+
+
+@pytest.mark.parametrize("precision", FORMS)
 def test_weights_that_lie_by_column_and_tied_ones(captured, precision):
     """GPT-2's (K, N) weights are quantised by output channel too; an embedding reads the float32 weight that the last layer has quantised."""
     table, w, b = torch.randn(256, 64, requires_grad=True), torch.randn(64, 256, requires_grad=True), torch.randn(256)
@@ -164,12 +181,12 @@ def test_merged_products_are_quantised_whole(captured):
 
 
 def test_what_stays_as_written(captured):
-    """Small layers, half weights, and for 4 bits rows that are no whole groups: each with a code. Products of activations are no layers."""
-    small, half, odd = nn.Linear(32, 32), nn.Linear(256, 256, dtype=torch.bfloat16), nn.Linear(250, 256)
+    """Small layers, float64 ones, and for 4 bits rows that are no whole groups: each with a code. Products of activations are no layers."""
+    small, wide, odd = nn.Linear(32, 32), nn.Linear(256, 256, dtype=torch.float64), nn.Linear(250, 256)
     assert small.weight.numel() < LEAST_ELEMENTS
 
     def function(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return small(x[:, :32]), half(x.bfloat16()), odd(x[:, :250]), x @ y
+        return small(x[:, :32]), wide(x.double()), odd(x[:, :250]), x @ y
 
     subject = captured(function, torch.randn(3, 256), torch.randn(256, 256))
     assert not quantize_weights(subject.gm, replace(subject.ctx, precision="int4-weights"))

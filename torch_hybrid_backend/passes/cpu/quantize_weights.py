@@ -13,7 +13,8 @@ symmetric:
 `ctx.weights.group_size` gives either a scale for so many neighbours. With `ctx.weights.zero_points` the integers of a group span from its
 least value to its largest, and one of them stands for 0.
 
-Both are (N, K) int8, of 4 bits those between -8 and 7, in torch.ao's own operators: engines pack them. Embeddings that share such a weight keep
+Both are (N, K) int8, of 4 bits those between -8 and 7, in torch.ao's own operators: engines pack them. A weight of a half type is widened
+first, and what is dequantised is rounded to it again, which kernels leave out. Embeddings that share such a weight keep
 reading the parameter: a few rows, exact.
 
 Sources: Dettmers et al., "LLM.int8()", 2022 (scales per channel); Frantar et al., "GPTQ", 2022 (groups); Jacob et al., CVPR
@@ -43,6 +44,7 @@ _PRODUCTS: Mapping[object, tuple[int, int, bool]] = {
     aten.addmm.default: (1, 2, False),
     aten.linear.default: (0, 1, True),
 }
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _BITS = {"int8-weights": 8, "int4-weights": 4}
 GROUP = 32  # of 4 bits, where nothing else is asked for
 # Weights of fewer elements come from memory in 2 us, at 30 GB/s: less than a kernel takes to begin.
@@ -78,10 +80,15 @@ def quantize_weights(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
         if how not in made:
             importlib.import_module("torch.ao.quantization.fx._decomposed")  # the operators exist from here on
             whole = insert(node, aten.permute.default, rows, [1, 0]) if turned else rows
+            dtype = whole.meta["val"].dtype
+            if dtype != torch.float32:
+                whole = insert(node, aten._to_copy.default, whole, dtype=torch.float32)
             if group is None and not ctx.weights.zero_points:
                 made[how] = _by_channel(node, whole)
             else:
                 made[how] = _by_group(node, whole, bits, group, has_zeros=ctx.weights.zero_points)
+            if dtype != torch.float32:
+                made[how] = insert(node, aten._to_copy.default, made[how], dtype=dtype)
         dequantized = made[how] if has_rows else insert(node, aten.permute.default, made[how], [1, 0])
         node.update_arg(position, dequantized)
         node.meta["precision"] = f"int{bits}"
@@ -91,7 +98,7 @@ def quantize_weights(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
 
 def _refusal(weight: torch.Tensor, group: int | None, has_rows: bool) -> Refused | None:
     """Why a weight stays as it is, or None."""
-    if weight.dim() != 2 or weight.dtype != torch.float32:
+    if weight.dim() != 2 or weight.dtype not in _DTYPES:
         return Refused(
             Reason.UNSUPPORTED, f"weights of dtype {weight.dtype} and {weight.dim()} dimensions are not quantised"
         )

@@ -17,9 +17,10 @@ import torch
 
 from torch_hybrid_backend.codegen.operands import Packed
 from torch_hybrid_backend.codegen.variants import Variant
-from torch_hybrid_backend.engines.tvm.cpu.amx import tile_convolutions, tile_products
+from torch_hybrid_backend.engines.tvm.cpu.amx import tile_convolutions, tile_dequantized_products, tile_products
 from torch_hybrid_backend.engines.tvm.cpu.attention import word_attention
 from torch_hybrid_backend.engines.tvm.cpu.kernels import (
+    DequantizedMatMulKernel,
     FusedConvKernel,
     PackedConvKernel,
     PackedMatMulKernel,
@@ -138,6 +139,7 @@ ALTERNATIVES: tuple[tuple[type[Kernel], Ways], ...] = (
     (FusedConvKernel, apart),
     (PackedMatMulKernel, tile_products),
     (UnpackedMatMulKernel, tile_products),
+    (DequantizedMatMulKernel, tile_dequantized_products),
     (PackedMatMulKernel, schedule_ranks),
     (PackedConvKernel, widened),
     (PackedMatMulKernel, widened),

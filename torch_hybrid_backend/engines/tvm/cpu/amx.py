@@ -4,8 +4,8 @@ Enters: a kernel of a product with a constant right operand, or of a convolution
 with tiles, and the operand packed for it.
 float32 is multiplied as three bfloat16, or as two where `torch.set_float32_matmul_precision` allows less than float32's own precision.
 float16 is multiplied as it is where the processor does that, else as two bfloat16. `amx_formats` says what that costs. bfloat16 is multiplied
-as it is, a denormal number as 0, as PyTorch's own kernels for AMX do. 8-bit integers are multiplied exactly. Illegal: sizes known only at run
-time.
+as it is, a denormal number as 0, as PyTorch's own kernels for AMX do. 8-bit integers are multiplied exactly. A weight of 8 or 4 bits by
+which floats are multiplied stays as it is packed: its kernel unpacks it to bfloat16. Illegal: sizes known only at run time.
 
 Nothing here imports TVM.
 """
@@ -20,9 +20,11 @@ from torch_hybrid_backend.codegen.operands import Packed
 from torch_hybrid_backend.codegen.variants import Variant
 from torch_hybrid_backend.engines.tvm.cpu.amx_formats import FORMATS, PANEL, TileFormat
 from torch_hybrid_backend.engines.tvm.cpu.kernels import (
+    DequantizedMatMulKernel,
     PackedConvKernel,
     PackedMatMulKernel,
     TileConvKernel,
+    TileDequantizedMatMulKernel,
     TileMatMulKernel,
     UnpackedMatMulKernel,
 )
@@ -40,6 +42,8 @@ from torch_hybrid_backend.sizes.size import known_int
 
 # Products of fewer rows take as long as their weight takes to come from memory, and tiles are mostly empty.
 _MIN_ROWS = 8
+# To scale a tile of sums and add it to others.
+_SCALE_CYCLES = 32.0
 # Multiply-adds a cycle that kernels by vectors reach, of float32 (which bfloat16 is widened to) and of 8-bit integers, and the share of their
 # cycles in which tiles multiply: 2-core Granite Rapids, 128 to 1,024 rows.
 _VECTOR_RATE, _INTEGER_RATE, _TILE_SHARE = 25.0, 100.0, 0.65
@@ -89,7 +93,35 @@ def tile_products(
         kernel.accumulator,
         _stores(kernel),
     )
-    return _variants(product, packed, cost)
+    return _variants(product, (packed,), cost)
+
+
+def tile_dequantized_products(kernel: DequantizedMatMulKernel, weight: Packed | None, target: Target) -> list[Variant]:
+    """The product with a quantised weight on tiles, and the further choices of its schedule; none where it has no such form.
+
+    Both read the weight as it is packed.
+    """
+    if kernel_sizes(kernel) or kernel.table is not None or not {"amx_tile", "amx_bf16"} <= set(target.features):
+        return []
+    _, m, n, k = (known_int(variable.extent) for variable in (*kernel.domain, kernel.k))
+    name = _dequantized_format(kernel)
+    form, by_integers = FORMATS[name].by_integers, name != "bfloat16"
+    if by_integers and kernel.group != k and kernel.group % form.depth:
+        return []
+    cost = _cost(1, m, n, k, form, -(-k // kernel.group) if by_integers else 0)
+    if cost > _CONCEIVABLE_COST:
+        return []
+    own = {field.name: getattr(kernel, field.name) for field in dataclasses.fields(kernel)}
+    return _variants(TileDequantizedMatMulKernel(**own, format=name), (), cost)
+
+
+def _dequantized_format(kernel: DequantizedMatMulKernel) -> str:
+    """That of `a`: in as few parts as are exact, or, of float32, as PyTorch allows."""
+    if ops.is_rounded(kernel.a, "bfloat16"):
+        return "bfloat16"
+    if ops.is_rounded(kernel.a, "float16"):
+        return "float16 split"
+    return _float32_format(float32_precision("cpu")[0])
 
 
 def tile_convolutions(kernel: PackedConvKernel, weight: Packed | None, target: Target) -> list[Variant]:
@@ -134,7 +166,7 @@ def tile_convolutions(kernel: PackedConvKernel, weight: Packed | None, target: T
         kernel.accumulator,
         _stores(kernel),
     )
-    return _variants(convolution, packed, cost)
+    return _variants(convolution, (packed,), cost)
 
 
 def _groups_together(groups: int, channels: int, outputs: int, form: TileFormat) -> int:
@@ -178,14 +210,18 @@ def _reading(kernel: Kernel, operand: Buffer, packed: Packed) -> tuple[Argument,
     return tuple(argument if read.buffer is operand else read for read in kernel.reads)
 
 
-def _variants(kernel: TileMatMulKernel | TileConvKernel, packed: Packed, cost: float) -> list[Variant]:
+def _variants(
+    kernel: TileMatMulKernel | TileConvKernel | TileDequantizedMatMulKernel, packed: tuple[Packed, ...], cost: float
+) -> list[Variant]:
     """The kernel as its schedule ranks first, second and so on; the latter are for tuning: no first call times what is estimated so."""
-    name, is_exact = f"amx {kernel.format}", not FORMATS[kernel.format].splits
-    first = Variant(name, (kernel,), (packed,), is_exact, cost < _CERTAIN_COST, cost)
+    name = f"amx {kernel.format}"
+    # A dequantised weight is rounded, or summed in groups, as the kernel by vectors does not.
+    is_exact = not (FORMATS[kernel.format].splits or isinstance(kernel, TileDequantizedMatMulKernel))
+    first = Variant(name, (kernel,), packed, is_exact, cost < _CERTAIN_COST, cost)
     others = [(dataclasses.replace(kernel, schedule_rank=rank),) for rank in range(1, _RANKS)]
     return [
         first,
-        *(Variant(f"{name} choice {n}", k, (packed,), is_exact, cost=2 * cost) for n, k in enumerate(others, 1)),
+        *(Variant(f"{name} choice {n}", k, packed, is_exact, cost=2 * cost) for n, k in enumerate(others, 1)),
     ]
 
 
@@ -198,7 +234,7 @@ def _format(a: Expr, dtype: str, sums: str, precision: str, target: Target) -> s
         {"amx_tile", name} <= set(target.features) for name in ("amx_bf16", "amx_fp16", "amx_int8")
     )
     if dtype == a.dtype == sums == "float32" and bfloat16:
-        return "float32" if precision in ("none", "ieee") else "float32 high"
+        return _float32_format(precision)
     if dtype == "bfloat16" and a.dtype == "float32" and bfloat16:
         return "bfloat16"  # operands of a product have one dtype: `a` is of bfloat16, widened
     if dtype == "float16" and a.dtype == "float32" and (float16 or bfloat16):
@@ -209,12 +245,20 @@ def _format(a: Expr, dtype: str, sums: str, precision: str, target: Target) -> s
     return None
 
 
-def _cost(batch: int, m: int, n: int, k: int, form: TileFormat) -> float:
-    """The estimated time on tiles over that by vectors; infinite where there are too few rows, or nothing to compute."""
+def _float32_format(precision: str) -> str:
+    """`precision`: as of `_format`."""
+    return "float32" if precision in ("none", "ieee") else "float32 high"
+
+
+def _cost(batch: int, m: int, n: int, k: int, form: TileFormat, groups: int = 0) -> float:
+    """The estimated time on tiles over that by vectors; infinite where there are too few rows, or nothing to compute.
+
+    `groups`: of k, whose sums are scaled one by one.
+    """
     if m < _MIN_ROWS or not (batch and n and k):
         return math.inf
-    tiles = -(-m // 16) * 2 * -(-n // PANEL) * form.steps(k)
-    multiplied = tiles * len(form.products) * 16 / _TILE_SHARE
+    tiles = -(-m // 16) * 2 * -(-n // PANEL)
+    multiplied = tiles * (form.steps(k) * len(form.products) * 16 / _TILE_SHARE + groups * _SCALE_CYCLES)
     by_vectors = m * n * k / (_INTEGER_RATE if form.itemsize == 1 else _VECTOR_RATE)
     cost = (multiplied + m * k * form.copy_cycles) / by_vectors
     return max(cost, _LEAST_SPLIT_COST) if form.splits else cost

@@ -32,6 +32,7 @@ Nothing here imports TVM or torch: the kernel compiler has none of the latter.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -86,6 +87,11 @@ class TileFormat:
     def splits(self) -> bool:
         """Whether operands are split into parts."""
         return self.parts > 1
+
+    @property
+    def by_integers(self) -> TileFormat:
+        """The same A by a B that is one part: integers of 8 bits, which bfloat16 holds exactly."""
+        return dataclasses.replace(self, products=tuple(pair for pair in self.products if pair[1] == 0))
 
     def steps(self, k: int) -> int:
         return -(-k // self.depth)

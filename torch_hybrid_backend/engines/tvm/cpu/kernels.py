@@ -88,6 +88,17 @@ class DequantizedMatMulKernel(Kernel):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class TileDequantizedMatMulKernel(DequantizedMatMulKernel):
+    """A `DequantizedMatMulKernel` with products on AMX's tiles, of known sizes, without a table.
+
+    `format`: "float32" or "float32 high", or that of the half type that `a` is rounded to already: "bfloat16", for which the dequantised weight
+    is rounded to it, too, or "float16 split". Several groups are of whole steps of k, 32, but for "bfloat16".
+    """
+
+    format: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class TileMatMulKernel(Kernel):
     """Domain (b, m, n): accumulator[b, m, n] = sum over `k` of a * b by AMX, then the stores read `accumulator`. All sizes are known.
 

@@ -11,6 +11,7 @@ from torch_hybrid_backend.engines.tvm.cpu.kernels import (
     PackedConvKernel,
     PackedMatMulKernel,
     TileConvKernel,
+    TileDequantizedMatMulKernel,
     TileMatMulKernel,
     UnpackedMatMulKernel,
 )
@@ -21,6 +22,7 @@ from torch_hybrid_backend.engines.tvm.schedules.convolution import fused as fuse
 from torch_hybrid_backend.engines.tvm.schedules.convolution import rules as convolution_rules
 from torch_hybrid_backend.engines.tvm.schedules.matmul import amx as amx_matmul
 from torch_hybrid_backend.engines.tvm.schedules.matmul import dequantized as dequantized_matmul
+from torch_hybrid_backend.engines.tvm.schedules.matmul import dequantized_tiles
 from torch_hybrid_backend.engines.tvm.schedules.matmul import packed as packed_matmul
 from torch_hybrid_backend.engines.tvm.schedules.matmul import unpacked as unpacked_matmul
 from torch_hybrid_backend.engines.tvm.schedules.reduction import rows as reduction_rows
@@ -31,6 +33,7 @@ SCHEDULES: tuple[tuple[type[Kernel], Callable[..., Any]], ...] = (
     (RowKernel, reduction_rows.emit),
     (PackedMatMulKernel, packed_matmul.emit),
     (UnpackedMatMulKernel, unpacked_matmul.emit),
+    (TileDequantizedMatMulKernel, dequantized_tiles.emit),
     (DequantizedMatMulKernel, dequantized_matmul.emit),
     (TileMatMulKernel, amx_matmul.emit),
     (PackedConvKernel, convolution_rules.emit),

@@ -28,6 +28,8 @@ _KINDS = {
 
 # The largest local buffer that lives on the stack. A kernel holds a few at once, and a thread's stack is 2 MB or more.
 _STACK_BYTES = 64 << 10
+# An array of fewer bytes is not worth the calls that take it from the heap and give it back.
+_FEW_BYTES = 1 << 10
 
 _ANY_LENGTH = (1 << 31) - 1
 
@@ -154,12 +156,16 @@ class Builder:
         scope = "local" if isinstance(size, int) else "global"  # a stack frame's size is fixed when it is compiled
         return tirx.decl_buffer((self.size(size),), dtype, self.fresh(name), scope=scope)
 
-    def alloc(self, buffer: TirBuffer) -> Stmt:
-        """Declares a buffer made by `local`: on the stack, and so in registers where LLVM can, unless it is large."""
+    def alloc(self, buffer: TirBuffer, *, aligned: bool = False) -> Stmt:
+        """Declares a buffer made by `local`: on the stack, and so in registers where LLVM can, unless it is large.
+
+        aligned: where it has 16 lines of the caches it begins with one, as what reads or writes whole lines wants it. TVM aligns
+        no array of the stack to more than 16 bytes.
+        """
         if not isinstance(buffer.shape[0], tirx.IntImm):
             return tirx.stmt.AllocBuffer(buffer)
         size = int(buffer.shape[0]) * int(tvm.DataType(str(buffer.dtype)).bits) // 8
-        if size > _STACK_BYTES:
+        if size > _STACK_BYTES or (aligned and size >= _FEW_BYTES):
             return tirx.stmt.AllocBuffer(buffer)
         # Without this annotation TVM 0.27 takes every local buffer, however small, from the heap: two calls each, and never a register.
         return tirx.stmt.AllocBuffer(buffer, {"disable_lower_builtin": tirx.IntImm("bool", 1)})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 from tvm import tirx
 
 from torch_hybrid_backend.engines.tvm.cpu.dot_products import DotProduct
@@ -33,6 +35,17 @@ define linkonce_odr <16 x i16> @hybrid_round_half_bf16(<16 x float> %x) alwaysin
   ret <16 x i16> %w
 }
 """
+_ALTERNATELY = ", ".join(f"i32 {lane + 16 * second}" for lane in range(16) for second in (0, 1))
+_ROUND_PAIRS = f"""
+declare <32 x bfloat> @llvm.x86.avx512bf16.cvtne2ps2bf16.512(<16 x float>, <16 x float>)
+define linkonce_odr <16 x i32> @hybrid_round_pairs_bf16(<16 x float> %first, <16 x float> %second) alwaysinline {{
+  %r = call <32 x bfloat> @llvm.x86.avx512bf16.cvtne2ps2bf16.512(<16 x float> %second, <16 x float> %first)
+  %i = bitcast <32 x bfloat> %r to <32 x i16>
+  %p = shufflevector <32 x i16> %i, <32 x i16> poison, <32 x i32> <{_ALTERNATELY}>
+  %w = bitcast <32 x i16> %p to <16 x i32>
+  ret <16 x i32> %w
+}}
+"""
 # A vector of four neighbouring pixels, 16 channels each, with the pixels of a channel together.
 _CHANNELS_FIRST = ", ".join(f"i32 {16 * pixel + channel}" for channel in range(16) for pixel in range(4))
 _TAPS = f"""
@@ -46,6 +59,17 @@ define linkonce_odr <16 x i32> @hybrid_dot_taps(<16 x i32> %sums, ptr %image, i3
   %y = shufflevector <64 x i8> %x, <64 x i8> poison, <64 x i32> <{_CHANNELS_FIRST}>
   %r = call <16 x i32> @llvm.x86.avx512.vpdpbusd.512(<16 x i32> %sums, <64 x i8> %y, <64 x i8> %w)
   ret <16 x i32> %r
+}}
+"""
+# Of each half of a word, what its lowest 4 bits stand for in two's complement; the permutation looks at one bit more.
+_OF_NIBBLES = ", ".join(f"i16 {struct.unpack('<I', struct.pack('<f', (n + 8) % 16 - 8))[0] >> 16}" for n in range(32))
+_NIBBLES = f"""
+declare <32 x i16> @llvm.x86.avx512.permvar.hi.512(<32 x i16>, <32 x i16>)
+define linkonce_odr <16 x i32> @hybrid_bf16_of_nibbles(<16 x i32> %words) alwaysinline {{
+  %halves = bitcast <16 x i32> %words to <32 x i16>
+  %r = call <32 x i16> @llvm.x86.avx512.permvar.hi.512(<32 x i16> <{_OF_NIBBLES}>, <32 x i16> %halves)
+  %w = bitcast <32 x i16> %r to <16 x i32>
+  ret <16 x i32> %w
 }}
 """
 _MADD = {8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}
@@ -86,10 +110,22 @@ def rounded_words(builder: Builder, low: TirExpr, high: TirExpr) -> TirExpr:
     return tirx.call_pure_extern("int32x16", "hybrid_round_bf16", low, high)
 
 
+def rounded_pairs(builder: Builder, first: TirExpr, second: TirExpr) -> TirExpr:
+    """Two vectors of 16 float32 as 16 pairs of bfloat16 in words, those of `first` in the lower halves; by AVX512-BF16, as `rounded_words`."""
+    builder.llvm_helpers[_ROUND_PAIRS] = None
+    return tirx.call_pure_extern("int32x16", "hybrid_round_pairs_bf16", first, second)
+
+
 def rounded_vector(builder: Builder, x: TirExpr) -> TirExpr:
     """16 float32 as bfloat16, as bits, rounded to nearest even: by AVX512-BF16, which takes denormal numbers for 0."""
     builder.llvm_helpers[_ROUND_HALF] = None
     return tirx.call_pure_extern("uint16x16", "hybrid_round_half_bf16", x)
+
+
+def bf16_of_nibbles(builder: Builder, words: TirExpr) -> TirExpr:
+    """The integers, -8 to 7, in the lowest 4 bits of both halves of 16 words, as pairs of bfloat16 in words. Needs AVX512-BW."""
+    builder.llvm_helpers[_NIBBLES] = None
+    return tirx.call_pure_extern("int32x16", "hybrid_bf16_of_nibbles", words)
 
 
 def dot_taps(

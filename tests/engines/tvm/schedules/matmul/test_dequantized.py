@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import platform
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -84,7 +86,7 @@ def packed_weight(q: torch.Tensor, kernel: DequantizedMatMulKernel) -> torch.Ten
     return pack_b(q.to(getattr(torch, kernel.packed.dtype)), kernel.tile_n)
 
 
-def check(kernel: DequantizedMatMulKernel, target: Target) -> None:
+def check(kernel: DequantizedMatMulKernel, target: Target, emit: Callable[..., Any] = dequantized.emit) -> None:
     """The result is within 1e-6 of float64's, relative to the sum of the products' magnitudes."""
     a, weight, scales, bias, residual, *_ = (argument.buffer for argument in kernel.reads)
     (_, _, k), (n,), group, bits, tile = a.shape, bias.shape, kernel.group, kernel.bits, kernel.tile_n
@@ -95,6 +97,9 @@ def check(kernel: DequantizedMatMulKernel, target: Target) -> None:
     scale = torch.randn(1, -(-k // group), n) / high
     zero = torch.randint(low, high, scale.shape) if kernel.zeros else torch.zeros_like(scale)
     inputs = {buffer: torch.randn([int(size) for size in buffer.shape]) for buffer in (a, bias, residual)}
+    half = {"bfloat16": torch.bfloat16, "float16 split": torch.float16}.get(getattr(kernel, "format", ""))
+    if half is not None:  # as what is read by `a` would be
+        inputs[a] = inputs[a].to(half).float()
     inputs[weight] = packed_weight(q, kernel)
     inputs[scales] = pack_b(scale, tile)
     if kernel.zeros is not None:
@@ -102,10 +107,16 @@ def check(kernel: DequantizedMatMulKernel, target: Target) -> None:
     if kernel.table is not None:
         inputs[scales], inputs[kernel.table] = torch.ones_like(inputs[scales]), torch.randn(16)
         scale = torch.ones_like(scale)
-    (got,) = run_kernel(kernel, dequantized.emit, inputs, target)
+    (got,) = run_kernel(kernel, emit, inputs, target)
     values = q if kernel.table is None else inputs[kernel.table][q % 16]
     moved, scaled = (x.double().repeat_interleave(group, 1)[:, :k] for x in (zero, scale))
     w = (values.double() - moved) * scaled
+    if half == torch.bfloat16:
+        w = (
+            ((values - zero.float().repeat_interleave(group, 1)[:, :k]) * scale.repeat_interleave(group, 1)[:, :k])
+            .to(half)
+            .double()
+        )
     x = inputs[a].double()
     want = torch.relu(x @ w + inputs[bias].double()) * inputs[residual].double()
     size = (x.abs() @ w.abs() + inputs[bias].double().abs()) * inputs[residual].double().abs()

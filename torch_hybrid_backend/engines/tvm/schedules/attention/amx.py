@@ -62,6 +62,10 @@ class TileAttention(WordAttention):
     def _most_rows(self) -> int:
         return PANEL
 
+    def _behind_row(self) -> int:
+        """A row of weights, of 16 bits, is whole lines, too, of which tiles are read."""
+        return 2 * self.lanes
+
     def _panel_vectors(self) -> int:
         return PANEL // _ROWS
 

@@ -56,8 +56,8 @@ class AttentionParts:
         self.block_panels = self._panels_of_block()
         self.blocks = ceil_div(self.panels, self.block_panels)
         self.is_online = self.blocks != 1
-        # One vector more than the keys: rows a power of two apart would compete for the same lines of the cache.
-        self.stride = self.block_panels * self.panel + self.lanes
+        # More than the keys: rows a power of two apart would compete for the same lines of the cache.
+        self.stride = self.block_panels * self.panel + self._behind_row()
         self.value_vectors = -(-self.width // self.lanes)
         self.most_rows = self._most_rows()
         size = min(self.queries, self.most_rows) if isinstance(self.queries, int) else self.most_rows
@@ -91,6 +91,10 @@ class AttentionParts:
         if self.shared == 1:
             return head, row
         return head * self.shared + row // self.queries_of_head, row % self.queries_of_head
+
+    def _behind_row(self) -> int:
+        """Elements between a row of scores and the next."""
+        return self.lanes
 
     def _most_rows(self) -> int:
         """Of a tile of queries."""

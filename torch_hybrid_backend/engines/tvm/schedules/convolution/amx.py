@@ -108,7 +108,7 @@ class _TileConvolution(TileProduct):
         k = self.form.conv_depth(self.channels, kernel.kernel)
         batch = kernel.groups * (1 if self.is_one_image else images)
         sizes = (batch, self.lines * self.width, k, outputs // kernel.groups)
-        super().__init__(kernel, kernel.x, sizes, builder, printer, target)
+        super().__init__(kernel, self.form, kernel.x, sizes, builder, printer, target)
         # Whether a line of the image has numbers that cannot be split.
         self.flags = builder.local(self.y.images * self.image_lines * self.task_images, "int32", "flags")
 

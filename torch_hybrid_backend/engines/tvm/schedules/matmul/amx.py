@@ -27,8 +27,8 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from torch_hybrid_backend.engines.tvm.cpu.amx_formats import FORMATS, PANEL, ROW_BYTES
-from torch_hybrid_backend.engines.tvm.cpu.kernels import TileConvKernel, TileMatMulKernel
+from torch_hybrid_backend.engines.tvm.cpu.amx_formats import FORMATS, PANEL, ROW_BYTES, TileFormat
+from torch_hybrid_backend.engines.tvm.cpu.kernels import DequantizedMatMulKernel, TileConvKernel, TileMatMulKernel
 from torch_hybrid_backend.engines.tvm.cpu.tiles import lane_chunks
 from torch_hybrid_backend.engines.tvm.schedules import amx_tiles
 from torch_hybrid_backend.engines.tvm.schedules.float_parts import FloatParts
@@ -68,7 +68,7 @@ _EXACT_ROWS = 8
 
 def emit(kernel: TileMatMulKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
     """The kernel's body."""
-    return _TileMatMul(kernel, builder, printer, target).emit()
+    return TileMatMul(kernel, FORMATS[kernel.format], builder, printer, target).emit()
 
 
 # Of a vector's piece of A: when it is there, None for always (elsewhere it is zero), and what the kernel's variables are at each lane.
@@ -99,7 +99,8 @@ class TileProduct:
 
     def __init__(
         self,
-        kernel: TileMatMulKernel | TileConvKernel,
+        kernel: TileMatMulKernel | TileConvKernel | DequantizedMatMulKernel,
+        form: TileFormat,
         a: Expr,
         sizes: tuple[int, int, int, int],
         builder: Builder,
@@ -107,10 +108,10 @@ class TileProduct:
         target: Target,
     ) -> None:
         self.kernel, self.a, self.builder, self.printer, self.target = kernel, a, builder, printer, target
-        self.form = FORMATS[kernel.format]
+        self.form = form
         self.batch, self.m, self.k, self.n = sizes
         self.b_batches = self._b_batches()
-        self.column = kernel.domain[2] if isinstance(kernel, TileMatMulKernel) else kernel.domain[1]
+        self.column = kernel.domain[1] if isinstance(kernel, TileConvKernel) else kernel.domain[2]
         self.row_panels, self.column_panels = -(-self.m // PANEL), -(-self.n // PANEL)
         self.steps = self.form.steps(self.k)
         self.panel_size = self.form.parts * self.form.panel_elements  # of one step
@@ -218,11 +219,6 @@ class TileProduct:
     def _task(self, position: tuple[Index, ...]) -> Stmt:
         b = self.builder
         batch, row, column = position[0], position[1] * self.first_row_step, position[2] * self.group
-        arrays = [self.configuration, self.scratch, self.sums]
-        if self.parts > 1:
-            arrays.append(self.near)
-        if self.form.splits:
-            arrays += [self.is_outside, self.a_numbers, self.b_numbers]
         last_steps = self.steps - (self.parts - 1) * self.part_steps
         last_start = (self.parts - 1) * self.part_steps
         last_elements = self.k - last_start * self.form.depth
@@ -234,13 +230,23 @@ class TileProduct:
 
         return b.seq(
             # Memory first: where there is none, the kernel ends here, with no tiles configured.
-            *map(b.alloc, arrays),
+            b.alloc(self.configuration),
+            *[b.alloc(array, aligned=True) for array in self._arrays()],
             amx_tiles.configure(b, self.configuration),
             self._before(batch, row),
             b.loop(self.parts - 1, whole, name="part") if self.parts > 1 else None,
             self._part(batch, row, column, last),
             amx_tiles.release(),
         )
+
+    def _arrays(self) -> list[TirBuffer]:
+        """What a task declares, aligned: tiles are read and written in whole lines, of which each would be two otherwise."""
+        arrays = [self.scratch, self.sums]
+        if self.parts > 1:
+            arrays.append(self.near)
+        if self.form.splits:
+            arrays += [self.is_outside, self.a_numbers, self.b_numbers]
+        return arrays
 
     def _before(self, batch: Index, row: Index) -> Stmt | None:
         """What a task does before the first part of k."""
@@ -257,7 +263,15 @@ class TileProduct:
             sums = self._products(batch, row, column, r, c, part)
             return self.builder.seq(sums, self._write(batch, row, column, r, c)) if part.is_last else sums
 
-        return self.builder.seq(self._copies(batch, row, part), self._each_panel(row, column, panel))
+        def columns(c: Index) -> Stmt:
+            return self.builder.seq(self._before_columns(column + c, part), self._each_row(row, lambda r: panel(r, c)))
+
+        each = self._each(self.group, self._columns_in(column), columns, "column")
+        return self.builder.seq(self._copies(batch, row, part), each)
+
+    def _before_columns(self, panel: Index, part: Part) -> Stmt | None:
+        """What a task does with a part of k before it multiplies a panel of columns."""
+        return None
 
     def panels_in(self, first: Index) -> TirExpr | None:
         """Panels of rows of a task; None where every task has `block` of them."""
@@ -275,12 +289,6 @@ class TileProduct:
     def _each_row(self, first: Index, body: Callable[[Index], Stmt]) -> Stmt:
         """`body(r)` for the panels of rows of a task."""
         return self._each(self.block, self.panels_in(first), body, "row")
-
-    def _each_panel(self, row: Index, column: Index, body: Callable[[Index, Index], Stmt]) -> Stmt:
-        """`body(row, column)` for the panels of a task, counted from its first: all rows with one column, then with the next."""
-        return self._each(
-            self.group, self._columns_in(column), lambda c: self._each_row(row, lambda r: body(r, c)), "column"
-        )
 
     def _each(self, count: int, limit: TirExpr | None, body: Callable[[Index], Stmt], name: str) -> Stmt:
         """`body(i)` for i in 0 .. count-1, or .. limit-1 where that is fewer."""
@@ -423,11 +431,18 @@ class TileProduct:
         by_tiles = b.seq(self._by_tiles_of_panel(batch, row, column, r, c, part), self._kept(self._sums_at(r, c), part))
         if not self.form.splits:
             return by_tiles
+        is_outside, is_plain = b.load(self.is_outside, r) != 0, self._is_plain(panel)
+        numbers = self._numbers(panel, part, False)
+        if is_plain is not None:
+            is_outside = tirx.Or(is_outside, is_plain)
+            numbers = b.when(is_plain, self._numbers(panel, part, True), numbers)
+        return b.when(is_outside, self._by_vectors(batch, row, r, c, part, numbers), by_tiles)
+
+    def _is_plain(self, panel: Index) -> TirExpr | None:
+        """Whether a panel of B is plain; None where none is."""
         count = self.column_panels * self.b_batches
-        is_plain = b.load(self.packed, count * self.steps * self.panel_size + panel) != tirx.IntImm("uint16", 0)
-        is_outside = b.load(self.is_outside, r) != 0
-        by_vectors = self._by_vectors(batch, row, r, panel, c, part, is_plain)
-        return b.when(tirx.Or(is_outside, is_plain), by_vectors, by_tiles)
+        place = count * self.steps * self.panel_size + panel
+        return self.builder.load(self.packed, place) != tirx.IntImm("uint16", 0)
 
     def _panel_of(self, batch: Index, column: Index, c: Index) -> Index:
         """The number of a panel of B."""
@@ -451,61 +466,71 @@ class TileProduct:
         places = {2 * i + j: start + (i * PANEL + j) * _LANES for i in (0, 1) for j in (0, 1)}
         return [amx_tiles.store(self.builder, tile, array, at, 4 * PANEL) for tile, at in places.items()]
 
-    def _kept(self, sums: Index, part: Part) -> Stmt:
+    def _kept(self, sums: Index, part: Part) -> Stmt | None:
         """The registers of sums to their place in memory, or added to what is there where k has several parts.
 
         Of a panel of one tile of rows the other registers hold what was there before; no row of it is one of the result's.
         """
         b = self.builder
         stores = b.seq(*self._stored(self.sums, sums))
-        if self.parts == 1 or not (self.form.splits or part.is_last):
+        if self.parts == 1 or not (self._adds_in_memory() or part.is_last):
             return stores
         near = b.seq(*self._stored(self.near, 0))
-        return b.when(b.index(part.number).equal(0), stores, b.seq(near, self._add(sums))) if self.form.splits else near
+        if not self._adds_in_memory():
+            return near
+        return b.when(b.index(part.number).equal(0), stores, b.seq(near, self._add(sums)))
+
+    def _adds_in_memory(self) -> bool:
+        """Whether `sums` has the sums of all parts of k after the last one: elsewhere tiles add that to them, and `near` has them."""
+        return self.parts == 1 or self.form.splits
 
     def _by_tiles(self, batch: Index, row: Index, r: Index, panel: Index, c: Index, part: Part, row_tiles: int) -> Stmt:
         """The products of `row_tiles` tiles of rows and two of columns, in the registers of sums."""
-        b, form = self.builder, self.form
-        half, sum_bytes = form.panel_elements // 2, 4 * PANEL
-        sums = self._sums_at(r, c)
+        b, sums = self.builder, self._sums_at(r, c)
         places = {2 * i + j: sums + (i * PANEL + j) * _LANES for i in range(row_tiles) for j in (0, 1)}
         zeros = [amx_tiles.zero(tile) for tile in places]
         before: list[Stmt] = zeros
-        if self.parts > 1 and not form.splits:
-            loads = [amx_tiles.load(b, tile, self.sums, at, sum_bytes) for tile, at in places.items()]
+        if self.parts > 1 and not self.form.splits:
+            loads = [amx_tiles.load(b, tile, self.sums, at, 4 * PANEL) for tile, at in places.items()]
             before = [b.when(b.index(part.number).equal(0), b.seq(*zeros), b.seq(*loads))]
 
         def step(s: Index) -> Stmt:
-            b_at = (panel * self.steps + part.start + s) * self.panel_size
-            inner: list[Stmt] = []
-            held: tuple[int | None, int | None] = (None, None)
-            for pair in form.products:
-                if pair[0] != held[0]:
-                    at, apart = self.a_at(r, part, s, pair[0]), self.a_row
-                    inner += [
-                        amx_tiles.load(
-                            b,
-                            4 + i,
-                            self.scratch,
-                            at + i * _LANES * apart,
-                            apart * form.itemsize,
-                            passing=self.a_passes,
-                        )
-                        for i in range(row_tiles)
-                    ]
-                if pair[1] != held[1]:
-                    at = b_at + pair[1] * form.panel_elements
-                    inner += [amx_tiles.load(b, 6 + j, self.packed, at + j * half, ROW_BYTES) for j in (0, 1)]
-                held = pair
-                inner += [
-                    amx_tiles.multiply(form.instruction, 2 * i + j, 4 + i, 6 + j)
-                    for i in range(row_tiles)
-                    for j in (0, 1)
-                ]
+            inner = self._step(r, panel, part, s, row_tiles)
             fetches = self._fetches(r, panel, c, part, s) + self._sum_fetches(sums, part, s)
-            return b.seq(*_spread(inner, fetches))
+            return b.seq(*spread(inner, fetches))
 
         return b.seq(*before, b.loop(part.steps, step, name="step"))
+
+    def _step(self, r: Index, panel: Index, part: Part, s: Index, row_tiles: int) -> list[Stmt]:
+        """The products of step `s` of a part of k, added to the registers of sums."""
+        b, form, statements = self.builder, self.form, []
+        held: tuple[int | None, int | None] = (None, None)
+        for pair in form.products:
+            if pair[0] != held[0]:
+                statements += self._a_loads(r, part, s, pair[0], row_tiles)
+            if pair[1] != held[1]:
+                array, at, tile = self._b_at(panel, part, s, pair[1])
+                statements += [amx_tiles.load(b, 6 + j, array, at + j * tile, ROW_BYTES) for j in (0, 1)]
+            held = pair
+            statements += [
+                amx_tiles.multiply(form.instruction, 2 * i + j, 4 + i, 6 + j) for i in range(row_tiles) for j in (0, 1)
+            ]
+        return statements
+
+    def _a_loads(self, r: Index, part: Part, s: Index, number: int, row_tiles: int) -> list[Stmt]:
+        """Registers 4 and 5: the tiles of a panel of rows, of one step and of a part of the numbers."""
+        at, apart = self.a_at(r, part, s, number), self.a_row
+        row_bytes = apart * self.form.itemsize
+        return [
+            amx_tiles.load(self.builder, 4 + i, self.scratch, at + i * _LANES * apart, row_bytes, passing=self.a_passes)
+            for i in range(row_tiles)
+        ]
+
+    def _b_at(self, panel: Index, part: Part, s: Index, number: int) -> tuple[TirBuffer, Index, int]:
+        """Where the first tile of a panel of columns is, of one step and of a part of the numbers, and elements from there to the second."""
+        form = self.form
+        at = (panel * self.steps + part.start + s) * self.panel_size + number * form.panel_elements
+        return self.packed, at, form.panel_elements // 2
 
     def _add(self, sums: Index) -> Stmt:
         """The sums of a part of k to those of the parts before: rounded once, where tiles would round at every step."""
@@ -543,10 +568,8 @@ class TileProduct:
         places = [sums + PANEL * PANEL + (s * share + i) * line for i in range(share)]
         return [b.prefetch(self.sums, b.index(at), 1, to_write=True) for at in places]
 
-    def _by_vectors(
-        self, batch: Index, row: Index, r: Index, panel: Index, c: Index, part: Part, is_plain: TirExpr
-    ) -> Stmt:
-        """As `_by_tiles`, in float32: of A as it is, and of B put together again."""
+    def _by_vectors(self, batch: Index, row: Index, r: Index, c: Index, part: Part, numbers: Stmt) -> Stmt:
+        """As `_by_tiles`, in float32: of A as it is, and of B as `numbers` puts it together again."""
         b, sums = self.builder, self._sums_at(r, c)
 
         def put(line: Index, at: Index, width: int, env: Callable[[Index], Mapping[LoopVar, Index]] | None) -> Stmt:
@@ -576,7 +599,7 @@ class TileProduct:
 
         return b.seq(
             self._rows(batch, row, r, part, put),
-            b.when(is_plain, self._numbers(panel, part, True), self._numbers(panel, part, False)),
+            numbers,
             b.loop(PANEL // _EXACT_ROWS, rows, name="rows"),
         )
 
@@ -623,8 +646,7 @@ class TileProduct:
     def _write(self, batch: Index, row: Index, column: Index, r: Index, c: Index) -> Stmt:
         """The kernel's stores of a panel of rows and one of columns."""
         b, kernel, left = self.builder, self.kernel, self.n % PANEL
-        in_place = self.parts == 1 or self.form.splits
-        array, sums = (self.sums, self._sums_at(r, c)) if in_place else (self.near, as_index(0))
+        array, sums = (self.sums, self._sums_at(r, c)) if self._adds_in_memory() else (self.near, as_index(0))
         first = (column + c) * PANEL + self._first_column(batch)
         stores, of_columns = self._columns_apart(kernel.stores, first)
 
@@ -695,13 +717,20 @@ class TileProduct:
         return [dataclasses.replace(store, value=visit(store.value)) for store in stores], found
 
 
-class _TileMatMul(TileProduct):
-    """The emission of a `TileMatMulKernel`."""
+class TileMatMul(TileProduct):
+    """The emission of a matmul's kernel."""
 
-    def __init__(self, kernel: TileMatMulKernel, builder: Builder, printer: Printer, target: Target) -> None:
+    def __init__(
+        self,
+        kernel: TileMatMulKernel | DequantizedMatMulKernel,
+        form: TileFormat,
+        builder: Builder,
+        printer: Printer,
+        target: Target,
+    ) -> None:
         batch, m, n = (known_int(variable.extent) for variable in kernel.domain)
-        self.depth, self.batched_b = kernel.k, kernel.batched_b
-        super().__init__(kernel, kernel.a, (batch, m, known_int(kernel.k.extent), n), builder, printer, target)
+        self.depth, self.batched_b = kernel.k, isinstance(kernel, TileMatMulKernel) and kernel.batched_b
+        super().__init__(kernel, form, kernel.a, (batch, m, known_int(kernel.k.extent), n), builder, printer, target)
 
     def _b_batches(self) -> int:
         return self.batch if self.batched_b else 1
@@ -737,7 +766,7 @@ class _TileMatMul(TileProduct):
         return None, lambda lane: {**env, self.depth: unit * _LANES + within + lane}
 
 
-def _spread(statements: list[Stmt], among: list[Stmt]) -> list[Stmt]:
+def spread(statements: list[Stmt], among: list[Stmt]) -> list[Stmt]:
     """`statements`, each followed by its share of those that go `among` them."""
     count, found = len(statements), []
     for number, statement in enumerate(statements):

@@ -5,14 +5,10 @@ memory once, as it is packed: a sequential stream for each task, which has a sha
 
 Few rows (decoding): integers become float32 in registers and are multiplied there; a group's sum is multiplied by its scale. (So activations
 above 1e36 may be infinite too early.) 16 weights of 8 bits are a widening load, a conversion and a multiply-add; of 4 bits a shift, a mask, a
-conversion and a multiply-add. The nibble stays where the sign of its word is, so it counts 2^28 fold, and the rows are divided by that when
-they are copied: exactly, but for what is below 1e-30. With
-AVX-512 a core takes 25 G weights a second so, of either kind (Zen 4, one core, weights in its cache): for two cores as much as 32 GB/s of
-nibbles with scales, which is what memory has, so that neither waits for the other alone. Up to three rows are products of integers where the
-processor has vpdpbusd (`integer_rows`): 58 G weights of 4 bits a second. Weights of 8 bits lie in words of four along k for that.
-
-A weight of 16 values in a table is looked up in registers: a shift and a permutation of a vector (vpermps), which reads 4 bits of each lane;
-with AVX2 two of 8 values and a choice.
+conversion and a multiply-add. Rows are divided by a nibble's unit (`quantized_weight`) when they are copied: exactly, but for what is below
+1e-30. With AVX-512 a core takes 25 G weights a second so, of either kind (Zen 4, one core, weights in its cache): for two cores as much as
+32 GB/s of nibbles with scales, which is what memory has, so that neither waits for the other alone. Up to three rows are products of integers
+where the processor has vpdpbusd (`integer_rows`): 58 G weights of 4 bits a second. Weights of 8 bits lie in words of four along k for that.
 
 Many rows: a task dequantises a part of a panel's k into scratch that stays in its cache, then runs all tiles of rows over it (those of
 `packed`); between the parts of k sums wait in memory. That costs five instructions for each vector of weights, against a multiply-add a row.
@@ -25,31 +21,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import tvm
 from tvm import tirx
 
 from torch_hybrid_backend.engines.tvm.cpu.dot_products import row_dot_product, row_group
 from torch_hybrid_backend.engines.tvm.cpu.kernels import DequantizedMatMulKernel, PackedMatMulKernel
-from torch_hybrid_backend.engines.tvm.cpu.tiles import NIBBLES, nibble_place, register_count
+from torch_hybrid_backend.engines.tvm.cpu.tiles import register_count
 from torch_hybrid_backend.engines.tvm.schedules.axes import offsets_of, step
 from torch_hybrid_backend.engines.tvm.schedules.matmul.integer_rows import IntegerRows
 from torch_hybrid_backend.engines.tvm.schedules.matmul.packed import MatMul
+from torch_hybrid_backend.engines.tvm.schedules.matmul.quantized_weight import QuantizedWeight
 from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, by_height, by_part, partials, tile_start
-from torch_hybrid_backend.engines.tvm.target import LINE_BYTES, Target
+from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, as_index
-from torch_hybrid_backend.loops.lookups import MOST_VALUES
 from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, known_int
 
-_TOP = tirx.IntImm("int32", -(1 << 28))  # the mask of a word's last nibble
-_TOP_UNIT = 2.0**28  # what a 1 there counts as
-# Lanes -> an instruction that gives each lane the element of a vector which its lowest bits say.
-_PERMUTE = {8: "llvm.x86.avx2.permps", 16: "llvm.x86.avx512.permvar.sf.512"}
 # Steps of k that are dequantised at once, roughly: 64 KiB of a panel of 32 columns.
 _DEPTH = 512
-# How far ahead of its use a line of the weight is asked for: what the prefetcher of a core, which stops at a page's end, does not see.
-_AHEAD_BYTES = 4096
 
 # (total, panel, group): total += the rows of a task times a group of a panel.
 AddGroup = Callable[[RegisterTile, Index, Index], Stmt]
@@ -70,15 +59,11 @@ class _Dequantized(MatMul):
         )  # fmt: skip
         super().__init__(as_packed, builder, printer, target)
         self.quantized, self.width = kernel, kernel.tile_n
-        self.weight = printer.arguments[kernel.packed][0]
-        self.depth_of_all, self.count = known_int(kernel.k.extent), known_int(self.panels)
-        # Steps of k in one element of the packed weight.
-        self.per_word = 32 // kernel.bits if kernel.packed.dtype == "int32" else 1
-        self.groups = -(-self.depth_of_all // kernel.group)
+        self.weight = QuantizedWeight(kernel, builder, printer, self.lanes)
+        self.depth_of_all, self.count, self.groups = self.weight.depth, known_int(self.panels), self.weight.groups
         whole = max(1, _DEPTH // kernel.group) * kernel.group
         self.depth = min(self.depth_of_all, whole if self.groups > 1 else _DEPTH)
         self.parts = -(-self.depth_of_all // self.depth)
-        self.values = builder.local(MOST_VALUES, "float32", "values")
 
     def emit(self) -> Stmt:
         m = self.m.extent
@@ -121,83 +106,6 @@ class _Dequantized(MatMul):
     def _fitting(self, rows: int) -> int:
         return max(1, self.target.l2_bytes // 2 // (rows * self.depth * 4))
 
-    # The weight.
-
-    def _words_before(self, panel: Index, k: Index) -> Index:
-        """Elements of the packed weight before step `k` of a panel; `k` is the first of a word."""
-        per_panel = -(-self.depth_of_all // self.per_word) * self.width
-        return panel * per_panel + k // self.per_word * self.width
-
-    def _table(self) -> tuple[Stmt | None, Stmt | None]:
-        """What declares and fills `values`, in registers, at the begin of a task."""
-        if self.quantized.table is None:
-            return None, None
-        table = self.printer.arguments[self.quantized.table][0]
-
-        def keep(vector: int) -> Stmt:
-            def of(lane: Index) -> Stmt:
-                place = lane + vector * self.lanes
-                return self.builder.store(self.values, place, self.builder.load(table, place))
-
-            return self.printer.vector_loop(self.lanes, of)
-
-        return self.builder.alloc(self.values), self.builder.seq(*map(keep, range(MOST_VALUES // self.lanes)))
-
-    def _looked_up(self, word: TirExpr, nibble: int, lane: Index) -> TirExpr:
-        """What a nibble of a word stands for: of a whole vector of words, `lane` by lane, which the intrinsics are of."""
-        b = self.builder
-        place = tirx.shift_right(word, tirx.IntImm("int32", 4 * nibble))  # the bits above are not looked at
-        if self.lanes == MOST_VALUES:
-            return tirx.call_llvm_pure_intrin("float32", _PERMUTE[MOST_VALUES], b.load(self.values, lane), place)
-        low, high = (
-            tirx.call_llvm_pure_intrin("float32", _PERMUTE[self.lanes], b.load(self.values, lane + first), place)
-            for first in (0, self.lanes)
-        )
-        # The fourth bit where the word has its sign.
-        top = tirx.shift_left(word, tirx.IntImm("int32", 4 * (NIBBLES - 1 - nibble)))
-        return tirx.Select(top < tirx.IntImm("int32", 0), high, low)
-
-    def _integer(self, word: Index, j: int, column: Index) -> TirExpr:
-        """Step `j` of the word at element `word` of a panel, as float32 times `_unit`; with a table, the value that it stands for."""
-        value = self.builder.load(self.weight, word + column)
-        if self.quantized.bits == 4:
-            place = nibble_place(j)
-            if self.quantized.table is not None:
-                return self._looked_up(value, place, column % self.lanes)
-            if place < NIBBLES - 1:
-                value = tirx.shift_left(value, tirx.IntImm("int32", 4 * (NIBBLES - 1 - place)))
-            value = tirx.bitwise_and(value, _TOP)
-        elif self.per_word > 1:
-            if j < self.per_word - 1:
-                value = tirx.shift_left(value, tirx.IntImm("int32", 8 * (self.per_word - 1 - j)))
-            value = tirx.shift_right(value, tirx.IntImm("int32", 24))
-        return tirx.Cast("float32", value)
-
-    @property
-    def _unit(self) -> float:
-        return _TOP_UNIT if self.quantized.bits == 4 and self.quantized.table is None else 1.0
-
-    def _of_group(self, panel: Index, group: Index, column: Index, *, zero: bool) -> TirExpr:
-        """The scale of a column's group, or its zero point."""
-        buffer = self.quantized.zeros if zero else self.quantized.scales
-        assert buffer is not None
-        place = panel * (self.groups * self.width) + group * self.width + column
-        return self.builder.load(self.printer.arguments[buffer][0], place)
-
-    def _moved(self, value: TirExpr, panel: Index, group: Index, column: Index) -> TirExpr:
-        """An integer less its zero point."""
-        if self.quantized.zeros is None:
-            return value
-        zero = self._of_group(panel, group, column, zero=True)
-        return value - (zero if self._unit == 1 else zero * tirx.const(self._unit, "float32"))
-
-    def _ahead(self, word: Index, words: int) -> Stmt:
-        """Asks for the lines that lie `_AHEAD_BYTES` behind some words of a panel."""
-        b, itemsize = self.builder, max(1, int(tvm.DataType(str(self.weight.dtype)).bits) // 8)
-        line, start = LINE_BYTES // itemsize, word + _AHEAD_BYTES // itemsize
-        lines = range(0, words * self.width, line)
-        return b.seq(*[b.prefetch(self.weight, b.index(start + place)) for place in lines])
-
     # Few rows.
 
     def _streamed(self, rows: int, row: Index | None = None) -> Stmt:
@@ -230,7 +138,7 @@ class _Dequantized(MatMul):
             return b.seq(
                 tirx.stmt.Bind(held, b.index(end) - b.index(first)),
                 tirx.stmt.AllocBuffer(copied),
-                *self._table(),
+                *self.weight.table(),
                 b.loop(rows, lambda r: self._copy(copied, r, first_row + r), name="row"),
                 products,
             )
@@ -253,7 +161,7 @@ class _Dequantized(MatMul):
 
         def element(k: Index) -> Stmt:
             value = self._a(as_index(0), row, k)
-            value = value if self._unit == 1 else value * tirx.const(1 / self._unit, "float32")
+            value = value if self.weight.unit == 1 else value * tirx.const(1 / self.weight.unit, "float32")
             return b.store(copied, to * self.depth_of_all + k, value)
 
         def vector(i: Index) -> Stmt:
@@ -266,13 +174,21 @@ class _Dequantized(MatMul):
     def _integer_rows(self, rows: int) -> IntegerRows | None:
         """What multiplies `rows` rows as integers; None where all is multiplied as float32."""
         group = min(self.quantized.group, self.depth_of_all)
-        if self.quantized.table is not None or self.per_word == 1:
+        if self.quantized.table is not None or self.weight.per_word == 1:
             return None
         dot, own = row_dot_product(group, rows, self.vectors, self.target), row_group(group, self.target)
         if dot is None or own is None:
             return None
         return IntegerRows(
-            dot, self.builder, self.printer, self.lanes, rows, self.depth_of_all, own, self._unit, self.quantized.bits
+            dot,
+            self.builder,
+            self.printer,
+            self.lanes,
+            rows,
+            self.depth_of_all,
+            own,
+            self.weight.unit,
+            self.quantized.bits,
         )
 
     def _sums(self, count: int, add_group: AddGroup, rows: int, row: Index, panel: Index, columns: int) -> Stmt:
@@ -292,30 +208,30 @@ class _Dequantized(MatMul):
         tile = RegisterTile(b, self.printer, rows, vectors, self.lanes, self.dtype, ways)
         size = min(self.quantized.group, self.depth_of_all)
         # Whole words, and of bytes as many as give every copy its share.
-        steps = max(self.per_word, min(8, size))
+        steps = max(self.weight.per_word, min(8, size))
 
         def some(i: Index, count: int) -> Stmt:
             k = start + i * steps
-            word = self._words_before(panel, k)
+            word = self.weight.words_before(panel, k)
 
             def products(j: int) -> Stmt | None:
-                here, place = j % self.per_word, word + j // self.per_word * self.width
+                here, place = j % self.weight.per_word, word + j // self.weight.per_word * self.width
 
                 def a(r: int, _: Index) -> TirExpr:
                     return b.load(copied, k + (r * self.depth_of_all + j))
 
                 def w(vector: int, lane: Index) -> TirExpr:
                     column = lane + vector * self.lanes
-                    return self._moved(self._integer(place, here, column), panel, number, column)
+                    return self.weight.moved(self.weight.integer(place, here, column), panel, number, column)
 
                 return tile.accumulate(partials(a, rows), partials(w, vectors), j % ways)
 
-            return b.seq(self._ahead(word, count // self.per_word), *[products(j) for j in range(count)])
+            return b.seq(self.weight.ahead(word, count // self.weight.per_word), *[products(j) for j in range(count)])
 
         whole, left = divmod(size, steps)
 
         def scaled(r: int, v: int, lane: Index) -> TirExpr:
-            scale = self._of_group(panel, number, lane + v * self.lanes, zero=False)
+            scale = self.weight.of_group(panel, number, lane + v * self.lanes, zero=False)
             return total.at(r, v, lane) + tile.at(r, v, lane) * scale
 
         return b.seq(
@@ -330,22 +246,22 @@ class _Dequantized(MatMul):
     def _add_integer_group(self, rows: IntegerRows, total: RegisterTile, panel: Index, number: Index) -> Stmt:
         """total += the rows times one of their groups of a panel, in sums of integers."""
         b = self.builder
-        first = self._words_before(panel, number * rows.group)
+        first = self.weight.words_before(panel, number * rows.group)
         own = number * rows.group // self.quantized.group if self.groups > 1 else as_index(0)  # the weight's group
 
         def words(i: Index, vector: int) -> TirExpr:
             place = first + i * self.width + vector * self.lanes
-            return b.load_vector(self.weight, place, self.lanes)
+            return b.load_vector(self.weight.array, place, self.lanes)
 
         def ahead(i: Index) -> Stmt:
-            return self._ahead(first + i * self.width, 1)
+            return self.weight.ahead(first + i * self.width, 1)
 
         def use(sums: Callable[[int, int, Index], TirExpr]) -> Stmt:
             def scaled(r: int, v: int, lane: Index) -> TirExpr:
                 column, value = lane + v * self.lanes, sums(r, v, lane)
                 if self.quantized.zeros is not None:
-                    value = value - rows.total(r, number) * self._of_group(panel, own, column, zero=True)
-                scale = self._of_group(panel, own, column, zero=False)
+                    value = value - rows.total(r, number) * self.weight.of_group(panel, own, column, zero=True)
+                scale = self.weight.of_group(panel, own, column, zero=False)
                 return total.at(r, v, lane) + value * (scale * rows.scale(r, number))
 
             return total.fill(scaled)
@@ -394,7 +310,7 @@ class _Dequantized(MatMul):
                 tirx.stmt.Bind(begin, first),
                 tirx.stmt.Bind(count, end - begin),
                 *[tirx.stmt.AllocBuffer(array) for array in ([held, sums] if self.parts > 1 else [held])],
-                *self._table(),
+                *self.weight.table(),
                 b.loop_until(count, items, item, "item"),
             )
 
@@ -413,30 +329,30 @@ class _Dequantized(MatMul):
             def keep(v: int) -> Stmt:
                 def of(lane: Index) -> Stmt:
                     column = lane + v * self.lanes
-                    value = self._of_group(panel, number, column, zero=False)
-                    return b.store(scale, column, value * tirx.const(1 / self._unit, "float32"))
+                    value = self.weight.of_group(panel, number, column, zero=False)
+                    return b.store(scale, column, value * tirx.const(1 / self.weight.unit, "float32"))
 
                 return self.printer.vector_loop(self.lanes, of)
 
             def word(i: Index) -> Stmt:
-                k = first + i * self.per_word
-                place = self._words_before(panel, start + k)
+                k = first + i * self.weight.per_word
+                place = self.weight.words_before(panel, start + k)
 
                 def put(j: int, v: int) -> Stmt:
                     def of(lane: Index) -> Stmt:
                         column = lane + v * self.lanes
-                        value = self._moved(self._integer(place, j, column), panel, number, column)
+                        value = self.weight.moved(self.weight.integer(place, j, column), panel, number, column)
                         return b.store(held, (k + j) * self.width + column, value * b.load(scale, column))
 
                     return self.printer.vector_loop(self.lanes, of)
 
-                vectors = [put(j, v) for j in range(self.per_word) for v in range(self.vectors)]
-                return b.seq(self._ahead(place, 1), *vectors)
+                vectors = [put(j, v) for j in range(self.weight.per_word) for v in range(self.vectors)]
+                return b.seq(self.weight.ahead(place, 1), *vectors)
 
             return b.seq(
                 b.alloc(scale),
                 *[keep(v) for v in range(self.vectors)],
-                b.loop(group // self.per_word, word, name="word"),
+                b.loop(group // self.weight.per_word, word, name="word"),
             )
 
         return b.loop(size // group, of_group, name="group")
