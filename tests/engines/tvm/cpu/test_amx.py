@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.ao.quantization.fx._decomposed
 
 from tests.codegen.regions_for_tests import region_of
 from tests.engines.tvm.amx_for_tests import SAPPHIRE_RAPIDS, emulated
+from tests.engines.tvm.cpu.test_dequantized import assembled
 from tests.engines.tvm.kernels_for_tests import matmul_kernel
 from tests.engines.tvm.schedule_runner import HOST, run_kernel
 from torch_hybrid_backend.codegen.assemble import RegionKernels, assemble
@@ -21,8 +23,10 @@ from torch_hybrid_backend.engines.tvm.cpu import amx
 from torch_hybrid_backend.engines.tvm.cpu.alternatives import alternatives
 from torch_hybrid_backend.engines.tvm.cpu.amx_formats import FORMATS
 from torch_hybrid_backend.engines.tvm.cpu.kernels import (
+    DequantizedMatMulKernel,
     PackedMatMulKernel,
     TileConvKernel,
+    TileDequantizedMatMulKernel,
     TileMatMulKernel,
     UnpackedMatMulKernel,
 )
@@ -35,6 +39,8 @@ from torch_hybrid_backend.loops.ir import Buffer
 from torch_hybrid_backend.loops.kernels import Kernel
 
 __all__ = ["emulated"]  # the fixture
+
+quantized = torch.ops.quantized_decomposed
 
 
 @pytest.fixture(autouse=True)
@@ -176,6 +182,41 @@ def test_quantised_operands(emulated: ctypes.CDLL, dtype: str, zero: int) -> Non
     on_host = dataclasses.replace(SAPPHIRE_RAPIDS, mcpu=HOST.mcpu, cpu=HOST.cpu, features=HOST.features)
     (got,) = run_kernel(product, emit, inputs, on_host)
     assert torch.equal(got.reshape(48, 96).double(), (x.double() - zero) @ w.double().t())
+
+
+def of_dequantised(rows: int, k: int, group: int, dtype: torch.dtype) -> tuple[Kernel, list[Variant]]:
+    """The kernel of a product with a weight of 4 bits, and its ways on tiles."""
+
+    def by_group(x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        how = (scales, None, -8, 7, torch.int8, group, torch.float32)
+        return torch.mm(x, quantized.dequantize_per_channel_group(q, *how).to(dtype).t())
+
+    q, scales = torch.randint(-8, 8, (96, k), dtype=torch.int8), torch.rand(96, k // group)
+    found = assembled(by_group, torch.randn(rows, k).to(dtype), q, scales, target=SAPPHIRE_RAPIDS)
+    (kernel,) = found.kernels
+    return kernel, alternatives(kernel, {packed.buffer: packed for packed in found.packed}, SAPPHIRE_RAPIDS)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [(torch.float32, "amx float32"), (torch.bfloat16, "amx bfloat16"), (torch.float16, "amx float16 split")],
+)
+def test_dequantised_weights(dtype: torch.dtype, name: str) -> None:
+    """The weight is what kernels by vectors read; unpacked it is rounded, or summed in groups, so the kernel counts as inexact."""
+    kernel, (first, *_) = of_dequantised(48, 128, 32, dtype)
+    (product,) = first.kernels
+    assert isinstance(kernel, DequantizedMatMulKernel)
+    assert isinstance(product, TileDequantizedMatMulKernel)
+    assert (first.name, first.packed, first.is_exact, first.is_preferred) == (name, (), False, True)
+    assert (product.reads, product.packed, product.group) == (kernel.reads, kernel.packed, 32)
+
+
+def test_dequantised_weights_that_tiles_do_not_serve() -> None:
+    """Groups that are no whole steps of k, of float32, which sums them apart; few rows, of which tiles are mostly empty."""
+    assert not of_dequantised(4, 128, 32, torch.float32)[1]
+    assert not of_dequantised(48, 192, 24, torch.float32)[1]
+    assert of_dequantised(48, 192, 24, torch.bfloat16)[1]
+    assert of_dequantised(48, 192, 96, torch.float32)[1]
 
 
 def test_where_tiles_do_not_serve() -> None:

@@ -24,11 +24,11 @@ K, N, GROUP = 96, 70, 32
 _AVX512 = Target("x86-64-v4", "x", ("avx512f",), 16, 2, 48 << 10, 1 << 20)
 
 
-def assembled(function: Function, *inputs: torch.Tensor, changing: int = 1) -> RegionKernels:
+def assembled(function: Function, *inputs: torch.Tensor, changing: int = 1, target: Target = _AVX512) -> RegionKernels:
     """The kernels of a region whose inputs behind the first `changing` are constants. Its inputs are in the order of their use."""
     region = region_of(function, *inputs)
     named = tuple(replace(i, is_constant=_argument(i.name) >= changing) for i in region.inputs)
-    return assemble(replace(region, inputs=named), TvmBackend(_AVX512))
+    return assemble(replace(region, inputs=named), TvmBackend(target))
 
 
 def _argument(name: str) -> int:
