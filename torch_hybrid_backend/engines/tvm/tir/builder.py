@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import tvm
 from tvm import tirx
 
+from torch_hybrid_backend.engines.tvm.target import LINE_BYTES
 from torch_hybrid_backend.errors import ScheduleError
 from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, Scalar, as_index
 from torch_hybrid_backend.sizes.size import Dim, Function, Symbol, known_at_most, product
@@ -28,8 +29,10 @@ _KINDS = {
 
 # The largest local buffer that lives on the stack. A kernel holds a few at once, and a thread's stack is 2 MB or more.
 _STACK_BYTES = 64 << 10
-# An array of fewer bytes is not worth the calls that take it from the heap and give it back.
-_FEW_BYTES = 1 << 10
+# The smallest that is aligned.
+_ALIGNED_BYTES = 1 << 10
+# Without this annotation TVM 0.27 takes every local buffer, however small, from the heap: two calls each, and never a register.
+_ON_STACK = {"disable_lower_builtin": tirx.IntImm("bool", 1)}
 
 _ANY_LENGTH = (1 << 31) - 1
 
@@ -156,19 +159,24 @@ class Builder:
         scope = "local" if isinstance(size, int) else "global"  # a stack frame's size is fixed when it is compiled
         return tirx.decl_buffer((self.size(size),), dtype, self.fresh(name), scope=scope)
 
-    def alloc(self, buffer: TirBuffer, *, aligned: bool = False) -> Stmt:
+    def alloc(self, buffer: TirBuffer) -> Stmt:
         """Declares a buffer made by `local`: on the stack, and so in registers where LLVM can, unless it is large.
 
-        aligned: where it has 16 lines of the caches it begins with one, as what reads or writes whole lines wants it. TVM aligns
-        no array of the stack to more than 16 bytes.
+        Where it has 16 lines of the caches it begins with one: what is read and written in vectors, or tiles, would often be in two lines.
         """
         if not isinstance(buffer.shape[0], tirx.IntImm):
             return tirx.stmt.AllocBuffer(buffer)
         size = int(buffer.shape[0]) * int(tvm.DataType(str(buffer.dtype)).bits) // 8
-        if size > _STACK_BYTES or (aligned and size >= _FEW_BYTES):
+        if size > _STACK_BYTES:
             return tirx.stmt.AllocBuffer(buffer)
-        # Without this annotation TVM 0.27 takes every local buffer, however small, from the heap: two calls each, and never a register.
-        return tirx.stmt.AllocBuffer(buffer, {"disable_lower_builtin": tirx.IntImm("bool", 1)})
+        if size < _ALIGNED_BYTES:
+            return tirx.stmt.AllocBuffer(buffer, _ON_STACK)
+        # TVM aligns an array of the stack to 16 bytes at most, but LLVM one of vectors to theirs.
+        lines = tirx.decl_buffer(
+            (-(-size // LINE_BYTES),), f"float32x{LINE_BYTES // 4}", self.fresh("lines"), scope="local"
+        )
+        declared = tirx.stmt.DeclBuffer(buffer, data=lines.data)
+        return self.seq(tirx.stmt.AllocBuffer(lines, _ON_STACK), declared)
 
     def index(self, index: Index | Dim) -> TirExpr:
         """An index as a TIR int32 expression."""

@@ -59,7 +59,7 @@ class TiledAttention(AttentionParts):
 
         def task(position: tuple[Index, ...]) -> Stmt:
             batch, head, piece = position
-            allocations = [b.alloc(buffer, aligned=True) for buffer in buffers]
+            allocations = [b.alloc(buffer) for buffer in buffers]
             return b.seq(*allocations, self._pack(batch, head * self.shared), tiles(batch, head, piece), self._end())
 
         return b.fused((self.batch, self.heads, pieces), task)

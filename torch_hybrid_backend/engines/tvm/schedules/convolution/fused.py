@@ -82,7 +82,7 @@ class _Chain:
                 return b.seq(bind, self._row(len(self.parts) - 1, image, position))
 
             here = tirx.Min(b.size(height), b.index(first * -1 + out)) if count * height > out else b.size(height)
-            declared = [b.alloc(array, aligned=True) for ring in self.rings for array in (ring.array, ring.next_row)]
+            declared = [b.alloc(array) for ring in self.rings for array in (ring.array, ring.next_row)]
             return b.seq(*declared, *self._begin(first), b.loop_until(here, height, row, name="r"))
 
         return b.fused((images, -(-out // height)), task)

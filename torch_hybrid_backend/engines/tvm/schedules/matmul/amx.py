@@ -230,8 +230,7 @@ class TileProduct:
 
         return b.seq(
             # Memory first: where there is none, the kernel ends here, with no tiles configured.
-            b.alloc(self.configuration),
-            *[b.alloc(array, aligned=True) for array in self._arrays()],
+            *map(b.alloc, self._arrays()),
             amx_tiles.configure(b, self.configuration),
             self._before(batch, row),
             b.loop(self.parts - 1, whole, name="part") if self.parts > 1 else None,
@@ -240,8 +239,8 @@ class TileProduct:
         )
 
     def _arrays(self) -> list[TirBuffer]:
-        """What a task declares, aligned: tiles are read and written in whole lines, of which each would be two otherwise."""
-        arrays = [self.scratch, self.sums]
+        """What a task declares."""
+        arrays = [self.configuration, self.scratch, self.sums]
         if self.parts > 1:
             arrays.append(self.near)
         if self.form.splits:
