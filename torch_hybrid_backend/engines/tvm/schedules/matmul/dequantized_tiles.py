@@ -57,7 +57,6 @@ class _UnpackedWeight(TileMatMul):
 
     def __init__(self, kernel: TileDequantizedMatMulKernel, builder: Builder, printer: Printer, target: Target) -> None:
         self.weight = QuantizedWeight(kernel, builder, printer, _LANES)
-        self.has_zeros = kernel.zeros is not None
         super().__init__(kernel, FORMATS[kernel.format].by_integers, builder, printer, target)
         self.unpacked = builder.local(self.part_steps * 2 * _TILE_WORDS, "int32", "unpacked")
 
@@ -169,6 +168,7 @@ class _IntegerWeight(_UnpackedWeight):
     def __init__(self, kernel: TileDequantizedMatMulKernel, builder: Builder, printer: Printer, target: Target) -> None:
         super().__init__(kernel, builder, printer, target)
         self.group_steps = min(self._group_steps(), self.part_steps)
+        self.has_zeros = kernel.zeros is not None
         self.looks_up = kernel.bits == 4 and "avx512bw" in target.features
         # Sums of rows of A: of every group of a part, panel of rows and row, the same in every lane.
         groups = self.part_steps // self.group_steps
