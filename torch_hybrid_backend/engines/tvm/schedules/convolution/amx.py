@@ -188,8 +188,9 @@ class _TileConvolution(TileProduct):
 
     def _tiling(self) -> tuple[int, int, int]:
         form = self.form
-        # A quarter: beside A's tiles there are panels of B, and what is read and written.
-        room = self.target.l2_bytes // 4
+        # Beside A's tiles there are panels of B, and what is read and written. Float32 takes half: its parts are three times as large, and
+        # with few rows in a task B, three times as large too, comes from the last-level cache too often. Narrower numbers lose with half.
+        room = self.target.l2_bytes // (2 if form.splits else 4)
         counts = {(-(-self.lines // count), 1) for count in range(1, self.lines + 1)}
         counts |= {(self.lines, images) for images in self._image_counts()}
         fitting = {of for of in counts if self._elements(*of) * form.itemsize <= room} or {(1, 1)}
@@ -324,13 +325,15 @@ class _TileConvolution(TileProduct):
                 *[b.nest(extents, partial(self._line, batch, row, y, vectors), name="line") for y in self.y.remainders]
             )
 
-        if self.form.splits:  # whether a line's numbers can be split is one question
-            marks = self._each_row(row, self._mark)
-            return b.seq(b.alloc(self.flags), lines(0, self.channel_steps * units), marks)
         # Step by step of k: in memory, the pixels of 16 channels lie together, and processors fetch ahead what is read in order.
         whole = self.channels // self.form.depth
         steps = b.loop(whole, lambda step: lines(step * units, units), name="step") if whole else None
-        return b.seq(steps, lines(whole * units, units) if whole < self.channel_steps else None)
+        copied = b.seq(steps, lines(whole * units, units) if whole < self.channel_steps else None)
+        if not self.form.splits:
+            return copied
+        count = self.y.images * self.image_lines * self.task_images
+        none = b.loop(count, lambda at: b.store(self.flags, at, tirx.IntImm("int32", 0)), name="line")
+        return b.seq(b.alloc(self.flags), none, copied, self._each_row(row, self._mark))
 
     def _line(self, batch: Index, row: Index, y: int, vectors: tuple[Index, int], place: tuple[Index, ...]) -> Stmt:
         """One line of the image of a remainder: its pixels, and zeros where the image has none; of some vectors of channels.
@@ -358,15 +361,11 @@ class _TileConvolution(TileProduct):
         splitting = FloatParts(b, self.printer, self.form.parts, self.target) if self.form.splits else None
         there = self._pixels_of(own, line, y, vectors, splitting)
         missing = self._zeros(line, y, *vectors)
-        flag = y * (self.image_lines * self.task_images) + line
-
-        def mark(value: int) -> Stmt:
-            return b.store(self.flags, flag, tirx.IntImm("int32", value))
-
         if splitting is not None:
-            there = b.seq(splitting.begin(), there, splitting.when_outside(mark(1)))
-        copied = there if condition is None else b.when(condition, there, missing)
-        return copied if splitting is None else b.seq(mark(0), copied)
+            flag = y * (self.image_lines * self.task_images) + line
+            mark = b.store(self.flags, flag, tirx.IntImm("int32", 1))
+            there = b.seq(splitting.begin(), there, splitting.when_outside(mark))
+        return there if condition is None else b.when(condition, there, missing)
 
     def _pixels_of(
         self,
