@@ -32,6 +32,12 @@ BUILDERS = """
 import os, signal, sys, time
 from pathlib import Path
 
+def leave_process_id(note):
+    # Whole at once: who sees the file can read it.
+    unfinished = Path(note + ".new")
+    unfinished.write_text(str(os.getpid()))
+    unfinished.rename(note)
+
 def upper(request, going_on):
     Path(request.decode()).open("a").write("x")
     assert going_on(0.5)
@@ -39,14 +45,14 @@ def upper(request, going_on):
     return request.upper()
 
 def until_told(request, going_on):
-    Path(request.decode()).write_text(str(os.getpid()))
+    leave_process_id(request.decode())
     while going_on(0.25):
         time.sleep(0.005)
     raise RuntimeError("stopped half-way")
 
 def deaf(request, going_on):
     assert going_on(0.1)
-    Path(request.decode()).write_text(str(os.getpid()))
+    leave_process_id(request.decode())
     while True:
         time.sleep(60)
 
