@@ -118,18 +118,25 @@ def test_convolutions_of_integers_are_exact(engine: KernelEngine, case: tuple[ob
 
 
 @pytest.mark.parametrize(
-    ("channels", "kernel", "stride", "zero"),
-    [(32, (3, 3), 1, 0), (40, (5, 5), 2, 0), (20, (3, 3), 1, 3), (16, (9, 9), 1, 0)],
+    ("channels", "kernel", "stride", "zero", "dtype"),
+    [
+        (32, (3, 3), 1, 0, torch.uint8),
+        (40, (5, 5), 2, 0, torch.uint8),
+        (20, (3, 3), 1, 3, torch.uint8),
+        (33, (5, 5), 1, 0, torch.int8),
+        (17, (7, 7), 2, -9, torch.int8),
+        (16, (9, 9), 1, 0, torch.uint8),
+    ],
 )
 def test_depthwise_convolutions_of_quantised_images_are_exact(
-    engine: KernelEngine, channels: int, kernel: tuple[int, int], stride: int, zero: int
+    engine: KernelEngine, channels: int, kernel: tuple[int, int], stride: int, zero: int, dtype: torch.dtype
 ) -> None:
-    """Those that words of taps take, and those that they do not: with a zero point, and wider windows."""
+    """Those that words of taps take, signed ones and those with a zero point too, and wider windows, which they do not."""
     torch.manual_seed(0)
-    x, w = torch.randn(2, channels, 11, 13), extreme((channels, 1, *kernel), torch.int8)
+    x, w, limits = torch.randn(2, channels, 11, 13), extreme((channels, 1, *kernel), torch.int8), torch.iinfo(dtype)
 
     def quantised(x: torch.Tensor) -> torch.Tensor:
-        return torch.clamp(torch.round(x * 90) + zero, 0, 255).to(torch.uint8)
+        return torch.clamp(torch.round(x * 90) + zero, limits.min, limits.max).to(dtype)
 
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         image = quantised(x).float() - zero
@@ -142,20 +149,21 @@ def test_depthwise_convolutions_of_quantised_images_are_exact(
 
 
 @pytest.mark.skipif(HOST.lanes < 16 or "avx512_vnni" not in HOST.features, reason="this processor has no AVX-512 VNNI")
-def test_taps_are_words_where_images_have_no_zero_point() -> None:
-    """Unsigned images of the region's own, in whole blocks of channels."""
+def test_taps_are_words_in_windows_of_few_columns() -> None:
+    """Images of the region's own, in whole blocks of channels, signed or not; sums start at what pixels are moved by."""
 
-    def packed(zero: int, dtype: str, width: int) -> tuple[int, ...]:
+    def packed(zero: int, dtype: str, width: int) -> tuple[tuple[int, ...], bool]:
         image, out = Buffer((1, 32, 9, 9), dtype), Buffer((1, 32, 9, 9), "int32")
         weight = Buffer((32, 1, 3, width), "int8", constant=True)
         op = IntegerConvOp(out, image, weight, (1, 1), (1, width // 2), (1, 1), 32, zero)
         prepared = packed_operands(LoopGraph((weight,), (out,), (), (op,)), {}, HOST)
         (made,) = (op for op in prepared.graph.ops if isinstance(op, PackedConvOp))
-        return made.w.shape
+        return made.w.shape, made.start is not None
 
-    assert packed(0, "uint8", 3) == (2, 3, 1, 16, 4)
-    assert packed(0, "uint8", 7) == (2, 3, 2, 16, 4)
-    assert packed(3, "uint8", 3) == packed(0, "int8", 3) == (2, 3, 3, 16)
+    assert packed(0, "uint8", 3) == packed(-128, "int8", 3) == ((2, 3, 1, 16, 4), False)
+    assert packed(0, "uint8", 7) == ((2, 3, 2, 16, 4), False)
+    assert packed(3, "uint8", 3) == packed(0, "int8", 3) == ((2, 3, 1, 16, 4), True)
+    assert packed(0, "uint8", 9) == ((2, 3, 9, 16), False)
 
 
 def test_a_result_that_is_quantised_again_is_one_kernel() -> None:

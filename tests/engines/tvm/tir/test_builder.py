@@ -76,6 +76,14 @@ def test_a_loop_whose_end_is_computed(limit: int) -> None:
     assert out.tolist() == [1] * limit + [-1] * (5 - limit)
 
 
+@pytest.mark.parametrize("extent", [1, 4])
+def test_a_loop_that_stays_one(extent: int) -> None:
+    """`rolled` runs as often as it says."""
+    out = numbers(5)
+    run_body(lambda b, a: b.rolled(extent, lambda i: b.store(a, i, b.load(a, i) + 1)), out)
+    assert out.tolist() == [0] * extent + [-1] * (5 - extent)
+
+
 def test_an_index_may_be_computed() -> None:
     """`bound` makes an index of a value; its range is what the schedule says."""
     out, place = numbers(8), torch.tensor([5], dtype=torch.int32)

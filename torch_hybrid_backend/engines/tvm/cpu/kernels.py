@@ -126,8 +126,9 @@ class PackedConvKernel(Kernel):
     `x` is over (n, c, *in_spatial) given by `x_vars`, in range only: the schedule handles padding. The weight argument `packed` is packed ahead
     by the engine, zero-padded. `winograd`: outputs along a side of a Winograd tile, for which the weight was transformed; 0 for a direct sum.
 
-    With a `dot`: `x` is the load of what lies together along whole words of channels, `packed` has a word's elements innermost, and sums start
-    at `start`, one for each output channel of each group, padded as they are in `packed`, if there is one.
+    With a `dot`: `x` is the load of what lies together along whole words of channels, and `packed` has a word's elements innermost. Sums start
+    at `start`, one for each output channel, padded as they are in `packed`, if there is one. With words of taps in `packed`
+    (`schedules/convolution/depthwise_taps.py`) what counts as nothing around the image is `border`.
     """
 
     x_vars: tuple[LoopVar, ...]
@@ -144,6 +145,7 @@ class PackedConvKernel(Kernel):
     winograd: int = 0
     dot: DotProduct | None = None
     start: Buffer | None = None
+    border: int = 0
 
     @property
     def multiply_adds(self) -> float:

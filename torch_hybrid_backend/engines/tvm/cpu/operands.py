@@ -158,6 +158,7 @@ def packed_kernel(anchor: Anchor) -> Kernel:
                 anchor.stores,
                 dot=op.dot,
                 start=op.start,
+                border=op.border,
             )
     return neutral_kernel(anchor)
 

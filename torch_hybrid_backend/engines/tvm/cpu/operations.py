@@ -57,7 +57,8 @@ class UnpackedMatMulOp(MatMulOp):
 class PackedConvOp(ConvOp):
     """A convolution whose `w` is packed in blocks of `block` output channels (`packing.pack_conv_weight`). `kernel`: its sizes before.
 
-    With a `dot`: `x` has whole words of channels in each group, `w` is packed in words, and sums start at `start`.
+    With a `dot`: `x` has whole words of channels in each group, and `w` is packed in words. Integers' sums start at `start`. Where `w` has
+    words of taps, what counts as nothing around the image is `border`.
     """
 
     w: Buffer
@@ -65,6 +66,7 @@ class PackedConvOp(ConvOp):
     kernel: tuple[int, ...]
     dot: DotProduct | None = None
     start: Buffer | None = None
+    border: int = 0
 
     def reads(self) -> list[Buffer]:
         return [*ConvOp.reads(self), *([] if self.start is None else [self.start])]

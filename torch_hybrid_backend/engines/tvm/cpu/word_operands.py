@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from torch_hybrid_backend.codegen.operands import OperandPacker, strided_view
+from torch_hybrid_backend.codegen.operands import OperandPacker, StridedView, strided_view
 from torch_hybrid_backend.engines.tvm.cpu.dot_products import (
     MULTIPLICATION,
     DotProduct,
@@ -180,41 +180,48 @@ class WordOperands:
         block = output_block(outputs, op.groups, self._target)
         weight = strided_view(op.w)
         is_known = weight is not None and weight.is_constant
-        if weight is not None and is_known and self._has_tap_words(op, block):
-            shape = tap_words_shape(tuple(map(known_int, op.w.shape)), block)
-            w = self._packer.made_ahead(weight, partial(pack_taps, block=block), Buffer(shape, "int8", "taps"))
-            kernel = tuple(map(known_int, op.w.shape[2:]))
-            places = op.stride, op.padding, op.dilation, op.groups
-            self._packer.add(PackedConvOp(op.out, op.x, w, *places, block, kernel))
-            return
         dot = integer_dot_product(op.x.dtype, op.w.dtype, self._target, knows_right=is_known)
         moved = op.zero + (0 if dot is None else dot.shift)
+        if weight is not None and is_known and self._has_tap_words(op, block):
+            self._add_taps(op, weight, block, moved)
+            return
         if dot is None or block < _LEAST_BLOCK or not _has_words(op, dot) or (moved and not is_known):
             self._add_wide_convolution(op, block)
             return
         start = None
         if moved:
             assert weight is not None
-            like = Buffer((op.groups * -(-outputs // op.groups // block) * block,), "int32")
-            ahead = partial(channel_sums, groups=op.groups, block=block, factor=-moved)
-            start = self._packer.made_ahead(weight, ahead, like)
+            start = self._channel_sums(weight, op.groups, outputs, block, -moved)
             x = self._image(op, dot, moved)
             op = dataclasses.replace(op, padding=(0,) * len(op.padding))
         else:
             x = self._image(op, dot, 0)
         self._add_convolution(op, x, dot, block, start)
 
-    def _has_tap_words(self, op: IntegerConvOp, block: int) -> bool:
-        """Whether a depthwise convolution is computed in words of neighbouring taps (`schedules/convolution/depthwise_taps.py`).
+    def _channel_sums(self, weight: StridedView, groups: int, outputs: int, block: int, factor: int) -> Buffer:
+        """What the sums of `outputs` channels start at: `factor` times the sums of their weights, each group padded to whole blocks."""
+        like = Buffer((groups * -(-outputs // groups // block) * block,), "int32")
+        return self._packer.made_ahead(weight, partial(channel_sums, groups=groups, block=block, factor=factor), like)
 
-        Around the image there is nothing then, so nothing may be moved: unsigned images, whose zero point is 0, as those behind a ReLU.
-        """
+    def _add_taps(self, op: IntegerConvOp, weight: StridedView, block: int, moved: int) -> None:
+        """A depthwise convolution in words of taps; `moved`, by how much pixels are too large, is taken off where sums start."""
+        outputs, *_ = shape = tuple(map(known_int, op.w.shape))
+        packed = Buffer(tap_words_shape(shape, block), "int8", "taps")
+        w = self._packer.made_ahead(weight, partial(pack_taps, block=block), packed)
+        # The channels are those of one group: blocks of the weight have neighbouring channels.
+        start = self._channel_sums(weight, 1, outputs, block, -moved) if moved else None
+        places = op.stride, op.padding, op.dilation, op.groups
+        self._packer.add(PackedConvOp(op.out, op.x, w, *places, block, shape[2:], None, start, op.zero))
+
+    def _has_tap_words(self, op: IntegerConvOp, block: int) -> bool:
+        """Whether a depthwise convolution is computed in words of neighbouring taps (`schedules/convolution/depthwise_taps.py`)."""
         x, inputs = op.x, known_int(op.w.shape[1])
         return (
             is_depthwise(known_int(op.out.shape[1]), inputs, op.groups)
             and isinstance(x, Buffer)
             and x not in self._layouts
-            and (x.dtype, op.w.dtype, op.zero) == ("uint8", "int8", 0)
+            and x.dtype in ("uint8", "int8")
+            and op.w.dtype == "int8"
             and block == self._target.lanes == 16
             and "avx512_vnni" in self._target.features
             and op.dilation[-1] == 1

@@ -23,10 +23,11 @@ from torch_hybrid_backend.engines.tvm.cpu.tiles import Split
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.tvm.tir.dot import dot_product
+from torch_hybrid_backend.engines.tvm.tir.math import UNARY
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.engines.tvm.tir.storage import storage_dtype
 from torch_hybrid_backend.loops.index import Index, as_index
-from torch_hybrid_backend.loops.ir import count_calls
+from torch_hybrid_backend.loops.ir import Call, count_calls, parts
 from torch_hybrid_backend.loops.kernels import Store
 from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, size_hint
 
@@ -51,6 +52,11 @@ def lanes_of(target: Target, dtype: str) -> int:
 def has_long_epilogue(stores: Sequence[Store]) -> bool:
     """Whether what follows a tile is spilled first: too long to be repeated for each register."""
     return sum(count_calls(store.value) for store in stores) > _LONG_EPILOGUE
+
+
+def has_polynomial(stores: Sequence[Store]) -> bool:
+    """Whether what follows a tile approximates a function: a dozen constants in registers."""
+    return any(isinstance(e, Call) and e.op in UNARY for e in parts(store.value for store in stores))
 
 
 def by_part(builder: Builder, split: Split, part: Index, body: Callable[[Index, int], Stmt]) -> Stmt:

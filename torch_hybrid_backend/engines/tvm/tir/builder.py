@@ -36,6 +36,14 @@ _ON_STACK = {"disable_lower_builtin": tirx.IntImm("bool", 1)}
 
 _ANY_LENGTH = (1 << 31) - 1
 
+# An integer that LLVM knows nothing of. No instruction.
+_UNSEEN = """
+define linkonce_odr i32 @hybrid_unseen(i32 %x) alwaysinline {
+  %r = call i32 asm "", "=r,0"(i32 %x)
+  ret i32 %r
+}
+"""
+
 Choice = TypeVar("Choice")
 Stmt = Any  # tirx.Stmt; TVM's classes carry no types
 TirExpr = Any  # tirx.Expr
@@ -114,6 +122,14 @@ class Builder:
         variable = LoopVar(self.fresh(name), extent)
         self._vars[variable] = tirx.Var(variable.name, "int32")
         return tirx.For(self._vars[variable], 0, limit, _KINDS["serial"], body(Index(((variable, 1),), 0)))
+
+    def rolled(self, extent: int, body: Callable[[Index], Stmt], name: str = "i") -> Stmt:
+        """`for i in range(extent): body(i)`, which LLVM leaves a loop: it does not see the extent."""
+        if extent == 1:
+            return body(as_index(0))
+        self.llvm_helpers[_UNSEEN] = None
+        unseen = tirx.call_pure_extern("int32", "hybrid_unseen", tirx.IntImm("int32", extent))
+        return self.loop_until(unseen, extent, body, name)
 
     def bound(self, value: TirExpr, extent: Dim, name: str) -> tuple[Index, Stmt]:
         """An index that holds an int32 value in 0 .. extent-1, and the statement that must come before its uses."""

@@ -51,13 +51,17 @@ _CHANNELS_FIRST = ", ".join(f"i32 {16 * pixel + channel}" for channel in range(1
 _TAPS = f"""
 declare <64 x i8> @llvm.masked.load.v64i8.p0(ptr, i32 immarg, <64 x i1>, <64 x i8>)
 declare <16 x i32> @llvm.x86.avx512.vpdpbusd.512(<16 x i32>, <64 x i8>, <64 x i8>)
-define linkonce_odr <16 x i32> @hybrid_dot_taps(<16 x i32> %sums, ptr %image, i32 %at, i64 %there, <64 x i8> %w) alwaysinline {{
+define linkonce_odr <16 x i32> @hybrid_dot_taps(<16 x i32> %sums, ptr %image, i32 %at, i64 %there, <16 x i32> %border,
+    <16 x i32> %signs, <64 x i8> %w) alwaysinline {{
   %wide = sext i32 %at to i64
   %pixels = getelementptr i8, ptr %image, i64 %wide
   %mask = bitcast i64 %there to <64 x i1>
-  %x = call <64 x i8> @llvm.masked.load.v64i8.p0(ptr %pixels, i32 1, <64 x i1> %mask, <64 x i8> zeroinitializer)
+  %outside = bitcast <16 x i32> %border to <64 x i8>
+  %x = call <64 x i8> @llvm.masked.load.v64i8.p0(ptr %pixels, i32 1, <64 x i1> %mask, <64 x i8> %outside)
   %y = shufflevector <64 x i8> %x, <64 x i8> poison, <64 x i32> <{_CHANNELS_FIRST}>
-  %r = call <16 x i32> @llvm.x86.avx512.vpdpbusd.512(<16 x i32> %sums, <64 x i8> %y, <64 x i8> %w)
+  %flip = bitcast <16 x i32> %signs to <64 x i8>
+  %z = xor <64 x i8> %y, %flip
+  %r = call <16 x i32> @llvm.x86.avx512.vpdpbusd.512(<16 x i32> %sums, <64 x i8> %z, <64 x i8> %w)
   ret <16 x i32> %r
 }}
 """
@@ -129,16 +133,24 @@ def bf16_of_nibbles(builder: Builder, words: TirExpr) -> TirExpr:
 
 
 def dot_taps(
-    builder: Builder, image: TirBuffer, offset: TirExpr, taps: range, weights: TirExpr, total: TirExpr
+    builder: Builder, image: TirBuffer, offset: TirExpr, taps: range, border: int, weights: TirExpr, total: TirExpr
 ) -> TirExpr:
-    """total + the products of up to four neighbouring pixels, 16 channels of uint8 each, by int8 weights, (16, 4), channel by channel.
+    """total + the products of up to four neighbouring pixels, 16 channels of 8 bits each, by int8 weights, (16, 4), channel by channel.
 
     `offset`: where the first of them begins, which may lie outside of the image. Only those of `taps`, of 0 .. 3, are read; the others count as
-    0. Needs AVX-512 VNNI.
+    `border`. Signed pixels count as 128 more than they are. Needs AVX-512 VNNI.
     """
     builder.llvm_helpers[_TAPS] = None
+
+    def everywhere(byte: int) -> TirExpr:
+        word = (byte & 0xFF) * 0x01010101
+        return tirx.Broadcast(tirx.IntImm("int32", word - (1 << 32) if word >> 31 else word), 16)
+
+    signs = everywhere(0x80 if str(image.dtype) == "int8" else 0)
     there = sum(0xFFFF << (16 * tap) for tap in taps)
     mask = tirx.IntImm("int64", there - (1 << 64) if there >> 63 else there)
     # An address of TVM's own would promise to lie within the image.
     base = tirx.address_of(tirx.BufferLoad(image, [tirx.IntImm("int32", 0)]))
-    return tirx.call_pure_extern("int32x16", "hybrid_dot_taps", total, base, offset, mask, weights)
+    return tirx.call_pure_extern(
+        "int32x16", "hybrid_dot_taps", total, base, offset, mask, everywhere(border), signs, weights
+    )

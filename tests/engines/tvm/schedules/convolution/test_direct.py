@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
+import torch
 
-from tests.engines.tvm.schedule_runner import HOST, NARROW, compile_kernel
+from tests.engines.tvm.schedule_runner import HOST, NARROW, compile_kernel, row_major, run_kernel
 from tests.engines.tvm.schedules.convolution.convolutions_for_tests import Case, check, make
+from torch_hybrid_backend.engines.tvm.cpu.dot_products import DotProduct
+from torch_hybrid_backend.engines.tvm.cpu.word_packing import pack_conv_words
 from torch_hybrid_backend.engines.tvm.schedules.convolution import rules
 from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.loops import ops
+from torch_hybrid_backend.loops.index import index_of
+from torch_hybrid_backend.loops.ir import Buffer
+from torch_hybrid_backend.loops.kernels import Argument, Store
+from torch_hybrid_backend.loops.layout import Blocked
 
 
 @pytest.mark.parametrize("target", [HOST, NARROW], ids=["host", "narrow"])
@@ -97,3 +106,41 @@ def test_accumulators_stay_in_registers() -> None:
     multiply_adds = re.findall(r"vfmadd\w+\s+.*%zmm", assembly)
     assert len(multiply_adds) >= 54
     assert len(spills) <= len(multiply_adds) // 20
+
+
+@pytest.mark.skipif(HOST.lanes < 16 or "avx512_vnni" not in HOST.features, reason="this processor has no AVX-512 VNNI")
+@pytest.mark.parametrize("channels", [16, 24])
+def test_constants_of_a_polynomial_leave_accumulators_their_registers(channels: int) -> None:
+    """A short sum of bytes before SiLU: results are right, and between dot products nothing is spilled."""
+    torch.manual_seed(0)
+    dot = DotProduct("vpdpbusd", 4, "uint8", "int8", "int32")
+    floats, _, _ = make(Case((1, channels, 28, 112), 96, (1, 1)), HOST)
+    x, out = Buffer((1, channels, 28, 112), "uint8", "x"), Buffer((1, 96, 28, 112), "int8", "out")
+    image, weight = (torch.randint(low, 128, shape) for low, shape in ((0, x.shape), (-127, (96, channels, 1, 1))))
+    ahead = pack_conv_words(weight, 1, 16, dot)
+    packed, sums = Buffer(tuple(ahead.shape), "int8", "packed"), Buffer(out.shape, "int32", "sums")
+    scale, shift = (Buffer((96,), "float32", name) for name in ("scale", "shift"))
+    scales, shifts = torch.rand(96) * 1e-4, torch.randn(96)
+    point = tuple(map(index_of, floats.domain))
+    y = ops.add(ops.mul(ops.cast(sums.at(point), "float32"), scale.at(point[1:2])), shift.at(point[1:2]))
+    steps = ops.mul(ops.mul(y, ops.call("sigmoid", y)), ops.const(20.0, "float32"))
+    bounded = ops.call("min", ops.call("max", steps, ops.const(-128, "float32")), ops.const(127, "float32"))
+    kernel = dataclasses.replace(
+        floats,
+        reads=(Argument(x, Blocked(16)), *map(row_major, (packed, scale, shift))),
+        writes=(Argument(out, Blocked(16)),),
+        x=x.at(tuple(map(index_of, floats.x_vars))),
+        packed=packed,
+        accumulator=sums,
+        stores=(Store(out, point, ops.cast(ops.call("round_even", bounded), "int8")),),
+        dot=dot,
+    )
+    (got,) = run_kernel(kernel, rules.emit, {x: image.to(torch.uint8), packed: ahead, scale: scales, shift: shifts})
+    products = torch.nn.functional.conv2d(image.double(), weight.double())
+    want = torch.nn.functional.silu(products * scales[:, None, None] + shifts[:, None, None]) * 20
+    assert (got - want.clamp(-128, 127)).abs().max() < 0.501
+    lines = compile_kernel(kernel, rules.emit).inspect_source("asm").splitlines()
+    dots = [number for number, line in enumerate(lines) if "vpdpbusd" in line]
+    between = [line for number in dots for line in lines[number - 1 : number + 2] if "vpdpbusd" not in line]
+    assert len(dots) >= 27
+    assert not [line for line in between if "%rsp" in line and "%zmm" in line][len(dots) // 10 :]

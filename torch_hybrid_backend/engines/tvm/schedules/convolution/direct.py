@@ -33,13 +33,17 @@ from torch_hybrid_backend.engines.tvm.schedules.convolution.weight_stream import
     WeightStream,
     streams,
 )
-from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, by_part
+from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, by_part, has_polynomial
 from torch_hybrid_backend.engines.tvm.tir.builder import Stmt, TirExpr
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.sizes.size import known_int
 
 # Multiply-adds in one body of the loop over input channels: enough to hide it.
 _UNROLLED_MULTIPLY_ADDS = 56
+# A sum of so few becomes one piece of code, of which LLVM does not know that it runs more often than what is around it: the constants of a
+# polynomial in the epilogue keep their registers, and accumulators lose theirs (16 channels of 8 bits before SiLU: a store and a load for
+# every dot product).
+_SHORT_SUM = 256
 
 
 def direct(parts: ConvParts) -> Stmt:
@@ -227,6 +231,7 @@ class _Direct:
                 first_channel,
                 channels,
                 unroll,
+                len(taps) * tile.rows * tile.vectors,
                 lambda channel: b.seq(*[step(kh, source, channel, as_index(kw), inside[kw]) for kw in taps]),
                 lambda channel, is_last: [
                     self._fetch_ahead(tile.rows, task, source, first, first_channel, channel, is_last),
@@ -237,9 +242,14 @@ class _Direct:
         def looped(kh: Index, source: Index) -> Stmt:
             def tap(kw: Index) -> Stmt:
                 def add(columns: Sequence[bool]) -> Stmt:
-                    unroll = max(1, _UNROLLED_MULTIPLY_ADDS // (sum(columns) * tile.vectors))
+                    multiply_adds = sum(columns) * tile.vectors
+                    unroll = max(1, _UNROLLED_MULTIPLY_ADDS // multiply_adds)
                     return self._each_channel(
-                        first_channel, channels, unroll, lambda channel: step(kh, source, channel, kw, columns)
+                        first_channel,
+                        channels,
+                        unroll,
+                        multiply_adds,
+                        lambda channel: step(kh, source, channel, kw, columns),
                     )
 
                 begin, end = self.columns.source(first, kw), self.columns.source(first + (tile.rows - 1), kw)
@@ -264,17 +274,19 @@ class _Direct:
         first: Index,
         count: int,
         unroll: int,
+        multiply_adds: int,
         body: Callable[[Index], Stmt | None],
         ahead: Callable[[Index, TirExpr], Sequence[Stmt | None]] = lambda channel, is_last: (),
     ) -> Stmt:
-        """`body` for `count` channels from `first`, block by block. `ahead(channel, is_last)`: prefetches, before the block of `channel`."""
+        """`body`, of `multiply_adds`, for `count` channels from `first`, block by block. `ahead(channel, is_last)`: prefetches, before the
+        block of `channel`."""
         b, block = self.builder, self.channel_block
 
         def run(start: Index, length: int) -> Stmt:
             step = min(unroll, length)
-            whole = b.loop(
-                length // step, lambda i: b.seq(*[body(start + i * step + u) for u in range(step)]), name="ic"
-            )
+            is_short = count * multiply_adds <= _SHORT_SUM
+            loop = b.rolled if is_short and has_polynomial(self.parts.kernel.stores) else b.loop
+            whole = loop(length // step, lambda i: b.seq(*[body(start + i * step + u) for u in range(step)]), name="ic")
             return b.seq(whole, *[body(start + (length - length % step + u)) for u in range(length % step)])
 
         def whole_block(i: Index) -> Stmt:
