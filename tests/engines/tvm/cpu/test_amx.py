@@ -15,6 +15,7 @@ from tests.engines.tvm.amx_for_tests import SAPPHIRE_RAPIDS, emulated
 from tests.engines.tvm.cpu.test_dequantized import assembled
 from tests.engines.tvm.kernels_for_tests import matmul_kernel
 from tests.engines.tvm.schedule_runner import HOST, run_kernel
+from tests.engines.tvm.schedules.convolution.test_depthwise_taps import made
 from torch_hybrid_backend.codegen.assemble import RegionKernels, assemble
 from torch_hybrid_backend.codegen.operands import Packed
 from torch_hybrid_backend.codegen.variants import Variant
@@ -271,3 +272,20 @@ def test_where_tiles_do_not_serve_convolutions() -> None:
     assert not of_convolution(torch.randn(64, 3, 3, 3))
     assert not of_convolution(torch.randn(64, 64, 3, 3), changing=2)
     assert not of_convolution(torch.randn(64, 64, 3, 3), size=2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "zero", "served"),
+    [(torch.uint8, 0, True), (torch.uint8, 9, False), (torch.int8, 0, False), (torch.int8, -128, False)],
+)
+def test_tiles_do_not_serve_pixels_that_are_moved(
+    dtype: torch.dtype, zero: int, served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Words of taps count signed pixels and what lies around an image as other numbers than they are; tiles would not."""
+    monkeypatch.setattr(
+        amx, "_CONCEIVABLE_COST", 1e9
+    )  # depthwise ones cost too much on tiles; that is not what is asked
+    kernel, _, _ = made((1, 64, 28, 28), (3, 3), 1, 1, dtype, zero)
+    view = of_product(linear, torch.randn(40, 100), torch.randn(96, 100))[0].packed[0]
+    weight = Packed(kernel.packed, view.source, view.view, view.ahead)
+    assert bool(amx.tile_convolutions(kernel, weight, SAPPHIRE_RAPIDS)) == served

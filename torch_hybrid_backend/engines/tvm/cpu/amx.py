@@ -128,7 +128,7 @@ def tile_convolutions(kernel: PackedConvKernel, weight: Packed | None, target: T
     """The convolution as a product on tiles, and the further choices of its schedule; none where it has no such form."""
     _, precision = float32_precision("cpu")
     name = _format(kernel.x, kernel.packed.dtype, kernel.accumulator.dtype, precision, target)
-    if weight is None or name is None or kernel.winograd or kernel_sizes(kernel):
+    if weight is None or name is None or kernel.winograd or kernel.moves_pixels or kernel_sizes(kernel):
         return []
     images, all_outputs, *spatial = (known_int(variable.extent) for variable in kernel.domain)
     all_channels = known_int(kernel.x_vars[1].extent)

@@ -148,6 +148,11 @@ class PackedConvKernel(Kernel):
     border: int = 0
 
     @property
+    def moves_pixels(self) -> bool:
+        """Whether pixels are multiplied as other numbers than they are, by the schedule of words of taps alone."""
+        return self.dot is None and (self.start is not None or self.border != 0)
+
+    @property
     def multiply_adds(self) -> float:
         return _points(self) * size_hint(self.x_vars[1].extent) / self.groups * math.prod(self.kernel)
 
