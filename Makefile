@@ -31,12 +31,14 @@ $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or later is needed: make PYTHON=python3.11 ..." if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 
-# The constraint on torch is the version found in .venv, where there is one: a torch that somebody chose is not replaced.
+# A torch that somebody chose is not replaced: it stays, and what it needs of its own releases (Triton, setuptools) is not constrained.
 # What setup.py needs comes first, because it builds without isolation, against the very torch it will run with.
 $(VENV)/.installed: constraints.txt pyproject.toml setup.py | $(VENV)/bin/python
-	torch=$$($(PY) -c 'import importlib.metadata as m; print(m.version("torch"))' 2>/dev/null) || torch=$$(sed -n 's/^torch==//p' constraints.txt); \
-	sed "s/^torch==.*/torch==$$torch/" constraints.txt > $(VENV)/constraints.txt
-	$(PIP) install -q -c $(VENV)/constraints.txt setuptools wheel numpy torch
+	cp constraints.txt $(VENV)/constraints.txt
+	torch=$$($(PY) -c 'import importlib.metadata as m; print(m.version("torch"))' 2>/dev/null) || exit 0; \
+	grep -qx "torch==$${torch%+*}" constraints.txt || \
+	sed -i -e "s/^torch==.*/torch==$$torch/" -e '/^triton==/d' -e '/^setuptools==/d' $(VENV)/constraints.txt
+	$(PIP) install -q -c $(VENV)/constraints.txt 'setuptools>=77' wheel numpy torch
 	$(PIP) install -q -c $(VENV)/constraints.txt --no-build-isolation -e '.[test,lint,bench-min,ecosystem]'
 	touch $@
 

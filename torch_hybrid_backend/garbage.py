@@ -5,6 +5,9 @@ them all and finds nothing. ResNet-50, seconds: of the 1.06 that AOTAutograd too
 
 Not while Dynamo traces: it does not say for which backend, and others' compilations are not ours to change. Nothing is lost by that. Held
 until Dynamo has ended, the one full collection that comes in its trace comes right after (docs/performance.md).
+
+From torch 2.15 on Dynamo holds full collections back itself. Then they are held by Dynamo's own means: two that both put back what they found
+would leave the other's threshold behind where threads overlap.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ import contextlib
 import gc
 import threading
 from collections.abc import Iterator
+
+import torch._dynamo.utils
 
 _NEVER = (1 << 31) - 1
 
@@ -61,4 +66,12 @@ class FullCollections:
             self.let_go()
 
 
-full_collections = FullCollections()
+_full_collections = FullCollections()
+
+
+@contextlib.contextmanager
+def full_collections_held() -> Iterator[None]:
+    """No full collection inside: around a graph's first call."""
+    dynamos = getattr(torch._dynamo.utils, "deferred_full_gc", None)
+    with _full_collections.held() if dynamos is None else dynamos():
+        yield

@@ -23,7 +23,7 @@ from torch_hybrid_backend.core.region import Region, Segment
 from torch_hybrid_backend.eager_graph import EagerGraph
 from torch_hybrid_backend.errors import HybridError, is_out_of_memory, is_sticky
 from torch_hybrid_backend.fork_lock import ForkLock
-from torch_hybrid_backend.garbage import full_collections
+from torch_hybrid_backend.garbage import full_collections_held
 from torch_hybrid_backend.generators import draws_apart, is_captured
 from torch_hybrid_backend.model_gate import judged
 from torch_hybrid_backend.partition.placement import Pricing
@@ -146,7 +146,7 @@ class HybridGraph:
             log.info("%s graph: compiled in %.2f s", state.prepared.kind, time.perf_counter() - start)
         return self._choose(state, inputs)
 
-    @full_collections.held()
+    @full_collections_held()
     def _choose(self, compiled: Compiled, inputs: Sequence[Any]) -> list[Any]:
         """Choose engines on a call's inputs; its outputs."""
         start = time.perf_counter()

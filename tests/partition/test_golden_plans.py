@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.conftest import Golden
+from tests.conftest import Golden, traced
 from tests.partition.engines_for_tests import FakeEngine, trace
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.deadline import Deadline
@@ -60,6 +60,7 @@ _CASES = {
 }
 
 
+@traced
 @pytest.mark.parametrize("case", _CASES)
 def test_plan(case: str, golden: Golden) -> None:
     """The plan is what it was: a change of partitioning, keys or the plan's form shows as a difference of the file."""

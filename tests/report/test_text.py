@@ -48,6 +48,15 @@ def test_ways_that_were_tried() -> None:
     assert Plan.from_json(plan.to_json()) == plan
 
 
+def test_what_an_engine_has_to_say() -> None:
+    """Of a region: a line of its own."""
+    note = "weights as inputs: they take 544 bytes"
+    plan = dataclasses.replace(PLAN, regions=(dataclasses.replace(PLAN.regions[0], note=note),))
+    assert f"      {note}" in render_text([plan]).splitlines()
+    assert note in render_html([plan])
+    assert Plan.from_json(plan.to_json()) == plan
+
+
 def test_no_plans() -> None:
     """A model without a graph is said to have none."""
     assert render_text([]) == "no graph was compiled"

@@ -84,6 +84,7 @@ class KernelRegion:
     engine: KernelEngine
     form: ClassVar[str] = ""
     attempts: ClassVar[tuple[Attempt, ...]] = ()
+    note: ClassVar[str] = ""
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return self.run(inputs)

@@ -120,6 +120,11 @@ class CompiledRegion(Protocol):
         first."""
         ...
 
+    @property
+    def note(self) -> str:
+        """What its engine has to say of it in reports, in one line: why it has this form, say; "" of most."""
+        ...
+
     def operator_us(self, inputs: Sequence[torch.Tensor]) -> Sequence[tuple[frozenset[str], float]]:
         """What one call takes, part by part: the names of the region's nodes that a part computes (of values that stay in it, not all), and
         its microseconds. Nothing where the engine cannot tell."""
@@ -233,6 +238,10 @@ class CompiledRegionBase(ABC):
     program: Program | None = None
     form: str = ""
     attempts: tuple[Attempt, ...] = ()
+
+    @property
+    def note(self) -> str:
+        return ""
 
     @abstractmethod
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]: ...

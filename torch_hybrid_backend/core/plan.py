@@ -80,6 +80,7 @@ class RegionDecision:
     `precision`: what its operators compute in, the most frequent first: ("bfloat16", "float32").
     `precision_error`: how far its outputs are off those of the graph as written, of which `Conversion` tells; None where that is not known.
     `attempts`: the ways in which its engine computed it, up to the one that was near enough to eager; empty where the first was.
+    `note`: what else its engine has to say of it; "" of most.
     """
 
     name: str
@@ -99,6 +100,7 @@ class RegionDecision:
     precision: tuple[str, ...] = ()
     precision_error: float | None = None
     attempts: tuple[Attempt, ...] = ()
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)

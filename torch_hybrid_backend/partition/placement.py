@@ -204,6 +204,7 @@ def decide(
         operators=tuple(f"{call.name}: {call.title}" for call in steps if isinstance(call, OperatorCall)),
         precision=tuple(name for name, _ in precisions.most_common()),
         attempts=attempts,
+        note=compiled.note if compiled is not None else "",
     )
 
 

@@ -48,6 +48,10 @@ class WrappedRegion:
     def attempts(self) -> tuple[Attempt, ...]:
         return self.compiled.attempts
 
+    @property
+    def note(self) -> str:
+        return self.compiled.note
+
     def exact(self, deadline: Deadline, error: float) -> CompiledRegion | PendingRegion | None:
         exact = self.compiled.exact(deadline, error)
         return replace(self, compiled=exact) if isinstance(exact, CompiledRegion) else exact

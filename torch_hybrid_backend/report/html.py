@@ -100,7 +100,7 @@ def _section(plan: Plan, colours: dict[str, str]) -> Iterable[str]:
                 len(decision.kernels),
                 "; ".join(decision.operators),
                 costs_in_words(decision.costs),
-                "; ".join([precision_in_words(decision), *_with(decision.attempts)]),
+                "; ".join([precision_in_words(decision), *_with(decision.attempts), *filter(None, [decision.note])]),
                 "not verified" if decision.max_error is None else f"{decision.max_error:.2g}",
                 "; ".join(f"{r.engine}: {r.code}: {r.why}" for r in decision.refusals),
                 decision.source,

@@ -76,6 +76,8 @@ def _region(decision: RegionDecision, *, with_precision: bool) -> Iterable[str]:
         yield f"      in {precision_in_words(decision)}"
     if decision.attempts:
         yield f"      with {attempts_in_words(decision.attempts)}"
+    if decision.note:
+        yield f"      {decision.note}"
     if decision.kernels:
         yield f"      kernels: {kernels_in_words(decision)}"
     for operator, count in Counter(decision.operators).items():

@@ -22,14 +22,15 @@ def test_the_probe_builds_runs_compares_and_times(tmp_path: Path, monkeypatch: p
     """And what it is told by TensorRT, or a wrong result, is what keeps it from running."""
     monkeypatch.setenv("HYBRID_CACHE_DIR", str(tmp_path))
     x, w = torch.ones(256, 512), torch.ones(512, 128)
-    fake = FakeEngine(compute=computing(region(lambda x, w: torch.relu(x @ w) + 1, x, w)))
+    built = region(lambda x, w: torch.relu(x @ w) + 1, x, w)
+    fake = FakeEngine(compute=computing(built))
     count, given = BuildCount(), services(tmp_path)
     made = engine(given, load=lambda plan, device: fake, streams=lambda device: FakeStreams(FakeStream(7)))
     figures = probed(made, given, "cpu")
     assert figures["build_s"] > 0
     assert min(figures["engine_us"], figures["eager_us"]) > 0
     assert int(count) == 1
-    fake.compute = lambda context: None
+    fake.compute = computing(built, change=lambda result: result + 1)
     with pytest.raises(CompileError, match="wrong answer"):
         probed(made, given, "cpu")
 

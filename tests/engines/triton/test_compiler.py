@@ -59,7 +59,8 @@ def test_kernels_become_cubins(name: str, capability: int, workers: KernelCompil
     assert header.threads % 32 == 0
     code_as_text = path.with_suffix(".ptx").read_text()
     assert f"sm_{capability}" in code_as_text
-    assert ("atom.global.gpu.relaxed.max.s32" in code_as_text) == (name == "scatter")
+    atomic = re.search(r"(atom|red)\.global\.gpu\.relaxed\.max\.s32", code_as_text)
+    assert (atomic is not None) == (name == "scatter")
 
 
 def _normalised(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -223,7 +224,7 @@ def test_neighbours_share_the_random_numbers_of_a_group(capability: int, tmp_pat
 
     (kernel,) = kernels_of(dropout, torch.empty(64, 1024, dtype=torch.bfloat16), target=target)
     code = machine_code(kernel, target, tmp_path)
-    assert 36 <= len(re.findall(r"mul\.hi\.u32", code.ptx)) < 50
+    assert 30 <= len(re.findall(r"mul\.hi\.u32", code.ptx)) < 50
     (kernel,) = kernels_of(lambda x: x + torch.randn_like(x), torch.empty(64, 1024), target=target)
     code = machine_code(kernel, target, tmp_path)
     for instruction in ("sin.approx.ftz.f32", "cos.approx.ftz.f32", "sqrt.rn", "fma.rn.ftz.f32"):

@@ -13,7 +13,7 @@ import itertools
 
 import pytest
 
-from tests.conftest import Golden
+from tests.conftest import Golden, traced
 from tests.engines.models_for_tests import partitions
 from tests.services_for_tests import services
 from torch_hybrid_backend.codegen.assemble import assemble
@@ -43,6 +43,7 @@ _MODELS = ("resnet50", "efficientnet_b0", "swin_tiny", "minilm", "gpt2")
 _RANKED = frozenset(f"choice {n}" for n in range(2, 8))  # emitting them all would take a minute
 
 
+@traced
 @pytest.mark.parametrize(("model", "target"), list(itertools.product(_MODELS, _TARGETS)))
 def test_golden_kernels(model: str, target: str, golden: Golden) -> None:
     """The model's plan and kernels are what they were."""

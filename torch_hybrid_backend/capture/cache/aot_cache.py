@@ -38,6 +38,8 @@ SOURCES = ("capture", "core", "sizes", "graph")  # what the graph that is kept i
 _KEYED_DEVICES = {"cpu", "meta"}
 # Dispatch keys of the kernels that torch itself registers for ATen from Python.
 _KEYS_OF_TORCH = {"Meta", "MPS", "CUDA"}
+# And single kernels of its, from 2.14 on.
+_KERNELS_OF_TORCH = {"aten/to_dense/FuncTorchDynamicLayerFrontMode", "aten/to_dense/PythonTLSSnapshot"}
 _COMPILED = (type(torch.Tensor.add), type(torch.add), type(torch.Tensor.__add__))
 
 
@@ -135,7 +137,7 @@ def _settings() -> Iterator[str]:
 def _check_registrations() -> None:
     """A program may replace what ATen's operators do, or are made of; nothing says how."""
     vmap = torch._functorch.predispatch.VMAP_DECOMPOSITIONS_LIB  # torch's own, registered by its first vmap
-    known = vmap._op_impls if vmap is not None else set()
+    known = _KERNELS_OF_TORCH | (vmap._op_impls if vmap is not None else set())
     kernels = [name.split("/") for name in torch.library._impls - known if name.startswith("aten/")]
     if any(key not in _KEYS_OF_TORCH for *_, key in kernels):
         raise _UnkeyedError("the program has kernels of its own for ATen")

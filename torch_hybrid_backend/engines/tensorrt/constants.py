@@ -100,6 +100,7 @@ class ConstantForm:
         self.name = name
         self.size_bytes = size_bytes
         self.is_given_up = False
+        self.why = ""  # it is given up
         self._maker = maker
         self._capturing = capturing
         self._newest = 0  # mark
@@ -295,6 +296,7 @@ class ConstantForm:
         """Its weights are inputs from here on, in the next call already; its engine is let go."""
         with self._lock:
             given_up, self.is_given_up = self.is_given_up, True
+            self.why = self.why or why
             self._unread.clear()
         self._serving = {}
         if not given_up:

@@ -241,12 +241,16 @@ class TensorRTEngine(EngineBase):
 
     def _constants(
         self, region: Region, request: Request, runner: EngineRunner, budget: Budget, limit_s: float
-    ) -> _Constants | None:
-        """The region's other form; None where it has no weights, or more than the budget is. Not where sizes vary: a plan is made for each."""
+    ) -> _Constants | str:
+        """The region's other form, or why it has none: "" where it has no weights."""
         positions = positions_of(region)
+        if not positions:
+            return ""
+        if request.ranges:
+            return "its sizes vary, and a plan is made for each"
         size_bytes = sum(spec.size_bytes for i in positions if (spec := region.inputs[i].spec) is not None)
-        if not positions or size_bytes > budget.limit_bytes or request.ranges:
-            return None
+        if size_bytes > budget.limit_bytes:
+            return f"they take {size_bytes} bytes, and `tensorrt_constants_percent` allows {budget.limit_bytes}"
         streams = self._streams(region.device)
         maker = _Maker(self, region, request, positions, limit_s)
         form = ConstantForm(region.name, size_bytes, maker, lambda: streams.capturing)
@@ -352,7 +356,7 @@ MoreExact = Callable[[Deadline, float], CompiledRegion | PendingRegion | None]
 
 
 class TensorRTRegion(CompiledRegionBase):
-    """A region as one engine. `attempts`: the rungs that it climbed. `constants`: its other form, where it may have one."""
+    """A region as one engine. `attempts`: the rungs that it climbed. `constants`: its other form, or why it has none."""
 
     def __init__(
         self,
@@ -362,7 +366,7 @@ class TensorRTRegion(CompiledRegionBase):
         built: Engine,
         attempts: tuple[Attempt, ...] = (),
         more_exact: MoreExact = lambda deadline, error: None,
-        constants: _Constants | None = None,
+        constants: _Constants | str = "",
     ) -> None:
         self.program = program
         self.name = name
@@ -375,10 +379,18 @@ class TensorRTRegion(CompiledRegionBase):
 
     def refine(self, inputs: Sequence[torch.Tensor], budget_s: float, deadline: Deadline) -> CompiledRegion:
         """The form with constants, where its engine is there and is faster; else its build is begun."""
-        return self if self._constants is None else self._constants.faster(self, inputs, budget_s)
+        return self if isinstance(self._constants, str) else self._constants.faster(self, inputs, budget_s)
+
+    @property
+    def note(self) -> str:
+        """Why its weights are inputs or constants, where that was decided."""
+        why = self._constants if isinstance(self._constants, str) else self._constants.why_inputs
+        if why:
+            return f"weights as inputs: {why}"
+        return "" if isinstance(self._constants, str) else self._constants.told
 
     def begun(self) -> Pending | None:
-        return None if self._constants is None else self._constants.form.begun()
+        return None if isinstance(self._constants, str) else self._constants.form.begun()
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return self._run(inputs)
@@ -410,6 +422,12 @@ class _Constants:
     timer: Callable[[], Timer]
     scratch_bytes: int
     made: RegionWithConstants | None = None
+    told: str = ""  # of it, where it is made: what both forms take
+
+    @property
+    def why_inputs(self) -> str:
+        """Why it is given up; "" where it is not."""
+        return self.form.why if self.form.is_given_up else ""
 
     def faster(self, inputs_form: TensorRTRegion, inputs: Sequence[torch.Tensor], budget_s: float) -> CompiledRegion:
         """The faster of the two on a call's inputs, timed for about `budget_s` seconds; `inputs_form` where that is about as fast, and where
@@ -435,6 +453,7 @@ class _Constants:
             self.form.give_up(f"it takes {told}")
         elif self.budget.grant(self.form, as_inputs - as_constants):
             _log.info("region %s takes %s", self.form.name, told)
+            self.told = f"weights as constants: it takes {told}"
             self.made = made
             return made
         made.release()
@@ -452,6 +471,10 @@ class RegionWithConstants(CompiledRegionBase):
         self._inputs_form = inputs_form
         self._run = run
         self._form = form
+
+    @property
+    def note(self) -> str:
+        return self._inputs_form.note
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return self._run(inputs)
@@ -490,6 +513,10 @@ class RangedRegion(CompiledRegionBase):
             return self._made(inputs)
         with torch.no_grad():
             return self._eager(inputs)
+
+    @property
+    def note(self) -> str:
+        return self._made.note
 
     def exact(self, deadline: Deadline, error: float) -> CompiledRegion | PendingRegion | None:
         return self._made.exact(deadline, error)

@@ -45,8 +45,8 @@ from torch_hybrid_backend.machine import float32_precision
 from torch_hybrid_backend.sizes.size import Dim, product, symbol
 
 # What a launch hands to a kernel besides its own parameters is Triton's to change, and it has. With these kernels have been compiled.
-_FIRST_VERSION, _END_VERSION = (3, 6), (3, 8)
-_VERSIONS = "triton>=3.6,<3.8"
+_FIRST_VERSION, _END_VERSION = (3, 6), (3, 10)
+_VERSIONS = "triton>=3.6,<3.10"
 _LEAST_CAPABILITY = 80  # bfloat16, asynchronous copies and TF32 begin there
 
 

@@ -119,7 +119,7 @@ def integer_power(a, b, BITS: tl.constexpr):
         result = tl.where(((b >> bit) & 1) == 0, result, result * base).to(a.dtype)
         base = (base * base).to(a.dtype)
     parity = tl.where((b & 1) == 0, one, -one)
-    negative = tl.where(a == 1, one, tl.where(a == -1, parity, one * 0))
+    negative = tl.where(a == 1, one, tl.where(a == one * 0 - one, parity, one * 0))
     return tl.where(b < 0, negative, result).to(a.dtype)
 ''',
     "larger": '''
