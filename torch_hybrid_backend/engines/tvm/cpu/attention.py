@@ -1,10 +1,10 @@
-"""Attention with products of bfloat16, in place of the kernel that multiplies in float32.
+"""Attention with products of bfloat16 or of integers, in place of the kernel that multiplies in float32.
 
 Enters: an `AttentionKernel`. Leaves: the same by AMX's tiles, where the processor has them and sizes are known, and by its dot products.
 Operands of bfloat16 are multiplied as they are, and the softmax's weights are rounded to it, as PyTorch's own operator does. On tiles float32
 and float16 are split into several bfloat16 (`amx_formats`). Integers of 8 bits are one each, and what they are multiplied with comes behind
 the products; only the softmax's weights are split then, into three, and nothing is rounded that float32 would not round. Where dequantised
-integers were to be rounded to bfloat16, weights are.
+integers were to be rounded to bfloat16, weights are. Without tiles, scores of integers are made by the processor's dot products of bytes.
 The kernel itself stays where heads are only known at run time, where heads of bfloat16 are no whole words of two, and where queries are few:
 it reads keys and values where they lie, each once, in bfloat16 if they are, and that is all its time.
 
@@ -14,13 +14,13 @@ Nothing here imports TVM.
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 
 from torch_hybrid_backend.codegen.operands import Packed
 from torch_hybrid_backend.codegen.variants import Variant
 from torch_hybrid_backend.engines.tvm.cpu.amx_formats import FORMATS, PANEL
-from torch_hybrid_backend.engines.tvm.cpu.dot_products import bf16_dot_product
-from torch_hybrid_backend.engines.tvm.cpu.kernels import WordAttentionKernel
+from torch_hybrid_backend.engines.tvm.cpu.dot_products import bf16_dot_product, integer_dot_product
+from torch_hybrid_backend.engines.tvm.cpu.kernels import ByteAttentionKernel, WordAttentionKernel
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops.fusion import replace_loads
 from torch_hybrid_backend.loops.integer_products import affine
@@ -32,9 +32,9 @@ from torch_hybrid_backend.sizes.size import known_int
 
 # Fewer queries do not pay for packed keys and values.
 _LEAST_QUERIES = 5
-# Cycles for a multiply-add of float32, and for one by a dot product; for the softmax of a score with its share of packing: 2-core Zen 4, BERT
-# at 128 and 512 tokens.
-_FLOAT32, _DOT_PRODUCT, _SOFTMAX = 1 / 16, 1 / 32, 1.7
+# Cycles for a multiply-add of float32, and for one by a dot product of bfloat16, and of bytes; for the softmax of a score with its share of
+# packing: 2-core Zen 4, BERT at 128 and 512 tokens.
+_FLOAT32, _DOT_PRODUCT, _DOT_PRODUCT_OF_BYTES, _SOFTMAX = 1 / 16, 1 / 32, 1 / 64, 1.7
 # On processors with AMX: the share of their cycles in which tiles multiply; for the softmax of a score, and for splitting its weight; for a row
 # of queries with its share of packing, and where operands are split; by vectors, for a multiply-add, and for a row: 2-core Granite Rapids, 128
 # to 512 tokens, heads of 64 and 128.
@@ -69,7 +69,28 @@ def word_attention(kernel: AttentionKernel, weight: Packed | None, target: Targe
         each = _multiply_adds(kernel)
         cost = (each * _DOT_PRODUCT + _SOFTMAX) / (each * _FLOAT32 + _SOFTMAX)
         found.append(_variant("bfloat16", kernel, "", cost, not any(variant.is_preferred for variant in found)))
+    if not found and (bytes_ := _of_bytes(kernel, target)) is not None:
+        found.append(bytes_)
     return found
+
+
+def _of_bytes(kernel: AttentionKernel, target: Target) -> Variant | None:
+    """With scores of integers of 8 bits by the processor's dot products; None where it has none, or queries and keys are no such integers."""
+    dot = integer_dot_product("uint8", "int8", target, knows_right=True)
+    depth = known_int(kernel.q_vars[3].extent)
+    q, k = _scaled_integer(kernel.q), _scaled_integer(kernel.k)
+    if dot is None or dot.instruction != "vpdpbusd" or depth % dot.group or q is None or k is None:
+        return None
+    scale = kernel.scale * q.scale * k.scale
+    if k.integer.dtype != "int8" or k.zero or not 0 < scale < math.inf:
+        return None
+    own = {field.name: getattr(kernel, field.name) for field in fields(kernel)}
+    own |= {"q": q.integer, "k": k.integer, "scale": scale}
+    columns = known_int(kernel.domain[3].extent)
+    cost = depth * _DOT_PRODUCT_OF_BYTES + columns * _FLOAT32 + _SOFTMAX
+    cost /= (depth + columns) * _FLOAT32 + _SOFTMAX
+    other = ByteAttentionKernel(**own, zero=q.zero)
+    return Variant("bytes", (other,), is_exact=False, is_preferred=True, cost=max(cost, _LEAST_COST))
 
 
 def _variant(
@@ -89,22 +110,44 @@ def _is_served(kernel: AttentionKernel) -> bool:
     return all(e.dtype == "float32" for e in (kernel.q, kernel.k, kernel.v))
 
 
+@dataclass(frozen=True, slots=True)
+class _ScaledInteger:
+    """(integer - zero) * scale, of an integer of 8 bits."""
+
+    integer: Expr
+    zero: int
+    scale: float
+
+
+def _scaled_integer(operand: Expr) -> _ScaledInteger | None:
+    """An operand as that; None where it is none, or what scales and moves it is not known."""
+    found = affine(operand)
+    if found is None or found.integer.dtype not in _LEAST or not all(isinstance(scale, Const) for scale in found.scales):
+        return None
+    zero = 0
+    if found.zero is not None:
+        if not isinstance(found.zero, Const) or not _LEAST[found.integer.dtype] <= found.zero.value <= 255:
+            return None
+        zero = int(found.zero.value)
+    return _ScaledInteger(
+        found.integer, zero, math.prod(float(scale.value) for scale in found.scales if isinstance(scale, Const))
+    )
+
+
 def _of_integers(kernel: AttentionKernel) -> AttentionKernel | None:
     """The same of the integers that queries, keys and values are multiples of, scaled behind the products; None where they are of none."""
     operands: list[Expr] = []
     scales: list[float] = []
     for operand in (kernel.q, kernel.k, kernel.v):
-        found = affine(operand)
-        if found is None or not all(isinstance(scale, Const) for scale in found.scales):
+        found = _scaled_integer(operand)
+        if found is None:
             return None
         number: Expr = cast(found.integer, "float32")
-        if found.zero is not None:
+        if found.zero:
             # Then it is -255 to 255, which bfloat16 holds as well.
-            if not isinstance(found.zero, Const) or not _LEAST[found.integer.dtype] <= found.zero.value <= 255:
-                return None
-            number = sub(number, const(float(found.zero.value), "float32"))
+            number = sub(number, const(float(found.zero), "float32"))
         operands.append(number)
-        scales.append(math.prod(float(scale.value) for scale in found.scales if isinstance(scale, Const)))
+        scales.append(found.scale)
     of_q, of_k, of_v = scales
     scale = kernel.scale * of_q * of_k
     if not 0 < scale < math.inf:

@@ -212,5 +212,16 @@ class WordAttentionKernel(AttentionKernel):
     weight_parts: int = 1
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ByteAttentionKernel(AttentionKernel):
+    """Attention whose queries, int8 or uint8, and keys, int8, are multiplied as integers: q k^T is exact, then scaled in float32.
+
+    Their scales are part of `scale`; `zero` is the queries' zero point. Values are float32, and so is what they are multiplied by. Heads are of
+    known size, a multiple of four; `scale` is positive. By vpdpbusd (`dot_products`).
+    """
+
+    zero: int = 0
+
+
 def _points(kernel: Kernel) -> float:
     return math.prod(float(size_hint(variable.extent)) for variable in kernel.domain)

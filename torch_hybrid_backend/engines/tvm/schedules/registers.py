@@ -279,13 +279,13 @@ class RegisterTile:
         return b.seq(main if whole != 0 else None, *rest)
 
     def spill(self, buffer: TirBuffer, offset: Index | int = 0, row_stride: int = 0) -> Stmt:
-        """buffer[offset + row * row_stride + vector * lanes + lane] = the tile; `row_stride` 0 is a dense tile."""
-        start, dense = as_index(offset), self.vectors * self.lanes
+        """buffer[offset + row * row_stride + vector * lanes + lane] = the tile, in the buffer's dtype; `row_stride` 0 is a dense tile."""
+        start, dense, dtype = as_index(offset), self.vectors * self.lanes, str(buffer.dtype)
         return self._each(
             lambda row, vector, lane: self.builder.store(
                 buffer,
                 start + lane + (row * (row_stride or dense) + vector * self.lanes),
-                self.at(row, vector, lane),
+                self.at(row, vector, lane) if dtype == self.dtype else tirx.Cast(dtype, self.at(row, vector, lane)),
             )
         )
 

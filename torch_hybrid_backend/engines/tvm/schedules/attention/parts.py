@@ -23,6 +23,8 @@ from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, known_int, size
 # Up to this many keys, a tile's scores are kept whole (14 rows: 56 KiB); beyond, in blocks of half as many.
 _KEYS = 1024
 FEW_QUERIES = 4  # of a decoder
+# By how many of them lie in a word: keys' dtype, of which squares are packed.
+_PACKED = {1: "float32", 2: "bfloat16", 4: "int8"}
 
 
 class AttentionParts:
@@ -215,7 +217,7 @@ class AttentionParts:
     def _squares(self) -> int:
         """How many squares of `lanes` packed elements along a head's dimension can be loaded as vectors of keys and transposed."""
         k, d = self.packed_keys, self.kernel.k_vars[3]
-        dtype = "float32" if self.group == 1 else "bfloat16"
+        dtype = _PACKED[self.group]
         if not isinstance(k, Load) or k.buffer.dtype != dtype or self.lanes % 4 or not isinstance(d.extent, int):
             return 0
         terms = self.printer.offset(k.buffer, k.index, {}).terms

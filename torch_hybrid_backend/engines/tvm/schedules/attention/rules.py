@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from torch_hybrid_backend.engines.tvm.cpu.amx_formats import FORMATS
-from torch_hybrid_backend.engines.tvm.cpu.kernels import WordAttentionKernel
+from torch_hybrid_backend.engines.tvm.cpu.kernels import ByteAttentionKernel, WordAttentionKernel
 from torch_hybrid_backend.engines.tvm.schedules.attention.amx import TileAttention
+from torch_hybrid_backend.engines.tvm.schedules.attention.bytes import ByteAttention
 from torch_hybrid_backend.engines.tvm.schedules.attention.decoding import DecodingAttention
 from torch_hybrid_backend.engines.tvm.schedules.attention.rows import RowAttention
 from torch_hybrid_backend.engines.tvm.schedules.attention.split import SplitAttention
@@ -18,7 +19,10 @@ from torch_hybrid_backend.loops.kernels import AttentionKernel
 
 
 def emit(kernel: AttentionKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
-    """The kernel's body. float32, float64, or bfloat16 and float16 computed in float32; a `WordAttentionKernel` by products of bfloat16."""
+    """The kernel's body. float32, float64, or bfloat16 and float16 computed in float32; a `WordAttentionKernel` by products of bfloat16, a
+    `ByteAttentionKernel` by products of bytes and of float32."""
+    if isinstance(kernel, ByteAttentionKernel):
+        return ByteAttention(kernel, builder, printer, target).emit()
     if isinstance(kernel, WordAttentionKernel):
         return _by_words(kernel)(kernel, builder, printer, target).emit()
     decoding = DecodingAttention(kernel, builder, printer, target)
