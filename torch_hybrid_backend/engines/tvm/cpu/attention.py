@@ -122,7 +122,7 @@ class _ScaledInteger:
 def _scaled_integer(operand: Expr) -> _ScaledInteger | None:
     """An operand as that; None where it is none, or what scales and moves it is not known."""
     found = affine(operand)
-    if found is None or found.integer.dtype not in _LEAST or not all(isinstance(scale, Const) for scale in found.scales):
+    if found is None or not all(isinstance(scale, Const) for scale in found.scales):
         return None
     zero = 0
     if found.zero is not None:

@@ -25,7 +25,9 @@ _here = [target for target in (_VNNI, _AVX_VNNI) if target.features[-2] in HOST.
 on_hosts = pytest.mark.parametrize(
     "target",
     [
-        pytest.param(target, marks=() if target in _here else pytest.mark.skip("this processor lacks it"), id=target.cpu)
+        pytest.param(
+            target, marks=() if target in _here else pytest.mark.skip("this processor lacks it"), id=target.cpu
+        )
         for target in (_VNNI, _AVX_VNNI)
     ],
 )
