@@ -12,7 +12,8 @@ thread_local bool in_region = false;
 
 }  // namespace
 
-// What PyTorch's headers ask for, from 2.14 on, to word an error. Weak: pytorch_tensors.cc has one too, which some tests link as well.
+// What PyTorch's headers ask for, from 2.14 on, to word an error. Weak: pytorch_tensors.cc has one
+// too, which some tests link as well.
 extern "C" __attribute__((weak)) uint64_t aoti_torch_abi_version() { return TORCH_TARGET_VERSION; }
 
 extern "C" AOTITorchError torch_get_num_threads(uint32_t* out) {
