@@ -120,6 +120,7 @@ class QuantizedModule(nn.Module):
         # The memo makes the copy share them, and whatever refers to them or to modules refer to the copy's.
         self.model = copy.deepcopy(model, {id(tensor): tensor for tensor in own})
         self._smoothing: dict[str, str] = {}  # a site's name -> its buffer's
+        self._changes = 0
         self.ranges = ranges
         super().train(False)
 
@@ -131,6 +132,7 @@ class QuantizedModule(nn.Module):
     @ranges.setter
     def ranges(self, ranges: Ranges) -> None:
         self._ranges = ranges
+        self._changes += 1
         for name in self._smoothing.values():
             delattr(self, name)
         self._smoothing = {}
@@ -167,6 +169,8 @@ class QuantizedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, without gradients."""
+        # Dynamo guards a number that is looked at, where torch 2.11's does not guard the classes that `follow` makes.
+        assert self._changes > 0
         with torch.no_grad(), CallSites(self._visit):
             return self.model(*args, **kwargs)
 
