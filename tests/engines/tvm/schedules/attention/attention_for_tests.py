@@ -127,6 +127,18 @@ def of_bytes(
     return replace(kernel, q=q, k=k, v=v, reads=reads), {**narrow_inputs, **others}, exact
 
 
+def check_beside_eager(got: torch.Tensor, values: list[torch.Tensor], *, causal: bool) -> None:
+    """A result of `of_bytes`'s kernel is as exact as eager's in float32."""
+
+    def eager(dtype: torch.dtype) -> torch.Tensor:
+        q, k, v = (value.to(dtype) for value in values)
+        return 2 * torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    want = eager(torch.float64)
+    of_ours, of_eager = ((result.double() - want).abs().max() for result in (got, eager(torch.float32)))
+    assert of_ours <= 1.5 * of_eager
+
+
 def check(
     shape: tuple[int, int, int, int, int, int],
     *,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.engines.tvm.schedule_runner import HOST, compile_kernel, run_kernel
-from tests.engines.tvm.schedules.attention.attention_for_tests import make, of_bytes
+from tests.engines.tvm.schedules.attention.attention_for_tests import check_beside_eager, make, of_bytes
 from tests.engines.tvm.schedules.attention.test_words import masks
 from torch_hybrid_backend.engines.tvm.cpu.attention import word_attention
 from torch_hybrid_backend.engines.tvm.cpu.kernels import ByteAttentionKernel
@@ -58,14 +58,7 @@ def test_matches_eager(
     """(B, H, S, T, D, E): as exact as eager in float32, of all integers there are and with zero points of queries and values."""
     kernel, inputs, values = of_bytes(*make(shape, causal=causal, heads_inside=True), dtypes, zeros)
     (got,) = run_kernel(in_bytes(kernel, target), rules.emit, inputs, target)
-
-    def eager(dtype: torch.dtype) -> torch.Tensor:
-        q, k, v = (value.to(dtype) for value in values)
-        return 2 * torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-    want = eager(torch.float64)
-    of_ours, of_eager = ((result.double() - want).abs().max() for result in (got, eager(torch.float32)))
-    assert of_ours <= 1.5 * of_eager
+    check_beside_eager(got, values, causal=causal)
 
 
 @on_hosts

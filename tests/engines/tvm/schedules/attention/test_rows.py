@@ -11,7 +11,7 @@ import torch
 
 from tests.engines.tvm.amx_for_tests import SAPPHIRE_RAPIDS, emulated
 from tests.engines.tvm.schedule_runner import HOST, compile_kernel, run_kernel
-from tests.engines.tvm.schedules.attention.attention_for_tests import in_words, make, of_bytes
+from tests.engines.tvm.schedules.attention.attention_for_tests import check_beside_eager, in_words, make, of_bytes
 from tests.engines.tvm.schedules.attention.test_words import masks
 from torch_hybrid_backend.engines.tvm.cpu import attention
 from torch_hybrid_backend.engines.tvm.cpu.kernels import WordAttentionKernel
@@ -53,14 +53,7 @@ def test_matches_eager(
     before = emulated.products_so_far()
     (got,) = run_kernel(on_tiles(kernel), rules.emit, inputs, _HOST)
     assert emulated.products_so_far() > before
-
-    def eager(dtype: torch.dtype) -> torch.Tensor:
-        q, k, v = (value.to(dtype) for value in values)
-        return 2 * torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-    want = eager(torch.float64)
-    of_ours, of_eager = ((result.double() - want).abs().max() for result in (got, eager(torch.float32)))
-    assert of_ours <= 1.5 * of_eager
+    check_beside_eager(got, values, causal=causal)
 
 
 def test_masked(emulated: ctypes.CDLL) -> None:

@@ -11,6 +11,8 @@ Pattern: a `ByteAttentionKernel`. What differs:
 
 from __future__ import annotations
 
+from functools import partial
+
 from tvm import tirx
 
 from torch_hybrid_backend.engines.tvm.cpu.dot_products import integer_dot_product
@@ -75,7 +77,7 @@ class ByteAttention(TiledAttention):
                 at = number * self.panel + vector * self.lanes + lane
                 return b.store(self.starts, at, tile.at(0, vector, lane) * tirx.IntImm("int32", -self.moved))
 
-            starts = [self.vector(self.lanes, lambda lane, v=v: start(v, lane)) for v in range(self.panel_vectors)]  # type: ignore[misc]
+            starts = [self.vector(self.lanes, partial(start, v)) for v in range(self.panel_vectors)]
             return b.seq(tile.declare(), tile.clear(), tile.reduce(self.key_rows, step), *starts)
 
         return b.seq(words, b.loop(self.panels, panel, name="p"))
