@@ -11,6 +11,7 @@ import torch
 import torch_hybrid_backend
 from torch_hybrid_backend import backend, speed_gate
 from torch_hybrid_backend.engines.tvm.backend import TvmBackend
+from torch_hybrid_backend.graph import quantization
 from torch_hybrid_backend.partition.deviation import relative_error
 
 _PAGE = Path(__file__).parents[2] / "docs" / "precision.md"
@@ -102,3 +103,29 @@ def test_attention_of_any_length() -> None:
             got, want, eager = compiled(q, k, v), attention(q.double(), k.double(), v.double()), attention(q, k, v)
         assert (got - want).square().mean() <= 1.2 * (eager - want).square().mean()
     assert "word_attention" in plan
+
+
+@pytest.mark.skipif(
+    not {"avx512_vnni", "avx_vnni"} & set(TvmBackend().target.features), reason="this processor has no VNNI"
+)
+def test_attention_of_bytes_of_any_length() -> None:
+    """Queries and keys that are dequantised bytes, of lengths known only at run time: one kernel, with exact products of the integers."""
+    torch.manual_seed(0)
+    options = {"placement": "estimate"}
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        operands = (quantization.tensor(quantization.call, x, -3.0, 3.0) for x in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(*operands)
+
+    compiled = torch.compile(attention, backend="hybrid", options=options)
+    plan = ""
+    for queries, keys in ((40, 50), (5, 100), (31, 33), (300, 32), (7, 1203)):
+        q, k, v = (torch.randn(1, 3, n, 64) for n in (queries, keys, keys))
+        for x in (q, k, v):
+            torch._dynamo.maybe_mark_dynamic(x, 2)
+        with torch.no_grad():
+            plan = plan or str(torch_hybrid_backend.explain(attention, q, k, v, options=options))
+            compiled(q, k, v)  # the first call of all is eager's
+            got, want = compiled(q, k, v), attention(q, k, v)
+        torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-6)
+    assert "byte_attention" in plan
