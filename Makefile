@@ -36,7 +36,7 @@ $(VENV)/bin/python:
 $(VENV)/.installed: constraints.txt pyproject.toml setup.py | $(VENV)/bin/python
 	cp constraints.txt $(VENV)/constraints.txt
 	torch=$$($(PY) -c 'import importlib.metadata as m; print(m.version("torch"))' 2>/dev/null) || exit 0; \
-	grep -qx "torch==$${torch%+*}" constraints.txt || \
+	grep -qxF "torch==$${torch%+*}" constraints.txt || \
 	sed -i -e "s/^torch==.*/torch==$$torch/" -e '/^triton==/d' -e '/^setuptools==/d' $(VENV)/constraints.txt
 	$(PIP) install -q -c $(VENV)/constraints.txt 'setuptools>=77' wheel numpy torch
 	$(PIP) install -q -c $(VENV)/constraints.txt --no-build-isolation -e '.[test,lint,bench-min,ecosystem]'

@@ -98,6 +98,7 @@ def test_masked(target: Target) -> None:
     ],
 )
 def test_what_stays_as_it_is(dtypes: tuple[str, ...], zeros: tuple[int, ...], depth: int) -> None:
+    """Keys with a zero point or without a sign, and heads of no whole words, are multiplied in float32."""
     kernel, _, _ = of_bytes(*make((1, 2, 70, 90, depth, 64)), dtypes, zeros)
     assert not word_attention(kernel, None, _VNNI)
 

@@ -42,8 +42,7 @@ class ByteAttention(TiledAttention):
         self.dot = dot
         self.is_signed = kernel.q.dtype == "int8"
         self.moved = kernel.zero + (128 if self.is_signed else 0)  # by how much queries are too large
-        tallest = min(self.queries, self.most_rows) if isinstance(self.queries, int) else self.most_rows
-        self.q = self._workspace(tallest * self.depth, "q", "uint8")
+        self.q = self._workspace(self.tallest * self.depth, "q", "uint8")
         self.packed_v = self._workspace(self.panels * self.panel * self.value_vectors * self.lanes, "v")
         self.starts = self._workspace(self.panels * self.panel, "starts", "int32")
 

@@ -62,16 +62,17 @@ class AttentionParts:
         self.stride = self.block_panels * self.panel + self._behind_row()
         self.value_vectors = -(-self.width // self.lanes)
         self.most_rows = self._most_rows()
-        size = min(self.queries, self.most_rows) if isinstance(self.queries, int) else self.most_rows
+        # Rows of the tallest tile of queries.
+        self.tallest = min(self.queries, self.most_rows) if isinstance(self.queries, int) else self.most_rows
         self.key_rows = self._key_rows()
         self.packed_k = self._workspace(self.panels * self.key_rows * self.panel, "kt", self.packed_dtype)
         self.packed_v = self._workspace(
             self.panels * self.panel // self.group * self.value_vectors * self.lanes, "v", self.packed_dtype
         )
-        self.q = self._workspace(size * self.depth, "q")
-        self.scores = self._workspace(size * self.stride, "scores")
-        self.out = self._workspace(size * self.value_vectors * self.lanes, "out")
-        self.maximum, self.sum = builder.local(size, self.dtype, "max"), builder.local(size, self.dtype, "sum")
+        self.q = self._workspace(self.tallest * self.depth, "q")
+        self.scores = self._workspace(self.tallest * self.stride, "scores")
+        self.out = self._workspace(self.tallest * self.value_vectors * self.lanes, "out")
+        self.maximum, self.sum = (builder.local(self.tallest, self.dtype, name) for name in ("max", "sum"))
         self._operand = Buffer((), self.dtype, "operand")
 
     def _shared_heads(self) -> int:

@@ -41,8 +41,7 @@ class WordAttention(TiledAttention):
         self.padded = self.value_vectors * self.lanes
         # Elements of a query, in whole words.
         self.query_size = known_int(self.key_rows) * self.group
-        tallest = min(self.queries, self.most_rows) if isinstance(self.queries, int) else self.most_rows
-        self.tallest = self._held(tallest)
+        self.tallest = self._held(self.tallest)
         self.q = self._workspace(self.tallest * self.query_size, "q", "uint16")
         self.scores = self._workspace(self.tallest * self.stride, "scores")
         self.weights = self._workspace(self.tallest * self.stride, "weights", "uint16")
