@@ -103,7 +103,8 @@ def _transpose(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tenso
 
 
 def _convolve_volumes(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.conv3d(x, w, b, padding=1).relu()
+    # Processors without products of bfloat16 give contiguous results, GPUs channels last.
+    return torch.nn.functional.conv3d(x, w, b, padding=1).relu().contiguous(memory_format=torch.channels_last_3d)
 
 
 def _volume(*shape: int) -> torch.Tensor:
