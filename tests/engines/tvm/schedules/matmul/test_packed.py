@@ -139,7 +139,8 @@ def test_any_output_layout(layout: Layout) -> None:
     check((1, 13, 20, 40), out_layout=layout)
 
 
-@pytest.mark.parametrize(("n", "prefetches"), [(24, False), (400, True)])
+# A panel for each core, the last of them ragged, and more than that.
+@pytest.mark.parametrize(("n", "prefetches"), [(HOST.cores * tiles.tile_n(400, HOST) - 8, False), (400, True)])
 def test_the_next_panel_is_prefetched(n: int, prefetches: bool) -> None:
     """Where a core goes through several panels, it asks for the next while it works on one."""
     assembly = compile_kernel(kernel_of((1, 30, 64, n)), emit).inspect_source("asm")
