@@ -1,6 +1,7 @@
 """A builder without TensorRT, and without torch, so that its process starts at once: the engine's bytes are the request itself.
 
-Where the environment names a folder, each build leaves a file there as it begins, and waits for one called "go".
+Where the environment names a folder, each build leaves a file there as it begins, and waits for one called "go". Told to stop, it does so at
+once; where there is a file called "stubborn", only when that is gone.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ def build(request: bytes, going_on: Callable[[float], bool]) -> bytes:
         Path(folder, f"{os.getpid()}.begun").touch()
         while not Path(folder, "go").exists():
             if not going_on(0.5):
+                while Path(folder, "stubborn").exists():
+                    time.sleep(0.002)
                 raise RuntimeError("stopped")
             time.sleep(0.002)
     (length,) = struct.unpack_from("<Q", request, len(_ASKED))

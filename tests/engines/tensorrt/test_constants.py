@@ -393,6 +393,30 @@ def test_weights_that_keep_changing_are_inputs(
     assert begun(gate) == MOST_CHANGES
 
 
+def test_a_build_that_ends_late_does_not_stop_another_of_the_same_values(
+    bench: Callable[..., Bench], gate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights change, change back and change again, while the builder of the first change takes its time to stop."""
+    one = bench()
+    made = Layer.settled(one)
+    values = [made.weight.clone(), made.weight + 1]
+    monkeypatch.setenv(fake_builder.FOLDER, str(gate))
+    (gate / "stubborn").touch()
+    for turn in (1, 0, 1):
+        made.weight.copy_(values[turn])
+        assert made.constants() == 0
+        eventually(lambda: begun(gate) == 1)
+        with busy_builder():
+            pass  # what was packed has been looked at
+    (gate / "stubborn").unlink()
+    eventually(lambda: begun(gate) == 2)
+    with busy_builder():
+        pass  # the first one's end is known
+    (gate / "go").touch()
+    assert wait_for_builds(60)
+    assert made.constants() == 2
+
+
 def test_weights_that_are_packed_in_every_call_are_inputs(bench: Callable[..., Bench]) -> None:
     """As those of a device that count no changes are: looking at them each time would be of no use."""
     one = bench()

@@ -226,11 +226,11 @@ class ConstantForm:
                 _log.info("region %s: its weights changed; an engine with the new ones is made", self.name)
                 _when_built(weakref.ref(self), key, build)
 
-    def arrived(self, key: str) -> None:
+    def arrived(self, key: str, build: Build) -> None:
         """A build that `_follow` began is done: it serves unless it is known that the newest values are others."""
         with self._working, self._failing():
-            build = self._building.of(key)
-            if build is not None and not self.is_given_up and self._keys.get(self._newest, key) == key:
+            # One that was cancelled may end after another of its key has begun.
+            if build is self._building.of(key) and not self.is_given_up and self._keys.get(self._newest, key) == key:
                 self._load(key, build)
 
     def _wanted(self, weights: Sequence[torch.Tensor]) -> tuple[str, bytes]:
@@ -343,7 +343,7 @@ def _when_built(form: weakref.ref[ConstantForm], key: str, build: Build) -> None
 
     def work() -> None:
         if (alive := form()) is not None:
-            alive.arrived(key)
+            alive.arrived(key, build)
 
     def done() -> None:
         home.submit(Job(work))
