@@ -4,7 +4,8 @@
     python -m benchmarks.roofline --threads 2
 
 float32 multiply-add: independent accumulators in registers, as many as gives most (the latency of one instruction must be hidden). The same for
-products of narrower numbers, by the instructions that the processor has: vpdpbusd (8-bit integers), vdpbf16ps (bfloat16), and AMX's.
+products of narrower numbers, by the instructions that the processor has: vpdpbusd (8-bit integers), vpmaddubsw and vpmaddwd (the same, with
+additions), vdpbf16ps (bfloat16), and AMX's.
 Bandwidth: each thread runs over memory of its own, half a cache large ("L3": four times level 2), or larger than all caches. "copy"
 counts what is read and what is written (the STREAM convention: lines fetched only to be overwritten are not counted).
 """
@@ -29,6 +30,7 @@ from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.core.program import KernelCall, Program
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.engines.tvm.backend import TvmBackend
+from torch_hybrid_backend.engines.tvm.cpu.dot_products import DotProduct
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops.index import Index
 from torch_hybrid_backend.measure import measure
@@ -42,23 +44,23 @@ _MEMORY_BYTES = 256 << 20
 # Work of one call: a millisecond or more, beside which waking threads costs nothing.
 _FMA_STEPS, _CACHE_BYTES = 400_000, 64 << 20
 PATTERNS = ("read", "write", "copy")
-# An instruction that multiplies narrow numbers -> what Linux calls the extension it is of, and multiplications and additions of one.
+# An instruction that multiplies narrow numbers -> what Linux calls the extension it is of, and multiplications and additions of one: of a lane,
+# or of a tile. Those without sums of their own take another addition, vpmaddubsw first one of neighbours (`cpu/dot_products.py`).
 PRODUCTS = {
-    "vpdpbusd": ("avx512_vnni", 128),
-    "vdpbf16ps": ("avx512_bf16", 64),
+    "vpdpbusd": ("avx512_vnni", 8),
+    "vpmaddubsw": ("avx2", 8),
+    "vpmaddwd": ("avx2", 4),
+    "vdpbf16ps": ("avx512_bf16", 4),
     "tdpbusd": ("amx_int8", 32_768),
     "tdpbf16ps": ("amx_bf16", 16_384),
 }
+_DOTS = {
+    "vpdpbusd": DotProduct("vpdpbusd", 4, "uint8", "int8", "int32"),
+    "vpmaddubsw": DotProduct("vpmaddubsw", 4, "uint8", "int8", "int32"),
+    "vpmaddwd": DotProduct("vpmaddwd", 2, "int16", "int16", "int32"),
+    "vdpbf16ps": DotProduct("vdpbf16ps", 2, "bfloat16", "bfloat16", "float32"),
+}
 _TILE_STEPS = 50_000
-# TVM has no vectors of bfloat16: a function of LLVM's, which becomes the instruction where it is called.
-_BFLOAT16_DOT = """
-declare <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512(<16 x float>, <32 x bfloat>, <32 x bfloat>)
-define <16 x float> @bfloat16_dot(<16 x float> %sums, <16 x float> %a, <16 x float> %b) alwaysinline {
-  %x = bitcast <16 x float> %a to <32 x bfloat>
-  %y = bitcast <16 x float> %b to <32 x bfloat>
-  %r = call <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512(<16 x float> %sums, <32 x bfloat> %x, <32 x bfloat> %y)
-  ret <16 x float> %r
-}"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ class Peak:
             case "bf16":
                 return max(self.gflops, products["vdpbf16ps"], products["tdpbf16ps"])
             case "int8" | "int8+bf16":
-                return max(products["vpdpbusd"], products["tdpbusd"])
+                return max(products["vpdpbusd"], products["vpmaddubsw"], products["vpmaddwd"], products["tdpbusd"])
             case _:
                 return self.gflops
 
@@ -100,7 +102,9 @@ class _Compiled:
         from torch_hybrid_backend.engines.tvm.tir.pipeline import build
 
         arrays = [argument(span, "float32", f"arg{i}") for i, span in enumerate(spans)]
-        function = prim_func("ceiling", arrays, emit(Builder(), arrays))
+        builder = Builder()
+        body = emit(builder, arrays)
+        function = prim_func("ceiling", arrays, body, builder.llvm_helpers)
         self._folder = tempfile.TemporaryDirectory(prefix="roofline-")
         library = Path(self._folder.name) / "ceiling.so"
         built = build("ceiling", function, tvm_target(_target()))
@@ -154,56 +158,57 @@ def _fma(threads: int, lanes: int, chains: int) -> _Compiled:
 
 
 def _vector_products(instruction: str, threads: int, chains: int) -> _Compiled:
-    """Each thread: `_FMA_STEPS` times acc[c] += products of x and y by an instruction on vectors of 64 bytes, for every chain c, from zero."""
-    import tvm
+    """Each thread: `_FMA_STEPS` times acc[c] += products of x and y by an instruction on whole vectors, for every chain c, from zero. x, y and
+    what x is changed by from step to step, nothing, are the three vectors of the first array: LLVM must not multiply once for all steps."""
     from tvm import tirx
+
+    from torch_hybrid_backend.engines.tvm.tir.dot import dot_product
+
+    dot, lanes = _DOTS[instruction], _target().lanes
 
     def emit(b: Any, arrays: list[Any]) -> Any:
         operands, result = arrays
-        dtype = "int32" if instruction == "vpdpbusd" else "float32"
-
-        def vector(array: Any, offset: Index | int) -> Any:
-            return tirx.BufferLoad(array, [ramp(offset)])
-
-        def ramp(offset: Index | int) -> Any:
-            return tirx.Ramp(b.index(offset), tirx.IntImm("int32", 1), 16)
-
-        def sums(accumulator: Any, x: Any, y: Any) -> Any:
-            if dtype == "float32":
-                return tirx.call_pure_extern("float32x16", "bfloat16_dot", accumulator, x, y)
-            x, y = (tirx.reinterpret("int8x64", value) for value in (x, y))
-            return tirx.call_llvm_pure_intrin("int32x16", "llvm.x86.avx512.vpdpbusd.512", accumulator, x, y)
+        right = {"int8": f"int8x{lanes * 4}", "int16": f"int16x{lanes * 2}"}.get(dot.right, f"int32x{lanes}")
 
         def thread(t: Index) -> Any:
-            accumulators, pair = b.local(chains * 16, dtype), b.local(32, "float32")
-            zero = tirx.Broadcast(tirx.const(0, dtype), 16)
+            accumulators, words = b.local(chains * lanes, dot.sums), b.local(3 * lanes, "int32")
+
+            def operand(number: int) -> Any:
+                return b.load_vector(words, number * lanes, lanes)
 
             def each(value: Callable[[int], Any]) -> Any:
-                return b.seq(*(tirx.BufferStore(accumulators, value(c), [ramp(c * 16)]) for c in range(chains)))
+                return b.seq(*(b.store_vector(accumulators, c * lanes, value(c), lanes) for c in range(chains)))
 
-            x, y = vector(pair, 0), vector(pair, 16)
+            def added(c: int) -> Any:
+                total, y = b.load_vector(accumulators, c * lanes, lanes), tirx.reinterpret(right, operand(1))
+                return dot_product(b, dot, lanes, total, operand(0), y)
+
+            changed = b.store_vector(words, 0, tirx.bitwise_xor(operand(0), operand(2)), lanes)
+            read = [
+                b.store_vector(words, at, tirx.reinterpret(f"int32x{lanes}", b.load_vector(operands, at, lanes)), lanes)
+                for at in range(0, 3 * lanes, lanes)
+            ]
             written = [
-                tirx.BufferStore(
+                b.store_vector(
                     result,
-                    tirx.reinterpret("float32x16", vector(accumulators, c * 16)),
-                    [ramp(t * (chains * 16) + c * 16)],
+                    t * (chains * lanes) + c * lanes,
+                    tirx.reinterpret(f"float32x{lanes}", b.load_vector(accumulators, c * lanes, lanes)),
+                    lanes,
                 )
                 for c in range(chains)
             ]
             return b.seq(
                 b.alloc(accumulators),
-                b.alloc(pair),
-                *(tirx.BufferStore(pair, vector(operands, at), [ramp(at)]) for at in (0, 16)),
-                each(lambda _: zero),
-                b.loop(_FMA_STEPS, lambda _: each(lambda c: sums(vector(accumulators, c * 16), x, y))),
+                b.alloc(words),
+                *read,
+                each(lambda _: tirx.Broadcast(tirx.const(0, dot.sums), lanes)),
+                b.loop(_FMA_STEPS, lambda _: b.seq(each(added), changed)),
                 *written,
             )
 
-        body = b.loop(threads, thread, "parallel")
-        helper = tvm.ir.StringImm(_BFLOAT16_DOT)
-        return body if dtype == "int32" else tirx.AttrStmt(b.index(0), "pragma_import_llvm", helper, body)
+        return b.loop(threads, thread, "parallel")
 
-    return _Compiled([32, threads * chains * 16], emit)
+    return _Compiled([3 * lanes, threads * chains * lanes], emit)
 
 
 def _tile_products(instruction: str, threads: int) -> _Compiled:
@@ -241,7 +246,7 @@ def _products(threads: int) -> dict[str, float]:
             kernels, works = [_tile_products(instruction, threads)], [4.0 * _TILE_STEPS]
         else:
             kernels = [_vector_products(instruction, threads, chains) for chains in _CHAINS]
-            works = [float(chains * _FMA_STEPS) for chains in _CHAINS]
+            works = [float(chains * _FMA_STEPS * _target().lanes) for chains in _CHAINS]
         times = _best(kernels)
         found[instruction] = max(threads * operations * w / us / 1e3 for w, us in zip(works, times, strict=True))
     return found

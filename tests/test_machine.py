@@ -14,7 +14,7 @@ import torch
 
 from torch_hybrid_backend import machine
 from torch_hybrid_backend.core.device import CPU, Device
-from torch_hybrid_backend.machine import cpuinfo, fingerprint, lacking_instructions
+from torch_hybrid_backend.machine import bits_of_weights, cpuinfo, fingerprint, lacking_instructions
 
 
 def test_the_fingerprint_names_threads_and_versions() -> None:
@@ -137,6 +137,31 @@ def test_instructions_of_a_precision(
         lacking = lacking_instructions(precision, tmp_path)
         assert bool(lacking) is not there
         assert all(precision in name or name in ("asimdhp", "amx_bf16") for name in lacking)
+
+
+@pytest.mark.parametrize(
+    ("flags", "capability", "bits"),
+    [
+        ("avx2", "AVX2", 7),
+        ("avx2 avx512f", "AVX512", 7),
+        ("avx2 avx512f avx512_vnni", "AVX512", 8),
+        ("avx2 avx512f avx512_vnni", "AVX2", 7),
+        ("avx2 avx_vnni", "AVX2", 8),
+        ("avx2 amx_int8", "AVX512", 8),
+        ("sse4_2", "DEFAULT", 8),
+        ("asimd", "DEFAULT", 8),
+        ("", "DEFAULT", 8),
+    ],
+)
+def test_bits_of_weights(
+    flags: str, capability: str, bits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """7 where products of bytes add two of them up in 16 bits, with what PyTorch uses of the processor; 8 wherever that would gain nothing."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text(f"flags : {flags}")
+    assert bits_of_weights(tmp_path) == bits
+    assert bits_of_weights(tmp_path / "nowhere") == 8
 
 
 def test_pytorch_held_to_avx2_has_no_wider_instructions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,11 +134,25 @@ def processor() -> str:
 _INSTRUCTIONS: Mapping[str, tuple[str, ...]] = {
     "bf16": ("avx512_bf16", "amx_bf16", "bf16"),
     "fp16": ("avx512_fp16", "amx_bf16", "amx_fp16", "asimdhp"),
+    "int8": ("avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm"),
 }
 
 
 def lacking_instructions(precision: str, root: Path = Path("/")) -> tuple[str, ...]:
-    """The instructions of which `precision`, "bf16" or "fp16", needs one to gain anything, where the host has none; else ()."""
+    """The instructions of which `precision`, "bf16", "fp16" or "int8", needs one for its full rate, where the host has none; else (). Without,
+    halves gain nothing."""
+    needed = _INSTRUCTIONS[precision]
+    return () if _flags(root).intersection(needed) else needed
+
+
+def bits_of_weights(root: Path = Path("/")) -> int:
+    """Of how many bits integer weights of layers are on the host: 8, or 7 where it has AVX2 and neither VNNI nor AMX. x86's older product of
+    bytes adds two of them up in 16 bits, which saturate with 8 bits on either side."""
+    return 7 if "avx2" in _flags(root) and lacking_instructions("int8", root) else 8
+
+
+def _flags(root: Path) -> set[str]:
+    """What Linux calls the host's instructions, as far as PyTorch uses them."""
     import torch
 
     try:
@@ -148,8 +162,7 @@ def lacking_instructions(precision: str, root: Path = Path("/")) -> tuple[str, .
     flags = set((fields.get("flags") or fields.get("features") or "").split())
     if torch.backends.cpu.get_cpu_capability() == "AVX2":  # PyTorch is held to that, and our kernels with it
         flags = {flag for flag in flags if not flag.startswith(("avx512", "amx"))}
-    needed = _INSTRUCTIONS[precision]
-    return () if flags.intersection(needed) else needed
+    return flags
 
 
 def cpuinfo(root: Path) -> Mapping[str, str]:

@@ -108,6 +108,26 @@ def test_a_matmul_of_quantised_operands_is_one_of_integers() -> None:
     assert set(scaled.reads()) == {product.out, rows, columns}
 
 
+@pytest.mark.parametrize(("low", "high"), [(-64, 64), (-8, 7)])
+def test_a_product_knows_the_bounds_of_its_weights(low: int, high: int) -> None:
+    """A clamp of constants is what the graph says of them: they are read as they are. Without one they have those of their dtype."""
+    a, b = Buffer((1, 4, 8), "uint8"), Buffer((1, 8, 6), "int8", constant=True)
+
+    def clamped(index: tuple[Index, ...]) -> Expr:
+        inside = ops.call("min", ops.call("max", b.at(index), ops.const(low, "int8")), ops.const(high, "int8"))
+        return ops.mul(as_float(inside), number(0.5))
+
+    weight = Map(b.shape, "float32", clamped, ((b, lambda index: index),))
+    left = dequantised(a, lambda i: number(0.5))
+    for right, bounds in ((weight, (low, high)), (dequantised(b, lambda i: number(0.5)), (-128, 127))):
+        found = product_of(left, right)
+        assert found is not None
+        product = found[0]
+        assert isinstance(product, IntegerMatMulOp)
+        assert product.b is b
+        assert product.bounds == bounds
+
+
 def test_scales_along_the_sum_and_weights_that_change_make_no_integer_product() -> None:
     """Nor do a right operand with a zero point, one that nobody quantised, and sums that int32 may not hold."""
     a, b = Buffer((1, 4, 8), "int8"), Buffer((1, 8, 6), "int8", constant=True)

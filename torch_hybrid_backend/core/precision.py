@@ -11,6 +11,13 @@ AS_WRITTEN = "as-written"
 PRECISIONS = (AS_WRITTEN, "bf16", "fp16", "int8", "int8+bf16", "int8-weights", "int4-weights")
 # Of how many neighbours along a row one scale may be.
 GROUP_SIZES = (32, 64, 128, 256)
+# Weights of 7 bits: two products of such by 255 add up to 32,640 at most, which 16 bits hold.
+SEVEN_BITS = (-64, 64)
+
+
+def are_seven_bits(bounds: tuple[int, int]) -> bool:
+    """Whether integers between these bounds are such weights."""
+    return SEVEN_BITS[0] <= bounds[0] and bounds[1] <= SEVEN_BITS[1]
 
 
 @dataclass(frozen=True, slots=True)

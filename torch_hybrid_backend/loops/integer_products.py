@@ -38,6 +38,7 @@ from torch_hybrid_backend.loops.ir import (
 )
 
 NARROW = ("int8", "uint8")
+_RANGES = {"int8": (-128, 127), "uint8": (0, 255)}
 # Of products of 255 by -128, an int32 holds the sum of so many.
 MAX_DEPTH = (1 << 31) // (255 * 128)
 
@@ -83,6 +84,16 @@ def affine(e: Expr) -> Affine | None:
                     is_none = isinstance(zero, Const) and zero.value == 0
                     return Affine(inner.integer, None if is_none else zero, ())
     return None
+
+
+def bounded(e: Expr) -> tuple[Expr, tuple[int, int]]:
+    """What an integer of 8 bits is read from, seen through a clamp, and its bounds."""
+    low, high = _RANGES[e.dtype]
+    while isinstance(e, Call) and e.op in ("max", "min") and isinstance(e.args[1], Const):
+        bound = int(e.args[1].value)
+        low, high = (max(low, bound), high) if e.op == "max" else (low, min(high, bound))
+        e = e.args[0]
+    return e, (low, high)
 
 
 def _whole(zero: Expr) -> Expr | None:
@@ -131,7 +142,9 @@ class _Operand:
             realize(own)
 
         def at(index: tuple[Index, ...]) -> Expr:
-            return self.at(*index).integer
+            integer = self.at(*index).integer
+            constant = _constant(integer)
+            return integer if constant is None else constant[0]
 
         index = domain_vars(self.value.shape)
         expr = at(index)
@@ -139,6 +152,12 @@ class _Operand:
             return expr.buffer
         base = expr.buffer if isinstance(expr, Load) else None
         return Map(self.value.shape, expr.dtype, at, ((self.value, lambda index: index),), base)
+
+
+def _constant(integer: Expr) -> tuple[Load, tuple[int, int]] | None:
+    """What an integer known ahead of calls is read from, and between what the graph says that it lies; None for any other."""
+    e, bounds = bounded(integer)
+    return (e, bounds) if isinstance(e, Load) and e.buffer.constant else None
 
 
 def _narrow(value: Value) -> Map | None:
@@ -183,7 +202,8 @@ def is_quantised(e: Expr) -> bool:
 def integer_product(op: MatMulOp | ConvOp, realize: Realize) -> tuple[LoopOp, MapOp] | None:
     """A product as one of integers, and what makes its result of that; None where it is none.
 
-    Both operands are quantised, the right one constant and symmetric. `realize`: called with what the product reads.
+    Both operands are quantised, the right one constant and symmetric. `realize`: called with what the product reads. A clamp of constants is
+    what the graph says of them (`loops.lowerings.quantized`): they are read as they are, and the product knows their bounds.
     """
     if isinstance(op, IntegerMatMulOp | IntegerConvOp) or (
         not scalar.is_float(op.out.dtype) and op.out.dtype not in _HALF
@@ -202,13 +222,13 @@ def integer_product(op: MatMulOp | ConvOp, realize: Realize) -> tuple[LoopOp, Ma
         if not isinstance(size, int):
             return None
         depth *= size
-    weight = b.first.integer
-    if depth > MAX_DEPTH or not (isinstance(weight, Load) and weight.buffer.constant):
+    weight = _constant(b.first.integer)
+    if depth > MAX_DEPTH or weight is None:
         return None
     sums = Buffer(op.out.shape, "int32", "sums")
     if isinstance(op, MatMulOp):
-        return _matmul(op, a, b, sums, realize)
-    return _convolution(op, a, b, sums, realize)
+        return _matmul(op, a, b, sums, weight[1], realize)
+    return _convolution(op, a, b, sums, weight[1], realize)
 
 
 _HALF = ("bfloat16", "float16")
@@ -218,7 +238,9 @@ def _spatial(value: Value) -> tuple[int, ...]:
     return tuple(range(2, len(value.shape)))
 
 
-def _matmul(op: MatMulOp, a: _Operand, b: _Operand, sums: Buffer, realize: Realize) -> tuple[LoopOp, MapOp]:
+def _matmul(
+    op: MatMulOp, a: _Operand, b: _Operand, sums: Buffer, bounds: tuple[int, int], realize: Realize
+) -> tuple[LoopOp, MapOp]:
     none = as_index(0)
 
     def zero(index: tuple[Index, ...]) -> Expr:
@@ -232,11 +254,13 @@ def _matmul(op: MatMulOp, a: _Operand, b: _Operand, sums: Buffer, realize: Reali
         return (*a.at(batch, row, none).scales, *b.at(matrix, none, column).scales)
 
     integers = a.integers(realize), b.integers(realize)
-    product = IntegerMatMulOp(sums, *integers, None if a.first.zero is None else zero)
+    product = IntegerMatMulOp(sums, *integers, None if a.first.zero is None else zero, bounds)
     return product, _scaled(op.out, sums, scales)
 
 
-def _convolution(op: ConvOp, x: _Operand, w: _Operand, sums: Buffer, realize: Realize) -> tuple[LoopOp, MapOp] | None:
+def _convolution(
+    op: ConvOp, x: _Operand, w: _Operand, sums: Buffer, bounds: tuple[int, int], realize: Realize
+) -> tuple[LoopOp, MapOp] | None:
     zero = x.first.zero
     if zero is not None and not isinstance(zero, Const):
         return None
@@ -258,6 +282,7 @@ def _convolution(op: ConvOp, x: _Operand, w: _Operand, sums: Buffer, realize: Re
         op.dilation,
         op.groups,
         0 if zero is None else int(zero.value),
+        bounds,
     )
     return product, _scaled(op.out, sums, scales)
 

@@ -283,10 +283,11 @@ class MatMulOp(LoopOp):
 class IntegerMatMulOp(MatMulOp):
     """out[b, m, n] = sum over k of (a[b, m, k] - zero(b, m)) * b[b, k, n], exactly: operands of 8 bits, `out` and `zero` int32.
 
-    `zero` None is 0.
+    `zero` None is 0. `bounds`: between which the graph says that the elements of b lie.
     """
 
     zero: ScalarFn | None = None
+    bounds: tuple[int, int] = (-128, 255)
 
     def reads(self) -> list[Buffer]:
         own = MatMulOp.reads(self)
@@ -321,9 +322,13 @@ class ConvOp(LoopOp):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IntegerConvOp(ConvOp):
-    """The convolution of x - `zero` with w, exactly: operands of 8 bits, `out` int32. Zeros lie around x - `zero`, not around x."""
+    """The convolution of x - `zero` with w, exactly: operands of 8 bits, `out` int32. Zeros lie around x - `zero`, not around x.
+
+    `bounds`: as for `IntegerMatMulOp`, of w.
+    """
 
     zero: int = 0
+    bounds: tuple[int, int] = (-128, 255)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

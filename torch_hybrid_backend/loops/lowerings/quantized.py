@@ -14,9 +14,10 @@ from collections.abc import Callable
 import torch
 import torch.ao.quantization.fx._decomposed
 
+from torch_hybrid_backend.core.precision import are_seven_bits
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.index import Index, as_index
-from torch_hybrid_backend.loops.ir import Const, Expr, Map, Value, compute_dtype
+from torch_hybrid_backend.loops.ir import Buffer, Const, Expr, Map, Value, compute_dtype
 from torch_hybrid_backend.loops.lowering import Context, Refuse, broadcast, lowers, reindex
 from torch_hybrid_backend.loops.lowerings.arithmetic import clamp, lit
 from torch_hybrid_backend.loops.lowerings.creation import to_copy
@@ -173,19 +174,21 @@ def _dequantized(
     zero points exactly.
 
     `bounds`: between which graphs promise that x lies. Of 16 values or fewer they are part of what is computed: by them kernels know that
-    4 bits hold x.
+    4 bits hold x. So are those of constants of 7 bits, which multiply bytes without carrying over (`tvm.cpu.dot_products`).
     """
     _check(scales, zero_points)
     _refuse_float8(ctx, x)
 
     def fn(a: Expr, scale: Expr, *zero_point: Expr) -> Expr:
-        if bounds is not None and bounds[1] - bounds[0] < 16:
+        if is_narrow and bounds is not None:
             a = clamp(a, lit(a, bounds[0]), lit(a, bounds[1]))
         wide = cast(a, scales.dtype)
         if zero_point:
             wide = _centred(wide, cast(zero_point[0], scales.dtype))
         return cast(mul(wide, scale), compute_dtype(ctx.out.dtype))
 
+    is_constant = isinstance(x, Buffer) and x.constant
+    is_narrow = bounds is not None and (bounds[1] - bounds[0] < 16 or (is_constant and are_seven_bits(bounds)))
     if x.dtype not in ("int8", "uint8", "int16"):
         raise Refuse(Reason.DTYPE, f"quantised values of dtype {x.dtype} are left to eager")
     return _elementwise(ctx, fn, x, scales, *(() if zero_points is None else (zero_points,)))

@@ -38,6 +38,29 @@ def test_integer_dot_products(target: Target, left: str, right: str, knows: bool
         assert dot.shift == (128 if dot.instruction == "vpdpbusd" and left == "int8" else 0)
 
 
+@pytest.mark.parametrize(
+    ("target", "left", "knows", "bounds", "instruction"),
+    [
+        (AVX2, "uint8", False, (-64, 64), "vpmaddubsw"),
+        (AVX2, "int8", True, (-64, 63), "vpmaddubsw"),
+        (AVX512, "uint8", True, (-8, 7), "vpmaddubsw"),
+        (AVX2, "int8", False, (-64, 64), "vpmaddwd"),
+        (AVX2, "uint8", True, (-65, 64), "vpmaddwd"),
+        (AVX2, "uint8", True, (-64, 65), "vpmaddwd"),
+        (AVX_VNNI, "uint8", True, (-64, 64), "vpdpbusd"),
+        (VNNI, "int8", True, (-64, 64), "vpdpbusd"),
+    ],
+)
+def test_products_of_weights_of_7_bits(
+    target: Target, left: str, knows: bool, bounds: tuple[int, int], instruction: str
+) -> None:
+    """Two of them by bytes fit into 16 bits, so they are multiplied as bytes without VNNI too."""
+    dot = integer_dot_product(left, "int8", target, knows_right=knows, bounds=bounds)
+    assert dot is not None
+    assert dot.instruction == instruction
+    assert dot.shift == (128 if dot.group == 4 and left == "int8" else 0)
+
+
 def test_bfloat16_has_dot_products_with_avx512_bf16_alone() -> None:
     """Elsewhere it is widened."""
     assert bf16_dot_product(BF16) is not None

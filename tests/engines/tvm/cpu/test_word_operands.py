@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+import torch.ao.quantization.fx._decomposed
 
 from tests.engines.tvm.regions_for_tests import compiled_region
 from tests.services_for_tests import services
@@ -114,6 +115,58 @@ def test_convolutions_of_integers_are_exact(engine: KernelEngine, case: tuple[ob
     found, _ = computed(engine, function, [x, w])
     exact = convolve(x.double() - zero, w.double(), None, *places)
     assert exact.abs().max() < 2**31
+    assert torch.equal(found, exact.float() * 0.5)
+
+
+def of_seven_bits(shape: Sequence[int]) -> torch.Tensor:
+    """Weights of 7 bits, among them neighbours that are both the largest or both the smallest."""
+    return (extreme(shape, torch.int8).int() / 2).round().clamp(-64, 64).to(torch.int8)
+
+
+def dequantised(w: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return torch.ops.quantized_decomposed.dequantize_per_channel.default(w, scales, None, 0, -64, 64, torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "n", "dtype", "zero"),
+    [
+        (1, 64, 48, torch.int8, 0),
+        (6, 70_000, 5, torch.uint8, 3),
+        (33, 77, 50, torch.int8, -2),
+        (9, 40, 24, torch.uint8, 0),
+    ],
+)
+def test_matmuls_by_weights_of_7_bits_are_exact(
+    engine: KernelEngine, m: int, k: int, n: int, dtype: torch.dtype, zero: int
+) -> None:
+    """As bytes where there is no VNNI either: nothing saturates, however large both operands are."""
+    torch.manual_seed(0)
+    x, w, scales = extreme((m, k), dtype), of_seven_bits((n, k)), torch.full((n,), 2.0**-7)
+    x[0], w[0], w[1 : 1 + n // 4] = torch.iinfo(dtype).max, 64, -64
+
+    def linear(x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return torch.mm((x.float() - zero) * 0.5, dequantised(w, scales).t())
+
+    found, names = computed(engine, linear, [x, w, scales])
+    exact = (x.long() - zero) @ w.long().t()
+    assert torch.equal(found, exact.float() * 2.0**-8)
+    assert "packed_matmul" in names or "tile_matmul" in names
+
+
+@pytest.mark.parametrize("case", CONVOLUTIONS, ids=lambda case: f"{case[0]}_{case[1]}")
+def test_convolutions_by_weights_of_7_bits_are_exact(engine: KernelEngine, case: tuple[object, ...]) -> None:
+    """The same for convolutions; those that are not multiplied in words know nothing of the bounds."""
+    x_shape, w_shape, stride, padding, dilation, groups, dtype, zero = case
+    torch.manual_seed(0)
+    x, w = extreme(x_shape, dtype), of_seven_bits(w_shape)  # type: ignore[arg-type]
+    convolve = torch.nn.functional.conv2d if x.dim() == 4 else torch.nn.functional.conv1d
+    places = stride, padding, dilation, groups
+
+    def function(x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return convolve(x.float() - zero, dequantised(w, scales), None, *places)
+
+    found, _ = computed(engine, function, [x, w, torch.full((w.shape[0],), 0.5)])
+    exact = convolve(x.double() - zero, w.double(), None, *places)
     assert torch.equal(found, exact.float() * 0.5)
 
 

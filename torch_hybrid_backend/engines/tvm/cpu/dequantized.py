@@ -21,7 +21,7 @@ from torch_hybrid_backend.engines.tvm.cpu.packing import pack_b, pack_bytes, pac
 from torch_hybrid_backend.engines.tvm.cpu.tiles import NIBBLES, tile_n
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar
-from torch_hybrid_backend.loops.integer_products import affine
+from torch_hybrid_backend.loops.integer_products import affine, bounded
 from torch_hybrid_backend.loops.ir import Buffer, Call, Const, Expr, Load, Map, MatMulOp, compute_dtype, domain_vars
 from torch_hybrid_backend.loops.lookups import MOST_VALUES, lookup
 
@@ -148,7 +148,7 @@ class _Weight:
         found = affine(e)
         if found is None or len(found.scales) > 1:
             return None
-        integers, bounds = _bounded(found.integer)
+        integers, bounds = bounded(found.integer)
         scale = _number(found.scales[0]) if found.scales else Const("float32", 1.0)
         zero = Const("int32", 0) if found.zero is None else _number(found.zero)
         if not isinstance(integers, Load) or scale is None or scale.dtype != "float32" or zero is None:
@@ -156,16 +156,6 @@ class _Weight:
         if not all(part.buffer.constant for part in (integers, scale, zero) if isinstance(part, Load)):
             return None
         return _Weight(integers, bounds, scale, zero)
-
-
-def _bounded(e: Expr) -> tuple[Expr, tuple[int, int]]:
-    """What an integer of 8 bits is read from, seen through a clamp, and its bounds."""
-    low, high = (0, 255) if e.dtype == "uint8" else (-128, 127)
-    while isinstance(e, Call) and e.op in ("max", "min") and isinstance(e.args[1], Const):
-        bound = int(e.args[1].value)
-        low, high = (max(low, bound), high) if e.op == "max" else (low, min(high, bound))
-        e = e.args[0]
-    return e, (low, high)
 
 
 def _number(e: Expr) -> Number | None:

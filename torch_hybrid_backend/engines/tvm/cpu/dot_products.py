@@ -5,11 +5,16 @@ bits. The left operand is read word by word and broadcast, the right one is pack
 
     instruction   lanes' operands       sums      where
     vpdpbusd      4 uint8 by 4 int8     int32     AVX-512 VNNI, AVX-VNNI
-    vpmaddwd      2 int16 by 2 int16    int32     everywhere else: 8 bits are widened when operands are packed, so nothing saturates
+    vpmaddubsw    4 uint8 by 4 int8     int32     AVX2, AVX-512: the sum of two products has 16 bits, so weights must have 7
+    vpmaddwd      2 int16 by 2 int16    int32     there for other operands: 8 bits are widened when they are packed, so nothing saturates
     vdpbf16ps     2 bf16 by 2 bf16      float32   AVX-512 BF16
 
-vpdpbusd wants its left operand without signs. A signed one is moved up by 128 when its words are written, and what that adds to a column's
-sums, 128 times the sum of its weights, is taken off where they start. Sums are exact and do not depend on the instruction.
+vpmaddubsw stands for three instructions: itself, which adds two neighbouring products in 16 bits, vpmaddwd by ones, which adds two of those
+sums in 32, and the addition. Weights of 7 bits are what the graph says they are (`loops.ir.IntegerMatMulOp.bounds`).
+
+vpdpbusd and vpmaddubsw take the same words, and want their left operand without signs. A signed one is moved up by 128 when its words are
+written, and what that adds to a column's sums, 128 times the sum of its weights, is taken off where they start. Sums are exact and do not
+depend on the instruction.
 Nothing here imports TVM or torch.
 
 Source: Intel, "Intel 64 and IA-32 Architectures Software Developer's Manual", 2024; oneDNN, "Nuances of int8 computations".
@@ -19,6 +24,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch_hybrid_backend.core.precision import are_seven_bits
 from torch_hybrid_backend.engines.tvm.cpu.tiles import register_count
 from torch_hybrid_backend.engines.tvm.target import Target
 
@@ -44,7 +50,7 @@ class DotProduct:
     @property
     def registers(self) -> int:
         """Vector registers for what is multiplied and not added yet. Few sums suffice where an addition alone waits for the last."""
-        return 4 if self.instruction == "vpmaddwd" else 0
+        return {"vpmaddwd": 4, "vpmaddubsw": 3}.get(self.instruction, 0)
 
 
 # A word of one element, multiplied as it is.
@@ -58,17 +64,23 @@ def bf16_dot_product(target: Target) -> DotProduct | None:
     return DotProduct("vdpbf16ps", 2, "bfloat16", "bfloat16", "float32")
 
 
-def integer_dot_product(left: str, right: str, target: Target, *, knows_right: bool) -> DotProduct | None:
+def integer_dot_product(
+    left: str, right: str, target: Target, *, knows_right: bool, bounds: tuple[int, int] = (-128, 255)
+) -> DotProduct | None:
     """The processor's dot product of integers of 8 bits, int8 or uint8; None where it has none.
 
-    knows_right: the right operand is known ahead of calls, so that what moves a signed left operand can be made up for.
+    knows_right: the right operand is known ahead of calls, so that what moves a signed left operand can be made up for. bounds: between which
+    the elements of the right operand lie.
     """
     if target.lanes < 8:
         return None
     shift = 128 if left == "int8" else 0
     has_vnni = "avx512_vnni" in target.features or (target.lanes == 8 and "avx_vnni" in target.features)
-    if has_vnni and right == "int8" and (knows_right or shift == 0):
-        return DotProduct("vpdpbusd", 4, "uint8", right, "int32", shift)
+    if right == "int8" and (knows_right or shift == 0):
+        if has_vnni:
+            return DotProduct("vpdpbusd", 4, "uint8", right, "int32", shift)
+        if are_seven_bits(bounds):
+            return DotProduct("vpmaddubsw", 4, "uint8", right, "int32", shift)
     return DotProduct("vpmaddwd", 2, "int16", "int16", "int32")
 
 

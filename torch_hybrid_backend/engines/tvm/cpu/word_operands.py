@@ -101,7 +101,8 @@ class WordOperands:
         """
         packer, weight = self._packer, strided_view(op.b)
         is_known = weight is not None and weight.is_constant
-        dot = integer_dot_product(op.a.dtype, op.b.dtype, self._target, knows_right=is_known) or MULTIPLICATION
+        of_bytes = integer_dot_product(op.a.dtype, op.b.dtype, self._target, knows_right=is_known, bounds=op.bounds)
+        dot = of_bytes or MULTIPLICATION
         packed, tile = self._right(op.b, dot, op.out.shape[2])
         form = packed.shape[0], packed.shape[1] * tile
 
@@ -180,7 +181,7 @@ class WordOperands:
         block = output_block(outputs, op.groups, self._target)
         weight = strided_view(op.w)
         is_known = weight is not None and weight.is_constant
-        dot = integer_dot_product(op.x.dtype, op.w.dtype, self._target, knows_right=is_known)
+        dot = integer_dot_product(op.x.dtype, op.w.dtype, self._target, knows_right=is_known, bounds=op.bounds)
         moved = op.zero + (0 if dot is None else dot.shift)
         if weight is not None and is_known and self._has_tap_words(op, block):
             self._add_taps(op, weight, block, moved)

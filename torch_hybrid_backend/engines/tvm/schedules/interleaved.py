@@ -44,7 +44,7 @@ def interleaved(
         return None
     if not isinstance(count, int) or not 1 < count <= block <= _MAX_BLOCK:
         return None
-    if not isinstance(column.extent, int) or column.extent < _PIXELS or target.lanes < _PIXELS:
+    if not isinstance(column.extent, int) or column.extent < _PIXELS or target.lanes < _PIXELS // 2:
         return None
     steps = {step(offset, column) for offset in offsets_of(printer, [store.value])}
     if not steps <= {0, 1} or step(printer.offset(store.buffer, store.index, {}), column) != block:

@@ -76,6 +76,7 @@ define linkonce_odr <16 x i32> @hybrid_bf16_of_nibbles(<16 x i32> %words) always
   ret <16 x i32> %w
 }}
 """
+_MADD_BYTES = {8: "llvm.x86.avx2.pmadd.ub.sw", 16: "llvm.x86.avx512.pmaddubs.w.512"}
 _MADD = {8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}
 
 
@@ -98,6 +99,10 @@ def dot_product(
         left = tirx.reinterpret(f"int8x{lanes * 4}", left)
         intrinsic = f"llvm.x86.avx512.vpdpbusd.{lanes * 32}"
         return tirx.call_llvm_pure_intrin(f"int32x{lanes}", intrinsic, total, left, right)
+    if dot.instruction == "vpmaddubsw":
+        left, pairs = tirx.reinterpret(f"int8x{lanes * 4}", left), f"int16x{lanes * 2}"
+        sums = tirx.call_llvm_pure_intrin(pairs, _MADD_BYTES[lanes], left, right)
+        return total + tirx.call_llvm_pure_intrin(f"int32x{lanes}", _MADD[lanes], sums, tirx.const(1, pairs))
     if dot.instruction == "vpmaddwd":
         left = tirx.reinterpret(f"int16x{lanes * 2}", left)
         return total + tirx.call_llvm_pure_intrin(f"int32x{lanes}", _MADD[lanes], left, right)
