@@ -61,6 +61,7 @@ _DOTS = {
     "vdpbf16ps": DotProduct("vdpbf16ps", 2, "bfloat16", "bfloat16", "float32"),
 }
 _TILE_STEPS = 50_000
+_PLACES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,35 +159,40 @@ def _fma(threads: int, lanes: int, chains: int) -> _Compiled:
 
 
 def _vector_products(instruction: str, threads: int, chains: int) -> _Compiled:
-    """Each thread: `_FMA_STEPS` times acc[c] += products of x and y by an instruction on whole vectors, for every chain c, from zero. x, y and
-    what x is changed by from step to step, nothing, are the three vectors of the first array: LLVM must not multiply once for all steps."""
+    """Each thread: `_FMA_STEPS` times acc[c] += products of x and y by an instruction on whole vectors, for every chain c, from zero.
+
+    x and y are in registers, or y is read for every product, from another place in every step, where sums are another instruction: LLVM must
+    not multiply once for all.
+    """
     from tvm import tirx
 
     from torch_hybrid_backend.engines.tvm.tir.dot import dot_product
 
     dot, lanes = _DOTS[instruction], _target().lanes
+    reads = dot.registers > 0  # it makes no sums itself
 
     def emit(b: Any, arrays: list[Any]) -> Any:
         operands, result = arrays
         right = {"int8": f"int8x{lanes * 4}", "int16": f"int16x{lanes * 2}"}.get(dot.right, f"int32x{lanes}")
 
         def thread(t: Index) -> Any:
-            accumulators, words = b.local(chains * lanes, dot.sums), b.local(3 * lanes, "int32")
-
-            def operand(number: int) -> Any:
-                return b.load_vector(words, number * lanes, lanes)
+            accumulators, words = b.local(chains * lanes, dot.sums), b.local(2 * lanes, "int32")
 
             def each(value: Callable[[int], Any]) -> Any:
                 return b.seq(*(b.store_vector(accumulators, c * lanes, value(c), lanes) for c in range(chains)))
 
-            def added(c: int) -> Any:
-                total, y = b.load_vector(accumulators, c * lanes, lanes), tirx.reinterpret(right, operand(1))
-                return dot_product(b, dot, lanes, total, operand(0), y)
+            def added(step: Index) -> Callable[[int], Any]:
+                def of(c: int) -> Any:
+                    total, x = b.load_vector(accumulators, c * lanes, lanes), b.load_vector(words, 0, lanes)
+                    place = (step % _PLACES * chains + c) * lanes
+                    y = b.load_vector(operands, place, lanes) if reads else b.load_vector(words, lanes, lanes)
+                    return dot_product(b, dot, lanes, total, x, tirx.reinterpret(right, y))
 
-            changed = b.store_vector(words, 0, tirx.bitwise_xor(operand(0), operand(2)), lanes)
+                return of
+
             read = [
                 b.store_vector(words, at, tirx.reinterpret(f"int32x{lanes}", b.load_vector(operands, at, lanes)), lanes)
-                for at in range(0, 3 * lanes, lanes)
+                for at in (0, lanes)
             ]
             written = [
                 b.store_vector(
@@ -202,13 +208,13 @@ def _vector_products(instruction: str, threads: int, chains: int) -> _Compiled:
                 b.alloc(words),
                 *read,
                 each(lambda _: tirx.Broadcast(tirx.const(0, dot.sums), lanes)),
-                b.loop(_FMA_STEPS, lambda _: b.seq(each(added), changed)),
+                b.loop(_FMA_STEPS, lambda step: each(added(step))),
                 *written,
             )
 
         return b.loop(threads, thread, "parallel")
 
-    return _Compiled([3 * lanes, threads * chains * lanes], emit)
+    return _Compiled([_PLACES * chains * lanes, threads * chains * lanes], emit)
 
 
 def _tile_products(instruction: str, threads: int) -> _Compiled:

@@ -73,7 +73,6 @@ def test_products_of_narrow_numbers_compute(
     kernel = roofline._vector_products(instruction, 2, 8)
     operands = kernel._inputs[0].view(dtype)
     operands.fill_(3)
-    operands[operands.numel() // 3 * 2 :] = 0
     kernel()
     sums = kernel._inputs[1] if dtype == torch.bfloat16 else kernel._inputs[1].view(torch.int32)
     assert sums.eq(5 * products * 9).all()

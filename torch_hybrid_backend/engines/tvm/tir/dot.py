@@ -76,8 +76,13 @@ define linkonce_odr <16 x i32> @hybrid_bf16_of_nibbles(<16 x i32> %words) always
   ret <16 x i32> %w
 }}
 """
-_MADD_BYTES = {8: "llvm.x86.avx2.pmadd.ub.sw", 16: "llvm.x86.avx512.pmaddubs.w.512"}
-_MADD = {8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}
+# By lanes: blocks of output channels may be narrower than the processor's vectors.
+_MADD_BYTES = {
+    4: "llvm.x86.ssse3.pmadd.ub.sw.128",
+    8: "llvm.x86.avx2.pmadd.ub.sw",
+    16: "llvm.x86.avx512.pmaddubs.w.512",
+}
+_MADD = {4: "llvm.x86.sse2.pmadd.wd", 8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}
 
 
 def load_word(array: TirBuffer, offset: TirExpr, dot: DotProduct, lanes: int) -> TirExpr:
