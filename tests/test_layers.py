@@ -57,7 +57,7 @@ ALLOWED: dict[str, set[str]] = {
     "report": {"core", "errors"},
     "compression": {"errors", "runtime"},
     "capture": {"core", "sizes", "graph", *_UTILITIES},
-    "graph": {"core", "sizes", "errors"},
+    "graph": {"core", "sizes", "errors", "machine"},
     "passes": {"core", "sizes", "eager_graph", "errors", "graph"},
     "partition": {"core", "sizes", "graph", *_UTILITIES},
     "loops": {"core", "sizes", "errors"},

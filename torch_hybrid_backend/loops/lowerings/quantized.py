@@ -174,7 +174,7 @@ def _dequantized(
     zero points exactly.
 
     `bounds`: between which graphs promise that x lies. Of 16 values or fewer they are part of what is computed: by them kernels know that
-    4 bits hold x. So are those of constants of 7 bits, which multiply bytes without carrying over (`tvm.cpu.dot_products`).
+    4 bits hold x. So are those of constants of 7 bits, which are multiplied as bytes where there is no VNNI (ADR 60).
     """
     _check(scales, zero_points)
     _refuse_float8(ctx, x)
