@@ -61,7 +61,7 @@ _DOTS = {
     "vdpbf16ps": DotProduct("vdpbf16ps", 2, "bfloat16", "bfloat16", "float32"),
 }
 _TILE_STEPS = 50_000
-_PLACES = 8
+_PLACES = 8  # that operands are read from in turn
 
 
 @dataclass(frozen=True, slots=True)
