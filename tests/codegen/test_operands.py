@@ -50,6 +50,35 @@ def test_views_of_memory() -> None:
     assert strided_view(_SOURCE, Strided((1, 4))) == StridedView(_SOURCE, (4, 6), (1, 4), 0)
 
 
+def test_clamped_views_of_bytes() -> None:
+    """A constant's clamp is done where it is packed; one that changes, and floats, are computed. Other bounds are another operand."""
+
+    def clamped(source: Buffer, low: int, high: int) -> Map:
+        def at(i: tuple[Index, ...]) -> Expr:
+            inner = ops.call("max", source.at((i[1], i[0])), ops.const(low, source.dtype))
+            return ops.call("min", inner, ops.const(high, source.dtype))
+
+        return Map((6, 4), source.dtype, at)
+
+    source = Buffer((4, 6), "int8", constant=True)
+    view = strided_view(clamped(source, -64, 64))
+    assert view is not None
+    assert view.bounds == (-64, 64)
+    tensor = torch.randint(-128, 128, (4, 6), dtype=torch.int8)
+    assert torch.equal(view.of(tensor), tensor.t().clamp(-64, 64))
+    assert strided_view(clamped(Buffer((4, 6), "int8"), -64, 64)) is None
+    assert strided_view(clamped(_SOURCE, -64, 64)) is None
+    packer = OperandPacker()
+
+    def packed(low: int) -> Buffer:
+        return packer.pack(
+            clamped(source, low, 64), lambda t: t, lambda value: Map(value.shape, value.dtype, value.at), ()
+        )  # type: ignore[arg-type]
+
+    assert packed(-64) is packed(-64)
+    assert packed(-64) is not packed(-63)
+
+
 def test_what_is_no_view() -> None:
     """Something computed, something flipped, rows that are cut anew."""
     assert strided_view(mapped((4, 6), lambda i: ops.call("exp", _SOURCE.at(i)))) is None

@@ -8,7 +8,7 @@ import pytest
 
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import Index
-from torch_hybrid_backend.loops.integer_products import MAX_DEPTH, affine, integer_product, is_dequantised
+from torch_hybrid_backend.loops.integer_products import MAX_DEPTH, affine, bounded, integer_product, is_dequantised
 from torch_hybrid_backend.loops.ir import (
     Buffer,
     Call,
@@ -109,8 +109,8 @@ def test_a_matmul_of_quantised_operands_is_one_of_integers() -> None:
 
 
 @pytest.mark.parametrize(("low", "high"), [(-64, 64), (-8, 7)])
-def test_a_product_knows_the_bounds_of_its_weights(low: int, high: int) -> None:
-    """A clamp of constants is what the graph says of them: they are read as they are. Without one they have those of their dtype."""
+def test_clamped_constants_stay_clamped(low: int, high: int) -> None:
+    """A clamp of constants is part of the product's operand, which packing sees through and does; without one it is their buffer."""
     a, b = Buffer((1, 4, 8), "uint8"), Buffer((1, 8, 6), "int8", constant=True)
 
     def clamped(index: tuple[Index, ...]) -> Expr:
@@ -124,8 +124,20 @@ def test_a_product_knows_the_bounds_of_its_weights(low: int, high: int) -> None:
         assert found is not None
         product = found[0]
         assert isinstance(product, IntegerMatMulOp)
-        assert product.b is b
-        assert product.bounds == bounds
+        read, between = bounded(product.b.at(index := domain_vars(b.shape)))
+        assert isinstance(read, Load)
+        assert (read.buffer, read.index, between) == (b, index, bounds)
+        assert (product.b is b) == (bounds == (-128, 127))
+
+
+def test_a_clamp_to_no_number_stays() -> None:
+    """Which of two bounds wins that leave no number between them depends on their order."""
+    b = Buffer((4,), "int8", constant=True)
+    load = b.at(domain_vars(b.shape))
+    above = ops.call("max", load, ops.const(9, "int8"))
+    never = ops.call("min", above, ops.const(3, "int8"))
+    assert bounded(above) == (load, (9, 127))
+    assert bounded(never) == (above, (-128, 3))
 
 
 def test_scales_along_the_sum_and_weights_that_change_make_no_integer_product() -> None:

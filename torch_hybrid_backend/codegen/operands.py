@@ -9,6 +9,7 @@ import torch
 
 from torch_hybrid_backend.loops.graph import LoopGraph
 from torch_hybrid_backend.loops.index import LoopVar, contiguous_strides, linear
+from torch_hybrid_backend.loops.integer_products import NARROW, bounded
 from torch_hybrid_backend.loops.ir import Buffer, Load, LoopOp, Map, MapOp, Value, domain_vars
 from torch_hybrid_backend.loops.layout import Strided
 from torch_hybrid_backend.sizes.size import Dim, Size, known_at_most
@@ -16,12 +17,16 @@ from torch_hybrid_backend.sizes.size import Dim, Size, known_at_most
 
 @dataclass(frozen=True, slots=True)
 class StridedView:
-    """A value that is a strided view of a buffer's logical row-major elements."""
+    """A value that is a strided view of a buffer's logical row-major elements.
+
+    `bounds`: what its elements are clamped to; None where they are those of the buffer. Integers of 8 bits alone have any.
+    """
 
     buffer: Buffer
     shape: tuple[Dim, ...]
     strides: tuple[Dim, ...]
     offset: Dim
+    bounds: tuple[int, int] | None = None
 
     @property
     def is_static(self) -> bool:
@@ -37,7 +42,8 @@ class StridedView:
         """The view of a tensor with the buffer's shape (any strides, beginning anywhere in its storage)."""
         sizes, strides = [int(n) for n in self.shape], [int(s) for s in self.strides]
         whole = tensor.contiguous()  # which may begin in the middle of its storage, as a piece of a parameter does
-        return whole.as_strided(sizes, strides, whole.storage_offset() + int(self.offset))
+        view = whole.as_strided(sizes, strides, whole.storage_offset() + int(self.offset))
+        return view if self.bounds is None else view.clamp(*self.bounds)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,13 +77,18 @@ class Prepared:
 
 
 def strided_view(value: Value, layout: Strided | None = None) -> StridedView | None:
-    """`value` as a strided view of one buffer, or None where it is something else. With `layout`, the buffer's: as a view of its memory."""
+    """`value` as a strided view of one buffer, or None where it is something else. With `layout`, the buffer's: as a view of its memory.
+
+    A constant of 8 bits is seen through a clamp, which what is made of it ahead of calls does.
+    """
     if isinstance(value, Buffer):
         strides = contiguous_strides(value.shape) if layout is None else layout.strides
         return StridedView(value, value.shape, strides, 0)
     index = domain_vars(value.shape)
-    expr = value.at(index)
-    if not isinstance(expr, Load):
+    expr, bounds = value.at(index), None
+    if expr.dtype in NARROW and not isinstance(expr, Load):
+        expr, bounds = bounded(expr)
+    if not isinstance(expr, Load) or not (bounds is None or expr.buffer.constant):
         return None
     offset = linear(expr.index, contiguous_strides(expr.buffer.shape) if layout is None else layout.strides)
     by_var = dict(offset.terms)
@@ -86,7 +97,7 @@ def strided_view(value: Value, layout: Strided | None = None) -> StridedView | N
     strides = tuple(by_var.get(i.terms[0][0], 0) if i.terms else 0 for i in index)
     if not all(known_at_most(0, s) for s in strides):
         return None  # a flip: torch has no negative strides
-    return StridedView(expr.buffer, value.shape, strides, offset.const)
+    return StridedView(expr.buffer, value.shape, strides, offset.const, bounds)
 
 
 class OperandPacker:
@@ -110,8 +121,7 @@ class OperandPacker:
         `how` names the packing: operands are equal where they are the same view of one buffer and packed alike.
         """
         view = strided_view(operand)
-        what = (operand,) if view is None else (view.buffer, view.shape, view.strides, view.offset)
-        key = (*how, *what)
+        key = (*how, operand if view is None else view)
         if key in self._buffers:
             return self._buffers[key]
         value = each_call(operand)

@@ -87,13 +87,21 @@ def affine(e: Expr) -> Affine | None:
 
 
 def bounded(e: Expr) -> tuple[Expr, tuple[int, int]]:
-    """What an integer of 8 bits is read from, seen through a clamp, and its bounds."""
+    """What an integer of 8 bits is a clamp of, itself where it is none, and its bounds: `e` is the first clamped to the second."""
     low, high = _RANGES[e.dtype]
     while isinstance(e, Call) and e.op in ("max", "min") and isinstance(e.args[1], Const):
         bound = int(e.args[1].value)
-        low, high = (max(low, bound), high) if e.op == "max" else (low, min(high, bound))
-        e = e.args[0]
+        inner = (max(low, bound), high) if e.op == "max" else (low, min(high, bound))
+        if inner[0] > inner[1]:
+            break  # no number lies there: which bound wins depends on the order
+        (low, high), e = inner, e.args[0]
     return e, (low, high)
+
+
+def constant_of(integer: Expr) -> Load | None:
+    """The element of a constant that an integer of 8 bits is, or is a clamp of; None where it is none."""
+    e, _ = bounded(integer)
+    return e if isinstance(e, Load) and e.buffer.constant else None
 
 
 def _whole(zero: Expr) -> Expr | None:
@@ -142,22 +150,15 @@ class _Operand:
             realize(own)
 
         def at(index: tuple[Index, ...]) -> Expr:
-            integer = self.at(*index).integer
-            constant = _constant(integer)
-            return integer if constant is None else constant[0]
+            return self.at(*index).integer
 
         index = domain_vars(self.value.shape)
         expr = at(index)
         if isinstance(expr, Load) and expr.index == index and expr.buffer.shape == self.value.shape:
             return expr.buffer
-        base = expr.buffer if isinstance(expr, Load) else None
+        read = constant_of(expr) or expr  # a constant's clamp needs no memory: it is done where the constant is packed
+        base = read.buffer if isinstance(read, Load) else None
         return Map(self.value.shape, expr.dtype, at, ((self.value, lambda index: index),), base)
-
-
-def _constant(integer: Expr) -> tuple[Load, tuple[int, int]] | None:
-    """What an integer known ahead of calls is read from, and between what the graph says that it lies; None for any other."""
-    e, bounds = bounded(integer)
-    return (e, bounds) if isinstance(e, Load) and e.buffer.constant else None
 
 
 def _narrow(value: Value) -> Map | None:
@@ -202,8 +203,7 @@ def is_quantised(e: Expr) -> bool:
 def integer_product(op: MatMulOp | ConvOp, realize: Realize) -> tuple[LoopOp, MapOp] | None:
     """A product as one of integers, and what makes its result of that; None where it is none.
 
-    Both operands are quantised, the right one constant and symmetric. `realize`: called with what the product reads. A clamp of constants is
-    what the graph says of them (`loops.lowerings.quantized`): they are read as they are, and the product knows their bounds.
+    Both operands are quantised, the right one constant and symmetric. `realize`: called with what the product reads.
     """
     if isinstance(op, IntegerMatMulOp | IntegerConvOp) or (
         not scalar.is_float(op.out.dtype) and op.out.dtype not in _HALF
@@ -222,13 +222,12 @@ def integer_product(op: MatMulOp | ConvOp, realize: Realize) -> tuple[LoopOp, Ma
         if not isinstance(size, int):
             return None
         depth *= size
-    weight = _constant(b.first.integer)
-    if depth > MAX_DEPTH or weight is None:
+    if depth > MAX_DEPTH or constant_of(b.first.integer) is None:
         return None
     sums = Buffer(op.out.shape, "int32", "sums")
     if isinstance(op, MatMulOp):
-        return _matmul(op, a, b, sums, weight[1], realize)
-    return _convolution(op, a, b, sums, weight[1], realize)
+        return _matmul(op, a, b, sums, realize)
+    return _convolution(op, a, b, sums, realize)
 
 
 _HALF = ("bfloat16", "float16")
@@ -238,9 +237,7 @@ def _spatial(value: Value) -> tuple[int, ...]:
     return tuple(range(2, len(value.shape)))
 
 
-def _matmul(
-    op: MatMulOp, a: _Operand, b: _Operand, sums: Buffer, bounds: tuple[int, int], realize: Realize
-) -> tuple[LoopOp, MapOp]:
+def _matmul(op: MatMulOp, a: _Operand, b: _Operand, sums: Buffer, realize: Realize) -> tuple[LoopOp, MapOp]:
     none = as_index(0)
 
     def zero(index: tuple[Index, ...]) -> Expr:
@@ -254,13 +251,11 @@ def _matmul(
         return (*a.at(batch, row, none).scales, *b.at(matrix, none, column).scales)
 
     integers = a.integers(realize), b.integers(realize)
-    product = IntegerMatMulOp(sums, *integers, None if a.first.zero is None else zero, bounds)
+    product = IntegerMatMulOp(sums, *integers, None if a.first.zero is None else zero)
     return product, _scaled(op.out, sums, scales)
 
 
-def _convolution(
-    op: ConvOp, x: _Operand, w: _Operand, sums: Buffer, bounds: tuple[int, int], realize: Realize
-) -> tuple[LoopOp, MapOp] | None:
+def _convolution(op: ConvOp, x: _Operand, w: _Operand, sums: Buffer, realize: Realize) -> tuple[LoopOp, MapOp] | None:
     zero = x.first.zero
     if zero is not None and not isinstance(zero, Const):
         return None
@@ -282,7 +277,6 @@ def _convolution(
         op.dilation,
         op.groups,
         0 if zero is None else int(zero.value),
-        bounds,
     )
     return product, _scaled(op.out, sums, scales)
 

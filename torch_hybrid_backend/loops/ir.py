@@ -133,8 +133,9 @@ class Map(Value):
     """A value computed element by element. `fn` returns scalars of the compute dtype of `dtype`.
 
     `parents` are the values each of whose elements is read for exactly one element of this one, with the map from their indices
-    to this one's. `base` is set where the value only renames indices of one other value (a view): a view is never worth memory of
-    its own. Once `realized` is set, everything that reads this value, views of it included, reads that buffer.
+    to this one's. `base` is set where the value only renames indices of one other value (a view), or clamps a constant's integers
+    as well: that is never worth memory of its own. Once `realized` is set, everything that reads this value, views of it included,
+    reads that buffer.
     """
 
     fn: ScalarFn
@@ -283,11 +284,10 @@ class MatMulOp(LoopOp):
 class IntegerMatMulOp(MatMulOp):
     """out[b, m, n] = sum over k of (a[b, m, k] - zero(b, m)) * b[b, k, n], exactly: operands of 8 bits, `out` and `zero` int32.
 
-    `zero` None is 0. `bounds`: between which the graph says that the elements of b lie.
+    `zero` None is 0.
     """
 
     zero: ScalarFn | None = None
-    bounds: tuple[int, int] = (-128, 255)
 
     def reads(self) -> list[Buffer]:
         own = MatMulOp.reads(self)
@@ -322,13 +322,9 @@ class ConvOp(LoopOp):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IntegerConvOp(ConvOp):
-    """The convolution of x - `zero` with w, exactly: operands of 8 bits, `out` int32. Zeros lie around x - `zero`, not around x.
-
-    `bounds`: as for `IntegerMatMulOp`, of w.
-    """
+    """The convolution of x - `zero` with w, exactly: operands of 8 bits, `out` int32. Zeros lie around x - `zero`, not around x."""
 
     zero: int = 0
-    bounds: tuple[int, int] = (-128, 255)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -145,6 +145,21 @@ def test_one_scale_and_none() -> None:
     assert (packed_of(found, q, scales)[1].flatten()[:N] == 1).all()
 
 
+@pytest.mark.parametrize(("low", "high", "bits"), [(-50, 60, 8), (-3, 9, 4)])
+def test_clamped_weights_are_packed_clamped(low: int, high: int, bits: int) -> None:
+    """A model's own clamp of constants is done as they are packed."""
+
+    def product(x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x, (q.clamp(low, high).float() * scales[:, None]).t())
+
+    x, q, scales = torch.randn(5, K), torch.randint(-128, 128, (N, K), dtype=torch.int8), torch.rand(N)
+    found = assembled(product, x, q, scales)
+    assert kernel_of(found).bits == bits
+    clamped = q.clamp(low, high).t()[None]
+    expected = pack_b(clamped, 32) if bits == 8 else pack_nibbles(clamped.to(torch.int32) - (low + 8), 32)
+    assert torch.equal(packed_of(found, q, scales)[0], expected)
+
+
 @pytest.mark.parametrize("by_column", [False, True])
 def test_tables(by_column: bool) -> None:
     """Weights that say which of 11 values they are: four bits each, and the table where these, 8 less, say modulo 16."""

@@ -158,6 +158,27 @@ def test_matmuls_by_weights_of_7_bits_are_exact(
     assert "packed_matmul" in names or "tile_matmul" in names
 
 
+@pytest.mark.parametrize("kind", ["matmul", "convolution", "depthwise"])
+def test_weights_beyond_the_bounds_that_the_graph_names_are_clamped(engine: KernelEngine, kind: str) -> None:
+    """Whatever instruction multiplies them, so that no sum of two products leaves 16 bits."""
+    torch.manual_seed(0)
+    x_shape, w_shape = {
+        "matmul": ((9, 40), (24, 40)),
+        "convolution": ((1, 16, 9, 9), (32, 16, 3, 3)),
+        "depthwise": ((1, 32, 9, 9), (32, 1, 3, 3)),
+    }[kind]
+    x, w, scales = extreme(x_shape, torch.uint8), extreme(w_shape, torch.int8), torch.full((w_shape[0],), 0.5)
+
+    def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        if x.dim() == 2:
+            return torch.mm(x, w.t())
+        return torch.nn.functional.conv2d(x, w, None, 1, 1, 1, x.shape[1] // w.shape[1])
+
+    found, names = computed(engine, lambda x, w, scales: product(x.float(), dequantised(w, scales)), [x, w, scales])
+    assert names.count("map") <= 1  # of the image or the rows: weights are clamped and packed ahead of calls
+    assert torch.equal(found, product(x.double(), w.double().clamp(-64, 64)).float() * 0.5)
+
+
 @pytest.mark.parametrize("case", CONVOLUTIONS, ids=lambda case: f"{case[0]}_{case[1]}")
 def test_convolutions_by_weights_of_7_bits_are_exact(engine: KernelEngine, case: tuple[object, ...]) -> None:
     """The same for convolutions; those that are not multiplied in words know nothing of the bounds."""

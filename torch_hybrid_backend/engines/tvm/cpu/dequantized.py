@@ -20,6 +20,7 @@ from torch_hybrid_backend.engines.tvm.cpu.operations import DequantizedMatMulOp
 from torch_hybrid_backend.engines.tvm.cpu.packing import pack_b, pack_bytes, pack_nibbles, packed_b_shape
 from torch_hybrid_backend.engines.tvm.cpu.tiles import NIBBLES, tile_n
 from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.loops import ops as scalar
 from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar
 from torch_hybrid_backend.loops.integer_products import affine, bounded
 from torch_hybrid_backend.loops.ir import Buffer, Call, Const, Expr, Load, Map, MatMulOp, compute_dtype, domain_vars
@@ -52,7 +53,7 @@ def dequantized_operand(op: MatMulOp, packer: OperandPacker, target: Target) -> 
     if bits == 8 and (weight.table is not None or (group != k and group % NIBBLES)):
         return None
 
-    def every(step: int, of: Callable[[_Weight], Number]) -> Map:
+    def every(step: int, of: Callable[[_Weight], Expr]) -> Map:
         """What the weight reads for every `step`-th k."""
 
         def at(place: tuple[Index, ...]) -> Expr:
@@ -61,7 +62,7 @@ def dequantized_operand(op: MatMulOp, packer: OperandPacker, target: Target) -> 
             return of(found)
 
         read = of(weight)
-        return Map((1, k // step, n), read.buffer.dtype if isinstance(read, Load) else "float32", at)
+        return Map((1, k // step, n), "float32" if isinstance(read, Const) else read.dtype, at)
 
     tile = tile_n(n, target)
     # In words along k, where a row's numbers are multiplied with four weights of a column at once.
@@ -73,8 +74,8 @@ def dequantized_operand(op: MatMulOp, packer: OperandPacker, target: Target) -> 
     parts = [
         _Part(
             integers,
-            partial(_pack_integers, tile_n=tile, bits=bits, bounds=weight.bounds, in_words=in_words),
-            ("integers", bits, weight.bounds, in_words),
+            partial(_pack_integers, tile_n=tile, bits=bits, low=low, in_words=in_words),
+            ("integers", bits, low, in_words),
         )
     ]
     numbers: tuple[tuple[Callable[[_Weight], Number], int], ...] = ((lambda w: w.scale, 0), (lambda w: w.zero, low))
@@ -130,10 +131,10 @@ class _Part:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Weight:
-    """An element of a dequantised weight: what it is read from. `bounds`: between which integers lie; they are places in `table`, if there is
-    one."""
+    """An element of a dequantised weight: what it is read from. `bounds`: what integers are clamped to, as they are packed; they are places in
+    `table`, if there is one."""
 
-    integers: Load
+    integers: Expr
     bounds: tuple[int, int]
     scale: Number
     zero: Number
@@ -143,8 +144,10 @@ class _Weight:
     def of(e: Expr) -> _Weight | None:
         """None where an expression is not of this form, or one of its parts is neither a number nor simply read from a constant."""
         if (element := lookup(e)) is not None:
-            bounds = 0, element.size - 1
-            return _Weight(element.place, bounds, Const("float32", 1.0), Const("int32", 0), element.table)
+            low, high = bounds = 0, element.size - 1
+            place = scalar.call("max", element.place, scalar.literal(low, element.place.dtype))
+            place = scalar.call("min", place, scalar.literal(high, place.dtype))
+            return _Weight(place, bounds, Const("float32", 1.0), Const("int32", 0), element.table)
         found = affine(e)
         if found is None or len(found.scales) > 1:
             return None
@@ -155,7 +158,7 @@ class _Weight:
             return None
         if not all(part.buffer.constant for part in (integers, scale, zero) if isinstance(part, Load)):
             return None
-        return _Weight(integers, bounds, scale, zero)
+        return _Weight(found.integer, bounds, scale, zero)
 
 
 def _number(e: Expr) -> Number | None:
@@ -177,11 +180,11 @@ def _group(load: Load, k: Index, extent: int) -> int | None:
     return extent if not sizes else sizes.pop() if len(sizes) == 1 else None
 
 
-def _pack_integers(q: torch.Tensor, tile_n: int, bits: int, bounds: tuple[int, int], *, in_words: bool) -> torch.Tensor:
-    """Integers of 8 bits as they are, of 4 bits in -8 .. 7."""
+def _pack_integers(q: torch.Tensor, tile_n: int, bits: int, low: int, *, in_words: bool) -> torch.Tensor:
+    """Integers of 8 bits as they are; of 4 bits in -8 .. 7, `low` taken off."""
     if bits == 8:
         return (pack_bytes if in_words else pack_b)(q, tile_n)
-    return pack_nibbles(q.to(torch.int32).clamp(*bounds) - (bounds[0] + 8), tile_n)
+    return pack_nibbles(q.to(torch.int32) - low, tile_n)
 
 
 def _pack_numbers(numbers: torch.Tensor, tile_n: int, less: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ bits. The left operand is read word by word and broadcast, the right one is pack
     vdpbf16ps     2 bf16 by 2 bf16      float32   AVX-512 BF16
 
 vpmaddubsw stands for three instructions: itself, which adds two neighbouring products in 16 bits, vpmaddwd by ones, which adds two of those
-sums in 32, and the addition. Weights of 7 bits are what the graph says they are (`loops.ir.IntegerMatMulOp.bounds`).
+sums in 32, and the addition. Weights of 7 bits are those that the graph clamps so (`codegen.operands.StridedView.bounds`).
 
 vpdpbusd and vpmaddubsw take the same words, and want their left operand without signs. A signed one is moved up by 128 when its words are
 written, and what that adds to a column's sums, 128 times the sum of its weights, is taken off where they start. Sums are exact and do not
@@ -65,12 +65,12 @@ def bf16_dot_product(target: Target) -> DotProduct | None:
 
 
 def integer_dot_product(
-    left: str, right: str, target: Target, *, knows_right: bool, bounds: tuple[int, int] = (-128, 255)
+    left: str, right: str, target: Target, *, knows_right: bool, bounds: tuple[int, int] | None = None
 ) -> DotProduct | None:
     """The processor's dot product of integers of 8 bits, int8 or uint8; None where it has none.
 
     knows_right: the right operand is known ahead of calls, so that what moves a signed left operand can be made up for. bounds: between which
-    the elements of the right operand lie.
+    the elements of the right operand lie, where that is less than their dtype's.
     """
     if target.lanes < 8:
         return None
@@ -79,7 +79,7 @@ def integer_dot_product(
     if right == "int8" and (knows_right or shift == 0):
         if has_vnni:
             return DotProduct("vpdpbusd", 4, "uint8", right, "int32", shift)
-        if are_seven_bits(bounds):
+        if bounds is not None and are_seven_bits(bounds):
             return DotProduct("vpmaddubsw", 4, "uint8", right, "int32", shift)
     return DotProduct("vpmaddwd", 2, "int16", "int16", "int32")
 

@@ -101,7 +101,8 @@ class WordOperands:
         """
         packer, weight = self._packer, strided_view(op.b)
         is_known = weight is not None and weight.is_constant
-        of_bytes = integer_dot_product(op.a.dtype, op.b.dtype, self._target, knows_right=is_known, bounds=op.bounds)
+        bounds = None if weight is None else weight.bounds
+        of_bytes = integer_dot_product(op.a.dtype, op.b.dtype, self._target, knows_right=is_known, bounds=bounds)
         dot = of_bytes or MULTIPLICATION
         packed, tile = self._right(op.b, dot, op.out.shape[2])
         form = packed.shape[0], packed.shape[1] * tile
@@ -152,7 +153,8 @@ class WordOperands:
         if view is not None and view.buffer in self._layouts:
             own = self._layouts[view.buffer]
             view = strided_view(a, own) if isinstance(own, Strided) else None
-        if view is not None and a.dtype == dot.left and view.strides[2] == 1 and view.buffer not in self._images:
+        is_there = view is not None and view.bounds is None and view.buffer not in self._images
+        if view is not None and is_there and a.dtype == dot.left and view.strides[2] == 1:
             places = (a.shape[2], view.offset, *view.strides[:2])
             if all(isinstance(place, int) and place % dot.group == 0 for place in places):
                 if view.buffer not in self._layouts:
@@ -181,7 +183,8 @@ class WordOperands:
         block = output_block(outputs, op.groups, self._target)
         weight = strided_view(op.w)
         is_known = weight is not None and weight.is_constant
-        dot = integer_dot_product(op.x.dtype, op.w.dtype, self._target, knows_right=is_known, bounds=op.bounds)
+        bounds = None if weight is None else weight.bounds
+        dot = integer_dot_product(op.x.dtype, op.w.dtype, self._target, knows_right=is_known, bounds=bounds)
         moved = op.zero + (0 if dot is None else dot.shift)
         if weight is not None and is_known and self._has_tap_words(op, block):
             self._add_taps(op, weight, block, moved)
