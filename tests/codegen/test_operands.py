@@ -71,9 +71,7 @@ def test_clamped_views_of_bytes() -> None:
     packer = OperandPacker()
 
     def packed(low: int) -> Buffer:
-        return packer.pack(
-            clamped(source, low, 64), lambda t: t, lambda value: Map(value.shape, value.dtype, value.at), ()
-        )  # type: ignore[arg-type]
+        return packer.pack(clamped(source, low, 64), torch.clone, lambda v: Map(v.shape, v.dtype, v.at), ())
 
     assert packed(-64) is packed(-64)
     assert packed(-64) is not packed(-63)
