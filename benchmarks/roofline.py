@@ -219,22 +219,22 @@ def _vector_products(instruction: str, threads: int, chains: int) -> _Compiled:
 
 def _tile_products(instruction: str, threads: int) -> _Compiled:
     """Each thread: `_TILE_STEPS` times four tiles of sums, from zero, by two tiles of each operand: as a kernel for AMX has them."""
-    from torch_hybrid_backend.engines.tvm.schedules import amx_tiles
+    from torch_hybrid_backend.engines.tvm.schedules.amx import instructions
 
     def emit(b: Any, arrays: list[Any]) -> Any:
         operands, result = arrays
 
         def thread(t: Index) -> Any:
-            array = amx_tiles.configuration(b)
-            step = [amx_tiles.multiply(instruction, 2 * i + j, 4 + i, 6 + j) for i in (0, 1) for j in (0, 1)]
+            array = instructions.configuration(b)
+            step = [instructions.multiply(instruction, 2 * i + j, 4 + i, 6 + j) for i in (0, 1) for j in (0, 1)]
             return b.seq(
                 b.alloc(array),
-                amx_tiles.configure(b, array),
-                *(amx_tiles.zero(tile) for tile in range(4)),
-                *(amx_tiles.load(b, tile, operands, 0, 64) for tile in range(4, 8)),
+                instructions.configure(b, array),
+                *(instructions.zero(tile) for tile in range(4)),
+                *(instructions.load(b, tile, operands, 0, 64) for tile in range(4, 8)),
                 b.loop(_TILE_STEPS, lambda _: b.seq(*step)),
-                *(amx_tiles.store(b, tile, result, (t * 4 + tile) * 256, 64) for tile in range(4)),
-                amx_tiles.release(),
+                *(instructions.store(b, tile, result, (t * 4 + tile) * 256, 64) for tile in range(4)),
+                instructions.release(),
             )
 
         return b.loop(threads, thread, "parallel")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tvm import tirx
 
-from torch_hybrid_backend.engines.tvm.schedules import amx_tiles
+from torch_hybrid_backend.engines.tvm.schedules.amx import instructions
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tir.builder import Stmt, TirExpr
 
@@ -40,7 +40,7 @@ def emulation() -> ctypes.CDLL:
 
 
 def _emulated(name: str, *operands: TirExpr) -> Stmt:
-    """In place of `amx_tiles.instruction`: a call of the emulation. C's promotions make ints of the numbers of tiles."""
+    """In place of `instructions.instruction`: a call of the emulation. C's promotions make ints of the numbers of tiles."""
     as_c = [
         tirx.IntImm("int32", int(x.value)) if isinstance(x, tirx.IntImm) and str(x.ty) == "int8" else x
         for x in operands
@@ -52,6 +52,6 @@ def _emulated(name: str, *operands: TirExpr) -> Stmt:
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
     """Kernels that the test compiles in this process run on emulated tiles, which they have all released by its end."""
     library = emulation()
-    monkeypatch.setattr(amx_tiles, "instruction", _emulated)
+    monkeypatch.setattr(instructions, "instruction", _emulated)
     yield library
     assert library.configured_threads_now() == 0

@@ -1,124 +1,30 @@
-"""MatMul by AMX: the kernel runs on emulated tiles and is compared with eager in float64, integers exactly; its machine code is looked at."""
+"""MatMul by AMX: the kernel runs on emulated tiles and is compared with eager in float64, integers exactly."""
 
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import itertools
 import math
-import re
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.engines.tvm.amx_for_tests import SAPPHIRE_RAPIDS, emulated
-from tests.engines.tvm.schedule_runner import HOST, compile_kernel, offsets, row_major, run_kernel, to_memory
-from torch_hybrid_backend.codegen.workers.protocol import Job
+from tests.engines.tvm.amx_for_tests import emulated
+from tests.engines.tvm.schedule_runner import run_kernel
+from tests.engines.tvm.schedules.amx.products_for_tests import (
+    TILES_HOST,
+    Shape,
+    compiled,
+    errors,
+    kernel_of,
+    operands_of,
+    run,
+)
 from torch_hybrid_backend.engines.tvm.cpu.amx_formats import FORMATS, LARGEST, SMALLEST
-from torch_hybrid_backend.engines.tvm.cpu.kernels import TileMatMulKernel
 from torch_hybrid_backend.engines.tvm.cpu.packing import pack_tiles
 from torch_hybrid_backend.engines.tvm.schedules.matmul.amx import emit
-from torch_hybrid_backend.engines.tvm.target import Target
-from torch_hybrid_backend.engines.tvm.tir import compiler
-from torch_hybrid_backend.engines.tvm.tir.emit import emit_kernel
-from torch_hybrid_backend.loops import ops
-from torch_hybrid_backend.loops.index import LoopVar, index_of
-from torch_hybrid_backend.loops.ir import Buffer, Expr, Load, compute_dtype
-from torch_hybrid_backend.loops.kernels import Argument, Store
-from torch_hybrid_backend.loops.layout import Blocked, Layout, Strided, contiguous
 
 __all__ = ["emulated"]  # the fixture
-
-# This machine, with the vectors and the caches of a processor that has AMX.
-_HOST = dataclasses.replace(HOST, lanes=16, cores=2, l1_bytes=48 << 10, l2_bytes=2 << 20)
-# Small caches and many cores: more, smaller tasks.
-_NARROW = dataclasses.replace(_HOST, cores=5, l2_bytes=256 << 10)
-
-Shape = tuple[int, int, int, int]
-
-
-def kernel_of(
-    shape: Shape, name: str, *, batched: bool = False, a_layout: Layout | None = None, out_layout: Layout | None = None
-) -> TileMatMulKernel:
-    """out = relu(a @ b + residual) for (batch, m, k, n); int32 for integers, without ReLU; reads a, packed, residual."""
-    batch, m, k, n = shape
-    form = FORMATS[name]
-    a_dtype, result = form.operand, form.sums
-    a, residual, out = (
-        Buffer(size, dtype, stem)
-        for size, dtype, stem in [
-            ((batch, m, k), a_dtype, "a"),
-            ((batch, m, n), result, "residual"),
-            ((batch, m, n), result, "out"),
-        ]
-    )
-    packed = Buffer(form.packed_shape(batch if batched else 1, k, n), form.dtype, "packed")
-    accumulator = Buffer((batch, m, n), form.sums, "acc")
-    domain, depth = (LoopVar("b", batch), LoopVar("m", m), LoopVar("n", n)), LoopVar("k", k)
-    point = tuple(map(index_of, domain))
-    value = ops.add(accumulator.at(point), residual.at(point))
-    if result == "float32":
-        value = ops.call("max", value, ops.const(0, result))
-    return TileMatMulKernel(
-        (Argument(a, a_layout or contiguous(a.shape)), row_major(packed), row_major(residual)),
-        (Argument(out, out_layout or contiguous(out.shape)),),
-        domain,
-        depth,
-        Load(compute_dtype(a_dtype), a, (*point[:2], index_of(depth))),
-        packed,
-        name,
-        batched,
-        accumulator,
-        (Store(out, point, value),),
-    )
-
-
-def operands_of(shape: Shape, name: str, batched: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """a (batch, m, k) and b (batch or 1, k, n), integers of all values."""
-    batch, m, k, n = shape
-    form = FORMATS[name]
-    sizes = (batch, m, k), (batch if batched else 1, k, n)
-    torch.manual_seed(0)
-    if form.sums == "int32":
-        low = {"int8": -128, "uint8": 0}
-        a, b = (
-            torch.randint(low[dtype], low[dtype] + 256, size).to(getattr(torch, dtype))
-            for size, dtype in zip(sizes, (form.operand, form.dtype), strict=True)
-        )
-        return a, b
-    dtype = getattr(torch, form.operand)
-    return torch.randn(sizes[0]).to(dtype), torch.randn(sizes[1]).to(dtype)
-
-
-Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-def compiled(kernel: TileMatMulKernel, target: Target = _HOST) -> Product:
-    """The kernel as a function of a and b, without the residual: what is added is zero, and nothing is cut off."""
-    (out,), point = kernel.writes, tuple(map(index_of, kernel.domain))
-    plain = dataclasses.replace(kernel, stores=(Store(out.buffer, point, kernel.accumulator.at(point)),))
-    read_a, _, residual = kernel.reads
-    function = compile_kernel(plain, emit, target)["kernel"]
-
-    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        zeros = torch.zeros(residual.span, dtype=getattr(torch, residual.buffer.dtype))
-        got = torch.full((out.span,), 77, dtype=getattr(torch, out.buffer.dtype))
-        function(to_memory(a, read_a.layout), pack_tiles(b, FORMATS[kernel.format]), zeros, got)
-        return got[offsets(out.buffer.shape, out.layout)]
-
-    return product
-
-
-def run(kernel: TileMatMulKernel, a: torch.Tensor, b: torch.Tensor, target: Target = _HOST) -> torch.Tensor:
-    """`compiled`, once."""
-    return compiled(kernel, target)(a, b)
-
-
-def errors(got: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Each element's error over |A| |B|, which is what a rounding of each product costs."""
-    return (got.double() - a.double() @ b.double()).abs() / (a.double().abs() @ b.double().abs())
 
 
 def _bound(name: str) -> float:
@@ -151,24 +57,14 @@ def test_matches_eager(emulated: ctypes.CDLL, shape: Shape, name: str) -> None:
     before = emulated.products_so_far()
     inputs = {read_a: a, packed: pack_tiles(b, FORMATS[name])}
     if FORMATS[name].sums == "int32":
-        (got,) = run_kernel(kernel, emit, {**inputs, read_residual: residual.int()}, _HOST)
+        (got,) = run_kernel(kernel, emit, {**inputs, read_residual: residual.int()}, TILES_HOST)
         assert torch.equal(got.long(), a.long() @ b.long() + residual)
     else:
-        (got,) = run_kernel(kernel, emit, {**inputs, read_residual: residual.float()}, _HOST)
+        (got,) = run_kernel(kernel, emit, {**inputs, read_residual: residual.float()}, TILES_HOST)
         want = torch.relu(a.double() @ b.double() + residual)
         scale = a.double().abs() @ b.double().abs() + residual.abs()
         assert ((got.double() - want).abs() <= _bound(name) * scale).all()
     assert emulated.products_so_far() > before
-
-
-def test_small_tasks(emulated: ctypes.CDLL) -> None:
-    """More blocks of rows than caches hold at once, shared among more cores, a B for each batch, by several of the schedule's ways."""
-    shape = (2, 200, 70, 150)
-    a, b = operands_of(shape, "float32", batched=True)
-    for rank in (0, 3):
-        kernel = dataclasses.replace(kernel_of(shape, "float32", batched=True), schedule_rank=rank)
-
-        assert errors(run(kernel, a, b, _NARROW), a, b).max() < 3e-7
 
 
 def test_float32_is_no_less_exact_than_eager(emulated: ctypes.CDLL) -> None:
@@ -265,111 +161,3 @@ def test_long_integer_products(emulated: ctypes.CDLL, name: str) -> None:
     assert torch.equal(got, want.to(torch.int32))
     assert (want == got).sum() > want.numel() - 40
     assert (want.abs().max() > 2**31) == (name == "uint8")
-
-
-@pytest.mark.parametrize("layout", [Strided((13 * 40, 1, 13)), Blocked(16)])
-def test_any_layout(emulated: ctypes.CDLL, layout: Layout) -> None:
-    """The stores go where the layout says, and A is read where its layout says."""
-    shape = (1, 13, 40, 40)
-    a, b = operands_of(shape, "float32")
-    kernel = kernel_of(shape, "float32", a_layout=layout, out_layout=layout)
-    assert errors(run(kernel, a, b), a, b).max() < 3e-7
-
-
-def test_operands_that_are_computed(emulated: ctypes.CDLL) -> None:
-    """An expression for A, as fusion leaves it, is computed while A is copied: in bfloat16 it is rounded then."""
-    shape = (1, 20, 48, 40)
-    kernel = kernel_of(shape, "bfloat16")
-    kernel = dataclasses.replace(kernel, a=ops.mul(kernel.a, ops.const(1.1, "float32")))
-    a, b = operands_of(shape, "bfloat16")
-    rounded = (a.float() * 1.1).bfloat16()
-    assert errors(run(kernel, a, b), rounded, b).max() < 3e-7
-
-
-def test_the_library_needs_nothing_else(tmp_path: Path) -> None:
-    """What a compiler process makes of the kernel is linked to nothing but the C library: intrinsics have all become instructions."""
-    library = tmp_path / "tiles.so"
-    kernel = kernel_of((1, 64, 64, 64), "float32")
-    compiler.compile_kernel(Job("key", "kernel_tiles", kernel, SAPPHIRE_RAPIDS, str(library), assembly=True))
-    assert library.exists()
-    assert "\ttdpbf16ps\t" in library.with_suffix(".s").read_text()
-
-
-def _loops(assembly: str) -> list[str]:
-    """The innermost loops of x86 assembly."""
-    labels = re.split(r"^(\.L\w+):", assembly, flags=re.MULTILINE)
-    found = []
-    for label, body in zip(labels[1::2], labels[2::2], strict=True):
-        end = re.search(rf"\tj\w+\s+{re.escape(label)}$", body, flags=re.MULTILINE)
-        if end is not None:
-            found.append(body[: end.start()])
-    return found
-
-
-@pytest.mark.parametrize(
-    ("mcpu", "name"),
-    [
-        *[("sapphirerapids", name) for name in FORMATS if name != "float16"],
-        ("graniterapids", "float16"),  # has AMX-FP16
-        *[pytest.param("graniterapids", name, marks=pytest.mark.full) for name in FORMATS if name != "float16"],
-    ],
-)
-def test_machine_code(mcpu: str, name: str) -> None:
-    """Tiles are multiplied in a loop that touches no vector, and nothing of the stack but addresses; they are configured and released once,
-    memory is taken before."""
-    form = FORMATS[name]
-    target = dataclasses.replace(SAPPHIRE_RAPIDS, mcpu=mcpu)
-    assembly = compile_kernel(kernel_of((1, 512, 1536, 256), name), emit, target).inspect_source("asm")
-    assert assembly.count("\tldtilecfg\t") == assembly.count("\ttilerelease") == 1
-    configured, released = assembly.index("\tldtilecfg\t"), assembly.index("\ttilerelease")
-    tiles = re.findall(r"\t(tileload\w*|tilestored|tilezero|tdp\w+)\t", assembly)
-    assert {form.instruction, "tilestored"} <= set(tiles)
-    assert all(configured < place.start() < released for place in re.finditer(r"\ttdp\w+\t", assembly))
-    assert "BackendAllocWorkspace" not in assembly[configured:released]
-    assert "\tret" not in assembly[configured:released]
-    products = [loop for loop in _loops(assembly) if f"\t{form.instruction}\t" in loop]
-    assert products
-    for loop in products:
-        assert "mm" not in re.sub(r"%tmm\d", "", loop), loop  # vectors
-        assert all(line.startswith("\tmovq\t") for line in loop.splitlines() if "%rsp" in line), loop
-        assert "prefetch" in loop or name == "float32"
-    if form.splits:
-        splits = [loop for loop in _loops(assembly) if "vpmovdw" in loop]
-        assert splits
-        for loop in splits:
-            assert "vpminud" in loop
-            assert "%rsp" not in loop, loop
-
-
-def test_what_depends_on_the_column_is_computed_once_unless_behind_a_guard(emulated: ctypes.CDLL) -> None:
-    """A bias and a scale are read for a panel of rows; what is read in some columns only is not read in the others, where nothing lies."""
-    shape = (1, 40, 32, 70)
-    a, b = operands_of(shape, "bfloat16")
-    kernel = kernel_of(shape, "bfloat16")
-    point, column = tuple(map(index_of, kernel.domain)), index_of(kernel.domain[2])
-    bias, tail = Buffer((70,), "float32", "bias"), Buffer((6,), "float32", "tail")
-    sums = kernel.accumulator.at(point)
-    scaled = ops.mul(sums, ops.call("exp", bias.at((column,))))
-    behind = ops.guard(ops.index_in(column, 64, 70), ops.add(scaled, tail.at((column - 64,))), scaled)
-    (out,) = kernel.writes
-    read_a, packed, _ = kernel.reads
-    inputs = {
-        read_a.buffer: a,
-        packed.buffer: pack_tiles(b, FORMATS["bfloat16"]),
-        bias: torch.randn(70),
-        tail: torch.randn(6),
-    }
-    want = a.double() @ b.double() * inputs[bias].double().exp()
-
-    def changed(value: Expr, *reads: Buffer) -> TileMatMulKernel:
-        arguments = (read_a, packed, *map(row_major, reads))
-        return dataclasses.replace(kernel, reads=arguments, stores=(Store(out.buffer, point, value),))
-
-    (got,) = run_kernel(changed(scaled, bias), emit, {k: v for k, v in inputs.items() if k is not tail}, _HOST)
-    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-3)
-    guarded = changed(behind, bias, tail)
-    (got,) = run_kernel(guarded, emit, inputs, _HOST)
-    want[..., 64:] += inputs[tail].double()
-    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-3)
-    assert "of_columns" in emit_kernel(changed(scaled, bias), "k", _HOST).script()
-    assert "of_columns" not in emit_kernel(guarded, "k", _HOST).script()

@@ -5,7 +5,7 @@ Pattern: a `WordAttentionKernel` with a format. Operands lie as they do for dot 
 2. Values: weights of 32 queries and 32 keys by 32 columns, a step for each panel, so that sums stay in registers for all panels of a block.
 Tiles reach vectors through memory only, and the first-level cache holds scores for the softmax anyway. Rows beyond the last query are
 computed of what is there, and never read. Elements beyond a head's last, and keys beyond the last, are zeros.
-Sources: as `schedules/matmul/amx.py`.
+Sources: as `schedules/amx`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch_hybrid_backend.engines.tvm.cpu.amx_formats import FORMATS, PANEL
 from torch_hybrid_backend.engines.tvm.cpu.kernels import WordAttentionKernel
-from torch_hybrid_backend.engines.tvm.schedules import amx_tiles
+from torch_hybrid_backend.engines.tvm.schedules.amx import instructions
 from torch_hybrid_backend.engines.tvm.schedules.attention.words import WordAttention
 from torch_hybrid_backend.engines.tvm.schedules.registers import zero
 from torch_hybrid_backend.engines.tvm.target import Target
@@ -57,7 +57,7 @@ class TileAttention(WordAttention):
         self.of_k = _Operand(self.packed_k, self.panel, key_rows * self.panel)
         self.of_weights = _Operand(self.weights, self.stride, self.tallest * self.stride)
         self.of_v = _Operand(self.packed_v, self.padded, pairs * self.padded)
-        self.configuration = amx_tiles.configuration(builder)
+        self.configuration = instructions.configuration(builder)
 
     def _most_rows(self) -> int:
         return PANEL
@@ -82,10 +82,10 @@ class TileAttention(WordAttention):
         return (*super()._buffers(), self.configuration)
 
     def _pack(self, batch: Index, head: Index) -> Stmt | None:
-        return self.builder.seq(amx_tiles.configure(self.builder, self.configuration), super()._pack(batch, head))
+        return self.builder.seq(instructions.configure(self.builder, self.configuration), super()._pack(batch, head))
 
     def _end(self) -> Stmt | None:
-        return amx_tiles.release()
+        return instructions.release()
 
     def pack_k(self, batch: Index, head: Index) -> Stmt:
         used, held = known_int(self.depth) // self.group, known_int(self.key_rows)
@@ -107,7 +107,7 @@ class TileAttention(WordAttention):
     def _products(self, rows: int, panel: Index, column: Index, keys: Dim) -> Stmt:
         b, held = self.builder, known_int(self.key_rows)
         sums = _Sums(self._held(rows) // _ROWS, self.vectors_of(keys))
-        statements = sums.each(lambda tile, i, j: amx_tiles.zero(tile))
+        statements = sums.each(lambda tile, i, j: instructions.zero(tile))
 
         def step(s: Index) -> Stmt:
             k = panel * (self.form.parts * self.of_k.part) + s * (_ROWS * self.panel)
@@ -132,8 +132,8 @@ class TileAttention(WordAttention):
 
             def begin(tile: int, i: int, j: int) -> Stmt:
                 if not self.is_online:
-                    return amx_tiles.zero(tile)
-                return amx_tiles.load(b, tile, self.out, start + (i * width + j) * _ROWS, width * 4)
+                    return instructions.zero(tile)
+                return instructions.load(b, tile, self.out, start + (i * width + j) * _ROWS, width * 4)
 
             stores = sums.each(lambda tile, i, j: self._store(tile, self.out, start, i, j, width))
             return b.seq(*sums.each(begin), each_panel(add), *stores)
@@ -142,7 +142,7 @@ class TileAttention(WordAttention):
 
     def _store(self, tile: int, array: TirBuffer, start: Index, i: int, j: int, stride: int) -> Stmt:
         """A tile of sums as rows of an array of float32."""
-        return amx_tiles.store(self.builder, tile, array, start + (i * stride + j) * _ROWS, stride * 4)
+        return instructions.store(self.builder, tile, array, start + (i * stride + j) * _ROWS, stride * 4)
 
     def _multiply(
         self,
@@ -160,13 +160,13 @@ class TileAttention(WordAttention):
             if pair[0] != held[0]:
                 at = row + pair[0] * left.part
                 tiles = [(4 + i, at + i * _ROWS * left.row) for i in range(sums.rows)]
-                statements += [amx_tiles.load(b, tile, left.array, place, left.row * 2) for tile, place in tiles]
+                statements += [instructions.load(b, tile, left.array, place, left.row * 2) for tile, place in tiles]
             if pair[1] != held[1]:
                 at = words + pair[1] * right.part
                 tiles = [(6 + j, at + j * _ROWS) for j in range(sums.columns)]
-                statements += [amx_tiles.load(b, tile, right.array, place, right.row * 4) for tile, place in tiles]
+                statements += [instructions.load(b, tile, right.array, place, right.row * 4) for tile, place in tiles]
             held = pair
-            statements += sums.each(lambda tile, i, j: amx_tiles.multiply(name, tile, 4 + i, 6 + j))
+            statements += sums.each(lambda tile, i, j: instructions.multiply(name, tile, 4 + i, 6 + j))
         return b.seq(*statements)
 
 

@@ -1,19 +1,19 @@
 """Matmul with a quantised weight by AMX: C[m, n] = sum over k of A[m, k] * (Q[k, n] - zero[g, n]) * scale[g, n], g = k // group.
 
-Pattern: a `TileDequantizedMatMulKernel`. Beside the steps of `amx`: before a task multiplies a panel of columns, it unpacks that panel's part
-of k to tiles, which stay in the first-level cache while the panels of rows go by.
+Pattern: a `TileDequantizedMatMulKernel`. Beside the steps of `schedules/amx`: before a task multiplies a panel of columns, it unpacks that
+panel's part of k to tiles, which stay in the first-level cache while the panels of rows go by.
 
 Activations of bfloat16 are multiplied by the weight dequantised and rounded to bfloat16, as the graph has it. For others the weight's
 integers, which are exact in bfloat16, are one part, where a float32 weight has three: three products of parts instead of six. (A is split as
-in `amx`; rows that cannot be are multiplied by vectors.) A group's products start at zero; its sums go from the tiles to memory, and from
-there, times the group's scales, to those of the groups before, in vectors, while tiles multiply the next group: 64 of them for 12 instructions
-of tiles in a group of 32. Zero points are taken off behind the products: zero * (sum of a row of A), for they need be no integers. Those sums
-of rows are a product of tiles, too, by ones.
+in `schedules/amx`; rows that cannot be are multiplied by vectors.) A group's products start at zero; its sums go from the tiles to memory,
+and from there, times the group's scales, to those of the groups before, in vectors, while tiles multiply the next group: 64 of them for 12
+instructions of tiles in a group of 32. Zero points are taken off behind the products: zero * (sum of a row of A), for they need be no
+integers. Those sums of rows are a product of tiles, too, by ones.
 
 Integers of 4 bits, two neighbours along k of 16 columns, become bfloat16 by a few shifts and one permutation (vpermw), which looks them up by
 the lowest bits of 16; elsewhere they are converted to float32, whose upper halves are put together.
 
-Sources: as `amx`; Frantar et al., "GPTQ", 2022 (scales of groups).
+Sources: as `schedules/amx`; Frantar et al., "GPTQ", 2022 (scales of groups).
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from tvm import tirx
 from torch_hybrid_backend.engines.tvm.cpu.amx_formats import FORMATS, PANEL
 from torch_hybrid_backend.engines.tvm.cpu.kernels import TileDequantizedMatMulKernel
 from torch_hybrid_backend.engines.tvm.cpu.tiles import nibble_place
-from torch_hybrid_backend.engines.tvm.schedules import amx_tiles
-from torch_hybrid_backend.engines.tvm.schedules.matmul.amx import Part, TileMatMul, spread
+from torch_hybrid_backend.engines.tvm.schedules.amx import instructions
+from torch_hybrid_backend.engines.tvm.schedules.amx.blocks import LANES, Part
+from torch_hybrid_backend.engines.tvm.schedules.amx.product import spread
+from torch_hybrid_backend.engines.tvm.schedules.matmul.amx import TileMatMul
 from torch_hybrid_backend.engines.tvm.schedules.matmul.quantized_weight import QuantizedWeight
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirBuffer, TirExpr
@@ -35,9 +37,8 @@ from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.engines.tvm.tir.storage import narrow
 from torch_hybrid_backend.loops.index import Index, as_index
 
-_LANES = 16
 # Words of 32 bits in a tile: two integers along k of one column each.
-_TILE_WORDS = _LANES * _LANES
+_TILE_WORDS = LANES * LANES
 # Steps of a part of k: what is unpacked, 2 KiB a step, leaves the first-level cache room for sums. Of bfloat16, whose tiles of A pass it in a
 # third of the time, fewer are faster.
 _MOST_STEPS, _ROUNDED_STEPS = 12, 8
@@ -56,7 +57,7 @@ class _UnpackedWeight(TileMatMul):
     """The emission of one kernel: what unpacks its weight to tiles."""
 
     def __init__(self, kernel: TileDequantizedMatMulKernel, builder: Builder, printer: Printer, target: Target) -> None:
-        self.weight = QuantizedWeight(kernel, builder, printer, _LANES)
+        self.weight = QuantizedWeight(kernel, builder, printer, LANES)
         super().__init__(kernel, FORMATS[kernel.format].by_integers, builder, printer, target)
         self.unpacked = builder.local(self.part_steps * 2 * _TILE_WORDS, "int32", "unpacked")
 
@@ -75,7 +76,7 @@ class _UnpackedWeight(TileMatMul):
         b, weight = self.builder, self.weight
         unit = max(2, weight.per_word)  # elements of k that are unpacked together
         whole, left = divmod(part.elements, unit)
-        behind = part.steps * _LANES - (whole + (left > 0)) * (unit // 2)
+        behind = part.steps * LANES - (whole + (left > 0)) * (unit // 2)
 
         def unpack(number: Index, count: int) -> Stmt:
             return self._unpack(panel, part.start * self.form.depth + number * unit, number * (unit // 2), count)
@@ -92,16 +93,16 @@ class _UnpackedWeight(TileMatMul):
         return b.seq(
             b.loop(whole, words, name="word") if whole else None,
             unpack(as_index(whole), left) if left else None,
-            b.loop(behind, lambda i: zero(i + (part.steps * _LANES - behind)), name="line") if behind else None,
+            b.loop(behind, lambda i: zero(i + (part.steps * LANES - behind)), name="line") if behind else None,
         )
 
     def _line_at(self, line: Index, j: int) -> Index:
         """Where a line of a tile is: two elements along k of 16 columns, the `j`-th ones of a panel."""
-        return (line // _LANES * 2 + j) * _TILE_WORDS + line % _LANES * _LANES
+        return (line // LANES * 2 + j) * _TILE_WORDS + line % LANES * LANES
 
     def _put(self, line: Index, j: int, value: Callable[[Index], TirExpr]) -> Stmt:
         at = self._line_at(line, j)
-        return self.printer.vector_loop(_LANES, lambda lane: self.builder.store(self.unpacked, at + lane, value(lane)))
+        return self.printer.vector_loop(LANES, lambda lane: self.builder.store(self.unpacked, at + lane, value(lane)))
 
     def _integer(self, panel: Index, k: Index, j: int, column: Index) -> TirExpr:
         """Element `k` + `j` of a column, `k` the first of a word, as `QuantizedWeight.integer`."""
@@ -127,18 +128,18 @@ class _RoundedWeight(_UnpackedWeight):
     def _unpack(self, panel: Index, k: Index, line: Index, count: int) -> Stmt:
         b = self.builder
         group = k // self.weight.group if self.weight.groups > 1 else as_index(0)
-        first, second = (b.local(_LANES, "float32", name) for name in ("first", "second"))
+        first, second = (b.local(LANES, "float32", name) for name in ("first", "second"))
 
         def number(array: TirBuffer, i: int, j: int) -> Stmt:
             def of(lane: Index) -> Stmt:
-                column = lane + j * _LANES
+                column = lane + j * LANES
                 value = self.weight.moved(self._integer(panel, k, i, column), panel, group, column)
                 scale = self.weight.of_group(panel, group, column, zero=False)
                 return b.store(array, lane, value * (scale * tirx.const(1 / self.weight.unit, "float32")))
 
             if i >= count:
-                return self.printer.vector_loop(_LANES, lambda lane: b.store(array, lane, tirx.const(0, "float32")))
-            return self.printer.vector_loop(_LANES, of)
+                return self.printer.vector_loop(LANES, lambda lane: b.store(array, lane, tirx.const(0, "float32")))
+            return self.printer.vector_loop(LANES, of)
 
         def pair(i: int, j: int) -> Stmt:
             return b.seq(
@@ -152,8 +153,8 @@ class _RoundedWeight(_UnpackedWeight):
         """Two vectors of float32 as a line of a tile."""
         b = self.builder
         if "avx512_bf16" in self.target.features:
-            pairs = rounded_pairs(b, *(b.load_vector(array, 0, _LANES) for array in (first, second)))
-            return b.store_vector(self.unpacked, self._line_at(line, j), pairs, _LANES)
+            pairs = rounded_pairs(b, *(b.load_vector(array, 0, LANES) for array in (first, second)))
+            return b.store_vector(self.unpacked, self._line_at(line, j), pairs, LANES)
 
         def pair(lane: Index) -> TirExpr:
             low, high = (tirx.Cast("int32", narrow(b.load(array, lane), "bfloat16")) for array in (first, second))
@@ -172,7 +173,7 @@ class _IntegerWeight(_UnpackedWeight):
         self.looks_up = kernel.bits == 4 and "avx512bw" in target.features
         # Sums of rows of A: of every group of a part, panel of rows and row, the same in every lane.
         groups = self.part_steps // self.group_steps
-        self.row_sums = builder.local(groups * self.block * PANEL * _LANES, "float32", "row_sums")
+        self.row_sums = builder.local(groups * self.block * PANEL * LANES, "float32", "row_sums")
         self.ones = builder.local(_TILE_WORDS, "int32", "ones")
 
     def _group_steps(self) -> int:
@@ -204,9 +205,9 @@ class _IntegerWeight(_UnpackedWeight):
             return None
         one = tirx.IntImm("int32", _ONE)
         return self.builder.loop(
-            _LANES,
+            LANES,
             lambda i: self.printer.vector_loop(
-                _LANES, lambda lane: self.builder.store(self.ones, i * _LANES + lane, one)
+                LANES, lambda lane: self.builder.store(self.ones, i * LANES + lane, one)
             ),
             name="line",
         )
@@ -216,7 +217,7 @@ class _IntegerWeight(_UnpackedWeight):
     def _copies(self, batch: Index, row: Index, part: Part) -> Stmt | None:
         if not self.has_zeros:
             return super()._copies(batch, row, part)
-        ones = amx_tiles.load(self.builder, 6, self.ones, 0, 4 * _LANES)
+        ones = instructions.load(self.builder, 6, self.ones, 0, 4 * LANES)
         count, steps = self._groups_of(part)
         sums = self._each_row(
             row, lambda r: self.builder.loop(count, lambda g: self._row_sums(r, part, g, steps), name="group")
@@ -235,15 +236,15 @@ class _IntegerWeight(_UnpackedWeight):
             products = []
             for number in reversed(range(self.form.parts)):
                 products += self._a_loads(r, part, group * self.group_steps + s, number, 2)
-                products += [amx_tiles.multiply(self.form.instruction, i, 4 + i, 6) for i in (0, 1)]
+                products += [instructions.multiply(self.form.instruction, i, 4 + i, 6) for i in (0, 1)]
             return b.seq(*products)
 
         at = self._row_sums_at(r, group)
-        stores = [amx_tiles.store(b, i, self.row_sums, at + i * _TILE_WORDS, 4 * _LANES) for i in (0, 1)]
-        return b.seq(amx_tiles.zero(0), amx_tiles.zero(1), b.loop(steps, step, name="step"), *stores)
+        stores = [instructions.store(b, i, self.row_sums, at + i * _TILE_WORDS, 4 * LANES) for i in (0, 1)]
+        return b.seq(instructions.zero(0), instructions.zero(1), b.loop(steps, step, name="step"), *stores)
 
     def _row_sums_at(self, r: Index, group: Index) -> Index:
-        return (group * self.block + r) * (PANEL * _LANES)
+        return (group * self.block + r) * (PANEL * LANES)
 
     # B.
 
@@ -258,7 +259,7 @@ class _IntegerWeight(_UnpackedWeight):
 
         def pair(i: int, j: int) -> Stmt:
             def of(lane: Index) -> TirExpr:
-                column = lane + j * _LANES
+                column = lane + j * LANES
                 both = tirx.shift_right(bits(2 * i, column), tirx.IntImm("uint32", 16))
                 if 2 * i + 1 < count:
                     second = tirx.bitwise_and(bits(2 * i + 1, column), tirx.IntImm("uint32", 0xFFFF0000))
@@ -275,25 +276,25 @@ class _IntegerWeight(_UnpackedWeight):
         A pair's first nibble and its second one, two places further up, are moved to the lowest bits of the halves of a word.
         """
         b = self.builder
-        words = tirx.Var(b.fresh("words"), f"int32x{_LANES}")
+        words = tirx.Var(b.fresh("words"), f"int32x{LANES}")
 
         def moved(by: int) -> TirExpr:
             """The words moved down by so many nibbles, or up."""
             if by == 0:
                 return words
             shift = tirx.shift_right if by > 0 else tirx.shift_left
-            return shift(words, tirx.Broadcast(tirx.IntImm("int32", 4 * abs(by)), _LANES))
+            return shift(words, tirx.Broadcast(tirx.IntImm("int32", 4 * abs(by)), LANES))
 
         def half(value: TirExpr, mask: int) -> TirExpr:
-            return tirx.bitwise_and(value, tirx.Broadcast(tirx.IntImm("int32", mask), _LANES))
+            return tirx.bitwise_and(value, tirx.Broadcast(tirx.IntImm("int32", mask), LANES))
 
         def pair(i: int) -> Stmt:
             low = nibble_place(2 * i)
             # Bits that are not looked at may be any.
             both = tirx.bitwise_or(half(moved(low), 0xFFFF), half(moved(nibble_place(2 * i + 1) - 4), -0x10000))
-            return b.store_vector(self.unpacked, self._line_at(line + i, j), bf16_of_nibbles(b, both), _LANES)
+            return b.store_vector(self.unpacked, self._line_at(line + i, j), bf16_of_nibbles(b, both), LANES)
 
-        load = b.load_vector(self.weight.array, word + j * _LANES, _LANES)
+        load = b.load_vector(self.weight.array, word + j * LANES, LANES)
         return b.seq(tirx.stmt.Bind(words, load), *[pair(i) for i in range(4)])
 
     def _numbers(self, panel: Index, part: Part, is_plain: bool) -> Stmt:
@@ -301,10 +302,10 @@ class _IntegerWeight(_UnpackedWeight):
 
         def line(position: tuple[Index, ...]) -> Stmt:
             s, j, i = position
-            at, to = s * (2 * _TILE_WORDS) + j * _TILE_WORDS + i * _LANES, (s * _LANES + i) * 2 * PANEL + j * _LANES
+            at, to = s * (2 * _TILE_WORDS) + j * _TILE_WORDS + i * LANES, (s * LANES + i) * 2 * PANEL + j * LANES
 
             def of(lane: Index) -> Stmt:
-                word, column = tirx.reinterpret("uint32", b.load(self.unpacked, at + lane)), j * _LANES + lane
+                word, column = tirx.reinterpret("uint32", b.load(self.unpacked, at + lane)), j * LANES + lane
                 halves = (
                     tirx.shift_left(word, tirx.IntImm("uint32", 16)),
                     tirx.bitwise_and(word, tirx.IntImm("uint32", 0xFFFF0000)),
@@ -315,12 +316,12 @@ class _IntegerWeight(_UnpackedWeight):
                     if self.has_zeros:
                         number = number - self._zero(panel, group, column)
                     scale = self._scale(panel, group, column)
-                    stores.append(b.store(self.b_numbers, to + odd * PANEL + lane, number * scale))
+                    stores.append(b.store(self.exact.b, to + odd * PANEL + lane, number * scale))
                 return b.seq(*stores)
 
-            return self.printer.vector_loop(_LANES, of)
+            return self.printer.vector_loop(LANES, of)
 
-        return b.nest((part.steps, 2, _LANES), line, name="k")
+        return b.nest((part.steps, 2, LANES), line, name="k")
 
     def _number(self, part: Part, group: Index) -> Index:
         """The number of a group of a part of k."""
@@ -336,8 +337,8 @@ class _IntegerWeight(_UnpackedWeight):
         The sums of a group are added while tiles multiply the first step of the next one.
         """
         b, sums = self.builder, self._sums_at(r, c)
-        tiles = {2 * i + j: (i * PANEL + j) * _LANES for i in range(row_tiles) for j in (0, 1)}
-        lines, (count, steps) = row_tiles * _LANES, self._groups_of(part)
+        tiles = {2 * i + j: (i * PANEL + j) * LANES for i in range(row_tiles) for j in (0, 1)}
+        lines, (count, steps) = row_tiles * LANES, self._groups_of(part)
 
         def added(group: Index) -> tuple[Stmt, Callable[[Index], Stmt]]:
             return self._added(r, panel, sums, part, group)
@@ -347,10 +348,10 @@ class _IntegerWeight(_UnpackedWeight):
                 return self._step(r, panel, part, group * self.group_steps + s, row_tiles)
 
             return b.seq(
-                *map(amx_tiles.zero, tiles),
+                *map(instructions.zero, tiles),
                 *spread(step(as_index(0)), beside),
                 b.loop(steps - 1, lambda s: b.seq(*step(s + 1)), name="step") if steps > 1 else None,
-                *[amx_tiles.store(b, tile, self.near, at, 4 * PANEL) for tile, at in tiles.items()],
+                *[instructions.store(b, tile, self.near, at, 4 * PANEL) for tile, at in tiles.items()],
             )
 
         def group(before: Index) -> Stmt:
@@ -359,7 +360,7 @@ class _IntegerWeight(_UnpackedWeight):
 
         def zero(i: Index) -> Stmt:
             nothing = tirx.const(0, "float32")
-            return self.printer.vector_loop(_LANES, lambda lane: b.store(self.sums, sums + i * _LANES + lane, nothing))
+            return self.printer.vector_loop(LANES, lambda lane: b.store(self.sums, sums + i * LANES + lane, nothing))
 
         begin, add = added(as_index(count - 1))
         return b.seq(
@@ -380,8 +381,8 @@ class _IntegerWeight(_UnpackedWeight):
 
         def each(of: Callable[[Index], Stmt]) -> Stmt:
             """`of(column)` for a panel's columns."""
-            first = self.printer.vector_loop(_LANES, of)
-            return b.seq(first, self.printer.vector_loop(_LANES, lambda lane: of(lane + _LANES)))
+            first = self.printer.vector_loop(LANES, of)
+            return b.seq(first, self.printer.vector_loop(LANES, lambda lane: of(lane + LANES)))
 
         def keep(column: Index) -> Stmt:
             scales = b.store(scale, column, self._scale(panel, number, column))
@@ -393,7 +394,7 @@ class _IntegerWeight(_UnpackedWeight):
             def add(column: Index) -> Stmt:
                 value = b.load(self.near, i * PANEL + column)
                 if self.has_zeros:
-                    of_row = b.load(self.row_sums, self._row_sums_at(r, group) + i * _LANES + column % _LANES)
+                    of_row = b.load(self.row_sums, self._row_sums_at(r, group) + i * LANES + column % LANES)
                     value = value - of_row * b.load(zero, column)
                 at = sums + i * PANEL + column
                 return b.store(self.sums, at, b.load(self.sums, at) + value * b.load(scale, column))

@@ -9,7 +9,7 @@ import torch
 
 from tests.engines.tvm.amx_for_tests import SAPPHIRE_RAPIDS, emulated
 from tests.engines.tvm.schedule_runner import run_body
-from torch_hybrid_backend.engines.tvm.schedules import amx_tiles
+from torch_hybrid_backend.engines.tvm.schedules.amx import instructions
 from torch_hybrid_backend.engines.tvm.target import tvm_target
 from torch_hybrid_backend.engines.tvm.tir.builder import Builder, argument, prim_func
 from torch_hybrid_backend.engines.tvm.tir.pipeline import build
@@ -19,17 +19,17 @@ __all__ = ["emulated"]  # the fixture
 
 def one_product(b: Builder, left: Any, right: Any, sums: Any, name: str = "tdpbf16ps") -> Any:
     """sums (16, 16) += left (16, 32) @ right, of pairs of k; what was there is 64 bytes a row."""
-    array = amx_tiles.configuration(b)
+    array = instructions.configuration(b)
     return b.seq(
         b.alloc(array),
-        amx_tiles.configure(b, array),
-        amx_tiles.load(b, 0, sums, 0, 64),
-        amx_tiles.load(b, 4, left, 0, 64),
-        amx_tiles.zero(6),
-        amx_tiles.load(b, 6, right, 0, 64),
-        amx_tiles.multiply(name, 0, 4, 6),
-        amx_tiles.store(b, 0, sums, 0, 64),
-        amx_tiles.release(),
+        instructions.configure(b, array),
+        instructions.load(b, 0, sums, 0, 64),
+        instructions.load(b, 4, left, 0, 64),
+        instructions.zero(6),
+        instructions.load(b, 6, right, 0, 64),
+        instructions.multiply(name, 0, 4, 6),
+        instructions.store(b, 0, sums, 0, 64),
+        instructions.release(),
     )
 
 
