@@ -32,6 +32,7 @@ import torch.fx
 from torch.fx import Node
 
 from torch_hybrid_backend.core.verdict import Reason, Refused
+from torch_hybrid_backend.graph.quantization import WEIGHTS
 from torch_hybrid_backend.graph.values import constant_nodes, has_mutation
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.rewrite import insert
@@ -127,7 +128,7 @@ def _by_channel(before: Node, w: Node) -> Node:
     """
     quantized = torch.ops.quantized_decomposed
     scale = _symmetric_bytes(before, w)
-    how = (0, -127, 127, torch.int8)
+    how = (0, *WEIGHTS)
     q = insert(before, quantized.quantize_per_channel.default, w, scale, _zeros(before, scale), *how)
     return insert(before, quantized.dequantize_per_channel.default, q, scale, None, *how)
 
@@ -147,7 +148,7 @@ def _by_group(before: Node, w: Node, bits: int, group: int | None, *, has_zeros:
     elif bits == 4:
         scale = _symmetric_nibbles(before, groups)
     else:
-        scale, low = _symmetric_bytes(before, groups), -127
+        scale, low = _symmetric_bytes(before, groups), WEIGHTS[0]
     # By groups as channels: the operator for groups refuses NaN.
     points = _zeros(before, scale) if zero is None else zero
     q = insert(before, quantized.quantize_per_channel.default, groups, scale, points, 0, low, high, torch.int8)
@@ -162,7 +163,7 @@ def _by_group(before: Node, w: Node, bits: int, group: int | None, *, has_zeros:
 def _symmetric_bytes(before: Node, rows: Node) -> Node:
     """The scale of each row, by which its largest magnitude is 127."""
     largest = insert(before, aten.amax.default, insert(before, aten.abs.default, rows), [1])
-    return insert(before, aten.clamp_min.default, insert(before, aten.div.Tensor, largest, 127.0), _TINY)
+    return insert(before, aten.clamp_min.default, insert(before, aten.div.Tensor, largest, float(WEIGHTS[1])), _TINY)
 
 
 def _symmetric_nibbles(before: Node, rows: Node) -> Node:
