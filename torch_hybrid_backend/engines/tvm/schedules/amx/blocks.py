@@ -37,6 +37,16 @@ _SUM_CYCLES = 0.1
 
 
 @dataclass(frozen=True, slots=True)
+class Products:
+    """What a kernel multiplies: (batch, m, k) by (batch or 1, k, n), in the format `form`. `sizes`: batch, m, k and n; `a`: an element of A."""
+
+    kernel: TileMatMulKernel | TileConvKernel | DequantizedMatMulKernel
+    form: TileFormat
+    a: Expr
+    sizes: tuple[int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """Steps of k: `steps` from number `start` on, `elements` of k in all; `number` says which part it is."""
 
@@ -48,28 +58,19 @@ class Part:
 
 
 class TileBlocks:
-    """Of one kernel: products of (batch, m, k) by (batch or 1, k, n), whose A is the expression `a`; `sizes`: batch, m, k and n."""
+    """The tasks of one kernel."""
 
-    def __init__(
-        self,
-        kernel: TileMatMulKernel | TileConvKernel | DequantizedMatMulKernel,
-        form: TileFormat,
-        a: Expr,
-        sizes: tuple[int, int, int, int],
-        builder: Builder,
-        printer: Printer,
-        target: Target,
-    ) -> None:
-        self.kernel, self.a, self.builder, self.printer, self.target = kernel, a, builder, printer, target
-        self.form = form
-        self.batch, self.m, self.k, self.n = sizes
+    def __init__(self, of: Products, builder: Builder, printer: Printer, target: Target) -> None:
+        self.kernel, self.form, self.a = of.kernel, of.form, of.a
+        self.batch, self.m, self.k, self.n = of.sizes
+        self.builder, self.printer, self.target = builder, printer, target
         self.b_batches = self._b_batches()
         self.row_panels, self.column_panels = -(-self.m // PANEL), -(-self.n // PANEL)
-        self.steps = form.steps(self.k)
-        self.panel_size = form.parts * form.panel_elements  # of one step
+        self.steps = self.form.steps(self.k)
+        self.panel_size = self.form.parts * self.form.panel_elements  # of one step
         self.part_steps, self.block, self.group = self._tiling()
         self.parts = -(-self.steps // self.part_steps)
-        self.part_elements = self.part_steps * form.depth
+        self.part_elements = self.part_steps * self.form.depth
 
     def _b_batches(self) -> int:
         """How many B there are: the rows of batch i are multiplied by number i modulo them."""

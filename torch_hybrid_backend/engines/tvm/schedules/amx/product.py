@@ -19,10 +19,10 @@ from functools import partial
 
 from tvm import tirx
 
-from torch_hybrid_backend.engines.tvm.cpu.amx_formats import PANEL, ROW_BYTES, TileFormat
-from torch_hybrid_backend.engines.tvm.cpu.kernels import DequantizedMatMulKernel, TileConvKernel, TileMatMulKernel
+from torch_hybrid_backend.engines.tvm.cpu.amx_formats import PANEL, ROW_BYTES
+from torch_hybrid_backend.engines.tvm.cpu.kernels import TileConvKernel
 from torch_hybrid_backend.engines.tvm.schedules.amx import instructions
-from torch_hybrid_backend.engines.tvm.schedules.amx.blocks import LANES, Part
+from torch_hybrid_backend.engines.tvm.schedules.amx.blocks import LANES, Part, Products
 from torch_hybrid_backend.engines.tvm.schedules.amx.exact import ExactProducts
 from torch_hybrid_backend.engines.tvm.schedules.amx.rows import Lanes, TileRows
 from torch_hybrid_backend.engines.tvm.schedules.amx.stores import PanelStores
@@ -30,7 +30,6 @@ from torch_hybrid_backend.engines.tvm.target import LINE_BYTES, Target
 from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, as_index
-from torch_hybrid_backend.loops.ir import Expr
 
 # Panels of rows from which on A's tiles may pass the first-level cache.
 _PASSING_ROWS = 4
@@ -41,25 +40,17 @@ _FETCHING_ROWS = 8
 class TileProduct(TileRows):
     """The emission of one kernel."""
 
-    def __init__(
-        self,
-        kernel: TileMatMulKernel | TileConvKernel | DequantizedMatMulKernel,
-        form: TileFormat,
-        a: Expr,
-        sizes: tuple[int, int, int, int],
-        builder: Builder,
-        printer: Printer,
-        target: Target,
-    ) -> None:
-        super().__init__(kernel, form, a, sizes, builder, printer, target)
+    def __init__(self, of: Products, builder: Builder, printer: Printer, target: Target) -> None:
+        super().__init__(of, builder, printer, target)
+        kernel = of.kernel
         column = kernel.domain[1] if isinstance(kernel, TileConvKernel) else kernel.domain[2]
         self.a_passes = self._a_passes()
         self.packed = printer.arguments[kernel.packed][0]
         waiting = 1 if self.parts == 1 else self.block * self.group
-        self.sums = builder.local(waiting * PANEL * PANEL, form.sums, "sums")
+        self.sums = builder.local(waiting * PANEL * PANEL, self.form.sums, "sums")
         # Sums of one panel of rows and one of columns: of one part of k, before they are added to those of the parts before; or those of all,
         # which the epilogue reads from here while the cache has them.
-        self.near = builder.local(PANEL * PANEL, form.sums, "near")
+        self.near = builder.local(PANEL * PANEL, self.form.sums, "near")
         self.configuration = instructions.configuration(builder)
         self.exact = ExactProducts(self.part_elements, builder, printer)
         self.stores = PanelStores(kernel.stores, kernel.accumulator, column, self.n, builder, printer, target)

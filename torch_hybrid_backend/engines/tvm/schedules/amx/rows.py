@@ -13,17 +13,16 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from torch_hybrid_backend.engines.tvm.cpu.amx_formats import PANEL, TileFormat
-from torch_hybrid_backend.engines.tvm.cpu.kernels import DequantizedMatMulKernel, TileConvKernel, TileMatMulKernel
+from torch_hybrid_backend.engines.tvm.cpu.amx_formats import PANEL
 from torch_hybrid_backend.engines.tvm.cpu.tiles import lane_chunks
-from torch_hybrid_backend.engines.tvm.schedules.amx.blocks import LANES, Part, TileBlocks
+from torch_hybrid_backend.engines.tvm.schedules.amx.blocks import LANES, Part, Products, TileBlocks
 from torch_hybrid_backend.engines.tvm.schedules.float_parts import FloatParts
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.engines.tvm.tir.storage import narrow, storage_dtype
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
-from torch_hybrid_backend.loops.ir import Expr, Load
+from torch_hybrid_backend.loops.ir import Load
 
 # Of a vector's piece of A: when it is there, None for always (elsewhere it is zero), and what the kernel's variables are at each lane.
 Piece = tuple[TirExpr | None, Callable[[Index], Mapping[LoopVar, Index]]]
@@ -42,20 +41,11 @@ class RowsInMemory:
 class TileRows(TileBlocks):
     """The rows of A of a kernel's tasks."""
 
-    def __init__(
-        self,
-        kernel: TileMatMulKernel | TileConvKernel | DequantizedMatMulKernel,
-        form: TileFormat,
-        a: Expr,
-        sizes: tuple[int, int, int, int],
-        builder: Builder,
-        printer: Printer,
-        target: Target,
-    ) -> None:
-        super().__init__(kernel, form, a, sizes, builder, printer, target)
+    def __init__(self, of: Products, builder: Builder, printer: Printer, target: Target) -> None:
+        super().__init__(of, builder, printer, target)
         self.a_row = self._row_elements()
         self.rows = self._rows_in_memory()
-        self.scratch = builder.local(self._scratch_size(), storage_dtype(form.a_dtype), "a")
+        self.scratch = builder.local(self._scratch_size(), storage_dtype(self.form.a_dtype), "a")
         # Of each panel: whether it is to be multiplied by vectors.
         self.is_outside = builder.local(self.block, "int32", "outside")
 

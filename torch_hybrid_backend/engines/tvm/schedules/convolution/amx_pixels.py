@@ -28,7 +28,7 @@ from tvm import tirx
 from torch_hybrid_backend.engines.tvm.cpu.amx_formats import FORMATS, PANEL
 from torch_hybrid_backend.engines.tvm.cpu.kernels import TileConvKernel
 from torch_hybrid_backend.engines.tvm.cpu.tiles import lane_chunks
-from torch_hybrid_backend.engines.tvm.schedules.amx.blocks import LANES, PART_STEPS, Part
+from torch_hybrid_backend.engines.tvm.schedules.amx.blocks import LANES, PART_STEPS, Part, Products
 from torch_hybrid_backend.engines.tvm.schedules.amx.product import TileProduct
 from torch_hybrid_backend.engines.tvm.schedules.amx.rows import Piece
 from torch_hybrid_backend.engines.tvm.schedules.convolution.geometry import Axis
@@ -99,7 +99,7 @@ class TileConvolution(TileProduct):
         k = self.form.conv_depth(self.channels, kernel.kernel)
         batch = kernel.groups * (1 if self.is_one_image else images)
         sizes = (batch, self.lines * self.width, k, outputs // kernel.groups)
-        super().__init__(kernel, self.form, kernel.x, sizes, builder, printer, target)
+        super().__init__(Products(kernel, self.form, kernel.x, sizes), builder, printer, target)
         # Whether a line of the image has numbers that cannot be split.
         self.flags = builder.local(self.y.images * self.image_lines * self.task_images, "int32", "flags")
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torch_hybrid_backend.engines.tvm.cpu.amx_formats import FORMATS, PANEL, TileFormat
 from torch_hybrid_backend.engines.tvm.cpu.kernels import DequantizedMatMulKernel, TileMatMulKernel
-from torch_hybrid_backend.engines.tvm.schedules.amx.blocks import LANES
+from torch_hybrid_backend.engines.tvm.schedules.amx.blocks import LANES, Products
 from torch_hybrid_backend.engines.tvm.schedules.amx.product import TileProduct
 from torch_hybrid_backend.engines.tvm.schedules.amx.rows import Piece, RowsInMemory
 from torch_hybrid_backend.engines.tvm.target import Target
@@ -39,7 +39,8 @@ class TileMatMul(TileProduct):
     ) -> None:
         batch, m, n = (known_int(variable.extent) for variable in kernel.domain)
         self.depth, self.batched_b = kernel.k, isinstance(kernel, TileMatMulKernel) and kernel.batched_b
-        super().__init__(kernel, form, kernel.a, (batch, m, known_int(kernel.k.extent), n), builder, printer, target)
+        sizes = (batch, m, known_int(kernel.k.extent), n)
+        super().__init__(Products(kernel, form, kernel.a, sizes), builder, printer, target)
 
     def _b_batches(self) -> int:
         return self.batch if self.batched_b else 1
