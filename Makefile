@@ -118,6 +118,14 @@ $(VENV)/peers: constraints.txt | $(VENV)/.installed
 	$(PIP) install -q --no-deps --target $@.new $(foreach peer,$(PEERS),$(shell grep -ix '$(peer)==.*' constraints.txt))
 	mv $@.new $@
 
+# llama.cpp, for benchmarks.decoding alone, in a folder apart: built for this machine, from the sources that its Python package carries (minutes).
+LLAMA_CPP := llama-cpp-python gguf diskcache
+$(VENV)/llama_cpp: constraints.txt | $(VENV)/.installed
+	rm -rf $@ $@.new
+	CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" $(PIP) install -q --no-deps --no-binary llama-cpp-python --target $@.new \
+		$(foreach part,$(LLAMA_CPP),$(shell grep -ix '$(part)==.*' constraints.txt))
+	mv $@.new $@
+
 $(VENV)/.bench: $(VENV)/.installed
 	$(PIP) install -q -c $(VENV)/constraints.txt pytest-benchmark matplotlib
 	touch $@

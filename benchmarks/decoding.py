@@ -9,7 +9,8 @@ own, so that the whole model in float32 (4.4 GB) is there once; each process als
 token; `MB`: of weights that a token reads, with scales and zero points, as the side keeps them; `share`: of the measured bandwidth that these
 bytes alone make; `kept`: bytes that our plan keeps of weights beside the parameters, over float32's; `error`: of the logits, relative root
 mean square. "aten" is PyTorch's operators on packed weights, called from eager; "torchao" its weight-only quantisation through inductor
-with freezing, in bfloat16. Run it on an otherwise idle machine.
+with freezing, in bfloat16; "llama.cpp" its blocks of 32 weights in 8 bits (Q8_0) and 4 (Q4_0), where `make .venv/llama_cpp` has built it. Run
+it on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from benchmarks import machine, roofline
+from benchmarks import llamacpp, machine, roofline
 from benchmarks.peers import search_folder_apart
 from benchmarks.table import RESULTS
 from torch_hybrid_backend.measure import measure
@@ -39,8 +40,16 @@ GROUP = 32
 _PROMPT = 16  # positions of the cache that are taken before the first token
 # (n, k) -> bytes of a weight.
 Bytes = Callable[[int, int], float]
-# input ids (1, tokens) -> logits of the last one
-Step = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Step(Protocol):
+    """A decoder as a side runs it."""
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        """Input ids (1, tokens) -> logits (1, 32000) of the last one. Moves on by the tokens."""
+
+    def rewind(self) -> None:
+        """Back to behind the prompt."""
 
 
 def tiny_llama(layers: int, positions: int) -> nn.Module:
@@ -67,7 +76,7 @@ class Decoder(nn.Module):
         from transformers import StaticCache
 
         super().__init__()
-        self.model = model
+        self.model, self.positions = model, positions
         self.cache = StaticCache(config=model.config, max_cache_len=positions)
         model(_ids(_PROMPT), past_key_values=self.cache, use_cache=True)  # it makes the cache's tensors
 
@@ -159,6 +168,10 @@ def _torchao(bits: int) -> Callable[[Decoder], Step]:
     return prepare
 
 
+def _llama_cpp(kind: str) -> Callable[[Decoder], Step]:
+    return lambda decoder: llamacpp.LlamaCpp(decoder.model, kind, decoder.positions, _ids(_PROMPT))
+
+
 SIDES: tuple[Side, ...] = (
     Side("eager float32", lambda decoder: decoder, lambda n, k: 4.0 * n * k),
     Side("hybrid float32", _hybrid("as-written"), lambda n, k: 4.0 * n * k),
@@ -169,6 +182,8 @@ SIDES: tuple[Side, ...] = (
     Side("aten int4", _aten(_in_nibbles), lambda n, k: n * k * (0.5 + 4 / GROUP), in_half=True),
     Side("torchao int8", _torchao(8), lambda n, k: n * k + 2.0 * n, in_half=True),
     Side("torchao int4", _torchao(4), lambda n, k: n * k * (0.5 + 4 / GROUP), in_half=True),
+    Side("llama.cpp int8", _llama_cpp("Q8_0"), lambda n, k: n * k * llamacpp.BYTES["Q8_0"]),
+    Side("llama.cpp int4", _llama_cpp("Q4_0"), lambda n, k: n * k * llamacpp.BYTES["Q4_0"]),
 )
 
 
@@ -184,7 +199,7 @@ def run_side(side: Side, arguments: argparse.Namespace) -> dict[str, Any]:
         decoder = Decoder(model.bfloat16() if side.in_half else model, arguments.cache)
         step = side.prepare(decoder)
         got = step(ids).float()
-        decoder.rewind()
+        step.rewind()
         for _ in range(3):  # what is compiled is so for the first two calls
             step(ids)
         position = _PROMPT + 3 * tokens
@@ -192,7 +207,7 @@ def run_side(side: Side, arguments: argparse.Namespace) -> dict[str, Any]:
         def call() -> None:
             nonlocal position
             if position + tokens > arguments.cache or tokens > 1:
-                decoder.rewind()
+                step.rewind()
                 position = _PROMPT
             step(ids)
             position += tokens

@@ -62,13 +62,16 @@ def cpu_name() -> str:
     return _cpu_info().get("model name", platform.machine())
 
 
+def cpu_model() -> str:
+    """Family and model of an x86 processor, "26/2", as far as the system tells them: virtual machines hide the marketing name's number."""
+    return "/".join(_cpu_info().get(key, "") for key in ("cpu family", "model"))
+
+
 def describe() -> dict[str, object]:
     """Processor, cores, threads, vector instructions, system, versions and the day (UTC)."""
     return {
         "cpu": cpu_name(),
-        "cpu_model": "/".join(
-            _cpu_info().get(key, "") for key in ("cpu family", "model")
-        ),  # virtual machines hide the rest
+        "cpu_model": cpu_model(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "capability": torch.backends.cpu.get_cpu_capability(),
@@ -100,8 +103,14 @@ def revision() -> str:
 
 
 def slug() -> str:
-    """A folder's name for results of machines like this one: "amd-epyc-2core-avx512"."""
-    name = re.sub(r"[^a-z0-9]+", "-", re.sub(r"\((r|tm)\)|processor|cpu|@.*", "", cpu_name().lower())).strip("-")
+    """A folder's name for results of machines like this one: "amd-epyc-26-2-2core-avx512".
+
+    A marketing name without a number, as virtual machines show it, is that of several generations: family and model tell them apart.
+    """
+    name = re.sub(r"\((r|tm)\)|processor|cpu|@.*", "", cpu_name().lower())
+    if not any(character.isdigit() for character in name):
+        name += f" {cpu_model()}"
+    name = re.sub(r"[^a-z0-9]+", "-", name).strip("-")
     return f"{name}-{os.cpu_count()}core-{torch.backends.cpu.get_cpu_capability().lower()}"
 
 

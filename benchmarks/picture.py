@@ -60,7 +60,8 @@ def draw(record: Record, path: Path) -> str:
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=7, frameon=False, fontsize=8)
     about = record["machine"]
     figure.suptitle(
-        f"{about['cpu']}, {about['threads']} threads, {about['capability']}, {results.precision(record)}", fontsize=9
+        f"{results.processor(record)}, {about['threads']} threads, {about['capability']}, {results.precision(record)}",
+        fontsize=9,
     )
     figure.tight_layout(rect=(0, 0.3 / height, 1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -39,6 +39,13 @@ class Standing:
     ahead: float | None
 
 
+def processor(record: Record) -> str:
+    """What the record ran on: the marketing name, with x86's family and model where the record has them."""
+    about = record["machine"]
+    model = about.get("cpu_model", "").strip("/")
+    return f"{about['cpu']} (family/model {model})" if model else str(about["cpu"])
+
+
 def rows(record: Record) -> list[Row]:
     """Models and batches, in the order in which they were run."""
     return list(dict.fromkeys((result["model"], result["batch"]) for result in record["results"]))

@@ -38,8 +38,9 @@ from torch_hybrid_backend.progress import Progress
 
 # Of the peers that keep a cache, those whose second process is worth its time in every row.
 _WARM = ("hybrid", "inductor")
-# Instruction set -> how the libraries are told to use no more than that.
-_ISA = {"avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}}
+# Instruction set -> how the libraries are told to use no more than that. What we use of AVX-VNNI where it is there, oneDNN does under its
+# name of both.
+_ISA = {"avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2_VNNI", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}}
 # Beside those of `machine.describe`, which every record has.
 _QUANTISERS = ("nncf", "torchao")
 _STOPPED = 130  # what shells report after an interrupt

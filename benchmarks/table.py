@@ -77,7 +77,7 @@ def summary(record: Record) -> str:
     header = ["model", "batch", "eager ms", "hybrid ms", "fastest other ms", "eager / hybrid", "other / hybrid"]
     about, overall = record["machine"], results.standing(record, None)
     caption = (
-        f"{about['cpu']}, {about['cores']} cores, {about['capability']}, float32, {_when(record)}; medians. "
+        f"{results.processor(record)}, {about['cores']} cores, {about['capability']}, float32, {_when(record)}; medians. "
         f"Over all {overall.rows} rows the fastest other peer takes {_number(overall.ratio, '{:.2f}')} times hybrid's time "
         f"(geometric mean), and hybrid is ahead in {_number(overall.ahead, '{:.0%}')} of them."
     )
@@ -181,7 +181,7 @@ def _caption(record: Record) -> str:
         else " In brackets: root mean square of the difference from eager in float32, over eager's."
     )
     return (
-        f"{about['cpu']}, {about['cores']} cores, {about['threads']} threads, {about['capability']}{measured}; {precision}; "
+        f"{results.processor(record)}, {about['cores']} cores, {about['threads']} threads, {about['capability']}{measured}; {precision}; "
         f"{versions}; {_when(record)}. Median of one call in milliseconds; a ratio above 1 means that hybrid is faster.{error}"
     )
 

@@ -197,5 +197,5 @@ def test_an_instruction_set_holds_for_the_whole_run(tmp_path: Path) -> None:
         "raise SystemExit(run.main(['--models', 'lstm', '--batch', '1', '--isa', 'avx2', '--no-overhead']))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert "AVX2 AVX2\n" in done.stdout
+    assert "AVX2 AVX2_VNNI\n" in done.stdout
     assert re.search(r"-avx2/zoo.json AVX2\n", done.stdout)

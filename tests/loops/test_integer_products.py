@@ -8,7 +8,14 @@ import pytest
 
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import Index
-from torch_hybrid_backend.loops.integer_products import MAX_DEPTH, affine, bounded, integer_product, is_dequantised
+from torch_hybrid_backend.loops.integer_products import (
+    MAX_DEPTH,
+    affine,
+    bounded,
+    integer_product,
+    is_dequantised,
+    long_integers,
+)
 from torch_hybrid_backend.loops.ir import (
     Buffer,
     Call,
@@ -194,6 +201,33 @@ def test_a_quantised_value_that_is_computed_is_given_memory() -> None:
     assert is_dequantised(wide)
     assert not is_dequantised(narrow)
     assert not is_dequantised(source)
+
+
+def test_integers_that_are_long_to_compute_are_found() -> None:
+    """Those of a concatenation of several tensors, which get memory; not those in memory, and not where scaling is the long part."""
+    tensors = [Buffer((4, 8), "uint8") for _ in range(8)]
+
+    def joined(index: tuple[Index, ...]) -> Expr:
+        row, column = index
+        found = tensors[0].at((row, column))
+        for number, tensor in enumerate(tensors[1:], 1):
+            found = ops.where(ops.index_in(column, 0, number), found, tensor.at((row, column)))
+        return found
+
+    def scaled(integers: Value, steps: int = 1) -> Map:
+        def at(index: tuple[Index, ...]) -> Expr:
+            scale = ROWS.at(index[:1])
+            for _ in range(steps):
+                scale = ops.call("max", ops.mul(scale, number(0.5)), number(1))
+            return ops.mul(as_float(integers.at(index)), scale)
+
+        return Map((4, 8), "float32", at, ((integers, lambda index: index),))
+
+    narrow = Map((4, 8), "uint8", joined, tuple((tensor, lambda index: index) for tensor in tensors))
+    assert long_integers(scaled(narrow)) is narrow
+    assert long_integers(scaled(narrow, steps=20)) is None
+    assert long_integers(narrow) is None
+    assert long_integers(scaled(tensors[0])) is None
 
 
 def test_what_is_scaled_by_long_work_is_no_dequantised_value() -> None:

@@ -163,7 +163,7 @@ def test_additions_that_something_is_known_of() -> None:
         names.append(name)
         return compute(*operands)
 
-    with CallSites(visit, all_additions=True):
+    with CallSites(visit, all_beside=True):
         assert torch.equal(net(x), expected)
     assert names == ["#add1", "", "#add2", "#2", "#add3"]
 

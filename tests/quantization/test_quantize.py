@@ -206,6 +206,46 @@ def test_smoothing_moves_outliers_into_weights() -> None:
     torch.testing.assert_close(smooth.run_with(only_smooth)(data[0]), exact, rtol=1e-4, atol=1e-4)
 
 
+class Outliers(nn.Module):
+    """Its first layer reads a channel that is always large, its second one that is large in a single row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steady, self.rare = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.register_buffer("rows", torch.ones(64, 32))
+        self.rows[0, 5] = 1000.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rare(torch.tanh(self.steady(x)) * self.rows)
+
+
+def test_smoothing_is_left_out_where_it_does_harm() -> None:
+    """By each layer's own error: scales of rows hold a row's outlier better than the weights of all would."""
+    torch.manual_seed(0)
+    model = Outliers().eval()
+    with torch.no_grad():
+        model.steady.weight[:, 3] *= 0.01
+    scale = torch.ones(32)
+    scale[3] = 100.0
+    data = [torch.randn(64, 32) * scale for _ in range(4)]
+    sites = quantize(model, data, calibration="none", smooth=1.0).ranges.sites
+    assert sites["steady"].smoothing is not None
+    assert sites["rare"] == quantize(model, data, calibration="none").ranges.sites["rare"]
+
+
+def test_smoothing_compares_both_in_their_own_ranges() -> None:
+    """A layer that keeps its channels has the range of its input as it is, as without smoothing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(8)]).eval()
+    data = [torch.randn(16, 32) for _ in range(2)]
+    plain = quantize(model, data, calibration="naive").ranges.sites
+    sites = quantize(model, data, calibration="naive", smooth=0.0).ranges.sites
+    kept = [name for name, site in sites.items() if site.smoothing is None]
+    assert 0 < len(kept) < 8
+    assert all(sites[name] == plain[name] for name in kept)
+    assert all(sites[name].ranges != plain[name].ranges for name in set(sites) - set(kept))
+
+
 def test_ranges_stand_in_for_calibration(digits: Digits, tmp_path: Path) -> None:
     """Saved ranges make the same module again, smoothing included, without data; what is excluded then, too, stays out."""
     quantized = quantize(digits.model, digits.calibration, "naive", smooth=0.4)

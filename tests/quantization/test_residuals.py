@@ -137,3 +137,55 @@ def test_no_float_lies_between_quantised_blocks(block: tuple[nn.Module, list[tor
     kernels = [kernel for graph in report.plans for region in graph.regions for kernel in region.kernels]
     kinds = [name.split("_")[0].replace("tile", "packed") for name in kernels]  # AMX's, where the processor has it
     assert kinds == ["map", "map", *["packed"] * 5], kernels
+
+
+class Branches(nn.Module):
+    """Inception's: convolutions and poolings read one concatenation, `order` says which first."""
+
+    def __init__(self, order: str = "conv pool") -> None:
+        super().__init__()
+        self.order = order
+        self.left, self.right = nn.Conv2d(3, 16, 1), nn.Conv2d(3, 16, 3, padding=1)
+        self.own, self.behind = nn.Conv2d(48, 16, 1), nn.Conv2d(48, 16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(torch.cat([self.left(x), self.right(x), self.left(x * 2)], 1))
+        made = {}
+        for part in self.order.split():
+            if part == "write":
+                y.mul_(0.5)
+            else:
+                made[part] = self.own(y) if part == "conv" else functional.avg_pool2d(y, 3, stride=1, padding=1)
+        return torch.cat([made["conv"], self.behind(made["pool"])], 1)
+
+
+def test_a_pooling_reads_what_convolutions_read() -> None:
+    """In their range. Not what nobody else quantises, what was written to since, what is excluded, nor without calibration."""
+    torch.manual_seed(0)
+    data = [torch.randn(2, 3, 9, 8) for _ in range(2)]
+    model = Branches().eval()
+    ranges = quantize(model, data, "naive").ranges
+    assert ranges.sites["#pool1"].kind == "pool"
+    assert ranges.sites["#pool1"].ranges == ranges.sites["own"].ranges
+    assert "#pool1" not in quantize(model, data, "none").ranges.sites
+    assert "#pool1" not in quantize(Branches("pool conv").eval(), data, "naive").ranges.sites
+    assert "#pool1" not in quantize(Branches("conv write pool").eval(), data, "naive").ranges.sites
+    excluded = quantize(model, data, "naive", exclude_kinds=("matmul", "pool")).ranges
+    assert excluded.in_float["#pool1"] == "excluded"
+    assert "#pool1" not in excluded.sites
+
+
+@pytest.mark.skipif(not DOT, reason="without dot products integers are widened by kernels of their own")
+def test_branches_are_joined_in_integers() -> None:
+    """Every convolution before the concatenation writes integers, compiled as in eager; saved ranges hold poolings."""
+    torch.manual_seed(0)
+    data = [torch.randn(2, 3, 9, 8) for _ in range(2)]
+    quantized = quantize(Branches().eval(), data, "naive")
+    torch._dynamo.reset()
+    with torch.no_grad():
+        eager = quantized(data[0])
+        compiled = torch.compile(quantized, backend="hybrid", fullgraph=True)
+        assert float((compiled(data[0]) - eager).norm() / eager.norm()) < 2e-3
+        report = torch_hybrid_backend.explain(quantized, data[0])
+    kernels = [kernel for graph in report.plans for region in graph.regions for kernel in region.kernels]
+    assert sum("conv" in kernel and "round_even" in kernel for kernel in kernels) == 3, kernels

@@ -26,7 +26,7 @@ from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import dim
 from torch_hybrid_backend.loops.cache_updates import is_cache_update
 from torch_hybrid_backend.loops.index import Index, LoopVar, contiguous_strides, linear
-from torch_hybrid_backend.loops.integer_products import integer_product, is_dequantised, is_quantised
+from torch_hybrid_backend.loops.integer_products import integer_product, is_dequantised, is_quantised, long_integers
 from torch_hybrid_backend.loops.ir import (
     AttentionGradientOp,
     AttentionOp,
@@ -303,6 +303,8 @@ class _Lowerer:
             if is_quantised(expr):
                 self._realize(value)
                 return
+            if (integers := long_integers(value)) is not None:
+                self._realize(integers)
             padded = value.zero_padded and value.zero_padded[0]  # as a convolution reads it
             if is_dequantised(value) or (padded and is_dequantised(padded)):
                 return

@@ -194,6 +194,18 @@ def is_dequantised(value: Value) -> bool:
     return affine(expr) is not None and count_calls(expr) <= _CHEAP_CALLS
 
 
+def long_integers(value: Value) -> Map | None:
+    """The integers of a value that is dequantised from them once they are in memory, as they are long to compute: a concatenation of several
+    tensors, say. None of other values."""
+    if value.dtype in NARROW or is_dequantised(value):
+        return None
+    expr = value.at(domain_vars(value.shape))
+    found = affine(expr)
+    if found is None or count_calls(expr) - count_calls(found.integer) > _CHEAP_CALLS:
+        return None
+    return _narrow(value)
+
+
 def is_quantised(e: Expr) -> bool:
     """Whether a scalar is an integer of 8 bits that floats were rounded to; not one that was only cast, as masks and images are."""
     rounded = (part.args[0] for part in parts([e]) if isinstance(part, Call) and part.op == "round_even")

@@ -4,7 +4,7 @@ A site is a call of an operator, named after the module in whose forward it is m
 a mode of torch's. So functional calls (products of attention, weights kept as bare parameters) are seen like those of layers. Inside operators
 of `torch.nn.functional` that are Python and take others' place nothing is seen, but for `multi_head_attention_forward`: its projections
 have the sites "in_proj" (with "#2" and "#3" where keys and values have inputs of their own) and "out_proj" behind the module's name.
-Additions of two tensors are numbered by themselves: "#add1", "#add2".
+Additions of two tensors and average poolings are numbered by themselves: "#add1", "#add2", "#pool1".
 
 Dynamo checks in every call what it read while it traced: hooks, attributes, closures. It checks the class of every module as it is. So
 what is known of a module's sites is part of its class, as literals of its forward's code: that is checked with no guard more.
@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from torch_hybrid_backend.quantization.attention import arguments_of, is_taken, multi_head_attention
 
-KINDS = ("conv", "linear", "matmul", "attention", "add")
+KINDS = ("conv", "linear", "matmul", "attention", "add", "pool")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +62,16 @@ OPERATORS: dict[Callable[..., Any], Operator] = {
 # Of transposed convolutions those are products of integers, as kernels have them, for which both are 1.
 _GROUPS_AND_DILATION = ((6, "groups"), (7, "dilation"))
 
+# What is quantised only beside a convolution that reads the same: sites that are numbered by their kind.
+BESIDE = ("add", "pool")
+POOLINGS = frozenset((functional.avg_pool1d, functional.avg_pool2d, functional.avg_pool3d))
 # Each a function of two tensors; whether it writes to the first.
 ADDITIONS: dict[Callable[..., Any], bool] = {torch.add: False, torch.Tensor.add: False, torch.Tensor.add_: True}
 
 # What a site's visitor is told of it by whoever had the model followed: nested tuples of what `repr` writes as literals.
 Known = tuple[Any, ...]
-# By the number of a module's site, that of an addition behind "add"; by the name of a projection the same for its sites.
+# By the number of a module's site, that of an addition behind "add", of a pooling behind "pool"; by the name of a projection the same for its
+# sites.
 Sites = Mapping["int | str", Any]
 PROJECTIONS = ("in_proj", "out_proj")
 
@@ -78,18 +82,18 @@ Visit = Callable[[str, "Known | None", str, "int | None", tuple[torch.Tensor, ..
 
 class CallSites(TorchFunctionMode):
     """While it is active, `visit` stands in for every operator of `OPERATORS` that modules followed by `follow` call, and for those additions
-    that something is known of; for all of them with `all_additions`."""
+    and poolings that something is known of; for all of them with `all_beside`."""
 
-    def __init__(self, visit: Visit, *, all_additions: bool = False) -> None:
+    def __init__(self, visit: Visit, *, all_beside: bool = False) -> None:
         super().__init__()
         self._visit = visit
-        self._all_additions = all_additions
-        # Innermost last: a module's name, what is known of its sites by their number, how many calls and additions it has made.
-        self._calls: list[list[Any]] = [["", {}, 0, 0]]
+        self._all_beside = all_beside
+        # Innermost last: a module's name, what is known of its sites by their number, how many calls, additions and poolings it has made.
+        self._calls: list[list[Any]] = [_call("", {})]
 
     def enter(self, name: str, known: Sites) -> None:
         """A module's forward begins."""
-        self._calls.append([name, known, 0, 0])
+        self._calls.append(_call(name, known))
 
     def leave(self) -> None:
         """It has ended."""
@@ -104,11 +108,13 @@ class CallSites(TorchFunctionMode):
             return self._attention(given)
         if function in ADDITIONS and len(args) == 2 and not kwargs and all(isinstance(x, torch.Tensor) for x in args):
             return self._addition(function, *args)
+        if function in POOLINGS and args and _is_taken(args[0]):
+            return self._pooling(function, *args, **kwargs)
         if operator is None:
             return function(*args, **kwargs)
         here = self._calls[-1]
         here[2] += 1
-        name, known, count, _ = here
+        name, known, count = here[:3]
         operands = tuple(_operand(place, args, kwargs) for place in operator.operands)
         options = [_operand(place, args, kwargs) for place in _GROUPS_AND_DILATION if operator is _TRANSPOSED]
         if not all(map(_is_taken, operands)) or not all(map(_is_one, options)):
@@ -129,20 +135,29 @@ class CallSites(TorchFunctionMode):
         return self._visit(_site(name, count), known.get(count), kind, axis, operands, compute)
 
     def _addition(self, function: Callable[..., Any], first: torch.Tensor, second: torch.Tensor) -> Any:
-        here = self._calls[-1]
-        here[3] += 1
-        name, known, _, count = here
-        site = f"add{count}"
-        what = known.get(site)
-        if what is None and not self._all_additions:
+        site, what = self._site_beside("add", 3)
+        if what is None and not self._all_beside:
             return function(first, second)
-        result = self._visit(f"{name}#{site}", what, "add", None, (first, second), torch.add)
+        result = self._visit(site, what, "add", None, (first, second), torch.add)
         return first.copy_(result) if ADDITIONS[function] else result
+
+    def _pooling(self, function: Callable[..., Any], x: torch.Tensor, *window: Any, **options: Any) -> Any:
+        site, what = self._site_beside("pool", 4)
+        if what is None and not self._all_beside:
+            return function(x, *window, **options)
+        return self._visit(site, what, "pool", None, (x,), lambda x: function(x, *window, **options))
+
+    def _site_beside(self, kind: str, counter: int) -> tuple[str, Known | None]:
+        """The name of the next site of a kind of `BESIDE`, and what is known of it."""
+        here = self._calls[-1]
+        here[counter] += 1
+        site = f"{kind}{here[counter]}"
+        return f"{here[0]}#{site}", here[1].get(site)
 
     def _attention(self, given: Mapping[str, Any]) -> Any:
         """Multi-head attention, each of whose projections is a module of its own to the visitor."""
         name, known, *_ = self._calls[-1]
-        parts = {part: [f"{name}.{part}" if name else part, known.get(part, {}), 0, 0] for part in PROJECTIONS}
+        parts = {part: _call(f"{name}.{part}" if name else part, known.get(part, {})) for part in PROJECTIONS}
 
         def project(part: str, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
             self._calls.append(parts[part])
@@ -153,6 +168,10 @@ class CallSites(TorchFunctionMode):
 
         with self:
             return multi_head_attention(project, given)
+
+
+def _call(name: str, known: Sites) -> list[Any]:
+    return [name, known, 0, 0, 0]
 
 
 def _operand(place: tuple[int, str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -186,7 +205,7 @@ def follow(model: nn.Module, known: Mapping[str, Known] | None = None) -> None:
     by_module: dict[str, dict[int | str, Any]] = {}
     for site, what in (known or {}).items():
         module_name, _, count = site.partition("#")
-        by_module.setdefault(module_name, {})[count if count.startswith("add") else int(count or 1)] = what
+        by_module.setdefault(module_name, {})[count if count.startswith(BESIDE) else int(count or 1)] = what
     for module_name, sites in list(by_module.items()):
         around, _, part = module_name.rpartition(".")
         if part in PROJECTIONS:  # of an attention, which calls no module for them

@@ -18,7 +18,7 @@ from torch import nn
 from torch_hybrid_backend.errors import QuantizationError
 from torch_hybrid_backend.graph.quantization import call, rows_now, tensor, tensor_now, weight
 from torch_hybrid_backend.quantization.calibration import Collector, collector_of
-from torch_hybrid_backend.quantization.call_sites import KINDS, CallSites, Known, follow, layers_of
+from torch_hybrid_backend.quantization.call_sites import BESIDE, KINDS, CallSites, Known, follow, layers_of
 from torch_hybrid_backend.quantization.loader import Loader
 from torch_hybrid_backend.quantization.ranges import Ranges, Site, fingerprint
 from torch_hybrid_backend.quantization.resampling import Resampled
@@ -28,8 +28,10 @@ Metric = Callable[[nn.Module], float]
 Compute = Callable[..., Any]
 Operands = tuple[torch.Tensor, ...]
 # Kinds whose scales are not found anew in every call.
-_WHERE_CALIBRATED = ("attention", "add")
+_WHERE_CALIBRATED = ("attention", *BESIDE)
 _LEAST_FACTOR = 1e-5
+# Behind a site's name: its input as it is, where the site's own name stands for the smoothed one.
+_PLAIN = " plain"
 
 
 def quantize(
@@ -57,10 +59,11 @@ def quantize(
         alone, unless a loader shows other calls), or a `Collector`.
     exclude: names of modules (as in `named_modules()`, patterns as in `fnmatch`) that stay in floating point, with all that is in them.
     exclude_kinds: kinds of layers that do: "conv", "linear", "matmul" (products of two activations), "attention" (queries, keys and values of
-        `scaled_dot_product_attention`, and its softmax in float32), "add" (sums of a convolution's result and what comes from before it);
-        the last two are quantised where calibration finds ranges.
+        `scaled_dot_product_attention`, and its softmax in float32), "add" (sums of a convolution's result and what comes from before it),
+        "pool" (average poolings of what a convolution reads too); the last three are quantised where calibration finds ranges.
     smooth: between 0 and 1: by how much the differences between the channels of linear layers' inputs move into their weights; 0.5 is usual
-        for transformers. The product stays the same but for rounding (Xiao et al., "SmoothQuant", ICML 2023).
+        for transformers. The product stays the same but for rounding (Xiao et al., "SmoothQuant", ICML 2023). A layer whose result is
+        further off so, on the loader's data, keeps its channels as they are.
     metric: how good a module is, higher is better. Layers return to floating point, the one with the largest error first, until
         `metric(model) - metric(result)` is at most `max_drop`. It needs the loader, by which errors are measured.
     ranges: a file that `QuantizedModule.save_ranges` wrote for the same model, in place of calibration.
@@ -174,11 +177,11 @@ class QuantizedModule(nn.Module):
         with torch.no_grad(), CallSites(self._visit):
             return self.model(*args, **kwargs)
 
-    def run_with(self, visit: Callable[..., Any], *, all_additions: bool = False) -> Callable[..., Any]:
+    def run_with(self, visit: Callable[..., Any], *, all_beside: bool = False) -> Callable[..., Any]:
         """The module with every call of a layer left to `visit`, as `CallSites` describes it."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with torch.no_grad(), CallSites(visit, all_additions=all_additions):
+            with torch.no_grad(), CallSites(visit, all_beside=all_beside):
                 return self.model(*args, **kwargs)
 
         return run
@@ -279,18 +282,21 @@ def _calibrated(
     seen: dict[str, Site] = {}
     in_float: dict[str, str] = {}
     sources: dict[str, tuple[str | None, ...]] = {}  # by operand of a site: the name of what its range is found for
+    beside: dict[str, str] = {}  # the kinds of these sites
     largest: dict[
         str, tuple[torch.Tensor, torch.Tensor]
     ] = {}  # of linear layers, by input channel: of inputs, of weights
     residuals, resampled = Residuals(), Resampled()
 
     def look(name: str, known: Known | None, kind: str, axis: int | None, operands: Operands, compute: Compute) -> Any:
-        x, w, *_ = operands
-        if kind == "add":
-            own = residuals.sources(name, x, w) or (None, None)
+        x, *_ = operands
+        if kind in BESIDE:
+            own = residuals.sources(name, *operands)
             # What is quantised in one call and not in another, or otherwise, stays as it is.
-            sources[name] = own if sources.get(name, own) == own else (None, None)
+            sources[name] = own if sources.get(name, own) == own else (None,) * len(own)
+            beside[name] = kind
             return compute(*operands)
+        w = operands[1]
         if excluded(name) or kind in kinds:
             in_float[name] = "excluded"
             return compute(*operands)
@@ -313,19 +319,22 @@ def _calibrated(
         return made
 
     with residuals, resampled:
-        data.run(result.run_with(look, all_additions=collector is not None))
+        data.run(result.run_with(look, all_beside=collector is not None))
     in_float = {name: why for name, why in in_float.items() if name not in seen}  # a site may have several calls
     if smooth is not None:
         for name, (of_x, of_w) in largest.items():
             seen[name] = replace(seen[name], smoothing=_smoothing(of_x, of_w, smooth))
     for name in [name for name, own in sources.items() if name not in seen and any(own)]:
-        if excluded(name) or "add" in kinds:
+        if excluded(name) or beside[name] in kinds:
             in_float[name] = "excluded"
         else:
-            seen[name] = Site("add")
+            seen[name] = Site(beside[name])
     result.ranges = Ranges(result.ranges.model, seen, in_float)
+    plain = {name: replace(site, smoothing=None) for name, site in seen.items() if site.smoothing is not None}
     if collector is not None:
-        seen = _with_ranges(result, data, collector, sources)
+        seen, plain = _with_ranges(result, data, collector, sources)
+    if plain:
+        seen = _with_less_error(result, data, seen, plain)
     missing = {
         name: "excluded" if excluded(name) else "uncalibrated"
         for name in layers_of(result.model)
@@ -350,16 +359,20 @@ def _smoothing(of_x: torch.Tensor, of_w: torch.Tensor, alpha: float) -> tuple[fl
 
 def _with_ranges(
     result: QuantizedModule, data: Loader, collector: Collector, sources: Mapping[str, tuple[str | None, ...]]
-) -> dict[str, Site]:
-    """The sites that the collector knows ranges of. `sources`: by operand, the name of what its range is found for."""
+) -> tuple[dict[str, Site], dict[str, Site]]:
+    """The sites that the collector knows ranges of, and those of them that are smoothed as they are without. `sources`: by operand, the name of
+    what its range is found for."""
 
     def collect(
         name: str, known: Known | None, kind: str, axis: int | None, operands: Operands, compute: Compute
     ) -> Any:
         if known is not None:
-            for own, operand in zip(_named(name, operands), result.smoothed(known, axis, operands), strict=True):
+            smoothed = result.smoothed(known, axis, operands)
+            for own, operand, moved in zip(_named(name, operands), operands, smoothed, strict=True):
                 if own in sources[name]:
-                    collector.collect(own, kind, operand)
+                    collector.collect(own, kind, moved)
+                    if moved is not operand:
+                        collector.collect(own + _PLAIN, kind, operand)
         return compute(*operands)
 
     data.run(result.run_with(collect))
@@ -369,12 +382,28 @@ def _with_ranges(
             raise QuantizationError(
                 f"{type(collector).__name__}.ranges() gave {name!r} the range ({low}, {high}): it must be two finite numbers, the lower first"
             )
-    calibrated = {}
+    calibrated, plain = {}, {}
     for name, site in result.ranges.sites.items():
         if all(source is None or source in found for source in sources[name]):
             pairs = tuple(None if source is None else found[source] for source in sources[name])
             calibrated[name] = replace(site, ranges=pairs)
-    return calibrated
+            if site.smoothing is not None and name + _PLAIN in found:
+                plain[name] = Site(site.kind, (found[name + _PLAIN],))
+    return calibrated, plain
+
+
+def _with_less_error(
+    result: QuantizedModule, data: Loader, smoothed: Mapping[str, Site], plain: Mapping[str, Site]
+) -> dict[str, Site]:
+    """`smoothed`, with those of `plain` by which a layer's result is less off than by its smoothed form."""
+    before, errors = result.ranges, []
+    for sites in (smoothed, plain):
+        result.ranges = replace(before, sites=sites)
+        errors.append(_errors(result, data))
+    result.ranges = before
+    of_smoothed, of_plain = errors
+    better = {name: site for name, site in plain.items() if of_plain.get(name, math.inf) < of_smoothed.get(name, 0.0)}
+    return {**smoothed, **better}
 
 
 def _check_finite(name: str, kind: str, *operands: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Which operands of additions are quantised: those that a convolution's sum reads from memory.
+"""Which operands of additions and average poolings are quantised: those that convolutions read or make, too.
 
 A residual network adds to what a convolution makes what was there before:
 
@@ -7,6 +7,9 @@ A residual network adds to what a convolution makes what was there before:
 The addition belongs to that convolution's kernel, and `x` comes from memory: as the integers that the other convolution reads it is a
 quarter of the bytes, and nobody writes it in float32. Where convolutions make both operands (a shortcut has one of its own), the one that is
 made first is quantised, in a range of its own.
+
+An average pooling beside convolutions reads what they read, in their range: where a concatenation has several branches behind it, as in
+Inception, nobody writes it in float32 for that one. An average is rounded less than what it is of.
 
 Sums of other layers stay as they are: the residual stream of a transformer has outliers for which one scale is too coarse.
 """
@@ -22,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 OTHER, VALUES = " other", " values"  # behind a site's name: its second operand; an attention's third
 # By operand: the name of what its range is found for, a convolution's or the addition's own; None for one that stays as it is.
-Sources = tuple["str | None", "str | None"]
+Sources = tuple["str | None", ...]
 
 
 class Residuals(TorchFunctionMode):
@@ -65,17 +68,20 @@ class Residuals(TorchFunctionMode):
         self._count += 1
         keep(self._made, result, self._count)
 
-    def sources(self, name: str, x: torch.Tensor, y: torch.Tensor) -> Sources | None:
-        """Where the ranges of x + y come from, an addition of that name; None where no operand is quantised."""
+    def sources(self, name: str, *operands: torch.Tensor) -> Sources:
+        """Where the ranges of the operands of an addition or a pooling of that name come from."""
+        if len(operands) == 1:
+            return (found(self._read, operands[0]),)
+        x, y = operands
         if x.shape != y.shape or x.dtype != y.dtype:
-            return None
+            return None, None
         read = found(self._read, x), found(self._read, y)
         made = found(self._made, x), found(self._made, y)
         for own, other in ((0, 1), (1, 0)):
             if made[own] is not None and read[own] is None and read[other] is not None:
                 return (read[0], None) if other == 0 else (None, read[1])
         if None in made or read != (None, None):
-            return None
+            return None, None
         return (name, None) if made[0] < made[1] else (None, name + OTHER)
 
 

@@ -64,7 +64,6 @@ def test_pairs_vanish(captured, name: str, numbers) -> None:
         lambda q: _q(_dq(q), (0.02, 1, *UNSIGNED[2:])),
         lambda q: _q(_dq(q) + 0.001),
         lambda q: _q(functional.avg_pool2d(_dq(q), 2)),
-        lambda q: _q(torch.cat([_dq(q), _dq(q, (0.03, *UNSIGNED[1:]))])),
         lambda q: _q(_dq(q, (1e-38, *UNSIGNED[1:])), (1e-38, *UNSIGNED[1:])),
         lambda q: _q(functional.max_pool2d(_dq(q), 2, return_indices=True)[1].float()),
         lambda q: _q(_dq(q, (0.02, 0, 0, 100, torch.uint8)), (0.02, 0, 0, 100, torch.uint8)),
@@ -152,4 +151,57 @@ def test_what_is_quantised_is_quantised_at_once(captured) -> None:
     assert subject.apply(quantized_pairs, exact=True)
     names = [str(node.target).split(".")[-2] for node in subject.gm.graph.nodes if node.op == "call_function"]
     assert names == ["sin", "quantize_per_tensor", "exp", "quantize_per_tensor"]
+    assert not subject.apply(quantized_pairs, exact=True)
+
+
+def _kinds(subject) -> list[str]:
+    """The operators in their order, scales left out."""
+    return [str(node.target).split(".")[1] for node in subject.gm.graph.nodes if node.op == "call_function"]
+
+
+def test_what_is_concatenated_is_quantised_first(captured) -> None:
+    """Each part once, where it is made; what is integer already stays so, and clamps that saturation does vanish."""
+    q, x = _everything(UNSIGNED), torch.randn(2, 4, 8, 8)
+
+    def function(q: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        return _q(torch.cat([torch.relu(x + 1), _dq(q), y, y], 1))
+
+    subject = captured(function, q, x)
+    assert subject.apply(quantized_pairs, exact=True)
+    dead_code(subject.gm, subject.ctx)
+    assert sorted(_kinds(subject)) == sorted(["add", "quantize_per_tensor", "mul", "quantize_per_tensor", "cat"])
+    assert _kinds(subject)[-1] == "cat"
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x.view(2, 4, 64).permute(0, 2, 1),
+        lambda x: x.permute(0, 2, 3, 1).reshape(2, 8, 32),
+        lambda x: x.transpose(1, 2).unsqueeze(1).contiguous(),
+    ],
+)
+def test_views_in_concatenations_are_of_integers(captured, view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """What is only moved there is quantised before, in the kernel that makes it; where it is not joined, it stays as it is."""
+    x = torch.randn(2, 4, 8, 8)
+    subject = captured(lambda x: _q(torch.cat([view(torch.tanh(x)), view(x * 2)]), SIGNED).clone(), x)
+    assert subject.apply(quantized_pairs, exact=True)
+    assert _kinds(subject)[:4] == ["tanh", "quantize_per_tensor", "mul", "quantize_per_tensor"]
+    assert not captured(lambda x: _q(view(torch.tanh(x)), SIGNED), x).apply(quantized_pairs, exact=True)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: _q(torch.cat([x.tanh(), x])),  # an input: no kernel makes it
+        lambda x: _q(torch.cat([x.tanh()[:, :2], x.sin()], 1)),  # fewer elements than were made
+        lambda x: _q(torch.cat([x.tanh()[:, :1].expand(2, 4, 8, 8), x.sin()])),  # more
+        lambda x: (y := torch.cat([x.tanh(), x.sin()]), _q(y))[::-1],  # somebody else reads it
+        lambda x: _q(torch.cat([x.tanh(), x.double()]).float()),
+    ],
+)
+def test_what_others_need_in_float_stays(captured, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Inputs, parts of a tensor, copies of its elements, and what is read otherwise: quantised where they are joined, in one kernel."""
+    subject = captured(function, torch.randn(2, 4, 8, 8))
     assert not subject.apply(quantized_pairs, exact=True)

@@ -6,6 +6,7 @@
     quantize(max_pool(dequantize(q)))   -> max_pool(q)                 quantising keeps order
     quantize(clamp(dequantize(q)))      -> clamp(q, quantize(low), quantize(high))     ReLU, ReLU6
     quantize(max_pool(x))               -> max_pool(quantize(x))       pooling reads a quarter of the bytes
+    quantize(cat(a, view(b), ...))      -> cat(quantize(a), view(quantize(b)), ...)    so does what joins them, where kernels make all of them
     quantize(clamp(x))                  -> quantize(x)                 where saturation clamps anyway: u8 behind a ReLU
     dequantize(quantize(pad(x)))        -> pad(dequantize(quantize(x)))    before convolutions, whose own padding zeros become
 
@@ -35,6 +36,19 @@ from torch_hybrid_backend.passes.rewrite import insert, replace, replace_by_new
 
 aten = torch.ops.aten
 
+# Views of all elements of a tensor, and copies.
+_MOVES = frozenset(
+    (
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.permute.default,
+        aten.transpose.int,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.unsqueeze.default,
+        aten.clone.default,
+    )
+)
 # Within these, a step times 255 and its reciprocal are normal numbers of float32: a value and back is the value.
 _LEAST_SCALE, _MOST_SCALE = 1e-30, 1e30
 _BOUNDS = {torch.int8: (-128, 127), torch.uint8: (0, 255)}
@@ -117,8 +131,9 @@ def _simplify(gm: torch.fx.GraphModule, node: Node, numbers: _Numbers) -> bool:
     if not _is_integer(source, numbers):
         return (
             _pool_integers(gm, node, source, numbers)
+            or _join_integers(gm, node, source, numbers)
             or _pad_last(gm, node, source, numbers)
-            or _drop_clamp(node, source, numbers)
+            or _drop_clamp(gm, node, source, numbers)
         )
     before = node.prev
     narrow = _integers(source, numbers, node, {})
@@ -191,7 +206,7 @@ def _maxima(before: Node, pool: Node, source: Node) -> Node:
 
 def _pool_integers(gm: torch.fx.GraphModule, node: Node, source: Any, numbers: _Numbers) -> bool:
     """Quantises before pooling instead of behind it."""
-    if not isinstance(source, Node) or not _is_pooled(source) or list(source.users) != [node]:
+    if not _is_read_by(source, node) or not _is_pooled(source):
         return False
     before = node.prev
     pool = source.all_input_nodes[0]
@@ -203,17 +218,60 @@ def _pool_integers(gm: torch.fx.GraphModule, node: Node, source: Any, numbers: _
         return False
     for unused in (source, pool):
         gm.graph.erase_node(unused)
-    _drop_clamp(narrow, x, numbers)
+    _simplify(gm, narrow, numbers)
     return True
+
+
+def _join_integers(gm: torch.fx.GraphModule, node: Node, source: Any, numbers: _Numbers) -> bool:
+    """Quantises what is concatenated instead of the concatenation."""
+    if not _is_read_by(source, node) or source.target is not aten.cat.default:
+        return False
+    parts: Any = source.args[0]
+    if not all(_is_made(part) or _is_integer(part, numbers) for part in parts):
+        return False
+    before = node.prev
+    narrow = {part: insert(node, node.target, part, *node.args[1:], origin=node) for part in parts}  # type: ignore[arg-type]
+    joined = insert(node, source.target, [narrow[part] for part in parts], *source.args[1:], origin=source)
+    if not replace_by_new(gm, node, joined, before):
+        return False
+    gm.graph.erase_node(source)
+    for quantize in narrow.values():
+        _simplify(gm, _before_moves(quantize), numbers)
+    return True
+
+
+def _before_moves(node: Node) -> Node:
+    """Quantises before views and copies of all elements that nothing else reads, instead of behind them: so a transposed convolution's kernel
+    does. Returns the operator that quantises."""
+    source: Any = node.args[0]
+    while source.target in _MOVES and _is_read_by(source, node):
+        x: Any = source.args[0]
+        narrow = insert(node, node.target, x, *node.args[1:], origin=node)  # type: ignore[arg-type]
+        node.replace_all_uses_with(
+            insert(node, source.target, narrow, *source.args[1:], origin=source, **source.kwargs)
+        )
+        for unused in (node, source):
+            node.graph.erase_node(unused)
+        node, source = narrow, x
+    return node
+
+
+def _is_made(x: Node) -> bool:
+    """Whether a kernel computes the value, which may then write integers. What is only moved and joined would be so once more."""
+    while x.target in _MOVES:
+        x = x.args[0]  # type: ignore[assignment]
+    is_moved = (is_item(x) and not _is_pooled(x)) or is_view(x) or x.target is aten.cat.default
+    return x.op == "call_function" and not is_moved and x.meta["val"].dtype == torch.float32
+
+
+def _is_read_by(source: Any, node: Node) -> bool:
+    """Whether a value is an operator's and nothing but `node` reads it."""
+    return isinstance(source, Node) and source.op == "call_function" and list(source.users) == [node]
 
 
 def _pad_last(gm: torch.fx.GraphModule, node: Node, source: Any, numbers: _Numbers) -> bool:
     """Pads with zeros behind dequantising instead of before quantising, where nothing but convolutions reads the result."""
-    if (
-        not isinstance(source, Node)
-        or source.target is not aten.constant_pad_nd.default
-        or list(source.users) != [node]
-    ):
+    if not _is_read_by(source, node) or source.target is not aten.constant_pad_nd.default:
         return False
     given: tuple[Any, ...] = (*source.args, 0)
     x, pad, value = given[:3]
@@ -264,13 +322,14 @@ def _clamp(node: Node) -> tuple[float, float] | None:
     return (low, high) if isinstance(low, int | float) and isinstance(high, int | float) and low <= high else None
 
 
-def _drop_clamp(node: Node, source: Any, numbers: _Numbers) -> bool:
+def _drop_clamp(gm: torch.fx.GraphModule, node: Node, source: Any, numbers: _Numbers) -> bool:
     """Lets saturation do what a clamp does that nothing else reads."""
-    clamp = _clamp(source) if isinstance(source, Node) and source.op == "call_function" else None
-    if clamp is None or list(source.users) != [node] or source.meta["val"].dtype != torch.float32:
+    clamp = _clamp(source) if _is_read_by(source, node) else None
+    if clamp is None or source.meta["val"].dtype != torch.float32:
         return False
     if tuple(map(numbers.quantized, clamp)) != (numbers.low, numbers.high):
         return False
     node.replace_input_with(source, source.args[0])
     node.graph.erase_node(source)
+    _simplify(gm, node, numbers)
     return True

@@ -129,17 +129,18 @@ class RegisterTile:
     def declare(self) -> Stmt:
         return self.builder.alloc(self.buffer)
 
-    def _offset(self, row: int, vector: int, way: int = 0) -> int:
+    def offset(self, row: int, vector: int, way: int = 0) -> int:
+        """Where in `buffer` an accumulator lies."""
         return way * self.size + (row * self.vectors + vector) * self.lanes
 
     def _lanes(self, body: Callable[[Index], Stmt]) -> Stmt:
         return self.printer.vector_loop(self.lanes, body)
 
     def at(self, row: int, vector: int, lane: Index | int) -> TirExpr:
-        return self.builder.load(self.buffer, lane + self._offset(row, vector))
+        return self.builder.load(self.buffer, lane + self.offset(row, vector))
 
     def set(self, row: int, vector: int, lane: Index, value: TirExpr) -> Stmt:
-        return self.builder.store(self.buffer, lane + self._offset(row, vector), value)
+        return self.builder.store(self.buffer, lane + self.offset(row, vector), value)
 
     def _each(self, body: Callable[[int, int, Index], Stmt], ways: int = 1) -> Stmt:
         return self._lanes(
@@ -178,7 +179,7 @@ class RegisterTile:
                     continue
                 left = scalar(lane)
                 for v, value in enumerate(values):
-                    position = lane + self._offset(row, v, way)
+                    position = lane + self.offset(row, v, way)
                     total = self.builder.load(self.buffer, position) + left * value
                     steps.append(self.builder.store(self.buffer, position, total))
             return self.builder.seq(*steps)
@@ -204,14 +205,14 @@ class RegisterTile:
                 continue
             left = bound(word, f"int32x{self.lanes}")
             for v, vector in enumerate(right):
-                place = self._offset(row, v, way)
+                place = self.offset(row, v, way)
                 total = dot_product(b, dot, self.lanes, b.load_vector(self.buffer, place, self.lanes), left, vector)
                 steps.append(b.store_vector(self.buffer, place, total, self.lanes))
         return b.seq(*steps)
 
     def update(self, row: int, vector: int, value: Callable[[TirExpr], TirExpr]) -> Stmt:
         """acc[row, vector] = value(acc[row, vector]), as a whole vector."""
-        b, place = self.builder, self._offset(row, vector)
+        b, place = self.builder, self.offset(row, vector)
         return b.store_vector(self.buffer, place, value(b.load_vector(self.buffer, place, self.lanes)), self.lanes)
 
     def merge(self) -> Stmt | None:
@@ -220,7 +221,7 @@ class RegisterTile:
             return None
 
         def value(row: int, vector: int, lane: Index) -> TirExpr:
-            parts = [self.builder.load(self.buffer, lane + self._offset(row, vector, way)) for way in range(self.ways)]
+            parts = [self.builder.load(self.buffer, lane + self.offset(row, vector, way)) for way in range(self.ways)]
             while len(parts) > 1:  # pairwise: half the latency, and half the rounding error
                 parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
             return parts[0]
@@ -292,4 +293,4 @@ class RegisterTile:
     def restore(self, buffer: TirBuffer, offset: Index | int) -> Stmt:
         """The tile = buffer[offset ...], dense: the inverse of `spill`."""
         start = as_index(offset)
-        return self.fill(lambda row, vector, lane: self.builder.load(buffer, start + lane + self._offset(row, vector)))
+        return self.fill(lambda row, vector, lane: self.builder.load(buffer, start + lane + self.offset(row, vector)))

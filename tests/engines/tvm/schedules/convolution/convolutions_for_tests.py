@@ -33,6 +33,7 @@ class Case:
     groups: int = 1
     blocked_x: bool = True
     blocked_out: bool = True
+    mixed: bool = True  # the residual lies in the other layout than the output
     long_epilogue: bool = False
     dtype: str = "float32"
     winograd: int = 0
@@ -48,7 +49,7 @@ Made = tuple[PackedConvKernel, dict[Buffer, torch.Tensor], torch.Tensor]
 def make(case: Case, target: Target, x_values: torch.Tensor | None = None) -> Made:
     """(kernel, inputs, result in float64) of out = relu(conv(x, w) + bias + residual), and more of it in long epilogues.
 
-    The residual lies in the other layout than the output. x_values: the input, random where it is not given.
+    x_values: the input, random where it is not given.
     """
     dims = len(case.kernel)
     stride, dilation = (case.stride,) * dims, (case.dilation,) * dims
@@ -86,7 +87,7 @@ def make(case: Case, target: Target, x_values: torch.Tensor | None = None) -> Ma
             Argument(x, layout_of(x, tiles.output_block(case.x[1], 1, target), case.blocked_x)),
             row_major(packed),
             row_major(bias),
-            Argument(residual, layout_of(residual, block, not case.blocked_out)),
+            Argument(residual, layout_of(residual, block, case.blocked_out != case.mixed)),
         ),
         (Argument(out, layout_of(out, block, case.blocked_out)),),
         domain,

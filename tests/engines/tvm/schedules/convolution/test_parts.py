@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engines.tvm.schedule_runner import HOST, run_body
-from tests.engines.tvm.schedules.convolution.convolutions_for_tests import Case, parts_of
+from tests.engines.tvm.schedule_runner import HOST, NARROW, printer_of, run_body
+from tests.engines.tvm.schedules.convolution.convolutions_for_tests import Case, check, make, parts_of
+from torch_hybrid_backend.engines.tvm.schedules.convolution import rules
 from torch_hybrid_backend.engines.tvm.schedules.convolution.geometry import Axis
+from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tir.builder import Builder
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import Index, as_index, var
@@ -69,3 +71,41 @@ def test_only_blocked_inputs_are_asked_for_ahead() -> None:
     x = blocked.kernel.x
     blocked.kernel = dataclasses.replace(blocked.kernel, x=ops.add(x, x))
     assert asked(blocked) is None
+
+
+@pytest.mark.parametrize("target", [HOST, NARROW], ids=["host", "narrow"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((2, 16, 13, 11), 21, (1, 1), blocked_out=False, mixed=False),  # one long row, a short last block
+        Case((1, 16, 7, 37), 32, (3, 3), 1, 1, blocked_out=False, mixed=False, long_epilogue=True),
+        Case((1, 16, 9, 24), 32, (3, 3), 2, 1, groups=2, blocked_out=False, mixed=False),
+        Case((1, 8, 61), 12, (5,), 1, 2, blocked_out=False, mixed=False),
+        Case((1, 16, 8, 20), 32, (3, 3), 1, 1, blocked_out=False, mixed=False, dtype="bfloat16"),
+        Case((1, 16, 9, 33), 16, (3, 3), 1, 1, groups=16, blocked_out=False, mixed=False),
+    ],
+)
+def test_row_major_results_are_written_along_columns(case: Case, target: Target) -> None:
+    """Tiles are turned before they are stored, with what is read for it: ragged channels and columns, rows of an image and one long row."""
+    check(case, target)
+    assert "turned" in _text(case, target)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((1, 16, 8, 20), 32, (3, 3), 1, 1),  # channels lie together
+        Case((1, 16, 8, 20), 32, (3, 3), 1, 1, blocked_out=False),  # so they do in what is added
+        Case((1, 16, 8, 3), 32, (3, 3), 1, 1, blocked_out=False, mixed=False),  # hardly any columns
+        Case((1, 10, 6, 20), 14, (3, 3), 1, 1, groups=2, blocked_out=False, mixed=False),  # blocks of one channel
+    ],
+)
+def test_other_results_are_not_turned(case: Case) -> None:
+    """Where channels lie together, or a tile is too small to turn."""
+    assert "turned" not in _text(case, HOST)
+
+
+def _text(case: Case, target: Target) -> str:
+    kernel, *_ = make(case, target)
+    printer = printer_of(kernel)
+    return str(rules.emit(kernel, printer.builder, printer, target))

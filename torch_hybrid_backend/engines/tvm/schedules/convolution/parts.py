@@ -14,15 +14,19 @@ from torch_hybrid_backend.engines.tvm.cpu.kernels import PackedConvKernel
 from torch_hybrid_backend.engines.tvm.cpu.tiles import lane_chunks
 from torch_hybrid_backend.engines.tvm.schedules.convolution.geometry import Axis, axes
 from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, has_long_epilogue, zero
+from torch_hybrid_backend.engines.tvm.schedules.transposition import transposed
 from torch_hybrid_backend.engines.tvm.schedules.vector_stores import stored_vector
 from torch_hybrid_backend.engines.tvm.target import LINE_BYTES, Target
 from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.tvm.tir.dot import load_word, load_words
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
-from torch_hybrid_backend.loops.ir import Load, compute_dtype, loads_of
+from torch_hybrid_backend.loops.ir import Buffer, Load, compute_dtype, loads_of
 from torch_hybrid_backend.loops.layout import Blocked
 from torch_hybrid_backend.sizes.size import known_int
+
+# Columns of the narrowest register tile that is turned before it is stored.
+_FEWEST_TURNED = 4
 
 
 class ConvParts:
@@ -187,6 +191,8 @@ class ConvParts:
         `channels`: real channels of the last vector. `place(vector, lane, tile row)` is the output position.
         """
         b, width = self.builder, tile.vectors * tile.lanes
+        if tile.rows >= _FEWEST_TURNED and tile.lanes % 4 == 0 and self._lies_along_columns(place):
+            return self._write_turned(tile, channels, place)
 
         def at(row: int | Index, vector: int, lane: Index) -> tuple[Index, ...]:
             return place(vector, lane, row)
@@ -205,3 +211,69 @@ class ConvParts:
             tile.rows, lambda r: self.write_vectors(spilled, r * width, tile.lanes, widths, partial(at, r)), name="c"
         )
         return b.seq(b.alloc(spilled), tile.spill(spilled), write)
+
+    def _lies_along_columns(self, place: Callable[[int, Index, int | Index], tuple[Index, ...]]) -> bool:
+        """Whether what is written has columns as neighbours in memory, as in a graph's row-major result, and nothing else that is read for it
+        lies otherwise."""
+
+        def steps(buffer: Buffer, index: tuple[Index, ...]) -> tuple[Index, Index]:
+            """From a channel to the next, from a column to the next."""
+            first, channel, column = (
+                self.printer.offset(buffer, index, self.env(*place(0, as_index(lane), column)))
+                for lane, column in ((0, 0), (1, 0), (0, 1))
+            )
+            return channel - first, column - first
+
+        one = as_index(1)
+        for store in self.kernel.stores:
+            if store.buffer not in self.printer.arguments:
+                return False
+            by_channel, by_column = steps(store.buffer, store.index)
+            if by_column != one or by_channel == one:
+                return False
+            for load in loads_of(store.value):
+                if load.buffer in self.printer.arguments and steps(load.buffer, load.index)[1] not in (
+                    one,
+                    as_index(0),
+                ):
+                    return False
+        return True
+
+    def _write_turned(
+        self, tile: RegisterTile, channels: int, place: Callable[[int, Index, int | Index], tuple[Index, ...]]
+    ) -> Stmt:
+        """The same with columns as lanes: a channel's columns are stored together. One by one its pixels would be a channel's image apart,
+        often a multiple of what the first-level cache has in a way: each store would drive out the line that the next needs."""
+        b, lanes = self.builder, tile.lanes
+        turned = b.local(lanes * lanes, self.dtype, "turned")
+
+        def square(vector: int, first: int, count: int) -> Stmt:
+            loads = [
+                b.load_vector(tile.buffer, tile.offset(first + min(c, count - 1), vector), lanes) for c in range(lanes)
+            ]
+            rows = [tirx.Var(b.fresh("row"), f"{self.dtype}x{lanes}") for _ in loads]
+            binds = [tirx.stmt.Bind(row, load) for row, load in zip(rows, loads, strict=True)]
+            puts = [b.store_vector(turned, c * lanes, values, lanes) for c, values in enumerate(transposed(rows))]
+
+            def write(channel: Index) -> Stmt:
+                return b.seq(
+                    *[
+                        self._vector(
+                            lambda lane, start=start: b.load(turned, channel * lanes + (lane + start)),
+                            lambda lane: place(vector, channel, lane + first),
+                            start,
+                            width,
+                        )
+                        for start, width in lane_chunks(count, lanes)
+                    ]
+                )
+
+            real = channels if vector == tile.vectors - 1 else lanes
+            return b.seq(*binds, *puts, b.loop(real, write, name="o"))
+
+        squares = [
+            square(vector, first, min(lanes, tile.rows - first))
+            for vector in range(tile.vectors)
+            for first in range(0, tile.rows, lanes)
+        ]
+        return b.seq(b.alloc(turned), *squares)
