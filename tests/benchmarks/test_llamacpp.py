@@ -15,7 +15,7 @@ def test_without_llama_cpp_the_error_says_how_to_get_it(tmp_path: Path, monkeypa
     """Nothing else of the benchmark needs it."""
     monkeypatch.setattr(llamacpp, "FOLDER", tmp_path)
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    with pytest.raises(ModuleNotFoundError, match="make .venv/llama_cpp"):
+    with pytest.raises(ModuleNotFoundError, match=r"make \.venv/llama_cpp"):
         llamacpp._llama_cpp()
 
 
