@@ -224,7 +224,7 @@ class ConvParts:
             )
             return channel - first, column - first
 
-        one = as_index(1)
+        none, one = as_index(0), as_index(1)
         for store in self.kernel.stores:
             if store.buffer not in self.printer.arguments:
                 return False
@@ -232,10 +232,8 @@ class ConvParts:
             if by_column != one or by_channel == one:
                 return False
             for load in loads_of(store.value):
-                if load.buffer in self.printer.arguments and steps(load.buffer, load.index)[1] not in (
-                    one,
-                    as_index(0),
-                ):
+                is_argument = load.buffer in self.printer.arguments
+                if is_argument and steps(load.buffer, load.index)[1] not in (none, one):
                     return False
         return True
 
@@ -256,17 +254,15 @@ class ConvParts:
             puts = [b.store_vector(turned, c * lanes, values, lanes) for c, values in enumerate(transposed(rows))]
 
             def write(channel: Index) -> Stmt:
-                return b.seq(
-                    *[
-                        self._vector(
-                            lambda lane, start=start: b.load(turned, channel * lanes + (lane + start)),
-                            lambda lane: place(vector, channel, lane + first),
-                            start,
-                            width,
-                        )
-                        for start, width in lane_chunks(count, lanes)
-                    ]
-                )
+                def columns(start: int, width: int) -> Stmt:
+                    return self._vector(
+                        lambda lane: b.load(turned, channel * lanes + (lane + start)),
+                        lambda lane: place(vector, channel, lane + first),
+                        start,
+                        width,
+                    )
+
+                return b.seq(*[columns(*chunk) for chunk in lane_chunks(count, lanes)])
 
             real = channels if vector == tile.vectors - 1 else lanes
             return b.seq(*binds, *puts, b.loop(real, write, name="o"))
