@@ -122,6 +122,8 @@ def _assert_same_state(ours: nn.Module, theirs: nn.Module) -> None:
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_batch_norm_statistics(momentum: float | None) -> None:
     """Statistics of batch norms in training follow eager's call by call; then evaluation uses them."""
+    # With one draw of weights in two hundred, a feature hardly varies over the four rows: dividing by that makes any rounding large.
+    torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5, momentum=momentum), nn.ReLU(), nn.Flatten(1), nn.LazyBatchNorm1d()
     )
