@@ -177,7 +177,7 @@ def test_a_pooling_reads_what_convolutions_read() -> None:
 
 @pytest.mark.skipif(not DOT, reason="without dot products integers are widened by kernels of their own")
 def test_branches_are_joined_in_integers() -> None:
-    """Every convolution before the concatenation writes integers, compiled as in eager; saved ranges hold poolings."""
+    """Every convolution before the concatenation writes integers, and the result is eager's."""
     torch.manual_seed(0)
     data = [torch.randn(2, 3, 9, 8) for _ in range(2)]
     quantized = quantize(Branches().eval(), data, "naive")
