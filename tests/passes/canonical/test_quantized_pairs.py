@@ -174,6 +174,15 @@ def test_what_is_concatenated_is_quantised_first(captured) -> None:
     assert _kinds(subject)[-1] == "cat"
 
 
+def test_parts_of_other_numbers_are_quantised_anew(captured) -> None:
+    """What was dequantised by the same numbers is taken as it is, the other part is not."""
+    other = (0.03, *UNSIGNED[1:])
+    subject = captured(lambda q: _q(torch.cat([_dq(q), _dq(q, other)])), _everything(UNSIGNED))
+    assert subject.apply(quantized_pairs, exact=True)
+    dead_code(subject.gm, subject.ctx)
+    assert sorted(_kinds(subject)) == ["cat", "dequantize_per_tensor", "quantize_per_tensor"]
+
+
 @pytest.mark.parametrize(
     "view",
     [
