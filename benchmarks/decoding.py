@@ -177,7 +177,7 @@ SIDES: tuple[Side, ...] = (
     Side("hybrid float32", _hybrid("as-written"), lambda n, k: 4.0 * n * k),
     Side("hybrid bf16", _hybrid("bf16"), lambda n, k: 2.0 * n * k),
     Side("hybrid int8", _hybrid("int8-weights"), lambda n, k: n * k + 4.0 * n),
-    Side("hybrid int4", _hybrid("int4-weights"), lambda n, k: n * k * (0.5 + 4 / GROUP)),
+    Side("hybrid int4", _hybrid("int4-weights"), lambda n, k: n * k * (0.5 + 2 / GROUP)),
     Side("aten int8", _aten(_in_bytes), lambda n, k: n * k + 2.0 * n, in_half=True),
     Side("aten int4", _aten(_in_nibbles), lambda n, k: n * k * (0.5 + 4 / GROUP), in_half=True),
     Side("torchao int8", _torchao(8), lambda n, k: n * k + 2.0 * n, in_half=True),

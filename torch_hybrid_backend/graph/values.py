@@ -26,6 +26,7 @@ QUANTIZED = "quantized_decomposed"
 _OF_PYTORCH = frozenset({"aten", "prims", QUANTIZED})
 _CASTS = frozenset({aten._to_copy.default, torch.ops.prims.convert_element_type.default})
 _BYTES = frozenset({torch.int8, torch.uint8})
+_HALVES = frozenset({torch.bfloat16, torch.float16})
 # What graphs that write dequantisation out do with integers.
 _ARITHMETIC = _CASTS | {aten.sub.Tensor, aten.sub.Scalar, aten.mul.Tensor, aten.mul.Scalar, aten._int_mm.default}
 # Products -> which argument is the weight, (K, N), of `linear` (N, K).
@@ -107,6 +108,19 @@ def is_dequantized(node: Node) -> bool:
     if value.dtype.is_floating_point or any(user.target in _ARITHMETIC for user in node.users):
         return True
     return _all_readers(node, lambda reader, place: is_looked_up(reader) and reader.args[2] is place)
+
+
+def is_widened_scale(node: Node) -> bool:
+    """Whether the node makes float32 of scales in a half type, which operators that dequantise read and nobody else.
+
+    Such scales are widened where they are read, as what they scale is: made ahead they would take twice the memory.
+    """
+    source = node.args[0] if node.args else None
+    if node.target not in _CASTS or not isinstance(source, Node) or not isinstance(source.meta["val"], torch.Tensor):
+        return False
+    if source.meta["val"].dtype not in _HALVES or node.meta["val"].dtype != torch.float32:
+        return False
+    return bool(node.users) and all(is_dequantized(user) and user.args[1:2] == (node,) for user in node.users)
 
 
 def is_looked_up(node: Node) -> bool:

@@ -16,7 +16,13 @@ import torch.fx
 
 from torch_hybrid_backend.core.hoisted_inputs import CallInput, FoldedValue, HoistedInputs
 from torch_hybrid_backend.graph.schema import is_pure, is_view
-from torch_hybrid_backend.graph.values import has_mutation, is_dequantized, returned_roots, storage_root
+from torch_hybrid_backend.graph.values import (
+    has_mutation,
+    is_dequantized,
+    is_widened_scale,
+    returned_roots,
+    storage_root,
+)
 from torch_hybrid_backend.passes.canonical.fold_constants import is_deterministic
 
 aten = torch.ops.aten
@@ -47,7 +53,7 @@ def hoist(gm: torch.fx.GraphModule, constant_names: frozenset[str]) -> Hoisted:
     """Split off what depends on `constant_names` (placeholders) and get_attr tensors alone; `gm` is left as it is.
 
     Stays in main: what is random or mutates; what is returned (each call must return fresh memory); values much larger
-    than what they are made of; dequantised weights, and what is made of them; `expand`, which costs nothing in a loop; and fills, which depend
+    than what they are made of; dequantised weights, and what is made of them; scales in half types made float32; `expand`, which costs nothing in a loop; and fills, which depend
     on nothing.
     """
     movable = {} if has_mutation(gm) else _movable(gm, constant_names)
@@ -111,7 +117,7 @@ def _frontier(gm: torch.fx.GraphModule, movable: dict[Node, int]) -> list[Node]:
     """The values that fold returns: those that main needs, in graph order.
 
     Walks backwards: whatever main computes needs its arguments. A movable argument is taken from fold, unless main had
-    better compute it itself (placeholders, fills, expands); then its own arguments are needed in turn.
+    better compute it itself (placeholders, fills, expands, scales in half types); then its own arguments are needed in turn.
     """
     in_main = {node for node in gm.graph.nodes if node not in movable}
     folded: set[Node] = set()
@@ -120,7 +126,10 @@ def _frontier(gm: torch.fx.GraphModule, movable: dict[Node, int]) -> list[Node]:
             continue
         value = node.meta.get("val")
         recompute = node.op == "call_function" and (
-            movable[node] == 0 or node.target is aten.expand.default or not isinstance(value, torch.Tensor)
+            movable[node] == 0
+            or node.target is aten.expand.default
+            or not isinstance(value, torch.Tensor)
+            or is_widened_scale(node)
         )
         if recompute:
             in_main.add(node)

@@ -10,7 +10,7 @@ symmetric:
     int4-weights   a scale per 32 neighbours along k: what has the largest magnitude is -8, so that all 16 values are used (a scale is negative
                    where that is positive); of its neighbours those beyond 7.5 of the other sign are rounded to 7
 
-`ctx.weights.group_size` gives either a scale for so many neighbours. With `ctx.weights.zero_points` the integers of a group span from its
+`ctx.weights.group_size` gives either a scale for so many neighbours. Such scales are bfloat16, those of whole channels float32. With `ctx.weights.zero_points` the integers of a group span from its
 least value to its largest, and one of them stands for 0.
 
 Both are (N, K) int8, of 4 bits those between -8 and 7, in torch.ao's own operators: engines pack them. A weight of a half type is widened
@@ -51,6 +51,7 @@ GROUP = 32  # of 4 bits, where nothing else is asked for
 # Weights of fewer elements come from memory in 2 us, at 30 GB/s: less than a kernel takes to begin.
 LEAST_ELEMENTS = 1 << 14
 _TINY = torch.finfo(torch.float32).tiny
+_UP = 1 + 2**-9 + 2**-17  # half a step of bfloat16 and a little: what is rounded to nearest behind it is rounded up
 
 
 def quantize_weights(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
@@ -134,30 +135,48 @@ def _by_channel(before: Node, w: Node) -> Node:
 
 
 def _by_group(before: Node, w: Node, bits: int, group: int | None, *, has_zeros: bool) -> Node:
-    """w (N, K) by way of integers of 8 or 4 bits with a scale for `group` neighbours (None: a row), and a zero point: dequantised."""
+    """w (N, K) by way of integers of 8 or 4 bits with a scale for `group` neighbours (None: a row), and a zero point: dequantised.
+
+    Scales of groups are bfloat16, rounded up: their bytes are what calls wait for, too. Integers are made by the scale as it is kept.
+    """
     quantized = torch.ops.quantized_decomposed
     n, k = w.meta["val"].shape
+    is_kept_in_half = group is not None
     group = k if group is None else group
     if not w.meta["val"].is_contiguous():
         w = insert(before, aten.clone.default, w, memory_format=torch.contiguous_format)
     groups = insert(before, aten.view.default, w, [n * k // group, group])
     low, high = (-8, 7) if bits == 4 else (-128, 127)
-    zero = None
     if has_zeros:
-        scale, zero = _asymmetric(before, groups, low, high)
+        scale = _asymmetric(before, groups, high - low)
     elif bits == 4:
         scale = _symmetric_nibbles(before, groups)
     else:
         scale, low = _symmetric_bytes(before, groups), WEIGHTS[0]
+    kept = _rounded_up(before, scale) if is_kept_in_half else scale
+    scale = _widened(before, kept)
+    zero = _zero_points(before, groups, scale, low, high) if has_zeros else None
     # By groups as channels: the operator for groups refuses NaN.
     points = _zeros(before, scale) if zero is None else zero
     q = insert(before, quantized.quantize_per_channel.default, groups, scale, points, 0, low, high, torch.int8)
     form = [n, k // group]
-    q, scale = insert(before, aten.view.default, q, [n, k]), insert(before, aten.view.default, scale, form)
+    q, kept = insert(before, aten.view.default, q, [n, k]), insert(before, aten.view.default, kept, form)
     if zero is not None:
         zero = insert(before, aten.view.default, zero, form)
     how = (low, high, torch.int8, group, torch.float32)
-    return insert(before, quantized.dequantize_per_channel_group.default, q, scale, zero, *how)
+    return insert(before, quantized.dequantize_per_channel_group.default, q, _widened(before, kept), zero, *how)
+
+
+def _rounded_up(before: Node, scale: Node) -> Node:
+    """A scale as bfloat16 of no smaller magnitude, by which what has the largest one is not clamped."""
+    return insert(before, aten._to_copy.default, insert(before, aten.mul.Tensor, scale, _UP), dtype=torch.bfloat16)
+
+
+def _widened(before: Node, scale: Node) -> Node:
+    """A scale as float32."""
+    if scale.meta["val"].dtype == torch.float32:
+        return scale
+    return insert(before, aten._to_copy.default, scale, dtype=torch.float32)
 
 
 def _symmetric_bytes(before: Node, rows: Node) -> Node:
@@ -176,17 +195,25 @@ def _symmetric_nibbles(before: Node, rows: Node) -> Node:
     return insert(before, aten.where.ScalarSelf, is_none, _TINY, extreme)
 
 
-def _asymmetric(before: Node, rows: Node, low: int, high: int) -> tuple[Node, Node]:
-    """The scale and the zero point of each row, by which its values, and 0, lie from `low` to `high`."""
-    least = insert(before, aten.clamp_max.default, insert(before, aten.amin.default, rows, [1]), 0.0)
+def _asymmetric(before: Node, rows: Node, steps: int) -> Node:
+    """The scale of each row, by which its values, and 0, lie within so many steps."""
     most = insert(before, aten.clamp_min.default, insert(before, aten.amax.default, rows, [1]), 0.0)
-    span = insert(before, aten.sub.Tensor, most, least)
-    scale = insert(before, aten.clamp_min.default, insert(before, aten.div.Tensor, span, float(high - low)), _TINY)
-    steps = insert(before, aten.round.default, insert(before, aten.div.Tensor, least, scale))
+    span = insert(before, aten.sub.Tensor, most, _least(before, rows))
+    return insert(before, aten.clamp_min.default, insert(before, aten.div.Tensor, span, float(steps)), _TINY)
+
+
+def _zero_points(before: Node, rows: Node, scale: Node, low: int, high: int) -> Node:
+    """The zero point of each row, by which its least value, or 0, is `low`."""
+    steps = insert(before, aten.round.default, insert(before, aten.div.Tensor, _least(before, rows), scale))
     zero = insert(before, aten.clamp.default, insert(before, aten.rsub.Scalar, steps, float(low)), low, high)
     # Of what is not finite, 0: the scale makes the row NaN then.
     finite = insert(before, aten.nan_to_num.default, zero, 0.0)
-    return scale, insert(before, aten._to_copy.default, finite, dtype=torch.int32)
+    return insert(before, aten._to_copy.default, finite, dtype=torch.int32)
+
+
+def _least(before: Node, rows: Node) -> Node:
+    """The least value of each row, or 0."""
+    return insert(before, aten.clamp_max.default, insert(before, aten.amin.default, rows, [1]), 0.0)
 
 
 def _zeros(before: Node, scale: Node) -> Node:

@@ -69,19 +69,17 @@ def _product(node: Node, block: int, has_neighbours: bool) -> Node:
     unsigned = make(aten.view.default, make(aten.clone.default, columns, memory_format=torch.contiguous_format), [n, k])
     q = make(aten.sub.Tensor, make(aten._to_copy.default, unsigned, dtype=torch.int8), 8)
 
-    def of_groups(number: int) -> Node:
-        chosen = make(aten.select.int, moves, 2, number)
-        return chosen if dtype == torch.float32 else make(aten._to_copy.default, chosen, dtype=torch.float32)
+    def widened(value: Node) -> Node:
+        return value if dtype == torch.float32 else make(aten._to_copy.default, value, dtype=torch.float32)
 
-    scales = make(
-        aten.clone.default, make(aten.permute.default, of_groups(0), [1, 0]), memory_format=torch.contiguous_format
-    )
-    how = (q, scales, None, -8, 7, torch.int8, group, torch.float32)
+    scales, points = (make(aten.select.int, moves, 2, number) for number in (0, 1))
+    by_row = make(aten.clone.default, make(aten.permute.default, scales, [1, 0]), memory_format=torch.contiguous_format)
+    how = (q, widened(by_row), None, -8, 7, torch.int8, group, torch.float32)
     weight = make(quantized.dequantize_per_channel_group.default, *how)
-    wide = x if dtype == torch.float32 else make(aten._to_copy.default, x, dtype=torch.float32)
+    wide = widened(x)
     product = make(aten.mm.default, wide, make(aten.permute.default, weight, [1, 0]))
     sums = make(aten.sum.dim_IntList, make(aten.view.default, wide, [-1, k // group, group]), [2])
-    moved = make(aten.add.Tensor, product, make(aten.mm.default, sums, of_groups(1)))
+    moved = make(aten.add.Tensor, product, make(aten.mm.default, sums, widened(points)))
     return moved if dtype == torch.float32 else make(aten._to_copy.default, moved, dtype=dtype)
 
 

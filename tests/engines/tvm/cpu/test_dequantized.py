@@ -208,7 +208,25 @@ def test_half_activations() -> None:
     x, q, scales = torch.randn(5, K).bfloat16(), torch.ones(N, K, dtype=torch.int8), torch.rand(N)
     assert kernel_of(assembled(in_half, x, q, scales)).bits == 8
     kernel = kernel_of(assembled(by_torch, x, q, scales.bfloat16()))
-    assert kernel.scales.dtype == "float32"
+    assert kernel.scales.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_scales_are_packed_in_their_type(dtype: torch.dtype) -> None:
+    """Half types as they are, for calls read them; what is made of wider ones is float32's."""
+
+    def widened(x: torch.Tensor, q: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return by_group(x, q, scales.float())
+
+    x, q = torch.randn(5, K), torch.randint(-8, 8, (N, K), dtype=torch.int8)
+    scales = torch.rand(N, K // GROUP).to(dtype)
+    found = assembled(widened, x, q, scales)
+    if dtype == torch.float64:
+        assert not any(isinstance(kernel, DequantizedMatMulKernel) for kernel in found.kernels)
+        return
+    assert kernel_of(found).scales.dtype == str(dtype).removeprefix("torch.")
+    packed = packed_of(found, q, scales)[1]
+    assert torch.equal(packed, pack_b(scales.t()[None], 32))
 
 
 @pytest.mark.parametrize("case", ["run time", "narrow", "batched", "a scale for each element"])

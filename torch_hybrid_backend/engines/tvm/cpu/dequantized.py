@@ -78,11 +78,17 @@ def dequantized_operand(op: MatMulOp, packer: OperandPacker, target: Target) -> 
             ("integers", bits, low, in_words),
         )
     ]
-    numbers: tuple[tuple[Callable[[_Weight], Number], int], ...] = ((lambda w: w.scale, 0), (lambda w: w.zero, low))
-    for of, less in numbers:
+    kept_as = weight.scale.buffer.dtype if isinstance(weight.scale, Load) else "float32"
+    scales = kept_as if kept_as in ("bfloat16", "float16") else "float32"
+    numbers: tuple[tuple[Callable[[_Weight], Number], int, str], ...] = (
+        (lambda w: w.scale, 0, scales),
+        (lambda w: w.zero, low, "float32"),
+    )
+    for of, less, dtype in numbers:
         number = of(weight)
         if isinstance(number, Load):
-            parts.append(_Part(every(group, of), partial(_pack_numbers, tile_n=tile, less=less), ("numbers", less)))
+            how = partial(_pack_numbers, tile_n=tile, less=less, dtype=dtype)
+            parts.append(_Part(every(group, of), how, ("numbers", less, dtype)))
         else:  # the same for all: in the form that the others have
             same = float(number.value) - less
             parts.append(_Part(first, partial(_pack_same, tile_n=tile, number=same), ("same", same)))
@@ -99,7 +105,7 @@ def dequantized_operand(op: MatMulOp, packer: OperandPacker, target: Target) -> 
         op.a,
         packed(parts[0], *((k * bits // 32, "int32") if in_words else (k, integers.dtype))),
         bits,
-        packed(parts[1], k // group, "float32"),
+        packed(parts[1], k // group, scales),
         packed(parts[2], k // group, "float32") if has_zeros else None,
         group,
         tile,
@@ -187,8 +193,8 @@ def _pack_integers(q: torch.Tensor, tile_n: int, bits: int, low: int, *, in_word
     return pack_nibbles(q.to(torch.int32) - low, tile_n)
 
 
-def _pack_numbers(numbers: torch.Tensor, tile_n: int, less: int) -> torch.Tensor:
-    return pack_b(numbers.float() - less, tile_n)
+def _pack_numbers(numbers: torch.Tensor, tile_n: int, less: int, dtype: str) -> torch.Tensor:
+    return pack_b((numbers.float() - less).to(getattr(torch, dtype)), tile_n)
 
 
 def _pack_same(like: torch.Tensor, tile_n: int, number: float) -> torch.Tensor:

@@ -36,10 +36,11 @@ def kernel_of(
     zeros: bool = False,
     looked_up: bool = False,
     in_words: bool = False,
+    scaled_by: str = _FLOAT,
 ) -> DequantizedMatMulKernel:
     """out = relu(a @ dequantised + bias) * residual; reads a, weight, scales, bias, residual, zeros, a table. `group` 0: one for all of k.
 
-    in_words: weights of 8 bits lie as those of 4 do, in words along k."""
+    in_words: weights of 8 bits lie as those of 4 do, in words along k. scaled_by: the scales' dtype."""
     tile, group = 2 * target.lanes, group or k
     panels, groups = -(-n // tile), -(-k // group)
     a, bias, residual, result = (
@@ -48,7 +49,9 @@ def kernel_of(
     )
     in_words = in_words or bits == 4
     packed = Buffer((1, panels, k * bits // 32 if in_words else k, tile), "int32" if in_words else dtype, "weight")
-    scales, moved = (Buffer((1, panels, groups, tile), _FLOAT, name) for name in ("scales", "zeros"))
+    scales, moved = (
+        Buffer((1, panels, groups, tile), kind, name) for name, kind in (("scales", scaled_by), ("zeros", _FLOAT))
+    )
     table = Buffer((16,), _FLOAT, "table") if looked_up else None
     accumulator = Buffer((1, m, n), _FLOAT, "acc")
     domain, depth = (LoopVar("b", 1), LoopVar("m", m), LoopVar("n", n)), LoopVar("k", k)
@@ -94,7 +97,7 @@ def check(kernel: DequantizedMatMulKernel, target: Target, emit: Callable[..., A
     low, high = (-8, 8) if bits == 4 else (0, 256) if weight.dtype == "uint8" else (-128, 128)
     q = torch.randint(low, high, (1, k, n))
     q[0, :, 0], q[0, :, -1] = low, high - 1
-    scale = torch.randn(1, -(-k // group), n) / high
+    scale = (torch.randn(1, -(-k // group), n) / high).to(getattr(torch, scales.dtype))
     zero = torch.randint(low, high, scale.shape) if kernel.zeros else torch.zeros_like(scale)
     inputs = {buffer: torch.randn([int(size) for size in buffer.shape]) for buffer in (a, bias, residual)}
     half = {"bfloat16": torch.bfloat16, "float16 split": torch.float16}.get(getattr(kernel, "format", ""))
@@ -102,6 +105,7 @@ def check(kernel: DequantizedMatMulKernel, target: Target, emit: Callable[..., A
         inputs[a] = inputs[a].to(half).float()
     inputs[weight] = packed_weight(q, kernel)
     inputs[scales] = pack_b(scale, tile)
+    scale = scale.float()
     if kernel.zeros is not None:
         inputs[kernel.zeros] = pack_b(zero.float(), tile)
     if kernel.table is not None:
@@ -148,6 +152,8 @@ def test_nibbles_match_float64(target: Target, m: int) -> None:
     check(kernel_of(m, 96, 37, target, 4, 32), target)
     check(kernel_of(m, 1152, 97, target, 4, 128, zeros=True), target)
     check(kernel_of(m, 40, 64, target, 4), target)
+    check(kernel_of(m, 96, 37, target, 4, 32, scaled_by="bfloat16"), target)
+    check(kernel_of(m, 96, 64, target, 4, 32, zeros=True, scaled_by="float16"), target)
 
 
 @pytest.mark.parametrize(("target", "m"), _ROWS)

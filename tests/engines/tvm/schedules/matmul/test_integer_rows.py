@@ -87,7 +87,8 @@ def test_numbers_of_any_size(bits: int) -> None:
 @pytest.mark.parametrize(("target", "register"), [(VNNI, "zmm"), (VEX, "ymm")], ids=["avx512", "vex"])
 def test_machine_code(target: Target, register: str, bits: int) -> None:
     """For each row a word of 8 weights takes two masks, a shift and 6 dot products, one of 4 weights 3; sums stay in registers."""
-    kernel = kernel_of(1, 512, 128, target, bits, 32, in_words=True)
+    scaled_by = "bfloat16" if bits == 4 else "float32"
+    kernel = kernel_of(1, 512, 128, target, bits, 32, in_words=True, scaled_by=scaled_by)
     assembly = compile_kernel(kernel, dequantized.emit, target).inspect_source("asm")
     products = [m.start() for m in re.finditer(rf"vpdpbusd\s+.*%{register}\d+$", assembly, flags=re.MULTILINE)]
     assert products

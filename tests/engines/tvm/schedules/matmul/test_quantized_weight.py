@@ -55,6 +55,8 @@ def _dequantized(kernel: DequantizedMatMulKernel, builder: Builder, printer: Pri
         {"bits": 8, "group": 32, "in_words": True, "zeros": True},
         {"bits": 4, "group": 32},
         {"bits": 4, "group": 32, "zeros": True},
+        {"bits": 4, "group": 32, "scaled_by": "bfloat16"},
+        {"bits": 8, "group": 32, "in_words": True, "scaled_by": "float16"},
         {"bits": 4, "group": 0, "looked_up": True},
     ],
     ids=lambda how: "-".join(map(str, how.values())),
@@ -68,6 +70,7 @@ def test_elements(how: dict[str, Any], target: Target) -> None:
     low, high = (-8, 8) if kernel.bits == 4 else (0, 256) if kernel.packed.dtype == "uint8" else (-128, 128)
     q = torch.randint(low, high, (1, k, n))
     scale, zero = torch.rand(1, k // group, n), torch.randint(low, high, (1, k // group, n)).float()
+    scale = scale.to(getattr(torch, kernel.scales.dtype))
     inputs = {argument.buffer: torch.zeros([int(size) for size in argument.buffer.shape]) for argument in kernel.reads}
     inputs |= {kernel.packed: packed_weight(q, kernel), kernel.scales: pack_b(scale, kernel.tile_n)}
     want = q.float()
@@ -79,4 +82,4 @@ def test_elements(how: dict[str, Any], target: Target) -> None:
         want = inputs[kernel.table][q % 16]
     unit = 2.0**28 if kernel.bits == 4 and kernel.table is None else 1.0
     (got,) = run_kernel(kernel, _dequantized, inputs, target)
-    assert torch.equal(got / unit, want * scale.repeat_interleave(group, 1))
+    assert torch.equal(got / unit, want * scale.float().repeat_interleave(group, 1))

@@ -16,6 +16,7 @@ from torch_hybrid_backend.engines.tvm.cpu.tiles import NIBBLES, nibble_place
 from torch_hybrid_backend.engines.tvm.target import LINE_BYTES
 from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirExpr
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
+from torch_hybrid_backend.engines.tvm.tir.storage import widen
 from torch_hybrid_backend.loops.index import Index
 from torch_hybrid_backend.loops.lookups import MOST_VALUES
 from torch_hybrid_backend.sizes.size import known_int
@@ -107,7 +108,7 @@ class QuantizedWeight:
         buffer = self._kernel.zeros if zero else self._kernel.scales
         assert buffer is not None
         place = panel * (self.groups * self._width) + group * self._width + column
-        return self._builder.load(self._printer.arguments[buffer][0], place)
+        return widen(self._builder.load(self._printer.arguments[buffer][0], place), buffer.dtype)
 
     def moved(self, value: TirExpr, panel: Index, group: Index, column: Index) -> TirExpr:
         """An integer less its zero point."""
