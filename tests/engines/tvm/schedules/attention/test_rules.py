@@ -19,7 +19,8 @@ _AVX512 = Target("x86-64-v4", "x", ("avx512f",), 16, 2, 48 << 10, 1 << 20)
     [
         ((1, 2, 1, 100, 64, 64), "float32", DecodingAttention),
         ((1, 2, 4, 100, 16, 48), "float32", DecodingAttention),
-        ((1, 2, 5, 100, 64, 64), "float32", TiledAttention),  # more queries than packing costs
+        ((1, 2, 8, 100, 64, 64), "float32", DecodingAttention),
+        ((1, 2, 9, 100, 64, 64), "float32", TiledAttention),  # more queries than packing costs
         ((1, 2, 1, 100, 40, 64), "float32", TiledAttention),  # heads that are no whole vectors
         ((1, 2, 1, 100, 64, 40), "float32", TiledAttention),
         ((1, 2, 1, 100, 24, 24), "float64", DecodingAttention),  # three vectors of eight

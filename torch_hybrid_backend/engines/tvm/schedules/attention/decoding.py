@@ -1,6 +1,6 @@
 """Attention of few queries, as a decoder with a cache of keys and values asks: every key and value is read once, where it lies.
 
-Pattern: an `AttentionKernel` of at most 4 queries, those of all heads that share keys, whose heads are whole vectors. Steps, for each (batch,
+Pattern: an `AttentionKernel` of at most 8 queries, those of all heads that share keys, whose heads are whole vectors. Steps, for each (batch,
 head of keys):
 1. Scores: a group of keys times the queries, in registers, along the head; a horizontal sum ends each score. Packing the keys, as
    `tiled_attention` does, would cost as much as the products themselves.

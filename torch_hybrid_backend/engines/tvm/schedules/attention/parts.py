@@ -22,7 +22,7 @@ from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, known_int, size
 
 # Up to this many keys, a tile's scores are kept whole (14 rows: 56 KiB); beyond, in blocks of half as many.
 _KEYS = 1024
-FEW_QUERIES = 4  # of a decoder
+FEW_QUERIES = 8  # of a decoder, or of heads that share keys
 # By how many of them lie in a word: keys' dtype, of which squares are packed.
 _PACKED = {1: "float32", 2: "bfloat16", 4: "int8"}
 
