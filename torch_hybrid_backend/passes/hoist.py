@@ -53,8 +53,8 @@ def hoist(gm: torch.fx.GraphModule, constant_names: frozenset[str]) -> Hoisted:
     """Split off what depends on `constant_names` (placeholders) and get_attr tensors alone; `gm` is left as it is.
 
     Stays in main: what is random or mutates; what is returned (each call must return fresh memory); values much larger
-    than what they are made of; dequantised weights, and what is made of them; scales in half types made float32; `expand`, which costs nothing in a loop; and fills, which depend
-    on nothing.
+    than what they are made of; dequantised weights, and what is made of them; scales in half types made float32; `expand`, which costs
+    nothing in a loop; and fills, which depend on nothing.
     """
     movable = {} if has_mutation(gm) else _movable(gm, constant_names)
     folded = _frontier(gm, movable)

@@ -10,8 +10,8 @@ symmetric:
     int4-weights   a scale per 32 neighbours along k: what has the largest magnitude is -8, so that all 16 values are used (a scale is negative
                    where that is positive); of its neighbours those beyond 7.5 of the other sign are rounded to 7
 
-`ctx.weights.group_size` gives either a scale for so many neighbours. Such scales are bfloat16, those of whole channels float32. With `ctx.weights.zero_points` the integers of a group span from its
-least value to its largest, and one of them stands for 0.
+`ctx.weights.group_size` gives either a scale for so many neighbours. Such scales are bfloat16, those of whole channels float32. With
+`ctx.weights.zero_points` the integers of a group span from its least value to its largest, and one of them stands for 0.
 
 Both are (N, K) int8, of 4 bits those between -8 and 7, in torch.ao's own operators: engines pack them. A weight of a half type is widened
 first, and what is dequantised is rounded to it again, which kernels leave out. Embeddings that share such a weight keep

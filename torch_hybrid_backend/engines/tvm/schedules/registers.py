@@ -186,6 +186,21 @@ class RegisterTile:
 
         return self._lanes(body)
 
+    def held(self, values: Sequence[LaneFn]) -> tuple[Stmt, list[LaneFn]]:
+        """What computes `values` into registers, and they as they are held there.
+
+        TVM's vectoriser takes an expression that binds variables only once; operands of `accumulate` are there for every row or vector.
+        """
+        array = self.builder.local(len(values) * self.lanes, self.dtype, "held")
+
+        def hold(lane: Index) -> Stmt:
+            return self.builder.seq(
+                *[self.builder.store(array, lane + n * self.lanes, value(lane)) for n, value in enumerate(values)]
+            )
+
+        loads = partials(lambda n, lane: self.builder.load(array, lane + n * self.lanes), len(values))
+        return self.builder.seq(self.builder.alloc(array), self._lanes(hold)), loads
+
     def accumulate_words(
         self, words: Sequence[TirExpr | None], vectors: Sequence[TirExpr], dot: DotProduct, way: int = 0
     ) -> Stmt | None:

@@ -31,11 +31,13 @@ def make(
     heads_inside: bool = False,
     shared: int = 1,
     new_at: int | None = None,
+    wraps: bool = False,
 ) -> tuple[AttentionKernel, dict[Buffer, torch.Tensor]]:
     """(kernel, inputs) of out = 2 * attention(q, k, v) for `shape` (B, H, S, T, D, E).
 
     heads_inside: memory is (B, S, H, D), as projections leave it. shared: neighbouring heads that read the same keys and values. new_at: keys
-    and values are a cache of which this position is replaced; what by, and the position, are the last three inputs.
+    and values are a cache of which this position is replaced; what by, and the position, are the last three inputs. wraps: positions
+    below 0 count from the end.
     """
     batch, heads, queries, keys, depth, width = shape
     torch.manual_seed(0)
@@ -78,7 +80,11 @@ def make(
         element = cache.at((b, h // shared, t, d))
         if new_at is None:
             return element
-        is_new = ops.call("eq", at.at((as_index(0),)), ops.from_index(t))
+        position = at.at((as_index(0),))
+        if wraps:
+            zero, size = ops.const(0, "int64"), ops.const(keys, "int64")
+            position = ops.where(ops.call("lt", position, zero), ops.add(position, size), position)
+        is_new = ops.call("eq", position, ops.from_index(t))
         return ops.where(is_new, new.at((b, h // shared, as_index(0), d)), element)
 
     point = tuple(map(index_of, domain))
@@ -149,13 +155,23 @@ def check(
     target: Target = HOST,
     shared: int = 1,
     new_at: int | None = None,
+    wraps: bool = False,
 ) -> None:
     """The result of `make`'s kernel against float64 eager."""
     kernel, inputs = make(
-        shape, mask=mask, causal=causal, dtype=dtype, heads_inside=heads_inside, shared=shared, new_at=new_at
+        shape,
+        mask=mask,
+        causal=causal,
+        dtype=dtype,
+        heads_inside=heads_inside,
+        shared=shared,
+        new_at=new_at,
+        wraps=wraps,
     )
     (got,) = run_kernel(kernel, rules.emit, inputs, target)
     q, *caches = (value.double() for value in list(inputs.values())[:3])
+    if new_at is not None and wraps and new_at < 0:
+        new_at += shape[3]
     if new_at is not None and 0 <= new_at < shape[3]:
         new = [value.double() for value in list(inputs.values())[-3:-1]]
         caches = [torch.cat((c[:, :, :new_at], n, c[:, :, new_at + 1 :]), 2) for c, n in zip(caches, new, strict=True)]

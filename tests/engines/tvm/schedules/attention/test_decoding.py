@@ -47,6 +47,8 @@ def test_a_new_position(target: Target) -> None:
     for at in (0, 63, 99, -1, 100):
         check((1, 3, 1, 100, 64, 32), target=target, new_at=at)
     check((1, 4, 2, 1100, 16, 16), target=target, shared=2, new_at=1050)
+    for rows in (2, 4, 8):  # what a position is computed by is there once for all rows
+        check((2, rows, 1, 100, 64, 64), target=target, shared=rows, new_at=-30, wraps=True)
 
 
 def test_grouped_heads_of_half_types() -> None:

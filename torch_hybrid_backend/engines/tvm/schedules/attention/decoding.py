@@ -15,8 +15,9 @@ from collections.abc import Callable
 
 from torch_hybrid_backend.engines.tvm.schedules.attention.parts import FEW_QUERIES
 from torch_hybrid_backend.engines.tvm.schedules.attention.tiled import TiledAttention
-from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, partials
+from torch_hybrid_backend.engines.tvm.schedules.registers import LaneFn, RegisterTile, partials
 from torch_hybrid_backend.engines.tvm.tir.builder import Stmt, TirBuffer, TirExpr
+from torch_hybrid_backend.loops.cache_updates import CacheUpdate
 from torch_hybrid_backend.loops.index import Index
 from torch_hybrid_backend.loops.ir import Load
 from torch_hybrid_backend.sizes.size import Dim
@@ -71,7 +72,8 @@ class DecodingAttention(TiledAttention):
             def q(row: int, lane: Index) -> TirExpr:
                 return b.load(self.q, d * self.lanes + lane + row * self.depth)
 
-            return tile.accumulate(partials(k, count), partials(q, rows), way)
+            before, keys = self._once(tile, partials(k, count), self.key_update)
+            return b.seq(before, tile.accumulate(keys, partials(q, rows), way))
 
         stores = [
             b.store(self.scores, column + i + row * self.stride, tile.at(i, row, 0))
@@ -81,6 +83,16 @@ class DecodingAttention(TiledAttention):
         return b.seq(
             tile.declare(), tile.clear(), tile.reduce(self.depth // self.lanes, step), tile.sum_lanes(), *stores
         )
+
+    def _once(
+        self, tile: RegisterTile, elements: list[LaneFn], update: CacheUpdate | None
+    ) -> tuple[Stmt | None, list[LaneFn]]:
+        """Elements of keys or values for all rows, and what goes before: where some are new, each is chosen once."""
+        return (None, elements) if update is None else tile.held(elements)
+
+    def _add_products(self, tile: RegisterTile, weights: list[LaneFn], values: list[LaneFn], way: int) -> Stmt | None:
+        before, once = self._once(tile, values, self.value_update)
+        return self.builder.seq(before, tile.accumulate(weights, once, way))
 
     def _groups(self) -> list[tuple[int, int]]:
         """(first, count) of the value vectors that are summed together: four at a time."""

@@ -383,9 +383,12 @@ class TiledAttention(AttentionParts):
             return [partial(self._value, batch, head, panel, t, first + vector) for vector in range(tile.vectors)]
 
         def step(t: Index, way: int) -> Stmt | None:
-            return tile.accumulate(partials(partial(weight, t), tile.rows), values(t), way)
+            return self._add_products(tile, partials(partial(weight, t), tile.rows), values(t), way)
 
         return self._over_keys(panel, lambda keys: tile.steps(keys, step))
+
+    def _add_products(self, tile: RegisterTile, weights: list[LaneFn], values: list[LaneFn], way: int) -> Stmt | None:
+        return tile.accumulate(weights, values, way)
 
     def _over_keys(self, panel: Index, body: Callable[[Dim], Stmt]) -> Stmt | None:
         """`body` with how many values of a panel there are to sum."""
