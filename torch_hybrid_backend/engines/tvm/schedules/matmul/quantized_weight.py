@@ -25,8 +25,8 @@ _TOP = tirx.IntImm("int32", -(1 << 28))  # the mask of a word's last nibble
 _TOP_UNIT = 2.0**28  # what a 1 there counts as
 # Lanes -> an instruction that gives each lane the element of a vector which its lowest bits say.
 _PERMUTE = {8: "llvm.x86.avx2.permps", 16: "llvm.x86.avx512.permvar.sf.512"}
-# How far ahead of its use a line of the weight is asked for: what the prefetcher of a core, which stops at a page's end, does not see.
-_AHEAD_BYTES = 4096
+# By a weight's bits, how far ahead of its use a line is asked for: what the prefetcher of a core, which stops at a page's end, does not see.
+_AHEAD_BYTES = {8: 4096, 4: 8192}
 
 
 class QuantizedWeight:
@@ -120,6 +120,6 @@ class QuantizedWeight:
     def ahead(self, word: Index, words: int, distance: int | None = None) -> Stmt:
         """Asks for the lines that lie `distance` elements, or `_AHEAD_BYTES`, behind some words of a panel."""
         b, itemsize = self._builder, max(1, int(tvm.DataType(str(self.array.dtype)).bits) // 8)
-        line, start = LINE_BYTES // itemsize, word + (distance or _AHEAD_BYTES // itemsize)
+        line, start = LINE_BYTES // itemsize, word + (distance or _AHEAD_BYTES[self._kernel.bits] // itemsize)
         lines = range(0, words * self._width, line)
         return b.seq(*[b.prefetch(self.array, b.index(start + place)) for place in lines])
