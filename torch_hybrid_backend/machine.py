@@ -87,6 +87,11 @@ def float32_precision(device_type: str) -> tuple[str, str]:
     return matmul.fp32_precision, convolution.fp32_precision
 
 
+def may_round_products() -> bool:
+    """Whether products of float32 on the host may round more than float32 does (`torch.set_float32_matmul_precision`)."""
+    return float32_precision("cpu")[0] not in ("none", "ieee")
+
+
 @functools.cache
 def may_use_tiles() -> bool:
     """Whether this process may use AMX's tile registers. Linux lets processes that ask, as this does: csrc/include/tile_permission.h."""

@@ -7,6 +7,7 @@ import math
 import torch
 
 from torch_hybrid_backend.core.verdict import Reason
+from torch_hybrid_backend.graph.precision import rounds_rows
 from torch_hybrid_backend.loops.index import Index, as_index, var
 from torch_hybrid_backend.loops.integer_products import NARROW
 from torch_hybrid_backend.loops.ir import (
@@ -42,7 +43,8 @@ def batched(ctx: Context, a: Value, b: Value, dtype: str) -> Buffer:
     if not isinstance(b, Buffer) and b.shape[0] != 1 and _same_for_every_batch(b):
         matrix = selected(b, 0, 0)
         b = reshaped(matrix, (1, *matrix.shape))
-    return ctx.realize(MatMulOp(Buffer((a.shape[0], a.shape[1], b.shape[2]), dtype), a, b))
+    out = Buffer((a.shape[0], a.shape[1], b.shape[2]), dtype)
+    return ctx.realize(MatMulOp(out, a, b, rounds_a=rounds_rows(ctx.node)))
 
 
 def product(ctx: Context, a: Value, b: Value, dtype: str) -> Value:

@@ -1,9 +1,10 @@
-"""Weights of linear layers in 8 or 4 bits; activations, and all that is computed, stay as written.
+"""Weights of linear layers in 8 or 4 bits; activations, and all that is computed, stay as written, but for the last digits of many rows.
 
     mm(x, w)   ->   q = quantize(rows of w^T, scale); mm(x, dequantize(q, scale)^T)         q int8
 
 `passes.hoist` computes q and scale of the parameter, and anew when it changes; never the dequantised form, which kernels unpack where they
-multiply: a product of few rows takes as long as its weight comes from memory. Unless `ctx.weights` says otherwise, it is
+multiply: a product of few rows takes as long as its weight comes from memory. Of many rows kernels may round activations to 16 bits
+(`graph.precision.ROUNDS_ROWS`): a hundredth of what the rounding of weights to 8 bits does. Unless `ctx.weights` says otherwise, it is
 symmetric:
 
     int8-weights   a scale per output channel: the largest magnitude is 127
@@ -33,6 +34,7 @@ from torch.fx import Node
 
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.graph.quantization import WEIGHTS
+from torch_hybrid_backend.graph.precision import ROUNDS_ROWS
 from torch_hybrid_backend.graph.values import constant_nodes, has_mutation
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.rewrite import insert
@@ -57,7 +59,7 @@ _UP = 1 + 2**-9 + 2**-17  # half a step of bfloat16 and a little: what is rounde
 def quantize_weights(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
     """Quantise the constant weights of linear layers, as `ctx.precision` says; whether there were any.
 
-    Their products carry `meta["precision"]`, "int8" or "int4". Layers that stay as written, for another reason than
+    Their products carry `meta["precision"]`, "int8" or "int4", and the mark `ROUNDS_ROWS`. Layers that stay as written, for another reason than
     `ctx.as_written`, are in `gm.meta["as_written"]`: name -> why.
     """
     bits = _BITS.get(ctx.precision)
@@ -93,7 +95,7 @@ def quantize_weights(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
                 made[how] = insert(node, aten._to_copy.default, made[how], dtype=dtype)
         dequantized = made[how] if has_rows else insert(node, aten.permute.default, made[how], [1, 0])
         node.update_arg(position, dequantized)
-        node.meta["precision"] = f"int{bits}"
+        node.meta["precision"], node.meta[ROUNDS_ROWS] = f"int{bits}", True
     gm.meta["as_written"] = {**gm.meta.get("as_written", {}), **left}
     return bool(made)
 

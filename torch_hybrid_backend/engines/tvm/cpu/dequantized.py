@@ -110,6 +110,7 @@ def dequantized_operand(op: MatMulOp, packer: OperandPacker, target: Target) -> 
         group,
         tile,
         None if weight.table is None else _packed_table(weight.table, packer),
+        rounds_a=op.rounds_a,
     )
 
 

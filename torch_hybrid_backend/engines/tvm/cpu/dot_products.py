@@ -31,6 +31,7 @@ from torch_hybrid_backend.engines.tvm.target import Target
 # Bytes of a number of a row of float32 that is multiplied as integers (`schedules/matmul/integer_rows.py`), and the largest group of numbers
 # that share a scale: their sum fits into 32 bits.
 ROW_PARTS, _MOST_IN_ROW = 3, 256
+ROUNDED_ROW_PARTS = 2  # where it may be rounded to 16 bits
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from torch_hybrid_backend.engines.tvm.cpu.dot_products import DotProduct
+from torch_hybrid_backend.engines.tvm.cpu.dot_products import ROW_PARTS, DotProduct
 from torch_hybrid_backend.loops.index import LoopVar
 from torch_hybrid_backend.loops.ir import Buffer, Expr
 from torch_hybrid_backend.loops.kernels import AttentionKernel, Kernel, Store
@@ -69,6 +69,7 @@ class DequantizedMatMulKernel(Kernel):
     `bits` is 4.
 
     With a `table`, 16 values of float32, an integer of 4 bits stands for the value at its place, modulo 16: scales are 1, zeros none.
+    Where `a` is multiplied as integers, of many rows they have `row_parts` bytes.
     """
 
     k: LoopVar
@@ -82,6 +83,7 @@ class DequantizedMatMulKernel(Kernel):
     accumulator: Buffer
     stores: tuple[Store, ...]
     table: Buffer | None = None
+    row_parts: int = ROW_PARTS
 
     @property
     def multiply_adds(self) -> float:

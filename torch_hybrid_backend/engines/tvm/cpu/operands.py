@@ -15,6 +15,7 @@ import torch
 from torch_hybrid_backend.codegen.anchors import Anchor, neutral_kernel, over
 from torch_hybrid_backend.codegen.operands import OperandPacker, Packed, Prepared, StridedView, strided_view
 from torch_hybrid_backend.engines.tvm.cpu.dequantized import dequantized_operand
+from torch_hybrid_backend.engines.tvm.cpu.dot_products import ROUNDED_ROW_PARTS, ROW_PARTS
 from torch_hybrid_backend.engines.tvm.cpu.kernels import (
     DequantizedMatMulKernel,
     PackedConvKernel,
@@ -41,6 +42,7 @@ from torch_hybrid_backend.loops.index import LoopVar, contiguous_strides, index_
 from torch_hybrid_backend.loops.ir import Buffer, ConvOp, IntegerConvOp, IntegerMatMulOp, MatMulOp
 from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.loops.layout import Layout, Strided
+from torch_hybrid_backend.machine import may_round_products
 from torch_hybrid_backend.sizes.size import known_at_most, known_int
 
 
@@ -138,6 +140,7 @@ def packed_kernel(anchor: Anchor) -> Kernel:
                 anchor.accumulator,
                 anchor.stores,
                 op.table,
+                ROUNDED_ROW_PARTS if op.rounds_a or may_round_products() else ROW_PARTS,
             )
         case PackedConvOp():
             x_vars, x = over(op.x, "x")

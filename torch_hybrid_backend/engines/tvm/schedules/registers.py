@@ -202,9 +202,17 @@ class RegisterTile:
         return self.builder.seq(self.builder.alloc(array), self._lanes(hold)), loads
 
     def accumulate_words(
-        self, words: Sequence[TirExpr | None], vectors: Sequence[TirExpr], dot: DotProduct, way: int = 0
+        self,
+        words: Sequence[TirExpr | None],
+        vectors: Sequence[TirExpr],
+        dot: DotProduct,
+        way: int = 0,
+        one_by_one: bool = False,
     ) -> Stmt | None:
-        """acc[row, v] += the dot products of words[row] and vectors[v]; a row whose word is None is left alone."""
+        """acc[row, v] += the dot products of words[row] and vectors[v]; a row whose word is None is left alone.
+
+        one_by_one: each of `vectors` is loaded where it is multiplied with all words, for there are too many of them to be in registers together.
+        """
         if all(word is None for word in words):
             return None
         b, steps = self.builder, []
@@ -214,7 +222,17 @@ class RegisterTile:
             steps.append(tirx.stmt.Bind(name, value))
             return name
 
-        right = [bound(vector, f"{storage_dtype(dot.right)}x{self.lanes * dot.group}") for vector in vectors]
+        kind = f"{storage_dtype(dot.right)}x{self.lanes * dot.group}"
+        if one_by_one:
+            left = [bound(word, f"int32x{self.lanes}") for word in words if word is not None]
+            for v, vector in enumerate(vectors):
+                name = bound(vector, kind)
+                for row, word in enumerate(left):
+                    place = self.offset(row, v, way)
+                    total = dot_product(b, dot, self.lanes, b.load_vector(self.buffer, place, self.lanes), word, name)
+                    steps.append(b.store_vector(self.buffer, place, total, self.lanes))
+            return b.seq(*steps)
+        right = [bound(vector, kind) for vector in vectors]
         for row, word in enumerate(words):
             if word is None:
                 continue

@@ -19,13 +19,14 @@ Source: Goto & van de Geijn, "Anatomy of High-Performance Matrix Multiplication"
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from tvm import tirx
 
-from torch_hybrid_backend.engines.tvm.cpu.dot_products import row_dot_product, row_group
+from torch_hybrid_backend.engines.tvm.cpu.dot_products import ROW_PARTS, DotProduct, row_dot_product, row_group
 from torch_hybrid_backend.engines.tvm.cpu.kernels import DequantizedMatMulKernel, PackedMatMulKernel
-from torch_hybrid_backend.engines.tvm.cpu.tiles import register_count
+from torch_hybrid_backend.engines.tvm.cpu.tiles import Split, register_count, split_at_most, split_into
 from torch_hybrid_backend.engines.tvm.schedules.axes import offsets_of, step
 from torch_hybrid_backend.engines.tvm.schedules.matmul.integer_rows import IntegerRows
 from torch_hybrid_backend.engines.tvm.schedules.matmul.packed import MatMul
@@ -40,6 +41,8 @@ from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, known_int
 # Steps of k that are dequantised at once, roughly: 64 KiB of a panel of 32 columns.
 _DEPTH = 512
 
+_LEAST_ROWS = 4  # of a tile of integers, to be faster than float32
+
 # (total, panel, group): total += the rows of a task times a group of a panel.
 AddGroup = Callable[[RegisterTile, Index, Index], Stmt]
 
@@ -47,6 +50,18 @@ AddGroup = Callable[[RegisterTile, Index, Index], Stmt]
 def emit(kernel: DequantizedMatMulKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
     """The kernel's body. A and accumulator float32; more than a vector of columns; K and N are known."""
     return _Dequantized(kernel, builder, printer, target).emit()
+
+
+@dataclass(frozen=True, slots=True)
+class _IntegerTiles:
+    """Many rows as integers of `parts` bytes, in groups of `group`: `blocks` blocks of `per_block` tiles; `rows` says how the rows are cut."""
+
+    dot: DotProduct
+    group: int
+    parts: int
+    rows: Split
+    blocks: int
+    per_block: int
 
 
 class _Dequantized(MatMul):
@@ -69,7 +84,10 @@ class _Dequantized(MatMul):
         m = self.m.extent
         if isinstance(m, Size):
             return by_height(self.builder, m, self._most_rows(), self.vectors, self._of_height)
-        return self._streamed(m) if m <= self._few() else self._unpacked_static(m)
+        if m <= self._few():
+            return self._streamed(m)
+        integers = self._integer_tiles(m)
+        return self._unpacked_static(m) if integers is None else self._in_integers(integers)
 
     def _few(self) -> int:
         """Rows up to which a group's sums, and the sums of groups, have registers."""
@@ -179,6 +197,9 @@ class _Dequantized(MatMul):
         dot, own = row_dot_product(group, rows, self.vectors, self.target), row_group(group, self.target)
         if dot is None or own is None:
             return None
+        return self._as_integers(dot, rows, own, ROW_PARTS)
+
+    def _as_integers(self, dot: DotProduct, rows: int, group: int, parts: int) -> IntegerRows:
         return IntegerRows(
             dot,
             self.builder,
@@ -186,10 +207,94 @@ class _Dequantized(MatMul):
             self.lanes,
             rows,
             self.depth_of_all,
-            own,
+            group,
             self.weight.unit,
             self.quantized.bits,
+            parts,
         )
+
+    # Many rows, as integers.
+
+    def _integer_tiles(self, m: int) -> _IntegerTiles | None:
+        """How `m` rows are multiplied as integers; None where they are multiplied as float32."""
+        group = min(self.quantized.group, self.depth_of_all)
+        if self.quantized.table is not None or self.weight.per_word == 1:
+            return None
+        parts = self.quantized.row_parts
+        dot, own = row_dot_product(group, 1, self.vectors, self.target), row_group(group, self.target)
+        most = (register_count(self.target) - self.vectors - 4) // (parts * self.vectors)
+        if dot is None or own is None or most < _LEAST_ROWS:
+            return None
+        rows, cores = split_at_most(m, most), self.target.cores
+        fitting = max(1, self.target.l2_bytes // 2 // (rows.size * parts * self.depth_of_all))
+        blocks = -(-rows.parts // fitting)
+        if blocks > 1:
+            blocks = -(-blocks // cores) * cores
+        per_block = -(-rows.parts // blocks)
+        blocks = -(-rows.parts // per_block)
+        return _IntegerTiles(dot, own, parts, split_into(m, blocks * per_block), blocks, per_block)
+
+    def _in_integers(self, tiles: _IntegerTiles) -> Stmt:
+        """Blocks of rows, each written as integers once, by panels."""
+        b, split = self.builder, tiles.rows
+        shares = max(1, min(-(-self.target.cores // tiles.blocks), self.count))  # of the panels, a task each
+        rows = self._as_integers(tiles.dot, tiles.per_block * split.size, tiles.group, tiles.parts)
+        copied = tirx.decl_buffer((self.depth_of_all,), "float32", b.fresh("copied"), scope="global")
+
+        def task(number: Index) -> Stmt:
+            block, share = number // shares, number % shares
+            first, end = share * self.count // shares, (share + 1) * self.count // shares
+            held = tirx.Var(b.fresh("count"), "int32")
+
+            def each_tile(body: Callable[[Index, Index, int], Stmt]) -> Stmt:
+                """`body(number in the block, first row, rows)` for the block's tiles."""
+
+                def tile(inner: Index) -> Stmt:
+                    part = block * tiles.per_block + inner
+                    return by_part(b, split, part, lambda row, count: body(inner, row, count))
+
+                return b.loop(tiles.per_block, tile, name="tile")
+
+            def each_panel(body: Callable[[Index, int], Stmt]) -> Stmt:
+                def panel(inner: Index) -> Stmt:
+                    at, bind = b.bound(b.index(first) + b.index(inner), self.count, "panel")
+                    return b.seq(bind, self._by_width(at, body))
+
+                return b.loop_until(held, -(-self.count // shares), panel, "panel")
+
+            def write_rows(inner: Index, row: Index, count: int) -> Stmt:
+                def one(r: Index) -> Stmt:
+                    return b.seq(
+                        self._copy(copied, as_index(0), row + r), rows.split_row(copied, inner * split.size + r)
+                    )
+
+                return b.loop(count, one, name="row")
+
+            def product(panel: Index, columns: int) -> Stmt:
+                def tile(inner: Index, row: Index, count: int) -> Stmt:
+                    add = partial(self._add_integer_group, rows, first=inner * split.size)
+                    return self._sums(rows.groups, add, count, row, panel, columns)
+
+                return each_tile(tile)
+
+            def in_floats(inner: Index, row: Index, count: int) -> Stmt:
+                def one(r: Index) -> Stmt:
+                    def sums(panel: Index, columns: int) -> Stmt:
+                        return self._sums(self.groups, partial(self._add_group, copied), 1, row + r, panel, columns)
+
+                    return b.seq(self._copy(copied, as_index(0), row + r), each_panel(sums))
+
+                return b.loop(count, one, name="row")
+
+            return b.seq(
+                tirx.stmt.Bind(held, b.index(end) - b.index(first)),
+                tirx.stmt.AllocBuffer(copied),
+                rows.declare(),
+                each_tile(write_rows),
+                b.when(rows.holds, each_panel(product), each_tile(in_floats)),
+            )
+
+        return b.loop(tiles.blocks * shares, task, "parallel", "task")
 
     def _sums(self, count: int, add_group: AddGroup, rows: int, row: Index, panel: Index, columns: int) -> Stmt:
         """One panel times the rows of a task, in `count` groups of k, and its stores."""
@@ -243,30 +348,33 @@ class _Dequantized(MatMul):
             total.fill(scaled),
         )
 
-    def _add_integer_group(self, rows: IntegerRows, total: RegisterTile, panel: Index, number: Index) -> Stmt:
-        """total += the rows times one of their groups of a panel, in sums of integers."""
-        b = self.builder
-        first = self.weight.words_before(panel, number * rows.group)
+    def _add_integer_group(
+        self, rows: IntegerRows, total: RegisterTile, panel: Index, number: Index, first: Index | None = None
+    ) -> Stmt:
+        """total += the rows times one of their groups of a panel, in sums of integers. `first`: of the rows; of few rows all are multiplied."""
+        b, row = self.builder, as_index(0) if first is None else first
+        word = self.weight.words_before(panel, number * rows.group)
         own = number * rows.group // self.quantized.group if self.groups > 1 else as_index(0)  # the weight's group
 
         def words(i: Index, vector: int) -> TirExpr:
-            place = first + i * self.width + vector * self.lanes
+            place = word + i * self.width + vector * self.lanes
             return b.load_vector(self.weight.array, place, self.lanes)
 
-        def ahead(i: Index) -> Stmt:
-            return self.weight.ahead(first + i * self.width, 1)
+        def ahead(i: Index) -> Stmt | None:
+            # Of many rows all but the first tile find the panel in the cache.
+            return self.weight.ahead(word + i * self.width, 1)
 
         def use(sums: Callable[[int, int, Index], TirExpr]) -> Stmt:
             def scaled(r: int, v: int, lane: Index) -> TirExpr:
                 column, value = lane + v * self.lanes, sums(r, v, lane)
                 if self.quantized.zeros is not None:
-                    value = value - rows.total(r, number) * self.weight.of_group(panel, own, column, zero=True)
+                    value = value - rows.total(row + r, number) * self.weight.of_group(panel, own, column, zero=True)
                 scale = self.weight.of_group(panel, own, column, zero=False)
-                return total.at(r, v, lane) + value * (scale * rows.scale(r, number))
+                return total.at(r, v, lane) + value * (scale * rows.scale(row + r, number))
 
             return total.fill(scaled)
 
-        return rows.group_sums(number, total.vectors, words, ahead, use)
+        return rows.group_sums(number, total.vectors, words, ahead, use, row, total.rows)
 
     # Many rows.
 

@@ -31,9 +31,8 @@ from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirBuffe
 from torch_hybrid_backend.engines.tvm.tir.dot import load_word
 from torch_hybrid_backend.engines.tvm.tir.math import round_even
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
-from torch_hybrid_backend.loops.index import Index
+from torch_hybrid_backend.loops.index import Index, as_index
 
-_LARGEST = 127 * 65536  # three signed bytes hold 32,639 more: room for what rounding adds
 _RANGE = 2.0**-100, 2.0**100  # of the largest number of a group
 _WORD_BITS = 32
 
@@ -44,17 +43,18 @@ class IntegerRows:
 
     def __init__(
         self, dot: DotProduct, builder: Builder, printer: Printer, lanes: int, rows: int, depth: int, group: int, unit: float,
-        bits: int,
+        bits: int, parts: int = ROW_PARTS,
     ) -> None:  # fmt: skip
         self._dot, self._builder, self._printer, self._lanes = dot, builder, printer, lanes
         self._rows, self._depth, self.group, self._unit, self._bits = rows, depth, group, unit, bits
         self.groups = depth // group
-        self._raised = 1 << (bits - 1)
+        self._raised, self._parts = 1 << (bits - 1), parts
+        self._largest = 127 << (8 * (parts - 1))  # of as many signed bytes: room for what rounding adds
 
         def array(size: int, dtype: str, name: str) -> TirBuffer:
             return tirx.decl_buffer((size,), dtype, builder.fresh(name), scope="global")
 
-        self._bytes = array(rows * ROW_PARTS * depth, "int8", "bytes")
+        self._bytes = array(rows * parts * depth, "int8", "bytes")
         self._scales = array(rows * self.groups, "float32", "steps")
         self._totals = array(rows * self.groups, "int32", "totals")  # sums of X
         self._outside = builder.local(1, "int32", "outside")
@@ -73,9 +73,14 @@ class IntegerRows:
 
     def split(self, source: TirBuffer) -> Stmt:
         """The rows in `source`, (rows, depth), as bytes."""
-        return self._builder.nest((self._rows, self.groups), lambda at: self._split_group(source, *at), name="g")
+        return self._builder.nest((self._rows, self.groups), lambda at: self._split_group(source, at[0], *at), name="g")
 
-    def _split_group(self, source: TirBuffer, row: Index, group: Index) -> Stmt:
+    def split_row(self, source: TirBuffer, row: Index) -> Stmt:
+        """The one row in `source` as row `row` of bytes."""
+        return self._builder.loop(self.groups, lambda g: self._split_group(source, as_index(0), row, g), name="g")
+
+    def _split_group(self, source: TirBuffer, read: Index, row: Index, group: Index) -> Stmt:
+        """A group of row `read` of `source` as bytes of row `row`."""
         b, lanes = self._builder, self._lanes
         top, numbers, total = (b.local(lanes, "int32", name) for name in ("top", "numbers", "total"))
         largest, inverse = tirx.Var(b.fresh("largest"), "float32"), tirx.Var(b.fresh("inverse"), "float32")
@@ -90,13 +95,13 @@ class IntegerRows:
 
         def raise_top(lane: Index, k: Index) -> Stmt:
             # The bits of magnitudes are in their order, NaN the largest.
-            bits = tirx.reinterpret("int32", b.load(source, row * self._depth + k))
+            bits = tirx.reinterpret("int32", b.load(source, read * self._depth + k))
             magnitude = tirx.bitwise_and(bits, _int(0x7FFFFFFF))
             return b.store(top, lane, tirx.Max(b.load(top, lane), magnitude))
 
         def put(lane: Index, k: Index) -> Stmt:
-            x, start = b.load(numbers, lane), row * (ROW_PARTS * self._depth) + k
-            rounded = round_even(b.load(source, row * self._depth + k) * inverse, "float32")
+            x, start = b.load(numbers, lane), row * (self._parts * self._depth) + k
+            rounded = round_even(b.load(source, read * self._depth + k) * inverse, "float32")
             # Each part is what is left, rounded to whole units of it.
             parts = (x, tirx.shift_right(x + _int(0x80), _int(8)), tirx.shift_right(x + _int(0x8080), _int(16)))
             return b.seq(
@@ -104,7 +109,7 @@ class IntegerRows:
                 b.store(total, lane, b.load(total, lane) + x),
                 *[
                     b.store(self._bytes, start + number * self._depth, tirx.Cast("int8", part))
-                    for number, part in enumerate(parts)
+                    for number, part in enumerate(parts[: self._parts])
                 ],
             )
 
@@ -114,14 +119,14 @@ class IntegerRows:
         bits = b.load(top, 0)
         least, most = (_int(struct.unpack("<i", struct.pack("<f", limit))[0]) for limit in _RANGE)
         is_outside = tirx.Or(bits > most, tirx.And(bits > _int(0), bits < least))
-        per_unit = tirx.Select(bits > _int(0), tirx.const(_LARGEST, "float32") / largest, tirx.const(0, "float32"))
+        per_unit = tirx.Select(bits > _int(0), tirx.const(self._largest, "float32") / largest, tirx.const(0, "float32"))
         return b.seq(
             *map(b.alloc, (top, numbers, total)), clear(top), clear(total),
             each(raise_top), self._over_lanes(top, tirx.Max),
             tirx.stmt.Bind(largest, tirx.reinterpret("float32", bits)),
             tirx.stmt.Bind(inverse, per_unit),
             b.when(is_outside, b.store(self._outside, 0, _int(1))),
-            b.store(self._scales, place, largest * tirx.const(self._unit / _LARGEST, "float32")),
+            b.store(self._scales, place, largest * tirx.const(self._unit / self._largest, "float32")),
             each(put), self._over_lanes(total, tirx.Add),
             b.store(self._totals, place, b.load(total, 0)),
         )  # fmt: skip
@@ -140,23 +145,25 @@ class IntegerRows:
     # Products.
 
     def group_sums(
-        self, group: Index, vectors: int, words: Callable[[Index, int], TirExpr], ahead: Callable[[Index], Stmt],
-        use: Callable[[Callable[[int, int, Index], TirExpr]], Stmt],
+        self, group: Index, vectors: int, words: Callable[[Index, int], TirExpr], ahead: Callable[[Index], Stmt | None],
+        use: Callable[[Callable[[int, int, Index], TirExpr]], Stmt], first: Index | None = None, rows: int | None = None,
     ) -> Stmt:  # fmt: skip
-        """The sums of a group, as `use(sum)`: sum(row, vector, lane) of x * q.
+        """The sums of a group, as `use(sum)`: sum(row, vector, lane) of x * q, of `rows` rows (all) from `first` on.
 
         words(i, vector): a vector of the group's i-th words, which `ahead(i)` precedes.
         """
-        b, dot, lanes = self._builder, self._dot, self._lanes
-        columns, in_word = self._rows * ROW_PARTS, _WORD_BITS // self._bits
+        b, dot, lanes, parts = self._builder, self._dot, self._lanes, self._parts
+        first, rows = as_index(0) if first is None else first, self._rows if rows is None else rows
+        columns, in_word = rows * parts, _WORD_BITS // self._bits
         tile = RegisterTile(b, self._printer, vectors, columns, lanes, "int32")
+        upper = 8 * (parts - 1)  # bits below the last part
 
         def start(vector: int, column: int, lane: Index) -> TirExpr:
-            row, part = divmod(column, ROW_PARTS)
-            total = b.load(self._totals, group + row * self.groups)
+            row, part = divmod(column, parts)
+            total = b.load(self._totals, group + (first + row) * self.groups)
             if part == 0:
-                return tirx.bitwise_and(total, _int(0xFFFF)) * _int(-self._raised)
-            return tirx.shift_right(total, _int(16)) * _int(-self._raised) if part == ROW_PARTS - 1 else _int(0)
+                return tirx.bitwise_and(total, _int((1 << upper) - 1)) * _int(-self._raised)
+            return tirx.shift_right(total, _int(upper)) * _int(-self._raised) if part == parts - 1 else _int(0)
 
         def word(i: Index) -> Stmt | None:
             steps = []
@@ -165,18 +172,19 @@ class IntegerRows:
                 raised = [
                     tirx.bitwise_xor(self._bytes_of(w, half), self._all(self._raised * 0x01010101)) for w in of_word
                 ]
-                at = group * self.group + i * in_word + half * dot.group
+                at = first * (parts * self._depth) + group * self.group + i * in_word + half * dot.group
                 places = [at + column * self._depth for column in range(columns)]
                 numbers = [load_word(self._bytes, b.index(place), dot, lanes) for place in places]
                 signed = [tirx.reinterpret(f"int8x{lanes * dot.group}", number) for number in numbers]
-                steps.append(tile.accumulate_words(raised, signed, dot))
+                steps.append(tile.accumulate_words(raised, signed, dot, one_by_one=True))
             return b.seq(ahead(i), *steps)
 
         def total(row: int, vector: int, lane: Index) -> TirExpr:
-            low, middle, high = (
-                tirx.Cast("float32", tile.at(vector, row * ROW_PARTS + part, lane)) for part in range(ROW_PARTS)
-            )
-            return high * tirx.const(65536, "float32") + (middle * tirx.const(256, "float32") + low)
+            of_parts = [tirx.Cast("float32", tile.at(vector, row * parts + part, lane)) for part in range(parts)]
+            sums = of_parts[0]
+            for part in range(1, parts):
+                sums = of_parts[part] * tirx.const(256**part, "float32") + sums
+            return sums
 
         return b.seq(tile.declare(), tile.fill(start), b.loop(self.group // in_word, word, name="w"), use(total))
 
@@ -186,11 +194,11 @@ class IntegerRows:
             return words
         return tirx.bitwise_and(tirx.shift_right(words, self._all(4)) if half else words, self._all(0x0F0F0F0F))
 
-    def scale(self, row: int, group: Index) -> TirExpr:
+    def scale(self, row: Index | int, group: Index) -> TirExpr:
         """What a group's sums are multiplied by."""
         return self._builder.load(self._scales, group + row * self.groups)
 
-    def total(self, row: int, group: Index) -> TirExpr:
+    def total(self, row: Index | int, group: Index) -> TirExpr:
         """The sum of a group's numbers, in units of its scale."""
         return tirx.Cast("float32", self._builder.load(self._totals, group + row * self.groups))
 
