@@ -11,6 +11,7 @@ import torch.ao.quantization.fx._decomposed
 from tests.partition.engines_for_tests import FakeEngine, trace
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.device import CPU
+from torch_hybrid_backend.core.precision import ROUNDS_ROWS
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.generators import Replay
@@ -405,3 +406,36 @@ def test_a_step_at_a_tie_may_show_in_what_is_computed_from_it() -> None:
     assert "differs" in _compare(function, x, lambda y: y + 4 * step)
     x[1, 3] = 0.5
     assert "differs" in _compare(function, x, lambda y: y + step)
+
+
+def test_rows_of_16_bits() -> None:
+    """Where a product has the mark, outputs may be off by what 16 bits of its rows make, in the mean; no element may stand out, and without
+    the mark it is a fault."""
+    w = torch.randn(64, 64)
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x, w) * 100
+
+    x = torch.randn(32, 64)
+    expected = product(x)
+    noise = torch.randn(32, 64) * expected.square().mean().sqrt()
+    one = torch.zeros(32, 64)
+    one[3, 5] = 0.02 * float(expected.abs().max())
+    for marked in (False, True):
+        region = _region(product, x)
+        for node in region.graph_module.graph.nodes:
+            if marked and node.target is torch.ops.aten.mm.default:
+                node.meta[ROUNDS_ROWS] = True
+
+        def passes(off: torch.Tensor, region: Region = region) -> bool:
+            return compare(region, [*_inputs_of(region, x, w)], [expected], [expected + off]).why == ""
+
+        assert passes(3e-4 * noise) == marked
+        assert not passes(3e-3 * noise)
+        assert not passes(one)
+        assert not passes(torch.full((32, 64), torch.nan))
+
+
+def _inputs_of(region: Region, x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+    """The region's inputs in its order."""
+    return [x if tuple(i.spec.shape) == tuple(x.shape) else w for i in region.inputs]

@@ -13,6 +13,9 @@ PRECISIONS = (AS_WRITTEN, "bf16", "fp16", "int8", "int8+bf16", "int8-weights", "
 GROUP_SIZES = (32, 64, 128, 256)
 # Weights of 7 bits: two products of such by 255 add up to 32,640 at most, which 16 bits hold.
 SEVEN_BITS = (-64, 64)
+# The mark of a pass on a product, in `meta`: of many rows that it multiplies by its weight, kernels may round elements to 16 bits, by the
+# largest of up to 256 neighbours.
+ROUNDS_ROWS = "rounds_rows"
 
 
 def are_seven_bits(bounds: tuple[int, int]) -> bool:

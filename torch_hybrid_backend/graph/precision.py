@@ -13,13 +13,6 @@ from torch_hybrid_backend.graph.schema import is_item, is_view
 
 _CASTS = frozenset({torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default})
 _QUANTISERS = "quantized_decomposed"
-# The mark of a pass on a product: the rows that it multiplies by its weight may be rounded to 16 bits, by the largest of neighbours.
-ROUNDS_ROWS = "rounds_rows"
-
-
-def rounds_rows(node: Node | None) -> bool:
-    """Whether a product has the mark `ROUNDS_ROWS`."""
-    return node is not None and bool(node.meta.get(ROUNDS_ROWS))
 
 
 def is_cast(node: Node) -> bool:

@@ -24,13 +24,13 @@ import torch.fx
 from torch._dynamo.utils import same
 from torch.utils._pytree import tree_map
 
+from torch_hybrid_backend.core.precision import ROUNDS_ROWS
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.eager_graph import TracedRun
 from torch_hybrid_backend.errors import OperatorRefusedError, is_out_of_memory
 from torch_hybrid_backend.generators import Replay
-from torch_hybrid_backend.graph.precision import rounds_rows
 from torch_hybrid_backend.graph.schema import draws, draws_numbers
 from torch_hybrid_backend.graph.values import is_quantized, is_quantizing, outputs_of
 from torch_hybrid_backend.machine import float32_precision
@@ -180,7 +180,7 @@ def _compare(
 
     worst = 0.0
     outputs = outputs_of(region.graph_module)
-    rounds = any(map(rounds_rows, region.graph_module.graph.nodes))
+    rounds = any(ROUNDS_ROWS in node.meta for node in region.graph_module.graph.nodes)
     for position, (reference, result) in enumerate(zip(expected, actual, strict=True)):
         if not isinstance(reference, torch.Tensor) or not isinstance(result, torch.Tensor):
             continue

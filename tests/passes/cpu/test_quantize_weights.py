@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from tests.passes.test_hoist import call, fold
 from tests.passes.values import verify_values
-from torch_hybrid_backend.core.precision import SYMMETRIC, WeightForm
+from torch_hybrid_backend.core.precision import ROUNDS_ROWS, SYMMETRIC, WeightForm
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.passes.cpu.merge_siblings import merge_siblings
 from torch_hybrid_backend.passes.cpu.quantize_weights import GROUP, LEAST_ELEMENTS, quantize_weights
@@ -74,9 +74,8 @@ def test_a_linear_layer(captured, precision, dynamic):
     want = x.double() @ by_hand(layer.weight.detach(), precision).T + layer.bias.detach().double()
     # One step of a weight at a rounding tie is 1e-2 of 160 products here.
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
-    assert [node.meta.get("precision") for node in subject.gm.graph.nodes if node.meta.get("precision")] == [
-        precision[:4]
-    ]
+    marked = [node for node in subject.gm.graph.nodes if node.meta.get("precision")]
+    assert [(node.meta["precision"], node.meta[ROUNDS_ROWS]) for node in marked] == [(precision[:4], True)]
 
 
 @pytest.mark.parametrize("precision", FORMS)

@@ -4,7 +4,7 @@
 
 `passes.hoist` computes q and scale of the parameter, and anew when it changes; never the dequantised form, which kernels unpack where they
 multiply: a product of few rows takes as long as its weight comes from memory. Of many rows kernels may round activations to 16 bits
-(`graph.precision.ROUNDS_ROWS`): a hundredth of what the rounding of weights to 8 bits does. Unless `ctx.weights` says otherwise, it is
+(`core.precision.ROUNDS_ROWS`): a hundredth of what the rounding of weights to 8 bits does. Unless `ctx.weights` says otherwise, it is
 symmetric:
 
     int8-weights   a scale per output channel: the largest magnitude is 127
@@ -32,9 +32,9 @@ import torch
 import torch.fx
 from torch.fx import Node
 
+from torch_hybrid_backend.core.precision import ROUNDS_ROWS
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.graph.quantization import WEIGHTS
-from torch_hybrid_backend.graph.precision import ROUNDS_ROWS
 from torch_hybrid_backend.graph.values import constant_nodes, has_mutation
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.rewrite import insert

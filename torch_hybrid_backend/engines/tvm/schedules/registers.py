@@ -211,7 +211,7 @@ class RegisterTile:
     ) -> Stmt | None:
         """acc[row, v] += the dot products of words[row] and vectors[v]; a row whose word is None is left alone.
 
-        one_by_one: each of `vectors` is loaded where it is multiplied with all words, for there are too many of them to be in registers together.
+        one_by_one: each of `vectors` is loaded where it is multiplied with all words, for they are too many to be in registers together.
         """
         if all(word is None for word in words):
             return None

@@ -1,7 +1,7 @@
 """Matmul with a quantised weight: C[m, n] = sum over k of A[m, k] * (Q[k, n] - zero[g, n]) * scale[g, n], g = k // group, Q of 8 or 4 bits.
 
-Pattern: a `DequantizedMatMulKernel`. Activations stay float32, so sums are as exact as those of the dequantised weight. The weight comes from
-memory once, as it is packed: a sequential stream for each task, which has a share of the panels.
+Pattern: a `DequantizedMatMulKernel`. Sums are as exact as those of the dequantised weight, but where the kernel says that rows may be rounded
+(`row_parts`). The weight comes from memory once, as it is packed: a sequential stream for each task, which has a share of the panels.
 
 Few rows (decoding): integers become float32 in registers and are multiplied there; a group's sum is multiplied by its scale. (So activations
 above 1e36 may be infinite too early.) 16 weights of 8 bits are a widening load, a conversion and a multiply-add; of 4 bits a shift, a mask, a
@@ -10,7 +10,13 @@ conversion and a multiply-add. Rows are divided by a nibble's unit (`quantized_w
 32 GB/s of nibbles with scales, which is what memory has, so that neither waits for the other alone. Up to three rows are products of integers
 where the processor has vpdpbusd (`integer_rows`): 58 G weights of 4 bits a second. Weights of 8 bits lie in words of four along k for that.
 
-Many rows: a task dequantises a part of a panel's k into scratch that stays in its cache, then runs all tiles of rows over it (those of
+Four rows and more, where the processor has vpdpbusd in vectors of 16 lanes: a task writes a block of rows, as many as fit half its second-level
+cache, as integers once, then runs tiles of 4 rows, or of 6 of two bytes, by two vectors of columns over the panels: as many sums as
+registers hold. Each word of weights is four multiply-adds a lane; three dot products stand for four multiply-adds of float32, two where rows
+have 16 bits. Should a number be none that integers hold, the task multiplies its rows as float32, one by one. Number of rows known only at
+run time: as below.
+
+Many rows elsewhere: a task dequantises a part of a panel's k into scratch that stays in its cache, then runs all tiles of rows over it (those of
 `packed`); between the parts of k sums wait in memory. That costs five instructions for each vector of weights, against a multiply-add a row.
 
 Source: Goto & van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008; scales of groups: Frantar et al., "GPTQ", 2022.
@@ -40,7 +46,6 @@ from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, known_int
 
 # Steps of k that are dequantised at once, roughly: 64 KiB of a panel of 32 columns.
 _DEPTH = 512
-
 _LEAST_ROWS = 4  # of a tile of integers, to be faster than float32
 
 # (total, panel, group): total += the rows of a task times a group of a panel.
@@ -84,10 +89,10 @@ class _Dequantized(MatMul):
         m = self.m.extent
         if isinstance(m, Size):
             return by_height(self.builder, m, self._most_rows(), self.vectors, self._of_height)
-        if m <= self._few():
+        tiles = self._integer_tiles(m)
+        if m <= self._few() and (tiles is None or self._integers(m) is not None):
             return self._streamed(m)
-        integers = self._integer_tiles(m)
-        return self._unpacked_static(m) if integers is None else self._in_integers(integers)
+        return self._unpacked_static(m) if tiles is None else self._in_integers(tiles)
 
     def _few(self) -> int:
         """Rows up to which a group's sums, and the sums of groups, have registers."""
@@ -189,15 +194,17 @@ class _Dequantized(MatMul):
         rest = b.loop(left, lambda k: element(k + whole * self.lanes), name="k") if left else None
         return b.seq(b.loop(whole, vector, name="k") if whole else None, rest)
 
-    def _integer_rows(self, rows: int) -> IntegerRows | None:
-        """What multiplies `rows` rows as integers; None where all is multiplied as float32."""
+    def _integers(self, rows: int) -> tuple[DotProduct, int] | None:
+        """What multiplies a tile of `rows` rows as exact sums of integers, and in groups of how many along k; None where all is float32."""
         group = min(self.quantized.group, self.depth_of_all)
         if self.quantized.table is not None or self.weight.per_word == 1:
             return None
         dot, own = row_dot_product(group, rows, self.vectors, self.target), row_group(group, self.target)
-        if dot is None or own is None:
-            return None
-        return self._as_integers(dot, rows, own, ROW_PARTS)
+        return None if dot is None or own is None else (dot, own)
+
+    def _integer_rows(self, rows: int) -> IntegerRows | None:
+        found = self._integers(rows)
+        return None if found is None else self._as_integers(found[0], rows, found[1], ROW_PARTS)
 
     def _as_integers(self, dot: DotProduct, rows: int, group: int, parts: int) -> IntegerRows:
         return IntegerRows(
@@ -217,14 +224,12 @@ class _Dequantized(MatMul):
 
     def _integer_tiles(self, m: int) -> _IntegerTiles | None:
         """How `m` rows are multiplied as integers; None where they are multiplied as float32."""
-        group = min(self.quantized.group, self.depth_of_all)
-        if self.quantized.table is not None or self.weight.per_word == 1:
-            return None
-        parts = self.quantized.row_parts
-        dot, own = row_dot_product(group, 1, self.vectors, self.target), row_group(group, self.target)
+        found, parts = self._integers(1), self.quantized.row_parts
+        # A sum for each part of a row and vector of columns; the words of a vector each, one of a row, two masks and a spare.
         most = (register_count(self.target) - self.vectors - 4) // (parts * self.vectors)
-        if dot is None or own is None or most < _LEAST_ROWS:
+        if found is None or most < _LEAST_ROWS:
             return None
+        dot, own = found
         rows, cores = split_at_most(m, most), self.target.cores
         fitting = max(1, self.target.l2_bytes // 2 // (rows.size * parts * self.depth_of_all))
         blocks = -(-rows.parts // fitting)
