@@ -212,6 +212,14 @@ def test_dequantised_weights(dtype: torch.dtype, name: str) -> None:
     assert (product.reads, product.packed, product.group) == (kernel.reads, kernel.packed, 32)
 
 
+def test_rows_that_may_be_rounded() -> None:
+    """Rows of float32 that may be are two parts of bfloat16 in place of three."""
+    kernel, _ = of_dequantised(48, 128, 32, torch.float32)
+    assert isinstance(kernel, DequantizedMatMulKernel)
+    (first, *_) = alternatives(dataclasses.replace(kernel, row_parts=2), {}, SAPPHIRE_RAPIDS)
+    assert first.name == "amx float32 high"
+
+
 def test_dequantised_weights_that_tiles_do_not_serve() -> None:
     """Groups that are no whole steps of k, of float32, which sums them apart; few rows, of which tiles are mostly empty."""
     assert not of_dequantised(4, 128, 32, torch.float32)[1]

@@ -11,6 +11,7 @@ import torch.ao.quantization.fx._decomposed
 
 from tests.codegen.regions_for_tests import region_of
 from torch_hybrid_backend.codegen.assemble import RegionKernels, assemble
+from torch_hybrid_backend.core.precision import ROUNDS_ROWS
 from torch_hybrid_backend.engines.tvm.backend import TvmBackend
 from torch_hybrid_backend.engines.tvm.cpu.kernels import DequantizedMatMulKernel, PackedMatMulKernel
 from torch_hybrid_backend.engines.tvm.cpu.packing import pack_b, pack_nibbles
@@ -194,6 +195,23 @@ def test_what_is_no_such_table() -> None:
     for k, count, dtype in ((K, 17, torch.uint8), (K, 11, torch.int32), (K - 4, 11, torch.uint8)):
         found = assembled(looked_up, torch.randn(5, k), q[:, :k].contiguous().to(dtype), torch.randn(count))
         assert not any(isinstance(kernel, DequantizedMatMulKernel) for kernel in found.kernels)
+
+
+def test_rows_that_may_be_rounded() -> None:
+    """A product with the mark has rows of two bytes a number; so have all where PyTorch allows products of float32 less."""
+    x, q, scales = torch.randn(5, K), torch.randint(-8, 8, (N, K), dtype=torch.int8), torch.rand(N, K // GROUP)
+    assert kernel_of(assembled(by_group, x, q, scales)).row_parts == 3
+    region = region_of(by_group, x, q, scales)
+    for node in region.graph_module.graph.nodes:
+        if node.target is torch.ops.aten.mm.default:
+            node.meta[ROUNDS_ROWS] = True
+    named = tuple(replace(i, is_constant=_argument(i.name) >= 1) for i in region.inputs)
+    assert kernel_of(assemble(replace(region, inputs=named), TvmBackend(_AVX512))).row_parts == 2
+    try:
+        torch.set_float32_matmul_precision("high")
+        assert kernel_of(assembled(by_group, x, q, scales)).row_parts == 2
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_half_activations() -> None:

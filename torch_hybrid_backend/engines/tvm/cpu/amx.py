@@ -19,6 +19,7 @@ from functools import partial
 from torch_hybrid_backend.codegen.operands import Packed
 from torch_hybrid_backend.codegen.variants import Variant
 from torch_hybrid_backend.engines.tvm.cpu.amx_formats import FORMATS, PANEL, TileFormat
+from torch_hybrid_backend.engines.tvm.cpu.dot_products import ROW_PARTS
 from torch_hybrid_backend.engines.tvm.cpu.kernels import (
     DequantizedMatMulKernel,
     PackedConvKernel,
@@ -116,12 +117,12 @@ def tile_dequantized_products(kernel: DequantizedMatMulKernel, weight: Packed | 
 
 
 def _dequantized_format(kernel: DequantizedMatMulKernel) -> str:
-    """That of `a`: in as few parts as are exact, or, of float32, as PyTorch allows."""
+    """That of `a`: in as few parts as are exact, or, of float32, as the kernel says that rows may be rounded."""
     if ops.is_rounded(kernel.a, "bfloat16"):
         return "bfloat16"
     if ops.is_rounded(kernel.a, "float16"):
         return "float16 split"
-    return _float32_format(float32_precision("cpu")[0])
+    return "float32" if kernel.row_parts == ROW_PARTS else "float32 high"
 
 
 def tile_convolutions(kernel: PackedConvKernel, weight: Packed | None, target: Target) -> list[Variant]:

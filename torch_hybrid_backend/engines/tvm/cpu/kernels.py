@@ -65,11 +65,11 @@ class DequantizedMatMulKernel(Kernel):
 
     `a` is over (b, m, k), float32. The q of a panel of `tile_n` columns lie in `packed`, of `bits` bits each: `packing.pack_b`, or, where
     `packed` is of int32, words along k (`packing.pack_bytes`, `packing.pack_nibbles`). `scales`, float32 or of a half type, and `zeros`,
-    float32 or None where all are 0, are (1, ceil(N / tile_n), ceil(K / group), tile_n). `group` is a multiple of 8 where there are several and where
-    `bits` is 4.
+    float32 or None where all are 0, are (1, ceil(N / tile_n), ceil(K / group), tile_n). `group` is a multiple of 8 where there are
+    several and where `bits` is 4.
 
     With a `table`, 16 values of float32, an integer of 4 bits stands for the value at its place, modulo 16: scales are 1, zeros none.
-    Where `a` is multiplied as integers, of many rows they have `row_parts` bytes.
+    Where `a` is multiplied as integers, of many rows they have `row_parts` bytes: two where they may be rounded to 16 bits.
     """
 
     k: LoopVar

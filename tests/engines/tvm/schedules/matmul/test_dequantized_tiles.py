@@ -48,6 +48,7 @@ def test_matches_float64(target: Target, m: int) -> None:
         tiles_of(m, 1152, 97, 4, 128, zeros=True, target=target),
         tiles_of(m, 2048, 64, 4, 1024, target=target),
         tiles_of(m, 40, 64, 4, target=target),
+        tiles_of(m, 96, 37, 4, 32, form="float32 high", row_parts=2, target=target),
     ):
         check(kernel, target, emit)
 

@@ -16,8 +16,9 @@ registers hold. Each word of weights is four multiply-adds a lane; three dot pro
 have 16 bits. Should a number be none that integers hold, the task multiplies its rows as float32, one by one. Number of rows known only at
 run time: as below.
 
-Many rows elsewhere: a task dequantises a part of a panel's k into scratch that stays in its cache, then runs all tiles of rows over it (those of
-`packed`); between the parts of k sums wait in memory. That costs five instructions for each vector of weights, against a multiply-add a row.
+Many rows elsewhere: a task dequantises a part of a panel's k into scratch that stays in its cache, then runs all tiles of rows over it
+(those of `packed`); between the parts of k sums wait in memory. That costs five instructions for each vector of weights, against a
+multiply-add a row.
 
 Source: Goto & van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008; scales of groups: Frantar et al., "GPTQ", 2022.
 """

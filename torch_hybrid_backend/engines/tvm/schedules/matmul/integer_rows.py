@@ -161,6 +161,8 @@ class IntegerRows:
         def start(vector: int, column: int, lane: Index) -> TirExpr:
             row, part = divmod(column, parts)
             total = b.load(self._totals, group + (first + row) * self.groups)
+            if parts == 2:  # their sum fits into 32 bits, whatever each of them wraps to
+                return total * _int(-self._raised) if part == 0 else _int(0)
             if part == 0:
                 return tirx.bitwise_and(total, _int((1 << upper) - 1)) * _int(-self._raised)
             return tirx.shift_right(total, _int(upper)) * _int(-self._raised) if part == parts - 1 else _int(0)
@@ -180,11 +182,11 @@ class IntegerRows:
             return b.seq(ahead(i), *steps)
 
         def total(row: int, vector: int, lane: Index) -> TirExpr:
-            of_parts = [tirx.Cast("float32", tile.at(vector, row * parts + part, lane)) for part in range(parts)]
-            sums = of_parts[0]
-            for part in range(1, parts):
-                sums = of_parts[part] * tirx.const(256**part, "float32") + sums
-            return sums
+            of_parts = [tile.at(vector, row * parts + part, lane) for part in range(parts)]
+            if parts == 2:
+                return tirx.Cast("float32", tirx.shift_left(of_parts[1], _int(8)) + of_parts[0])
+            low, middle, high = (tirx.Cast("float32", part) for part in of_parts)
+            return high * tirx.const(65536, "float32") + (middle * tirx.const(256, "float32") + low)
 
         return b.seq(tile.declare(), tile.fill(start), b.loop(self.group // in_word, word, name="w"), use(total))
 
