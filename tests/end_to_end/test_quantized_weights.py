@@ -96,11 +96,15 @@ def test_half_models(dtype: torch.dtype, precision: str) -> None:
 @pytest.mark.parametrize("precision", FORMS)
 @torch.no_grad()
 def test_any_number_of_rows(precision: str) -> None:
-    """One compilation serves every number of rows."""
+    """One compilation serves every number of rows; one or two keep all digits, many keep 16 bits of each."""
     model, compiled = compiled_block(precision, dynamic=True)
     for rows in (8, 1, 2, 3, 5, 33, 129, 300):
         x = torch.randn(rows, 160)
-        torch.testing.assert_close(compiled(x).double(), model.exact(x, precision), rtol=1e-5, atol=1e-4)
+        got, want = compiled(x).double(), model.exact(x, precision)
+        if rows <= 2:
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+        else:
+            assert (got - want).norm() < 1e-4 * want.norm()
 
 
 @torch.no_grad()
@@ -119,7 +123,7 @@ def test_groups_and_zero_points() -> None:
     assert "dequantized_matmul" in str(torch_hybrid_backend.explain(model, x, options=options))
 
 
-@pytest.mark.parametrize(("precision", "share"), [("int8-weights", 0.27), ("int4-weights", 0.17)])
+@pytest.mark.parametrize(("precision", "share"), [("int8-weights", 0.27), ("int4-weights", 0.15)])
 @torch.no_grad()
 def test_what_is_kept_of_weights(precision: str, share: float) -> None:
     """Beside the parameter itself, what calls read of it has at most this share of its bytes."""

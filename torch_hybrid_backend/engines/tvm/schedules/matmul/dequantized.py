@@ -11,10 +11,9 @@ conversion and a multiply-add. Rows are divided by a nibble's unit (`quantized_w
 where the processor has vpdpbusd (`integer_rows`): 58 G weights of 4 bits a second. Weights of 8 bits lie in words of four along k for that.
 
 Four rows and more, where the processor has vpdpbusd in vectors of 16 lanes: a task writes a block of rows, as many as fit half its second-level
-cache, as integers once, then runs tiles of 4 rows, or of 6 of two bytes, by two vectors of columns over the panels: as many sums as
-registers hold. Each word of weights is four multiply-adds a lane; three dot products stand for four multiply-adds of float32, two where rows
-have 16 bits. Should a number be none that integers hold, the task multiplies its rows as float32, one by one. Number of rows known only at
-run time: as below.
+cache, as integers once, then runs tiles of 4 rows, 6 of two bytes, or 3 (`_integer_tiles`), by two vectors of columns over the panels. A dot
+product is four multiply-adds a lane: three stand for four multiply-adds of float32, two where rows have 16 bits. Should a number be none that
+integers hold, the task multiplies its rows as float32, one by one.
 
 Many rows elsewhere: a task dequantises a part of a panel's k into scratch that stays in its cache, then runs all tiles of rows over it
 (those of `packed`); between the parts of k sums wait in memory. That costs five instructions for each vector of weights, against a
@@ -33,7 +32,7 @@ from tvm import tirx
 
 from torch_hybrid_backend.engines.tvm.cpu.dot_products import ROW_PARTS, DotProduct, row_dot_product, row_group
 from torch_hybrid_backend.engines.tvm.cpu.kernels import DequantizedMatMulKernel, PackedMatMulKernel
-from torch_hybrid_backend.engines.tvm.cpu.tiles import Split, register_count, split_at_most, split_into
+from torch_hybrid_backend.engines.tvm.cpu.tiles import register_count, split_at_most, split_into
 from torch_hybrid_backend.engines.tvm.schedules.axes import offsets_of, step
 from torch_hybrid_backend.engines.tvm.schedules.matmul.integer_rows import IntegerRows
 from torch_hybrid_backend.engines.tvm.schedules.matmul.packed import MatMul
@@ -43,11 +42,12 @@ from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, as_index
-from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, known_int
+from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, function, known_int
 
 # Steps of k that are dequantised at once, roughly: 64 KiB of a panel of 32 columns.
 _DEPTH = 512
-_LEAST_ROWS = 4  # of a tile of integers, to be faster than float32
+_SHORT_GROUP = 64  # of k
+_LOW_TILE = 3  # rows
 
 # (total, panel, group): total += the rows of a task times a group of a panel.
 AddGroup = Callable[[RegisterTile, Index, Index], Stmt]
@@ -58,16 +58,25 @@ def emit(kernel: DequantizedMatMulKernel, builder: Builder, printer: Printer, ta
     return _Dequantized(kernel, builder, printer, target).emit()
 
 
+# `body(number in the block, first row, rows)` for each tile of a block of rows.
+EachTile = Callable[[Index, Callable[[Index, Index, int], Stmt]], Stmt]
+
+
 @dataclass(frozen=True, slots=True)
 class _IntegerTiles:
-    """Many rows as integers of `parts` bytes, in groups of `group`: `blocks` blocks of `per_block` tiles; `rows` says how the rows are cut."""
+    """Rows as integers of `parts` bytes, in groups of `group`: `blocks` blocks of `per_block` tiles at most, of `height` rows at most.
+
+    `shares`: of the panels, a task each.
+    """
 
     dot: DotProduct
     group: int
     parts: int
-    rows: Split
-    blocks: int
+    height: int
     per_block: int
+    blocks: Dim
+    shares: Dim
+    each: EachTile
 
 
 class _Dequantized(MatMul):
@@ -88,9 +97,13 @@ class _Dequantized(MatMul):
 
     def emit(self) -> Stmt:
         m = self.m.extent
-        if isinstance(m, Size):
-            return by_height(self.builder, m, self._most_rows(), self.vectors, self._of_height)
         tiles = self._integer_tiles(m)
+        if isinstance(m, Size):
+            tall = self._most_rows() if tiles is None else tiles.height
+            others = by_height(self.builder, m, tall, self.vectors, self._of_height)
+            if tiles is None:
+                return others
+            return self.builder.when(self.builder.size(m) >= tall, self._in_integers(tiles), others)
         if m <= self._few() and (tiles is None or self._integers(m) is not None):
             return self._streamed(m)
         return self._unpacked_static(m) if tiles is None else self._in_integers(tiles)
@@ -223,62 +236,81 @@ class _Dequantized(MatMul):
 
     # Many rows, as integers.
 
-    def _integer_tiles(self, m: int) -> _IntegerTiles | None:
-        """How `m` rows are multiplied as integers; None where they are multiplied as float32."""
+    def _integer_tiles(self, m: Dim) -> _IntegerTiles | None:
+        """How `m` rows, where their number is known only at run time a tile or more, are multiplied as integers; None: as float32."""
         found, parts = self._integers(1), self.quantized.row_parts
-        # A sum for each part of a row and vector of columns; the words of a vector each, one of a row, two masks and a spare.
-        most = (register_count(self.target) - self.vectors - 4) // (parts * self.vectors)
-        if found is None or most < _LEAST_ROWS:
+        if found is None or self.lanes < 16:
             return None
-        dot, own = found
-        rows, cores = split_at_most(m, most), self.target.cores
-        fitting = max(1, self.target.l2_bytes // 2 // (rows.size * parts * self.depth_of_all))
-        blocks = -(-rows.parts // fitting)
-        if blocks > 1:
-            blocks = -(-blocks // cores) * cores
-        per_block = -(-rows.parts // blocks)
-        blocks = -(-rows.parts // per_block)
-        return _IntegerTiles(dot, own, parts, split_into(m, blocks * per_block), blocks, per_block)
+        # A sum for each part of a row and vector of columns; a word of each vector, one of a row, two masks and a spare.
+        most = (register_count(self.target) - self.vectors - 4) // (parts * self.vectors)
+        # Where groups are short, the sums of all groups are in registers beside them. Of an unknown number of rows the last tile overlaps the
+        # one before: tiles of few rows take hardly longer, and waste less.
+        most = min(most, _LOW_TILE) if found[1] <= _SHORT_GROUP or isinstance(m, Size) else most
+        b, cores = self.builder, self.target.cores
+        height = most if isinstance(m, Size) else split_at_most(m, most).size
+        tiles = ceil_div(m, height)
+        fitting = max(1, self.target.l2_bytes // 2 // (height * parts * self.depth_of_all))
+        # One block, whose panels are shared, or as many as leave every core its part.
+        fewest = function("max", ceil_div(tiles, fitting), 1)
+        blocks = function("min", fewest - 1, 1) * (ceil_div(fewest, cores) * cores - 1) + 1
+        per_block = ceil_div(tiles, blocks)
+        if isinstance(m, int):
+            blocks = ceil_div(tiles, per_block)  # none is empty
+            split = split_into(m, known_int(blocks * per_block))
+
+            def each(block: Index, body: Callable[[Index, Index, int], Stmt]) -> Stmt:
+                def tile(inner: Index) -> Stmt:
+                    part = block * per_block + inner
+                    return by_part(b, split, part, lambda row, count: body(inner, row, count))
+
+                return b.loop(per_block, tile, name="tile")
+
+            height, most_in_block = split.size, known_int(per_block)
+        else:
+            most_in_block = fitting
+
+            def each(block: Index, body: Callable[[Index, Index, int], Stmt]) -> Stmt:
+                def tile(inner: Index) -> Stmt:
+                    first, begin = tile_start(b, m, height, block * per_block + inner)
+                    return b.seq(begin, body(inner, first, height))
+
+                held = tirx.Min(b.size(tiles) - b.index(block * per_block), b.size(per_block))
+                return b.loop_until(held, fitting, tile, "tile")
+
+        shares = function("min", function("max", ceil_div(cores, blocks), 1), self.count)
+        return _IntegerTiles(*found, parts, height, most_in_block, blocks, shares, each)
 
     def _in_integers(self, tiles: _IntegerTiles) -> Stmt:
         """Blocks of rows, each written as integers once, by panels."""
-        b, split = self.builder, tiles.rows
-        shares = max(1, min(-(-self.target.cores // tiles.blocks), self.count))  # of the panels, a task each
-        rows = self._as_integers(tiles.dot, tiles.per_block * split.size, tiles.group, tiles.parts)
+        b, shares = self.builder, tiles.shares
+        rows = self._as_integers(tiles.dot, tiles.per_block * tiles.height, tiles.group, tiles.parts)
         copied = tirx.decl_buffer((self.depth_of_all,), "float32", b.fresh("copied"), scope="global")
 
-        def task(number: Index) -> Stmt:
-            block, share = number // shares, number % shares
+        def task(position: tuple[Index, ...]) -> Stmt:
+            block, share = position
             first, end = share * self.count // shares, (share + 1) * self.count // shares
             held = tirx.Var(b.fresh("count"), "int32")
-
-            def each_tile(body: Callable[[Index, Index, int], Stmt]) -> Stmt:
-                """`body(number in the block, first row, rows)` for the block's tiles."""
-
-                def tile(inner: Index) -> Stmt:
-                    part = block * tiles.per_block + inner
-                    return by_part(b, split, part, lambda row, count: body(inner, row, count))
-
-                return b.loop(tiles.per_block, tile, name="tile")
+            each_tile = partial(tiles.each, block)
 
             def each_panel(body: Callable[[Index, int], Stmt]) -> Stmt:
                 def panel(inner: Index) -> Stmt:
                     at, bind = b.bound(b.index(first) + b.index(inner), self.count, "panel")
                     return b.seq(bind, self._by_width(at, body))
 
-                return b.loop_until(held, -(-self.count // shares), panel, "panel")
+                most = -(-self.count // shares) if isinstance(shares, int) else self.count
+                return b.loop_until(held, most, panel, "panel")
 
             def write_rows(inner: Index, row: Index, count: int) -> Stmt:
                 def one(r: Index) -> Stmt:
                     return b.seq(
-                        self._copy(copied, as_index(0), row + r), rows.split_row(copied, inner * split.size + r)
+                        self._copy(copied, as_index(0), row + r), rows.split_row(copied, inner * tiles.height + r)
                     )
 
                 return b.loop(count, one, name="row")
 
             def product(panel: Index, columns: int) -> Stmt:
                 def tile(inner: Index, row: Index, count: int) -> Stmt:
-                    add = partial(self._add_integer_group, rows, first=inner * split.size)
+                    add = partial(self._add_integer_group, rows, first=inner * tiles.height)
                     return self._sums(rows.groups, add, count, row, panel, columns)
 
                 return each_tile(tile)
@@ -300,7 +332,7 @@ class _Dequantized(MatMul):
                 b.when(rows.holds, each_panel(product), each_tile(in_floats)),
             )
 
-        return b.loop(tiles.blocks * shares, task, "parallel", "task")
+        return b.fused((tiles.blocks, shares), task, name="task")
 
     def _sums(self, count: int, add_group: AddGroup, rows: int, row: Index, panel: Index, columns: int) -> Stmt:
         """One panel times the rows of a task, in `count` groups of k, and its stores."""
