@@ -51,6 +51,7 @@ def _rounded(side: str, weight: torch.Tensor) -> torch.Tensor:
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     layer.weight.data = weight.clone()
     identity = torch.eye(weight.shape[1])
+    # A first call answers by eager, which dequantises the weight.
     return _compiled(side, layer)(identity).T.double()
 
 

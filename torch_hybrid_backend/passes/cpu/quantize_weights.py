@@ -85,8 +85,7 @@ def quantize_weights(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
             importlib.import_module("torch.ao.quantization.fx._decomposed")  # the operators exist from here on
             whole = insert(node, aten.permute.default, rows, [1, 0]) if turned else rows
             dtype = whole.meta["val"].dtype
-            if dtype != torch.float32:
-                whole = insert(node, aten._to_copy.default, whole, dtype=torch.float32)
+            whole = _widened(node, whole)
             if group is None and not ctx.weights.zero_points:
                 made[how] = _by_channel(node, whole)
             else:
@@ -174,11 +173,11 @@ def _rounded_up(before: Node, scale: Node) -> Node:
     return insert(before, aten._to_copy.default, insert(before, aten.mul.Tensor, scale, _UP), dtype=torch.bfloat16)
 
 
-def _widened(before: Node, scale: Node) -> Node:
-    """A scale as float32."""
-    if scale.meta["val"].dtype == torch.float32:
-        return scale
-    return insert(before, aten._to_copy.default, scale, dtype=torch.float32)
+def _widened(before: Node, value: Node) -> Node:
+    """A value as float32."""
+    if value.meta["val"].dtype == torch.float32:
+        return value
+    return insert(before, aten._to_copy.default, value, dtype=torch.float32)
 
 
 def _symmetric_bytes(before: Node, rows: Node) -> Node:

@@ -128,9 +128,8 @@ def check(kernel: DequantizedMatMulKernel, target: Target, emit: Callable[..., A
     want = torch.relu(x @ w + inputs[bias].double()) * inputs[residual].double()
     size = (x.abs() @ w.abs() + inputs[bias].double().abs()) * inputs[residual].double().abs()
     allowed = 1e-6 * size
-    if (
-        kernel.row_parts == 2
-    ):  # half a step of 15 bits of the largest of its group is what an element of a row may be off by
+    if kernel.row_parts == 2:
+        # Half a step of 15 bits of the largest of its group is what an element of a row may be off by.
         own = row_group(min(group, k), target) or 1
         largest = x.abs().view(1, -1, k // own, own).amax(3).repeat_interleave(own, 2)
         allowed += (largest / (2 * 127 * 256)) @ w.abs() * inputs[residual].double().abs()
