@@ -1,11 +1,11 @@
 """A linear layer by weights alone, for any number of rows: ours in each precision, in turn in one process.
 
     python -m benchmarks.weights_alone
-    python -m benchmarks.weights_alone --rows 1 4 128 --inputs 3072 --outputs 768 --seconds 5
+    python -m benchmarks.weights_alone --rows 1 4 128 --inputs 3072 --outputs 768 --activation-bits 16 --seconds 5
 
 Medians of a call in microseconds, and billions of multiply-adds a second. `exact`: weights of 8 bits that a graph dequantises itself, so that
-rows keep all their digits; under `int8-weights` and `int4-weights` many rows keep 16 bits. `error`: relative root mean square against the
-product of the same weights in float64. Run it on an otherwise idle machine.
+rows keep all their digits; under `int8-weights` and `int4-weights` they keep `--activation-bits`. `error`: relative root mean square against
+the product of the same weights in float64. Run it on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from benchmarks.peers import search_folder_apart
+from torch_hybrid_backend.core.precision import ACTIVATION_BITS
 from torch_hybrid_backend.measure import measure
 
 _SIDES = ("as-written", "exact", "int8-weights", "int4-weights")
@@ -36,11 +37,11 @@ class Dequantised(nn.Module):
         return nn.functional.linear(x, self.q.float() * self.scales)
 
 
-def _compiled(side: str, layer: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+def _compiled(side: str, layer: nn.Linear, activation_bits: int = 32) -> Callable[[torch.Tensor], torch.Tensor]:
     torch._dynamo.reset()
     if side == "exact":
         return torch.compile(Dequantised(layer), backend="hybrid", dynamic=False)
-    options = {"precision": side, "precision_tolerance": 1.0}
+    options = {"precision": side, "precision_tolerance": 1.0, "activation_bits": activation_bits}
     return torch.compile(layer, backend="hybrid", dynamic=False, options=options)
 
 
@@ -62,6 +63,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16, 128, 512])
     parser.add_argument("--inputs", type=int, default=768)
     parser.add_argument("--outputs", type=int, default=3072)
+    parser.add_argument("--activation-bits", type=int, choices=ACTIVATION_BITS, default=8)
     parser.add_argument("--seconds", type=float, default=4.0, help="for each number of rows")
     arguments = parser.parse_args()
     search_folder_apart()
@@ -70,7 +72,7 @@ def main() -> None:
     weights = {side: _rounded(side, layer.weight.detach()) for side in _SIDES}
     for rows in arguments.rows:
         x = torch.randn(rows, arguments.inputs)
-        sides = {side: _compiled(side, layer) for side in _SIDES}
+        sides = {side: _compiled(side, layer, arguments.activation_bits) for side in _SIDES}
         for run in sides.values():
             run(x)  # a first call answers by eager
         found = {side: run(x) for side, run in sides.items()}

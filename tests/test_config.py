@@ -48,6 +48,7 @@ def test_every_field_can_be_set_by_its_variable() -> None:
         "precision_tolerance": ("0.05", 0.05),
         "weight_group_size": ("128", 128),
         "weight_zero_points": ("1", True),
+        "activation_bits": ("16", 16),
         "log": ("INFO", "info"),
     }
     assert values.keys() == {field.name for field in setting_fields()}
@@ -93,6 +94,7 @@ def test_the_modes_torch_users_know_are_accepted(mode: str | None) -> None:
         ("compile_deadline_s", "nan", "seconds greater than 0"),
         ("log", "loud", "'debug'"),
         ("weight_group_size", "48", "one of 32, 64, 128, 256"),
+        ("activation_bits", "4", "one of 8, 16, 32"),
     ],
 )
 def test_an_illegal_value_is_an_error_that_names_the_legal_ones(name: str, value: str, legal: str) -> None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch_hybrid_backend.core.engine import EAGER
-from torch_hybrid_backend.core.precision import AS_WRITTEN, GROUP_SIZES, PRECISIONS, WeightForm
+from torch_hybrid_backend.core.precision import ACTIVATION_BITS, AS_WRITTEN, GROUP_SIZES, PRECISIONS, WeightForm
 from torch_hybrid_backend.errors import ConfigError
 
 PREFIX = "HYBRID_"
@@ -71,10 +71,13 @@ def _whole(minimum: int, maximum: int | None = None) -> _Parser:
     return parse
 
 
-def _group_size(raw: object) -> object:
-    if not isinstance(raw, bool) and isinstance(raw, str | int) and str(raw).strip() in map(str, GROUP_SIZES):
-        return int(raw)
-    raise ValueError("one of " + ", ".join(map(str, GROUP_SIZES)))
+def _one_of(*legal: int) -> _Parser:
+    def parse(raw: object) -> object:
+        if not isinstance(raw, bool) and isinstance(raw, str | int) and str(raw).strip() in map(str, legal):
+            return int(raw)
+        raise ValueError("one of " + ", ".join(map(str, legal)))
+
+    return parse
 
 
 def _number(meaning: str, is_legal: Callable[[float], bool]) -> _Parser:
@@ -174,7 +177,7 @@ class Config:
     weight_group_size: int | None = dataclasses.field(
         default=None,
         metadata=_setting(
-            _group_size,
+            _one_of(*GROUP_SIZES),
             ", ".join(map(str, GROUP_SIZES)),
             "under `int8-weights` and `int4-weights`: how many neighbours along a row of a weight share a scale; rows that are no whole groups "
             "stay as written",
@@ -188,6 +191,15 @@ class Config:
             "0, 1",
             "under `int8-weights` and `int4-weights`: keep a zero point beside each scale: smaller errors where a group's values are not about "
             "0, and as many bytes again as scales take",
+        ),
+    )
+    activation_bits: int = dataclasses.field(
+        default=8,
+        metadata=_setting(
+            _one_of(*ACTIVATION_BITS),
+            ", ".join(map(str, ACTIVATION_BITS)),
+            "under `int8-weights` and `int4-weights`: to how many bits kernels may round the activations that such weights multiply, by the "
+            "largest of up to 64 (8 bits) or 256 (16 bits) neighbours; 32: not at all",
         ),
     )
     placement: str = dataclasses.field(
@@ -304,7 +316,7 @@ class Config:
     @property
     def weight_form(self) -> WeightForm:
         """How weights of 8 and 4 bits are kept."""
-        return WeightForm(self.weight_group_size, self.weight_zero_points)
+        return WeightForm(self.weight_group_size, self.weight_zero_points, self.activation_bits)
 
     @staticmethod
     def from_env(environ: Mapping[str, str]) -> Config:

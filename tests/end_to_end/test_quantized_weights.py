@@ -52,16 +52,15 @@ class Block(nn.Module):
 def compiled_block(precision: str, **options: Any) -> tuple[Block, Callable[..., torch.Tensor]]:
     model = Block().eval()
     dynamic = options.pop("dynamic", False)
-    return model, torch.compile(
-        model, backend="hybrid", dynamic=dynamic, options={"precision": precision, "strict": True}
-    )
+    options |= {"precision": precision, "strict": True}
+    return model, torch.compile(model, backend="hybrid", dynamic=dynamic, options=options)
 
 
 @pytest.mark.parametrize("precision", FORMS)
 @torch.no_grad()
 def test_weights_are_live(precision: str) -> None:
     """Results are those of the dequantised weights to float32's rounding, also after a weight changed."""
-    model, compiled = compiled_block(precision)
+    model, compiled = compiled_block(precision, activation_bits=32)
     x = torch.randn(1, 160)
     for _ in range(2):
         for _ in range(2):
@@ -73,9 +72,9 @@ def test_weights_are_live(precision: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @torch.no_grad()
 def test_half_models(dtype: torch.dtype, precision: str) -> None:
-    """Models of a half type keep their weights in few bits too; one row and many are as near as that type is."""
+    """Models of a half type keep their weights in few bits too; one row and many are as near as that type is, where rows keep all bits."""
     model = Block().to(dtype).eval()
-    options = {"precision": precision, "strict": True, "placement": "estimate"}
+    options = {"precision": precision, "strict": True, "placement": "estimate", "activation_bits": 32}
     for rows in (1, 3, 40):
         x = torch.randn(rows, 160, dtype=dtype)
         if rows == 1:
@@ -96,15 +95,16 @@ def test_half_models(dtype: torch.dtype, precision: str) -> None:
 @pytest.mark.parametrize("precision", FORMS)
 @torch.no_grad()
 def test_any_number_of_rows(precision: str) -> None:
-    """One compilation serves every number of rows; one or two keep all digits, many keep 16 bits of each."""
-    model, compiled = compiled_block(precision, dynamic=True)
-    for rows in (8, 1, 2, 3, 5, 33, 129, 300):
-        x = torch.randn(rows, 160)
-        got, want = compiled(x).double(), model.exact(x, precision)
-        if rows <= 2:
-            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
-        else:
-            assert (got - want).norm() < 1e-4 * want.norm()
+    """One compilation serves every number of rows. As `activation_bits` says they keep 8 bits of each group, 16, but for one or two rows, or
+    all."""
+    allowed = {8: 0.02, 16: 1e-4, 32: 1e-6}
+    for bits, most in allowed.items():
+        model, compiled = compiled_block(precision, dynamic=True, activation_bits=bits)
+        for rows in (8, 1, 2, 3, 5, 33, 129, 300):
+            x = torch.randn(rows, 160)
+            got, want = compiled(x).double(), model.exact(x, precision)
+            exact = bits == 32 or (bits == 16 and rows <= 2)
+            assert (got - want).norm() < (1e-6 if exact else most) * want.norm()
 
 
 @torch.no_grad()
@@ -113,7 +113,13 @@ def test_groups_and_zero_points() -> None:
     torch.manual_seed(0)
     model = nn.Linear(256, 224).eval()
     model.weight.add_(0.03)
-    options = {"precision": "int4-weights", "weight_group_size": 128, "weight_zero_points": True, "strict": True}
+    options = {
+        "precision": "int4-weights",
+        "weight_group_size": 128,
+        "weight_zero_points": True,
+        "strict": True,
+        "activation_bits": 32,
+    }
     compiled = torch.compile(model, backend="hybrid", dynamic=True, options=options)
     exact = by_hand(model.weight, "int4-weights", WeightForm(128, True))
     for rows in (3, 1, 40):

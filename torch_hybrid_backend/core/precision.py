@@ -13,9 +13,12 @@ PRECISIONS = (AS_WRITTEN, "bf16", "fp16", "int8", "int8+bf16", "int8-weights", "
 GROUP_SIZES = (32, 64, 128, 256)
 # Weights of 7 bits: two products of such by 255 add up to 32,640 at most, which 16 bits hold.
 SEVEN_BITS = (-64, 64)
-# The mark of a pass on a product, in `meta`: of many rows that it multiplies by its weight, kernels may round elements to 16 bits, by the
-# largest of up to 256 neighbours.
-ROUNDS_ROWS = "rounds_rows"
+# To how many bits activations may be rounded where they meet weights of 8 and 4 bits; 32: not at all.
+ACTIVATION_BITS = (8, 16, 32)
+# The mark of a pass on a product, in `meta`: to how many bits, one of `ACTIVATION_BITS`, kernels may round the rows that it multiplies by its
+# weight, by the largest of a group of neighbours: of up to `ROW_GROUPS`.
+ROW_BITS = "row_bits"
+ROW_GROUPS: Mapping[int, int] = {8: 64, 16: 256}
 
 
 def are_seven_bits(bounds: tuple[int, int]) -> bool:
@@ -25,11 +28,13 @@ def are_seven_bits(bounds: tuple[int, int]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class WeightForm:
-    """How weights of 8 and 4 bits are kept. `group_size`: neighbours along a row that share a scale; None: 32 under `int4-weights`, a whole
-    row under `int8-weights`. `zero_points`: whether a group has a zero point beside its scale, for values that are not about 0."""
+    """How weights of 8 and 4 bits are kept, and what meets them. `group_size`: neighbours along a row that share a scale; None: 32 under
+    `int4-weights`, a whole row under `int8-weights`. `zero_points`: whether a group has a zero point beside its scale, for values that are not
+    about 0. `activation_bits`: one of `ACTIVATION_BITS`."""
 
     group_size: int | None = None
     zero_points: bool = False
+    activation_bits: int = 8
 
 
 SYMMETRIC = WeightForm()

@@ -29,8 +29,8 @@ _BYTES = frozenset({torch.int8, torch.uint8})
 _HALVES = frozenset({torch.bfloat16, torch.float16})
 # What graphs that write dequantisation out do with integers.
 _ARITHMETIC = _CASTS | {aten.sub.Tensor, aten.sub.Scalar, aten.mul.Tensor, aten.mul.Scalar, aten._int_mm.default}
-# Products -> which argument is the weight, (K, N), of `linear` (N, K).
-_PRODUCTS: Mapping[object, int] = {aten.mm.default: 1, aten.addmm.default: 2, aten.linear.default: 1}
+# Products -> which argument is the weight, (K, N), of `linear` (N, K). Rows, (M, K), are the one before it.
+PRODUCTS: Mapping[object, int] = {aten.mm.default: 1, aten.addmm.default: 2, aten.linear.default: 1}
 # Fewer weights come from memory in 2 us, at 30 GB/s, in float32: less than a kernel takes to begin.
 _LEAST_LOOKED_UP = 1 << 14
 # Operators each of whose results is one of the elements of their first tensor.
@@ -140,7 +140,7 @@ def is_looked_up(node: Node) -> bool:
 
 
 def _is_weight_of(product: Node, value: Node) -> bool:
-    position = _PRODUCTS.get(product.target)
+    position = PRODUCTS.get(product.target)
     shape = value.meta["val"].shape
     if position is None or len(shape) != 2 or product.args[position] is not value or value in product.args[:position]:
         return False

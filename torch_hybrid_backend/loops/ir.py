@@ -273,12 +273,12 @@ class ScatterOp(LoopOp):
 class MatMulOp(LoopOp):
     """out[b, m, n] = sum over k of a[b, m, k] * b[b, k, n]. `a` is (B, M, K), `b` is (B, K, N) or (1, K, N).
 
-    rounds_a: elements of `a` may be rounded to 16 bits, by the largest of up to 256 neighbours along k.
+    a_bits: to how many bits elements of `a` may be rounded (`core.precision.ROW_BITS`); 32: not at all.
     """
 
     a: Value
     b: Value
-    rounds_a: bool = field(default=False, kw_only=True)
+    a_bits: int = field(default=32, kw_only=True)
 
     def reads(self) -> list[Buffer]:
         return _unique(buffers_of(self.a) + buffers_of(self.b))

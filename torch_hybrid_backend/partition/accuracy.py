@@ -24,7 +24,7 @@ import torch.fx
 from torch._dynamo.utils import same
 from torch.utils._pytree import tree_map
 
-from torch_hybrid_backend.core.precision import ROUNDS_ROWS
+from torch_hybrid_backend.core.precision import ROW_BITS, ROW_GROUPS
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason, Refused
@@ -32,7 +32,7 @@ from torch_hybrid_backend.eager_graph import TracedRun
 from torch_hybrid_backend.errors import OperatorRefusedError, is_out_of_memory
 from torch_hybrid_backend.generators import Replay
 from torch_hybrid_backend.graph.schema import draws, draws_numbers
-from torch_hybrid_backend.graph.values import is_quantized, is_quantizing, outputs_of
+from torch_hybrid_backend.graph.values import PRODUCTS, is_quantized, is_quantizing, outputs_of
 from torch_hybrid_backend.machine import float32_precision
 
 _log = logging.getLogger(__name__)
@@ -49,9 +49,11 @@ class Tolerance:
 _ROOT_MEAN_SQUARE = 1e-4  # the default of `same`: a tenth of it is what any result may be off by
 # Of float32 outputs' own: sums of 4,096 terms, added one by one, are off by half of it.
 _RELATIVE_ROOT_MEAN_SQUARE = 4e-6
-# Of outputs of products whose rows may be rounded to 16 bits: one is off by 3e-5 of itself, by 8e-4 where a single element of a row of 4,096
-# is not next to nothing. Rounding weights to 8 bits makes 4e-3.
-_OF_ROUNDED_ROWS = 1e-3
+# By the bits of rows: what outputs may be off by for rounded rows without a run that tells. A product is off by 3e-5 (16 bits) or 5e-3 (8) of
+# itself; by 8e-4 with 16 where a single element of a row of 4,096 is not next to nothing. Errors grow from layer to layer.
+_OF_ROUNDED_ROWS: Mapping[int, float] = {16: 1e-3, 8: 0.02}
+# Against a run whose rows are rounded: of its root mean square error, and of its largest.
+_TIMES_ROUNDED = 2, 4
 _NUDGE = (
     4e-6  # of the largest value: kernels' sums of a thousand products in float32 differ from eager's by a tenth of that
 )
@@ -178,9 +180,16 @@ def _compare(
             runs.append(reference_run(region.graph_module, inputs, torch.float64, on_host=on_host, nudge=nudge))
         return [run for run in runs if run is not None]
 
+    @functools.cache
+    def rounded() -> Sequence[object]:
+        """The region run wide with rows rounded as kernels may round them."""
+        rewind()
+        run = reference_run(region.graph_module, inputs, torch.float64, on_host=on_host, rounds_rows=True)
+        return run or [None] * len(expected)
+
     worst = 0.0
     outputs = outputs_of(region.graph_module)
-    rounds = any(ROUNDS_ROWS in node.meta for node in region.graph_module.graph.nodes)
+    row_bits = min(map(_row_bits, region.graph_module.graph.nodes))
     for position, (reference, result) in enumerate(zip(expected, actual, strict=True)):
         if not isinstance(reference, torch.Tensor) or not isinstance(result, torch.Tensor):
             continue
@@ -188,7 +197,10 @@ def _compare(
         worst = max(worst, error)
         if _allclose(reference, result) or (error <= 1 and is_quantized(outputs[position])):
             continue
-        if rounds and _is_near_rounded(reference, result, error):
+        if row_bits in _OF_ROUNDED_ROWS and (
+            _is_near_rounded(reference, result, error, _OF_ROUNDED_ROWS[row_bits])
+            or _is_off_as(result, ideal(torch.float64)[position], rounded()[position])
+        ):
             continue
         wider = _wider(reference.dtype, region.graph_module, on_host=on_host or _is_on_host(reference))
         if wider is not None and _near(reference, result, ideal(wider)[position]):
@@ -264,12 +276,23 @@ def _near(reference: torch.Tensor, result: torch.Tensor, ideal: object) -> bool:
     return result.dtype == torch.float32 and bool(error <= _RELATIVE_ROOT_MEAN_SQUARE * size)
 
 
-def _is_near_rounded(reference: torch.Tensor, result: torch.Tensor, error: float) -> bool:
-    """Whether rows rounded to 16 bits may have made the difference, which is `error` at most: in the mean, and no element stands out."""
+def _is_near_rounded(reference: torch.Tensor, result: torch.Tensor, error: float, allowed: float) -> bool:
+    """Whether rounded rows may have made the difference, which is `error` at most: `allowed` in the mean, and no element stands out."""
     if not reference.is_floating_point() or not bool(reference.isfinite().all()) or reference.numel() == 0:
         return False
     largest = float(reference.abs().max())
-    return _relative_error(reference, result) <= _OF_ROUNDED_ROWS and error <= 10 * _OF_ROUNDED_ROWS * largest
+    return _relative_error(reference, result) <= allowed and error <= 10 * allowed * largest
+
+
+def _is_off_as(result: torch.Tensor, ideal: object, rounded: object) -> bool:
+    """Whether the result is as near `ideal` as the `rounded` run is, in the mean and in each element."""
+    if not isinstance(ideal, torch.Tensor) or not isinstance(rounded, torch.Tensor) or result.numel() == 0:
+        return False
+    ours, theirs = ((values.double() - ideal.double()).abs() for values in (result, rounded))
+    of_mean, of_largest = _TIMES_ROUNDED
+    return bool(ours.square().mean().sqrt() <= of_mean * theirs.square().mean().sqrt()) and bool(
+        ours.max() <= of_largest * theirs.max()
+    )
 
 
 def _near_ties(result: torch.Tensor, ideal: object, nudged: Sequence[object]) -> bool:
@@ -324,18 +347,20 @@ def reference_run(
     *,
     on_host: bool = False,
     nudge: float = 0.0,
+    rounds_rows: bool = False,
 ) -> list[object] | None:
     """The region's outputs computed in `dtype`, float32 or float64: inputs, constants and dtype arguments below it are widened.
 
     Random operators draw in the dtype that they were traced in: the numbers depend on it. on_host: constants and device arguments are the
-    host's, as the inputs are. nudge: what is quantised is moved by this share of the largest value beside it. None where the region cannot be
-    run so (an operator reinterprets bits, or does not take the dtype; the host would have to draw the numbers of another device). Raises what
-    operators raise for other reasons: for want of memory, say.
+    host's, as the inputs are. nudge: what is quantised is moved by this share of the largest value beside it. rounds_rows: rows of products
+    that carry the mark are rounded (`core.precision.ROW_BITS`). None where the region cannot be run so (an operator reinterprets bits, or does
+    not take the dtype; the host would have to draw the numbers of another device). Raises what operators raise for other reasons: for want of
+    memory, say.
     """
     bits = torch.ops.aten.view.dtype
     if any(node.target is bits for node in graph_module.graph.nodes) or (on_host and draws_numbers(graph_module)):
         return None
-    run = _Widened(graph_module, dtype, on_host, nudge)
+    run = _Widened(graph_module, dtype, on_host, nudge, rounds_rows)
     try:
         with torch.no_grad():
             return list(run.run(*map(run.widen, inputs)))
@@ -343,14 +368,33 @@ def reference_run(
         return None
 
 
+def _row_bits(node: torch.fx.Node) -> int:
+    """To how many bits the rows of this product may be rounded; 32: not at all."""
+    bits: int = node.meta.get(ROW_BITS, 32)
+    return bits
+
+
+def _rounded_rows(rows: torch.Tensor, bits: int) -> torch.Tensor:
+    """The rows, (..., K), as kernels may round them: to `bits` bits of the largest number of a group."""
+    k, size = rows.shape[-1], ROW_GROUPS[bits]
+    padded = torch.nn.functional.pad(rows, (0, -k % size))
+    groups = padded.reshape(*padded.shape[:-1], -1, size)
+    step = groups.abs().amax(-1, keepdim=True) / (127 << (bits - 8))
+    rounded = torch.where(step > 0, (groups / step).round() * step, groups)
+    return rounded.flatten(-2)[..., :k]
+
+
 class _Widened(TracedRun):
     """Runs a graph with every narrower floating-point dtype argument and constant replaced by `dtype`, on the host if need be."""
 
-    def __init__(self, graph_module: torch.fx.GraphModule, dtype: torch.dtype, on_host: bool, nudge: float) -> None:
+    def __init__(
+        self, graph_module: torch.fx.GraphModule, dtype: torch.dtype, on_host: bool, nudge: float, rounds_rows: bool
+    ) -> None:
         super().__init__(graph_module)
         self._dtype = dtype
         self._on_host = on_host
         self._nudge = nudge
+        self._rounds_rows = rounds_rows
 
     def widen(self, value: Any) -> Any:
         narrower = _NARROWER[self._dtype]
@@ -381,6 +425,9 @@ class _Widened(TracedRun):
         if draws(n):
             given: tuple[Any, dict[str, Any]] = torch.fx.node.map_arg((n.args, n.kwargs), self._as_traced)
             return given
+        if self._rounds_rows and n.target in PRODUCTS and (bits := _row_bits(n)) in ROW_GROUPS:
+            rows = PRODUCTS[n.target] - 1
+            args = (*args[:rows], _rounded_rows(args[rows], bits), *args[rows + 1 :])
         return tuple(map(self.widen, args)), {name: self.widen(value) for name, value in kwargs.items()}
 
     def _as_traced(self, n: torch.fx.Node) -> Any:

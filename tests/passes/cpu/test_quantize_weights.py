@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from tests.passes.test_hoist import call, fold
 from tests.passes.values import verify_values
-from torch_hybrid_backend.core.precision import ROUNDS_ROWS, SYMMETRIC, WeightForm
+from torch_hybrid_backend.core.precision import ROW_BITS, SYMMETRIC, WeightForm
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.passes.cpu.merge_siblings import merge_siblings
 from torch_hybrid_backend.passes.cpu.quantize_weights import GROUP, LEAST_ELEMENTS, quantize_weights
@@ -69,13 +69,13 @@ def test_a_linear_layer(captured, precision, dynamic):
     """Its product is with the weight that the document describes; the bias stays. The product says what it was converted to."""
     layer = nn.Linear(160, 128).eval()
     subject = captured(layer, torch.randn(5, 160), dynamic=dynamic)
-    (got,) = quantized(subject, precision)
+    (got,) = quantized(subject, precision, WeightForm(activation_bits=16))
     x = next(value for value in subject.inputs if isinstance(value, torch.Tensor) and value.shape == (5, 160))
     want = x.double() @ by_hand(layer.weight.detach(), precision).T + layer.bias.detach().double()
     # One step of a weight at a rounding tie is 1e-2 of 160 products here.
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
     marked = [node for node in subject.gm.graph.nodes if node.meta.get("precision")]
-    assert [(node.meta["precision"], node.meta[ROUNDS_ROWS]) for node in marked] == [(precision[:4], True)]
+    assert [(node.meta["precision"], node.meta[ROW_BITS]) for node in marked] == [(precision[:4], 16)]
 
 
 @pytest.mark.parametrize("precision", FORMS)

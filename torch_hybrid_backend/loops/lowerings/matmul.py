@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from torch_hybrid_backend.core.precision import ROUNDS_ROWS
+from torch_hybrid_backend.core.precision import ROW_BITS
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.loops.index import Index, as_index, var
 from torch_hybrid_backend.loops.integer_products import NARROW
@@ -44,8 +44,8 @@ def batched(ctx: Context, a: Value, b: Value, dtype: str) -> Buffer:
         matrix = selected(b, 0, 0)
         b = reshaped(matrix, (1, *matrix.shape))
     out = Buffer((a.shape[0], a.shape[1], b.shape[2]), dtype)
-    rounds_a = ctx.node is not None and ROUNDS_ROWS in ctx.node.meta
-    return ctx.realize(MatMulOp(out, a, b, rounds_a=rounds_a))
+    a_bits = 32 if ctx.node is None else ctx.node.meta.get(ROW_BITS, 32)
+    return ctx.realize(MatMulOp(out, a, b, a_bits=a_bits))
 
 
 def product(ctx: Context, a: Value, b: Value, dtype: str) -> Value:

@@ -1,11 +1,11 @@
-"""Weights of linear layers in 8 or 4 bits; activations, and all that is computed, stay as written, but for the last digits of many rows.
+"""Weights of linear layers in 8 or 4 bits; what is computed stays as written, but that kernels may round the activations that they multiply.
 
     mm(x, w)   ->   q = quantize(rows of w^T, scale); mm(x, dequantize(q, scale)^T)         q int8
 
 `passes.hoist` computes q and scale of the parameter, and anew when it changes; never the dequantised form, which kernels unpack where they
-multiply: a product of few rows takes as long as its weight comes from memory. Of many rows kernels may round activations to 16 bits
-(`core.precision.ROUNDS_ROWS`): a hundredth of what the rounding of weights to 8 bits does. Unless `ctx.weights` says otherwise, it is
-symmetric:
+multiply: a product of few rows takes as long as its weight comes from memory. Kernels may round activations to 8 bits of the largest of up to
+64 neighbours, as ggml and OpenVINO do, or to as many as `ctx.weights.activation_bits` says (`core.precision.ROW_BITS`). Unless
+`ctx.weights` says otherwise, the weight is symmetric:
 
     int8-weights   a scale per output channel: the largest magnitude is 127
     int4-weights   a scale per 32 neighbours along k: what has the largest magnitude is -8, so that all 16 values are used (a scale is negative
@@ -19,7 +19,8 @@ first, and what is dequantised is rounded to it again, which kernels leave out. 
 reading the parameter: a few rows, exact.
 
 Sources: Dettmers et al., "LLM.int8()", 2022 (scales per channel); Frantar et al., "GPTQ", 2022 (groups); Jacob et al., CVPR
-2018 (zero points); ggml's format Q4_0, 2023 (-8).
+2018 (zero points); ggml's formats Q4_0 and Q8_0, 2023 (-8; rows
+of 8 bits).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import torch
 import torch.fx
 from torch.fx import Node
 
-from torch_hybrid_backend.core.precision import ROUNDS_ROWS
+from torch_hybrid_backend.core.precision import ROW_BITS
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.graph.quantization import WEIGHTS
 from torch_hybrid_backend.graph.values import constant_nodes, has_mutation
@@ -59,7 +60,7 @@ _UP = 1 + 2**-9 + 2**-17  # half a step of bfloat16 and a little: what is rounde
 def quantize_weights(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
     """Quantise the constant weights of linear layers, as `ctx.precision` says; whether there were any.
 
-    Their products carry `meta["precision"]`, "int8" or "int4", and the mark `ROUNDS_ROWS`. Layers that stay as written, for another reason than
+    Their products carry `meta["precision"]`, "int8" or "int4", and the mark `ROW_BITS`. Layers that stay as written, for another reason than
     `ctx.as_written`, are in `gm.meta["as_written"]`: name -> why.
     """
     bits = _BITS.get(ctx.precision)
@@ -94,7 +95,7 @@ def quantize_weights(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
                 made[how] = insert(node, aten._to_copy.default, made[how], dtype=dtype)
         dequantized = made[how] if has_rows else insert(node, aten.permute.default, made[how], [1, 0])
         node.update_arg(position, dequantized)
-        node.meta["precision"], node.meta[ROUNDS_ROWS] = f"int{bits}", True
+        node.meta["precision"], node.meta[ROW_BITS] = f"int{bits}", ctx.weights.activation_bits
     gm.meta["as_written"] = {**gm.meta.get("as_written", {}), **left}
     return bool(made)
 

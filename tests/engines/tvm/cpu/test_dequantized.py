@@ -11,7 +11,7 @@ import torch.ao.quantization.fx._decomposed
 
 from tests.codegen.regions_for_tests import region_of
 from torch_hybrid_backend.codegen.assemble import RegionKernels, assemble
-from torch_hybrid_backend.core.precision import ROUNDS_ROWS
+from torch_hybrid_backend.core.precision import ROW_BITS
 from torch_hybrid_backend.engines.tvm.backend import TvmBackend
 from torch_hybrid_backend.engines.tvm.cpu.kernels import DequantizedMatMulKernel, PackedMatMulKernel
 from torch_hybrid_backend.engines.tvm.cpu.packing import pack_b, pack_nibbles
@@ -197,16 +197,17 @@ def test_what_is_no_such_table() -> None:
         assert not any(isinstance(kernel, DequantizedMatMulKernel) for kernel in found.kernels)
 
 
-def test_rows_that_may_be_rounded() -> None:
-    """A product with the mark has rows of two bytes a number; so have all where PyTorch allows products of float32 less."""
+@pytest.mark.parametrize(("bits", "parts"), [(8, 1), (16, 2), (32, 3)])
+def test_rows_that_may_be_rounded(bits: int, parts: int) -> None:
+    """A product with the mark has rows of as many bytes a number as it says; all have two where PyTorch allows products of float32 less."""
     x, q, scales = torch.randn(5, K), torch.randint(-8, 8, (N, K), dtype=torch.int8), torch.rand(N, K // GROUP)
     assert kernel_of(assembled(by_group, x, q, scales)).row_parts == 3
     region = region_of(by_group, x, q, scales)
     for node in region.graph_module.graph.nodes:
         if node.target is torch.ops.aten.mm.default:
-            node.meta[ROUNDS_ROWS] = True
+            node.meta[ROW_BITS] = bits
     named = tuple(replace(i, is_constant=_argument(i.name) >= 1) for i in region.inputs)
-    assert kernel_of(assemble(replace(region, inputs=named), TvmBackend(_AVX512))).row_parts == 2
+    assert kernel_of(assemble(replace(region, inputs=named), TvmBackend(_AVX512))).row_parts == parts
     try:
         torch.set_float32_matmul_precision("high")
         assert kernel_of(assembled(by_group, x, q, scales)).row_parts == 2

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from torch_hybrid_backend.codegen.operands import OperandPacker, strided_view
-from torch_hybrid_backend.engines.tvm.cpu.dot_products import row_dot_product
+from torch_hybrid_backend.engines.tvm.cpu.dot_products import ROW_PARTS, row_dot_product
 from torch_hybrid_backend.engines.tvm.cpu.operations import DequantizedMatMulOp
 from torch_hybrid_backend.engines.tvm.cpu.packing import pack_b, pack_bytes, pack_nibbles, packed_b_shape
 from torch_hybrid_backend.engines.tvm.cpu.tiles import NIBBLES, tile_n
@@ -67,7 +67,8 @@ def dequantized_operand(op: MatMulOp, packer: OperandPacker, target: Target) -> 
     tile = tile_n(n, target)
     # In words along k, where a row's numbers are multiplied with four weights of a column at once.
     in_words = bits == 4 or (
-        weight.integers.dtype == "int8" and row_dot_product(group, 1, -(-tile // target.lanes), target) is not None
+        weight.integers.dtype == "int8"
+        and row_dot_product(group, 1, -(-tile // target.lanes), ROW_PARTS, target) is not None
     )
     low = weight.bounds[0] + 8 if bits == 4 else 0  # what is taken off integers, so that they lie in -8 .. 7
     integers, first = every(1, lambda w: w.integers), every(group, lambda w: w.integers)
@@ -110,7 +111,7 @@ def dequantized_operand(op: MatMulOp, packer: OperandPacker, target: Target) -> 
         group,
         tile,
         None if weight.table is None else _packed_table(weight.table, packer),
-        rounds_a=op.rounds_a,
+        a_bits=op.a_bits,
     )
 
 

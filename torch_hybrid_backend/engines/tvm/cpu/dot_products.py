@@ -24,14 +24,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch_hybrid_backend.core.precision import are_seven_bits
+from torch_hybrid_backend.core.precision import ROW_GROUPS, are_seven_bits
 from torch_hybrid_backend.engines.tvm.cpu.tiles import register_count
 from torch_hybrid_backend.engines.tvm.target import Target
 
-# Bytes of a number of a row of float32 that is multiplied as integers (`schedules/matmul/integer_rows.py`), and the largest group of numbers
-# that share a scale: their sum fits into 32 bits.
-ROW_PARTS, _MOST_IN_ROW = 3, 256
-ROUNDED_ROW_PARTS = 2  # where it may be rounded to 16 bits
+# Bytes of a number of a row of float32 that is multiplied as integers (`schedules/matmul/integer_rows.py`): all that keep its digits.
+ROW_PARTS = 3
+# The largest group of numbers that share a scale, by their bytes. The sum of 256 of three bytes fits into 32 bits.
+_MOST_IN_ROW = {1: ROW_GROUPS[8], 2: ROW_GROUPS[16], 3: 256}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +85,23 @@ def integer_dot_product(
     return DotProduct("vpmaddwd", 2, "int16", "int16", "int32")
 
 
-def row_group(group: int, target: Target) -> int | None:
-    """In groups of how many a row of float32 is written as integers, for weights whose scales are of groups of `group`: the most that there can
-    be in whole vectors; None where there is no such number."""
-    sizes = range(min(group, _MOST_IN_ROW) // target.lanes * target.lanes, 0, -target.lanes)
+def row_parts(bits: int, *, may_round: bool) -> int:
+    """Bytes of a number of a row that may be rounded to `bits` bits, one of `ACTIVATION_BITS`; to 16 where PyTorch's settings `may_round`."""
+    return min(bits // 8, 2 if may_round else ROW_PARTS)
+
+
+def row_group(group: int, parts: int, target: Target) -> int | None:
+    """In groups of how many a row of float32 is written as integers of `parts` bytes, for weights whose scales are of groups of `group`: the
+    most that there can be in whole vectors; None where there is no such number."""
+    sizes = range(min(group, _MOST_IN_ROW[parts]) // target.lanes * target.lanes, 0, -target.lanes)
     return next((size for size in sizes if group % size == 0), None)
 
 
-def row_dot_product(group: int, rows: int, vectors: int, target: Target) -> DotProduct | None:
-    """The dot product by which `rows` rows of float32 are multiplied with `vectors` vectors of columns as integers; None where they are not."""
+def row_dot_product(group: int, rows: int, vectors: int, parts: int, target: Target) -> DotProduct | None:
+    """The dot product by which `rows` rows of float32 are multiplied with `vectors` vectors of columns as integers of `parts` bytes; None where
+    they are not."""
     dot = integer_dot_product("uint8", "int8", target, knows_right=True)
-    if dot is None or dot.instruction != "vpdpbusd" or row_group(group, target) is None:
+    if dot is None or dot.instruction != "vpdpbusd" or row_group(group, parts, target) is None:
         return None
     # A sum for each part, the sum of groups; two masks, the words of a vector, a word of a row.
-    return dot if (ROW_PARTS + 1) * rows * vectors + 6 <= register_count(target) else None
+    return dot if (parts + 1) * rows * vectors + 6 <= register_count(target) else None

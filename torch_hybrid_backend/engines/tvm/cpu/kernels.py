@@ -69,7 +69,8 @@ class DequantizedMatMulKernel(Kernel):
     several and where `bits` is 4.
 
     With a `table`, 16 values of float32, an integer of 4 bits stands for the value at its place, modulo 16: scales are 1, zeros none.
-    Where `a` is multiplied as integers, of many rows they have `row_parts` bytes: two where they may be rounded to 16 bits.
+    Where `a` is multiplied as integers, they have `row_parts` bytes: one or two where they may be rounded to 8 or 16 bits. Few rows have three
+    where many have two.
     """
 
     k: LoopVar

@@ -15,7 +15,7 @@ import torch
 from torch_hybrid_backend.codegen.anchors import Anchor, neutral_kernel, over
 from torch_hybrid_backend.codegen.operands import OperandPacker, Packed, Prepared, StridedView, strided_view
 from torch_hybrid_backend.engines.tvm.cpu.dequantized import dequantized_operand
-from torch_hybrid_backend.engines.tvm.cpu.dot_products import ROUNDED_ROW_PARTS, ROW_PARTS
+from torch_hybrid_backend.engines.tvm.cpu.dot_products import row_parts
 from torch_hybrid_backend.engines.tvm.cpu.kernels import (
     DequantizedMatMulKernel,
     PackedConvKernel,
@@ -140,7 +140,7 @@ def packed_kernel(anchor: Anchor) -> Kernel:
                 anchor.accumulator,
                 anchor.stores,
                 op.table,
-                ROUNDED_ROW_PARTS if op.rounds_a or may_round_products() else ROW_PARTS,
+                row_parts(op.a_bits, may_round=may_round_products()),
             )
         case PackedConvOp():
             x_vars, x = over(op.x, "x")

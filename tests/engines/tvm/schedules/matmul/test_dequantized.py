@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.engines.tvm.schedule_runner import HOST, NARROW, compile_kernel, row_major, run_kernel
-from torch_hybrid_backend.engines.tvm.cpu.dot_products import row_group
+from torch_hybrid_backend.engines.tvm.cpu.dot_products import ROW_PARTS, row_group
 from torch_hybrid_backend.engines.tvm.cpu.kernels import DequantizedMatMulKernel
 from torch_hybrid_backend.engines.tvm.cpu.packing import pack_b, pack_bytes, pack_nibbles
 from torch_hybrid_backend.engines.tvm.schedules.matmul import dequantized
@@ -128,11 +128,11 @@ def check(kernel: DequantizedMatMulKernel, target: Target, emit: Callable[..., A
     want = torch.relu(x @ w + inputs[bias].double()) * inputs[residual].double()
     size = (x.abs() @ w.abs() + inputs[bias].double().abs()) * inputs[residual].double().abs()
     allowed = 1e-6 * size
-    if kernel.row_parts == 2:
-        # Half a step of 15 bits of the largest of its group is what an element of a row may be off by.
-        own = row_group(min(group, k), target) or 1
+    if kernel.row_parts < ROW_PARTS:
+        # Half a step of 7 or 15 bits of the largest of its group is what an element of a row may be off by.
+        own = row_group(min(group, k), kernel.row_parts, target) or 1
         largest = x.abs().view(1, -1, k // own, own).amax(3).repeat_interleave(own, 2)
-        allowed += (largest / (2 * 127 * 256)) @ w.abs() * inputs[residual].double().abs()
+        allowed += (largest / (2 * (127 << 8 * (kernel.row_parts - 1)))) @ w.abs() * inputs[residual].double().abs()
     assert ((got.double() - want).abs() <= allowed).all()
 
 

@@ -7,13 +7,14 @@ Few rows (decoding): integers become float32 in registers and are multiplied the
 above 1e36 may be infinite too early.) 16 weights of 8 bits are a widening load, a conversion and a multiply-add; of 4 bits a shift, a mask, a
 conversion and a multiply-add. Rows are divided by a nibble's unit (`quantized_weight`) when they are copied: exactly, but for what is below
 1e-30. With AVX-512 a core takes 25 G weights a second so, of either kind (Zen 4, one core, weights in its cache): for two cores as much as
-32 GB/s of nibbles with scales, which is what memory has, so that neither waits for the other alone. Up to three rows are products of integers
-where the processor has vpdpbusd (`integer_rows`): 58 G weights of 4 bits a second. Weights of 8 bits lie in words of four along k for that.
+32 GB/s of nibbles with scales, which is what memory has, so that neither waits for the other alone. Up to three rows, six of one byte a number,
+are products of integers where the processor has vpdpbusd (`integer_rows`): 58 G weights of 4 bits a second. Weights of 8 bits lie in words of
+four along k for that.
 
-Four rows and more, where the processor has vpdpbusd in vectors of 16 lanes: a task writes a block of rows, as many as fit half its second-level
-cache, as integers once, then runs tiles of 4 rows, 6 of two bytes, or 3 (`_integer_tiles`), by two vectors of columns over the panels. A dot
-product is four multiply-adds a lane: three stand for four multiply-adds of float32, two where rows have 16 bits. Should a number be none that
-integers hold, the task multiplies its rows as float32, one by one.
+More rows, where the processor has vpdpbusd in vectors of 16 lanes: a task writes a block of rows, as many as fit half its second-level cache,
+as integers once, then runs tiles of a few rows (`_integer_tiles`) by two vectors of columns over the panels. A dot product is four
+multiply-adds a lane: three stand for four multiply-adds of float32; two where rows have 16 bits, one where they have 8. Should a number be none
+that integers hold, the task multiplies its rows as float32, one by one.
 
 Many rows elsewhere: a task dequantises a part of a panel's k into scratch that stays in its cache, then runs all tiles of rows over it
 (those of `packed`); between the parts of k sums wait in memory. That costs five instructions for each vector of weights, against a
@@ -47,7 +48,7 @@ from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, function, known
 # Steps of k that are dequantised at once, roughly: 64 KiB of a panel of 32 columns.
 _DEPTH = 512
 _SHORT_GROUP = 64  # of k
-_LOW_TILE = 3  # rows
+_LOW_TILE = {1: 5, 2: 3, 3: 3}  # rows, by their bytes
 
 # (total, panel, group): total += the rows of a task times a group of a panel.
 AddGroup = Callable[[RegisterTile, Index, Index], Stmt]
@@ -104,7 +105,7 @@ class _Dequantized(MatMul):
             if tiles is None:
                 return others
             return self.builder.when(self.builder.size(m) >= tall, self._in_integers(tiles), others)
-        if m <= self._few() and (tiles is None or self._integers(m) is not None):
+        if m <= self._few() and (tiles is None or self._integers(m, self._few_row_parts) is not None):
             return self._streamed(m)
         return self._unpacked_static(m) if tiles is None else self._in_integers(tiles)
 
@@ -208,17 +209,22 @@ class _Dequantized(MatMul):
         rest = b.loop(left, lambda k: element(k + whole * self.lanes), name="k") if left else None
         return b.seq(b.loop(whole, vector, name="k") if whole else None, rest)
 
-    def _integers(self, rows: int) -> tuple[DotProduct, int] | None:
-        """What multiplies a tile of `rows` rows as exact sums of integers, and in groups of how many along k; None where all is float32."""
+    def _integers(self, rows: int, parts: int) -> tuple[DotProduct, int] | None:
+        """What multiplies a tile of `rows` rows as integers of `parts` bytes, and in groups of how many along k; None where all is float32."""
         group = min(self.quantized.group, self.depth_of_all)
         if self.quantized.table is not None or self.weight.per_word == 1:
             return None
-        dot, own = row_dot_product(group, rows, self.vectors, self.target), row_group(group, self.target)
+        dot, own = row_dot_product(group, rows, self.vectors, parts, self.target), row_group(group, parts, self.target)
         return None if dot is None or own is None else (dot, own)
 
+    @property
+    def _few_row_parts(self) -> int:
+        """Bytes of a number of few rows: two would not be faster than three where memory is the limit."""
+        return 1 if self.quantized.row_parts == 1 else ROW_PARTS
+
     def _integer_rows(self, rows: int) -> IntegerRows | None:
-        found = self._integers(rows)
-        return None if found is None else self._as_integers(found[0], rows, found[1], ROW_PARTS)
+        found = self._integers(rows, self._few_row_parts)
+        return None if found is None else self._as_integers(found[0], rows, found[1], self._few_row_parts)
 
     def _as_integers(self, dot: DotProduct, rows: int, group: int, parts: int) -> IntegerRows:
         return IntegerRows(
@@ -238,14 +244,15 @@ class _Dequantized(MatMul):
 
     def _integer_tiles(self, m: Dim) -> _IntegerTiles | None:
         """How `m` rows, where their number is known only at run time a tile or more, are multiplied as integers; None: as float32."""
-        found, parts = self._integers(1), self.quantized.row_parts
+        parts = self.quantized.row_parts
+        found = self._integers(1, parts)
         if found is None or self.lanes < 16:
             return None
         # A sum for each part of a row and vector of columns; a word of each vector, one of a row, two masks and a spare.
         most = (register_count(self.target) - self.vectors - 4) // (parts * self.vectors)
         # Where groups are short, the sums of all groups are in registers beside them. Of an unknown number of rows the last tile overlaps the
         # one before: tiles of few rows take hardly longer, and waste less.
-        most = min(most, _LOW_TILE) if found[1] <= _SHORT_GROUP or isinstance(m, Size) else most
+        most = min(most, _LOW_TILE[parts]) if found[1] <= _SHORT_GROUP or isinstance(m, Size) else most
         b, cores = self.builder, self.target.cores
         height = most if isinstance(m, Size) else split_at_most(m, most).size
         tiles = ceil_div(m, height)

@@ -1,4 +1,4 @@
-"""Products of a few rows of float32 with a weight of 8 or 4 bits, as exact sums of integers.
+"""Products of a few rows of float32 with a weight of 8 or 4 bits, as sums of integers.
 
 Of each group of neighbours along k, the numbers of a row are x = X * s: X an integer of 23 bits and a sign, s one step of the largest of them.
 X is the sum of three signed bytes, of 65536, 256 and 1. So a group's sum of X times integers of 8 or 4 bits is three dot products of bytes
@@ -6,7 +6,8 @@ X is the sum of three signed bytes, of 65536, 256 and 1. So a group's sum of X t
 
     sum of x * q  =  s * (65536 * high + 256 * middle + low)
 
-What is rounded is a number's digits below 2^-23 of the largest of its group: as exact as sums in float32. A word of 8 weights of 4 bits takes a
+What is rounded is a number's digits below 2^-23 of the largest of its group: as exact as sums in float32. Where rows may be rounded, two bytes
+do, or one. A word of 8 weights of 4 bits takes a
 shift and two masks, then 6 dot products; as float32, 31 instructions. A word of 4 weights of 8 bits takes 3 dot products; as float32, 12
 instructions. Weights are moved up by 8 or 128, for vpdpbusd wants one operand without signs: their sign's bit is turned over. What that adds,
 so many times the sum of X, is taken off where sums start.
@@ -161,7 +162,7 @@ class IntegerRows:
         def start(vector: int, column: int, lane: Index) -> TirExpr:
             row, part = divmod(column, parts)
             total = b.load(self._totals, group + (first + row) * self.groups)
-            if parts == 2:  # their sum fits into 32 bits, whatever each of them wraps to
+            if parts < 3:  # their sum fits into 32 bits, whatever each of them wraps to
                 return total * _int(-self._raised) if part == 0 else _int(0)
             if part == 0:
                 return tirx.bitwise_and(total, _int((1 << upper) - 1)) * _int(-self._raised)
@@ -183,6 +184,8 @@ class IntegerRows:
 
         def total(row: int, vector: int, lane: Index) -> TirExpr:
             of_parts = [tile.at(vector, row * parts + part, lane) for part in range(parts)]
+            if parts == 1:
+                return tirx.Cast("float32", of_parts[0])
             if parts == 2:
                 return tirx.Cast("float32", tirx.shift_left(of_parts[1], _int(8)) + of_parts[0])
             low, middle, high = (tirx.Cast("float32", part) for part in of_parts)
