@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 
-from tests.engines.tvm.schedule_runner import HOST, compile_kernel, run_kernel
+from tests.engines.tvm.schedule_runner import HOST, NARROW, compile_kernel, run_kernel
 from tests.engines.tvm.schedules.matmul.test_dequantized import check, kernel_of, packed_weight
 from torch_hybrid_backend.engines.tvm.cpu.dot_products import row_dot_product, row_group
 from torch_hybrid_backend.engines.tvm.cpu.packing import pack_b
@@ -60,7 +60,7 @@ MANY = dataclasses.replace(HOST, cores=48, l2_bytes=8 << 10)
 
 
 @pytest.mark.parametrize("row_parts", [1, 2, 3])
-@pytest.mark.parametrize("target", [HOST, SMALL, MANY], ids=["host", "small", "many"])
+@pytest.mark.parametrize("target", [HOST, SMALL, MANY, NARROW], ids=["host", "small", "many", "narrow"])
 def test_many_rows(target: Target, row_parts: int) -> None:
     """Tiles of any number of rows, in one block and in several, with zero points and without; groups of k, and whole rows of it."""
     for m in (2, 4, 7, 33, 130):
@@ -139,18 +139,32 @@ def test_machine_code(target: Target, register: str, bits: int) -> None:
     assert "prefetch" in assembly
 
 
+# (the weights' bits, those of rows' numbers in bytes) -> rows of a tile. Two bytes by narrow vectors: a group's sums leave no room for more.
+TILES = {
+    VNNI: {(8, 1): 5, (8, 2): 6, (8, 3): 4, (4, 1): 5, (4, 2): 3, (4, 3): 3},
+    VEX: {(8, 1): 2, (8, 2): 2, (4, 1): 2},
+}
+
+
 @pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="looks for x86's instructions")
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("row_parts", [1, 2, 3])
-def test_machine_code_of_many_rows(row_parts: int, bits: int) -> None:
+@pytest.mark.parametrize(
+    ("target", "bits", "row_parts"), [(target, *form) for target, forms in TILES.items() for form in forms]
+)
+def test_machine_code_of_many_rows(target: Target, bits: int, row_parts: int) -> None:
     """A tile has as many sums as there are registers for: none is on the stack while its words are multiplied."""
-    rows = {1: 4, 2: 3, 3: 3}[row_parts] if bits == 4 else {1: 4, 2: 6, 3: 4}[row_parts]
-    kernel = kernel_of(rows * 8, 512, 128, VNNI, bits, 32 if bits == 4 else 0, in_words=True, row_parts=row_parts)
-    assembly = compile_kernel(kernel, dequantized.emit, VNNI).inspect_source("asm")
+    rows = TILES[target][bits, row_parts]
+    kernel = kernel_of(rows * 8, 512, 128, target, bits, 32 if bits == 4 else 0, in_words=True, row_parts=row_parts)
+    assembly = compile_kernel(kernel, dequantized.emit, target).inspect_source("asm")
     loops = [block for block in re.split(r"\n\.LBB", assembly) if block.count("vpdpbusd") >= 2 * row_parts * rows]
     assert loops
     for block in loops:
         products = [m.start() for m in re.finditer(r"vpdpbusd\s", block)]
         inner = block[products[0] : products[-1]]
-        spills = re.findall(r"vmov\w+\s+%zmm\d+, -?\d*\(%rsp\)", inner)
-        assert not spills
+        assert not re.findall(r"vmov\w+\s+%[yz]mm\d+, -?\d*\(%rsp\)", inner)
+
+
+def test_what_has_no_tiles() -> None:
+    """By narrow vectors weights of 4 bits meet rows of one byte alone, as sums of groups leave no registers for more."""
+    for bits, row_parts in ((8, 3), (4, 2), (4, 3)):
+        kernel = kernel_of(16, 512, 128, VEX, bits, 32 if bits == 4 else 0, in_words=True, row_parts=row_parts)
+        assert "vpdpbusd" not in compile_kernel(kernel, dequantized.emit, VEX).inspect_source("asm")

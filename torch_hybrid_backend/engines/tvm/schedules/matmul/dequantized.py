@@ -11,10 +11,10 @@ conversion and a multiply-add. Rows are divided by a nibble's unit (`quantized_w
 are products of integers where the processor has vpdpbusd (`integer_rows`): 58 G weights of 4 bits a second. Weights of 8 bits lie in words of
 four along k for that.
 
-More rows, where the processor has vpdpbusd in vectors of 16 lanes: a task writes a block of rows, as many as fit half its second-level cache,
-as integers once, then runs tiles of a few rows (`_integer_tiles`) by two vectors of columns over the panels. A dot product is four
-multiply-adds a lane: three stand for four multiply-adds of float32; two where rows have 16 bits, one where they have 8. Should a number be none
-that integers hold, the task multiplies its rows as float32, one by one.
+More rows, where the processor has vpdpbusd and registers for the sums of two rows: a task writes a block of rows, as many as fit half its
+second-level cache, as integers once, then runs tiles of a few rows (`_integer_tiles`) by two vectors of columns over the panels. A dot product
+is four multiply-adds a lane: three stand for four multiply-adds of float32; two where rows have 16 bits, one where they have 8. Should a number
+be none that integers hold, the task multiplies its rows as float32, one by one.
 
 Many rows elsewhere: a task dequantises a part of a panel's k into scratch that stays in its cache, then runs all tiles of rows over it
 (those of `packed`); between the parts of k sums wait in memory. That costs five instructions for each vector of weights, against a
@@ -246,13 +246,16 @@ class _Dequantized(MatMul):
         """How `m` rows, where their number is known only at run time a tile or more, are multiplied as integers; None: as float32."""
         parts = self.quantized.row_parts
         found = self._integers(1, parts)
-        if found is None or self.lanes < 16:
+        if found is None:
             return None
         # A sum for each part of a row and vector of columns; a word of each vector, one of a row, two masks and a spare.
-        most = (register_count(self.target) - self.vectors - 4) // (parts * self.vectors)
+        room = (register_count(self.target) - self.vectors - 4) // self.vectors
         # Where groups are short, the sums of all groups are in registers beside them. Of an unknown number of rows the last tile overlaps the
         # one before: tiles of few rows take hardly longer, and waste less.
-        most = min(most, _LOW_TILE[parts]) if found[1] <= _SHORT_GROUP or isinstance(m, Size) else most
+        is_short = found[1] <= _SHORT_GROUP or isinstance(m, Size)
+        most = min(room // (parts + 1), _LOW_TILE[parts]) if is_short else room // parts
+        if most < 2:
+            return None
         b, cores = self.builder, self.target.cores
         height = most if isinstance(m, Size) else split_at_most(m, most).size
         tiles = ceil_div(m, height)
