@@ -73,9 +73,13 @@ def _driver() -> str:
         return ""
 
 
+# PyTorch's names for products of float32 that round as float32 does.
+EXACT_PRECISIONS = frozenset({"none", "ieee"})
+
+
 def float32_precision(device_type: str) -> tuple[str, str]:
-    """How matrix products and convolutions of float32 may round on the host ("cpu") or on a GPU: "none" or "ieee" as float32 does, else as
-    "tf32" or "bf16". Asked of each backend: `torch.get_float32_matmul_precision` raises where programs set them so, as PyTorch advises."""
+    """How matrix products and convolutions of float32 may round on the host ("cpu") or on a GPU: one of `EXACT_PRECISIONS`, "tf32" or
+    "bf16". Asked of each backend: `torch.get_float32_matmul_precision` raises where programs set them so, as PyTorch advises."""
     import torch
 
     backends: Any = torch.backends
@@ -89,7 +93,7 @@ def float32_precision(device_type: str) -> tuple[str, str]:
 
 def may_round_products() -> bool:
     """Whether products of float32 on the host may round more than float32 does (`torch.set_float32_matmul_precision`)."""
-    return float32_precision("cpu")[0] not in ("none", "ieee")
+    return float32_precision("cpu")[0] not in EXACT_PRECISIONS
 
 
 @functools.cache

@@ -33,7 +33,7 @@ from torch_hybrid_backend.errors import OperatorRefusedError, is_out_of_memory
 from torch_hybrid_backend.generators import Replay
 from torch_hybrid_backend.graph.schema import draws, draws_numbers
 from torch_hybrid_backend.graph.values import PRODUCTS, is_quantized, is_quantizing, outputs_of
-from torch_hybrid_backend.machine import float32_precision
+from torch_hybrid_backend.machine import EXACT_PRECISIONS, float32_precision
 
 _log = logging.getLogger(__name__)
 
@@ -226,7 +226,7 @@ def _wider(dtype: torch.dtype, graph_module: torch.fx.GraphModule, *, on_host: b
     matmul, convolution = float32_precision("cpu" if on_host else "cuda")
     convolves = any(node.target in _CONVOLUTIONS for node in graph_module.graph.nodes)
     rounds = {matmul, convolution} if convolves else {matmul}
-    return torch.float32 if rounds <= {"none", "ieee"} else torch.float64
+    return torch.float32 if rounds <= EXACT_PRECISIONS else torch.float64
 
 
 def _form(reference: torch.Tensor, result: torch.Tensor, spec: TensorSpec | None) -> str:

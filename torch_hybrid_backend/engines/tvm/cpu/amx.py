@@ -38,7 +38,7 @@ from torch_hybrid_backend.loops.index import Index, as_index, index_of
 from torch_hybrid_backend.loops.ir import Buffer, Call, Expr, Load
 from torch_hybrid_backend.loops.kernels import Argument, Kernel, Store, kernel_sizes
 from torch_hybrid_backend.loops.layout import contiguous
-from torch_hybrid_backend.machine import float32_precision
+from torch_hybrid_backend.machine import EXACT_PRECISIONS, float32_precision
 from torch_hybrid_backend.sizes.size import known_int
 
 # Products of fewer rows take as long as their weight takes to come from memory, and tiles are mostly empty.
@@ -248,7 +248,7 @@ def _format(a: Expr, dtype: str, sums: str, precision: str, target: Target) -> s
 
 def _float32_format(precision: str) -> str:
     """`precision`: as of `_format`."""
-    return "float32" if precision in ("none", "ieee") else "float32 high"
+    return "float32" if precision in EXACT_PRECISIONS else "float32 high"
 
 
 def _cost(batch: int, m: int, n: int, k: int, form: TileFormat, groups: int = 0) -> float:

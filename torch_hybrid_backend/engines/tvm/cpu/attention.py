@@ -27,7 +27,7 @@ from torch_hybrid_backend.loops.integer_products import affine
 from torch_hybrid_backend.loops.ir import Const, Expr, Load
 from torch_hybrid_backend.loops.kernels import AttentionKernel, kernel_sizes
 from torch_hybrid_backend.loops.ops import cast, const, is_rounded, mul, sub
-from torch_hybrid_backend.machine import float32_precision
+from torch_hybrid_backend.machine import EXACT_PRECISIONS, float32_precision
 from torch_hybrid_backend.sizes.size import known_int
 
 # Fewer queries do not pay for packed keys and values.
@@ -55,7 +55,7 @@ def word_attention(kernel: AttentionKernel, weight: Packed | None, target: Targe
         return []
     if {"amx_bf16", "amx_tile"} <= set(target.features) and not kernel_sizes(kernel):
         precision, _ = float32_precision("cpu")
-        form = "float32" if precision in ("none", "ieee") else "float32 high"
+        form = "float32" if precision in EXACT_PRECISIONS else "float32 high"
         form = "bfloat16" if is_bfloat16 else "float16 split" if is_float16 else form
         name, own, parts = f"amx {form}", kernel, FORMATS[form].parts
         if (integers := _of_integers(kernel)) is not None:

@@ -12,7 +12,7 @@ are products of integers where the processor has vpdpbusd (`integer_rows`): 58 G
 four along k for that.
 
 More rows, where the processor has vpdpbusd and registers for the sums of two rows: a task writes a block of rows, as many as fit half its
-second-level cache, as integers once, then runs tiles of a few rows (`_integer_tiles`) by two vectors of columns over the panels. A dot product
+second-level cache, as integers once, then runs tiles of a few rows (`integer_tiles`) by two vectors of columns over the panels. A dot product
 is four multiply-adds a lane: three stand for four multiply-adds of float32; two where rows have 16 bits, one where they have 8. Should a number
 be none that integers hold, the task multiplies its rows as float32, one by one.
 
@@ -26,16 +26,16 @@ Source: Goto & van de Geijn, "Anatomy of High-Performance Matrix Multiplication"
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 from tvm import tirx
 
-from torch_hybrid_backend.engines.tvm.cpu.dot_products import ROW_PARTS, DotProduct, row_dot_product, row_group
+from torch_hybrid_backend.engines.tvm.cpu.dot_products import ROW_PARTS, row_dot_product, row_group
 from torch_hybrid_backend.engines.tvm.cpu.kernels import DequantizedMatMulKernel, PackedMatMulKernel
-from torch_hybrid_backend.engines.tvm.cpu.tiles import register_count, split_at_most, split_into
+from torch_hybrid_backend.engines.tvm.cpu.tiles import register_count
 from torch_hybrid_backend.engines.tvm.schedules.axes import offsets_of, step
 from torch_hybrid_backend.engines.tvm.schedules.matmul.integer_rows import IntegerRows
+from torch_hybrid_backend.engines.tvm.schedules.matmul.integer_tiles import IntegerForm, IntegerTiles, integer_tiles
 from torch_hybrid_backend.engines.tvm.schedules.matmul.packed import MatMul
 from torch_hybrid_backend.engines.tvm.schedules.matmul.quantized_weight import QuantizedWeight
 from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, by_height, by_part, partials, tile_start
@@ -43,12 +43,10 @@ from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirBuffer, TirExpr
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, as_index
-from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, function, known_int
+from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, known_int
 
 # Steps of k that are dequantised at once, roughly: 64 KiB of a panel of 32 columns.
 _DEPTH = 512
-_SHORT_GROUP = 64  # of k
-_LOW_TILE = {1: 5, 2: 3, 3: 3}  # rows, by their bytes
 
 # (total, panel, group): total += the rows of a task times a group of a panel.
 AddGroup = Callable[[RegisterTile, Index, Index], Stmt]
@@ -57,27 +55,6 @@ AddGroup = Callable[[RegisterTile, Index, Index], Stmt]
 def emit(kernel: DequantizedMatMulKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
     """The kernel's body. A and accumulator float32; more than a vector of columns; K and N are known."""
     return _Dequantized(kernel, builder, printer, target).emit()
-
-
-# `body(number in the block, first row, rows)` for each tile of a block of rows.
-EachTile = Callable[[Index, Callable[[Index, Index, int], Stmt]], Stmt]
-
-
-@dataclass(frozen=True, slots=True)
-class _IntegerTiles:
-    """Rows as integers of `parts` bytes, in groups of `group`: `blocks` blocks of `per_block` tiles at most, of `height` rows at most.
-
-    `shares`: of the panels, a task each.
-    """
-
-    dot: DotProduct
-    group: int
-    parts: int
-    height: int
-    per_block: int
-    blocks: Dim
-    shares: Dim
-    each: EachTile
 
 
 class _Dequantized(MatMul):
@@ -209,13 +186,13 @@ class _Dequantized(MatMul):
         rest = b.loop(left, lambda k: element(k + whole * self.lanes), name="k") if left else None
         return b.seq(b.loop(whole, vector, name="k") if whole else None, rest)
 
-    def _integers(self, rows: int, parts: int) -> tuple[DotProduct, int] | None:
-        """What multiplies a tile of `rows` rows as integers of `parts` bytes, and in groups of how many along k; None where all is float32."""
+    def _integers(self, rows: int, parts: int) -> IntegerForm | None:
+        """How a tile of `rows` rows is multiplied as integers of `parts` bytes; None where all is float32."""
         group = min(self.quantized.group, self.depth_of_all)
         if self.quantized.table is not None or self.weight.per_word == 1:
             return None
         dot, own = row_dot_product(group, rows, self.vectors, parts, self.target), row_group(group, parts, self.target)
-        return None if dot is None or own is None else (dot, own)
+        return None if dot is None or own is None else IntegerForm(dot, own, parts)
 
     @property
     def _few_row_parts(self) -> int:
@@ -223,77 +200,36 @@ class _Dequantized(MatMul):
         return 1 if self.quantized.row_parts == 1 else ROW_PARTS
 
     def _integer_rows(self, rows: int) -> IntegerRows | None:
-        found = self._integers(rows, self._few_row_parts)
-        return None if found is None else self._as_integers(found[0], rows, found[1], self._few_row_parts)
+        form = self._integers(rows, self._few_row_parts)
+        return None if form is None else self._as_integers(form, rows)
 
-    def _as_integers(self, dot: DotProduct, rows: int, group: int, parts: int) -> IntegerRows:
+    def _as_integers(self, form: IntegerForm, rows: int) -> IntegerRows:
         return IntegerRows(
-            dot,
+            form.dot,
             self.builder,
             self.printer,
             self.lanes,
             rows,
             self.depth_of_all,
-            group,
+            form.group,
             self.weight.unit,
             self.quantized.bits,
-            parts,
+            form.parts,
         )
 
     # Many rows, as integers.
 
-    def _integer_tiles(self, m: Dim) -> _IntegerTiles | None:
+    def _integer_tiles(self, m: Dim) -> IntegerTiles | None:
         """How `m` rows, where their number is known only at run time a tile or more, are multiplied as integers; None: as float32."""
-        parts = self.quantized.row_parts
-        found = self._integers(1, parts)
-        if found is None:
+        form = self._integers(1, self.quantized.row_parts)
+        if form is None:
             return None
-        # A sum for each part of a row and vector of columns; a word of each vector, one of a row, two masks and a spare.
-        room = (register_count(self.target) - self.vectors - 4) // self.vectors
-        # Where groups are short, the sums of all groups are in registers beside them. Of an unknown number of rows the last tile overlaps the
-        # one before: tiles of few rows take hardly longer, and waste less.
-        is_short = found[1] <= _SHORT_GROUP or isinstance(m, Size)
-        most = min(room // (parts + 1), _LOW_TILE[parts]) if is_short else room // parts
-        if most < 2:
-            return None
-        b, cores = self.builder, self.target.cores
-        height = most if isinstance(m, Size) else split_at_most(m, most).size
-        tiles = ceil_div(m, height)
-        fitting = max(1, self.target.l2_bytes // 2 // (height * parts * self.depth_of_all))
-        # One block, whose panels are shared, or as many as leave every core its part.
-        fewest = function("max", ceil_div(tiles, fitting), 1)
-        blocks = function("min", fewest - 1, 1) * (ceil_div(fewest, cores) * cores - 1) + 1
-        per_block = ceil_div(tiles, blocks)
-        if isinstance(m, int):
-            blocks = ceil_div(tiles, per_block)  # none is empty
-            split = split_into(m, known_int(blocks * per_block))
+        return integer_tiles(self.builder, m, form, self.depth_of_all, self.vectors, self.count, self.target)
 
-            def each(block: Index, body: Callable[[Index, Index, int], Stmt]) -> Stmt:
-                def tile(inner: Index) -> Stmt:
-                    part = block * per_block + inner
-                    return by_part(b, split, part, lambda row, count: body(inner, row, count))
-
-                return b.loop(per_block, tile, name="tile")
-
-            height, most_in_block = split.size, known_int(per_block)
-        else:
-            most_in_block = fitting
-
-            def each(block: Index, body: Callable[[Index, Index, int], Stmt]) -> Stmt:
-                def tile(inner: Index) -> Stmt:
-                    first, begin = tile_start(b, m, height, block * per_block + inner)
-                    return b.seq(begin, body(inner, first, height))
-
-                held = tirx.Min(b.size(tiles) - b.index(block * per_block), b.size(per_block))
-                return b.loop_until(held, fitting, tile, "tile")
-
-        shares = function("min", function("max", ceil_div(cores, blocks), 1), self.count)
-        return _IntegerTiles(*found, parts, height, most_in_block, blocks, shares, each)
-
-    def _in_integers(self, tiles: _IntegerTiles) -> Stmt:
+    def _in_integers(self, tiles: IntegerTiles) -> Stmt:
         """Blocks of rows, each written as integers once, by panels."""
         b, shares = self.builder, tiles.shares
-        rows = self._as_integers(tiles.dot, tiles.per_block * tiles.height, tiles.group, tiles.parts)
+        rows = self._as_integers(tiles.form, tiles.per_block * tiles.height)
         copied = tirx.decl_buffer((self.depth_of_all,), "float32", b.fresh("copied"), scope="global")
 
         def task(position: tuple[Index, ...]) -> Stmt:
