@@ -77,11 +77,10 @@ class _Dequantized(MatMul):
         m = self.m.extent
         tiles = self._integer_tiles(m)
         if isinstance(m, Size):
-            tall = self._most_rows() if tiles is None else tiles.height
-            others = by_height(self.builder, m, tall, self.vectors, self._of_height)
             if tiles is None:
-                return others
-            return self.builder.when(self.builder.size(m) >= tall, self._in_integers(tiles), others)
+                return by_height(self.builder, m, self._most_rows(), self.vectors, self._of_height)
+            few = by_height(self.builder, m, tiles.height - 1, self.vectors, self._of_few)
+            return self.builder.when(self.builder.size(m) >= tiles.height, self._in_integers(tiles), few)
         if m <= self._few() and (tiles is None or self._integers(m, self._few_row_parts) is not None):
             return self._streamed(m)
         return self._unpacked_static(m) if tiles is None else self._in_integers(tiles)
@@ -90,10 +89,19 @@ class _Dequantized(MatMul):
         """Rows up to which a group's sums, and the sums of groups, have registers."""
         return max(1, (register_count(self.target) - 6) // (2 * self.vectors))
 
+    def _of_few(self, rows: int) -> Stmt:
+        """All rows, fewer than a tile of integers, in streams of `rows`, where their number is only known at run time."""
+
+        def stream(number: Index) -> Stmt:
+            first, begin = tile_start(self.builder, self.m.extent, rows, number)
+            return self.builder.seq(begin, self._streamed(rows, first))
+
+        return self.builder.loop(ceil_div(self.m.extent, rows), stream, name="row")
+
     def _of_height(self, rows: int) -> Stmt:
         """All rows, in tiles of `rows`, where their number is only known at run time; one row is a tile by itself."""
         if rows == 1:
-            return self.builder.loop(self.m.extent, lambda row: self._streamed(1, row), name="row")
+            return self._of_few(1)
         b, parts, fitting = self.builder, ceil_div(self.m.extent, rows), self._fitting(rows)
 
         def tiles(block: Index, tile: Callable[[Index, Index, int], Stmt]) -> Stmt:
