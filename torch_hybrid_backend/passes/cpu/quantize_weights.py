@@ -19,8 +19,7 @@ first, and what is dequantised is rounded to it again, which kernels leave out. 
 reading the parameter: a few rows, exact.
 
 Sources: Dettmers et al., "LLM.int8()", 2022 (scales per channel); Frantar et al., "GPTQ", 2022 (groups); Jacob et al., CVPR
-2018 (zero points); ggml's formats Q4_0 and Q8_0, 2023 (-8; rows
-of 8 bits).
+2018 (zero points); ggml's formats Q4_0 and Q8_0, 2023 (-8; rows of 8 bits).
 """
 
 from __future__ import annotations
