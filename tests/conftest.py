@@ -1,4 +1,4 @@
-"""Fixtures for every test: golden files."""
+"""Fixtures for every test: golden files, a machine that seems quiet."""
 
 from __future__ import annotations
 
@@ -52,6 +52,12 @@ class Golden:
             pytest.fail(f"there is no {self.path.relative_to(_TESTS)}: run pytest with --update-golden and review it")
         expected = self.path.read_text()
         assert text == expected, f"differs from {self.path.relative_to(_TESTS)}: if meant so, run with --update-golden"
+
+
+@pytest.fixture(autouse=True)
+def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other load is not felt in this process: tests run beside each other, and what they keep of timings is to be found."""
+    monkeypatch.setattr("torch_hybrid_backend.other_load.thread_waits", dict)
 
 
 @pytest.fixture

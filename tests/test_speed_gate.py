@@ -113,6 +113,58 @@ def test_a_graph_that_gains_stays_in_its_precision(whole: _Times) -> None:
     assert timed == [2]
 
 
+class _Sensitive(nn.Module):
+    """Its second layer takes small differences of large numbers: bfloat16 has none of them left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(32, 16)
+        with torch.no_grad():
+            self.second.weight[:, 16:] = -self.second.weight[:, :16]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).relu()
+        result: torch.Tensor = self.second(torch.cat([1000 + x, 1000 - x], 1))
+        return result
+
+
+def test_what_the_model_gate_leaves_is_timed_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that is off returns to float32; the other one gains nothing without it. A later process times neither graph."""
+    timed: list[int] = []
+
+    def measure(calls: Sequence[Callable[[], object]], *_: object, **__: object) -> list[Timing]:
+        timed.append(len(calls))
+        written = 99.0 if len(timed) == 1 else 60.0
+        return [Timing(us, 0.0, 3, us) for us in (100.0, written)]
+
+    monkeypatch.setattr(speed_gate, "measure", measure)
+    model, x = _Sensitive(), torch.randn(8, 16)
+    found = _explained(model, x)
+    assert timed == [2, 2]
+    assert (found.converted, found.casts) == ((), 0)
+    assert [(layer.name, layer.code) for layer in found.left] == [
+        ("addmm", Reason.SLOWER),
+        ("addmm_1", Reason.ACCURACY),
+    ]
+    assert found.left[0].why == "the whole graph takes 100.0 us in bf16, 60.0 us as written"
+    assert _explained(model, x) == found
+    assert timed == [2, 2]
+
+
+def test_times_beside_other_load(whole: _Times, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As written has to be faster by a clear margin, and each of these is timed again."""
+    waits = iter(range(0, 10**20, 10**18))
+    monkeypatch.setattr("torch_hybrid_backend.other_load.thread_waits", lambda: {"1": next(waits)})
+    timed = whole(100.0, 70.0)
+    model, x = _model(), torch.randn(8, 16)
+    assert _explained(model, x).converted == (("bfloat16", 3),)
+    assert _explained(model, x).converted == (("bfloat16", 3),)
+    assert timed == [2, 2]
+    timed = whole(100.0, 60.0)
+    assert _explained(model, x).converted == ()
+    assert timed == [2]
+
+
 def test_times_that_only_a_busy_machine_has_are_not_kept(whole: _Times) -> None:
     """Ten times as long: this process believes it, the next one times again."""
     timed = whole(1000.0, 60.0)

@@ -196,9 +196,11 @@ class HybridGraph:
             tried.append((compiled, compiled.pending))
             return self._placed(compiled, inputs)
 
-        placed, outputs = self._placed(compiled, inputs)
-        placed, outputs = fastest(placed, outputs, inputs, self._config, self._pricing(), place_anew)
-        placed, outputs = judged(placed, outputs, inputs, self._config, place_anew)
+        def faster(placed: Placed, outputs: list[Any]) -> tuple[Placed, list[Any]]:
+            return fastest(placed, outputs, inputs, self._config, self._pricing(), place_anew)
+
+        placed, outputs = faster(*self._placed(compiled, inputs))
+        placed, outputs = judged(placed, outputs, inputs, self._config, place_anew, faster)
         hoisted = placed.prepared.hoisted  # what the gates tell of a graph changes `prepared`, not this
         compiled, pending = next(each for each in tried if each[0].prepared.hoisted is hoisted)
         # It would hold what was built for as long as the plan lives.

@@ -36,14 +36,17 @@ _log = logging.getLogger(__name__)
 
 # Compiles a graph, and places it on the inputs of the call: with it the call's outputs.
 Place = Callable[[Prepared], tuple[Placed, list[Any]]]
+# The faster of a placed graph, whose outputs are given, and of others with more layers as written.
+Faster = Callable[[Placed, list[Any]], tuple[Placed, list[Any]]]
 
 
 def judged(
-    placed: Placed, outputs: list[Any], inputs: Sequence[Any], config: Config, place_anew: Place
+    placed: Placed, outputs: list[Any], inputs: Sequence[Any], config: Config, place_anew: Place, faster: Faster
 ) -> tuple[Placed, list[Any]]:
     """The graph with its errors known, and its outputs for `inputs`: as they are where they are near enough to those of the graph as written.
 
-    Else the fewest layers return to it that make them so, those first whose own errors are the largest; one WARNING names them.
+    Else the fewest layers return to it that make them so, those first whose own errors are the largest; one WARNING names them. What is left of
+    the precision then may no longer be worth its casts: `faster` tells.
     """
     reduced = placed.prepared.reduced
     if reduced is None:
@@ -61,6 +64,13 @@ def judged(
     assert placed.prepared.conversion is not None
     if found.error > placed.prepared.conversion.tolerance:
         placed, outputs, found = _within_tolerance(placed.prepared, reduced, found, inputs, config, place_anew)
+        anew, results = faster(placed, outputs)
+        if anew is not placed:
+            if anew.prepared.reduced is None:  # all of it is as written
+                return _let_go(anew), results
+            again = _deviation(anew, anew.prepared.reduced, inputs)
+            if again.error <= found.error:  # errors fall with each layer that returns, but for chance
+                placed, outputs, found = anew, results, again
     return _let_go(_with_errors(placed, found)), outputs
 
 

@@ -5,7 +5,8 @@
 
 Three graphs are timed whole, so that all casts count: as its precision made it, as written, and with the layers as written that lose when the
 kernels of the first two are compared one by one. The fastest stays. What was found is kept on disk: a later process compiles that alone.
-Nothing is compiled for a graph whose products take less time than float32's instructions need for them at their full rate.
+Nothing is compiled for a graph whose products take less time than float32's instructions need for them at their full rate. What the model gate
+leaves of a graph whose layers were off is timed once more.
 (docs/adr/0041-layers-that-gain-nothing.md)
 """
 
@@ -32,6 +33,7 @@ from torch_hybrid_backend.graph.precision import converted_to
 from torch_hybrid_backend.graph.values import is_repeatable
 from torch_hybrid_backend.machine import may_use_tiles
 from torch_hybrid_backend.measure import measure
+from torch_hybrid_backend.other_load import MARGIN, OtherLoad
 from torch_hybrid_backend.partition.layer_times import float32_rate, layer_us, least_us, worth_mixing
 from torch_hybrid_backend.partition.placement import Pricing, timing_key
 from torch_hybrid_backend.partition.region_key import region_key
@@ -39,6 +41,7 @@ from torch_hybrid_backend.passes.precision.lists import is_layer
 from torch_hybrid_backend.prepared import Prepared, Reduced, prepare_anew, returned
 from torch_hybrid_backend.runtime.constant_pool import release_unused
 from torch_hybrid_backend.stages import Placed, install
+from torch_hybrid_backend.timing_cache import KeptTimes
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +68,8 @@ def as_known(prepared: Prepared, config: Config, pricing_on: PricingOn) -> Prepa
     """The graph as an earlier process has found it fastest; as it is where none has timed it."""
     if (reduced := _in_question(prepared, config)) is None:
         return prepared
-    slow = _slow_layers(reduced, _known(reduced, pricing_on(CPU)))
+    known = _known(reduced, pricing_on(CPU))
+    slow = _slow_layers(reduced, known, _noise(known.is_disturbed))
     return _without(prepared, reduced, slow, config) if slow else prepared
 
 
@@ -75,8 +79,14 @@ def fastest(
     """The graph without the layers that take longer in its precision than as written, casts included, and its outputs for `inputs`."""
     pricing = pricing_on(CPU)
     reduced = _in_question(placed.prepared, config)
-    if reduced is None or not placed.partition.graph.is_static or _known(reduced, pricing):
+    if reduced is None or not placed.partition.graph.is_static:
         return placed, outputs
+    if known := _known(reduced, pricing):
+        layers = _layers(reduced)
+        found = _slow_layers(reduced, known, _noise(known.is_disturbed))
+        slow = {name: why for name, why in found.items() if name in layers}
+        return place_anew(_without(placed.prepared, reduced, slow, config)) if slow else (placed, outputs)
+    load = OtherLoad()
     try:
         trial = _Trial(placed, outputs, reduced, inputs, config, pricing, place_anew)
         times = trial.times()
@@ -87,9 +97,10 @@ def fastest(
         return placed, outputs
     finally:
         release_unused()
+    is_disturbed = load.is_felt()
     if pricing.timings is not None and times and _is_plausible(times):
-        pricing.timings.put(_KIND, _key(reduced, pricing), pricing.device, times)
-    return trial.best(times)
+        pricing.timings.put(_KIND, _key(reduced, pricing), pricing.device, times, is_disturbed=is_disturbed)
+    return trial.best(times, _noise(is_disturbed))
 
 
 def _in_question(prepared: Prepared, config: Config) -> Reduced | None:
@@ -103,11 +114,21 @@ def _in_question(prepared: Prepared, config: Config) -> Reduced | None:
 
 
 def _key(reduced: Reduced, pricing: Pricing) -> str:
-    return timing_key(f"{region_key(reduced.written, ())} {reduced.context.precision}", pricing.versions)
+    key = f"{region_key(reduced.written, ())} {reduced.context.precision}"
+    # By their places, as names may differ in graphs that are alike. Layers that are slower are what times tell.
+    why = reduced.context.as_written
+    off = [
+        place
+        for place, node in enumerate(reduced.written.graph.nodes)
+        if node.name in why and why[node.name].code is Reason.ACCURACY
+    ]
+    return timing_key(f"{key} without {off}" if off else key, pricing.versions)
 
 
-def _known(reduced: Reduced, pricing: Pricing) -> Times:
-    return {} if pricing.timings is None else pricing.timings.get(_KIND, _key(reduced, pricing), pricing.device)
+def _known(reduced: Reduced, pricing: Pricing) -> KeptTimes:
+    return (
+        KeptTimes() if pricing.timings is None else pricing.timings.get(_KIND, _key(reduced, pricing), pricing.device)
+    )
 
 
 def _is_plausible(times: Times) -> bool:
@@ -119,18 +140,22 @@ def _layers(reduced: Reduced) -> frozenset[str]:
     return frozenset(node.name for node in reduced.graph.graph.nodes if is_layer(node) and converted_to(node))
 
 
-def _best(times: Times) -> str:
+def _noise(is_disturbed: bool) -> float:
+    return MARGIN - 1 if is_disturbed else _NOISE
+
+
+def _best(times: Times, noise: float) -> str:
     best = _WHOLE
     for name in (_MIXED, _WRITTEN):
-        if name in times and times[name] < (1 - _NOISE) * times.get(best, math.inf):
+        if name in times and (1 + noise) * times[name] < times.get(best, math.inf):
             best = name
     return best
 
 
-def _slow_layers(reduced: Reduced, times: Times) -> Mapping[str, Refused]:
+def _slow_layers(reduced: Reduced, times: Times, noise: float) -> Mapping[str, Refused]:
     """The layers that are to be as written by what was timed, and why. A layer's times are under its place in the graph: names may differ in
     graphs that are alike."""
-    best, precision = _best(times), reduced.context.precision
+    best, precision = _best(times, noise), reduced.context.precision
     if best == _WHOLE:
         return {}
     whole = Refused(
@@ -190,13 +215,13 @@ class _Trial:
         found = {f"{places[name]} {how}": us for how, own in layers.items() for name, us in own.items()}
         return {**self._whole_us(), **found}
 
-    def best(self, times: Times) -> tuple[Placed, list[Any]]:
-        """What is fastest by `times`, with the reasons why layers are as written."""
-        best = _best(times)
+    def best(self, times: Times, noise: float) -> tuple[Placed, list[Any]]:
+        """What is fastest by `times`, by more than this share of a call, with the reasons why layers are as written."""
+        best = _best(times, noise)
         shown = ", ".join(f"{name} {times[name]:.1f} us" for name in (_WHOLE, _MIXED, _WRITTEN) if name in times)
         _log.info("precision=%s: %s: it runs %s", self._config.precision, shown or "not timed", best)
         placed, outputs = self._choices[best]
-        why, conversion = _slow_layers(self._reduced, times), placed.prepared.conversion
+        why, conversion = _slow_layers(self._reduced, times, noise), placed.prepared.conversion
         assert conversion is not None
         left = tuple(replace(layer, why=why.get(layer.name, layer).why) for layer in conversion.left)
         prepared = replace(placed.prepared, conversion=replace(conversion, left=left))

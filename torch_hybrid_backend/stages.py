@@ -38,6 +38,7 @@ from torch_hybrid_backend.engines.deadline import compile_in_time
 from torch_hybrid_backend.errors import HybridError, is_sticky
 from torch_hybrid_backend.generators import apart
 from torch_hybrid_backend.measure import Rounds, measure
+from torch_hybrid_backend.other_load import OtherLoad
 from torch_hybrid_backend.partition.boundary import callbacks_us
 from torch_hybrid_backend.partition.capability import accepted
 from torch_hybrid_backend.partition.covers import Cover, covers
@@ -280,6 +281,7 @@ def place(compiled: Compiled, inputs: Sequence[Any], config: Config, pricing_on:
     best: tuple[float, Placed] | None = None
     costs: list[Cost] = []
     begun: list[Pending] = []
+    load = OtherLoad()
     for candidate in compiled.covers:
         alone = len(compiled.covers) == 1
         trial = _Trial(
@@ -306,7 +308,7 @@ def place(compiled: Compiled, inputs: Sequence[Any], config: Config, pricing_on:
     # As in `compile_divided`: what is found without a form that is still being built says nothing of later processes.
     if costs and compiled.timing_key and not begun and pricing.timings is not None:
         kept = {cost.engine: cost.microseconds for cost in costs}
-        pricing.timings.put(COVER_TIMINGS, compiled.timing_key, pricing.device, kept)
+        pricing.timings.put(COVER_TIMINGS, compiled.timing_key, pricing.device, kept, is_disturbed=load.is_felt())
     costs += [Cost(order, microseconds, "cached") for order, microseconds in compiled.kept.items()]
     return dataclasses.replace(best[1], covers=tuple(costs), begun=tuple(begun)), outputs
 

@@ -62,7 +62,7 @@ def test_the_examples_run(capsys: pytest.CaptureFixture[str], tmp_path: Path, mo
 
 def _without_numbers(text: str) -> str:
     """Times are this machine's, and so are errors."""
-    text = re.sub(r"\((measured|estimated|cached)\)", "", text)
+    text = re.sub(r"\((measured|disturbed|estimated|cached)\)", "", text)
     return re.sub(r"\d[\d.]*(e-\d+)?", "n", text)
 
 

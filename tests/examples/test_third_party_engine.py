@@ -71,17 +71,24 @@ def _run(packages: Path, cache: Path, *arguments: str, **settings: str) -> str:
 
 
 def test_it_runs_regions_and_its_timings_are_kept(packages: Path, tmp_path: Path) -> None:
-    """Installed, it is timed beside eager; the plan has both costs. A second process uses the timings of the first."""
-    kinds = []
-    for _ in range(2):
+    """Installed, it is timed beside eager; the plan has both costs. The next process uses the timings of one on a quiet machine, the fourth
+    one the shortest of three that other load disturbed."""
+    costs: list[dict[str, float]] = []
+    kinds: list[str] = []
+    while len(costs) < 4 and kinds[-1:] != ["cached"]:
         text = _run(packages, tmp_path, "-c", _EXPLAIN, "300", HYBRID_ENGINES="blocked_numpy", HYBRID_STRICT="1")
         ((region,),) = (plan["regions"] for plan in json.loads(text)["plans"])
         assert [cost["engine"] for cost in region["costs"]] == ["blocked_numpy", "eager"]
         assert len(region["node_names"]) == 6
         if region["engine"] == "blocked_numpy":  # which of the two is faster depends on the processor
             assert region["max_error"] < 1e-5
-        kinds.append({cost["kind"] for cost in region["costs"]})
-    assert kinds == [{"measured"}, {"cached"}]
+        costs.append({cost["engine"]: cost["microseconds"] for cost in region["costs"]})
+        (kind,) = {cost["kind"] for cost in region["costs"]}
+        kinds.append(kind)
+    *taken, found = costs
+    assert kinds[-2:] == ["measured", "cached"] or kinds == ["disturbed"] * 4
+    counted = taken[-1:] if kinds[-1] == "cached" else taken
+    assert found == {name: min(each[name] for each in counted) for name in found}
 
 
 def test_what_it_computes_is_right(packages: Path, tmp_path: Path) -> None:

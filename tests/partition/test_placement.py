@@ -125,6 +125,24 @@ def test_another_form_is_timed_by_itself(tmp_path: Path) -> None:
         assert found.engine == ("first" if form else "eager")
 
 
+def test_costs_taken_beside_other_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They tell little: eager wins by a clear margin only, and later processes time again; after three the shortest of all are believed."""
+
+    def cache() -> TimingCache:
+        return TimingCache(Store(tmp_path), lambda device: "machine")
+
+    waits = iter(range(0, 10**20, 10**18))
+    monkeypatch.setattr("torch_hybrid_backend.other_load.thread_waits", lambda: {"1": next(waits)})
+    found = _choose(30.0, cache=cache(), first=40.0).decision
+    assert (found.engine, [cost.kind for cost in found.costs]) == ("first", ["disturbed"] * 2)
+    assert _choose(20.0, first=40.0).decision.engine == "eager"
+    for first in (50.0, 41.0):
+        assert _choose(35.0, cache=cache(), first=first).decision.costs[0].microseconds == first
+    kept = _choose(1.0, cache=cache(), first=1.0).decision
+    assert kept.engine == "first"
+    assert [(cost.microseconds, cost.kind) for cost in kept.costs] == [(40.0, "disturbed"), (30.0, "disturbed")]
+
+
 def test_implausible_costs_are_not_kept(tmp_path: Path) -> None:
     """Kernels far slower than eager lose, but on a loaded machine that may be chance: the next process times them again."""
     cache = TimingCache(Store(tmp_path), lambda device: "machine")

@@ -46,6 +46,7 @@ from torch_hybrid_backend.core.verdict import Verdict
 from torch_hybrid_backend.errors import CompileError
 from torch_hybrid_backend.loops import lowering
 from torch_hybrid_backend.loops.kernels import Kernel, kernel_sizes
+from torch_hybrid_backend.other_load import OtherLoad
 from torch_hybrid_backend.services import Services
 
 log = logging.getLogger(__name__)
@@ -213,6 +214,7 @@ class KernelEngine(EngineBase):
     ) -> KernelRegion:
         """See `KernelRegion.refine`. What was found out is kept."""
         start = time.monotonic()
+        load = OtherLoad()
         region.release()
         run_program = self._services.run_program
         backend = region.kernels.backend
@@ -223,7 +225,7 @@ class KernelEngine(EngineBase):
                 lambda kernels: self.built(kernels, backend.target, Deadline(_TUNING_ROUND_S)),
                 run_program,
                 inputs,
-                functools.partial(self._keep_times, backend.device),
+                functools.partial(self._keep_times, backend.device, load),
                 self._services.progress,
             )
             return self._region(region.kernels, options)
@@ -236,7 +238,7 @@ class KernelEngine(EngineBase):
                 options = try_next_variant(region.kernels, options, compile_more, run_program, inputs)
         before = {option.key: option.times for option in region.options}
         for option in {option.key: option for option in options if option.times != before[option.key]}.values():
-            self._keep_times(backend.device, option.key, option.times)
+            self._keep_times(backend.device, load, option.key, option.times)
         log.info("variants of %d kernels timed in %.2f s", len(found), time.monotonic() - start)
         return self._region(region.kernels, options)
 
@@ -263,8 +265,8 @@ class KernelEngine(EngineBase):
         """Microseconds by the name of the variant, infinity for one that cannot run; empty where the kernel was never timed."""
         return self._services.timings.get(_TIMINGS, kernel_key, device)
 
-    def _keep_times(self, device: Device, kernel_key: str, times: Mapping[str, float]) -> None:
-        self._services.timings.put(_TIMINGS, kernel_key, device, times)
+    def _keep_times(self, device: Device, load: OtherLoad, kernel_key: str, times: Mapping[str, float]) -> None:
+        self._services.timings.put(_TIMINGS, kernel_key, device, times, is_disturbed=load.is_felt())
 
     def _options(self, region: RegionKernels) -> tuple[KernelOptions, ...]:
         """What to compile of each kernel: the variant known to be fastest, or those to find out about."""

@@ -34,7 +34,8 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one call of a region costs on one engine. `kind` is "measured", "cached" (measured earlier) or "estimated"."""
+    """What one call of a region costs on one engine. `kind` is "measured", "cached" (measured earlier), "disturbed" (either, while other load
+    held the cores) or "estimated"."""
 
     engine: str
     microseconds: float

@@ -32,12 +32,13 @@ from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.generators import Replay
 from torch_hybrid_backend.graph.precision import computes, precision_of
 from torch_hybrid_backend.measure import HostTimer, Rounds, Timer, measure
+from torch_hybrid_backend.other_load import MARGIN, OtherLoad
 from torch_hybrid_backend.partition.accuracy import Comparison, compare
 from torch_hybrid_backend.partition.estimate import eager_us, engine_us, roofline
 from torch_hybrid_backend.partition.fallback import compile_refusal, demote, report_unchecked, run_refusal
 from torch_hybrid_backend.partition.flops import node_flops
 from torch_hybrid_backend.partition.reference import reference, replay_of, run_eager, unable_to_run
-from torch_hybrid_backend.timing_cache import TimingCache
+from torch_hybrid_backend.timing_cache import KeptTimes, TimingCache
 
 _log = logging.getLogger(__name__)
 
@@ -45,8 +46,8 @@ TIMINGS = "placements"  # their kind in the cache of timings
 
 # A candidate that takes so many times as long in its best round as another in its worst has lost, whatever further rounds say.
 _CLEAR_RATIO = 1.3
-# An engine so many times as slow as eager tells more of the machine's load (a core that others held, for which its threads waited) than of
-# its kernels: it loses now, and is timed again by the next process.
+# An engine so many times as slow as eager tells more of the machine's load than of its kernels, where the system does not tell of it
+# (`other_load`): it loses now, and is timed again by the next process.
 _IMPLAUSIBLE_RATIO = 10.0
 
 # Runs a region on its inputs, in order, and returns its outputs, in order.
@@ -150,7 +151,7 @@ def choose(
 
     costs = _price(region, alive, inputs, config, pricing, drop, eager_runs=unable is None)
     # Without costs all are equal: nobody is left, or the device is one for which nothing is estimated.
-    winner = min(costs, key=lambda cost: cost.microseconds).engine if costs else next(iter(alive), EAGER)
+    winner = cheapest(costs).engine if costs else next(iter(alive), EAGER)
     refusals += [_building(*each) for each in pending.items()]
     refusals += [_lost(region, engine, winner, costs) for engine in alive if engine != winner]
     compiled_winner = alive.get(winner)
@@ -305,15 +306,25 @@ def priced(
     """
     timings = pricing.timings if EAGER in contenders and all(contenders.values()) else None
     key = timing_key(key, contenders)
-    known = timings.get(TIMINGS, key, pricing.device) if timings is not None else {}
+    known = timings.get(TIMINGS, key, pricing.device) if timings is not None else KeptTimes()
     if known.keys() == contenders.keys() and max(known.values()) < math.inf:
-        return tuple(Cost(name, known[name], "cached") for name in contenders)
+        kind = "disturbed" if known.is_disturbed else "cached"
+        return tuple(Cost(name, known[name], kind) for name in contenders)
     how = Rounds(until_decided=True, timer=pricing.timer, **rounds)
+    load = OtherLoad()
     taken = measure([calls[name] for name in contenders], budget_s, **how)
+    is_disturbed = load.is_felt()
     measured = {name: timing.low_us for name, timing in zip(contenders, taken, strict=True)}
     if timings is not None and max(measured.values()) < _IMPLAUSIBLE_RATIO * measured[EAGER]:
-        timings.put(TIMINGS, key, pricing.device, measured)
-    return tuple(Cost(name, cost, "measured") for name, cost in measured.items())
+        timings.put(TIMINGS, key, pricing.device, measured, is_disturbed=is_disturbed)
+    return tuple(Cost(name, cost, "disturbed" if is_disturbed else "measured") for name, cost in measured.items())
+
+
+def cheapest(costs: Sequence[Cost]) -> Cost:
+    """The least; of times that other load disturbed the first in order that takes not much longer: they tell little of each other."""
+    least = min(costs, key=lambda cost: cost.microseconds)
+    margin = MARGIN if any(cost.kind == "disturbed" for cost in costs) else 1.0
+    return next(cost for cost in costs if cost.microseconds <= margin * least.microseconds)
 
 
 def _version(version: str, compiled: CompiledRegion) -> str:

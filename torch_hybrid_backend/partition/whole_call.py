@@ -28,7 +28,7 @@ from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.errors import is_sticky
 from torch_hybrid_backend.fork_lock import ForkLock
 from torch_hybrid_backend.measure import Rounds
-from torch_hybrid_backend.partition.placement import Pricing, priced
+from torch_hybrid_backend.partition.placement import Pricing, cheapest, priced
 
 _log = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ def price_call(
     rounds = Rounds(warmup_rounds=0, min_rounds=2)
     costs = priced(key, contenders, calls, min(budget_s, _BUDGET_S), pricing, rounds)
     planned, eager = (cost.microseconds for cost in costs)
-    if planned <= eager:
+    if cheapest(costs).engine == PLAN:
         return CallDecision(PLAN, costs, ())
     why = f"a call takes {planned:.1f} us, in eager {eager:.1f} us"
     _log.info("calls run in eager, not as planned: %s", why)
