@@ -23,7 +23,18 @@ from torch_hybrid_backend.sources import read_sources_version, sources_version
 # Utilities that may be edited freely: they say how something is kept, shown, chosen or refused, not what. What decides of the settings and the
 # processor is in keys by its value.
 _DECIDE_NOTHING = {
-    *("config", "errors", "machine", "measure", "progress", "services", "store", "sources", "__version__"),
+    *(
+        "config",
+        "errors",
+        "machine",
+        "measure",
+        "other_load",
+        "progress",
+        "services",
+        "store",
+        "sources",
+        "__version__",
+    ),
     *("background", "builds", "processes", "cancellation", "fork_lock"),
 }
 _PARTS = {"kernels": compiler.SOURCES, "kept graphs": aot_cache.SOURCES, "TensorRT": tensorrt.SOURCES}

@@ -86,9 +86,9 @@ def test_it_runs_regions_and_its_timings_are_kept(packages: Path, tmp_path: Path
         (kind,) = {cost["kind"] for cost in region["costs"]}
         kinds.append(kind)
     *taken, found = costs
-    assert kinds[-2:] == ["measured", "cached"] or kinds == ["disturbed"] * 4
-    counted = taken[-1:] if kinds[-1] == "cached" else taken
-    assert found == {name: min(each[name] for each in counted) for name in found}
+    assert (len(kinds) > 1 and kinds[-1] == "cached") or kinds == ["disturbed"] * 4
+    if kinds[-1] == "disturbed":
+        assert all(us <= min(each[name] for each in taken) for name, us in found.items())
 
 
 def test_what_it_computes_is_right(packages: Path, tmp_path: Path) -> None:
