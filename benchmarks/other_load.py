@@ -35,7 +35,8 @@ _TENTH = "import time\nwhile True:\n end = time.time() + 0.01\n while time.time(
 
 
 @contextlib.contextmanager
-def _beside(count: int, code: str = _WHOLE) -> Iterator[None]:
+def beside(count: int, code: str = _WHOLE) -> Iterator[None]:
+    """So many processes that each run this code, by default one that holds a core."""
     others = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(count)]
     time.sleep(0.5)
     try:
@@ -100,7 +101,7 @@ def _choices(processes: int, count: int) -> None:
     """Print who is chosen beside other load, and by a later process with the same cache on a quiet machine."""
     for _ in range(count):
         with tempfile.TemporaryDirectory() as cache:
-            with _beside(processes):
+            with beside(processes):
                 busy = _in_a_process(cache)
             print(f"placed beside {processes}: {busy}; with its cache, alone: {_in_a_process(cache)}")
 
@@ -116,10 +117,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(_placed())
         return
     _shares("alone")
-    with _beside(1, _TENTH):
+    with beside(1, _TENTH):
         _shares("beside a tenth of a core")
     for count in range(1, args.processes + 1):
-        with _beside(count):
+        with beside(count):
             _shares(f"beside {count}")
     _choices(args.processes, args.choices)
 

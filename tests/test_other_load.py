@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import pytest
 
+from benchmarks.other_load import beside
 from torch_hybrid_backend.other_load import OtherLoad, thread_waits
 
 _S = 1_000_000_000
@@ -50,24 +48,13 @@ def test_where_the_system_does_not_tell_nothing_is_felt() -> None:
     assert not load.is_felt()
 
 
-@contextmanager
-def _spinning(count: int) -> Iterator[None]:
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for other in others:
-            other.kill()
-            other.wait()
-
-
 @pytest.mark.skipif(
     not os.path.exists("/proc/self/schedstat"), reason="the system does not tell how long threads waited"
 )
 def test_processes_that_hold_every_core_are_felt() -> None:
     """Real threads beside twice as many processes as there are cores: they wait for half of the time or more."""
     cores = len(os.sched_getaffinity(0))
-    with _spinning(2 * cores):
+    with beside(2 * cores):
         load, total = OtherLoad(thread_waits), 0
         while load._clock() - load._start < _S // 2:
             total += sum(range(10_000))
