@@ -212,12 +212,13 @@ def test_dequantised_weights(dtype: torch.dtype, name: str) -> None:
     assert (product.reads, product.packed, product.group) == (kernel.reads, kernel.packed, 32)
 
 
-def test_rows_that_may_be_rounded() -> None:
-    """Rows of float32 that may be are two parts of bfloat16 in place of three."""
+@pytest.mark.parametrize(("row_parts", "name"), [(1, "amx bfloat16"), (2, "amx float32 high")])
+def test_rows_that_may_be_rounded(row_parts: int, name: str) -> None:
+    """Rows of float32 that may be are one part of bfloat16, or two, in place of three."""
     kernel, _ = of_dequantised(48, 128, 32, torch.float32)
     assert isinstance(kernel, DequantizedMatMulKernel)
-    (first, *_) = alternatives(dataclasses.replace(kernel, row_parts=2), {}, SAPPHIRE_RAPIDS)
-    assert first.name == "amx float32 high"
+    (first, *_) = alternatives(dataclasses.replace(kernel, row_parts=row_parts), {}, SAPPHIRE_RAPIDS)
+    assert first.name == name
 
 
 def test_dequantised_weights_that_tiles_do_not_serve() -> None:

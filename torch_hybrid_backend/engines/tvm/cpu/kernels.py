@@ -95,8 +95,8 @@ class DequantizedMatMulKernel(Kernel):
 class TileDequantizedMatMulKernel(DequantizedMatMulKernel):
     """A `DequantizedMatMulKernel` with products on AMX's tiles, of known sizes, without a table.
 
-    `format`: "float32" or "float32 high", or that of the half type that `a` is rounded to already: "bfloat16", for which the dequantised weight
-    is rounded to it, too, or "float16 split". Several groups are of whole steps of k, 32, but for "bfloat16".
+    `format`: "float32", "float32 high", or that of the half type that `a` is rounded to already: "float16 split", or "bfloat16", for which the
+    dequantised weight is rounded, too; "bfloat16" also where `row_parts` is 1. Several groups are of whole steps of k, 32, but for "bfloat16".
     """
 
     format: str = ""

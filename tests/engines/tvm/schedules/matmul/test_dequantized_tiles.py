@@ -69,6 +69,25 @@ def test_half_activations(target: Target, m: int) -> None:
 
 
 @pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("m", [8, 129])
+def test_rows_that_may_be_rounded_to_a_byte(m: int) -> None:
+    """They and the dequantised weight are rounded to bfloat16; k of one part and of several, infinities and NaN as in eager."""
+    for kernel in (
+        tiles_of(m, 96, 37, 4, 32, scaled_by="bfloat16", form="bfloat16", row_parts=1),
+        tiles_of(m, 1100, 97, 8, zeros=True, in_words=True, form="bfloat16", row_parts=1),
+    ):
+        check(kernel, _HOST, emit)
+    k, n = 64, 32
+    kernel = tiles_of(m, k, n, 8, in_words=True, form="bfloat16", row_parts=1)
+    a, weight, scales, bias, residual = (argument.buffer for argument in kernel.reads)
+    x, q = torch.zeros(1, m, k), torch.full((1, k, n), 3)
+    x[0, :4, 0] = torch.tensor([torch.inf, -torch.inf, torch.nan, 1.0])
+    inputs = {a: x, weight: packed_weight(q, kernel), scales: pack_b(torch.full((1, 1, n), 0.5), kernel.tile_n)}
+    (got,) = run_kernel(kernel, emit, inputs | {bias: torch.zeros(n), residual: torch.ones(1, m, n)}, _HOST)
+    torch.testing.assert_close(got, torch.relu(x @ (q * 0.5)), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_special_activations(bits: int, zeros: bool) -> None:

@@ -3,12 +3,13 @@
 Pattern: a `TileDequantizedMatMulKernel`. Beside the steps of `schedules/amx`: before a task multiplies a panel of columns, it unpacks that
 panel's part of k to tiles, which stay in the first-level cache while the panels of rows go by.
 
-Activations of bfloat16 are multiplied by the weight dequantised and rounded to bfloat16, as the graph has it. For others the weight's
-integers, which are exact in bfloat16, are one part, where a float32 weight has three: three products of parts instead of six. (A is split as
-in `schedules/amx`; rows that cannot be are multiplied by vectors.) A group's products start at zero; its sums go from the tiles to memory,
-and from there, times the group's scales, to those of the groups before, in vectors, while tiles multiply the next group: 64 of them for 12
-instructions of tiles in a group of 32. Zero points are taken off behind the products: zero * (sum of a row of A), for they need be no
-integers. Those sums of rows are a product of tiles, too, by ones.
+Activations of bfloat16 are multiplied by the weight dequantised and rounded to bfloat16, as the graph has it. So are those of float32 that may
+be rounded to 8 bits: that would lose more than rounding both to bfloat16 does. For others the weight's integers, which are exact in bfloat16,
+are one part, where a float32 weight has three: three products of parts instead of six. (A is split as in `schedules/amx`; rows that cannot be
+are multiplied by vectors.) A group's products start at zero; its sums go from the tiles to memory, and from there, times the group's scales,
+to those of the groups before, in vectors, while tiles multiply the next group: 64 of them for 12 instructions of tiles in a group of 32. Zero
+points are taken off behind the products: zero * (sum of a row of A), for they need be no integers. Those sums of rows are a product of tiles,
+too, by ones.
 
 Integers of 4 bits, two neighbours along k of 16 columns, become bfloat16 by a few shifts and one permutation (vpermw), which looks them up by
 the lowest bits of 16; elsewhere they are converted to float32, whose upper halves are put together.
@@ -39,9 +40,9 @@ from torch_hybrid_backend.loops.index import Index, as_index
 
 # Words of 32 bits in a tile: two integers along k of one column each.
 _TILE_WORDS = LANES * LANES
-# Steps of a part of k: what is unpacked, 2 KiB a step, leaves the first-level cache room for sums. Of bfloat16, whose tiles of A pass it in a
-# third of the time, fewer are faster.
-_MOST_STEPS, _ROUNDED_STEPS = 12, 8
+# Steps of a part of k: what is unpacked, 2 KiB a step, leaves the first-level cache room for sums. For one panel of rows, whose products take
+# less time than unpacking, shorter parts are faster.
+_MOST_STEPS, _FEW_STEPS = 12, 8
 # Cycles to unpack a step of a panel, and to scale and add the sums of one.
 _UNPACK_CYCLES, _SCALE_CYCLES = 100.0, 130.0
 _ONE = 0x3F803F80  # two of bfloat16
@@ -120,10 +121,10 @@ class _UnpackedWeight(TileMatMul):
 
 
 class _RoundedWeight(_UnpackedWeight):
-    """Of bfloat16: by the weight dequantised and rounded to bfloat16, as the graph has it."""
+    """Of activations that are bfloat16, or may be: by the weight dequantised and rounded to bfloat16."""
 
     def _part_lengths(self) -> list[int]:
-        return [_even(self.steps, _ROUNDED_STEPS)]
+        return [_even(self.steps, _FEW_STEPS if self.row_panels == 1 else _MOST_STEPS)]
 
     def _unpack(self, panel: Index, k: Index, line: Index, count: int) -> Stmt:
         b = self.builder
