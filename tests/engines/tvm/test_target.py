@@ -157,6 +157,23 @@ def test_tvm_target_has_no_hidden_extensions(monkeypatch: pytest.MonkeyPatch) ->
     assert int(made.attrs["num-cores"]) == 3
 
 
+def test_tiles_tell_of_a_newer_processor_than_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A virtual machine may show a number whose model had no AMX: LLVM then tunes for one that had."""
+    pytest.importorskip("tvm")
+    from tvm.target import codegen
+
+    monkeypatch.setattr(target_module.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(codegen, "llvm_get_system_cpu", lambda: "rocketlake")
+    flags = ("amx_bf16", "amx_tile", "avx2", "avx512f", "fma")
+    made = tvm_target(dataclasses.replace(Target.host(), features=flags))
+    features = {str(feature) for feature in codegen.llvm_get_cpu_features(made)}
+    assert made.attrs["mcpu"] == "sapphirerapids"
+    assert "amx-tile" in features
+    assert "amx-int8" not in features
+    older = tvm_target(dataclasses.replace(Target.host(), features=flags[2:]))
+    assert older.attrs["mcpu"] == "rocketlake"
+
+
 def test_tvm_target_of_a_named_cpu() -> None:
     """A name other than "native" is handed to LLVM as it is."""
     pytest.importorskip("tvm")

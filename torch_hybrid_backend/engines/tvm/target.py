@@ -11,7 +11,7 @@ import logging
 import os
 import platform
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -129,13 +129,16 @@ def widest_lanes(features: tuple[str, ...]) -> int:
 # Schedules unroll themselves what is to be unrolled. LLVM, to find out whether more would gain, runs through the iterations of every loop that
 # has at most ten: with at most five the code is the same, byte by byte, for 102 kernels of three models, in 4 % less time.
 _LLVM = {"kind": "llvm", "cl-opt": ["-unroll-max-iteration-count-to-analyze:uint=5"]}
+# LLVM's name for the first processor with AMX.
+_WITH_TILES = "sapphirerapids"
 
 
 def tvm_target(target: Target) -> Any:
     """`target` as a tvm.target.Target. Imports TVM.
 
     LLVM knows the host by its model number, but a virtual machine may hide extensions that model has: those that LLVM would use and
-    the operating system does not show are switched off.
+    the operating system does not show are switched off. A machine may also show the number of an older model: one with AMX is then tuned for
+    as the first processor that had it.
     """
     import tvm
     from tvm.target import codegen
@@ -146,7 +149,10 @@ def tvm_target(target: Target) -> Any:
     named: dict[str, Any] = {**_LLVM, "mcpu": mcpu, "num-cores": target.cores}
     if platform.machine().lower() not in ("x86_64", "amd64") or not target.features:
         return tvm.target.Target(named)
-    used = {str(feature) for feature in codegen.llvm_get_cpu_features(tvm.target.Target(named))}
+    used = _llvm_features(named)
+    if "amx_tile" in target.features and "amx-tile" not in used:
+        named["mcpu"] = mcpu = _WITH_TILES
+        used = _llvm_features(named)
     hidden = [llvm for llvm, linux in _X86_FEATURES.items() if llvm in used and linux not in target.features]
     # A processor newer than LLVM has a generic name: the extensions it shows are switched on.
     unused = [llvm for llvm, linux in _X86_FEATURES.items() if llvm not in used and linux in target.features]
@@ -154,6 +160,14 @@ def tvm_target(target: Target) -> Any:
         _log.info("LLVM's %s is adapted to this machine: without %s, with %s", mcpu, hidden, unused)
         named["mattr"] = [*(f"+{name}" for name in unused), *(f"-{name}" for name in hidden)]
     return tvm.target.Target(named)
+
+
+def _llvm_features(named: Mapping[str, Any]) -> set[str]:
+    """What LLVM would use on a target."""
+    import tvm
+    from tvm.target import codegen
+
+    return {str(feature) for feature in codegen.llvm_get_cpu_features(tvm.target.Target(named))}
 
 
 def _cpu_and_flags(root: Path) -> tuple[str, frozenset[str]]:

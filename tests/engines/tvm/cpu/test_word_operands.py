@@ -102,6 +102,9 @@ CONVOLUTIONS = [
     ((1, 16, 9, 9), (3, 16, 3, 3), 1, 1, 1, 1, torch.uint8, 0),
     ((1, 32, 9, 9), (16, 8, 3, 3), 1, 1, 1, 4, torch.uint8, 0),
     ((1, 16, 9, 9), (2, 16, 3, 3), 1, 1, 1, 1, torch.uint8, 5),
+    # Around the image lies no zero: a kernel too wide to unroll, and a weight that comes in chunks.
+    ((1, 8, 3, 40), (8, 8, 2, 17), 1, (1, 8), 1, 1, torch.int8, 3),
+    ((1, 512, 7, 7), (96, 512, 3, 3), 1, 1, 1, 1, torch.int8, -4),
 ]
 
 
@@ -243,6 +246,48 @@ def test_taps_are_words_in_windows_of_few_columns() -> None:
     assert packed(0, "uint8", 7) == ((2, 3, 2, 16, 4), False)
     assert packed(3, "uint8", 3) == packed(0, "int8", 3) == ((2, 3, 1, 16, 4), True)
     assert packed(0, "uint8", 9) == ((2, 3, 9, 16), False)
+
+
+@pytest.mark.parametrize("pad", [(0, 1, 0, 1), (1, 0, 2, 0), (0, 3, 1, 0)])
+@pytest.mark.parametrize(("dtype", "zero"), [(torch.int8, 0), (torch.uint8, 9)])
+def test_padding_on_one_side_is_exact(
+    engine: KernelEngine, pad: tuple[int, ...], dtype: torch.dtype, zero: int
+) -> None:
+    """As TensorFlow's networks have it; of many channels and of an image's three."""
+    torch.manual_seed(0)
+    for channels in (32, 3):
+        x, w = extreme((2, channels, 10, 11), dtype), extreme((24, channels, 3, 3), torch.int8)
+
+        def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            around = torch.nn.functional.pad(x.float() - zero, pad)
+            return torch.nn.functional.conv2d(around, w.float(), None, 2) * 0.5
+
+        found, _ = computed(engine, function, [x, w])
+        around = torch.nn.functional.pad(x.double() - zero, pad)
+        assert torch.equal(found, torch.nn.functional.conv2d(around, w.double(), None, 2).float() * 0.5)
+
+
+@pytest.mark.parametrize("zero", [0, 5])
+def test_a_signed_image_with_padding_is_not_copied(zero: int) -> None:
+    """The kernel that makes it moves it; what lies around it is the convolution's."""
+    torch.manual_seed(0)
+    x, first, second = (
+        extreme((1, 16, 9, 9), torch.uint8),
+        extreme((32, 16, 1, 1), torch.int8),
+        extreme((16, 32, 3, 3), torch.int8),
+    )
+
+    def block(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        y = torch.nn.functional.conv2d(x.float(), first.float()) * 1e-3
+        y = torch.clamp(torch.round(y) + zero, -128, 127).to(torch.int8).float() - zero
+        return torch.nn.functional.conv2d(y, second.float(), None, 1, 1)
+
+    engine = KernelEngine(TvmBackend(HOST), Config(compile_threads=1), services())
+    found, names = computed(engine, block, [x, first, second])
+    kinds = [name.split("_")[0].replace("tile", "packed") for name in names.split()]
+    assert kinds == ["map", "packed", "packed"]  # the first puts the input into blocked channels
+    y = torch.clamp(torch.round(torch.nn.functional.conv2d(x.float(), first.float()) * 1e-3) + zero, -128, 127) - zero
+    assert torch.equal(found.double(), torch.nn.functional.conv2d(y.double(), second.double(), None, 1, 1))
 
 
 def test_a_result_that_is_quantised_again_is_one_kernel() -> None:

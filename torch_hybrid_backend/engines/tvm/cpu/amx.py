@@ -169,6 +169,7 @@ def tile_convolutions(kernel: PackedConvKernel, weight: Packed | None, target: T
         kernel.kernel,
         kernel.accumulator,
         _stores(kernel),
+        kernel.border,
     )
     return _variants(convolution, (packed,), cost)
 

@@ -131,8 +131,9 @@ class PackedConvKernel(Kernel):
     by the engine, zero-padded. `winograd`: outputs along a side of a Winograd tile, for which the weight was transformed; 0 for a direct sum.
 
     With a `dot`: `x` is the load of what lies together along whole words of channels, and `packed` has a word's elements innermost. Sums start
-    at `start`, one for each output channel, padded as they are in `packed`, if there is one. With words of taps in `packed`
-    (`schedules/convolution/depthwise_taps.py`) what counts as nothing around the image is `border`.
+    at `start`, one for each output channel, padded as they are in `packed`, if there is one. Of integers, what counts as nothing around the
+    image is `border`: with a `dot` as it would lie in `x`, with words of taps in `packed` (`schedules/convolution/depthwise_taps.py`) as the
+    graph has it.
     """
 
     x_vars: tuple[LoopVar, ...]
@@ -166,8 +167,8 @@ class TileConvKernel(Kernel):
     """Domain (n, o, *out_spatial): the accumulator by AMX, then the stores. All sizes are known; a group's channels are a multiple of 16
     where operands are float32, and at least 16 where there are several groups.
 
-    `x` is over (n, c, *in_spatial) given by `x_vars`, in range only. The weight is packed ahead as a matrix of (kernel, c) by o for each group,
-    in the format of that name in `amx_formats.FORMATS`, as `packing.pack_conv_tiles` says.
+    `x` is over (n, c, *in_spatial) given by `x_vars`, in range only; around it lies `border`. The weight is packed ahead as a matrix of
+    (kernel, c) by o for each group, in the format of that name in `amx_formats.FORMATS`, as `packing.pack_conv_tiles` says.
     """
 
     x_vars: tuple[LoopVar, ...]
@@ -181,6 +182,7 @@ class TileConvKernel(Kernel):
     kernel: tuple[int, ...]
     accumulator: Buffer
     stores: tuple[Store, ...]
+    border: int = 0
 
     @property
     def multiply_adds(self) -> float:

@@ -57,8 +57,8 @@ class UnpackedMatMulOp(MatMulOp):
 class PackedConvOp(ConvOp):
     """A convolution whose `w` is packed in blocks of `block` output channels (`packing.pack_conv_weight`). `kernel`: its sizes before.
 
-    With a `dot`: `x` has whole words of channels in each group, and `w` is packed in words. Integers' sums start at `start`. Where `w` has
-    words of taps, what counts as nothing around the image is `border`.
+    With a `dot`: `x` has whole words of channels in each group, and `w` is packed in words. Integers' sums start at `start`, and what counts as
+    nothing around the image is `border`.
     """
 
     w: Buffer

@@ -6,7 +6,6 @@ image; else a copy is, which joins the kernel that computes them where it can.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Collection, Mapping
 from functools import partial
@@ -170,14 +169,13 @@ class WordOperands:
         block = output_block(known_int(op.out.shape[1]), op.groups, self._target)
         if block != self._target.lanes or known_int(op.w.shape[1]) % dot.group:
             return False
-        self._add_convolution(op, self._image(op, dot, 0), dot, block, None)
+        self._add_convolution(op, self._image(op, dot), dot, block)
         return True
 
     def add_integer_convolution(self, op: IntegerConvOp) -> None:
         """Adds a convolution of integers: by dot products where the processor has them for its channels, else of numbers that hold its sums.
 
-        What moves the input is taken off where sums start. Then what counts as nothing around the image is what is moved to the zero point:
-        the image is copied with a border of that, unless it is 0.
+        What moves the input is taken off where sums start. Then what counts as nothing around the image is what the zero point is moved to.
         """
         outputs = known_int(op.out.shape[1])
         block = output_block(outputs, op.groups, self._target)
@@ -196,11 +194,7 @@ class WordOperands:
         if moved:
             assert weight is not None
             start = self._channel_sums(weight, op.groups, outputs, block, -moved)
-            x = self._image(op, dot, moved)
-            op = dataclasses.replace(op, padding=(0,) * len(op.padding))
-        else:
-            x = self._image(op, dot, 0)
-        self._add_convolution(op, x, dot, block, start)
+        self._add_convolution(op, self._image(op, dot), dot, block, start, moved)
 
     def _channel_sums(self, weight: StridedView, groups: int, outputs: int, block: int, factor: int) -> Buffer:
         """What the sums of `outputs` channels start at: `factor` times the sums of their weights, each group padded to whole blocks."""
@@ -232,35 +226,30 @@ class WordOperands:
             and known_int(op.w.shape[-1]) <= _MOST_TAPS
         )
 
-    def _image(self, op: ConvOp, dot: DotProduct, border: int) -> Buffer:
-        """What a convolution reads word by word: its input where that lies in whole words of channels, else a copy.
-
-        The copy has the window's places around the image where `border`, what lies there, is not 0.
-        """
+    def _image(self, op: ConvOp, dot: DotProduct) -> Buffer:
+        """What a convolution reads word by word: its input where that lies in whole words of channels, else a copy."""
         x = op.x
-        around = [(0, 0)] * (len(x.shape) - 2)
-        if border:
-            places = zip(x.shape[2:], op.out.shape[2:], op.w.shape[2:], op.stride, op.padding, op.dilation, strict=True)
-            around = [(place[4], max(0, _behind(*map(known_int, place)))) for place in places]
         missing = -known_int(x.shape[1]) % dot.group
         is_there = isinstance(x, Buffer) and x not in self._layouts and x.dtype == dot.left and not dot.shift
-        if is_there and not missing and not any(map(any, around)):
+        if is_there and not missing:
             assert isinstance(x, Buffer)
             return x
-        key = (x, dot, border, *around)
+        key = (x, dot)
         if key not in self._copies:
-            value = image_words(x, dot, around, border)
+            value = image_words(x, dot)
             self._copies[key] = Buffer(value.shape, value.dtype, "words")
             self._packer.add(MapOp(self._copies[key], value))
         return self._copies[key]
 
-    def _add_convolution(self, op: ConvOp, x: Buffer, dot: DotProduct, block: int, start: Buffer | None) -> None:
+    def _add_convolution(
+        self, op: ConvOp, x: Buffer, dot: DotProduct, block: int, start: Buffer | None = None, border: int = 0
+    ) -> None:
         ahead = partial(pack_conv_words, groups=op.groups, block=block, dot=dot)
         each_call = partial(packed_conv_words_value, groups=op.groups, block=block, dot=dot)
         w = self._packer.pack(op.w, ahead, each_call, ("w", block, op.groups, dot))
         kernel = tuple(map(known_int, op.w.shape[2:]))
         places = op.stride, op.padding, op.dilation, op.groups
-        self._packer.add(PackedConvOp(op.out, x, w, *places, block, kernel, dot, start))
+        self._packer.add(PackedConvOp(op.out, x, w, *places, block, kernel, dot, start, border))
 
     def _add_wide_convolution(self, op: IntegerConvOp, block: int) -> None:
         """The same sums in float32, where it holds them exactly, or in int32."""
@@ -294,11 +283,6 @@ class WordOperands:
         self._packer.add(PackedConvOp(sums, wide, w, *places, block, kernel))
         value = Map(op.out.shape, "int32", lambda i: scalar.cast(sums.at(i), "int32"), ((sums, lambda index: index),))
         self._packer.add(MapOp(op.out, value))
-
-
-def _behind(size: int, out: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
-    """Places that windows read behind the last element along one dimension."""
-    return (out - 1) * stride + (kernel - 1) * dilation + 1 - padding - size
 
 
 def _has_words(op: ConvOp, dot: DotProduct) -> bool:

@@ -61,23 +61,16 @@ def _moved(e: Expr, dot: DotProduct) -> Expr:
     return ops.cast(ops.add(ops.cast(e, "int32"), ops.const(dot.shift, "int32")), dot.left)
 
 
-def image_words(x: Value, dot: DotProduct, around: Sequence[tuple[int, int]], border: int) -> Map:
-    """A convolution's input (N, C, *spatial) as `dot.left`, moved, C padded to whole words; `around` it, before and behind each spatial
-    dimension, lies `border`, a number of `dot.left`."""
+def image_words(x: Value, dot: DotProduct) -> Map:
+    """A convolution's input (N, C, *spatial) as `dot.left`, moved, C padded to whole words."""
     images, channels, *spatial = x.shape
     whole = words(channels, dot.group) * dot.group
-    shape = (images, whole, *(n + before + behind for n, (before, behind) in zip(spatial, around, strict=True)))
-    dtype = compute_dtype(dot.left)
+    shape = (images, whole, *spatial)
 
     def at(index: tuple[Index, ...]) -> Expr:
-        image, channel, *place = index
-        inner = [i - before for i, (before, _) in zip(place, around, strict=True)]
-        value = _moved(x.at((image, channel, *inner)), dot)
-        for i, n, (before, behind) in zip(inner, spatial, around, strict=True):
-            if before or behind:
-                value = ops.guard(ops.index_in(i, 0, n), value, ops.const(border, dtype))
+        value = _moved(x.at(index), dot)
         if whole != channels:
-            value = ops.guard(ops.index_in(channel, 0, channels), value, ops.const(0, dtype))
+            value = ops.guard(ops.index_in(index[1], 0, channels), value, ops.const(0, compute_dtype(dot.left)))
         return value
 
     return Map(shape, dot.left, at, ((x, lambda index: index),) if shape == x.shape else ())

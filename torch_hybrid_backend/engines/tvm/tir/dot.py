@@ -91,6 +91,13 @@ def load_word(array: TirBuffer, offset: TirExpr, dot: DotProduct, lanes: int) ->
     return tirx.Broadcast(tirx.reinterpret("int32", tirx.BufferLoad(array, [place])), lanes)
 
 
+def word_of(number: int, group: int, lanes: int) -> TirExpr:
+    """A word of `group` times the same number, in every lane."""
+    bits = 32 // group
+    word = sum((number & ((1 << bits) - 1)) << (bits * place) for place in range(group))
+    return tirx.Broadcast(tirx.IntImm("int32", word - (1 << 32) if word >> 31 else word), lanes)
+
+
 def load_words(array: TirBuffer, offset: TirExpr, dot: DotProduct, lanes: int) -> TirExpr:
     """The words of `lanes` columns of the right operand, from element `offset` on."""
     return tirx.BufferLoad(array, [tirx.Ramp(offset, 1, lanes * dot.group)])
@@ -152,15 +159,11 @@ def dot_taps(
     """
     builder.llvm_helpers[_TAPS] = None
 
-    def everywhere(byte: int) -> TirExpr:
-        word = (byte & 0xFF) * 0x01010101
-        return tirx.Broadcast(tirx.IntImm("int32", word - (1 << 32) if word >> 31 else word), 16)
-
-    signs = everywhere(0x80 if str(image.dtype) == "int8" else 0)
+    signs = word_of(0x80 if str(image.dtype) == "int8" else 0, 4, 16)
     there = sum(0xFFFF << (16 * tap) for tap in taps)
     mask = tirx.IntImm("int64", there - (1 << 64) if there >> 63 else there)
     # An address of TVM's own would promise to lie within the image.
     base = tirx.address_of(tirx.BufferLoad(image, [tirx.IntImm("int32", 0)]))
     return tirx.call_pure_extern(
-        "int32x16", "hybrid_dot_taps", total, base, offset, mask, everywhere(border), signs, weights
+        "int32x16", "hybrid_dot_taps", total, base, offset, mask, word_of(border, 4, 16), signs, weights
     )

@@ -52,7 +52,7 @@ def test_machine_code() -> None:
     assert assembly.count("\tldtilecfg\t") == assembly.count("\ttilerelease") == 1
 
 
-@pytest.mark.parametrize("name", ["uint8", "int8"])
+@pytest.mark.parametrize(("name", "border"), [("uint8", 0), ("int8", 0), ("uint8", 131)])
 @pytest.mark.parametrize(
     ("shape", "kernel", "stride", "padding"),
     [
@@ -70,10 +70,16 @@ def test_machine_code() -> None:
     ],
 )
 def test_integers(
-    emulated: ctypes.CDLL, shape: tuple[int, ...], kernel: tuple[int, ...], stride: int, padding: int, name: str
+    emulated: ctypes.CDLL,
+    shape: tuple[int, ...],
+    kernel: tuple[int, ...],
+    stride: int,
+    padding: int,
+    name: str,
+    border: int,
 ) -> None:
-    """Bytes are multiplied exactly, the most extreme ones too; outside of the image they are 0."""
-    check_integers(shape, 33, kernel, stride, padding, name)
+    """Bytes are multiplied exactly, the most extreme ones too; outside of the image they are the border."""
+    check_integers(shape, 33, kernel, stride, padding, name, border=border)
 
 
 @pytest.mark.parametrize("channels", [3, 24])

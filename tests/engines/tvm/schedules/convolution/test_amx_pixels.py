@@ -103,5 +103,5 @@ def test_numbers_that_cannot_be_split(emulated: ctypes.CDLL, images: int, channe
 def test_groups_of_integers(
     emulated: ctypes.CDLL, shape: tuple[int, ...], outputs: int, kernel: tuple[int, ...], groups: int, together: int
 ) -> None:
-    """Each by itself, or several as one."""
-    check_integers(shape, outputs, kernel, 1, 1, "uint8", groups, together)
+    """Each by itself, or several as one; around the image lies no zero."""
+    check_integers(shape, outputs, kernel, 1, 1, "uint8", groups, together, border=7)

@@ -62,8 +62,9 @@ def check_integers(
     name: str,
     groups: int = 1,
     together: int = 1,
+    border: int = 0,
 ) -> None:
-    """The kernel's sums of random bytes and of the most extreme ones, against float64."""
+    """The kernel's sums of random bytes and of the most extreme ones, against float64. `border`: what lies around the image."""
     whole, _, _ = make(Case(shape, outputs, kernel, stride=stride, padding=padding, groups=groups), TILES_HOST)
     torch.manual_seed(0)
     low = 0 if name == "uint8" else -128
@@ -72,7 +73,8 @@ def check_integers(
     image[0], weight[0] = (255 if name == "uint8" else -128), -128
     ahead = pack_conv_tiles(weight, FORMATS[name], groups=groups, together=together)
     convolve = torch.nn.functional.conv1d if len(kernel) == 1 else torch.nn.functional.conv2d
-    want = convolve(image.double(), weight.double(), stride=stride, padding=padding, groups=groups)
+    around = torch.nn.functional.pad(image.double(), (padding, padding) * len(kernel), value=border)
+    want = convolve(around, weight.double(), stride=stride, groups=groups)
     x, packed, out, sums = (
         Buffer(shape, dtype)
         for shape, dtype in [
@@ -100,6 +102,7 @@ def check_integers(
         whole.kernel,
         sums,
         (Store(out, point, sums.at(point)),),
+        border,
     )
     (got,) = run_kernel(tiles, emit, {x: image, packed: ahead}, TILES_HOST)
     assert torch.equal(got.double(), want)

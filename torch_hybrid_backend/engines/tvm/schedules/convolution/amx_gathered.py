@@ -106,7 +106,7 @@ class GatheredConvolution(TileConvolution):
         return value if count >= lanes else tirx.Select(_lane_numbers(lanes) < _all(count, lanes), value, zeros)
 
     def _image_line(self, batch: Index, row: Index, line: Index) -> Stmt:
-        """One line of the image: zeros, its pixels, zeros."""
+        """One line of the image: the border, its pixels, the border."""
         b, conv, padding = self.builder, self.conv, self.x.padding
         source = (row * self.y.stride) + line - self.y.padding
         own: dict[LoopVar, Index] = {conv.x_vars[0]: batch}
@@ -115,9 +115,9 @@ class GatheredConvolution(TileConvolution):
         to = line * (self.image_width * self.pixel) + self._image_at(self.block_lines)
         first, behind = min(padding, self.image_width), min(padding + self.x.size, self.image_width)
         there = b.seq(
-            self._zeros_at(to, first),
+            self._border_at(to, first),
             self._pixels_at(own, to + first * self.pixel, behind - first),
-            self._zeros_at(to + behind * self.pixel, self.image_width - behind),
+            self._border_at(to + behind * self.pixel, self.image_width - behind),
         )
         last = (self.y.out - 1) * self.y.stride + (self.y.kernel - 1) * self.y.dilation - self.y.padding
         last += (-self.lines % self.block_lines) * self.y.stride  # lines behind those of the result
@@ -125,10 +125,11 @@ class GatheredConvolution(TileConvolution):
         tests += [b.index(source) < self.y.size] if last >= self.y.size else []
         for test in tests[1:]:
             tests[0] = tirx.And(tests[0], test)
-        return b.when(tests[0], there, self._zeros_at(to, self.image_width)) if tests else there
+        return b.when(tests[0], there, self._border_at(to, self.image_width)) if tests else there
 
-    def _zeros_at(self, to: Index, pixels: int) -> Stmt | None:
-        return self._vectors(to, pixels * self.pixel, lambda at, lanes: self._some(at, lanes, 0))
+    def _border_at(self, to: Index, pixels: int) -> Stmt | None:
+        border = tirx.const(self.conv.border, storage_dtype(self.form.a_dtype))
+        return self._vectors(to, pixels * self.pixel, lambda _, lanes: tirx.Broadcast(border, lanes))
 
     def _pixels_at(self, own: Mapping[LoopVar, Index], to: Index, count: int) -> Stmt | None:
         """The first `count` pixels of a line."""

@@ -327,7 +327,7 @@ class TileConvolution(TileProduct):
         return b.seq(b.alloc(self.flags), none, copied, self._each_row(row, self._mark))
 
     def _line(self, batch: Index, row: Index, y: int, vectors: tuple[Index, int], place: tuple[Index, ...]) -> Stmt:
-        """One line of the image of a remainder: its pixels, and zeros where the image has none; of some vectors of channels.
+        """One line of the image of a remainder: its pixels, and the border where the image has none; of some vectors of channels.
 
         place: which of the task's images, and which of its lines.
         """
@@ -351,7 +351,7 @@ class TileConvolution(TileProduct):
             condition = test if condition is None else tirx.And(condition, test)
         splitting = FloatParts(b, self.printer, self.form.parts, self.target) if self.form.splits else None
         there = self._pixels_of(own, line, y, vectors, splitting)
-        missing = self._zeros(line, y, *vectors)
+        missing = self._border(line, y, *vectors)
         if splitting is not None:
             flag = y * (self.image_lines * self.task_images) + line
             mark = b.store(self.flags, flag, tirx.IntImm("int32", 1))
@@ -381,30 +381,30 @@ class TileConvolution(TileProduct):
             parts = [b.loop(whole, partial(pixel, lanes=LANES), name="unit") if whole else None]
             parts.append(pixel(as_index(whole), lanes=left) if left else None)
             beyond = count - whole - (left > 0)
-            zeros = b.loop(beyond, lambda n: pixel(n + (count - beyond), lanes=0), name="unit") if beyond else None
-            return b.seq(*parts, zeros)
+            behind = b.loop(beyond, lambda n: pixel(n + (count - beyond), lanes=0), name="unit") if beyond else None
+            return b.seq(*parts, behind)
 
-        def zero(x: int, start: int, at: Index) -> Stmt:
+        def border(x: int, start: int, at: Index) -> Stmt:
             return b.loop(count, partial(vector, line_x=x, at=at + start, lanes=0), name="unit")
 
         statements = []
         for x in self.x.remainders:
             there, behind = self.x.pixels(x, self.width)
-            pieces = ((zero, 0, there), (pixel, there, behind), (zero, behind, self.width))
+            pieces = ((border, 0, there), (pixel, there, behind), (border, behind, self.width))
             statements += [
                 b.loop(end - start, partial(body, x, start), name="x") for body, start, end in pieces if end > start
             ]
         return b.seq(*statements)
 
-    def _zeros(self, line: Index, y: int, first: Index, count: int) -> Stmt:
-        """Zeros in `count` vectors of channels from number `first` on, of a whole line."""
+    def _border(self, line: Index, y: int, first: Index, count: int) -> Stmt:
+        """What lies around the image in `count` vectors of channels from number `first` on, of a whole line."""
         b = self.builder
 
-        def zero(position: tuple[Index, ...]) -> Stmt:
+        def vectors(position: tuple[Index, ...]) -> Stmt:
             unit, at = position
             return b.seq(*[self._vector(first + unit, line, y, x, at, None, None) for x in self.x.remainders])
 
-        return b.nest((count, self.width), zero, name="x")
+        return b.nest((count, self.width), vectors, name="x")
 
     def _vector(
         self,
@@ -417,7 +417,10 @@ class TileConvolution(TileProduct):
         splitting: FloatParts | None,
         lanes: int = LANES,
     ) -> Stmt:
-        """Sixteen channels of one pixel: of the image at `env`, whose channel is the group's first, only `lanes` of them, and zeros."""
+        """Sixteen channels of one pixel: of the image at `env`, whose channel is the group's first, only `lanes` of them, else the border.
+
+        Channels behind those of the group may be anything finite: their weights are 0.
+        """
         b, form = self.builder, self.form
         in_row = form.depth // LANES
         places = [
@@ -425,10 +428,10 @@ class TileConvolution(TileProduct):
             for number in range(form.parts)
         ]
 
-        zero = tirx.const(0, storage_dtype(form.a_dtype))
+        border = tirx.const(self.conv.border, storage_dtype(form.a_dtype))
 
         def missing(lane: Index) -> Stmt:
-            return b.seq(*[b.store(self.scratch, place + lane, zero) for place in places])
+            return b.seq(*[b.store(self.scratch, place + lane, border) for place in places])
 
         if env is None:
             return b.seq(self._chunks(0, LANES, missing))

@@ -7,7 +7,8 @@ Pattern: a `PackedConvKernel` whose packed weight is (groups, channel blocks, kh
 3. One parallel loop over (image, group, blocks, row), ordered so that the smaller of weight and input stays in the cache (`weight_stream`).
 4. Around the registers: kernel rows, input channels, and, unrolled, kernel columns: the order in which the weight is packed, so it streams.
    The input is read as broadcast scalars, so its layout is free.
-5. Padding: columns that read outside leave the step out (`conv_geometry`), rows outside skip a kernel row.
+5. Padding: columns that read outside leave the step out (`conv_geometry`), rows outside skip a kernel row. Where around an image of integers
+   lies another number than 0, columns multiply that, and a kernel row's products with it are summed once for all columns.
 6. Where the weight of one tile's blocks exceeds the cache, input channels are cut into chunks, and the whole image goes through each chunk
    with its partial sums in a buffer. While rows go through a chunk, they ask for the next one, a share each.
 Source: NeoCPU (Liu et al., USENIX ATC 2019); Georganas et al., "Anatomy of High-Performance Deep Learning Convolutions on SIMD
@@ -19,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from torch_hybrid_backend.engines.tvm.cpu.dot_products import DotProduct
 from torch_hybrid_backend.engines.tvm.cpu.tiles import Split, split_into
 from torch_hybrid_backend.engines.tvm.schedules.convolution.geometry import Axis, ColumnTiles, column_tiles, is_wide
 from torch_hybrid_backend.engines.tvm.schedules.convolution.parts import ConvParts
@@ -35,6 +37,7 @@ from torch_hybrid_backend.engines.tvm.schedules.convolution.weight_stream import
 )
 from torch_hybrid_backend.engines.tvm.schedules.registers import RegisterTile, by_part, has_polynomial
 from torch_hybrid_backend.engines.tvm.tir.builder import Stmt, TirExpr
+from torch_hybrid_backend.engines.tvm.tir.dot import word_of
 from torch_hybrid_backend.loops.index import Index, as_index
 from torch_hybrid_backend.sizes.size import known_int
 
@@ -192,26 +195,33 @@ class _Direct:
     ) -> Stmt | None:
         """Adds the sums over the window and `channels` input channels to a tile; `ahead(kernel row, channel)`: before a block of channels."""
         b, parts = self.builder, self.parts
+        dot, border = parts.kernel.dot, parts.kernel.border
+        around = None if dot is None or not border else word_of(border, dot.group, self.block)
         wide = is_wide(self.columns)
-        taps = [kw for kw in range(self.columns.kernel) if any(inside[kw])] if not wide else []
+        taps = [kw for kw in range(self.columns.kernel) if border or any(inside[kw])] if not wide else []
         if not wide and not taps:
             return None
 
-        dot = parts.kernel.dot
+        def weight_words(dot: DotProduct, kh: Index, channel: Index, kw: Index) -> list[TirExpr]:
+            return [
+                parts.weight_words(dot, task.group, task.first_block + v, kh, channel, kw, as_index(0))
+                for v in range(tile.vectors)
+            ]
 
-        def step(kh: Index, source_row: Index, channel: Index, kw: Index, columns: Sequence[bool]) -> Stmt | None:
+        def step(
+            kh: Index, source_row: Index, channel: Index, kw: Index, columns: Sequence[bool | None]
+        ) -> Stmt | None:
+            """One tap and channel. `columns`: whether each reads a pixel; None leaves it alone."""
             if dot is not None:
-                places = [self._pixel(source_row, self.columns.source(first + c, kw)) for c in range(tile.rows)]
-                of_group = task.group * self.channels + channel
-                words = [
-                    parts.word(dot, task.image, of_group, *place) if columns[c] else None
-                    for c, place in enumerate(places)
-                ]
-                weights = [
-                    parts.weight_words(dot, task.group, task.first_block + v, kh, channel, kw, as_index(0))
-                    for v in range(tile.vectors)
-                ]
-                return tile.accumulate_words(words, weights, dot)
+
+                def word(c: int) -> TirExpr | None:
+                    if columns[c]:
+                        pixel = self._pixel(source_row, self.columns.source(first + c, kw))
+                        return parts.word(dot, task.image, task.group * self.channels + channel, *pixel)
+                    return None if columns[c] is None else around
+
+                words = [word(c) for c in range(tile.rows)]
+                return tile.accumulate_words(words, weight_words(dot, kh, channel, kw), dot)
 
             def x(column: int, _: Index) -> TirExpr:
                 pixel = self._pixel(source_row, self.columns.source(first + column, kw))
@@ -241,8 +251,8 @@ class _Direct:
 
         def looped(kh: Index, source: Index) -> Stmt:
             def tap(kw: Index) -> Stmt:
-                def add(columns: Sequence[bool]) -> Stmt:
-                    multiply_adds = sum(columns) * tile.vectors
+                def add(columns: Sequence[bool | None]) -> Stmt:
+                    multiply_adds = sum(column is not None for column in columns) * tile.vectors
                     unroll = max(1, _UNROLLED_MULTIPLY_ADDS // multiply_adds)
                     return self._each_channel(
                         first_channel,
@@ -253,19 +263,39 @@ class _Direct:
                     )
 
                 begin, end = self.columns.source(first, kw), self.columns.source(first + (tile.rows - 1), kw)
-                singly = [
-                    parts.inside(
-                        self.columns, self.columns.source(first + c, kw), add([c == i for i in range(tile.rows)])
-                    )
-                    for c in range(tile.rows)
-                ]
+
+                def single(c: int) -> Stmt:
+                    there = add([True if c == i else None for i in range(tile.rows)])
+                    other = add([False if c == i else None for i in range(tile.rows)]) if border else None
+                    return parts.inside(self.columns, self.columns.source(first + c, kw), there, other=other)
+
+                singly = map(single, range(tile.rows))
                 return parts.inside(self.columns, begin, add([True] * tile.rows), end, b.seq(*singly))
 
             return b.loop(self.columns.kernel, tap, name="kw")
 
+        def outside(kh: Index) -> Stmt | None:
+            """A kernel row outside of the image: the same for all columns."""
+            if dot is None or around is None:
+                return None
+            one = self._register_tile(task, 1)
+
+            def add(position: tuple[Index, ...]) -> Stmt | None:
+                kw, channel = position
+                return one.accumulate_words([around], weight_words(dot, kh, first_channel + channel, kw), dot)
+
+            def with_sum(column: int, vector: int) -> Stmt:
+                total = b.load_vector(one.buffer, one.offset(0, vector), self.block)
+                return tile.update(column, vector, lambda old: old + total)
+
+            sums = b.nest((self.columns.kernel, channels), add, name="ic")
+            added = [with_sum(c, v) for v in range(tile.vectors) for c in range(tile.rows)]
+            return b.seq(one.declare(), one.clear(), sums, *added)
+
         def kernel_row(kh: Index) -> Stmt:
             source = self.rows.source(row, kh)
-            return parts.inside(self.rows, source, (looped if wide else unrolled)(kh, source))
+            there = (looped if wide else unrolled)(kh, source)
+            return parts.inside(self.rows, source, there, other=outside(kh))
 
         return b.loop(self.rows.kernel, kernel_row, name="kh")
 
