@@ -233,6 +233,25 @@ def test_smoothing_is_left_out_where_it_does_harm() -> None:
     assert sites["rare"] == quantize(model, data, calibration="none").ranges.sites["rare"]
 
 
+@pytest.mark.parametrize("calibration", ["none", "naive"])
+def test_each_layer_is_smoothed_as_suits_it_best(calibration: str) -> None:
+    """Of several strengths, in any order: what a layer takes is what it takes with that one alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(6)]).eval()
+    with torch.no_grad():
+        for layer in list(model)[::2]:
+            layer.weight[:, 3] *= 0.01
+            layer.bias[7] = 30.0  # of the next layer's input
+    data = [torch.randn(64, 32) for _ in range(4)]
+    strengths = 0.3, 0.6, 0.9
+    alone = [quantize(model, data, calibration=calibration, smooth=strength).ranges.sites for strength in strengths]
+    sites = quantize(model, data, calibration=calibration, smooth=strengths).ranges.sites
+    assert sites == quantize(model, data, calibration=calibration, smooth=strengths[::-1]).ranges.sites
+    taken = {name: [own[name] == site for own in alone] for name, site in sites.items()}
+    assert all(map(any, taken.values()))
+    assert len({tuple(which) for which in taken.values()}) > 1  # they differ
+
+
 def test_smoothing_compares_both_in_their_own_ranges() -> None:
     """A layer that keeps its channels has the range of its input as it is, as without smoothing."""
     torch.manual_seed(0)
@@ -414,7 +433,8 @@ def test_faults_get_one_clear_error() -> None:
     assert "must be a sequence" in _refused(loader=data, exclude="classifier")
     assert "must be among conv, linear, matmul, attention, add" in _refused(loader=data, exclude_kinds=["lstm"])
     assert "must be one of none, naive, entropy" in _refused(loader=data, calibration="kl")
-    assert "from 0 to 1" in _refused(loader=data, smooth=2)
+    for wrong in (2, (), (0.5, 2), "0.5"):
+        assert "from 0 to 1, several of them" in _refused(loader=data, smooth=wrong)
     assert "metric needs a loader" in _refused(calibration="none", metric=lambda module: 1.0)
     assert "is NaN" in _refused(loader=data, calibration="naive", metric=lambda module: float("nan"))
     model = Small().eval()

@@ -30,8 +30,6 @@ Operands = tuple[torch.Tensor, ...]
 # Kinds whose scales are not found anew in every call.
 _WHERE_CALIBRATED = ("attention", *BESIDE)
 _LEAST_FACTOR = 1e-5
-# Behind a site's name: its input as it is, where the site's own name stands for the smoothed one.
-_PLAIN = " plain"
 
 
 def quantize(
@@ -40,7 +38,7 @@ def quantize(
     calibration: str | Collector = "entropy",
     exclude: Sequence[str] = (),
     exclude_kinds: Sequence[str] = ("matmul",),
-    smooth: float | None = None,
+    smooth: float | Sequence[float] | None = None,
     metric: Metric | None = None,
     max_drop: float = 0.002,
     ranges: str | Path | None = None,
@@ -63,7 +61,7 @@ def quantize(
         "pool" (average poolings of what a convolution reads too); the last three are quantised where calibration finds ranges.
     smooth: between 0 and 1: by how much the differences between the channels of linear layers' inputs move into their weights; 0.5 is usual
         for transformers. The product stays the same but for rounding (Xiao et al., "SmoothQuant", ICML 2023). A layer whose result is
-        further off so, on the loader's data, keeps its channels as they are.
+        further off so, on the loader's data, keeps its channels as they are. Of several numbers each layer takes the best.
     metric: how good a module is, higher is better. Layers return to floating point, the one with the largest error first, until
         `metric(model) - metric(result)` is at most `max_drop`. It needs the loader, by which errors are measured.
     ranges: a file that `QuantizedModule.save_ranges` wrote for the same model, in place of calibration.
@@ -79,14 +77,13 @@ def quantize(
     excluded = _excluded(model, exclude)
     if unknown := set(exclude_kinds) - set(KINDS):
         raise QuantizationError(f"exclude_kinds must be among {', '.join(KINDS)}; {', '.join(sorted(unknown))} is not")
-    if smooth is not None and not 0 <= smooth <= 1:
-        raise QuantizationError(f"smooth must be a number from 0 to 1, or None; it is {smooth}")
+    strengths = _strengths(smooth)
     collector = collector_of(calibration)
     needed = [
         what
         for what, wanted in (
             (f"calibration={calibration!r}", collector is not None and ranges is None),
-            ("smooth", smooth is not None and ranges is None),
+            ("smooth", bool(strengths) and ranges is None),
             ("metric", metric is not None),
         )
         if wanted
@@ -108,7 +105,7 @@ def quantize(
     elif data is None:
         result.ranges = _unseen(result, excluded, exclude_kinds)
     else:
-        result.ranges = _calibrated(result, data, collector, excluded, exclude_kinds, smooth)
+        result.ranges = _calibrated(result, data, collector, excluded, exclude_kinds, strengths)
     if metric is not None and goal is not None and data is not None:
         _return_to_float(result, data, metric, goal)
     return result
@@ -226,6 +223,16 @@ class QuantizedModule(nn.Module):
         return x * (1 / factors).to(x.dtype), w * along.to(w.dtype)
 
 
+def _strengths(smooth: float | Sequence[float] | None) -> tuple[float, ...]:
+    """By how much to smooth: what to choose from. Raises QuantizationError for anything but numbers from 0 to 1."""
+    if smooth is None:
+        return ()
+    strengths = (smooth,) if isinstance(smooth, int | float) else tuple(smooth)
+    if not strengths or not all(isinstance(number, int | float) and 0 <= number <= 1 for number in strengths):
+        raise QuantizationError(f"smooth must be a number from 0 to 1, several of them, or None; it is {smooth!r}")
+    return strengths
+
+
 def _excluded(model: nn.Module, patterns: Sequence[str]) -> Callable[[str], bool]:
     """Whether a name, of a module or of a site, is excluded by the patterns, itself or by what it lies in. Raises QuantizationError for a
     pattern that matches no module."""
@@ -276,7 +283,7 @@ def _calibrated(
     collector: Collector | None,
     excluded: Callable[[str], bool],
     kinds: Sequence[str],
-    smooth: float | None,
+    strengths: Sequence[float],
 ) -> Ranges:
     """What running the model on the data tells: which calls there are, how inputs of linear layers are smoothed, and ranges."""
     seen: dict[str, Site] = {}
@@ -310,7 +317,7 @@ def _calibrated(
         _check_finite(name, kind, *operands)
         seen[name] = Site(kind)
         sources[name] = _named(name, operands if axis is None else operands[:1])
-        if smooth is not None and kind == "linear" and axis is not None:
+        if strengths and kind == "linear" and axis is not None:
             of_x = x.abs().reshape(-1, x.shape[-1]).amax(0).float()
             before, _ = largest.get(name, (of_x, of_x))
             largest[name] = torch.maximum(before, of_x), w.abs().amax(axis).float()
@@ -321,20 +328,23 @@ def _calibrated(
     with residuals, resampled:
         data.run(result.run_with(look, all_beside=collector is not None))
     in_float = {name: why for name, why in in_float.items() if name not in seen}  # a site may have several calls
-    if smooth is not None:
-        for name, (of_x, of_w) in largest.items():
-            seen[name] = replace(seen[name], smoothing=_smoothing(of_x, of_w, smooth))
+    smoothed = [
+        {name: replace(seen[name], smoothing=_smoothing(*of, strength)) for name, of in largest.items()}
+        for strength in strengths
+    ]
+    # The ways of quantising linear layers: as the first says, or one of the others.
+    others = [*smoothed[1:], {name: seen[name] for name in largest}] if largest else []
+    seen |= smoothed[0] if smoothed else {}
     for name in [name for name, own in sources.items() if name not in seen and any(own)]:
         if excluded(name) or beside[name] in kinds:
             in_float[name] = "excluded"
         else:
             seen[name] = Site(beside[name])
     result.ranges = Ranges(result.ranges.model, seen, in_float)
-    plain = {name: replace(site, smoothing=None) for name, site in seen.items() if site.smoothing is not None}
     if collector is not None:
-        seen, plain = _with_ranges(result, data, collector, sources)
-    if plain:
-        seen = _with_less_error(result, data, seen, plain)
+        seen, others = _with_ranges(result, data, collector, sources, others)
+    if others:
+        seen = _with_less_error(result, data, seen, others)
     missing = {
         name: "excluded" if excluded(name) else "uncalibrated"
         for name in layers_of(result.model)
@@ -358,21 +368,28 @@ def _smoothing(of_x: torch.Tensor, of_w: torch.Tensor, alpha: float) -> tuple[fl
 
 
 def _with_ranges(
-    result: QuantizedModule, data: Loader, collector: Collector, sources: Mapping[str, tuple[str | None, ...]]
-) -> tuple[dict[str, Site], dict[str, Site]]:
-    """The sites that the collector knows ranges of, and those of them that are smoothed as they are without. `sources`: by operand, the name of
-    what its range is found for."""
+    result: QuantizedModule,
+    data: Loader,
+    collector: Collector,
+    sources: Mapping[str, tuple[str | None, ...]],
+    others: Sequence[Mapping[str, Site]],
+) -> tuple[dict[str, Site], list[dict[str, Site]]]:
+    """The sites that the collector knows ranges of, and the `others` with theirs. `sources`: by operand, the name of what its range is found
+    for."""
+
+    def of_other(name: str, number: int) -> str:
+        return f"{name} otherwise {number}"
 
     def collect(
         name: str, known: Known | None, kind: str, axis: int | None, operands: Operands, compute: Compute
     ) -> Any:
         if known is not None:
-            smoothed = result.smoothed(known, axis, operands)
-            for own, operand, moved in zip(_named(name, operands), operands, smoothed, strict=True):
+            for own, moved in zip(_named(name, operands), result.smoothed(known, axis, operands), strict=True):
                 if own in sources[name]:
                     collector.collect(own, kind, moved)
-                    if moved is not operand:
-                        collector.collect(own + _PLAIN, kind, operand)
+            for number, sites in enumerate(others):
+                if name in sites:
+                    collector.collect(of_other(name, number), kind, _smoothed_input(operands[0], sites[name]))
         return compute(*operands)
 
     data.run(result.run_with(collect))
@@ -382,28 +399,46 @@ def _with_ranges(
             raise QuantizationError(
                 f"{type(collector).__name__}.ranges() gave {name!r} the range ({low}, {high}): it must be two finite numbers, the lower first"
             )
-    calibrated, plain = {}, {}
+    calibrated = {}
     for name, site in result.ranges.sites.items():
         if all(source is None or source in found for source in sources[name]):
             pairs = tuple(None if source is None else found[source] for source in sources[name])
             calibrated[name] = replace(site, ranges=pairs)
-            if site.smoothing is not None and name + _PLAIN in found:
-                plain[name] = Site(site.kind, (found[name + _PLAIN],))
-    return calibrated, plain
+    ranged = [
+        {
+            name: replace(site, ranges=(found[of_other(name, number)],))
+            for name, site in sites.items()
+            if name in calibrated and of_other(name, number) in found
+        }
+        for number, sites in enumerate(others)
+    ]
+    return calibrated, ranged
+
+
+def _smoothed_input(x: torch.Tensor, site: Site) -> torch.Tensor:
+    """The input of a linear layer as `QuantizedModule.smoothed` has it."""
+    if site.smoothing is None:
+        return x
+    factors = torch.tensor(site.smoothing, dtype=torch.float32, device=x.device)
+    return x * (1 / factors).to(x.dtype)
 
 
 def _with_less_error(
-    result: QuantizedModule, data: Loader, smoothed: Mapping[str, Site], plain: Mapping[str, Site]
+    result: QuantizedModule, data: Loader, first: Mapping[str, Site], others: Sequence[Mapping[str, Site]]
 ) -> dict[str, Site]:
-    """`smoothed`, with those of `plain` by which a layer's result is less off than by its smoothed form."""
-    before, errors = result.ranges, []
-    for sites in (smoothed, plain):
-        result.ranges = replace(before, sites=sites)
-        errors.append(_errors(result, data))
+    """`first`, with those of the `others` by which a layer's result is less off."""
+    before, best, least = result.ranges, dict(first), {}
+    for number, sites in enumerate((first, *others)):
+        result.ranges = replace(before, sites=dict(sites))
+        errors = _errors(result, data)
+        if number == 0:
+            least = dict(errors)
+            continue
+        for name, site in sites.items():
+            if errors.get(name, math.inf) < least.get(name, 0.0):
+                best[name], least[name] = site, errors[name]
     result.ranges = before
-    of_smoothed, of_plain = errors
-    better = {name: site for name, site in plain.items() if of_plain.get(name, math.inf) < of_smoothed.get(name, 0.0)}
-    return {**smoothed, **better}
+    return best
 
 
 def _check_finite(name: str, kind: str, *operands: torch.Tensor) -> None:
