@@ -163,7 +163,7 @@ def test_scales_along_the_sum_and_weights_that_change_make_no_integer_product() 
 
 
 def test_a_convolution_of_quantised_operands_is_one_of_integers() -> None:
-    """With the input's zero point, which must be known."""
+    """With the input's zero point, which must be known, and a number that the input may have."""
     x, w = Buffer((1, 8, 5, 5), "uint8"), Buffer((6, 8, 3, 3), "int8", constant=True)
     scales = Buffer((6,), "float32", constant=True)
     out = Buffer((1, 6, 3, 3), "float32")
@@ -177,6 +177,16 @@ def test_a_convolution_of_quantised_operands_is_one_of_integers() -> None:
     assert scaled.out is out
     by_channel = dequantised(x, lambda i: DEPTHS.at(i[1:2]))
     assert integer_product(ConvOp(out, by_channel, weight, *places), realize_nothing) is None
+    signed = Buffer(x.shape, "int8")
+    for source, zero, is_one in (
+        (x, 255, True),
+        (x, 256, False),
+        (x, -1, False),
+        (signed, -128, True),
+        (signed, 128, False),
+    ):
+        convolution = ConvOp(out, dequantised(source, lambda i: number(0.5), zero), weight, *places)
+        assert (integer_product(convolution, realize_nothing) is not None) == is_one
 
 
 def test_a_quantised_value_that_is_computed_is_given_memory() -> None:

@@ -268,8 +268,9 @@ def _matmul(op: MatMulOp, a: _Operand, b: _Operand, sums: Buffer, realize: Reali
 
 
 def _convolution(op: ConvOp, x: _Operand, w: _Operand, sums: Buffer, realize: Realize) -> tuple[LoopOp, MapOp] | None:
-    zero = x.first.zero
-    if zero is not None and not isinstance(zero, Const):
+    zero, lowest = x.first.zero, -128 if x.first.integer.dtype == "int8" else 0
+    # What lies around the image is one of the numbers that it may have.
+    if zero is not None and not (isinstance(zero, Const) and lowest <= int(zero.value) < lowest + 256):
         return None
     none = as_index(0)
 
