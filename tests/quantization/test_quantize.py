@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -433,7 +434,7 @@ def test_faults_get_one_clear_error() -> None:
     assert "must be a sequence" in _refused(loader=data, exclude="classifier")
     assert "must be among conv, linear, matmul, attention, add" in _refused(loader=data, exclude_kinds=["lstm"])
     assert "must be one of none, naive, entropy" in _refused(loader=data, calibration="kl")
-    for wrong in (2, (), (0.5, 2), "0.5"):
+    for wrong in (2, (), (0.5, 2), "0.5", math.nan, object()):
         assert "from 0 to 1, several of them" in _refused(loader=data, smooth=wrong)
     assert "metric needs a loader" in _refused(calibration="none", metric=lambda module: 1.0)
     assert "is NaN" in _refused(loader=data, calibration="naive", metric=lambda module: float("nan"))

@@ -9,6 +9,7 @@ import fnmatch
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -220,15 +221,19 @@ class QuantizedModule(nn.Module):
         x, w = operands
         factors = getattr(self, smoothing)
         along = factors if axis == 0 else factors.unsqueeze(1)
-        return x * (1 / factors).to(x.dtype), w * along.to(w.dtype)
+        return _smoothed_input(x, factors), w * along.to(w.dtype)
+
+
+def _smoothed_input(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    return x * (1 / factors).to(x.dtype)
 
 
 def _strengths(smooth: float | Sequence[float] | None) -> tuple[float, ...]:
     """By how much to smooth: what to choose from. Raises QuantizationError for anything but numbers from 0 to 1."""
     if smooth is None:
         return ()
-    strengths = (smooth,) if isinstance(smooth, int | float) else tuple(smooth)
-    if not strengths or not all(isinstance(number, int | float) and 0 <= number <= 1 for number in strengths):
+    strengths = tuple(smooth) if isinstance(smooth, Iterable) else (smooth,)
+    if not strengths or not all(isinstance(number, Real) and 0 <= number <= 1 for number in strengths):
         raise QuantizationError(f"smooth must be a number from 0 to 1, several of them, or None; it is {smooth!r}")
     return strengths
 
@@ -387,9 +392,12 @@ def _with_ranges(
             for own, moved in zip(_named(name, operands), result.smoothed(known, axis, operands), strict=True):
                 if own in sources[name]:
                     collector.collect(own, kind, moved)
+            x, *_ = operands
             for number, sites in enumerate(others):
                 if name in sites:
-                    collector.collect(of_other(name, number), kind, _smoothed_input(operands[0], sites[name]))
+                    smoothing = sites[name].smoothing
+                    moved = x if smoothing is None else _smoothed_input(x, torch.tensor(smoothing, device=x.device))
+                    collector.collect(of_other(name, number), kind, moved)
         return compute(*operands)
 
     data.run(result.run_with(collect))
@@ -415,28 +423,21 @@ def _with_ranges(
     return calibrated, ranged
 
 
-def _smoothed_input(x: torch.Tensor, site: Site) -> torch.Tensor:
-    """The input of a linear layer as `QuantizedModule.smoothed` has it."""
-    if site.smoothing is None:
-        return x
-    factors = torch.tensor(site.smoothing, dtype=torch.float32, device=x.device)
-    return x * (1 / factors).to(x.dtype)
-
-
 def _with_less_error(
     result: QuantizedModule, data: Loader, first: Mapping[str, Site], others: Sequence[Mapping[str, Site]]
 ) -> dict[str, Site]:
     """`first`, with those of the `others` by which a layer's result is less off."""
-    before, best, least = result.ranges, dict(first), {}
-    for number, sites in enumerate((first, *others)):
+    before, best = result.ranges, dict(first)
+
+    def errors_of(sites: Mapping[str, Site]) -> dict[str, float]:
         result.ranges = replace(before, sites=dict(sites))
-        errors = _errors(result, data)
-        if number == 0:
-            least = dict(errors)
-            continue
-        for name, site in sites.items():
-            if errors.get(name, math.inf) < least.get(name, 0.0):
-                best[name], least[name] = site, errors[name]
+        return _errors(result, data)
+
+    least = errors_of(first)
+    for sites in others:
+        for name, error in errors_of(sites).items():
+            if error < least.get(name, 0.0):
+                best[name], least[name] = sites[name], error
     result.ranges = before
     return best
 
