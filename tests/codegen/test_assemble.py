@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 
 from tests.codegen.regions_for_tests import region_of
+from tests.engines.tvm.amx_for_tests import SAPPHIRE_RAPIDS
 from tests.interpreter.backend import InterpreterBackend
 from torch_hybrid_backend.codegen.assemble import RegionKernels, assemble
 from torch_hybrid_backend.codegen.kernel_cache import Artifact
 from torch_hybrid_backend.codegen.variants import Variant
-from torch_hybrid_backend.core.program import KernelCall, OperatorCall, Program
+from torch_hybrid_backend.core.program import KernelCall, OperatorCall, Program, TensorArgument
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.engines.tvm.backend import TvmBackend
 from torch_hybrid_backend.engines.tvm.target import Target
@@ -94,6 +96,79 @@ def test_another_variant_takes_the_kernels_place() -> None:
     changed = assembled.with_variants([Variant("", (kernel,))])
     assert changed.kernels == (kernel,)
     assert {argument.buffer for argument in (*kernel.reads, *kernel.writes)} <= changed.layouts.keys()
+
+
+def twice(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x @ w) @ w
+
+
+def twice_transposed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.relu(torch.relu(x) @ w.t()) @ w.t()  # x comes first: the others are constants
+
+
+def twice_convolved(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return torch.conv2d(torch.relu(torch.conv2d(x, w, padding=1)), w, padding=1)
+
+
+@pytest.mark.parametrize(
+    ("function", "x", "w", "way"),
+    [
+        (twice, torch.randn(64, 64), torch.randn(64, 64), "amx float32"),
+        # By vectors it is read where it lies.
+        (twice_transposed, torch.randn(128, 1536), torch.randn(1536, 1536), "amx float32"),
+        (twice_convolved, torch.randn(1, 64, 28, 28), torch.randn(64, 64, 3, 3), "winograd 4"),
+        (twice_convolved, torch.randn(1, 64, 28, 28), torch.randn(64, 64, 3, 3), "amx float32"),
+        (twice_convolved, torch.randn(1, 64, 28, 28), torch.randn(64, 64, 3, 3), "onednn"),
+    ],
+)
+def test_variants_share_what_they_pack(
+    function: Callable[..., torch.Tensor], x: torch.Tensor, w: torch.Tensor, way: str
+) -> None:
+    """A layer that is called twice: two kernels, one constant, which both read. A layer of another weight has its own."""
+    assembled = assemble(region_of(function, x, w), TvmBackend(SAPPHIRE_RAPIDS))
+    constants = {packed.buffer: packed for packed in assembled.packed}
+    chosen = [
+        next((v for v in assembled.backend.alternatives(k, constants) if v.name == way), Variant("", (k,)))
+        for k in assembled.kernels
+    ]
+    assert [variant.name for variant in chosen].count(way) == 2
+    program = program_of(assembled.with_variants(chosen))
+    (constant,) = program.constants
+    assert sum(constant.buffer in buffers_of(step) for step in program.steps) == 2
+    packed = next(variant for variant in chosen if variant.name == way).packed[0]
+    assert torch.equal(memory_of(constant.pack(w)), memory_of(packed.pack(w)))
+
+
+def test_other_constants_are_not_shared() -> None:
+    """Of two weights, and of one that is packed in two ways."""
+
+    def both(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x @ w) @ v
+
+    x, w, v = torch.randn(64, 64), torch.randn(64, 64), torch.randn(64, 64)
+    for function, inputs in ((both, (x, w, v)), (twice, (x, w))):
+        assembled = assemble(region_of(function, *inputs), TvmBackend(SAPPHIRE_RAPIDS))
+        constants = {packed.buffer: packed for packed in assembled.packed}
+        chosen = [Variant("", (kernel,)) for kernel in assembled.kernels]
+        ways = {way.name: way for way in assembled.backend.alternatives(assembled.kernels[-1], constants)}
+        chosen[-1] = ways["amx float32"]
+        program = program_of(assembled.with_variants(chosen))
+        first, second = program.constants
+        assert first.pack(w).shape != second.pack(inputs[-1]).shape
+        assert second.sources == ((2,) if function is both else (1,)) or first.sources == (1,)
+
+
+def memory_of(packed: torch.Tensor) -> torch.Tensor:
+    """Its elements as they lie: oneDNN's own tensors become plain ones."""
+    return packed.to_dense() if packed.is_mkldnn else packed
+
+
+def buffers_of(step: object) -> list[int]:
+    """The buffers that a step names."""
+    if isinstance(step, OperatorCall):
+        return [argument.buffer for argument in step.arguments if isinstance(argument, TensorArgument)]
+    assert isinstance(step, KernelCall)
+    return list(step.arguments)
 
 
 def test_what_is_not_taken_is_refused() -> None:

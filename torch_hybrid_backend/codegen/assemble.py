@@ -80,11 +80,16 @@ class RegionKernels:
     def program(self, compiled: Sequence[Artifact]) -> Program:
         """The program, given what each kernel was compiled to."""
         device = self.region.device
+        read = {a.buffer for kernel in self.kernels for a in kernel.reads}
+        # Variants pack constants each on their own: a layer that is called twice has the same of each once.
+        distinct: dict[tuple[object, ...], Packed] = {}
+        same = {p.buffer: distinct.setdefault(p.made_of, p).buffer for p in self.packed if p.buffer in read}
         numbers: dict[Buffer, int] = {}
         specs: list[TensorSpec] = []
         output_specs = dict(zip(self.outputs, self.region.outputs, strict=True))
 
         def number(buffer: Buffer) -> int:
+            buffer = same.get(buffer, buffer)
             if buffer not in numbers:
                 numbers[buffer] = len(specs)
                 spec = output_specs.get(buffer)
@@ -117,15 +122,13 @@ class RegionKernels:
                 for result in step.returned:
                     specs[result] = _logical(written[result], device)
             steps.append(step)
-        read = {a.buffer for kernel in self.kernels for a in kernel.reads}
         sources = {b: position for position, b in enumerate(self.inputs)}
         literals = dict(self.literals)
         constants = [
             PackedConstant(number(p.buffer), (sources[p.source],), p.pack)
             if p.source in sources
             else PackedConstant(number(p.buffer), (), partial(p.pack, literals[p.source]))
-            for p in self.packed
-            if p.buffer in read
+            for p in distinct.values()
         ]
         constants += [
             PackedConstant(number(b), (), partial(_itself, tensor)) for b, tensor in self.literals if b in read

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -59,9 +60,23 @@ class Packed:
         """The buffer's tensor, of the source's."""
         return self.ahead(self.view.of(tensor))
 
+    @property
+    def made_of(self) -> tuple[object, ...]:
+        """What it is made of and how, hashable: constants for which this is equal have equal tensors."""
+        return self.source, self.view, self.buffer.shape, self.buffer.dtype, _named(self.ahead)
+
     def repacked(self, buffer: Buffer, ahead: Callable[[torch.Tensor], torch.Tensor]) -> Packed:
         """The same operand packed another way, into another buffer."""
         return Packed(buffer, self.source, self.view, ahead)
+
+
+def _named(value: object) -> object:
+    """A function with its bound arguments as something hashable: two of `functools.partial` are not equal, whatever they hold."""
+    if not isinstance(value, partial):
+        return value
+    keywords = sorted(value.keywords.items(), key=lambda item: item[0])
+    named = tuple((name, _named(argument)) for name, argument in keywords)
+    return _named(value.func), tuple(map(_named, value.args)), named
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -242,6 +242,16 @@ def test_where_tiles_do_not_serve() -> None:
     assert of_product(linear, torch.randn(16, 128), torch.randn(96, 128))[2]
 
 
+@pytest.mark.parametrize("rows", [1, 2, 7, 8])
+def test_few_rows(rows: int) -> None:
+    """Tiles are mostly empty: from 2 rows on they are tried beside vectors, from 8 on they may be certain. One row has none."""
+    x, w = torch.randn(rows, 512).bfloat16(), torch.randn(256, 512).bfloat16()
+    _, _, ways = of_product(linear, x, w)
+    assert [way.name for way in ways[:1]] == ([] if rows == 1 else ["amx bfloat16"])
+    if rows > 1:
+        assert (ways[0].cost >= 0.65) == (rows < 8)
+
+
 def of_convolution(w: torch.Tensor, groups: int = 1, changing: int = 1, size: int = 28) -> list[Variant]:
     def convolution(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         edge = w.shape[2] // 2

@@ -41,8 +41,9 @@ from torch_hybrid_backend.loops.layout import contiguous
 from torch_hybrid_backend.machine import EXACT_PRECISIONS, float32_precision
 from torch_hybrid_backend.sizes.size import known_int
 
-# Products of fewer rows take as long as their weight takes to come from memory, and tiles are mostly empty.
-_MIN_ROWS = 8
+# One row takes as long as its weight takes to come from memory, and tiles are mostly empty. So do the next few, but where the weight stays in
+# the second-level cache: kernels by vectors are timed beside.
+_MIN_ROWS, _SURE_ROWS = 2, 8
 # To scale a tile of sums and add it to others.
 _SCALE_CYCLES = 32.0
 # Multiply-adds a cycle that kernels by vectors reach, of float32 (which bfloat16 is widened to) and of 8-bit integers, and the share of their
@@ -50,9 +51,9 @@ _SCALE_CYCLES = 32.0
 _VECTOR_RATE, _INTEGER_RATE, _TILE_SHARE = 25.0, 100.0, 0.65
 # By estimate tiles are taken where they are so much faster, and tried where they might be.
 _CERTAIN_COST, _CONCEIVABLE_COST = 0.8, 1.25
-# No estimate for float32 is below this: it was confirmed on one processor, so a kernel by vectors is timed beside the one on tiles
-# (`codegen.search` times no variant whose estimate is 1.6 times another's).
-_LEAST_SPLIT_COST = 0.65
+# No estimate for float32, and none for few rows, is below this: a kernel by vectors is timed beside the one on tiles (`codegen.search` times no
+# variant whose estimate is 1.6 times another's). That for float32 was confirmed on one processor.
+_LEAST_COST = 0.65
 _RANKS = 4
 # Vectors of a row that is copied together from few channels: their copies follow each other in the code.
 _MOST_VECTORS = 256
@@ -266,4 +267,4 @@ def _cost(batch: int, m: int, n: int, k: int, form: TileFormat, groups: int = 0)
     multiplied = tiles * (form.steps(k) * len(form.products) * 16 / _TILE_SHARE + groups * _SCALE_CYCLES)
     by_vectors = m * n * k / (_INTEGER_RATE if form.itemsize == 1 else _VECTOR_RATE)
     cost = (multiplied + m * k * form.copy_cycles) / by_vectors
-    return max(cost, _LEAST_SPLIT_COST) if form.splits else cost
+    return max(cost, _LEAST_COST) if form.splits or m < _SURE_ROWS else cost

@@ -54,6 +54,14 @@ def test_parts_of_float32() -> None:
     assert [blocks_of((1, 64, k, 64), "float32").part_steps for k in (32, 1024, 1025, 3072)] == [1, 32, 17, 24]
 
 
+def test_one_panel_of_rows_is_not_cut() -> None:
+    """Each panel of B is read once, from its beginning to its end; rows so long that a task's would not fit are cut all the same."""
+    shape = (1, 8, 4096, 512)
+    assert blocks_of(shape, "bfloat16").parts == blocks_of(shape, "int8").parts == 1
+    assert blocks_of((1, 40, 4096, 512), "bfloat16").parts > 1
+    assert blocks_of((1, 8, 1 << 17, 64), "bfloat16").parts > 1
+
+
 def test_small_caches_make_more_tasks() -> None:
     """A block of rows, with its part of k, must fit; and no core should wait for another."""
     shape = (1, 1024, 768, 768)

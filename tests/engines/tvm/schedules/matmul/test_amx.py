@@ -44,6 +44,7 @@ _LIKE_OTHERS = ("float32 high", "int8")
     [
         (1, 32, 64, 32),  # one panel of each
         (1, 8, 3, 5),  # less than a tile of everything
+        (1, 3, 1500, 70),  # few rows
         (2, 70, 100, 130),  # rows, k and columns left over, several batches
         (1, 45, 1100, 33),  # a short panel of rows, k in two parts
     ],

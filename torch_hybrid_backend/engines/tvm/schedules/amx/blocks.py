@@ -115,6 +115,9 @@ class TileBlocks:
         """Steps of k that a part may have."""
         if self.form.splits:
             return [self.steps if self.steps <= _WHOLE_STEPS else -(-self.steps // -(-self.steps // PART_STEPS))]
+        rows_bytes = self.steps * self.form.itemsize * self.panel_size
+        if self.row_panels == 1 and rows_bytes <= self.target.l2_bytes // 2:
+            return [self.steps]  # no panel of B is read twice, and one after the other they are one stream from memory
         counts = {1, *(-(-self.steps // length) for length in _PART_LENGTHS)}
         return sorted({-(-self.steps // count) for count in counts}, reverse=True)
 
