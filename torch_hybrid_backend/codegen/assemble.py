@@ -5,7 +5,7 @@ region -> loops.graph.lower_region -> the backend's operands -> loops.fusion.fus
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -81,15 +81,13 @@ class RegionKernels:
         """The program, given what each kernel was compiled to."""
         device = self.region.device
         read = {a.buffer for kernel in self.kernels for a in kernel.reads}
-        # Variants pack constants each on their own: a layer that is called twice has the same of each once.
-        distinct: dict[tuple[object, ...], Packed] = {}
-        same = {p.buffer: distinct.setdefault(p.made_of, p).buffer for p in self.packed if p.buffer in read}
+        packed = _shared(p for p in self.packed if p.buffer in read)
         numbers: dict[Buffer, int] = {}
         specs: list[TensorSpec] = []
         output_specs = dict(zip(self.outputs, self.region.outputs, strict=True))
 
         def number(buffer: Buffer) -> int:
-            buffer = same.get(buffer, buffer)
+            buffer = packed[buffer].buffer if buffer in packed else buffer
             if buffer not in numbers:
                 numbers[buffer] = len(specs)
                 spec = output_specs.get(buffer)
@@ -128,7 +126,7 @@ class RegionKernels:
             PackedConstant(number(p.buffer), (sources[p.source],), p.pack)
             if p.source in sources
             else PackedConstant(number(p.buffer), (), partial(p.pack, literals[p.source]))
-            for p in distinct.values()
+            for p in dict.fromkeys(packed.values())
         ]
         constants += [
             PackedConstant(number(b), (), partial(_itself, tensor)) for b, tensor in self.literals if b in read
@@ -152,6 +150,15 @@ class RegionKernels:
                 specs[own] = TensorSpec((), INDEX_DTYPE, (), CPU)
         signature = tuple(i.spec if i.spec is not None else i.size for i in self.region.inputs)
         return Program(tuple(specs), tuple(inputs), outputs, tuple(constants), tuple(steps), signature, device, random)
+
+
+def _shared(packed: Iterable[Packed]) -> dict[Buffer, Packed]:
+    """By its buffer, the first constant that is made of the same in the same way.
+
+    Variants pack constants each on their own: of a layer that is called twice, each call's.
+    """
+    first: dict[tuple[object, ...], Packed] = {}
+    return {p.buffer: first.setdefault(p.made_of, p) for p in packed}
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:

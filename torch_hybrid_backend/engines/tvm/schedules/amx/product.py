@@ -4,8 +4,8 @@ Operands lie as `cpu/amx_formats.py` says. Steps:
 1. A task (`blocks`) configures the tile registers first, and releases them last. For each part of k it writes its rows of A as tiles (`rows`).
 2. A's tiles are loaded with the hint that they will not be read again soon: without it they push B out of the first-level cache. The 2 x 2
    tiles of sums are registers 0 to 3; those of A are 4 and 5, those of B 6 and 7. Meanwhile a share of B's next panel is fetched into the
-   second-level cache, by a task of one panel of rows what it reads next into the first, and where sums wait in memory, those of the next panel of rows into the first, to be written: stores to lines that are
-   not there take longer than the products hide.
+   second-level cache (a task of one panel of rows fetches what it reads next into the first), and where sums wait in memory, those of the next
+   panel of rows into the first, to be written: stores to lines that are not there take longer than the products hide.
 3. Tiles reach vectors through memory only: sums are stored to 4 KiB that the first-level cache holds, and the epilogue (`stores`) runs from
    there. Where k has several parts, the sums of a task wait in memory between them, and the epilogue follows the last.
 4. A panel of rows that has numbers, in this part of k, for which products of parts are not exact, and a plain panel of B, are multiplied in
