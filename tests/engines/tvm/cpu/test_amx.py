@@ -224,6 +224,8 @@ def test_rows_that_may_be_rounded(row_parts: int, name: str) -> None:
 def test_dequantised_weights_that_tiles_do_not_serve() -> None:
     """Groups that are no whole steps of k, of float32, which sums them apart; few rows, of which tiles are mostly empty."""
     assert not of_dequantised(4, 128, 32, torch.float32)[1]
+    assert not of_dequantised(7, 128, 32, torch.bfloat16)[1]
+    assert of_dequantised(8, 128, 32, torch.bfloat16)[1]
     assert not of_dequantised(48, 192, 24, torch.float32)[1]
     assert of_dequantised(48, 192, 24, torch.bfloat16)[1]
     assert of_dequantised(48, 192, 96, torch.float32)[1]

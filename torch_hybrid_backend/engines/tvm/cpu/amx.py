@@ -106,6 +106,8 @@ def tile_dequantized_products(kernel: DequantizedMatMulKernel, weight: Packed | 
     if kernel_sizes(kernel) or kernel.table is not None or not {"amx_tile", "amx_bf16"} <= set(target.features):
         return []
     _, m, n, k = (known_int(variable.extent) for variable in (*kernel.domain, kernel.k))
+    if m < _SURE_ROWS:
+        return []  # to unpack the weight for tiles that are mostly empty gains nothing
     name = _dequantized_format(kernel)
     form, by_integers = FORMATS[name].by_integers, name != "bfloat16"
     if by_integers and kernel.group != k and kernel.group % form.depth:
