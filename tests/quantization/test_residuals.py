@@ -64,7 +64,9 @@ SUMS = {
     "scaled": (lambda net, x: torch.add(x, net.conv(x), alpha=2), None),
     "a number": (lambda net, x: net.conv(x) + 1, None),
     "broadcast": (lambda net, x: net.conv(x) + x.mean((2, 3), keepdim=True), None),
-    "activated": (lambda net, x: torch.relu(net.conv(x)) + x, None),
+    "activated": (lambda net, x: functional.leaky_relu(net.conv(x), 0.1) + x, (None, "conv")),
+    "activated in place": (lambda net, x: x + functional.silu(net.conv(x), inplace=True), ("conv", None)),
+    "exponential": (lambda net, x: torch.exp(net.conv(x)) + x, None),
     "linear": (lambda net, x: net.linear(x) + x, None),
 }
 
@@ -137,6 +139,44 @@ def test_no_float_lies_between_quantised_blocks(block: tuple[nn.Module, list[tor
     kernels = [kernel for graph in report.plans for region in graph.regions for kernel in region.kernels]
     kinds = [name.split("_")[0].replace("tile", "packed") for name in kernels]  # AMX's, where the processor has it
     assert kinds == ["map", "map", *["packed"] * 5], kernels
+
+
+class Activated(nn.Module):
+    """Darknet's blocks: an activation stands between the batch norm and the sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.last = nn.Conv2d(3, 32, 1), nn.Conv2d(32, 16, 1)
+        self.blocks = nn.ModuleList(nn.Sequential(self._layer(32, 16, 1), self._layer(16, 32, 3)) for _ in range(2))
+
+    def _layer(self, inputs: int, outputs: int, size: int) -> nn.Module:
+        convolution = nn.Conv2d(inputs, outputs, size, padding=size // 2, bias=False)
+        return nn.Sequential(convolution, nn.BatchNorm2d(outputs), nn.LeakyReLU(0.1, inplace=True))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x)
+
+
+def test_sums_behind_activations() -> None:
+    """They read integers, and nothing between the blocks is written in float32: one kernel for each convolution. The result is eager's."""
+    torch.manual_seed(0)
+    data = [torch.randn(2, 3, 9, 8) for _ in range(2)]
+    quantized = quantize(Activated().eval(), data, "naive")
+    sites = quantized.ranges.sites
+    assert sites["#add1"].ranges == (sites["blocks.0.0.0"].ranges[0], None)  # type: ignore[index]
+    assert sites["#add2"].ranges == (sites["blocks.1.0.0"].ranges[0], None)  # type: ignore[index]
+    torch._dynamo.reset()
+    with torch.no_grad():
+        eager = quantized(data[0])
+        compiled = torch.compile(quantized, backend="hybrid", fullgraph=True)
+        assert float((compiled(data[0]) - eager).norm() / eager.norm()) < 2e-3
+        report = torch_hybrid_backend.explain(quantized, data[0])
+    kernels = [kernel for graph in report.plans for region in graph.regions for kernel in region.kernels]
+    if DOT:
+        assert sum("conv" in kernel and "round_even" in kernel for kernel in kernels) == 5, kernels
 
 
 class Branches(nn.Module):

@@ -4,9 +4,9 @@ A residual network adds to what a convolution makes what was there before:
 
     out = batch_norm(conv(...)) + x        x is also what the block's first convolution reads, quantised
 
-The addition belongs to that convolution's kernel, and `x` comes from memory: as the integers that the other convolution reads it is a
-quarter of the bytes, and nobody writes it in float32. Where convolutions make both operands (a shortcut has one of its own), the one that is
-made first is quantised, in a range of its own.
+The batch norm may be missing, and an activation may follow, as in Darknet and YOLO. The addition belongs to that convolution's kernel, and `x`
+comes from memory: as the integers that the other convolution reads it is a quarter of the bytes, and nobody writes it in float32. Where
+convolutions make both operands (a shortcut has one of its own), the one that is made first is quantised, in a range of its own.
 
 An average pooling beside convolutions reads what they read, in their range: where a concatenation has several branches behind it, as in
 Inception, nobody writes it in float32 for that one. An average is rounded less than what it is of.
@@ -24,13 +24,26 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 OTHER, VALUES = " other", " values"  # behind a site's name: its second operand; an attention's third
+# Functions of one tensor, element by element, that belong to the kernel of the convolution before them.
+_ACTIVATIONS = frozenset(
+    getattr(module, name)
+    for module, names in (
+        (
+            functional,
+            "relu relu_ relu6 leaky_relu leaky_relu_ elu elu_ selu silu mish gelu hardswish hardtanh hardtanh_",
+        ),
+        (torch, "relu relu_ tanh sigmoid"),
+        (torch.Tensor, "relu relu_ tanh sigmoid"),
+    )
+    for name in names.split()
+)
 # By operand: the name of what its range is found for, a convolution's or the addition's own; None for one that stays as it is.
 Sources = tuple["str | None", ...]
 
 
 class Residuals(TorchFunctionMode):
-    """What convolutions have read and made while a model runs. While it is active, it sees batch norms and paddings with zeros, which are part
-    of a convolution.
+    """What convolutions have read and made while a model runs. While it is active, it sees batch norms, activations and paddings with zeros,
+    which are part of a convolution.
 
     A tensor that has been written to since is no longer what was read or made.
     """
@@ -48,7 +61,8 @@ class Residuals(TorchFunctionMode):
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
         source = args[0] if args else kwargs.get("input")
-        is_made = function is functional.batch_norm and found(self._made, source) is not None
+        follows = function is functional.batch_norm or function in _ACTIVATIONS
+        is_made = follows and found(self._made, source) is not None
         result = function(*args, **kwargs)
         if is_made:
             self._makes(result)
