@@ -141,6 +141,17 @@ def test_no_float_lies_between_quantised_blocks(block: tuple[nn.Module, list[tor
     assert kinds == ["map", "map", *["packed"] * 5], kernels
 
 
+def kernels_like_eager(quantized: nn.Module, x: torch.Tensor) -> list[str]:
+    """The kernels of a quantised module, whose result is eager's."""
+    torch._dynamo.reset()
+    with torch.no_grad():
+        eager = quantized(x)
+        compiled = torch.compile(quantized, backend="hybrid", fullgraph=True)
+        assert float((compiled(x) - eager).norm() / eager.norm()) < 2e-3
+        report = torch_hybrid_backend.explain(quantized, x)
+    return [kernel for graph in report.plans for region in graph.regions for kernel in region.kernels]
+
+
 class Activated(nn.Module):
     """Darknet's blocks: an activation stands between the batch norm and the sum."""
 
@@ -168,13 +179,7 @@ def test_sums_behind_activations() -> None:
     sites = quantized.ranges.sites
     assert sites["#add1"].ranges == (sites["blocks.0.0.0"].ranges[0], None)  # type: ignore[index]
     assert sites["#add2"].ranges == (sites["blocks.1.0.0"].ranges[0], None)  # type: ignore[index]
-    torch._dynamo.reset()
-    with torch.no_grad():
-        eager = quantized(data[0])
-        compiled = torch.compile(quantized, backend="hybrid", fullgraph=True)
-        assert float((compiled(data[0]) - eager).norm() / eager.norm()) < 2e-3
-        report = torch_hybrid_backend.explain(quantized, data[0])
-    kernels = [kernel for graph in report.plans for region in graph.regions for kernel in region.kernels]
+    kernels = kernels_like_eager(quantized, data[0])
     if DOT:
         assert sum("conv" in kernel and "round_even" in kernel for kernel in kernels) == 5, kernels
 
@@ -221,11 +226,5 @@ def test_branches_are_joined_in_integers() -> None:
     torch.manual_seed(0)
     data = [torch.randn(2, 3, 9, 8) for _ in range(2)]
     quantized = quantize(Branches().eval(), data, "naive")
-    torch._dynamo.reset()
-    with torch.no_grad():
-        eager = quantized(data[0])
-        compiled = torch.compile(quantized, backend="hybrid", fullgraph=True)
-        assert float((compiled(data[0]) - eager).norm() / eager.norm()) < 2e-3
-        report = torch_hybrid_backend.explain(quantized, data[0])
-    kernels = [kernel for graph in report.plans for region in graph.regions for kernel in region.kernels]
+    kernels = kernels_like_eager(quantized, data[0])
     assert sum("conv" in kernel and "round_even" in kernel for kernel in kernels) == 3, kernels
