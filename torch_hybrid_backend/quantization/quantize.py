@@ -9,7 +9,6 @@ import fnmatch
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,13 @@ from torch_hybrid_backend.quantization.loader import Loader
 from torch_hybrid_backend.quantization.ranges import Ranges, Site, fingerprint
 from torch_hybrid_backend.quantization.resampling import Resampled
 from torch_hybrid_backend.quantization.residuals import OTHER, VALUES, Residuals
+from torch_hybrid_backend.quantization.smoothing import Channels, scaled, strengths_of, with_least_error
 
 Metric = Callable[[nn.Module], float]
 Compute = Callable[..., Any]
 Operands = tuple[torch.Tensor, ...]
 # Kinds whose scales are not found anew in every call.
 _WHERE_CALIBRATED = ("attention", *BESIDE)
-_LEAST_FACTOR = 1e-5
 
 
 def quantize(
@@ -62,7 +61,8 @@ def quantize(
         "pool" (average poolings of what a convolution reads too); the last three are quantised where calibration finds ranges.
     smooth: between 0 and 1: by how much the differences between the channels of linear layers' inputs move into their weights; 0.5 is usual
         for transformers. The product stays the same but for rounding (Xiao et al., "SmoothQuant", ICML 2023). A layer whose result is
-        further off so, on the loader's data, keeps its channels as they are. Of several numbers each layer takes the best.
+        further off so, on the loader's data, keeps its channels as they are. Of several numbers each layer takes the best; layers that
+        read the same tensor (queries, keys and values) take the same.
     metric: how good a module is, higher is better. Layers return to floating point, the one with the largest error first, until
         `metric(model) - metric(result)` is at most `max_drop`. It needs the loader, by which errors are measured.
     ranges: a file that `QuantizedModule.save_ranges` wrote for the same model, in place of calibration.
@@ -78,7 +78,9 @@ def quantize(
     excluded = _excluded(model, exclude)
     if unknown := set(exclude_kinds) - set(KINDS):
         raise QuantizationError(f"exclude_kinds must be among {', '.join(KINDS)}; {', '.join(sorted(unknown))} is not")
-    strengths = _strengths(smooth)
+    if not max_drop >= 0:
+        raise QuantizationError(f"max_drop must be 0 or more; it is {max_drop!r}")
+    strengths = strengths_of(smooth)
     collector = collector_of(calibration)
     needed = [
         what
@@ -134,15 +136,19 @@ class QuantizedModule(nn.Module):
     def ranges(self, ranges: Ranges) -> None:
         self._ranges = ranges
         self._changes += 1
-        for name in self._smoothing.values():
+        for name in set(self._smoothing.values()):
             delattr(self, name)
         self._smoothing = {}
+        buffers: dict[tuple[float, ...], str] = {}  # layers with the same factors read one: their input is scaled once
         device = next((parameter.device for parameter in self.model.parameters()), None)
         for position, (name, site) in enumerate(ranges.sites.items()):
-            if site.smoothing is not None:
-                self._smoothing[name] = f"smoothing_{position}"
+            if site.smoothing is None:
+                continue
+            if site.smoothing not in buffers:
+                buffers[site.smoothing] = f"smoothing_{position}"
                 factors = torch.tensor(site.smoothing, dtype=torch.float32, device=device)
-                self.register_buffer(self._smoothing[name], factors, persistent=False)
+                self.register_buffer(buffers[site.smoothing], factors, persistent=False)
+            self._smoothing[name] = buffers[site.smoothing]
         self._follow()
 
     def _follow(self) -> None:
@@ -221,21 +227,7 @@ class QuantizedModule(nn.Module):
         x, w = operands
         factors = getattr(self, smoothing)
         along = factors if axis == 0 else factors.unsqueeze(1)
-        return _smoothed_input(x, factors), w * along.to(w.dtype)
-
-
-def _smoothed_input(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    return x * (1 / factors).to(x.dtype)
-
-
-def _strengths(smooth: float | Sequence[float] | None) -> tuple[float, ...]:
-    """By how much to smooth: what to choose from. Raises QuantizationError for anything but numbers from 0 to 1."""
-    if smooth is None:
-        return ()
-    strengths = tuple(smooth) if isinstance(smooth, Iterable) else (smooth,)
-    if not strengths or not all(isinstance(number, Real) and 0 <= number <= 1 for number in strengths):
-        raise QuantizationError(f"smooth must be a number from 0 to 1, several of them, or None; it is {smooth!r}")
-    return strengths
+        return scaled(x, factors), w * along.to(w.dtype)
 
 
 def _excluded(model: nn.Module, patterns: Sequence[str]) -> Callable[[str], bool]:
@@ -295,10 +287,7 @@ def _calibrated(
     in_float: dict[str, str] = {}
     sources: dict[str, tuple[str | None, ...]] = {}  # by operand of a site: the name of what its range is found for
     beside: dict[str, str] = {}  # the kinds of these sites
-    largest: dict[
-        str, tuple[torch.Tensor, torch.Tensor]
-    ] = {}  # of linear layers, by input channel: of inputs, of weights
-    residuals, resampled = Residuals(), Resampled()
+    channels, residuals, resampled = Channels(), Residuals(), Resampled()
 
     def look(name: str, known: Known | None, kind: str, axis: int | None, operands: Operands, compute: Compute) -> Any:
         x, *_ = operands
@@ -323,9 +312,7 @@ def _calibrated(
         seen[name] = Site(kind)
         sources[name] = _named(name, operands if axis is None else operands[:1])
         if strengths and kind == "linear" and axis is not None:
-            of_x = x.abs().reshape(-1, x.shape[-1]).amax(0).float()
-            before, _ = largest.get(name, (of_x, of_x))
-            largest[name] = torch.maximum(before, of_x), w.abs().amax(axis).float()
+            channels.linear(name, axis, x, w)
         if kind == "conv":
             residuals.convolution(name, x, made)
         return made
@@ -333,12 +320,10 @@ def _calibrated(
     with residuals, resampled:
         data.run(result.run_with(look, all_beside=collector is not None))
     in_float = {name: why for name, why in in_float.items() if name not in seen}  # a site may have several calls
-    smoothed = [
-        {name: replace(seen[name], smoothing=_smoothing(*of, strength)) for name, of in largest.items()}
-        for strength in strengths
-    ]
+    linear = [name for group in channels.groups for name in group]
+    smoothed = [channels.smoothed(seen, strength) for strength in strengths]
     # The ways of quantising linear layers: as the first says, or one of the others.
-    others = [*smoothed[1:], {name: seen[name] for name in largest}] if largest else []
+    others = [*smoothed[1:], {name: seen[name] for name in linear}] if linear else []
     seen |= smoothed[0] if smoothed else {}
     for name in [name for name, own in sources.items() if name not in seen and any(own)]:
         if excluded(name) or beside[name] in kinds:
@@ -349,7 +334,7 @@ def _calibrated(
     if collector is not None:
         seen, others = _with_ranges(result, data, collector, sources, others)
     if others:
-        seen = _with_less_error(result, data, seen, others)
+        seen = _with_least_error(result, data, channels.groups, [seen, *others])
     missing = {
         name: "excluded" if excluded(name) else "uncalibrated"
         for name in layers_of(result.model)
@@ -363,13 +348,6 @@ def _calibrated(
 def _named(site: str, operands: Operands) -> tuple[str, ...]:
     """Of operands that are activations: what their ranges are found for."""
     return tuple(site + behind for behind, _ in zip(("", OTHER, VALUES), operands, strict=False))
-
-
-def _smoothing(of_x: torch.Tensor, of_w: torch.Tensor, alpha: float) -> tuple[float, ...]:
-    """max|x|^alpha / max|w|^(1 - alpha) for each input channel; 1 where one of them is never used."""
-    factors = of_x.pow(alpha) / of_w.pow(1 - alpha)
-    used = (of_x > 0) & (of_w > 0) & factors.isfinite()
-    return tuple(torch.where(used, factors.clamp(_LEAST_FACTOR, 1 / _LEAST_FACTOR), 1.0).tolist())
 
 
 def _with_ranges(
@@ -396,7 +374,7 @@ def _with_ranges(
             for number, sites in enumerate(others):
                 if name in sites:
                     smoothing = sites[name].smoothing
-                    moved = x if smoothing is None else _smoothed_input(x, torch.tensor(smoothing, device=x.device))
+                    moved = x if smoothing is None else scaled(x, torch.tensor(smoothing, device=x.device))
                     collector.collect(of_other(name, number), kind, moved)
         return compute(*operands)
 
@@ -423,23 +401,16 @@ def _with_ranges(
     return calibrated, ranged
 
 
-def _with_less_error(
-    result: QuantizedModule, data: Loader, first: Mapping[str, Site], others: Sequence[Mapping[str, Site]]
+def _with_least_error(
+    result: QuantizedModule, data: Loader, groups: Sequence[Sequence[str]], ways: Sequence[Mapping[str, Site]]
 ) -> dict[str, Site]:
-    """`first`, with those of the `others` by which a layer's result is less off."""
-    before, best = result.ranges, dict(first)
-
-    def errors_of(sites: Mapping[str, Site]) -> dict[str, float]:
+    """The first of the ways, with linear layers in that by which their results are least off."""
+    before, errors = result.ranges, []
+    for sites in ways:
         result.ranges = replace(before, sites=dict(sites))
-        return _errors(result, data)
-
-    least = errors_of(first)
-    for sites in others:
-        for name, error in errors_of(sites).items():
-            if error < least.get(name, 0.0):
-                best[name], least[name] = sites[name], error
+        errors.append(_errors(result, data))
     result.ranges = before
-    return best
+    return with_least_error(groups, ways, errors)
 
 
 def _check_finite(name: str, kind: str, *operands: torch.Tensor) -> None:

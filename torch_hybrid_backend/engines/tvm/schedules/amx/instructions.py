@@ -5,7 +5,7 @@
 The registers are named by their numbers, 0 to 7, so what is in one stays there until a statement says otherwise: LLVM allocates none of them.
 A thread that runs any of these has configured them before, and releases them after: a thread that holds tiles is switched more slowly, runs at
 a lower clock on some processors, and leaves other libraries a configuration that is not theirs. The process needs the operating system's
-permission (`machine.may_use_amx`): without it the first of these ends it.
+permission (`machine.may_use_tiles`): without it the first of these ends it.
 
 Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, chapter 18.
 """
