@@ -51,12 +51,18 @@ demo: $(VENV)/.built
 
 # A file's tests stay in one process: they share what they compile. Some time themselves against a deadline: no more processes than processors.
 WORKERS ?= 2
-test: $(VENV)/.built
+test: $(VENV)/.built $(VENV)/torchao
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 # For some models and one test, in a folder apart: beside a torch that its wheel was not built for, transformers could not be imported any more.
 $(VENV)/torchvision: | $(VENV)/.installed
 	$(PIP) install -q --no-deps --target $@.new torchvision==0.28.0 pillow==13.0.0
+	mv $@.new $@
+
+# For its test alone, in a folder apart: where it is installed as usual, every process that imports transformers imports it, with its warnings.
+$(VENV)/torchao: constraints.txt | $(VENV)/.installed
+	rm -rf $@ $@.new
+	$(PIP) install -q --no-deps --target $@.new $(shell grep -ix 'torchao==.*' constraints.txt)
 	mv $@.new $@
 
 # The libraries of tests/ecosystem/catalogue, in a folder apart: nothing but the processes that run their models imports them. Without their

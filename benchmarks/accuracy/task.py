@@ -6,8 +6,8 @@ import hashlib
 import inspect
 import math
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Literal
 
@@ -36,12 +36,23 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """`measure`: "accuracy", the share of right answers in percent, or "perplexity". `prepare` trains where no weights are kept."""
+    """`measure`: "accuracy", the share of right answers in percent, or "perplexity". `prepare` trains where no weights are kept.
+
+    `limits`: by change, the most that it may cost: points of an accuracy, percent of a perplexity.
+    """
 
     name: str
     title: str
     measure: Literal["accuracy", "perplexity"]
     prepare: Callable[[Size], Prepared]
+    limits: Mapping[str, float] = field(default_factory=dict, hash=False)
+
+    def holds(self, change: str, difference: float) -> bool | None:
+        """Whether a difference, as `difference` gives it, is within the change's limit; None where there is none."""
+        limit = self.limits.get(change)
+        if limit is None:
+            return None
+        return difference >= -limit if self.measure == "accuracy" else difference <= limit
 
     def score(self, items: torch.Tensor) -> float:
         """The percentage of right answers, or the perplexity."""

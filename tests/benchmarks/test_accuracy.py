@@ -94,6 +94,68 @@ def test_a_record_keeps_rows_of_other_runs(tmp_path: Path, monkeypatch: pytest.M
     assert recorded("--size", "small", "--tasks", "other") == ["other"]
 
 
+def _made_up(of: task.Task, differences: dict[str, float]) -> list[dict[str, object]]:
+    row = {"task": of.name, "measure": of.measure, "float32": 50.0, "score": 50.0, "standard_error": 0.1}
+    return [row | {"precision": change, "difference": difference} for change, difference in differences.items()]
+
+
+@pytest.mark.parametrize(
+    ("name", "difference", "change", "is_within"),
+    [
+        ("docstrings", -0.1, "bf16", True),
+        ("docstrings", -0.11, "bf16", False),
+        ("docstrings", 3.0, "bf16", True),  # better
+        ("docstrings", math.nan, "bf16", False),
+        ("resnet50", -0.21, "quantize-entropy", False),
+        ("mobilenet_v2", -0.21, "quantize-entropy", True),
+        ("llama", 4.9, "int4-weights", True),
+        ("llama", 5.1, "int4-weights", False),
+        ("llama", -5.1, "int4-weights", True),
+        ("llama", 0.6, "int8-weights", False),
+    ],
+)
+def test_what_is_beyond_its_limit_fails_the_run(
+    name: str,
+    difference: float,
+    change: str,
+    is_within: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """After all rows are printed, each with whether its limit holds, and saved. In small size there are no limits."""
+    monkeypatch.setattr(command, "rows", lambda of, *_: _made_up(of, {change: difference, "sparsity-0.5": -90.0}))
+    arguments = ["--tasks", name, "--out", str(tmp_path / "record.json")]
+    if is_within:
+        command.main(arguments)
+    else:
+        with pytest.raises(SystemExit, match=f"beyond the limit: {name} {change}$"):  # a text: the status is 1
+            command.main(arguments)
+    assert len(json.loads((tmp_path / "record.json").read_text())["results"]) == 2
+    _, limited, free = capsys.readouterr().out.splitlines()
+    assert ("within its limit of" in limited, "BEYOND its limit of" in limited) == (is_within, not is_within)
+    assert "limit" not in free
+    command.main([*arguments, "--size", "small"])
+    assert "its limit" not in capsys.readouterr().out
+
+
+def test_recorded_figures_are_within_their_limits() -> None:
+    """On every machine whose results are kept; each limit has a figure on one of them."""
+    tasks = {task.name: task for task in command.TASKS}
+    judged = {}
+    for path in command.RESULTS.glob("*/accuracy.json"):
+        record = json.loads(path.read_text())
+        assert record["size"] == "full"
+        for row in record["results"]:
+            holds = tasks[row["task"]].holds(row["precision"], row["difference"])
+            if holds is not None:
+                judged[path.parent.name, row["task"], row["precision"]] = holds
+    assert [figure for figure, holds in judged.items() if not holds] == []
+    assert {figure[1:] for figure in judged} == {
+        (task.name, change) for task in command.TASKS for change in task.limits
+    }
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", [task.name for task in command.TASKS])
 def test_a_reduced_form_of_each_task_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

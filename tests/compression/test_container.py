@@ -68,6 +68,23 @@ def test_tensors_come_back_bit_for_bit(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["all"]
 
 
+def test_memory_that_is_read_otherwise_is_no_alias(tmp_path: Path) -> None:
+    """A conjugate and a negative are views of the same memory, told apart by a bit of the tensor alone."""
+    x = torch.randn(5, 3, dtype=torch.complex64)
+    tensors = {
+        "x": x,
+        "conjugate": x.conj(),
+        "again": x.conj(),
+        "imaginary": x.imag,
+        "negative": x.conj().imag,
+        "real": x.real,
+    }
+    save_compressed(tensors, tmp_path / "file")
+    loaded = load_compressed(tmp_path / "file")
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+    assert loaded["again"] is loaded["conjugate"]
+
+
 def test_files_are_as_small_as_the_weights_allow(tmp_path: Path) -> None:
     """Within 6% of the entropy of the indices where 90% are zero; random bits grow by the heads alone."""
     rng = np.random.default_rng(0)

@@ -91,6 +91,20 @@ def test_layers_of_other_scales_are_pruned_alike() -> None:
     assert min(before) > 1000
 
 
+@pytest.mark.parametrize("clusters", [None, 2])
+def test_each_weight_keeps_its_largest_element(clusters: int | None) -> None:
+    """However much is to be pruned; a weight that is all zero has none to keep."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32))
+    nn.init.zeros_(model[2].weight)
+    small = compress(model, sparsity=0.99999, clusters=clusters)
+    for k in (0, 1):
+        weight, kept = model[k].weight.flatten(), small[k].weight.flatten()
+        assert kept.nonzero().tolist() == [[int(weight.abs().argmax())]]
+        assert torch.equal(kept[kept != 0], weight[kept != 0])
+    assert not small[2].weight.any()
+
+
 @pytest.mark.parametrize("name", ["resnet50", "gpt2", "lstm"])
 def test_models_of_the_zoo_keep_their_form(name: str, tmp_path: Path) -> None:
     """A compressed model computes what the model does with such weights, bit for bit, and returns the same structure; ties stay. A file brings

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
@@ -13,7 +14,7 @@ from torch import nn
 from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.errors import QuantizationError
 from torch_hybrid_backend.quantization.quantize import quantize
-from torch_hybrid_backend.quantization.ranges import Ranges, Site, fingerprint, left_in_float
+from torch_hybrid_backend.quantization.ranges import Ranges, Site, _checksum, fingerprint, left_in_float
 
 
 def _model(width: int = 4) -> nn.Module:
@@ -56,6 +57,7 @@ def test_ranges_of_another_model_are_refused(tmp_path: Path) -> None:
         lambda text: text.replace("torch_hybrid_backend ranges", "something else"),
         lambda text: text.replace('"sites"', '"cites"'),
         lambda text: json.dumps({"format": "torch_hybrid_backend ranges", "version": 1}),
+        lambda text: "[" * 10**6,
     ],
 )
 def test_damaged_files_are_refused(tmp_path: Path, change: Callable[[str], str]) -> None:
@@ -63,6 +65,27 @@ def test_damaged_files_are_refused(tmp_path: Path, change: Callable[[str], str])
     path = tmp_path / "r.json"
     _saved(path)
     path.write_text(change(path.read_text()))
+    with pytest.raises(QuantizationError, match=r"r\.json cannot be read: .*; calibrate again"):
+        Ranges.load(path, _model())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"in_float": {"1": "because"}},
+        {"in_float": {"1": ["excluded"]}},
+        {"in_float": ["1"]},
+        {"sites": {"0": {"kind": "linear", "ranges": [[1.0]], "smoothing": None}}},
+        {"sites": {"0": {"kind": "linear", "ranges": [[0, 10**400]], "smoothing": None}}},
+    ],
+)
+def test_content_that_means_nothing_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    """With the same error, though its checksum is right: `explain` would stumble on it later."""
+    path = tmp_path / "r.json"
+    _saved(path)
+    head = json.loads(path.read_text())
+    content = {key: head[key] for key in ("model", "sites", "in_float")} | change
+    path.write_text(json.dumps(head | content | {"sha256": _checksum(content)}))
     with pytest.raises(QuantizationError, match=r"r\.json cannot be read: .*; calibrate again"):
         Ranges.load(path, _model())
 

@@ -67,7 +67,7 @@ _WORTHWHILE = 0.97
 def save_compressed(what: nn.Module | Mapping[str, torch.Tensor], path: str | os.PathLike[str]) -> None:
     """Writes a module's `state_dict()`, or any tensors by name, to a file; a file that is there is replaced in one step.
 
-    Tensors of any shape, strides and device, of the dtypes of docs/compressed_format.md. Tensors that share all of their memory (tied
+    Tensors of any shape, strides and device, of the dtypes of docs/compressed_format.md. Tensors that read the same memory alike (tied
     weights) are kept once. Raises HybridError for what is no tensor or none of these dtypes, OSError where the file cannot be written.
     """
     tensors = what.state_dict() if isinstance(what, nn.Module) else what
@@ -125,7 +125,9 @@ class _Writer:
         if len(encoded) > 0xFFFF:
             raise HybridError(f"{name[:40]!r}... is too long: a name has at most 65,535 bytes")
         self._parts += [struct.pack("<H", len(encoded)), encoded]
-        memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        # The same memory may be read conjugated or negated.
+        bits = (tensor.is_conj(), tensor.is_neg())
+        memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), bits)
         number, _ = self._first.setdefault(memory, (self._count, tensor))
         if number != self._count:
             self._parts.append(struct.pack("<BI", _SAME, number))

@@ -65,7 +65,8 @@ def compress(
 ) -> Model:
     """A copy of `model` with pruned and shared weights; its class, its methods and what its forward takes and returns stay.
 
-    sparsity: the share of all elements that becomes 0, between 0 and 1: those of the least magnitude, on a scale that all weights share.
+    sparsity: the share of all elements that becomes 0, between 0 and 1: those of the least magnitude, on a scale that all weights share; the
+    largest element of each weight is not among them.
     Alone it leaves ordinary parameters, of which `save_compressed` makes a smaller file.
     clusters: each weight gets so many values at most, 2 to 256, by k-means, one of them 0 where elements are pruned. It is kept as a table of
     these values, a parameter, and four bits for each element, up to 16 clusters (else eight), a buffer (`SharedWeight`).
@@ -224,7 +225,8 @@ def _pruned(weights: Sequence[torch.Tensor], sparsity: float) -> list[NDArray[np
     scores = [_scores(_values(weight)) for weight in weights]
     sizes = [len(score) for score in scores]
     every = np.concatenate(scores)
-    count = round(sparsity * len(every))
+    # A largest element, of a weight that is not all zero, has exactly the score 1, and no other has more than a half.
+    count = min(round(sparsity * len(every)), len(every) - int(np.count_nonzero(every == 1)))
     pruned = np.zeros(len(every), dtype=np.bool_)
     pruned[np.argpartition(every, count - 1)[:count]] = True
     return np.split(pruned, np.cumsum(sizes)[:-1])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_hybrid_backend.errors import QuantizationError
+from torch_hybrid_backend.errors import QuantizationError, is_out_of_memory, is_sticky
 
 Callee = Callable[..., Any]  # a module, or a function that stands for one
 Call = Callable[[Callee, Any], Any]
@@ -56,30 +56,75 @@ class Loader:
     def __init__(self, items: Iterable[Any], model: nn.Module) -> None:
         # What can be read once only is kept: several passes may be needed.
         self._items = list(items) if isinstance(items, Iterator) else items
-        self._call = self._form(model)
+        self._model = model
+        self._count: int | None = None  # of items in the first pass
+        self._call = self._form()
 
     def run(self, model: Callee) -> None:
-        """Calls the model with every item."""
+        """Calls the model, or what stands for it, with every item. Raises QuantizationError for an item that forward does not take, and where
+        there are not as many as in the first pass."""
+        count = 0
         with torch.no_grad():
             for item in self._items:
-                self._call(model, item)
+                count += 1
+                try:
+                    self._call(model, item)
+                except Exception as error:
+                    self._judge(error, item, count)
+                    raise
+        # One was there when the form was found: a first pass without any is a later one of what can be read once only.
+        if count == 0 or self._count not in (None, count):
+            before = "at least 1" if self._count is None else self._count
+            raise QuantizationError(
+                f"the loader yields {count} items in a later pass and {before} in the first: calibration reads it several times, and it can "
+                "be read once only, or its length changes. Pass a list of its items, or a DataLoader"
+            )
+        self._count = count
 
-    def _form(self, model: nn.Module) -> Call:
+    def _judge(self, error: Exception, item: Any, number: int) -> None:
+        """Raises QuantizationError where an error is the item's fault: the model raises for it, too, without whatever else was run."""
+        if _is_not_of_input(error):
+            return
+        try:
+            self._call(self._model, item)
+        except Exception as own:
+            if _is_not_of_input(own):
+                return
+            raise QuantizationError(
+                f"item {number} of the loader is not what forward takes: {_described(item)}. Every item must have the form of the first, which "
+                f"is taken by {_SHOWN[self._call]}; it raises {_told(own)}"
+            ) from own
+
+    def _form(self) -> Call:
         for item in self._items:
-            failures = []
-            for form in _forms(model, item):
+            failures: dict[Call, Exception] = {}
+            for form in _forms(self._model, item):
                 try:
                     with torch.no_grad():
-                        form(model, item)
+                        form(self._model, item)
                 except Exception as error:  # whatever a model raises for what it was not made for
-                    failures.append(f"  {_SHOWN[form]}: {type(error).__name__}: {str(error).strip().splitlines()[:1]}")
+                    if _is_not_of_input(error):
+                        raise
+                    failures[form] = error
                 else:
                     return form
+            tried = "\n".join(f"  {_SHOWN[form]}: {_told(error)}" for form, error in failures.items())
             raise QuantizationError(
-                f"the loader yields what forward does not take: {_described(item)}. Items must be a tensor, a tuple of arguments, a dict of "
-                "keyword arguments, or an (input, label) pair of these; tried were\n" + "\n".join(failures)
-            )
+                f"item 1 of the loader is not what forward takes: {_described(item)}. Items must be a tensor, a tuple of arguments, a dict of "
+                f"keyword arguments, or an (input, label) pair of these; tried were\n{tried}"
+            ) from next(iter(failures.values()))
         raise QuantizationError("the loader is empty: calibration needs at least one item, some hundred are usual")
+
+
+def _is_not_of_input(error: Exception) -> bool:
+    """Whether an error says all itself, or tells of the machine."""
+    return isinstance(error, QuantizationError) or is_out_of_memory(error) or is_sticky(error)
+
+
+def _told(error: Exception) -> str:
+    """Its kind and the first line of its text."""
+    first, *_ = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 def _forms(model: nn.Module, item: Any) -> list[Call]:

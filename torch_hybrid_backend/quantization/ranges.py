@@ -77,9 +77,9 @@ class Ranges:
             found = Ranges(
                 content["model"],
                 {name: _site(**fields) for name, fields in content["sites"].items()},
-                content["in_float"],
+                {name: _known(name, why) for name, why in content["in_float"].items()},
             )
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
             raise QuantizationError(
                 f"the ranges of {path} cannot be read: {error}; calibrate again and save them anew"
             ) from error
@@ -115,6 +115,12 @@ def _site(kind: str, ranges: Any, smoothing: Any) -> Site:
     if not all(map(math.isfinite, numbers)):
         raise ValueError("a range is not finite")
     return Site(str(kind), pairs, factors)
+
+
+def _known(name: str, why: str) -> str:
+    if why not in _WHY:
+        raise ValueError(f"why {name!r} stays in floating point is none of {', '.join(_WHY)}: {why!r}")
+    return why
 
 
 def _checksum(content: Mapping[str, Any]) -> str:
