@@ -39,7 +39,17 @@ _COUNTS = {
     "lstm": (272, 270, 3, 10),
     "unet": (27, 27, 2, 26),
 }
-
+# The same for `int8` and `int8+bf16`: operators, those converted to each dtype, casts in a call (a value that several layers read is quantised
+# once), and casts of weights. Attention's products are bfloat16's in the second.
+_INTEGERS = {
+    ("resnet50", "int8"): (97, {"int8": 21}, 17, 21),
+    ("mobilenet_v2", "int8"): (363, {"int8": 53}, 53, 53),
+    ("bert_base", "int8"): (63, {"int8": 9}, 9, 9),
+    ("bert_base", "int8+bf16"): (63, {"int8": 9, "bfloat16": 6}, 19, 9),
+    ("gpt2", "int8"): (74, {"int8": 9}, 9, 9),
+    ("gpt2", "int8+bf16"): (74, {"int8": 9, "bfloat16": 6}, 19, 9),
+    ("lstm", "int8"): (380, {"int8": 27}, 27, 5),
+}
 
 # By default those of each kind: all take half a minute.
 _DEFAULT = ("resnet50", "bert_base", "gpt2", "lstm")
@@ -48,10 +58,26 @@ _DEFAULT = ("resnet50", "bert_base", "gpt2", "lstm")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in _DEFAULT else pytest.mark.full) for n in ZOO])
 def test_casts(name: str) -> None:
     """One cast in front of the first layer and one behind the last; a few more where a mask's or a residual's values enter in float32."""
+    counts = _conversion(name, "bf16")
+    (converted,) = counts.converted
+    assert converted[0] == "bfloat16"
+    assert (counts.operators, converted[1], counts.casts, counts.weight_casts) == _COUNTS[name]
+    assert counts.left == ()
+
+
+@pytest.mark.parametrize(("name", "precision"), [pytest.param(*key, id="-".join(key)) for key in _INTEGERS])
+def test_casts_to_integers(name: str, precision: str) -> None:
+    """Every layer with weights is quantised, its weight in a cast that is made once."""
+    counts = _conversion(name, precision)
+    assert (counts.operators, dict(counts.converted), counts.casts, counts.weight_casts) == _INTEGERS[name, precision]
+
+
+def _conversion(name: str, precision: str) -> Conversion:
+    """What the passes make of a model's small form."""
     found: list[Conversion] = []
 
     def convert(graph: CapturedGraph) -> Any:
-        context = PassContext.of(graph, "bf16")
+        context = PassContext.of(graph, precision)
         run_passes(graph.graph_module, context, PASSES)
         reduced = prepared.reduce_precision(graph.graph_module, context)
         found.append(conversion(reduced.graph, context))
@@ -65,10 +91,7 @@ def test_casts(name: str) -> None:
     with torch.no_grad():
         compiled(*entry.inputs("small", batch=1))
     (counts,) = found
-    (converted,) = counts.converted
-    assert converted[0] == "bfloat16"
-    assert (counts.operators, converted[1], counts.casts, counts.weight_casts) == _COUNTS[name]
-    assert counts.left == ()
+    return counts
 
 
 def _boxed(module: torch.fx.GraphModule) -> Any:
