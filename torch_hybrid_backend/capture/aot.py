@@ -187,7 +187,7 @@ def _with_cached(
     if found is None or fake_mode is None:
         return None
     graph_module, static = found
-    with fake_mode, enable_python_dispatcher():  # as AOTAutograd calls compilers
+    with fake_mode, enable_python_dispatcher(), torch._C._DisableAutocast():  # as AOTAutograd calls compilers
         boxed = _boxed(graph_module, "inference", static, False, compile_graph)
     return _called_directly(boxed)
 
@@ -201,7 +201,12 @@ def _called_directly(boxed: CompiledGraph) -> Callable[..., Any]:
         with torch.no_grad():  # inputs need no gradients, or there would be no inference graph
             return boxed(list(inputs))
 
-    return run
+    def run_as_traced(*inputs: Any) -> Any:
+        with torch._C._DisableAutocast():  # its casts are in the graph: operators must not make others
+            return run(*inputs)
+
+    # Dynamo guards whether autocast is on.
+    return run_as_traced if torch._C._is_any_autocast_enabled() else run
 
 
 def _is_plain_subclass(value: object) -> bool:

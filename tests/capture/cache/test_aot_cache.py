@@ -94,6 +94,11 @@ def without_gradients(x: torch.Tensor) -> torch.Tensor:
     return y.split(2, 1)[0] + torch.nn.functional.gelu(x[:, 1:3], approximate="tanh")
 
 
+def under_autocast(x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return torch.mm(x, x)
+
+
 def attention(x: torch.Tensor) -> torch.Tensor:
     heads = x.reshape(1, 2, -1, 2)
     return torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
@@ -108,6 +113,7 @@ KEPT: dict[str, tuple[Callable[[], Callable[..., Any]], tuple[torch.Tensor, ...]
     "autograd switched inside": (lambda: without_gradients, (torch.randn(3, 4),)),
     "attention": (lambda: attention, (torch.randn(6, 4),)),
     "strided input": (lambda: transposed, (torch.randn(3, 8)[:, ::2].t(),)),
+    "autocast inside": (lambda: under_autocast, (torch.randn(3, 3),)),
     "quantised layers": (quantised_net, (torch.randn(1, 3, 8, 8),)),
     "empty batch": (small_net, (torch.randn(0, 3, 8, 8),)),
 }
@@ -185,11 +191,6 @@ def write_to_input(x: torch.Tensor) -> torch.Tensor:
 
 def view_of_input(x: torch.Tensor) -> torch.Tensor:
     return x[1:]
-
-
-def under_autocast(x: torch.Tensor) -> torch.Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        return torch.mm(x, x)
 
 
 def branch(x: torch.Tensor) -> torch.Tensor:
@@ -328,10 +329,44 @@ def test_key_covers_what_shapes_the_result(compiler):
     assert [keys.index(key) for key in keys] == list(range(len(keys)))
 
 
-def test_states_that_cannot_be_keyed(compiler):
-    """Under autocast, or a mode of the program, there is no key, so nothing is kept."""
-    with torch.autocast("cpu", torch.bfloat16):
-        assert _key(compiler, _scaled, torch.ones(2), torch.ones(2)) is None
+def half_and_full(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    with torch.autocast("cpu", enabled=False):
+        exact = torch.mm(x, x)
+    half = torch.mm(x, x)
+    return exact, half, half.softmax(-1), torch.nn.functional.mse_loss(half, half + 1)
+
+
+def test_autocast_around_the_call(compiler):
+    """Graphs traced under autocast are kept, for each of its dtypes; a kept one computes as it was traced: what autocast was off for stays
+    float32, though autocast is on when it is called."""
+    x = torch.randn(8, 8)
+    keys = []
+    for dtype in (torch.bfloat16, torch.float16):
+        for traced in (1, 0):
+            with torch.no_grad(), torch.autocast("cpu", dtype):
+                found = compiler(half_and_full)(x)
+                expected = half_and_full(x)
+            assert compiler.traced == traced
+            assert [part.dtype for part in found[:2]] == [torch.float32, dtype]
+            for own, eager in zip(found, expected, strict=True):
+                assert own.dtype is eager.dtype
+                assert own.equal(eager)
+        keys.append(compiler.keys)
+    assert None not in keys[0] + keys[1]
+    assert keys[0] != keys[1]
+
+
+def test_calls_within_and_without_autocast(compiler):
+    """The same function inside autocast and outside of it: two graphs, each kept as its own."""
+    x = torch.randn(8, 8)
+    for traced in (1, 0):
+        function = compiler(lambda x: torch.mm(x, x))
+        with torch.no_grad():
+            with torch.autocast("cpu", torch.bfloat16):
+                assert function(x).dtype is torch.bfloat16
+            assert compiler.traced == traced
+            assert function(x).equal(torch.mm(x, x))
+        assert compiler.traced == 2 * traced
 
 
 def test_a_torch_function_that_was_replaced_has_no_key(compiler, monkeypatch):

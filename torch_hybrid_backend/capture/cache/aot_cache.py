@@ -107,8 +107,6 @@ def _settings() -> Iterator[str]:
         raise _UnkeyedError("modes are active")
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise _UnkeyedError("inside a function transform")
-    if torch._C._is_any_autocast_enabled():
-        raise _UnkeyedError("autocast is on")
     if torch._functorch.config.functionalize_rng_ops or torch._dynamo.compiled_autograd.in_compiled_autograd_region:
         raise _UnkeyedError("random numbers are functionalised, or autograd is compiled")
     _check_registrations()
@@ -130,6 +128,9 @@ def _settings() -> Iterator[str]:
             torch._C._get_mem_efficient_sdp_enabled(),
             torch._C._get_math_sdp_enabled(),
             torch._C._get_cudnn_sdp_enabled(),
+            torch.is_autocast_cache_enabled(),
+            torch.is_autocast_enabled("cpu"),
+            torch.get_autocast_dtype("cpu"),
         )
     )
 
