@@ -9,7 +9,6 @@ import pytest
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import Index
 from torch_hybrid_backend.loops.integer_products import (
-    MAX_DEPTH,
     affine,
     bounded,
     integer_product,
@@ -148,7 +147,7 @@ def test_a_clamp_to_no_number_stays() -> None:
 
 
 def test_scales_along_the_sum_and_weights_that_change_make_no_integer_product() -> None:
-    """Nor do a right operand with a zero point, one that nobody quantised, and sums that int32 may not hold."""
+    """Nor do a right operand with a zero point, and one that nobody quantised."""
     a, b = Buffer((1, 4, 8), "int8"), Buffer((1, 8, 6), "int8", constant=True)
     one = number(0.5)
     left, right = dequantised(a, lambda i: one), dequantised(b, lambda i: one)
@@ -158,8 +157,62 @@ def test_scales_along_the_sum_and_weights_that_change_make_no_integer_product() 
     assert product_of(left, dequantised(b, lambda i: one, 3)) is None
     assert product_of(left, dequantised(Buffer(b.shape, "int8"), lambda i: one)) is None
     assert product_of(left, Buffer(b.shape, "float32", constant=True)) is None
-    long, tall = Buffer((1, 4, MAX_DEPTH + 1), "int8"), Buffer((1, MAX_DEPTH + 1, 6), "int8", constant=True)
-    assert product_of(dequantised(long, lambda i: one), dequantised(tall, lambda i: one)) is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "zero", "bounds", "depth"),
+    [
+        ("int8", 0, None, (1 << 31) // 128**2 - 1),  # -128 by itself: 2^31 is one too many
+        ("uint8", 0, None, (1 << 31) // (255 * 128)),
+        ("uint8", 128, None, (1 << 31) // 128**2 - 1),
+        ("uint8", 0, (-64, 64), (1 << 31) // (255 * 64)),
+        ("int8", -128, (-127, 127), (1 << 31) // (255 * 127)),
+    ],
+)
+def test_sums_are_as_long_as_int32_holds(dtype: str, zero: int, bounds: tuple[int, int] | None, depth: int) -> None:
+    """Whatever the numbers are between the bounds that the graph names. Of a zero point that leaves more, float64 has the corrected sums."""
+
+    def of_depth(k: int) -> LoopOp | None:
+        a, b = Buffer((1, 4, k), dtype), Buffer((1, k, 6), "int8", constant=True)
+
+        def weight(index: tuple[Index, ...]) -> Expr:
+            e = b.at(index)
+            if bounds is not None:
+                e = ops.call("min", ops.call("max", e, ops.const(bounds[0], "int8")), ops.const(bounds[1], "int8"))
+            return ops.mul(as_float(e), number(0.5))
+
+        right = Map(b.shape, "float32", weight, ((b, lambda index: index),))
+        found = product_of(dequantised(a, lambda i: number(0.5), zero), right)
+        return None if found is None else found[0]
+
+    longest, beyond = of_depth(depth), of_depth(depth + 1)
+    assert longest is not None
+    assert longest.out.dtype == "int32"
+    assert beyond is None or beyond.out.dtype == "float64"
+    assert of_depth(200_000) is None
+
+
+def test_sums_with_a_zero_point_that_may_be_large_are_of_float64() -> None:
+    """What int32 may not hold of them; a zero point of 8 bits, clamped or cast so, is small, and none that is no int32 makes integers."""
+    a, b = Buffer((1, 4, 64), "uint8"), Buffer((1, 64, 6), "int8", constant=True)
+    narrow, wide, long = Buffer((4,), "int8"), Buffer((4,), "int32"), Buffer((4,), "int64")
+
+    def sums(zero: Callable[[tuple[Index, ...]], Expr]) -> str | None:
+        def at(index: tuple[Index, ...]) -> Expr:
+            return ops.mul(ops.sub(as_float(a.at(index)), as_float(zero(index[1:2]))), number(0.5))
+
+        rows = Map(a.shape, "float32", at, ((a, lambda index: index),))
+        found = product_of(rows, dequantised(b, lambda i: number(0.5)))
+        return None if found is None else found[0].out.dtype
+
+    def clamped(index: tuple[Index, ...]) -> Expr:
+        return ops.call("min", ops.call("max", wide.at(index), ops.const(0, "int32")), ops.const(255, "int32"))
+
+    small = (narrow.at, clamped, lambda i: ops.cast(clamped(i), "int64"), lambda i: ops.cast(long.at(i), "uint8"))
+    assert [sums(zero) for zero in (*small, lambda i: number(1000))] == ["int32"] * 5
+    assert [sums(zero) for zero in (wide.at, long.at, lambda i: number(1e6))] == ["float64"] * 3
+    assert sums(lambda i: number(1e10)) is None
+    assert sums(ROWS.at) is None
 
 
 def test_a_convolution_of_quantised_operands_is_one_of_integers() -> None:

@@ -175,7 +175,8 @@ class _Lowerer:
 
     def _output(self, value: Value, taken: set[Buffer]) -> Buffer:
         """The value in memory of its own: AOTAutograd forbids an output that shares storage with an input or another output."""
-        if isinstance(value, Map) and value.base is None:
+        # What is dequantised is written for the caller alone: products read its integers.
+        if isinstance(value, Map) and value.base is None and not is_dequantised(value):
             value = self._realize(value)
         if isinstance(value, Buffer) and value not in taken:
             return value
@@ -231,6 +232,9 @@ class _Lowerer:
         """An anchor's operand: a buffer or a view of one."""
         root = _root(value)
         if isinstance(root, Map) and root.realized is None:
+            if self._policy.abilities.integer_products and is_dequantised(root):
+                # Other products read its integers: it stays what it is for them, and is written for this one.
+                return self._ctx.realize(MapOp(Buffer(value.shape, value.dtype), value))
             self._realize(root)
         return value
 

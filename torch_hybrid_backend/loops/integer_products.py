@@ -38,9 +38,6 @@ from torch_hybrid_backend.loops.ir import (
 )
 
 NARROW = ("int8", "uint8")
-_RANGES = {"int8": (-128, 127), "uint8": (0, 255)}
-# Of products of 255 by -128, an int32 holds the sum of so many.
-MAX_DEPTH = (1 << 31) // (255 * 128)
 
 # To dequantise takes two, and what a scale is made of a few more: a division, a bound, a factor of SmoothQuant's.
 _CHEAP_CALLS = 8
@@ -86,9 +83,15 @@ def affine(e: Expr) -> Affine | None:
     return None
 
 
+def _range(dtype: str) -> tuple[int, int]:
+    """The least and the greatest number of an integer dtype."""
+    bits = scalar.INTEGER_BITS[dtype]
+    return (0, (1 << bits) - 1) if dtype == "uint8" else (-(1 << (bits - 1)), (1 << (bits - 1)) - 1)
+
+
 def bounded(e: Expr) -> tuple[Expr, tuple[int, int]]:
-    """What an integer of 8 bits is a clamp of, itself where it is none, and its bounds: `e` is the first clamped to the second."""
-    low, high = _RANGES[e.dtype]
+    """What an integer is a clamp of, itself where it is none, and its bounds: `e` is the first clamped to the second."""
+    low, high = _range(e.dtype)
     while isinstance(e, Call) and e.op in ("max", "min") and isinstance(e.args[1], Const):
         bound = int(e.args[1].value)
         inner = (max(low, bound), high) if e.op == "max" else (low, min(high, bound))
@@ -104,14 +107,42 @@ def constant_of(integer: Expr) -> Load | None:
     return e if isinstance(e, Load) and e.buffer.constant else None
 
 
+def _span(e: Expr) -> tuple[int, int]:
+    """Between which numbers an integer lies, as far as dtypes, casts and clamps tell."""
+    inner, (low, high) = bounded(e)
+    least, most = low, high
+    if isinstance(inner, Const):
+        least = most = int(inner.value)
+    elif isinstance(inner, Call) and inner.op == "cast" and inner.args[0].dtype in scalar.INTEGER_BITS:
+        least, most = _span(inner.args[0])
+    of_dtype = _range(inner.dtype)
+    if least < of_dtype[0] or most > of_dtype[1]:
+        return low, high  # the cast may wrap
+    return min(max(least, low), high), min(max(most, low), high)
+
+
+def _fits(depth: int, left: Affine, right: Affine, zero: Expr | None) -> bool:
+    """Whether an int32 holds the sum of `depth` products of the operands' integers, whatever they are, those of `left` moved by `zero`.
+
+    Partial sums need not fit: int32 wraps, and what instructions move operands by cancels.
+    """
+    (low, high), others = _span(left.integer), _span(right.integer)
+    least, most = (0, 0) if zero is None else _span(zero)
+    products = [one * other for one in (low - most, high - least) for other in others]
+    return depth * min(products) >= -(1 << 31) and depth * max(products) < 1 << 31
+
+
 def _whole(zero: Expr) -> Expr | None:
-    """A zero point as an int32 scalar; None where it need not be a whole number."""
+    """A zero point as a scalar of int32, or of int64 where it has that; None where it need not be a whole number."""
     if isinstance(zero, Const):
-        return scalar.literal(int(zero.value), "int32") if float(zero.value).is_integer() else None
+        is_whole = float(zero.value).is_integer() and -(1 << 31) <= zero.value < 1 << 31
+        return scalar.literal(int(zero.value), "int32") if is_whole else None
     # A cast between integers may wrap: it stays.
     while isinstance(zero, Call) and zero.op == "cast" and scalar.is_float(zero.dtype):
         zero = zero.args[0]
-    return scalar.cast(zero, "int32") if zero.dtype in ("int8", "uint8", "int16", "int32", "int64") else None
+    if zero.dtype == "int64":
+        return zero
+    return scalar.cast(zero, "int32") if zero.dtype in scalar.INTEGER_BITS else None
 
 
 def _varies_along(e: Expr, along: tuple[Index, ...]) -> bool:
@@ -234,12 +265,14 @@ def integer_product(op: MatMulOp | ConvOp, realize: Realize) -> tuple[LoopOp, Ma
         if not isinstance(size, int):
             return None
         depth *= size
-    if depth > MAX_DEPTH or constant_of(b.first.integer) is None:
+    if constant_of(b.first.integer) is None:
         return None
-    sums = Buffer(op.out.shape, "int32", "sums")
-    if isinstance(op, MatMulOp):
-        return _matmul(op, a, b, sums, realize)
-    return _convolution(op, a, b, sums, realize)
+    fits = _fits(depth, a.first, b.first, a.first.zero)
+    sums = Buffer(op.out.shape, "int32" if fits else "float64", "sums")
+    if isinstance(op, ConvOp):
+        return _convolution(op, a, b, sums, realize) if fits else None
+    # Where only a zero point is too large, it is taken off in float64.
+    return _matmul(op, a, b, sums, realize) if fits or _fits(depth, a.first, b.first, None) else None
 
 
 _HALF = ("bfloat16", "float16")

@@ -286,9 +286,9 @@ class MatMulOp(LoopOp):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IntegerMatMulOp(MatMulOp):
-    """out[b, m, n] = sum over k of (a[b, m, k] - zero(b, m)) * b[b, k, n], exactly: operands of 8 bits, `out` and `zero` int32.
+    """out[b, m, n] = sum over k of (a[b, m, k] - zero(b, m)) * b[b, k, n], exactly: operands of 8 bits, `out` int32, `zero` int32 or int64.
 
-    `zero` None is 0.
+    `zero` None is 0. `out` is float64 where a zero point may be so large that int32 does not hold the result; it holds the sums of a * b.
     """
 
     zero: ScalarFn | None = None

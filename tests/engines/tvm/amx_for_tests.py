@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import os
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 from tvm import tirx
 
+from torch_hybrid_backend.engines.tvm.cpu.amx_formats import LARGEST, SMALLEST
 from torch_hybrid_backend.engines.tvm.schedules.amx import instructions
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tir.builder import Stmt, TirExpr
@@ -21,6 +23,8 @@ from torch_hybrid_backend.engines.tvm.tir.builder import Stmt, TirExpr
 SAPPHIRE_RAPIDS = Target(
     "sapphirerapids", "x", ("amx_bf16", "amx_int8", "amx_tile", "avx512f"), 16, 2, 48 << 10, 2 << 20
 )
+# float32 that no three bfloat16 are, or not exactly: infinite, no number, close to the ends of the range, denormal, beyond the limits.
+ODD_NUMBERS = [math.inf, -math.inf, math.nan, 3.4e38, 3e-39, 1e-45, 2 * LARGEST, SMALLEST / 2, -3e38]
 _SOURCE = Path(__file__).parents[3] / "csrc/tests/amx_emulation.cc"
 
 

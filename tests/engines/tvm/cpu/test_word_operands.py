@@ -11,15 +11,18 @@ import torch.ao.quantization.fx._decomposed
 
 from tests.engines.tvm.regions_for_tests import compiled_region
 from tests.services_for_tests import services
-from torch_hybrid_backend.codegen.engine import KernelEngine
+from torch_hybrid_backend.codegen.engine import KernelEngine, KernelRegion
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.engines.tvm.backend import TvmBackend
+from torch_hybrid_backend.engines.tvm.cpu.kernels import PackedMatMulKernel, TileMatMulKernel
 from torch_hybrid_backend.engines.tvm.cpu.operands import packed_operands
 from torch_hybrid_backend.engines.tvm.cpu.operations import PackedConvOp
 from torch_hybrid_backend.engines.tvm.target import Target, widest_lanes
 from torch_hybrid_backend.loops.graph import LoopGraph
 from torch_hybrid_backend.loops.ir import Buffer, IntegerConvOp
 from torch_hybrid_backend.machine import may_use_tiles
+
+quantized = torch.ops.quantized_decomposed
 
 HOST = Target.host().permitted(may_use_tiles)
 # What this processor has, with VNNI of 256 bits, and with less: instruction sets in the order of `cpu/dot_products.py`.
@@ -48,6 +51,13 @@ def computed(
     return compiled(list(inputs))[0], " ".join(getattr(step, "symbol", "") for step in compiled.program.steps)
 
 
+def integer_kernels(compiled: KernelRegion) -> int:
+    """How many of a region's kernels multiply integers: with sums of int32."""
+    kernels = [kernel for option in compiled.options for kernel in option.chosen.variant.kernels]
+    products = (kernel for kernel in kernels if isinstance(kernel, PackedMatMulKernel | TileMatMulKernel))
+    return sum(kernel.accumulator.dtype == "int32" for kernel in products)
+
+
 def extreme(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Integers of 8 bits, every other one the largest or the smallest."""
     info = torch.iinfo(dtype)
@@ -58,12 +68,20 @@ def extreme(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("m", "k", "n", "dtype"),
-    [(1, 64, 48, torch.int8), (5, 16, 5, torch.uint8), (33, 77, 50, torch.int8), (7, 4096, 33, torch.uint8)],
+    [
+        (1, 64, 48, torch.int8),
+        (5, 16, 5, torch.uint8),
+        (33, 77, 50, torch.int8),
+        (7, 4096, 33, torch.uint8),
+        (3, 70_000, 20, torch.int8),
+        (2, 70_000, 5, torch.uint8),
+    ],
 )
 def test_matmuls_of_integers_are_exact(engine: KernelEngine, m: int, k: int, n: int, dtype: torch.dtype) -> None:
     """`_int_mm`, odd sizes, K that fills no word, and the extremes of both dtypes."""
     torch.manual_seed(0)
     a, b = extreme((m, k), dtype), extreme((k, n), torch.int8)
+    b[:, 0] = 101  # sums beyond what float32 holds exactly
     found, names = computed(engine, torch._int_mm, [a, b])
     assert torch.equal(found.long(), a.long() @ b.long())
     assert "packed_matmul" in names or "tile_matmul" in names
@@ -84,6 +102,79 @@ def test_a_zero_point_and_scales_are_taken_in(engine: KernelEngine, zero: int) -
     exact = (x.double() - zero) @ w.double().t() * rows.double()[:, None] * columns.double()
     torch.testing.assert_close(found.double(), exact, rtol=4e-7, atol=0)
     assert names.count("packed_matmul") == 1
+
+
+# What an int32 holds the sums of, whatever the numbers are: a graph's 70,000, and the most that there are.
+@pytest.mark.parametrize("k", [70_000, 131_071])
+def test_long_sums_of_dequantised_operands_are_exact(engine: KernelEngine, k: int) -> None:
+    """int8 by int8, quantised and dequantised: sums of int32 that a float32 would round, the largest that there can be among them."""
+    torch.manual_seed(0)
+    x, w = torch.randint(-128, 128, (3, k)).float(), torch.randint(90, 128, (6, k), dtype=torch.int8)
+    x[1], w[1], x[2] = -128, -128, x[2].abs().clamp(80, 127)
+
+    def linear(x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        narrow = quantized.quantize_per_tensor.default(x, 1.0, 0, -128, 127, torch.int8)
+        rows = quantized.dequantize_per_tensor.default(narrow, 1.0, 0, -128, 127, torch.int8)
+        columns = quantized.dequantize_per_channel.default(w, scales, None, 0, -128, 127, torch.int8)
+        return torch.mm(rows, columns.t())
+
+    _, compiled, inputs = compiled_region(engine, (linear, lambda: [x, w, torch.full((6,), 0.5)]))
+    exact = x.long() @ w.long().t()
+    assert exact[1, 1] == k << 14
+    assert (exact.double() != exact.float().double()).any()
+    assert torch.equal(compiled(inputs)[0], exact.float() * 0.5)
+    assert integer_kernels(compiled) == 1
+
+
+# Zero points of the image's rows: a literal, one for each row, one number that only int64 holds.
+ZERO_POINTS = {
+    "literal": lambda x: 1e6,
+    "row": lambda x: x[:, :1].long() * 400_001 - 3,
+    "tensor": lambda x: x[:1, :1].long() * (1 << 26),
+}
+
+
+@pytest.mark.parametrize("kind", ZERO_POINTS)
+@pytest.mark.parametrize("k", [64, 999])
+def test_zero_points_of_any_size_are_taken_off(engine: KernelEngine, kind: str, k: int) -> None:
+    """Corrected sums that no int32 holds, of a zero point that is known ahead or comes with the call: rounded to float32 once."""
+    torch.manual_seed(0)
+    x, w, zero = extreme((8, k), torch.uint8), torch.full((24, k), 127, dtype=torch.int8), ZERO_POINTS[kind]
+    x[0, 0], w[::2] = 200, extreme((12, k), torch.int8)
+
+    def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x.float() - zero(x), w.float().t())
+
+    _, compiled, inputs = compiled_region(engine, (linear, lambda: [x, w]))
+    exact = (x.double() - zero(x)) @ w.double().t()
+    assert exact.abs().max() > 2**31
+    torch.testing.assert_close(compiled(inputs)[0].double(), exact, rtol=2**-23, atol=0)
+    assert integer_kernels(compiled) == 1
+
+
+@pytest.mark.parametrize("per", ["token", "tensor"])
+def test_zero_points_that_calls_choose_leave_a_product_of_integers(engine: KernelEngine, per: str) -> None:
+    """As torchao's dynamic quantisation does: nothing in the graph bounds a zero point that lies in memory."""
+    torch.manual_seed(0)
+    x, w, scales = torch.randn(9, 64) + 0.7, extreme((24, 64), torch.int8), torch.rand(24) + 0.5
+
+    def rows(x: torch.Tensor) -> torch.Tensor:
+        if per == "token":
+            scale, zero = quantized.choose_qparams_per_token_asymmetric.default(x, torch.int8)
+            narrow = quantized.quantize_per_token.default(x, scale, zero, -128, 127, torch.int8)
+            return quantized.dequantize_per_token.default(narrow, scale, zero, -128, 127, torch.int8, torch.float32)
+        scale, zero = quantized.choose_qparams.tensor(x, 0, 255, 1e-5, torch.uint8)
+        narrow = quantized.quantize_per_tensor.tensor(x, scale, zero, 0, 255, torch.uint8)
+        return quantized.dequantize_per_tensor.tensor(narrow, scale, zero, 0, 255, torch.uint8)
+
+    def linear(x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        left = rows(x)
+        return torch.mm(left, quantized.dequantize_per_channel.default(w, scales, None, 0, -128, 127, torch.int8).t())
+
+    _, compiled, inputs = compiled_region(engine, (linear, lambda: [x, w, scales]))
+    want = rows(x).double() @ (w.double() * scales.double()[:, None]).t()
+    torch.testing.assert_close(compiled(inputs)[0].double(), want, rtol=1e-5, atol=1e-4)
+    assert integer_kernels(compiled) == 1
 
 
 # (shape of x, shape of w, stride, padding, dilation, groups, dtype of x, zero point)
@@ -151,14 +242,16 @@ def test_matmuls_by_weights_of_7_bits_are_exact(
     torch.manual_seed(0)
     x, w, scales = extreme((m, k), dtype), of_seven_bits((n, k)), torch.full((n,), 2.0**-7)
     x[0], w[0], w[1 : 1 + n // 4] = torch.iinfo(dtype).max, 64, -64
+    x[m // 2, 1::3] = w[-1] = 61  # odd, so that float32 does not hold all sums
 
     def linear(x: torch.Tensor, w: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         return torch.mm((x.float() - zero) * 0.5, dequantised(w, scales).t())
 
-    found, names = computed(engine, linear, [x, w, scales])
+    _, compiled, inputs = compiled_region(engine, (linear, lambda: [x, w, scales]))
     exact = (x.long() - zero) @ w.long().t()
-    assert torch.equal(found, exact.float() * 2.0**-8)
-    assert "packed_matmul" in names or "tile_matmul" in names
+    assert k < 70_000 or (exact.double() != exact.float().double()).any()
+    assert torch.equal(compiled(inputs)[0], exact.float() * 2.0**-8)
+    assert integer_kernels(compiled) == 1
 
 
 @pytest.mark.parametrize("kind", ["matmul", "convolution", "depthwise"])

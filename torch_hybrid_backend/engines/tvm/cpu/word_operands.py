@@ -112,7 +112,7 @@ class WordOperands:
 
         moved = dot.shift
         zero = None if op.zero is None else op.zero(domain_vars(op.out.shape[:2]))
-        if is_known and isinstance(zero, Const):
+        if is_known and isinstance(zero, Const) and op.out.dtype == "int32":
             moved, zero = moved + int(zero.value), None
         start = column_sums_times(-moved) if moved else None
         sums = op.out if zero is None else Buffer(op.out.shape, "int32", "sums")
@@ -120,15 +120,16 @@ class WordOperands:
         if zero is None:
             return
         columns = column_sums_times(1) if is_known else self._column_sums(op.b)
-        one_matrix = packed.shape[0] == 1
+        one_matrix, dtype = packed.shape[0] == 1, op.out.dtype
 
         def corrected(index: tuple[Index, ...]) -> Expr:
             batch, row, column = index
             assert op.zero is not None
             of_column = columns.at((as_index(0) if one_matrix else batch, column))
-            return scalar.sub(sums.at(index), scalar.mul(op.zero((batch, row)), of_column))
+            of_row = scalar.mul(scalar.cast(op.zero((batch, row)), dtype), scalar.cast(of_column, dtype))
+            return scalar.sub(scalar.cast(sums.at(index), dtype), of_row)
 
-        packer.add(MapOp(op.out, Map(op.out.shape, "int32", corrected, ((sums, lambda index: index),))))
+        packer.add(MapOp(op.out, Map(op.out.shape, dtype, corrected, ((sums, lambda index: index),))))
 
     def _column_sums(self, b: Value) -> Buffer:
         """The sums of an operand's columns, computed in every call."""
