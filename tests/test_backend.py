@@ -24,6 +24,7 @@ def eager_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HYBRID_ENGINES", "eager")
     monkeypatch.setenv("HYBRID_CACHE_DIR", str(tmp_path))
     torch.compiler.reset()
+    backend._warn_once.cache_clear()  # as in a new process
 
 
 def _graph() -> torch.fx.GraphModule:
@@ -49,6 +50,9 @@ def test_options_and_modes_are_settings() -> None:
         ("fp16", {"bf16", "fp16"}, "as-written"),
         ("int8+bf16", {"bf16"}, "int8"),
         ("int8", {"bf16", "fp16"}, "int8"),
+        ("int8", {"int8"}, "as-written"),
+        ("int8+bf16", {"int8"}, "bf16"),
+        ("int8+bf16", {"int8", "bf16"}, "as-written"),
         ("as-written", {"bf16", "fp16"}, "as-written"),
     ],
 )
@@ -88,6 +92,30 @@ def test_training_graphs_are_as_written(monkeypatch: pytest.MonkeyPatch, caplog:
     assert torch.equal(result, model(x))
     assert torch.equal(model.bias.grad, torch.full((8,), 4.0))  # type: ignore[arg-type]
     assert len([record for record in caplog.records if "is for inference" in record.getMessage()]) == 1
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_model_of_several_graphs_warns_once(
+    trains: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a precision lacks, and that graphs for training are as written, is said once in a process; of another precision anew."""
+    monkeypatch.setattr(backend, "lacking_instructions", lambda part: () if trains else (f"avx512_{part}",))
+
+    def model(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = x @ w
+        torch._dynamo.graph_break()
+        return y @ w
+
+    w = torch.randn(4, 4, requires_grad=trains)
+    for precision in ("bf16", "fp16"):
+        torch.compiler.reset()
+        torch.compile(model, backend="hybrid", options={"precision": precision})(torch.randn(4, 4), w)
+    warnings = [record.getMessage() for record in caplog.records if record.name == backend.__name__]
+    said = "is for inference" if trains else "no instructions for"
+    assert len(warnings) == 2
+    assert all(
+        said in line and f"precision={name}" in line for name, line in zip(("bf16", "fp16"), warnings, strict=True)
+    )
 
 
 def test_explain_has_a_plan_for_every_graph() -> None:

@@ -119,6 +119,7 @@ def test_cpuinfo_is_of_the_first_processor(tmp_path: Path) -> None:
     ("cpuinfo_text", "bf16", "fp16"),
     [
         ("flags : avx2 avx512f avx512_bf16", True, False),
+        ("flags : avx2 avx512f avx512_fp16", False, False),  # whose sums would be of float16
         ("flags : avx2 amx_tile amx_bf16", True, True),  # whose tiles multiply float16 as two bfloat16
         ("flags : avx512f avx512_fp16 amx_bf16 avx512_bf16", True, True),
         ("flags : avx2 fma", False, False),
@@ -131,12 +132,54 @@ def test_instructions_of_a_precision(
 ) -> None:
     """What the processor shows, x86's and Arm's; where it shows none, those that are lacking are named."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(machine, "may_use_tiles", lambda: True)
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/cpuinfo").write_text(cpuinfo_text)
     for precision, there in (("bf16", bf16), ("fp16", fp16)):
         lacking = lacking_instructions(precision, tmp_path)
         assert bool(lacking) is not there
         assert all(precision in name or name in ("asimdhp", "amx_bf16") for name in lacking)
+
+
+@pytest.mark.parametrize(
+    ("flags", "bf16", "fp16"),
+    [
+        ("avx512f avx512_bf16 avx512_fp16 amx_tile amx_bf16", True, False),
+        ("avx512f amx_tile amx_bf16 amx_fp16", False, False),
+    ],
+)
+def test_tiles_that_the_system_refuses_are_no_instructions(
+    flags: str, bf16: bool, fp16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The processor has AMX, this process may not use it: what is left are the instructions on vectors."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(machine, "may_use_tiles", lambda: False)
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text(f"flags : {flags}")
+    assert bool(lacking_instructions("bf16", tmp_path)) is not bf16
+    assert bool(lacking_instructions("fp16", tmp_path)) is not fp16
+    assert bits_of_weights(tmp_path) == 8
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo_text", "capability", "there"),
+    [
+        ("flags : sse4_2 avx", "DEFAULT", False),
+        ("flags : avx2", "AVX2", True),
+        ("flags : avx2 avx512f avx512_vnni", "AVX512", True),
+        ("Features : asimd asimddp i8mm", "DEFAULT", False),  # no kernel multiplies bytes by them
+        ("", "AVX2", True),  # the system tells nothing, PyTorch does
+        ("", "DEFAULT", False),
+    ],
+)
+def test_instructions_of_integers(
+    cpuinfo_text: str, capability: str, there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products of bytes need vectors of at least 8 lanes, of x86."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text(cpuinfo_text)
+    assert bool(lacking_instructions("int8", tmp_path)) is not there
 
 
 @pytest.mark.parametrize(
@@ -158,6 +201,7 @@ def test_bits_of_weights(
 ) -> None:
     """7 where products of bytes add two of them up in 16 bits, with what PyTorch uses of the processor; 8 wherever that would gain nothing."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(machine, "may_use_tiles", lambda: True)
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/cpuinfo").write_text(f"flags : {flags}")
     assert bits_of_weights(tmp_path) == bits

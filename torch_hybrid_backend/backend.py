@@ -92,7 +92,7 @@ def compile_graph(
     @collector_paused()  # a backward graph may be compiled later, when backward is called
     def compile_captured(captured: CapturedGraph) -> Callable[[list[Any]], list[Any]]:
         if captured.kind == "forward" and config.precision != AS_WRITTEN:
-            log.warning("precision=%s is for inference: a graph for training is computed as written", config.precision)
+            _warn_once(f"precision={config.precision} is for inference: graphs for training are computed as written")
         why_not = _not_off_the_call(captured) if config.background else ""
         if why_not:
             log.warning("a graph is compiled in its call, not in the background: %s", why_not)
@@ -193,20 +193,34 @@ def _is_static(_position: int, value: object) -> bool:
     return isinstance(value, torch.nn.Parameter) or getattr(value, "_dynamo_static_input_type", None) is not None
 
 
+@functools.cache
+def _warn_once(text: str) -> None:
+    """A WARNING once in a process: it is the same for all graphs of a program."""
+    log.warning("%s", text)
+
+
+# What needs instructions -> precision -> the one to be used without them.
+_WITHOUT: Mapping[str, Mapping[str, str]] = {
+    "int8": {"int8": AS_WRITTEN, "int8+bf16": "bf16"},
+    "bf16": {"bf16": AS_WRITTEN, "int8+bf16": "int8"},
+    "fp16": {"fp16": AS_WRITTEN},
+}
+
+
 def with_instructions(config: Config) -> Config:
-    """`config` in a precision that this machine has instructions for, by one WARNING where it lacks those of the one that was asked for."""
-    for half, without in (("bf16", {"bf16": AS_WRITTEN, "int8+bf16": "int8"}), ("fp16", {"fp16": AS_WRITTEN})):
-        if config.precision in without and (lacking := lacking_instructions(half)):
-            instead = without[config.precision]
-            log.warning(
-                "this machine has no instructions for %s (one of: %s): with precision=%s graphs are computed %s",
-                half,
-                ", ".join(lacking),
-                config.precision,
-                instead if instead == AS_WRITTEN else f"in {instead}",
-            )
-            return dataclasses.replace(config, precision=instead)
-    return config
+    """`config` in a precision that this machine has instructions for. One WARNING in a process where it lacks those of what was asked for."""
+    precision, lacks = config.precision, []
+    for part, without in _WITHOUT.items():
+        if precision in without and (lacking := lacking_instructions(part)):
+            lacks.append(f"{part} (one of: {', '.join(lacking)})")
+            precision = without[precision]
+    if not lacks:
+        return config
+    instead = precision if precision == AS_WRITTEN else f"in {precision}"
+    _warn_once(
+        f"this machine has no instructions for {' and '.join(lacks)}: with precision={config.precision} graphs are computed {instead}"
+    )
+    return dataclasses.replace(config, precision=precision)
 
 
 def _is_priced_whole(captured: CapturedGraph, config: Config) -> bool:

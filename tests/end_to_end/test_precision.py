@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import torch_hybrid_backend
-from torch_hybrid_backend import backend, speed_gate
+from torch_hybrid_backend import backend, machine, speed_gate
+from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.precision import DEFAULT_TOLERANCES
 from torch_hybrid_backend.engines.tvm.backend import TvmBackend
 from torch_hybrid_backend.graph import quantization
 from torch_hybrid_backend.partition.deviation import relative_error
@@ -80,6 +82,54 @@ def test_the_environment_is_enough(settings: pytest.MonkeyPatch) -> None:
             assert 1e-5 < error < 0.02
             for parameter in model.parameters():
                 parameter.mul_(1.1)
+
+
+class _Patches(torch.nn.Module):
+    """Patches of an image, attention between them with a written softmax, a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.project = torch.nn.Conv2d(3, 64, 4, 4), torch.nn.Linear(64, 3 * 64)
+        self.head = torch.nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.patches(x).flatten(2).transpose(1, 2)
+        q, k, v = self.project(rows).chunk(3, dim=-1)
+        return self.head(torch.softmax(q @ k.transpose(1, 2) / 8, -1) @ v + rows)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "int8+bf16"])
+def test_a_model_compiles_in(precision: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """With whatever instructions this machine has: results are near float32's, and either operators are converted and every layer that is not
+    has a code, or one warning says what is lacking."""
+    monkeypatch.setattr(backend, "lacking_instructions", machine.lacking_instructions)
+    backend._warn_once.cache_clear()
+    torch.manual_seed(0)
+    model, x, options = _Patches().eval(), torch.randn(2, 3, 32, 32), {"precision": precision}
+    with torch.no_grad():
+        (plan,) = torch_hybrid_backend.explain(model, x, options=options).plans
+        compiled = torch.compile(model, backend="hybrid", options=options)
+        for _ in range(3):
+            expected, result = model(x), compiled(x)
+            error = relative_error(expected, result)
+            assert result.dtype == torch.float32
+            assert error is not None
+            assert error < DEFAULT_TOLERANCES[precision]
+    used = backend.with_instructions(Config(precision=precision)).precision
+    said = [record.getMessage() for record in caplog.records if "no instructions for" in record.getMessage()]
+    assert len(said) == (used != precision)
+    converted = dict(plan.conversion.converted) if plan.conversion is not None else {}
+    parts = {
+        "as-written": (),
+        "fp16": ("float16",),
+        "int8": ("int8",),
+        "bf16": ("bfloat16",),
+        "int8+bf16": ("int8", "bfloat16"),
+    }
+    assert converted.keys() == {*parts[used]}
+    assert error > 1e-5 or not converted
+    left = plan.conversion.left if plan.conversion is not None else ()
+    assert bool(left) == (used == "int8")  # products of activations
 
 
 @pytest.mark.skipif("avx512_bf16" not in TvmBackend().target.features, reason="needs AVX512-BF16")

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 import torch
 from torch import nn
 
 from torch_hybrid_backend.core.plan import Conversion, Unconverted
 from torch_hybrid_backend.core.verdict import Reason, Refused
+from torch_hybrid_backend.graph.precision import converted_to
 from torch_hybrid_backend.graph.source import with_module_call
+from torch_hybrid_backend.passes.pipeline import PASSES, PRECISION_PASSES, run_passes
 from torch_hybrid_backend.passes.precision.conversion import conversion, mark_sites, quantised_by_itself
+from torch_hybrid_backend.passes.precision.lists import is_layer
 
 
 def test_counts(captured) -> None:
@@ -87,3 +91,78 @@ def test_graphs_that_quantise_themselves(captured) -> None:
     ]
     plain = captured(second, torch.rand(4, 8))
     assert quantised_by_itself(plain.gm, plain.ctx) is None
+
+
+class _Attention(nn.Module):
+    """Linear layers around attention, once as PyTorch's operator and once written out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.out = nn.Linear(32, 3 * 32), nn.Linear(32, 160)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.project(x).view(1, 16, 3, 2, 16).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        z = torch.softmax(q @ k.transpose(-1, -2), -1) @ v
+        return self.out((y + z).transpose(1, 2).reshape(16, 32))
+
+
+@pytest.mark.parametrize("precision", ["int8", "int8-weights", "int8+bf16", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_each_layer_is_converted_or_has_a_code(captured, precision: str, dtype: torch.dtype) -> None:
+    """Also those that no pass considers: attention, products of activations, other dtypes."""
+    subject = captured(_Attention().eval().to(dtype), torch.randn(1, 16, 32, dtype=dtype))
+    context = dataclasses.replace(subject.ctx, precision=precision)
+    run_passes(subject.gm, context, (*PASSES, *PRECISION_PASSES))
+    found = conversion(subject.gm, context)
+    layers = [node for node in subject.gm.graph.nodes if is_layer(node)]
+    assert len(layers) == 5
+    left = {layer.name: layer for layer in found.left}
+    assert left.keys() == {node.name for node in layers if converted_to(node) is None}
+    assert all(layer.why for layer in found.left)
+    if dtype == torch.float64:
+        assert len(left) == len(layers)
+    elif precision == "int8":
+        assert {layer.code for layer in found.left} == {Reason.UNSUPPORTED}
+        whys = {layer.operator.split(".")[1]: layer.why for layer in found.left}
+        assert whys["bmm"] == "aten.bmm.default is not quantised"
+        assert whys["_scaled_dot_product_flash_attention_for_cpu"] == "attention is not quantised"
+        assert len(left) == len(layers) - 2
+    elif not precision.startswith("int8-"):
+        assert not left
+
+
+def test_products_of_activations_are_told(captured) -> None:
+    """Of a matrix product of two activations, and of one whose weight is the left operand, `int8` says why it is as written."""
+    weight = nn.Parameter(torch.randn(16, 16))
+    subject = captured(lambda x: (x @ x.neg(), weight @ x), torch.randn(16, 16))
+    context = dataclasses.replace(subject.ctx, precision="int8")
+    run_passes(subject.gm, context, (*PASSES, *PRECISION_PASSES))
+    found = conversion(subject.gm, context)
+    assert [layer.code for layer in found.left] == [Reason.UNSUPPORTED] * 2
+    assert all("not a constant weight" in layer.why for layer in found.left)
+
+
+def test_layers_in_their_own_half_precision_are_not_left(captured) -> None:
+    """A model in bfloat16 computes as `bf16` asks; of `fp16` and `int8` its layers that stay are told."""
+    subject = captured(lambda x: x @ x, torch.randn(16, 16).bfloat16())
+    told = {
+        p: conversion(subject.gm, dataclasses.replace(subject.ctx, precision=p)).left for p in ("bf16", "fp16", "int8")
+    }
+    assert told["bf16"] == ()
+    assert "computes in bfloat16" in told["fp16"][0].why
+    assert told["int8"][0].code is Reason.UNSUPPORTED
+
+
+@pytest.mark.parametrize("precision", ["int8", "int8-weights", "bf16"])
+def test_a_graph_that_writes_in_place_says_so(captured, precision: str) -> None:
+    """No pass converts anything of it; each layer has that reason."""
+    subject = captured(nn.Linear(128, 128), torch.randn(4, 128))
+    (layer,) = (node for node in subject.gm.graph.nodes if is_layer(node))
+    with subject.gm.graph.inserting_after(layer):
+        written = subject.gm.graph.call_function(torch.ops.aten.copy_.default, (layer, layer))
+    written.meta["val"] = layer.meta["val"]
+    context = dataclasses.replace(subject.ctx, precision=precision)
+    run_passes(subject.gm, context, PRECISION_PASSES)
+    (left,) = conversion(subject.gm, context).left
+    assert (left.code, left.why) == (Reason.UNSUPPORTED, "the graph writes in place: nothing of it is converted")

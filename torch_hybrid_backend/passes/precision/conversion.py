@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 import torch.fx
 
 from torch_hybrid_backend.core.plan import Conversion, Unconverted
-from torch_hybrid_backend.core.precision import DEFAULT_TOLERANCES
+from torch_hybrid_backend.core.precision import AS_WRITTEN, DEFAULT_TOLERANCES
 from torch_hybrid_backend.core.verdict import Reason, Refused
-from torch_hybrid_backend.graph.precision import computes, converted_to, is_cast
+from torch_hybrid_backend.graph.devices import device_of
+from torch_hybrid_backend.graph.precision import computes, converted_to, is_cast, precision_of
 from torch_hybrid_backend.graph.source import module_call, source_line
-from torch_hybrid_backend.graph.values import QUANTIZED, constant_nodes
+from torch_hybrid_backend.graph.values import QUANTIZED, constant_nodes, has_mutation
 from torch_hybrid_backend.passes.context import PassContext
 from torch_hybrid_backend.passes.precision.lists import is_layer, is_on
 
@@ -21,6 +23,10 @@ aten = torch.ops.aten
 
 # What the functions become that `quantize` sees as layers.
 _CALLED = (aten.convolution, aten.linear, aten.mm, aten.addmm, aten.bmm, aten.mv, aten.matmul)
+_ATTENTION = (aten.scaled_dot_product_attention, aten._scaled_dot_product_flash_attention_for_cpu)
+# Products that `quantize_layers` converts where one operand is a weight.
+_QUANTISED = (aten.convolution, aten.linear, aten.mm, aten.addmm)
+_HALVES = {"bf16": "bfloat16", "fp16": "float16", "int8+bf16": "bfloat16"}
 
 
 def mark_sites(gm: torch.fx.GraphModule) -> None:
@@ -50,12 +56,15 @@ def _not_quantised(node: torch.fx.Node) -> Refused:
 
 
 def conversion(gm: torch.fx.GraphModule, ctx: PassContext, tolerance: float | None = None) -> Conversion:
-    """The counts for a graph after the passes that reduce its precision. tolerance: None for the precision's own."""
+    """The counts for a graph after the passes that reduce its precision, and why each layer that they left is as it was written.
+
+    tolerance: None for the precision's own.
+    """
     constant = constant_nodes(gm, ctx.constants)
     casts = [node for node in gm.graph.nodes if is_cast(node)]
     computing = [node for node in gm.graph.nodes if node not in constant and computes(node)]
     converted = Counter(name for name in map(converted_to, computing) if name is not None)
-    reasons = {**gm.meta.get("as_written", {}), **ctx.as_written}
+    reasons = {**_unreached(gm, ctx, computing), **gm.meta.get("as_written", {}), **ctx.as_written}
     left = tuple(
         Unconverted(
             node.name,
@@ -77,3 +86,31 @@ def conversion(gm: torch.fx.GraphModule, ctx: PassContext, tolerance: float | No
         weight_casts=sum(node in constant for node in casts),
         left=left,
     )
+
+
+def _unreached(gm: torch.fx.GraphModule, ctx: PassContext, computing: Iterable[torch.fx.Node]) -> dict[str, Refused]:
+    """Why the passes for `ctx.precision` consider some layers not at all, by the layer's name."""
+    if ctx.precision == AS_WRITTEN:
+        return {}
+    layers = [node for node in computing if is_layer(node) and precision_of(node) != _HALVES.get(ctx.precision)]
+    if has_mutation(gm):
+        return {
+            node.name: Refused(Reason.UNSUPPORTED, "the graph writes in place: nothing of it is converted")
+            for node in layers
+        }
+    return {node.name: Refused(Reason.UNSUPPORTED, _why_unreached(node, ctx.precision)) for node in layers}
+
+
+def _why_unreached(node: torch.fx.Node, precision: str) -> str:
+    device = device_of(node)
+    if device is None or device.type != "cpu":
+        return "only layers on the CPU are converted"
+    if precision in _HALVES:
+        return f"it computes in {precision_of(node)}: float32 alone is converted"
+    if precision.endswith("-weights"):
+        return "only constant weights of linear layers are kept in fewer bits"
+    if is_on(node, _ATTENTION):
+        return "attention is not quantised"
+    if is_on(node, _QUANTISED):
+        return "its right operand is not a constant weight: products of activations are not quantised"
+    return f"{node.target} is not quantised"
