@@ -18,6 +18,7 @@ from tests.random_programs.vocabulary import (
     parts,
     pictures,
     pointwise,
+    quantised,
     reductions,
     sequences,
     shapes,
@@ -34,6 +35,7 @@ GROUPS: dict[str, tuple[tuple[Template, int], ...]] = {
     "pictures": pictures.TEMPLATES,
     "sequences": sequences.TEMPLATES,
     "networks": networks.TEMPLATES,
+    "quantised": quantised.TEMPLATES,
     "chains": ((parts.views_of_views, 1),),
 }
 SIZES = (1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 33)
@@ -63,6 +65,7 @@ PROFILES: dict[str, Profile] = {
     "pictures": Profile({"pictures": 6, "shapes": 1, "chains": 1, "pointwise": 1, "mutation": 1}),
     "sequences": Profile({"sequences": 6, "shapes": 1, "chains": 1, "pointwise": 1, "reductions": 1}),
     "networks": Profile({"networks": 6, "chains": 1, "pointwise": 1, "reductions": 1}),
+    "quantised": Profile({"quantised": 8, "shapes": 1, "pointwise": 1}, sizes=(1, 2, 3, 5, 8, 16, 17, 32, 33, 64)),
     "libraries": Profile(
         {"pictures": 3, "sequences": 3, "networks": 3, "chains": 2, "mutation": 2, "pointwise": 2, "layers": 1},
         (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64),

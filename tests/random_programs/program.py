@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.random_programs import quantised
 from tests.random_programs.noise import REDUCTION
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -162,7 +163,7 @@ class Module(nn.Module):
 
 def namespace(wide: bool) -> dict[str, Any]:
     """What a program's text may mention."""
-    names: dict[str, Any] = {"torch": torch, "F": nn.functional, "math": math}
+    names: dict[str, Any] = {"torch": torch, "F": nn.functional, "math": math, **quantised.functions(wide)}
     for dtype in FLOATS:
         names[str(dtype).removeprefix("torch.")] = torch.float64 if wide else dtype
     return names
