@@ -17,6 +17,11 @@ from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.machine import bits_of_weights, cpuinfo, fingerprint, lacking_instructions
 
 
+def _with_cpuinfo(root: Path, text: str) -> None:
+    (root / "proc").mkdir()
+    (root / "proc/cpuinfo").write_text(text)
+
+
 def test_the_fingerprint_names_threads_and_versions() -> None:
     """Timings with another number of threads or another torch are other timings."""
     assert f"threads {torch.get_num_threads()}" in fingerprint(CPU)
@@ -110,8 +115,7 @@ def test_cpuinfo_is_of_the_first_processor(tmp_path: Path) -> None:
     """Names in lower case; what later processors say is left out; a system without the file says so."""
     with pytest.raises(FileNotFoundError):
         cpuinfo(tmp_path)
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/cpuinfo").write_text("processor : 0\nModel name\t: One: a\nrubbish\n\nprocessor : 1\nflags : x\n")
+    _with_cpuinfo(tmp_path, "processor : 0\nModel name\t: One: a\nrubbish\n\nprocessor : 1\nflags : x\n")
     assert cpuinfo(tmp_path) == {"processor": "0", "model name": "One: a"}
 
 
@@ -133,8 +137,7 @@ def test_instructions_of_a_precision(
     """What the processor shows, x86's and Arm's; where it shows none, those that are lacking are named."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setattr(machine, "may_use_tiles", lambda: True)
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/cpuinfo").write_text(cpuinfo_text)
+    _with_cpuinfo(tmp_path, cpuinfo_text)
     for precision, there in (("bf16", bf16), ("fp16", fp16)):
         lacking = lacking_instructions(precision, tmp_path)
         assert bool(lacking) is not there
@@ -154,8 +157,7 @@ def test_tiles_that_the_system_refuses_are_no_instructions(
     """The processor has AMX, this process may not use it: what is left are the instructions on vectors."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     monkeypatch.setattr(machine, "may_use_tiles", lambda: False)
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/cpuinfo").write_text(f"flags : {flags}")
+    _with_cpuinfo(tmp_path, f"flags : {flags}")
     assert bool(lacking_instructions("bf16", tmp_path)) is not bf16
     assert bool(lacking_instructions("fp16", tmp_path)) is not fp16
     assert bits_of_weights(tmp_path) == 8
@@ -177,8 +179,7 @@ def test_instructions_of_integers(
 ) -> None:
     """Products of bytes need vectors of at least 8 lanes, of x86."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/cpuinfo").write_text(cpuinfo_text)
+    _with_cpuinfo(tmp_path, cpuinfo_text)
     assert bool(lacking_instructions("int8", tmp_path)) is not there
 
 
@@ -202,8 +203,7 @@ def test_bits_of_weights(
     """7 where products of bytes add two of them up in 16 bits, with what PyTorch uses of the processor; 8 wherever that would gain nothing."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(machine, "may_use_tiles", lambda: True)
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/cpuinfo").write_text(f"flags : {flags}")
+    _with_cpuinfo(tmp_path, f"flags : {flags}")
     assert bits_of_weights(tmp_path) == bits
     assert bits_of_weights(tmp_path / "nowhere") == 8
 
@@ -211,8 +211,7 @@ def test_bits_of_weights(
 def test_pytorch_held_to_avx2_has_no_wider_instructions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """ATEN_CPU_CAPABILITY=avx2 holds kernels to that too; a machine that tells nothing has no instructions."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/cpuinfo").write_text("flags : avx2 avx512_bf16 amx_bf16")
+    _with_cpuinfo(tmp_path, "flags : avx2 avx512_bf16 amx_bf16")
     assert "avx512_bf16" in lacking_instructions("bf16", tmp_path)
     assert lacking_instructions("bf16", tmp_path / "nowhere")
 

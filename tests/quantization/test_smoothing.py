@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from torch_hybrid_backend import quantize
+from torch_hybrid_backend import explain, quantize
 from torch_hybrid_backend.quantization.ranges import Site
 from torch_hybrid_backend.quantization.smoothing import Channels, scaled, with_least_error
 
@@ -83,6 +83,13 @@ def test_queries_keys_and_values_are_quantised_alike() -> None:
     assert sites["q"] == sites["k"] == sites["v"]
     kept = [name for name, _ in quantized.named_buffers() if name.startswith("smoothing_")]
     assert len(kept) == len({site.smoothing for site in sites.values() if site.smoothing})
+    with torch.no_grad():
+        plain = quantize(model, data, calibration="naive")
+        smoothed, unsmoothed = (
+            sum(len(region.kernels) for plan in explain(module, data[0]).plans for region in plan.regions)
+            for module in (quantized, plain)
+        )
+    assert smoothed == unsmoothed > 0  # their input is not quantised for each
     compiled = torch.compile(quantized, backend="hybrid", fullgraph=True)
     expected = model(data[0])
     for _ in range(2):

@@ -154,7 +154,8 @@ class Module(nn.Module):
         self._order = [(item.name, item.weight) for item in program.inputs]
         for item in program.inputs:
             if item.weight:
-                self.register_parameter(item.name, nn.Parameter(item.tensor(), requires_grad=trained))
+                needs_gradient = trained and item.dtype.is_floating_point
+                self.register_parameter(item.name, nn.Parameter(item.tensor(), requires_grad=needs_gradient))
 
     def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         arguments = iter(given)

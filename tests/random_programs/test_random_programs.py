@@ -5,6 +5,7 @@ The same programs in every run: hypothesis is derandomised, seeds are fixed. Mor
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,9 @@ from tests.random_programs.check import check
 from tests.random_programs.generate import PROFILES, programs, seeded
 from tests.random_programs.program import Program
 from tests.random_programs.run import main
+from torch_hybrid_backend.loops.ir import Expr
+from torch_hybrid_backend.loops.lowerings import quantized
+from torch_hybrid_backend.loops.ops import call, cast
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +53,38 @@ def test_engine_runs_most_of_it(profile: str, kernel_cache: Path) -> None:
     report = check(program, "tvm", kernel_cache)
     assert not report.why, program
     assert 2 * report.taken >= report.operators > 0
+
+
+@pytest.mark.parametrize("mode", ["static", "dynamic", "training"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_quantised_layers(seed: int, mode: str, kernel_cache: Path) -> None:
+    """Integers and their scales, bit by bit."""
+    program = seeded(seed, 25, "quantised")
+    report = check(program, "tvm", kernel_cache, mode)
+    assert not report.why, program
+    assert 2 * report.taken >= report.operators > 0
+
+
+def _down(function: str, *operands: Expr) -> Expr:
+    return call("floor" if function == "round_even" else function, *operands)
+
+
+@pytest.mark.parametrize(
+    ("name", "mistake"),
+    [
+        ("call", _down),
+        ("_centred", lambda a, zero_point: a),
+        ("_clamped", lambda ctx, a, low, high: cast(a, ctx.out.dtype)),
+    ],
+    ids=["rounded down", "no zero point", "not clamped"],
+)
+def test_mistakes_in_quantised_layers_are_found(
+    name: str, mistake: Callable[..., Expr], kernel_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same programs where what lowers the operators has one."""
+    monkeypatch.setattr(quantized, name, mistake)
+    found = [check(seeded(seed, 25, "quantised"), "tvm", kernel_cache).why for seed in (0, 1, 3)]
+    assert any("off by" in why or "differs from eager's" in why for why in found), found
 
 
 @pytest.mark.parametrize("mode", ["dynamic", "training"])

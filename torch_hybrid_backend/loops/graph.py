@@ -175,8 +175,8 @@ class _Lowerer:
 
     def _output(self, value: Value, taken: set[Buffer]) -> Buffer:
         """The value in memory of its own: AOTAutograd forbids an output that shares storage with an input or another output."""
-        # What is dequantised is written for the caller alone: products read its integers.
-        if isinstance(value, Map) and value.base is None and not is_dequantised(value):
+        # What is dequantised is written for the caller alone.
+        if isinstance(value, Map) and value.base is None and not self._is_read_as_integers(value):
             value = self._realize(value)
         if isinstance(value, Buffer) and value not in taken:
             return value
@@ -232,11 +232,14 @@ class _Lowerer:
         """An anchor's operand: a buffer or a view of one."""
         root = _root(value)
         if isinstance(root, Map) and root.realized is None:
-            if self._policy.abilities.integer_products and is_dequantised(root):
-                # Other products read its integers: it stays what it is for them, and is written for this one.
+            if self._is_read_as_integers(root):  # and written for this anchor alone
                 return self._ctx.realize(MapOp(Buffer(value.shape, value.dtype), value))
             self._realize(root)
         return value
+
+    def _is_read_as_integers(self, value: Value) -> bool:
+        """Whether integer products may read a value through its definition, which must stay then: memory of its own would hold floats."""
+        return self._policy.abilities.integer_products and is_dequantised(value)
 
     def _matrix(self, value: Value) -> Value:
         """The right operand of a matmul: as `_operand`, or a constant of 8 or 4 bits, dequantised or looked up, as it is."""

@@ -17,6 +17,7 @@ from torch_hybrid_backend.graph.precision import computes, converted_to, is_cast
 from torch_hybrid_backend.graph.source import module_call, source_line
 from torch_hybrid_backend.graph.values import QUANTIZED, constant_nodes, has_mutation
 from torch_hybrid_backend.passes.context import PassContext
+from torch_hybrid_backend.passes.precision.half import DTYPES
 from torch_hybrid_backend.passes.precision.lists import is_layer, is_on
 
 aten = torch.ops.aten
@@ -26,7 +27,6 @@ _CALLED = (aten.convolution, aten.linear, aten.mm, aten.addmm, aten.bmm, aten.mv
 _ATTENTION = (aten.scaled_dot_product_attention, aten._scaled_dot_product_flash_attention_for_cpu)
 # Products that `quantize_layers` converts where one operand is a weight.
 _QUANTISED = (aten.convolution, aten.linear, aten.mm, aten.addmm)
-_HALVES = {"bf16": "bfloat16", "fp16": "float16", "int8+bf16": "bfloat16"}
 
 
 def mark_sites(gm: torch.fx.GraphModule) -> None:
@@ -92,7 +92,8 @@ def _unreached(gm: torch.fx.GraphModule, ctx: PassContext, computing: Iterable[t
     """Why the passes for `ctx.precision` consider some layers not at all, by the layer's name."""
     if ctx.precision == AS_WRITTEN:
         return {}
-    layers = [node for node in computing if is_layer(node) and precision_of(node) != _HALVES.get(ctx.precision)]
+    half = str(DTYPES.get(ctx.precision, "")).removeprefix("torch.")
+    layers = [node for node in computing if is_layer(node) and precision_of(node) != half]
     if has_mutation(gm):
         return {
             node.name: Refused(Reason.UNSUPPORTED, "the graph writes in place: nothing of it is converted")
@@ -105,7 +106,7 @@ def _why_unreached(node: torch.fx.Node, precision: str) -> str:
     device = device_of(node)
     if device is None or device.type != "cpu":
         return "only layers on the CPU are converted"
-    if precision in _HALVES:
+    if precision in DTYPES:
         return f"it computes in {precision_of(node)}: float32 alone is converted"
     if precision.endswith("-weights"):
         return "only constant weights of linear layers are kept in fewer bits"

@@ -30,7 +30,7 @@ from torch_hybrid_backend.passes.rewrite import insert, same_dims
 
 aten = torch.ops.aten
 
-_DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8+bf16": torch.bfloat16}
+DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8+bf16": torch.bfloat16}
 
 
 def half(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
@@ -39,7 +39,7 @@ def half(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
     Converted operators carry `meta["precision"]`, the dtype's name. Layers that are not, for another reason than `ctx.as_written`, are in
     `gm.meta["as_written"]`: name -> why.
     """
-    dtype = _DTYPES.get(ctx.precision)
+    dtype = DTYPES.get(ctx.precision)
     if dtype is None or has_mutation(gm):
         return False
     # What is expanded is cast before: a loop reads it as often as it likes.
