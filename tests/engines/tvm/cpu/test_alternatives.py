@@ -83,6 +83,22 @@ def test_float64_is_summed_directly() -> None:
     assert [variant.name for variant in found] == _CHOICES
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float32])
+def test_whole_numbers_in_floats_are_summed_directly(dtype: torch.dtype) -> None:
+    """Groups that fill no words of bytes are summed in float32, exactly; Winograd's transforms would round."""
+    x, w = torch.ones(1, 68, 56, 56, dtype=torch.uint8), torch.ones(128, 17, 3, 3, dtype=dtype)
+
+    def convolution(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.convolution(x.float(), w.float(), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 4)
+
+    found = assemble(region_of(convolution, x, w), TvmBackend(_AVX512))
+    constants = {packed.buffer: packed for packed in found.packed}
+    (kernel,) = (kernel for kernel in found.kernels if isinstance(kernel, PackedConvKernel))
+    assert kernel.accumulator.dtype == "float32"
+    names = [variant.name for variant in alternatives(kernel, constants, _AVX512)]
+    assert (names == _CHOICES) == (dtype is torch.int8)
+
+
 def test_choices_of_a_schedule_are_its_ranks() -> None:
     """The kernel itself has rank 0."""
     kernel = every_kind()["matmul"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -20,9 +21,9 @@ def convolution(x: torch.Tensor, w: torch.Tensor, groups: int = 1) -> torch.Tens
     return torch.convolution(x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], groups)
 
 
-def written(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> list[Layout]:
+def written(function: Callable[..., torch.Tensor], *inputs: torch.Tensor, target: Target = _AVX512) -> list[Layout]:
     """The layouts of what the region's kernels write, in their order."""
-    found = assemble(region_of(function, *inputs), TvmBackend(_AVX512))
+    found = assemble(region_of(function, *inputs), TvmBackend(target))
     return [write.layout for kernel in found.kernels for write in kernel.writes]
 
 
@@ -70,3 +71,16 @@ def test_depthwise_convolutions_are_blocked_too(groups: int) -> None:
     w = torch.randn(20, 20 // groups, 3, 3)
     inner, _ = written(lambda x, w: convolution(convolution(x, w, groups), w, groups), _X, w)
     assert inner == Blocked(16)
+
+
+@pytest.mark.parametrize(("dtype", "block"), [(torch.float32, 2), (torch.uint8, 16)])
+def test_what_is_read_in_words_has_blocks_of_them(dtype: torch.dtype, block: int) -> None:
+    """A convolution with groups of 2 channels writes blocks of 2, unless another reads words of four bytes of it."""
+    target = dataclasses.replace(_AVX512, features=("avx512f", "avx512_vnni"))
+
+    def two(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return convolution(convolution(x, w, 10).relu().to(dtype).float(), v.float())
+
+    v = torch.randint(-9, 9, (20, 20, 3, 3), dtype=torch.int8) if dtype is torch.uint8 else _W
+    inner, _ = written(two, _X, torch.randn(20, 2, 3, 3), v, target=target)
+    assert inner == Blocked(block)

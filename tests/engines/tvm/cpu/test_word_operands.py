@@ -217,6 +217,28 @@ def test_convolutions_of_integers_are_exact(engine: KernelEngine, case: tuple[ob
     assert torch.equal(found, exact.float() * 0.5)
 
 
+@pytest.mark.parametrize("outputs", [1, 2, 6])
+@pytest.mark.parametrize("of_integers", [True, False])
+def test_words_behind_groups_of_few_channels(engine: KernelEngine, outputs: int, of_integers: bool) -> None:
+    """A convolution that writes `outputs` channels a group is followed by one that reads words of them, of bytes or of bfloat16."""
+    torch.manual_seed(0)
+    groups = 12
+    x = torch.randint(-8, 9, (2, 2 * groups, 9, 8)).float()
+    v, w = torch.randint(-1, 2, (groups * outputs, 2, 3, 3)).float(), extreme((24, groups * outputs, 3, 3), torch.int8)
+
+    def two(x: torch.Tensor, v: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        inner = torch.nn.functional.conv2d(x, v, None, 1, 1, 1, groups).relu()
+        if of_integers:
+            return torch.nn.functional.conv2d(inner.round().to(torch.uint8).float(), w.float(), None, 1, 1)
+        return torch.nn.functional.conv2d(inner.bfloat16(), w.clamp(-1, 1).bfloat16(), None, 1, 1).float()
+
+    found, _ = computed(engine, two, [x, v, w])
+    inner = torch.nn.functional.conv2d(x, v, None, 1, 1, 1, groups).relu()
+    weight = w.double() if of_integers else w.clamp(-1, 1).double()
+    want = torch.nn.functional.conv2d(inner.double(), weight, None, 1, 1)
+    torch.testing.assert_close(found.double(), want, rtol=0 if of_integers else 2**-8, atol=0)
+
+
 def of_seven_bits(shape: Sequence[int]) -> torch.Tensor:
     """Weights of 7 bits, among them neighbours that are both the largest or both the smallest."""
     return (extreme(shape, torch.int8).int() / 2).round().clamp(-64, 64).to(torch.int8)

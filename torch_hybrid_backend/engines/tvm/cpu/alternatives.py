@@ -36,6 +36,7 @@ from torch_hybrid_backend.engines.tvm.cpu.packing import (
 from torch_hybrid_backend.engines.tvm.cpu.winograd_cost import winograd_gains
 from torch_hybrid_backend.engines.tvm.cpu.winograd_transform import packed_winograd_shape
 from torch_hybrid_backend.engines.tvm.target import Target
+from torch_hybrid_backend.loops.integer_products import NARROW
 from torch_hybrid_backend.loops.ir import Buffer, compute_dtype
 from torch_hybrid_backend.loops.kernels import Argument, AttentionKernel, Kernel
 from torch_hybrid_backend.loops.layout import contiguous
@@ -48,11 +49,18 @@ Ways = Callable[..., Sequence[Variant]]
 def alternatives(kernel: Kernel, constants: Mapping[Buffer, Packed], target: Target) -> list[Variant]:
     """The other ways of computing a kernel. `constants`: what is packed ahead, by its buffer."""
     weight = constants.get(kernel.packed) if isinstance(kernel, PackedConvKernel | PackedMatMulKernel) else None
+    if isinstance(kernel, PackedConvKernel) and weight is not None and _sums_integers_in_floats(kernel, weight):
+        return schedule_ranks(kernel, weight, target)
     found: list[Variant] = []
     for kind, ways in ALTERNATIVES:
         if isinstance(kernel, kind):
             found += ways(kernel, weight, target)
     return found
+
+
+def _sums_integers_in_floats(kernel: PackedConvKernel, weight: Packed) -> bool:
+    """Whether floats are whole numbers here, with sums that are exact: other ways of computing them (Winograd's) would round."""
+    return kernel.accumulator.dtype == "float32" and weight.source.dtype in NARROW
 
 
 def with_weight(kernel: Packable, weight: Packed) -> Packable:

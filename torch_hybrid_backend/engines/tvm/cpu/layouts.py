@@ -22,6 +22,13 @@ def blocked_layouts(groups: Sequence[Group], fixed: Mapping[Buffer, Layout], tar
     """The layout of every buffer the groups read or write; `fixed` holds inputs, outputs and packed operands."""
     layouts = dict(fixed)
     convolved = {b for g in groups for m in g.members if isinstance(m.op, ConvOp) for b in buffers_of(m.op.x)}
+    # What is read word by word needs blocks of whole words, however few channels a group of the convolution before it has.
+    words = {
+        m.op.x: m.op.dot.group
+        for g in groups
+        for m in g.members
+        if isinstance(m.op, PackedConvOp) and m.op.dot is not None and isinstance(m.op.x, Buffer)
+    }
     for group in groups:
         blocked = [b for b in group.reads() if isinstance(layouts.get(b), Blocked)]
         for member in group.members:
@@ -32,7 +39,8 @@ def blocked_layouts(groups: Sequence[Group], fixed: Mapping[Buffer, Layout], tar
             if len(buffer.shape) not in (3, 4) or buffer.shape[1] == 1 or isinstance(buffer.shape[1], Size):
                 continue
             anchor = group.members[0].op
-            if isinstance(anchor, PackedConvOp) and buffer.shape == group.shape:
+            is_of_anchor = isinstance(anchor, PackedConvOp) and buffer.shape == group.shape
+            if is_of_anchor and anchor.block % words.get(buffer, 1) == 0:
                 layouts[buffer] = Blocked(anchor.block)
             elif _keeps_channels(buffer, blocked) or buffer in convolved:
                 layouts[buffer] = Blocked(output_block(buffer.shape[1], 1, target))
