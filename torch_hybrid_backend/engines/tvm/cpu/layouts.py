@@ -39,9 +39,9 @@ def blocked_layouts(groups: Sequence[Group], fixed: Mapping[Buffer, Layout], tar
             if len(buffer.shape) not in (3, 4) or buffer.shape[1] == 1 or isinstance(buffer.shape[1], Size):
                 continue
             anchor = group.members[0].op
-            is_of_anchor = isinstance(anchor, PackedConvOp) and buffer.shape == group.shape
-            if is_of_anchor and anchor.block % words.get(buffer, 1) == 0:
-                layouts[buffer] = Blocked(anchor.block)
+            block = anchor.block if isinstance(anchor, PackedConvOp) and buffer.shape == group.shape else 0
+            if block and block % words.get(buffer, 1) == 0:
+                layouts[buffer] = Blocked(block)
             elif _keeps_channels(buffer, blocked) or buffer in convolved:
                 layouts[buffer] = Blocked(output_block(buffer.shape[1], 1, target))
     return layouts
