@@ -14,7 +14,7 @@ from torch_hybrid_backend import quantize
 from torch_hybrid_backend.engines.tvm.cpu.dot_products import integer_dot_product
 from torch_hybrid_backend.engines.tvm.target import Target
 
-DOT = integer_dot_product("uint8", "int8", Target.host(), knows_right=True)
+DOT = integer_dot_product("uint8", "int8", Target.host(), knows_sums=True)
 
 
 class Block(nn.Module):

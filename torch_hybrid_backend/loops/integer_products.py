@@ -246,7 +246,7 @@ def is_quantised(e: Expr) -> bool:
 def integer_product(op: MatMulOp | ConvOp, realize: Realize) -> tuple[LoopOp, MapOp] | None:
     """A product as one of integers, and what makes its result of that; None where it is none.
 
-    Both operands are quantised, the right one constant and symmetric. `realize`: called with what the product reads.
+    Both operands are quantised, the right one symmetric; a convolution's is constant. `realize`: called with what the product reads.
     """
     if isinstance(op, IntegerMatMulOp | IntegerConvOp) or (
         not scalar.is_float(op.out.dtype) and op.out.dtype not in _HALF
@@ -265,7 +265,7 @@ def integer_product(op: MatMulOp | ConvOp, realize: Realize) -> tuple[LoopOp, Ma
         if not isinstance(size, int):
             return None
         depth *= size
-    if constant_of(b.first.integer) is None:
+    if isinstance(op, ConvOp) and constant_of(b.first.integer) is None:
         return None
     fits = _fits(depth, a.first, b.first, a.first.zero)
     sums = Buffer(op.out.shape, "int32" if fits else "float64", "sums")

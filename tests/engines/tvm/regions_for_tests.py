@@ -18,15 +18,17 @@ from torch_hybrid_backend.partition.regions import partition_graph
 RegionCase = tuple[Callable[..., torch.Tensor], Callable[[], Sequence[torch.Tensor]]]
 
 
-def compiled_region(engine: KernelEngine, case: RegionCase) -> tuple[Region, KernelRegion, list[torch.Tensor]]:
-    """The case's one region, all inputs but the first constant; what the engine made of it; and the inputs."""
+def compiled_region(
+    engine: KernelEngine, case: RegionCase, changing: int = 1
+) -> tuple[Region, KernelRegion, list[torch.Tensor]]:
+    """The case's one region, all inputs but the first `changing` constant; what the engine made of it; and the inputs."""
     function, make = case
     torch.manual_seed(0)
     inputs = list(make())
     (segment,) = partition_graph(trace(function, *inputs), [engine], Config()).graph.segments
     region = dataclasses.replace(
         segment.region,
-        inputs=tuple(dataclasses.replace(i, is_constant=n > 0) for n, i in enumerate(segment.region.inputs)),
+        inputs=tuple(dataclasses.replace(i, is_constant=n >= changing) for n, i in enumerate(segment.region.inputs)),
     )
     (compiled,) = engine.compile([region], Deadline(120.0))
     assert isinstance(compiled, KernelRegion), compiled

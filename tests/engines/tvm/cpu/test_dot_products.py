@@ -32,7 +32,7 @@ SSE = dataclasses.replace(AVX2, features=(), lanes=4)
 )
 def test_integer_dot_products(target: Target, left: str, right: str, knows: bool, instruction: str | None) -> None:
     """VNNI where the processor has it and the operands suit it, products of 16 bits elsewhere; signed operands are moved for VNNI alone."""
-    dot = integer_dot_product(left, right, target, knows_right=knows)
+    dot = integer_dot_product(left, right, target, knows_sums=knows)
     assert (dot and dot.instruction) == instruction
     if dot is not None:
         assert dot.shift == (128 if dot.instruction == "vpdpbusd" and left == "int8" else 0)
@@ -55,7 +55,7 @@ def test_products_of_weights_of_7_bits(
     target: Target, left: str, knows: bool, bounds: tuple[int, int], instruction: str
 ) -> None:
     """Two of them by bytes fit into 16 bits, so they are multiplied as bytes without VNNI too."""
-    dot = integer_dot_product(left, "int8", target, knows_right=knows, bounds=bounds)
+    dot = integer_dot_product(left, "int8", target, knows_sums=knows, bounds=bounds)
     assert dot is not None
     assert dot.instruction == instruction
     assert dot.shift == (128 if dot.group == 4 and left == "int8" else 0)

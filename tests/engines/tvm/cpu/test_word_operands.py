@@ -177,6 +177,42 @@ def test_zero_points_that_calls_choose_leave_a_product_of_integers(engine: Kerne
     assert integer_kernels(compiled) == 1
 
 
+# (shape of a, shape of b, dtype of a, dtype of b, zero point of a)
+TWO_ACTIVATIONS = [
+    ((12, 33, 64), (12, 64, 50), torch.int8, torch.int8, 0),
+    ((3, 17, 70), (3, 70, 5), torch.int8, torch.int8, -3),
+    ((2, 8, 512), (2, 512, 64), torch.uint8, torch.int8, 200),
+    ((2, 20, 77), (2, 77, 33), torch.int8, torch.uint8, 0),
+    ((2, 5, 16), (2, 16, 40), torch.uint8, torch.uint8, 7),
+    ((1, 1, 4096), (1, 4096, 48), torch.int8, torch.int8, 0),
+]
+
+
+@pytest.mark.parametrize("case", TWO_ACTIVATIONS, ids=lambda case: f"{case[0]}_{case[1]}_{case[2]}_{case[3]}")
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_two_activations_are_multiplied_as_integers(
+    engine: KernelEngine, case: tuple[object, ...], is_transposed: bool
+) -> None:
+    """Both are quantised in the call: what moves the left one is made up for by sums of columns that are made there too."""
+    left, right, of_left, of_right, zero = case
+    torch.manual_seed(0)
+    x, y = extreme(left, of_left).float() - zero, extreme(right, of_right).float()  # type: ignore[arg-type,operator]
+    y = y.transpose(1, 2).contiguous() if is_transposed else y
+
+    def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        operands = []
+        for tensor, dtype, at in ((x, of_left, zero), (y, of_right, 0)):
+            ends = torch.iinfo(dtype).min, torch.iinfo(dtype).max, dtype  # type: ignore[arg-type]
+            narrow = quantized.quantize_per_tensor.default(tensor, 1.0, at, *ends)
+            operands.append(quantized.dequantize_per_tensor.default(narrow, 1.0, at, *ends))
+        return torch.bmm(operands[0], operands[1].transpose(1, 2) if is_transposed else operands[1]) * 0.5
+
+    _, compiled, inputs = compiled_region(engine, (product, lambda: [x, y]), changing=2)
+    exact = x.double() @ (y.double().transpose(1, 2) if is_transposed else y.double())
+    assert torch.equal(compiled(inputs)[0], exact.float() * 0.5)
+    assert integer_kernels(compiled) == 1
+
+
 # (shape of x, shape of w, stride, padding, dilation, groups, dtype of x, zero point)
 CONVOLUTIONS = [
     ((1, 16, 9, 9), (32, 16, 3, 3), 1, 1, 1, 1, torch.uint8, 0),

@@ -76,7 +76,7 @@ def word_attention(kernel: AttentionKernel, weight: Packed | None, target: Targe
 
 def _of_bytes(kernel: AttentionKernel, target: Target) -> Variant | None:
     """With scores of integers of 8 bits by the processor's dot products; None where it has none, or queries and keys are no such integers."""
-    dot = integer_dot_product("uint8", "int8", target, knows_right=True)
+    dot = integer_dot_product("uint8", "int8", target, knows_sums=True)
     depth = known_int(kernel.q_vars[3].extent)
     q, k = _scaled_integer(kernel.q), _scaled_integer(kernel.k)
     if dot is None or dot.instruction != "vpdpbusd" or depth % dot.group or q is None or k is None:

@@ -66,18 +66,18 @@ def bf16_dot_product(target: Target) -> DotProduct | None:
 
 
 def integer_dot_product(
-    left: str, right: str, target: Target, *, knows_right: bool, bounds: tuple[int, int] | None = None
+    left: str, right: str, target: Target, *, knows_sums: bool, bounds: tuple[int, int] | None = None
 ) -> DotProduct | None:
     """The processor's dot product of integers of 8 bits, int8 or uint8; None where it has none.
 
-    knows_right: the right operand is known ahead of calls, so that what moves a signed left operand can be made up for. bounds: between which
+    knows_sums: the sums of the right operand are at hand, so that what moves a signed left operand can be made up for. bounds: between which
     the elements of the right operand lie, where that is less than their dtype's.
     """
     if target.lanes < 8:
         return None
     shift = 128 if left == "int8" else 0
     has_vnni = "avx512_vnni" in target.features or (target.lanes == 8 and "avx_vnni" in target.features)
-    if right == "int8" and (knows_right or shift == 0):
+    if right == "int8" and (knows_sums or shift == 0):
         if has_vnni:
             return DotProduct("vpdpbusd", 4, "uint8", right, "int32", shift)
         if bounds is not None and are_seven_bits(bounds):
@@ -100,7 +100,7 @@ def row_group(group: int, parts: int, target: Target) -> int | None:
 def row_dot_product(group: int, rows: int, vectors: int, parts: int, target: Target) -> DotProduct | None:
     """The dot product by which `rows` rows of float32 are multiplied with `vectors` vectors of columns as integers of `parts` bytes; None where
     they are not."""
-    dot = integer_dot_product("uint8", "int8", target, knows_right=True)
+    dot = integer_dot_product("uint8", "int8", target, knows_sums=True)
     if dot is None or dot.instruction != "vpdpbusd" or row_group(group, parts, target) is None:
         return None
     # A sum for each part, the sum of groups; two masks, the words of a vector, a word of a row.

@@ -96,12 +96,12 @@ class WordOperands:
         """Adds a product of integers: by dot products where the processor has them, else as one of int32.
 
         What moves the left operand, its zero point and what the instruction needs, is taken off as that much of the sums of columns: where
-        they start if it is known ahead, else behind.
+        they start if they and it are known ahead, else behind.
         """
         packer, weight = self._packer, strided_view(op.b)
         is_known = weight is not None and weight.is_constant
         bounds = None if weight is None else weight.bounds
-        of_bytes = integer_dot_product(op.a.dtype, op.b.dtype, self._target, knows_right=is_known, bounds=bounds)
+        of_bytes = integer_dot_product(op.a.dtype, op.b.dtype, self._target, knows_sums=True, bounds=bounds)
         dot = of_bytes or MULTIPLICATION
         packed, tile = self._right(op.b, dot, op.out.shape[2])
         form = packed.shape[0], packed.shape[1] * tile
@@ -110,24 +110,27 @@ class WordOperands:
             assert weight is not None
             return packer.made_ahead(weight, partial(column_sums, width=tile, factor=factor), Buffer(form, "int32"))
 
-        moved = dot.shift
+        moved, dtype = dot.shift, op.out.dtype
         zero = None if op.zero is None else op.zero(domain_vars(op.out.shape[:2]))
-        if is_known and isinstance(zero, Const) and op.out.dtype == "int32":
+        if is_known and isinstance(zero, Const) and dtype == "int32":
             moved, zero = moved + int(zero.value), None
-        start = column_sums_times(-moved) if moved else None
-        sums = op.out if zero is None else Buffer(op.out.shape, "int32", "sums")
+        start = column_sums_times(-moved) if moved and is_known else None
+        behind = 0 if is_known else moved
+        is_corrected = zero is not None or behind != 0
+        sums = Buffer(op.out.shape, "int32", "sums") if is_corrected else op.out
         packer.add(PackedMatMulOp(sums, self._left(op.a, dot), packed, tile, dot, start))
-        if zero is None:
+        if not is_corrected:
             return
         columns = column_sums_times(1) if is_known else self._column_sums(op.b)
-        one_matrix, dtype = packed.shape[0] == 1, op.out.dtype
+        one_matrix = packed.shape[0] == 1
 
         def corrected(index: tuple[Index, ...]) -> Expr:
             batch, row, column = index
-            assert op.zero is not None
-            of_column = columns.at((as_index(0) if one_matrix else batch, column))
-            of_row = scalar.mul(scalar.cast(op.zero((batch, row)), dtype), scalar.cast(of_column, dtype))
-            return scalar.sub(scalar.cast(sums.at(index), dtype), of_row)
+            of_column = scalar.cast(columns.at((as_index(0) if one_matrix else batch, column)), dtype)
+            of_row = scalar.const(behind, dtype)
+            if op.zero is not None:
+                of_row = scalar.add(scalar.cast(op.zero((batch, row)), dtype), of_row)
+            return scalar.sub(scalar.cast(sums.at(index), dtype), scalar.mul(of_row, of_column))
 
         packer.add(MapOp(op.out, Map(op.out.shape, dtype, corrected, ((sums, lambda index: index),))))
 
@@ -183,7 +186,7 @@ class WordOperands:
         weight = strided_view(op.w)
         is_known = weight is not None and weight.is_constant
         bounds = None if weight is None else weight.bounds
-        dot = integer_dot_product(op.x.dtype, op.w.dtype, self._target, knows_right=is_known, bounds=bounds)
+        dot = integer_dot_product(op.x.dtype, op.w.dtype, self._target, knows_sums=is_known, bounds=bounds)
         moved = op.zero + (0 if dot is None else dot.shift)
         if weight is not None and is_known and self._has_tap_words(op, block):
             self._add_taps(op, weight, block, moved)

@@ -37,7 +37,7 @@ class ByteAttention(TiledAttention):
 
     def __init__(self, kernel: ByteAttentionKernel, builder: Builder, printer: Printer, target: Target) -> None:
         super().__init__(kernel, builder, printer, target)
-        dot = integer_dot_product("uint8", "int8", target, knows_right=True)
+        dot = integer_dot_product("uint8", "int8", target, knows_sums=True)
         assert dot is not None  # else the kernel is another
         self.dot = dot
         self.is_signed = kernel.q.dtype == "int8"
