@@ -32,6 +32,7 @@ from torch_hybrid_backend.engines.tvm.cpu.kernels import (
     UnpackedMatMulKernel,
 )
 from torch_hybrid_backend.engines.tvm.cpu.packing import pack_conv_tiles
+from torch_hybrid_backend.engines.tvm.cpu.word_packing import pack_right
 from torch_hybrid_backend.engines.tvm.schedules.matmul.amx import emit
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops import ops
@@ -183,6 +184,59 @@ def test_quantised_operands(emulated: ctypes.CDLL, dtype: str, zero: int) -> Non
     on_host = dataclasses.replace(SAPPHIRE_RAPIDS, mcpu=HOST.mcpu, cpu=HOST.cpu, features=HOST.features)
     (got,) = run_kernel(product, emit, inputs, on_host)
     assert torch.equal(got.reshape(48, 96).double(), (x.double() - zero) @ w.double().t())
+
+
+def of_activations(a: torch.Tensor, b: torch.Tensor) -> tuple[Kernel, list[Variant]]:
+    """A product of two tensors that calls bring, integers as what they are dequantised to."""
+    target = dataclasses.replace(SAPPHIRE_RAPIDS, features=(*SAPPHIRE_RAPIDS.features, "avx512_vnni", "avx512_bf16"))
+
+    def function(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(a, b) if a.is_floating_point() else torch.bmm(a.float() * 0.5, b.float())
+
+    found, _, _ = of_product(function, a, b, target=target, changing=2)
+    (kernel,) = (kernel for kernel in found.kernels if isinstance(kernel, PackedMatMulKernel))
+    constants = {packed.buffer: packed for packed in found.packed}
+    return kernel, [way for way in alternatives(kernel, constants, target) if way.name.startswith("amx ")]
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "bfloat16"])
+def test_right_operands_of_the_call(emulated: ctypes.CDLL, dtype: str) -> None:
+    """Tiles are loaded from the words that every call packs: a matrix for each of a batch, columns that fill no panel, two panels of rows."""
+    torch.manual_seed(0)
+    if dtype == "uint8":
+        a, b = (
+            torch.randint(0, 256, (3, 40, 128)).to(torch.uint8),
+            torch.randint(-128, 128, (3, 128, 50)).to(torch.int8),
+        )
+    else:
+        a, b = (torch.randint(-8, 9, shape).bfloat16() for shape in ((3, 40, 128), (3, 128, 50)))
+    kernel, ways = of_activations(a, b)
+    assert (ways[0].name, ways[0].packed, ways[0].is_exact) == (f"amx {dtype}", (), True)
+    assert isinstance(kernel, PackedMatMulKernel)
+    assert kernel.dot is not None
+    (product,) = ways[0].kernels
+    assert isinstance(product, TileMatMulKernel)
+    assert (product.reads, product.in_words) == (kernel.reads, True)
+    words = pack_right(b, kernel.tile_n, kernel.dot)
+    inputs = {read.buffer: words if read.buffer is kernel.packed else a for read in product.reads}
+    on_host = dataclasses.replace(SAPPHIRE_RAPIDS, mcpu=HOST.mcpu, cpu=HOST.cpu, features=HOST.features)
+    (got,) = run_kernel(product, emit, inputs, on_host)
+    want = torch.bmm(a.double(), b.double()) * (0.5 if dtype == "uint8" else 1)
+    torch.testing.assert_close(got.double(), want, rtol=0 if dtype == "uint8" else 2**-8, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (torch.ones(1, 40, 96, dtype=torch.uint8), torch.ones(1, 96, 64, dtype=torch.int8)),  # half a step of k
+        (torch.ones(1, 40, 128, dtype=torch.uint8), torch.ones(1, 128, 16, dtype=torch.int8)),  # half a panel
+        (torch.ones(1, 40, 128, dtype=torch.uint8), torch.ones(1, 128, 64, dtype=torch.uint8)),  # words of two bytes
+        (torch.ones(1, 40, 128), torch.ones(1, 128, 64)),
+    ],
+)
+def test_right_operands_of_the_call_that_fill_no_tiles(a: torch.Tensor, b: torch.Tensor) -> None:
+    """What lies behind them in memory would be multiplied, or they lie in no words."""
+    assert of_activations(a, b)[1] == []
 
 
 def of_dequantised(rows: int, k: int, group: int, dtype: torch.dtype) -> tuple[Kernel, list[Variant]]:

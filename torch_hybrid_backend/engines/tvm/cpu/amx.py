@@ -1,7 +1,7 @@
 """Products on AMX's tiles in place of kernels that multiply by vectors, where the processor has them and this process may use them.
 
-Enters: a kernel of a product with a constant right operand, or of a convolution with a constant weight. Leaves: the kernel that does the same
-with tiles, and the operand packed for it.
+Enters: a kernel of a product, or of a convolution with a constant weight. Leaves: the kernel that does the same with tiles, and the operand
+packed for it. A right operand that is packed in every call is read as the kernel by vectors does, in words: of bfloat16 and of integers.
 float32 is multiplied as three bfloat16, or as two where `torch.set_float32_matmul_precision` allows less than float32's own precision.
 float16 is multiplied as it is where the processor does that, else as two bfloat16. `amx_formats` says what that costs. bfloat16 is multiplied
 as it is, a denormal number as 0, as PyTorch's own kernels for AMX do. 8-bit integers are multiplied exactly. A weight of 8 or 4 bits by
@@ -75,6 +75,12 @@ def tile_products(
     if cost > _CONCEIVABLE_COST:
         return []
     batched = isinstance(kernel, PackedMatMulKernel) and kernel.batched_b
+    if isinstance(kernel, PackedMatMulKernel) and weight is None:
+        if not _is_in_words(kernel, form):
+            return []
+        own = (kernel.reads, kernel.writes, kernel.domain, kernel.k, kernel.a, kernel.packed, name, batched)
+        words = TileMatMulKernel(*own, kernel.accumulator, _stores(kernel), in_words=True)
+        return _variants(words, (), cost)
     buffer = Buffer(form.packed_shape(batch if batched else 1, k, n), form.dtype, "tiles", constant=True)
     ahead = partial(pack_tiles, form=form)
     if isinstance(kernel, UnpackedMatMulKernel):
@@ -96,6 +102,13 @@ def tile_products(
         _stores(kernel),
     )
     return _variants(product, (packed,), cost)
+
+
+def _is_in_words(kernel: PackedMatMulKernel, form: TileFormat) -> bool:
+    """Whether tiles can be loaded from the right operand as the kernel reads it: in words, as every call packs it."""
+    k, dot = known_int(kernel.k.extent), kernel.dot
+    is_form = dot is not None and (dot.right, dot.group * form.itemsize) == (form.dtype, 4)
+    return is_form and kernel.tile_n == PANEL and k % form.depth == 0
 
 
 def tile_dequantized_products(kernel: DequantizedMatMulKernel, weight: Packed | None, target: Target) -> list[Variant]:

@@ -107,7 +107,8 @@ class TileMatMulKernel(Kernel):
     """Domain (b, m, n): accumulator[b, m, n] = sum over `k` of a * b by AMX, then the stores read `accumulator`. All sizes are known.
 
     `a` is over (b, m, k). `b`, of one batch unless `batched_b`, is packed ahead in the argument `packed` as the format of that name in
-    `amx_formats.FORMATS` says. Sums of 8-bit integers are int32, modulo 2^32.
+    `amx_formats.FORMATS` says; with `in_words` as for a `PackedMatMulKernel` with a `dot`, panels of 32 columns and whole steps of k. Sums of
+    8-bit integers are int32, modulo 2^32.
     """
 
     k: LoopVar
@@ -117,6 +118,7 @@ class TileMatMulKernel(Kernel):
     batched_b: bool
     accumulator: Buffer
     stores: tuple[Store, ...]
+    in_words: bool = False
 
     @property
     def multiply_adds(self) -> float:

@@ -47,6 +47,8 @@ class TileProduct(TileRows):
         super().__init__(of, builder, printer, target)
         kernel = of.kernel
         column = kernel.domain[1] if isinstance(kernel, TileConvKernel) else kernel.domain[2]
+        # From one row of B's tiles to the next.
+        self.b_row_bytes = ROW_BYTES
         self.a_passes = self._a_passes()
         self.packed = printer.arguments[kernel.packed][0]
         waiting = 1 if self.parts == 1 else self.block * self.group
@@ -199,7 +201,7 @@ class TileProduct(TileRows):
                 statements += self._a_loads(r, part, s, pair[0], row_tiles)
             if pair[1] != held[1]:
                 array, at, tile = self._b_at(panel, part, s, pair[1])
-                statements += [instructions.load(b, 6 + j, array, at + j * tile, ROW_BYTES) for j in (0, 1)]
+                statements += [instructions.load(b, 6 + j, array, at + j * tile, self.b_row_bytes) for j in (0, 1)]
             held = pair
             statements += [
                 instructions.multiply(form.instruction, 2 * i + j, 4 + i, 6 + j)

@@ -1,19 +1,19 @@
 """Matmul by AMX: the products of `schedules/amx` with rows of one array or expression.
 
-Pattern: a `TileMatMulKernel`.
+Pattern: a `TileMatMulKernel`. Where its right operand lies in words, the lines of its two tiles alternate: a tile's are 128 bytes apart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch_hybrid_backend.engines.tvm.cpu.amx_formats import FORMATS, PANEL, TileFormat
+from torch_hybrid_backend.engines.tvm.cpu.amx_formats import FORMATS, PANEL, ROW_BYTES, TileFormat
 from torch_hybrid_backend.engines.tvm.cpu.kernels import DequantizedMatMulKernel, TileMatMulKernel
-from torch_hybrid_backend.engines.tvm.schedules.amx.blocks import LANES, Products
+from torch_hybrid_backend.engines.tvm.schedules.amx.blocks import LANES, Part, Products
 from torch_hybrid_backend.engines.tvm.schedules.amx.product import TileProduct
 from torch_hybrid_backend.engines.tvm.schedules.amx.rows import Piece, RowsInMemory
 from torch_hybrid_backend.engines.tvm.target import Target
-from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt
+from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirBuffer
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, LoopVar
 from torch_hybrid_backend.loops.ir import Call, Load
@@ -41,9 +41,16 @@ class TileMatMul(TileProduct):
         self.depth, self.batched_b = kernel.k, isinstance(kernel, TileMatMulKernel) and kernel.batched_b
         sizes = (batch, m, known_int(kernel.k.extent), n)
         super().__init__(Products(kernel, form, kernel.a, sizes), builder, printer, target)
+        self.in_words = isinstance(kernel, TileMatMulKernel) and kernel.in_words
+        if self.in_words:
+            self.b_row_bytes = 2 * ROW_BYTES
 
     def _b_batches(self) -> int:
         return self.batch if self.batched_b else 1
+
+    def _b_at(self, panel: Index, part: Part, s: Index, number: int) -> tuple[TirBuffer, Index, int]:
+        array, at, apart = super()._b_at(panel, part, s, number)
+        return array, at, ROW_BYTES // self.form.itemsize if self.in_words else apart
 
     def _rows_in_memory(self) -> RowsInMemory | None:
         a = self.a.args[0] if isinstance(self.a, Call) and self.a.op == "cast" else self.a
