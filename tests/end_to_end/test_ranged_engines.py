@@ -91,8 +91,8 @@ class TensorRT(TensorRTEngine):
         return FakeEngine(1000, compute=run)
 
 
-def _function(x: torch.Tensor) -> tuple[torch.Tensor]:
-    return (torch.softmax((x * 2).sin() + x.abs(), -1),)
+def _function(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor]:
+    return (torch.softmax((x @ w.t()).sin() + x.abs(), -1),)
 
 
 def test_tvm_serves_the_sizes_that_an_engine_was_not_built_for(tmp_path: Path) -> None:
@@ -102,18 +102,19 @@ def test_tvm_serves_the_sizes_that_an_engine_was_not_built_for(tmp_path: Path) -
     timer = Timer()
     services = dataclasses.replace(open_services(config), timer=lambda device: timer)
     tensorrt = TensorRT(config, services, timer)
-    traced = make_fx(_function, tracing_mode="symbolic")(torch.randn(5, 6))
+    weight = torch.randn(96, 96)
+    traced = make_fx(_function, tracing_mode="symbolic")(torch.randn(5, 96), weight)
     traced.graph.eliminate_dead_code()
     plans: list[Plan] = []
     session = Session((tensorrt, TvmEngine(config, services), EagerEngine()), services)
-    graph = HybridGraph(CapturedGraph(traced, "inference", frozenset(), False), session, config, plans.append)
+    graph = HybridGraph(CapturedGraph(traced, "inference", frozenset({"w_1"}), False), session, config, plans.append)
 
     def check(rows: int) -> bool:
         """Whether the engine ran the call."""
         before = len(tensorrt.rows)
-        x = torch.randn(rows, 6)
-        (found,) = graph([x])
-        torch.testing.assert_close(found, _function(x)[0])
+        x = torch.randn(rows, 96)
+        (found,) = graph([x, weight])
+        torch.testing.assert_close(found, _function(x, weight)[0])
         return len(tensorrt.rows) > before
 
     check(5)  # it may still be being built
@@ -128,7 +129,10 @@ def test_tvm_serves_the_sizes_that_an_engine_was_not_built_for(tmp_path: Path) -
     run = graph._installed().run
     assert isinstance(run, SymbolicExecutor)
     assert run.plans == 4
-    outside = next(plan for sizes, plan in run._plans.items() if 65 in sizes)
-    assert isinstance(outside, Executor)
-    kinds = {type(step.step).__name__ for step in outside.layout.steps}
-    assert kinds == {"KernelCall"}
+    made = {rows: next(plan for sizes, plan in run._plans.items() if rows in sizes) for rows in (5, 64, 65, 1000)}
+    plans_of = {rows: plan for rows, plan in made.items() if isinstance(plan, Executor)}
+    assert {type(step.step).__name__ for step in plans_of[65].layout.steps} == {"KernelCall"}
+    # TVM packs the weight, once for all of its sizes; the engine reads it as it is.
+    assert plans_of[65]._constants is plans_of[1000]._constants
+    assert plans_of[5]._constants is plans_of[64]._constants
+    assert plans_of[64]._constants is not plans_of[65]._constants
