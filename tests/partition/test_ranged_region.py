@@ -193,6 +193,23 @@ def test_without_costs_the_next_in_order_that_serves_every_size(monkeypatch: pyt
     assert ranged.otherwise is bench.engines["slow"]
 
 
+def test_errors_of_the_other_engine_are_told_from_the_users() -> None:
+    """Also where a plan calls it, as it has no program."""
+    bench = Bench(900.0, ranged=100.0, fast=300.0)
+    bench.engines["fast"].program = None
+    ranged = bench.choose().compiled
+    assert isinstance(ranged, RangedRegion)
+
+    def fail(tensors: Sequence[torch.Tensor]) -> None:
+        raise ValueError("a fault")
+
+    bench.engines["fast"].compute = fail  # type: ignore[method-assign]
+    plan = SymbolicExecutor(bench.graph, [ranged])
+    plan([torch.randn(5, 3)])
+    with pytest.raises(HybridError, match="ValueError: a fault"):
+        plan([torch.randn(17, 3)])
+
+
 def test_engines_are_not_tried_on_sizes_that_they_do_not_serve(caplog: pytest.LogCaptureFixture) -> None:
     """That is no failure, and nobody is warned of it."""
     bench = Bench(900.0, ranged=100.0, fast=300.0)

@@ -40,6 +40,7 @@ from torch_hybrid_backend.partition.fallback import compile_refusal, demote, rep
 from torch_hybrid_backend.partition.flops import node_flops
 from torch_hybrid_backend.partition.ranged_region import RangedRegion, unserved
 from torch_hybrid_backend.partition.reference import reference, replay_of, run_eager, unable_to_run
+from torch_hybrid_backend.partition.wrapped_region import reported
 from torch_hybrid_backend.timing_cache import KeptTimes, TimingCache
 
 _log = logging.getLogger(__name__)
@@ -185,7 +186,10 @@ def _at_every_size(
     able = [name for name, made in alive.items() if not _ranges(made)]
     known = [cost for cost in costs if cost.engine in (*able, EAGER)]
     other = cheapest(known).engine if known else next(iter(able), EAGER)
-    return RangedRegion(region, alive[winner], other, alive.get(other))
+    otherwise = alive.get(other)
+    if otherwise is not None and otherwise.program is None:
+        otherwise = reported(otherwise)  # plans call it: its errors are not the user's
+    return RangedRegion(region, alive[winner], other, otherwise)
 
 
 def _ranges(compiled: CompiledRegion) -> bool:
