@@ -110,6 +110,21 @@ def test_sizes_are_those_of_buffers_and_steps() -> None:
         program.at({"n": 4})
 
 
+def test_a_program_serves_its_ranges() -> None:
+    """Both ends of each of them; every size where it has none, at any values that it was made for."""
+    every = Program((ROW,), (0,), (0,), (), (), (ROW,))
+    ranged = replace(every, ranges=(("n", 2, 8), ("m", 1, 4)))
+    assert every.serves({"n": 1000})
+    assert [ranged.serves({"n": n, "m": m}) for n, m in ((2, 1), (8, 4), (1, 1), (9, 1), (8, 5))] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert ranged.at({"n": 4, "m": 1}).ranges == ranged.reading([0]).ranges == ranged.ranges
+
+
 def test_a_program_without_some_inputs() -> None:
     """Inputs that nothing reads go; what is packed keeps its sources."""
     pack = PackedConstant(1, (2,), torch.Tensor.flatten)

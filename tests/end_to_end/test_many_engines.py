@@ -24,7 +24,8 @@ from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
 from torch_hybrid_backend.engines.eager import EagerEngine
 from torch_hybrid_backend.engines.tensorrt.build import Request
-from torch_hybrid_backend.engines.tensorrt.engine import TensorRTEngine, allows_tf32, ranges_of
+from torch_hybrid_backend.engines.tensorrt.engine import TensorRTEngine, allows_tf32
+from torch_hybrid_backend.engines.tensorrt.ranges import ranges_of
 from torch_hybrid_backend.engines.triton.engine import TritonEngine
 from torch_hybrid_backend.engines.tvm.engine import TvmEngine
 from torch_hybrid_backend.hybrid_graph import HybridGraph

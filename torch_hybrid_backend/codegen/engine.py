@@ -85,6 +85,7 @@ class KernelRegion:
     engine: KernelEngine
     form: ClassVar[str] = ""
     attempts: ClassVar[tuple[Attempt, ...]] = ()
+    otherwise: ClassVar[CompiledRegion | None] = None
     note: ClassVar[str] = ""
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

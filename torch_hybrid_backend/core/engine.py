@@ -88,6 +88,11 @@ class CompiledRegion(Protocol):
         """What the C++ executor runs without Python; None: the region is called."""
         ...
 
+    @property
+    def otherwise(self) -> CompiledRegion | None:
+        """What runs the region at sizes that its program does not serve (`Program.ranges`); None: eager's operators."""
+        ...
+
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The region's outputs, in order, for its inputs, in order. Of a region with a program the same work from Python: slower, used for the
         first call, for checks and as the oracle of tests."""
@@ -236,6 +241,7 @@ class CompiledRegionBase(ABC):
     """A compiled region that is called from Python, has no other form and holds nothing; a subclass says what a call does."""
 
     program: Program | None = None
+    otherwise: CompiledRegion | None = None
     form: str = ""
     attempts: tuple[Attempt, ...] = ()
 

@@ -508,7 +508,8 @@ class Program:
     `buffers[i]` is the physical form of buffer i: kernels see it as a 1-D array of `span` elements of its dtype.
     `inputs[k]` is the buffer of the region's k-th input (its spec has the strides the kernels were built for), or -1
     where no kernel reads it directly; `outputs[k]` is the buffer of the k-th output. An output may be an input's
-    buffer, and two outputs may share one. `device`: where its steps run.
+    buffer, and two outputs may share one. `device`: where its steps run. `ranges`: the least and the most value of a size symbol, by name,
+    where its steps do not serve every one.
     """
 
     buffers: tuple[TensorSpec, ...]
@@ -520,6 +521,11 @@ class Program:
     signature: tuple[TensorSpec | Dim | None, ...] = ()
     device: Device = CPU
     random: RandomNumbers | None = None
+    ranges: tuple[tuple[str, int, int], ...] = ()
+
+    def serves(self, values: Mapping[str, int]) -> bool:
+        """Whether its steps serve these values of the size symbols, by name."""
+        return all(least <= values[name] <= most for name, least, most in self.ranges)
 
     def at(self, values: Mapping[str, int]) -> Program:
         """The program for values of the size symbols, by name; KeyError for one that is missing."""

@@ -3,7 +3,8 @@
 On the first call each compiled candidate runs on the real inputs and is compared with eager. Those that fail are
 demoted (`fallback`). The others and eager are priced: by timing them against each other, by timings an earlier process
 left in the cache, or by a roofline estimate. Eager is a candidate like any other; of equally cheap ones the first in
-order wins, as it does where there is nothing to estimate by. Where eager cannot run the region although nothing is wrong
+order wins, as it does where there is nothing to estimate by. Where the winner serves only some sizes, the cheapest of those that serve all
+runs the others (`ranged_region`). Where eager cannot run the region although nothing is wrong
 with the values (it needs more memory than there is, or an operator does not take its inputs' form), an engine that can
 runs it unchecked. What leaves a device unusable raises: nobody can run there any more.
 """
@@ -37,7 +38,9 @@ from torch_hybrid_backend.partition.accuracy import Comparison, compare
 from torch_hybrid_backend.partition.estimate import eager_us, engine_us, roofline
 from torch_hybrid_backend.partition.fallback import compile_refusal, demote, report_unchecked, run_refusal
 from torch_hybrid_backend.partition.flops import node_flops
+from torch_hybrid_backend.partition.ranged_region import RangedRegion, unserved
 from torch_hybrid_backend.partition.reference import reference, replay_of, run_eager, unable_to_run
+from torch_hybrid_backend.partition.wrapped_region import reported
 from torch_hybrid_backend.timing_cache import KeptTimes, TimingCache
 
 _log = logging.getLogger(__name__)
@@ -115,12 +118,10 @@ def choose(
     for engine, candidate in candidates.items():
         if isinstance(candidate, Exception):
             drop(engine, compile_refusal(candidate), candidate)
-        elif isinstance(candidate, Refused):  # no failure: nobody need be warned of it
-            refusals.append(Refusal.of(engine, candidate))
-        elif isinstance(candidate, PendingRegion):
-            refusals.append(_building(engine, candidate))
+        elif isinstance(entry := _entry(engine, candidate, inputs), Refusal):
+            refusals.append(entry)
         else:
-            alive[engine] = candidate
+            alive[engine] = entry
 
     found = replay.run(lambda: reference(region, inputs)) if alive and config.verify != "off" else None
     unable = found if isinstance(found, Refused) else None  # why eager is no candidate
@@ -154,7 +155,7 @@ def choose(
     winner = cheapest(costs).engine if costs else next(iter(alive), EAGER)
     refusals += [_building(*each) for each in pending.items()]
     refusals += [_lost(region, engine, winner, costs) for engine in alive if engine != winner]
-    compiled_winner = alive.get(winner)
+    compiled_winner = _at_every_size(region, alive, winner, costs)
     if unable is not None and compiled_winner is not None:
         report_unchecked(region, winner, unable)
     decision = decide(region, winner, compiled_winner, costs, tuple(refusals), errors.get(winner))
@@ -162,6 +163,37 @@ def choose(
         outputs = replay.run(lambda: run_eager(region, inputs))
     replay.finish()
     return Choice(decision, compiled_winner, outputs, tuple(pending.values()))
+
+
+def _entry(
+    engine: str, candidate: CompiledRegion | PendingRegion | Refused, inputs: Sequence[torch.Tensor]
+) -> CompiledRegion | Refusal:
+    """A candidate that is to be tried; or why it is not, which is no failure: nobody need be warned of it."""
+    if isinstance(candidate, Refused):
+        return Refusal.of(engine, candidate)
+    if isinstance(candidate, PendingRegion):
+        return _building(engine, candidate)
+    outside = unserved(candidate, inputs)
+    return Refusal(engine, Reason.SYMBOLIC_SHAPE, f"this call has {outside}") if outside else candidate
+
+
+def _at_every_size(
+    region: Region, alive: Mapping[str, CompiledRegion], winner: str, costs: Sequence[Cost]
+) -> CompiledRegion | None:
+    """The winner's region; where that serves only some sizes, beside the cheapest of those that serve all, eager among them."""
+    if winner not in alive or not _ranges(alive[winner]):
+        return alive.get(winner)
+    able = [name for name, made in alive.items() if not _ranges(made)]
+    known = [cost for cost in costs if cost.engine in (*able, EAGER)]
+    other = cheapest(known).engine if known else next(iter(able), EAGER)
+    otherwise = alive.get(other)
+    if otherwise is not None and otherwise.program is None:
+        otherwise = reported(otherwise)  # plans call it: its errors are not the user's
+    return RangedRegion(region, alive[winner], other, otherwise)
+
+
+def _ranges(compiled: CompiledRegion) -> bool:
+    return compiled.program is not None and bool(compiled.program.ranges)
 
 
 def _building(engine: str, pending: PendingRegion) -> Refusal:

@@ -30,6 +30,7 @@ class WrappedRegion:
     compiled: CompiledRegion
     around: Around
     program: ClassVar[Program | None] = None
+    otherwise: ClassVar[CompiledRegion | None] = None
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return self.around(self.compiled, inputs)

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from torch_hybrid_backend.core.program import Program
+from torch_hybrid_backend.core.size_reader import SizeReader
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.runtime.constant_pool import release_unused
 from torch_hybrid_backend.runtime.executor import Executor
 from torch_hybrid_backend.runtime.native.ops import give_back_freed_memory
 from torch_hybrid_backend.runtime.plan_layout import Piece
-from torch_hybrid_backend.runtime.sizes import SizeReader
 from torch_hybrid_backend.runtime.symbolic_executor import concrete_program
 from torch_hybrid_backend.sizes.size import symbols
 
@@ -28,7 +28,8 @@ class ProgramRunner:
     input_specs, output_specs: the region's; where they are left out, inputs and outputs have the form of their buffers.
     Constants are packed on the first call and again whenever their sources change. The plan is built on the first
     call, which raises HybridError where a kernel library or the runtime cannot be loaded; that of a program whose sizes are known only
-    at run time again when they change. Raises HybridError where its `signature` does not tell the sizes.
+    at run time again when they change. Raises HybridError where its `signature` does not tell the sizes, and in a call at sizes that the
+    program does not serve.
     """
 
     def __init__(
@@ -43,7 +44,9 @@ class ProgramRunner:
         self._executor: Executor | None = None
         self._building = threading.Lock()
         self._values: Mapping[str, int] = {}
-        needed = [s.name for s in symbols(program.sizes_used)]
+        needed = list(
+            dict.fromkeys([*(s.name for s in symbols(program.sizes_used)), *(name for name, *_ in program.ranges)])
+        )
         self._reader = SizeReader(program.signature, needed) if needed else None
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -18,13 +18,13 @@ from torch_hybrid_backend.core.hoisted_inputs import CallInput, HoistedInputs
 from torch_hybrid_backend.core.limits import MAX_ELEMENTS
 from torch_hybrid_backend.core.program import Program
 from torch_hybrid_backend.core.region import PartitionedGraph, Segment
+from torch_hybrid_backend.core.size_reader import SizeReader
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.runtime.constants import Fold
 from torch_hybrid_backend.runtime.executor import CompiledSegment, Executor
 from torch_hybrid_backend.runtime.plan_layout import Piece, StaticLayoutError
 from torch_hybrid_backend.runtime.python_executor import PythonExecutor
-from torch_hybrid_backend.runtime.sizes import SizeReader
 from torch_hybrid_backend.sizes.size import Dim, evaluate, symbols
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,8 @@ Run = Callable[[Sequence[Any]], list[Any]]
 class SymbolicExecutor:
     """Runs one graph at any sizes. Threads may call it at once.
 
-    segments[i] is what `graph.segments[i]` compiled to, titles[i] what profilers show for it. hoisted, fold, graphs: as in `Executor`; each
+    segments[i] is what `graph.segments[i]` compiled to, titles[i] what profilers show for it. At sizes that its program does not serve its
+    `otherwise` runs the segment: that is decided where a plan is made, and costs calls nothing. hoisted, fold, graphs: as in `Executor`; each
     set of sizes has CUDA graphs of its own.
     Raises StaticLayoutError where the sizes cannot be told from the inputs (they depend on data).
     """
@@ -117,7 +118,7 @@ class SymbolicExecutor:
             raise StaticLayoutError(str(error)) from error
 
     def _add(self, sizes: tuple[int, ...]) -> Run:
-        values = dict(zip(self._reader.names, sizes, strict=True))
+        values = self._values(sizes)
         try:
             run: Run = self._executor_at(values)
         except StaticLayoutError as error:
@@ -134,18 +135,30 @@ class SymbolicExecutor:
     def _arena_bytes(self) -> int:
         return sum(run.layout.arena_bytes for run in self._plans.values() if isinstance(run, Executor))
 
+    def _values(self, sizes: tuple[int, ...]) -> Mapping[str, int]:
+        return dict(zip(self._reader.names, sizes, strict=True))
+
+    def _runs_at(self, values: Mapping[str, int]) -> list[CompiledSegment]:
+        """What runs each segment at these sizes."""
+        return [
+            _run_at(segment, run, values) for segment, run in zip(self._graph.segments, self._segments, strict=True)
+        ]
+
     def _executor_at(self, values: Mapping[str, int]) -> Executor:
         graph = self._graph
         sizes = {name: evaluate(size, values) for name, size in graph.sizes.items()}
+        runs = self._runs_at(values)
         pieces: list[Piece] = []
         callbacks: list[Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]] = []
-        for segment, compiled, title in zip(graph.segments, self._segments, self._titles, strict=True):
+        for segment, compiled, title in zip(graph.segments, runs, self._titles, strict=True):
             if segment.outputs and all(name in sizes for name in segment.outputs) and _computes_sizes(segment):
                 continue
             pieces.append(_piece_at(segment, getattr(compiled, "program", None), sizes, values, title))
             callbacks.append(_callback_at(segment, compiled, sizes))
         outputs = tuple(sizes.get(output, output) if isinstance(output, str) else output for output in graph.outputs)
-        like = next((run for run in reversed(self._plans.values()) if isinstance(run, Executor)), None)
+        # Others pack other constants.
+        alike = (run for at, run in reversed(self._plans.items()) if self._runs_at(self._values(at)) == runs)
+        like = next((run for run in alike if isinstance(run, Executor)), None)
         return Executor(
             graph.inputs,
             graph.constants,
@@ -159,8 +172,19 @@ class SymbolicExecutor:
         )
 
 
+def _run_at(segment: Segment, compiled: CompiledSegment, values: Mapping[str, int]) -> CompiledSegment:
+    program = getattr(compiled, "program", None)
+    if program is None or program.serves(values):
+        return compiled
+    return getattr(compiled, "otherwise", None) or segment.region.eager
+
+
 def concrete_program(program: Program, values: Mapping[str, int]) -> Program:
-    """The program at given sizes. Raises StaticLayoutError for tensors of more elements than its kernels can address."""
+    """The program at given sizes. Raises StaticLayoutError for sizes that it does not serve, and for tensors of more elements than its kernels
+    can address."""
+    if not program.serves(values):
+        served = ", ".join(f"{name} from {least} to {most}, not {values[name]}" for name, least, most in program.ranges)
+        raise StaticLayoutError(f"a program serves sizes {served}")
     concrete = program.at(values)
     for spec in concrete.buffers:
         if spec.span > MAX_ELEMENTS:

@@ -15,8 +15,9 @@ from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.engines.tensorrt import quantization
 from torch_hybrid_backend.engines.tensorrt.build import Engine, Request, build
-from torch_hybrid_backend.engines.tensorrt.engine import TensorRTEngine, ranges_of
+from torch_hybrid_backend.engines.tensorrt.engine import TensorRTEngine
 from torch_hybrid_backend.engines.tensorrt.installed import Installation, installation
+from torch_hybrid_backend.engines.tensorrt.ranges import ranges_of
 from torch_hybrid_backend.partition.regions import partition_graph
 from torch_hybrid_backend.services import Services
 

@@ -64,6 +64,11 @@ def test_ranges_of_sizes() -> None:
     assert [extreme(n * 3 + 1, ranges, which) for which in ("least", "typical", "most")] == [7, 25, 193]
     assert [extreme(100 - n, ranges, which) for which in ("least", "typical", "most")] == [36, 92, 98]
     assert extreme(5, {}, "most") == 5
+    ranges["m"] = Range(1, 4, 32)
+    m = symbol("m")
+    assert [extreme(n * 2 - m, ranges, which) for which in ("least", "typical", "most")] == [0, 12, 127]
+    assert [extreme((n + 64 - m) // 8, ranges, which) for which in ("least", "typical", "most")] == [4, 8, 15]
+    assert [extreme(n + 8 - m % 8, ranges, which) for which in ("least", "typical", "most")] == [3, 12, 72]
     with pytest.raises(CompileError, match="no range is given for the size n"):
         extreme(n, {}, "least")
 

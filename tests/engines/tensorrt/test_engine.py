@@ -30,14 +30,13 @@ from torch_hybrid_backend.core.verdict import Reason
 from torch_hybrid_backend.engines.tensorrt import engine as module
 from torch_hybrid_backend.engines.tensorrt.build import Request
 from torch_hybrid_backend.engines.tensorrt.engine import (
-    MAX_GROWTH,
     RegionWithConstants,
     TensorRTEngine,
     TensorRTRegion,
     allows_tf32,
     engine_key,
-    ranges_of,
 )
+from torch_hybrid_backend.engines.tensorrt.ranges import ranges_of
 from torch_hybrid_backend.errors import CompileError, DeadlineError
 from torch_hybrid_backend.measure import HostTimer
 
@@ -199,41 +198,6 @@ def test_regions_that_differ_in_one_argument_or_wire_have_different_engines() ->
         )
     }
     assert len(plans) == 4
-
-
-def test_ranges_come_from_what_is_known_of_a_size() -> None:
-    """From its least value to a stated multiple of its example."""
-    made = region(lambda x: x.relu().reshape(x.shape[0], -1), torch.ones(5, 6, 7), dynamic=True)
-    ranges = ranges_of(made)
-    assert sorted(r.typical for r in ranges.values()) == [5, 6, 7]
-    assert all(r.least in (1, 2) and r.most == MAX_GROWTH * 8 for r in ranges.values())
-    assert ranges_of(region(lambda x: x.relu(), torch.ones(3))) == {}
-
-
-def test_sizes_outside_the_range_are_pytorchs(tmp_path: Path) -> None:
-    """The engine is not asked; inside it one engine serves every size."""
-    made = region(lambda x: x.relu().transpose(0, 1) * 3, torch.ones(5, 6), dynamic=True)
-    fake = FakeEngine(compute=computing(made))
-    (compiled,) = compiled_by(engine(tmp_path, load=lambda plan, device: fake, streams=streams), made)
-    assert not isinstance(compiled, Exception), compiled
-    assert compiled.program is None
-    names = [each.name for each in made.inputs]
-
-    def call(rows: int, columns: int) -> torch.Tensor:
-        x = torch.randn(rows, columns)
-        values = {str(size): n for size, n in zip(made.inputs[names.index("x_1")].spec.shape, x.shape, strict=True)}  # type: ignore[union-attr]
-        inputs = [x if each.spec is not None else values[str(each.size)] for each in made.inputs]
-        (result,) = compiled(inputs)  # type: ignore[operator,arg-type]
-        torch.testing.assert_close(result, x.relu().t() * 3)
-        return result
-
-    for rows in (5, 3, 64):
-        call(rows, 6)
-    runs = sum(call_[0] == "execute_async_v3" for context in fake.contexts for call_ in context.calls)
-    assert runs == 3
-    call(65, 6)
-    call(1000, 1000)
-    assert sum(call_[0] == "execute_async_v3" for context in fake.contexts for call_ in context.calls) == runs
 
 
 def test_weights_as_constants_are_another_engine(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tests.fake_devices import FakeDevices
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.region import PartitionedGraph
 from torch_hybrid_backend.engines.tensorrt.build import Engine, Request, build
-from torch_hybrid_backend.engines.tensorrt.engine import ranges_of
+from torch_hybrid_backend.engines.tensorrt.ranges import ranges_of
 from torch_hybrid_backend.partition.regions import Partition, partition_graph
 
 pytestmark = pytest.mark.tensorrt

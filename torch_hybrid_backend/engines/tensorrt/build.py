@@ -29,6 +29,7 @@ from torch_hybrid_backend.engines.tensorrt.ladder import Rung, widen
 from torch_hybrid_backend.engines.tensorrt.quantization import zero_points
 from torch_hybrid_backend.errors import CompileError
 from torch_hybrid_backend.graph.graph_json import NotTextError, graph_from_text, graph_to_text
+from torch_hybrid_backend.sizes.bounds import bounds
 from torch_hybrid_backend.sizes.forms import parse
 from torch_hybrid_backend.sizes.size import Dim, evaluate, size_hint, symbols
 
@@ -300,9 +301,10 @@ def extreme(size: Dim, ranges: Mapping[str, Range], which: str) -> int:
         raise CompileError(f"no range is given for the size {missing[0]}")
     if which == "typical":
         return evaluate(size, {name: ranges[name].typical for name in names})
-    # Sizes of inputs grow with each of their symbols, or fall: the extremes are at the ends.
-    ends = [evaluate(size, {name: getattr(ranges[name], end) for name in names}) for end in ("least", "most")]
-    return min(ends) if which == "least" else max(ends)
+    least, most = bounds(size, {name: (ranges[name].least, ranges[name].most) for name in names})
+    return (
+        max(0, least) if which == "least" else most
+    )  # where bounds are wider than they need be: no dimension is below 0
 
 
 def _numbers(sizes: Sequence[Dim]) -> tuple[int, ...]:

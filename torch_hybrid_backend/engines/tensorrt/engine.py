@@ -8,13 +8,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.fx
-from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.builds.builds import Build, Builds
 from torch_hybrid_backend.builds.pending import BuildingRegion
@@ -40,10 +38,8 @@ from torch_hybrid_backend.engines.tensorrt import capability
 from torch_hybrid_backend.engines.tensorrt.build import (
     Engine,
     Layout,
-    Range,
     Request,
     contiguous,
-    extreme,
     memory_order,
 )
 from torch_hybrid_backend.engines.tensorrt.constants import Budget, ConstantForm, EitherRunner, positions_of, worth
@@ -58,6 +54,7 @@ from torch_hybrid_backend.engines.tensorrt.ladder import (
     rungs_of,
 )
 from torch_hybrid_backend.engines.tensorrt.ladder import name as operator_name
+from torch_hybrid_backend.engines.tensorrt.ranges import ranges_of, symbols_of
 from torch_hybrid_backend.engines.tensorrt.runtime import (
     CudaStreams,
     EngineRunner,
@@ -69,7 +66,6 @@ from torch_hybrid_backend.errors import AccuracyError, CompileError
 from torch_hybrid_backend.machine import fingerprint, float32_precision
 from torch_hybrid_backend.measure import Timer, measure
 from torch_hybrid_backend.services import Services
-from torch_hybrid_backend.sizes.size import Dim, Symbol, symbols
 from torch_hybrid_backend.sources import sources_version
 
 _log = logging.getLogger(__name__)
@@ -78,20 +74,6 @@ BUILD = "torch_hybrid_backend.engines.tensorrt.build:build"
 _KIND = "tensorrt"
 # What the bytes of an engine are made by, beside TensorRT.
 SOURCES = ("core", "sizes", "graph", "engines/tensorrt")
-# An engine serves sizes of up to so many times the power of two above the first one, where the size's own range goes as far; beyond that
-# PyTorch's operators run. A wider range costs memory and speed; how much was not measured, for want of a GPU.
-MAX_GROWTH = 8
-
-
-def ranges_of(region: Region) -> dict[str, Range]:
-    """The range of each size symbol of the region's inputs that its engine is built for: the symbol's own as far as it is known, ended at
-    `MAX_GROWTH` times the power of two above its example."""
-    found: dict[str, Range] = {}
-    for each in _symbols(region):
-        low, high = _known_range(region, each.name)
-        most = min(high, MAX_GROWTH * (1 << max(0, each.hint - 1).bit_length()))
-        found[each.name] = Range(max(1, low), min(max(each.hint, low, 1), most), most)
-    return found
 
 
 def allows_tf32(region: Region) -> bool:
@@ -155,7 +137,7 @@ class TensorRTEngine(EngineBase):
             return Refused(Reason.DEVICE, f"{region.name} reads numbers that are tensors on the host")
         specs = [each.spec for each in region.inputs]
         told = {str(size) for spec in specs if spec is not None for size in spec.shape}
-        untold = [each.name for each in _symbols(region) if each.name not in told]
+        untold = [each.name for each in symbols_of(region) if each.name not in told]
         if untold:
             return Refused(Reason.SYMBOLIC_SHAPE, f"no dimension of an input of {region.name} is the size {untold[0]}")
         return Supported()
@@ -209,8 +191,7 @@ class TensorRTEngine(EngineBase):
             program = program_of(region, request, runner, runner.scratch_bytes)
             constants = self._constants(region, request, runner, budget, deadline.limit_s)
             run = self._services.run_program(program)
-            made = TensorRTRegion(region.name, program, run, built, attempts, more_exact, constants)
-            return RangedRegion(made, region, request.ranges) if request.ranges else made
+            return TensorRTRegion(region.name, program, run, built, attempts, more_exact, constants)
 
         build = self._builds.start(key, self._entry, data, deadline.limit_s)
         if build.done:
@@ -326,8 +307,9 @@ def program_of(
     scratch_bytes: int,
     mark: PackedConstant | None = None,
 ) -> Program:
-    """The region as one step: its tensors, and a block of working memory that the plan lays where nothing else is in use. `mark`: what it reads
-    after its inputs: one int64 on the CPU."""
+    """The region as one step: its tensors, and a block of working memory that is in use during the step alone, so that steps of a plan have the
+    same. It is as large at every size: what the engine needs for the largest it serves. `mark`: what the step reads after its inputs: one int64
+    on the CPU."""
     layouts = [each for i in request.engine_inputs if isinstance(each := request.inputs[i], Layout)]
     read = [replace(layout.spec, device=region.device) for layout in layouts]
     if mark is not None:
@@ -348,6 +330,7 @@ def program_of(
         steps=(step,),
         signature=tuple(each.spec if each.spec is not None else each.size for each in region.inputs),
         device=region.device,
+        ranges=tuple((name, each.least, each.most) for name, each in request.ranges.items()),
     )
 
 
@@ -493,41 +476,6 @@ class RegionWithConstants(CompiledRegionBase):
         return [_layers(self._inputs_form.name, layers)] if layers else self._inputs_form.texts()
 
 
-class RangedRegion(CompiledRegionBase):
-    """A region whose engine serves some sizes: others are run by PyTorch's operators. Sizes are read from shapes, on the host."""
-
-    def __init__(self, made: TensorRTRegion, region: Region, ranges: Mapping[str, Range]) -> None:
-        self.attempts = made.attempts
-        self._made = made
-        self._eager = region.eager
-        shapes = [(i, each.spec.shape) for i, each in enumerate(region.inputs) if each.spec is not None]
-        dims = [(i, d, size) for i, shape in shapes for d, size in enumerate(shape)]
-        self._bounds = [
-            (i, d, extreme(size, ranges, "least"), extreme(size, ranges, "most"))
-            for i, d, size in dims
-            if not isinstance(size, int)
-        ]
-
-    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        if all(least <= inputs[i].shape[d] <= most for i, d, least, most in self._bounds):
-            return self._made(inputs)
-        with torch.no_grad():
-            return self._eager(inputs)
-
-    @property
-    def note(self) -> str:
-        return self._made.note
-
-    def exact(self, deadline: Deadline, error: float) -> CompiledRegion | PendingRegion | None:
-        return self._made.exact(deadline, error)
-
-    def release(self) -> None:
-        self._made.release()
-
-    def texts(self) -> Sequence[KernelText]:
-        return self._made.texts()
-
-
 def _layers(name: str, layers: Sequence[str]) -> KernelText:
     return KernelText(name, "\n".join(layers) + "\n", ".txt")
 
@@ -537,27 +485,3 @@ def _load(plan: bytes, device: Device) -> LoadedEngine:
 
     with torch.cuda.device(device.index):
         return adapter.Loaded(plan)
-
-
-def _symbols(region: Region) -> list[Symbol]:
-    sizes: list[Dim] = []
-    for each in region.inputs:
-        if each.spec is not None:
-            sizes += [*each.spec.shape, *each.spec.strides]
-        elif each.size is not None:
-            sizes.append(each.size)
-    return symbols(sizes)
-
-
-def _known_range(region: Region, name: str) -> tuple[int, int]:
-    """The range of a size symbol, as the graph's capture knows it."""
-    for node in region.graph_module.graph.nodes:
-        for value in tree_leaves(node.meta.get("val")):
-            sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
-            for size in sizes:
-                if isinstance(size, torch.SymInt):
-                    for each in size.node.expr.free_symbols:
-                        if str(each) == name:
-                            bounds = size.node.shape_env.bound_sympy(each)
-                            return tuple(int(b) if b.is_Integer else sys.maxsize for b in (bounds.lower, bounds.upper))  # type: ignore[return-value]
-    return 1, sys.maxsize

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from torch_hybrid_backend.core.device import CPU
+from torch_hybrid_backend.core.size_reader import SizeReader
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import HybridError
-from torch_hybrid_backend.runtime.sizes import SizeReader
 from torch_hybrid_backend.sizes.size import symbol
 
 S, T = symbol("s0"), symbol("s1")

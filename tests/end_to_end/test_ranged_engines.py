@@ -1,0 +1,138 @@
+"""A graph of any sizes with a TensorRT engine for a range of them and TVM's kernels for the rest. The engine is fake; TVM is not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from tests.engines.tensorrt.contexts_for_tests import FakeContext, FakeEngine, FakeStream, FakeStreams, computing
+from torch_hybrid_backend.background import wait_for_builds
+from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.captured import CapturedGraph
+from torch_hybrid_backend.core.deadline import Deadline
+from torch_hybrid_backend.core.device import Device
+from torch_hybrid_backend.core.engine import CompiledRegion, PendingRegion
+from torch_hybrid_backend.core.plan import Plan
+from torch_hybrid_backend.core.region import Region
+from torch_hybrid_backend.core.verdict import Supported, Verdict
+from torch_hybrid_backend.engines.eager import EagerEngine
+from torch_hybrid_backend.engines.tensorrt.build import Request
+from torch_hybrid_backend.engines.tensorrt.engine import TensorRTEngine, allows_tf32
+from torch_hybrid_backend.engines.tensorrt.ranges import ranges_of
+from torch_hybrid_backend.engines.tvm.engine import TvmEngine
+from torch_hybrid_backend.hybrid_graph import HybridGraph
+from torch_hybrid_backend.runtime.executor import Executor
+from torch_hybrid_backend.runtime.symbolic_executor import SymbolicExecutor
+from torch_hybrid_backend.services import Services
+from torch_hybrid_backend.session import Session, open_services
+
+
+class Timer:
+    """An engine's call takes what it says; TVM's and eager's 1000 us."""
+
+    def __init__(self) -> None:
+        self.spent_us = 0.0
+        self.ticks = 0
+
+    def now(self) -> int:
+        self.ticks += 10**6
+        return self.ticks
+
+    def round(self, calls: Sequence[Callable[[], object]]) -> list[int]:
+        spent = []
+        for call in calls:
+            self.spent_us = 1000.0
+            call()
+            spent.append(int(self.spent_us * 1000))
+        return spent
+
+
+class TensorRT(TensorRTEngine):
+    """For the CPU and every operator, without TensorRT; its engines take 100 us."""
+
+    def __init__(self, config: Config, services: Services, timer: Timer) -> None:
+        super().__init__(
+            config,
+            services,
+            entry="tests.engines.tensorrt.fake_builder:build",
+            load=self._loaded,
+            streams=lambda device: FakeStreams(FakeStream(7)),
+            machine=lambda device: "a GPU",
+        )
+        self.devices = frozenset({"cpu"})
+        self.rows: list[int] = []  # of each call
+        self._timer = timer
+        self._regions: dict[bytes, Region] = {}
+
+    def supports(self, node: torch.fx.Node) -> Verdict:
+        return Supported()
+
+    def compile(
+        self, regions: Sequence[Region], deadline: Deadline
+    ) -> Sequence[CompiledRegion | PendingRegion | Exception]:
+        for region in regions:
+            request = Request.of(region, ranges_of(region), tf32=allows_tf32(region))
+            self._regions[request.to_bytes()] = region
+        return super().compile(regions, deadline)
+
+    def _loaded(self, plan: bytes, device: Device) -> FakeEngine:
+        compute = computing(self._regions[plan])
+
+        def run(context: FakeContext) -> None:
+            self.rows.append(context.shapes["input0"][0])
+            self._timer.spent_us = 100.0
+            compute(context)
+
+        return FakeEngine(1000, compute=run)
+
+
+def _function(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor]:
+    return (torch.softmax((x @ w.t()).sin() + x.abs(), -1),)
+
+
+def test_tvm_serves_the_sizes_that_an_engine_was_not_built_for(tmp_path: Path) -> None:
+    """One graph, one compilation: inside the range its plans run the engine, outside TVM's kernels, inside the engine again; sizes that were
+    met before build no plan."""
+    config = Config(cache_dir=tmp_path / "cache", strict=True, min_region_nodes=1)
+    timer = Timer()
+    services = dataclasses.replace(open_services(config), timer=lambda device: timer)
+    tensorrt = TensorRT(config, services, timer)
+    weight = torch.randn(96, 96)
+    traced = make_fx(_function, tracing_mode="symbolic")(torch.randn(5, 96), weight)
+    traced.graph.eliminate_dead_code()
+    plans: list[Plan] = []
+    session = Session((tensorrt, TvmEngine(config, services), EagerEngine()), services)
+    graph = HybridGraph(CapturedGraph(traced, "inference", frozenset({"w_1"}), False), session, config, plans.append)
+
+    def check(rows: int) -> bool:
+        """Whether the engine ran the call."""
+        before = len(tensorrt.rows)
+        x = torch.randn(rows, 96)
+        (found,) = graph([x, weight])
+        torch.testing.assert_close(found, _function(x, weight)[0])
+        return len(tensorrt.rows) > before
+
+    check(5)  # it may still be being built
+    for _ in range(3):
+        assert wait_for_builds(60)
+        check(5)
+    assert wait_for_builds(60)
+    (region,) = plans[-1].regions
+    assert region.engine == "tensorrt"
+    assert region.note.endswith("from 2 to 64, and tvm other sizes")
+    assert [check(rows) for rows in (5, 64, 65, 64, 1000, 5, 65)] == [True, True, False, True, False, True, False]
+    run = graph._installed().run
+    assert isinstance(run, SymbolicExecutor)
+    assert run.plans == 4
+    made = {rows: next(plan for sizes, plan in run._plans.items() if rows in sizes) for rows in (5, 64, 65, 1000)}
+    plans_of = {rows: plan for rows, plan in made.items() if isinstance(plan, Executor)}
+    assert {type(step.step).__name__ for step in plans_of[65].layout.steps} == {"KernelCall"}
+    # TVM packs the weight, once for all of its sizes; the engine reads it as it is.
+    assert plans_of[65]._constants is plans_of[1000]._constants
+    assert plans_of[5]._constants is plans_of[64]._constants
+    assert plans_of[64]._constants is not plans_of[65]._constants
