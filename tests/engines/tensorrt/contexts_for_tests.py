@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 from collections.abc import Callable, Sequence
@@ -37,6 +38,9 @@ class FakeStreams:
         self.now = now
         self.other = other
         self.capturing = False
+
+    def entered(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
 
     def current(self) -> FakeStream:
         return self.now

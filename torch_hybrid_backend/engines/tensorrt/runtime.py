@@ -8,6 +8,7 @@ No GPU has run this yet. Tests run it with a context that records what it is tol
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import OrderedDict
@@ -79,6 +80,10 @@ class Stream(Protocol):
 class Streams(Protocol):
     """The streams of a device."""
 
+    def entered(self) -> contextlib.AbstractContextManager[object]:
+        """Inside, the device is this thread's current one: TensorRT makes, runs and destroys contexts on that, whatever the stream's is."""
+        ...
+
     def current(self) -> Stream: ...
 
     def side(self) -> Stream:
@@ -98,6 +103,9 @@ class CudaStreams:
         self._device = torch.device(device.type, device.index)
         self._side: Stream | None = None
 
+    def entered(self) -> contextlib.AbstractContextManager[object]:
+        return torch.cuda.device(self._device)
+
     def current(self) -> Stream:
         return torch.cuda.current_stream(self._device)
 
@@ -108,7 +116,8 @@ class CudaStreams:
 
     @property
     def capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+        with self.entered():  # it asks about the current device's stream
+            return torch.cuda.is_current_stream_capturing()
 
 
 @dataclass(slots=True)
@@ -167,6 +176,10 @@ class EngineRunner:
 
     def close(self) -> None:
         """Let go of its contexts when the calls under way have done their work. It waits for them, and runs no others."""
+        with self._streams.entered():
+            self._close()
+
+    def _close(self) -> None:
         with self._lock:
             self._is_closed = True
             left = list(self._contexts.values())
@@ -179,6 +192,10 @@ class EngineRunner:
 
     def ran(self, tensors: Sequence[torch.Tensor]) -> bool:
         """As a call, but False in place of running where it was closed."""
+        with self._streams.entered():
+            return self._ran(tensors)
+
+    def _ran(self, tensors: Sequence[torch.Tensor]) -> bool:
         current = self._streams.current()
         stream = current if current.cuda_stream else self._streams.side()
         lent = self._lend(stream)
