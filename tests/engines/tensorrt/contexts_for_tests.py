@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.engines.tensorrt.build import Engine, Layout, Request, make_constants
+from torch_hybrid_backend.engines.tensorrt.log import Heard
 from torch_hybrid_backend.graph.graph_json import graph_from_text
 
 
@@ -101,7 +102,11 @@ class FakeEngine:
         self.is_capturable = True
         self.kernels = b""  # what its calls compiled
         self.takes_kernels = True
+        self.heard_now = Heard()  # what TensorRT says in calls
         self._log = log
+
+    def heard(self) -> contextlib.AbstractContextManager[Heard]:
+        return contextlib.nullcontext(self.heard_now)
 
     def context(self) -> FakeContext:
         self.contexts.append(FakeContext(self, self._log))

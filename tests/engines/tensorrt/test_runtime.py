@@ -169,10 +169,11 @@ def test_what_tensorrt_refuses_is_an_error_of_ours() -> None:
     tensors = [torch.ones(2, 3), torch.empty(2, 3)]
     engine = FakeEngine()
     run = runner(engine, FakeStreams(FakeStream(7)))
+    engine.heard_now.errors.append("a kernel is missing")
     for method, says in (
         ("set_input_shape", "was not built for input0 of shape"),
         ("set_tensor_address", "the address of input0"),
-        ("execute_async_v3", "could not run"),
+        ("execute_async_v3", "could not run an engine: a kernel is missing"),
     ):
         engine.refuses = method
         with pytest.raises(HybridError, match=says):

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from torch_hybrid_backend.core.device import Device
+from torch_hybrid_backend.engines.tensorrt.log import Heard
 from torch_hybrid_backend.errors import HybridError
 
 MAX_CONTEXTS = 8  # of one engine; each holds some memory of the device
@@ -46,6 +47,10 @@ class LoadedEngine(Protocol):
 
     @property
     def scratch_bytes(self) -> int: ...
+
+    def heard(self) -> contextlib.AbstractContextManager[Heard]:
+        """Inside, what TensorRT says in this thread goes to our log, and is told."""
+        ...
 
     def context(self) -> Context:
         """A new context that is given its working memory in each call."""
@@ -192,10 +197,10 @@ class EngineRunner:
 
     def ran(self, tensors: Sequence[torch.Tensor]) -> bool:
         """As a call, but False in place of running where it was closed."""
-        with self._streams.entered():
-            return self._ran(tensors)
+        with self._streams.entered(), self._engine.heard() as heard:
+            return self._ran(tensors, heard)
 
-    def _ran(self, tensors: Sequence[torch.Tensor]) -> bool:
+    def _ran(self, tensors: Sequence[torch.Tensor], heard: Heard) -> bool:
         current = self._streams.current()
         stream = current if current.cuda_stream else self._streams.side()
         lent = self._lend(stream)
@@ -208,7 +213,7 @@ class EngineRunner:
             if stream is not current:
                 stream.wait_stream(current)
             if not lent.context.execute_async_v3(stream.cuda_stream):
-                raise HybridError("TensorRT could not run an engine; its log says why")
+                raise HybridError(f"TensorRT could not run an engine: {heard.why}")
             if stream is not current:
                 current.wait_stream(stream)
             if has_new_shapes:
