@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.sizes.size import Dim, evaluate, symbols
+from torch_hybrid_backend.tracing import traced
 
 
 class Fakes:
@@ -57,17 +56,9 @@ class Fakes:
         inputs: Sequence[torch.Tensor],
         decompositions: Mapping[Any, Callable[..., Any]] = MappingProxyType({}),
     ) -> torch.fx.GraphModule:
-        """The graph of a function of tensors of this mode, whatever other threads do meanwhile."""
-
-        def unseen(*given: torch.Tensor) -> Any:
-            # torch.fx sets it for all threads, and compiled functions raise where they are called meanwhile (seen in 2.13).
-            torch.fx._symbolic_trace._is_fx_tracing_flag = False
-            return function(*given)
-
-        # It changes nn.Module for all threads, too: of two that trace, the second would leave it as the first had made it. Dynamo traces with
-        # this lock. New tensors are on the host, whatever the user's default device is.
-        with compile_lock, torch.device("cpu"), self.mode:
-            return make_fx(unseen, decomposition_table=dict(decompositions), _allow_non_fake_inputs=True)(*inputs)
+        """The graph of a function of tensors of this mode. New tensors are on the host, whatever the user's default device is."""
+        with torch.device("cpu"), self.mode:
+            return traced(function, inputs, decompositions, _allow_non_fake_inputs=True)
 
     def assumed(self) -> list[str]:
         """What tracing took for granted of sizes that it knows by example only, as texts."""
