@@ -5,9 +5,11 @@ Inference only: the autograd of a PyTorch without CUDA has no streams of CUDA's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -80,6 +82,51 @@ class FakeDevices:
             return lambda *_: results
 
         torch._dynamo.reset()
-        with torch.no_grad():
+        with torch.no_grad(), _without_guards():
             torch.compile(function, backend=backend, dynamic=False)(*inputs)
         torch._dynamo.reset()
+
+
+@contextlib.contextmanager
+def _without_guards() -> Iterator[None]:
+    """Two methods of tensors in the operators that they call: their C++ makes the tensor's device the current one before, which a PyTorch
+    without CUDA cannot."""
+    item, contiguous = torch.Tensor.__getitem__, torch.Tensor.contiguous
+
+    def index(self: torch.Tensor, wanted: Any) -> torch.Tensor:
+        if self.device.type != "cuda" or not isinstance(wanted, tuple | torch.Tensor):
+            return item(self, wanted)
+        return _item(self, wanted if isinstance(wanted, tuple) else (wanted,))
+
+    def dense(self: torch.Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> torch.Tensor:
+        if self.device.type != "cuda":
+            return contiguous(self, memory_format=memory_format)
+        return self if self.is_contiguous(memory_format=memory_format) else self.clone(memory_format=memory_format)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            patch.setattr(torch.Tensor, "__getitem__", index)
+            patch.setattr(torch.Tensor, "contiguous", dense)
+        yield
+
+
+def _item(tensor: torch.Tensor, wanted: tuple[Any, ...]) -> torch.Tensor:
+    """`tensor[wanted]`, of numbers, slices, None, an ellipsis and tensors of whole numbers."""
+    found, dim, tensors = tensor, 0, {}
+    named = sum(each is not None and each is not Ellipsis for each in wanted)
+    for each in wanted:
+        if each is Ellipsis:
+            dim += tensor.dim() - named
+        elif isinstance(each, int):
+            found = torch.ops.aten.select.int(found, dim, each)
+            continue
+        elif each is None:
+            found = torch.ops.aten.unsqueeze.default(found, dim)
+        elif isinstance(each, torch.Tensor):
+            tensors[dim] = each
+        elif each != slice(None):
+            found = torch.ops.aten.slice.Tensor(found, dim, each.start, each.stop, each.step or 1)
+        dim += each is not Ellipsis
+    if tensors:
+        return torch.ops.aten.index.Tensor(found, [tensors.get(d) for d in range(max(tensors) + 1)])
+    return torch.ops.aten.alias.default(found) if found is tensor else found

@@ -32,6 +32,7 @@ _UTILITIES = {
     "sources",
     "store",
     "timing_cache",
+    "tracing",
 }
 # Room -> the other rooms it may import. The wiring (backend, session, cli and the package itself) may import all.
 ALLOWED: dict[str, set[str]] = {
@@ -51,6 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     "builds": {"core", "errors", "processes", "store"},
     "progress": {"core", "errors"},
     "sources": set(),
+    "tracing": set(),
     "garbage": set(),
     "store": {"core", "errors"},
     "timing_cache": {"core", "errors", "store"},

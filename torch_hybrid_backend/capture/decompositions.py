@@ -24,12 +24,12 @@ import torch.fx
 from torch._decomp import core_aten_decompositions, get_decompositions
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.capture.fixes.encoder_layers import native_multi_head_attention, transformer_encoder_layer
 from torch_hybrid_backend.graph.schema import is_random
+from torch_hybrid_backend.tracing import traced
 
 Operator = torch._ops.OperatorBase
 Table = Mapping[Operator, Callable[..., object]]
@@ -147,7 +147,7 @@ def decomposed(node: torch.fx.Node, keep_ops: frozenset[torch._ops.OpOverload]) 
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
     with mode, enable_python_dispatcher():
-        graph_module: torch.fx.GraphModule = make_fx(run, table, tracing_mode="real")(*values)  # type: ignore[arg-type]
+        graph_module = traced(run, values, table, tracing_mode="real")
     results = [value.meta.get("val") for value in graph_module.graph.output_node().all_input_nodes]
     wanted = [value for value in tree_leaves(node.meta["val"]) if value is not None]
     return graph_module if len(results) == len(wanted) and all(map(_same_form, results, wanted)) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -12,7 +13,9 @@ from torch_hybrid_backend.cancellation import patience
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.core.engine import CompiledRegion, CompiledRegionBase, Engine, PendingRegion
 from torch_hybrid_backend.core.region import Region
-from torch_hybrid_backend.errors import CompileError, DeadlineError
+from torch_hybrid_backend.errors import CompileError, DeadlineError, is_sticky
+
+_log = logging.getLogger(__name__)
 
 _Made = CompiledRegion | PendingRegion | Exception
 _GRACE_S = 1.0  # an engine that looks at the clock between two regions is a little late
@@ -21,8 +24,9 @@ _GRACE_S = 1.0  # an engine that looks at the clock between two regions is a lit
 def compile_in_time(
     engine: Engine, regions: Sequence[Region], deadline: Deadline
 ) -> Sequence[CompiledRegion | PendingRegion | Exception]:
-    """What `engine.compile` returns, or for each region the exception that tells why it returned nothing of use. The deadline's clock runs
-    meanwhile; where it is over already the engine is asked all the same, for what it need not compile.
+    """What `engine.compile` returns, or for each region the exception that tells why it returned nothing of use; where it raises, it is asked
+    for each region alone, so that the others keep it. The deadline's clock runs meanwhile; where it is over already the engine is asked all the
+    same, for what it need not compile.
 
     An engine that says `keeps_deadline = True` is called in this thread: Ctrl-C then reaches it. Any other runs in a thread of its own, which
     is left to itself when the deadline has passed: nothing can stop it, but nobody waits for it.
@@ -57,7 +61,14 @@ def _compiled(engine: Engine, regions: Sequence[Region], deadline: Deadline) -> 
         if len(compiled) == len(regions):
             return [_checked(engine, region, result) for region, result in zip(regions, compiled, strict=True)]
         error: Exception = CompileError(f"{engine.name} returned {len(compiled)} results for {len(regions)} regions")
-    except Exception as raised:  # against the protocol, but a third party's engine may
+    except (
+        Exception
+    ) as raised:  # against the protocol, but code of any engine may fail in ways that its author did not think of
+        if len(regions) > 1 and not is_sticky(raised):
+            # Which one it is of is not told. What was compiled of the others the engine mostly has kept.
+            return [made for region in regions for made in _compiled(engine, [region], deadline)]
+        # Whoever demotes the region warns of it, in one line.
+        _log.info("%s raised while it compiled %s", engine.name, regions[0].name, exc_info=raised)
         error = raised
     return [error] * len(regions)
 

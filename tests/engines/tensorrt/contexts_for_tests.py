@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 from collections.abc import Callable, Sequence
@@ -13,7 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.engines.tensorrt.build import Engine, Layout, Request, make_constants
+from torch_hybrid_backend.engines.tensorrt.log import Heard
 from torch_hybrid_backend.graph.graph_json import graph_from_text
+from torch_hybrid_backend.sizes.size import evaluate
 
 
 class FakeStream:
@@ -37,6 +40,9 @@ class FakeStreams:
         self.now = now
         self.other = other
         self.capturing = False
+
+    def entered(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
 
     def current(self) -> FakeStream:
         return self.now
@@ -97,7 +103,11 @@ class FakeEngine:
         self.is_capturable = True
         self.kernels = b""  # what its calls compiled
         self.takes_kernels = True
+        self.heard_now = Heard()  # what TensorRT says in calls
         self._log = log
+
+    def heard(self) -> contextlib.AbstractContextManager[Heard]:
+        return contextlib.nullcontext(self.heard_now)
 
     def context(self) -> FakeContext:
         self.contexts.append(FakeContext(self, self._log))
@@ -138,10 +148,17 @@ def _computing(
 ) -> Callable[[FakeContext], None]:
     def compute(context: FakeContext) -> None:
         inputs: list[object] = []
+        names = {position: f"input{number}" for number, position in enumerate(request.engine_inputs)}
+        sizes: dict[str, int] = {}
+        for position, name in names.items():
+            layout = request.inputs[position]
+            assert isinstance(layout, Layout)
+            inputs.append(_at(context.addresses[name], context.shapes[name], layout))
+            in_memory = (layout.spec.shape[d] for d in layout.order)
+            sizes |= {str(size): known for size, known in zip(in_memory, context.shapes[name], strict=True)}
         for position, each in enumerate(request.inputs):
-            if isinstance(each, Layout) and position not in request.constants:
-                name = f"input{request.engine_inputs.index(position)}"
-                inputs.append(_at(context.addresses[name], context.shapes[name], each))
+            if not isinstance(each, Layout):
+                inputs.insert(position, sizes[str(each)] if str(each) in sizes else evaluate(each, sizes))
         with torch.no_grad():
             results: Sequence[torch.Tensor] = graph(*inputs)
         for number, (result, layout) in enumerate(zip(results, request.outputs, strict=True)):

@@ -29,7 +29,7 @@ def build(request: bytes, going_on: Callable[[float], bool]) -> bytes:
             time.sleep(0.002)
     (length,) = struct.unpack_from("<Q", request, len(_ASKED))
     asked = json.loads(request[len(_ASKED) + 8 :][:length])
-    changing = len(asked["inputs"]) - len(asked["constants"])
+    changing = sum(isinstance(each, list) for each in asked["inputs"]) - len(asked["constants"])  # others are sizes
     made = {
         "inputs": [f"input{i}" for i in range(changing)],
         "outputs": [f"output{i}" for i in range(len(asked["outputs"]))],

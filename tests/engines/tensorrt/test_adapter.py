@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import operator
 import subprocess
 import sys
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,8 @@ from torch_hybrid_backend.sizes.size import symbol
 pytestmark = pytest.mark.tensorrt
 
 if not isinstance(installation(), Refused):
+    from torch_tensorrt.dynamo.conversion import _ConverterRegistry
+
     from torch_hybrid_backend.engines.tensorrt import adapter
 
 F = torch.nn.functional
@@ -64,18 +69,21 @@ def test_settings_that_change_results() -> None:
     assert {"truncate_double", "decompose_attention", "disable_tf32", "min_block_size"} <= names
 
 
-def test_the_registry_is_asked_under_our_settings() -> None:
-    """It is one for the process: somebody else's settings would answer for theirs."""
-    graph, _ = lowered(lambda x: F.gelu(x), spec(2, 3))  # noqa: PLW0108
-    (node,) = (node for node in graph.graph.nodes if node.op == "call_function")
-    others = adapter._settings(False)
-    others.torch_executed_ops = {node.target}
-    adapter.DYNAMO_CONVERTERS.set_compilation_settings(others)
-    assert adapter.DYNAMO_CONVERTERS.get(node) is None
-    found = adapter.converters_of(node)
-    assert found.found
-    assert not found.refusing
-    assert adapter.DYNAMO_CONVERTERS.get(node) is not None
+def test_a_users_settings_stay_and_do_not_count() -> None:
+    """The registry's are one for the process, and torch_tensorrt may be compiling for the user in another thread."""
+    graph, _ = lowered(lambda x: F.gelu(x).split(2, 1)[0], spec(2, 4))
+    nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
+    assert operator.getitem in {node.target for node in nodes}
+    theirs = adapter._settings(False)
+    theirs.torch_executed_ops = {node.target for node in nodes}
+    registry = _ConverterRegistry.DYNAMO_CONVERTERS
+    before = registry.compilation_settings
+    registry.set_compilation_settings(theirs)
+    try:
+        assert all(adapter.converters_of(node).found for node in nodes)
+        assert registry.compilation_settings is theirs
+    finally:
+        registry.set_compilation_settings(before or adapter._settings(False))
 
 
 def test_lowering_keeps_sizes_open_or_says_what_it_took_for_granted() -> None:
@@ -127,12 +135,46 @@ def test_nothing_of_the_users_logging_or_warnings_is_changed(captures: bool) -> 
 
 def test_tensorrts_log_is_ours(caplog: pytest.LogCaptureFixture) -> None:
     """At a level that disturbs nobody: what an error means for the user is in the refusal."""
-    with caplog.at_level(logging.DEBUG), adapter._logged() as log:
+    with caplog.at_level(logging.DEBUG), adapter._their_log.heard(fully=True) as heard:
         builder = adapter.trt.Builder(adapter.TRT_LOGGER)
         network = builder.create_network(0)
         assert builder.build_serialized_network(network, builder.create_builder_config()) is None
-    assert log.errors
-    ours = [record for record in caplog.records if record.name == "torch_hybrid_backend.engines.tensorrt.adapter"]
-    assert ours
-    assert all(record.levelno <= logging.INFO for record in ours)
+    assert heard.errors
+    assert {record.name for record in caplog.records} == {"torch_hybrid_backend.engines.tensorrt.log"}
+    assert all(record.levelno <= logging.INFO for record in caplog.records)
     assert adapter.versions().count(".") >= 4
+
+
+def test_the_log_of_loading_and_running_is_ours_too(caplog: pytest.LogCaptureFixture) -> None:
+    """Bytes that are no engine, and what is said in calls; outside of them TensorRT's user reads it where torch_tensorrt puts it."""
+    with caplog.at_level(logging.DEBUG), pytest.raises(CompileError, match=r"does not load the engine: .+"):
+        adapter.Loaded(b"no engine")
+    said = [record.getMessage() for record in caplog.records]
+    assert said
+    assert {record.name for record in caplog.records} == {"torch_hybrid_backend.engines.tensorrt.log"}
+    caplog.clear()
+    runtime = adapter.Loaded.__new__(adapter.Loaded)  # there is no GPU to load one on
+    with caplog.at_level(logging.INFO), runtime.heard() as heard:
+        adapter.TRT_LOGGER.log(adapter.trt.ILogger.Severity.ERROR, "an address is wrong")
+    adapter.TRT_LOGGER.log(adapter.trt.ILogger.Severity.ERROR, "the user's")
+    assert heard.why == "an address is wrong"
+    assert [(record.name.partition(" ")[0], record.levelno) for record in caplog.records] == [
+        ("torch_hybrid_backend.engines.tensorrt.log", logging.INFO),
+        ("torch_tensorrt", logging.ERROR),
+    ]
+
+
+def test_threads_that_lower_beside_each_other_change_nothing() -> None:
+    """The first to come is the first to go: warnings, handlers and torch_tensorrt's folding are as they were."""
+    folder = adapter.constant_folding._TorchTensorRTConstantFolder
+    before = folder.is_impure, list(warnings.filters), list(logging.getLogger().handlers)
+    for change in (adapter._silent, adapter._quantisers_kept):
+        with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+            for thread, step in (
+                (first, "__enter__"),
+                (second, "__enter__"),
+                (first, "__exit__"),
+                (second, "__exit__"),
+            ):
+                thread.submit(getattr(change, step), *([None] * 3 if step == "__exit__" else [])).result(10)
+    assert (folder.is_impure, list(warnings.filters), list(logging.getLogger().handlers)) == before

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -615,3 +616,25 @@ def test_a_dropped_graph_leaves_no_build_and_no_weights(
     gc.collect()
     assert wait_for_builds(60)
     eventually(lambda: not one.engine._builds.process_ids())
+
+
+def test_marks_are_on_the_host_whatever_the_default_device() -> None:
+    """A call reads them there: from a GPU it would wait for the device."""
+    form = ConstantForm("r0", 8, _NoMaker())
+    with torch.device("meta"):
+        mark = form.pack()
+    assert mark.device.type == "cpu"
+    assert wait_for_builds(60)
+
+
+class _NoMaker:
+    """Makes nothing."""
+
+    def wanted(self, weights: Sequence[torch.Tensor]) -> tuple[str, bytes]:
+        raise CompileError("nothing is wanted")
+
+    def start(self, key: str, request: bytes) -> Build:
+        raise AssertionError
+
+    def load(self, key: str, built: bytes) -> Any:
+        raise AssertionError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from torch_hybrid_backend.core.device import Device
+from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.engines.tensorrt.fakes import Fakes
 from torch_hybrid_backend.sizes.size import symbol
@@ -32,3 +32,12 @@ def test_a_size_whose_example_is_1_stays_unknown() -> None:
     fakes = Fakes()
     x = fakes.tensor(TensorSpec((symbol("n", 1), 4), "float32", (4, 1), Device("cpu")))
     assert not isinstance(x.shape[0], int)
+
+
+def test_new_tensors_are_on_the_host() -> None:
+    """Whatever the default device is: all of a graph is on one."""
+    fakes = Fakes()
+    x = fakes.tensor(TensorSpec((2,), "float32", (1,), CPU))
+    with torch.device("meta"):
+        graph = fakes.traced(lambda x: x + torch.ones(2), [x])
+    assert {node.meta["val"].device.type for node in graph.graph.nodes if "val" in node.meta} == {"cpu"}

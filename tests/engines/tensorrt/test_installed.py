@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import importlib.util
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -12,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.services_for_tests import services
 from torch_hybrid_backend import session
@@ -120,3 +123,47 @@ wrong = [name for name in sys.modules if name.split(".")[0] in ("tensorrt", "ten
 assert not wrong, wrong
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def _doctor(folder: Path) -> list[str]:
+    """What `hybrid doctor` prints of this engine, as a user runs it."""
+    settings = {name: value for name, value in os.environ.items() if not name.startswith("HYBRID_")}
+    told = subprocess.run(
+        [sys.executable, "-m", "torch_hybrid_backend.cli", "doctor"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+        cwd=Path(__file__).parents[3],
+        env={**settings, "HYBRID_CACHE_DIR": str(folder / "cache")},
+    ).stdout.splitlines()
+    first = next(number for number, line in enumerate(told) if line.startswith("  tensorrt "))
+    engines = range(first + 1, len(told))
+    after = next(number for number in engines if not told[number].startswith("    "))
+    return [" ".join(line.split()) for line in told[first:after]]
+
+
+def _gpus() -> list[str]:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [f"GPU {torch.cuda.get_device_name(index)}" for index in range(count)] or ["GPU none"]
+
+
+@pytest.mark.tensorrt
+def test_doctor_tells_what_is_installed(tmp_path: Path) -> None:
+    """Both versions that engines depend on; and without a GPU that this is what is missing, not TensorRT."""
+    state, version, *gpus = _doctor(tmp_path)
+    can_run = "tensorrt can run" if torch.cuda.is_available() else f"tensorrt cannot run: {NO_GPU.why}"
+    assert state == can_run
+    assert re.fullmatch(r"tensorrt TensorRT(-RTX)? [\d.]+, torch-tensorrt(-rtx)? [\d.]+(\+\w+)?", version)
+    assert version == f"tensorrt {installation()}"
+    assert gpus == _gpus()
+
+
+@pytest.mark.skipif(not isinstance(installation(), Refused), reason="TensorRT is installed")
+def test_doctor_tells_what_to_install(tmp_path: Path) -> None:
+    """Where it is not there, or not whole."""
+    state, version, *gpus = _doctor(tmp_path)
+    assert state == f"tensorrt cannot run: {_why()}"
+    assert "pip install" in state
+    assert version == f"tensorrt {_why()}"
+    assert gpus == _gpus()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported
 from torch_hybrid_backend.engines.tensorrt import quantization
 from torch_hybrid_backend.engines.tensorrt.installed import FLAVOURS, Installation
-from torch_hybrid_backend.engines.tensorrt.quantization import judged, quantiser
+from torch_hybrid_backend.engines.tensorrt.quantization import judged, quantiser, zero_points
 from torch_hybrid_backend.graph import quantization as quantised
 
 F = torch.nn.functional
@@ -161,3 +162,14 @@ def test_convolutions_of_int8_activations(monkeypatch: pytest.MonkeyPatch) -> No
             assert verdict is None or verdict.code is Reason.UNSUPPORTED
         for function in only_weights:
             assert "convolution" not in verdicts(function, x, w, s)
+
+
+def test_zero_points_are_on_the_host_whatever_the_default_device() -> None:
+    """The request takes their bytes, which a tensor of another device may not have."""
+    graph = make_fx(lambda x, s, z: Q.quantize_per_channel(x, s, z, 0, -128, 127, torch.int8), tracing_mode="fake")(
+        X, torch.rand(8), _zeros(8)
+    )
+    with torch.device("meta"):
+        found = zero_points(SimpleNamespace(graph_module=graph))  # type: ignore[arg-type]
+    assert list(found) == [2]
+    assert torch.equal(found[2], _zeros(8))

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.engines.tensorrt.contexts_for_tests import FakeEngine, FakeStream, FakeStreams
-from torch_hybrid_backend.engines.tensorrt.runtime import SCRATCH_ALIGNMENT, EngineRunner, scratch_buffer_bytes
+from torch_hybrid_backend.core.device import Device
+from torch_hybrid_backend.engines.tensorrt.runtime import (
+    SCRATCH_ALIGNMENT,
+    CudaStreams,
+    EngineRunner,
+    scratch_buffer_bytes,
+)
 from torch_hybrid_backend.errors import HybridError
 
 IN, OUT = [("input0", (0, 1))], [("output0", (0, 1))]
@@ -159,10 +169,11 @@ def test_what_tensorrt_refuses_is_an_error_of_ours() -> None:
     tensors = [torch.ones(2, 3), torch.empty(2, 3)]
     engine = FakeEngine()
     run = runner(engine, FakeStreams(FakeStream(7)))
+    engine.heard_now.errors.append("a kernel is missing")
     for method, says in (
         ("set_input_shape", "was not built for input0 of shape"),
         ("set_tensor_address", "the address of input0"),
-        ("execute_async_v3", "could not run"),
+        ("execute_async_v3", "could not run an engine: a kernel is missing"),
     ):
         engine.refuses = method
         with pytest.raises(HybridError, match=says):
@@ -186,3 +197,58 @@ def test_captures_that_cannot_hold_it_are_refused() -> None:
     streams.capturing = False
     run(tensors)
     assert sum(call[0] == "execute_async_v3" for call in engine.contexts[0].calls) == 2
+
+
+class OnDevice(FakeStreams):
+    """Streams that write down when their device is the current one."""
+
+    def __init__(self, log: list[tuple[object, ...]]) -> None:
+        super().__init__(FakeStream(7, log))
+        self._log = log
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        self._log.append(("enter",))
+        yield
+        self._log.append(("leave",))
+
+
+def test_contexts_live_and_run_on_the_engines_device() -> None:
+    """A process with several GPUs has but one current: a context is made, told, run and destroyed while that is its engine's."""
+    log: list[tuple[object, ...]] = []
+    engine = FakeEngine(log=log)
+    run = runner(engine, OnDevice(log))
+    run([torch.ones(2, 3), torch.empty(2, 3)])
+    weakref.finalize(engine.contexts.pop(), log.append, ("destroyed",))
+    run.close()
+    depth = 0
+    for step, *_ in log:
+        depth += {"enter": 1, "leave": -1}.get(str(step), 0)
+        assert depth or step == "leave", log
+    assert ("destroyed",) in log
+    assert ("execute_async_v3", 7) in log
+
+
+def test_streams_of_a_gpu_are_that_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also whether they are being captured, which PyTorch tells of the current device's stream."""
+    now = [0]
+
+    @contextlib.contextmanager
+    def device(wanted: torch.device) -> Iterator[None]:
+        before, now[0] = now[0], wanted.index
+        yield
+        now[0] = before
+
+    fake = SimpleNamespace(
+        device=device,
+        current_stream=lambda on: f"current of {on}",
+        Stream=lambda on: f"new on {on}",
+        is_current_stream_capturing=lambda: now[0] == 1,
+    )
+    monkeypatch.setattr("torch_hybrid_backend.engines.tensorrt.runtime.torch.cuda", fake)
+    first, second = CudaStreams(Device("cuda", 0)), CudaStreams(Device("cuda", 1))
+    assert (first.capturing, second.capturing) == (False, True)
+    assert (second.current(), second.side()) == ("current of cuda:1", "new on cuda:1")
+    with second.entered():
+        assert now == [1]
+    assert now == [0]

@@ -17,16 +17,18 @@ from tests.conftest import Golden
 from tests.engines.tensorrt.regions_for_tests import GOLDEN_RELEASE, engine, has_golden_release
 from tests.fake_devices import FakeDevices
 from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.engines.tensorrt.ladder import is_product
 from torch_hybrid_backend.graph.schema import is_view
 from torch_hybrid_backend.partition.regions import Partition, partition_graph
 from torch_hybrid_backend.prepared import prepare
 
 pytestmark = pytest.mark.tensorrt
 
-# Of the zoo what a torch without CUDA can trace for a GPU: it fails for `contiguous`, and for slices of a list of indices, which every
-# transformer has. test_partitions.py has a block of attention that it can.
-MODELS = ("resnet50", "efficientnet_b0", "convnext_tiny", "regnet_y", "unet")
-DTYPES = {"float32": torch.float32, "float16": torch.float16}
+MODELS = (
+    *("resnet50", "efficientnet_b0", "convnext_tiny", "regnet_y", "unet"),
+    *("vit_b16", "swin_tiny", "segformer_b0", "bert_base", "gpt2", "llama_small"),
+)
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _SHOWN = 12  # operators that are refused in so many lines at most
 
 
@@ -67,7 +69,7 @@ def _views(module: torch.fx.GraphModule) -> int:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_regions_and_refusals(name: str, golden: Golden) -> None:
-    """In float32 and float16."""
+    """In float32, float16 and bfloat16."""
     if not has_golden_release():
         pytest.skip(f"golden files are of torch_tensorrt {GOLDEN_RELEASE}")
     lines = []
@@ -75,3 +77,20 @@ def test_regions_and_refusals(name: str, golden: Golden) -> None:
         for number, cut in enumerate(partitions(name, dtype)):
             lines += [f"{title}, graph {number}", *described(cut)]
     golden.check("\n".join(lines))
+
+
+# Transformers, with the number of regions that they are cut into. Two: transformers asks whether positions begin anew within a row, in whole
+# numbers that TensorRT would sum in 32 bits. What needs no mask yet is one region, all that does is the other.
+TRANSFORMERS = {"vit_b16": 1, "bert_base": 1, "gpt2": 2, "llama_small": 2}
+MASKS = {"aten.index.Tensor", "aten.cumsum.default"}
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_transformers_are_not_cut_at_layers(name: str) -> None:
+    """In whatever release: attention, norms and products are all taken, and nothing but masks of positions comes between them."""
+    (cut,) = partitions(name, torch.bfloat16)
+    taken = [segment.region for segment in cut.graph.segments if segment.engine_hint == "tensorrt"]
+    assert len(taken) <= TRANSFORMERS[name]
+    assert {node.operator for node in cut.nodes if node.refusals} <= MASKS
+    products = [sum(map(is_product, region.graph_module.graph.nodes)) for region in taken]
+    assert products[-1] > 2 * sum(products[:-1])  # the first region ends within the first layer

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import re
+import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,13 +21,11 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch_tensorrt import __version__ as release
 from torch_tensorrt import logging as their_logging
 from torch_tensorrt._enums import dtype as trt_dtype
 from torch_tensorrt._Input import Input
 from torch_tensorrt.dynamo._settings import CompilationSettings
-from torch_tensorrt.dynamo.conversion import DYNAMO_CONVERTERS
 from torch_tensorrt.dynamo.conversion._ConverterRegistry import DYNAMO_ATEN_CONVERTERS, node_has_dynamic_shapes
 from torch_tensorrt.dynamo.conversion._TRTInterpreter import TRT_LOGGER, TRTInterpreter, trt  # trt: TensorRT or RTX
 from torch_tensorrt.dynamo.conversion.converter_utils import get_trt_tensor
@@ -36,6 +34,8 @@ from torch_tensorrt.dynamo.lowering.passes import constant_folding
 
 from torch_hybrid_backend.engines.tensorrt.converters import converter_of
 from torch_hybrid_backend.engines.tensorrt.fakes import Fakes
+from torch_hybrid_backend.engines.tensorrt.log import Heard, TheirLog
+from torch_hybrid_backend.engines.tensorrt.overlap import Overlapping
 from torch_hybrid_backend.engines.tensorrt.quantization import quantiser
 from torch_hybrid_backend.errors import CompileError
 
@@ -44,17 +44,22 @@ _log = logging.getLogger(__name__)
 GoingOn = Callable[[float], bool]
 
 
+_their_log = TheirLog(their_logging._LOGGER)
+
+
 @contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Their code logs through the root logger, which gives that a handler, and warns. Neither is the user's."""
+def _be_silent() -> Iterator[None]:
     root = logging.getLogger()
     handlers = list(root.handlers)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        root.handlers[:] = handlers
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    if not handlers:  # then it may have one of logging.basicConfig's; others that came meanwhile are the user's
+        root.handlers[:] = [each for each in root.handlers if type(each) is not logging.StreamHandler]
+
+
+# Their code logs through the root logger, which gives that a handler, and warns. Neither is the user's.
+_silent = Overlapping(_be_silent)
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------------------------
@@ -125,10 +130,9 @@ def lowered(graph_module: torch.fx.GraphModule, fakes: Fakes, inputs: Sequence[o
             *(next(left) if isinstance(value, torch.Tensor) else value for value in inputs)
         )
 
-    with _silent():
-        with fakes.mode:
-            traced = make_fx(run, decomposition_table=_decompositions(), _allow_non_fake_inputs=True)(*tensors)
-        with _quantisers_kept():
+    with _silent:
+        traced = fakes.traced(run, tensors, _decompositions())
+        with _quantisers_kept:
             result: torch.fx.GraphModule = post_lowering(traced, _settings(tf32=False))
     assumed = fakes.assumed()
     if assumed:
@@ -137,15 +141,16 @@ def lowered(graph_module: torch.fx.GraphModule, fakes: Fakes, inputs: Sequence[o
 
 
 @contextlib.contextmanager
-def _quantisers_kept() -> Iterator[None]:
+def _keep_quantisers() -> Iterator[None]:
     """What is dequantised of constants stays so: folded it would take four times the memory, and products of integers would be none."""
     theirs = constant_folding._TorchTensorRTConstantFolder
     is_impure = theirs.is_impure
     theirs.is_impure = lambda self, node: quantiser(node) is not None or is_impure(self, node)
-    try:
-        yield
-    finally:
-        theirs.is_impure = is_impure
+    yield
+    theirs.is_impure = is_impure
+
+
+_quantisers_kept = Overlapping(_keep_quantisers)
 
 
 # --- capability -------------------------------------------------------------------------------------------------------------------------
@@ -168,13 +173,16 @@ class Converters:
 
 
 def converters_of(node: torch.fx.Node) -> Converters:
-    """The same walk as the registry's own, which tells no reason. `node` is of a lowered graph."""
+    """The same walk as the registry's own, which tells no reason, and looks at settings that are one for the process, a user's maybe. (So
+    does the validator of items, which are what their operator is.) `node` is of a lowered graph."""
     if converter_of(node) is not None:
         return Converters(1)
+    if node.target is operator.getitem:
+        source = node.args[0]
+        assert isinstance(source, torch.fx.Node)
+        is_found = source.op == "get_attr" or converters_of(source).found
+        return Converters(1, () if is_found else ("getitem_validator",))
     settings = _settings(tf32=False)
-    DYNAMO_CONVERTERS.set_compilation_settings(
-        settings
-    )  # of the whole process: whoever asked before may have set others
     candidates = DYNAMO_ATEN_CONVERTERS.get(node.target, ())
     willing = [each for each in candidates if _accepts(each.capability_validator, node, settings)]
     refusing = tuple(_validator(each.capability_validator) for each in candidates if each not in willing)
@@ -241,7 +249,7 @@ def build_engine(
     `going_on` is told how far the build is, from 0 to 1, and says whether to go on. Raises CompileError where it said no, where a converter
     fails, where the network would not be exact, and where TensorRT fails.
     """
-    with _silent(), _logged() as log:
+    with _silent, _their_log.heard(fully=True) as log:
         interpreter = _Interpreter(module, inputs, outputs, _settings(tf32), going_on)
         try:
             interpreter._construct_trt_network_def()
@@ -260,7 +268,7 @@ def build_engine(
     if monitor.cancelled:
         raise CompileError("the build of a TensorRT engine was cancelled")
     if plan is None:
-        raise CompileError(f"TensorRT could not build an engine: {'; '.join(log.errors[-3:]) or 'it says no reason'}")
+        raise CompileError(f"TensorRT could not build an engine: {log.why}")
     return bytes(plan), tuple(log.layers)
 
 
@@ -412,56 +420,6 @@ class _Monitor(trt.IProgressMonitor):  # type: ignore[misc]
         return not self.cancelled
 
 
-# --- log --------------------------------------------------------------------------------------------------------------------------------
-
-_LAYER = re.compile(r"^Name: (.*?), LayerType: (\w+),(.*)", re.MULTILINE)
-_PARTS = re.compile(r" (Inputs|Constants|Outputs|TacticName): ")
-_DTYPE = re.compile(r"Datatype: (\w+)")
-
-
-def _layer(name: str, kind: str, rest: str) -> str:
-    """A layer with the types of what it reads, of its constants (which TensorRT-RTX 1.4 does not list) and of what it makes:
-    "gemm: linear (Half, Half; Float -> Half)"."""
-    _, *parts = _PARTS.split(rest)
-    types = {part: ", ".join(_DTYPE.findall(text)) for part, text in zip(parts[::2], parts[1::2], strict=True)}
-    read = "; ".join(filter(None, (types.get("Inputs"), types.get("Constants"))))
-    return f"{kind}: {name} ({read} -> {types.get('Outputs', '')})"
-
-
-class _Log(logging.Handler):
-    """What TensorRT says, as ours. Without a GPU its log is also the only place that tells the layers of an engine."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers: list[str] = []
-        self.errors: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        message = record.getMessage()
-        if record.levelno >= logging.ERROR:
-            self.errors.append(message)
-        if message.startswith("Layers:"):
-            self.layers += [_layer(*found) for found in _LAYER.findall(message)]
-        # What an error means for the user is in the refusal.
-        _log.log(min(record.levelno, logging.INFO), "TensorRT: %s", message)
-
-
-@contextlib.contextmanager
-def _logged() -> Iterator[_Log]:
-    """TensorRT's log while something is built. It has one for a process, which torch_tensorrt hands to Python's logging."""
-    theirs, log = their_logging._LOGGER, _Log()
-    level, propagates = theirs.level, theirs.propagate
-    theirs.addHandler(log)
-    theirs.setLevel(logging.DEBUG)
-    theirs.propagate = False
-    try:
-        yield log
-    finally:
-        theirs.removeHandler(log)
-        theirs.setLevel(level)
-        theirs.propagate = propagates
-
-
 def versions() -> str:
     """TensorRT's version and torch_tensorrt's, as they are loaded."""
     return f"{trt.__name__} {trt.__version__}, torch_tensorrt {release}"
@@ -474,14 +432,15 @@ class Loaded:
     """An engine on the current device: a `runtime.LoadedEngine`. Raises CompileError for one that this TensorRT or GPU does not take."""
 
     def __init__(self, plan: bytes) -> None:
-        with _logged() as log:
+        with _their_log.heard(fully=True) as log:
             self._runtime = trt.Runtime(TRT_LOGGER)
             self._engine = self._runtime.deserialize_cuda_engine(plan)
         if self._engine is None:
-            raise CompileError(
-                f"TensorRT does not load the engine: {'; '.join(log.errors[-3:]) or 'it says no reason'}"
-            )
+            raise CompileError(f"TensorRT does not load the engine: {log.why}")
         self._config, self._kernels = _runtime_config(self._engine)
+
+    def heard(self) -> contextlib.AbstractContextManager[Heard]:
+        return _their_log.heard()
 
     @property
     def scratch_bytes(self) -> int:
@@ -502,13 +461,13 @@ class Loaded:
     def take_kernels(self, kernels: bytes) -> bool:
         if self._kernels is None:
             return False
-        with _logged():
+        with self.heard():
             return bool(self._kernels.deserialize(kernels))
 
     def compiled_kernels(self) -> bytes:
         if self._kernels is None:
             return b""
-        with _logged():
+        with self.heard():
             return bytes(self._kernels.serialize() or b"")
 
 

@@ -184,7 +184,7 @@ class ConstantForm:
                 is_read, self._is_read = self._is_read, True
             if not is_read:
                 builder().submit(Job(_reading(weakref.ref(self))))
-        return torch.tensor([mark])
+        return torch.tensor([mark], device="cpu")  # whatever the user's default device is
 
     def engine_of(self, mark: int) -> EngineRunner | None:
         """The engine that holds the values of a mark; None: there is none, and the form with inputs is to run."""

@@ -2,7 +2,7 @@
 
     fakes = Fakes()
     x = fakes.tensor(TensorSpec((symbol("s0"), 4), "float32", (4, 1), Device("cuda")))      # on the CPU, 4 columns, any number of rows
-    with fakes.mode: ...                                                                # trace
+    graph = fakes.traced(lambda x: x.exp(), [x])
     fakes.assumed()                                                                     # what tracing took for granted of sizes
 
 What tracing decides by a size's example value would be a guard of the user's graph; here it is found out and can be refused.
@@ -10,16 +10,19 @@ What tracing decides by a size's example value would be a guard of the user's gr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import torch
+import torch.fx
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.sizes.size import Dim, evaluate, symbols
+from torch_hybrid_backend.tracing import traced
 
 
 class Fakes:
@@ -46,6 +49,16 @@ class Fakes:
         shape, strides = ([self.size(n) for n in sizes] for sizes in (spec.shape, spec.strides))
         with self.mode:
             return torch.empty_strided(shape, strides, dtype=spec.torch_dtype, device="cpu")
+
+    def traced(
+        self,
+        function: Callable[..., Any],
+        inputs: Sequence[torch.Tensor],
+        decompositions: Mapping[Any, Callable[..., Any]] = MappingProxyType({}),
+    ) -> torch.fx.GraphModule:
+        """The graph of a function of tensors of this mode. New tensors are on the host, whatever the user's default device is."""
+        with torch.device("cpu"), self.mode:
+            return traced(function, inputs, decompositions, _allow_non_fake_inputs=True)
 
     def assumed(self) -> list[str]:
         """What tracing took for granted of sizes that it knows by example only, as texts."""

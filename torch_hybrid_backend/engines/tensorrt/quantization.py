@@ -239,5 +239,6 @@ def zero_points(region: Region) -> dict[int, torch.Tensor]:
         if isinstance(value, torch.Tensor) and node.users and all(_is_zero_point(node, user) for user in node.users):
             if not all(isinstance(size, int) for size in value.shape):
                 raise CompileError(f"how many zero points {node.name} has is known only at run time")
-            found[position] = torch.zeros(value.shape, dtype=value.dtype)
+            # On the host, whatever the user's default device is: the request takes its bytes.
+            found[position] = torch.zeros(value.shape, dtype=value.dtype, device="cpu")
     return found

@@ -8,6 +8,7 @@ No GPU has run this yet. Tests run it with a context that records what it is tol
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import OrderedDict
@@ -18,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from torch_hybrid_backend.core.device import Device
+from torch_hybrid_backend.engines.tensorrt.log import Heard
 from torch_hybrid_backend.errors import HybridError
 
 MAX_CONTEXTS = 8  # of one engine; each holds some memory of the device
@@ -45,6 +47,10 @@ class LoadedEngine(Protocol):
 
     @property
     def scratch_bytes(self) -> int: ...
+
+    def heard(self) -> contextlib.AbstractContextManager[Heard]:
+        """Inside, what TensorRT says in this thread goes to our log, and is told."""
+        ...
 
     def context(self) -> Context:
         """A new context that is given its working memory in each call."""
@@ -79,6 +85,10 @@ class Stream(Protocol):
 class Streams(Protocol):
     """The streams of a device."""
 
+    def entered(self) -> contextlib.AbstractContextManager[object]:
+        """Inside, the device is this thread's current one: TensorRT makes, runs and destroys contexts on that, whatever the stream's is."""
+        ...
+
     def current(self) -> Stream: ...
 
     def side(self) -> Stream:
@@ -98,6 +108,9 @@ class CudaStreams:
         self._device = torch.device(device.type, device.index)
         self._side: Stream | None = None
 
+    def entered(self) -> contextlib.AbstractContextManager[object]:
+        return torch.cuda.device(self._device)
+
     def current(self) -> Stream:
         return torch.cuda.current_stream(self._device)
 
@@ -108,7 +121,8 @@ class CudaStreams:
 
     @property
     def capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+        with self.entered():  # it asks about the current device's stream
+            return torch.cuda.is_current_stream_capturing()
 
 
 @dataclass(slots=True)
@@ -167,6 +181,10 @@ class EngineRunner:
 
     def close(self) -> None:
         """Let go of its contexts when the calls under way have done their work. It waits for them, and runs no others."""
+        with self._streams.entered():
+            self._close()
+
+    def _close(self) -> None:
         with self._lock:
             self._is_closed = True
             left = list(self._contexts.values())
@@ -179,6 +197,10 @@ class EngineRunner:
 
     def ran(self, tensors: Sequence[torch.Tensor]) -> bool:
         """As a call, but False in place of running where it was closed."""
+        with self._streams.entered(), self._engine.heard() as heard:
+            return self._ran(tensors, heard)
+
+    def _ran(self, tensors: Sequence[torch.Tensor], heard: Heard) -> bool:
         current = self._streams.current()
         stream = current if current.cuda_stream else self._streams.side()
         lent = self._lend(stream)
@@ -191,7 +213,7 @@ class EngineRunner:
             if stream is not current:
                 stream.wait_stream(current)
             if not lent.context.execute_async_v3(stream.cuda_stream):
-                raise HybridError("TensorRT could not run an engine; its log says why")
+                raise HybridError(f"TensorRT could not run an engine: {heard.why}")
             if stream is not current:
                 current.wait_stream(stream)
             if has_new_shapes:
