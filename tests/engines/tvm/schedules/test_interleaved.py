@@ -1,4 +1,4 @@
-"""Few channels from planes into blocked channels, against what is computed channel by channel."""
+"""Few channels from planes into blocked channels, and rows of matrices into words, against what is computed one by one."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import torch
 
 from tests.engines.tvm.schedule_runner import compile_kernel, run_kernel
 from tests.engines.tvm.schedules.test_elementwise import kernel_of, random, tensor
+from torch_hybrid_backend.engines.tvm.cpu.dot_products import DotProduct
+from torch_hybrid_backend.engines.tvm.cpu.word_packing import pack_right, packed_right_value
 from torch_hybrid_backend.engines.tvm.schedules import elementwise
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import Index
 from torch_hybrid_backend.loops.ir import Expr
-from torch_hybrid_backend.loops.kernels import MapKernel
+from torch_hybrid_backend.loops.kernels import Argument, MapKernel
 from torch_hybrid_backend.loops.layout import Blocked
 
 _WIDE = Target("skylake-avx512", "x", ("avx512f", "avx512bw"), 16, 2, 32 << 10, 1 << 20)
@@ -54,6 +56,36 @@ def test_margins() -> None:
     image = random((1, 3, 6, 40), "uint8")
     (got,) = run_kernel(kernel, elementwise.emit, {x.buffer: image})
     assert torch.equal(got, torch.nn.functional.pad(image, (2, 3), value=9))
+
+
+BYTES = DotProduct("vpdpbusd", 4, "uint8", "int8", "int32")
+HALVES = DotProduct("vdpbf16ps", 2, "bfloat16", "bfloat16", "float32")
+
+
+def in_words(shape: tuple[int, ...], dot: DotProduct, tile: int) -> tuple[MapKernel, Argument]:
+    """A right operand (B, K, N) put into words, and the operand."""
+    b = tensor(shape, dot.right)
+    packed = packed_right_value(b.buffer, tile, dot)
+    return kernel_of(packed.shape, [b], [(dot.right, None, packed.at)]), b
+
+
+@pytest.mark.parametrize("dot", [BYTES, HALVES])
+@pytest.mark.parametrize("tile", [16, 32])
+@pytest.mark.parametrize("shape", [(3, 64, 96), (2, 8, 50), (1, 37, 33), (2, 5, 32), (1, 64, 7)])
+def test_rows_of_a_matrix_in_words(shape: tuple[int, ...], tile: int, dot: DotProduct) -> None:
+    """Rows and columns that fill words and panels, and such that do not: zeros lie behind them."""
+    kernel, b = in_words(shape, dot, tile)
+    matrix = random(shape, dot.right)
+    (got,) = run_kernel(kernel, elementwise.emit, {b.buffer: matrix})
+    assert torch.equal(got, pack_right(matrix, tile, dot))
+
+
+@pytest.mark.parametrize("columns", [64, 50])
+def test_words_are_put_together_by_shuffles(columns: int) -> None:
+    """Also where the last panel is not full."""
+    kernel, _ = in_words((4, 64, columns), HALVES, 32)
+    assembly = compile_kernel(kernel, elementwise.emit, _WIDE).inspect_source("asm")
+    assert any(shuffle in assembly for shuffle in ("vpermw", "vpermt2w", "vpermi2w", "vpunpcklwd"))
 
 
 def test_pixels_are_put_together_by_shuffles() -> None:

@@ -6,7 +6,7 @@ Strategy
 1. The vector axis is the dimension along which most accesses, the first store's above all, go element by element.
 2. Dimensions outside it join it as long as every access stays a plain sum: contiguous tensors become one long axis.
 3. A blocked dimension (NCHW16c) is walked as (block, lane): its lanes are the vector; copies that move channels between lanes are left to
-   `channel_moves`, few channels of an image that lies in planes to `interleaved`.
+   `channel_moves`, few channels of an image that lies in planes, and rows of a matrix that words are made of, to `interleaved`.
 4. Where guards depend on the vector axis, it is cut where they turn: parts of a concatenation, margins and middle of a padded row.
 5. The other dimensions, and blocks of a long vector axis, are one parallel loop; small kernels stay on one thread.
 6. What does not fill a vector is done by ever narrower vectors, without predicates.
@@ -37,7 +37,7 @@ from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, LoopVar, index_of
 from torch_hybrid_backend.loops.kernels import MapKernel
 from torch_hybrid_backend.loops.layout import Blocked
-from torch_hybrid_backend.sizes.size import Dim, Size, size_hint
+from torch_hybrid_backend.sizes.size import Dim, Size, known_int, size_hint
 
 # Elements of a long vector axis that one task runs through: enough to pay for its start, few enough to share them out.
 _CHUNK = 4_096
@@ -56,7 +56,10 @@ def emit(kernel: MapKernel, builder: Builder, printer: Printer, target: Target) 
     if inner is None:
         return _outer(builder, outer, is_parallel, lambda env: printer.stores(kernel.stores, env))
     block = _block(kernel, inner)
+    kind = "parallel" if is_parallel else "serial"
     if block is None:
+        if (words := _words(kernel, builder, printer, target, inner, written[0], kind)) is not None:
+            return words
         flat = flatten(inner, outer, offsets, exprs)
         outer = [v for v in outer if v not in flat.variables]
         parts = pieces(printer, exprs, inner) if flat.variables == (inner,) else [(0, flat.extent)]
@@ -67,15 +70,26 @@ def emit(kernel: MapKernel, builder: Builder, printer: Printer, target: Target) 
         if is_parallel and _is_long(flat, outer):
             return builder.seq(*(_chunked(builder, outer, along, *part) for part in parts))
         return _outer(builder, outer, is_parallel, lambda env: builder.seq(*(along(env, *part) for part in parts)))
-    kind = "parallel" if is_parallel else "serial"
     moved = channel_moves(kernel, builder, printer, inner, kind)
-    moved = moved or interleaved(kernel, builder, printer, target, inner, block, kind)
+    moved = moved or interleaved(kernel, builder, printer, target, inner, kernel.domain[-1], block, kind)
     return moved or _blocked(kernel, builder, printer, block, inner, outer, is_parallel)
 
 
 def _is_long(flat: Flat, outer: Sequence[LoopVar]) -> bool:
     """Whether the vector axis is to be cut: where it is long, or nothing else gives the threads work whatever its size will be."""
     return size_hint(flat.extent) >= 2 * _CHUNK or (isinstance(flat.extent, Size) and not outer)
+
+
+def _words(
+    kernel: MapKernel, builder: Builder, printer: Printer, target: Target, inner: LoopVar, written: Index, kind: str
+) -> Stmt | None:
+    """A matrix into words of its rows (`interleaved`): few elements along `inner` lie together, then those along another dimension."""
+    if inner.extent not in (2, 4) or step(written, inner) != 1:
+        return None
+    beside = [v for v in kernel.domain if step(written, v) == inner.extent]
+    if len(beside) != 1:
+        return None
+    return interleaved(kernel, builder, printer, target, inner, beside[0], known_int(inner.extent), kind)
 
 
 def _block(kernel: MapKernel, inner: LoopVar) -> int | None:
