@@ -24,8 +24,8 @@ from torch_hybrid_backend.builds.builds import Builds
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.core.verdict import Refused
-from torch_hybrid_backend.engines.tensorrt.engine import MAX_GROWTH
 from torch_hybrid_backend.engines.tensorrt.installed import installation
+from torch_hybrid_backend.engines.tensorrt.ranges import MAX_GROWTH
 from torch_hybrid_backend.errors import HybridError
 
 _INSTALLED = installation()
