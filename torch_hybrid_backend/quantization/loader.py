@@ -60,12 +60,14 @@ class Loader:
         self._count: int | None = None  # of items in the first pass
         self._call = self._form()
 
-    def run(self, model: Callee) -> None:
-        """Calls the model, or what stands for it, with every item. Raises QuantizationError for an item that forward does not take, and where
-        there are not as many as in the first pass."""
+    def run(self, model: Callee, most: int | None = None) -> None:
+        """Calls the model, or what stands for it, with every item, or with the first `most`. Raises QuantizationError for an item that forward
+        does not take, and where there are not as many as in the first pass."""
         count = 0
         with torch.no_grad():
             for item in self._items:
+                if count == most:
+                    return
                 count += 1
                 try:
                     self._call(model, item)

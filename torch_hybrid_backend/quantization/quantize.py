@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import copy
 import difflib
 import fnmatch
@@ -17,6 +16,7 @@ from torch import nn
 
 from torch_hybrid_backend.errors import QuantizationError
 from torch_hybrid_backend.graph.quantization import call, rows_now, tensor, tensor_now, weight
+from torch_hybrid_backend.quantization.accuracy import Metric, layer_errors, return_to_float, score, warn_if_far
 from torch_hybrid_backend.quantization.calibration import Collector, collector_of
 from torch_hybrid_backend.quantization.call_sites import BESIDE, KINDS, CallSites, Known, follow, layers_of
 from torch_hybrid_backend.quantization.loader import Loader
@@ -25,7 +25,6 @@ from torch_hybrid_backend.quantization.resampling import Resampled
 from torch_hybrid_backend.quantization.residuals import OTHER, VALUES, Residuals
 from torch_hybrid_backend.quantization.smoothing import Channels, scaled, strengths_of, with_least_error
 
-Metric = Callable[[nn.Module], float]
 Compute = Callable[..., Any]
 Operands = tuple[torch.Tensor, ...]
 # Kinds whose scales are not found anew in every call.
@@ -64,7 +63,8 @@ def quantize(
         further off so, on the loader's data, keeps its channels as they are. Of several numbers each layer takes the best; layers that
         read the same tensor (queries, keys and values) take the same.
     metric: how good a module is, higher is better. Layers return to floating point, the one with the largest error first, until
-        `metric(model) - metric(result)` is at most `max_drop`. It needs the loader, by which errors are measured.
+        `metric(model) - metric(result)` is at most `max_drop`. It needs the loader, by which errors are measured. Without a metric a warning
+        tells where outputs for the loader's first items are off by more than 0.1 of their root mean square, and which layers are most.
     ranges: a file that `QuantizedModule.save_ranges` wrote for the same model, in place of calibration.
 
     Raises QuantizationError, a ValueError, for: a model in training mode, an empty loader, items that forward does not take, activations that
@@ -95,7 +95,7 @@ def quantize(
         raise QuantizationError(f"{' and '.join(needed)} needs a loader: pass some hundred inputs of the model")
 
     result = QuantizedModule(model, Ranges(fingerprint(model), {}, {}))
-    goal = _score(metric, model) - max_drop if metric is not None else None
+    goal = score(metric, model) - max_drop if metric is not None else None
     data = Loader(loader, model) if loader is not None else None
     if ranges is not None:
         found = Ranges.load(ranges, model)
@@ -110,7 +110,9 @@ def quantize(
     else:
         result.ranges = _calibrated(result, data, collector, excluded, exclude_kinds, strengths)
     if metric is not None and goal is not None and data is not None:
-        _return_to_float(result, data, metric, goal)
+        return_to_float(result, data, metric, goal)
+    elif data is not None:
+        warn_if_far(result, model, data)
     return result
 
 
@@ -408,7 +410,7 @@ def _with_least_error(
     before, errors = result.ranges, []
     for sites in ways:
         result.ranges = replace(before, sites=dict(sites))
-        errors.append(_errors(result, data))
+        errors.append(layer_errors(result, data))
     result.ranges = before
     return with_least_error(groups, ways, errors)
 
@@ -418,54 +420,3 @@ def _check_finite(name: str, kind: str, *operands: torch.Tensor) -> None:
         raise QuantizationError(
             f"the {kind} layer {name!r} is given NaN or infinity while calibrating: mend the model or the loader, or exclude the layer"
         )
-
-
-def _return_to_float(result: QuantizedModule, data: Loader, metric: Metric, goal: float) -> None:
-    """Takes layers out of the result's ranges, those with the largest errors, as few as it takes for the metric to be at least `goal`."""
-    if _score(metric, result) >= goal:
-        return
-    before, errors = result.ranges, _errors(result, data)
-    worst = sorted(before.sites, key=lambda site: errors.get(site, 0.0), reverse=True)
-
-    def leave(count: int) -> None:
-        gone = dict.fromkeys(worst[:count], "accuracy")
-        kept = {site: how for site, how in before.sites.items() if site not in gone}
-        result.ranges = Ranges(before.model, kept, {**before.in_float, **gone})
-
-    def suffices(count: int) -> bool:
-        leave(count)
-        return _score(metric, result) >= goal
-
-    # The metric grows with each layer that returns, but for chance: so few runs find how many must. Mostly it is one or two.
-    too_few, enough = 0, 1
-    while enough < len(worst) and not suffices(enough):
-        too_few, enough = enough, min(2 * enough, len(worst))
-    between = range(too_few + 1, enough)
-    leave(too_few + 1 + bisect.bisect_left(between, True, key=suffices))
-
-
-def _score(metric: Metric, module: nn.Module) -> float:
-    score = float(metric(module))
-    if math.isnan(score):
-        raise QuantizationError(
-            f"the metric of the {type(module).__name__} is NaN: it must be a number, higher is better"
-        )
-    return score
-
-
-def _errors(result: QuantizedModule, data: Loader) -> dict[str, float]:
-    """How much quantising each site's operands changes its result, as a share of the result's root mean square."""
-    squares: dict[str, list[float]] = {}
-
-    def compare(
-        name: str, known: Known | None, kind: str, axis: int | None, operands: Operands, compute: Compute
-    ) -> Any:
-        expected = compute(*operands)
-        if known is not None and known[0] == kind:
-            sums = squares.setdefault(name, [0.0, 0.0])
-            sums[0] += float((result.quantized(known, axis, operands, compute) - expected).double().square().sum())
-            sums[1] += float(expected.double().square().sum())
-        return expected
-
-    data.run(result.run_with(compare))
-    return {name: math.sqrt(error / size) if size else 0.0 for name, (error, size) in squares.items()}
