@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,6 +11,7 @@ import torch.fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.engines.tensorrt.contexts_for_tests import FakeContext, FakeEngine, FakeStream, FakeStreams, computing
+from tests.engines.tensorrt.test_constants import _Timer as Timer
 from torch_hybrid_backend.background import wait_for_builds
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.captured import CapturedGraph
@@ -30,26 +31,6 @@ from torch_hybrid_backend.runtime.executor import Executor
 from torch_hybrid_backend.runtime.symbolic_executor import SymbolicExecutor
 from torch_hybrid_backend.services import Services
 from torch_hybrid_backend.session import Session, open_services
-
-
-class Timer:
-    """An engine's call takes what it says; TVM's and eager's 1000 us."""
-
-    def __init__(self) -> None:
-        self.spent_us = 0.0
-        self.ticks = 0
-
-    def now(self) -> int:
-        self.ticks += 10**6
-        return self.ticks
-
-    def round(self, calls: Sequence[Callable[[], object]]) -> list[int]:
-        spent = []
-        for call in calls:
-            self.spent_us = 1000.0
-            call()
-            spent.append(int(self.spent_us * 1000))
-        return spent
 
 
 class TensorRT(TensorRTEngine):
