@@ -32,7 +32,6 @@ _UTILITIES = {
     "sources",
     "store",
     "timing_cache",
-    "tracing",
 }
 # Room -> the other rooms it may import. The wiring (backend, session, cli and the package itself) may import all.
 ALLOWED: dict[str, set[str]] = {
@@ -52,7 +51,6 @@ ALLOWED: dict[str, set[str]] = {
     "builds": {"core", "errors", "processes", "store"},
     "progress": {"core", "errors"},
     "sources": set(),
-    "tracing": set(),
     "garbage": set(),
     "store": {"core", "errors"},
     "timing_cache": {"core", "errors", "store"},

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.capture.fixes.encoder_layers import native_multi_head_attention, transformer_encoder_layer
 from torch_hybrid_backend.graph.schema import is_random
-from torch_hybrid_backend.tracing import traced
+from torch_hybrid_backend.graph.tracing import traced
 
 Operator = torch._ops.OperatorBase
 Table = Mapping[Operator, Callable[..., object]]

@@ -21,8 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.graph.tracing import traced
 from torch_hybrid_backend.sizes.size import Dim, evaluate, symbols
-from torch_hybrid_backend.tracing import traced
 
 
 class Fakes:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from torch_hybrid_backend.tracing import traced
+from torch_hybrid_backend.graph.tracing import traced
 
 
 def test_others_call_compiled_functions_while_it_traces() -> None:
