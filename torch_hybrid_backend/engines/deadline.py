@@ -61,9 +61,8 @@ def _compiled(engine: Engine, regions: Sequence[Region], deadline: Deadline) -> 
         if len(compiled) == len(regions):
             return [_checked(engine, region, result) for region, result in zip(regions, compiled, strict=True)]
         error: Exception = CompileError(f"{engine.name} returned {len(compiled)} results for {len(regions)} regions")
-    except (
-        Exception
-    ) as raised:  # against the protocol, but code of any engine may fail in ways that its author did not think of
+    except Exception as raised:
+        # Against the protocol, but code of any engine may fail in ways that its author did not think of.
         if len(regions) > 1 and not is_sticky(raised):
             # Which one it is of is not told. What was compiled of the others the engine mostly has kept.
             return [made for region in regions for made in _compiled(engine, [region], deadline)]

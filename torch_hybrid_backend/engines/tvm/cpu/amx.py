@@ -85,10 +85,9 @@ def tile_products(
     ahead = partial(pack_tiles, form=form)
     if isinstance(kernel, UnpackedMatMulKernel):
         packed = packed_unpacked(kernel, buffer, ahead)
-    elif weight is not None:
-        packed = weight.repacked(buffer, ahead)
     else:
-        return []
+        assert weight is not None
+        packed = weight.repacked(buffer, ahead)
     product = TileMatMulKernel(
         _reading(kernel, operand, packed),
         kernel.writes,
