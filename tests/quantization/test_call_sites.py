@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from torch_hybrid_backend.quantization.call_sites import CallSites, follow, layers_of
+from torch_hybrid_backend.quantization.call_sites import CallSites, LayerCall, follow, layers_of
 
 
 class Attention(nn.Module):
@@ -66,11 +65,9 @@ def _seen(net: nn.Module, x: torch.Tensor) -> dict[str, Any]:
     """What visitors are told of sites, by name."""
     found: dict[str, Any] = {}
 
-    def visit(
-        name: str, known: Any, kind: str, axis: int | None, operands: tuple[Any, ...], compute: Callable[..., Any]
-    ) -> Any:
-        found[name] = known
-        return compute(*operands)
+    def visit(call: LayerCall) -> Any:
+        found[call.site] = call.known
+        return call.compute(*call.operands)
 
     with torch.no_grad(), CallSites(visit):
         net(x)
@@ -80,11 +77,9 @@ def _seen(net: nn.Module, x: torch.Tensor) -> dict[str, Any]:
 def _visited(net: nn.Module, x: torch.Tensor) -> tuple[list[tuple[str, str, int | None]], torch.Tensor]:
     found: list[tuple[str, str, int | None]] = []
 
-    def visit(
-        name: str, known: Any, kind: str, axis: int | None, operands: tuple[Any, ...], compute: Callable[..., Any]
-    ) -> Any:
-        found.append((name, kind, axis))
-        return compute(*operands)
+    def visit(call: LayerCall) -> Any:
+        found.append((call.site, call.kind, call.axis))
+        return call.compute(*call.operands)
 
     with torch.no_grad(), CallSites(visit):
         return found, net(x)
@@ -104,7 +99,7 @@ def test_sites_are_named_after_modules() -> None:
 def test_operands_may_be_replaced() -> None:
     """What `compute` is given stands in for the operands, by position or by keyword."""
     net, x = _net(), torch.randn(3, 2, 9)
-    with torch.no_grad(), CallSites(lambda name, known, kind, axis, ab, compute: compute(ab[0] * 0, ab[1])):
+    with torch.no_grad(), CallSites(lambda call: call.compute(call.operands[0] * 0, call.operands[1])):
         assert torch.equal(net(x), torch.zeros(21, 4))
 
 
@@ -123,7 +118,7 @@ def test_dynamo_traces_through() -> None:
     net, x = _net(), torch.randn(3, 2, 9)
 
     def scaled(value: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad(), CallSites(lambda name, known, kind, axis, ab, compute: compute(ab[0] * len(name), ab[1])):
+        with torch.no_grad(), CallSites(lambda call: call.compute(call.operands[0] * len(call.site), call.operands[1])):
             return net(value)
 
     expected = scaled(x)
@@ -157,11 +152,9 @@ def test_additions_that_something_is_known_of() -> None:
     assert _seen(net, x) == {"#add2": ("b",), "": None, "#2": None}
     names: list[str] = []
 
-    def visit(
-        name: str, known: Any, kind: str, axis: int | None, operands: tuple[Any, ...], compute: Callable[..., Any]
-    ) -> Any:
-        names.append(name)
-        return compute(*operands)
+    def visit(call: LayerCall) -> Any:
+        names.append(call.site)
+        return call.compute(*call.operands)
 
     with CallSites(visit, all_beside=True):
         assert torch.equal(net(x), expected)

@@ -76,21 +76,22 @@ def tensor_now(apply: Apply, x: Any, *, non_negative: bool = False) -> Any:
     """An activation quantised by the largest magnitude in it, and dequantised."""
     bounds = UNSIGNED if non_negative else SIGNED
     dtype = _tensor(x).dtype
-    scale = _scales(
-        apply, dtype, apply(aten.amax.default, x if non_negative else apply(aten.abs.default, x)), bounds[1]
-    )
+    magnitude = x if non_negative else apply(aten.abs.default, x)
+    scale = _scales(apply, dtype, apply(aten.amax.default, magnitude), bounds[1])
     zero = apply(aten.full_like.default, scale, 0, dtype=torch.int64)
     narrow = apply(quantized.quantize_per_tensor.tensor, x, scale, zero, *bounds)
     return _as(apply, apply(quantized.dequantize_per_tensor.tensor, narrow, scale, zero, *bounds), dtype)
 
 
-def rows_now(apply: Apply, x: Any) -> Any:
+def rows_now(apply: Apply, x: Any, *, non_negative: bool = False) -> Any:
     """An activation of which each row, along the last dimension, is quantised by the largest magnitude in it, and dequantised."""
+    bounds = UNSIGNED if non_negative else SIGNED
     dtype = _tensor(x).dtype
-    scales = _scales(apply, dtype, apply(aten.amax.default, apply(aten.abs.default, x), [-1], True), SIGNED[1])
+    magnitude = x if non_negative else apply(aten.abs.default, x)
+    scales = _scales(apply, dtype, apply(aten.amax.default, magnitude, [-1], True), bounds[1])
     zeros = apply(aten.full_like.default, scales, 0, dtype=torch.int64)
-    narrow = apply(quantized.quantize_per_token.default, x, scales, zeros, *SIGNED)
-    return apply(quantized.dequantize_per_token.default, narrow, scales, zeros, *SIGNED, dtype)
+    narrow = apply(quantized.quantize_per_token.default, x, scales, zeros, *bounds)
+    return apply(quantized.dequantize_per_token.default, narrow, scales, zeros, *bounds, dtype)
 
 
 def _scales(apply: Apply, dtype: torch.dtype, largest: Any, levels: int) -> Any:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.core.precision import DEFAULT_TOLERANCES
 from torch_hybrid_backend.errors import QuantizationError
-from torch_hybrid_backend.quantization.call_sites import Known
+from torch_hybrid_backend.quantization.call_sites import LayerCall
 from torch_hybrid_backend.quantization.loader import Loader
 from torch_hybrid_backend.quantization.ranges import Ranges
 
@@ -107,13 +107,11 @@ def layer_errors(result: QuantizedModule, data: Loader, most: int | None = None)
     `most`."""
     squares: dict[str, list[float]] = {}
 
-    def compare(
-        name: str, known: Known | None, kind: str, axis: int | None, operands: tuple[torch.Tensor, ...], compute: Any
-    ) -> Any:
-        expected = compute(*operands)
-        if known is not None and known[0] == kind:
-            sums = squares.setdefault(name, [0.0, 0.0])
-            sums[0] += float((result.quantized(known, axis, operands, compute) - expected).double().square().sum())
+    def compare(call: LayerCall) -> Any:
+        expected = call.compute(*call.operands)
+        if call.known is not None and call.known[0] == call.kind:
+            sums = squares.setdefault(call.site, [0.0, 0.0])
+            sums[0] += float((result.quantized(call) - expected).double().square().sum())
             sums[1] += float(expected.double().square().sum())
         return expected
 

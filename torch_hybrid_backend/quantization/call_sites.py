@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from torch_hybrid_backend.quantization.attention import arguments_of, is_taken, multi_head_attention
+from torch_hybrid_backend.quantization.signs import Signs
 
 KINDS = ("conv", "linear", "matmul", "attention", "add", "pool")
 
@@ -75,18 +76,34 @@ Known = tuple[Any, ...]
 Sites = Mapping["int | str", Any]
 PROJECTIONS = ("in_proj", "out_proj")
 
-# (name, what is known of it, kind, channel dimension of a weight or None where all operands are activations, the operands, the operator as a
-#  function of them) -> its result
-Visit = Callable[[str, "Known | None", str, "int | None", tuple[torch.Tensor, ...], Callable[..., Any]], Any]
+
+class LayerCall(NamedTuple):
+    """A call of an operator at a site. `compute` is the operator as a function of its operands.
+
+    `known`: what whoever had the model followed told of the site. `axis`: the dimension of the second operand that counts output channels; None
+    where all operands are activations. `never_negative`: whether the first operand cannot be negative, where signs are followed.
+    """
+
+    site: str
+    known: Known | None
+    kind: str
+    axis: int | None
+    operands: tuple[torch.Tensor, ...]
+    compute: Callable[..., Any]
+    never_negative: bool = False
+
+
+Visit = Callable[[LayerCall], Any]
 
 
 class CallSites(TorchFunctionMode):
     """While it is active, `visit` stands in for every operator of `OPERATORS` that modules followed by `follow` call, and for those additions
-    and poolings that something is known of; for all of them with `all_beside`."""
+    and poolings that something is known of; for all of them with `all_beside`. With `signs`, visitors are told what cannot be negative."""
 
-    def __init__(self, visit: Visit, *, all_beside: bool = False) -> None:
+    def __init__(self, visit: Visit, *, all_beside: bool = False, signs: bool = False) -> None:
         super().__init__()
         self._visit = visit
+        self._signs = Signs() if signs else None
         self._all_beside = all_beside
         # Innermost last: a module's name, what is known of its sites by their number, how many calls, additions and poolings it has made.
         self._calls: list[list[Any]] = [_call("", {})]
@@ -103,6 +120,12 @@ class CallSites(TorchFunctionMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
+        result = self._run(function, args, kwargs)
+        if self._signs is not None:
+            self._signs.ran(function, args, kwargs, result)
+        return result
+
+    def _run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operator = OPERATORS.get(function)
         if function is functional.multi_head_attention_forward and is_taken(given := arguments_of(args, kwargs)):
             return self._attention(given)
@@ -132,20 +155,23 @@ class CallSites(TorchFunctionMode):
         kind, axis, second = operator.kind, operator.axis, operands[1]
         if kind == "matmul" and isinstance(second, nn.Parameter) and second.dim() == 2:
             kind, axis = "linear", 1  # a weight kept as (inputs, outputs), as GPT-2's
-        return self._visit(_site(name, count), known.get(count), kind, axis, operands, compute)
+        never_negative = self._signs is not None and self._signs.never_negative(operands[0])
+        return self._visit(
+            LayerCall(_site(name, count), known.get(count), kind, axis, operands, compute, never_negative)
+        )
 
     def _addition(self, function: Callable[..., Any], first: torch.Tensor, second: torch.Tensor) -> Any:
         site, what = self._site_beside("add", 3)
         if what is None and not self._all_beside:
             return function(first, second)
-        result = self._visit(site, what, "add", None, (first, second), torch.add)
+        result = self._visit(LayerCall(site, what, "add", None, (first, second), torch.add))
         return first.copy_(result) if ADDITIONS[function] else result
 
     def _pooling(self, function: Callable[..., Any], x: torch.Tensor, *window: Any, **options: Any) -> Any:
         site, what = self._site_beside("pool", 4)
         if what is None and not self._all_beside:
             return function(x, *window, **options)
-        return self._visit(site, what, "pool", None, (x,), lambda x: function(x, *window, **options))
+        return self._visit(LayerCall(site, what, "pool", None, (x,), lambda x: function(x, *window, **options)))
 
     def _site_beside(self, kind: str, counter: int) -> tuple[str, Known | None]:
         """The name of the next site of a kind of `BESIDE`, and what is known of it."""

@@ -15,10 +15,20 @@ import torch
 from torch import nn
 
 from torch_hybrid_backend.errors import QuantizationError
-from torch_hybrid_backend.graph.quantization import call, rows_now, tensor, tensor_now, weight
+from torch_hybrid_backend.graph.quantization import call as of_tensors
+from torch_hybrid_backend.graph.quantization import rows_now, tensor, tensor_now, weight
 from torch_hybrid_backend.quantization.accuracy import Metric, layer_errors, return_to_float, score, warn_if_far
 from torch_hybrid_backend.quantization.calibration import Collector, collector_of
-from torch_hybrid_backend.quantization.call_sites import BESIDE, KINDS, CallSites, Known, follow, layers_of
+from torch_hybrid_backend.quantization.call_sites import (
+    BESIDE,
+    KINDS,
+    CallSites,
+    Known,
+    LayerCall,
+    Visit,
+    follow,
+    layers_of,
+)
 from torch_hybrid_backend.quantization.loader import Loader
 from torch_hybrid_backend.quantization.ranges import Ranges, Site, fingerprint
 from torch_hybrid_backend.quantization.resampling import Resampled
@@ -52,8 +62,8 @@ def quantize(
     loader: calibration data, some hundred inputs. Its items are a tensor, a tuple of arguments, a dict of keyword arguments, or an
         (input, label) pair of these. Not needed for `calibration="none"`, nor with `ranges`.
     calibration: "entropy" (the range that loses least information, of those whose squared error is at most that of all that was seen),
-        "naive" (all that was seen), "none" (scales are found in every call: per tensor for convolutions, per row for linear layers; of modules
-        alone, unless a loader shows other calls), or a `Collector`.
+        "naive" (all that was seen), "none" (scales are found in every call: per tensor for convolutions, per row for linear layers; to uint8
+        behind operators that yield nothing negative; of modules alone, unless a loader shows other calls), or a `Collector`.
     exclude: names of modules (as in `named_modules()`, patterns as in `fnmatch`) that stay in floating point, with all that is in them.
     exclude_kinds: kinds of layers that do: "conv", "linear", "matmul" (products of two activations), "attention" (queries, keys and values of
         `scaled_dot_product_attention`, and its softmax in float32), "add" (sums of a convolution's result and what comes from before it),
@@ -137,6 +147,7 @@ class QuantizedModule(nn.Module):
     @ranges.setter
     def ranges(self, ranges: Ranges) -> None:
         self._ranges = ranges
+        self._finds_scales = any(site.ranges is None for site in ranges.sites.values())
         self._changes += 1
         for name in set(self._smoothing.values()):
             delattr(self, name)
@@ -180,55 +191,49 @@ class QuantizedModule(nn.Module):
         """The model's forward, without gradients."""
         # Dynamo guards a number that is looked at, where torch 2.11's does not guard the classes that `follow` makes.
         assert self._changes > 0
-        with torch.no_grad(), CallSites(self._visit):
+        with torch.no_grad(), CallSites(self._visit, signs=self._finds_scales):
             return self.model(*args, **kwargs)
 
-    def run_with(self, visit: Callable[..., Any], *, all_beside: bool = False) -> Callable[..., Any]:
+    def run_with(self, visit: Visit, *, all_beside: bool = False) -> Callable[..., Any]:
         """The module with every call of a layer left to `visit`, as `CallSites` describes it."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with torch.no_grad(), CallSites(visit, all_beside=all_beside):
+            with torch.no_grad(), CallSites(visit, all_beside=all_beside, signs=self._finds_scales):
                 return self.model(*args, **kwargs)
 
         return run
 
-    def _visit(
-        self,
-        name: str,
-        known: Known | None,
-        kind: str,
-        axis: int | None,
-        operands: Operands,
-        compute: Compute,
-    ) -> Any:
-        if known is None or known[0] != kind:
-            return compute(*operands)
-        return self.quantized(known, axis, operands, compute)
+    def _visit(self, call: LayerCall) -> Any:
+        if call.known is None or call.known[0] != call.kind:
+            return call.compute(*call.operands)
+        return self.quantized(call)
 
-    def quantized(self, known: Known, axis: int | None, operands: Operands, compute: Compute) -> Any:
-        """One call of a layer with its operands quantised and dequantised."""
-        kind, ranges, _ = known
+    def quantized(self, call: LayerCall) -> Any:
+        """A call of a layer that something is known of, with its operands quantised and dequantised."""
+        assert call.known is not None
+        kind, ranges, _ = call.known
         if kind in _WHERE_CALIBRATED:
-            pairs = zip(operands, ranges or (), strict=True)
-            return compute(*(operand if pair is None else tensor(call, operand, *pair) for operand, pair in pairs))
-        x, w = self.smoothed(known, axis, operands)
-        if ranges is None:
-            per_row = kind != "conv"
-            narrow_x = rows_now(call, x) if per_row else tensor_now(call, x)
-            narrow_w = tensor_now(call, w) if axis is None else weight(call, w, axis)
+            pairs = zip(call.operands, ranges or (), strict=True)
+            return call.compute(*(x if pair is None else tensor(of_tensors, x, *pair) for x, pair in pairs))
+        x, w = self.smoothed(call)
+        if ranges is not None:
+            narrow_x = tensor(of_tensors, x, *ranges[0])
         else:
-            narrow_x = tensor(call, x, *ranges[0])
-            narrow_w = tensor(call, w, *ranges[1]) if axis is None else weight(call, w, axis)
-        return compute(narrow_x, narrow_w)
+            now = tensor_now if kind == "conv" else rows_now
+            narrow_x = now(of_tensors, x, non_negative=call.never_negative)
+        if call.axis is not None:
+            narrow_w = weight(of_tensors, w, call.axis)
+        else:
+            narrow_w = tensor_now(of_tensors, w) if ranges is None else tensor(of_tensors, w, *ranges[1])
+        return call.compute(narrow_x, narrow_w)
 
-    def smoothed(self, known: Known, axis: int | None, operands: Operands) -> Operands:
-        """The operands with the differences between input channels moved into the weight."""
-        _, _, smoothing = known
-        if smoothing is None:
-            return operands
-        x, w = operands
-        factors = getattr(self, smoothing)
-        along = factors if axis == 0 else factors.unsqueeze(1)
+    def smoothed(self, call: LayerCall) -> Operands:
+        """A call's operands with the differences between input channels moved into the weight."""
+        if call.known is None or call.known[2] is None:
+            return call.operands
+        x, w = call.operands
+        factors = getattr(self, call.known[2])
+        along = factors if call.axis == 0 else factors.unsqueeze(1)
         return scaled(x, factors), w * along.to(w.dtype)
 
 
@@ -291,30 +296,31 @@ def _calibrated(
     beside: dict[str, str] = {}  # the kinds of these sites
     channels, residuals, resampled = Channels(), Residuals(), Resampled()
 
-    def look(name: str, known: Known | None, kind: str, axis: int | None, operands: Operands, compute: Compute) -> Any:
+    def look(call: LayerCall) -> Any:
+        name, kind, operands = call.site, call.kind, call.operands
         x, *_ = operands
         if kind in BESIDE:
             own = residuals.sources(name, *operands)
             # What is quantised in one call and not in another, or otherwise, stays as it is.
             sources[name] = own if sources.get(name, own) == own else (None,) * len(own)
             beside[name] = kind
-            return compute(*operands)
+            return call.compute(*operands)
         w = operands[1]
         if excluded(name) or kind in kinds:
             in_float[name] = "excluded"
-            return compute(*operands)
+            return call.compute(*operands)
         if kind == "attention" and collector is None:
             in_float[name] = "uncalibrated"
-            return compute(*operands)
-        made = compute(*operands)
+            return call.compute(*operands)
+        made = call.compute(*operands)
         if kind == "conv" and resampled.is_faster_in_float(x, w, made):
             in_float[name] = "slower"
             return made
         _check_finite(name, kind, *operands)
         seen[name] = Site(kind)
-        sources[name] = _named(name, operands if axis is None else operands[:1])
-        if strengths and kind == "linear" and axis is not None:
-            channels.linear(name, axis, x, w)
+        sources[name] = _named(name, operands if call.axis is None else operands[:1])
+        if strengths and kind == "linear" and call.axis is not None:
+            channels.linear(name, call.axis, x, w)
         if kind == "conv":
             residuals.convolution(name, x, made)
         return made
@@ -365,20 +371,19 @@ def _with_ranges(
     def of_other(name: str, number: int) -> str:
         return f"{name} otherwise {number}"
 
-    def collect(
-        name: str, known: Known | None, kind: str, axis: int | None, operands: Operands, compute: Compute
-    ) -> Any:
-        if known is not None:
-            for own, moved in zip(_named(name, operands), result.smoothed(known, axis, operands), strict=True):
+    def collect(call: LayerCall) -> Any:
+        name, kind = call.site, call.kind
+        if call.known is not None:
+            for own, moved in zip(_named(name, call.operands), result.smoothed(call), strict=True):
                 if own in sources[name]:
                     collector.collect(own, kind, moved)
-            x, *_ = operands
+            x, *_ = call.operands
             for number, sites in enumerate(others):
                 if name in sites:
                     smoothing = sites[name].smoothing
                     moved = x if smoothing is None else scaled(x, torch.tensor(smoothing, device=x.device))
                     collector.collect(of_other(name, number), kind, moved)
-        return compute(*operands)
+        return call.compute(*call.operands)
 
     data.run(result.run_with(collect))
     found = collector.ranges()

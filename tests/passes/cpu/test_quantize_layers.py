@@ -61,6 +61,34 @@ def test_layers_are_quantised_and_others_are_told(captured):
     assert 0 < _relative(subject.run()[0], subject.before[0]) < 0.03
 
 
+@pytest.mark.parametrize(
+    ("made", "dtype"),
+    [
+        (torch.relu, torch.uint8),
+        (lambda x: torch.cat([torch.relu(x), functional.silu(torch.sigmoid(x))], -1), torch.uint8),
+        (lambda x: torch.relu(x) * torch.sigmoid(x) + 1, torch.uint8),
+        (lambda x: torch.softmax(x, -1).transpose(0, 1).clone(), torch.uint8),
+        (lambda x: x.clamp(0, 6), torch.uint8),
+        (lambda x: x.clamp(-1, 6), torch.int8),
+        (lambda x: torch.relu(x) - 1, torch.int8),
+        (lambda x: torch.relu(x) + x, torch.int8),
+        (lambda x: torch.cat([torch.relu(x), x], -1), torch.int8),
+        (functional.silu, torch.int8),
+    ],
+)
+def test_rows_that_cannot_be_negative_are_unsigned(captured, made, dtype):
+    """Of linear layers too, through what keeps signs; errors against float stay those of 8 bits."""
+    torch.manual_seed(0)
+    x = torch.randn(40, 64)
+    layer = nn.Linear(made(x).shape[-1], 256).eval()
+    subject = _quantized(captured, lambda x: layer(made(x)), x)
+    (node,) = [
+        n for n in subject.gm.graph.nodes if "quantize_per_token" in str(n.target) and "dequant" not in str(n.target)
+    ]
+    assert node.args[-1] is dtype
+    assert 0 < _relative(subject.run()[0], subject.before[0]) < 0.03
+
+
 def test_one_quantised_tensor_serves_all_that_read_it(captured):
     """Queries, keys and values are computed from one quantised input."""
     model = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 2048)]).eval()

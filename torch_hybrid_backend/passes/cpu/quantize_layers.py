@@ -32,11 +32,32 @@ _LAYERS: dict[object, tuple[int, int, int]] = {
     aten.addmm.default: (1, 2, 1),
 }
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# What is never negative whatever it is given, and what is where its input is not.
+# What is never negative whatever it is given, and what is where its inputs are not.
 _NEVER_NEGATIVE = frozenset(
-    {aten.relu.default, aten.relu6.default, aten.sigmoid.default, aten.hardsigmoid.default, aten.abs.default}
+    {
+        aten.relu.default,
+        aten.relu6.default,
+        aten.sigmoid.default,
+        aten.hardsigmoid.default,
+        aten.abs.default,
+        aten.exp.default,
+    }
 )
-_KEEP_SIGNS = frozenset({aten.max_pool2d_with_indices.default, aten.avg_pool2d.default, aten.clone.default})
+_KEEP_SIGNS = frozenset(
+    {
+        aten.max_pool2d_with_indices.default,
+        aten.avg_pool2d.default,
+        aten.mean.dim,
+        aten.sum.dim_IntList,
+        aten.clone.default,
+        aten.silu.default,
+        aten.hardswish.default,
+        aten.cat.default,
+        aten.add.Tensor,
+        aten.mul.Tensor,
+        aten.div.Tensor,
+    }
+)
 
 
 def quantize_layers(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
@@ -95,9 +116,10 @@ def _activation(made: dict[Any, Node], layer: Node, x: Node) -> Node:
     from torch_hybrid_backend.graph import quantization as steps  # imports torch.ao, which graphs as written do without
 
     apply = functools.partial(insert, layer)
+    non_negative = _is_never_negative(x)
     if layer.target is not aten.convolution.default:
-        return _once(made, (x, "rows"), lambda: steps.rows_now(apply, x))
-    return _once(made, x, lambda: steps.tensor_now(apply, x, non_negative=_is_never_negative(x)))
+        return _once(made, (x, "rows"), lambda: steps.rows_now(apply, x, non_negative=non_negative))
+    return _once(made, x, lambda: steps.tensor_now(apply, x, non_negative=non_negative))
 
 
 def _weight(made: dict[Any, Node], layer: Node, w: Node, axis: int) -> Node:
@@ -114,18 +136,31 @@ def _weight(made: dict[Any, Node], layer: Node, w: Node, axis: int) -> Node:
     return insert(layer, aten.permute.default, dequantized, [1, 0])
 
 
+_OF_NUMBERS = (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor)
+
+
 def _is_never_negative(x: Node) -> bool:
-    """Whether the operators that x comes from yield nothing below 0; NaN apart."""
-    while isinstance(x, Node) and x.op == "call_function":
-        if x.target in _NEVER_NEGATIVE:
-            return True
-        if x.target in (aten.hardtanh.default, aten.clamp.default, aten.clamp_min.default):
-            low = x.args[1] if len(x.args) > 1 else x.kwargs.get("min")
-            if isinstance(low, int | float) and low >= 0:
-                return True
-        if x.target is aten.cat.default:
-            return all(map(_is_never_negative, x.all_input_nodes))
-        if not (x.target in _KEEP_SIGNS or is_view(x) or (is_item(x) and x.args[1] == 0)):
+    """Whether the operators that x comes from yield nothing below 0; NaN apart. (`quantization.signs` asks the same of tensors.)"""
+    waiting, seen = [x], set[Node]()
+    while waiting:
+        node = waiting.pop()
+        if node in seen or node.target in _NEVER_NEGATIVE or _is_bounded(node):
+            continue
+        seen.add(node)
+        keeps = (
+            node.target in _KEEP_SIGNS
+            or (is_view(node) and node.target is not aten.view.dtype)
+            or (is_item(node) and node.args[1] == 0)
+        )
+        numbers = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, int | float)]
+        if not keeps or (node.target in _OF_NUMBERS and any(number < 0 for number in numbers)):
             return False
-        x = x.all_input_nodes[0]
-    return False
+        waiting += node.all_input_nodes
+    return True
+
+
+def _is_bounded(node: Node) -> bool:
+    if node.target not in (aten.hardtanh.default, aten.clamp.default, aten.clamp_min.default):
+        return False
+    low = node.args[1] if len(node.args) > 1 else node.kwargs.get("min")
+    return isinstance(low, int | float) and low >= 0
