@@ -193,3 +193,28 @@ def test_what_is_not_finite_stays_in_its_group(prefer_tiles: None, dtype: torch.
     assert torch.equal(got.isfinite(), want.isfinite())
     finite = want.isfinite()
     torch.testing.assert_close(got[finite], want[finite], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sizes_known_at_run_time(prefer_tiles: None, dtype: torch.dtype) -> None:
+    """One compilation of linear layers for any number of rows, one of convolutions for any number of images, both on tiles."""
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 96)).to(dtype)
+    pixels = torch.nn.Sequential(torch.nn.Conv2d(32, 64, 3, 2, 1), torch.nn.ReLU(), torch.nn.Conv2d(64, 64, 1))
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    for model, first, *others in (
+        (layers, (3, 40, 256), (1, 1, 256), (5, 33, 256), (1, 700, 256)),
+        (pixels.to(dtype), (2, 32, 14, 14), (1, 32, 14, 14), (9, 32, 14, 14)),
+    ):
+        torch._dynamo.reset()
+        exact = copy.deepcopy(model).double()
+        compiled = torch.compile(model, backend="hybrid", dynamic=None, options=_OPTIONS)
+        with torch.no_grad():
+            for shape in (first, *others):
+                x = torch.randn(shape).to(dtype)
+                for dim in (0, 1) if len(shape) == 3 else (0,):
+                    torch._dynamo.maybe_mark_dynamic(x, dim)
+                torch.testing.assert_close(compiled(x).double(), exact(x.double()), rtol=tolerance, atol=tolerance)
+            x = torch.randn(first).to(dtype)
+            torch._dynamo.maybe_mark_dynamic(x, 0)
+            assert _kernels(model, x).count("tile") == 2

@@ -13,9 +13,9 @@ from torch_hybrid_backend.engines.tvm.tir.pipeline import build
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.engines.tvm.tir.storage import storage_dtype
 from torch_hybrid_backend.loops.ir import Buffer
-from torch_hybrid_backend.loops.kernels import Argument, Kernel
+from torch_hybrid_backend.loops.kernels import Argument, Kernel, kernel_sizes
 from torch_hybrid_backend.loops.layout import Blocked, Layout, contiguous
-from torch_hybrid_backend.sizes.size import Symbol
+from torch_hybrid_backend.sizes.size import Symbol, evaluate, symbol
 
 HOST = Target.host()
 # Narrower vectors, another number of cores and small caches: other tiles, and the same results. Runs wherever HOST runs.
@@ -60,12 +60,12 @@ def printer_of(kernel: Kernel, schedule_rank: int = 0) -> Printer:
 
 
 def compile_kernel(kernel: Kernel, emit: Emit, target: Target = HOST) -> Any:
-    """The module whose function `kernel` takes the arguments' 1-D arrays."""
+    """The module whose function `kernel` takes the arguments' 1-D arrays, and the sizes that it knows only at run time."""
     printer = printer_of(kernel, kernel.schedule_rank)
+    numbers = [printer.builder.argument_size(symbol) for symbol in kernel_sizes(kernel)]
+    arrays = [array for array, _ in printer.arguments.values()]  # a schedule may add its own
     body = emit(kernel, printer.builder, printer, target)
-    function = prim_func(
-        "kernel", [array for array, _ in printer.arguments.values()], body, printer.builder.llvm_helpers
-    )
+    function = prim_func("kernel", [*arrays, *numbers], body, printer.builder.llvm_helpers)
     return build("kernel", function, tvm_target(target))
 
 
@@ -83,8 +83,33 @@ def run_kernel(
     kernel: Kernel, emit: Emit, inputs: Mapping[Buffer, torch.Tensor], target: Target = HOST
 ) -> list[torch.Tensor]:
     """The logical tensors the kernel writes, given those it reads."""
+    return runner_of(kernel, emit, target)(inputs)
+
+
+def runner_of(
+    kernel: Kernel, emit: Emit, target: Target = HOST
+) -> Callable[[Mapping[Buffer, torch.Tensor]], list[torch.Tensor]]:
+    """`run_kernel`, compiled once. What sizes known only at run time are is seen in the tensors: each is a tensor's dimension."""
     function = compile_kernel(kernel, emit, target)["kernel"]
-    memory = [to_memory(inputs[arg.buffer], arg.layout) for arg in kernel.reads]
-    written = [torch.full((arg.span,), 77, dtype=getattr(torch, arg.buffer.dtype)) for arg in kernel.writes]
-    function(*memory, *written)
-    return [w[offsets(arg.buffer.shape, arg.layout)] for w, arg in zip(written, kernel.writes, strict=True)]
+
+    def run(inputs: Mapping[Buffer, torch.Tensor]) -> list[torch.Tensor]:
+        given = [inputs[arg.buffer] for arg in kernel.reads]
+        pairs = [(arg.buffer.shape, tensor.shape) for arg, tensor in zip(kernel.reads, given, strict=True)]
+        seen = {size: number for sizes, numbers in pairs for size, number in zip(sizes, numbers, strict=True)}
+        values = {s.name: seen[symbol(s.name)] for s in kernel_sizes(kernel)}
+        memory = [to_memory(t, layout_at(arg, tuple(t.shape))) for arg, t in zip(kernel.reads, given, strict=True)]
+        shapes = [tuple(evaluate(size, values) for size in arg.buffer.shape) for arg in kernel.writes]
+        layouts = [layout_at(arg, shape) for arg, shape in zip(kernel.writes, shapes, strict=True)]
+        written = [
+            torch.full((layout.span(shape),), 77, dtype=getattr(torch, arg.buffer.dtype))
+            for arg, shape, layout in zip(kernel.writes, shapes, layouts, strict=True)
+        ]
+        function(*memory, *written, *values.values())
+        return [w[offsets(shape, layout)] for w, shape, layout in zip(written, shapes, layouts, strict=True)]
+
+    return run
+
+
+def layout_at(argument: Argument, shape: tuple[int, ...]) -> Layout:
+    """An argument's layout where its sizes are these numbers."""
+    return contiguous(shape) if argument.layout == contiguous(argument.buffer.shape) else argument.layout

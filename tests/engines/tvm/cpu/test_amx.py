@@ -39,6 +39,7 @@ from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.index import as_index, var
 from torch_hybrid_backend.loops.ir import Buffer
 from torch_hybrid_backend.loops.kernels import Kernel
+from torch_hybrid_backend.sizes.size import symbol
 
 __all__ = ["emulated"]  # the fixture
 
@@ -286,7 +287,7 @@ def test_dequantised_weights_that_tiles_do_not_serve() -> None:
 
 
 def test_where_tiles_do_not_serve() -> None:
-    """No AMX, a weight known only at run time, float64, few rows, and sizes known only at run time."""
+    """No AMX, a weight known only at run time, float64, and few rows."""
     x, w = torch.randn(40, 100), torch.randn(96, 100)
     without = dataclasses.replace(SAPPHIRE_RAPIDS, features=("avx512f",))
     assert not of_product(linear, x, w, target=without)[2]
@@ -296,6 +297,22 @@ def test_where_tiles_do_not_serve() -> None:
     assert not of_product(linear, x.double(), w.double())[2]
     assert not of_product(linear, x[:7], w)[2]
     assert of_product(linear, torch.randn(16, 128), torch.randn(96, 128))[2]
+
+
+@pytest.mark.parametrize(
+    ("opened", "hint", "served"),
+    [("m", 64, True), ("m", 1, False), ("b", 4, True), ("n", 64, False), ("k", 64, False)],
+)
+def test_sizes_known_only_at_run_time(opened: str, hint: int, served: bool) -> None:
+    """How many rows and matrices there are may be, and their likely number decides; columns and k must be known."""
+    _, kernel, _ = of_product(linear, torch.randn(64, 128).bfloat16(), torch.randn(96, 128).bfloat16())
+    found = of_product(linear, torch.randn(64, 128).bfloat16(), torch.randn(96, 128).bfloat16())[0]
+    assert isinstance(kernel, PackedMatMulKernel)
+    (weight,) = (packed for packed in found.packed if packed.buffer.shape == kernel.packed.shape)
+    variables = dict(zip("bmnk", (*kernel.domain, kernel.k), strict=True))
+    variables[opened] = dataclasses.replace(variables[opened], extent=symbol("s", hint))
+    kernel = dataclasses.replace(kernel, domain=tuple(variables[v] for v in "bmn"), k=variables["k"])
+    assert bool(amx.tile_products(kernel, weight, SAPPHIRE_RAPIDS)) == served
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 8])

@@ -5,7 +5,8 @@ packed for it. A right operand that is packed in every call is read as the kerne
 float32 is multiplied as three bfloat16, or as two where `torch.set_float32_matmul_precision` allows less than float32's own precision.
 float16 is multiplied as it is where the processor does that, else as two bfloat16. `amx_formats` says what that costs. bfloat16 is multiplied
 as it is, a denormal number as 0, as PyTorch's own kernels for AMX do. 8-bit integers are multiplied exactly. A weight of 8 or 4 bits by
-which floats are multiplied stays as it is packed: its kernel unpacks it to bfloat16. Illegal: sizes known only at run time.
+which floats are multiplied stays as it is packed: its kernel unpacks it to bfloat16. How many rows, matrices or images there are may be known
+only at run time. Illegal: other sizes that are.
 
 Nothing here imports TVM.
 """
@@ -36,10 +37,10 @@ from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.fusion import replace_loads
 from torch_hybrid_backend.loops.index import Index, as_index, index_of
 from torch_hybrid_backend.loops.ir import Buffer, Call, Expr, Load
-from torch_hybrid_backend.loops.kernels import Argument, Kernel, Store, kernel_sizes
+from torch_hybrid_backend.loops.kernels import Argument, Kernel, Store
 from torch_hybrid_backend.loops.layout import contiguous
 from torch_hybrid_backend.machine import EXACT_PRECISIONS, float32_precision
-from torch_hybrid_backend.sizes.size import known_int
+from torch_hybrid_backend.sizes.size import known_int, size_hint
 
 # One row takes as long as its weight takes to come from memory, and tiles are mostly empty. So do the next few, but where the weight stays in
 # the second-level cache: kernels by vectors are timed beside.
@@ -68,13 +69,14 @@ def tile_products(
     operand = kernel.packed if isinstance(kernel, PackedMatMulKernel) else kernel.weight
     precision, _ = float32_precision("cpu")
     name = _format(kernel.a, operand.dtype, kernel.accumulator.dtype, precision, target)
-    if name is None or kernel_sizes(kernel):
+    batched = isinstance(kernel, PackedMatMulKernel) and kernel.batched_b
+    sizes = _sizes(kernel)
+    if name is None or sizes is None:
         return []
-    batch, m, n, k = (known_int(variable.extent) for variable in (*kernel.domain, kernel.k))
-    form, cost = FORMATS[name], _cost(batch, m, n, k, FORMATS[name])
+    batch, _, n, k = sizes
+    form, cost = FORMATS[name], _cost(*sizes, FORMATS[name])
     if cost > _CONCEIVABLE_COST:
         return []
-    batched = isinstance(kernel, PackedMatMulKernel) and kernel.batched_b
     if isinstance(kernel, PackedMatMulKernel) and weight is None:
         if not _is_in_words(kernel, form):
             return []
@@ -103,6 +105,14 @@ def tile_products(
     return _variants(product, (packed,), cost)
 
 
+def _sizes(
+    kernel: PackedMatMulKernel | UnpackedMatMulKernel | DequantizedMatMulKernel,
+) -> tuple[int, int, int, int] | None:
+    """Matrices, rows, columns and k, of the first two likely numbers; None where one of the last two is known only at run time."""
+    (batch, m, n), k = (variable.extent for variable in kernel.domain), kernel.k.extent
+    return (size_hint(batch), size_hint(m), n, k) if isinstance(n, int) and isinstance(k, int) else None
+
+
 def _is_in_words(kernel: PackedMatMulKernel, form: TileFormat) -> bool:
     """Whether tiles can be loaded from the right operand as the kernel reads it: in words, as every call packs it."""
     k, dot = known_int(kernel.k.extent), kernel.dot
@@ -115,9 +125,10 @@ def tile_dequantized_products(kernel: DequantizedMatMulKernel, weight: Packed | 
 
     Both read the weight as it is packed.
     """
-    if kernel_sizes(kernel) or kernel.table is not None or not {"amx_tile", "amx_bf16"} <= set(target.features):
+    sizes = _sizes(kernel)
+    if sizes is None or kernel.table is not None or not {"amx_tile", "amx_bf16"} <= set(target.features):
         return []
-    _, m, n, k = (known_int(variable.extent) for variable in (*kernel.domain, kernel.k))
+    _, m, n, k = sizes
     if m < _SURE_ROWS:
         return []  # to unpack the weight for tiles that are mostly empty gains nothing
     name = _dequantized_format(kernel)
@@ -147,9 +158,12 @@ def tile_convolutions(kernel: PackedConvKernel, weight: Packed | None, target: T
     """The convolution as a product on tiles, and the further choices of its schedule; none where it has no such form."""
     _, precision = float32_precision("cpu")
     name = _format(kernel.x, kernel.packed.dtype, kernel.accumulator.dtype, precision, target)
-    if weight is None or name is None or kernel.winograd or kernel.moves_pixels or kernel_sizes(kernel):
+    if weight is None or name is None or kernel.winograd or kernel.moves_pixels:
         return []
-    images, all_outputs, *spatial = (known_int(variable.extent) for variable in kernel.domain)
+    images, *others = (variable.extent for variable in kernel.domain)
+    if not all(isinstance(size, int) for size in (*others, *(variable.extent for variable in kernel.x_vars[1:]))):
+        return []
+    all_outputs, *spatial = map(known_int, others)
     all_channels = known_int(kernel.x_vars[1].extent)
     form = FORMATS[name]
     together = _groups_together(kernel.groups, all_channels, all_outputs, form)
@@ -163,7 +177,7 @@ def tile_convolutions(kernel: PackedConvKernel, weight: Packed | None, target: T
         return []
     k = form.conv_depth(channels, kernel.kernel)
     # Kernels by vectors multiply what groups that go together do not share only once.
-    cost = together * _cost(1, images * math.prod(spatial), outputs, k, form)
+    cost = together * _cost(1, size_hint(images) * math.prod(spatial), outputs, k, form)
     if cost > _CONCEIVABLE_COST:
         return []
     buffer = Buffer(form.packed_shape(groups, k, outputs), form.dtype, "tiles", constant=True)

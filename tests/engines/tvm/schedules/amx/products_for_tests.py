@@ -18,6 +18,7 @@ from torch_hybrid_backend.loops.index import LoopVar, index_of
 from torch_hybrid_backend.loops.ir import Buffer, Load, compute_dtype
 from torch_hybrid_backend.loops.kernels import Argument, Store
 from torch_hybrid_backend.loops.layout import Layout, contiguous
+from torch_hybrid_backend.sizes.size import Dim, known_int
 
 # This machine, with the vectors and the caches of a processor that has AMX.
 TILES_HOST = dataclasses.replace(HOST, lanes=16, cores=2, l1_bytes=48 << 10, l2_bytes=2 << 20)
@@ -28,7 +29,12 @@ Shape = tuple[int, int, int, int]
 
 
 def kernel_of(
-    shape: Shape, name: str, *, batched: bool = False, a_layout: Layout | None = None, out_layout: Layout | None = None
+    shape: tuple[Dim, Dim, int, int],
+    name: str,
+    *,
+    batched: bool = False,
+    a_layout: Layout | None = None,
+    out_layout: Layout | None = None,
 ) -> TileMatMulKernel:
     """out = relu(a @ b + residual) for (batch, m, k, n); int32 for integers, without ReLU; reads a, packed, residual."""
     batch, m, k, n = shape
@@ -42,7 +48,7 @@ def kernel_of(
             ((batch, m, n), result, "out"),
         ]
     )
-    packed = Buffer(form.packed_shape(batch if batched else 1, k, n), form.dtype, "packed")
+    packed = Buffer(form.packed_shape(known_int(batch) if batched else 1, k, n), form.dtype, "packed")
     accumulator = Buffer((batch, m, n), form.sums, "acc")
     domain, depth = (LoopVar("b", batch), LoopVar("m", m), LoopVar("n", n)), LoopVar("k", k)
     point = tuple(map(index_of, domain))

@@ -18,6 +18,7 @@ from torch_hybrid_backend.loops.index import LoopVar, index_of
 from torch_hybrid_backend.loops.ir import Buffer, Load, compute_dtype
 from torch_hybrid_backend.loops.kernels import Argument, Store
 from torch_hybrid_backend.loops.layout import Blocked, Layout, contiguous
+from torch_hybrid_backend.sizes.size import symbol
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Case:
     long_epilogue: bool = False
     dtype: str = "float32"
     winograd: int = 0
+    open_images: bool = False  # how many there are, the kernel knows at run time only
 
 
 def layout_of(buffer: Buffer, block: int, blocked: bool) -> Layout:
@@ -68,7 +70,8 @@ def make(case: Case, target: Target, x_values: torch.Tensor | None = None) -> Ma
 
     block = tiles.output_block(case.o, case.groups, target)
     compute = compute_dtype(case.dtype)
-    x, out = Buffer(case.x, case.dtype, "x"), Buffer(tuple(want.shape), case.dtype, "out")
+    images = symbol("images", case.x[0]) if case.open_images else case.x[0]
+    x, out = Buffer((images, *case.x[1:]), case.dtype, "x"), Buffer((images, *want.shape[1:]), case.dtype, "out")
     residual, bias = Buffer(out.shape, case.dtype, "residual"), Buffer((case.o,), case.dtype, "bias")
     ahead = packing.pack_conv_weight(wt, case.groups, block)
     if case.winograd:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.engines.tvm.amx_for_tests import SAPPHIRE_RAPIDS, emulated
-from tests.engines.tvm.schedule_runner import compile_kernel, offsets, run_kernel, to_memory
+from tests.engines.tvm.schedule_runner import compile_kernel, offsets, run_kernel, runner_of, to_memory
 from tests.engines.tvm.schedules.convolution.convolutions_for_tests import Case
 from tests.engines.tvm.schedules.convolution.tile_convolutions_for_tests import TILES_HOST, check_integers, tiles_of
 from torch_hybrid_backend.engines.tvm.schedules.convolution.amx import emit
@@ -33,6 +33,30 @@ def test_float16(emulated: ctypes.CDLL, name: str, case: Case) -> None:
     (got,) = run_kernel(kernel, emit, inputs, TILES_HOST)
     assert emulated.products_so_far() > before
     torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        ("bfloat16", Case((2, 32, 9, 9), 40, (3, 3), padding=1, dtype="bfloat16")),
+        ("bfloat16", Case((2, 48, 7, 6), 24, (1, 1), dtype="bfloat16")),
+        ("bfloat16", Case((2, 3, 13, 17), 40, (7, 5), stride=2, padding=(3, 2), dtype="bfloat16")),  # few channels
+        ("float32", Case((2, 64, 9, 9), 24, (3, 3), padding=1, groups=2)),
+        ("float32", Case((2, 32, 33), 24, (5,), stride=2, padding=2)),
+    ],
+)
+def test_images_known_at_run_time(emulated: ctypes.CDLL, name: str, case: Case) -> None:
+    """One kernel for any number of images."""
+    kernel, _, _ = tiles_of(dataclasses.replace(case, open_images=True), name)
+    convolution = runner_of(kernel, emit, TILES_HOST)
+    for images in (2, 1, 0, 5):
+        (own, inputs, want) = tiles_of(dataclasses.replace(case, x=(images, *case.x[1:])), name)
+        arrays = [inputs[read.buffer] for read in own.reads]
+        before = emulated.products_so_far()
+        (got,) = convolution({read.buffer: array for read, array in zip(kernel.reads, arrays, strict=True)})
+        assert (emulated.products_so_far() > before) == (images > 0)
+        tolerance = 1e-2 if name == "bfloat16" else 1e-5
+        torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance * 10)
 
 
 def test_bfloat16_is_rounded_by_one_instruction() -> None:

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from tests.engines.tvm.amx_for_tests import ODD_NUMBERS, emulated
-from tests.engines.tvm.schedule_runner import run_kernel
+from tests.engines.tvm.schedule_runner import run_kernel, runner_of
 from tests.engines.tvm.schedules.amx.products_for_tests import (
     TILES_HOST,
+    TILES_NARROW,
     Shape,
     compiled,
     errors,
@@ -23,6 +24,7 @@ from tests.engines.tvm.schedules.amx.products_for_tests import (
 from torch_hybrid_backend.engines.tvm.cpu.amx_formats import FORMATS, LARGEST, SMALLEST
 from torch_hybrid_backend.engines.tvm.cpu.packing import pack_tiles
 from torch_hybrid_backend.engines.tvm.schedules.matmul.amx import emit
+from torch_hybrid_backend.sizes.size import symbol
 
 __all__ = ["emulated"]  # the fixture
 
@@ -66,6 +68,28 @@ def test_matches_eager(emulated: ctypes.CDLL, shape: Shape, name: str) -> None:
         scale = a.double().abs() @ b.double().abs() + residual.abs()
         assert ((got.double() - want).abs() <= _bound(name) * scale).all()
     assert emulated.products_so_far() > before
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "uint8"])
+@pytest.mark.parametrize(("k", "n"), [(100, 70), (1100, 33)])
+def test_rows_known_at_run_time(emulated: ctypes.CDLL, name: str, k: int, n: int) -> None:
+    """One kernel for any number of rows and of batches: none, less than a tile, panels that are whole and not, several tasks."""
+    kernel = kernel_of((symbol("b", 1), symbol("m", 40), k, n), name)
+    product = runner_of(kernel, emit, TILES_NARROW)
+    read_a, packed, read_residual = (argument.buffer for argument in kernel.reads)
+    for batch, m in [(1, 40), (1, 1), (2, 16), (1, 17), (3, 32), (1, 0), (0, 5), (1, 600), (2, 290)]:
+        a, b = operands_of((batch, m, k, n), name)
+        residual = torch.randint(-5, 5, (batch, m, n))
+        before = emulated.products_so_far()
+        inputs = {read_a: a, packed: pack_tiles(b, FORMATS[name])}
+        (got,) = product({**inputs, read_residual: residual.to(getattr(torch, read_residual.dtype))})
+        want = a.double() @ b.double() + residual
+        if FORMATS[name].sums == "int32":
+            assert torch.equal(got.double(), want)
+        else:
+            scale = a.double().abs() @ b.double().abs() + residual.abs()
+            assert ((got.double() - torch.relu(want)).abs() <= _bound(name) * scale).all()
+        assert (emulated.products_so_far() > before) == (batch * m > 0)
 
 
 def test_float32_is_no_less_exact_than_eager(emulated: ctypes.CDLL) -> None:

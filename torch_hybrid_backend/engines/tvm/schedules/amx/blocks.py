@@ -18,8 +18,9 @@ from torch_hybrid_backend.engines.tvm.cpu.kernels import DequantizedMatMulKernel
 from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirExpr
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
-from torch_hybrid_backend.loops.index import Index, LoopVar
+from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
 from torch_hybrid_backend.loops.ir import Expr
+from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, size_hint
 
 LANES = 16  # of a vector, and rows, and columns of words, of a tile
 _TILE_CYCLES = 16
@@ -30,6 +31,8 @@ _PART_LENGTHS = (12, 16)
 # Bytes a cycle that tiles are loaded from the second-level cache; the share of the first that a panel of B may take to stay there while panels
 # of A go by; the share of the second that sums and A's tiles may take.
 _L2_BYTES, _L1_SHARE, _L2_SHARE = 40.0, 0.7, 0.51
+# Panels of rows that a task should have room for where there may be any number of them.
+_OPEN_ROWS = 8
 # Cycles to read or write a byte beyond the second-level cache, which a core partly hides.
 _BYTE_CYCLES = 0.06
 # The same for sums, which are read and written while nothing else is.
@@ -38,12 +41,13 @@ _SUM_CYCLES = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """What a kernel multiplies: (batch, m, k) by (batch or 1, k, n), in the format `form`. `sizes`: batch, m, k and n; `a`: an element of A."""
+    """What a kernel multiplies: (batch, m, k) by (batch or 1, k, n), in the format `form`. `sizes`: batch, m, k, n; the first two may be known
+    only at run time. `a`: an element of A."""
 
     kernel: TileMatMulKernel | TileConvKernel | DequantizedMatMulKernel
     form: TileFormat
     a: Expr
-    sizes: tuple[int, int, int, int]
+    sizes: tuple[Dim, Dim, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +69,14 @@ class TileBlocks:
         self.batch, self.m, self.k, self.n = of.sizes
         self.builder, self.printer, self.target = builder, printer, target
         self.b_batches = self._b_batches()
-        self.row_panels, self.column_panels = -(-self.m // PANEL), -(-self.n // PANEL)
+        self.row_panels, self.column_panels = ceil_div(self.m, PANEL), -(-self.n // PANEL)
         self.steps = self.form.steps(self.k)
         self.panel_size = self.form.parts * self.form.panel_elements  # of one step
         self.part_steps, self.block, self.group = self._tiling()
         self.parts = -(-self.steps // self.part_steps)
         self.part_elements = self.part_steps * self.form.depth
 
-    def _b_batches(self) -> int:
+    def _b_batches(self) -> Dim:
         """How many B there are: the rows of batch i are multiplied by number i modulo them."""
         return 1
 
@@ -86,9 +90,9 @@ class TileBlocks:
 
     # Sizes.
 
-    def row_blocks(self) -> tuple[int, int]:
+    def row_blocks(self) -> tuple[Dim, int]:
         """How many blocks of rows there are, and what a task's first row is a multiple of."""
-        return -(-self.row_panels // self.block), self.block
+        return ceil_div(self.row_panels, self.block), self.block
 
     def _groups(self) -> list[int]:
         """Numbers of column panels that a task may have."""
@@ -98,15 +102,18 @@ class TileBlocks:
     def _tiling(self) -> tuple[int, int, int]:
         """Steps of a part of k, and panels of rows and of columns of one task: the kernel's `schedule_rank` by estimated time."""
         step_bytes = self.form.itemsize * self.panel_size
+        batch, panels = size_hint(self.batch), size_hint(self.row_panels)
+        if isinstance(self.row_panels, Size):
+            panels = max(panels, _OPEN_ROWS)
         estimates: dict[tuple[int, int, int], float] = {}
         for steps in self._part_lengths():
             # Half of the cache: beside A's tiles there are panels of B, and what is read and written.
             most = max(1, self.target.l2_bytes // 2 // (steps * step_bytes))
-            fewest = -(-self.row_panels // most)
-            counts = {-(-self.row_panels // count) for count in range(fewest, min(self.row_panels, 4 * fewest) + 1)}
+            fewest = -(-panels // most)
+            counts = {-(-panels // count) for count in range(fewest, min(panels, 4 * fewest) + 1)}
             for block in sorted(counts, reverse=True):
                 for group in self._groups():
-                    tasks = self.batch * -(-self.row_panels // block) * -(-self.column_panels // group)
+                    tasks = batch * -(-panels // block) * -(-self.column_panels // group)
                     cycles = self._copy_cycles(block) + self._product_cycles(steps, block, group)
                     estimates[steps, block, group] = -(-tasks // self.target.cores) * cycles
         return self.builder.ranked_choice(estimates)
@@ -150,10 +157,10 @@ class TileBlocks:
         """Panels of columns of a task; None where every task has `group` of them."""
         return self._left(column, self.column_panels, self.group)
 
-    def _left(self, first: Index, total: int, count: int) -> TirExpr | None:
+    def _left(self, first: Index, total: Dim, count: int) -> TirExpr | None:
         if total % count == 0:
             return None
-        return tirx.Min(self.builder.index(total - first), tirx.IntImm("int32", count))
+        return tirx.Min(self.builder.index(as_index(total) - first), tirx.IntImm("int32", count))
 
     def _each_row(self, first: Index, body: Callable[[Index], Stmt]) -> Stmt:
         """`body(r)` for the panels of rows of a task."""
@@ -175,8 +182,9 @@ class TileBlocks:
         """How many rows a panel has; None where all have 32."""
         if self.m % PANEL == 0:
             return None
-        return tirx.Min(self.builder.index(self.m - (row + r) * PANEL), tirx.IntImm("int32", PANEL))
+        return tirx.Min(self.builder.index(as_index(self.m) - (row + r) * PANEL), tirx.IntImm("int32", PANEL))
 
     def has_half_panels(self) -> bool:
         """Whether a panel of rows may be one tile."""
-        return 0 < self.m % PANEL <= PANEL // 2
+        left = self.m % PANEL
+        return isinstance(left, Size) or 0 < left <= PANEL // 2

@@ -139,7 +139,7 @@ class TileProduct(TileRows):
 
     def _is_plain(self, panel: Index) -> TirExpr | None:
         """Whether a panel of B is plain; None where none is."""
-        count = self.column_panels * self.b_batches
+        count = self.b_batches * self.column_panels
         place = count * self.steps * self.panel_size + panel
         return self.builder.load(self.packed, place) != tirx.IntImm("uint16", 0)
 

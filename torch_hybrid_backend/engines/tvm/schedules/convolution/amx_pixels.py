@@ -38,7 +38,7 @@ from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirExpr
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.engines.tvm.tir.storage import storage_dtype
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
-from torch_hybrid_backend.sizes.size import known_int
+from torch_hybrid_backend.sizes.size import known_int, size_hint
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class TileConvolution(TileProduct):
     """The emission of one kernel. Rows of a task are counted from its first line of the result on."""
 
     def __init__(self, kernel: TileConvKernel, builder: Builder, printer: Printer, target: Target) -> None:
-        images, outputs, *out = (known_int(variable.extent) for variable in kernel.domain)
+        images, (outputs, *out) = kernel.domain[0].extent, (known_int(v.extent) for v in kernel.domain[1:])
         self.conv = kernel
         geometry = zip(
             (known_int(variable.extent) for variable in kernel.x_vars[2:]),
@@ -89,15 +89,16 @@ class TileConvolution(TileProduct):
         axes = [_Axis(*numbers) for numbers in geometry]
         self.y, self.x = axes if len(axes) == 2 else (_Axis(1, 1, 1, 1, 0, 1), axes[0])
         self.images, self.groups = images, kernel.groups
-        self.is_one_image = self._merges_images() and kernel.kernel == (1,) * len(axes) and not any(kernel.padding)
+        one_pixel = kernel.kernel == (1,) * len(axes) and not any(kernel.padding)
         # Lines of the result, of one image or of all; a line's rows of A.
-        self.lines = self.y.out * (images if self.is_one_image else 1)
+        merged = images if isinstance(images, int) and self._merges_images() and one_pixel else None
+        self.is_one_image, self.lines = merged is not None, self.y.out * (merged or 1)
         # Of a group.
         self.form, self.channels = FORMATS[kernel.format], known_int(kernel.x_vars[1].extent) // kernel.groups
         self.width = self._rows_in_line()
         self.channel_steps, self.taps = self.form.steps(self.channels), math.prod(kernel.kernel)
         k = self.form.conv_depth(self.channels, kernel.kernel)
-        batch = kernel.groups * (1 if self.is_one_image else images)
+        batch = images * kernel.groups if merged is None else kernel.groups
         sizes = (batch, self.lines * self.width, k, outputs // kernel.groups)
         super().__init__(Products(kernel, self.form, kernel.x, sizes), builder, printer, target)
         # Whether a line of the image has numbers that cannot be split.
@@ -143,7 +144,9 @@ class TileConvolution(TileProduct):
 
     def _image_counts(self) -> list[int]:
         """How many whole images a task may have."""
-        return [1] if self.is_one_image else [n for n in range(1, self.images + 1) if self.images % n == 0]
+        if self.is_one_image or not isinstance(self.images, int):
+            return [1]
+        return [n for n in range(1, self.images + 1) if self.images % n == 0]
 
     @property
     def image_lines(self) -> int:
@@ -187,7 +190,7 @@ class TileConvolution(TileProduct):
         fitting = {of for of in counts if self._elements(*of) * form.itemsize <= room} or {(1, 1)}
 
         def time(steps: int, lines: int, images: int, group: int) -> float:
-            tasks = self.batch // images * -(-self.lines // lines) * -(-self.column_panels // group)
+            tasks = size_hint(self.batch) // images * -(-self.lines // lines) * -(-self.column_panels // group)
             copied = self._elements(lines, images) / form.parts * form.copy_cycles
             panels = images * self.rows_in_panels(lines) // PANEL
             return -(-tasks // self.target.cores) * (copied + self._product_cycles(steps, panels, group))
@@ -199,7 +202,7 @@ class TileConvolution(TileProduct):
             for group in self._groups()
         }
         steps, self.block_lines, self.task_images, group = self.builder.ranked_choice(estimates)
-        self.batch //= self.task_images
+        self.batch = self.batch // self.task_images
         return steps, self.task_images * self.image_panels, group
 
     def row_blocks(self) -> tuple[int, int]:

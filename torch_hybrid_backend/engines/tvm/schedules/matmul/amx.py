@@ -18,7 +18,7 @@ from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, LoopVar
 from torch_hybrid_backend.loops.ir import Call, Load
 from torch_hybrid_backend.loops.layout import offset_of
-from torch_hybrid_backend.sizes.size import known_int
+from torch_hybrid_backend.sizes.size import Dim, known_int
 
 
 def emit(kernel: TileMatMulKernel, builder: Builder, printer: Printer, target: Target) -> Stmt:
@@ -37,15 +37,15 @@ class TileMatMul(TileProduct):
         printer: Printer,
         target: Target,
     ) -> None:
-        batch, m, n = (known_int(variable.extent) for variable in kernel.domain)
+        batch, m, n = (variable.extent for variable in kernel.domain)
         self.depth, self.batched_b = kernel.k, isinstance(kernel, TileMatMulKernel) and kernel.batched_b
-        sizes = (batch, m, known_int(kernel.k.extent), n)
+        sizes = (batch, m, known_int(kernel.k.extent), known_int(n))
         super().__init__(Products(kernel, form, kernel.a, sizes), builder, printer, target)
         self.in_words = isinstance(kernel, TileMatMulKernel) and kernel.in_words
         if self.in_words:
             self.b_row_bytes = 2 * ROW_BYTES
 
-    def _b_batches(self) -> int:
+    def _b_batches(self) -> Dim:
         return self.batch if self.batched_b else 1
 
     def _b_at(self, panel: Index, part: Part, s: Index, number: int) -> tuple[TirBuffer, Index, int]:
