@@ -17,8 +17,8 @@ _PACKAGE = Path(__file__).parent
 
 
 @functools.cache
-def sources_version(*parts: str, package: Path = _PACKAGE) -> str:
-    """SHA-256 (64 hexadecimal digits) of parts of a package, this one, as they were when this process first asked.
+def sources_version(*parts: str, package: Path | None = None) -> str:
+    """SHA-256 (64 hexadecimal digits) of parts of the package, or of the one in a folder, as they were when this process first asked.
 
     parts: folders, all Python files below them, or single files, relative to the package, with forward slashes. One that is not
     there counts for nothing, as in a zip file; this package's version counts always.
@@ -28,9 +28,10 @@ def sources_version(*parts: str, package: Path = _PACKAGE) -> str:
     return read_sources_version(*parts, package=package)
 
 
-def read_sources_version(*parts: str, package: Path = _PACKAGE) -> str:
+def read_sources_version(*parts: str, package: Path | None = None) -> str:
     """The same of the files as they are now. Raises OSError where one cannot be read."""
     digest = hashlib.sha256(__version__.encode())
+    package = package or _PACKAGE
     for part in parts:
         root = package / part
         for path in sorted(root.rglob("*.py")) if root.is_dir() else filter(Path.is_file, [root]):

@@ -178,7 +178,9 @@ def test_all_functions_of_a_class_are_found():
     assert set(_functions(vars(Methods))) == functions
 
 
-@pytest.mark.parametrize("value", [print, Path, functools.partial(print), staticmethod(print)], ids=str)
+@pytest.mark.parametrize(
+    "value", [print, Path, functools.partial(print), staticmethod(print), functools.cached_property(len)], ids=str
+)
 def test_what_is_called_and_has_no_source_is_refused(value):
     """Nothing says what it runs."""
     with pytest.raises(UnkeyedError):

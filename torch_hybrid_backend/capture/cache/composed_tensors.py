@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torch_hybrid_backend.sources import sources_version
 
 LIBRARY = "torchao"
 _PRINTED_IN_FULL = (bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_SLOTS = (GetSetDescriptorType, MemberDescriptorType)  # `__dict__` is one
 
 
 class UnkeyedError(Exception):
@@ -121,7 +122,7 @@ def _check_class(kind: type) -> None:
 
 
 def _functions(value: object) -> Iterator[FunctionType]:
-    """The functions of a class, those in its tables too, and what they wrap. Raises UnkeyedError for what may be called and is no function."""
+    """The functions of a class, those in its tables too, and what they wrap. Raises UnkeyedError for what may run anything else."""
     if isinstance(value, FunctionType):
         yield value
         yield from _functions(getattr(value, "__wrapped__", None))
@@ -134,7 +135,7 @@ def _functions(value: object) -> Iterator[FunctionType]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _functions(item)
-    elif callable(value):
+    elif callable(value) or (hasattr(value, "__get__") and not isinstance(value, _SLOTS)):
         raise UnkeyedError(f"a class with {value!r} in it")
 
 
