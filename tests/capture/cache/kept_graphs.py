@@ -30,7 +30,7 @@ _compile = functools.partial(torch.compile, backend="hybrid", options={"engines"
 @dataclasses.dataclass(frozen=True)
 class Found:
     """traced: how many graphs AOTAutograd traced. output: a digest of the bytes of what the compiled model returned in its first and in its
-    second call. difference: its largest from eager's, as a share of eager's largest number."""
+    second call, which is the plan's. difference: the second's largest from eager's, as a share of eager's largest number."""
 
     traced: int
     output: str
@@ -67,7 +67,7 @@ def _found(model: Callable[..., Any], x: torch.Tensor, compiled: Callable[..., A
     digest = hashlib.sha256()
     for output in (first, second):
         digest.update(bytes(output.contiguous().view(torch.uint8).flatten().tolist()))
-    difference = float((first - eager).abs().max() / eager.abs().max())
+    difference = float((second - eager).abs().max() / eager.abs().max())
     return Found(counters["aot_autograd"]["total"], digest.hexdigest(), difference)
 
 
