@@ -96,6 +96,18 @@ def test_a_file_added_removed_or_renamed_is_another_version(package: Path) -> No
     assert read_sources_version("core") in versions
 
 
+def test_an_edit_in_another_package_is_another_version(tmp_path: Path) -> None:
+    """Of a library that decides what is kept, all Python files count, whatever folder it lies in."""
+    for name in ("one/library", "two/library"):
+        (tmp_path / name / "inner").mkdir(parents=True)
+        (tmp_path / name / "inner" / "source.py").write_text("A = 1")
+    one, two = (tmp_path / name / "library" for name in ("one", "two"))
+    assert read_sources_version(".", package=one) == read_sources_version(".", package=two)
+    (two / "inner" / "source.py").write_text("A = 2")
+    assert read_sources_version(".", package=one) != read_sources_version(".", package=two)
+    assert read_sources_version(".", package=one) != read_sources_version(".")
+
+
 @pytest.mark.parametrize("parts", _PARTS.values(), ids=_PARTS)
 def test_nothing_that_decides_is_left_out(parts: Sequence[str]) -> None:
     """What the named parts import of the package is among them, or a utility that decides nothing."""

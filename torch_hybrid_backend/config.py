@@ -237,7 +237,9 @@ class Config:
     )
     cache: bool = dataclasses.field(
         default=True,
-        metadata=_setting(_boolean, "0, 1", "keep compiled kernels and timings on disk for later processes"),
+        metadata=_setting(
+            _boolean, "0, 1", "keep compiled kernels, timings and traced inference graphs on disk for later processes"
+        ),
     )
     cache_dir: Path = dataclasses.field(
         default_factory=_default_cache_dir,

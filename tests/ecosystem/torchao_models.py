@@ -12,7 +12,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import nn
@@ -20,6 +20,14 @@ from torch import nn
 import torch_hybrid_backend
 
 WAS_IMPORTED = "torchao" in sys.modules  # by the package itself
+
+
+class Quantised(NamedTuple):
+    """before: what `model(x)` was before quantisation."""
+
+    model: nn.Module
+    x: torch.Tensor
+    before: torch.Tensor
 
 
 class Figures(TypedDict):
@@ -53,7 +61,8 @@ def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).float().norm() / b.float().norm())
 
 
-def _figures(model: nn.Module, x: torch.Tensor, before: torch.Tensor) -> Figures:
+def _figures(quantised: Quantised) -> Figures:
+    model, x, before = quantised
     expected = model(x)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="hybrid")
@@ -70,7 +79,7 @@ def _figures(model: nn.Module, x: torch.Tensor, before: torch.Tensor) -> Figures
     )
 
 
-def _exported(*, is_dynamic: bool) -> Figures:
+def _exported(*, is_dynamic: bool) -> Quantised:
     """Export, the quantiser for x86, and conversion."""
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
     from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
@@ -80,10 +89,10 @@ def _exported(*, is_dynamic: bool) -> Figures:
     quantizer.set_global(x86.get_default_x86_inductor_quantization_config(is_dynamic=is_dynamic))
     prepared = prepare_pt2e(torch.export.export(model, (x,)).module(), quantizer)
     prepared(x)
-    return _figures(convert_pt2e(prepared), x, model(x))
+    return Quantised(convert_pt2e(prepared), x, model(x))
 
 
-def _tensors(config: Callable[[], Any], dtype: torch.dtype = torch.float32) -> Figures:
+def _tensors(config: Callable[[], Any], dtype: torch.dtype = torch.float32) -> Quantised:
     """Weights that are torchao's tensors."""
     from torchao.quantization import quantize_
 
@@ -91,7 +100,7 @@ def _tensors(config: Callable[[], Any], dtype: torch.dtype = torch.float32) -> F
     x = torch.randn(40, 64, dtype=dtype)
     before = model(x)
     quantize_(model, config())
-    return _figures(model, x, before)
+    return Quantised(model, x, before)
 
 
 def _config(name: str, **options: Any) -> Callable[[], Any]:
@@ -124,7 +133,7 @@ def _packed_int4() -> Any:
     return PrototypeInt4WeightOnlyConfig(group_size=32)
 
 
-MODELS: Mapping[str, Callable[[], Figures]] = {
+MODELS: Mapping[str, Callable[[], Quantised]] = {
     "pt2e": functools.partial(_exported, is_dynamic=False),
     "pt2e, dynamic": functools.partial(_exported, is_dynamic=True),
     "int8 weights": functools.partial(_tensors, _config("Int8WeightOnlyConfig")),
@@ -138,11 +147,11 @@ MODELS: Mapping[str, Callable[[], Figures]] = {
 
 def main() -> None:
     found: dict[str, Figures | str] = {}
-    for name, figures in MODELS.items():
+    for name, make in MODELS.items():
         torch.manual_seed(0)
         try:
             with torch.no_grad():
-                found[name] = figures()
+                found[name] = _figures(make())
         except Exception:
             found[name] = traceback.format_exc()
     print(json.dumps({"was_imported": WAS_IMPORTED, "found": found}))

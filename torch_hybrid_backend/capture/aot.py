@@ -35,6 +35,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_hybrid_backend.capture.cache.aot_cache import AotCache, capture_key
+from torch_hybrid_backend.capture.cache.composed_tensors import taking_apart
 from torch_hybrid_backend.capture.decompositions import decomposition_table, whole_upsampling
 from torch_hybrid_backend.capture.fixes.attention_states import without_attention_states
 from torch_hybrid_backend.capture.fixes.input_updates import write_in_place
@@ -70,7 +71,7 @@ def capture(
     operators = frozenset(keep_ops)
     key = capture_key(gm, example_inputs, operators) if aot_cache is not None else None
     if aot_cache is not None and key is not None:
-        with_cached = _with_cached(aot_cache, key, gm, compile_graph)
+        with_cached = _with_cached(aot_cache, key, gm, example_inputs, compile_graph)
         if with_cached is not None:
             return with_cached
 
@@ -128,7 +129,7 @@ def capture(
     with torch._functorch.config.patch(donated_buffer=False), whole_upsampling():
         captured: Callable[..., Any] = backend(gm, list(example_inputs))
     if without_wrapper:
-        return _called_directly(without_wrapper[0])  # the wrapper took 9 of 42 us with 60 parameters
+        return _called_directly(without_wrapper[0], example_inputs)  # the wrapper took 9 of 42 us with 60 parameters
     # AOTAutograd copies the mark of the compiled graph onto its wrapper, which takes its inputs one by one. PyTorch's minifier
     # believes the mark, calls the wrapper with a list, and takes the error for one that does not matter.
     captured._boxed_call = False  # type: ignore[attr-defined]
@@ -179,7 +180,11 @@ def _boxed(
 
 
 def _with_cached(
-    aot_cache: AotCache, key: str, gm: torch.fx.GraphModule, compile_graph: CompileGraph
+    aot_cache: AotCache,
+    key: str,
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    compile_graph: CompileGraph,
 ) -> Callable[..., Any] | None:
     """Dynamo's graph compiled from the ATen graph that an earlier trace left, or None where there is none."""
     fake_mode = detect_fake_mode([node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")])
@@ -189,17 +194,18 @@ def _with_cached(
     graph_module, static = found
     with fake_mode, enable_python_dispatcher(), torch._C._DisableAutocast():  # as AOTAutograd calls compilers
         boxed = _boxed(graph_module, "inference", static, False, compile_graph)
-    return _called_directly(boxed)
+    return _called_directly(boxed, example_inputs)
 
 
-def _called_directly(boxed: CompiledGraph) -> Callable[..., Any]:
-    """An inference graph as Dynamo calls it, where that needs no wrapper."""
+def _called_directly(boxed: CompiledGraph, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """An inference graph as Dynamo calls it, where that needs no wrapper but to take tensors apart."""
+    flat = taking_apart(example_inputs)
 
     def run(*inputs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return boxed(list(inputs))
+            return boxed(flat(inputs))
         with torch.no_grad():  # inputs need no gradients, or there would be no inference graph
-            return boxed(list(inputs))
+            return boxed(flat(inputs))
 
     def run_as_traced(*inputs: Any) -> Any:
         with torch._C._DisableAutocast():  # its casts are in the graph: operators must not make others

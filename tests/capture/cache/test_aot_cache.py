@@ -114,6 +114,7 @@ KEPT: dict[str, tuple[Callable[[], Callable[..., Any]], tuple[torch.Tensor, ...]
     "attention": (lambda: attention, (torch.randn(6, 4),)),
     "strided input": (lambda: transposed, (torch.randn(3, 8)[:, ::2].t(),)),
     "autocast inside": (lambda: under_autocast, (torch.randn(3, 3),)),
+    "operators by their packets": (lambda: lambda x: torch.ops.aten.mul(x, 2.5), (torch.randn(2, 3),)),
     "quantised layers": (quantised_net, (torch.randn(1, 3, 8, 8),)),
     "empty batch": (small_net, (torch.randn(0, 3, 8, 8),)),
 }
@@ -285,6 +286,18 @@ def test_kernels_registered_for_aten_have_no_key(compiler):
     assert compiler.keys == [None]
 
 
+def test_decompositions_of_other_libraries_have_no_key(compiler, monkeypatch):
+    """Also of a library whose name begins as torch's does."""
+
+    def decomposed(x: torch.Tensor) -> torch.Tensor:
+        return x - x.floor()
+
+    decomposed.__module__ = "torchlike.decompositions"
+    table = torch._decomp.global_decomposition_table["post_autograd"]
+    monkeypatch.setitem(table, torch.ops.aten.frac.default, decomposed)
+    assert _key(compiler, torch.relu, torch.ones(2)) is None
+
+
 def test_kernels_that_vmap_registers_are_torchs(compiler):
     """A process that has used vmap, as transformers' masks do, keeps graphs."""
     torch.vmap(torch.relu)(torch.ones(2, 2))
@@ -327,6 +340,14 @@ def test_key_covers_what_shapes_the_result(compiler):
         torch.use_deterministic_algorithms(False)
     assert None not in keys
     assert [keys.index(key) for key in keys] == list(range(len(keys)))
+
+
+def test_key_does_not_count_graphs(compiler):
+    """A graph that is a module, as exported ones are, has the number of the graphs before it in its traces: what else the process did."""
+    model = small_net()
+    keys = {_key(compiler, torch.fx.symbolic_trace(model), torch.randn(1, 3, 8, 8)) for _ in range(2)}
+    assert len(keys) == 1
+    assert None not in keys
 
 
 def half_and_full(x: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -1,10 +1,11 @@
 """AOTAutograd's result kept between processes, where nothing but its graph is needed: tracing a model takes it a second.
 
-Kept are inference graphs whose run-time wrapper does nothing: no input is written to, no output is a view of an input, no tensor is
-made of others, no size is symbolic. All else is traced anew in each process. The key covers whatever shapes the result: Dynamo's graph
-with the lines it comes from, the inputs' metadata and which of them share memory, torch's settings, the sources of this package that
-make it (`SOURCES`), and the versions. What cannot be keyed (another library's operator, a collective, a decomposition or kernel that a
-program registers for ATen, active modes) has no key. `docs/adr/0010-aot-cache.md` gives the reasons.
+Kept are inference graphs whose run-time wrapper does nothing but take inputs apart that are made of other tensors: no input is written to, no
+output is a view of an input or made of others, no size is symbolic. All else is traced anew in each process. The key covers whatever shapes the
+result: Dynamo's graph with the lines it comes from, the inputs' metadata and which of them share memory, torch's settings, the sources of this
+package that make it (`SOURCES`), and the versions. What cannot be keyed (another library's operator, a collective, a decomposition or kernel
+that a program registers for ATen, active modes) has no key. `docs/adr/0010-aot-cache.md` gives the reasons;
+`docs/adr/0063-kept-graphs-of-composed-tensors.md` those for tensors that are made of others.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import hashlib
 import json
 import logging
 import operator
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,9 @@ import torch.fx
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Node
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from torch_hybrid_backend.capture.cache.composed_tensors import UnkeyedError, class_key, parts_of
 from torch_hybrid_backend.errors import CacheError
 from torch_hybrid_backend.graph.graph_json import NAMESPACES, NotTextError, graph_from_text, graph_to_text
 from torch_hybrid_backend.graph.source import module_call
@@ -40,11 +44,9 @@ _KEYED_DEVICES = {"cpu", "meta"}
 _KEYS_OF_TORCH = {"Meta", "MPS", "CUDA"}
 # And single kernels of its, from 2.14 on.
 _KERNELS_OF_TORCH = {"aten/to_dense/FuncTorchDynamicLayerFrontMode", "aten/to_dense/PythonTLSSnapshot"}
+# In traces through graphs that are modules, as exported ones are: how many graphs the process has made before.
+_NUMBER_OF_GRAPH = re.compile(r"(?<=<eval_with_key>)\.\d+")
 _COMPILED = (type(torch.Tensor.add), type(torch.add), type(torch.Tensor.__add__))
-
-
-class _UnkeyedError(Exception):
-    """Something that the key cannot cover; the message says what."""
 
 
 class AotCache:
@@ -73,7 +75,7 @@ class AotCache:
             _check_trivial(graph_module)
             text = json.dumps(sorted(static)).encode() + b"\n" + graph_to_text(graph_module)
             self._store.put(_KIND, key, text, suffix=".json")
-        except (_UnkeyedError, NotTextError, CacheError) as error:
+        except (UnkeyedError, NotTextError, CacheError) as error:
             _log.debug("AOTAutograd's graph is not kept: %s", error)
             return False
         return True
@@ -87,7 +89,7 @@ def capture_key(
         parts = [*_versions(), *sorted(map(str, keep_ops)), *_settings(), gm.code]
         parts += [part for node in gm.graph.nodes for part in _node_parts(node)]
         parts += _input_parts(gm, example_inputs)
-    except (_UnkeyedError, AttributeError) as error:
+    except (UnkeyedError, AttributeError) as error:
         # What another version of torch calls otherwise is not known for sure either.
         _log.debug("no key for AOTAutograd's graph: %s", error)
         return None
@@ -102,13 +104,13 @@ def _settings() -> Iterator[str]:
     """What of torch's state decides how ATen operators are traced."""
     context = TracingContext.try_get()
     if context is None or context.fakify_first_call:
-        raise _UnkeyedError("not called by Dynamo alone")
+        raise UnkeyedError("not called by Dynamo alone")
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
-        raise _UnkeyedError("modes are active")
+        raise UnkeyedError("modes are active")
     if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise _UnkeyedError("inside a function transform")
+        raise UnkeyedError("inside a function transform")
     if torch._functorch.config.functionalize_rng_ops or torch._dynamo.compiled_autograd.in_compiled_autograd_region:
-        raise _UnkeyedError("random numbers are functionalised, or autograd is compiled")
+        raise UnkeyedError("random numbers are functionalised, or autograd is compiled")
     _check_registrations()
     yield torch._functorch.config.get_hash().hex()
     yield repr(
@@ -141,18 +143,18 @@ def _check_registrations() -> None:
     known = _KERNELS_OF_TORCH | (vmap._op_impls if vmap is not None else set())
     kernels = [name.split("/") for name in torch.library._impls - known if name.startswith("aten/")]
     if any(key not in _KEYS_OF_TORCH for *_, key in kernels):
-        raise _UnkeyedError("the program has kernels of its own for ATen")
+        raise UnkeyedError("the program has kernels of its own for ATen")
     for table in torch._decomp.global_decomposition_table.values():
         for formula in table.values():
-            if not str(getattr(formula, "__module__", "torch")).startswith("torch"):
-                raise _UnkeyedError(f"the program has a decomposition of its own: {formula}")
+            if str(getattr(formula, "__module__", "torch")).partition(".")[0] != "torch":
+                raise UnkeyedError(f"the program has a decomposition of its own: {formula}")
 
 
 def _node_parts(node: Node) -> Iterator[str]:
     target = node.target
     value = node.meta.get("example_value")
-    if isinstance(value, torch.Tensor) and value.device.type not in _KEYED_DEVICES:
-        raise _UnkeyedError(f"a tensor on {value.device}")
+    if isinstance(value, torch.Tensor):
+        _check_device(value)
     match node.op:
         case "placeholder":
             marks = node.meta.get("tensor_dict", {})
@@ -160,22 +162,29 @@ def _node_parts(node: Node) -> Iterator[str]:
         case "call_function":
             known = target in (getattr, operator.getitem) or _is_torchs(target)
             if not known:
-                raise _UnkeyedError(f"the function {target}")
-            yield str(target) if isinstance(target, torch._ops.OpOverload) else _qualified(target)
+                raise UnkeyedError(f"the function {target}")
+            is_operator = isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
+            yield str(target) if is_operator else _qualified(target)
         case "call_method":
             first = node.args[0]
             if not isinstance(first, Node) or not isinstance(first.meta.get("example_value"), FakeTensor):
-                raise _UnkeyedError(f"the method {target} of no tensor")
+                raise UnkeyedError(f"the method {target} of no tensor")
             if not _is_unchanged(getattr(torch.Tensor, str(target), None)):
-                raise _UnkeyedError(f"the method {target} is not torch's own")
+                raise UnkeyedError(f"the method {target} is not torch's own")
         case "output":
-            pass
+            if not all(isinstance(each.meta.get("example_value"), FakeTensor) for each in node.all_input_nodes):
+                raise UnkeyedError("an output that is made of other tensors")
         case _:
-            raise _UnkeyedError(f"{node.op} {target}")
+            raise UnkeyedError(f"{node.op} {target}")
     for argument in (*node.args, *node.kwargs.values()):
         _check_argument(argument)
-    yield str(node.meta.get("stack_trace"))
+    yield _NUMBER_OF_GRAPH.sub("", str(node.meta.get("stack_trace")))
     yield module_call(node)
+
+
+def _check_device(tensor: torch.Tensor) -> None:
+    if tensor.device.type not in _KEYED_DEVICES:
+        raise UnkeyedError(f"a tensor on {tensor.device}")
 
 
 def _check_argument(value: object) -> None:
@@ -193,13 +202,13 @@ def _check_argument(value: object) -> None:
             Node | bool | int | float | complex | str | torch.dtype | torch.device | torch.layout | torch.memory_format,
         )
     ):
-        raise _UnkeyedError(f"an argument of type {type(value).__name__}")
+        raise UnkeyedError(f"an argument of type {type(value).__name__}")
 
 
 def _is_torchs(function: object) -> bool:
     """Whether a function is the one of this name in Python's `operator` or in one of torch's own modules, or an operator of torch's own."""
-    if isinstance(function, torch._ops.OpOverload):
-        return function.namespace in NAMESPACES
+    if isinstance(function, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return str(function).partition(".")[0] in NAMESPACES
     name = getattr(function, "__name__", "")
     functions = (torch, torch.functional, torch.nn.functional, torch._C, torch._C._nn, torch.amp.autocast_mode)
     places: tuple[Any, ...] = (operator, *functions, getattr(torch._C, "_special", None))
@@ -221,56 +230,68 @@ def _qualified(function: object) -> str:
 def _input_parts(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Iterator[str]:
     placeholders = gm.graph.find_nodes(op="placeholder")
     if len(placeholders) != len(example_inputs) or any(True for _ in gm.children()):
-        raise _UnkeyedError("not a flat graph")
+        raise UnkeyedError("not a flat graph")
     first: dict[int, int] = {}
-    for k, (node, value) in enumerate(zip(placeholders, example_inputs, strict=True)):
-        fake = node.meta.get("example_value")
-        if type(value) not in (torch.Tensor, torch.nn.Parameter, FakeTensor) or not isinstance(fake, FakeTensor):
-            raise _UnkeyedError(f"an input of type {type(value).__name__}")
-        if fake.layout is not torch.strided or fake.is_quantized:
-            raise _UnkeyedError("an input that is not strided")
-        numbers = [fake.storage_offset(), *fake.shape, *fake.stride()]
-        if not all(type(number) is int for number in numbers):
-            raise _UnkeyedError("an input of symbolic size")
-        yield repr(
-            (
-                *(fake.dtype, str(fake.device), fake.dim(), numbers),
-                *(fake.requires_grad, fake.is_leaf, fake.is_conj(), fake.is_neg(), fake.is_inference()),
-                *(isinstance(value, torch.nn.Parameter), fake.untyped_storage().nbytes()),
-                first.setdefault(value.untyped_storage()._cdata, k),
-            )
+    for node, value in zip(placeholders, example_inputs, strict=True):
+        yield from _tensor_parts(value, node.meta.get("example_value"), first)
+
+
+def _tensor_parts(value: Any, fake: Any, first: dict[int, int]) -> Iterator[str]:
+    """`first`: each storage -> which of all tensors had it first, to be filled."""
+    is_composed = is_traceable_wrapper_subclass(fake)
+    legal = (type(fake),) if is_composed else (torch.Tensor, torch.nn.Parameter, FakeTensor)
+    if type(value) not in legal or not isinstance(fake, torch.Tensor if is_composed else FakeTensor):
+        raise UnkeyedError(f"an input of type {type(value).__name__}")
+    _check_device(fake)
+    if fake.layout is not torch.strided or fake.is_quantized:
+        raise UnkeyedError("an input that is not strided")
+    numbers = [fake.storage_offset(), *fake.shape, *fake.stride()]
+    if not all(type(number) is int for number in numbers):
+        raise UnkeyedError("an input of symbolic size")
+    yield repr(
+        (
+            *(fake.dtype, str(fake.device), fake.dim(), numbers),
+            *(fake.requires_grad, fake.is_leaf, fake.is_conj(), fake.is_neg(), fake.is_inference()),
+            *(isinstance(value, torch.nn.Parameter), fake.untyped_storage().nbytes()),
+            first.setdefault(value.untyped_storage()._cdata, len(first)),
         )
+    )
+    if is_composed:
+        yield class_key(fake)
+        for name, part in parts_of(fake):
+            yield from _tensor_parts(getattr(value, name), part, first)
 
 
 def _check_trivial(graph_module: torch.fx.GraphModule) -> None:
-    """Raises where AOTAutograd's wrapper has anything to do beside calling the graph without autograd."""
+    """Raises where AOTAutograd's wrapper has anything to do beside taking inputs apart and calling the graph without autograd."""
     from torch._functorch._aot_autograd.schemas import MutationType, OutputType, PlainTensorMeta
 
     context = TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None
     try:
         if context is None or metadata is None or context.guards_context.aotautograd_guards:
-            raise _UnkeyedError("AOTAutograd has set guards")
+            raise UnkeyedError("AOTAutograd has set guards")
         if any(info.mutation_type is not MutationType.NOT_MUTATED for info in metadata.input_info):
-            raise _UnkeyedError("an input is written to")
+            raise UnkeyedError("an input is written to")
         legal = (OutputType.non_alias, OutputType.unsafe_view_alias)
         if any(info.output_type not in legal for info in metadata.output_info):
-            raise _UnkeyedError("an output is a view of an input, or an input")
+            raise UnkeyedError("an output is a view of an input, or an input")
         if any(info.requires_grad or info.dynamic_dims for info in metadata.output_info):
-            raise _UnkeyedError("an output takes part in autograd, or its size is symbolic")
+            raise UnkeyedError("an output takes part in autograd, or its size is symbolic")
+        # Where inputs are made of others, the metadata is that of the graph of their parts.
         if any(type(meta) is not PlainTensorMeta for meta in metadata.subclass_inp_meta):
-            raise _UnkeyedError("an input is made of other tensors")
+            raise UnkeyedError("an input is made of other tensors")
         if metadata.tokens or metadata.num_intermediate_bases or metadata.is_rng_op_functionalized:
-            raise _UnkeyedError("the wrapper hands over more than the user's values")
+            raise UnkeyedError("the wrapper hands over more than the user's values")
         if metadata.grad_enabled_mutation is not None:
-            raise _UnkeyedError("the graph switches autograd")
+            raise UnkeyedError("the graph switches autograd")
     except AttributeError as error:  # another version of torch
-        raise _UnkeyedError(f"AOTAutograd's metadata: {error}") from error
+        raise UnkeyedError(f"AOTAutograd's metadata: {error}") from error
     (output,) = graph_module.graph.find_nodes(op="output")
     if len(output.args[0]) != len(metadata.output_info):
-        raise _UnkeyedError("the graph has other outputs than the user's")
+        raise UnkeyedError("the graph has other outputs than the user's")
     if len(graph_module.graph.find_nodes(op="placeholder")) != len(metadata.input_info):
-        raise _UnkeyedError("the graph has other inputs than the user's")
+        raise UnkeyedError("the graph has other inputs than the user's")
 
 
 sources_version(*SOURCES)  # now: as they are imported
