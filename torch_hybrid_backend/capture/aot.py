@@ -101,6 +101,9 @@ def capture(
             and aot_cache.add(key, graph_module, frozenset(static))
         )
         returned = _returned() if kind == "forward" else 0
+        if kind == "inference":
+            (output,) = graph_module.graph.find_nodes(op="output")
+            returned = len(output.args[0])
         mutated = _mutated_inputs() if kind == "inference" else ()
         boxed = _boxed(graph_module, kind, frozenset(static), _writes_inputs(), compile_graph, returned, mutated)
         if is_kept:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torch_hybrid_backend.backend import compile_graph
+from torch_hybrid_backend.backend import compile_graph, explain
 from torch_hybrid_backend.config import Config
 
 Function = Callable[..., Sequence[torch.Tensor]]
@@ -80,3 +80,35 @@ def test_views_of_an_input_under_training(dynamic: bool, tmp_path: Path) -> None
         with torch.no_grad():
             x.zero_()
         assert not results[0].any()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_views_of_an_input_in_inference(dynamic: bool, tmp_path: Path) -> None:
+    """They begin where eager's do, also where that is known only at run time and the input itself begins inside of its memory."""
+
+    def function(x: torch.Tensor) -> list[torch.Tensor]:
+        half = x.shape[0] // 2
+        return [x[half:], x.chunk(2, 0)[-1].t(), x.narrow(1, 1, 2).unflatten(0, (-1, 2)), x + 1, x[1:][half - 1 :]]
+
+    run = _compiled(function, tmp_path, dynamic=dynamic)
+    for rows in (4, 4, 6) if dynamic else (4, 4):
+        x = torch.arange(rows * 6.0 + 12).view(rows + 2, 6)[2:]
+        for result, wanted in zip(run(x), function(x), strict=True):
+            torch.testing.assert_close(result, wanted)
+            assert (result.stride(), result.storage_offset()) == (wanted.stride(), wanted.storage_offset())
+            is_view = wanted.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+            assert (result.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()) == is_view
+        run(x)[0].fill_(7)
+        assert bool((x[rows // 2 :] == 7).all())
+
+
+def test_no_engine_copies_views_of_inputs(tmp_path: Path) -> None:
+    """What a region would compute of them nobody reads."""
+    torch._dynamo.reset()
+    options = {"placement": "estimate", "cache_dir": str(tmp_path)}
+    with torch.no_grad():
+        found = explain(lambda x: (x[1:], x + 1), torch.randn(4, 6), options=options, dynamic=True)
+    assert [
+        kernel for plan in found.plans for region in plan.regions for kernel in region.kernels if "add" not in kernel
+    ] == []
+    assert sum(len(plan.regions) for plan in found.plans) == 1

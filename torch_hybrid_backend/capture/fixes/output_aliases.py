@@ -5,8 +5,10 @@ activations of a forward graph are so too). Leaves: the same graph with one outp
 and what makes the original outputs of its outputs. So a write to one of the results is seen through the others, as in eager, and
 engines need not know of aliases.
 
-Outputs that share memory with an input are AOTAutograd's to make, with one exception: where gradients flow, pieces of an input (`x.split(2)`)
-are left to the forward graph. They are made from the input here. What is saved for backward is not: the input may be written to before.
+Outputs that share memory with an input are made from the input: no engine copies what a view is of. AOTAutograd makes most of them once more,
+with the offset that the graph's output has where sizes are symbols; where gradients flow, it leaves pieces of an input (`x.split(2)`) to the
+forward graph. What is saved for backward is not made so: the input may be written to before. Nor are gradients: tangents may lie otherwise than
+they were traced.
 
 Illegal: outputs that share memory with a lifted constant.
 """
@@ -64,7 +66,7 @@ class Restore:
 def separate_aliases(graph_module: torch.fx.GraphModule, returned: int = 0) -> Restore | None:
     """Edits the graph's outputs in place; returns what makes the original ones, or None where nothing shares memory.
 
-    `returned`: so many of a forward graph's first outputs are returned to the caller; the others are saved for backward.
+    `returned`: so many of the graph's first outputs are returned to the caller; the others are saved for backward.
     """
     (output,) = graph_module.graph.find_nodes(op="output")
     placeholders = graph_module.graph.find_nodes(op="placeholder")
