@@ -116,7 +116,7 @@ def test_a_regions_kernels_lie_beside_its_engine(tmp_path: Path) -> None:
 @pytest.mark.tensorrt
 def test_tensorrt_has_what_is_used_of_it() -> None:
     """No GPU is here to make contexts on: at least the names are those of the release that is installed."""
-    from torch_hybrid_backend.engines.tensorrt.adapter import trt
+    from torch_hybrid_backend.engines.tensorrt.loaded import trt
 
     assert hasattr(trt.ExecutionContextAllocationStrategy, "USER_MANAGED")
     if hasattr(trt, "IRuntimeCache"):

@@ -32,21 +32,23 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 _SHOWN = 12  # operators that are refused in so many lines at most
 
 
-def partitions(name: str, dtype: torch.dtype) -> list[Partition]:
-    """A partition of each of the model's graphs."""
+def mains(name: str, dtype: torch.dtype) -> list[torch.fx.GraphModule]:
+    """The model's graphs, as they are to be cut."""
     try:
         model = ZOO[name].build("small").eval().to(dtype)
     except ImportError as error:
         pytest.skip(str(error))
-    devices, config = FakeDevices(), Config()
+    devices = FakeDevices()
     inputs = [devices.like(tensor, "cuda", dtype) for tensor in ZOO[name].inputs("small", 2)]
+    found = devices.all_captured(devices.move(copy.deepcopy(model), "cuda"), *inputs)
+    return [prepare(each, name, Config(), lambda title, body: lambda given: given).hoisted.main for each in found]
+
+
+def partitions(name: str, dtype: torch.dtype) -> list[Partition]:
+    """A partition of each of the model's graphs."""
     offered = engine()
     offered.devices = frozenset({"cuda"})
-    found: list[Partition] = []
-    for captured in devices.all_captured(devices.move(copy.deepcopy(model), "cuda"), *inputs):
-        prepared = prepare(captured, name, config, lambda title, body: lambda given: given)
-        found.append(partition_graph(prepared.hoisted.main, [offered], config))
-    return found
+    return [partition_graph(main, [offered], Config()) for main in mains(name, dtype)]
 
 
 def described(cut: Partition) -> Iterator[str]:
