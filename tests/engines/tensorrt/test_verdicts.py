@@ -74,7 +74,7 @@ def test_a_store_that_cannot_be_written_costs_nothing_else(tmp_path: Path) -> No
 @pytest.mark.tensorrt
 def test_a_process_that_finds_verdicts_and_engines_never_imports_torch_tensorrt(tmp_path: Path) -> None:
     """The first judges and builds; the second cuts the same regions, has their engines at once."""
-    command = [sys.executable, "-m", "tests.engines.tensorrt.start", str(tmp_path), "resnet50"]
+    command = [sys.executable, "-m", "tests.engines.tensorrt.start", str(tmp_path), "gpt2"]
     said: list[dict[str, Any]] = []
     for _ in range(2):
         run = subprocess.run(

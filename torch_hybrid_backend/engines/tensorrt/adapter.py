@@ -37,6 +37,7 @@ from torch_tensorrt.dynamo.lowering import get_decompositions, post_lowering
 from torch_tensorrt.dynamo.lowering.passes import constant_folding
 
 from torch_hybrid_backend.engines.tensorrt.converters import converter_of
+from torch_hybrid_backend.engines.tensorrt.decompositions import DECOMPOSITIONS, name_resizes
 from torch_hybrid_backend.engines.tensorrt.fakes import Fakes
 from torch_hybrid_backend.engines.tensorrt.log import their_log
 from torch_hybrid_backend.engines.tensorrt.overlap import Overlapping
@@ -91,29 +92,7 @@ def _settings(tf32: bool) -> CompilationSettings:
 
 @functools.cache
 def _decompositions() -> dict[Any, Callable[..., Any]]:
-    # They have no converter for this one, which decompositions of PyTorch's yield, and our own casts are.
-    own = {
-        torch.ops.prims.convert_element_type.default: lambda x, dtype: torch.ops.aten._to_copy.default(x, dtype=dtype),
-        torch.ops.aten.mul.Tensor: _product,
-        torch.ops.aten.convolution.default: _convolution,
-    }
-    return {**get_decompositions(False, decompose_attention=True), **own}
-
-
-def _product(x: Any, y: Any) -> Any:
-    """TensorRT multiplies no truth values."""
-    both = all(isinstance(each, torch.Tensor) and each.dtype is torch.bool for each in (x, y))
-    return torch.ops.aten.logical_and.default(x, y) if both else NotImplemented
-
-
-def _convolution(x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, *rest: Any) -> Any:
-    """Their converter loses the input of a transposed one of one dimension where the weight is an input of the engine: it has two here."""
-    transposed, output_padding, groups = rest
-    if not transposed or weight.dim() != 3:
-        return NotImplemented
-    sizes = [*stride, 1], [*padding, 0], [*dilation, 1], True, [*output_padding, 0], groups
-    made = torch.ops.aten.convolution.default(x.unsqueeze(-1), weight.unsqueeze(-1), bias, *sizes)
-    return made.squeeze(-1)
+    return {**get_decompositions(False, decompose_attention=True), **DECOMPOSITIONS}
 
 
 # --- lowering ---------------------------------------------------------------------------------------------------------------------------
@@ -133,6 +112,7 @@ def lowered(graph_module: torch.fx.GraphModule, fakes: Fakes, inputs: Sequence[o
 
     with _silent:
         traced = fakes.traced(run, tensors, _decompositions())
+        name_resizes(traced)
         with _quantisers_kept:
             result: torch.fx.GraphModule = post_lowering(traced, _settings(tf32=False))
     assumed = fakes.assumed()

@@ -93,9 +93,6 @@ _VALUES_FIRST: frozenset[object] = frozenset(
         aten.argmax.default,
         aten.argmin.default,
         aten.embedding.default,
-        aten.gather.default,
-        aten.index.Tensor,
-        aten.index_select.default,
         aten.sort.default,
         aten.topk.default,
     }
