@@ -298,7 +298,8 @@ def place(compiled: Compiled, inputs: Sequence[Any], config: Config, pricing_on:
             best = 0.0, placed
             break
         runs = {s.region.name: trial.engine_of(s.region.name) for s in candidate.cover.partition.graph.segments}
-        total = trial.spent_us + callbacks_us(candidate.cover.partition.graph, runs)
+        from_python = {name for name, made in trial.compiled.items() if made.program is None}
+        total = trial.spent_us + callbacks_us(candidate.cover.partition.graph, runs, from_python)
         costs.append(Cost(candidate.order, total, "measured"))
         if best is None or total < best[0]:
             best = total, placed
