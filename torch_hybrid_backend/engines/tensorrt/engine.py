@@ -211,14 +211,15 @@ class TensorRTEngine(EngineBase):
             loaded = self._load(built.plan, region.device)
         except CompileError as error:
             raise _UnreadableError(str(error)) from error
-        kernels = KeptKernels(self._services.store, key)
-        kernels.give(loaded)
+        kernels, streams = KeptKernels(self._services.store, key), self._streams(region.device)
+        with streams.entered():
+            kernels.give(loaded)
         inputs = [each for i in request.engine_inputs if isinstance(each := request.inputs[i], Layout)]
         runner = EngineRunner(
             loaded,
             [(name, layout.order) for name, layout in zip(built.inputs, inputs, strict=True)],
             [(name, layout.order) for name, layout in zip(built.outputs, request.outputs, strict=True)],
-            self._streams(region.device),
+            streams,
             compiled=functools.partial(kernels.keep, loaded),
         )
         return runner, built
