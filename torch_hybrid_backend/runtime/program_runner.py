@@ -28,8 +28,8 @@ class ProgramRunner:
     input_specs, output_specs: the region's; where they are left out, inputs and outputs have the form of their buffers.
     Constants are packed on the first call and again whenever their sources change. The plan is built on the first
     call, which raises HybridError where a kernel library or the runtime cannot be loaded; of a program whose sizes are known only at run time
-    there is one for each set of sizes, as in `SymbolicExecutor`. Raises HybridError where its `signature` does not tell the sizes, and in a call
-    at sizes that the program does not serve.
+    there is one for each set of sizes, as in `SymbolicExecutor`. Raises HybridError where its `signature` does not tell the sizes, and in a
+    call at sizes that the program does not serve.
     """
 
     def __init__(
