@@ -28,6 +28,8 @@ from torch_hybrid_backend.sizes.size import Dim, evaluate, symbols
 
 log = logging.getLogger(__name__)
 
+SizeRange = tuple[str, int, int]  # as in `Program.ranges`: the name of a size, its least and its most
+
 
 class SymbolicExecutor:
     """Runs one graph at any sizes. Threads may call it at once.
@@ -66,6 +68,11 @@ class SymbolicExecutor:
         run = self._plan_for(inputs)
         if isinstance(run, Executor):
             run.bind(inputs)
+
+    def is_within(self, ranges: Sequence[SizeRange], inputs: Sequence[Any]) -> bool:
+        """Whether a call's sizes lie in all of these ranges."""
+        values = self._reader.values(inputs)
+        return all(least <= values.get(name, least) <= most for name, least, most in ranges)
 
     def _plan_for(self, inputs: Sequence[Any]) -> Run:
         return self._plans.at(self._reader.read(inputs))
