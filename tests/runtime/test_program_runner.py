@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -377,3 +379,10 @@ def test_sizes_that_alternate_are_laid_out_once(monkeypatch: pytest.MonkeyPatch)
     run.release()
     torch.testing.assert_close(run([x, y])[0], x + 6 * y)
     assert (len(plans), len(packed)) == (4, 2)
+    dropped = weakref.ref(run)
+    gc.disable()
+    try:
+        del run
+        assert dropped() is None  # memory of a graph that is dropped waits for no collection
+    finally:
+        gc.enable()

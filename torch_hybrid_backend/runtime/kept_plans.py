@@ -18,23 +18,23 @@ R = TypeVar("R", bound=Run)
 
 
 class KeptPlans(Generic[R]):
-    """What `make` makes for sets of sizes, made once while it is kept. Threads may ask at once; `make` runs in one of them, and may look at the
-    others that there are."""
+    """Plans, each made once while it is kept. Threads may ask at once. Who makes them is not held: a graph that is dropped is gone at once, and
+    its plans with it."""
 
-    def __init__(self, make: Callable[[Sizes], R]) -> None:
-        self._make = make
+    def __init__(self) -> None:
         self._plans: OrderedDict[Sizes, R] = OrderedDict()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._plans)
 
-    def at(self, sizes: Sizes) -> R:
-        """The plan for these sizes. Raises what `make` raises."""
+    def at(self, sizes: Sizes, make: Callable[[Sizes], R]) -> R:
+        """The plan for these sizes; where there is none, what `make` makes. It runs in one thread at a time, and may look at the others that
+        there are; what it raises is raised."""
         run = self._plans.get(sizes)
         if run is None:
             with self._lock:
-                run = self._plans.get(sizes) or self._add(sizes)
+                run = self._plans.get(sizes) or self._add(sizes, make(sizes))
         elif len(self._plans) > 1:
             with self._lock:
                 if sizes in self._plans:
@@ -52,8 +52,8 @@ class KeptPlans(Generic[R]):
             self._plans.clear()
         return had_any
 
-    def _add(self, sizes: Sizes) -> R:
-        run = self._plans[sizes] = self._make(sizes)
+    def _add(self, sizes: Sizes, run: R) -> R:
+        self._plans[sizes] = run
         while len(self._plans) > 1 and (len(self._plans) > MAX_PLANS or self._arena_bytes() > MAX_ARENA_BYTES):
             _, oldest = self._plans.popitem(last=False)
             if isinstance(oldest, Executor):

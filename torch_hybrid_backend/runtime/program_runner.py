@@ -41,7 +41,7 @@ class ProgramRunner:
         self._program = program
         self._input_specs = input_specs
         self._output_specs = output_specs
-        self._plans: KeptPlans[Executor] = KeptPlans(self._build)
+        self._plans: KeptPlans[Executor] = KeptPlans()
         needed = list(
             dict.fromkeys([*(s.name for s in symbols(program.sizes_used)), *(name for name, *_ in program.ranges)])
         )
@@ -60,8 +60,8 @@ class ProgramRunner:
     def _made(self, inputs: Sequence[torch.Tensor]) -> tuple[Executor, Sequence[torch.Tensor]]:
         """The executor for a call, and its inputs."""
         if self._reader is None:
-            return self._plans.at(()), inputs
-        return self._plans.at(self._reader.read(inputs)), self._tensors(inputs)
+            return self._plans.at((), self._build), inputs
+        return self._plans.at(self._reader.read(inputs), self._build), self._tensors(inputs)
 
     def _tensors(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
         return [

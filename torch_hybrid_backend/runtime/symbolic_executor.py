@@ -57,7 +57,7 @@ class SymbolicExecutor:
         self._fold = fold
         self._graphs = graphs
         self._reader = self._find_sizes()
-        self._plans: KeptPlans[Run] = KeptPlans(self._made)
+        self._plans: KeptPlans[Run] = KeptPlans()
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """The graph's outputs at this call's sizes. Raises as `Executor` does."""
@@ -75,7 +75,7 @@ class SymbolicExecutor:
         return all(least <= values.get(name, least) <= most for name, least, most in ranges)
 
     def _plan_for(self, inputs: Sequence[Any]) -> Run:
-        return self._plans.at(self._reader.read(inputs))
+        return self._plans.at(self._reader.read(inputs), self._made)
 
     @property
     def plans(self) -> int:
