@@ -152,9 +152,9 @@ def _doctor() -> str:
 def test_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines with what to install for those that cannot run, versions, threads, the cache's state."""
     monkeypatch.setenv("HYBRID_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("HYBRID_DISABLE_ENGINES", "present")
+    monkeypatch.setenv("HYBRID_DISABLE_ENGINES", "present,absent")
     text = _doctor()
-    assert "cannot run: apache-absent is not installed: pip install apache-absent" in text
+    assert "cannot run: apache-absent is not installed: pip install apache-absent, and is switched off" in text
     assert "can run, but is switched off" in text
     assert torch.__version__ in text
     assert f"{torch.get_num_threads()} for kernels" in text

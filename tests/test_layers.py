@@ -191,8 +191,9 @@ def test_tvm_is_imported_by_its_engine_only() -> None:
     assert all(name.startswith("torch_hybrid_backend/engines/tvm/") for name in importers)
 
 
-def test_tensorrt_is_imported_by_its_adapter_only() -> None:
-    """Its releases differ, and importing it takes seconds and a GPU: one module knows it, with its converters."""
+def test_torch_tensorrt_is_imported_by_its_adapter_only() -> None:
+    """Its releases differ, and importing it takes seconds and a GPU: one module knows it, with its converters. `loaded` imports TensorRT alone,
+    by the name of what is installed."""
     importers = {
         _named(path)
         for path in MODULES

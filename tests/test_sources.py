@@ -118,7 +118,8 @@ def test_nothing_that_decides_is_left_out(parts: Sequence[str]) -> None:
 
 
 def test_what_is_kept_is_kept_under_these_versions() -> None:
-    """The keys of kernels, of kept graphs and of timings hold them."""
+    """The keys of kernels, of kept graphs, of timings and of TensorRT's verdicts hold them."""
     assert sources_version(*compiler.SOURCES) in compiler_version(compiler)
     assert compiler_version(compiler) in TvmEngine(Config(), services()).version(CPU)
     assert sources_version(*aot_cache.SOURCES) in aot_cache._versions()
+    assert sources_version(*tensorrt.SOURCES) in tensorrt.judged_by()

@@ -21,6 +21,7 @@ from torch_hybrid_backend.eager_graph import EagerGraph
 from torch_hybrid_backend.engines.eager import EagerEngine
 from torch_hybrid_backend.measure import HostTimer
 from torch_hybrid_backend.partition import extract
+from torch_hybrid_backend.partition.boundary import CALLBACK_US
 from torch_hybrid_backend.partition.placement import Pricing
 from torch_hybrid_backend.prepared import prepare
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
@@ -164,6 +165,8 @@ def test_the_cover_of_the_second_engine_wins(clock: _Clock, wiring: _Wiring) -> 
     costs = {cost.engine: cost.microseconds for cost in placed.covers}
     assert costs.keys() == {"first, second", "second, first"}
     assert costs["second, first"] < costs["first, second"]
+    # The product, the three others, and eager's two, whose call takes as long as two runs; each of the three segments runs from Python.
+    assert costs["second, first"] == pytest.approx(101 + 31 + 2 * 2 * EAGER_US + 3 * CALLBACK_US)
     assert placed.plan.covers == placed.covers
 
 

@@ -3,6 +3,8 @@
 first call -> a plan without the regions that are `Pending`s
    ...        all of them are done: the next call's inputs are copied       NextCall, in the place of the plan for one call
    ...        the builder's thread chooses engines on the copies            AwaitingGraph.choose_anew
+
+Where engines do not serve the sizes of the call that they were to be chosen on, that is done on the first call whose sizes all of them serve.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any, Protocol
 
 from torch_hybrid_backend.background import Job, as_here, builder
 from torch_hybrid_backend.core.engine import Pending
+from torch_hybrid_backend.runtime.symbolic_executor import SizeRange, SymbolicExecutor
 from torch_hybrid_backend.stages import Compiled, Run
 
 
@@ -43,13 +46,17 @@ class AwaitingGraph(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NextCall:
-    """Runs one call as before, and gives copies of its inputs to the builder, which chooses engines anew on them."""
+    """Runs one call as before, and gives copies of its inputs to the builder, which chooses engines anew on them. `ranges`: calls of other
+    sizes just run."""
 
     graph: weakref.ref[AwaitingGraph]
     compiled: Compiled
+    ranges: Sequence[SizeRange]
     run: Run
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
+        if isinstance(self.run, SymbolicExecutor) and not self.run.is_within(self.ranges, inputs):
+            return self.run(inputs)
         graph = self.graph()
         assert graph is not None  # it is at work on this call
         kept = list(inputs)
@@ -86,12 +93,22 @@ def choose_when_built(graph: AwaitingGraph, compiled: Compiled, pending: Sequenc
                 return
         unwanted.detach()  # it holds what was built
         if (alive := reference()) is not None:
-            alive.with_next_call(functools.partial(NextCall, reference, compiled))
+            alive.with_next_call(functools.partial(NextCall, reference, compiled, ()))
         home.arrived()
 
     home.expect()
     for each in pending:
         each.when_done(one_done)
+
+
+def choose_when_served(graph: AwaitingGraph, compiled: Compiled, run: Run, inputs: Sequence[Any]) -> None:
+    """Where an engine does not serve the sizes of the call that engines were chosen on, have them chosen anew on a call that all serve. `run`:
+    what was installed. What was compiled is held until then."""
+    ranges = compiled.ranges
+    if not ranges or not isinstance(run, SymbolicExecutor) or run.is_within(ranges, inputs):
+        return
+    if compiled.prepared.is_repeatable_apart:
+        graph.with_next_call(functools.partial(NextCall, weakref.ref(graph), compiled, ranges))
 
 
 def _cancel(pending: Sequence[Pending]) -> None:

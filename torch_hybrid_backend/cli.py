@@ -174,9 +174,9 @@ def _doctor(engines: Engines, out: TextIO) -> int:
     selected = config.select([engine.name for engine in known])
     for engine in known:
         verdict = engine.available()
-        state = f"cannot run: {verdict.why}" if isinstance(verdict, Refused) else "can run"
+        state, joined = (f"cannot run: {verdict.why}", "and") if isinstance(verdict, Refused) else ("can run", "but")
         if engine.name not in selected:
-            state += ", but is switched off (HYBRID_ENGINES, HYBRID_DISABLE_ENGINES)"
+            state += f", {joined} is switched off (HYBRID_ENGINES, HYBRID_DISABLE_ENGINES)"
         lines.append(f"  {engine.name:<10} {state}")
         lines += (f"    {name:<8} {value}" for name, value in _described(engine))
     lines.append("versions:")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torch_hybrid_backend.awaited_builds import NextCall, choose_when_built
+from torch_hybrid_backend.awaited_builds import NextCall, choose_when_built, choose_when_served
 from torch_hybrid_backend.background import copies_of
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.captured import CapturedGraph
@@ -158,8 +158,11 @@ class HybridGraph:
         if placed.compiled:  # else nothing was packed, and the C++ runtime may not even be there
             give_back_freed_memory()
         log.info("%s graph: engines chosen in %.2f s", placed.prepared.kind, time.perf_counter() - start)
+        compiled = dataclasses.replace(compiled, prepared=placed.prepared)
         if pending:
-            choose_when_built(self, dataclasses.replace(compiled, prepared=placed.prepared), pending)
+            choose_when_built(self, compiled, pending)
+        else:
+            choose_when_served(self, compiled, installed.run, inputs)
         return outputs
 
     def _chosen(self, compiled: Compiled, inputs: Sequence[Any]) -> _Chosen:

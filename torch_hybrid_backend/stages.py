@@ -53,7 +53,7 @@ from torch_hybrid_backend.runtime.constant_pool import release_unused
 from torch_hybrid_backend.runtime.executor import CompiledSegment, Executor, build_executor
 from torch_hybrid_backend.runtime.plan_layout import StaticLayoutError
 from torch_hybrid_backend.runtime.python_executor import PythonExecutor
-from torch_hybrid_backend.runtime.symbolic_executor import SymbolicExecutor
+from torch_hybrid_backend.runtime.symbolic_executor import SizeRange, SymbolicExecutor
 from torch_hybrid_backend.session import Session
 
 log = logging.getLogger(__name__)
@@ -104,6 +104,13 @@ class Compiled:
         """The regions that are still being built elsewhere, each once."""
         found = (c for cover in self.covers for some in cover.candidates.values() for c in some.values())
         return list({id(c): c for c in found if isinstance(c, PendingRegion) and not c.done}.values())
+
+    @property
+    def ranges(self) -> tuple[SizeRange, ...]:
+        """Where not every size is served by all that is there by now: the sizes that are."""
+        found = (_ready(c) for cover in self.covers for some in cover.candidates.values() for c in some.values())
+        programs = [made.program for made in found if isinstance(made, CompiledRegion)]
+        return tuple(dict.fromkeys(each for program in programs if program is not None for each in program.ranges))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -298,7 +305,8 @@ def place(compiled: Compiled, inputs: Sequence[Any], config: Config, pricing_on:
             best = 0.0, placed
             break
         runs = {s.region.name: trial.engine_of(s.region.name) for s in candidate.cover.partition.graph.segments}
-        total = trial.spent_us + callbacks_us(candidate.cover.partition.graph, runs)
+        from_python = {name for name, made in trial.compiled.items() if made.program is None}
+        total = trial.spent_us + callbacks_us(candidate.cover.partition.graph, runs, from_python)
         costs.append(Cost(candidate.order, total, "measured"))
         if best is None or total < best[0]:
             best = total, placed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -76,10 +76,9 @@ def _function(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor]:
     return (torch.softmax((x @ w.t()).sin() + x.abs(), -1),)
 
 
-def test_tvm_serves_the_sizes_that_an_engine_was_not_built_for(tmp_path: Path) -> None:
-    """One graph, one compilation: inside the range its plans run the engine, outside TVM's kernels, inside the engine again; sizes that were
-    met before build no plan."""
-    config = Config(cache_dir=tmp_path / "cache", strict=True, min_region_nodes=1)
+def _graph(folder: Path) -> tuple[Callable[[int], bool], HybridGraph, list[Plan]]:
+    """A graph of any number of rows, traced with 5: whether the engine ran a call of so many, which was right; the graph, and its plans."""
+    config = Config(cache_dir=folder / "cache", strict=True, min_region_nodes=1)
     timer = Timer()
     services = dataclasses.replace(open_services(config), timer=lambda device: timer)
     tensorrt = TensorRT(config, services, timer)
@@ -98,6 +97,33 @@ def test_tvm_serves_the_sizes_that_an_engine_was_not_built_for(tmp_path: Path) -
         torch.testing.assert_close(found, _function(x, weight)[0])
         return len(tensorrt.rows) > before
 
+    return check, graph, plans
+
+
+def test_an_engine_that_the_first_call_does_not_suit_is_chosen_on_one_that_does(tmp_path: Path) -> None:
+    """Those on which engines are chosen, before it is built or after, are too large for it: calls go on with TVM until one is not."""
+    check, _, plans = _graph(tmp_path)
+    for _ in range(2):
+        assert not check(1000)
+        assert wait_for_builds(60)
+    assert plans[-1].regions[0].engine == "tvm"
+    assert any("outside of 2 to 64" in refusal.why for refusal in plans[-1].regions[0].refusals)
+    chosen = len(plans)
+    for _ in range(3):
+        assert not check(1000)
+    assert wait_for_builds(60)
+    assert len(plans) == chosen  # nothing was tried in vain
+    for _ in range(3):  # the engine's other form may be being built
+        check(5)
+        assert wait_for_builds(60)
+    assert plans[-1].regions[0].engine == "tensorrt"
+    assert [check(rows) for rows in (5, 64, 65)] == [True, True, False]
+
+
+def test_tvm_serves_the_sizes_that_an_engine_was_not_built_for(tmp_path: Path) -> None:
+    """One graph, one compilation: inside the range its plans run the engine, outside TVM's kernels, inside the engine again; sizes that were
+    met before build no plan."""
+    check, graph, plans = _graph(tmp_path)
     check(5)  # it may still be being built
     for _ in range(3):
         assert wait_for_builds(60)

@@ -10,6 +10,7 @@ import torch
 from tests.partition.engines_for_tests import FakeEngine, trace
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.device import Device
+from torch_hybrid_backend.core.engine import EAGER
 from torch_hybrid_backend.core.region import PartitionedGraph
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.partition.boundary import CALLBACK_US, callbacks_us, conversions_us
@@ -38,6 +39,15 @@ def test_eager_between_regions_is_a_call_of_python(graph: PartitionedGraph) -> N
     assert callbacks_us(graph, dict(zip(names, ["fake", "eager", "fake"], strict=True))) == CALLBACK_US
     assert callbacks_us(graph, dict(zip(names, ["eager", "eager", "fake"], strict=True))) == 2 * CALLBACK_US
     assert callbacks_us(graph, dict.fromkeys(names, "eager")) == 0.0
+
+
+def test_a_region_without_a_program_is_a_call_of_python_too(graph: PartitionedGraph) -> None:
+    """Also where there is no other; one that eager runs in its place is counted once."""
+    first, middle, last = [segment.region.name for segment in graph.segments]
+    runs = {first: "fake", middle: EAGER, last: "fake"}
+    assert callbacks_us(graph, runs, {last}) == 2 * CALLBACK_US
+    assert callbacks_us(graph, runs, {middle, last}) == 2 * CALLBACK_US
+    assert callbacks_us(graph, dict.fromkeys(runs, "fake"), set(runs)) == 3 * CALLBACK_US
 
 
 def test_a_value_in_another_form_is_copied(graph: PartitionedGraph) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,9 +27,11 @@ from torch_hybrid_backend.core.program import (
 )
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import HybridError
+from torch_hybrid_backend.runtime import program_runner
 from torch_hybrid_backend.runtime.executor import Executor
 from torch_hybrid_backend.runtime.plan_layout import Piece
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
+from torch_hybrid_backend.sizes.size import symbol
 
 T = TensorArgument
 FLAT = TensorSpec((4096,), "float32", (1,), CPU)  # as in conftest.py
@@ -338,3 +342,47 @@ def test_external_calls_stand_between_kernels(kernels: str, is_native: bool) -> 
     expected = "the external call triple failed with status 5" if is_native else "the engine's own error"
     with pytest.raises(HybridError if is_native else ArithmeticError, match=expected):
         run([x])
+
+
+def test_sizes_that_alternate_are_laid_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each set of sizes has its plan, and all share what is packed; when they are let go of, the next call makes its own anew."""
+    rows = symbol("s0", 4)
+    spec = TensorSpec((rows, 6), "float32", (6, 1), CPU)
+    row = TensorSpec((6,), "float32", (1,), CPU)
+    packed: list[torch.Tensor] = []
+    plans: list[Executor] = []
+
+    def pack(y: torch.Tensor) -> torch.Tensor:
+        packed.append(y)
+        return 3 * y
+
+    class Counted(Executor):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            plans.append(self)
+
+    monkeypatch.setattr(program_runner, "Executor", Counted)
+    program = Program(
+        (spec, row, spec),
+        (0, -1),
+        (2,),
+        (PackedConstant(1, (1,), pack),),
+        (OperatorCall("aten::add", (T(0), T(1), 2), (2,), "", "Tensor"),),
+        signature=(spec, row),
+    )
+    run = ProgramRunner(program)
+    y = torch.rand(6)
+    for count in (4, 5, 4, 5, 7, 4):
+        x = torch.rand(count, 6)
+        torch.testing.assert_close(run([x, y])[0], x + 6 * y)
+    assert (len(plans), len(packed)) == (3, 1)
+    run.release()
+    torch.testing.assert_close(run([x, y])[0], x + 6 * y)
+    assert (len(plans), len(packed)) == (4, 2)
+    dropped = weakref.ref(run)
+    gc.disable()
+    try:
+        del run
+        assert dropped() is None  # memory of a graph that is dropped waits for no collection
+    finally:
+        gc.enable()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.hoisted_inputs import CallInput, FoldedValue, HoistedInputs
 from torch_hybrid_backend.core.region import PartitionedGraph
 from torch_hybrid_backend.partition.regions import partition_graph
-from torch_hybrid_backend.runtime import symbolic_executor
+from torch_hybrid_backend.runtime import kept_plans
 from torch_hybrid_backend.runtime.plan_layout import StaticLayoutError
 from torch_hybrid_backend.runtime.symbolic_executor import SymbolicExecutor
 
@@ -65,17 +65,17 @@ def test_a_plan_can_be_made_before_the_call() -> None:
 
 def test_plans_that_were_not_used_for_long_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest by use, not by making; a set of sizes whose plan went gets another one."""
-    monkeypatch.setattr(symbolic_executor, "MAX_PLANS", 2)
+    monkeypatch.setattr(kept_plans, "MAX_PLANS", 2)
     executor = _executor(_function, torch.randn(5, 3))
     made = 0
-    plain = executor._add
+    plain = executor._executor_at
 
-    def counting(sizes: tuple[int, ...]) -> Any:
+    def counting(values: Mapping[str, int]) -> Any:
         nonlocal made
         made += 1
-        return plain(sizes)
+        return plain(values)
 
-    monkeypatch.setattr(executor, "_add", counting)
+    monkeypatch.setattr(executor, "_executor_at", counting)
     for rows, expected in ((2, 1), (3, 2), (2, 2), (4, 3), (2, 3), (3, 4)):
         x = torch.randn(rows, 3)
         _same(executor([x]), _function(x))

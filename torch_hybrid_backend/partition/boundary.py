@@ -1,6 +1,6 @@
 """What it costs where regions meet, by estimate.
 
-    eager behind a region      the C++ plan calls Python
+    eager behind a region      the C++ plan calls Python, as it does for an engine's region without a program
     another form               a value is copied into the dtype, strides or device in which the engine reads it (`Engine.reads`)
 
 Copies between devices that the graph itself asks for are operators of eager's, and counted with them.
@@ -8,7 +8,7 @@ Copies between devices that the graph itself asks for are operators of eager's, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from torch_hybrid_backend.core.engine import EAGER, Engine
 from torch_hybrid_backend.core.region import PartitionedGraph
@@ -18,12 +18,16 @@ from torch_hybrid_backend.partition.estimate import copy_us, roofline
 CALLBACK_US = 10.0
 
 
-def callbacks_us(graph: PartitionedGraph, runs: Mapping[str, str]) -> float:
-    """Microseconds of one call that eager between regions costs, where `runs` (region name -> engine name) says who runs what; 0 where eager
-    runs the whole graph."""
-    engines = [runs[segment.region.name] for segment in graph.segments]
-    between = engines.count(EAGER)
-    return 0.0 if between == len(engines) else between * CALLBACK_US
+def callbacks_us(graph: PartitionedGraph, runs: Mapping[str, str], from_python: Container[str] = ()) -> float:
+    """Microseconds of one call that going back to Python costs, where `runs` (region name -> engine name) says who runs what: for each segment
+    of eager's, and each region among `from_python`, whose engine has no program for the plan. 0 where eager runs the whole graph.
+
+    Steps of a program that only Python can run are none of these: who times a program times them, and the way to them.
+    """
+    names = [segment.region.name for segment in graph.segments]
+    if all(runs[name] == EAGER for name in names):
+        return 0.0
+    return CALLBACK_US * sum(runs[name] == EAGER or name in from_python for name in names)
 
 
 def conversions_us(graph: PartitionedGraph, runs: Mapping[str, str], engines: Mapping[str, Engine]) -> float | None:

@@ -5,8 +5,7 @@ It is a plan of one segment, so its kernels run on PyTorch's threads here as the
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch_hybrid_backend.core.size_reader import SizeReader
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.runtime.constant_pool import release_unused
 from torch_hybrid_backend.runtime.executor import Executor
+from torch_hybrid_backend.runtime.kept_plans import KeptPlans, Sizes
 from torch_hybrid_backend.runtime.native.ops import give_back_freed_memory
 from torch_hybrid_backend.runtime.plan_layout import Piece
 from torch_hybrid_backend.runtime.symbolic_executor import concrete_program
@@ -27,9 +27,9 @@ class ProgramRunner:
 
     input_specs, output_specs: the region's; where they are left out, inputs and outputs have the form of their buffers.
     Constants are packed on the first call and again whenever their sources change. The plan is built on the first
-    call, which raises HybridError where a kernel library or the runtime cannot be loaded; that of a program whose sizes are known only
-    at run time again when they change. Raises HybridError where its `signature` does not tell the sizes, and in a call at sizes that the
-    program does not serve.
+    call, which raises HybridError where a kernel library or the runtime cannot be loaded; of a program whose sizes are known only at run time
+    there is one for each set of sizes, as in `SymbolicExecutor`. Raises HybridError where its `signature` does not tell the sizes, and in a
+    call at sizes that the program does not serve.
     """
 
     def __init__(
@@ -41,9 +41,7 @@ class ProgramRunner:
         self._program = program
         self._input_specs = input_specs
         self._output_specs = output_specs
-        self._executor: Executor | None = None
-        self._building = threading.Lock()
-        self._values: Mapping[str, int] = {}
+        self._plans: KeptPlans[Executor] = KeptPlans()
         needed = list(
             dict.fromkeys([*(s.name for s in symbols(program.sizes_used)), *(name for name, *_ in program.ranges)])
         )
@@ -61,22 +59,9 @@ class ProgramRunner:
 
     def _made(self, inputs: Sequence[torch.Tensor]) -> tuple[Executor, Sequence[torch.Tensor]]:
         """The executor for a call, and its inputs."""
-        if self._reader is not None:
-            return self._at(self._reader, inputs), self._tensors(inputs)
-        with self._building:
-            if self._executor is None:
-                self._executor = self._build(self._program)
-            return self._executor, inputs
-
-    def _at(self, reader: SizeReader, inputs: Sequence[Any]) -> Executor:
-        """The executor for the sizes of a call; the last one used is kept."""
-        values = reader.values(inputs)
-        with self._building:
-            if self._executor is None or values != self._values:
-                tensors = [i for i, item in enumerate(self._program.signature) if isinstance(item, TensorSpec)]
-                self._executor = self._build(concrete_program(self._program.reading(tensors), values))
-                self._values = values
-            return self._executor
+        if self._reader is None:
+            return self._plans.at((), self._build), inputs
+        return self._plans.at(self._reader.read(inputs), self._build), self._tensors(inputs)
 
     def _tensors(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
         return [
@@ -84,16 +69,22 @@ class ProgramRunner:
         ]
 
     def release(self) -> None:
-        """Frees the plan, its arena and its packed constants; the next call makes them again."""
-        with self._building:
-            held, self._executor = self._executor, None
-        if held is None:
+        """Frees the plans, their arenas and their packed constants; the next call makes them again."""
+        if not self._plans.clear():
             return  # nothing to free, and the runtime may not even be there
-        del held
         release_unused()  # else a variant that lost would keep its weights until the region is placed
         give_back_freed_memory()
 
-    def _build(self, program: Program) -> Executor:
+    def _at(self, sizes: Sizes) -> Program:
+        """The program for sizes, without its inputs that are sizes."""
+        if self._reader is None:
+            return self._program
+        tensors = [i for i, item in enumerate(self._program.signature) if isinstance(item, TensorSpec)]
+        values = dict(zip(self._reader.names, sizes, strict=True))
+        return concrete_program(self._program.reading(tensors), values)
+
+    def _build(self, sizes: Sizes) -> Executor:
+        program = self._at(sizes)
         names = tuple(f"input{position}" for position in range(len(program.inputs)))
         outputs = tuple(f"output{position}" for position in range(len(program.outputs)))
         constants = {names[source] for constant in program.constants for source in constant.sources}
@@ -102,7 +93,8 @@ class ProgramRunner:
         )
         output_specs = self._output_specs or tuple(program.buffers[buffer] for buffer in program.outputs)
         piece = Piece(names, tuple(input_specs), outputs, tuple(output_specs), program)
-        return Executor(names, constants, [piece], [_unreachable], outputs)
+        like = next((run for _, run in self._plans.items()), None)
+        return Executor(names, constants, [piece], [_unreachable], outputs, like=like)
 
 
 def _unreachable(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -7,8 +7,6 @@ laid out when a set of sizes is first seen. Packed constants are shared. Plans t
 from __future__ import annotations
 
 import logging
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,16 +21,14 @@ from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import HybridError
 from torch_hybrid_backend.runtime.constants import Fold
 from torch_hybrid_backend.runtime.executor import CompiledSegment, Executor
+from torch_hybrid_backend.runtime.kept_plans import KeptPlans, Run, Sizes
 from torch_hybrid_backend.runtime.plan_layout import Piece, StaticLayoutError
 from torch_hybrid_backend.runtime.python_executor import PythonExecutor
 from torch_hybrid_backend.sizes.size import Dim, evaluate, symbols
 
 log = logging.getLogger(__name__)
 
-# Plans kept: as many, and as long as their arenas together hold no more than this.
-MAX_PLANS, MAX_ARENA_BYTES = 64, 256 << 20
-
-Run = Callable[[Sequence[Any]], list[Any]]
+SizeRange = tuple[str, int, int]  # as in `Program.ranges`: the name of a size, its least and its most
 
 
 class SymbolicExecutor:
@@ -61,8 +57,7 @@ class SymbolicExecutor:
         self._fold = fold
         self._graphs = graphs
         self._reader = self._find_sizes()
-        self._plans: OrderedDict[tuple[int, ...], Run] = OrderedDict()
-        self._lock = threading.Lock()
+        self._plans: KeptPlans[Run] = KeptPlans()
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """The graph's outputs at this call's sizes. Raises as `Executor` does."""
@@ -74,17 +69,13 @@ class SymbolicExecutor:
         if isinstance(run, Executor):
             run.bind(inputs)
 
+    def is_within(self, ranges: Sequence[SizeRange], inputs: Sequence[Any]) -> bool:
+        """Whether a call's sizes lie in all of these ranges."""
+        values = self._reader.values(inputs)
+        return all(least <= values.get(name, least) <= most for name, least, most in ranges)
+
     def _plan_for(self, inputs: Sequence[Any]) -> Run:
-        sizes = self._reader.read(inputs)
-        run = self._plans.get(sizes)
-        if run is None:
-            with self._lock:
-                run = self._plans.get(sizes) or self._add(sizes)
-        elif len(self._plans) > 1:
-            with self._lock:
-                if sizes in self._plans:
-                    self._plans.move_to_end(sizes)
-        return run
+        return self._plans.at(self._reader.read(inputs), self._made)
 
     @property
     def plans(self) -> int:
@@ -93,8 +84,8 @@ class SymbolicExecutor:
 
     @property
     def cuda_graphs(self) -> tuple[tuple[str, ...], ...]:
-        """As in `Executor`, of the plan that was made first of those that there are."""
-        return next((run.cuda_graphs for run in self._plans.values() if isinstance(run, Executor)), ())
+        """As in `Executor`, of the plan that was not used for longest of those that there are."""
+        return next((run.cuda_graphs for _, run in self._plans.items() if isinstance(run, Executor)), ())
 
     def _find_sizes(self) -> SizeReader:
         """Where the call's inputs tell the sizes that the graph's specs are made of."""
@@ -117,25 +108,16 @@ class SymbolicExecutor:
         except HybridError as error:
             raise StaticLayoutError(str(error)) from error
 
-    def _add(self, sizes: tuple[int, ...]) -> Run:
+    def _made(self, sizes: Sizes) -> Run:
         values = self._values(sizes)
         try:
-            run: Run = self._executor_at(values)
+            return self._executor_at(values)
         except StaticLayoutError as error:
             log.info("at the sizes %s this graph runs in eager: %s", values, error)
             eager = [segment.region.eager for segment in self._graph.segments]
-            run = PythonExecutor(self._graph, eager, self._hoisted, self._fold, self._titles)
-        self._plans[sizes] = run
-        while len(self._plans) > 1 and (len(self._plans) > MAX_PLANS or self._arena_bytes() > MAX_ARENA_BYTES):
-            _, oldest = self._plans.popitem(last=False)
-            if isinstance(oldest, Executor):
-                oldest.retire()
-        return run
+            return PythonExecutor(self._graph, eager, self._hoisted, self._fold, self._titles)
 
-    def _arena_bytes(self) -> int:
-        return sum(run.layout.arena_bytes for run in self._plans.values() if isinstance(run, Executor))
-
-    def _values(self, sizes: tuple[int, ...]) -> Mapping[str, int]:
+    def _values(self, sizes: Sizes) -> Mapping[str, int]:
         return dict(zip(self._reader.names, sizes, strict=True))
 
     def _runs_at(self, values: Mapping[str, int]) -> list[CompiledSegment]:

@@ -18,8 +18,10 @@ from torch_hybrid_backend.engines.tensorrt.build import Engine, Request, build
 from torch_hybrid_backend.engines.tensorrt.engine import TensorRTEngine
 from torch_hybrid_backend.engines.tensorrt.installed import Installation, installation
 from torch_hybrid_backend.engines.tensorrt.ranges import ranges_of
+from torch_hybrid_backend.engines.tensorrt.verdicts import Verdicts
 from torch_hybrid_backend.partition.regions import partition_graph
 from torch_hybrid_backend.services import Services
+from torch_hybrid_backend.store import Store
 
 # TensorRT-RTX 1.4 builds no engine with values of 8 bits.
 builds_bytes = pytest.mark.skipif(
@@ -28,12 +30,13 @@ builds_bytes = pytest.mark.skipif(
 # The release of torch_tensorrt whose partitions golden files hold: others take a few operators more or less.
 GOLDEN_RELEASE = "2.13"
 BUILD = "tests.engines.tensorrt.no_gpu:build"
+VERDICTS = Verdicts(Store.temporary(), "")  # for all tests of one process: judging takes longer than most of them
 
 
 def engine(given: Services | Path | None = None, **options: Any) -> TensorRTEngine:
     """The engine for the CPU, which builds without a GPU and takes the machine for always the same."""
     config = options.pop("config", Config())
-    options = {"entry": BUILD, "machine": lambda device: "a GPU and its driver", **options}
+    options = {"entry": BUILD, "machine": lambda device: "a GPU and its driver", "verdicts": VERDICTS, **options}
     made = TensorRTEngine(config, given if isinstance(given, Services) else services(given), **options)
     made.devices = frozenset({"cpu"})
     return made

@@ -18,11 +18,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from torch_hybrid_backend.engines.tensorrt.engine import SOURCES as MADE_OF
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 PAGE = HERE / "RESULT.md"
-# What these tests are about. Whatever else they run has tests that run everywhere.
-SOURCES = ("torch_hybrid_backend/engines/tensorrt", "torch_hybrid_backend/builds", "tests/engines/tensorrt")
+# What decides the result: what engines are made of, how graphs are cut and engines built, the tests and what they expect. Passes and capture,
+# which most commits touch, are left out: they decide the graphs of models alone.
+SOURCES = (
+    *(f"torch_hybrid_backend/{room}" for room in (*MADE_OF, "partition", "builds", "processes")),
+    "tests/engines/tensorrt",
+    "tests/golden/engines/tensorrt",
+)
 
 _TEXT = """\
 # Tests of the TensorRT engine
@@ -61,10 +68,10 @@ class Result:
 
 
 def sources_now() -> str:
-    """SHA-256 of the sources as they are: of each Python file's path and content, whatever its line ends."""
+    """SHA-256 of the sources as they are: of the path and content of each Python file and each golden one, whatever its line ends."""
     digest = hashlib.sha256()
     for folder in SOURCES:
-        for path in sorted((ROOT / folder).rglob("*.py")):
+        for path in sorted(each for each in (ROOT / folder).rglob("*") if each.suffix in (".py", ".txt")):
             digest.update(f"{path.relative_to(ROOT).as_posix()}\0{path.read_text()}\0".encode())
     return digest.hexdigest()
 

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.tensorrt
 
 if not isinstance(installation(), Refused):
     from torch_tensorrt.dynamo.conversion import _ConverterRegistry
+    from torch_tensorrt.logging import TRT_LOGGER
 
     from torch_hybrid_backend.engines.tensorrt import adapter
 
@@ -86,6 +87,17 @@ def test_a_users_settings_stay_and_do_not_count() -> None:
         registry.set_compilation_settings(before or adapter._settings(False))
 
 
+def test_converters_of_the_users_do_not_count() -> None:
+    """They are not there in the process that builds, nor in a later one that finds the verdict."""
+    graph = make_fx(torch.special.bessel_j0, tracing_mode="fake")(torch.ones(3))
+    (node,) = (node for node in graph.graph.nodes if node.op == "call_function")
+    adapter.DYNAMO_ATEN_CONVERTERS[node.target] = [adapter.ConverterSupport(lambda *given: None)]
+    try:
+        assert adapter.converters_of(node).known == 0
+    finally:
+        del adapter.DYNAMO_ATEN_CONVERTERS[node.target]
+
+
 def test_lowering_keeps_sizes_open_or_says_what_it_took_for_granted() -> None:
     """A size is read of an input in the graph; one that lowering decided by its example is refused."""
     n = symbol("n", 6)
@@ -99,7 +111,7 @@ def test_lowering_keeps_sizes_open_or_says_what_it_took_for_granted() -> None:
 
 def test_whole_numbers_that_would_be_cut_are_found_in_the_network() -> None:
     """Whatever the operators' table says: a network that cuts 64 bits to 32 for anything but an index has no engine."""
-    builder = adapter.trt.Builder(adapter.TRT_LOGGER)
+    builder = adapter.trt.Builder(TRT_LOGGER)
     network = builder.create_network(0)
     numbers = network.add_input("numbers", adapter.trt.int64, (4,))
     table = network.add_input("table", adapter.trt.float32, (9, 3))
@@ -117,11 +129,13 @@ from tests.engines.tensorrt import no_gpu
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch_hybrid_backend.engines.tensorrt import capability
+from torch_hybrid_backend.engines.tensorrt.verdicts import Verdicts
+from torch_hybrid_backend.store import Store
 logging.captureWarnings({captures})
 before = warnings.showwarning, list(logging.getLogger().handlers)
 graph = make_fx(lambda x: torch.nn.functional.silu(x), tracing_mode="fake")(torch.ones(3))
 (node,) = (node for node in graph.graph.nodes if node.op == "call_function")
-assert capability.supports(node)
+assert capability.supports(node, Verdicts(Store.temporary(), ""))
 assert before == (warnings.showwarning, logging.getLogger().handlers), (before, logging.getLogger().handlers)
 """
 
@@ -135,33 +149,14 @@ def test_nothing_of_the_users_logging_or_warnings_is_changed(captures: bool) -> 
 
 def test_tensorrts_log_is_ours(caplog: pytest.LogCaptureFixture) -> None:
     """At a level that disturbs nobody: what an error means for the user is in the refusal."""
-    with caplog.at_level(logging.DEBUG), adapter._their_log.heard(fully=True) as heard:
-        builder = adapter.trt.Builder(adapter.TRT_LOGGER)
+    with caplog.at_level(logging.DEBUG), adapter.their_log.heard(fully=True) as heard:
+        builder = adapter.trt.Builder(TRT_LOGGER)
         network = builder.create_network(0)
         assert builder.build_serialized_network(network, builder.create_builder_config()) is None
     assert heard.errors
     assert {record.name for record in caplog.records} == {"torch_hybrid_backend.engines.tensorrt.log"}
     assert all(record.levelno <= logging.INFO for record in caplog.records)
     assert adapter.versions().count(".") >= 4
-
-
-def test_the_log_of_loading_and_running_is_ours_too(caplog: pytest.LogCaptureFixture) -> None:
-    """Bytes that are no engine, and what is said in calls; outside of them TensorRT's user reads it where torch_tensorrt puts it."""
-    with caplog.at_level(logging.DEBUG), pytest.raises(CompileError, match=r"does not load the engine: .+"):
-        adapter.Loaded(b"no engine")
-    said = [record.getMessage() for record in caplog.records]
-    assert said
-    assert {record.name for record in caplog.records} == {"torch_hybrid_backend.engines.tensorrt.log"}
-    caplog.clear()
-    runtime = adapter.Loaded.__new__(adapter.Loaded)  # there is no GPU to load one on
-    with caplog.at_level(logging.INFO), runtime.heard() as heard:
-        adapter.TRT_LOGGER.log(adapter.trt.ILogger.Severity.ERROR, "an address is wrong")
-    adapter.TRT_LOGGER.log(adapter.trt.ILogger.Severity.ERROR, "the user's")
-    assert heard.why == "an address is wrong"
-    assert [(record.name.partition(" ")[0], record.levelno) for record in caplog.records] == [
-        ("torch_hybrid_backend.engines.tensorrt.log", logging.INFO),
-        ("torch_tensorrt", logging.ERROR),
-    ]
 
 
 def test_threads_that_lower_beside_each_other_change_nothing() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from tests.engines.tensorrt.regions_for_tests import VERDICTS
 from torch_hybrid_backend.core.verdict import Reason, Refused, Verdict
 from torch_hybrid_backend.engines.tensorrt import capability
 from torch_hybrid_backend.graph.schema import is_item
@@ -28,7 +29,7 @@ def verdicts(function: Callable[..., Any], *inputs: torch.Tensor, dynamic: bool 
     graph = make_fx(function, tracing_mode="symbolic" if dynamic else "fake")(*inputs)
     graph.graph.eliminate_dead_code()
     nodes = [node for node in graph.graph.nodes if node.op == "call_function" and not is_item(node)]
-    return {str(node.target): capability.supports(node) for node in nodes}
+    return {str(node.target): capability.supports(node, VERDICTS) for node in nodes}
 
 
 def last(function: Callable[..., Any], *inputs: torch.Tensor, dynamic: bool = False) -> Verdict:
@@ -160,5 +161,5 @@ def test_judging_leaves_the_users_sizes_alone() -> None:
     before = len(environment.guards)
     for node in graph.graph.nodes:
         if node.op == "call_function":
-            capability.supports(node)
+            capability.supports(node, VERDICTS)
     assert len(environment.guards) == before

@@ -294,4 +294,4 @@ def test_the_session_has_it_where_it_is_named(monkeypatch: pytest.MonkeyPatch) -
     named = dict(session.ENGINES)["tensorrt"](dataclasses.replace(Config(), engines=("tensorrt",)), services())
     verdict = named.available()
     assert verdict or verdict.code is Reason.NO_DEVICE
-    assert made.describe()[0][0] == "tensorrt"
+    assert made.describe()[-1][0] == "GPU"

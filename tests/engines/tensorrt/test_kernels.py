@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -89,21 +91,40 @@ def test_engines_without_kernels_of_their_own_keep_nothing(tmp_path: Path) -> No
     assert store.get(KIND, "engine") is None
 
 
+class _EnteredStreams(FakeStreams):
+    """Know whether their device is the current one."""
+
+    is_inside = False
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        self.is_inside = True
+        yield
+        self.is_inside = False
+
+
 @pytest.mark.tensorrt
 def test_a_regions_kernels_lie_beside_its_engine(tmp_path: Path) -> None:
-    """Under the same key; the second process has them before its first call."""
+    """Under the same key; the second process has them before its first call, handed over with their device as the current one."""
     from tests.engines.tensorrt.test_engine import compiled_by
 
     x = torch.ones(4, 4)
     made = region(lambda x: x.relu() + 1, x)
     engines: list[FakeEngine] = []
+    streams = _EnteredStreams(FakeStream(7))
+    taken: list[bool] = []  # whether the device was the current one
+
+    class Loaded(FakeEngine):
+        def take_kernels(self, kernels: bytes) -> bool:
+            taken.append(streams.is_inside)
+            return super().take_kernels(kernels)
 
     def load(plan: bytes, device: object) -> FakeEngine:
-        engines.append(FakeEngine(compute=computing(made)))
+        engines.append(Loaded(compute=computing(made)))
         return engines[-1]
 
     for _ in range(2):
-        given = engine(tmp_path, load=load, streams=lambda device: FakeStreams(FakeStream(7)))
+        given = engine(tmp_path, load=load, streams=lambda device: streams)
         (compiled,) = compiled_by(given, made)
         assert not isinstance(compiled, Exception), compiled
         engines[0].kernels = b"compiled in the call"
@@ -111,12 +132,13 @@ def test_a_regions_kernels_lie_beside_its_engine(tmp_path: Path) -> None:
     store = Store(tmp_path)
     assert store.keys(KIND) == store.keys("tensorrt")
     assert engines[1].kernels == b"compiled in the call"
+    assert taken == [True]
 
 
 @pytest.mark.tensorrt
 def test_tensorrt_has_what_is_used_of_it() -> None:
     """No GPU is here to make contexts on: at least the names are those of the release that is installed."""
-    from torch_hybrid_backend.engines.tensorrt.adapter import trt
+    from torch_hybrid_backend.engines.tensorrt.loaded import trt
 
     assert hasattr(trt.ExecutionContextAllocationStrategy, "USER_MANAGED")
     if hasattr(trt, "IRuntimeCache"):

@@ -165,12 +165,12 @@ def test_a_plan_needs_the_largest_working_memory_not_the_sum(tmp_path: Path) -> 
     made = Chain(tmp_path)
     for rows in (2, 64):
         made.check(rows)
-        layout = next(reversed(made.run._plans.values())).layout  # type: ignore[attr-defined]
+        layout = made.run._plans.items()[-1][1].layout  # type: ignore[attr-defined]
         assert _peak_scratch(layout) == scratch_buffer_bytes(max(SCRATCH))
     told = [call for fake in made.fakes for context in fake.contexts for call in context.calls]
     assert [call[2] for call in told if call[0] == "set_device_memory"] == [s for s in SCRATCH for _ in range(2)]
     made.check(65)  # others need none
-    assert _peak_scratch(next(reversed(made.run._plans.values())).layout) == 0  # type: ignore[attr-defined]
+    assert _peak_scratch(made.run._plans.items()[-1][1].layout) == 0  # type: ignore[attr-defined]
 
 
 def _peak_scratch(layout: StaticLayout) -> int:

@@ -38,6 +38,20 @@ def test_a_page_says_what_passed_and_what_failed(tmp_path, monkeypatch: pytest.M
     monkeypatch.setattr(result, "SOURCES", ("package",))
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "a.py").write_text("x = 1\n")
-    before = sources_now()
+    (tmp_path / "package" / "golden.txt").write_text("1 region\n")
+    seen = {sources_now()}
     (tmp_path / "package" / "a.py").write_text("x = 2\n")
-    assert sources_now() != before
+    seen.add(sources_now())
+    (tmp_path / "package" / "golden.txt").write_text("2 regions\n")
+    seen.add(sources_now())
+    assert len(seen) == 3
+    (tmp_path / "package" / "page.md").write_text("no source\n")
+    assert sources_now() in seen
+
+
+def test_a_page_is_of_what_decides_its_result() -> None:
+    """How graphs are cut, what engines are made of and built by, tests, and what they expect: every folder is there, and holds something."""
+    for folder in ("core", "partition", "builds", "engines/tensorrt"):
+        assert f"torch_hybrid_backend/{folder}" in result.SOURCES
+    for folder in result.SOURCES:
+        assert any(path.suffix in (".py", ".txt") for path in (result.ROOT / folder).rglob("*")), folder

@@ -1,10 +1,11 @@
-"""The one module that imports TensorRT and torch_tensorrt, with its `converters`: lowering, registry, networks, engines, contexts.
+"""The one module that imports torch_tensorrt, with its `converters`: lowering, registry, networks, engines.
 
 What differs between releases of torch_tensorrt is in `_SETTINGS`, as data; the rest is what 2.11, 2.13 and 2.14 have in common, read in their
 sources (github.com/pytorch/TensorRT). Their partitioner, run-time and engine cache are not used: the cache unpickles, and its key leaves out
 the arguments of operators.
 
-Importing it takes seconds, and needs a GPU: torch_tensorrt asks for the capability of one.
+Importing it takes seconds, and needs a GPU: torch_tensorrt asks for the capability of one. Only what is judged or built for the first time
+needs it: `verdicts` are kept, and `loaded` takes TensorRT alone.
 """
 
 from __future__ import annotations
@@ -22,19 +23,23 @@ from typing import Any
 import torch
 import torch.fx
 from torch_tensorrt import __version__ as release
-from torch_tensorrt import logging as their_logging
 from torch_tensorrt._enums import dtype as trt_dtype
 from torch_tensorrt._Input import Input
 from torch_tensorrt.dynamo._settings import CompilationSettings
-from torch_tensorrt.dynamo.conversion._ConverterRegistry import DYNAMO_ATEN_CONVERTERS, node_has_dynamic_shapes
-from torch_tensorrt.dynamo.conversion._TRTInterpreter import TRT_LOGGER, TRTInterpreter, trt  # trt: TensorRT or RTX
+from torch_tensorrt.dynamo.conversion._ConverterRegistry import (
+    DYNAMO_ATEN_CONVERTERS,
+    ConverterSupport,
+    node_has_dynamic_shapes,
+)
+from torch_tensorrt.dynamo.conversion._TRTInterpreter import TRTInterpreter, trt  # trt: TensorRT or RTX
 from torch_tensorrt.dynamo.conversion.converter_utils import get_trt_tensor
 from torch_tensorrt.dynamo.lowering import get_decompositions, post_lowering
 from torch_tensorrt.dynamo.lowering.passes import constant_folding
 
 from torch_hybrid_backend.engines.tensorrt.converters import converter_of
+from torch_hybrid_backend.engines.tensorrt.decompositions import DECOMPOSITIONS, name_resizes
 from torch_hybrid_backend.engines.tensorrt.fakes import Fakes
-from torch_hybrid_backend.engines.tensorrt.log import Heard, TheirLog
+from torch_hybrid_backend.engines.tensorrt.log import their_log
 from torch_hybrid_backend.engines.tensorrt.overlap import Overlapping
 from torch_hybrid_backend.engines.tensorrt.quantization import quantiser
 from torch_hybrid_backend.errors import CompileError
@@ -42,9 +47,6 @@ from torch_hybrid_backend.errors import CompileError
 _log = logging.getLogger(__name__)
 
 GoingOn = Callable[[float], bool]
-
-
-_their_log = TheirLog(their_logging._LOGGER)
 
 
 @contextlib.contextmanager
@@ -90,29 +92,7 @@ def _settings(tf32: bool) -> CompilationSettings:
 
 @functools.cache
 def _decompositions() -> dict[Any, Callable[..., Any]]:
-    # They have no converter for this one, which decompositions of PyTorch's yield, and our own casts are.
-    own = {
-        torch.ops.prims.convert_element_type.default: lambda x, dtype: torch.ops.aten._to_copy.default(x, dtype=dtype),
-        torch.ops.aten.mul.Tensor: _product,
-        torch.ops.aten.convolution.default: _convolution,
-    }
-    return {**get_decompositions(False, decompose_attention=True), **own}
-
-
-def _product(x: Any, y: Any) -> Any:
-    """TensorRT multiplies no truth values."""
-    both = all(isinstance(each, torch.Tensor) and each.dtype is torch.bool for each in (x, y))
-    return torch.ops.aten.logical_and.default(x, y) if both else NotImplemented
-
-
-def _convolution(x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, *rest: Any) -> Any:
-    """Their converter loses the input of a transposed one of one dimension where the weight is an input of the engine: it has two here."""
-    transposed, output_padding, groups = rest
-    if not transposed or weight.dim() != 3:
-        return NotImplemented
-    sizes = [*stride, 1], [*padding, 0], [*dilation, 1], True, [*output_padding, 0], groups
-    made = torch.ops.aten.convolution.default(x.unsqueeze(-1), weight.unsqueeze(-1), bias, *sizes)
-    return made.squeeze(-1)
+    return {**get_decompositions(False, decompose_attention=True), **DECOMPOSITIONS}
 
 
 # --- lowering ---------------------------------------------------------------------------------------------------------------------------
@@ -132,6 +112,7 @@ def lowered(graph_module: torch.fx.GraphModule, fakes: Fakes, inputs: Sequence[o
 
     with _silent:
         traced = fakes.traced(run, tensors, _decompositions())
+        name_resizes(traced)
         with _quantisers_kept:
             result: torch.fx.GraphModule = post_lowering(traced, _settings(tf32=False))
     assumed = fakes.assumed()
@@ -183,7 +164,7 @@ def converters_of(node: torch.fx.Node) -> Converters:
         is_found = source.op == "get_attr" or converters_of(source).found
         return Converters(1, () if is_found else ("getitem_validator",))
     settings = _settings(tf32=False)
-    candidates = DYNAMO_ATEN_CONVERTERS.get(node.target, ())
+    candidates = [each for each in DYNAMO_ATEN_CONVERTERS.get(node.target, ()) if _is_theirs(each)]
     willing = [each for each in candidates if _accepts(each.capability_validator, node, settings)]
     refusing = tuple(_validator(each.capability_validator) for each in candidates if each not in willing)
     dynamic = [each for each in willing if each.supports_dynamic_shapes] if node_has_dynamic_shapes(node) else willing
@@ -193,6 +174,12 @@ def converters_of(node: torch.fx.Node) -> Converters:
         bool(willing and not dynamic),
         any(each.requires_output_allocator for each in dynamic[:1]),
     )
+
+
+def _is_theirs(converter: ConverterSupport) -> bool:
+    """Whether it is torch_tensorrt's. The process that builds has none of those that a user registers, nor may a later one that finds the
+    verdict."""
+    return str(converter.converter_implementation.__module__).partition(".")[0] == "torch_tensorrt"
 
 
 def _accepts(validator: Callable[..., bool], node: torch.fx.Node, settings: CompilationSettings) -> bool:
@@ -249,7 +236,7 @@ def build_engine(
     `going_on` is told how far the build is, from 0 to 1, and says whether to go on. Raises CompileError where it said no, where a converter
     fails, where the network would not be exact, and where TensorRT fails.
     """
-    with _silent, _their_log.heard(fully=True) as log:
+    with _silent, their_log.heard(fully=True) as log:
         interpreter = _Interpreter(module, inputs, outputs, _settings(tf32), going_on)
         try:
             interpreter._construct_trt_network_def()
@@ -423,60 +410,3 @@ class _Monitor(trt.IProgressMonitor):  # type: ignore[misc]
 def versions() -> str:
     """TensorRT's version and torch_tensorrt's, as they are loaded."""
     return f"{trt.__name__} {trt.__version__}, torch_tensorrt {release}"
-
-
-# --- running ----------------------------------------------------------------------------------------------------------------------------
-
-
-class Loaded:
-    """An engine on the current device: a `runtime.LoadedEngine`. Raises CompileError for one that this TensorRT or GPU does not take."""
-
-    def __init__(self, plan: bytes) -> None:
-        with _their_log.heard(fully=True) as log:
-            self._runtime = trt.Runtime(TRT_LOGGER)
-            self._engine = self._runtime.deserialize_cuda_engine(plan)
-        if self._engine is None:
-            raise CompileError(f"TensorRT does not load the engine: {log.why}")
-        self._config, self._kernels = _runtime_config(self._engine)
-
-    def heard(self) -> contextlib.AbstractContextManager[Heard]:
-        return _their_log.heard()
-
-    @property
-    def scratch_bytes(self) -> int:
-        size = getattr(self._engine, "device_memory_size_v2", None)  # the first name overflows, and is deprecated
-        return int(self._engine.device_memory_size if size is None else size)
-
-    def context(self) -> Any:
-        strategy = trt.ExecutionContextAllocationStrategy.USER_MANAGED
-        made = self._engine.create_execution_context(strategy if self._config is None else self._config)
-        if made is None:
-            raise CompileError("TensorRT makes no context for an engine: there may be no memory for it")
-        return made
-
-    def can_be_captured(self, context: Any, stream: int) -> bool:
-        asked = getattr(context, "is_stream_capturable", None)  # TensorRT-RTX compiles in a call, TensorRT does not
-        return True if asked is None else bool(asked(stream))
-
-    def take_kernels(self, kernels: bytes) -> bool:
-        if self._kernels is None:
-            return False
-        with self.heard():
-            return bool(self._kernels.deserialize(kernels))
-
-    def compiled_kernels(self) -> bytes:
-        if self._kernels is None:
-            return b""
-        with self.heard():
-            return bytes(self._kernels.serialize() or b"")
-
-
-def _runtime_config(engine: Any) -> tuple[Any, Any]:
-    """How contexts of an engine are made and the kernels that they share, which TensorRT-RTX compiles in calls; of TensorRT neither."""
-    if not hasattr(trt, "IRuntimeCache"):
-        return None, None
-    config = engine.create_runtime_config()
-    config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
-    kernels = config.create_runtime_cache()
-    config.set_runtime_cache(kernels)
-    return config, kernels

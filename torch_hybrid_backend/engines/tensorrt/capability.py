@@ -26,6 +26,7 @@ from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdic
 from torch_hybrid_backend.engines.tensorrt import quantization
 from torch_hybrid_backend.engines.tensorrt.fakes import Fakes
 from torch_hybrid_backend.engines.tensorrt.faults import fault_of
+from torch_hybrid_backend.engines.tensorrt.verdicts import Verdicts
 from torch_hybrid_backend.graph.schema import is_item, is_mutating
 
 if TYPE_CHECKING:
@@ -92,17 +93,14 @@ _VALUES_FIRST: frozenset[object] = frozenset(
         aten.argmax.default,
         aten.argmin.default,
         aten.embedding.default,
-        aten.gather.default,
-        aten.index.Tensor,
-        aten.index_select.default,
         aten.sort.default,
         aten.topk.default,
     }
 )
 
 
-def supports(node: Node) -> Verdict:
-    """Whether TensorRT takes one ATen node of a user's graph."""
+def supports(node: Node, kept: Verdicts) -> Verdict:
+    """Whether TensorRT takes one ATen node of a user's graph. torch_tensorrt is asked where no verdict on the node's form is kept."""
     target = node.target
     if is_item(node):  # goes with its operator, about which it was asked
         return Supported()
@@ -122,15 +120,7 @@ def supports(node: Node) -> Verdict:
     if not any(isinstance(value, torch.Tensor) for value in tree_leaves(node.meta.get("val"))):
         return Refused(Reason.NOT_A_TENSOR, f"{target} yields no tensor")
     form = _form(node)
-    if form is None:
-        return _judged_lowered(node)
-    if form not in _judged:
-        _judged[form] = _judged_lowered(node)
-    return _judged[form]
-
-
-# Lowering a node takes 25 ms, and the layers of a model are many and alike.
-_judged: dict[str, Verdict] = {}
+    return _judged_lowered(node) if form is None else kept.of(form, lambda: _judged_lowered(node))
 
 
 def _form(node: Node) -> str | None:
@@ -223,6 +213,8 @@ def _judged_lowered(node: Node) -> Verdict:
     graph, given = alone(node, fakes)
     try:
         lowered = adapter.lowered(graph, fakes, given)
+    except MemoryError:  # that is no verdict to keep
+        raise
     except Exception as error:  # a decomposition may fail in any way on forms that its author did not think of
         why = f"torch_tensorrt cannot lower {node.target}: {type(error).__name__}: {_first_line(error)}"
         return Refused(Reason.SYMBOLIC_SHAPE if fakes.assumed() else Reason.ARGUMENT, why)

@@ -62,6 +62,7 @@ from torch_hybrid_backend.engines.tensorrt.runtime import (
     Streams,
     scratch_buffer_bytes,
 )
+from torch_hybrid_backend.engines.tensorrt.verdicts import Verdicts
 from torch_hybrid_backend.errors import AccuracyError, CompileError
 from torch_hybrid_backend.machine import fingerprint, float32_precision
 from torch_hybrid_backend.measure import Timer, measure
@@ -90,7 +91,7 @@ class TensorRTEngine(EngineBase):
     where that is faster (`engines/tensorrt/constants.py`).
 
     `load` makes an engine of its bytes on a device, `entry` is what builds it, `streams` are a device's, `machine` tells the device and its
-    driver: tests give their own.
+    driver, `verdicts` are kept: tests give their own.
     """
 
     name: str = "tensorrt"
@@ -106,6 +107,7 @@ class TensorRTEngine(EngineBase):
         load: Callable[[bytes, Device], LoadedEngine] | None = None,
         streams: Callable[[Device], Streams] = CudaStreams,
         machine: Callable[[Device], str] = fingerprint,
+        verdicts: Verdicts | None = None,
     ) -> None:
         self._services = services
         self._percent = config.tensorrt_constants_percent
@@ -114,6 +116,7 @@ class TensorRTEngine(EngineBase):
         self._streams = streams
         self._machine = machine
         self._builds = Builds(services.store, _KIND)
+        self._verdicts = Verdicts(services.store, judged_by()) if verdicts is None else verdicts
 
     def available(self) -> Verdict:
         found = installation()
@@ -129,7 +132,7 @@ class TensorRTEngine(EngineBase):
         return described([torch.cuda.get_device_name(index) for index in range(count)])
 
     def supports(self, node: torch.fx.Node) -> Verdict:
-        return capability.supports(node)
+        return capability.supports(node, self._verdicts)
 
     def accepts(self, region: Region) -> Verdict:
         """It needs tensors of one device, whose sizes tell every other size."""
@@ -208,14 +211,15 @@ class TensorRTEngine(EngineBase):
             loaded = self._load(built.plan, region.device)
         except CompileError as error:
             raise _UnreadableError(str(error)) from error
-        kernels = KeptKernels(self._services.store, key)
-        kernels.give(loaded)
+        kernels, streams = KeptKernels(self._services.store, key), self._streams(region.device)
+        with streams.entered():
+            kernels.give(loaded)
         inputs = [each for i in request.engine_inputs if isinstance(each := request.inputs[i], Layout)]
         runner = EngineRunner(
             loaded,
             [(name, layout.order) for name, layout in zip(built.inputs, inputs, strict=True)],
             [(name, layout.order) for name, layout in zip(built.outputs, request.outputs, strict=True)],
-            self._streams(region.device),
+            streams,
             compiled=functools.partial(kernels.keep, loaded),
         )
         return runner, built
@@ -298,6 +302,14 @@ def engine_key(region: Region, request: Request, machine: str) -> str:
     for tensor in request.contents():
         digest.update(tensor)
     return digest.hexdigest()
+
+
+def judged_by() -> str:
+    """What verdicts on operators depend on beside their form. torch_tensorrt asks for the capability of the current GPU as it is imported."""
+    chip = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    return (
+        f"torch {torch.__version__} {torch.version.git_version}, {installation()}, {chip}, {sources_version(*SOURCES)}"
+    )
 
 
 def program_of(
@@ -481,7 +493,7 @@ def _layers(name: str, layers: Sequence[str]) -> KernelText:
 
 
 def _load(plan: bytes, device: Device) -> LoadedEngine:
-    from torch_hybrid_backend.engines.tensorrt import adapter
+    from torch_hybrid_backend.engines.tensorrt.loaded import Loaded
 
     with torch.cuda.device(device.index):
-        return adapter.Loaded(plan)
+        return Loaded(plan)

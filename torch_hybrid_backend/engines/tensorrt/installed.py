@@ -86,12 +86,10 @@ def installation() -> Installation | Refused:
 
 
 def described(gpus: Sequence[str] = ()) -> Sequence[tuple[str, str]]:
-    """What `hybrid doctor` prints of the engine: names and values."""
+    """What `hybrid doctor` prints of the engine beside what is wrong with it: names and values."""
     found = installation()
-    return (
-        ("tensorrt", found.why if isinstance(found, Refused) else str(found)),
-        *(("GPU", gpu) for gpu in gpus or ("none",)),
-    )
+    whole = [] if isinstance(found, Refused) else [("tensorrt", str(found))]
+    return (*whole, *(("GPU", gpu) for gpu in gpus or ("none",)))
 
 
 def _missing(why: str) -> Refused:

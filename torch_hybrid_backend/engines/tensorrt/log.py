@@ -109,3 +109,8 @@ def _layer(name: str, kind: str, rest: str) -> str:
     types = {part: ", ".join(_DTYPE.findall(text)) for part, text in zip(parts[::2], parts[1::2], strict=True)}
     read = "; ".join(filter(None, (types.get("Inputs"), types.get("Constants"))))
     return f"{kind}: {name} ({read} -> {types.get('Outputs', '')})"
+
+
+# What torch_tensorrt calls it, in every release that is known.
+their_logger = logging.getLogger("torch_tensorrt [TensorRT Conversion Context]")
+their_log = TheirLog(their_logger)
