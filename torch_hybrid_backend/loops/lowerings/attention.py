@@ -170,6 +170,7 @@ def _attention(ctx: Context, asked: _Asked, empty: float | None = None) -> tuple
     lead, rows, columns = q.shape[:-2], q.shape[-2], k.shape[-2]
     if mask is not None:
         mask = _additive(ctx, mask, lead, rows, columns)
+    _check_widths(q, v)
     q, k, v = (_four_dimensional(value) for value in (q, k, v))
     batch, heads = q.shape[:2]
     k, v = (_batches_repeated(_heads_repeated(value, heads), batch) for value in (k, v))
@@ -187,12 +188,12 @@ def _check_exact(ctx: Context, dropout: float) -> None:
 
 
 def _factor(q: Value, scale: float | None) -> float:
-    if scale is not None:
-        return scale
-    width = q.shape[-1]
-    if not isinstance(width, int):
+    return 1 / math.sqrt(known_int(q.shape[-1])) if scale is None else scale
+
+
+def _check_widths(*operands: Value) -> None:
+    if not all(isinstance(operand.shape[-1], int) for operand in operands):
         raise Refuse(Reason.SYMBOLIC_SHAPE, "the width of attention's heads is only known at run time")
-    return 1 / math.sqrt(width)
 
 
 def _read_log_sum_exp(ctx: Context, results: int, empty: float) -> float | None:

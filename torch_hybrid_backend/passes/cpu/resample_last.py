@@ -54,6 +54,8 @@ def resample_last(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
 def _is_candidate(node: Node, constant: set[Node]) -> bool:
     x, weight, bias, *geometry = node.args
     values = [argument.meta["val"] for argument in node.all_input_nodes]
+    if not all(isinstance(value, torch.Tensor) for value in values):  # padding, say, that is known only at run time
+        return False
     plain = all(v.dim() in (1, 4) and v.dtype in (torch.float32, torch.float64) for v in values)
     known = all(isinstance(size, int) for v in values for size in v.shape)
     if not plain or not known or weight not in constant or (bias is not None and bias not in constant) or x in constant:
