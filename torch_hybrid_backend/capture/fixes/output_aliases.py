@@ -5,8 +5,9 @@ activations of a forward graph are so too). Leaves: the same graph with one outp
 and what makes the original outputs of its outputs. So a write to one of the results is seen through the others, as in eager, and
 engines need not know of aliases.
 
-Outputs that share memory with an input are AOTAutograd's to make, with one exception: where gradients flow, pieces of an input (`x.split(2)`)
-are left to the forward graph. They are made from the input here. What is saved for backward is not: the input may be written to before.
+Outputs that share memory with an input are AOTAutograd's to make, with two exceptions. Where gradients flow, pieces of an input (`x.split(2)`)
+are left to the forward graph; and where numbers of a view are symbols, AOTAutograd takes the view's place in memory from the graph's output.
+These are made from the input here. What is saved for backward is not: the input may be written to before. Nor are new values of inputs.
 
 Illegal: outputs that share memory with a lifted constant.
 """
@@ -61,16 +62,18 @@ class Restore:
         ]
 
 
-def separate_aliases(graph_module: torch.fx.GraphModule, returned: int = 0) -> Restore | None:
+def separate_aliases(
+    graph_module: torch.fx.GraphModule, returned: range = range(0), *, symbolic_only: bool = False
+) -> Restore | None:
     """Edits the graph's outputs in place; returns what makes the original ones, or None where nothing shares memory.
 
-    `returned`: so many of a forward graph's first outputs are returned to the caller; the others are saved for backward.
+    `returned`: the outputs that the caller gets, and that may lie in inputs; `symbolic_only`: those whose numbers are known AOTAutograd makes.
     """
     (output,) = graph_module.graph.find_nodes(op="output")
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     originals: tuple[Any, ...] = tuple(output.args[0])
     owners = _owners(graph_module)
-    bases = [_base(result, owners, position < returned) for position, result in enumerate(originals)]
+    bases = [_base(result, owners, position in returned, symbolic_only) for position, result in enumerate(originals)]
     shared = {b for b, uses in Counter(bases).items() if b is not None and (b.op == "placeholder" or uses > 1)}
     if not shared:
         return None
@@ -99,12 +102,14 @@ def separate_aliases(graph_module: torch.fx.GraphModule, returned: int = 0) -> R
     return Restore(tuple(results), tuple(sorted({result.source for result in results if result.of_input})))
 
 
-def _base(result: object, owners: dict[Node, Node], is_returned: bool) -> Node | None:
+def _base(result: object, owners: dict[Node, Node], is_returned: bool, symbolic_only: bool) -> Node | None:
     """The node whose memory an output is to be made from; None where it is an output of its own."""
     if not isinstance(result, Node) or result.op == "placeholder":
         return None
     owner = owners.get(result)
-    return None if owner is None or (owner.op == "placeholder" and not is_returned) else owner
+    if owner is None or owner.op != "placeholder":
+        return owner
+    return owner if is_returned and not (symbolic_only and _is_strided(result, owner)) else None
 
 
 def _owners(graph_module: torch.fx.GraphModule) -> dict[Node, Node]:
