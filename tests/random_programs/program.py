@@ -39,7 +39,8 @@ class Input:
     """A tensor that the program is given. Its values follow from the seed: multiples of 1/8 up to 2 in magnitude, small integers, or bits.
 
     `weight`: handed over as a parameter of a module, which the program does not write to. `scale` multiplies the values of floats.
-    `values` overrule seed and scale (`minimise`). `full`: integers of 8 bits over all of their range.
+    `values` overrule seed and scale (`minimise`). `full`: integers of 8 bits over all of their range, half of them
+    at its ends.
     """
 
     name: str
@@ -64,7 +65,7 @@ class Input:
             values = torch.randint(-16, 17, self.shape, generator=generator) / 8 * self.scale
         elif self.full:
             low, end = (0, 256) if self.dtype is torch.uint8 else (-127, 128)
-            values = torch.randint(low, end, self.shape, generator=generator)
+            values = torch.randint(2 * low - end, 2 * end - low, self.shape, generator=generator).clamp(low, end - 1)
         else:
             values = torch.randint(0 if self.dtype is torch.uint8 else -8, 9, self.shape, generator=generator)
         return arranged(values.to(dtype), self.layout)

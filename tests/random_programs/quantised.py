@@ -20,7 +20,7 @@ _ops = torch.ops.quantized_decomposed
 NUDGES = (NUDGE, -NUDGE)
 
 
-def _scales(values: Sequence[float]) -> torch.Tensor:
+def _scales(values: Sequence[object]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32)
 
 
@@ -56,11 +56,17 @@ def dequantize_rows(q: torch.Tensor, scales: list[float], zeros: list[int], *how
     )
 
 
-def dequantize_groups(q: torch.Tensor, scales: list[list[float]], *how: Any) -> torch.Tensor:
-    """`q`: (n, k), with a scale for each row and group of neighbours. `how`: least and largest integer, dtype, size of a group."""
-    return _ops.dequantize_per_channel_group.default(
-        q, torch.tensor(scales, dtype=torch.float32), None, *how, torch.float32
-    )
+def quantize_groups(x: torch.Tensor, scales: list[list[float]], zeros: list[list[int]], *how: Any) -> torch.Tensor:
+    """`x`: (n, k), with numbers for each row and group of neighbours. `how`: least and largest integer, dtype, size of a group."""
+    return _ops.quantize_per_channel_group.default(x, _scales(scales), torch.tensor(zeros), *how)
+
+
+def dequantize_groups(
+    q: torch.Tensor, scales: list[list[float]], zeros: list[list[int]] | None, *how: Any
+) -> torch.Tensor:
+    """`how` as above; no zero points are zeros."""
+    centre = None if zeros is None else torch.tensor(zeros)
+    return _ops.dequantize_per_channel_group.default(q, _scales(scales), centre, *how, torch.float32)
 
 
 # By scales found at run time. The scales are no values of programs: eager's dtypes of them are not what PyTorch tells (2.13).
@@ -107,9 +113,14 @@ def row_scales(x: torch.Tensor) -> torch.Tensor:
     return x.abs().amax(-1, keepdim=True).clamp(min=_EPS) / 127
 
 
-def quantize_plainly(x: torch.Tensor) -> torch.Tensor:
+def quantize_row_wise(x: torch.Tensor) -> torch.Tensor:
     """By the scales above, to int8."""
-    return torch.clamp(torch.round(x / row_scales(x)), -127, 127).to(torch.int8)
+    return quantize_plainly(x, row_scales(x), 0, -127, 127, torch.int8)
+
+
+def quantize_plainly(x: torch.Tensor, scale: Any, zero: int, low: int, high: int, dtype: torch.dtype) -> torch.Tensor:
+    """Divided by the scale, instead of multiplied by its reciprocal."""
+    return torch.clamp(torch.round(x / scale) + zero, low, high).to(dtype)
 
 
 FUNCTIONS: tuple[Callable[..., torch.Tensor], ...] = (
@@ -119,10 +130,12 @@ FUNCTIONS: tuple[Callable[..., torch.Tensor], ...] = (
     dequantize_channels,
     quantize_rows,
     dequantize_rows,
+    quantize_groups,
     dequantize_groups,
     quantize_now,
     dequantize_now,
     row_scales,
+    quantize_row_wise,
     quantize_plainly,
 )
 

@@ -10,8 +10,8 @@ Four executions go on at once:
   values are compared, rounded, made integers or searched for positions, for there an error of one unit may change everything.
 
 Other values may be quantised: next to all of their elements lie so far from ties that everyone finds the same integers. Where not all do,
-all four go on with eager's, so that the spread stays that of rounding, and what follows is *unsteady*: the check allows there what the other side
-of a tie makes of it, and what follows is quantised only where that changes no integer.
+all four go on with eager's, so that the spread stays that of rounding. What follows is *unsteady*: the check allows there what the other side
+of a tie makes of it, and such values are quantised again only where that changes no integer.
 
 Lines are taken back whose values become infinite, NaN, large or too inexact.
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.random_programs.noise import ARITHMETIC, MOVE, QUANTISE, REDUCTION, SUM
+from tests.random_programs.noise import ARITHMETIC, MOVE, QUANTISE, REDUCTION, SMOOTH, SUM
 from tests.random_programs.scope import Scope, Value
 
 # Of the range of 8 bits that values fill: some saturate, some take a few integers alone.
@@ -55,7 +55,7 @@ def rounded(scope: Scope, x: Value) -> Value:
     """A value quantised and dequantised, by numbers in the program or found at run time: for all of it, by channel or by row."""
     draw = scope.draw
     low, high, dtype = _bounds(scope)
-    match draw.integer(0, 6):
+    match draw.integer(0, 8):
         case 0 | 1:
             text = f"{_scale(scope, scope.magnitude(x))}, {_zero(scope, low, high)}, {low}, {high}, {dtype}"
             q = scope.let(f"quantize({x}, {text})", QUANTISE)
@@ -71,12 +71,30 @@ def rounded(scope: Scope, x: Value) -> Value:
             text = f"{scales}, {[_zero(scope, low, high) for _ in scales]}, {low}, {high}, {dtype}"
             q = scope.let(f"quantize_rows({x}, {text})", QUANTISE)
             return scope.let(f"dequantize_rows({q}, {text})", ARITHMETIC)
-        case 4 if x.rank:
+        case 4 if x.rank == 2 and x.shape[1] % 4 == 0:
+            text = f"{low}, {high}, {dtype}, {x.shape[1] // 2}"
+            scales, zeros = (
+                [[number() for _ in range(2)] for _ in range(x.shape[0])]
+                for number in (lambda: _scale(scope, scope.magnitude(x)), lambda: _zero(scope, low, high))
+            )
+            q = scope.let(f"quantize_groups({x}, {scales}, {zeros}, {text})", QUANTISE)
+            return scope.let(f"dequantize_groups({q}, {scales}, {zeros}, {text})", ARITHMETIC)
+        case 5:
+            scale, zero = _scale(scope, scope.magnitude(x)), _zero(scope, low, high)
+            q = scope.let(f"quantize_plainly({x}, {scale}, {zero}, {low}, {high}, {dtype})", QUANTISE)
+            return _plainly(scope, q, str(zero), str(scale))
+        case 6 if x.rank:
             how = f'"{draw.choose(["rows", "affine rows", "affine rows"])}", -128, 127, torch.int8'
         case _:
             how = f'"{draw.choose(["affine", "affine", "symmetric"])}", {low}, {high}, {dtype}'
     q = scope.let(f"quantize_now({x}, {how})", QUANTISE)
     return scope.let(f"dequantize_now({q}, {x}, {how})", ARITHMETIC)
+
+
+def _plainly(scope: Scope, q: Value, zero: str, scale: str) -> Value:
+    """Dequantised as models write it out; the zero point is taken off as integers or as floats."""
+    texts = [f"({q}.to(float32) - {zero}) * {scale}", f"({q}.to(torch.int32) - {zero}).to(float32) * {scale}"]
+    return scope.let(scope.draw.choose(texts), ARITHMETIC)
 
 
 def pair(scope: Scope) -> None:
@@ -131,11 +149,16 @@ def _weight(scope: Scope, shape: list[int], axis: int, depth: int) -> Value:
     low, high = draw.choose([(-128, 127), (-127, 127), (-64, 63)])
     if low == -64:  # as processors without VNNI have them
         w = scope.let(f"{w}.clamp(-64, 63)", MOVE)
+    if draw.chance(4):  # by numbers that are inputs or constants themselves
+        narrow = tuple(shape[axis] if d == axis else 1 for d in range(len(shape)))
+        scales = scope.fresh(narrow, torch.float32, weight=draw.chance(2), scale=draw.choose([2.0**-9, 2.0**-11]))
+        zeros = scope.fresh(narrow, torch.int8, weight=True) if draw.chance(3) else 0
+        return _plainly(scope, w, str(zeros), str(scales))
     magnitude = draw.choose([1e-3, 0.3, 2.0, 8.0]) / depth
     if draw.chance(4):
         return scope.let(f"dequantize({w}, {_scale(scope, magnitude)}, 0, {low}, {high}, torch.int8)", ARITHMETIC)
     scales = [_scale(scope, magnitude) for _ in range(shape[axis])]
-    zeros = draw.choose([None, [0] * len(scales)])
+    zeros = draw.choose([None, [0] * len(scales), [_zero(scope, low, high) for _ in scales]])
     return scope.let(f"dequantize_channels({w}, {scales}, {zeros}, {axis}, {low}, {high}, torch.int8)", ARITHMETIC)
 
 
@@ -166,7 +189,7 @@ def plain_product(scope: Scope) -> None:
     """A product of integers as graphs of torchao have it: `_int_mm`, and scales of rows and of columns behind it."""
     draw = scope.draw
     x = _given(scope, 2)
-    q = scope.let(f"quantize_plainly({x})", QUANTISE)
+    q = scope.let(f"quantize_row_wise({x})", QUANTISE)
     k, n = x.shape[1], draw.choose([size for size in scope.sizes if size])
     w = scope.fresh([k, n], torch.int8, weight=not draw.chance(3), full=True)
     sums = scope.let(f"torch._int_mm({q}, {w})", MOVE)
@@ -192,6 +215,43 @@ def convolution(scope: Scope) -> None:
     _followed(scope, scope.let(f"F.conv{spatial}d({x}, {w}, {bias}, {how}, groups={groups})", SUM))
 
 
+def transposed_convolution(scope: Scope) -> None:
+    """A transposed convolution of quantised operands."""
+    draw = scope.draw
+    x = rounded(scope, _given(scope, 4))
+    groups = draw.choose([1, 1, x.shape[1]])
+    outputs, window, stride = draw.choose([1, 2, 8]), draw.choose([1, 2, 3, 4]), draw.choose([1, 2, 2])
+    w = _weight(scope, [x.shape[1], outputs, window, window], 1, x.shape[1] // groups * window)
+    padding = draw.choose([0, 1] if window > 1 else [0])
+    text = f"F.conv_transpose2d({x}, {w}, None, stride={stride}, padding={padding}, groups={groups})"
+    _followed(scope, scope.let(text, SUM))
+
+
+def siblings(scope: Scope) -> None:
+    """Two layers that read one quantised value, by scales of their own; added up, concatenated, or each by itself."""
+    draw = scope.draw
+    x = rounded(scope, _given(scope, draw.choose([2, 3])))
+    n, k = draw.choose([8, 16, 17]), x.shape[-1]
+    one, other = (scope.let(f"F.linear({x}, {_weight(scope, [n, k], 0, k)})", SUM) for _ in range(2))
+    text = draw.choose([f"{one} + {other}", f"torch.cat(({one}, {other}), -1)", ""])
+    for y in [scope.let(text, ARITHMETIC)] if text else [one, other]:
+        _followed(scope, y)
+
+
+def attention(scope: Scope) -> None:
+    """Attention whose queries, keys, values and weights are quantised; (batch, length, channels)."""
+    draw = scope.draw
+    x = _given(scope, 3)
+    batch, k = x.shape[0], x.shape[2]
+    keys, values = (scope.fresh([batch, draw.choose([4, 9, 16]), k], torch.float32) for _ in range(2))
+    if keys.shape[1] != values.shape[1]:
+        values = keys
+    q, keys, values = (rounded(scope, each) for each in (x, keys, values))
+    scores = scope.let(f"torch.bmm({q}, {keys}.transpose(1, 2)) / {float(k)}", SUM)
+    weights = rounded(scope, scope.let(f"torch.softmax({scores}, -1)", SMOOTH))
+    _followed(scope, scope.let(f"torch.bmm({weights}, {values})", SUM))
+
+
 def weight_alone(scope: Scope) -> None:
     """A linear layer of which the weight alone is quantised, in groups."""
     draw = scope.draw
@@ -202,7 +262,8 @@ def weight_alone(scope: Scope) -> None:
     low, high = draw.choose([(-8, 7), (-128, 127)])  # weights of 4 bits, or of 8
     w = scope.let(f"{w}.clamp({low}, {high})", MOVE)
     scales = [[_scale(scope, 1.0 / k) for _ in range(k // size)] for _ in range(n)]
-    wide = scope.let(f"dequantize_groups({w}, {scales}, {low}, {high}, torch.int8, {size})", ARITHMETIC)
+    zeros = [[_zero(scope, low, high) for _ in row] for row in scales] if draw.chance(2) else None
+    wide = scope.let(f"dequantize_groups({w}, {scales}, {zeros}, {low}, {high}, torch.int8, {size})", ARITHMETIC)
     scope.let(f"F.linear({x}, {wide})", REDUCTION)  # rows may be multiplied in parts
 
 
@@ -212,6 +273,9 @@ TEMPLATES = (
     (linear, 5),
     (products, 2),
     (plain_product, 2),
+    (siblings, 1),
+    (attention, 1),
     (convolution, 5),
+    (transposed_convolution, 1),
     (weight_alone, 1),
 )
