@@ -129,6 +129,22 @@ def test_split_becomes_slices(recorder):
     assert operators == {"aten.slice.Tensor", "aten.mul.Tensor", "aten.squeeze.dims"}
 
 
+def test_scales_of_rows_are_taken_apart(recorder):
+    """What finds a scale for each row is plain operators, whose dtypes are those of eager's results; PyTorch tells others of the operator."""
+    operators = run(
+        recorder,
+        lambda x: torch.ops.quantized_decomposed.choose_qparams_per_token.default(x, torch.int8),
+        torch.randn(4, 5),
+    )
+    assert operators == {
+        "aten.abs.default",
+        "aten.amax.default",
+        "aten.clamp.default",
+        "aten.div.Tensor",
+        "aten.full_like.default",
+    }
+
+
 def test_keep_ops_are_never_taken_apart(recorder):
     """An engine's keep_ops stay whole although the table would take them apart."""
     operators = run(recorder, lambda x: x.softmax(-1), torch.randn(3, 5), keep_ops=(aten._softmax.default,))

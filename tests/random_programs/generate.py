@@ -20,6 +20,7 @@ from tests.random_programs.vocabulary import (
     pointwise,
     quantised,
     reductions,
+    scaled,
     sequences,
     shapes,
 )
@@ -36,6 +37,7 @@ GROUPS: dict[str, tuple[tuple[Template, int], ...]] = {
     "sequences": sequences.TEMPLATES,
     "networks": networks.TEMPLATES,
     "quantised": quantised.TEMPLATES,
+    "scaled": scaled.TEMPLATES,
     "chains": ((parts.views_of_views, 1),),
 }
 SIZES = (1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 33)
@@ -65,7 +67,9 @@ PROFILES: dict[str, Profile] = {
     "pictures": Profile({"pictures": 6, "shapes": 1, "chains": 1, "pointwise": 1, "mutation": 1}),
     "sequences": Profile({"sequences": 6, "shapes": 1, "chains": 1, "pointwise": 1, "reductions": 1}),
     "networks": Profile({"networks": 6, "chains": 1, "pointwise": 1, "reductions": 1}),
-    "quantised": Profile({"quantised": 8, "shapes": 1, "pointwise": 1}, sizes=(1, 2, 3, 5, 8, 16, 17, 32, 33, 64)),
+    "quantised": Profile(
+        {"quantised": 4, "scaled": 8, "shapes": 1, "pointwise": 1}, sizes=(1, 2, 3, 5, 8, 16, 17, 32, 33, 64)
+    ),
     "libraries": Profile(
         {"pictures": 3, "sequences": 3, "networks": 3, "chains": 2, "mutation": 2, "pointwise": 2, "layers": 1},
         (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64),

@@ -39,7 +39,8 @@ class Input:
     """A tensor that the program is given. Its values follow from the seed: multiples of 1/8 up to 2 in magnitude, small integers, or bits.
 
     `weight`: handed over as a parameter of a module, which the program does not write to. `scale` multiplies the values of floats.
-    `values` overrule seed and scale (`minimise`).
+    `values` overrule seed and scale (`minimise`). `full`: integers of 8 bits over all of their range, half of them
+    at its ends.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Input:
     weight: bool = False
     scale: float = 1.0
     values: torch.Tensor | None = field(default=None, compare=False)
+    full: bool = False
 
     def tensor(self, wide: bool = False) -> torch.Tensor:
         """The input, new on every call; in float64 where `wide` and it is of floating point."""
@@ -61,6 +63,9 @@ class Input:
             values = torch.randint(0, 2, self.shape, generator=generator).bool()
         elif self.dtype.is_floating_point:
             values = torch.randint(-16, 17, self.shape, generator=generator) / 8 * self.scale
+        elif self.full:
+            low, end = (0, 256) if self.dtype is torch.uint8 else (-127, 128)
+            values = torch.randint(2 * low - end, 2 * end - low, self.shape, generator=generator).clamp(low, end - 1)
         else:
             values = torch.randint(0 if self.dtype is torch.uint8 else -8, 9, self.shape, generator=generator)
         return arranged(values.to(dtype), self.layout)
@@ -130,8 +135,8 @@ class Program:
         names = ", ".join(item.name for item in self.inputs)
         return f"def program({names}):\n" + "".join(f"    {line}\n" for line in body)
 
-    def function(self, wide: bool = False) -> Callable[..., tuple[torch.Tensor, ...]]:
-        scope = namespace(wide)
+    def function(self, wide: bool = False, nudge: float = 0.0) -> Callable[..., tuple[torch.Tensor, ...]]:
+        scope = namespace(wide, nudge)
         exec(compile(self.source(), "<random program>", "exec"), scope)
         function: Callable[..., tuple[torch.Tensor, ...]] = scope["program"]
         return function
@@ -162,9 +167,9 @@ class Module(nn.Module):
         return self._function(*(getattr(self, name) if weight else next(arguments) for name, weight in self._order))
 
 
-def namespace(wide: bool) -> dict[str, Any]:
-    """What a program's text may mention."""
-    names: dict[str, Any] = {"torch": torch, "F": nn.functional, "math": math, **quantised.functions(wide)}
+def namespace(wide: bool, nudge: float = 0.0) -> dict[str, Any]:
+    """What a program's text may mention. nudge: what is quantised is moved by this share of its largest value (`quantised.functions`)."""
+    names: dict[str, Any] = {"torch": torch, "F": nn.functional, "math": math, **quantised.functions(wide, nudge)}
     for dtype in FLOATS:
         names[str(dtype).removeprefix("torch.")] = torch.float64 if wide else dtype
     return names

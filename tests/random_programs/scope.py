@@ -9,6 +9,10 @@ Four executions go on at once:
 - the static knowledge whether a value is *exact*: a small multiple of 1/256, made by operations that round nothing in any order. Only exact
   values are compared, rounded, made integers or searched for positions, for there an error of one unit may change everything.
 
+Other values may be quantised: next to all of their elements lie so far from ties that everyone finds the same integers. Where not all do,
+all four go on with eager's, so that the spread stays that of rounding. What follows is *unsteady*: the check allows there what the other side
+of a tie makes of it, and such values are quantised again only where that changes no integer.
+
 Lines are taken back whose values become infinite, NaN, large or too inexact.
 """
 
@@ -22,12 +26,15 @@ from typing import Any
 import torch
 
 from tests.random_programs.draw import Draw
-from tests.random_programs.noise import LARGEST_EXACT, MOVE, REDUCTION, SMOOTH, STEP, SUM, add_noise, on_grid
+from tests.random_programs.noise import LARGEST_EXACT, MOVE, QUANTISE, REDUCTION, SMOOTH, STEP, SUM, add_noise, on_grid
 from tests.random_programs.program import LAYOUTS, Input, Line, Program, namespace, run_lines
+from tests.random_programs.quantised import NUDGES, functions
 
 LARGEST = 1000.0
 MAX_ELEMENTS = 6000
 # Relative to the largest element: a noisier value tells nothing any more.
+# The share of integers that may lie beside a tie.
+MAX_UNSTEADY = 0.02
 MAX_NOISE = {torch.float32: 1e-3, torch.float64: 1e-9, torch.float16: 0.04, torch.bfloat16: 0.1}
 
 
@@ -56,6 +63,7 @@ class Value:
     shape: tuple[int, ...]
     dtype: torch.dtype
     exact: bool
+    steady: bool = True
 
     @property
     def rank(self) -> int:
@@ -101,14 +109,21 @@ class Scope:
         return int(places.unique().numel()) == tensor.numel()
 
     def fresh(
-        self, shape: Sequence[int], dtype: torch.dtype, *, weight: bool = False, layout: str = "", scale: float = 1.0
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        weight: bool = False,
+        layout: str = "",
+        scale: float = 1.0,
+        full: bool = False,
     ) -> Value:
-        """A new input. `scale` multiplies its values: a power of two."""
+        """A new input. `scale` multiplies its values: a power of two. `full`: integers of all that 8 bits hold."""
         name = f"{'w' if weight else 'x'}{len(self.inputs)}"
         chosen = (
             "contiguous" if weight else layout or (self.draw.choose(LAYOUTS) if self.draw.chance(3) else "contiguous")
         )
-        item = Input(name, tuple(shape), dtype, chosen, self.draw.integer(0, 10**6), weight, scale)
+        item = Input(name, tuple(shape), dtype, chosen, self.draw.integer(0, 10**6), weight, scale, full=full)
         self.inputs.append(item)
         self._eager[name], self._wide[name], self._noisy[name] = item.tensor(), item.tensor(True), item.tensor(True)
         if weight:
@@ -150,6 +165,10 @@ class Scope:
         self._values.update({value.name: value for value in values})
         return True
 
+    def magnitude(self, value: Value) -> float:
+        """The largest magnitude in it, or 1 where that is nothing."""
+        return float(self._eager[value.name].abs().max()) or 1.0
+
     @property
     def last(self) -> Value:
         """The first result of the last line."""
@@ -184,6 +203,7 @@ class Scope:
     ) -> list[Value] | None:
         """The line's results and what else it changed, or None where it must be taken back."""
         exact_operands = all(operand.exact for operand in operands)
+        steady = all(operand.steady for operand in operands)
         values = []
         for target in targets:
             eager, wide, noisy = (space[target] for space in self._spaces)
@@ -191,10 +211,18 @@ class Scope:
                 return None
             if eager.shape != wide.shape:
                 return None
+            if kind == QUANTISE:
+                differs = self._differing(line, target)
+                if float(differs.float().mean()) > (MAX_UNSTEADY if steady else 0.0):
+                    return None
+                wide.copy_(eager)
+                noisy.copy_(eager)
+                values.append(Value(target, tuple(eager.shape), eager.dtype, True, steady and not bool(differs.any())))
+                continue
             if not eager.dtype.is_floating_point:
                 if not torch.equal(eager, wide) or not torch.equal(eager, noisy):
                     return None
-                values.append(Value(target, tuple(eager.shape), eager.dtype, True))
+                values.append(Value(target, tuple(eager.shape), eager.dtype, True, steady))
                 continue
             if wide.dtype is not torch.float64:
                 return None
@@ -205,8 +233,17 @@ class Scope:
                 add_noise(noisy, eager.dtype, kind, self._noise)
             if not self._is_bounded(eager, wide, noisy):
                 return None
-            values.append(Value(target, tuple(eager.shape), eager.dtype, exact))
+            values.append(Value(target, tuple(eager.shape), eager.dtype, exact, steady))
         return values
+
+    def _differing(self, line: Line, target: str) -> torch.Tensor:
+        """Where the integers that a line makes are not the same in all runs, nor with what is quantised moved a little."""
+        eager, *others = (space[target] for space in self._spaces)
+        for nudge in NUDGES:
+            moved = self._wide | functions(True, nudge)
+            run_lines([line], moved, wide=True)
+            others.append(moved[target])
+        return torch.stack([other != eager for other in others]).any(0)
 
     def _is_exact(self, eager: torch.Tensor, wide: torch.Tensor, kind: str, operands: list[Value]) -> bool:
         if kind in (SMOOTH, REDUCTION):

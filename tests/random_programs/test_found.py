@@ -62,6 +62,11 @@ FOUND: dict[str, Program] = {
         (_line("t0 = torch.slice_scatter(x0, x1, 0, 1, 9223372036854775807)", "x0", "x1"),),
         ("t0",),
     ),
+    "a view, of unknown sizes, of an input that begins within its memory": Program(
+        (Input("x0", (9, 1, 2), _F32), Input("x1", (9, 9, 2), _F32, "offset", seed=3)),
+        (_line("t0 = x0 * 2", "x0"), _line("t1 = x1.unflatten(-1, (1, 2))", "x1")),
+        ("t0", "t1"),
+    ),
     "views of one value, of unknown sizes, are results": Program(
         (Input("x0", (2, 3), torch.int64),),
         (
@@ -90,6 +95,7 @@ FOUND: dict[str, Program] = {
 # Those that another mode than the static one has found.
 MODE_OF = {
     "a slice to the end of a dimension of unknown size": "dynamic",
+    "a view, of unknown sizes, of an input that begins within its memory": "dynamic",
     "views of one value, of unknown sizes, are results": "dynamic",
     "a piece of an input is a result where gradients flow": "training",
 }

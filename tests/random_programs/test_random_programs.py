@@ -7,14 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
+from tests.engines.tvm.cpu.test_word_operands import TARGETS
 from tests.random_programs.check import check
 from tests.random_programs.generate import PROFILES, programs, seeded
 from tests.random_programs.program import Program
 from tests.random_programs.run import main
+from torch_hybrid_backend.core.precision import SEVEN_BITS
+from torch_hybrid_backend.engines.tvm.cpu import word_operands
+from torch_hybrid_backend.engines.tvm.cpu.dot_products import DotProduct, integer_dot_product
+from torch_hybrid_backend.engines.tvm.target import Target
 from torch_hybrid_backend.loops.ir import Expr
 from torch_hybrid_backend.loops.lowerings import quantized
 from torch_hybrid_backend.loops.ops import call, cast
@@ -58,8 +64,8 @@ def test_engine_runs_most_of_it(profile: str, kernel_cache: Path) -> None:
 @pytest.mark.parametrize("mode", ["static", "dynamic", "training"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_quantised_layers(seed: int, mode: str, kernel_cache: Path) -> None:
-    """Integers and their scales, bit by bit."""
-    program = seeded(seed, 25, "quantised")
+    """Integers bit by bit, and what their scales make of them."""
+    program = seeded(seed, 8, "quantised")
     report = check(program, "tvm", kernel_cache, mode)
     assert not report.why, program
     assert 2 * report.taken >= report.operators > 0
@@ -83,8 +89,22 @@ def test_mistakes_in_quantised_layers_are_found(
 ) -> None:
     """The same programs where what lowers the operators has one."""
     monkeypatch.setattr(quantized, name, mistake)
-    found = [check(seeded(seed, 25, "quantised"), "tvm", kernel_cache).why for seed in (0, 1, 3)]
+    found = [check(seeded(seed, 8, "quantised"), "tvm", kernel_cache).why for seed in (0, 1, 3)]
     assert any("off by" in why or "differs from eager's" in why for why in found), found
+
+
+@pytest.mark.skipif(TARGETS["without vnni"].lanes < 8, reason="sums of two products of bytes need AVX2")
+def test_sums_that_saturate_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without VNNI, products of bytes are added up in 16 bits where weights have 7: that is right, and with weights of 8 it is found."""
+    monkeypatch.setattr(Target, "host", lambda: TARGETS["without vnni"])
+    program = seeded(103, 5, "quantised")
+    assert not check(program, "tvm", tmp_path / "right").why
+
+    def for_seven_bits(*operands: Any, knows_sums: bool, bounds: tuple[int, int] | None) -> DotProduct | None:
+        return integer_dot_product(*operands, knows_sums=knows_sums, bounds=SEVEN_BITS)
+
+    monkeypatch.setattr(word_operands, "integer_dot_product", for_seven_bits)
+    assert "off by" in check(program, "tvm", tmp_path / "wrong").why
 
 
 @pytest.mark.parametrize("mode", ["dynamic", "training"])

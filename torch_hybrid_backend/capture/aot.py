@@ -100,10 +100,7 @@ def capture(
             and kind == "inference"
             and aot_cache.add(key, graph_module, frozenset(static))
         )
-        returned = _returned() if kind == "forward" else 0
-        if kind == "inference":
-            (output,) = graph_module.graph.find_nodes(op="output")
-            returned = len(output.args[0])
+        returned = range(0) if kind == "backward" else _returned(kind)
         mutated = _mutated_inputs() if kind == "inference" else ()
         boxed = _boxed(graph_module, kind, frozenset(static), _writes_inputs(), compile_graph, returned, mutated)
         if is_kept:
@@ -145,7 +142,7 @@ def _boxed(
     static: frozenset[str],
     writes_inputs: bool,
     compile_graph: CompileGraph,
-    returned: int = 0,
+    returned: range = range(0),
     mutated: Sequence[int] = (),
 ) -> CompiledGraph:
     """AOTAutograd's graph, corrected and compiled, as AOTAutograd calls it; `returned` as for `separate_aliases`, `mutated` as for
@@ -225,11 +222,17 @@ def _is_plain_subclass(value: object) -> bool:
     return not isinstance(value, torch.nn.Parameter | FakeTensor) and not is_traceable_wrapper_subclass(value)
 
 
-def _returned() -> int:
-    """How many of a forward graph's outputs, its first, AOTAutograd returns to the caller; the others are saved for backward."""
+def _returned(kind: GraphKind) -> range:
+    """Which outputs AOTAutograd returns to the caller: a forward graph's first (the others are saved for backward), an inference graph's behind
+    the new values of inputs."""
     context = TracingContext.try_get()
     metadata = context.fw_metadata if context is not None else None
-    return 0 if metadata is None else metadata.num_forward
+    if metadata is None:
+        return range(0)
+    if kind == "forward":
+        return range(metadata.num_forward)
+    first = len(metadata.tokens) + metadata.num_mutated_inp_runtime_indices
+    return range(first, first + metadata.num_outputs)
 
 
 def _static_inputs(placeholders: Sequence[str]) -> set[str]:

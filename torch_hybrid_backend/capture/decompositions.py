@@ -24,6 +24,7 @@ import torch.fx
 from torch._decomp import core_aten_decompositions, get_decompositions
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
+from torch.ao.quantization.fx import _decomposed
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.utils._pytree import tree_leaves
 
@@ -358,6 +359,8 @@ def _own_formulas() -> Table:
         aten.convolution_backward.default: _convolution_backward,
         aten._transformer_encoder_layer_fwd.default: transformer_encoder_layer,
         aten._native_multi_head_attention.default: native_multi_head_attention,
+        # PyTorch describes its results as float64 and int64, and returns float32 (2.13): a graph with the operator in it tells wrong dtypes.
+        torch.ops.quantized_decomposed.choose_qparams_per_token.default: _decomposed.choose_qparams_per_token,
         # Scalar overloads: one spelling of each arithmetic operator.
         aten.add.Scalar: _addition(aten.add.Tensor),
         aten.sub.Scalar: _addition(aten.sub.Tensor),

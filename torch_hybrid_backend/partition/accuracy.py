@@ -54,7 +54,7 @@ _RELATIVE_ROOT_MEAN_SQUARE = 4e-6
 _OF_ROUNDED_ROWS: Mapping[int, float] = {16: 1e-3, 8: 0.02}
 # Against a run whose rows are rounded: of its root mean square error, and of its largest.
 _TIMES_ROUNDED = 2, 4
-_NUDGE = (
+NUDGE = (
     4e-6  # of the largest value: kernels' sums of a thousand products in float32 differ from eager's by a tenth of that
 )
 # float32: the default of `same`. Kernels sum in other orders than eager's: torch.testing's 1.3e-6 is for one rounding. float64 has what float32
@@ -175,7 +175,7 @@ def _compare(
         if not any(is_quantizing(node.target) for node in region.graph_module.graph.nodes):
             return []
         runs = []
-        for nudge in (_NUDGE, -_NUDGE):
+        for nudge in (NUDGE, -NUDGE):
             rewind()
             runs.append(reference_run(region.graph_module, inputs, torch.float64, on_host=on_host, nudge=nudge))
         return [run for run in runs if run is not None]

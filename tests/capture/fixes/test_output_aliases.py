@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from torch_hybrid_backend.backend import compile_graph, explain
+from torch_hybrid_backend.capture.aot import capture
 from torch_hybrid_backend.config import Config
+from torch_hybrid_backend.core.captured import CapturedGraph
 
 Function = Callable[..., Sequence[torch.Tensor]]
 
@@ -52,6 +55,35 @@ def test_views_of_an_intermediate_value(function: Function, dynamic: bool, tmp_p
         expected[0].fill_(7)
         for result, wanted in zip(results, expected, strict=True):
             torch.testing.assert_close(result, wanted)
+
+
+@pytest.mark.parametrize("mutates", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_views_of_an_input_that_begins_within_its_memory(dynamic: bool, mutates: bool) -> None:
+    """They lie in the input's memory, at their place in it, though the graph's own outputs have memory of their own; also where the new value
+    of another input is one of those."""
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        if mutates:
+            y.mul_(2)
+        return [y * 2, x.unflatten(-1, (2, -1)), x.t()[1:]]
+
+    def compiled(captured: CapturedGraph) -> Callable[[list[Any]], list[Any]]:
+        return lambda inputs: [
+            value.clone() if isinstance(value, torch.Tensor) else value for value in captured.graph_module(*inputs)
+        ]
+
+    torch._dynamo.reset()
+    backend = partial(capture, compile_graph=compiled, keep_ops=())
+    run = torch.compile(function, backend=backend, dynamic=dynamic, fullgraph=True)
+    for rows in (3, 3, 5):
+        x, y = torch.arange(6.0 * rows + 7)[7:].view(rows, 6), torch.ones(rows, 2)
+        for result, wanted in zip(run(x, y.clone()), function(x, y.clone()), strict=True):
+            torch.testing.assert_close(result, wanted, check_stride=True)
+            assert result.storage_offset() == wanted.storage_offset()
+            assert (result.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()) == (
+                wanted.numel() > 2 * rows
+            )
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -175,7 +175,7 @@ def weight_alone(scope: Scope) -> None:
     low, high = draw.choose([(-8, 7), (-128, 127)])  # weights of 4 bits, or of 8
     w = scope.let(f"{w}.clamp({low}, {high})", MOVE)
     scales = [[draw.choose(_SCALES) for _ in range(k // size)] for _ in range(n)]
-    wide = scope.let(f"dequantize_groups({w}, {scales}, {low}, {high}, torch.int8, {size})", ARITHMETIC)
+    wide = scope.let(f"dequantize_groups({w}, {scales}, None, {low}, {high}, torch.int8, {size})", ARITHMETIC)
     scope.let(f"F.linear({x}, {wide})", REDUCTION)  # rows may be multiplied in parts
 
 

@@ -7,8 +7,8 @@ engines need not know of aliases.
 
 Outputs that share memory with an input are made from the input: no engine copies what a view is of. AOTAutograd makes most of them once more,
 with the offset that the graph's output has where sizes are symbols; where gradients flow, it leaves pieces of an input (`x.split(2)`) to the
-forward graph. What is saved for backward is not made so: the input may be written to before. Nor are gradients: tangents may lie otherwise than
-they were traced.
+forward graph. What is saved for backward is not made so: the input may be written to before. Nor are new values of inputs, nor gradients:
+tangents may lie otherwise than they were traced.
 
 Illegal: outputs that share memory with a lifted constant.
 """
@@ -63,16 +63,16 @@ class Restore:
         ]
 
 
-def separate_aliases(graph_module: torch.fx.GraphModule, returned: int = 0) -> Restore | None:
+def separate_aliases(graph_module: torch.fx.GraphModule, returned: range = range(0)) -> Restore | None:
     """Edits the graph's outputs in place; returns what makes the original ones, or None where nothing shares memory.
 
-    `returned`: so many of the graph's first outputs are returned to the caller; the others are saved for backward.
+    `returned`: the outputs that the caller gets, and that may lie in inputs.
     """
     (output,) = graph_module.graph.find_nodes(op="output")
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     originals: tuple[Any, ...] = tuple(output.args[0])
     owners = _owners(graph_module)
-    bases = [_base(result, owners, position < returned) for position, result in enumerate(originals)]
+    bases = [_base(result, owners, position in returned) for position, result in enumerate(originals)]
     shared = {b for b, uses in Counter(bases).items() if b is not None and (b.op == "placeholder" or uses > 1)}
     if not shared:
         return None

@@ -33,7 +33,7 @@ from torch_hybrid_backend.loops.lowering import Context, Refuse, lowers, reindex
 from torch_hybrid_backend.loops.lowerings.views import expanded, reshaped
 from torch_hybrid_backend.loops.ops import call, cast, const, from_index, guard, index_in, is_float, mul, where
 from torch_hybrid_backend.loops.scores import plain_score
-from torch_hybrid_backend.sizes.size import Dim, ceil_div
+from torch_hybrid_backend.sizes.size import Dim, ceil_div, known_int
 
 aten = torch.ops.aten
 

@@ -4,7 +4,7 @@ Each computes what PyTorch computes, rounding included: quantising multiplies by
 adds the zero point and clamps (per token and per group the zero point is added first). So integers are equal bit by bit.
 
 The operators exist only once torch.ao's module is imported, which importing this module does. `choose_qparams_per_token` has no
-lowering: PyTorch describes its results as float64 and int64, and returns float32.
+lowering: capture takes it apart.
 """
 
 from __future__ import annotations
