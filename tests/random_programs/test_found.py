@@ -91,12 +91,36 @@ FOUND: dict[str, Program] = {
         ),
         ("t1", "t2", "t3", "t0"),
     ),
+    "attention, with a scale, of heads whose width is unknown": Program(
+        (Input("x0", (2, 3, 2, 8), _F32), Input("x1", (2, 3, 5, 8), _F32, seed=1), Input("x2", (2, 5), _F32, seed=2)),
+        (
+            _line("t0 = F.scaled_dot_product_attention(x0, x1, x1, x2, scale=0.25)", "x0", "x1", "x2"),
+            _line("t1 = torch.relu(t0)", "t0"),
+        ),
+        ("t1",),
+    ),
+    "a convolution, of unknown padding, of a resampled image": Program(
+        (
+            Input("x0", (1, 2, 3, 4), _F32),
+            Input("x1", (3, 2, 7, 3), _F32, seed=1),
+            Input("x2", (5, 6), _F32, seed=2),
+            Input("w3", (7, 6), _F32, seed=3, weight=True),
+        ),
+        (
+            _line("t0 = F.interpolate(x0, [9, 6], mode='bilinear', align_corners=True)", "x0"),
+            _line("t1 = F.conv2d(t0, x1, None, 1, 'same')", "t0", "x1"),
+            _line("t2 = F.linear(x2, w3)", "x2", "w3"),
+        ),
+        ("t1", "t2"),
+    ),
 }
 # Those that another mode than the static one has found.
 MODE_OF = {
     "a slice to the end of a dimension of unknown size": "dynamic",
     "a view, of unknown sizes, of an input that begins within its memory": "dynamic",
     "views of one value, of unknown sizes, are results": "dynamic",
+    "attention, with a scale, of heads whose width is unknown": "dynamic",
+    "a convolution, of unknown padding, of a resampled image": "dynamic",
     "a piece of an input is a result where gradients flow": "training",
 }
 
