@@ -91,8 +91,16 @@ def test_upsampling_formulas_are_restored():
     assert key in aten.upsample_bilinear2d.vec.py_kernels
 
 
-@pytest.mark.parametrize("by", ["size", "scale"])
-@pytest.mark.parametrize("mode", ["nearest", "nearest-exact", "linear", "bilinear", "bicubic", "trilinear"])
+_MODES = ("nearest", "nearest-exact", "linear", "bilinear", "bicubic", "trilinear")
+
+
+@pytest.mark.parametrize(
+    ("mode", "by"),
+    [
+        *((mode, "size") for mode in _MODES),
+        *(pytest.param(m, "scale", marks=() if m in ("nearest", "bilinear") else pytest.mark.full) for m in _MODES),
+    ],
+)
 def test_upsampling_to_symbolic_sizes(recorder, mode, by):
     """Upsampling to sizes, or by scales, of symbolic tensors is one operator, with eager's values and gradients."""
     rank = {"linear": 1, "trilinear": 3}.get(mode, 2)
