@@ -2,6 +2,7 @@
 
     python -m benchmarks.dynamic                                       # every case
     python -m benchmarks.dynamic --models minilm gpt2 --out dynamic.json
+    python -m benchmarks.dynamic --models bert_base --precision bf16    # eager stays float32
 
 For each size all three run in turn (eager, static, dynamic, ...), so that a machine that slows down for a while slows all; outputs are
 compared first. Figures are milliseconds, the median of the rounds; `first` is the dynamic model's first call at that size, which lays out
@@ -28,6 +29,7 @@ from benchmarks.models import ZOO, Model, tensors
 from torch_hybrid_backend.backend import compile_graph
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.plan import Plan
+from torch_hybrid_backend.core.precision import DEFAULT_TOLERANCES, PRECISIONS
 from torch_hybrid_backend.measure import measure
 
 # (batch, length) of tokens, (batch, side) of images; the first is what the dynamic model is compiled with.
@@ -58,18 +60,32 @@ def _varying(inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     return copies
 
 
-def _compiled(model: nn.Module, dynamic: bool | None, plans: list[Plan]) -> Callable[..., Any]:
-    backend = functools.partial(compile_graph, config=Config.from_env(os.environ), on_plan=plans.append)
+def _compiled(
+    model: nn.Module, precision: str, *, dynamic: bool | None, plans: list[Plan] | None = None
+) -> Callable[..., Any]:
+    config = Config.from_env(os.environ).with_options({"precision": precision}, None)
+    on_plan = (plans if plans is not None else []).append
+    backend = functools.partial(compile_graph, config=config, on_plan=on_plan)
     call: Callable[..., Any] = torch.compile(model, backend=backend, dynamic=dynamic)
     return call
 
 
-def compare(model: Model, sizes: Sequence[tuple[int, int]], budget_s: float) -> list[dict[str, object]]:
+def _check(found: torch.Tensor, eager: torch.Tensor, precision: str) -> None:
+    if precision == "as-written":
+        torch.testing.assert_close(found, eager, rtol=1e-2, atol=1e-2)
+    else:
+        error = float((found - eager).double().norm() / eager.double().norm())
+        assert error <= DEFAULT_TOLERANCES[precision], f"off by {error:.2g} of its root mean square"
+
+
+def compare(
+    model: Model, sizes: Sequence[tuple[int, int]], budget_s: float, precision: str = "as-written"
+) -> list[dict[str, object]]:
     """One record per size. Raises AssertionError where an output is wrong."""
     module = model.build("full")
     plans: list[Plan] = []
     torch._dynamo.reset()
-    dynamic = _compiled(module, None, plans)
+    dynamic = _compiled(module, precision, dynamic=None, plans=plans)
     records: list[dict[str, object]] = []
     with torch.no_grad():
         dynamic(*_varying(_inputs(model, *sizes[0])))
@@ -80,9 +96,9 @@ def compare(model: Model, sizes: Sequence[tuple[int, int]], budget_s: float) -> 
             found = dynamic(*varying)
             first = time.perf_counter() - start
             for ours, eager in zip(tensors(found), tensors(module(*inputs)), strict=True):
-                torch.testing.assert_close(ours, eager, rtol=1e-2, atol=1e-2)
+                _check(ours, eager, precision)
             # Another instance: Dynamo keeps graphs by code, and guards the module that they were compiled for.
-            static = _compiled(model.build("full"), False, [])
+            static = _compiled(model.build("full"), precision, dynamic=False)
             with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
                 static(*inputs)
             calls = [lambda: module(*inputs), lambda: static(*inputs), lambda: dynamic(*varying)]  # noqa: B023 - run in this turn
@@ -90,6 +106,7 @@ def compare(model: Model, sizes: Sequence[tuple[int, int]], budget_s: float) -> 
             records.append(
                 {
                     "model": model.name,
+                    "precision": precision,
                     "batch": batch,
                     "length": length,
                     "eager_ms": round(eager_ms, 3),
@@ -109,12 +126,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.dynamic", description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="*", choices=list(_SIZES), default=list(_SIZES))
     parser.add_argument("--budget-s", type=float, default=4.0, help="seconds of timing per size")
+    parser.add_argument("--precision", choices=PRECISIONS, default="as-written", help="of the compiled models")
     parser.add_argument("--out", type=Path, help="write the records here, as JSON")
     arguments = parser.parse_args(argv)
     torch._dynamo.config.recompile_limit = 64  # the static models share their code with the dynamic one
     records: list[dict[str, object]] = []
     for name in arguments.models:
-        for record in compare(ZOO[name], _SIZES[name], arguments.budget_s):
+        for record in compare(ZOO[name], _SIZES[name], arguments.budget_s, arguments.precision):
             records.append(record)
             sys.stdout.write("  ".join(f"{key} {value}" for key, value in record.items()) + "\n")
             sys.stdout.flush()

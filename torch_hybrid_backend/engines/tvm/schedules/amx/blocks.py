@@ -31,7 +31,7 @@ _PART_LENGTHS = (12, 16)
 # Bytes a cycle that tiles are loaded from the second-level cache; the share of the first that a panel of B may take to stay there while panels
 # of A go by; the share of the second that sums and A's tiles may take.
 _L2_BYTES, _L1_SHARE, _L2_SHARE = 40.0, 0.7, 0.51
-# Panels of rows that a task should have room for where there may be any number of them.
+# Panels of rows that tasks are also cut for where there may be any number of them.
 _OPEN_ROWS = 8
 # Cycles to read or write a byte beyond the second-level cache, which a core partly hides.
 _BYTE_CYCLES = 0.06
@@ -102,9 +102,8 @@ class TileBlocks:
     def _tiling(self) -> tuple[int, int, int]:
         """Steps of a part of k, and panels of rows and of columns of one task: the kernel's `schedule_rank` by estimated time."""
         step_bytes = self.form.itemsize * self.panel_size
-        batch, panels = size_hint(self.batch), size_hint(self.row_panels)
-        if isinstance(self.row_panels, Size):
-            panels = max(panels, _OPEN_ROWS)
+        batch, likely = size_hint(self.batch), max(1, size_hint(self.row_panels))
+        panels = max(likely, _OPEN_ROWS) if isinstance(self.row_panels, Size) else likely
         estimates: dict[tuple[int, int, int], float] = {}
         for steps in self._part_lengths():
             # Half of the cache: beside A's tiles there are panels of B, and what is read and written.
@@ -113,10 +112,18 @@ class TileBlocks:
             counts = {-(-panels // count) for count in range(fewest, min(panels, 4 * fewest) + 1)}
             for block in sorted(counts, reverse=True):
                 for group in self._groups():
-                    tasks = batch * -(-panels // block) * -(-self.column_panels // group)
-                    cycles = self._copy_cycles(block) + self._product_cycles(steps, block, group)
-                    estimates[steps, block, group] = -(-tasks // self.target.cores) * cycles
+                    # Of the likely number of rows and of more, where there may be any, by row: few must not be one task, nor many small ones.
+                    estimates[steps, block, group] = sum(
+                        self._cycles(batch, count, (steps, min(block, count), group)) / count
+                        for count in {likely, panels}
+                    )
         return self.builder.ranked_choice(estimates)
+
+    def _cycles(self, batch: int, panels: int, tiling: tuple[int, int, int]) -> float:
+        """Of all products of so many panels of rows, in tasks as `_tiling` says."""
+        steps, block, group = tiling
+        tasks = batch * -(-panels // block) * -(-self.column_panels // group)
+        return -(-tasks // self.target.cores) * (self._copy_cycles(block) + self._product_cycles(steps, block, group))
 
     def _part_lengths(self) -> list[int]:
         """Steps of k that a part may have."""
