@@ -136,6 +136,17 @@ def test_the_fewest_layers_return(caplog: pytest.LogCaptureFixture) -> None:
     assert [layer.name for layer in between.left] == ["addmm_1"]  # by itself each is off by 0.003
 
 
+def test_a_warning_names_the_worst_layers(caplog: pytest.LogCaptureFixture) -> None:
+    """Where many return it names some, and says how many more there are."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(10) for layer in (nn.Linear(64, 64), nn.Tanh()))).eval()
+    _, found = _explained(model, torch.randn(8, 64), precision_tolerance=1e-6)
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING)
+    assert len(found.left) == 10
+    assert warning.count("addmm") == 8
+    assert warning.endswith("and 2 more, which explain() lists")
+
+
 def test_kernels_that_are_off_by_more_than_eager_cost_few_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compiled next aims as much lower as the last one was too far off; not one layer more at a time."""
     compiled: list[int] = []

@@ -33,6 +33,8 @@ from torch_hybrid_backend.prepared import Prepared, Reduced, prepare_anew, retur
 from torch_hybrid_backend.stages import Placed
 
 _log = logging.getLogger(__name__)
+# Layers that the warning names.
+_NAMED = 8
 
 # Compiles a graph, and places it on the inputs of the call: with it the call's outputs.
 Place = Callable[[Prepared], tuple[Placed, list[Any]]]
@@ -197,5 +199,6 @@ def _with_errors(placed: Placed, found: _Deviation) -> Placed:
 
 def _warn(reduced: Reduced, returned: Sequence[str], off: str) -> None:
     lines = {node.name: source_line(node) for node in reduced.written.graph.nodes}
-    named = ", ".join(f"{name} ({lines[name]})" if lines[name] else name for name in returned)
-    _log.warning("%s (precision_tolerance): these layers are computed as written from now on: %s", off, named)
+    named = ", ".join(f"{name} ({lines[name]})" if lines[name] else name for name in returned[:_NAMED])
+    more = f" and {len(returned) - _NAMED} more, which explain() lists" if len(returned) > _NAMED else ""
+    _log.warning("%s (precision_tolerance): these layers are computed as written from now on: %s%s", off, named, more)
