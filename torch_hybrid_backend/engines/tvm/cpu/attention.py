@@ -28,7 +28,7 @@ from torch_hybrid_backend.loops.ir import Const, Expr, Load
 from torch_hybrid_backend.loops.kernels import AttentionKernel, kernel_sizes
 from torch_hybrid_backend.loops.ops import cast, const, is_rounded, mul, sub
 from torch_hybrid_backend.machine import EXACT_PRECISIONS, float32_precision
-from torch_hybrid_backend.sizes.size import known_int
+from torch_hybrid_backend.sizes.size import known_int, size_hint
 
 # Fewer queries do not pay for packed keys and values.
 _LEAST_QUERIES = 5
@@ -53,12 +53,13 @@ def word_attention(kernel: AttentionKernel, weight: Packed | None, target: Targe
     is_bfloat16, is_float16 = (all(is_rounded(e, dtype) for e in operands) for dtype in ("bfloat16", "float16"))
     if is_bfloat16 and known_int(kernel.q_vars[3].extent) % 2:
         return []
-    if {"amx_bf16", "amx_tile"} <= set(target.features) and not kernel_sizes(kernel):
+    is_known = not kernel_sizes(kernel)
+    if {"amx_bf16", "amx_tile"} <= set(target.features) and (is_known or (is_bfloat16 and isinstance(kernel.k, Load))):
         precision, _ = float32_precision("cpu")
         form = "float32" if precision in EXACT_PRECISIONS else "float32 high"
         form = "bfloat16" if is_bfloat16 else "float16 split" if is_float16 else form
         name, own, parts = f"amx {form}", kernel, FORMATS[form].parts
-        if (integers := _of_integers(kernel)) is not None:
+        if is_known and (integers := _of_integers(kernel)) is not None:
             # What is rounded to bfloat16 otherwise has weights that are.
             name, own, form = "amx integers", integers, "bfloat16"
             parts = FORMATS["bfloat16" if is_bfloat16 else "float32"].parts
@@ -165,7 +166,7 @@ def _tile_cost(kernel: AttentionKernel, name: str, weight_parts: int) -> float:
     """The estimated time on tiles over that by vectors; infinite where there is nothing to compute."""
     form, each = FORMATS[name], _multiply_adds(kernel)
     queries, keys, depth, width = (
-        known_int(v.extent) for v in (kernel.domain[2], kernel.k_vars[2], kernel.q_vars[3], kernel.domain[3])
+        size_hint(v.extent) for v in (kernel.domain[2], kernel.k_vars[2], kernel.q_vars[3], kernel.domain[3])
     )
     if not queries * keys * depth * width:
         return math.inf

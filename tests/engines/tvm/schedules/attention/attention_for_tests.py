@@ -16,9 +16,10 @@ from torch_hybrid_backend.loops.index import LoopVar, as_index, index_of
 from torch_hybrid_backend.loops.ir import Buffer, Expr, Load, compute_dtype
 from torch_hybrid_backend.loops.kernels import Argument, AttentionKernel, Store
 from torch_hybrid_backend.loops.layout import Layout, Strided, contiguous
+from torch_hybrid_backend.sizes.size import Dim, symbol
 
 
-def variables(name: str, shape: tuple[int, ...]) -> tuple[LoopVar, ...]:
+def variables(name: str, shape: tuple[Dim, ...]) -> tuple[LoopVar, ...]:
     return tuple(LoopVar(f"{name}{i}", n) for i, n in enumerate(shape))
 
 
@@ -32,15 +33,20 @@ def make(
     shared: int = 1,
     new_at: int | None = None,
     wraps: bool = False,
+    open_sizes: bool = False,
 ) -> tuple[AttentionKernel, dict[Buffer, torch.Tensor]]:
     """(kernel, inputs) of out = 2 * attention(q, k, v) for `shape` (B, H, S, T, D, E).
 
     heads_inside: memory is (B, S, H, D), as projections leave it. shared: neighbouring heads that read the same keys and values. new_at: keys
     and values are a cache of which this position is replaced; what by, and the position, are the last three inputs. wraps: positions
-    below 0 count from the end.
+    below 0 count from the end. open_sizes: the kernel knows B, S and T at run time only.
     """
     batch, heads, queries, keys, depth, width = shape
     torch.manual_seed(0)
+    numbers: dict[Dim, int] = {}
+    if open_sizes:
+        named = {symbol(name, shape[at]): shape[at] for name, at in (("batch", 0), ("queries", 2), ("keys", 3))}
+        numbers, (batch, queries, keys) = named, named
 
     def layout_of(buffer: Buffer) -> Layout:
         _, h, s, d = buffer.shape
@@ -55,7 +61,7 @@ def make(
             (heads, queries, width, "out"),
         ]
     )
-    inputs = {b: torch.randn(b.shape).to(getattr(torch, dtype)) for b in (q, k, v)}
+    inputs = {b: torch.randn([numbers.get(n, n) for n in b.shape]).to(getattr(torch, dtype)) for b in (q, k, v)}
     reads = [Argument(b, layout_of(b)) for b in (q, k, v)]
     score_vars = variables("z", (batch, heads, queries, keys))
     compute = compute_dtype(dtype)

@@ -7,9 +7,10 @@ import dataclasses
 import re
 
 import pytest
+import torch
 
 from tests.engines.tvm.amx_for_tests import SAPPHIRE_RAPIDS, emulated
-from tests.engines.tvm.schedule_runner import HOST, compile_kernel
+from tests.engines.tvm.schedule_runner import HOST, compile_kernel, runner_of
 from tests.engines.tvm.schedules.attention.attention_for_tests import check_words, in_words, make
 from tests.engines.tvm.schedules.attention.test_words import masks
 from torch_hybrid_backend.engines.tvm.schedules.attention import rules
@@ -36,6 +37,29 @@ def test_is_as_exact_as_eager(emulated: ctypes.CDLL, shape: tuple[int, int, int,
     before = emulated.products_so_far()
     check_words(shape, form="bfloat16", causal=causal, heads_inside=True, target=_HOST)
     assert emulated.products_so_far() > before
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_lengths_known_at_run_time(emulated: ctypes.CDLL, causal: bool) -> None:
+    """One kernel for any number of queries, keys and batches: less than a tile, panels that are whole and not, several blocks of keys."""
+    kernel, _ = make((1, 2, 40, 40, 24, 20), dtype="bfloat16", causal=causal, open_sizes=True)
+    attention = runner_of(in_words(kernel, "bfloat16"), rules.emit, _HOST)
+    for batch, queries, keys in [
+        (1, 40, 40),
+        (2, 70, 90),
+        (1, 1, 7),
+        (1, 16, 32),
+        (3, 33, 64),
+        (1, 64, 1100),
+        (0, 5, 5),
+    ]:
+        own, inputs = make((batch, 2, queries, keys, 24, 20), dtype="bfloat16", causal=causal)
+        q, k, v = (value.double() for value in inputs.values())
+        before = emulated.products_so_far()
+        (got,) = attention({read.buffer: inputs[o.buffer] for read, o in zip(kernel.reads, own.reads, strict=True)})
+        assert (emulated.products_so_far() > before) == (batch > 0)
+        want = 2 * torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        torch.testing.assert_close(got.double(), want, rtol=2e-2, atol=2e-2)
 
 
 def test_masked(emulated: ctypes.CDLL) -> None:

@@ -20,7 +20,7 @@ from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirExpr
 from torch_hybrid_backend.engines.tvm.tir.printer import Printer
 from torch_hybrid_backend.loops.index import Index, LoopVar, as_index
 from torch_hybrid_backend.loops.ir import Expr
-from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, size_hint
+from torch_hybrid_backend.sizes.size import Dim, Size, ceil_div, function, size_hint
 
 LANES = 16  # of a vector, and rows, and columns of words, of a tile
 _TILE_CYCLES = 16
@@ -90,14 +90,22 @@ class TileBlocks:
 
     # Sizes.
 
-    def row_blocks(self) -> tuple[Dim, int]:
-        """How many blocks of rows there are, and what a task's first row is a multiple of."""
-        return ceil_div(self.row_panels, self.block), self.block
+    def row_blocks(self) -> tuple[Dim, Dim]:
+        """How many blocks of rows there are, and what a task's first row is a multiple of: `block`, or as few as makes them equal."""
+        if isinstance(self.row_panels, int):
+            return ceil_div(self.row_panels, self.block), self.block
+        blocks = function("max", ceil_div(self.row_panels, self.block), 1)
+        return blocks, ceil_div(self.row_panels, blocks)
 
     def _groups(self) -> list[int]:
         """Numbers of column panels that a task may have."""
         counts = (1, 2, 4, 8, 16, 32, 64, self.target.cores)
-        return sorted({-(-self.column_panels // count) for count in counts if count <= self.column_panels})
+        groups = sorted({-(-self.column_panels // count) for count in counts if count <= self.column_panels})
+        if isinstance(self.row_panels, int):
+            return groups
+        # Whatever the number of blocks of rows, every core has as many tasks.
+        even = [group for group in groups if -(-self.column_panels // group) % self.target.cores == 0]
+        return even or groups
 
     def _tiling(self) -> tuple[int, int, int]:
         """Steps of a part of k, and panels of rows and of columns of one task: the kernel's `schedule_rank` by estimated time."""
@@ -114,16 +122,16 @@ class TileBlocks:
                 for group in self._groups():
                     # Of the likely number of rows and of more, where there may be any, by row: few must not be one task, nor many small ones.
                     estimates[steps, block, group] = sum(
-                        self._cycles(batch, count, (steps, min(block, count), group)) / count
-                        for count in {likely, panels}
+                        self._cycles(batch, count, (steps, block, group)) / count for count in {likely, panels}
                     )
         return self.builder.ranked_choice(estimates)
 
     def _cycles(self, batch: int, panels: int, tiling: tuple[int, int, int]) -> float:
         """Of all products of so many panels of rows, in tasks as `_tiling` says."""
         steps, block, group = tiling
-        tasks = batch * -(-panels // block) * -(-self.column_panels // group)
-        return -(-tasks // self.target.cores) * (self._copy_cycles(block) + self._product_cycles(steps, block, group))
+        blocks = -(-panels // block)
+        tasks, rows = batch * blocks * -(-self.column_panels // group), -(-panels // blocks)
+        return -(-tasks // self.target.cores) * (self._copy_cycles(rows) + self._product_cycles(steps, rows, group))
 
     def _part_lengths(self) -> list[int]:
         """Steps of k that a part may have."""
@@ -158,16 +166,16 @@ class TileBlocks:
 
     def panels_in(self, first: Index) -> TirExpr | None:
         """Panels of rows of a task; None where every task has `block` of them."""
-        return self._left(first, self.row_panels, self.block)
+        return self._left(first, self.row_panels, self.row_blocks()[1])
 
     def _columns_in(self, column: Index) -> TirExpr | None:
         """Panels of columns of a task; None where every task has `group` of them."""
         return self._left(column, self.column_panels, self.group)
 
-    def _left(self, first: Index, total: Dim, count: int) -> TirExpr | None:
+    def _left(self, first: Index, total: Dim, count: Dim) -> TirExpr | None:
         if total % count == 0:
             return None
-        return tirx.Min(self.builder.index(as_index(total) - first), tirx.IntImm("int32", count))
+        return tirx.Min(self.builder.index(as_index(total) - first), self.builder.size(count))
 
     def _each_row(self, first: Index, body: Callable[[Index], Stmt]) -> Stmt:
         """`body(r)` for the panels of rows of a task."""

@@ -33,11 +33,11 @@ class _Operand:
 
     array: TirBuffer
     row: int
-    part: int
+    part: Dim
 
 
 class TileAttention(WordAttention):
-    """The emission of one kernel. Sizes are known."""
+    """The emission of one kernel. How many queries, keys and matrices there are may be known only at run time."""
 
     def __init__(self, kernel: WordAttentionKernel, builder: Builder, printer: Printer, target: Target) -> None:
         self.form = FORMATS[kernel.format]
@@ -47,7 +47,7 @@ class TileAttention(WordAttention):
         self.value_products = (
             self.form.products if self.weight_parts == parts else tuple((p, 0) for p in range(self.weight_parts)[::-1])
         )
-        panels, key_rows, pairs = map(known_int, (self.panels, self.key_rows, self.panels * (self.panel // 2)))
+        panels, key_rows, pairs = self.panels, known_int(self.key_rows), self.panels * (self.panel // 2)
         # Parts of keys lie panel by panel, those of the others one behind the other.
         self.packed_k = self._workspace(panels * parts * key_rows * self.panel, "kt", "int32")
         self.packed_v = self._workspace(parts * pairs * self.padded, "v", "int32")
