@@ -83,6 +83,13 @@ def test_where_it_does_not_serve(shape: tuple[int, int, int, int, int, int], nam
     assert [variant.name for variant in word_attention(kernel_of(shape), None, _TILES)] == names
 
 
+@pytest.mark.parametrize(("dtype", "names"), [("bfloat16", ["amx bfloat16", "bfloat16"]), ("float32", [])])
+def test_lengths_known_only_at_run_time(dtype: str, names: list[str]) -> None:
+    """bfloat16 is multiplied on tiles, by the likely lengths; float32, which is split, needs to know them."""
+    kernel, _ = make(_BERT, dtype=dtype, open_sizes=True)
+    assert [way.name for way in word_attention(kernel, None, _TILES)] == names
+
+
 def _dequantised(x: torch.Tensor, scale: float | None = 0.02) -> torch.Tensor:
     """As `quantize` does it; with a scale for each row without one."""
     if scale is not None:
