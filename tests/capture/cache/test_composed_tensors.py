@@ -148,7 +148,7 @@ def test_values_in_full_differ():
 @pytest.mark.parametrize(
     "value",
     [object(), Color.RED, Settings(8), {1, 2}, torch.ones(2), print, [1, object()], {"a": {"b": Color}}, b"bytes"],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )
 def test_what_cannot_be_told_in_full_has_no_text(value):
     """Objects of the program's, and what prints as its address: nothing says what they do."""
@@ -179,7 +179,9 @@ def test_all_functions_of_a_class_are_found():
 
 
 @pytest.mark.parametrize(
-    "value", [print, Path, functools.partial(print), staticmethod(print), functools.cached_property(len)], ids=str
+    "value",
+    [print, Path, functools.partial(print), staticmethod(print), functools.cached_property(len)],
+    ids=lambda value: type(value).__name__,
 )
 def test_what_is_called_and_has_no_source_is_refused(value):
     """Nothing says what it runs."""
