@@ -6,7 +6,7 @@ float32 is multiplied as three bfloat16, or as two where `torch.set_float32_matm
 float16 is multiplied as it is where the processor does that, else as two bfloat16. `amx_formats` says what that costs. bfloat16 is multiplied
 as it is, a denormal number as 0, as PyTorch's own kernels for AMX do. 8-bit integers are multiplied exactly. A weight of 8 or 4 bits by
 which floats are multiplied stays as it is packed: its kernel unpacks it to bfloat16. How many rows, matrices or images there are may be known
-only at run time. Illegal: other sizes that are.
+only at run time, but not with such weights. Illegal: other sizes that are.
 
 Nothing here imports TVM.
 """
@@ -37,7 +37,7 @@ from torch_hybrid_backend.loops import ops
 from torch_hybrid_backend.loops.fusion import replace_loads
 from torch_hybrid_backend.loops.index import Index, as_index, index_of
 from torch_hybrid_backend.loops.ir import Buffer, Call, Expr, Load
-from torch_hybrid_backend.loops.kernels import Argument, Kernel, Store
+from torch_hybrid_backend.loops.kernels import Argument, Kernel, Store, kernel_sizes
 from torch_hybrid_backend.loops.layout import contiguous
 from torch_hybrid_backend.machine import EXACT_PRECISIONS, float32_precision
 from torch_hybrid_backend.sizes.size import known_int, size_hint
@@ -105,9 +105,7 @@ def tile_products(
     return _variants(product, (packed,), cost)
 
 
-def _sizes(
-    kernel: PackedMatMulKernel | UnpackedMatMulKernel | DequantizedMatMulKernel,
-) -> tuple[int, int, int, int] | None:
+def _sizes(kernel: PackedMatMulKernel | UnpackedMatMulKernel) -> tuple[int, int, int, int] | None:
     """Matrices, rows, columns and k, of the first two likely numbers; None where one of the last two is known only at run time."""
     (batch, m, n), k = (variable.extent for variable in kernel.domain), kernel.k.extent
     return (size_hint(batch), size_hint(m), n, k) if isinstance(n, int) and isinstance(k, int) else None
@@ -125,10 +123,10 @@ def tile_dequantized_products(kernel: DequantizedMatMulKernel, weight: Packed | 
 
     Both read the weight as it is packed.
     """
-    sizes = _sizes(kernel)
-    if sizes is None or kernel.table is not None or not {"amx_tile", "amx_bf16"} <= set(target.features):
+    # Of any number of rows the kernel by vectors has a way for few and one for many, which the tiles have not.
+    if kernel_sizes(kernel) or kernel.table is not None or not {"amx_tile", "amx_bf16"} <= set(target.features):
         return []
-    _, m, n, k = sizes
+    _, m, n, k = (known_int(variable.extent) for variable in (*kernel.domain, kernel.k))
     if m < _SURE_ROWS:
         return []  # to unpack the weight for tiles that are mostly empty gains nothing
     name = _dequantized_format(kernel)
