@@ -35,7 +35,7 @@ from pathlib import Path
 
 def build(request, going_on):
     told = Path(json.loads(request))
-    while not told.exists():
+    while not (told.exists() and told.read_text()):  # whoever opens a file to write in it makes an empty one first
         if not going_on(0.5):
             raise RuntimeError("stopped")
         time.sleep(0.002)
