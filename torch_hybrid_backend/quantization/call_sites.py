@@ -120,9 +120,11 @@ class CallSites(TorchFunctionMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
+        if self._signs is None:
+            return self._run(function, args, kwargs)
+        name = self._signs.begins(function)
         result = self._run(function, args, kwargs)
-        if self._signs is not None:
-            self._signs.ran(function, args, kwargs, result)
+        self._signs.ended(name, args, kwargs, result)
         return result
 
     def _run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
