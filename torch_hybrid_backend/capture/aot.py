@@ -38,6 +38,7 @@ from torch_hybrid_backend.capture.cache.aot_cache import AotCache, capture_key
 from torch_hybrid_backend.capture.cache.composed_tensors import taking_apart
 from torch_hybrid_backend.capture.decompositions import decomposition_table, whole_upsampling
 from torch_hybrid_backend.capture.fixes.attention_states import without_attention_states
+from torch_hybrid_backend.capture.fixes.dequantized_groups import plain_sizes_of_groups
 from torch_hybrid_backend.capture.fixes.input_updates import write_in_place
 from torch_hybrid_backend.capture.fixes.norm_statistics import correct_statistics
 from torch_hybrid_backend.capture.fixes.output_aliases import separate_aliases
@@ -126,7 +127,7 @@ def capture(
         keep_inference_input_mutations=False,
     )
     # Donated buffers would make `backward(retain_graph=True)` an error, which eager allows.
-    with torch._functorch.config.patch(donated_buffer=False), whole_upsampling():
+    with torch._functorch.config.patch(donated_buffer=False), whole_upsampling(), plain_sizes_of_groups():
         captured: Callable[..., Any] = backend(gm, list(example_inputs))
     if without_wrapper:
         return _called_directly(without_wrapper[0], example_inputs)  # the wrapper took 9 of 42 us with 60 parameters
