@@ -83,6 +83,36 @@ def test_the_error_is_that_of_the_worst_output() -> None:
     assert 0 < error < 0.1
 
 
+def test_no_number_is_infinitely_far_off(caplog: pytest.LogCaptureFixture) -> None:
+    """In whichever output of the quantised module it is; the model's outputs are all numbers."""
+
+    class Rooted(Two):
+        def forward(self, x: torch.Tensor) -> dict[str, object]:
+            made = super().forward(x)
+            (hidden,) = made["hidden"]  # type: ignore[misc]
+            off = made["logits"] - torch.einsum("ik,jk->ij", hidden, self.far.weight)
+            return {**made, "root": (1e-4 - off.abs()).sqrt()}
+
+    torch.manual_seed(0)
+    with caplog.at_level(logging.WARNING, _LOGGER):
+        quantize(Rooted().eval(), [torch.randn(5, 16)], calibration="naive")
+    (record,) = caplog.records
+    assert "outputs of the Rooted are off by inf" in record.getMessage()
+
+
+def test_random_numbers_are_no_difference() -> None:
+    """A model that draws is compared with the same numbers."""
+
+    class Noisy(Two):
+        def forward(self, x: torch.Tensor) -> dict[str, object]:
+            return {"noise": super().forward(x)["logits"] + 100 * torch.randn(5, 4)}  # type: ignore[operator]
+
+    torch.manual_seed(0)
+    model, items = Noisy().eval(), [torch.randn(5, 16)]
+    result = quantize(model, items, calibration="naive")
+    assert output_error(result, model, Loader(items, model)) < 1e-3
+
+
 def test_a_look_takes_a_few_items() -> None:
     """A loader of thousands is read once for calibration, not once more for that."""
     model, items = _two()

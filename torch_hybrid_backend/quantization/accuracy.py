@@ -49,11 +49,12 @@ def warn_if_far(result: QuantizedModule, model: nn.Module, data: Loader) -> None
 
 def output_error(result: QuantizedModule, model: nn.Module, data: Loader) -> float:
     """The root mean square of what quantising changes, over that of the output: of the output for which that is largest, over the loader's
-    first items. Numbers that are not finite in the model's output do not count; outputs that are no tensors of floats neither."""
+    first items. Numbers that are not finite in the model's output do not count; outputs that are no tensors of floats neither. What is NaN
+    in the result's alone is infinitely far off. Both draw the same random numbers."""
     squares: dict[int, list[float]] = {}
 
     def compare(call: Callable[[nn.Module], Any]) -> None:
-        pairs = zip(*(tree_leaves(call(module)) for module in (model, result)), strict=True)
+        pairs = zip(*(tree_leaves(_alike(call, module)) for module in (model, result)), strict=True)
         for number, (expected, found) in enumerate(pairs):
             if isinstance(expected, torch.Tensor) and expected.is_floating_point():
                 counts = expected.isfinite()
@@ -65,7 +66,16 @@ def output_error(result: QuantizedModule, model: nn.Module, data: Loader) -> flo
         compare(lambda module: module(*args, **kwargs))
 
     data.run(both, _ITEMS)
-    return max((math.sqrt(error / size) for error, size in squares.values() if size), default=0.0)
+    errors = [math.sqrt(error / size) for error, size in squares.values() if size]
+    # `max` may pass over NaN.
+    return math.inf if any(map(math.isnan, errors)) else max(errors, default=0.0)
+
+
+def _alike(call: Callable[[nn.Module], Any], module: nn.Module) -> Any:
+    """A call with the random numbers of every other such call."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return call(module)
 
 
 def return_to_float(result: QuantizedModule, data: Loader, metric: Metric, goal: float) -> None:
