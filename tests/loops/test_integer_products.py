@@ -27,6 +27,7 @@ from torch_hybrid_backend.loops.ir import (
     LoopOp,
     Map,
     MatMulOp,
+    ReduceOp,
     Value,
     domain_vars,
 )
@@ -93,7 +94,7 @@ def realize_nothing(value: Value) -> Value:
     raise AssertionError(f"{value} is in memory already")
 
 
-def product_of(a: Value, b: Value) -> tuple[LoopOp, LoopOp] | None:
+def product_of(a: Value, b: Value) -> tuple[LoopOp, ...] | None:
     shape = (a.shape[0], a.shape[1], b.shape[2])
     return integer_product(MatMulOp(Buffer(shape, "float32"), a, b), realize_nothing)
 
@@ -147,16 +148,50 @@ def test_a_clamp_to_no_number_stays() -> None:
 
 
 def test_scales_along_the_sum_make_no_integer_product() -> None:
-    """Nor do a right operand with a zero point, and one that nobody quantised; one that is made in the call does."""
+    """Nor does a right operand that nobody quantised; one that is made in the call does."""
     a, b = Buffer((1, 4, 8), "int8"), Buffer((1, 8, 6), "int8", constant=True)
     one = number(0.5)
     left, right = dequantised(a, lambda i: one), dequantised(b, lambda i: one)
     assert product_of(left, right) is not None
     assert product_of(dequantised(a, lambda i: DEPTHS.at(i[2:])), right) is None
     assert product_of(left, dequantised(b, lambda i: DEPTHS.at(i[1:2]))) is None
-    assert product_of(left, dequantised(b, lambda i: one, 3)) is None
     assert product_of(left, dequantised(Buffer(b.shape, "int8"), lambda i: one)) is not None
     assert product_of(left, Buffer(b.shape, "float32", constant=True)) is None
+
+
+def test_a_zero_point_of_the_right_operand_is_taken_off_by_sums_of_rows() -> None:
+    """Of matmuls, where int32 holds all that is computed: not of many numbers, nor of zero points that may be large. A convolution's stays."""
+    one = number(0.5)
+    a, b = Buffer((1, 4, 8), "uint8"), Buffer((1, 8, 6), "uint8")
+    found = product_of(dequantised(a, lambda i: one, 7), dequantised(b, lambda i: one, 3))
+    assert found is not None
+    rows, product, scaled = found
+    assert isinstance(rows, ReduceOp)
+    assert isinstance(product, IntegerMatMulOp)
+    assert (rows.reads(), rows.out.shape, rows.out.dtype) == ([a], (1, 4), "int32")
+    assert set(scaled.reads()) == {product.out, rows.out}
+
+    def is_one(depth: int, zero: Callable[[tuple[Index, ...]], Expr]) -> bool:
+        left, right = Buffer((1, 4, depth), "uint8"), Buffer((1, depth, 6), "uint8")
+
+        def at(index: tuple[Index, ...]) -> Expr:
+            return ops.mul(ops.sub(as_float(right.at(index)), zero(index[2:])), one)
+
+        return (
+            product_of(dequantised(left, lambda i: one), Map(right.shape, "float32", at, ((right, lambda i: i),)))
+            is not None
+        )
+
+    assert is_one((1 << 31) // 255**2, lambda i: number(255))
+    assert not is_one((1 << 31) // 255**2 + 1, lambda i: number(255))
+    narrow, wide = Buffer((6,), "uint8"), Buffer((6,), "int64")
+    assert is_one(64, lambda i: as_float(narrow.at(i)))
+    assert not is_one(64, lambda i: as_float(wide.at(i)))
+
+    x, w = Buffer((1, 8, 5, 5), "uint8"), Buffer((6, 8, 3, 3), "int8", constant=True)
+    image, weight = dequantised(x, lambda i: one), dequantised(w, lambda i: one, 3)
+    op = ConvOp(Buffer((1, 6, 3, 3), "float32"), image, weight, (1, 1), (0, 0), (1, 1), 1)
+    assert integer_product(op, realize_nothing) is None
 
 
 @pytest.mark.parametrize(

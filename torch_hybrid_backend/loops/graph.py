@@ -186,8 +186,9 @@ class _Lowerer:
         if self._policy.abilities.integer_products and isinstance(op, MatMulOp | ConvOp):
             found = integer_product(op, self._narrow)
             if found is not None:
-                product, scaled = found
-                self._emit(product)
+                *products, scaled = found
+                for product in products:
+                    self._emit(product)
                 self._ops.append(scaled)
                 self._summed.add(op.out)
                 if isinstance(op, ConvOp):

@@ -5,6 +5,10 @@ points do not change along the sum, the product is one of integers, and scales a
 
     sum over k of ((a - z) * s) * (b * t)  =  (sum over k of (a - z) * b) * s * t
 
+A zero point of a matmul's right operand is taken off behind the sums, times the sum of the left one's row:
+
+    sum over k of (a - z) * (b - y)  =  (sum over k of (a - z) * b) - y * ((sum over k of a) - K * z)
+
 An operand says what it is by what it computes, so views, permutations and different spellings of dequantisation are all one case: the
 quantise-dequantise graphs of torchao and of this package, and integer tensors that are multiplied as they are (`aten._int_mm`).
 Source: Jacob et al., "Quantization and Training of Neural Networks for Efficient Integer-Arithmetic-Only Inference", CVPR 2018.
@@ -30,6 +34,7 @@ from torch_hybrid_backend.loops.ir import (
     Map,
     MapOp,
     MatMulOp,
+    ReduceOp,
     Value,
     count_calls,
     domain_vars,
@@ -126,10 +131,15 @@ def _fits(depth: int, left: Affine, right: Affine, zero: Expr | None) -> bool:
 
     Partial sums need not fit: int32 wraps, and what instructions move operands by cancels.
     """
-    (low, high), others = _span(left.integer), _span(right.integer)
-    least, most = (0, 0) if zero is None else _span(zero)
-    products = [one * other for one in (low - most, high - least) for other in others]
+    products = [one * other for one in _moved(left.integer, zero) for other in _span(right.integer)]
     return depth * min(products) >= -(1 << 31) and depth * max(products) < 1 << 31
+
+
+def _moved(integer: Expr, zero: Expr | None) -> tuple[int, int]:
+    """Between which numbers an integer lies that a zero point is taken off."""
+    low, high = _span(integer)
+    least, most = (0, 0) if zero is None else _span(zero)
+    return low - most, high - least
 
 
 def _whole(zero: Expr) -> Expr | None:
@@ -243,10 +253,10 @@ def is_quantised(e: Expr) -> bool:
     return e.dtype in NARROW and any(scalar.is_float(each.dtype) for each in rounded)
 
 
-def integer_product(op: MatMulOp | ConvOp, realize: Realize) -> tuple[LoopOp, MapOp] | None:
-    """A product as one of integers, and what makes its result of that; None where it is none.
+def integer_product(op: MatMulOp | ConvOp, realize: Realize) -> tuple[LoopOp, ...] | None:
+    """A product as one of integers, and what makes its result of that, which is last; None where it is none.
 
-    Both operands are quantised, the right one symmetric; a convolution's is constant. `realize`: called with what the product reads.
+    Both operands are quantised; a convolution's right one is constant and symmetric. `realize`: called with what the product reads.
     """
     if isinstance(op, IntegerMatMulOp | IntegerConvOp) or (
         not scalar.is_float(op.out.dtype) and op.out.dtype not in _HALF
@@ -258,7 +268,7 @@ def integer_product(op: MatMulOp | ConvOp, realize: Realize) -> tuple[LoopOp, Ma
         else ((op.x, (1, *_spatial(op.x))), (op.w, (1, *_spatial(op.w))))
     )
     a, b = _operand(left, of_left), _operand(right, of_right)
-    if a is None or b is None or b.first.zero is not None:
+    if a is None or b is None or (isinstance(op, ConvOp) and b.first.zero is not None):
         return None
     depth = 1
     for size in (left.shape[2],) if isinstance(op, MatMulOp) else op.w.shape[1:]:
@@ -271,6 +281,8 @@ def integer_product(op: MatMulOp | ConvOp, realize: Realize) -> tuple[LoopOp, Ma
     sums = Buffer(op.out.shape, "int32" if fits else "float64", "sums")
     if isinstance(op, ConvOp):
         return _convolution(op, a, b, sums, realize) if fits else None
+    if b.first.zero is not None:
+        return _moved_matmul(op, a, b, depth, realize)
     # Where only a zero point is too large, it is taken off in float64.
     return _matmul(op, a, b, sums, realize) if fits or _fits(depth, a.first, b.first, None) else None
 
@@ -290,14 +302,46 @@ def _matmul(op: MatMulOp, a: _Operand, b: _Operand, sums: Buffer, realize: Reali
         assert found is not None
         return found
 
+    integers = a.integers(realize), b.integers(realize)
+    product = IntegerMatMulOp(sums, *integers, None if a.first.zero is None else zero)
+    return product, _scaled(op.out, sums, _scales_of(op, a, b))
+
+
+def _scales_of(op: MatMulOp, a: _Operand, b: _Operand) -> Callable[[tuple[Index, ...]], tuple[Expr, ...]]:
+    none = as_index(0)
+
     def scales(index: tuple[Index, ...]) -> tuple[Expr, ...]:
         batch, row, column = index
         matrix = none if op.b.shape[0] == 1 else batch
         return (*a.at(batch, row, none).scales, *b.at(matrix, none, column).scales)
 
-    integers = a.integers(realize), b.integers(realize)
-    product = IntegerMatMulOp(sums, *integers, None if a.first.zero is None else zero)
-    return product, _scaled(op.out, sums, scales)
+    return scales
+
+
+def _moved_matmul(op: MatMulOp, a: _Operand, b: _Operand, depth: int, realize: Realize) -> tuple[LoopOp, ...] | None:
+    """As `_matmul`, where the right operand has a zero point; None where int32 may not hold all that is computed."""
+    left, right = a.first, b.first
+    assert right.zero is not None
+    most = max(map(abs, (*_span(right.integer), *_span(right.zero), *_moved(right.integer, right.zero))))
+    if depth * most * max(map(abs, (*_span(left.integer), *_moved(left.integer, left.zero)))) >= 1 << 31:
+        return None
+    none = as_index(0)
+    sums, rows = Buffer(op.out.shape, "int32", "sums"), Buffer(op.a.shape[:2], "int32", "rows")
+    product, _ = _matmul(op, a, b, sums, realize)
+    assert isinstance(product, IntegerMatMulOp)
+    integers = product.a
+    of_rows = ReduceOp(rows, op.a.shape, (2,), "sum", lambda index: scalar.cast(integers.at(index), "int32"))
+
+    def moved(index: tuple[Index, ...]) -> Expr:
+        batch, row, column = index
+        total, own = rows.at((batch, row)), a.at(batch, row, none).zero
+        if own is not None:
+            total = scalar.sub(total, scalar.mul(scalar.cast(own, "int32"), scalar.literal(depth, "int32")))
+        zero = b.at(none if op.b.shape[0] == 1 else batch, none, column).zero
+        assert zero is not None
+        return scalar.sub(sums.at(index), scalar.mul(scalar.cast(zero, "int32"), total))
+
+    return of_rows, product, _scaled(op.out, sums, _scales_of(op, a, b), moved)
 
 
 def _convolution(op: ConvOp, x: _Operand, w: _Operand, sums: Buffer, realize: Realize) -> tuple[LoopOp, MapOp] | None:
@@ -327,9 +371,16 @@ def _convolution(op: ConvOp, x: _Operand, w: _Operand, sums: Buffer, realize: Re
     return product, _scaled(op.out, sums, scales)
 
 
-def _scaled(out: Buffer, sums: Buffer, scales: Callable[[tuple[Index, ...]], tuple[Expr, ...]]) -> MapOp:
+def _scaled(
+    out: Buffer,
+    sums: Buffer,
+    scales: Callable[[tuple[Index, ...]], tuple[Expr, ...]],
+    moved: Callable[[tuple[Index, ...]], Expr] | None = None,
+) -> MapOp:
+    """`sums`, or what `moved` makes of them, times the scales."""
+
     def at(index: tuple[Index, ...]) -> Expr:
-        result = scalar.cast(sums.at(index), "float32")
+        result = scalar.cast((moved or sums.at)(index), "float32")
         for scale in scales(index):
             result = scalar.mul(result, scalar.cast(scale, "float32"))
         return result

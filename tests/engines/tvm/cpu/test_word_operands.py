@@ -104,6 +104,30 @@ def test_a_zero_point_and_scales_are_taken_in(engine: KernelEngine, zero: int) -
     assert names.count("packed_matmul") == 1
 
 
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 64, 48), (9, 77, 50), (33, 2048, 17)])
+@pytest.mark.parametrize(
+    ("left", "right"), [((torch.uint8, 0), (torch.uint8, 200)), ((torch.int8, -7), (torch.int8, 3))]
+)
+def test_zero_points_of_both_operands_are_taken_off(
+    engine: KernelEngine, m: int, k: int, n: int, left: tuple[torch.dtype, int], right: tuple[torch.dtype, int]
+) -> None:
+    """Of matrices of a batch, both made in the call: the sums are exact, so what is left is the rounding of two float32 operations."""
+    torch.manual_seed(0)
+    (left_dtype, left_zero), (right_dtype, right_zero) = left, right
+    x, w = extreme((2, m, k), left_dtype), extreme((2, n, k), right_dtype)
+    x[0, 0] = torch.iinfo(left_dtype).max  # the largest sums there are
+    w[0, 0] = torch.iinfo(right_dtype).min
+
+    def scores(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.bmm((x.float() - left_zero) * 0.25, ((w.float() - right_zero) * 0.3).transpose(1, 2))
+
+    _, compiled, inputs = compiled_region(engine, (scores, lambda: [x, w]))
+    exact = (x.long() - left_zero) @ (w.long() - right_zero).transpose(1, 2)
+    wanted = exact.double() * 0.25 * torch.tensor(0.3).double()
+    torch.testing.assert_close(compiled(inputs)[0].double(), wanted, rtol=4e-7, atol=0)
+    assert integer_kernels(compiled) == 1
+
+
 # What an int32 holds the sums of, whatever the numbers are: a graph's 70,000, and the most that there are.
 @pytest.mark.parametrize("k", [70_000, 131_071])
 def test_long_sums_of_dequantised_operands_are_exact(engine: KernelEngine, k: int) -> None:
