@@ -153,6 +153,19 @@ def test_attention_of_a_gpu_is_decomposed_with_its_mask() -> None:
     assert attention not in {node.target for node in lowered.graph.nodes}
 
 
+def test_sizes_are_told_by_any_input_of_a_region() -> None:
+    """An operator that has a size among its arguments is taken, though no tensor that it reads has it as a dimension."""
+    of_sizes: list[Callable[..., Any]] = [
+        lambda x: torch.arange(x.shape[0]),
+        lambda x: x.reshape(-1)[: x.shape[0]],
+        lambda x: torch.full((x.shape[0], 2), 3.0),
+        lambda x: x.reshape(x.shape[0] * x.shape[1], -1).view(x.shape[0], -1),
+    ]
+    for function in of_sizes:
+        assert last(function, X, dynamic=True)
+    assert last(lambda i: i.cumsum(0), I, dynamic=True)
+
+
 def test_judging_leaves_the_users_sizes_alone() -> None:
     """What lowering decides by an example of a size is no guard of the user's graph."""
     graph = make_fx(lambda x: F.gelu(x).reshape(x.shape[0], -1), tracing_mode="symbolic")(X)

@@ -13,6 +13,7 @@ from tests.engines.tensorrt.regions_for_tests import builds_bytes, built, region
 
 pytestmark = pytest.mark.tensorrt
 
+aten = torch.ops.aten
 Q = torch.ops.quantized_decomposed
 FP8 = torch.float8_e4m3fn
 
@@ -39,6 +40,19 @@ def test_they_are_asked_about_values_of_8_bits_alone() -> None:
     }
     assert all(converters_of(node).found for node in graph.graph.nodes if node.op == "call_function")
     assert not any("quantized_decomposed" in str(target) for target in DYNAMO_ATEN_CONVERTERS)
+
+
+def test_copies_of_inputs_and_counted_numbers_are_ours_where_sizes_are_unknown() -> None:
+    """Elsewhere torch_tensorrt has converters that are right."""
+    from torch_hybrid_backend.engines.tensorrt.converters import converter_of
+
+    def function(x: torch.Tensor) -> Any:
+        return x.half(), x.clone(), torch.arange(0, x.shape[0], 1), (x + 1).half(), (x + 1).clone()
+
+    for mode, expected in (("symbolic", [True] * 3 + [False] * 2), ("fake", [False] * 5)):
+        graph = make_fx(function, tracing_mode=mode)(torch.ones(4, 5))
+        copies = (aten._to_copy.default, aten.clone.default, aten.arange.start_step)
+        assert [converter_of(node) is not None for node in graph.graph.nodes if node.target in copies] == expected
 
 
 @builds_bytes
