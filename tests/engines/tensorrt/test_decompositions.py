@@ -103,6 +103,26 @@ def test_places_from_the_end_are_counted_from_the_beginning(dynamic: bool) -> No
         assert torch.equal(graph(x), x[:, -2])
 
 
+def test_indices_below_0_are_counted_from_the_beginning() -> None:
+    """Those that only data tell, in each dimension by its own size; masks are left alone."""
+    fakes = Fakes({"s": 5})
+    x = fakes.tensor(TensorSpec((symbol("s"), 3, 4), "float32", (12, 4, 1), CPU))
+    i = fakes.tensor(TensorSpec((2,), "int64", (1,), CPU))
+    graph = fakes.traced(lambda x, i: x[i, :, i], [x, i], DECOMPOSITIONS)
+    (call,) = graph.graph.find_nodes(op="call_function", target=aten.index.Tensor)
+    for rows in (4, 5, 9):
+        given, places = torch.rand(rows, 3, 4), torch.tensor([-1, 2])
+        for index, size in ((call.args[1][0], rows), (call.args[1][2], 4)):
+            graph.graph.output_node().args = (index,)
+            graph.recompile()
+            assert graph(given, places).tolist() == [size - 1, 2]
+        graph.graph.output_node().args = (call,)
+        graph.recompile()
+        assert torch.equal(graph(given, places), given[places, :, places])
+    masked = decomposed(lambda x: x[BIG > 2], BIG)
+    assert targets(masked) <= {aten.index.Tensor, aten.gt.Scalar}
+
+
 def test_kept_dimensions_are_added_and_not_expanded() -> None:
     """Of sizes known only at run time, too, as norms keep them."""
     fakes = Fakes({"s": 5})
@@ -211,6 +231,8 @@ X = torch.ones(5, 7)
         (lambda x: torch.arange(x.shape[1]) + x, BIG),
         (lambda x: torch.arange(x.shape[1], dtype=torch.float32) + x, X),
         (lambda x: x[:, -1] + 1, X),
+        (lambda x: x[:, torch.tensor([-1, 0])] + 1, X),
+        (lambda x: x[torch.tensor([0, -1]), torch.tensor([-1, 0])] + 1, X),
         (lambda x: x.half(), X),
         (lambda x: x.clone(), X),
     ],

@@ -97,6 +97,27 @@ def _select(x: Any, dim: int, index: Any) -> Any:
     return aten.squeeze.dim(aten.slice.Tensor(x, dim, size + index, size + index + 1), dim)
 
 
+def _index(x: Any, indices: Any) -> Any:
+    """Likewise, where only data tell which indices are below 0: the size is added to those."""
+    given = [each for each in indices if each is not None]
+    whole = all(
+        each.dtype in (torch.int32, torch.int64) for each in given
+    )  # a mask may take the place of several dimensions
+    if not whole or all(hasattr(each, _COUNTED) for each in given):
+        return NotImplemented
+    places = [None if each is None else _from_start(each, x.shape[dim]) for dim, each in enumerate(indices)]
+    return aten.index.Tensor(x, places)
+
+
+def _from_start(index: Any, size: Any) -> Any:
+    counted = index + _cast(index < 0, index.dtype) * size
+    setattr(counted, _COUNTED, True)  # what `_index` returns is decomposed in turn
+    return counted
+
+
+_COUNTED = "_hybrid_is_counted_from_the_start"
+
+
 # Beside torch_tensorrt's own.
 DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
     # PyTorch's decompositions yield it, and our own casts are.
@@ -107,6 +128,7 @@ DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
     aten.cumsum.default: _running_sum,
     aten.arange.start_step: _count,
     aten.select.int: _select,
+    aten.index.Tensor: _index,
 }
 
 # Converters know these by the overload that export keeps: (x, sizes, align_corners, factors). What AOTAutograd yields is the other.
