@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from tests.engines.tensorrt.regions_for_tests import VERDICTS
 from torch_hybrid_backend.core.verdict import Reason, Refused, Verdict
@@ -164,6 +165,24 @@ def test_sizes_are_told_by_any_input_of_a_region() -> None:
     for function in of_sizes:
         assert last(function, X, dynamic=True)
     assert last(lambda i: i.cumsum(0), I, dynamic=True)
+
+
+def test_what_is_known_of_sizes_counts() -> None:
+    """A slice up to a size is taken where the size is known to be no more than there is."""
+    x = next(iter(make_fx(lambda x: x + 1, tracing_mode="symbolic")(torch.ones(5)).graph.nodes)).meta["val"]
+    graph = torch.fx.Graph()
+    table, size = graph.placeholder("table"), graph.placeholder("size")
+    cut = graph.call_function(aten.slice.Tensor, (table, 0, 0, size))
+    with x.fake_mode:
+        table.meta["val"] = torch.empty(64, 3)
+        cut.meta["val"] = torch.empty(x.shape[0], 3)
+    size.meta["val"] = x.shape[0]
+    verdict = capability.supports(cut, VERDICTS)
+    assert isinstance(verdict, Refused)
+    assert verdict.code is Reason.SYMBOLIC_SHAPE
+    environment = x.fake_mode.shape_env
+    environment.var_to_range[x.shape[0].node.expr] &= ValueRanges(2, 64)
+    assert capability.supports(cut, VERDICTS)
 
 
 def test_judging_leaves_the_users_sizes_alone() -> None:

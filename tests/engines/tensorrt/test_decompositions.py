@@ -233,6 +233,7 @@ X = torch.ones(5, 7)
         (lambda x: x[:, -1] + 1, X),
         (lambda x: x[:, torch.tensor([-1, 0])] + 1, X),
         (lambda x: x[torch.tensor([0, -1]), torch.tensor([-1, 0])] + 1, X),
+        (lambda x: x.gather(-1, torch.zeros(1, 1, dtype=torch.int64)) + x.gather(0, (x[:1] > 9).long()), X),
         (lambda x: x.half(), X),
         (lambda x: x.clone(), X),
     ],

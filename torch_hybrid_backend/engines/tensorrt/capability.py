@@ -136,7 +136,19 @@ def _form(node: Node) -> str | None:
         return str([TensorSpec.of(value) if isinstance(value, torch.Tensor) else value for value in values])
 
     arguments = map_arg((node.args, node.kwargs), described)
-    return f"{node.target}{arguments}{_read(node)}"
+    return f"{node.target}{arguments}{_read(node)}{_most(node) or ''}"
+
+
+def _most(node: Node) -> dict[str, int]:
+    """The most that sizes can be of what a node reads and makes, by the names of their symbols, where the graph's capture knows it."""
+    found: dict[str, int] = {}
+    for value in tree_leaves([each.meta.get("val") for each in (*node.all_input_nodes, node)]):
+        for size in value.shape if isinstance(value, torch.Tensor) else (value,):
+            if isinstance(size, torch.SymInt):
+                environment = size.node.shape_env
+                bounds = {str(each): environment.bound_sympy(each).upper for each in size.node.expr.free_symbols}
+                found |= {name: int(most) for name, most in bounds.items() if most.is_Integer}
+    return dict(sorted(found.items()))
 
 
 def _read(node: Node) -> list[int] | None:
@@ -219,7 +231,7 @@ def _adapter() -> ModuleType:
 
 
 def _judged_lowered(node: Node) -> Verdict:
-    adapter, fakes = _adapter(), Fakes()
+    adapter, fakes = _adapter(), Fakes(most=_most(node))
     graph, given = alone(node, fakes)
     try:
         lowered = adapter.lowered(graph, fakes, given)
