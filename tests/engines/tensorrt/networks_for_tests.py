@@ -199,10 +199,8 @@ def _gather(layer: Any, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     places, axis, mode = places.long(), layer.axis, layer.mode.name
     if mode == "ELEMENT":
         return x.gather(axis, places)
-    if mode == "ND":
-        assert layer.num_elementwise_dims == 0
-        return x[tuple(places.unbind(-1))]
-    assert mode == "DEFAULT"
+    if mode != "DEFAULT":
+        raise NotImplementedError(f"gathering in the mode {mode}")
     assert layer.num_elementwise_dims == 0
     return x.index_select(axis, places.reshape(-1)).reshape((*x.shape[:axis], *places.shape, *x.shape[axis + 1 :]))
 
