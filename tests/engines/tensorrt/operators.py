@@ -377,6 +377,7 @@ def _by_outcome(found: Mapping[Task, Sequence[Record]], kinds: Sequence[str]) ->
 
 def _cell(text: str) -> str:
     text = re.sub(r" \(<class 'torch.SymInt'>, \d+\)|( for)? <torch\.\S+ object at 0x[0-9a-f]+>", " ", text)
+    text = re.sub(r"<function (\w+) at 0x[0-9a-f]+>", r"\1", text)
     return textwrap.shorten(text.replace("|", "\\|"), 160, placeholder=" ...")
 
 
