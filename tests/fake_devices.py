@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from torch_hybrid_backend.capture.aot import capture
 from torch_hybrid_backend.core.captured import CapturedGraph
@@ -22,7 +23,7 @@ class FakeDevices:
     """Tensors and modules on any device, and the graphs that capture makes of them; all of one fake mode, as Dynamo wants it."""
 
     def __init__(self) -> None:
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
     def tensor(self, *shape: int, device: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         with self.mode:
@@ -89,9 +90,9 @@ class FakeDevices:
 
 @contextlib.contextmanager
 def _without_guards() -> Iterator[None]:
-    """Two methods of tensors in the operators that they call: their C++ makes the tensor's device the current one before, which a PyTorch
+    """Three methods of tensors in the operators that they call: their C++ makes the tensor's device the current one before, which a PyTorch
     without CUDA cannot."""
-    item, contiguous = torch.Tensor.__getitem__, torch.Tensor.contiguous
+    item, contiguous, inverse = torch.Tensor.__getitem__, torch.Tensor.contiguous, torch.Tensor.__invert__
 
     def index(self: torch.Tensor, wanted: Any) -> torch.Tensor:
         if self.device.type != "cuda" or not isinstance(wanted, tuple | torch.Tensor):
@@ -103,10 +104,14 @@ def _without_guards() -> Iterator[None]:
             return contiguous(self, memory_format=memory_format)
         return self if self.is_contiguous(memory_format=memory_format) else self.clone(memory_format=memory_format)
 
+    def inverted(self: torch.Tensor) -> torch.Tensor:
+        return inverse(self) if self.device.type != "cuda" else torch.ops.aten.bitwise_not.default(self)
+
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():
             patch.setattr(torch.Tensor, "__getitem__", index)
             patch.setattr(torch.Tensor, "contiguous", dense)
+            patch.setattr(torch.Tensor, "__invert__", inverted)
         yield
 
 

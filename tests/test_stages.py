@@ -21,7 +21,7 @@ from torch_hybrid_backend.eager_graph import EagerGraph
 from torch_hybrid_backend.engines.eager import EagerEngine
 from torch_hybrid_backend.measure import HostTimer
 from torch_hybrid_backend.partition import extract
-from torch_hybrid_backend.partition.boundary import CALLBACK_US
+from torch_hybrid_backend.partition.estimate import CALLBACK_US
 from torch_hybrid_backend.partition.placement import Pricing
 from torch_hybrid_backend.prepared import prepare
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner

@@ -13,7 +13,8 @@ from torch_hybrid_backend.core.device import Device
 from torch_hybrid_backend.core.engine import EAGER
 from torch_hybrid_backend.core.region import PartitionedGraph
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
-from torch_hybrid_backend.partition.boundary import CALLBACK_US, callbacks_us, conversions_us
+from torch_hybrid_backend.partition.boundary import callbacks_us, conversions_us
+from torch_hybrid_backend.partition.estimate import CALLBACK_US
 from torch_hybrid_backend.partition.regions import partition_graph
 
 

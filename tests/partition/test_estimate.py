@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -10,8 +10,10 @@ import torch
 from tests.partition.engines_for_tests import FakeEngine, FakeRegion, trace
 from torch_hybrid_backend.config import Config
 from torch_hybrid_backend.core.device import CPU, Device
+from torch_hybrid_backend.core.program import ExternalCall, Program
 from torch_hybrid_backend.core.region import Region
-from torch_hybrid_backend.partition.estimate import Roofline, eager_us, engine_us, roofline
+from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.partition.estimate import CALLBACK_US, Roofline, eager_us, engine_us, roofline
 from torch_hybrid_backend.partition.regions import partition_graph
 
 # A flop takes a millionth of a microsecond, a byte a thousandth.
@@ -39,6 +41,27 @@ def test_an_engine_pays_for_inputs_outputs_and_products() -> None:
     assert engine_us(product, compiled, ON) == pytest.approx(2 * 2.0 + (3 + 3) * 40.0)
     fast_memory = Roofline(1e12, 1e15, 10.0, 1.0, 2.0)
     assert engine_us(product, compiled, fast_memory) == pytest.approx(2 * 2.0 + 2e6 / 1e6)
+
+
+class Runner:
+    """Runs an engine's step: by a C function, or where it has none from Python."""
+
+    def __init__(self, native: tuple[int, int] | None) -> None:
+        self.native = native
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> None:
+        raise AssertionError("nothing is run")
+
+
+def test_steps_that_only_python_can_run_cost_the_way_to_it() -> None:
+    """Each of them; the plan runs the others by itself."""
+    region = _region(lambda x: x.exp().sin(), torch.randn(1000))
+    compiled = FakeRegion(region, lambda outputs: outputs)
+    plain, from_python = (ExternalCall(Runner(native), (0, 1), 1, "step") for native in ((1, 1), None))
+    buffers = (TensorSpec((1000,), "float32", (1,), CPU),) * 2
+    for steps, calls in (((plain,), 0), ((plain, from_python), 1), ((from_python, plain, from_python), 2)):
+        compiled.program = Program(buffers, (0,), (1,), (), steps)
+        assert engine_us(region, compiled, ON) == pytest.approx(len(steps) * 2.0 + 8.0 + calls * CALLBACK_US)
 
 
 def test_the_hosts_roofline_grows_with_pytorchs_threads() -> None:

@@ -12,17 +12,15 @@ from collections.abc import Container, Mapping
 
 from torch_hybrid_backend.core.engine import EAGER, Engine
 from torch_hybrid_backend.core.region import PartitionedGraph
-from torch_hybrid_backend.partition.estimate import copy_us, roofline
-
-# A call of Python from the C++ plan, with its arguments wrapped and its results unwrapped (docs/performance.md).
-CALLBACK_US = 10.0
+from torch_hybrid_backend.partition.estimate import CALLBACK_US, copy_us, roofline
 
 
 def callbacks_us(graph: PartitionedGraph, runs: Mapping[str, str], from_python: Container[str] = ()) -> float:
     """Microseconds of one call that going back to Python costs, where `runs` (region name -> engine name) says who runs what: for each segment
     of eager's, and each region among `from_python`, whose engine has no program for the plan. 0 where eager runs the whole graph.
 
-    Steps of a program that only Python can run are none of these: who times a program times them, and the way to them.
+    Steps of a program that only Python can run are none of these: who times a program times them, and the way to them, and who estimates it
+    counts them (`estimate.engine_us`).
     """
     names = [segment.region.name for segment in graph.segments]
     if all(runs[name] == EAGER for name in names):

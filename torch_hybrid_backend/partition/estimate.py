@@ -41,6 +41,9 @@ class Roofline:
         return max(flops / self.flops_per_second, size_bytes / self.bytes_per_second) * 1e6
 
 
+# A call of Python from the C++ plan, with its arguments wrapped and its results unwrapped (docs/performance.md).
+CALLBACK_US = 10.0
+
 # One thread of a current x86 server core: two 16-lane multiply-adds per cycle at 3 GHz, halved for what real kernels reach; its share of the
 # memory bandwidth; the dispatcher's time per ATen operator; a kernel call from C++.
 _CPU_THREAD = Roofline(1e11, 1e10, operator_us=3.0, view_us=1.0, kernel_us=0.5)
@@ -72,8 +75,11 @@ def eager_us(region: Region, on: Roofline) -> float:
 
 
 def engine_us(region: Region, compiled: CompiledRegion, on: Roofline) -> float:
-    """Estimated microseconds of one call of the region as an engine compiled it."""
-    return fused_us(region, on, None if compiled.program is None else len(compiled.program.steps))
+    """Estimated microseconds of one call of the region as an engine compiled it; steps that only Python can run cost the way to it as well."""
+    if compiled.program is None:
+        return fused_us(region, on)
+    steps = compiled.program.steps
+    return fused_us(region, on, len(steps)) + CALLBACK_US * sum(step.in_python is not None for step in steps)
 
 
 def fused_us(region: Region, on: Roofline, kernels: int | None = None) -> float:

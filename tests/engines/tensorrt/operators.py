@@ -21,6 +21,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -56,7 +57,7 @@ at run time, the first tensor's and those equal to it. Of {built} the smallest s
 is also **built**: an engine of each region, by TensorRT's own builder. **No GPU ran any of it**, so nothing here says that results are right:
 the accuracy check of a first call does. What is refused, other engines and PyTorch's own operators run.
 
-Versions: {versions}.
+Versions: {versions}. Date: {day}.
 
 | column | meaning |
 | --- | --- |
@@ -315,6 +316,7 @@ def page(journal: Mapping[Task, Sequence[Record]], versions: str, how: str = "")
     }
     return PAGE.format(
         versions=versions,
+        day=time.strftime("%Y-%m-%d"),
         how=how,
         built=", ".join(kind for kind in kinds if kind in BUILT),
         summary="\n".join(_summary(kind, found) for kind in kinds),
@@ -375,6 +377,7 @@ def _by_outcome(found: Mapping[Task, Sequence[Record]], kinds: Sequence[str]) ->
 
 def _cell(text: str) -> str:
     text = re.sub(r" \(<class 'torch.SymInt'>, \d+\)|( for)? <torch\.\S+ object at 0x[0-9a-f]+>", " ", text)
+    text = re.sub(r"<function (\w+) at 0x[0-9a-f]+>", r"\1", text)
     return textwrap.shorten(text.replace("|", "\\|"), 160, placeholder=" ...")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from tests.engines.tensorrt.regions_for_tests import VERDICTS
 from torch_hybrid_backend.core.verdict import Reason, Refused, Verdict
@@ -151,6 +152,37 @@ def test_attention_of_a_gpu_is_decomposed_with_its_mask() -> None:
     assert len(placeholders) == 4
     assert placeholders[3].users, "the bias is not used"
     assert attention not in {node.target for node in lowered.graph.nodes}
+
+
+def test_sizes_are_told_by_any_input_of_a_region() -> None:
+    """An operator that has a size among its arguments is taken, though no tensor that it reads has it as a dimension."""
+    of_sizes: list[Callable[..., Any]] = [
+        lambda x: torch.arange(x.shape[0]),
+        lambda x: x.reshape(-1)[: x.shape[0]],
+        lambda x: torch.full((x.shape[0], 2), 3.0),
+        lambda x: x.reshape(x.shape[0] * x.shape[1], -1).view(x.shape[0], -1),
+    ]
+    for function in of_sizes:
+        assert last(function, X, dynamic=True)
+    assert last(lambda i: i.cumsum(0), I, dynamic=True)
+
+
+def test_what_is_known_of_sizes_counts() -> None:
+    """A slice up to a size is taken where the size is known to be no more than there is."""
+    x = next(iter(make_fx(lambda x: x + 1, tracing_mode="symbolic")(torch.ones(5)).graph.nodes)).meta["val"]
+    graph = torch.fx.Graph()
+    table, size = graph.placeholder("table"), graph.placeholder("size")
+    cut = graph.call_function(aten.slice.Tensor, (table, 0, 0, size))
+    with x.fake_mode:
+        table.meta["val"] = torch.empty(64, 3)
+        cut.meta["val"] = torch.empty(x.shape[0], 3)
+    size.meta["val"] = x.shape[0]
+    verdict = capability.supports(cut, VERDICTS)
+    assert isinstance(verdict, Refused)
+    assert verdict.code is Reason.SYMBOLIC_SHAPE
+    environment = x.fake_mode.shape_env
+    environment.var_to_range[x.shape[0].node.expr] &= ValueRanges(2, 64)
+    assert capability.supports(cut, VERDICTS)
 
 
 def test_judging_leaves_the_users_sizes_alone() -> None:

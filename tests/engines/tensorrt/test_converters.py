@@ -13,6 +13,7 @@ from tests.engines.tensorrt.regions_for_tests import builds_bytes, built, region
 
 pytestmark = pytest.mark.tensorrt
 
+aten = torch.ops.aten
 Q = torch.ops.quantized_decomposed
 FP8 = torch.float8_e4m3fn
 
@@ -39,6 +40,20 @@ def test_they_are_asked_about_values_of_8_bits_alone() -> None:
     }
     assert all(converters_of(node).found for node in graph.graph.nodes if node.op == "call_function")
     assert not any("quantized_decomposed" in str(target) for target in DYNAMO_ATEN_CONVERTERS)
+
+
+def test_copies_of_inputs_counts_and_gathers_are_ours_where_sizes_are_unknown() -> None:
+    """Elsewhere torch_tensorrt has converters that are right."""
+    from torch_hybrid_backend.engines.tensorrt.converters import converter_of
+
+    def function(x: torch.Tensor) -> Any:
+        ours = x.half(), x.clone(), torch.arange(0, x.shape[0], 1), x.gather(0, torch.zeros(1, 5, dtype=torch.int64))
+        return *ours, (x + 1).half(), (x + 1).clone()
+
+    for mode, expected in (("symbolic", [True] * 4 + [False] * 2), ("fake", [False] * 6)):
+        graph = make_fx(function, tracing_mode=mode)(torch.ones(4, 5))
+        asked = (aten._to_copy.default, aten.clone.default, aten.arange.start_step, aten.gather.default)
+        assert [converter_of(node) is not None for node in graph.graph.nodes if node.target in asked] == expected
 
 
 @builds_bytes

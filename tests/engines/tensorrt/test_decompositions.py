@@ -9,11 +9,24 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from tests.engines.tensorrt.networks_for_tests import network_of
 from tests.engines.tensorrt.regions_for_tests import built, region
+from torch_hybrid_backend.core.device import CPU
+from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.engines.tensorrt.decompositions import DECOMPOSITIONS, name_resizes
+from torch_hybrid_backend.engines.tensorrt.fakes import Fakes
+from torch_hybrid_backend.sizes.size import symbol
 
 F = torch.nn.functional
 aten = torch.ops.aten
+EXACT = {
+    aten._to_copy.default,
+    aten.slice.Tensor,
+    aten.add.Tensor,
+    aten.sub.Tensor,
+    aten.expand.default,
+    aten.cat.default,
+}
 BIG = torch.tensor([[1 << 40, -3, 5, 1 << 33, 7], [2, 3, -(1 << 50), 9, 1]])
 
 
@@ -28,10 +41,102 @@ def targets(graph: torch.fx.GraphModule) -> set[object]:
 @pytest.mark.parametrize("x", [BIG, BIG > 2, BIG[:, :1], BIG.to(torch.int32)], ids=["int64", "bool", "one", "int32"])
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_running_sums_of_whole_numbers_are_exact(x: torch.Tensor, dim: int) -> None:
-    """In 64 bits, along any dimension, in operators that move and add."""
+    """In 64 bits, along any dimension, in operators that move, add and subtract."""
     graph = decomposed(lambda x: x.cumsum(dim), x)
     assert torch.equal(graph(x), x.cumsum(dim))
-    assert targets(graph) <= {aten._to_copy.default, aten.slice.Tensor, aten.add.Tensor, aten.cat.default}
+    assert targets(graph) <= EXACT
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_running_sums_along_a_size_known_only_at_run_time(dim: int) -> None:
+    """The same, by one graph for all lengths up to the most that the size can be; of no more steps than that needs."""
+    fakes = Fakes({"s": 5, "t": 5}, {"s": 64, "t": 64})
+    given = fakes.tensor(TensorSpec((symbol("s"), symbol("t")), "int64", (symbol("t"), 1), CPU))
+    graph = fakes.traced(lambda x: x.cumsum(dim), [given], DECOMPOSITIONS)
+    assert not fakes.assumed()
+    assert targets(graph) <= EXACT | {aten.sym_size.int}
+    assert len(graph.graph.find_nodes(op="call_function", target=aten.cat.default)) == 6
+    for length in (1, 2, 3, 7, 8, 9, 33, 63, 64):
+        x = torch.randint(-(1 << 55), 1 << 55, (length, length))
+        assert torch.equal(graph(x), x.cumsum(dim))
+
+
+COUNTS: list[Callable[[Any], torch.Tensor]] = [
+    lambda n: torch.arange(0, n),
+    lambda n: torch.arange(3, n + 3),
+    lambda n: torch.arange(0, 2 * n, 2),
+    lambda n: torch.arange(1, 3 * n, 3),
+    lambda n: torch.arange(n, 0, -1),
+    lambda n: torch.arange(n, dtype=torch.float32),
+    lambda n: torch.arange(n, 3 * n, dtype=torch.int32),
+]
+
+
+@pytest.mark.parametrize("function", COUNTS)
+def test_counted_numbers_are_of_64_bits(function: Callable[[Any], torch.Tensor]) -> None:
+    """Where a size says how many they are: from 0, by 1, and then what is asked for."""
+    fakes = Fakes({"s": 5})
+    given = fakes.tensor(TensorSpec((symbol("s"),), "float32", (1,), CPU))
+    graph = fakes.traced(lambda x: function(x.shape[0]), [given], DECOMPOSITIONS)
+    assert not fakes.assumed()
+    for node in graph.graph.find_nodes(op="call_function", target=aten.arange.start_step):
+        assert (node.args[0], *node.args[2:]) in ((0,), (0, 1))
+        assert node.meta["val"].dtype is torch.int64
+    for length in (1, 2, 3, 7, 8):
+        result, expected = graph(torch.ones(length)), function(length)
+        assert result.dtype is expected.dtype
+        assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_places_from_the_end_are_counted_from_the_beginning(dynamic: bool) -> None:
+    """TensorRT defines no index below 0."""
+    fakes = Fakes({"s": 5})
+    size = symbol("s") if dynamic else 5
+    graph = fakes.traced(
+        lambda x: x.select(1, -2), [fakes.tensor(TensorSpec((3, size), "float32", (size, 1), CPU))], DECOMPOSITIONS
+    )
+    selected = graph.graph.find_nodes(op="call_function", target=aten.select.int)
+    assert [node.args[2] for node in selected] == ([] if dynamic else [3])
+    for length in (2, 5, 9) if dynamic else (5,):
+        x = torch.rand(3, length)
+        assert torch.equal(graph(x), x[:, -2])
+
+
+def test_indices_below_0_are_counted_from_the_beginning() -> None:
+    """Those that only data tell, in each dimension by its own size; masks are left alone."""
+    fakes = Fakes({"s": 5})
+    x = fakes.tensor(TensorSpec((symbol("s"), 3, 4), "float32", (12, 4, 1), CPU))
+    i = fakes.tensor(TensorSpec((2,), "int64", (1,), CPU))
+    graph = fakes.traced(lambda x, i: x[i, :, i], [x, i], DECOMPOSITIONS)
+    (call,) = graph.graph.find_nodes(op="call_function", target=aten.index.Tensor)
+    for rows in (4, 5, 9):
+        given, places = torch.rand(rows, 3, 4), torch.tensor([-1, 2])
+        for index, size in ((call.args[1][0], rows), (call.args[1][2], 4)):
+            graph.graph.output_node().args = (index,)
+            graph.recompile()
+            assert graph(given, places).tolist() == [size - 1, 2]
+        graph.graph.output_node().args = (call,)
+        graph.recompile()
+        assert torch.equal(graph(given, places), given[places, :, places])
+    masked = decomposed(lambda x: x[BIG > 2], BIG)
+    assert targets(masked) <= {aten.index.Tensor, aten.gt.Scalar}
+
+
+def test_kept_dimensions_are_added_and_not_expanded() -> None:
+    """Of sizes known only at run time, too, as norms keep them."""
+    fakes = Fakes({"s": 5})
+    x = fakes.tensor(TensorSpec((symbol("s"), 4), "float32", (4, 1), CPU))
+
+    def kept(x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.prims.broadcast_in_dim(x.amax(1), [x.shape[0], 1], [0])
+
+    graph = fakes.traced(kept, [x], DECOMPOSITIONS)
+    assert targets(graph) == {aten.amax.default, aten.unsqueeze.default}
+    given = torch.rand(3, 4)
+    assert torch.equal(graph(given), given.amax(1, keepdim=True))
+    wider = decomposed(lambda x: torch.ops.prims.broadcast_in_dim(x, [2, 3, 5], [2]), torch.rand(5))
+    assert torch.equal(wider(given[0, :1].expand(5)), given[0, :1].expand(2, 3, 5))
 
 
 def test_other_running_sums_stay_what_they_are() -> None:
@@ -112,3 +217,30 @@ def test_a_resize_by_other_factors_is_left_to_others() -> None:
         torch.ones(2, 3, 8, 8),
     )
     assert not any("upsample" in name for name in made.node_names)
+
+
+X = torch.ones(5, 7)
+
+
+@pytest.mark.tensorrt
+@pytest.mark.parametrize(
+    ("function", "x"),
+    [
+        (lambda x: x.cumsum(1) * 2, BIG),
+        (lambda x: (x > 0).cumsum(0) * 2, BIG),
+        (lambda x: torch.arange(x.shape[1]) + x, BIG),
+        (lambda x: torch.arange(x.shape[1], dtype=torch.float32) + x, X),
+        (lambda x: x[:, -1] + 1, X),
+        (lambda x: x[:, torch.tensor([-1, 0])] + 1, X),
+        (lambda x: x[torch.tensor([0, -1]), torch.tensor([-1, 0])] + 1, X),
+        (lambda x: x.gather(-1, torch.zeros(1, 1, dtype=torch.int64)) + x.gather(0, (x[:1] > 9).long()), X),
+        (lambda x: x.half(), X),
+        (lambda x: x.clone(), X),
+    ],
+)
+def test_networks_of_any_length_compute_what_the_graph_does(function: Callable[..., Any], x: torch.Tensor) -> None:
+    """One region of all operators and one engine; the network's layers beside eager, at lengths from 1 on."""
+    network = network_of(region(function, x, dynamic=True))
+    first, second = network.request.ranges
+    for rows, columns in ((1, 1), (1, 8), (2, 2), (3, 4), (5, 7), (9, 2), (13, 16)):
+        network.check({first: rows, second: columns}, below=1 << 55)

@@ -34,6 +34,17 @@ def test_a_size_whose_example_is_1_stays_unknown() -> None:
     assert not isinstance(x.shape[0], int)
 
 
+def test_sizes_are_at_most_what_they_can_be() -> None:
+    """Tracing decides by it, and takes nothing for granted; where it is no more than the example, the size stays a symbol."""
+    fakes = Fakes({"a": 8, "b": 2, "c": 8}, {"a": 64, "b": 2})
+    sizes = [fakes.size(symbol(name)) for name in "abc"]
+    assert bool(sizes[0] <= 64)
+    assert not fakes.assumed()
+    assert not isinstance(sizes[1], int)
+    assert bool(sizes[2] <= 64)
+    assert len(fakes.assumed()) == 1
+
+
 def test_new_tensors_are_on_the_host() -> None:
     """Whatever the default device is: all of a graph is on one."""
     fakes = Fakes()

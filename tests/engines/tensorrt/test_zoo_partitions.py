@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import collections
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 
 from benchmarks.models import ZOO
 from tests.conftest import Golden
+from tests.engines.tensorrt.networks_for_tests import network_of
 from tests.engines.tensorrt.regions_for_tests import GOLDEN_RELEASE, engine, has_golden_release
 from tests.fake_devices import FakeDevices
 from torch_hybrid_backend.config import Config
@@ -31,23 +32,25 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 _SHOWN = 12  # operators that are refused in so many lines at most
 
 
-def mains(name: str, dtype: torch.dtype) -> list[torch.fx.GraphModule]:
-    """The model's graphs, as they are to be cut."""
+def mains(name: str, dtype: torch.dtype, unknown: Sequence[int] = ()) -> list[torch.fx.GraphModule]:
+    """The model's graphs, as they are to be cut. `unknown`: dimensions of its inputs that are known only at run time."""
     try:
         model = ZOO[name].build("small").eval().to(dtype)
     except ImportError as error:
         pytest.skip(str(error))
     devices = FakeDevices()
     inputs = [devices.like(tensor, "cuda", dtype) for tensor in ZOO[name].inputs("small", 2)]
+    for tensor in inputs:
+        torch._dynamo.mark_dynamic(tensor, list(unknown))
     found = devices.all_captured(devices.move(copy.deepcopy(model), "cuda"), *inputs)
     return [prepare(each, name, Config(), lambda title, body: lambda given: given).hoisted.main for each in found]
 
 
-def partitions(name: str, dtype: torch.dtype) -> list[Partition]:
+def partitions(name: str, dtype: torch.dtype, unknown: Sequence[int] = ()) -> list[Partition]:
     """A partition of each of the model's graphs."""
     offered = engine()
     offered.devices = frozenset({"cuda"})
-    return [partition_graph(main, [offered], Config()) for main in mains(name, dtype)]
+    return [partition_graph(main, [offered], Config()) for main in mains(name, dtype, unknown)]
 
 
 def described(cut: Partition) -> Iterator[str]:
@@ -87,3 +90,18 @@ def test_transformers_are_one_engine(name: str) -> None:
     (cut,) = partitions(name, torch.bfloat16)
     assert [segment.engine_hint for segment in cut.graph.segments] == ["tensorrt"]
     assert not any(node.refusals for node in cut.nodes)
+
+
+@pytest.mark.parametrize("unknown", [(1,), (0, 1)], ids=["length", "batch-and-length"])
+@pytest.mark.parametrize("name", ["bert_base", "gpt2", "llama_small"])
+def test_transformers_of_any_length_are_one_engine(name: str, unknown: tuple[int, ...]) -> None:
+    """One engine of all operators, for a range of lengths. What the network computes, layer by layer, is what the graph computes in eager: at
+    the least length, at odd ones, and at 1, which no call asks it for. Only sizes are left, which the host computes. Batches are of 16 at most
+    here, by their example."""
+    (cut,) = partitions(name, torch.float32, unknown)
+    assert not [node.operator for node in cut.nodes if node.refusals and node.operator.startswith("aten")]
+    (region,) = (segment.region for segment in cut.graph.segments if segment.engine_hint == "tensorrt")
+    network = network_of(region)
+    assert network.request.ranges
+    for length in (1, 2, 5, 17, 24, 33):
+        network.check({symbol: min(length, each.most) for symbol, each in network.request.ranges.items()})

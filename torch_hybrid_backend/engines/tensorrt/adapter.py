@@ -42,6 +42,7 @@ from torch_hybrid_backend.engines.tensorrt.fakes import Fakes
 from torch_hybrid_backend.engines.tensorrt.log import their_log
 from torch_hybrid_backend.engines.tensorrt.overlap import Overlapping
 from torch_hybrid_backend.engines.tensorrt.quantization import quantiser
+from torch_hybrid_backend.engines.tensorrt.size_arithmetic import spell_sizes
 from torch_hybrid_backend.errors import CompileError
 
 _log = logging.getLogger(__name__)
@@ -113,6 +114,7 @@ def lowered(graph_module: torch.fx.GraphModule, fakes: Fakes, inputs: Sequence[o
     with _silent:
         traced = fakes.traced(run, tensors, _decompositions())
         name_resizes(traced)
+        spell_sizes(traced)
         with _quantisers_kept:
             result: torch.fx.GraphModule = post_lowering(traced, _settings(tf32=False))
     assumed = fakes.assumed()

@@ -234,7 +234,7 @@ def build(request: bytes, going_on: GoingOn) -> bytes:
     wanted = Request.from_bytes(request)
     if torch.cuda.is_available():
         torch.cuda.set_device(wanted.device)
-    fakes = Fakes({name: each.typical for name, each in wanted.ranges.items()})
+    fakes = Fakes(*({name: getattr(r, which) for name, r in wanted.ranges.items()} for which in ("typical", "most")))
     try:
         graph = graph_from_text(wanted.graph, fakes.mode)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:

@@ -21,6 +21,7 @@ from torch.fx import Node
 from torch.fx.node import Argument, map_aggregate, map_arg
 from torch.utils._pytree import tree_leaves
 
+from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.core.tensor_spec import TensorSpec, dim, is_computable
 from torch_hybrid_backend.core.verdict import Reason, Refused, Supported, Verdict
 from torch_hybrid_backend.engines.tensorrt import quantization
@@ -28,6 +29,7 @@ from torch_hybrid_backend.engines.tensorrt.fakes import Fakes
 from torch_hybrid_backend.engines.tensorrt.faults import fault_of
 from torch_hybrid_backend.engines.tensorrt.verdicts import Verdicts
 from torch_hybrid_backend.graph.schema import is_item, is_mutating
+from torch_hybrid_backend.sizes.size import symbol, symbols
 
 if TYPE_CHECKING:
     from torch_hybrid_backend.engines.tensorrt.adapter import Converters
@@ -51,6 +53,7 @@ _EXACT_INT64: frozenset[object] = frozenset(
         aten.amin.default,
         aten.argmax.default,
         aten.argmin.default,
+        aten.arange.start_step,
         aten.cat.default,
         aten.clone.default,
         aten.embedding.default,
@@ -133,7 +136,19 @@ def _form(node: Node) -> str | None:
         return str([TensorSpec.of(value) if isinstance(value, torch.Tensor) else value for value in values])
 
     arguments = map_arg((node.args, node.kwargs), described)
-    return f"{node.target}{arguments}{_read(node)}"
+    return f"{node.target}{arguments}{_read(node)}{_most(node) or ''}"
+
+
+def _most(node: Node) -> dict[str, int]:
+    """The most that sizes can be of what a node reads and makes, by the names of their symbols, where the graph's capture knows it."""
+    found: dict[str, int] = {}
+    for value in tree_leaves([each.meta.get("val") for each in (*node.all_input_nodes, node)]):
+        for size in value.shape if isinstance(value, torch.Tensor) else (value,):
+            if isinstance(size, torch.SymInt):
+                environment = size.node.shape_env
+                bounds = {str(each): environment.bound_sympy(each).upper for each in size.node.expr.free_symbols}
+                found |= {name: int(most) for name, most in bounds.items() if most.is_Integer}
+    return dict(sorted(found.items()))
 
 
 def _read(node: Node) -> list[int] | None:
@@ -144,10 +159,17 @@ def _read(node: Node) -> list[int] | None:
 
 
 def alone(node: Node, fakes: Fakes) -> tuple[torch.fx.GraphModule, list[object]]:
-    """A graph of the node only, and values of `fakes` for its inputs. It returns the outputs that the node's users read."""
+    """A graph of the node only, and values of `fakes` for its inputs. It returns the outputs that the node's users read. Sizes among its
+    arguments are those of tensors that come first and that nothing reads: a region's inputs tell its sizes, whichever of them the node has."""
     graph = torch.fx.Graph()
     owner = torch.nn.Module()
-    given: list[object] = []
+    arguments = [value for source in node.all_input_nodes if isinstance(value := source.meta.get("val"), torch.SymInt)]
+    given: list[object] = [
+        fakes.tensor(TensorSpec((symbol(each.name, each.hint),), "float32", (1,), CPU))
+        for each in symbols(map(dim, arguments))
+    ]
+    for number, _ in enumerate(given):
+        graph.placeholder(f"size{number}")
     own: dict[Node, Node] = {}
     module = node.graph.owning_module
     for source in node.all_input_nodes:
@@ -209,7 +231,7 @@ def _adapter() -> ModuleType:
 
 
 def _judged_lowered(node: Node) -> Verdict:
-    adapter, fakes = _adapter(), Fakes()
+    adapter, fakes = _adapter(), Fakes(most=_most(node))
     graph, given = alone(node, fakes)
     try:
         lowered = adapter.lowered(graph, fakes, given)
@@ -258,7 +280,8 @@ def _is_exact(node: Node) -> bool:
     ):  # to fewer bits, and from numbers that are not whole, is more than TensorRT says of it
         made = _dtypes(node.meta.get("val"))
         return not (read and made & {torch.int32}) and not (results and _dtypes(arguments) - {torch.bool, torch.int32})
-    if not results and not read:
+    is_size = not _dtypes(node.meta.get("val"))  # of a tensor: those fit 32 bits
+    if is_size or not (results or read):
         return True
     if node.target not in _EXACT_INT64 or any(_is_long(argument) for argument in tree_leaves(node.args)):
         return False

@@ -27,8 +27,51 @@ def converter_of(node: Node) -> Callable[..., Any] | None:
     that keeps the contents of constants until the engine is built, a name, and the node's arguments."""
     if node.target is aten._to_copy.default:
         types = [each.meta["val"].dtype for each in (node, *node.all_input_nodes) if "val" in each.meta]
-        return _cast if any(dtype in NARROW for dtype in types) else None
+        if any(dtype in NARROW for dtype in types):
+            return _cast
+    if node.target in (aten._to_copy.default, aten.clone.default):
+        return _copy if _is_of_sized_input(node) else None
+    if node.target is aten.arange.start_step:
+        return _count if any(isinstance(argument, Node) for argument in node.args) else None
+    if node.target is aten.gather.default:
+        return _gather if any(_has_unknown_size(source) for source in node.all_input_nodes) else None
     return _CONVERTERS.get(node.target)
+
+
+def _has_unknown_size(node: Node) -> bool:
+    return any(isinstance(size, torch.SymInt) for size in node.meta["val"].shape)
+
+
+def _is_of_sized_input(node: Node) -> bool:
+    """Whether it copies an input of sizes known only at run time: for copies of inputs they have a converter of their own, which takes none."""
+    (source,) = node.all_input_nodes
+    return source.op == "placeholder" and _has_unknown_size(source)
+
+
+def _copy(ctx: Any, kept: list[Any], name: str, x: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Any:
+    x = get_trt_tensor(ctx, x, f"{name}_input")
+    return _named(ctx.net.add_identity(x) if dtype is None else ctx.net.add_cast(x, _trt(dtype)), name)
+
+
+def _gather(ctx: Any, kept: list[Any], name: str, x: Any, dim: int, index: Any, **_: Any) -> Any:
+    """Theirs takes no sizes known only at run time."""
+    layer = ctx.net.add_gather_v2(
+        *(get_trt_tensor(ctx, each, f"{name}_input") for each in (x, index)), trt.GatherMode.ELEMENT
+    )
+    layer.axis = dim % len(x.shape)
+    return _named(layer, name)
+
+
+def _count(ctx: Any, kept: list[Any], name: str, start: int, count: Any, step: int = 1, **_: Any) -> Any:
+    """Whole numbers of 64 bits, as many as a size says, from 0, by 1: what `decompositions` makes all others of."""
+    shape = ctx.net.add_shuffle(ctx.net.add_cast(get_trt_tensor(ctx, count, f"{name}_count"), trt.int64).get_output(0))
+    shape.reshape_dims = (1,)
+    layer = ctx.net.add_fill((1,), trt.FillOperation.LINSPACE, trt.int64)
+    layer.set_input(0, shape.get_output(0))
+    for place, content in ((1, np.array(start, np.int64)), (2, np.array([step], np.int64))):
+        kept.append(content)
+        layer.set_input(place, ctx.net.add_constant(content.shape, trt.Weights(content)).get_output(0))
+    return _named(layer, name)
 
 
 def _cast(ctx: Any, kept: list[Any], name: str, x: Any, *, dtype: torch.dtype, **_: Any) -> Any:

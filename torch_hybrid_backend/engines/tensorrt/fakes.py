@@ -19,6 +19,7 @@ import torch.fx
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.graph.tracing import traced
@@ -26,10 +27,14 @@ from torch_hybrid_backend.sizes.size import Dim, evaluate, symbols
 
 
 class Fakes:
-    """A fake mode, and the sizes it knows by the names of their symbols. `examples`: values of these; a symbol's own hint elsewhere."""
+    """A fake mode, and the sizes it knows by the names of their symbols. `examples`: values of these; a symbol's own hint elsewhere. `most`:
+    the most that they can be, where that is known."""
 
-    def __init__(self, examples: Mapping[str, int] = MappingProxyType({})) -> None:
+    def __init__(
+        self, examples: Mapping[str, int] = MappingProxyType({}), most: Mapping[str, int] = MappingProxyType({})
+    ) -> None:
         self._examples = examples
+        self._most = most
         self._environment = ShapeEnv(duck_shape=False)
         self.mode = FakeTensorMode(shape_env=self._environment, allow_non_fake_inputs=True)
         self._sizes: dict[str, torch.SymInt] = {}
@@ -68,6 +73,8 @@ class Fakes:
     def _symbol(self, name: str, hint: int) -> torch.SymInt:
         source = ConstantSource(name)
         made = self._environment.create_symbol(hint, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+        if self._most.get(name, 0) > hint:  # of one value alone it would be no symbol any more
+            self._environment.var_to_range[made] &= ValueRanges(2, self._most[name])
         size = self._environment.create_symintnode(made, hint=hint, source=source)
         assert isinstance(size, torch.SymInt)
         return size
