@@ -167,9 +167,9 @@ def _shuffle(layer: Any, x: torch.Tensor, shape: torch.Tensor | None = None) -> 
 
 
 def _dims(dims: Any) -> list[int] | None:
-    """None for those that are not set."""
+    """None for those that are not set, which TensorRT-RTX 1.5 says by dimensions that cannot be read, and 1.6 by none."""
     try:
-        return list(dims)
+        return None if dims is None else list(dims)
     except ValueError:
         return None
 

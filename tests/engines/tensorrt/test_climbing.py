@@ -42,7 +42,7 @@ class Process:
     def __init__(self, folder: Path, factors: Mapping[Rung, float], entry: str = BUILD) -> None:
         self.built: list[Rung] = []
         self.plans: list[Plan] = []
-        self.inputs = [torch.randn(16, 16).half() for _ in range(2)]
+        self.inputs = [torch.randn(256, 256).half() for _ in range(2)]  # estimates give less to eager
         config = Config(cache_dir=folder, placement="estimate")
         services = open_services(config)
         regions: list[Region] = []

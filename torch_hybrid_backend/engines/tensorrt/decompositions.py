@@ -94,7 +94,7 @@ def _select(x: Any, dim: int, index: Any) -> Any:
     size = x.shape[dim]
     if isinstance(size, int):
         return aten.select.int(x, dim, size + index)
-    return aten.squeeze.dim(aten.slice.Tensor(x, dim, size + index, size + index + 1), dim)
+    return aten.select.int(aten.slice.Tensor(x, dim, size + index, size + index + 1), dim, 0)
 
 
 def _index(x: Any, indices: Any) -> Any:
