@@ -58,14 +58,15 @@ from torch_hybrid_backend.loops.kernels import (
 from torch_hybrid_backend.loops.layout import Layout, Strided, contiguous
 from torch_hybrid_backend.loops.random_numbers import Generator
 from torch_hybrid_backend.loops.scales import gathered
-from torch_hybrid_backend.sizes.size import Dim
+from torch_hybrid_backend.sizes.size import Dim, Size
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RegionKernels:
     """A region's kernels in execution order, and what they share: buffers, layouts, literals and constants packed ahead.
 
-    `origins`: for each kernel the names of the nodes whose values it computes, as far as it keeps or reads them from memory.
+    `origins`: for each kernel the names of the nodes whose values it computes, as far as it keeps or reads them from memory. `relied_on`: as
+    in `LoopGraph`.
     """
 
     region: Region
@@ -78,6 +79,7 @@ class RegionKernels:
     backend: KernelBackend
     generator: Generator | None = None
     origins: tuple[frozenset[str], ...] = ()
+    relied_on: tuple[Size, ...] = ()
 
     def with_variants(self, chosen: Sequence[Variant]) -> RegionKernels:
         """The region computed by one variant of each kernel."""
@@ -169,6 +171,7 @@ class RegionKernels:
             device,
             random,
             counts=tuple(dict.fromkeys(counts)),
+            relied_on=self.relied_on,
         )
 
 
@@ -232,6 +235,7 @@ def assemble(region: Region, backend: KernelBackend) -> RegionKernels:
         backend,
         lowered.generator,
         _joined(found, kernels),
+        lowered.relied_on,
     )
 
 

@@ -510,7 +510,8 @@ class Program:
     `inputs[k]` is the buffer of the region's k-th input (its spec has the strides the kernels were built for), or -1
     where no kernel reads it directly; `outputs[k]` is the buffer of the k-th output. An output may be an input's
     buffer, and two outputs may share one. `device`: where its steps run. `ranges`: the least and the most value of a size symbol, by name,
-    where its steps do not serve every one. `counts`: how far its steps count in 32 bits, in sizes known only at run time.
+    where its steps do not serve every one. `counts`: how far its steps count in 32 bits, in sizes known only at run time. `relied_on`: sizes
+    that are not negative where all that its steps read lies in its tensor.
     """
 
     buffers: tuple[TensorSpec, ...]
@@ -524,6 +525,7 @@ class Program:
     random: RandomNumbers | None = None
     ranges: tuple[tuple[str, int, int], ...] = ()
     counts: tuple[Dim, ...] = ()
+    relied_on: tuple[Dim, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -544,6 +546,8 @@ class Program:
         spans = (spec.at(values).span for spec in self.buffers)
         if not outside and (most := max([*spans, *_at(self.counts, values)], default=0)) > MAX_ELEMENTS:
             return f"{most} elements, more than kernels count ({MAX_ELEMENTS})"
+        if not outside and min(_at(self.relied_on, values), default=0) < 0:
+            return "a position outside of its tensor"
         return ", ".join(outside)
 
     def _ranges(self) -> Iterator[tuple[str, int, int]]:
@@ -561,7 +565,7 @@ class Program:
         """The sizes of its buffers, and those that its steps take."""
         of_buffers = (size for spec in self.buffers for size in (*spec.shape, *spec.strides))
         taken = () if self.random is None else self.random.taken
-        return (*(size for step in self.steps for size in step.sizes_used), *of_buffers, *taken, *self.counts)
+        return (*(size for step in self.steps for size in step.sizes_used), *of_buffers, *taken, *self.counts, *self.relied_on)
 
     def reading(self, inputs: Sequence[int]) -> Program:
         """The program with only those of the region's inputs, by position; the others are read by no kernel and no packing."""

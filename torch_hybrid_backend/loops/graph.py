@@ -51,7 +51,7 @@ from torch_hybrid_backend.loops.lowerings.attention import MASKED_ATTENTION
 from torch_hybrid_backend.loops.policy import FusionPolicy
 from torch_hybrid_backend.loops.random_numbers import Generator
 from torch_hybrid_backend.loops.scores import is_cheap_mask
-from torch_hybrid_backend.sizes.size import product, size_hint
+from torch_hybrid_backend.sizes.size import Size, product, size_hint
 
 aten = torch.ops.aten
 
@@ -96,7 +96,8 @@ class LoopGraph:
     """Operations in execution order. `inputs` are the region's inputs, position by position; `outputs` its outputs.
 
     `literals` are the graph's own constant tensors (get_attr nodes), contiguous, with the buffers that stand for them. `generator`: what random
-    numbers are drawn from, where any are. `origins`: for what operations write, the name of the node that it is a value of.
+    numbers are drawn from, where any are. `origins`: for what operations write, the name of the node that it is a value of. `relied_on`: sizes
+    that are not negative where all that is read lies in its tensor.
     """
 
     inputs: tuple[Buffer, ...]
@@ -105,6 +106,7 @@ class LoopGraph:
     ops: tuple[LoopOp, ...]
     generator: Generator | None = None
     origins: Mapping[Buffer, str] = field(default_factory=dict)
+    relied_on: tuple[Size, ...] = ()
 
 
 def lower_region(region: Region, policy: FusionPolicy) -> LoopGraph:
@@ -171,7 +173,7 @@ class _Lowerer:
             taken.add(results[-1])
         ops = in_order(self._ops, results)
         generator = self._generator if self._generator.draws else None
-        return LoopGraph(tuple(inputs), tuple(results), tuple(literals), ops, generator, self._origins)
+        return LoopGraph(tuple(inputs), tuple(results), tuple(literals), ops, generator, self._origins, tuple(self._ctx.relied_on))
 
     def _output(self, value: Value, taken: set[Buffer]) -> Buffer:
         """The value in memory of its own: AOTAutograd forbids an output that shares storage with an input or another output."""
