@@ -34,7 +34,7 @@ from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.plan import Plan, Unconverted
 from torch_hybrid_backend.core.precision import AS_WRITTEN
 from torch_hybrid_backend.core.verdict import Reason, Refused
-from torch_hybrid_backend.eager_graph import EagerGraph
+from torch_hybrid_backend.eager_graph import EagerGraph, TracedRun, with_right_text
 from torch_hybrid_backend.garbage import collector_paused
 from torch_hybrid_backend.graph.devices import is_on_host
 from torch_hybrid_backend.graph.values import holds_collectives, is_repeatable
@@ -86,6 +86,7 @@ def compile_graph(
         example_inputs,
         f"{config.precision} {config.weight_form} {[shared.versions(device) for device in sorted(devices, key=str)]}",
     )
+    in_eager = with_right_text(gm)
     calls: list[PricedCall] = []
     whole_off_the_call: list[bool] = []
 
@@ -115,7 +116,8 @@ def compile_graph(
         pricing = functools.partial(
             pricing_of, shared, config, deadline, CPU
         )  # only calls on the host are priced whole
-        call = PricedCall(gm.forward, key, sizes, config.measure_budget_s, pricing, on_plan)
+        nodes = None if config.verify == "off" else lambda *inputs: TracedRun(gm).run(*inputs)
+        call = PricedCall(in_eager.forward, nodes, key, sizes, config.measure_budget_s, pricing, on_plan)
         calls.append(call)
         whole_off_the_call.append(in_background)
         return make(on_plan=call.take_plan)
@@ -148,7 +150,7 @@ def compile_graph(
             return call
         return off_the_call(
             "a graph",
-            gm.forward,
+            in_eager.forward,
             call,
             calls[0].waits,
             lambda *inputs: copies_of(inputs, _is_static),

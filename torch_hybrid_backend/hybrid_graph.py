@@ -123,8 +123,12 @@ class HybridGraph:
         if not isinstance(state, Installed):
             with self._lock:
                 if self._state is state:
-                    return self._first_call(state, inputs)
-            return self(inputs)  # another thread made the first call
+                    outputs = self._first_call(state, inputs)
+                    if not _is_repeatable_here(state.prepared):
+                        return outputs
+                    del outputs
+            # By what engines were chosen for, so that the first call returns what every later call does. Or another thread chose them.
+            return self(inputs)
         run = state.run
         try:
             return run.run(inputs, self._guarded) if isinstance(run, PythonExecutor) else run(inputs)
@@ -320,7 +324,12 @@ class HybridGraph:
 
 def _is_repeatable(prepared: Prepared) -> bool:
     """Whether a call that this thread makes now can be repeated unnoticed."""
-    return prepared.is_repeatable_apart if draws_apart() else prepared.is_repeatable and not prepared.has_collectives
+    return prepared.is_repeatable_apart if draws_apart() else _is_repeatable_here(prepared)
+
+
+def _is_repeatable_here(prepared: Prepared) -> bool:
+    """True if the graph can run once more on the inputs of the call at hand itself, not on copies of them."""
+    return prepared.is_repeatable and not prepared.has_collectives
 
 
 def _raise(error: Exception, _inputs: Sequence[Any]) -> list[Any]:

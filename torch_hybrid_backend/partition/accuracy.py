@@ -131,6 +131,21 @@ def compare(
     return Comparison(why, 0.0, Reason.OUT_OF_MEMORY)
 
 
+def difference(expected: Sequence[object], actual: Sequence[object]) -> str:
+    """How the outputs of two runs of the same operators differ by more than the tolerances of their dtypes; "" if they do not."""
+    if len(expected) != len(actual):
+        return f"it returned {len(actual)} outputs, not {len(expected)}"
+    for position, (reference, result) in enumerate(zip(expected, actual, strict=True)):
+        if isinstance(reference, torch.Tensor) and isinstance(result, torch.Tensor):
+            if why := _form(reference, result, None):
+                return f"output {position} {why}"
+            if not _allclose(reference, result):
+                return f"output {position} differs by up to {_max_error(reference, result):.3g}"
+        elif repr(reference) != repr(result):  # numbers; NaN is NaN
+            return f"output {position} is {result!r}, not {reference!r}"
+    return ""
+
+
 def _nothing() -> None:
     """Eager's run and the engine's drew no random numbers."""
 
