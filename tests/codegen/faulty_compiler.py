@@ -1,4 +1,4 @@
-"""A kernel compiler module that is the interpreter's, but for what a file tells it to do: fail, hang, compute for ever, die, find the disk full.
+"""A kernel compiler module that is the interpreter's, but for what a file tells it to do: fail, hang, never end, die, find the disk full.
 
 The environment variable FAULTY_COMPILER names a folder: `fault` in it tells, `asked` gets a line for each kernel that was tried.
 """
