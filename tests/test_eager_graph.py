@@ -155,6 +155,15 @@ def test_with_strides(shape: tuple[int, ...], strides: tuple[int, ...], wanted: 
     assert result.stride() == (strides if wanted[0] == 0 else wanted)
 
 
+def test_with_strides_keeps_lazy_bits() -> None:
+    """A conjugated view stays one, and so does a negated one, also where its strides are had by a copy."""
+    z = torch.randn(3, 2, dtype=torch.complex64)
+    for value in (z.mH, z.mH.imag):
+        result = with_strides(value, (3, 1))
+        assert torch.equal(result, value)
+        assert (result.is_conj(), result.is_neg()) == (value.is_conj(), value.is_neg())
+
+
 def test_a_bare_output_is_a_list_of_one() -> None:
     """As the condition of a loop returns it."""
     module = traced(lambda x: x + 1, torch.ones(2))

@@ -23,6 +23,7 @@ from torch.fx import Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._pytree import tree_leaves, tree_map
 
+from torch_hybrid_backend.core.lazy_bits import LazyBits
 from torch_hybrid_backend.core.tensor_spec import TensorSpec, dim, is_computable
 from torch_hybrid_backend.errors import OperatorRefusedError, is_out_of_memory
 from torch_hybrid_backend.graph.schema import has_effects, is_in_flight
@@ -118,7 +119,7 @@ def _listed(outputs: Any) -> list[Any]:
 
 
 def with_strides(value: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
-    """`value` with `strides`: itself where it has them, a view of it where only dimensions of size 1 differ, else a copy.
+    """`value` with `strides` and its bits: itself where it has them, a view of it where only dimensions of size 1 differ, else a copy.
 
     Itself too where a copy could not have them, as elements would share memory.
     """
@@ -129,7 +130,8 @@ def with_strides(value: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
         return value.as_strided(value.shape, strides)
     if any(b == 0 for _, b in both):
         return value
-    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)
+    memory = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
+    return LazyBits.of(value).view_of(memory).copy_(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,4 +308,4 @@ def _filled(number: int, value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     memory = torch.full((TensorSpec.of(value).span,), number, dtype=value.dtype, device=value.device)
-    return memory.as_strided(value.shape, value.stride())
+    return LazyBits.of(value).view_of(memory.as_strided(value.shape, value.stride()))
