@@ -28,7 +28,7 @@ from torch_hybrid_backend.core.tensor_spec import TensorSpec, dim, is_computable
 from torch_hybrid_backend.errors import OperatorRefusedError, is_out_of_memory
 from torch_hybrid_backend.graph.schema import has_effects, is_in_flight
 from torch_hybrid_backend.sizes.forms import from_sympy, linear
-from torch_hybrid_backend.sizes.size import Dim, evaluate, symbols
+from torch_hybrid_backend.sizes.size import Dim, evaluate, symbol, symbols
 
 # What operators raise for a dtype, layout or stride that they do not take. (An IndexError is always about values.)
 _REFUSALS = (RuntimeError, TypeError, ValueError)
@@ -264,7 +264,7 @@ def _is_strided(value: object) -> TypeGuard[torch.Tensor]:
 
 def _dim(value: int | torch.SymInt) -> Dim | None:
     """As a `Size` also where it depends on data: once it is there, its value is as good as another's."""
-    return value if isinstance(value, int) else from_sympy(value.node.expr, lambda _: None)
+    return value if isinstance(value, int) else from_sympy(value.node.expr, lambda s: symbol(str(s)))
 
 
 def _dims(values: Sequence[int | torch.SymInt]) -> tuple[Dim, ...] | None:

@@ -45,7 +45,16 @@ from torch_hybrid_backend.loops.ir import (
     buffers_of_expr,
     compute_dtype,
 )
-from torch_hybrid_backend.loops.kernels import Argument, Kernel, MapKernel, RowKernel, ScatterKernel, Stage, Store
+from torch_hybrid_backend.loops.kernels import (
+    Argument,
+    Kernel,
+    MapKernel,
+    RowKernel,
+    ScatterKernel,
+    Stage,
+    Store,
+    kernel_counts,
+)
 from torch_hybrid_backend.loops.layout import Layout, Strided, contiguous
 from torch_hybrid_backend.loops.random_numbers import Generator
 from torch_hybrid_backend.loops.scales import gathered
@@ -149,7 +158,18 @@ class RegionKernels:
             for own in (random.seed, *counters):
                 specs[own] = TensorSpec((), INDEX_DTYPE, (), CPU)
         signature = tuple(i.spec if i.spec is not None else i.size for i in self.region.inputs)
-        return Program(tuple(specs), tuple(inputs), outputs, tuple(constants), tuple(steps), signature, device, random)
+        counts = (c for kernel in self.kernels for c in kernel_counts(kernel))
+        return Program(
+            tuple(specs),
+            tuple(inputs),
+            outputs,
+            tuple(constants),
+            tuple(steps),
+            signature,
+            device,
+            random,
+            counts=tuple(dict.fromkeys(counts)),
+        )
 
 
 def _shared(packed: Iterable[Packed]) -> dict[Buffer, Packed]:
