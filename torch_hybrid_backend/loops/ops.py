@@ -248,6 +248,13 @@ def logical_and(a: Expr, b: Expr) -> Expr:
     return call("and", a, b)
 
 
+def either(a: Expr, b: Expr) -> Expr:
+    for x, y in ((a, b), (b, a)):
+        if isinstance(x, Const):
+            return x if x.value else y
+    return call("or", a, b)
+
+
 def index_in(index: Index, low: Dim, high: Dim) -> Expr:
     """Whether `low <= index < high`, folded where the index's range decides."""
     result: Expr = Const("bool", True)
