@@ -35,8 +35,10 @@ from torch_hybrid_backend.core.plan import Plan, Unconverted
 from torch_hybrid_backend.core.precision import AS_WRITTEN
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.eager_graph import EagerGraph, TracedRun, with_right_text
+from torch_hybrid_backend.errors_as_written import as_written, raising_as_written
 from torch_hybrid_backend.garbage import collector_paused
 from torch_hybrid_backend.graph.devices import is_on_host
+from torch_hybrid_backend.graph.source import source_line
 from torch_hybrid_backend.graph.values import holds_collectives, is_repeatable
 from torch_hybrid_backend.hybrid_graph import HybridGraph, OnPlan, OnRegions, pricing_of
 from torch_hybrid_backend.machine import lacking_instructions
@@ -44,6 +46,7 @@ from torch_hybrid_backend.partition.seen_graphs import SeenGraphs, graph_key
 from torch_hybrid_backend.partition.whole_call import PricedCall
 from torch_hybrid_backend.prepared import copy_of, hindrance
 from torch_hybrid_backend.quantization.ranges import left_in_float
+from torch_hybrid_backend.refused_forms import refused_operator
 from torch_hybrid_backend.report import Explanation
 from torch_hybrid_backend.session import open_session
 
@@ -77,6 +80,12 @@ def compile_graph(
     """Compile one Dynamo graph under `config`; `on_plan` gets each plan when it is made (in the graph's first call),
     `on_regions` what its regions were compiled to, `on_background` what is built off the call."""
     apply_log_level(config)
+    if (refused := refused_operator(gm)) is not None:
+        node, error = refused
+        log.warning(
+            "a graph runs as written, as eager refuses an operator of it: %s: %s", source_line(node) or node.name, error
+        )
+        return as_written(gm)
     config = with_instructions(config)
     shared = open_session(config)
     deadline = Deadline(config.compile_deadline_s)
@@ -89,6 +98,7 @@ def compile_graph(
     in_eager = with_right_text(gm)
     calls: list[PricedCall] = []
     whole_off_the_call: list[bool] = []
+    runs_twice: list[bool] = []
 
     @collector_paused()  # a backward graph may be compiled later, when backward is called
     def compile_captured(captured: CapturedGraph) -> Callable[[list[Any]], list[Any]]:
@@ -98,6 +108,8 @@ def compile_graph(
         if why_not:
             log.warning("a graph is compiled in its call, not in the background: %s", why_not)
         in_background = config.background and not why_not
+        if captured.kind != "backward":
+            runs_twice.append(hindrance(captured.graph_module) is None)
         make = functools.partial(
             HybridGraph,
             captured,
@@ -143,6 +155,8 @@ def compile_graph(
 
     def compiled_whole() -> Callable[..., Any]:
         planned = capture(gm, example_inputs, compile_captured, keep_ops, kept)
+        if all(runs_twice):
+            planned = raising_as_written(planned, gm)
         if not calls:
             return planned
         call = calls[0].around(planned)

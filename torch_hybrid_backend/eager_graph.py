@@ -37,8 +37,9 @@ _REFUSALS = (RuntimeError, TypeError, ValueError)
 class EagerGraph:
     """A functional ATen graph, each node with `meta["val"]`, as a function of the list of its inputs. Threads may call it at once.
 
-    An operator that does not take the form (dtype, layout, strides) of its inputs, whatever values they hold, is computed by PyTorch's
-    decomposition of it. Where sizes are known only at run time, it is the first call's that show which values differ from the trace.
+    An operator that lacks a kernel for the form (dtype, layout, strides) of its inputs, whatever values they hold, is computed by PyTorch's
+    decomposition of it; not one that refuses dtypes which do not go together. Where sizes are known only at run time, those of the first call
+    show which values differ from the trace.
     Placeholders with `meta["loose_strides"]` may have other strides in each call, in dimensions of size 1.
     """
 
@@ -275,7 +276,8 @@ def _dims(values: Sequence[int | torch.SymInt]) -> tuple[Dim, ...] | None:
 def _refuses_form(node: Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: Exception) -> bool:
     """Whether the operator raises for inputs of this form whatever they hold: tried with zeros and with ones.
 
-    What raises for some values only (an index out of range, a singular matrix, an assertion) is the user's own fault to see.
+    What raises for some values only (an index out of range, a singular matrix, an assertion) is the user's own fault to see. So is what raises
+    for any strides (dtypes that do not go together, say), but for NotImplementedError, which says that there is no kernel.
     """
     operator = node.target
     if has_effects(node):  # it may be done once only: a collective, say
@@ -286,21 +288,34 @@ def _refuses_form(node: Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
         return False
     if not all(_is_form(source.meta.get("val")) for source in node.all_input_nodes):
         return False  # a number that depends on data may be what is wrong
-    for number in (0, 1):
-        fill = functools.partial(_filled, number)
+
+    def raises(fill: Callable[[Any], Any]) -> bool:
         try:
             operator(*tree_map(fill, args), **tree_map(fill, dict(kwargs)))
         except Exception as again:
-            if is_out_of_memory(again) or not isinstance(again, _REFUSALS):
-                return False
-        else:
-            return False
-    return True
+            return isinstance(again, _REFUSALS) and not is_out_of_memory(again)
+        return False
+
+    numbers = (0, 1)
+    if not all(raises(functools.partial(_filled, number)) for number in numbers):
+        return False
+    return isinstance(error, NotImplementedError) or not all(
+        raises(functools.partial(_full, number)) for number in numbers
+    )
 
 
 def _is_form(traced: object) -> bool:
     """Whether a traced value is a plain tensor, or a size that the graph's inputs tell."""
     return _is_strided(traced) or (isinstance(traced, int | torch.SymInt) and is_computable(dim(traced)))
+
+
+def _full(number: int, value: Any) -> Any:
+    """A contiguous tensor of the same sizes that holds `number` everywhere; anything else as it is."""
+    return (
+        torch.full(value.shape, number, dtype=value.dtype, device=value.device)
+        if isinstance(value, torch.Tensor)
+        else value
+    )
 
 
 def _filled(number: int, value: Any) -> Any:

@@ -67,6 +67,15 @@ class RegionError(HybridError):
     """Under HYBRID_STRICT=1: a region failed where it would otherwise have fallen back to eager."""
 
 
+# What the C++ plan throws for such values.
+REFUSED_VALUES = "a kernel met values that PyTorch's operators refuse: an index out of range, or a division by zero"
+
+
+class RefusedValuesError(HybridError):
+    """PyTorch raises for the values that a call was given (an index out of range, an integer divided by 0). Whoever catches it has PyTorch run
+    the call: it knows what to raise."""
+
+
 class DeviceError(HybridError):
     """A GPU's driver refused what a kernel asked for. `code` is its own, a CUresult."""
 

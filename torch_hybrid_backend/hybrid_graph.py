@@ -21,7 +21,7 @@ from torch_hybrid_backend.core.engine import CompiledRegion, Pending
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.core.region import Region, Segment
 from torch_hybrid_backend.eager_graph import EagerGraph
-from torch_hybrid_backend.errors import HybridError, is_out_of_memory, is_sticky
+from torch_hybrid_backend.errors import HybridError, RefusedValuesError, is_out_of_memory, is_sticky
 from torch_hybrid_backend.fork_lock import ForkLock
 from torch_hybrid_backend.garbage import full_collections_held
 from torch_hybrid_backend.generators import draws_apart, is_captured
@@ -138,6 +138,8 @@ class HybridGraph:
         run = state.run
         try:
             return run.run(inputs, self._guarded) if isinstance(run, PythonExecutor) else run(inputs)
+        except RefusedValuesError:
+            return state.placed.eager_executor()(inputs)  # PyTorch raises, for it knows what
         except HybridError as error:
             if self._config.strict or state.placed.prepared.has_collectives or is_sticky(error):
                 raise
@@ -303,17 +305,23 @@ class HybridGraph:
         return outputs
 
     def _guarded(self, _index: int, segment: Segment, arguments: Sequence[Any]) -> Sequence[Any]:
-        """One segment's results; a region that fails goes to eager, in this call and from then on."""
+        """One segment's results. A region that fails goes to eager, in this call and from then on; in this call alone if the values are at
+        fault, or there is no memory. Raises what eager does."""
         region = segment.region
         compiled = self._installed().placed.compiled.get(region.name)
         if compiled is not None and not (region.draws and is_captured(region.device)):
             replay = replay_of(region)
             try:
                 return checked(segment, compiled(arguments))
-            except Exception as cause:  # whatever a compiled region raises, eager is there for it
-                if not is_out_of_memory(cause):
-                    self._give_to_eager(segment.region, cause)
-                replay.rewind()
+            except Exception as error:  # whatever a compiled region raises, eager is there for it
+                if is_sticky(error):
+                    raise
+                cause = error
+            replay.rewind()
+            outputs = region.eager(arguments)
+            if not isinstance(cause, RefusedValuesError) and not is_out_of_memory(cause):
+                self._give_to_eager(region, cause)
+            return outputs
         return region.eager(arguments)
 
     def _give_to_eager(self, region: Region, cause: Exception) -> None:

@@ -66,6 +66,7 @@ class RegionKernels:
     """A region's kernels in execution order, and what they share: buffers, layouts, literals and constants packed ahead.
 
     `origins`: for each kernel the names of the nodes whose values it computes, as far as it keeps or reads them from memory.
+    `flags`: as in `LoopGraph`.
     """
 
     region: Region
@@ -78,6 +79,7 @@ class RegionKernels:
     backend: KernelBackend
     generator: Generator | None = None
     origins: tuple[frozenset[str], ...] = ()
+    flags: tuple[Buffer, ...] = ()
 
     def with_variants(self, chosen: Sequence[Variant]) -> RegionKernels:
         """The region computed by one variant of each kernel."""
@@ -169,6 +171,7 @@ class RegionKernels:
             device,
             random,
             counts=tuple(dict.fromkeys(counts)),
+            flags=tuple(map(number, self.flags)),
         )
 
 
@@ -214,13 +217,14 @@ def assemble(region: Region, backend: KernelBackend) -> RegionKernels:
     groups = fuse(prepared.graph, backend.policy)
     fixed.update((buffer, contiguous(buffer.shape)) for buffer in prepared.row_major)
     layouts = backend.layouts(groups, fixed)
-    needed = needed_outside(groups, lowered.outputs)
+    outputs = (*lowered.outputs, *lowered.flags)
+    needed = needed_outside(groups, outputs)
     found: dict[Kernel, frozenset[str]] = {}
     for group in groups:
         made = _kernels(group, needed, layouts, backend)
         names = frozenset(lowered.origins[m.op.out] for m in group.members if m.op.out in lowered.origins)
         found.update(dict.fromkeys(made, names))
-    kernels = backend.join(list(found), lowered.outputs)
+    kernels = backend.join(list(found), outputs)
     return RegionKernels(
         region,
         tuple(kernels),
@@ -232,6 +236,7 @@ def assemble(region: Region, backend: KernelBackend) -> RegionKernels:
         backend,
         lowered.generator,
         _joined(found, kernels),
+        lowered.flags,
     )
 
 

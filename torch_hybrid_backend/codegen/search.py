@@ -21,7 +21,7 @@ from torch_hybrid_backend.codegen.kernel_cache import Artifact
 from torch_hybrid_backend.codegen.variants import Variant
 from torch_hybrid_backend.core.engine import ProgramCall, RunProgram
 from torch_hybrid_backend.core.program import Program
-from torch_hybrid_backend.errors import HybridError, is_sticky, tells_of_later
+from torch_hybrid_backend.errors import HybridError, RefusedValuesError, is_sticky, tells_of_later
 
 _log = logging.getLogger(__name__)
 
@@ -203,7 +203,8 @@ def search(
 
     The region runs with every kernel's first variant, with every kernel's second, and so on, in `least_rounds` rounds or more
     after one to warm up. A run that raises HybridError gives no times: each of its variants then has a run of its own, beside those
-    in use, as an operator that does not take such tensors says nothing of the others. One that leaves the device unusable is raised.
+    in use, as an operator that does not take such tensors says nothing of the others. One that leaves the device unusable is raised, and
+    RefusedValuesError.
 
     Each run packs its weights and has an arena of its own. Where one round spends the budget no second would follow, and there is nothing to
     gain from having all of them at once: each is then freed before the next is made.
@@ -217,7 +218,7 @@ def search(
         try:
             times = iter(run.kernel_us(inputs))
         except HybridError as error:
-            if is_sticky(error):
+            if is_sticky(error) or isinstance(error, RefusedValuesError):
                 raise
             _log.info("a set of variants cannot run: %s", error)
             return None
