@@ -160,7 +160,6 @@ class RegionKernels:
             for own in (random.seed, *counters):
                 specs[own] = TensorSpec((), INDEX_DTYPE, (), CPU)
         signature = tuple(i.spec if i.spec is not None else i.size for i in self.region.inputs)
-        counts = (c for kernel in self.kernels for c in kernel_counts(kernel))
         return Program(
             tuple(specs),
             tuple(inputs),
@@ -170,7 +169,7 @@ class RegionKernels:
             signature,
             device,
             random,
-            counts=tuple(dict.fromkeys(counts)),
+            counts=tuple(dict.fromkeys(c for kernel in self.kernels for c in kernel_counts(kernel))),
             flags=tuple(map(number, self.flags)),
         )
 
