@@ -97,7 +97,8 @@ def _ops() -> Any:
         ) from error
     # Kept for the life of the process by the cache of this function's result.
     library = torch.library.Library(_NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
-    schema = "run_segment(int plan, int segment, int outputs, Tensor[] inputs) -> Tensor[]"
+    # A segment may return views of its inputs. AOTAutograd warns of operators that do and do not say so.
+    schema = "run_segment(int plan, int segment, int outputs, Tensor(a)[] inputs) -> Tensor(a)[]"
     library.define(schema)  # type: ignore[no-untyped-call]
     library.impl("run_segment", _run_segment, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     library.define("warn(str message) -> ()")  # type: ignore[no-untyped-call]
