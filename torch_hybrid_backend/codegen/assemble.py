@@ -58,7 +58,7 @@ from torch_hybrid_backend.loops.kernels import (
 from torch_hybrid_backend.loops.layout import Layout, Strided, contiguous
 from torch_hybrid_backend.loops.random_numbers import Generator
 from torch_hybrid_backend.loops.scales import gathered
-from torch_hybrid_backend.sizes.size import Dim
+from torch_hybrid_backend.sizes.size import Dim, Size
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +66,7 @@ class RegionKernels:
     """A region's kernels in execution order, and what they share: buffers, layouts, literals and constants packed ahead.
 
     `origins`: for each kernel the names of the nodes whose values it computes, as far as it keeps or reads them from memory.
-    `flags`: as in `LoopGraph`.
+    `flags`, `relied_on`: as in `LoopGraph`.
     """
 
     region: Region
@@ -80,6 +80,7 @@ class RegionKernels:
     generator: Generator | None = None
     origins: tuple[frozenset[str], ...] = ()
     flags: tuple[Buffer, ...] = ()
+    relied_on: tuple[Size, ...] = ()
 
     def with_variants(self, chosen: Sequence[Variant]) -> RegionKernels:
         """The region computed by one variant of each kernel."""
@@ -171,6 +172,7 @@ class RegionKernels:
             random,
             counts=tuple(dict.fromkeys(c for kernel in self.kernels for c in kernel_counts(kernel))),
             flags=tuple(map(number, self.flags)),
+            relied_on=self.relied_on,
         )
 
 
@@ -236,6 +238,7 @@ def assemble(region: Region, backend: KernelBackend) -> RegionKernels:
         lowered.generator,
         _joined(found, kernels),
         lowered.flags,
+        lowered.relied_on,
     )
 
 

@@ -54,7 +54,7 @@ from torch_hybrid_backend.loops.ops import call
 from torch_hybrid_backend.loops.policy import FusionPolicy
 from torch_hybrid_backend.loops.random_numbers import Generator
 from torch_hybrid_backend.loops.scores import is_cheap_mask
-from torch_hybrid_backend.sizes.size import Dim, product, size_hint
+from torch_hybrid_backend.sizes.size import Dim, Size, product, size_hint
 
 aten = torch.ops.aten
 
@@ -100,7 +100,8 @@ class LoopGraph:
 
     `literals` are the graph's own constant tensors (get_attr nodes), contiguous, with the buffers that stand for them. `generator`: what random
     numbers are drawn from, where any are. `origins`: for what operations write, the name of the node that it is a value of. `flags`: bool
-    scalars that must be False, or PyTorch's operators refuse the values that the region was called with.
+    scalars that must be False, or PyTorch's operators refuse the values that the region was called with. `relied_on`: sizes that are not
+    negative where all that is read lies in its tensor.
     """
 
     inputs: tuple[Buffer, ...]
@@ -110,6 +111,7 @@ class LoopGraph:
     generator: Generator | None = None
     origins: Mapping[Buffer, str] = field(default_factory=dict)
     flags: tuple[Buffer, ...] = ()
+    relied_on: tuple[Size, ...] = ()
 
 
 def lower_region(region: Region, policy: FusionPolicy) -> LoopGraph:
@@ -177,7 +179,16 @@ class _Lowerer:
         flags = self._flags()
         ops = in_order(self._ops, [*results, *flags])
         generator = self._generator if self._generator.draws else None
-        return LoopGraph(tuple(inputs), tuple(results), tuple(literals), ops, generator, self._origins, flags)
+        return LoopGraph(
+            tuple(inputs),
+            tuple(results),
+            tuple(literals),
+            ops,
+            generator,
+            self._origins,
+            flags,
+            tuple(self._ctx.relied_on),
+        )
 
     def _flags(self) -> tuple[Buffer, ...]:
         """One flag for all refusals over one domain: each is a kernel of its own, which leaves those that use the values as they are."""

@@ -71,3 +71,14 @@ def test_integers(captured):
     subject = captured(lambda x: (x + 0).abs(), torch.arange(3))
     assert subject.apply(simplify, exact=True)
     assert subject.operators() == {"abs.default": 1}
+
+
+def test_a_dropout_of_everything_is_a_product(captured):
+    """With p=1 the functions of dropout multiply by zero and draw nothing; what is infinite becomes NaN, as in eager."""
+
+    def function(x):
+        return torch.nn.functional.dropout(x, 1.0).relu(), *aten.native_dropout(x, 1.0, True)
+
+    subject = captured(function, torch.tensor(SPECIAL))
+    assert subject.apply(simplify, dead_code, exact=True)
+    assert subject.operators() == {"relu.default": 1, "mul.Tensor": 2, "full_like.default": 1}

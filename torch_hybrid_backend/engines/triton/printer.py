@@ -24,6 +24,9 @@ from torch_hybrid_backend.loops.ops import COMPARE, ROUND_TARGETS, is_float
 from torch_hybrid_backend.loops.sharing import Sharing
 from torch_hybrid_backend.sizes.size import Dim, Function, Symbol, known_at_most
 
+# `//` and `%` of Triton round towards zero.
+_FLOORED = {"floordiv": "floor_divide", "mod": "floor_remainder"}
+
 
 @dataclass(frozen=True, slots=True)
 class Value:
@@ -118,7 +121,7 @@ class Printer:
     # Sizes and indices.
 
     def size(self, size: Dim) -> str:
-        """A size as text; sizes known only at run time are parameters of the program. None is negative."""
+        """A size as text; sizes and integers known only at run time are parameters of the program."""
         if isinstance(size, int):
             return str(size)
         sums = []
@@ -133,7 +136,9 @@ class Printer:
         left, right = self.size(atom.left), self.size(atom.right)
         if atom.name in ("max", "min"):
             return f"{atom.name}({left}, {right})"
-        return f"(({left}) {'//' if atom.name == 'floordiv' else '%'} ({right}))"
+        if known_at_most(0, atom.left) and known_at_most(0, atom.right):
+            return f"(({left}) {'//' if atom.name == 'floordiv' else '%'} ({right}))"
+        return f"{self._call(_FLOORED[atom.name])}(({left}) + tl.zeros([], tl.int32), {right})"
 
     def count(self, symbol: Symbol, text: str) -> None:
         """A size that the program finds out itself, under the symbol's name. It is not negative."""
@@ -175,7 +180,7 @@ class Printer:
         inner, divisor = self._index(atom.numerator), self._factor(atom.divisor)
         if known_at_most(0, atom.numerator.low):
             return Value(f"(({inner.text}) {'//' if isinstance(atom, FloorDiv) else '%'} {divisor})", inner.dims)
-        name = "floor_divide" if isinstance(atom, FloorDiv) else "floor_remainder"
+        name = _FLOORED["floordiv" if isinstance(atom, FloorDiv) else "mod"]
         if not inner.dims:
             inner = self.let(f"({inner.text}) + tl.zeros([], tl.int32)")
         return Value(f"{self._call(name)}({inner.text}, {divisor})", inner.dims)

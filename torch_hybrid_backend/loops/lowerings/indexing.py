@@ -25,7 +25,7 @@ from torch_hybrid_backend.loops.ir import (
 )
 from torch_hybrid_backend.loops.lowering import Context, Refuse, broadcast, lowers, reindex
 from torch_hybrid_backend.loops.lowerings.arithmetic import lit
-from torch_hybrid_backend.loops.lowerings.views import axis, expanded, reshaped, slice_bounds
+from torch_hybrid_backend.loops.lowerings.views import axis, expanded, reshaped, slice_bounds, wrapped
 from torch_hybrid_backend.loops.ops import (
     add,
     call,
@@ -321,6 +321,7 @@ def slice_scatter(
     """x with the elements start, start + step, ... of one dimension taken from src."""
     d = axis(dim, len(x.shape))
     first, stop = slice_bounds(x.shape[d], start, end)
+    ctx.rely_on(src.shape[d] * step - (stop - first))
 
     def at(place: tuple[Index, ...]) -> Expr:
         offset = place[d] - first
@@ -337,7 +338,7 @@ def slice_scatter(
 def select_scatter(ctx: Context, x: Value, src: Value, dim: int, index: int) -> Value:
     """x with the slice at one position of a dimension taken from src."""
     d = axis(dim, len(x.shape))
-    position = index % x.shape[d]
+    position = wrapped(index, x.shape[d])
 
     def at(place: tuple[Index, ...]) -> Expr:
         part = round_to(src.at((*place[:d], *place[d + 1 :])), x.dtype)

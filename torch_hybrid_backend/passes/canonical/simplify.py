@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -24,14 +25,14 @@ def simplify(gm: torch.fx.GraphModule, ctx: PassContext) -> bool:
 
     x*1, x/1, x-0 -> x (x+0 only for integers: -0.0 + 0 is 0.0); neg(neg(x)) -> x; x/2^k -> x * 2^-k;
     pow(x, 2), pow(x, 0.5), pow(x, -0.5), pow(x, -1), pow(x, 1) -> what ATen's own power kernel does for these
-    exponents.
+    exponents. A dropout of everything, which tracing makes a drawing of random numbers, -> x*0, as eager's functions of dropout compute it.
     """
     if has_mutation(gm):
         return False
     changed = False
     for node in list(gm.graph.nodes):
         rule = RULES.get(node.target) if node.op == "call_function" else None
-        if rule is not None and isinstance(node.meta.get("val"), torch.Tensor):
+        if rule is not None and "val" in node.meta:
             changed |= rule(gm, node)
     return changed
 
@@ -104,6 +105,21 @@ def _become(gm: torch.fx.GraphModule, node: torch.fx.Node, target: torch._ops.Op
     return True
 
 
+def _dropout(gm: torch.fx.GraphModule, node: torch.fx.Node) -> bool:
+    x, p, train = node.args
+    if p != 1 or train is False or not all(user.target is operator.getitem for user in node.users):
+        return False
+    for user in list(node.users):
+        if user.args[1] == 0:
+            new = insert(node, aten.mul.Tensor, x, 0.0)
+        else:
+            new = insert(node, aten.full_like.default, x, False, dtype=torch.bool)
+        user.replace_all_uses_with(new)
+        gm.graph.erase_node(user)
+    gm.graph.erase_node(node)
+    return True
+
+
 RULES: dict[object, Callable[[torch.fx.GraphModule, torch.fx.Node], bool]] = {
     aten.mul.Tensor: _identity_of(1),
     aten.div.Tensor: _div,
@@ -111,4 +127,5 @@ RULES: dict[object, Callable[[torch.fx.GraphModule, torch.fx.Node], bool]] = {
     aten.add.Tensor: _add,
     aten.neg.default: _neg,
     aten.pow.Tensor_Scalar: _pow,
+    aten.native_dropout.default: _dropout,
 }
