@@ -211,6 +211,6 @@ def test_attention_reads_a_cache_and_what_is_new() -> None:
     """No updated cache is written where attention alone reads it, also by several heads; one is where something else does too."""
     tensors = (torch.randn(1, 4, 1, 8), torch.randn(1, 2, 16, 8), torch.randn(1, 2, 1, 8), torch.tensor([5]))
     alone = lowered(lambda *x: _decode(*x)[0], *tensors)
-    assert [type(op) for op in alone.ops] == [AttentionOp]
+    assert [type(op) for op in alone.ops if op.out not in alone.flags] == [AttentionOp]
     beside = lowered(lambda *x: aten.add(_decode(*x)[0], _decode(*x)[1].sum()), *tensors)
     assert len([op for op in beside.ops if op.out.shape == (1, 2, 16, 8)]) == 1

@@ -318,8 +318,7 @@ def _price(
             return priced(region.key, contenders, calls, config.measure_budget_s, pricing, rounds)
         except _CandidateError as failed:
             if failed.engine == EAGER:
-                if unable_to_run(failed.error) is None:
-                    raise failed.error from None
+                unable_to_run(failed.error)
                 eager_runs = False
                 continue
             drop(failed.engine, run_refusal(failed.error), failed.error)
