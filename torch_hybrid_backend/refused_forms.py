@@ -19,14 +19,15 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves, tree_map
 
 from torch_hybrid_backend.errors import is_out_of_memory
+from torch_hybrid_backend.graph.source import source_line
 
 # Elements of an operator's tensors: trying larger ones takes longer than some tens of milliseconds.
 _MOST_ELEMENTS = 1 << 24
 
 
-def refused_operator(graph_module: torch.fx.GraphModule) -> tuple[Node, Exception] | None:
-    """The first operator of Dynamo's graph that eager refuses whatever its tensors hold, and what it raises. None where there is none, and
-    where autocast or functorch change what operators mean."""
+def refused_operator(graph_module: torch.fx.GraphModule) -> str | None:
+    """The line of the first operator of Dynamo's graph that eager refuses whatever its tensors hold, and what eager raises; None if there is
+    no such operator, or autocast or functorch change what operators mean."""
     nodes = graph_module.graph.nodes
     if torch._C._is_any_autocast_enabled() or any(map(_changes_others, nodes)):
         return None
@@ -37,7 +38,7 @@ def refused_operator(graph_module: torch.fx.GraphModule) -> tuple[Node, Exceptio
         return None
     with unset_fake_temporarily(), torch.no_grad(), torch.random.fork_rng(devices=[]):
         found = ((node, _refusal(node)) for node in forms.values())
-        return next(((node, error) for node, error in found if error is not None), None)
+        return next((f"{source_line(node) or node.name}: {error}" for node, error in found if error is not None), None)
 
 
 def _changes_others(node: Node) -> bool:

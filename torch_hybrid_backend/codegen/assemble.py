@@ -45,7 +45,16 @@ from torch_hybrid_backend.loops.ir import (
     buffers_of_expr,
     compute_dtype,
 )
-from torch_hybrid_backend.loops.kernels import Argument, Kernel, MapKernel, RowKernel, ScatterKernel, Stage, Store
+from torch_hybrid_backend.loops.kernels import (
+    Argument,
+    Kernel,
+    MapKernel,
+    RowKernel,
+    ScatterKernel,
+    Stage,
+    Store,
+    kernel_counts,
+)
 from torch_hybrid_backend.loops.layout import Layout, Strided, contiguous
 from torch_hybrid_backend.loops.random_numbers import Generator
 from torch_hybrid_backend.loops.scales import gathered
@@ -160,6 +169,7 @@ class RegionKernels:
             signature,
             device,
             random,
+            counts=tuple(dict.fromkeys(c for kernel in self.kernels for c in kernel_counts(kernel))),
             flags=tuple(map(number, self.flags)),
         )
 

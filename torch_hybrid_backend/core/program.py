@@ -11,17 +11,18 @@ This is the only place that lists the kinds of steps. A whole graph's plan has t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 
 from torch_hybrid_backend.core.device import CPU, Device
+from torch_hybrid_backend.core.limits import MAX_ELEMENTS
 from torch_hybrid_backend.core.operator_schema import described_arguments, is_native, operator_schema
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.errors import REFUSED_VALUES
-from torch_hybrid_backend.sizes.size import Dim, evaluate
+from torch_hybrid_backend.sizes.size import Dim, evaluate, symbols
 
 # In place of a buffer: a null pointer.
 NULL = -1
@@ -527,8 +528,8 @@ class Program:
     `inputs[k]` is the buffer of the region's k-th input (its spec has the strides the kernels were built for), or -1
     where no kernel reads it directly; `outputs[k]` is the buffer of the k-th output. An output may be an input's
     buffer, and two outputs may share one. `device`: where its steps run. `ranges`: the least and the most value of a size symbol, by name,
-    where its steps do not serve every one. `flags`: buffers on the host that its steps leave at 0, or the values it was called with are
-    refused: the call ends with `errors.RefusedValuesError`.
+    where its steps do not serve every one. `counts`: how far its steps count in 32 bits, in sizes known only at run time. `flags`: buffers on
+    the host that its steps leave at 0, or the values it was called with are refused: the call ends with `errors.RefusedValuesError`.
     """
 
     buffers: tuple[TensorSpec, ...]
@@ -541,11 +542,33 @@ class Program:
     device: Device = CPU
     random: RandomNumbers | None = None
     ranges: tuple[tuple[str, int, int], ...] = ()
+    counts: tuple[Dim, ...] = ()
     flags: tuple[int, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The size symbols that it depends on."""
+        return tuple(dict.fromkeys(name for name, *_ in self._ranges()))
 
     def serves(self, values: Mapping[str, int]) -> bool:
         """Whether its steps serve these values of the size symbols, by name."""
-        return all(least <= values[name] <= most for name, least, most in self.ranges)
+        return not self.unserved(values)
+
+    def unserved(self, values: Mapping[str, int]) -> str:
+        """Which of these values of the size symbols, by name, its steps do not serve, in words; "" where they serve all."""
+        outside = [
+            f"{values[name]} outside of {least} to {most}"
+            for name, least, most in self._ranges()
+            if not least <= values[name] <= most
+        ]
+        spans = (spec.at(values).span for spec in self.buffers)
+        if not outside and (most := max([*spans, *_at(self.counts, values)], default=0)) > MAX_ELEMENTS:
+            return f"{most} elements, more than kernels count ({MAX_ELEMENTS})"
+        return ", ".join(outside)
+
+    def _ranges(self) -> Iterator[tuple[str, int, int]]:
+        yield from self.ranges
+        yield from ((symbol.name, symbol.low, symbol.high) for symbol in symbols(self.sizes_used))
 
     def at(self, values: Mapping[str, int]) -> Program:
         """The program for values of the size symbols, by name; KeyError for one that is missing."""
@@ -558,7 +581,7 @@ class Program:
         """The sizes of its buffers, and those that its steps take."""
         of_buffers = (size for spec in self.buffers for size in (*spec.shape, *spec.strides))
         taken = () if self.random is None else self.random.taken
-        return (*(size for step in self.steps for size in step.sizes_used), *of_buffers, *taken)
+        return (*(size for step in self.steps for size in step.sizes_used), *of_buffers, *taken, *self.counts)
 
     def reading(self, inputs: Sequence[int]) -> Program:
         """The program with only those of the region's inputs, by position; the others are read by no kernel and no packing."""

@@ -250,8 +250,6 @@ def check_tensor(tensor: torch.Tensor, abilities: Abilities = COMMON) -> Refused
     """Why the loops language cannot hold a (fake) tensor, or None where it can."""
     if tensor.layout != torch.strided or tensor.is_quantized:
         return Refused(Reason.LAYOUT, f"a tensor has layout {tensor.layout}, only plain strided tensors are taken")
-    if tensor.is_neg() or tensor.is_conj():
-        return Refused(Reason.LAYOUT, "a tensor is a negated or conjugated view: its memory does not hold its values")
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in DTYPES and not (abilities.float8 and dtype in FLOAT8):
         return Refused(Reason.DTYPE, f"dtype {dtype} is not taken")

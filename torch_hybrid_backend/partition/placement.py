@@ -131,11 +131,11 @@ def choose(
         replay.rewind()  # what it drew before it failed
         replay = replay_of(region)
     expected = None if isinstance(found, Refused) else found
-    outputs = expected
+    results: dict[str, list[torch.Tensor]] = {} if expected is None else {EAGER: expected}
     errors: dict[str, float | None] = {}
     for engine in list(alive):
         try:
-            tried, results, comparison = _tried(
+            tried, results[engine], comparison = _tried(
                 region, alive[engine], inputs, config, expected, pricing.deadline, replay
             )
         except Exception as error:  # an engine's kernels or code may fail in any way; eager is there for it
@@ -143,7 +143,6 @@ def choose(
                 replay.run(lambda: run_eager(region, inputs))  # nobody has asked it: PyTorch raises, for it knows what
             drop(engine, run_refusal(error), error)
             continue
-        outputs = outputs or results
         if isinstance(tried, PendingRegion):
             pending[engine] = tried
             del alive[engine]
@@ -162,6 +161,7 @@ def choose(
     if unable is not None and compiled_winner is not None:
         report_unchecked(region, winner, unable)
     decision = decide(region, winner, compiled_winner, costs, tuple(refusals), errors.get(winner))
+    outputs = results.get(winner)  # what later calls return, to the bit: an engine's are only about eager's
     if outputs is None:
         outputs = replay.run(lambda: run_eager(region, inputs))
     replay.finish()

@@ -31,11 +31,11 @@ from torch_hybrid_backend.loops.ops import (
     call,
     cast,
     const,
-    either,
     from_index,
     guard,
     index_in,
     logical_and,
+    logical_or,
     round_to,
     sub,
     where,
@@ -68,7 +68,7 @@ def refuse_outside(ctx: Context, positions: Value, size: Dim, wrap: bool) -> Non
     def is_outside(scalar: Expr) -> Expr:
         wide = cast(scalar, INDEX_DTYPE)
         lowest = add(wide, lit(wide, size)) if wrap else wide
-        return either(call("lt", lowest, lit(wide, 0)), call("ge", wide, lit(wide, size)))
+        return logical_or(call("lt", lowest, lit(wide, 0)), call("ge", wide, lit(wide, size)))
 
     ctx.refuse(positions, is_outside)
 

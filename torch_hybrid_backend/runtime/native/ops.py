@@ -102,6 +102,11 @@ def _ops() -> Any:
     library.impl("run_segment", _run_segment, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     library.define("warn(str message) -> ()")  # type: ignore[no-untyped-call]
     library.impl("warn", log.warning, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    # PyTorch would hand operators resolved copies of tensors that are lazily conjugated or negated: a segment would read other tensors than it
+    # was traced with, and a guard would watch memory that nobody keeps.
+    for name in ("run_segment", "plan_run", "plan_time", "guard_new", "binding_new"):
+        for bit in ("Conjugate", "Negative"):
+            library.impl(name, torch.library.fallthrough_kernel, bit)  # type: ignore[no-untyped-call]
     ops = torch.ops.torch_hybrid_backend
     try:
         operators = _Operators(library, ops)
