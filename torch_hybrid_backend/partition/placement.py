@@ -30,7 +30,7 @@ from torch_hybrid_backend.core.program import OperatorCall
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason, Refused
-from torch_hybrid_backend.errors import RefusedValuesError
+from torch_hybrid_backend.errors import is_sticky
 from torch_hybrid_backend.generators import Replay
 from torch_hybrid_backend.graph.precision import computes, precision_of
 from torch_hybrid_backend.measure import HostTimer, Rounds, Timer, measure
@@ -139,8 +139,11 @@ def choose(
                 region, alive[engine], inputs, config, expected, pricing.deadline, replay
             )
         except Exception as error:  # an engine's kernels or code may fail in any way; eager is there for it
-            if isinstance(error, RefusedValuesError) and found is None:
-                replay.run(lambda: run_eager(region, inputs))  # nobody has asked it: PyTorch raises, for it knows what
+            if found is None and not is_sticky(
+                error
+            ):  # nobody has asked eager, which raises where the inputs are at fault
+                found = replay.run(lambda: reference(region, inputs))
+                outputs = None if isinstance(found, Refused) else found
             drop(engine, run_refusal(error), error)
             continue
         if isinstance(tried, PendingRegion):
