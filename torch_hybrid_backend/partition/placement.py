@@ -139,11 +139,8 @@ def choose(
                 region, alive[engine], inputs, config, expected, pricing.deadline, replay
             )
         except Exception as error:  # an engine's kernels or code may fail in any way; eager is there for it
-            if found is None and not is_sticky(
-                error
-            ):  # nobody has asked eager, which raises where the inputs are at fault
-                found = replay.run(lambda: reference(region, inputs))
-                outputs = None if isinstance(found, Refused) else found
+            if found is None and EAGER not in results and not is_sticky(error):
+                results.update(_asked(region, inputs, replay))
             drop(engine, run_refusal(error), error)
             continue
         if isinstance(tried, PendingRegion):
@@ -169,6 +166,12 @@ def choose(
         outputs = replay.run(lambda: run_eager(region, inputs))
     replay.finish()
     return Choice(decision, compiled_winner, outputs, tuple(pending.values()))
+
+
+def _asked(region: Region, inputs: Sequence[torch.Tensor], replay: Replay) -> dict[str, list[torch.Tensor]]:
+    """The outputs of eager, which nobody has asked so far, by its name, if it can run. Raises what PyTorch does where the inputs are at fault."""
+    found = replay.run(lambda: reference(region, inputs))
+    return {} if isinstance(found, Refused) else {EAGER: found}
 
 
 def _entry(
