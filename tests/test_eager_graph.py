@@ -212,6 +212,18 @@ def test_an_operator_that_nothing_computes() -> None:
         with pytest.raises(OperatorRefusedError, match="never") as caught:
             graph.run([torch.ones(2)])
         assert str(caught.value.error) == "this form is not taken"
+        assert caught.value.is_mistake
+
+
+def test_dtypes_that_do_not_go_together_are_a_mistake() -> None:
+    """No decomposition stands in for an operator that has kernels, but not for these dtypes together: the call raises what it raises."""
+    whole = torch.randint(3, (3, 4)).t()
+    graph = EagerGraph(traced(lambda x, y: aten.mm.default(x, y) + 1, torch.randn(4, 4), whole))
+    with pytest.raises(RuntimeError, match="same dtype"):
+        graph([torch.randn(4, 4), whole])
+    with pytest.raises(OperatorRefusedError) as caught:
+        graph.run([torch.randn(4, 4), whole])
+    assert caught.value.is_mistake
 
 
 @pytest.mark.parametrize(

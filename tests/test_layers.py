@@ -71,9 +71,11 @@ ALLOWED: dict[str, set[str]] = {
 WIRING = {
     "awaited_builds",
     "backend",
+    "errors_as_written",
     "hybrid_graph",
     "model_gate",
     "prepared",
+    "refused_forms",
     "speed_gate",
     "stages",
     "session",

@@ -180,6 +180,8 @@ class TracedRun(torch.fx.Interpreter):
         except _REFUSALS as error:
             if not _refuses_form(n, args, kwargs, error):
                 raise
+            if _is_mistake(n, args, kwargs, error):
+                raise OperatorRefusedError(f"{n.target}", error, is_mistake=True) from error
             value = self._decomposed(n, args, kwargs, error)
         traced = n.meta.get("val")
         self._learn_sizes(n, traced, value)
@@ -276,8 +278,7 @@ def _dims(values: Sequence[int | torch.SymInt]) -> tuple[Dim, ...] | None:
 def _refuses_form(node: Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: Exception) -> bool:
     """Whether the operator raises for inputs of this form whatever they hold: tried with zeros and with ones.
 
-    What raises for some values only (an index out of range, a singular matrix, an assertion) is the user's own fault to see. So is what raises
-    for any strides (dtypes that do not go together, say), but for NotImplementedError, which says that there is no kernel.
+    What raises for some values only (an index out of range, a singular matrix, an assertion) is the user's own fault to see.
     """
     operator = node.target
     if has_effects(node):  # it may be done once only: a collective, say
@@ -288,20 +289,33 @@ def _refuses_form(node: Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
         return False
     if not all(_is_form(source.meta.get("val")) for source in node.all_input_nodes):
         return False  # a number that depends on data may be what is wrong
+    return _raises(operator, args, kwargs, _filled)
 
-    def raises(fill: Callable[[Any], Any]) -> bool:
+
+def _is_mistake(node: Node, args: tuple[Any, ...], kwargs: Mapping[str, Any], error: Exception) -> bool:
+    """Whether an operator that refuses the form of its inputs does so for any strides: dtypes that do not go together, say. Not where
+    NotImplementedError says that there is no kernel."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    return not isinstance(error, NotImplementedError) and _raises(node.target, args, kwargs, _contiguous)
+
+
+def _raises(
+    operator: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    filled: Callable[[int, Any], Any],
+) -> bool:
+    """Whether the operator raises both for zeros and for ones in the place of its tensors."""
+    for number in (0, 1):
+        fill = functools.partial(filled, number)
         try:
             operator(*tree_map(fill, args), **tree_map(fill, dict(kwargs)))
         except Exception as again:
-            return isinstance(again, _REFUSALS) and not is_out_of_memory(again)
-        return False
-
-    numbers = (0, 1)
-    if not all(raises(functools.partial(_filled, number)) for number in numbers):
-        return False
-    return isinstance(error, NotImplementedError) or not all(
-        raises(functools.partial(_full, number)) for number in numbers
-    )
+            if is_out_of_memory(again) or not isinstance(again, _REFUSALS):
+                return False
+        else:
+            return False
+    return True
 
 
 def _is_form(traced: object) -> bool:
@@ -309,13 +323,11 @@ def _is_form(traced: object) -> bool:
     return _is_strided(traced) or (isinstance(traced, int | torch.SymInt) and is_computable(dim(traced)))
 
 
-def _full(number: int, value: Any) -> Any:
+def _contiguous(number: int, value: Any) -> Any:
     """A contiguous tensor of the same sizes that holds `number` everywhere; anything else as it is."""
-    return (
-        torch.full(value.shape, number, dtype=value.dtype, device=value.device)
-        if isinstance(value, torch.Tensor)
-        else value
-    )
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.full(value.shape, number, dtype=value.dtype, device=value.device)
 
 
 def _filled(number: int, value: Any) -> Any:

@@ -85,11 +85,13 @@ class DeviceError(HybridError):
 
 
 class OperatorRefusedError(HybridError):
-    """PyTorch's `operator` raised `error` for the form of its inputs, not for their values, and has no decomposition that could stand in."""
+    """PyTorch's `operator` raised `error` for the form of its inputs, not for their values, and has no decomposition that could stand in.
+    `is_mistake`: nothing may stand in, as what was given does not go together."""
 
-    def __init__(self, operator: str, error: Exception) -> None:
+    def __init__(self, operator: str, error: Exception, *, is_mistake: bool = False) -> None:
         super().__init__(f"{operator} does not take these inputs, whatever values they hold: {error}")
         self.error = error
+        self.is_mistake = is_mistake
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -30,7 +30,7 @@ from torch_hybrid_backend.core.program import OperatorCall
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason, Refused
-from torch_hybrid_backend.errors import RefusedValuesError
+from torch_hybrid_backend.errors import is_sticky
 from torch_hybrid_backend.generators import Replay
 from torch_hybrid_backend.graph.precision import computes, precision_of
 from torch_hybrid_backend.measure import HostTimer, Rounds, Timer, measure
@@ -139,8 +139,8 @@ def choose(
                 region, alive[engine], inputs, config, expected, pricing.deadline, replay
             )
         except Exception as error:  # an engine's kernels or code may fail in any way; eager is there for it
-            if isinstance(error, RefusedValuesError) and found is None:
-                replay.run(lambda: run_eager(region, inputs))  # nobody has asked it: PyTorch raises, for it knows what
+            if found is None and EAGER not in results and not is_sticky(error):
+                results.update(_asked(region, inputs, replay))
             drop(engine, run_refusal(error), error)
             continue
         if isinstance(tried, PendingRegion):
@@ -166,6 +166,12 @@ def choose(
         outputs = replay.run(lambda: run_eager(region, inputs))
     replay.finish()
     return Choice(decision, compiled_winner, outputs, tuple(pending.values()))
+
+
+def _asked(region: Region, inputs: Sequence[torch.Tensor], replay: Replay) -> dict[str, list[torch.Tensor]]:
+    """The outputs of eager, which nobody has asked so far, by its name, if it can run. Raises what PyTorch does where the inputs are at fault."""
+    found = replay.run(lambda: reference(region, inputs))
+    return {} if isinstance(found, Refused) else {EAGER: found}
 
 
 def _entry(
@@ -318,8 +324,7 @@ def _price(
             return priced(region.key, contenders, calls, config.measure_budget_s, pricing, rounds)
         except _CandidateError as failed:
             if failed.engine == EAGER:
-                if unable_to_run(failed.error) is None:
-                    raise failed.error from None
+                unable_to_run(failed.error)
                 eager_runs = False
                 continue
             drop(failed.engine, run_refusal(failed.error), failed.error)
