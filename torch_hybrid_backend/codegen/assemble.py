@@ -44,6 +44,7 @@ from torch_hybrid_backend.loops.ir import (
     ScatterOp,
     buffers_of_expr,
     compute_dtype,
+    rounded,
 )
 from torch_hybrid_backend.loops.kernels import Argument, Kernel, MapKernel, RowKernel, ScatterKernel, Stage, Store
 from torch_hybrid_backend.loops.layout import Layout, Strided, contiguous
@@ -304,11 +305,19 @@ def _stages(group: Group, needed: set[Buffer]) -> tuple[Stage, ...]:
             local = Buffer(group.shape if member.is_full else group.kept_shape, dtype, out.name)
             kind = "map" if member.role == "full" else member.role
             combiner = member.op.combiner if isinstance(member.op, ReduceOp | ScanOp) else ""
+            if not combines:
+                value = rounded(value, out.dtype)
             stages.append(Stage(kind, local, value, combiner))
-            locals_[out] = local
             if member.is_full:
                 full.add(local)
             value = local.at(group.point if member.is_full else group.kept_point)
+            if combines and read_later and (result := rounded(value, out.dtype)) is not value:
+                # What has been combined is kept in the compute dtype, and its readers get what memory would hold.
+                local = Buffer(local.shape, local.dtype, out.name)
+                stages.append(Stage("map" if member.is_full else "scalar", local, result))
+                if member.is_full:
+                    full.add(local)
+            locals_[out] = local
         if stored:
             kind = "store" if member.is_full else "store_scalar"
             stages.append(Stage(kind, None, value, store=Store(out, member.index, value)))

@@ -17,10 +17,20 @@ from dataclasses import dataclass
 from torch_hybrid_backend.engines.triton.functions import DTYPES, FUNCTIONS, converted, template
 from torch_hybrid_backend.engines.triton.source import Lines
 from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, Scalar, as_index, compare_ranges
-from torch_hybrid_backend.loops.ir import FLOAT8, Buffer, Call, Const, Expr, FromIndex, Load, compute_dtype
+from torch_hybrid_backend.loops.ir import (
+    FLOAT8,
+    ROUND_TARGETS,
+    Buffer,
+    Call,
+    Const,
+    Expr,
+    FromIndex,
+    Load,
+    compute_dtype,
+)
 from torch_hybrid_backend.loops.kernels import Argument, Store
 from torch_hybrid_backend.loops.layout import offset_of
-from torch_hybrid_backend.loops.ops import COMPARE, ROUND_TARGETS, is_float
+from torch_hybrid_backend.loops.ops import COMPARE, is_float
 from torch_hybrid_backend.loops.sharing import Sharing
 from torch_hybrid_backend.sizes.size import Dim, Function, Symbol, known_at_most
 

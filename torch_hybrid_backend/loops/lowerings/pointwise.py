@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from torch_hybrid_backend.core.verdict import Reason
-from torch_hybrid_backend.loops.ir import Expr, Value, compute_dtype
+from torch_hybrid_backend.loops.ir import Expr, Value, compute_dtype, nearest, rounded
 from torch_hybrid_backend.loops.lowering import Context, Refuse, lowers
 from torch_hybrid_backend.loops.lowerings import arithmetic as formula
 from torch_hybrid_backend.loops.lowerings.arithmetic import lit
@@ -162,7 +162,9 @@ def logit(ctx: Context, x: Value, eps: float | None = None) -> Value:
             # Not `clamp`: eager lets NaN pass by comparing, and so does this.
             a = where(call("lt", a, lit(a, eps)), lit(a, eps), a)
             a = where(call("gt", a, lit(a, 1 - eps)), lit(a, 1 - eps), a)
-        return call("log", div(a, sub(lit(a, 1), a)))
+        # Eager rounds each step to a half type.
+        odds = div(a, rounded(sub(lit(a, 1), a), ctx.out.dtype))
+        return call("log", rounded(odds, ctx.out.dtype))
 
     return ctx.pointwise(fn, x)
 
@@ -217,7 +219,23 @@ def _clamp(ctx: Context, x: Value, low: Operand | None, high: Operand | None) ->
 # Binary
 
 
+def _common(ctx: Context, operand: Operand) -> Operand:
+    """An operand in the result's dtype, as eager converts it. That matters where a half type meets a number or a tensor without dimensions."""
+    if isinstance(operand, Value):
+        is_narrowed = compute_dtype(ctx.out.dtype) != ctx.out.dtype != operand.dtype
+        return ctx.pointwise(lambda a: a, operand, shape=operand.shape) if is_narrowed else operand
+    return operand if isinstance(operand, Size) else nearest(operand, ctx.out.dtype)
+
+
 def _binary(targets: tuple[torch._ops.OpOverload, ...], fn: Callable[[Expr, Expr], Expr]) -> None:
+    @lowers(*targets)
+    def lower(ctx: Context, x: Operand, y: Operand) -> Value:
+        return ctx.pointwise(fn, _common(ctx, x), _common(ctx, y))
+
+
+def _scaling(targets: tuple[torch._ops.OpOverload, ...], fn: Callable[[Expr, Expr], Expr]) -> None:
+    """As `_binary`; but eager takes a half tensor times or over a number with the number in float32."""
+
     @lowers(*targets)
     def lower(ctx: Context, x: Operand, y: Operand) -> Value:
         return ctx.pointwise(fn, x, y)
@@ -225,30 +243,38 @@ def _binary(targets: tuple[torch._ops.OpOverload, ...], fn: Callable[[Expr, Expr
 
 @lowers(aten.add.Tensor, aten.add.Scalar)
 def add_(ctx: Context, x: Value, y: Operand, alpha: float = 1) -> Value:
+    alpha, y = nearest(alpha, ctx.out.dtype), _common(ctx, y)
     return ctx.pointwise(lambda a, b: formula.plus(a, formula.scaled(b, alpha)), x, y)
 
 
 @lowers(aten.sub.Tensor, aten.sub.Scalar)
 def sub_(ctx: Context, x: Value, y: Operand, alpha: float = 1) -> Value:
+    alpha, y = nearest(alpha, ctx.out.dtype), _common(ctx, y)
     return ctx.pointwise(lambda a, b: sub(a, formula.scaled(b, alpha)), x, y)
 
 
 @lowers(aten.rsub.Tensor, aten.rsub.Scalar)
 def rsub(ctx: Context, x: Value, y: Operand, alpha: float = 1) -> Value:
+    alpha, y = nearest(alpha, ctx.out.dtype), _common(ctx, y)
     return ctx.pointwise(lambda a, b: sub(b, formula.scaled(a, alpha)), x, y)
 
 
-_binary((aten.mul.Tensor, aten.mul.Scalar), formula.times)
-_binary((aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor), div)
-_binary((aten.floor_divide.default, aten.floor_divide.Scalar), formula.floor_div)
+_scaling((aten.mul.Tensor, aten.mul.Scalar), formula.times)
+_scaling((aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor), div)
+_scaling((aten.floor_divide.default, aten.floor_divide.Scalar), formula.floor_div)
 _binary((aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor), formula.remainder)
 _binary((aten.fmod.Tensor, aten.fmod.Scalar), formula.fmod)
 _binary((aten.atan2.default,), _op("atan2"))
 _binary((aten.hypot.default,), formula.hypot)
-_binary((aten.xlogy.Tensor, aten.xlogy.Scalar_Other, aten.xlogy.Scalar_Self), formula.xlogy)
 _binary((aten.copysign.Tensor, aten.copysign.Scalar), formula.copysign)
 _binary((aten.logaddexp.default,), lambda a, b: formula.log_add_exp(a, b, "exp", "log"))
 _binary((aten.logaddexp2.default,), lambda a, b: formula.log_add_exp(a, b, "exp2", "log2"))
+
+
+@lowers(aten.xlogy.Tensor, aten.xlogy.Scalar_Other, aten.xlogy.Scalar_Self)
+def xlogy(ctx: Context, x: Operand, y: Operand) -> Value:
+    dtype = ctx.out.dtype
+    return ctx.pointwise(lambda a, b: formula.xlogy(a, b, dtype), _common(ctx, x), _common(ctx, y))
 
 
 @lowers(aten.div.Tensor_mode, aten.div.Scalar_mode)
@@ -279,7 +305,7 @@ _extremum((aten.fmin.default,), "min", skip_nan=True)
 def pow_scalar(ctx: Context, x: Value, exponent: float) -> Value:
     if not is_float(compute_dtype(ctx.out.dtype)) and exponent < 0:
         raise Refuse(Reason.ARGUMENT, "integers to negative powers are an error in eager")
-    return ctx.pointwise(lambda a: formula.power(a, exponent), x)
+    return ctx.pointwise(lambda a: formula.power(a, nearest(exponent, ctx.out.dtype), ctx.out.dtype), x)
 
 
 @lowers(aten.pow.Tensor_Tensor, aten.pow.Scalar)
@@ -288,7 +314,7 @@ def pow_tensor(ctx: Context, base: Operand, exponent: Value) -> Value:
         raise Refuse(Reason.DTYPE, "integer powers with a tensor of exponents are left to eager")
     if base == 2:
         return ctx.pointwise(lambda b: call("exp2", b), exponent)
-    return ctx.pointwise(lambda a, b: call("pow", a, b), base, exponent)
+    return ctx.pointwise(lambda a, b: call("pow", a, b), _common(ctx, base), _common(ctx, exponent))
 
 
 @lowers(aten.bitwise_not.default)
@@ -379,12 +405,12 @@ def _choose(ctx: Context, condition: Value, x: Operand, y: Operand) -> Value:
 
 @lowers(aten.addcmul.default)
 def addcmul(ctx: Context, x: Value, y: Value, z: Value, *, value: float = 1) -> Value:
-    return ctx.pointwise(lambda a, b, c: add(a, formula.scaled(mul(b, c), value)), x, y, z)
+    return ctx.pointwise(lambda a, b, c: add(a, mul(formula.scaled(b, value), c)), x, y, z)
 
 
 @lowers(aten.addcdiv.default)
 def addcdiv(ctx: Context, x: Value, y: Value, z: Value, *, value: float = 1) -> Value:
-    return ctx.pointwise(lambda a, b, c: add(a, formula.scaled(div(b, c), value)), x, y, z)
+    return ctx.pointwise(lambda a, b, c: add(a, div(formula.scaled(b, value), c)), x, y, z)
 
 
 @lowers(aten.lerp.Scalar, aten.lerp.Tensor)

@@ -20,10 +20,10 @@ from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirBuffe
 from torch_hybrid_backend.engines.tvm.tir.let_bindings import Bindings, Scope, StatementBindings
 from torch_hybrid_backend.engines.tvm.tir.storage import narrow, widen
 from torch_hybrid_backend.loops.index import Index, LoopVar, Scalar, as_index, compare_ranges
-from torch_hybrid_backend.loops.ir import Buffer, Call, Const, Expr, FromIndex, Load
+from torch_hybrid_backend.loops.ir import ROUND_TARGETS, Buffer, Call, Const, Expr, FromIndex, Load
 from torch_hybrid_backend.loops.kernels import Store
 from torch_hybrid_backend.loops.layout import Layout, offset_of
-from torch_hybrid_backend.loops.ops import COMPARE, ROUND_TARGETS, call, decided
+from torch_hybrid_backend.loops.ops import COMPARE, call, decided
 from torch_hybrid_backend.loops.sharing import Sharing
 
 Env = Mapping[LoopVar, Index]
