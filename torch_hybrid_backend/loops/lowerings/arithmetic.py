@@ -242,6 +242,11 @@ def log_sigmoid(a: Expr) -> Expr:
     return sub(call("min", a, lit(a, 0)), tail)
 
 
+def six_above(a: Expr) -> Expr:
+    """clamp(a + 3, 0, 6)."""
+    return clamp(add(a, lit(a, 3)), lit(a, 0), lit(a, 6))
+
+
 def hard_sigmoid(a: Expr) -> Expr:
     """clamp(a + 3, 0, 6) / 6."""
-    return mul(clamp(add(a, lit(a, 3)), lit(a, 0), lit(a, 6)), lit(a, 1 / 6))
+    return mul(six_above(a), lit(a, 1 / 6))

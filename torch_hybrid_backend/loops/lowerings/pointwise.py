@@ -12,7 +12,9 @@ from collections.abc import Callable
 
 import torch
 
+from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason
+from torch_hybrid_backend.loops.index import contiguous_strides
 from torch_hybrid_backend.loops.ir import Expr, Value, compute_dtype, nearest, rounded
 from torch_hybrid_backend.loops.lowering import Context, Refuse, lowers
 from torch_hybrid_backend.loops.lowerings import arithmetic as formula
@@ -64,7 +66,7 @@ _unary(aten.sgn.default, formula.sign)
 _unary(aten.silu.default, lambda a: mul(a, call("sigmoid", a)))
 _unary(aten.relu.default, lambda a: where(call("lt", a, lit(a, 0)), lit(a, 0), a))
 _unary(aten.relu6.default, lambda a: formula.clamp(a, lit(a, 0), lit(a, 6)))
-_unary(aten.hardswish.default, lambda a: mul(a, formula.hard_sigmoid(a)))
+_unary(aten.hardswish.default, lambda a: mul(mul(a, formula.six_above(a)), lit(a, 1 / 6)))
 _unary(aten.hardsigmoid.default, formula.hard_sigmoid)
 _unary(aten.mish.default, lambda a: mul(a, call("tanh", call("log1p", call("exp", a)))))
 _unary(aten.reciprocal.default, lambda a: div(lit(a, 1), a))
@@ -104,7 +106,27 @@ def log_sigmoid_forward(ctx: Context, x: Value) -> tuple[Value, Value | None]:
 
 @lowers(aten.gelu.default)
 def gelu(ctx: Context, x: Value, *, approximate: str = "none") -> Value:
+    if approximate == "none" and _is_of_onednn(ctx):
+        # Eager's kernel doubles before it halves, and gives NaN for infinity.
+        def fn(a: Expr) -> Expr:
+            doubled = mul(a, add(lit(a, 1), call("erf", mul(a, lit(a, math.sqrt(0.5))))))
+            return where(call("eq", a, lit(a, math.inf)), lit(a, math.nan), mul(doubled, lit(a, 0.5)))
+
+        return ctx.pointwise(fn, x)
     return ctx.pointwise(lambda a: formula.gelu(a, approximate), x)
+
+
+def _is_of_onednn(ctx: Context) -> bool:
+    """True if eager computes the node by oneDNN: float32 or bfloat16 on the host, more than one element, in the order of memory."""
+    assert ctx.node is not None
+    spec = TensorSpec.of(ctx.node.all_input_nodes[0].meta["val"])
+    is_one = all(size == 1 for size in spec.shape)
+    return (
+        spec.device.is_host
+        and spec.dtype in ("float32", "bfloat16")
+        and not is_one
+        and spec.strides == contiguous_strides(spec.shape)
+    )
 
 
 @lowers(aten.leaky_relu.default)
@@ -220,11 +242,18 @@ def _clamp(ctx: Context, x: Value, low: Operand | None, high: Operand | None) ->
 
 
 def _common(ctx: Context, operand: Operand) -> Operand:
-    """An operand in the result's dtype, as eager converts it. That matters where a half type meets a number or a tensor without dimensions."""
+    """An operand in the result's dtype, as eager's kernels of the host convert it: where a half type meets a number or a tensor without
+    dimensions, that is rounded to the half type."""
+    if not ctx.out.device.is_host:
+        return operand
     if isinstance(operand, Value):
         is_narrowed = compute_dtype(ctx.out.dtype) != ctx.out.dtype != operand.dtype
         return ctx.pointwise(lambda a: a, operand, shape=operand.shape) if is_narrowed else operand
-    return operand if isinstance(operand, Size) else nearest(operand, ctx.out.dtype)
+    return operand if isinstance(operand, Size) else _common_number(ctx, operand)
+
+
+def _common_number(ctx: Context, number: float) -> float:
+    return nearest(number, ctx.out.dtype) if ctx.out.device.is_host else number
 
 
 def _binary(targets: tuple[torch._ops.OpOverload, ...], fn: Callable[[Expr, Expr], Expr]) -> None:
@@ -243,19 +272,19 @@ def _scaling(targets: tuple[torch._ops.OpOverload, ...], fn: Callable[[Expr, Exp
 
 @lowers(aten.add.Tensor, aten.add.Scalar)
 def add_(ctx: Context, x: Value, y: Operand, alpha: float = 1) -> Value:
-    alpha, y = nearest(alpha, ctx.out.dtype), _common(ctx, y)
+    alpha, y = _common_number(ctx, alpha), _common(ctx, y)
     return ctx.pointwise(lambda a, b: formula.plus(a, formula.scaled(b, alpha)), x, y)
 
 
 @lowers(aten.sub.Tensor, aten.sub.Scalar)
 def sub_(ctx: Context, x: Value, y: Operand, alpha: float = 1) -> Value:
-    alpha, y = nearest(alpha, ctx.out.dtype), _common(ctx, y)
+    alpha, y = _common_number(ctx, alpha), _common(ctx, y)
     return ctx.pointwise(lambda a, b: sub(a, formula.scaled(b, alpha)), x, y)
 
 
 @lowers(aten.rsub.Tensor, aten.rsub.Scalar)
 def rsub(ctx: Context, x: Value, y: Operand, alpha: float = 1) -> Value:
-    alpha, y = nearest(alpha, ctx.out.dtype), _common(ctx, y)
+    alpha, y = _common_number(ctx, alpha), _common(ctx, y)
     return ctx.pointwise(lambda a, b: sub(b, formula.scaled(a, alpha)), x, y)
 
 
@@ -305,7 +334,7 @@ _extremum((aten.fmin.default,), "min", skip_nan=True)
 def pow_scalar(ctx: Context, x: Value, exponent: float) -> Value:
     if not is_float(compute_dtype(ctx.out.dtype)) and exponent < 0:
         raise Refuse(Reason.ARGUMENT, "integers to negative powers are an error in eager")
-    return ctx.pointwise(lambda a: formula.power(a, nearest(exponent, ctx.out.dtype), ctx.out.dtype), x)
+    return ctx.pointwise(lambda a: formula.power(a, _common_number(ctx, exponent), ctx.out.dtype), x)
 
 
 @lowers(aten.pow.Tensor_Tensor, aten.pow.Scalar)
