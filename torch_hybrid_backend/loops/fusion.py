@@ -307,11 +307,14 @@ def replace_loads(expr: Expr, replacement: Callable[[Load], Expr | None]) -> Exp
 def inlined(group: Group) -> dict[Buffer, Expr]:
     """For map and anchor groups: each member's value with the other members' values substituted, by the buffer it is stored in.
 
-    Each is what the buffer holds, rounded to its dtype: a value is the same where it is read from memory and where it is not."""
+    What is substituted is what that buffer holds, rounded to its dtype: a value is the same where it is read from memory and where it is not.
+    """
     values: dict[Buffer, Expr] = {}
+    held: dict[Buffer, Expr] = {}
     for member in group.members:
-        value = replace_loads(member.expr, lambda load: values.get(load.buffer))
-        values[member.op.out] = rounded(value, member.op.out.dtype)
+        out = member.op.out
+        values[out] = replace_loads(member.expr, lambda load: held.get(load.buffer))
+        held[out] = rounded(values[out], out.dtype)
     return values
 
 

@@ -118,6 +118,14 @@ def is_rounded(e: Expr, dtype: str) -> bool:
     return True
 
 
+def unrounded(e: Expr, dtype: str) -> Expr:
+    """What is left for a store to a buffer of `dtype` to round."""
+    match e:
+        case Call(op="round", args=(x, Const(value=target))) if ROUND_TARGETS[int(target)] == dtype:
+            return x
+    return e
+
+
 def nearest(value: float, dtype: str) -> float:
     """The number of bfloat16 or float16 that is nearest to one of float32, ties to even; of other dtypes the number itself."""
     if dtype not in ("bfloat16", "float16") or not math.isfinite(value):

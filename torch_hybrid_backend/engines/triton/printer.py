@@ -319,11 +319,7 @@ class Printer:
 
     def store(self, store: Store) -> None:
         """buffer[index] = value, at every point of the tile that exists."""
-        value = store.value
-        match value:
-            case Call(_, "round", (x, Const() as target)) if ROUND_TARGETS[int(target.value)] == store.buffer.dtype:
-                value = x  # storing rounds
-        self.put(store.buffer, store.index, self.expr(value))
+        self.put(store.buffer, store.index, self.expr(store.value))
 
     def combine(self, store: Store, combiner: str) -> None:
         """The same by an atomic operation that combines a point with what its place holds; see `loops.ir.ScatterOp`."""

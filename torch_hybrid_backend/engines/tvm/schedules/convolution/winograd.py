@@ -176,7 +176,7 @@ class _Winograd:
         is_masked: bool,
         is_finite: bool,
     ) -> Stmt:
-        """column = column `j` of the input tile of one block of channels; masked: zero outside the input; finite: zero for infinities and NaN."""
+        """column = column `j` of the input tile of one block of channels; masked: zero outside the input; finite: zero for what is not."""
         b, parts = self.builder, self.parts
         binds: list[Stmt] = []
 
