@@ -44,6 +44,8 @@ from torch_hybrid_backend.loops.ir import (
     ScatterOp,
     buffers_of_expr,
     compute_dtype,
+    rounded,
+    unrounded,
 )
 from torch_hybrid_backend.loops.kernels import (
     Argument,
@@ -280,7 +282,7 @@ def _kernels(
         arguments([*places, member.expr], [], none, layouts),
         writes,
         group.variables,
-        Store(op.out, member.index, member.expr),
+        Store(op.out, member.index, unrounded(member.expr, op.out.dtype)),
         op.combiner,
     )
     return [first, scatter]
@@ -296,7 +298,11 @@ def _kernel(group: Group, needed: set[Buffer], layouts: Mapping[Buffer, Layout],
         reads = arguments([s.value for s in stages], [], inside, layouts)
         return RowKernel(reads, writes, group.variables, group.axes, stages)
     values = inlined(group)
-    stores = tuple(Store(m.op.out, m.index, values[m.op.out]) for m in group.members if m.op.out in needed)
+    stores = tuple(
+        Store(m.op.out, m.index, unrounded(values[m.op.out], m.op.out.dtype))
+        for m in group.members
+        if m.op.out in needed
+    )
     if group.accumulator is None:
         reads = arguments([s.value for s in stores], [], inside, layouts)
         return MapKernel(reads, writes, group.variables, stores)
@@ -331,13 +337,22 @@ def _stages(group: Group, needed: set[Buffer]) -> tuple[Stage, ...]:
             local = Buffer(group.shape if member.is_full else group.kept_shape, dtype, out.name)
             kind = "map" if member.role == "full" else member.role
             combiner = member.op.combiner if isinstance(member.op, ReduceOp | ScanOp) else ""
+            if not combines:
+                value = rounded(value, out.dtype)
             stages.append(Stage(kind, local, value, combiner))
-            locals_[out] = local
             if member.is_full:
                 full.add(local)
             value = local.at(group.point if member.is_full else group.kept_point)
+            if combines and read_later and (result := rounded(value, out.dtype)) is not value:
+                # What has been combined is in the compute dtype; its readers get what memory would hold.
+                local = Buffer(local.shape, local.dtype, out.name)
+                stages.append(Stage("map" if member.is_full else "scalar", local, result))
+                if member.is_full:
+                    full.add(local)
+            locals_[out] = local
         if stored:
             kind = "store" if member.is_full else "store_scalar"
+            value = unrounded(value, out.dtype)
             stages.append(Stage(kind, None, value, store=Store(out, member.index, value)))
     return tuple(stages)
 

@@ -36,7 +36,6 @@ from torch_hybrid_backend.loops.ops import (
     index_in,
     logical_and,
     logical_or,
-    round_to,
     sub,
     where,
 )
@@ -233,7 +232,7 @@ def _joined(
 
     def choose(place: tuple[Index, ...], low: int, high: int) -> Expr:
         if high - low == 1:
-            return round_to(read(parts[low], place, starts[low]), dtype)
+            return cast(read(parts[low], place, starts[low]), compute_dtype(dtype))
         middle = (low + high) // 2
         if known_less(place[d].high, starts[middle]):
             return choose(place, low, middle)
@@ -328,7 +327,7 @@ def slice_scatter(
         inside = index_in(place[d], first, stop)
         if step > 1:
             inside = logical_and(inside, call("eq", from_index(offset % step), from_index(0)))
-        part = round_to(src.at(replaced(place, d, offset // step)), x.dtype)
+        part = cast(src.at(replaced(place, d, offset // step)), compute_dtype(x.dtype))
         return guard(inside, part, x.at(place))
 
     return Map(ctx.shape, x.dtype, at)
@@ -341,7 +340,7 @@ def select_scatter(ctx: Context, x: Value, src: Value, dim: int, index: int) -> 
     position = wrapped(index, x.shape[d])
 
     def at(place: tuple[Index, ...]) -> Expr:
-        part = round_to(src.at((*place[:d], *place[d + 1 :])), x.dtype)
+        part = cast(src.at((*place[:d], *place[d + 1 :])), compute_dtype(x.dtype))
         return guard(index_in(place[d], position, position + 1), part, x.at(place))
 
     return Map(ctx.shape, x.dtype, at)
