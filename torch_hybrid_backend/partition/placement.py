@@ -169,7 +169,7 @@ def choose(
 
 
 def _asked(region: Region, inputs: Sequence[torch.Tensor], replay: Replay) -> dict[str, list[torch.Tensor]]:
-    """The outputs of eager, which nobody has asked so far, by its name, if it can run. Raises what PyTorch does where the inputs are at fault."""
+    """Eager's outputs, by its name, if it can run the region. Raises what PyTorch does where the inputs are at fault."""
     found = replay.run(lambda: reference(region, inputs))
     return {} if isinstance(found, Refused) else {EAGER: found}
 

@@ -51,7 +51,7 @@ def _divisor(b: Expr) -> tuple[Expr, Expr]:
     """A divisor that cannot trap, and whether it stands for -1.
 
     Integer division by zero and of the smallest number by -1 stop the process on x86. Eager raises for the first (a kernel
-    cannot: the quotient is then the dividend) and wraps in the second, as negation does.
+    cannot: the quotient is then the dividend, and `Context.refuse` tells of it) and wraps in the second, as negation does.
     """
     zero = call("eq", b, lit(b, 0))
     minus_one = call("eq", b, lit(b, -1)) if b.dtype in _SIGNED else const(False, "bool")
