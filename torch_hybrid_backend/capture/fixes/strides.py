@@ -25,7 +25,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from torch_hybrid_backend.core.tensor_spec import dim, is_computable
 from torch_hybrid_backend.graph.schema import is_random
@@ -81,30 +81,44 @@ class _Form:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call of an operator: its flattened arguments, with a `_Form` for each tensor, and what they are the leaves of."""
+    """A call of an operator, with a `_Form` for each tensor, tuples for lists, and keyword arguments as pairs."""
 
     operator: torch._ops.OpOverload
-    leaves: tuple[Any, ...]
-    spec: TreeSpec
+    arguments: tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]
 
     @property
-    def elements(self) -> int:
-        return _elements([leaf for leaf in self.leaves if isinstance(leaf, _Form)])
+    def forms(self) -> list[_Form]:
+        found: list[_Form] = []
+        _mapped(lambda leaf: found.append(leaf) if isinstance(leaf, _Form) else None, self.arguments)
+        return found
 
     def smaller(self) -> _Call | None:
         """The call on small tensors: equal sizes stay equal, also to whole numbers among the arguments; None where there are none."""
-        forms = [leaf for leaf in self.leaves if isinstance(leaf, _Form)]
+        forms = self.forms
         large = sorted({size for form in forms for size in form.shape if size > _LEAST})
         sizes = {size: _LEAST + 1 + k for k, size in enumerate(large)}
-        new = [form.with_sizes(sizes) for form in forms]
-        if None in new:
+        small = {form: form.with_sizes(sizes) for form in forms}
+        if None in small.values():
             return None
-        left = iter(new)
-        leaves = (
-            next(left) if isinstance(leaf, _Form) else sizes.get(leaf, leaf) if type(leaf) is int else leaf
-            for leaf in self.leaves
-        )
-        return _Call(self.operator, tuple(leaves), self.spec)
+
+        def made_small(leaf: Any) -> Any:
+            if isinstance(leaf, _Form):
+                return small[leaf]
+            return sizes.get(leaf, leaf) if type(leaf) is int else leaf
+
+        return _Call(self.operator, _mapped(made_small, self.arguments))
+
+    def __call__(self, number: int) -> list[Any]:
+        """The results for tensors that hold `number` everywhere."""
+        args, kwargs = _mapped(lambda leaf: leaf.filled(number) if isinstance(leaf, _Form) else leaf, self.arguments)
+        return tree_leaves(self.operator(*args, **dict(kwargs)))
+
+
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """The value, nested tuples and lists, as tuples with each leaf mapped."""
+    if isinstance(value, tuple | list):
+        return tuple([_mapped(function, each) for each in value])
+    return function(value)
 
 
 @contextlib.contextmanager
@@ -207,6 +221,8 @@ def _form(tensor: torch.Tensor) -> _Form | None:
     """The form of a fake tensor on the CPU, with its sizes of the call that is traced; None where it has no such form."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return None
+    if not tensor._has_symbolic_sizes_strides:
+        return _Form(tensor.dtype, tuple(tensor.size()), tensor.stride())
     numbers = [dim(number) for number in (*tensor.size(), *tensor.stride())]
     if not all(map(is_computable, numbers)):
         return None
@@ -214,37 +230,38 @@ def _form(tensor: torch.Tensor) -> _Form | None:
     return _Form(tensor.dtype, known[: tensor.dim()], known[tensor.dim() :])
 
 
-def _call(operator: Any, args: Any, kwargs: Any) -> _Call | None:
-    """The call in forms; None where an argument has none (a tensor elsewhere, a number that depends on data), or without tensors."""
-    leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
-    found: list[Any] = []
-    for leaf in leaves:
-        known: Any = leaf
-        if isinstance(leaf, torch.Tensor):
-            known = _form(leaf) if isinstance(leaf, FakeTensor) and leaf.device.type == "cpu" else None
-        elif isinstance(leaf, torch.SymInt):
-            known = size_hint(dim(leaf)) if is_computable(dim(leaf)) else None
-        elif isinstance(leaf, torch.SymFloat | torch.SymBool | torch.Generator):
-            known = None
-        if known is None and leaf is not None:
-            return None
-        found.append(known)
-    takes_tensors = any(isinstance(leaf, _Form) for leaf in found)
-    return _Call(operator, tuple(found), spec) if takes_tensors else None
+class _NoFormError(Exception):
+    """An argument is a tensor elsewhere, or a number that depends on data."""
+
+
+def _known(leaf: Any) -> Any:
+    """An argument of a traced call as `_Call` has it. Raises _NoFormError."""
+    known: Any = leaf
+    if isinstance(leaf, torch.Tensor):
+        known = _form(leaf) if isinstance(leaf, FakeTensor) and leaf.device.type == "cpu" else None
+    elif isinstance(leaf, torch.SymInt):
+        known = size_hint(dim(leaf)) if is_computable(dim(leaf)) else None
+    elif isinstance(leaf, torch.SymFloat | torch.SymBool | torch.Generator):
+        known = None
+    if known is None and leaf is not None:
+        raise _NoFormError
+    return known
 
 
 def _corrected(mode: FakeTensorMode, operator: Any, args: Any, kwargs: Any, result: Any) -> Any:
     """The fake results of an operator, with eager's strides."""
     if _are_plain(args, kwargs, result):
         return result
-    call = _call(operator, args, kwargs)
-    told = [
-        _form(each) if isinstance(each, FakeTensor) and each.constant is None else None for each in tree_leaves(result)
-    ]
-    if call is None or None in told:
+    results = tree_leaves(result)
+    told = [_form(each) if isinstance(each, FakeTensor) and each.constant is None else None for each in results]
+    if None in told:
         return result
-    orders = _orders(call, told)
-    if orders is None or _memories(result) & _memories((args, kwargs)):
+    try:
+        call = _Call(operator, _mapped(_known, (args, tuple(kwargs.items()))))
+        orders = _orders(call, tuple(told))
+    except _NoFormError:
+        return result
+    if orders is None or _memories(results) & _memories((args, kwargs)):
         return result
     left = iter(orders)
     return tree_map(lambda each: _in_order(mode, each, next(left)), result)
@@ -262,10 +279,13 @@ def _in_order(mode: FakeTensorMode, fake: torch.Tensor, order: _Order | None) ->
         return torch.empty_strided(fake.size(), _strides(fake.size(), order), dtype=fake.dtype, device=fake.device)
 
 
-def _orders(call: _Call, told: Sequence[_Form | None]) -> list[_Order | None] | None:
+@functools.lru_cache(maxsize=1 << 14)
+def _orders(call: _Call, told: tuple[_Form | None, ...]) -> list[_Order | None] | None:
     """The orders that the results have in eager, None for one that is not dense; None for all where they are as told, or where that cannot be
     found out."""
-    for tried in (call.smaller(), call if call.elements <= _MOST else None):
+    if not call.forms:
+        return None  # what it makes may be of any size
+    for tried in (call.smaller(), call if _elements(call.forms) <= _MOST else None):
         if tried is None or (_elements(told) > _MOST and _elements(_results(tried, in_eager=False)) > _MOST):
             continue
         real = _results(tried, in_eager=True)
@@ -307,12 +327,9 @@ def _results(call: _Call, *, in_eager: bool) -> tuple[_Form | None, ...]:
     """The forms of the results that the operator gives, or that PyTorch's rules say; none where it does not take such tensors."""
     with _disable_current_modes(), torch._C._DisablePythonDispatcher(), torch._C._DisableAutocast(), torch.no_grad():
         for number in (1, 0):  # as indices, ones may lie outside
-            leaves = [leaf.filled(number) if isinstance(leaf, _Form) else leaf for leaf in call.leaves]
             mode = contextlib.nullcontext() if in_eager else _Unchecked(allow_non_fake_inputs=True)
             with contextlib.suppress(Exception), mode:
-                args, kwargs = tree_unflatten(leaves, call.spec)
-                results = tree_leaves(call.operator(*args, **kwargs))
-                return tuple(_form(each) if isinstance(each, torch.Tensor) else None for each in results)
+                return tuple(_form(each) if isinstance(each, torch.Tensor) else None for each in call(number))
     return ()
 
 
