@@ -44,6 +44,8 @@ from torch_hybrid_backend.capture.fixes.input_updates import write_in_place
 from torch_hybrid_backend.capture.fixes.norm_statistics import correct_statistics
 from torch_hybrid_backend.capture.fixes.output_aliases import separate_aliases
 from torch_hybrid_backend.capture.fixes.overlap import watch_overlaps
+from torch_hybrid_backend.capture.fixes.strided_reads import read_owners
+from torch_hybrid_backend.capture.fixes.strides import strides_of_eager
 from torch_hybrid_backend.core.captured import CapturedGraph, GraphKind
 from torch_hybrid_backend.core.lazy_bits import LazyBits
 from torch_hybrid_backend.fork_lock import ForkLock
@@ -129,7 +131,12 @@ def capture(
         keep_inference_input_mutations=False,
     )
     # Donated buffers would make `backward(retain_graph=True)` an error, which eager allows.
-    with torch._functorch.config.patch(donated_buffer=False), whole_upsampling(), plain_sizes_of_groups():
+    with (
+        torch._functorch.config.patch(donated_buffer=False),
+        whole_upsampling(),
+        plain_sizes_of_groups(),
+        strides_of_eager(),
+    ):
         captured: Callable[..., Any] = backend(gm, list(example_inputs))
     if without_wrapper:
         return _called_directly(without_wrapper[0], example_inputs)  # the wrapper took 9 of 42 us with 60 parameters
@@ -152,6 +159,7 @@ def _boxed(
     `write_in_place`."""
     complete_metadata(graph_module)
     correct_statistics(graph_module)
+    read_owners(graph_module)
     in_place = write_in_place(graph_module, mutated)
     restore = separate_aliases(graph_module, returned)
     compiled = compile_graph(CapturedGraph(graph_module, kind, static, writes_inputs))
