@@ -113,7 +113,9 @@ def test_as_strided_of_a_slice_of_an_input(offset: int) -> None:
 
 def test_strides_of_training() -> None:
     """Results and gradients of a training step lie as in eager."""
-    model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ChannelShuffle(2)).to(memory_format=torch.channels_last)
+    model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.ChannelShuffle(2)).to(
+        memory_format=torch.channels_last
+    )
     compiled = torch.compile(model, backend="hybrid")
 
     def step(call: Callable[..., torch.Tensor]) -> list[torch.Tensor]:

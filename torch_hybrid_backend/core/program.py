@@ -490,6 +490,20 @@ class LaunchGraph(Step):
 
 
 @dataclass(frozen=True, slots=True)
+class Packing:
+    """A `PackedConstant.pack` that only computes. Equal ones make equal tensors of equal ones, whatever graph they are of: plans share them.
+
+    how: all that decides what it makes, but for the tensors.
+    """
+
+    how: tuple[object, ...]
+    make: Callable[..., torch.Tensor] = field(compare=False)
+
+    def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
+        return self.make(*tensors)
+
+
+@dataclass(frozen=True, slots=True)
 class PackedConstant:
     """A buffer computed from constant region inputs whenever they change, outside the hot path.
 
