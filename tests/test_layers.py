@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "background": {"cancellation", "core", "errors", "fork_lock", "generators", "timing_cache"},
     "cancellation": set(),
     "fork_lock": set(),
-    "config": {"core", "errors"},
+    "config": {"core", "errors", "machine"},
     "eager_graph": {"core", "sizes", "errors", "graph"},
     "generators": {"core", "errors"},
     "machine": {"core", "errors"},

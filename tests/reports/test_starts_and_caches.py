@@ -106,3 +106,15 @@ def test_a_server_that_is_killed_while_it_starts(nursery: Nursery, tmp_path: Pat
     assert kernels(tmp_path) >= 5
     # Of each killed process one kernel may have been linked and not kept.
     assert len((tmp_path / "linked").read_text().splitlines()) <= kernels(tmp_path) + 3
+
+
+@fault(
+    "a variable `HYBRID_...` that is no setting: another program's, or mistyped",
+    "one warning for each variable in a process; it is ignored",
+)
+def test_a_variable_of_another_program(nursery: Nursery, tmp_path: Path) -> None:
+    """Every graph compiles as ever."""
+    done = nursery.run("check(6); check(7)", tmp_path, HYBRID_SEARCH_WEIGHTS="0.3,0.7")
+    assert (done.answers, done.status) == (["tvm", "tvm"], 0), done
+    (warning,) = done.warnings
+    assert "HYBRID_SEARCH_WEIGHTS is ignored" in warning
