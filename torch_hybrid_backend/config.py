@@ -251,7 +251,8 @@ class Config:
         metadata=_setting(
             _directory,
             "a path",
-            "where they are kept; private to the user",
+            "where they are kept: the user's own directory, or one of root's, that nobody else may write. One that cannot be written is read: "
+            "a cache that was filled as an image was built, for other users after `chmod -R a+rX`",
             "$XDG_CACHE_HOME/torch_hybrid_backend, else ~/.cache/torch_hybrid_backend",
         ),
     )

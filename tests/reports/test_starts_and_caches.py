@@ -23,6 +23,15 @@ def nursery() -> Iterator[Nursery]:
     made.close()
 
 
+@pytest.fixture(scope="module")
+def filled(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache that holds what `check(6)` needs, also by measurement, in a folder that every user can reach."""
+    folder = tmp_path_factory.mktemp("filled")
+    done = nursery.run("check(6)", folder, HYBRID_PLACEMENT="measure")
+    assert (len(done.answers), done.status) == (1, 0), done
+    return folder / "cache"
+
+
 # Nobody may have more processes than there are: root neither, once it runs for another user and may not exceed limits.
 _NO_PROCESSES = """
 import resource, struct
@@ -118,3 +127,46 @@ def test_a_variable_of_another_program(nursery: Nursery, tmp_path: Path) -> None
     assert (done.answers, done.status) == (["tvm", "tvm"], 0), done
     (warning,) = done.warnings
     assert "HYBRID_SEARCH_WEIGHTS is ignored" in warning
+
+
+_READ_ONLY = """
+namespace(os.getuid())
+cache = os.fsencode(os.environ["HYBRID_CACHE_DIR"])
+system("mount", cache, cache, None, 0x1000, None)  # MS_BIND
+system("mount", None, cache, None, 0x1000 | 0x20 | 0x1, None)  # MS_BIND | MS_REMOUNT | MS_RDONLY
+"""
+# Another user, who may read everything, as the interpreter may lie where only root can.
+_ANOTHER_USER = """
+import struct
+if os.getuid():
+    print("skip only root can be another user", flush=True)
+    sys.exit()
+system("prctl", 8, 1, 0, 0, 0)  # PR_SET_KEEPCAPS
+os.setresgid(12345, 12345, 12345)
+os.setresuid(12345, 12345, 12345)
+system("capset", struct.pack("Ii", 0x20080522, 0), struct.pack("6I", 4, 4, 0, 0, 0, 0))  # CAP_DAC_READ_SEARCH
+"""
+
+
+@fault(
+    "a cache that was filled as an image was built: on a read-only file system, or root's and another user runs the process",
+    "nothing: no kernel is compiled, no region timed",
+)
+@pytest.mark.parametrize("how", [_READ_ONLY, _ANOTHER_USER], ids=["read-only", "of-root"])
+@pytest.mark.parametrize("placement", ["estimate", "measure"])
+def test_a_cache_of_an_image(how: str, placement: str, nursery: Nursery, filled: Path, tmp_path: Path) -> None:
+    """It is read, and nothing has to be written."""
+    script = f"{how}\ncheck(6)\nsay(len(workers()))"
+    done = nursery.run(script, tmp_path, HYBRID_PLACEMENT=placement, HYBRID_CACHE_DIR=str(filled))
+    assert (done.answers[1:], done.warnings, done.status) == (["0"], [], 0), done
+
+
+@fault("a read-only cache that lacks some kernels", "one warning; those are cached for this process only")
+def test_a_cache_of_an_image_that_lacks_a_kernel(nursery: Nursery, filled: Path, tmp_path: Path) -> None:
+    """What it holds is found all the same."""
+    script = f"{_READ_ONLY}\ncheck(6)\nsay(len(workers()))\ncheck(7)\ncheck(8)"
+    done = nursery.run(script, tmp_path, HYBRID_CACHE_DIR=str(filled))
+    assert (done.answers, done.status) == (["tvm", "0", "tvm", "tvm"], 0), done
+    (warning,) = done.warnings
+    assert "cannot be made or written" in warning
+    assert "Read-only file system" in warning
