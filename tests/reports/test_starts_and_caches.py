@@ -170,3 +170,38 @@ def test_a_cache_of_an_image_that_lacks_a_kernel(nursery: Nursery, filled: Path,
     (warning,) = done.warnings
     assert "cannot be made or written" in warning
     assert "Read-only file system" in warning
+
+
+_WRONG = """
+import multiprocessing
+multiprocessing.set_executable("/usr/bin/false")
+sys.executable = {wrong!r}
+sys._base_executable = None
+"""
+_NOWHERE = "sys.prefix = sys.exec_prefix = sys.base_prefix = sys.base_exec_prefix = '/nonexistent'\n"
+
+
+@fault(
+    "`sys.executable` is no Python: a server's own path (uWSGI), or none (a program that embeds Python)",
+    "nothing: the interpreter is found where Python is installed",
+)
+@pytest.mark.parametrize("wrong", ["/usr/bin/false", "", None])
+def test_a_wrong_interpreter(wrong: str | None, nursery: Nursery, tmp_path: Path) -> None:
+    """Kernels are compiled in processes of their own as ever."""
+    done = nursery.run(_WRONG.format(wrong=wrong) + "check(6)\nsay(len(workers()) > 0)", tmp_path)
+    assert (done.answers, done.warnings, done.status) == (["tvm", "True"], [], 0), done
+
+
+@fault(
+    "`sys.executable` is no Python, and none is found",
+    "one warning that says how to tell; kernels are compiled in the process itself",
+)
+def test_no_interpreter(nursery: Nursery, tmp_path: Path) -> None:
+    """A later process with an interpreter finds them in the cache."""
+    script = _WRONG.format(wrong="/usr/bin/false") + _NOWHERE + "check(6)\nsay(len(workers()))\ncheck(7)"
+    done = nursery.run(script, tmp_path)
+    assert (done.answers, done.status) == (["tvm", "0", "tvm"], 0), done
+    (warning,) = done.warnings
+    assert "multiprocessing.set_executable" in warning
+    again = nursery.run("check(6)\nsay(len(workers()))", tmp_path)
+    assert (again.answers, again.warnings, again.status) == (["tvm", "0"], [], 0), again
