@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
+import sys
+import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.fault_processes import Nursery
+from tests.end_to_end.fault_processes import ROOT, Nursery
 from tests.end_to_end.test_faults_compiler import linker
 
 fault = pytest.mark.fault
@@ -153,11 +157,10 @@ system("capset", struct.pack("Ii", 0x20080522, 0), struct.pack("6I", 4, 4, 0, 0,
     "nothing: no kernel is compiled, no region timed",
 )
 @pytest.mark.parametrize("how", [_READ_ONLY, _ANOTHER_USER], ids=["read-only", "of-root"])
-@pytest.mark.parametrize("placement", ["estimate", "measure"])
-def test_a_cache_of_an_image(how: str, placement: str, nursery: Nursery, filled: Path, tmp_path: Path) -> None:
+def test_a_cache_of_an_image(how: str, nursery: Nursery, filled: Path, tmp_path: Path) -> None:
     """It is read, and nothing has to be written."""
     script = f"{how}\ncheck(6)\nsay(len(workers()))"
-    done = nursery.run(script, tmp_path, HYBRID_PLACEMENT=placement, HYBRID_CACHE_DIR=str(filled))
+    done = nursery.run(script, tmp_path, HYBRID_PLACEMENT="measure", HYBRID_CACHE_DIR=str(filled))
     assert (done.answers[1:], done.warnings, done.status) == (["0"], [], 0), done
 
 
@@ -185,11 +188,66 @@ _NOWHERE = "sys.prefix = sys.exec_prefix = sys.base_prefix = sys.base_exec_prefi
     "`sys.executable` is no Python: a server's own path (uWSGI), or none (a program that embeds Python)",
     "nothing: the interpreter is found where Python is installed",
 )
-@pytest.mark.parametrize("wrong", ["/usr/bin/false", "", None])
+@pytest.mark.parametrize("wrong", ["/usr/bin/false", None])
 def test_a_wrong_interpreter(wrong: str | None, nursery: Nursery, tmp_path: Path) -> None:
     """Kernels are compiled in processes of their own as ever."""
     done = nursery.run(_WRONG.format(wrong=wrong) + "check(6)\nsay(len(workers()) > 0)", tmp_path)
     assert (done.answers, done.warnings, done.status) == (["tvm", "True"], [], 0), done
+
+
+_SERVER = """
+#include <Python.h>
+
+int main(int argc, char **argv) {
+    PyConfig config;
+    PyConfig_InitPythonConfig(&config);
+    PyConfig_SetBytesString(&config, &config.program_name, argv[0]);
+    PyConfig_SetBytesString(&config, &config.home, argv[1]);
+    PyConfig_SetBytesString(&config, &config.run_filename, argv[2]);
+    Py_InitializeFromConfig(&config);
+    return Py_RunMain();
+}
+"""
+_SERVED = """
+import sys
+import torch
+if __name__ == "__main__":
+    model = torch.nn.Sequential(torch.nn.Linear(24, 16), torch.nn.GELU()).eval()
+    x = torch.randn(6, 24)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model, backend="hybrid")(x), model(x), rtol=1e-4, atol=1e-5)
+    print(sys.executable)
+"""
+
+
+@fault("a program in C that embeds Python", "nothing: kernels are compiled by the Python that it embeds")
+def test_a_program_that_embeds_python(tmp_path: Path) -> None:
+    """It is not started again as if it were a Python."""
+    variable = sysconfig.get_config_var
+    compiler, library = shutil.which("cc"), Path(variable("LIBDIR"), variable("LDLIBRARY"))
+    if compiler is None or not library.exists() or library.suffix != ".so":
+        pytest.skip("it takes a C compiler and a shared library of Python")
+    (tmp_path / "server.c").write_text(_SERVER)
+    (tmp_path / "served.py").write_text(_SERVED)
+    server = tmp_path / "server"
+    flags = [f"-I{variable('INCLUDEPY')}", str(library), f"-Wl,-rpath,{library.parent}"]
+    subprocess.run([compiler, str(tmp_path / "server.c"), "-o", str(server), *flags], check=True)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]),
+        "HYBRID_CACHE_DIR": str(tmp_path / "cache"),
+        "HYBRID_PLACEMENT": "estimate",
+    }
+    done = subprocess.run(
+        [str(server), sys.base_prefix, str(tmp_path / "served.py")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.stdout.split(), done.returncode) == ([str(server)], 0), done.stderr
+    assert "falls back" not in done.stderr
+    assert kernels(tmp_path)
 
 
 @fault(

@@ -20,8 +20,8 @@ _ASKED = "import sys; print(sys.implementation.cache_tag, sys.abiflags, sys.maxs
 _ANSWER = f"{sys.implementation.cache_tag} {sys.abiflags} {sys.maxsize}"
 _PATIENCE_S = 60.0
 NO_INTERPRETER = (
-    f"no Python {'.'.join(map(str, sys.version_info[:2]))} is found to start: sys.executable is {sys.executable!r} (a program that embeds Python "
-    "can tell which one to start by multiprocessing.set_executable)"
+    f"no Python {'.'.join(map(str, sys.version_info[:2]))} is found to start: sys.executable is {sys.executable!r} (a program that embeds "
+    "Python can tell which one to start by multiprocessing.set_executable)"
 )
 _NO_PROGRAM = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENOEXEC)
 
