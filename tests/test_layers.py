@@ -31,6 +31,7 @@ _UTILITIES = {
     "services",
     "sources",
     "store",
+    "temporary_folder",
     "timing_cache",
 }
 # Room -> the other rooms it may import. The wiring (backend, session, cli and the package itself) may import all.
@@ -48,11 +49,12 @@ ALLOWED: dict[str, set[str]] = {
     "measure": {"cancellation", "core", "errors"},
     "other_load": set(),
     "processes": {"errors"},
-    "builds": {"core", "errors", "processes", "store"},
+    "builds": {"core", "errors", "processes", "store", "temporary_folder"},
     "progress": {"core", "errors"},
     "sources": set(),
     "garbage": set(),
-    "store": {"core", "errors"},
+    "store": {"core", "errors", "temporary_folder"},
+    "temporary_folder": set(),
     "timing_cache": {"core", "errors", "store"},
     "services": {"config", "core", "measure", "progress", "store", "timing_cache"},
     "bisection": {"core", "errors"},

@@ -1,6 +1,6 @@
 """The on-disk store: bytes under (kind, key), shared by the processes of one user, or filled by root for any of them.
 
-A utility that any room may import (it imports errors only): partition keeps placement verdicts in it, engines keep
+A utility that any room may import (it imports errors and utilities): partition keeps placement verdicts in it, engines keep
 kernel libraries. What it holds is read back as bytes or as a file path, never unpickled.
 
 Layout: `<root>/<kind>/<key>/<checksum of kind, key and content><suffix>`. The name is the checksum, so an entry is one file,
@@ -15,15 +15,14 @@ import hashlib
 import logging
 import os
 import re
-import shutil
 import stat
 import tempfile
 import time
-import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch_hybrid_backend.errors import CacheError
+from torch_hybrid_backend.temporary_folder import TemporaryFolder
 
 _log = logging.getLogger(__name__)
 _SAFE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
@@ -78,6 +77,7 @@ class Store:
         self.root = root
         self.limit_bytes = limit_bytes
         self._unchecked_bytes: int | None = None  # written since the size was looked at; None: never was
+        self._owned: TemporaryFolder | None = None  # which goes with it
         self._hidden: set[Path] = set()  # entries that were to be removed, and could not be
 
     @staticmethod
@@ -100,11 +100,11 @@ class Store:
     def temporary() -> Store:
         """A store in a new directory that goes with the store, or with this process. Raises CacheError where there can be none."""
         try:
-            folder = Path(tempfile.mkdtemp(prefix="torch_hybrid_backend-"))
+            folder = TemporaryFolder()
         except OSError as error:
             raise CacheError(f"no temporary directory can be made: {error}. TMPDIR sets another place") from error
-        store = Store(folder)
-        weakref.finalize(store, _remove_own, folder, os.getpid())
+        store = Store(folder.path)
+        store._owned = folder
         return store
 
     def get(self, kind: str, key: str) -> bytes | None:
@@ -368,9 +368,3 @@ def _unlink(path: Path) -> None:
 def _remove_empty(folder: Path) -> None:
     with contextlib.suppress(OSError):  # not empty, or gone
         folder.rmdir()
-
-
-def _remove_own(folder: Path, process: int) -> None:
-    """Remove a temporary store, unless this is a forked child: then it is the parent's."""
-    if os.getpid() == process:
-        shutil.rmtree(folder, ignore_errors=True)

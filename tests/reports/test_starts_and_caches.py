@@ -263,3 +263,33 @@ def test_no_interpreter(nursery: Nursery, tmp_path: Path) -> None:
     assert "multiprocessing.set_executable" in warning
     again = nursery.run("check(6)\nsay(len(workers()))", tmp_path)
     assert (again.answers, again.warnings, again.status) == (["tvm", "0"], [], 0), again
+
+
+@fault(
+    "a process is terminated (SIGTERM) while kernels compile, or is a forked child that leaves by os._exit",
+    "nothing: the next process that compiles removes the temporary folders that are left",
+)
+def test_what_is_left_in_the_temporary_directory(nursery: Nursery, tmp_path: Path) -> None:
+    """A service that is restarted every night does not fill /tmp."""
+    (tmp_path / "tmp").mkdir()
+    settings = {"TMPDIR": str(tmp_path / "tmp")}
+    child = nursery.start("check(6)", tmp_path, PATH=linker(tmp_path, "exec sleep 600"), **settings)
+    while (tmp_path / "once").exists():
+        time.sleep(0.02)
+    os.kill(child.process, signal.SIGTERM)
+    assert child.done().status == -signal.SIGTERM
+    forked = """
+if not os.fork():
+    check(6)
+    sys.stdout.flush()
+    os._exit(0)
+os.wait()
+"""
+    assert nursery.run(forked, tmp_path, HYBRID_CACHE="0", **settings).answers == ["tvm"]
+    left = list((tmp_path / "tmp").glob("torch_hybrid_backend*"))
+    assert len(left) >= 2, "what is left after a signal, and after os._exit"
+    for path in left:
+        os.utime(path, (0, 0))  # what is a minute old may be removed
+    done = nursery.run("check(6)", tmp_path, **settings)
+    assert (done.answers, done.warnings, done.status) == (["tvm"], [], 0), done
+    assert not list((tmp_path / "tmp").glob("torch_hybrid_backend*"))
