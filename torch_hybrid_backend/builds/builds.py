@@ -22,13 +22,11 @@ from __future__ import annotations
 import logging
 import os
 import select
-import tempfile
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 
 from torch_hybrid_backend.builds.failures import Failures
 from torch_hybrid_backend.builds.key_lock import KeyLock
@@ -42,6 +40,7 @@ from torch_hybrid_backend.errors import (
 )
 from torch_hybrid_backend.processes.child import Child, End, as_exception
 from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.temporary_folder import TemporaryFolder
 
 _log = logging.getLogger(__name__)
 
@@ -350,10 +349,10 @@ class _Queue:
             lock.release()
 
     def _built(self, task: _Task, thread: threading.Thread) -> bytes | CompileError:
-        with tempfile.TemporaryDirectory(prefix="torch_hybrid_backend-") as folder:
-            Path(folder, REQUEST).write_bytes(task.request)
+        with TemporaryFolder() as folder:
+            (folder / REQUEST).write_bytes(task.request)
             limit_s = task.deadline_s + self._grace_s + _SELF_LIMIT_S
-            child = Child("torch_hybrid_backend.builds.main", [task.entry, folder, f"{limit_s:.3f}"], "a builder")
+            child = Child("torch_hybrid_backend.builds.main", [task.entry, str(folder), f"{limit_s:.3f}"], "a builder")
             child.lower_priority()
             with self._lock:
                 self._threads[thread] = child
@@ -364,7 +363,7 @@ class _Queue:
                     self._threads[thread] = None
                 child.end()
             if stopped is None:
-                result = Path(folder, RESULT).read_bytes()
+                result = (folder / RESULT).read_bytes()
                 self._keep(task, result)
                 return result
         if not isinstance(stopped, BuildCancelledError):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from torch_hybrid_backend.codegen.workers.protocol import Job
 from torch_hybrid_backend.errors import CacheError, CompileError, ScheduleError
 from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.temporary_folder import TemporaryFolder
 
 _log = logging.getLogger(__name__)
 
@@ -117,9 +117,9 @@ def _lookup(key: str, kernel: Kernel, store: Store) -> Artifact | None:
 def _compile(
     kernels: dict[str, Kernel], target: CodeTarget, compiler: KernelCompiler, deadline_s: float, finished: Finished
 ) -> None:
-    with tempfile.TemporaryDirectory(prefix="torch_hybrid_backend-") as folder:
+    with TemporaryFolder() as folder:
         jobs = [
-            Job(key, symbol_of(kernel, key), kernel, target, str(Path(folder) / f"{key}{compiler.module.SUFFIX}"))
+            Job(key, symbol_of(kernel, key), kernel, target, str(folder / f"{key}{compiler.module.SUFFIX}"))
             for key, kernel in kernels.items()
         ]
         compiler.compile(jobs, deadline_s, finished)

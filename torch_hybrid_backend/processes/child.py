@@ -26,6 +26,7 @@ from pathlib import Path
 import torch_hybrid_backend
 from torch_hybrid_backend.errors import CompileError, ScheduleError, tells_of_shortage
 from torch_hybrid_backend.processes.frames import split_frame
+from torch_hybrid_backend.processes.interpreter import NO_INTERPRETER, interpreter
 
 _CHUNK_BYTES = 1 << 16
 _TAIL_CHARACTERS = 2000
@@ -113,8 +114,11 @@ class Child:
             "OPENBLAS_NUM_THREADS": "1",
             **(environment or {}),
         }
-        command = [sys.executable, "-P", "-c", _BOOTSTRAP, root, module]
         try:
+            python = interpreter()
+            if python is None:
+                raise CompileError(f"{what} cannot be started: {NO_INTERPRETER}", recurs=False)
+            command = [python, "-P", "-c", _BOOTSTRAP, root, module]
             with (
                 _standard_descriptors_taken(),
                 contextlib.ExitStack() as close_after_start,
@@ -136,7 +140,7 @@ class Child:
                 )
                 opened.pop_all()  # from here on `end` closes it
         except OSError as error:
-            raise CompileError(f"{what} cannot be started ({sys.executable}): {error}", recurs=False) from error
+            raise CompileError(f"{what} cannot be started: {error}", recurs=False) from error
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.stdin, self.stdout = self.process.stdin.fileno(), self.process.stdout.fileno()
