@@ -17,7 +17,7 @@ from torch_hybrid_backend.core.engine import CompiledRegion
 from torch_hybrid_backend.core.plan import Plan
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.engines.eager import EagerEngine
-from torch_hybrid_backend.errors import RegionError
+from torch_hybrid_backend.errors import RefusedValuesError, RegionError
 from torch_hybrid_backend.hybrid_graph import HybridGraph
 from torch_hybrid_backend.session import Session, open_services
 
@@ -26,16 +26,23 @@ class _Engine(FakeEngine):
     """Takes everything, and fails in a call where `fails` says so; counts its calls."""
 
     fails = False
+    error: Exception = RuntimeError("out of order")
     calls = 0
 
     def compile(self, regions: Sequence[Region], deadline: Deadline) -> list[CompiledRegion | Exception]:
-        def changed(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
-            self.calls += 1
-            if self.fails:
-                raise RuntimeError("out of order")
-            return outputs
+        return [_Region(region, self) for region in regions]
 
-        return [FakeRegion(region, changed) for region in regions]
+
+class _Region(FakeRegion):
+    def __init__(self, region: Region, engine: _Engine) -> None:
+        super().__init__(region, lambda outputs: outputs)
+        self.engine = engine
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        self.engine.calls += 1
+        if self.engine.fails:
+            raise self.engine.error
+        return super().__call__(inputs)
 
 
 def _function(x: torch.Tensor) -> torch.Tensor:
@@ -103,6 +110,44 @@ def test_a_region_that_fails_later_goes_to_eager(build: Callable[..., HybridGrap
     calls = engine.calls
     torch.testing.assert_close(graph([x])[0], _function(x))
     assert engine.calls == calls
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_eager_refuses_too_is_no_fault_of_the_engine(tmp_path: Path, *, strict: bool) -> None:
+    """The call raises what PyTorch does, whatever the engine raised; the engine runs the next one."""
+    engine = _Engine()
+    config = Config(cache_dir=tmp_path, placement="estimate", strict=strict)
+    session = Session((engine, EagerEngine()), open_services(config))
+    table, good, bad = torch.randn(4, 3), torch.tensor([0, 3]), torch.tensor([0, 4])
+    module = trace(lambda t, i: (torch.nn.functional.embedding(i, t) + 1,), table, good)
+    graph = HybridGraph(CapturedGraph(module, "inference", frozenset(), False), session, config)
+    graph([table, good])
+    engine.fails, engine.error = True, RefusedValuesError("a flag is set")
+    with pytest.raises(IndexError, match="index out of range in self"):
+        graph([table, bad])
+    torch.testing.assert_close(graph([table, good])[0], table[good] + 1)  # a flag that means nothing
+    engine.fails, before = False, engine.calls
+    torch.testing.assert_close(graph([table, good])[0], table[good] + 1)
+    assert engine.calls == before + 1
+    assert graph.plan is not None
+    assert [region.engine for region in graph.plan.regions] == ["fake"]
+
+
+def test_in_a_first_call_nobody_checks_eager_raises(tmp_path: Path) -> None:
+    """With `verify=off` eager was not asked: it is where the engine refuses the values, and the next call is a first call again."""
+    engine = _Engine()
+    config = Config(cache_dir=tmp_path, placement="estimate", verify="off", strict=True)
+    session = Session((engine, EagerEngine()), open_services(config))
+    table, good, bad = torch.randn(4, 3), torch.tensor([0, 3]), torch.tensor([0, 4])
+    module = trace(lambda t, i: (torch.nn.functional.embedding(i, t) + 1,), table, good)
+    graph = HybridGraph(CapturedGraph(module, "inference", frozenset(), False), session, config)
+    engine.fails, engine.error = True, RefusedValuesError("a flag is set")
+    with pytest.raises(IndexError, match="index out of range in self"):
+        graph([table, bad])
+    engine.fails = False
+    torch.testing.assert_close(graph([table, good])[0], table[good] + 1)
+    assert graph.plan is not None
+    assert [region.engine for region in graph.plan.regions] == ["fake"]
 
 
 def test_under_strict_it_raises(build: Callable[..., HybridGraph]) -> None:

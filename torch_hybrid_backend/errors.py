@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 
 class HybridError(RuntimeError):
     """Base of every error this package raises on purpose."""
@@ -29,7 +32,7 @@ class CompilerCrashError(CompileError):
 
 
 class DeadlineError(CompileError):
-    """Compilation exceeded its deadline. `had_s`: for how many seconds it was at work; None: for as long as it was to have."""
+    """Compilation exceeded its deadline. `had_s`: how many seconds of a processor it was given; None: as many as it was to have."""
 
     def __init__(self, why: str, *, had_s: float | None = None) -> None:
         super().__init__(why)
@@ -64,6 +67,15 @@ class RegionError(HybridError):
     """Under HYBRID_STRICT=1: a region failed where it would otherwise have fallen back to eager."""
 
 
+# What the C++ plan throws for such values.
+REFUSED_VALUES = "a kernel met values that PyTorch's operators refuse: an index out of range, or a division by zero"
+
+
+class RefusedValuesError(HybridError):
+    """PyTorch raises for the values that a call was given (an index out of range, an integer divided by 0). Whoever catches it has PyTorch run
+    the call: it knows what to raise."""
+
+
 class DeviceError(HybridError):
     """A GPU's driver refused what a kernel asked for. `code` is its own, a CUresult."""
 
@@ -73,11 +85,13 @@ class DeviceError(HybridError):
 
 
 class OperatorRefusedError(HybridError):
-    """PyTorch's `operator` raised `error` for the form of its inputs, not for their values, and has no decomposition that could stand in."""
+    """PyTorch's `operator` raised `error` for the form of its inputs, not for their values, and has no decomposition that could stand in.
+    `is_mistake`: nothing may stand in, as what was given does not go together."""
 
-    def __init__(self, operator: str, error: Exception) -> None:
+    def __init__(self, operator: str, error: Exception, *, is_mistake: bool = False) -> None:
         super().__init__(f"{operator} does not take these inputs, whatever values they hold: {error}")
         self.error = error
+        self.is_mistake = is_mistake
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -105,23 +119,47 @@ _OUT_OF_MEMORY = (
 
 def is_from_outside(error: BaseException) -> bool:
     """Whether an error in a process that compiles tells of the machine, not of what is compiled: what is missing, full or forbidden there."""
-    if isinstance(error, CompileError):
-        return not error.recurs
-    return isinstance(error, OSError | MemoryError | ImportError) or tells_of_shortage(str(error))
+    if isinstance(error, OSError | MemoryError | ImportError) or (isinstance(error, CompileError) and not error.recurs):
+        return True
+    return tells_of_shortage(str(error)) or (error.__cause__ is not None and is_from_outside(error.__cause__))
+
+
+def tells_of_later(error: BaseException) -> bool:
+    """True if what stopped a compilation would stop it in another process too: what is found without its result then holds there as well."""
+    return not isinstance(error, DeadlineError | CacheError) and not is_from_outside(error)
 
 
 def tells_of_shortage(text: str) -> bool:
-    """Whether what a program said at its end names memory or disk that it could not have."""
+    """True if what a program said at its end names something that the machine did not give it: memory, disk, a thread, a file, a right."""
     return any(said in text.lower() for said in _SHORTAGE)
 
 
-# As the C library and LLVM put it (strerror(3), `report_bad_alloc_error`).
+# What the machine answers to a program that asks too much of it, or is not allowed to ask.
+_REFUSALS = (
+    errno.EACCES,
+    errno.EAGAIN,
+    errno.EBUSY,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EIO,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOENT,
+    errno.ENOMEM,
+    errno.ENOSPC,
+    errno.ENOSYS,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ESTALE,
+    errno.ETXTBSY,
+)
+# As the C library, C++, Python and LLVM (`report_bad_alloc_error`) put it.
 _SHORTAGE = (
+    *(os.strerror(number).lower() for number in _REFUSALS),
     "std::bad_alloc",
     "out of memory",
-    "cannot allocate memory",
-    "no space left on device",
-    "disk quota exceeded",
+    "memoryerror",
+    "can't start new thread",
 )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import os
 import platform
 from collections.abc import Mapping
@@ -128,6 +129,47 @@ def processors() -> int:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS and Windows
         return os.cpu_count() or 1
+
+
+@functools.cache
+def parallelism() -> int:
+    """How many processes of this one's can work at once, when it was first asked: as many as it may use processors, and as its control groups
+    give it time on them."""
+    quota = processor_quota()
+    return processors() if quota is None else max(1, min(processors(), math.ceil(quota)))
+
+
+def processor_quota(root: Path = Path("/")) -> float | None:
+    """For how many processors the control groups of this process give it time, as Linux tells below `root`: those of version 2 (cpu.max) and
+    of version 1 (cpu.cfs_quota_us), the least of a group and those above it (cgroups(7)). None where nothing limits it."""
+    try:
+        groups = [line.split(":", 2)[1:] for line in (root / "proc/self/cgroup").read_text().splitlines()]
+        mounts = [line.split(" - ", 1) for line in (root / "proc/self/mountinfo").read_text().splitlines()]
+    except OSError:
+        return None
+    quotas = []
+    for controllers, path in groups:
+        for mount, (kind, _, options) in ((mount.split(), rest.split(" ", 2)) for mount, rest in mounts):
+            is_ours = kind == "cgroup2" if not controllers else kind == "cgroup" and "cpu" in options.split(",")
+            if not is_ours or (controllers and "cpu" not in controllers.split(",")):
+                continue
+            # In a container the mount may begin at a group further down than the path says.
+            below = os.path.relpath(path, mount[3])
+            top = root / mount[4].lstrip("/")
+            folder = top if below.startswith("..") else top / below
+            quotas += [_quota_of(group) for group in (folder, *folder.parents) if group.is_relative_to(top)]
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _quota_of(group: Path) -> float | None:
+    """For how many processors one group gives time; None for any number."""
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        try:
+            quota, period = " ".join((group / name).read_text() for name in names).split()
+            return float(quota) / float(period) if quota != "max" and float(quota) > 0 else None
+        except (OSError, ValueError):  # a group at the top has none
+            continue
+    return None
 
 
 @functools.cache

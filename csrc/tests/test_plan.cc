@@ -64,6 +64,29 @@ void TestCopies() {
       "a copy writes value 1");
 }
 
+void TestChecks() {
+  // Between kernels, which share a team, and behind the last of them.
+  const auto check = [](int flag) {
+    return R"({"kind":"check","flags":[)" + std::to_string(flag) + R"(],"title":"not zero"})";
+  };
+  const std::string values = Row("input", 0, 3) + "," + Row("fresh", 0, 3) + "," +
+                             Row("fresh", 0, 3) + "," + Row("fresh", 0, 3);
+  for (const std::string& steps :
+       {Kernel("double", "0,1") + "," + check(1) + "," + Kernel("double", "0,2"),
+        Kernel("double", "0,2") + "," + Kernel("double", "0,1") + "," + check(1),
+        Kernel("double", "0,2") + "," + Kernel("double", "0,3") + "," + Kernel("double", "0,1") +
+            "," + check(1)}) {
+    Plan plan(Described(values, steps, 1, "2"));
+    Check(Read(RunOnce(plan, {Floats({3}, {0, 0, 0})})[0]) == Floats32{0, 0, 0},
+          "a call of which all flags are 0 returns");
+    CheckThrows([&] { RunOnce(plan, {Floats({3}, {0, 0, 1})}); }, "not zero");
+    Check(Read(RunOnce(plan, {Floats({3}, {0, 0, 0})})[0]) == Floats32{0, 0, 0},
+          "what was refused leaves nothing behind");
+  }
+  CheckThrows([&] { Plan(Described(Row("input", 0, 3), check(7), 1, "")); },
+              "the plan has no value 7");
+}
+
 void TestCallbacks() {
   using torch::stable::detail::from;
   using torch::stable::detail::to;
@@ -173,6 +196,7 @@ void TestWhatIsRefused() {
 int main() {
   TestHostKernels();
   TestCopies();
+  TestChecks();
   TestCallbacks();
   TestExternalCalls();
   TestWhatIsRefused();

@@ -12,6 +12,7 @@ from torch_hybrid_backend.core.device import CPU
 from torch_hybrid_backend.core.program import (
     NULL,
     Callback,
+    Check,
     Copy,
     DeviceLaunch,
     ExternalCall,
@@ -61,6 +62,7 @@ STEPS: list[tuple[Step, tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = [
     (ExternalCall(Native(), (3, 4), 1, "engine"), (3, 4), (), ()),
     (Callback(0, (3, 4), (5,)), (), (3, 4), (5,)),
     (Copy(3, 4), (), (3, 4), ()),
+    (Check((3, 4)), (3, 4), (), ()),
 ]
 
 
@@ -82,6 +84,7 @@ def test_steps_say_what_they_touch(
         "external",
         "callback",
         "copy",
+        "check",
         "graph",
     }
 

@@ -41,7 +41,7 @@ from torch_hybrid_backend.loops.ops import add, call
 from torch_hybrid_backend.partition.regions import partition_graph
 
 aten = torch.ops.aten
-_COMBINE = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
+_COMBINE = {"sum": torch.sum, "max": torch.amax, "min": torch.amin, "any": torch.any}
 
 
 class _Points(Frame):

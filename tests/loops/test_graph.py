@@ -21,6 +21,7 @@ from torch_hybrid_backend.loops.ir import (
     IntegerMatMulOp,
     MapOp,
     MatMulOp,
+    ReduceOp,
     buffers_of,
     domain_vars,
     loads_of,
@@ -52,6 +53,55 @@ def lowered(fn: Fn, *inputs: torch.Tensor, weights: int = 0, tolerance: float = 
         found = [env[buffer] for buffer in graph.outputs if buffer.shape == tuple(own.shape)]
         assert any(torch.allclose(value, own, rtol=tolerance, atol=tolerance) for value in found)
     return graph
+
+
+@pytest.mark.parametrize(
+    ("function", "index", "is_refused"),
+    [
+        (aten.embedding, [0, 4], False),
+        (aten.embedding, [0, 5], True),
+        (aten.embedding, [0, -1], True),
+        (lambda x, i: aten.index(x, [i]), [-5, 4], False),
+        (lambda x, i: aten.index(x, [i]), [-6, 4], True),
+        (lambda x, i: aten.index(x, [i * 2]), [1, 3], True),
+        (lambda x, i: aten.index(x, [None, i]), [1, 3], True),
+        (lambda x, i: aten.index(x, [i]), [1 << 62, 0], True),
+        (lambda x, i: aten.index(x, [i]), [-(1 << 63), 0], True),
+        (lambda x, i: aten.floor_divide(aten.expand(i, [4, 2]), i), [1, 3], False),
+        (lambda x, i: aten.remainder(aten.expand(i, [4, 2]), i), [1, 0], True),
+        (lambda x, i: aten.fmod(i, i), [-1, 0], True),
+        (lambda x, i: aten.div(7, i, rounding_mode="trunc"), [-1, 0], True),
+    ],
+)
+def test_what_eager_refuses_is_flagged(function: Fn, index: list[int], is_refused: bool) -> None:
+    """By one flag for each domain, which nothing else reads: the values are computed all the same."""
+    x, at = torch.randn(5, 3), torch.tensor(index)
+    module = trace(function, (x, torch.ones_like(at)))
+    (segment,) = partition_graph(module, [FakeEngine()], Config()).graph.segments
+    graph = lower_region(segment.region, POLICY)
+    env = {buffer: {"x_1": x, "i_1": at}.get(buffer.name, at) for buffer in graph.inputs}
+    env |= {buffer: x for buffer in graph.inputs if buffer.shape == (5, 3)}
+    for op in graph.ops:
+        evaluate(op, env)
+    (flag,) = graph.flags
+    assert bool(env[flag]) is is_refused
+
+
+def test_refusals_over_one_domain_share_a_flag() -> None:
+    """Two tables are read at two tensors of indices of one shape; what is expanded is looked at as it was before."""
+    table, at, wide = torch.randn(6, 4), torch.tensor([1, 2, 3]), torch.tensor([[1], [2]])
+    graph = lowered(
+        lambda t, i, j, k: (t[i] + t[j].sin(), t.gather(0, k.expand(2, 4)).cos()), table, at, at.clone(), wide
+    )
+    assert sorted(buffer.shape for op in graph.ops if isinstance(op, ReduceOp) for buffer in (op.out,)) == [(), ()]
+    assert sorted(op.domain for op in graph.ops if isinstance(op, ReduceOp)) == [(2, 1), (3,)]
+
+
+def test_positions_that_pytorchs_formulas_compute_need_no_flag() -> None:
+    """And positions of a loop that are known to lie inside."""
+    table = torch.randn(6, 4)
+    assert not lowered(lambda t, i: aten._unsafe_index(t, [i]), table, torch.tensor([0, 5])).flags
+    assert not lowered(lambda t: aten.embedding(t, torch.arange(6)), table).flags
 
 
 def convolution(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -211,6 +261,6 @@ def test_attention_reads_a_cache_and_what_is_new() -> None:
     """No updated cache is written where attention alone reads it, also by several heads; one is where something else does too."""
     tensors = (torch.randn(1, 4, 1, 8), torch.randn(1, 2, 16, 8), torch.randn(1, 2, 1, 8), torch.tensor([5]))
     alone = lowered(lambda *x: _decode(*x)[0], *tensors)
-    assert [type(op) for op in alone.ops] == [AttentionOp]
+    assert [type(op) for op in alone.ops if op.out not in alone.flags] == [AttentionOp]
     beside = lowered(lambda *x: aten.add(_decode(*x)[0], _decode(*x)[1].sum()), *tensors)
     assert len([op for op in beside.ops if op.out.shape == (1, 2, 16, 8)]) == 1

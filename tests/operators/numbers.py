@@ -43,7 +43,9 @@ class Numbered:
     given: Any
 
     def call(self, *arguments: Any) -> Any:
-        return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, self.function(*arguments))
+        return tree_map(
+            lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, self.function(*arguments)
+        )
 
     @property
     def arguments(self) -> Any:

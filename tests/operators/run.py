@@ -233,7 +233,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder for the journal")
     parser.add_argument("--ops", default=".*", help="regular expression over the names of operators and modules")
     parser.add_argument("--kinds", default=",".join(KINDS), help="kinds, comma separated")
-    parser.add_argument("--modes", default="tvm,default", help="modes, comma separated; interpreter and numbers are others")
+    parser.add_argument(
+        "--modes", default="tvm,default", help="modes, comma separated; interpreter and numbers are others"
+    )
     parser.add_argument("--again", default="", help="verdicts, comma separated: run such tasks again")
     parser.add_argument("--limit", type=int, help="samples per task, spread over all; default: every one")
     parser.add_argument("--budget-s", type=float, help="start no further task after so many seconds")

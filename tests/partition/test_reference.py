@@ -44,6 +44,7 @@ def test_a_fault_of_the_values_is_the_users() -> None:
     ("error", "code"),
     [
         (OperatorRefusedError("aten.sort.default", NotImplementedError("no kernel")), Reason.RUNTIME_ERROR),
+        (OperatorRefusedError("aten.mm.default", RuntimeError("dtypes differ"), is_mistake=True), None),
         (MemoryError(), Reason.OUT_OF_MEMORY),
         (HybridError("other"), None),
         (NotImplementedError("no kernel"), None),
@@ -53,5 +54,10 @@ def test_a_fault_of_the_values_is_the_users() -> None:
 )
 def test_only_what_lies_in_the_form_of_the_inputs_is_excused(error: Exception, code: Reason | None) -> None:
     """An operator that PyTorch refuses for such inputs, and missing memory, are reasons; any other error may be about the values."""
-    found = unable_to_run(error)
-    assert (None if found is None else found.code) == code
+    if code is not None:
+        assert unable_to_run(error).code == code
+        return
+    raised = error.error if isinstance(error, OperatorRefusedError) else error
+    with pytest.raises(type(raised)) as caught:
+        unable_to_run(error)
+    assert caught.value is raised

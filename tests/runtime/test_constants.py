@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from torch_hybrid_backend.core.hoisted_inputs import CallInput, FoldedValue, HoistedInputs
+from torch_hybrid_backend.core.lazy_bits import LazyBits
 from torch_hybrid_backend.errors import HybridError
-from torch_hybrid_backend.runtime.constant_pool import ConstantPool
 from torch_hybrid_backend.runtime.constants import (
+    DividedFold,
+    FoldPart,
     LiveConstants,
     ViewOfInput,
     main_inputs,
@@ -159,27 +161,39 @@ def test_no_constants_are_made_once() -> None:
 
 
 def test_folded_views_of_parameters_do_not_keep_them_alive() -> None:
-    """A fold that returns a view is remembered as a view; other results as they are."""
-    hoisted = HoistedInputs((CallInput(0), FoldedValue(0), FoldedValue(1)), (1,))
-    weight = torch.nn.Parameter(torch.randn(3, 4))
+    """A fold that returns a view is remembered as a view, with its lazy bits; other results as they are."""
+    hoisted = HoistedInputs((CallInput(0), FoldedValue(0), FoldedValue(1), FoldedValue(2)), (1,))
+    weight = torch.nn.Parameter(torch.randn(3, 4, dtype=torch.complex64))
     inputs = [torch.ones(1), weight]
-    folded = run_fold(hoisted, lambda raw: [raw[0].t()[1:], raw[0] + 1], inputs)
+    folded = run_fold(hoisted, lambda raw: [raw[0].t()[1:], raw[0] + 1, raw[0].conj()], inputs)
     kept = without_owning(folded, hoisted, inputs)
-    assert kept[0] == ViewOfInput(1, (3, 3), (1, 4), 1)
-    x, view, plus_one = main_inputs(hoisted, kept, inputs)
+    assert kept[0] == ViewOfInput(1, (3, 3), (1, 4), 1, LazyBits())
+    assert kept[2] == ViewOfInput(1, (3, 4), (4, 1), 0, LazyBits(conjugate=True))
+    x, view, plus_one, conjugate = main_inputs(hoisted, kept, inputs)
+    assert conjugate.is_conj()
+    assert torch.equal(conjugate, weight.detach().conj())
     assert x is inputs[0]
     torch.testing.assert_close(view, weight.detach().t()[1:])
     assert view.data_ptr() == weight[:, 1:].data_ptr()
     torch.testing.assert_close(plus_one, weight.detach() + 1)
 
 
-def test_folds_of_the_same_parameters_are_not_taken_for_one() -> None:
-    """Two graphs may read the same parameters in the same order and make different values of them."""
-    hoisted, weight = HoistedInputs((FoldedValue(0),), (0,)), torch.randn(3, 4)
-    with ConstantPool():
-        doubled, halved = (run_fold(hoisted, lambda raw, by=by: [raw[0] * by], [weight])[0] for by in (2.0, 0.5))  # type: ignore[misc]
-    torch.testing.assert_close(doubled, weight * 2)
-    torch.testing.assert_close(halved, weight * 0.5)
+def _scaled(*scales: float) -> DividedFold:
+    """A fold whose results are the first parameter times each of these; its parts are named by that."""
+    parts = (
+        FoldPart((0,), (number,), lambda raw, by=scale: [raw[0] * by], f"times {scale}")  # type: ignore[misc]
+        for number, scale in enumerate(scales)
+    )
+    return DividedFold(tuple(parts))
+
+
+def test_folds_of_the_same_parameters_share_equal_parts_alone() -> None:
+    """Two graphs may read the same parameters in the same order, and make the same of them or different values."""
+    hoisted, weight = HoistedInputs((FoldedValue(0), FoldedValue(1)), (0,)), torch.randn(3, 4)
+    first, second = (run_fold(hoisted, _scaled(*scales), [weight]) for scales in ((2.0, 0.5), (3.0, 0.5)))
+    torch.testing.assert_close(torch.stack(first), torch.stack([weight * 2, weight * 0.5]))
+    torch.testing.assert_close(torch.stack(second), torch.stack([weight * 3, weight * 0.5]))
+    assert second[1] is first[1]
 
 
 def test_folded_values_need_a_fold() -> None:

@@ -22,13 +22,11 @@ from __future__ import annotations
 import logging
 import os
 import select
-import tempfile
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 
 from torch_hybrid_backend.builds.failures import Failures
 from torch_hybrid_backend.builds.key_lock import KeyLock
@@ -42,6 +40,7 @@ from torch_hybrid_backend.errors import (
 )
 from torch_hybrid_backend.processes.child import Child, End, as_exception
 from torch_hybrid_backend.store import Store
+from torch_hybrid_backend.temporary_folder import TemporaryFolder
 
 _log = logging.getLogger(__name__)
 
@@ -350,10 +349,10 @@ class _Queue:
             lock.release()
 
     def _built(self, task: _Task, thread: threading.Thread) -> bytes | CompileError:
-        with tempfile.TemporaryDirectory(prefix="torch_hybrid_backend-") as folder:
-            Path(folder, REQUEST).write_bytes(task.request)
+        with TemporaryFolder() as folder:
+            (folder / REQUEST).write_bytes(task.request)
             limit_s = task.deadline_s + self._grace_s + _SELF_LIMIT_S
-            child = Child("torch_hybrid_backend.builds.main", [task.entry, folder, f"{limit_s:.3f}"], "a builder")
+            child = Child("torch_hybrid_backend.builds.main", [task.entry, str(folder), f"{limit_s:.3f}"], "a builder")
             child.lower_priority()
             with self._lock:
                 self._threads[thread] = child
@@ -364,11 +363,10 @@ class _Queue:
                     self._threads[thread] = None
                 child.end()
             if stopped is None:
-                result = Path(folder, RESULT).read_bytes()
+                result = (folder / RESULT).read_bytes()
                 self._keep(task, result)
                 return result
-        # One that waited before it began did not have all the time that there was.
-        if not (isinstance(stopped, BuildCancelledError) or (isinstance(stopped, DeadlineError) and task.has_waited)):
+        if not isinstance(stopped, BuildCancelledError):
             self._failures.put(self._kind, task.key, stopped, task.deadline_s)
         return stopped
 
@@ -384,7 +382,7 @@ class _Queue:
                 child.close_orders()
                 until = now + self._grace_s
             if self._is_closed or (is_told and now >= until):
-                return self._stopped(task, "it did not stop when it was told to, and was killed")
+                return self._stopped(task, child, "it did not stop when it was told to, and was killed")
             ready = select.select([child.stdout, task.wake], [], [], until - now)[0]
             if task.wake in ready:
                 os.read(task.wake, 1)
@@ -392,21 +390,23 @@ class _Queue:
                 continue
             answers = child.read()
             if answers is None:
-                return self._stopped(task, "it ended when it was told to") if is_told else _died(task, child)
+                return self._stopped(task, child, "it ended when it was told to") if is_told else _died(task, child)
             for answer in answers:
                 if "progress" in answer:
                     task.progress = float(str(answer["progress"]))
                 elif answer["error"] is None:
                     return None
                 elif is_told:
-                    return self._stopped(task, "it stopped when it was told to")
+                    return self._stopped(task, child, "it stopped when it was told to")
                 else:
                     return as_exception(f"{task.key} was not built", answer["error"])
 
-    def _stopped(self, task: _Task, how: str) -> CompileError:
+    def _stopped(self, task: _Task, child: Child, how: str) -> CompileError:
         if not task.is_wanted:
             return _cancelled(task)
-        return DeadlineError(f"{task.key} was not built within {task.deadline_s:.3g} s; {how}")
+        why = f"{task.key} was not built within {task.deadline_s:.3g} s; {how}"
+        # One that waited before it began did not have all the time that there was.
+        return DeadlineError(why, had_s=0.0 if task.has_waited else child.processor_s())
 
     def _keep(self, task: _Task, result: bytes) -> None:
         try:

@@ -29,6 +29,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.capture.fixes.encoder_layers import native_multi_head_attention, transformer_encoder_layer
+from torch_hybrid_backend.capture.fixes.strides import with_strides_of
 from torch_hybrid_backend.graph.schema import is_random
 from torch_hybrid_backend.graph.tracing import traced
 
@@ -165,7 +166,9 @@ def _full_table() -> Table:
     table: dict[Operator, Callable[..., object]] = {**core_aten_decompositions(), **get_decompositions(list(EXTRA))}
     table.update(_own_formulas())
     kept = {overload for packet in KEPT for overload in _overloads(packet)}
-    return MappingProxyType({op: formula for op, formula in table.items() if op not in kept and not is_random(op)})
+    return MappingProxyType(
+        {op: with_strides_of(op, formula) for op, formula in table.items() if op not in kept and not is_random(op)}
+    )
 
 
 def _overloads(packet: torch._ops.OpOverloadPacket) -> list[torch._ops.OpOverload]:

@@ -44,6 +44,8 @@ from torch_hybrid_backend.loops.ir import (
     ScatterOp,
     buffers_of_expr,
     compute_dtype,
+    rounded,
+    unrounded,
 )
 from torch_hybrid_backend.loops.kernels import (
     Argument,
@@ -65,8 +67,8 @@ from torch_hybrid_backend.sizes.size import Dim, Size
 class RegionKernels:
     """A region's kernels in execution order, and what they share: buffers, layouts, literals and constants packed ahead.
 
-    `origins`: for each kernel the names of the nodes whose values it computes, as far as it keeps or reads them from memory. `relied_on`: as
-    in `LoopGraph`.
+    `origins`: for each kernel the names of the nodes whose values it computes, as far as it keeps or reads them from memory.
+    `flags`, `relied_on`: as in `LoopGraph`.
     """
 
     region: Region
@@ -79,6 +81,7 @@ class RegionKernels:
     backend: KernelBackend
     generator: Generator | None = None
     origins: tuple[frozenset[str], ...] = ()
+    flags: tuple[Buffer, ...] = ()
     relied_on: tuple[Size, ...] = ()
 
     def with_variants(self, chosen: Sequence[Variant]) -> RegionKernels:
@@ -160,7 +163,6 @@ class RegionKernels:
             for own in (random.seed, *counters):
                 specs[own] = TensorSpec((), INDEX_DTYPE, (), CPU)
         signature = tuple(i.spec if i.spec is not None else i.size for i in self.region.inputs)
-        counts = (c for kernel in self.kernels for c in kernel_counts(kernel))
         return Program(
             tuple(specs),
             tuple(inputs),
@@ -170,7 +172,8 @@ class RegionKernels:
             signature,
             device,
             random,
-            counts=tuple(dict.fromkeys(counts)),
+            counts=tuple(dict.fromkeys(c for kernel in self.kernels for c in kernel_counts(kernel))),
+            flags=tuple(map(number, self.flags)),
             relied_on=self.relied_on,
         )
 
@@ -217,13 +220,14 @@ def assemble(region: Region, backend: KernelBackend) -> RegionKernels:
     groups = fuse(prepared.graph, backend.policy)
     fixed.update((buffer, contiguous(buffer.shape)) for buffer in prepared.row_major)
     layouts = backend.layouts(groups, fixed)
-    needed = needed_outside(groups, lowered.outputs)
+    outputs = (*lowered.outputs, *lowered.flags)
+    needed = needed_outside(groups, outputs)
     found: dict[Kernel, frozenset[str]] = {}
     for group in groups:
         made = _kernels(group, needed, layouts, backend)
         names = frozenset(lowered.origins[m.op.out] for m in group.members if m.op.out in lowered.origins)
         found.update(dict.fromkeys(made, names))
-    kernels = backend.join(list(found), lowered.outputs)
+    kernels = backend.join(list(found), outputs)
     return RegionKernels(
         region,
         tuple(kernels),
@@ -235,6 +239,7 @@ def assemble(region: Region, backend: KernelBackend) -> RegionKernels:
         backend,
         lowered.generator,
         _joined(found, kernels),
+        lowered.flags,
         lowered.relied_on,
     )
 
@@ -277,7 +282,7 @@ def _kernels(
         arguments([*places, member.expr], [], none, layouts),
         writes,
         group.variables,
-        Store(op.out, member.index, member.expr),
+        Store(op.out, member.index, unrounded(member.expr, op.out.dtype)),
         op.combiner,
     )
     return [first, scatter]
@@ -293,7 +298,11 @@ def _kernel(group: Group, needed: set[Buffer], layouts: Mapping[Buffer, Layout],
         reads = arguments([s.value for s in stages], [], inside, layouts)
         return RowKernel(reads, writes, group.variables, group.axes, stages)
     values = inlined(group)
-    stores = tuple(Store(m.op.out, m.index, values[m.op.out]) for m in group.members if m.op.out in needed)
+    stores = tuple(
+        Store(m.op.out, m.index, unrounded(values[m.op.out], m.op.out.dtype))
+        for m in group.members
+        if m.op.out in needed
+    )
     if group.accumulator is None:
         reads = arguments([s.value for s in stores], [], inside, layouts)
         return MapKernel(reads, writes, group.variables, stores)
@@ -328,13 +337,22 @@ def _stages(group: Group, needed: set[Buffer]) -> tuple[Stage, ...]:
             local = Buffer(group.shape if member.is_full else group.kept_shape, dtype, out.name)
             kind = "map" if member.role == "full" else member.role
             combiner = member.op.combiner if isinstance(member.op, ReduceOp | ScanOp) else ""
+            if not combines:
+                value = rounded(value, out.dtype)
             stages.append(Stage(kind, local, value, combiner))
-            locals_[out] = local
             if member.is_full:
                 full.add(local)
             value = local.at(group.point if member.is_full else group.kept_point)
+            if combines and read_later and (result := rounded(value, out.dtype)) is not value:
+                # What has been combined is in the compute dtype; its readers get what memory would hold.
+                local = Buffer(local.shape, local.dtype, out.name)
+                stages.append(Stage("map" if member.is_full else "scalar", local, result))
+                if member.is_full:
+                    full.add(local)
+            locals_[out] = local
         if stored:
             kind = "store" if member.is_full else "store_scalar"
+            value = unrounded(value, out.dtype)
             stages.append(Stage(kind, None, value, store=Store(out, member.index, value)))
     return tuple(stages)
 

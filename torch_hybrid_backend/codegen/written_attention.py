@@ -38,8 +38,9 @@ from torch_hybrid_backend.loops.ir import (
     canonical,
     domain_vars,
     loads_of,
+    rounded,
 )
-from torch_hybrid_backend.loops.ops import is_float, literal, mul, round_to, times_literal
+from torch_hybrid_backend.loops.ops import is_float, literal, mul, times_literal
 from torch_hybrid_backend.loops.scores import is_cheap_mask
 from torch_hybrid_backend.sizes.size import Dim, size_hint
 
@@ -108,6 +109,7 @@ class _Search:
             own = self._softmax(op.a, place)
             assert own is not None
             scaled = product if factor == 1 else mul(product, literal(factor, product.dtype))
+            scaled = rounded(scaled, first.out.dtype)
             return replace_loads(own.scores, lambda load: scaled if load.buffer is first.out else None)
 
         q = self._inlined(q, first) if q is first.a else q
@@ -146,7 +148,7 @@ class _Search:
             if not isinstance(source, MapOp) or not self._is_written_out(source):
                 return None
             between.add(source)
-            return self._written_out(source.value.at(load.index), between)
+            return rounded(self._written_out(source.value.at(load.index), between), load.buffer.dtype)
 
         return replace_loads(e, inner)
 
@@ -206,7 +208,7 @@ class _Search:
             return None
         inner, factor = source.value.at(e.index), 1.0
         while not isinstance(inner, Load):
-            found = times_literal(_unrounded(inner))
+            found = times_literal(inner)  # a rounded product is not what its factors are: it stays as it is
             if found is None:
                 return None
             inner, factor = found[0], factor * found[1]
@@ -224,7 +226,7 @@ class _Search:
         def at(index: tuple[Index, ...]) -> Expr:
             def inner(load: Load) -> Expr | None:
                 source = self._producer.get(load.buffer)
-                return round_to(source.value.at(load.index), load.buffer.dtype) if isinstance(source, MapOp) else None
+                return rounded(source.value.at(load.index), load.buffer.dtype) if isinstance(source, MapOp) else None
 
             return replace_loads(value.at(index), inner)
 

@@ -4,7 +4,7 @@ A program is a list of steps over numbered buffers. The runtime decides where bu
 fresh outputs); the program only says how large they are and who reads and writes them.
 
 This is the only place that lists the kinds of steps. A whole graph's plan has the same ones, over the plan's values in place of buffers
-(`Step.over`), and three more, which the runtime adds: `Callback`, `Copy` and `LaunchGraph`. Each is a class of the same name in
+(`Step.over`), and four more, which the runtime adds: `Callback`, `Copy`, `Check` and `LaunchGraph`. Each is a class of the same name in
 `csrc/src/steps/`, which reads what `Step.describe` returns. See docs/adr/0020-one-vocabulary-of-steps.md.
 """
 
@@ -21,6 +21,7 @@ from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.limits import MAX_ELEMENTS
 from torch_hybrid_backend.core.operator_schema import described_arguments, is_native, operator_schema
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
+from torch_hybrid_backend.errors import REFUSED_VALUES
 from torch_hybrid_backend.sizes.size import Dim, evaluate, symbols
 
 # In place of a buffer: a null pointer.
@@ -444,6 +445,23 @@ class Copy(Step):
 
 
 @dataclass(frozen=True, slots=True)
+class Check(Step):
+    """Ends the call with `errors.RefusedValuesError` unless every byte of the flags is 0."""
+
+    flags: tuple[int, ...]
+
+    @property
+    def memory(self) -> tuple[int, ...]:
+        return self.flags
+
+    def over(self, memory: Callable[[int], int], tensor: Callable[[TensorArgument], int]) -> Check:
+        return Check(tuple(map(memory, self.flags)))
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "check", "flags": self.flags, "title": REFUSED_VALUES}
+
+
+@dataclass(frozen=True, slots=True)
 class LaunchGraph(Step):
     """Launches of one device that follow one another, handed to its driver together as a CUDA graph. See docs/adr/0026-cuda-graphs.md."""
 
@@ -469,6 +487,20 @@ class LaunchGraph(Step):
             "launches": [launch.describe() for launch in self.launches],
             "writes": [launch.written for launch in self.launches],
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """A `PackedConstant.pack` that only computes. Equal ones make equal tensors of equal ones, whatever graph they are of: plans share them.
+
+    how: all that decides what it makes, but for the tensors.
+    """
+
+    how: tuple[object, ...]
+    make: Callable[..., torch.Tensor] = field(compare=False)
+
+    def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
+        return self.make(*tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -510,8 +542,9 @@ class Program:
     `inputs[k]` is the buffer of the region's k-th input (its spec has the strides the kernels were built for), or -1
     where no kernel reads it directly; `outputs[k]` is the buffer of the k-th output. An output may be an input's
     buffer, and two outputs may share one. `device`: where its steps run. `ranges`: the least and the most value of a size symbol, by name,
-    where its steps do not serve every one. `counts`: how far its steps count in 32 bits, in sizes known only at run time. `relied_on`: sizes
-    that are not negative where all that its steps read lies in its tensor.
+    where its steps do not serve every one. `counts`: how far its steps count in 32 bits, in sizes known only at run time. `flags`: buffers on
+    the host that its steps leave at 0, or the values it was called with are refused: the call ends with `errors.RefusedValuesError`.
+    `relied_on`: sizes that are not negative where all that its steps read lies in its tensor.
     """
 
     buffers: tuple[TensorSpec, ...]
@@ -525,6 +558,7 @@ class Program:
     random: RandomNumbers | None = None
     ranges: tuple[tuple[str, int, int], ...] = ()
     counts: tuple[Dim, ...] = ()
+    flags: tuple[int, ...] = ()
     relied_on: tuple[Dim, ...] = ()
 
     @property
@@ -565,7 +599,13 @@ class Program:
         """The sizes of its buffers, and those that its steps take."""
         of_buffers = (size for spec in self.buffers for size in (*spec.shape, *spec.strides))
         taken = () if self.random is None else self.random.taken
-        return (*(size for step in self.steps for size in step.sizes_used), *of_buffers, *taken, *self.counts, *self.relied_on)
+        return (
+            *(size for step in self.steps for size in step.sizes_used),
+            *of_buffers,
+            *taken,
+            *self.counts,
+            *self.relied_on,
+        )
 
     def reading(self, inputs: Sequence[int]) -> Program:
         """The program with only those of the region's inputs, by position; the others are read by no kernel and no packing."""

@@ -39,6 +39,7 @@ from torch_hybrid_backend.loops.ir import (
     indices,
     loads_of,
     parts,
+    rounded,
 )
 from torch_hybrid_backend.loops.policy import FusionPolicy
 from torch_hybrid_backend.sizes.size import Dim, product, size_hint
@@ -304,10 +305,16 @@ def replace_loads(expr: Expr, replacement: Callable[[Load], Expr | None]) -> Exp
 
 
 def inlined(group: Group) -> dict[Buffer, Expr]:
-    """For map and anchor groups: each member's value with the other members' values substituted, by the buffer it is stored in."""
+    """For map and anchor groups: each member's value with the other members' values substituted, by the buffer it is stored in.
+
+    What is substituted is what that buffer holds, rounded to its dtype: a value is the same where it is read from memory and where it is not.
+    """
     values: dict[Buffer, Expr] = {}
+    held: dict[Buffer, Expr] = {}
     for member in group.members:
-        values[member.op.out] = replace_loads(member.expr, lambda load: values.get(load.buffer))
+        out = member.op.out
+        values[out] = replace_loads(member.expr, lambda load: held.get(load.buffer))
+        held[out] = rounded(values[out], out.dtype)
     return values
 
 

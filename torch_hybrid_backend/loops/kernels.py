@@ -33,7 +33,7 @@ class Argument:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Store:
-    """buffer[index] = value, narrowed to the buffer's dtype; `index` and `value` are over the kernel's loop variables."""
+    """buffer[index] = value, rounded to the buffer's dtype; `index` and `value` are over the kernel's loop variables."""
 
     buffer: Buffer
     index: tuple[Index, ...]

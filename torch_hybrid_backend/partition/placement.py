@@ -30,6 +30,7 @@ from torch_hybrid_backend.core.program import OperatorCall
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason, Refused
+from torch_hybrid_backend.errors import is_sticky
 from torch_hybrid_backend.generators import Replay
 from torch_hybrid_backend.graph.precision import computes, precision_of
 from torch_hybrid_backend.measure import HostTimer, Rounds, Timer, measure
@@ -130,17 +131,18 @@ def choose(
         replay.rewind()  # what it drew before it failed
         replay = replay_of(region)
     expected = None if isinstance(found, Refused) else found
-    outputs = expected
+    results: dict[str, list[torch.Tensor]] = {} if expected is None else {EAGER: expected}
     errors: dict[str, float | None] = {}
     for engine in list(alive):
         try:
-            tried, results, comparison = _tried(
+            tried, results[engine], comparison = _tried(
                 region, alive[engine], inputs, config, expected, pricing.deadline, replay
             )
         except Exception as error:  # an engine's kernels or code may fail in any way; eager is there for it
+            if found is None and EAGER not in results and not is_sticky(error):
+                results.update(_asked(region, inputs, replay))
             drop(engine, run_refusal(error), error)
             continue
-        outputs = outputs or results
         if isinstance(tried, PendingRegion):
             pending[engine] = tried
             del alive[engine]
@@ -159,10 +161,17 @@ def choose(
     if unable is not None and compiled_winner is not None:
         report_unchecked(region, winner, unable)
     decision = decide(region, winner, compiled_winner, costs, tuple(refusals), errors.get(winner))
+    outputs = results.get(winner)  # what later calls return, to the bit: an engine's are only about eager's
     if outputs is None:
         outputs = replay.run(lambda: run_eager(region, inputs))
     replay.finish()
     return Choice(decision, compiled_winner, outputs, tuple(pending.values()))
+
+
+def _asked(region: Region, inputs: Sequence[torch.Tensor], replay: Replay) -> dict[str, list[torch.Tensor]]:
+    """Eager's outputs, by its name, if it can run the region. Raises what PyTorch does where the inputs are at fault."""
+    found = replay.run(lambda: reference(region, inputs))
+    return {} if isinstance(found, Refused) else {EAGER: found}
 
 
 def _entry(
@@ -315,8 +324,7 @@ def _price(
             return priced(region.key, contenders, calls, config.measure_budget_s, pricing, rounds)
         except _CandidateError as failed:
             if failed.engine == EAGER:
-                if unable_to_run(failed.error) is None:
-                    raise failed.error from None
+                unable_to_run(failed.error)
                 eager_runs = False
                 continue
             drop(failed.engine, run_refusal(failed.error), failed.error)

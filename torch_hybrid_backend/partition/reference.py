@@ -25,16 +25,19 @@ def run_eager(region: Region, inputs: Sequence[torch.Tensor]) -> list[torch.Tens
 
 
 def reference(region: Region, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | Refused:
-    """Eager's outputs, or why it cannot compute them, where nothing is wrong with the values; raises what it raises for those."""
+    """Eager's outputs, or why it cannot compute them, where nothing is wrong with the inputs; raises what PyTorch raises for those."""
     try:
         with torch.no_grad():
             return region.eager.run(inputs)
     except Exception as error:
-        if (unable := unable_to_run(error)) is None:
-            raise
-        return unable
+        return unable_to_run(error)
 
 
-def unable_to_run(error: Exception) -> Refused | None:
-    """Why eager cannot run a region although nothing is wrong with its inputs' values; None where `error` is about those."""
-    return run_refusal(error) if isinstance(error, OperatorRefusedError) or is_out_of_memory(error) else None
+def unable_to_run(error: Exception) -> Refused:
+    """Why eager cannot run a region although nothing is wrong with its inputs: it has too little memory, or lacks a kernel. Raises what PyTorch
+    did where something is: their values, or dtypes that do not go together."""
+    if isinstance(error, OperatorRefusedError) and error.is_mistake:
+        raise error.error from None
+    if isinstance(error, OperatorRefusedError) or is_out_of_memory(error):
+        return run_refusal(error)
+    raise error

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-
 # The largest dimension, and the most elements, of tensors that kernels address: their indices are int32.
 MAX_SIZE = (1 << 31) - 1
 # The largest integer that a program can be called with.
@@ -241,7 +240,9 @@ def magnitude(size: Dim) -> Dim:
     """What no number is beyond, in absolute value, that occurs on the way to the value of a size."""
     if isinstance(size, int):
         return abs(size)
-    monomials = [product([abs(c), *(_magnitude(atom) for atom, p in m for _ in range(p))]) for m, c in size.terms.items()]
+    monomials = [
+        product([abs(c), *(_magnitude(atom) for atom, p in m for _ in range(p))]) for m, c in size.terms.items()
+    ]
     return functools.reduce(lambda a, b: a + b, monomials)
 
 

@@ -5,23 +5,24 @@
         ...
 
 Processes start when first needed, stay for a while and leave when idle. One that dies costs the job it was at, one that hangs is killed at
-the deadline; neither concerns other jobs. They are plain subprocesses: multiprocessing would import the user's script again. Unix only.
+the deadline; neither concerns other jobs. They are plain subprocesses: multiprocessing would import the user's script again. Where no Python is
+found to start, kernels are compiled in this process. Unix only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
 import pickle
 import selectors
-import sys
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch_hybrid_backend.cancellation import is_awaited, patience
@@ -31,8 +32,12 @@ from torch_hybrid_backend.codegen.workers.protocol import IDLE_EXIT_STATUS, Job,
 from torch_hybrid_backend.errors import CompileError, CompilerCrashError, DeadlineError
 from torch_hybrid_backend.processes.child import End, as_exception
 from torch_hybrid_backend.processes.frames import frame
+from torch_hybrid_backend.processes.inside import described
+from torch_hybrid_backend.processes.interpreter import NO_INTERPRETER, interpreter
 
 _log = logging.getLogger(__name__)
+
+Finished = Callable[[Job, Path | CompileError], None]
 
 _JOBS_PER_PROCESS = 4  # starting a process takes about as long as compiling so many kernels
 _STARTS = 2  # a process may be killed by chance while it starts; twice is no chance
@@ -60,8 +65,11 @@ class KernelCompiler:
         with contextlib.suppress(CompileError):  # `compile` will meet the same and report it
             self._processes().start(self._wanted(jobs))
 
-    def compile(self, jobs: Sequence[Job], deadline_s: float) -> list[Path | CompileError]:
-        """Compile the jobs in parallel, those of one key once; gives, job by job, the artifact or what stopped it.
+    def compile(
+        self, jobs: Sequence[Job], deadline_s: float, finished: Finished = lambda job, made: None
+    ) -> list[Path | CompileError]:
+        """Compile the jobs in parallel, those of one key once; gives, job by job, the artifact or what stopped it. Calls `finished` with each
+        of the distinct jobs and its result as soon as there is one.
 
         The exception is CompilerCrashError where the compiler died at the job, DeadlineError where the job was not finished within
         `deadline_s` seconds from now, ScheduleError where no schedule serves the kernel, and CompileError for anything else.
@@ -69,7 +77,10 @@ class KernelCompiler:
         if not jobs:
             return []
         distinct = list({job.key: job for job in reversed(jobs)}.values())[::-1]
-        made = _Batch(self._processes(), distinct, deadline_s, self._wanted(len(distinct))).run()
+        if interpreter() is None:
+            made = _compile_here(self.module, distinct, deadline_s, finished)
+        else:
+            made = _Batch(self._processes(), distinct, deadline_s, self._wanted(len(distinct)), finished).run()
         return [made[job.key] for job in jobs]
 
     def close(self) -> None:
@@ -90,6 +101,43 @@ class KernelCompiler:
             self._of_process = found = _Processes(self.module, self._threads, self._idle_s)
             weakref.finalize(self, found.close)
         return found
+
+
+_here = threading.Lock()
+
+
+def _compile_here(
+    module: KernelCompilerModule, jobs: Sequence[Job], deadline_s: float, finished: Finished
+) -> dict[str, Path | CompileError]:
+    """Compile in this process, one after the other: a kernel at which the compiler crashes ends it, and one at work is not stopped in time."""
+    until = time.monotonic() + deadline_s
+    made: dict[str, Path | CompileError] = {}
+    _warn_of_no_interpreter()
+    with _here:
+        for job in jobs:
+            try:
+                if time.monotonic() >= until:
+                    raise DeadlineError(_late(job, deadline_s), had_s=0.0)
+                module.load()
+                module.compile_kernel(job)
+                made[job.key] = Path(job.output)
+            except DeadlineError as error:
+                made[job.key] = error
+            except Exception as error:  # as in a process of its own: the job's failure is the answer to it
+                made[job.key] = as_exception(f"{job.symbol} was not compiled", described(error))
+            finished(job, made[job.key])
+    return made
+
+
+@functools.cache
+def _warn_of_no_interpreter() -> None:
+    _log.warning("kernels are compiled in this process, which a fault of the compiler would end: %s", NO_INTERPRETER)
+
+
+def _late(job: Job, deadline_s: float) -> str:
+    return (
+        f"{job.symbol} was not compiled within the {deadline_s:.3g} s that were left for it (HYBRID_COMPILE_DEADLINE_S)"
+    )
 
 
 class _Processes:
@@ -174,12 +222,15 @@ class _Processes:
 class _Batch:
     """One call of `compile`: hands jobs to processes that are ready and collects the answers, in the calling thread."""
 
-    def __init__(self, processes: _Processes, jobs: Sequence[Job], deadline_s: float, wanted: int) -> None:
+    def __init__(
+        self, processes: _Processes, jobs: Sequence[Job], deadline_s: float, wanted: int, finished: Finished
+    ) -> None:
         self._processes = processes
         self._deadline_s = deadline_s
         self._until = time.monotonic() + deadline_s
         self._pending = deque(jobs)
         self._wanted = wanted
+        self._finished = finished
         self.workers: list[CompilerProcess] = []
         self.running = True
         self._failed_starts = 0
@@ -239,9 +290,9 @@ class _Batch:
                 payload = pickle.dumps(order)
             except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
                 why = f"{job.symbol} cannot be sent to the compiler: {error}"
-                self._made[job.key] = CompileError(why, recurs=False)
+                self._finish(job, CompileError(why, recurs=False))
                 continue
-            worker.job, worker.began = job, time.monotonic()
+            worker.job, worker.began = job, worker.processor_s()
             worker.outgoing += frame(payload)
             self._selector.register(worker.stdin, selectors.EVENT_WRITE, worker)
             return
@@ -274,9 +325,8 @@ class _Batch:
             elif worker.job is not None:
                 job, worker.job = worker.job, None
                 failure = answer["error"]
-                self._made[job.key] = (
-                    as_exception(f"{job.symbol} was not compiled", failure) if failure else Path(job.output)
-                )
+                why = f"{job.symbol} was not compiled"
+                self._finish(job, as_exception(why, failure) if failure else Path(job.output))
             self._order(worker)
 
     def _died(self, worker: CompilerProcess) -> None:
@@ -291,14 +341,17 @@ class _Batch:
         end = End(status, words)
         if job is not None:
             kind = type(job.kernel).__name__
-            self._made[job.key] = CompilerCrashError(
-                f"the kernel compiler {end.how} while it compiled {job.symbol}, a {kind}.{end.said}", recurs=end.recurs
-            )
+            why = f"the kernel compiler {end.how} while it compiled {job.symbol}, a {kind}.{end.said}"
+            self._finish(job, CompilerCrashError(why, recurs=end.recurs))
             return
         self._failed_starts += not started
         if self._failed_starts >= _STARTS:
-            why = f"the kernel compiler ({sys.executable}) {end.how} before it was ready.{end.said}"
+            why = f"the kernel compiler ({interpreter()}) {end.how} before it was ready.{end.said}"
             self._fail_pending(CompileError(why, recurs=False))
+
+    def _finish(self, job: Job, made: Path | CompileError) -> None:
+        self._made[job.key] = made
+        self._finished(job, made)
 
     def _release(self, worker: CompilerProcess, *, usable: bool) -> int:
         """Take a process out of this batch; where it was ended, its exit status."""
@@ -315,13 +368,11 @@ class _Batch:
 
     def _fail_pending(self, error: CompileError) -> None:
         for job in self._pending:
-            self._made[job.key] = error
+            self._finish(job, error)
         self._pending.clear()
 
     def _stop_at_deadline(self) -> None:
-        now = time.monotonic()
-        late = [(worker.job, now - worker.began) for worker in self.workers if worker.job is not None]
+        late = [(worker.job, worker.processor_s() - worker.began) for worker in self.workers if worker.job is not None]
         for job, had_s in (*late, *((job, 0.0) for job in self._pending)):
-            why = f"{job.symbol} was not compiled within the {self._deadline_s:.3g} s that were left for it (HYBRID_COMPILE_DEADLINE_S)"
-            self._made[job.key] = DeadlineError(why, had_s=had_s)
+            self._finish(job, DeadlineError(_late(job, self._deadline_s), had_s=had_s))
         self._pending.clear()

@@ -17,13 +17,22 @@ from dataclasses import dataclass
 from torch_hybrid_backend.engines.triton.functions import DTYPES, FUNCTIONS, converted, template
 from torch_hybrid_backend.engines.triton.source import Lines
 from torch_hybrid_backend.loops.index import FloorDiv, Index, LoopVar, Mod, Scalar, as_index, compare_ranges
-from torch_hybrid_backend.loops.ir import FLOAT8, Buffer, Call, Const, Expr, FromIndex, Load, compute_dtype
+from torch_hybrid_backend.loops.ir import (
+    FLOAT8,
+    ROUND_TARGETS,
+    Buffer,
+    Call,
+    Const,
+    Expr,
+    FromIndex,
+    Load,
+    compute_dtype,
+)
 from torch_hybrid_backend.loops.kernels import Argument, Store
 from torch_hybrid_backend.loops.layout import offset_of
-from torch_hybrid_backend.loops.ops import COMPARE, ROUND_TARGETS, is_float
+from torch_hybrid_backend.loops.ops import COMPARE, is_float
 from torch_hybrid_backend.loops.sharing import Sharing
 from torch_hybrid_backend.sizes.size import Dim, Function, Symbol, known_at_most
-
 
 # `//` and `%` of Triton round towards zero.
 _FLOORED = {"floordiv": "floor_divide", "mod": "floor_remainder"}
@@ -315,11 +324,7 @@ class Printer:
 
     def store(self, store: Store) -> None:
         """buffer[index] = value, at every point of the tile that exists."""
-        value = store.value
-        match value:
-            case Call(_, "round", (x, Const() as target)) if ROUND_TARGETS[int(target.value)] == store.buffer.dtype:
-                value = x  # storing rounds
-        self.put(store.buffer, store.index, self.expr(value))
+        self.put(store.buffer, store.index, self.expr(store.value))
 
     def combine(self, store: Store, combiner: str) -> None:
         """The same by an atomic operation that combines a point with what its place holds; see `loops.ir.ScatterOp`."""

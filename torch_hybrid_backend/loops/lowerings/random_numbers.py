@@ -67,7 +67,7 @@ def _normal(ctx: Context, mean: float, std: float) -> Value:
     if ctx.out.dtype == "float64":
         raise Refuse(Reason.RANDOM, "normally distributed numbers are drawn in float32 and below, not in float64")
     middle, spread = const(mean, "float32"), const(std, "float32")
-    return _drawn(ctx, "random_normal", lambda number: round_to(call("fma", number, spread, middle), ctx.out.dtype))
+    return _drawn(ctx, "random_normal", lambda number: call("fma", number, spread, middle))
 
 
 @lowers(aten.bernoulli.p)

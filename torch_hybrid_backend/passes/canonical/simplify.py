@@ -110,11 +110,13 @@ def _dropout(gm: torch.fx.GraphModule, node: torch.fx.Node) -> bool:
     if p != 1 or train is False or not all(user.target is operator.getitem for user in node.users):
         return False
     for user in list(node.users):
-        if user.args[1] == 0:
-            new = insert(node, aten.mul.Tensor, x, 0.0)
-        else:
-            new = insert(node, aten.full_like.default, x, False, dtype=torch.bool)
-        user.replace_all_uses_with(new)
+        is_value = user.args[1] == 0
+        nothing = (
+            insert(node, aten.mul.Tensor, x, 0.0)
+            if is_value
+            else insert(node, aten.full_like.default, x, False, dtype=torch.bool)
+        )
+        user.replace_all_uses_with(nothing)
         gm.graph.erase_node(user)
     gm.graph.erase_node(node)
     return True

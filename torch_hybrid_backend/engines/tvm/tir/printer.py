@@ -9,7 +9,6 @@ store, or as a chain of `Let`s in an expression. Equal subexpressions (same oper
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -20,10 +19,10 @@ from torch_hybrid_backend.engines.tvm.tir.builder import Builder, Stmt, TirBuffe
 from torch_hybrid_backend.engines.tvm.tir.let_bindings import Bindings, Scope, StatementBindings
 from torch_hybrid_backend.engines.tvm.tir.storage import narrow, widen
 from torch_hybrid_backend.loops.index import Index, LoopVar, Scalar, as_index, compare_ranges
-from torch_hybrid_backend.loops.ir import Buffer, Call, Const, Expr, FromIndex, Load
+from torch_hybrid_backend.loops.ir import ROUND_TARGETS, Buffer, Call, Const, Expr, FromIndex, Load
 from torch_hybrid_backend.loops.kernels import Store
 from torch_hybrid_backend.loops.layout import Layout, offset_of
-from torch_hybrid_backend.loops.ops import COMPARE, ROUND_TARGETS, call, decided
+from torch_hybrid_backend.loops.ops import COMPARE, call, decided
 from torch_hybrid_backend.loops.sharing import Sharing
 
 Env = Mapping[LoopVar, Index]
@@ -149,8 +148,7 @@ class Printer:
         return self.stores([store], env)
 
     def stores(self, stores: Sequence[Store], env: Env) -> Stmt:
-        """Several stores at one point; what their values share is computed once. What is rounded to a store's dtype is rounded by the store."""
-        stores = [dataclasses.replace(s, value=_before_rounding(s.value, s.buffer.dtype)) for s in stores]
+        """Several stores at one point; what their values share is computed once."""
         targets = [self._target(store, env) for store in stores]
 
         def put(values: list[TirExpr]) -> Stmt:
@@ -393,13 +391,6 @@ class Printer:
             # `block * 16 + lane < 64` is `block < 4`: the lane drops out.
             left, right = left.coarse_bound(right.const)
         return left, right
-
-
-def _before_rounding(e: Expr, dtype: str) -> Expr:
-    match e:
-        case Call(_, "round", (x, Const() as target)) if ROUND_TARGETS[int(target.value)] == dtype:
-            return x
-    return e
 
 
 def _unrounded(e: Expr) -> Expr | None:
