@@ -25,7 +25,9 @@ def _check(function: Callable[..., torch.Tensor], x: torch.Tensor, numbers: Sequ
         given = number if isinstance(number, tuple) else (number,)
         actual, expected = compiled(x, *given), function(x, *given)
         exact = {} if expected.is_floating_point() else {"rtol": 0, "atol": 0}
-        torch.testing.assert_close(actual, expected, equal_nan=True, **exact, msg=lambda why, n=number: f"with {n}: {why}")
+        torch.testing.assert_close(
+            actual, expected, equal_nan=True, **exact, msg=lambda why, n=number: f"with {n}: {why}"
+        )
 
 
 @pytest.mark.parametrize(
@@ -34,7 +36,7 @@ def _check(function: Callable[..., torch.Tensor], x: torch.Tensor, numbers: Sequ
         lambda x, n: x // n,
         lambda x, n: torch.div(x, n, rounding_mode="trunc"),
         lambda x, n: x % n,
-        lambda x, n: torch.fmod(x, n),
+        torch.fmod,
         lambda x, n: (torch.arange(50) - 20) // n,
         lambda x, n: (torch.arange(50) - 20) % n,
     ],
@@ -165,7 +167,9 @@ def test_a_dropout_of_everything(training: bool) -> None:
         torch.testing.assert_close(actual, expected, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float16), (torch.int64, torch.float32), (torch.int32, torch.int64)])
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32, torch.float16), (torch.int64, torch.float32), (torch.int32, torch.int64)]
+)
 def test_a_linear_layer_of_several_dtypes(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     """What eager refuses raises eager's error, and no region is compiled for it."""
     x, weight = torch.ones(4, 8).to(dtypes[0]), torch.ones(3, 8).to(dtypes[1])

@@ -216,7 +216,10 @@ def kernel_sizes(kernel: Kernel) -> list[Symbol]:
 
 def counts_far(kernel: Kernel) -> bool:
     """Whether a kernel has arguments of more elements, or more points, than 32 bits count, as far as its sizes are numbers."""
-    extents = (product(variable.extent for variable in kernel.domain), *(a.span for a in (*kernel.reads, *kernel.writes)))
+    extents = (
+        product(variable.extent for variable in kernel.domain),
+        *(a.span for a in (*kernel.reads, *kernel.writes)),
+    )
     return any(isinstance(extent, int) and extent > MAX_SIZE for extent in extents)
 
 

@@ -345,7 +345,7 @@ class Printer:
         return tirx.Select(test, first, self._print(outside))
 
     def _print_scalar(self, atom: Scalar) -> TirExpr:
-        """A scalar inside an index, of the dtype of addresses: read where the index is used, with the environment of the expression around it."""
+        """A scalar inside an index, of the dtype of addresses: read where the index is used, in the environment around it."""
         value = self.expr(atom.expr, self._env) if self._scope is None else self._print(self._sharing.of(atom.expr))
         return converted(value, atom.expr.dtype, self.builder.address)
 
