@@ -23,6 +23,7 @@ from torch_hybrid_backend.codegen.variants import Variant
 from torch_hybrid_backend.core.deadline import Deadline
 from torch_hybrid_backend.engines.tvm.backend import TvmBackend
 from torch_hybrid_backend.engines.tvm.engine import TvmEngine
+from torch_hybrid_backend.errors import RefusedValuesError
 from torch_hybrid_backend.runtime.program_runner import ProgramRunner
 
 pytest.importorskip("tvm")
@@ -77,6 +78,19 @@ def test_runs_that_fail_choose_nothing(tmp_path: Path) -> None:
     assert len(compiled.program.steps) == 2
     refined = compiled.refine(inputs, 0.01, Deadline(120.0))
     assert refined.program == compiled.program
+    assert not (tmp_path / "variants").exists()
+
+
+def test_values_that_eager_refuses_say_nothing_of_variants(tmp_path: Path) -> None:
+    """The caller is told: no variant is to be blamed, and nothing is remembered."""
+
+    class Refusing(ProgramRunner):
+        def kernel_us(self, inputs: Sequence[torch.Tensor]) -> list[float]:
+            raise RefusedValuesError("a flag is set")
+
+    _, compiled, inputs = compiled_region(TvmEngine(config(), services(tmp_path, Refusing)), CASES["convolutions"])
+    with pytest.raises(RefusedValuesError):
+        compiled.refine(inputs, 0.01, Deadline(120.0))
     assert not (tmp_path / "variants").exists()
 
 

@@ -14,6 +14,7 @@ from torch_hybrid_backend.core.device import CPU, Device
 from torch_hybrid_backend.core.program import (
     NULL,
     Callback,
+    Check,
     DeviceLaunch,
     ExternalCall,
     KernelCall,
@@ -51,6 +52,26 @@ def _laid_out(*programs: Program) -> StaticLayout:
 
 def launch(module: str, arguments: Sequence[int], scratch: Sequence[int] = ()) -> DeviceLaunch:
     return DeviceLaunch(module, "kernel", tuple(arguments), 1, (1, 1, 1), 128, scratch=tuple(scratch))
+
+
+def test_flags_are_looked_at_behind_their_program() -> None:
+    """Before the next program runs; they lie in the arena until then, and no time is told of the look."""
+    flagged = Program(
+        (_row(3), _row(3), _row(1)),
+        (0,),
+        (1,),
+        (),
+        (KernelCall("a.so", "double", (0, 1), 1), KernelCall("a.so", "any", (0, 2), 1)),
+        flags=(2,),
+    )
+    layout = _laid_out(flagged, Program((_row(3), _row(3)), (0,), (1,), (), (KernelCall("a.so", "double", (0, 1), 1),)))
+    *_, kernel, check, after = (planned.step for planned in layout.steps)
+    assert isinstance(kernel, KernelCall)
+    assert isinstance(check, Check)
+    assert check.flags == kernel.arguments[1:]
+    assert isinstance(after, KernelCall)
+    assert layout.values[check.flags[0]].kind is ValueKind.ARENA
+    assert layout.from_programs == (0, 1, 3)
 
 
 def test_each_device_has_an_arena_of_its_own() -> None:
