@@ -54,7 +54,7 @@ CASES: dict[str, tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]] =
     "xlogy": (torch.xlogy, TWO),
     "special_xlog1py": (torch.special.xlog1py, TWO),
     "logsigmoid": (nn.functional.logsigmoid, TWO[:1]),
-    "addr": (lambda x: torch.addr(x, x[:, 0], x[0]), TWO[:1]),
+    "addr": (lambda x: torch.addr(x, x[:, 0], x[0], beta=0), TWO[:1]),
     "roll": (lambda x: torch.roll(x, -1, 0), (_laid_out((2, 3, 4, 5), 0, 2, 3, 1),)),
     "channel_shuffle": (lambda x: nn.functional.channel_shuffle(x, 2), (_laid_out((2, 4, 3, 5), 0, 2, 3, 1),)),
     "batch_norm": (
