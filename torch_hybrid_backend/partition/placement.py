@@ -131,7 +131,7 @@ def choose(
         replay = replay_of(region)
     expected = None if isinstance(found, Refused) else found
     outputs = expected
-    errors: dict[str, float | None] = {}
+    compared: dict[str, Comparison | None] = {}
     for engine in list(alive):
         try:
             tried, results, comparison = _tried(
@@ -141,12 +141,13 @@ def choose(
             drop(engine, run_refusal(error), error)
             continue
         outputs = outputs or results
+        del results  # else it would be there while the next one runs
         if isinstance(tried, PendingRegion):
             pending[engine] = tried
             del alive[engine]
             continue
         alive[engine] = tried
-        errors[engine] = None if comparison is None else comparison.max_error
+        compared[engine] = comparison
         if comparison is not None and comparison.refused is not None:
             drop(engine, _after(tried.attempts, comparison.refused))
 
@@ -158,7 +159,7 @@ def choose(
     compiled_winner = _at_every_size(region, alive, winner, costs)
     if unable is not None and compiled_winner is not None:
         report_unchecked(region, winner, unable)
-    decision = decide(region, winner, compiled_winner, costs, tuple(refusals), errors.get(winner))
+    decision = decide(region, winner, compiled_winner, costs, tuple(refusals), *_judgement(compared.get(winner)))
     if outputs is None:
         outputs = replay.run(lambda: run_eager(region, inputs))
     replay.finish()
@@ -201,6 +202,11 @@ def _building(engine: str, pending: PendingRegion) -> Refusal:
     return Refusal(engine, Reason.BUILDING, f"it is being built{how}; until then another runs the region")
 
 
+def _judgement(comparison: Comparison | None) -> tuple[float | None, str]:
+    """The largest error of a region's results, and a note of how they were judged."""
+    return (None, "") if comparison is None else (comparison.max_error, comparison.note)
+
+
 def _after(attempts: Sequence[Attempt], refused: Refused) -> Refused:
     """The refusal of a region that was computed in several ways, all too far off."""
     if not attempts:
@@ -215,8 +221,9 @@ def decide(
     costs: tuple[Cost, ...] = (),
     refusals: tuple[Refusal, ...] = (),
     max_error: float | None = None,
+    judged: str = "",
 ) -> RegionDecision:
-    """The plan's entry for a region that `engine` runs."""
+    """The plan's entry for a region that `engine` runs. `judged`: a note of how its results were judged."""
     attempts = compiled.attempts if compiled is not None else ()
     steps = compiled.program.steps if compiled is not None and compiled.program is not None else ()
     precisions = Counter(precision_of(node) for node in region.graph_module.graph.nodes if computes(node))
@@ -237,7 +244,7 @@ def decide(
         operators=tuple(f"{call.name}: {call.title}" for call in steps if isinstance(call, OperatorCall)),
         precision=tuple(name for name, _ in precisions.most_common()),
         attempts=attempts,
-        note=compiled.note if compiled is not None else "",
+        note="; ".join(filter(None, [judged, compiled.note if compiled is not None else ""])),
     )
 
 
@@ -270,6 +277,7 @@ def _tried(
             _log.info("region %s is to be computed more accurately: %s", region.name, comparison.why)
             if isinstance(exact, PendingRegion):
                 return exact, results, comparison
+            del results
             compiled, results = exact, run(exact)
             comparison = compare(region, inputs, expected, results, replay)
     return compiled, results, comparison
