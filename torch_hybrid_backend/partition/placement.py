@@ -131,8 +131,8 @@ def choose(
         replay.rewind()  # what it drew before it failed
         replay = replay_of(region)
     expected = None if isinstance(found, Refused) else found
-    results: dict[str, list[torch.Tensor]] = {} if expected is None else {EAGER: expected}
-    errors: dict[str, float | None] = {}
+    results: dict[str, list[torch.Tensor]] = {}
+    compared: dict[str, Comparison | None] = {}
     for engine in list(alive):
         try:
             tried, results[engine], comparison = _tried(
@@ -148,10 +148,14 @@ def choose(
             del alive[engine]
             continue
         alive[engine] = tried
-        errors[engine] = None if comparison is None else comparison.max_error
+        compared[engine] = comparison
         if comparison is not None and comparison.refused is not None:
             drop(engine, _after(tried.attempts, comparison.refused))
 
+    results = {engine: made for engine, made in results.items() if engine in alive or engine == EAGER}
+    if not alive and expected is not None:
+        results[EAGER] = expected
+    del found, expected  # calls are timed without eager's outputs beside them: memory may be short
     costs = _price(region, alive, inputs, config, pricing, drop, eager_runs=unable is None)
     # Without costs all are equal: nobody is left, or the device is one for which nothing is estimated.
     winner = cheapest(costs).engine if costs else next(iter(alive), EAGER)
@@ -160,7 +164,7 @@ def choose(
     compiled_winner = _at_every_size(region, alive, winner, costs)
     if unable is not None and compiled_winner is not None:
         report_unchecked(region, winner, unable)
-    decision = decide(region, winner, compiled_winner, costs, tuple(refusals), errors.get(winner))
+    decision = decide(region, winner, compiled_winner, costs, tuple(refusals), *_judgement(compared.get(winner)))
     outputs = results.get(winner)  # what later calls return, to the bit: an engine's are only about eager's
     if outputs is None:
         outputs = replay.run(lambda: run_eager(region, inputs))
@@ -210,6 +214,11 @@ def _building(engine: str, pending: PendingRegion) -> Refusal:
     return Refusal(engine, Reason.BUILDING, f"it is being built{how}; until then another runs the region")
 
 
+def _judgement(comparison: Comparison | None) -> tuple[float | None, str]:
+    """The largest error of a region's results, and a note of how they were judged."""
+    return (None, "") if comparison is None else (comparison.max_error, comparison.note)
+
+
 def _after(attempts: Sequence[Attempt], refused: Refused) -> Refused:
     """The refusal of a region that was computed in several ways, all too far off."""
     if not attempts:
@@ -224,8 +233,9 @@ def decide(
     costs: tuple[Cost, ...] = (),
     refusals: tuple[Refusal, ...] = (),
     max_error: float | None = None,
+    judged: str = "",
 ) -> RegionDecision:
-    """The plan's entry for a region that `engine` runs."""
+    """The plan's entry for a region that `engine` runs. `judged`: a note of how its results were judged."""
     attempts = compiled.attempts if compiled is not None else ()
     steps = compiled.program.steps if compiled is not None and compiled.program is not None else ()
     precisions = Counter(precision_of(node) for node in region.graph_module.graph.nodes if computes(node))
@@ -246,7 +256,7 @@ def decide(
         operators=tuple(f"{call.name}: {call.title}" for call in steps if isinstance(call, OperatorCall)),
         precision=tuple(name for name, _ in precisions.most_common()),
         attempts=attempts,
-        note=compiled.note if compiled is not None else "",
+        note="; ".join(filter(None, [judged, compiled.note if compiled is not None else ""])),
     )
 
 
@@ -279,6 +289,7 @@ def _tried(
             _log.info("region %s is to be computed more accurately: %s", region.name, comparison.why)
             if isinstance(exact, PendingRegion):
                 return exact, results, comparison
+            del results
             compiled, results = exact, run(exact)
             comparison = compare(region, inputs, expected, results, replay)
     return compiled, results, comparison
