@@ -12,6 +12,7 @@ import torch
 
 from torch_hybrid_backend import errors
 from torch_hybrid_backend.errors import (
+    CacheError,
     CompileError,
     CompilerCrashError,
     ConfigError,
@@ -19,8 +20,10 @@ from torch_hybrid_backend.errors import (
     DeviceError,
     HybridError,
     OperatorRefusedError,
+    is_from_outside,
     is_out_of_memory,
     is_sticky,
+    tells_of_later,
 )
 
 
@@ -108,3 +111,30 @@ def test_processes_that_compile_kernels_can_import_it() -> None:
     """The module needs no torch: those processes must stay small."""
     script = "import sys, torch_hybrid_backend.errors; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", script], text=True).strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("error", "holds"),
+    [
+        (CompileError("too wide"), True),
+        (ValueError("too wide"), True),
+        (CompilerCrashError("killed by SIGSEGV"), True),
+        (CompileError("no linker", recurs=False), False),
+        (CompilerCrashError("what():  Resource temporarily unavailable"), False),
+        (DeadlineError("late"), False),
+        (CacheError("read-only"), False),
+        (OSError(24, "Too many open files"), False),
+        (MemoryError(), False),
+    ],
+)
+def test_what_tells_of_later_processes(error: Exception, holds: bool) -> None:
+    """What lies in the thing that is compiled; not what the machine lacked, nor what came too late."""
+    assert tells_of_later(error) is holds
+
+
+def test_what_an_error_was_raised_from_counts() -> None:
+    """A builder wraps what its library raised."""
+    for cause, is_outside in ((MemoryError(), True), (ValueError("odd"), False)):
+        error = CompileError("it cannot lower the region")
+        error.__cause__ = cause
+        assert is_from_outside(error) is is_outside
