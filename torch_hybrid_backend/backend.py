@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch._dynamo.exc import ShortenTraceback
 
 from torch_hybrid_backend.background import InBackground, copies_of
 from torch_hybrid_backend.bisection import is_running
@@ -35,6 +36,7 @@ from torch_hybrid_backend.core.plan import Plan, Unconverted
 from torch_hybrid_backend.core.precision import AS_WRITTEN
 from torch_hybrid_backend.core.verdict import Reason, Refused
 from torch_hybrid_backend.eager_graph import EagerGraph
+from torch_hybrid_backend.errors import delivered
 from torch_hybrid_backend.garbage import collector_paused
 from torch_hybrid_backend.graph.devices import is_on_host
 from torch_hybrid_backend.graph.values import holds_collectives, is_repeatable
@@ -62,7 +64,32 @@ def hybrid(
     mode, options: as given to `torch.compile`; see `config.Config`. Raises ConfigError for unknown settings or values; no
     fault of an engine reaches the caller unless `strict` is set.
     """
-    return compile_graph(gm, example_inputs, Config.from_env(os.environ).with_options(options, mode))
+    return compile_for_dynamo(gm, example_inputs, Config.from_env(os.environ).with_options(options, mode))
+
+
+class _Delivered(ShortenTraceback):
+    """An error that was delivered from outside, on its way through Dynamo, which takes any other for a fault of its backend's."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error), first_useful_frame=None)
+        self._error = error
+
+    def remove_dynamo_frames(self) -> BaseException:  # type: ignore[override]
+        """What Dynamo raises at its end."""
+        return self._error
+
+
+def compile_for_dynamo(
+    gm: torch.fx.GraphModule, example_inputs: Sequence[Any], config: Config, **told: Callable[..., None]
+) -> Callable[..., Any]:
+    """`compile_graph`, called by Dynamo."""
+    try:
+        return compile_graph(gm, example_inputs, config, **told)
+    except Exception as error:
+        found = delivered(error)
+        if found is None:
+            raise
+        raise _Delivered(found) from found
 
 
 @collector_paused()
@@ -257,7 +284,7 @@ def explain(
     # Dynamo recognises a compilation by its backend object: a new partial is a new compilation.
     in_background: list[InBackground] = []
     backend = functools.partial(
-        compile_graph,
+        compile_for_dynamo,
         config=config,
         on_plan=plans.append,
         on_regions=regions.append,

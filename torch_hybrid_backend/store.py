@@ -10,7 +10,6 @@ that write different bytes under one key do not disturb each other. An entry mov
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import os
@@ -23,7 +22,7 @@ import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_hybrid_backend.errors import CacheError
+from torch_hybrid_backend.errors import CacheError, failures, ignored
 
 _log = logging.getLogger(__name__)
 _SAFE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
@@ -67,7 +66,7 @@ class Store:
                 pass
         except CacheError:
             raise
-        except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
+        except failures(OSError, RuntimeError) as error:  # RuntimeError: a loop of links
             raise CacheError(f"the cache directory {root} cannot be made or written ({error}). {_ELSEWHERE}") from error
         self.root = root
         self.limit_bytes = limit_bytes
@@ -94,7 +93,7 @@ class Store:
         """A store in a new directory that goes with the store, or with this process. Raises CacheError where there can be none."""
         try:
             folder = Path(tempfile.mkdtemp(prefix="torch_hybrid_backend-"))
-        except OSError as error:
+        except failures(OSError) as error:
             raise CacheError(f"no temporary directory can be made: {error}. TMPDIR sets another place") from error
         store = Store(folder)
         weakref.finalize(store, _remove_own, folder, os.getpid())
@@ -121,7 +120,7 @@ class Store:
             except FileNotFoundError:  # another process has just removed the empty folder, or the user everything
                 _make(self.root)
                 _write(target, data)
-        except OSError as error:
+        except failures(OSError) as error:
             raise CacheError(f"cannot write {target}: {error}") from error
         return target
 
@@ -158,10 +157,10 @@ class Store:
             except CacheError as error:
                 if path.is_symlink() or path.exists():
                     _log.warning("%s; it is removed and made anew", error)
-                    with contextlib.suppress(OSError):
+                    with ignored(OSError):
                         path.unlink()
                 continue
-            with contextlib.suppress(OSError):
+            with ignored(OSError):
                 os.utime(path)  # used now: `_make_room` removes the least recently used first
             return path, data
         return None
@@ -178,7 +177,7 @@ class Store:
         for path in self.root.glob("*/*/*"):
             if not (_ENTRY.fullmatch(path.name) or _is_unfinished(path)):
                 continue
-            with contextlib.suppress(OSError):  # removed meanwhile
+            with ignored(OSError):  # removed meanwhile
                 found.append((path, path.lstat()))
         return found
 
@@ -236,7 +235,7 @@ def read_entry(path: Path) -> bytes:
                     f"(owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o})"
                 )
             data = file.read()
-    except OSError as error:
+    except failures(OSError) as error:
         raise CacheError(f"the cache entry {path} cannot be read: {error}") from error
     if _checksum(path.parent.parent.name, path.parent.name, data) != path.name[:64]:
         raise CacheError(f"the cache entry {path} is corrupt (its checksum differs)")
@@ -305,7 +304,7 @@ def _write(target: Path, data: bytes) -> None:
 def _files(folder: Path) -> list[Path]:
     try:
         return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
-    except OSError:
+    except failures(OSError):
         return []
 
 
@@ -318,13 +317,13 @@ def _disk_bytes(status: os.stat_result) -> int:
 
 
 def _unlink(path: Path) -> None:
-    with contextlib.suppress(OSError):
+    with ignored(OSError):
         path.unlink()
     _remove_empty(path.parent)
 
 
 def _remove_empty(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # not empty, or gone
+    with ignored(OSError):  # not empty, or gone
         folder.rmdir()
 
 

@@ -21,7 +21,7 @@ from torch_hybrid_backend.codegen.kernel_name import symbol_of
 from torch_hybrid_backend.codegen.operator_kernel import OperatorKernel
 from torch_hybrid_backend.codegen.workers.pool import KernelCompiler
 from torch_hybrid_backend.codegen.workers.protocol import Job
-from torch_hybrid_backend.errors import CacheError, CompileError, DeadlineError, ScheduleError
+from torch_hybrid_backend.errors import CacheError, CompileError, DeadlineError, ScheduleError, failures
 from torch_hybrid_backend.loops.kernels import Kernel
 from torch_hybrid_backend.store import Store
 
@@ -128,7 +128,7 @@ def _compile(
             ]
             for job, made in zip(jobs, compiler.compile(jobs, deadline_s), strict=True):
                 results[job.key] = made if isinstance(made, Exception) else _keep(job, made, store)
-    except OSError as error:  # the temporary directory is full, or cannot be made
+    except failures(OSError) as error:  # the temporary directory is full, or cannot be made
         for key in kernels.keys() - results.keys():
             results[key] = CompileError(
                 f"{symbol_of(kernels[key], key)} cannot be compiled, as the temporary directory cannot be used: {error}",

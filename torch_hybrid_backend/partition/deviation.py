@@ -21,6 +21,7 @@ from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
 from torch_hybrid_backend.eager_graph import TracedRun
+from torch_hybrid_backend.errors import failures
 
 
 def relative_error(reference: object, result: object) -> float | None:
@@ -105,7 +106,7 @@ def layer_errors(
         cone = cones[node.name]
         try:
             errors[node.name] = relative_error(value, cone.run(values)) or 0.0
-        except (RuntimeError, TypeError, ValueError, MemoryError):
+        except failures(RuntimeError, TypeError, ValueError, MemoryError):
             errors[node.name] = math.inf
         uses.subtract(cone.leaves)
         for name in cone.leaves:

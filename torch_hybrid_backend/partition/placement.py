@@ -30,6 +30,7 @@ from torch_hybrid_backend.core.program import OperatorCall
 from torch_hybrid_backend.core.region import Region
 from torch_hybrid_backend.core.tensor_spec import TensorSpec
 from torch_hybrid_backend.core.verdict import Reason, Refused
+from torch_hybrid_backend.errors import failures
 from torch_hybrid_backend.generators import Replay
 from torch_hybrid_backend.graph.precision import computes, precision_of
 from torch_hybrid_backend.measure import HostTimer, Rounds, Timer, measure
@@ -137,7 +138,7 @@ def choose(
             tried, results, comparison = _tried(
                 region, alive[engine], inputs, config, expected, pricing.deadline, replay
             )
-        except Exception as error:  # an engine's kernels or code may fail in any way; eager is there for it
+        except failures(Exception) as error:  # an engine's kernels or code may fail in any way; eager is there for it
             drop(engine, run_refusal(error), error)
             continue
         outputs = outputs or results
@@ -380,5 +381,5 @@ def _guarded(engine: str, run: Runner, inputs: Sequence[torch.Tensor]) -> None:
     try:
         with torch.no_grad():
             run(inputs)
-    except Exception as error:
+    except failures(Exception) as error:  # whose it is decides what becomes of it
         raise _CandidateError(engine, error) from error

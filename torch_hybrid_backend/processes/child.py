@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch_hybrid_backend
-from torch_hybrid_backend.errors import CompileError, ScheduleError, tells_of_shortage
+from torch_hybrid_backend.errors import CompileError, ScheduleError, failures, ignored, tells_of_shortage
 from torch_hybrid_backend.processes.frames import split_frame
 
 _CHUNK_BYTES = 1 << 16
@@ -126,7 +126,7 @@ class Child:
                     bufsize=0,
                     start_new_session=True,  # Ctrl-C is the parent's to handle
                 )
-            except OSError as error:
+            except failures(OSError) as error:
                 raise CompileError(f"{what} cannot be started ({sys.executable}): {error}") from error
             opened.pop_all()  # from here on `end` closes it
         assert self.process.stdin is not None
@@ -177,7 +177,7 @@ class Child:
 
     def lower_priority(self) -> None:
         """Let this process's threads go first from now on, for good: calls run beside it. Nobody but root can undo that."""
-        with contextlib.suppress(OSError):  # it may have ended
+        with ignored(OSError):  # it may have ended
             os.setpriority(os.PRIO_PROCESS, self.process.pid, _BESIDE_CALLS)
 
     def wait(self, seconds: float) -> None:

@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from torch_hybrid_backend.core.hoisted_inputs import CallInput, FoldedValue, HoistedInputs
-from torch_hybrid_backend.errors import HybridError
+from torch_hybrid_backend.errors import HybridError, failures
 from torch_hybrid_backend.runtime.constant_pool import pooled
 from torch_hybrid_backend.runtime.native.ops import CALLS_PER_ROUND, Guard
 from torch_hybrid_backend.runtime.native.tensor_states import snapshot
@@ -50,7 +50,7 @@ def _without_version(tensor: torch.Tensor) -> object:
 def _versions(tensors: Sequence[Any]) -> tuple[object, ...]:
     try:
         return tuple(map(_version, tensors))
-    except RuntimeError:  # inference tensors count no versions
+    except failures(RuntimeError):  # inference tensors count no versions
         return tuple(_without_version(tensor) if tensor.is_inference() else tensor._version for tensor in tensors)
 
 

@@ -19,6 +19,7 @@ import torch.fx
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from torch_hybrid_backend.errors import failures
 from torch_hybrid_backend.graph.schema import is_view
 from torch_hybrid_backend.graph.values import constant_nodes, has_mutation, returned_roots
 from torch_hybrid_backend.passes.context import PassContext
@@ -152,7 +153,7 @@ def values_with(gm: torch.fx.GraphModule, changed: dict[Node, Any]) -> dict[Node
         try:
             with detect_fake_mode((args, kwargs)) or FakeTensorMode():
                 value = node.target(*args, **kwargs)
-        except (RuntimeError, ValueError):
+        except failures(RuntimeError, ValueError):
             return None
         if is_view(node):
             known[node] = value
