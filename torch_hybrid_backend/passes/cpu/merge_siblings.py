@@ -133,11 +133,15 @@ def _merge(gm: torch.fx.GraphModule, group: Sequence[Node]) -> bool:
 
 def move_before(place: Node, node: Node) -> None:
     """Moves a constant that is made after `place`, and what it is made of, in front of it."""
-    if node < place:
-        return
-    for argument in node.all_input_nodes:
-        move_before(place, argument)
-    place.prepend(node)
+    behind: set[Node] = set()
+    pending = [node]
+    while pending:
+        each = pending.pop()
+        if each not in behind and not each < place:
+            behind.add(each)
+            pending.extend(each.all_input_nodes)
+    for each in sorted(behind):
+        place.prepend(each)
 
 
 def values_with(gm: torch.fx.GraphModule, changed: dict[Node, Any]) -> dict[Node, Any] | None:
